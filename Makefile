@@ -1,0 +1,53 @@
+# Every target sets .venv up first if uv.lock or pyproject.toml changed since the last time (scripts/setup.sh).
+
+.DEFAULT_GOAL := help
+.PHONY: help setup report lab test test-slow lint lock clean
+.NOTPARALLEL:
+
+# Passed through the environment, so that any path survives the shell.
+export DATA PRESET MINUTES
+
+help: ## show this list
+	@echo 'usage: make TARGET'
+	@echo
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)$$/\1\t\2/p' Makefile | awk -F '\t' '{ printf "  %-10s %s\n", $$1, $$2 }'
+	@echo
+	@echo 'settings, all optional:'
+	@echo '  DATA=PATH       report: a folder of images or a prepared data set (default: synthetic images)'
+	@echo '  PRESET=NAME     report: smoke, quick (default) or full'
+	@echo '  MINUTES=N       report: time budget for all notebooks together'
+	@echo '  ARGS="..."      report, lab, test, test-slow: further arguments for the command'
+	@echo '  PYTHON=PATH     the Python (3.11 to 3.13) to set up with'
+
+setup: ## set up .venv with the locked packages (3 GB to download, 6 GB on disk, the first time)
+	@PYTHON='$(PYTHON)' scripts/setup.sh
+
+report: setup ## run all notebooks and write reports/index.html
+	@set --; \
+	if [ -n "$$DATA" ]; then set -- "$$@" --data "$$DATA"; fi; \
+	if [ -n "$$PRESET" ]; then set -- "$$@" --preset "$$PRESET"; fi; \
+	if [ -n "$$MINUTES" ]; then set -- "$$@" --minutes "$$MINUTES"; fi; \
+	exec .venv/bin/ddpm-lab report "$$@" $(ARGS)
+
+# News and update checks would be the only requests that leave this machine.
+lab: setup ## open JupyterLab in the notebooks folder
+	@exec .venv/bin/jupyter lab --ServerApp.root_dir=. --ServerApp.preferred_dir=notebooks --LabApp.news_url=None \
+	  --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate $(ARGS)
+
+test: setup ## run the fast tests
+	@.venv/bin/python -m pytest -m 'not slow and not gpu' $(ARGS)
+
+test-slow: setup ## run the other tests (those that need a GPU skip themselves without one)
+	@.venv/bin/python -m pytest -m 'slow or gpu' $(ARGS)
+
+lint: setup ## check style and types
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+
+lock: setup ## bring uv.lock, requirements.lock and environment.yml in step with pyproject.toml
+	.venv/bin/python scripts/lock.py
+
+clean: ## remove HTML pages and caches; measurements, figures, data and .venv stay
+	rm -rf reports .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find ddpm_lab tests scripts notebooks -depth -type d \( -name __pycache__ -o -name .ipynb_checkpoints \) -exec rm -rf {} +

@@ -1,0 +1,285 @@
+"""What to run: frozen configurations that validate themselves, and the presets.
+
+Nothing here imports torch, so that the half of the lab that explains results can read configurations on any laptop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+PURPOSES = ("timing", "profile")
+DEVICES = ("cpu", "cuda")
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+COMPILE_MODES = ("off", "whole")
+LOADERS = ("packed", "files")
+NETWORKS = ("tiny", "seed", "ddpm", "s000")
+SCHEDULES = ("linear", "cosine")
+OBJECTIVES = ("noise", "x0", "v")
+LOSSES = ("l1", "l2")
+START_METHODS = ("forkserver", "spawn")
+
+DDPM = "ddpm_lab.model.train:ddpm"
+LOADER_ALONE = "ddpm_lab.model.train:loader_alone"
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be run: one sentence that names the value, the place and the remedy."""
+
+
+def choice(place: str, value: object, allowed: Iterable[object]) -> None:
+    """Raise ConfigError unless ``value`` is one of ``allowed``."""
+    allowed = tuple(allowed)
+    if value not in allowed:
+        raise ConfigError(f"{place} is {value!r}: choose one of {', '.join(map(str, allowed))}")
+
+
+def whole(place: str, value: object, least: int) -> None:
+    """Raise ConfigError unless ``value`` is a whole number of at least ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{place} is {value!r}: give a whole number of at least {least}")
+
+
+def _digest(value: object) -> str:
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffusionConfig:
+    """The forward process and the training objective (Ho et al. 2020; Nichol & Dhariwal 2021)."""
+
+    schedule: str = "cosine"
+    timesteps: int = 1000
+    objective: str = "noise"
+    loss: str = "l1"
+    min_snr_gamma: float | None = None
+
+    def __post_init__(self) -> None:
+        choice("diffusion.schedule", self.schedule, SCHEDULES)
+        choice("diffusion.objective", self.objective, OBJECTIVES)
+        choice("diffusion.loss", self.loss, LOSSES)
+        whole("diffusion.timesteps", self.timesteps, 2)
+        if self.min_snr_gamma is not None and not self.min_snr_gamma > 0:
+            raise ConfigError(f"diffusion.min_snr_gamma is {self.min_snr_gamma!r}: give a number above 0, or null")
+        if self.min_snr_gamma is not None and self.loss != "l2":
+            raise ConfigError(f"diffusion.min_snr_gamma needs loss 'l2', not {self.loss!r}: set diffusion.loss to l2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """Adam, gradient clipping and the exponential moving average of the weights."""
+
+    learning_rate: float = 2e-4
+    betas: tuple[float, float] = (0.9, 0.99)
+    clip_norm: float | None = 1.0
+    ema_decay: float = 0.995
+    ema_every: int = 10
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))
+        if not self.learning_rate > 0:
+            raise ConfigError(f"optimizer.learning_rate is {self.learning_rate!r}: give a number above 0")
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+            raise ConfigError(f"optimizer.betas is {self.betas!r}: give two numbers in [0, 1)")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(f"optimizer.clip_norm is {self.clip_norm!r}: give a number above 0, or null for none")
+        if not 0 <= self.ema_decay < 1:
+            raise ConfigError(f"optimizer.ema_decay is {self.ema_decay!r}: give a number in [0, 1)")
+        whole("optimizer.ema_every", self.ema_every, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One configuration of a training run, complete: two runs with equal ``run_id`` do the same work.
+
+    ``global_batch_size`` counts the images of one optimizer step over all ranks; a rank sees
+    ``global_batch_size / world_size`` of them in ``accumulation`` micro-batches. ``data`` is the folder that
+    ``data_sha256`` was read from: where the images lie is not part of what is run, so it is not part of the run id.
+    ``options`` are the settings of a workload other than the lab's own.
+    """
+
+    purpose: str = "timing"
+    workload: str = DDPM
+    device: str = "cpu"
+    world_size: int = 1
+    global_batch_size: int = 32
+    accumulation: int = 1
+    precision: str = "fp32"
+    compile: str = "off"
+    channels_last: bool = True
+    loader: str = "packed"
+    loader_workers: int = 0
+    data: str = ""
+    data_sha256: str = ""
+    network: str = "tiny"
+    image_size: int = 32
+    diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    seed: int = 0
+    oversubscribe: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        choice("purpose", self.purpose, PURPOSES)
+        choice("device", self.device, DEVICES)
+        choice("precision", self.precision, PRECISIONS)
+        choice("compile", self.compile, COMPILE_MODES)
+        choice("loader", self.loader, LOADERS)
+        choice("network", self.network, NETWORKS)
+        whole("world_size", self.world_size, 1)
+        whole("global_batch_size", self.global_batch_size, 1)
+        whole("accumulation", self.accumulation, 1)
+        whole("loader_workers", self.loader_workers, 0)
+        whole("seed", self.seed, 0)
+        whole("image_size", self.image_size, 4)
+        object.__setattr__(self, "options", tuple((str(k), v) for k, v in self.options))
+        module, _, function = self.workload.partition(":")
+        if not module or not function.isidentifier():
+            raise ConfigError(f"workload is {self.workload!r}: name it as module:function")
+        if self.image_size % 4:
+            raise ConfigError(f"image_size is {self.image_size}: give a multiple of 4")
+        if self.global_batch_size % (self.world_size * self.accumulation):
+            raise ConfigError(
+                f"global_batch_size {self.global_batch_size} cannot be shared by {self.world_size} ranks in "
+                f"{self.accumulation} micro-batches: give a multiple of {self.world_size * self.accumulation}"
+            )
+        if self.loader == "packed" and self.loader_workers:
+            raise ConfigError(
+                f"loader_workers is {self.loader_workers} with loader 'packed', which has none: "
+                "use loader 'files', or 0 workers"
+            )
+        if self.device == "cpu" and self.precision in ("tf32", "fp16"):
+            raise ConfigError(f"precision {self.precision!r} needs a CUDA device: use fp32 or bf16 on a CPU")
+
+    @property
+    def rank_batch_size(self) -> int:
+        """Images of one optimizer step on one rank."""
+        return self.global_batch_size // self.world_size
+
+    @property
+    def run_id(self) -> str:
+        """Twelve hexadecimal digits that identify the work: a hash of the canonical JSON without ``data``."""
+        values = self.as_dict()
+        del values["data"]
+        return _digest(values)
+
+    def option(self, name: str, default: Any) -> Any:
+        """The workload's own setting ``name``."""
+        return dict(self.options).get(name, default)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        values = dataclasses.asdict(self)
+        values["options"] = dict(self.options)
+        values["optimizer"]["betas"] = list(self.optimizer.betas)
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
+        """Rebuild a configuration; raises ConfigError for a name that does not exist."""
+        values = dict(values)
+        known = {f.name for f in dataclasses.fields(cls)}
+        for name in values:
+            if name not in known:
+                raise ConfigError(f"a configuration has no setting {name!r}: it has {', '.join(sorted(known))}")
+        if isinstance(values.get("diffusion"), Mapping):
+            values["diffusion"] = DiffusionConfig(**values["diffusion"])
+        if isinstance(values.get("optimizer"), Mapping):
+            values["optimizer"] = OptimizerConfig(**values["optimizer"])
+        if isinstance(values.get("options"), Mapping):
+            values["options"] = tuple(values["options"].items())
+        return cls(**values)
+
+    def differences(self, other: RunConfig) -> dict[str, tuple[Any, Any]]:
+        """Settings whose values differ, as name -> (mine, other's); ``data`` is left out as in the run id."""
+        mine, theirs = self.as_dict(), other.as_dict()
+        return {k: (mine[k], theirs[k]) for k in mine if k != "data" and mine[k] != theirs[k]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How one set is measured (spec: sets of isolated groups that take turns in short timed windows).
+
+    A window lasts ``window_seconds`` or ``window_steps`` steps, whichever is longer; with loader workers at least 20
+    steps and ten times the prefetch queue. Sets measured under different plans are never pooled.
+    """
+
+    turns: int = 6
+    window_seconds: float = 0.4
+    window_steps: int = 5
+    settle_steps: int = 2
+    warmup_steps: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("turns", "window_steps", "settle_steps", "warmup_steps"):
+            whole(f"plan.{name}", getattr(self, name), 1)
+        if not 0 < self.window_seconds < 3600:
+            raise ConfigError(f"plan.window_seconds is {self.window_seconds!r}: give seconds above 0")
+
+    @property
+    def key(self) -> str:
+        """Hash that says which sets may be pooled."""
+        return _digest(dataclasses.asdict(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """How much is run: sets per comparison, the plan of a set, cold compiles, and the budget of all notebooks."""
+
+    name: str
+    sets: int
+    plan: Plan
+    cold_compiles: int
+    minutes: float | None
+
+
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        Preset(name="smoke", sets=1, plan=Plan(turns=2, window_seconds=0.1), cold_compiles=1, minutes=3.0),
+        Preset(name="quick", sets=6, plan=Plan(), cold_compiles=1, minutes=9.0),
+        Preset(name="full", sets=12, plan=Plan(), cold_compiles=3, minutes=None),
+    )
+}
+
+
+def preset(name: str) -> Preset:
+    """The preset called ``name``; raises ConfigError for another."""
+    choice("preset", name, PRESETS)
+    return PRESETS[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Configurations that are compared with one baseline, in the same sets.
+
+    ``candidates`` come in order of importance: where time is short the last ones are left out first. A family that only
+    shows that a mechanism works (``mechanism``) needs one set.
+    """
+
+    name: str
+    baseline: RunConfig
+    baseline_label: str
+    candidates: tuple[tuple[str, RunConfig], ...]
+    mechanism: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """One question: families of configurations, and what was left out of them before any measuring, with reasons."""
+
+    name: str
+    families: tuple[Family, ...]
+    left_out: tuple[tuple[str, str, str], ...] = ()  # (family, label, reason)
+    profiles: tuple[tuple[str, RunConfig], ...] = ()  # runs with another purpose: they supply no time
+
+    @property
+    def configurations(self) -> tuple[RunConfig, ...]:
+        """Every configuration, baselines first within each family."""
+        compared = [c for f in self.families for c in (f.baseline, *(config for _, config in f.candidates))]
+        return (*compared, *(config for _, config in self.profiles))

@@ -1,0 +1,141 @@
+"""Everything random about the data of a training step, as a function of the seed and the global position.
+
+Images are consumed as one global stream: position ``p`` is the p-th image of the run, batch ``s`` of size B is the
+positions ``s B`` to ``(s + 1) B - 1``, and rank ``r`` of ``W`` takes the r-th of W equal, contiguous parts. Image,
+flip, timestep and noise belong to the position, so they are the same whatever the number of ranks and the loader.
+
+Seeds come from ``numpy.random.SeedSequence`` over (run seed, purpose, number): a hash, so that neighbouring seeds give
+unrelated streams, where added ones would overlap.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = ["CHUNK_SAMPLES", "EpochStream", "noise_and_timesteps", "rank_share"]
+
+CHUNK_SAMPLES = 8
+_PERMUTATION, _FLIP, _NOISE = 1, 2, 3
+
+
+def rank_share(global_batch_size: int, rank: int, world_size: int) -> range:
+    """Positions within a global batch that belong to one rank.
+
+    Raises:
+        ValueError: the batch cannot be divided evenly, or there is no such rank.
+    """
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} does not exist among {world_size} ranks; ranks count from 0")
+    if global_batch_size < 1 or global_batch_size % world_size:
+        raise ValueError(
+            f"a global batch of {global_batch_size} cannot be divided over {world_size} ranks; give a multiple"
+        )
+    share = global_batch_size // world_size
+    return range(rank * share, (rank + 1) * share)
+
+
+class EpochStream:
+    """The order in which the images of a set are used: one permutation after another, without end.
+
+    An epoch is a permutation of all the images, drawn from (seed, epoch). What does not fill a global batch opens the
+    next one, so no image is dropped: after k epochs' worth of positions each image was used exactly k times, and at any
+    other moment the counts of two images differ by at most one.
+    """
+
+    def __init__(self, train_indices: npt.NDArray[np.int64], seed: int, *, flip: bool = True) -> None:
+        if len(train_indices) == 0 or seed < 0:
+            raise ValueError(
+                f"no stream over {len(train_indices)} images with seed {seed}: give images and a seed >= 0"
+            )
+        self._indices = np.asarray(train_indices, dtype=np.int64)
+        self._seed = seed
+        self._flip = flip
+        self._flip_key = np.random.SeedSequence([seed, _FLIP]).generate_state(1, np.uint64)[0]
+        self._permutation = lru_cache(maxsize=2)(self._draw_permutation)
+
+    @property
+    def epoch_size(self) -> int:
+        """Number of images in an epoch."""
+        return len(self._indices)
+
+    def _draw_permutation(self, epoch: int) -> npt.NDArray[np.int64]:
+        # Sorting raw 64-bit output: numpy guarantees that stream for ever, and not that of Generator.permutation.
+        raw = np.random.PCG64(np.random.SeedSequence([self._seed, _PERMUTATION, epoch])).random_raw(self.epoch_size)
+        return self._indices[np.argsort(raw, kind="stable")]
+
+    def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Image indices at the global positions ``start`` to ``stop - 1``."""
+        size = self.epoch_size
+        parts = [
+            self._permutation(epoch)[max(start - epoch * size, 0) : stop - epoch * size]
+            for epoch in range(start // size, -(-stop // size))
+        ]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def flips(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        """Whether the image at each global position is mirrored left to right: a fair coin, or never.
+
+        The coin is the top bit of the SplitMix64 output function (Steele, Lea and Flood, 2014) of position and key.
+        """
+        if not self._flip:
+            return np.zeros(stop - start, dtype=bool)
+        state = np.arange(start + 1, stop + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + self._flip_key
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        heads: npt.NDArray[np.bool_] = (state ^ (state >> np.uint64(31))) >> np.uint64(63) == 1
+        return heads
+
+
+def noise_and_timesteps(
+    seed: int,
+    step: int,
+    start: int,
+    stop: int,
+    *,
+    global_batch_size: int,
+    shape: Sequence[int],
+    timesteps: int,
+    device: torch.device | str = "cpu",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw noise and timesteps for the samples ``start`` to ``stop - 1`` of the global batch of one step.
+
+    On a CPU the batch is drawn in chunks of 8 samples, each with a seed of its own, so a rank draws little more than
+    its share; on another device the whole global batch is drawn and cut, which costs less than many small kernels. In
+    both, what a sample gets does not depend on how the batch is divided; between kinds of device it differs.
+
+    Args:
+        seed: of the run, at least 0.
+        step: number of the optimizer step, from 0.
+        start: first sample, counted within the global batch.
+        stop: one past the last sample.
+        global_batch_size: samples of all ranks together.
+        shape: shape of one sample, (C, H, W).
+        timesteps: T; timesteps are uniform over 0 to T - 1.
+        device: where the results are made.
+
+    Returns:
+        Noise, float32 (stop - start, C, H, W), standard normal; timesteps, int64 (stop - start,).
+
+    Raises:
+        ValueError: the samples are not part of the batch.
+    """
+    if not 0 <= start < stop <= global_batch_size:
+        raise ValueError(f"samples {start} to {stop} are not part of a batch of {global_batch_size}")
+    device = torch.device(device)
+    chunk_samples = CHUNK_SAMPLES if device.type == "cpu" else global_batch_size
+    first, last = start // chunk_samples, (stop - 1) // chunk_samples
+    generator = torch.Generator(device)
+    noise, t = [], []
+    for chunk in range(first, last + 1):
+        state = np.random.SeedSequence([seed, _NOISE, step, chunk]).generate_state(1, np.uint64)
+        generator.manual_seed(int(state[0]))
+        t.append(torch.randint(timesteps, (chunk_samples,), generator=generator, device=device))
+        noise.append(torch.randn(chunk_samples, *shape, generator=generator, device=device))
+    offset = first * chunk_samples
+    part = slice(start - offset, stop - offset)
+    if first == last:
+        return noise[0][part], t[0][part]
+    return torch.cat(noise)[part], torch.cat(t)[part]

@@ -1,0 +1,136 @@
+"""Image folders: which files belong to a data set, in which order, and how one file becomes pixels."""
+
+import hashlib
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+__all__ = ["DECODING_RULE", "DataError", "ImageError", "ImageFile", "decode", "fingerprint", "list_images"]
+
+DECODING_RULE = (
+    "8-bit RGB; grey and palette images expanded; 16-bit grey keeps its high byte; transparency composited on white; "
+    "JPEG turned as its EXIF orientation says; the largest centred square resampled with an antialiased bicubic filter"
+)
+SUFFIXES = (".png", ".jpg", ".jpeg")
+_DIGITS = re.compile(r"([0-9]+)")
+
+
+class DataError(ValueError):
+    """Data that cannot be used; the message is one sentence that says what, where and what to do."""
+
+
+class ImageError(DataError):
+    """One file that is not a readable PNG or JPEG image."""
+
+
+class ImageFile(NamedTuple):
+    """One file of a data set: path relative to the folder (``/`` between parts), and what shows that it changed."""
+
+    path: str
+    size_bytes: int
+    mtime_ns: int
+
+
+def list_images(folder: Path) -> list[ImageFile]:
+    """List every PNG and JPEG under ``folder``, recursively, in natural numeric order (1.png, 2.png, 10.png).
+
+    Links to files and folders are followed, each folder once. Names that begin with a dot, and ``__MACOSX``, are
+    left out: they hold editors' and archivers' copies, not images of the set.
+
+    Raises:
+        DataError: ``folder`` is missing, is not a folder, or cannot be read.
+    """
+    found: list[ImageFile] = []
+    visited: set[tuple[int, int]] = set()
+
+    def scan(path: str, prefix: str) -> None:
+        status = os.stat(path)  # noqa: PTH116 - plain strings halve the time on 50,000 files
+        identity = (status.st_dev, status.st_ino)
+        if identity in visited:
+            return
+        visited.add(identity)
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if entry.name.startswith(".") or entry.name == "__MACOSX":
+                    continue
+                if entry.name.lower().endswith(SUFFIXES) and entry.is_file():
+                    status = entry.stat()
+                    found.append(ImageFile(prefix + entry.name, status.st_size, status.st_mtime_ns))
+                elif entry.is_dir():
+                    scan(entry.path, f"{prefix}{entry.name}/")
+
+    try:
+        scan(str(folder), "")
+    except FileNotFoundError:
+        raise DataError(f"no such folder: {folder}; give the folder that holds the images") from None
+    except NotADirectoryError:
+        raise DataError(f"{folder} is a file, not a folder of images; give the folder that holds it") from None
+    except OSError as error:
+        raise DataError(f"cannot read {error.filename or folder}: {error.strerror}; check its permissions") from error
+    return sorted(found, key=lambda file: (_natural_key(file.path), file.path))
+
+
+def _natural_key(path: str) -> list[list[str | int]]:
+    """Sort key in which runs of digits compare as numbers, one path component at a time."""
+    # The split alternates text, digits, text, ..., so a number only ever meets a number.
+    return [
+        [int(part) if position % 2 else part for position, part in enumerate(_DIGITS.split(component))]
+        for component in path.split("/")
+    ]
+
+
+def fingerprint(files: Sequence[ImageFile]) -> str:
+    """Hash of the names, sizes and modification times: what must stay the same for decoded pixels to be reused."""
+    lines = "\0".join(f"{file.path}\0{file.size_bytes}\0{file.mtime_ns}" for file in files)
+    return hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def decode(path: str | Path, image_size: int) -> npt.NDArray[np.uint8]:
+    """Decode one file to pixels of shape (image_size, image_size, 3), 8-bit RGB, by ``DECODING_RULE``.
+
+    Resampling the largest centred square is resizing the shorter side and then cropping the centre, in one step
+    whose cost does not depend on how long the longer side is.
+
+    Raises:
+        ImageError: the file is missing, damaged, or neither PNG nor JPEG; the message is one line with its path.
+    """
+    try:
+        with Image.open(path, formats=("PNG", "JPEG")) as opened:
+            image: Image.Image = opened
+            if "exif" in image.info:
+                image = ImageOps.exif_transpose(image)
+            if image.mode != "RGB" or "transparency" in image.info:
+                image = _to_rgb(image)
+            if image.size != (image_size, image_size):
+                width, height = image.size
+                side = min(width, height)
+                left, top = (width - side) / 2, (height - side) / 2
+                box = (left, top, left + side, top + side)
+                image = image.resize((image_size, image_size), Image.Resampling.BICUBIC, box=box)
+            return np.asarray(image, dtype=np.uint8)
+    except MemoryError:
+        raise
+    except Exception as error:  # decoders meet damage with OSError, SyntaxError, ValueError, struct.error, ...
+        reason = "not a PNG or JPEG image" if isinstance(error, UnidentifiedImageError) else _one_line(error)
+        raise ImageError(f"{path}: cannot be decoded ({reason})") from error
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.has_transparency_data:
+        opaque = Image.new("RGBA", image.size, "white")
+        opaque.alpha_composite(image.convert("RGBA"))
+        image = opaque
+    return image.convert("RGB")
+
+
+def _one_line(error: Exception) -> str:
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(text.split()) or type(error).__name__

@@ -1,0 +1,276 @@
+"""Two loaders that give the same batches: one gathers from the packed array, one decodes file by file in workers."""
+
+import multiprocessing
+import os
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from typing import Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from ddpm_lab.data.draws import EpochStream, rank_share
+from ddpm_lab.data.folder import DataError, decode
+from ddpm_lab.data.prepared import PackedImages
+
+__all__ = ["Batch", "FileLoader", "Loader", "PackedLoader", "Plan", "to_model_range"]
+
+PREFETCH_FACTOR = 2
+ORPHAN_CHECK_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Which part of which global batches a loader gives: those of one rank, from ``start_step`` on, without end.
+
+    Raises:
+        ValueError: the batch cannot be divided evenly, or there is no such rank.
+    """
+
+    stream: EpochStream
+    global_batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    start_step: int = 0
+
+    def __post_init__(self) -> None:
+        rank_share(self.global_batch_size, self.rank, self.world_size)
+
+    def positions(self, step: int) -> range:
+        """Global positions of this rank's part of the batch of ``step``."""
+        share = rank_share(self.global_batch_size, self.rank, self.world_size)
+        offset = step * self.global_batch_size
+        return range(offset + share.start, offset + share.stop)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """One rank's part of a global batch: float32 (n, 3, S, S) in [-1, 1], and the image indices it was made from."""
+
+    images: torch.Tensor
+    indices: npt.NDArray[np.int64]
+    step: int
+
+
+class Loader(Protocol):
+    """An endless iterator over batches.
+
+    ``prefetch_batches`` is how many batches may be ready before they are asked for: what a timed window must consume
+    first so that it does not profit from time before it.
+    """
+
+    prefetch_batches: int
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Return itself: a loader goes on where it stopped."""
+        ...
+
+    def __next__(self) -> Batch:
+        """Give the batch of the next step."""
+        ...
+
+    def live_workers(self) -> int:
+        """Return the number of loader worker processes that are alive now."""
+        ...
+
+    def close(self) -> None:
+        """End the workers and wait for them."""
+        ...
+
+
+def to_model_range(pixels: npt.NDArray[np.uint8], *, channels_last: bool = False) -> torch.Tensor:
+    """Map pixels, uint8 (n, S, S, 3), to float32 (n, 3, S, S): 0 to -1 and 255 to 1."""
+    images = torch.from_numpy(pixels).permute(0, 3, 1, 2)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    return images.to(torch.float32, memory_format=layout).div_(127.5).sub_(1)
+
+
+class PackedLoader:
+    """Gathers, mirrors and converts whole batches from the packed array, in the training process itself."""
+
+    prefetch_batches = 0
+
+    def __init__(
+        self, packed: PackedImages, plan: Plan, *, pin_memory: bool = False, channels_last: bool = False
+    ) -> None:
+        self._images = np.asarray(packed.images)  # the same map, without the class's bookkeeping on every access
+        self._plan = plan
+        self._step = plan.start_step
+        self._pin_memory = pin_memory and torch.cuda.is_available()
+        self._channels_last = channels_last
+
+    def __iter__(self) -> Self:
+        """Return itself: a loader goes on where it stopped."""
+        return self
+
+    def __next__(self) -> Batch:
+        """Give the batch of the next step."""
+        positions = self._plan.positions(self._step)
+        indices = self._plan.stream.indices(positions.start, positions.stop)
+        flips = self._plan.stream.flips(positions.start, positions.stop)
+        pixels = self._images[indices]
+        pixels[flips] = pixels[flips, :, ::-1]
+        images = to_model_range(pixels, channels_last=self._channels_last)
+        if self._pin_memory:
+            images = images.pin_memory()
+        batch = Batch(images=images, indices=indices, step=self._step)
+        self._step += 1
+        return batch
+
+    def live_workers(self) -> int:
+        """Return 0: there are none."""
+        return 0
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class FileLoader:
+    """Decodes each image from its file, in ``workers`` processes (0: in the training process), as is usual.
+
+    The workers start with the loader and live until ``close``; each has at most two batches under way. A worker whose
+    training process dies ends within about a second.
+
+    Raises:
+        DataError: the files that the prepared folder was made from are gone or have changed.
+        ValueError: ``workers`` is negative.
+    """
+
+    def __init__(
+        self,
+        packed: PackedImages,
+        plan: Plan,
+        *,
+        workers: int,
+        pin_memory: bool = False,
+        channels_last: bool = False,
+    ) -> None:
+        if workers < 0:
+            raise ValueError(f"{workers} loader workers are impossible; give 0 or more")
+        files = packed.files
+        if files is None:
+            raise DataError(
+                f"the files that {packed.dest} was prepared from are gone or have changed ({packed.manifest.source}); "
+                "put them back, prepare them again, or use the packed loader"
+            )
+        self.prefetch_batches = PREFETCH_FACTOR * workers
+        self._step = plan.start_step
+        self._workers: list[BaseProcess] = []
+        loader = DataLoader(
+            _Files(files, packed.manifest.image_size),
+            batch_sampler=_PlannedBatches(plan),
+            num_workers=workers,
+            collate_fn=_Collate(channels_last),
+            pin_memory=pin_memory and torch.cuda.is_available(),
+            prefetch_factor=PREFETCH_FACTOR if workers else None,
+            worker_init_fn=_ExitWithParent(os.getpid()) if workers else None,
+            multiprocessing_context="fork" if workers else None,
+            # Else the loader would draw from torch's global generator, and the choice of a loader change the run.
+            generator=torch.Generator(),
+        )
+        before = set(multiprocessing.active_children())
+        with warnings.catch_warnings():
+            # Python 3.12 warns of any fork beside threads; these children only decode and never use a thread pool.
+            warnings.filterwarnings("ignore", message=r".*multi-threaded.*fork", category=DeprecationWarning)
+            self._batches: Iterator[tuple[torch.Tensor, torch.Tensor]] | None = iter(loader)
+        if workers:
+            self._workers = [child for child in multiprocessing.active_children() if child not in before]
+
+    def __iter__(self) -> Self:
+        """Return itself: a loader goes on where it stopped."""
+        return self
+
+    def __next__(self) -> Batch:
+        """Give the batch of the next step."""
+        if self._batches is None:
+            raise StopIteration
+        images, indices = next(self._batches)
+        batch = Batch(images=images, indices=indices.numpy(), step=self._step)
+        self._step += 1
+        return batch
+
+    def live_workers(self) -> int:
+        """Return the number of loader worker processes that are alive now."""
+        return sum(worker.is_alive() for worker in self._workers)
+
+    def close(self) -> None:
+        """End the workers and wait for them."""
+        # torch's iterator ends its workers when it is dropped, but the traceback of an error may still hold it.
+        shut_down = getattr(self._batches, "_shutdown_workers", None)
+        if shut_down is not None:
+            shut_down()
+        self._batches = None
+        for worker in self._workers:
+            worker.join(timeout=5)
+            if worker.is_alive():
+                worker.kill()
+                worker.join()
+
+
+class _PlannedBatches:
+    """Lists of (image index, whether to mirror it), one list for each step, without end."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def __iter__(self) -> Iterator[list[tuple[int, bool]]]:
+        step = self._plan.start_step
+        while True:
+            positions = self._plan.positions(step)
+            indices = self._plan.stream.indices(positions.start, positions.stop)
+            flips = self._plan.stream.flips(positions.start, positions.stop)
+            yield list(zip(indices.tolist(), flips.tolist(), strict=True))
+            step += 1
+
+
+class _Files(Dataset[tuple[npt.NDArray[np.uint8], int]]):
+    """Decodes one file, as often as it is asked to."""
+
+    def __init__(self, files: tuple[str, ...], image_size: int) -> None:
+        # One bytes object instead of many strings: reading a string writes its reference count, which would copy the
+        # shared pages into every forked worker.
+        encoded = [os.fsencode(path) for path in files]
+        self._ends = np.cumsum([len(path) for path in encoded])
+        self._paths = b"".join(encoded)
+        self._image_size = image_size
+
+    def __getitem__(self, key: tuple[int, bool]) -> tuple[npt.NDArray[np.uint8], int]:
+        index, flip = key
+        start = self._ends[index - 1] if index else 0
+        pixels = decode(os.fsdecode(self._paths[start : self._ends[index]]), self._image_size)
+        return (pixels[:, ::-1] if flip else pixels), index
+
+
+class _Collate:
+    """Stacks decoded images into a batch, in the worker that decoded them."""
+
+    def __init__(self, channels_last: bool) -> None:
+        self._channels_last = channels_last
+
+    def __call__(self, samples: list[tuple[npt.NDArray[np.uint8], int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        pixels = np.stack([pixels for pixels, _ in samples])
+        return to_model_range(pixels, channels_last=self._channels_last), torch.tensor([index for _, index in samples])
+
+
+class _ExitWithParent:
+    """Makes a loader worker end soon after its training process, however that dies.
+
+    torch's own watch looks every 5 seconds and only while the worker waits for work.
+    """
+
+    def __init__(self, parent: int) -> None:
+        self._parent = parent
+
+    def __call__(self, worker_id: int) -> None:
+        threading.Thread(target=self._watch, name=f"orphan watch {worker_id}", daemon=True).start()
+
+    def _watch(self) -> None:
+        while os.getppid() == self._parent:
+            time.sleep(ORPHAN_CHECK_SECONDS)
+        os._exit(1)

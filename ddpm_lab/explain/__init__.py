@@ -1,0 +1,1 @@
+"""The half that explains: frames, statistics, findings and figures, all computed from records, never with torch."""

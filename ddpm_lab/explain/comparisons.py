@@ -1,0 +1,198 @@
+"""Records to comparisons: one row for each configuration of a family, with ratio, interval and verdict."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ddpm_lab.config import LOADER_ALONE, RunConfig
+from ddpm_lab.explain import stats
+from ddpm_lab.explain.frames import Study, peak_memory, seconds_per_image
+from ddpm_lab.ledger import RunRecord
+
+PROJECTED_IMAGES = 50_000
+MECHANISM_ONLY = "mechanism tested, speed not claimed"
+QUALITY = "not measured"
+COMPARED = ("baseline", "twin", "candidate", "note")
+
+
+def comparisons(of: Study) -> pd.DataFrame:
+    """One row for each configuration of each family: baseline, null twin, candidates, and what failed or was left out.
+
+    ``ratio`` is the baseline's time for equal work divided by the configuration's, with its 95 % interval over sets;
+    ``p_holm`` is adjusted over all comparisons of the experiment, the twins among them. ``noise_low`` and
+    ``noise_high`` are the interval of the family's twin. ``images_per_second`` is the geometric mean over sets of the
+    set medians; ``projected_seconds`` is a projection of it to 50,000 images. ``set_ratios`` holds one ratio a set.
+    Values that do not exist are NaN: records whose mechanism alone was tested have no speed here.
+    """
+    rows: list[dict[str, Any]] = []
+    ordered = sorted((r for r in of.records if r.role in COMPARED), key=lambda r: r.experiment)
+    for _, group in groupby(ordered, key=lambda r: r.experiment):
+        block = [row for family in _families(list(group)) for row in _family_rows(family)]
+        _judge(block)
+        rows += block
+    return pd.DataFrame(rows, columns=list(_COLUMNS))
+
+
+_COLUMNS = (
+    *("experiment", "family", "baseline_id", "baseline_label", "role", "label", "run_id", "config", "status", "reason"),
+    *("failed_sets", "mechanism_only", "sets", "turns", "turns_dropped", "ratio", "low", "high", "p", "p_holm"),
+    *("comparisons", "verdict", "noise_low", "noise_high", "set_ratios", "sets_needed", "images_per_second"),
+    *("images_per_second_low", "images_per_second_high", "step_seconds", "projected_seconds", "peak_memory_bytes"),
+    *("ranks", "batch", "loader_alone", "efficiency", "efficiency_low", "efficiency_high", "quality"),
+)
+
+
+def _families(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
+    """Records by family and baseline; equal family names with different baselines get the difference in their name."""
+    groups: dict[tuple[str, str], list[RunRecord]] = defaultdict(list)
+    baselines: dict[str, dict[str, RunConfig | None]] = defaultdict(dict)
+    for r in records:
+        if not r.baseline_id:
+            continue
+        groups[r.family, r.baseline_id].append(r)
+        if r.role == "baseline":
+            baselines[r.family][r.baseline_id] = r.config
+    for r in records:
+        if r.baseline_id:
+            continue
+        # A note without a baseline belongs to the family of its name.
+        known = baselines[r.family]
+        groups[r.family, next(reversed(known)) if known else ""].append(r)
+    named = []
+    for (family, baseline_id), group in groups.items():
+        first, mine = next(iter(baselines[family].values()), None), baselines[family].get(baseline_id)
+        if first is not None and mine is not None and (changed := mine.differences(first)):
+            words = ", ".join(f"{name.replace('_', ' ')} {value}" for name, (value, _) in changed.items())
+            group = [replace(r, family=f"{family} ({words})") for r in group]  # noqa: PLW2901
+        named.append(group)
+    return named
+
+
+def _family_rows(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """Rows of one family, in the order the configurations first appear: baseline, twin, candidates, notes."""
+    dropped: dict[str, set[int]] = defaultdict(set)
+    for r in records:
+        dropped[r.set_id].update(w.turn for w in r.windows if w.dropped)
+    groups: dict[tuple[str, str], list[RunRecord]] = {}
+    for r in records:
+        # The twin runs the baseline's own configuration: its role tells them apart. A note may have no run of its own.
+        key = (r.role, r.label if r.role == "note" else r.run_id)
+        groups.setdefault(key, []).append(r)
+    labels = {r.label for r in records if r.role == "candidate"}
+    groups = {k: g for k, g in groups.items() if not (k[0] == "note" and k[1] in labels)}
+    ordered = sorted(groups.items(), key=lambda item: COMPARED.index(item[0][0]))
+    base = {r.set_id: r for r in records if r.role == "baseline" and _has_speed(r)}
+    base_group = next((g for (role, _), g in ordered if role == "baseline"), None)
+    rows = [_row(group, base, base_group, dropped) for _, group in ordered]
+    twin = next((row for row in rows if row["role"] == "twin"), None)
+    for row in rows:
+        row["noise_low"], row["noise_high"] = (twin["low"], twin["high"]) if twin else (math.nan, math.nan)
+    return rows
+
+
+def _row(
+    group: Sequence[RunRecord],
+    base: dict[str, RunRecord],
+    base_group: Sequence[RunRecord] | None,
+    dropped: dict[str, set[int]],
+) -> dict[str, Any]:
+    last = group[-1]
+    mechanism_only = any(r.mechanism_only for r in group)
+    ok = [r for r in group if r.status == "ok"]
+    failed = [r for r in group if r.status != "ok"]
+    speed = [] if mechanism_only else [r for r in ok if _has_speed(r)]
+    pairs = [(base[r.set_id], r) for r in speed if r.set_id in base]
+    logs = _log_ratios(pairs, dropped) if last.role != "baseline" else np.array([])
+    estimate = stats.geometric_estimate(logs)
+    kept = [_kept(r, dropped) for r in speed]
+    throughput = stats.throughput_estimate([float(np.median(list(k.values()))) ** -1 for k in kept if k])
+    batch, ranks = last.config.global_batch_size, last.config.world_size
+    gain = ranks / base_group[-1].config.world_size if base_group else math.nan
+    baseline = last.role == "baseline" and bool(speed)
+    return {
+        "experiment": last.experiment,
+        "family": last.family,
+        "baseline_id": last.baseline_id,
+        "baseline_label": base_group[-1].label if base_group else "the baseline",
+        "role": last.role,
+        "label": last.label,
+        "run_id": last.run_id,
+        "config": last.config,
+        "status": "ok" if ok else last.status,
+        "reason": (failed[-1].reason if failed else last.reason) or "",
+        "failed_sets": len({r.set_id for r in failed}),
+        "mechanism_only": mechanism_only,
+        "sets": len(speed) if baseline else estimate.sets,
+        "turns": max((len(r.windows) for r in speed), default=0),
+        "turns_dropped": sum(len(dropped[r.set_id]) for r in speed),
+        "ratio": 1.0 if baseline else estimate.value,
+        "low": estimate.low,
+        "high": estimate.high,
+        "p": estimate.p,
+        "set_ratios": tuple(float(v) for v in np.exp(logs)),
+        "sets_needed": float(stats.sets_to_resolve(logs) or math.nan),
+        "images_per_second": throughput.value,
+        "images_per_second_low": throughput.low,
+        "images_per_second_high": throughput.high,
+        "step_seconds": batch / throughput.value,
+        "projected_seconds": PROJECTED_IMAGES / throughput.value,
+        "peak_memory_bytes": max((peak_memory(r) for r in ok), default=math.nan),
+        "ranks": ranks,
+        "batch": batch,
+        "loader_alone": last.config.workload == LOADER_ALONE,
+        "efficiency": 1.0 if baseline else estimate.value / gain,
+        "efficiency_low": estimate.low / gain,
+        "efficiency_high": estimate.high / gain,
+        "quality": QUALITY,
+        "estimate": estimate,
+    }
+
+
+def _judge(rows: Sequence[dict[str, Any]]) -> None:
+    """Adjust the p-values over the experiment and give each row its verdict."""
+    tested = [row for row in rows if row["role"] in ("twin", "candidate") and not math.isnan(row["p"])]
+    for row in rows:
+        row["p_holm"], row["comparisons"] = math.nan, len(tested)
+    for row, p in zip(tested, stats.holm([row["p"] for row in tested]), strict=True):
+        row["p_holm"] = p
+    trusted = not any(row["role"] == "twin" and stats.called(row["estimate"], row["p_holm"]) for row in tested)
+    for row in rows:
+        if row["mechanism_only"]:
+            row["verdict"] = MECHANISM_ONLY
+        elif row["role"] == "baseline" and row["sets"]:
+            row["verdict"] = "baseline"
+        elif not row["sets"]:
+            row["verdict"] = "no result" if row["status"] == "ok" else row["status"]
+        elif not trusted:
+            row["verdict"] = stats.NOT_TRUSTED
+        else:
+            row["verdict"] = stats.verdict(row["estimate"], row["p_holm"], len(tested))
+
+
+def _has_speed(record: RunRecord) -> bool:
+    return record.status == "ok" and bool(record.windows) and not record.mechanism_only
+
+
+def _kept(record: RunRecord, dropped: dict[str, set[int]]) -> dict[int, float]:
+    """Seconds per image by turn, without the turns that were disturbed for any configuration of the set."""
+    out = dropped[record.set_id]
+    by_turn = {w.turn: seconds_per_image(w) for w in record.windows if w.turn not in out}
+    return {turn: s for turn, s in by_turn.items() if math.isfinite(s) and s > 0}
+
+
+def _log_ratios(pairs: Sequence[tuple[RunRecord, RunRecord]], dropped: dict[str, set[int]]) -> stats.Array:
+    """One log ratio for each set that holds both sides in a common turn."""
+    means = []
+    for baseline, other in pairs:
+        b, o = _kept(baseline, dropped), _kept(other, dropped)
+        if turns := sorted(b.keys() & o.keys()):
+            means.append(float(stats.set_log_ratios([b[t] for t in turns], [o[t] for t in turns])))
+    return np.array(means)

@@ -1,0 +1,211 @@
+"""The answer of a comparison: speed relative to the baseline, with intervals, set values and the noise floor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+from ddpm_lab.explain import figure_style as fs
+from ddpm_lab.explain import phrases, stats
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY, comparisons
+from ddpm_lab.explain.findings import finding
+from ddpm_lab.explain.frames import Study
+
+Row = Mapping[str, Any]
+
+_COMPARED = ("candidate", "note")
+_ROW = 0.52
+_RIGHT = 2.25  # inches for the numbers beside each row
+_COLOURS = {stats.FASTER: fs.PALETTE[0], stats.SLOWER: fs.PALETTE[3]}
+
+
+def rows_of(study: Study) -> list[dict[str, Any]]:
+    """Rows of ``comparisons`` as dictionaries, without those that must not appear in a figure of speed."""
+    rows = [{str(k): v for k, v in row.items()} for row in comparisons(study).to_dict("records")]
+    return [row for row in rows if not row["mechanism_only"]]
+
+
+def families(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Rows by family, in order."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["family"], row["baseline_id"]), []).append(row)
+    return list(found.values())
+
+
+def ratios(study: Study) -> Figure:
+    """Speed of each configuration relative to its baseline: one panel a family, failures as rows with their reason."""
+    found = finding(study)
+    panels = [
+        rows
+        for rows in families(rows_of(study))
+        if any(r["role"] in ("candidate", "note") or not r["sets"] for r in rows)
+    ]
+    if not panels:
+        return fs.message(found.headline, phrases.context(study), found.claim)
+    labels = [_label(row) for rows in panels for row in rows]
+    left = min(2.3, max(1.2, 0.35 + 0.082 * max(len(line) for text in labels for line in text.split("\n"))))
+    bases = {str(rows[0]["baseline_label"]) for rows in panels}
+    base = bases.pop() if len(bases) == 1 else "the baseline"
+    figure, axes = fs.sheet(
+        found.headline,
+        phrases.context(study),
+        [_ROW * len(_drawn(rows)) + 0.1 for rows in panels],
+        headings=[str(rows[0]["family"]) for rows in panels],
+        left=left,
+        right=_RIGHT,
+        gap=0.16,
+        note=_note(study, panels),
+    )
+    low, high = _limits([row for rows in panels for row in rows])
+    for ax, rows in zip(axes, panels, strict=True):
+        _panel(ax, _drawn(rows), low, high, last=ax is axes[-1])
+    axes[-1].set_xlabel(f"speed relative to {base} (1 is the same speed, above 1 is faster)")
+    return figure
+
+
+def _drawn(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Candidates from the top, then the twin; the baseline is the line at 1, unless it failed."""
+    order = {"baseline": 0, "candidate": 1, "note": 2, "twin": 3}
+    kept = [r for r in rows if r["role"] != "baseline" or not r["sets"]]
+    kept = [r for r in kept if r["role"] != "twin" or r["sets"]]
+    return sorted(kept, key=lambda r: order[r["role"]])
+
+
+def _label(row: Row) -> str:
+    if row["role"] == "twin":
+        return f"{row['baseline_label']} again\n({'null twin' if math.isnan(row['low']) else 'noise floor'})"
+    return fs.wrap(str(row["label"]), 24, 2)
+
+
+def _note(study: Study, panels: Sequence[Sequence[Row]]) -> str:
+    twins = any(r["role"] == "twin" and r["sets"] for rows in panels for r in rows)
+    some = any(not math.isnan(r["low"]) for rows in panels for r in rows)
+    text = "Point and bar: geometric mean and 95 % interval over sets. " if some else "Point: the ratio measured. "
+    text += "Faint dots: single sets. " if some else ""
+    if twins and some:
+        text += "Grey band: the baseline measured against itself. "
+    text += "Quality: not measured."
+    hidden = {r.label for r in study.records if r.mechanism_only and r.role != "twin"}
+    if hidden:
+        text += f" Not shown: {phrases.joined(sorted(hidden))} ({MECHANISM_ONLY})."
+    return text
+
+
+def _limits(rows: Sequence[Row]) -> tuple[float, float]:
+    """Ends of the axis: all points, and intervals as far as they are not absurdly wide."""
+    points = [1.0] + [v for r in rows for v in (r["ratio"], *r["set_ratios"]) if math.isfinite(v) and v > 0]
+    low, high = min(points), max(points)
+    ends = [v for r in rows for v in (r["low"], r["high"]) if math.isfinite(v)]
+    reach = max(0.15, high - low)
+    low, high = min([low, *(max(v, low - reach) for v in ends)]), max([high, *(min(v, high + reach) for v in ends)])
+    low = max(low, 0.5 * min(points))
+    if high / low > 5:
+        return low / 1.15, high * 1.15
+    margin = max(0.02, 0.06 * (high - low))
+    return low - margin, high + margin
+
+
+def _panel(ax: Axes, rows: Sequence[dict[str, Any]], low: float, high: float, *, last: bool) -> None:
+    logarithmic = high / low > 5
+    if logarithmic:
+        ax.set_xscale("log")
+        ax.xaxis.set_major_locator(FixedLocator([2.0**k for k in range(-6, 8) if low <= 2.0**k <= high]))
+        ax.xaxis.set_minor_locator(NullLocator())
+    else:
+        ax.xaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 2.5, 5, 10]))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
+    ax.set_xlim(low, high)
+    ax.set_ylim(len(rows) - 0.5, -0.6)
+    ax.grid(visible=False, axis="y")
+    noise = next(((r["low"], r["high"]) for r in rows if r["role"] == "twin" and not math.isnan(r["low"])), None)
+    if noise:
+        ax.axvspan(max(noise[0], low), min(noise[1], high), color=fs.BAND, lw=0, zorder=0.5)
+    ax.axvline(1, color=fs.SOFT, lw=1.2, zorder=1)
+    ax.set_yticks(range(len(rows)), [_label(r) for r in rows])
+    ax.tick_params(axis="y", length=0)
+    ax.tick_params(axis="x", labelbottom=last, length=3 if last else 0)
+    ax.spines["left"].set_visible(False)
+    ax.spines["bottom"].set_visible(last)
+    for y, row in enumerate(rows):
+        if row["sets"]:
+            _point(ax, y, row, low, high)
+        else:
+            _absent(ax, y, row)
+    for tick, row in zip(ax.get_yticklabels(), rows, strict=True):
+        if row["role"] == "twin":
+            tick.set_color(fs.SOFT)
+            tick.set_fontsize(fs.SMALL_POINTS)
+    if any(r["role"] == "twin" for r in rows) and len(rows) > 1:
+        ax.axhline(len(rows) - 1.5, color="#d5dae0", lw=0.8, zorder=0.6)
+
+
+def _point(ax: Axes, y: int, row: Row, low: float, high: float) -> None:
+    twin = row["role"] == "twin"
+    colour = fs.SOFT if twin else _COLOURS.get(str(row["verdict"]), fs.INK)
+    if row["sets"] > 1:
+        # Fixed offsets keep the dots apart and the figure reproducible.
+        offsets = 0.2 + 0.05 * (np.arange(len(row["set_ratios"])) % 3 - 1)
+        ax.plot(row["set_ratios"], y + offsets, "o", ms=3.2, mew=0, color=colour, alpha=0.4, zorder=2)
+    if not math.isnan(row["low"]):
+        ends = max(row["low"], low), min(row["high"], high)
+        ax.plot(ends, [y, y], color=colour, lw=2.6, solid_capstyle="butt", zorder=3)
+        for cut, end, marker in ((row["low"] < low, low, "<"), (row["high"] > high, high, ">")):
+            if cut:
+                ax.plot([end], [y], marker, color=colour, ms=7, zorder=4, clip_on=False)
+    resolved = row["verdict"] in (stats.FASTER, stats.SLOWER)
+    face = colour if resolved or twin else "white"
+    ax.plot([row["ratio"]], [y], "o", ms=6 if not twin else 4.5, mfc=face, mec=colour, mew=1.8, zorder=5)
+    interval = phrases.interval(row, short=True)
+    numbers = phrases.ratio(row) + (f"  ({interval})" if interval else "")
+    words = phrases.outcome(row) if not twin else _twin_outcome(row)
+    x, to = 1.02, ax.get_yaxis_transform()
+    ax.text(x, y - 0.03, numbers, transform=to, va="bottom", fontsize=fs.TEXT_POINTS, color=colour, fontweight="bold")
+    ax.text(x, y + 0.05, fs.wrap(words, 31, 1), transform=to, va="top", fontsize=fs.SMALL_POINTS, color=fs.SOFT)
+
+
+def _twin_outcome(row: Row) -> str:
+    return "instrument not trusted" if row["verdict"] == stats.NOT_TRUSTED else "baseline against itself"
+
+
+def _absent(ax: Axes, y: int, row: Row) -> None:
+    """A row without a speed: a cross, and the reason across the panel."""
+    text = phrases.failure(row)
+    box = ax.get_position()
+    width = box.width * fs.WIDTH + _RIGHT - 0.55
+    to = ax.get_yaxis_transform()
+    colour = fs.FAINT if row["status"] == "left out" else fs.PALETTE[3]
+    ax.plot([0.015], [y], "x", transform=to, color=colour, ms=7, mew=2, clip_on=False, zorder=5)
+    ax.text(
+        0.045,
+        y,
+        fs.wrap(text, fs.characters(width), 2),
+        transform=to,
+        va="center",
+        fontsize=fs.SMALL_POINTS,
+        color=fs.SOFT,
+        zorder=5,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
+    )
+
+
+def describe(study: Study) -> str:
+    """The rows of the figure in words."""
+    parts = []
+    for rows in families(rows_of(study)):
+        points = []
+        for row in _drawn(rows):
+            name = "baseline against itself" if row["role"] == "twin" else str(row["label"])
+            if row["sets"]:
+                points.append(f"{name} {phrases.ratio(row)} ({phrases.evidence(row)}), {phrases.outcome(row)}")
+            else:
+                points.append(f"{name}: {phrases.failure(row)}")
+        parts.append(f"{rows[0]['family']}: {'; '.join(points)}.")
+    base = " ".join(parts)
+    return f"Chart of speed relative to the baseline, where above 1 is faster. {base}"

@@ -1,0 +1,184 @@
+"""One figure that answers each experiment's question, further ones, and their text alternatives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from ddpm_lab.explain import figure_extras as extras
+from ddpm_lab.explain import figure_ratios, operators, phrases, ranking, stats
+from ddpm_lab.explain import figure_style as fs
+from ddpm_lab.explain.figure_style import png, save
+from ddpm_lab.explain.findings import finding
+from ddpm_lab.explain.frames import RECOMMENDATION, Study
+
+__all__ = ["alt_text", "figure", "more", "png", "save"]
+
+TOP_OPERATORS = 10
+TOP_CONFIGURATIONS = 12
+
+_MORE: dict[str, tuple[tuple[Callable[[Study], Figure | None], str, str], ...]] = {
+    "multi_gpu": (
+        (extras.speed_up, "speedup", "Speed-up against the number of ranks, with the ideal line."),
+        (extras.efficiency, "efficiency", "Parallel efficiency: the speed-up divided by the number of ranks."),
+        (extras.time_by_batch, "batch", "Time for 50,000 images against the batch size, a projection."),
+    ),
+    "amp": ((extras.throughput, "throughput", "Throughput of each precision in images per second."),),
+    "workers": ((extras.throughput, "throughput", "Throughput of training beside that of the loader alone."),),
+    "torch_compile": (
+        (extras.break_even, "break_even", "Total time with and without compiling: where the lines cross it pays off."),
+        (extras.throughput, "throughput", "Throughput with and without compiling in images per second."),
+    ),
+}
+
+
+def figure(study: Study) -> Figure:
+    """The figure that answers a study's question; it always says something, if only why there is nothing to draw."""
+    with fs.style():
+        if study.experiment == RECOMMENDATION:
+            return _recommendation(study)
+        if study.experiment == "profile":
+            return _profile(study)
+        return figure_ratios.ratios(study)
+
+
+def more(study: Study) -> list[tuple[str, Figure, str]]:
+    """Further figures as (caption, figure, name for its file); those without data are left out."""
+    found = []
+    with fs.style():
+        for draw, name, caption in _MORE.get(study.experiment, ()):
+            drawn = draw(study)
+            if drawn is not None:
+                found.append((caption, drawn, name))
+    return found
+
+
+def alt_text(study: Study) -> str:
+    """The answer's figure in words, with its numbers."""
+    found = finding(study)
+    if not study.records:
+        return f"{found.claim} There is nothing to draw."
+    if study.experiment == RECOMMENDATION:
+        group = ranking.fastest(study)
+        rows = group.rows[:TOP_CONFIGURATIONS] if group else ()
+        listed = "; ".join(f"{phrases.settings(r['config'])}: {phrases.throughput(r)}" for r in rows)
+        body = f"Chart of images per second, fastest first. {listed}."
+    elif study.experiment == "profile":
+        record = operators.latest_profile(study.records)
+        if record is None:
+            return found.claim
+        classes = operators.classes(record)
+        listed = "; ".join(f"{r['class']} {100 * r['share']:.0f} %" for _, r in classes.iterrows())
+        body = f"Bar chart of exclusive operator time by class: {listed}."
+    else:
+        body = figure_ratios.describe(study)
+    return f"{found.headline}. {body} Measured on {found.hardware}, {found.date}."
+
+
+def _profile(study: Study) -> Figure:
+    found = finding(study)
+    record = operators.latest_profile(study.records)
+    context = phrases.context(study)
+    if record is None or (frame := operators.operators(record)).empty:
+        return fs.message(found.headline, context, found.claim)
+    classes = operators.classes(record)
+    top = frame.head(TOP_OPERATORS)
+    colours = {name: fs.PALETTE[i % len(fs.PALETTE)] for i, name in enumerate(classes["class"])}
+    colours[operators.OTHER] = fs.FAINT
+    steps = max(1, int((record.profile or {}).get("steps", 1)))
+    kind = "device" if operators.on_device(record) else "CPU"
+    figure, axes = fs.sheet(
+        found.headline,
+        f"{context} \N{MIDDLE DOT} {record.family} \N{MIDDLE DOT} {phrases.plural(steps, 'profiled step')}",
+        [0.36 * len(classes) + 0.1, 0.36 * len(top) + 0.1],
+        headings=["Classes of operators", f"The {len(top)} operators that take most time"],
+        left=2.95,
+        right=2.05,
+        gap=0.3,
+        note=f"Exclusive {kind} time: time in an operator without the operators it calls, so that each second counts "
+        "once. The profiler slows a step down: shares are shown, not speeds.",
+    )
+    limit = 1.02 * 100 * max(float(classes["share"].max()), float(top["share"].max()))
+    _shares(axes[0], classes, list(classes["class"]), [colours[c] for c in classes["class"]], steps)
+    _shares(axes[1], top, list(top["name"]), [colours[c] for c in top["class"]], steps)
+    for ax in axes:
+        ax.set_xlim(0, limit)
+    axes[0].tick_params(axis="x", labelbottom=False)
+    axes[1].set_xlabel("share of all operator time, %")
+    return figure
+
+
+def _shares(ax: Axes, frame: pd.DataFrame, names: list[str], colours: list[str], steps: int) -> None:
+    shares = [100 * float(v) for v in frame["share"]]
+    ax.barh(range(len(names)), shares, height=0.66, color=colours, lw=0)
+    ax.set_yticks(range(len(names)), [_middle(name, 36) for name in names], fontsize=fs.SMALL_POINTS)
+    ax.set_ylim(len(names) - 0.4, -0.6)
+    ax.grid(visible=False, axis="y")
+    ax.tick_params(axis="y", length=0)
+    ax.xaxis.set_major_locator(MaxNLocator(6))
+    for y, (share, calls) in enumerate(zip(shares, frame["calls"], strict=True)):
+        text = f"{share:.1f} %,  {fs.number(float(calls) / steps)} calls a step"
+        ax.text(1.02, y, text, transform=ax.get_yaxis_transform(), va="center", fontsize=fs.SMALL_POINTS)
+
+
+def _middle(name: str, width: int) -> str:
+    """A long name with its middle left out: both ends tell kernels apart."""
+    if len(name) <= width:
+        return name
+    keep = (width - 1) // 2
+    return f"{name[:keep]}\N{HORIZONTAL ELLIPSIS}{name[-keep:]}"
+
+
+def _recommendation(study: Study) -> Figure:
+    found = finding(study)
+    group = ranking.fastest(study)
+    if group is None:
+        return fs.message(found.headline, phrases.context(study), found.claim)
+    rows = group.rows[:TOP_CONFIGURATIONS]
+    names = [phrases.settings(r["config"]) for r in rows]
+    context = f"{study.hardware} \N{MIDDLE DOT} {group.name} \N{MIDDLE DOT} {study.date}"
+    note = "Point and bar: geometric mean and 95 % interval over sets. Quality is not measured yet."
+    if len(group.rows) > len(rows):
+        note += f" {len(group.rows) - len(rows)} slower ones are in the table."
+    figure, (ax,) = fs.sheet(
+        found.headline,
+        context,
+        [0.46 * len(rows) + 0.1],
+        left=min(3.5, 0.35 + 0.08 * max(len(n) for n in names)),
+        right=2.45,
+        note=note,
+    )
+    most = max(max(r["images_per_second"], extras.known(r["images_per_second_high"], 0)) for r in rows)
+    for y, row in enumerate(rows):
+        colour = fs.PALETTE[0] if y == 0 else fs.SOFT
+        low, high = row["images_per_second_low"], row["images_per_second_high"]
+        ax.plot([0, row["images_per_second"]], [y, y], color=fs.BAND, lw=1.6, zorder=1)
+        if not math.isnan(low):
+            ax.plot([low, high], [y, y], color=colour, lw=2.8, solid_capstyle="butt", zorder=3)
+        ax.plot([row["images_per_second"]], [y], "o", ms=8, color=colour, zorder=4)
+        to = ax.get_yaxis_transform()
+        weight = "bold" if y == 0 else "normal"
+        ax.text(1.02, y - 0.03, phrases.throughput(row), transform=to, va="bottom", color=colour, fontweight=weight)
+        ax.text(1.02, y + 0.05, _versus(row), transform=to, va="top", fontsize=fs.SMALL_POINTS, color=fs.SOFT)
+    ax.set_yticks(range(len(rows)), [fs.wrap(n, 42, 2) for n in names])
+    ax.set_ylim(len(rows) - 0.45, -0.6)
+    ax.set_xlim(0, 1.03 * most)
+    ax.grid(visible=False, axis="y")
+    ax.tick_params(axis="y", length=0)
+    ax.xaxis.set_major_locator(MaxNLocator(6))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: fs.number(value)))
+    ax.set_xlabel("images per second in training")
+    return figure
+
+
+def _versus(row: dict[str, object]) -> str:
+    if row["role"] == "baseline":
+        return f"baseline of {row['experiment']}"
+    verdict = str(row["verdict"])
+    word = verdict if verdict in (stats.FASTER, stats.SLOWER) else stats.NOT_RESOLVED
+    return fs.wrap(f"{phrases.ratio(row)} x {row['baseline_label']}, {word}", 32, 1)

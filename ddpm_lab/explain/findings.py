@@ -1,0 +1,321 @@
+"""From a study to the sentence that answers its question, computed, and never claiming more than the records show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddpm_lab.explain import compiling, operators, phrases, ranking, stats
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY, QUALITY, comparisons
+from ddpm_lab.explain.frames import RECOMMENDATION, Study
+from ddpm_lab.explain.tables import table
+
+__all__ = ["BANDS", "Finding", "band", "finding", "headline", "table"]
+
+BANDS: dict[str, tuple[tuple[float, str], ...]] = {
+    "S000": ((1.0, "perfect"), (0.75, "good"), (0.50, "acceptable"), (0.0, "poor")),
+    "S001": ((1.0, "perfect"), (0.90, "excellent"), (0.75, "good"), (0.0, "overhead")),
+}
+"""Names of parallel efficiency, each from its lower bound on, by the source document that uses them."""
+THRESHOLD = 0.75
+"""Efficiency at which both source documents begin to call scaling good."""
+
+NOT_MEASURED = "not measured"
+FAILED = "failed"
+ANSWERED = "answered"
+
+_SENTENCES = {
+    "amp": "{label} trains {ratio} times as fast as {base}",
+    "multi_gpu": "{label} {verb} {ratio} times as fast as {base}",
+    "workers": "training with {label} runs {ratio} times as fast as with {base}",
+    "torch_compile": "{label} training runs {ratio} times as fast as {base} training",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The answer to a question.
+
+    ``headline`` is short enough for a title; ``claim`` adds the evidence. ``verdict`` is the one of the comparison
+    that the claim is about. ``status`` says whether there is an answer: answered, not resolved, instrument not trusted
+    here, failed, or not measured. ``sets`` are those behind the comparison; ratio and interval are NaN without one.
+    """
+
+    experiment: str
+    question: str
+    headline: str
+    claim: str
+    verdict: str
+    status: str
+    hardware: str
+    date: str
+    sets: int
+    ratio: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    noise_low: float = math.nan
+    noise_high: float = math.nan
+    quality: str = f"quality {QUALITY}"
+
+
+def band(efficiency: float, name: str = "S001") -> str:
+    """The name of a parallel efficiency (1 is perfect) in the named table of bands."""
+    return next((word for bound, word in BANDS[name] if efficiency >= bound), BANDS[name][-1][1])
+
+
+def headline(study: Study) -> str:
+    """The finding in one line, for titles."""
+    return finding(study).headline
+
+
+def finding(study: Study) -> Finding:
+    """The answer that the records of a study give to its question."""
+    if study.experiment == RECOMMENDATION:
+        return _recommendation(study)
+    if not study.records:
+        return _plain(study, "Nothing is measured yet", _how_to(study.experiment), NOT_MEASURED)
+    if study.experiment == "profile":
+        return _profile(study)
+    return _comparison(study)
+
+
+def _how_to(experiment: str) -> str:
+    return f"The command that measures it: ddpm-lab run {experiment}."
+
+
+def _plain(study: Study, short: str, rest: str, status: str, verdict: str | None = None) -> Finding:
+    return Finding(
+        experiment=study.experiment,
+        question=phrases.QUESTIONS.get(study.experiment, study.experiment),
+        headline=short,
+        claim=f"{short}. {rest}".strip(),
+        verdict=verdict or status,
+        status=status,
+        hardware=study.hardware,
+        date=study.date,
+        sets=0,
+    )
+
+
+def _comparison(study: Study) -> Finding:
+    rows: list[dict[str, Any]] = [{str(k): v for k, v in r.items()} for r in comparisons(study).to_dict("records")]
+    others = [r for r in rows if r["role"] not in ("baseline", "twin")]
+    measured = [r for r in others if r["sets"]]
+    training = [r for r in measured if not r["loader_alone"]] or measured
+    ending = _left_over(rows) + _where(study)
+    if not training:
+        return _nothing_to_compare(study, rows, others, ending)
+    several = len({r["family"] for r in training}) > 1
+    if any(r["verdict"] == stats.NOT_TRUSTED for r in measured):
+        twin = max((r for r in rows if r["role"] == "twin"), key=lambda r: abs(math.log(r["ratio"])))
+        short = "Instrument not trusted here: the baseline differs from itself"
+        text = (
+            f"{short}. Measured against itself it reads {phrases.ratio(twin)} ({phrases.evidence(twin)}), "
+            f"so no verdict is given.{ending}"
+        )
+        return _about(study, twin, short, text, stats.NOT_TRUSTED)
+    lead = _lead(training)
+    resolved = lead["verdict"] in (stats.FASTER, stats.SLOWER)
+    where = f" ({lead['family']})" if several else ""
+    if resolved:
+        short = sentence(lead) + where
+        prefix = f"With {lead['family']}: " if several else ""
+        text = f"{prefix}{sentence(lead)} ({phrases.evidence(lead)}{_noise(lead)})."
+    else:
+        short, text = _unresolved(lead, len(training), where)
+    text += _tally(training, lead) + _extra(study, rows, lead) + ending
+    return _about(study, lead, short, text, ANSWERED if resolved else stats.NOT_RESOLVED)
+
+
+def _about(study: Study, row: Mapping[str, Any], short: str, text: str, status: str) -> Finding:
+    return Finding(
+        experiment=study.experiment,
+        question=phrases.QUESTIONS.get(study.experiment, study.experiment),
+        headline=short[0].upper() + short[1:] if not short.startswith(("bf16", "fp", "tf32")) else short,
+        claim=text[0].upper() + text[1:] if not text.startswith(("bf16", "fp", "tf32")) else text,
+        verdict=str(row["verdict"]),
+        status=status,
+        hardware=study.hardware,
+        date=study.date,
+        sets=int(row["sets"]),
+        ratio=row["ratio"],
+        low=row["low"],
+        high=row["high"],
+        noise_low=row["noise_low"],
+        noise_high=row["noise_high"],
+    )
+
+
+def sentence(row: Mapping[str, Any]) -> str:
+    """The ratio of a comparison in words: "bf16 trains 1.62 times as fast as fp32"."""
+    form = _SENTENCES.get(row["experiment"], "{label} runs {ratio} times as fast as {base}")
+    if row["loader_alone"]:
+        form = "the loader alone with {label} delivers {ratio} times the images of {base}"
+    verb = "trains" if row["label"].startswith("1 ") else "train"
+    return form.format(label=row["label"], base=row["baseline_label"], ratio=phrases.ratio(row), verb=verb)
+
+
+def _lead(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The comparison that the claim is about: the fastest resolved one, else the slowest, else the best known one."""
+    faster = [r for r in rows if r["verdict"] == stats.FASTER]
+    slower = [r for r in rows if r["verdict"] == stats.SLOWER]
+    if faster:
+        return max(faster, key=lambda r: r["ratio"])
+    if slower:
+        return min(slower, key=lambda r: r["ratio"])
+    return max(rows, key=lambda r: r["ratio"])
+
+
+def _unresolved(lead: Mapping[str, Any], count: int, where: str) -> tuple[str, str]:
+    """Headline and claim of a study in which no comparison is resolved; ``lead`` has the highest ratio of ``count``."""
+    evidence = _unresolved_evidence(lead)
+    pair = f"{lead['label']} against {lead['baseline_label']}"
+    sets = f" ({phrases.plural(int(lead['sets']), 'set')})" if lead["sets"] < stats.LEAST_SETS else ""
+    if count > 1:
+        short = f"Not resolved{sets}: no configuration of {count} is called faster or slower"
+        return short, f"{short}. The highest ratio: {evidence}"
+    return f"Not resolved{sets}: {pair}{where}", f"Not resolved: {evidence}"
+
+
+def _unresolved_evidence(lead: Mapping[str, Any]) -> str:
+    text = f"{lead['label']} against {lead['baseline_label']} reads {phrases.ratio(lead)} ({phrases.evidence(lead)})"
+    if lead["sets"] < stats.LEAST_SETS:
+        return f"{text}; a verdict needs at least {stats.LEAST_SETS} sets."
+    effect = f"{stats.RESOLUTION:.0%}".replace("%", " %")
+    if lead["low"] > 1 / (1 + stats.RESOLUTION) and lead["high"] < 1 + stats.RESOLUTION:
+        return f"{text}{_noise(lead)}; the interval leaves no room for a difference of {effect}."
+    if math.isnan(lead["sets_needed"]):
+        return f"{text}{_noise(lead)}; the spread between sets is too wide for {effect}."
+    return f"{text}{_noise(lead)}; about {lead['sets_needed']:.0f} sets would resolve {effect}."
+
+
+def _noise(row: Mapping[str, Any]) -> str:
+    if math.isnan(row["noise_low"]):
+        return ""
+    noise = {"ratio": 1.0, "low": row["noise_low"], "high": row["noise_high"]}
+    return f"; noise floor {phrases.interval(noise)}"
+
+
+def _tally(rows: Sequence[Mapping[str, Any]], lead: Mapping[str, Any]) -> str:
+    if len(rows) < 2:
+        return ""
+    if lead["verdict"] not in (stats.FASTER, stats.SLOWER):
+        return ""
+    counts = [(sum(r["verdict"] == v for r in rows), v) for v in (stats.FASTER, stats.SLOWER)]
+    counts.append((len(rows) - sum(n for n, _ in counts), stats.NOT_RESOLVED))
+    words = [f"{n} {'is' if n == 1 else 'are'} {v}" for n, v in counts if n]
+    if len(words) == 1:
+        return f" {'Both' if len(rows) == 2 else f'All {len(rows)}'} comparisons are {lead['verdict']}."
+    return f" Of {len(rows)} comparisons {phrases.joined(words)}."
+
+
+def _extra(study: Study, rows: Sequence[Mapping[str, Any]], lead: Mapping[str, Any]) -> str:
+    """What an experiment says beside the ratio."""
+    if study.experiment == "torch_compile":
+        return f" {compiling.sentence(study, lead)}"
+    if study.experiment == "workers":
+        alone = [r for r in rows if r["loader_alone"] and r["sets"] and r["role"] != "twin"]
+        trained = [r for r in rows if not r["loader_alone"] and r["sets"] and r["role"] != "twin"]
+        if alone and trained:
+            rates = phrases.joined([f"{phrases.throughput(r)} with {r['label']}" for r in alone])
+            most = max(trained, key=lambda r: r["images_per_second"])
+            return f" The loader alone delivers {rates}, where training takes at most {phrases.throughput(most)}."
+    if study.experiment == "multi_gpu" and lead["ranks"] > 1:
+        if lead["config"].device == "cpu":
+            cores = study.records[-1].environment.machine.usable_cores
+            return f" All ranks share the same {phrases.plural(cores, 'core')}, so their efficiency is not rated."
+        percent = f"{100 * lead['efficiency']:.0f} %"
+        good = f"{THRESHOLD:.0%}".replace("%", " %")
+        return f" Parallel efficiency is {percent} ({band(lead['efficiency'])}; {good} and more counts as good)."
+    return ""
+
+
+def _left_over(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Configurations without a speed, by why."""
+    failed = [
+        f"{r['label']} ({phrases.failure(r)})" for r in _unmeasured(rows) if r["status"] not in ("ok", "left out")
+    ]
+    left_out = [f"{r['label']} ({r['reason']})" for r in _unmeasured(rows) if r["status"] == "left out"]
+    mechanism = [str(r["label"]) for r in rows if r["mechanism_only"] and r["role"] != "twin"]
+    text = ""
+    for head, items in (("Failed", failed), ("Left out", left_out), (MECHANISM_ONLY.capitalize(), mechanism)):
+        if items:
+            text += f" {head}: {phrases.joined(list(dict.fromkeys(items)))}."
+    return text
+
+
+def _unmeasured(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [r for r in rows if not r["sets"] and not r["mechanism_only"] and r["role"] != "twin"]
+
+
+def _where(study: Study) -> str:
+    return f" Measured on {study.hardware}, {study.date}; quality {QUALITY}."
+
+
+def _nothing_to_compare(
+    study: Study, rows: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], ending: str
+) -> Finding:
+    bases = [r for r in rows if r["role"] == "baseline"]
+    failed_base = [r for r in bases if not r["sets"] and not r["mechanism_only"]]
+    failed = [r for r in others if not r["mechanism_only"] and r["status"] not in ("ok", "left out")]
+    if bases and len(failed_base) == len(bases):
+        short = f"The baseline failed, so nothing can be compared: {failed_base[0]['label']}"
+        return _plain(study, short, ending.strip(), FAILED)
+    if failed:
+        names = phrases.joined(list(dict.fromkeys(str(r["label"]) for r in failed)))
+        return _plain(study, f"All configurations failed: {names}", ending.strip(), FAILED)
+    if hidden := list(dict.fromkeys(str(r["label"]) for r in others if r["mechanism_only"])):
+        short = f"{MECHANISM_ONLY.capitalize()}: {phrases.joined(hidden)}"
+        return _plain(study, short, _where(study).strip(), MECHANISM_ONLY)
+    return _plain(study, "Nothing to compare with the baseline was measured", ending.strip(), NOT_MEASURED)
+
+
+def _profile(study: Study) -> Finding:
+    record = operators.latest_profile(study.records)
+    if record is None:
+        failed = next((r for r in reversed(study.records) if r.status != "ok"), None)
+        if failed is None:
+            return _plain(study, "No profile was recorded", _how_to("profile"), NOT_MEASURED)
+        row = {"status": failed.status, "reason": failed.reason}
+        return _plain(study, "The profile failed", f"{failed.label}: {phrases.failure(row)}.{_where(study)}", FAILED)
+    classes = operators.classes(record)
+    if classes.empty:
+        return _plain(study, "The profile holds no operator time", _where(study).strip(), FAILED)
+    first = classes.iloc[0]
+    verb = "take" if first["class"] in operators.PLURALS else "takes"
+    noun = operators.PLURALS.get(first["class"], first["class"])
+    short = f"{noun.capitalize()} {verb} {100 * first['share']:.0f} % of the operator time of a training step"
+    rest = phrases.joined([f"{r['class']} {100 * r['share']:.0f} %" for _, r in classes.iloc[1:4].iterrows()])
+    steps = int((record.profile or {}).get("steps", 0))
+    kind = "device" if operators.on_device(record) else "CPU"
+    text = f"Next come {rest}. " if rest else ""
+    text += f"Exclusive {kind} time of {phrases.plural(steps, 'profiled step')}, each second counted once"
+    return _plain(study, short, f"{text}.{_where(study)}", ANSWERED, "profiled")
+
+
+def _recommendation(study: Study) -> Finding:
+    group = ranking.fastest(study)
+    if group is None:
+        return _plain(study, "Nothing is measured yet on this machine", _how_to("amp"), NOT_MEASURED)
+    best = group.rows[0]
+    short = f"Fastest measured: {phrases.settings(best['config'])}, at {phrases.throughput(best)}"
+    text = f"{short} ({group.name})."
+    if best["role"] == "baseline":
+        text += (
+            f" It is the baseline of {best['experiment']}: none of {len(group.rows) - 1} others measured ran faster."
+        )
+    elif best["verdict"] in (stats.FASTER, stats.SLOWER):
+        text += f" Against its own baseline it is {best['verdict']}: {sentence(best)} ({phrases.evidence(best)})."
+    else:
+        text += (
+            f" Against its own baseline {best['baseline_label']} it reads {phrases.ratio(best)} "
+            f"({phrases.evidence(best)}): {phrases.status(best['verdict'])}."
+        )
+    text += (
+        f" Quality is not measured yet, so this is no recommendation at equal quality. "
+        f"Measured on {study.hardware}, {study.date}."
+    )
+    resolved = best["verdict"] == stats.FASTER
+    return _about(study, best, short, text, ANSWERED if resolved else stats.NOT_RESOLVED)

@@ -1,0 +1,194 @@
+"""The records that answer a question, and tidy data frames of them: one row a window, or one row a record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import pandas as pd
+
+from ddpm_lab.ledger import LedgerError, Machine, RunRecord, Window
+
+RECOMMENDATION = "recommendation"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """The records that answer one question: one machine, and one cohort of each experiment.
+
+    ``measured_sets`` counts the sets measured by the call that made the study; 0 means that all came from the ledger.
+    """
+
+    experiment: str
+    records: tuple[RunRecord, ...]
+    output_dir: Path
+    measured_sets: int = 0
+
+    @property
+    def hardware(self) -> str:
+        """Name of the machine, empty where nothing is recorded."""
+        return self.records[-1].environment.machine.name if self.records else ""
+
+    @property
+    def date(self) -> str:
+        """Day of the measurements (ISO 8601), or first and last day."""
+        days = sorted({r.environment.date[:10] for r in self.records if r.role != "note"})
+        days = days or sorted({r.environment.date[:10] for r in self.records})
+        return "" if not days else days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+
+
+def study(
+    records: Iterable[RunRecord],
+    experiment: str,
+    *,
+    machine: str | None = None,
+    run_ids: Iterable[str] | None = None,
+    cohort: tuple[str, str, str, str] | None = None,
+    output_dir: Path | str = ".",
+) -> Study:
+    """The records of one experiment that may be compared.
+
+    Args:
+        records: everything the ledger holds, in any order.
+        experiment: its name, or "recommendation" for the records of all experiments.
+        machine: name, key, or a part of the name that only one machine has; None takes the only machine.
+        run_ids: keep only comparisons whose baseline and configuration are among these.
+        cohort: machine key, code version, data and plan; None takes the cohort measured last.
+        output_dir: where figures of the study go.
+
+    Raises:
+        LedgerError: ``machine`` names none or several, or is needed because the records come from several.
+    """
+    found = list(records)
+    if found:
+        key = _machine_key(found, machine)
+        found = [r for r in found if r.environment.machine.key == key]
+    if experiment == RECOMMENDATION:
+        names = sorted({r.experiment for r in found})
+        groups = [[r for r in found if r.experiment == name] for name in names]
+        found = [r for group in groups for r in _one_cohort(group, None)]
+    else:
+        found = _one_cohort([r for r in found if r.experiment == experiment], cohort)
+    if run_ids is not None:
+        wanted = set(run_ids)
+        found = [
+            r for r in found if (r.baseline_id in wanted or not r.baseline_id) and (r.run_id in wanted or not r.set_id)
+        ]
+    return Study(experiment=experiment, records=tuple(found), output_dir=Path(output_dir))
+
+
+def _machine_key(records: Sequence[RunRecord], wanted: str | None) -> str:
+    machines: dict[str, Machine] = {r.environment.machine.key: r.environment.machine for r in records}
+    listed = "; ".join(f"{m.name} ({key}, torch {m.torch})" for key, m in machines.items())
+    if wanted is None:
+        if len(machines) == 1:
+            return next(iter(machines))
+        raise LedgerError(f"the records come from {len(machines)} machines: choose one by name or key: {listed}")
+    for matches in (
+        [key for key, m in machines.items() if wanted in (key, m.name)],
+        [key for key, m in machines.items() if wanted.lower() in m.name.lower()],
+    ):
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            raise LedgerError(f"machine {wanted!r} fits {len(matches)} machines: give the key of one: {listed}")
+    raise LedgerError(f"machine {wanted!r} is not in the records: choose one by name or key: {listed}")
+
+
+def _one_cohort(records: Sequence[RunRecord], cohort: tuple[str, str, str, str] | None) -> list[RunRecord]:
+    if not records:
+        return []
+    if cohort is None:
+        # A note alone does not say which measurements are the latest.
+        measured = [r for r in records if r.role != "note"] or records
+        cohort = max(measured, key=_moment).cohort
+    return [r for r in records if r.cohort == cohort]
+
+
+def _moment(record: RunRecord) -> float:
+    try:
+        return datetime.fromisoformat(record.environment.date).timestamp()
+    except ValueError:
+        return -math.inf
+
+
+def windows(records: Iterable[RunRecord]) -> pd.DataFrame:
+    """One row a timed window, with throughput and the data wait of its slowest rank in seconds."""
+    rows = [
+        {
+            "experiment": r.experiment,
+            "family": r.family,
+            "set_id": r.set_id,
+            "role": r.role,
+            "label": r.label,
+            "run_id": r.run_id,
+            "turn": w.turn,
+            "position": w.position,
+            "start_seconds": w.start_seconds,
+            "seconds": w.seconds,
+            "images": w.images,
+            "steps": w.steps,
+            "seconds_per_image": seconds_per_image(w),
+            "images_per_second": 1 / s if (s := seconds_per_image(w)) > 0 else math.nan,
+            "data_seconds": max(w.data_seconds, default=math.nan),
+            "others_cores": w.others_cores,
+            "stolen_seconds": w.stolen_seconds,
+            "dropped": w.dropped,
+        }
+        for r in records
+        for w in r.windows
+    ]
+    return pd.DataFrame(rows)
+
+
+def runs(records: Iterable[RunRecord]) -> pd.DataFrame:
+    """One row a record: what ran, how it ended, its stages in seconds, and peak memory of its largest rank."""
+    rows = [
+        {
+            "date": r.environment.date,
+            "machine": r.environment.machine.name,
+            "experiment": r.experiment,
+            "family": r.family,
+            "set_id": r.set_id,
+            "role": r.role,
+            "label": r.label,
+            "run_id": r.run_id,
+            "baseline_id": r.baseline_id,
+            "status": r.status,
+            "reason": r.reason,
+            "mechanism_only": r.mechanism_only,
+            "device": r.config.device,
+            "world_size": r.config.world_size,
+            "global_batch_size": r.config.global_batch_size,
+            "precision": r.config.precision,
+            "compile": r.config.compile,
+            "loader": r.config.loader,
+            "loader_workers": r.config.loader_workers,
+            "network": r.config.network,
+            "image_size": r.config.image_size,
+            "data": r.data_name,
+            "code_version": r.code_version,
+            "images": sum(w.images for w in r.windows),
+            "turns": len(r.windows),
+            "turns_dropped": sum(w.dropped for w in r.windows),
+            "peak_memory_bytes": peak_memory(r),
+            "compile_cache": r.compile_cache,
+            **{f"{stage}_seconds": seconds for stage, seconds in r.stages.items()},
+        }
+        for r in records
+    ]
+    return pd.DataFrame(rows)
+
+
+def seconds_per_image(window: Window) -> float:
+    """Wall seconds of a window for each image; NaN for a window without images."""
+    return window.seconds / window.images if window.images > 0 else math.nan
+
+
+def peak_memory(record: RunRecord) -> float:
+    """Bytes of the rank that used most; NaN where any rank does not know."""
+    peaks = [rank.peak_memory_bytes for rank in record.ranks]
+    return float(max(p for p in peaks if p is not None)) if peaks and None not in peaks else math.nan

@@ -1,0 +1,80 @@
+"""What a profile says: exclusive time of operators, grouped into classes, each second counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from ddpm_lab.ledger import RunRecord
+
+CLASSES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("communication", ("c10d", "nccl", "gloo", "allreduce", "all_reduce", "broadcast", "reducer", "distributed")),
+    ("optimizer and averaging", ("optimizer", "_foreach_", "_fused_adam", "multi_tensor", "lerp", "vector_norm")),
+    ("convolution", ("conv", "wgrad", "dgrad", "fprop", "winograd")),
+    ("matrix product, attention", ("mm", "linear", "matmul", "einsum", "attention", "softmax", "gemm", "::dot")),
+    ("normalisation", ("norm",)),
+    ("copy and memory", ("cop", "::to", "clone", "contiguous", "::cat", "empty", "fill_", "zero", "memcpy", "memset")),
+    ("copy and memory", ("resize", "strided", "view", "pad", "index", "gather", "slice", "select", "pin_", "upsample")),
+    ("element-wise, sums", ("silu", "gelu", "sigmoid", "add", "mul", "sub", "div", "neg", "abs", "exp", "pow", "sqrt")),
+    ("element-wise, sums", ("sum", "mean", "elementwise", "reduce", "sin", "cos", "clamp", "where", "sign", "::l1_")),
+)
+"""Class and the parts of a name that put an operator into it; the first that fits decides, else it is "other"."""
+
+OTHER = "other"
+# Ranges that the profiler lays around operators: their exclusive time is the Python code between operators.
+_RANGES = ("ProfilerStep",)
+
+
+PLURALS = {
+    "convolution": "convolutions",
+    "matrix product, attention": "matrix products and attention",
+    "element-wise, sums": "element-wise operations and sums",
+    "optimizer and averaging": "optimizer and weight averaging",
+    "copy and memory": "copies and memory",
+    OTHER: "other operators",
+}
+"""Classes as the subject of a sentence."""
+
+
+def latest_profile(records: Sequence[RunRecord]) -> RunRecord | None:
+    """The profile that was recorded last; of several ranks or configurations, the last one written."""
+    return next((r for r in reversed(records) if r.role == "profile" and r.status == "ok" and r.profile), None)
+
+
+def operator_class(name: str) -> str:
+    """The class of an operator or kernel, by its name."""
+    lowered = name.lower()
+    return next((label for label, parts in CLASSES if any(part in lowered for part in parts)), OTHER)
+
+
+def on_device(record: RunRecord) -> bool:
+    """Whether a profile holds device time, which then is what its shares are taken of."""
+    return any((op.get("self_device_seconds") or 0) > 0 for op in (record.profile or {}).get("operators", ()))
+
+
+def operators(record: RunRecord) -> pd.DataFrame:
+    """Operators of a profile by exclusive time, longest first: name, class, calls, seconds, share of their sum.
+
+    Exclusive time leaves out what an operator spends in others that it calls, so the seconds add up. It is device time
+    where the profile holds any, else CPU time.
+    """
+    field = "self_device_seconds" if on_device(record) else "self_cpu_seconds"
+    rows = [
+        (op["name"], operator_class(op["name"]), int(op["calls"]), float(op.get(field) or 0.0))
+        for op in (record.profile or {}).get("operators", ())
+        if not op["name"].startswith(_RANGES)
+    ]
+    frame = pd.DataFrame(rows, columns=["name", "class", "calls", "seconds"])
+    total = float(frame["seconds"].sum())
+    frame["share"] = frame["seconds"] / total if total > 0 else 0.0
+    frame = frame[frame["seconds"] > 0]
+    return frame.sort_values(["seconds", "name"], ascending=[False, True], ignore_index=True)
+
+
+def classes(record: RunRecord) -> pd.DataFrame:
+    """Classes of operators by exclusive time, longest first: class, calls, seconds, share; "other" comes last."""
+    frame = operators(record).groupby("class", as_index=False)[["calls", "seconds", "share"]].sum()
+    frame["last"] = frame["class"] == OTHER
+    frame = frame.sort_values(["last", "seconds"], ascending=[True, False], ignore_index=True)
+    return frame.drop(columns="last")

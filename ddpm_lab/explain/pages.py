@@ -1,0 +1,199 @@
+"""Executed notebooks as HTML pages, and the index over them: one file each, no script, no request."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from nbconvert import HTMLExporter
+
+from ddpm_lab import __version__
+
+TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
+TITLE = "Which settings train a diffusion model fastest on this machine?"
+NOT_RUN, DONE, FAILED, STOPPED = "not run", "done", "failed", "stopped"
+METADATA = "ddpm_lab"
+"""Where an executed notebook keeps what the index reads back: in its own metadata and in those of its finding."""
+ERROR_MARKER = "papermill-error-cell-tag"  # the tag of the cells that papermill adds to a notebook that failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """What the index says about one notebook.
+
+    ``state`` is one of not run, done, failed, stopped; ``finding`` holds the values that ``show.finding`` attached to
+    its output (empty where there is none); ``image`` is the answer's figure, a PNG in base64.
+    """
+
+    name: str
+    title: str
+    state: str = NOT_RUN
+    error: str = ""
+    finding: Mapping[str, Any] = field(default_factory=dict)
+    image: str = ""
+    alt: str = ""
+    preset: str = ""
+    earlier: bool = False
+
+    @property
+    def status(self) -> str:
+        """What the chip says: failed, stopped, not run, not resolved, ..., or answered."""
+        if self.state != DONE:
+            return self.state
+        return str(self.finding.get("status", "no answer"))
+
+    @property
+    def kind(self) -> str:
+        """How the chip is coloured: answered, unresolved, failed, or idle."""
+        if self.state in (FAILED, STOPPED):
+            return "failed"
+        if self.state == NOT_RUN:
+            return "idle"
+        return "answered" if self.status == "answered" else "unresolved"
+
+    @property
+    def headline(self) -> str:
+        """The computed sentence that answers the question, short enough for a title."""
+        return str(self.finding.get("headline", ""))
+
+    @property
+    def facts(self) -> list[str]:
+        """On what the answer rests, in short pieces."""
+        sets = self.finding.get("sets")
+        pieces = [
+            self.finding.get("evidence"),
+            f"{sets} set{'s' if sets != 1 else ''}" if sets else None,
+            self.finding.get("hardware"),
+            " to ".join(spoken_date(day) for day in str(self.finding.get("date", "")).split(" to ")),
+            self.finding.get("quality"),
+            f"preset {self.preset}" if self.preset and self.earlier else None,
+        ]
+        return [str(piece) for piece in pieces if piece]
+
+    @property
+    def link(self) -> str:
+        """File name of the page beside the index; empty if the notebook has not run."""
+        return "" if self.state == NOT_RUN else f"{self.name}.html"
+
+    @property
+    def link_text(self) -> str:
+        """What the page holds."""
+        return "Figure, table and evidence" if self.state == DONE else "What was done until then, and the error"
+
+
+def spoken_date(iso: str) -> str:
+    """An ISO 8601 date and time as people read it, in the zone it was written in; anything else unchanged."""
+    try:
+        moment = datetime.fromisoformat(iso)
+    except ValueError:
+        return iso
+    return moment.strftime("%-d %B %Y" if len(iso) == len("2026-01-31") else "%-d %B %Y, %H:%M")
+
+
+def load(path: Path) -> Any:
+    """Read a notebook; raises OSError or ValueError if it cannot be read."""
+    return nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
+
+
+def save(notebook: Any, path: Path) -> None:
+    """Write a notebook; raises OSError if it cannot be written."""
+    nbformat.write(notebook, path)  # type: ignore[no-untyped-call]
+
+
+def title(notebook: Any) -> str:
+    """The question in the first line of a notebook: its first heading."""
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            for line in cell.source.splitlines():
+                if line.startswith("# "):
+                    return str(line[2:].strip())
+    return "A notebook without a title"
+
+
+def read(notebook: Any, name: str, *, earlier: bool = False) -> Page:
+    """What an executed notebook says of itself: its state, its finding, and the figure of its answer."""
+    own = notebook.metadata.get(METADATA, {})
+    finding: Mapping[str, Any] = {}
+    image = alt = ""
+    error = str(own.get("error", ""))
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            metadata = output.get("metadata", {})
+            if METADATA in metadata:
+                finding = metadata[METADATA]
+            if not image and "image/png" in output.get("data", {}):
+                image = output.data["image/png"].replace("\n", "")
+                alt = metadata.get("image/png", {}).get("alt", "")
+            if output.output_type == "error" and not error:
+                error = f"{output.ename}: {output.evalue}".strip()
+    return Page(
+        name=name,
+        title=title(notebook),
+        state=own.get("state", STOPPED),
+        error=error,
+        finding=finding,
+        image=image,
+        alt=alt or f"Figure of {name}",
+        preset=own.get("preset", ""),
+        earlier=earlier,
+    )
+
+
+def write_page(page: Page, notebook: Any, target: Path) -> None:
+    """Write one executed notebook as HTML.
+
+    Raises OSError if the file cannot be written.
+    """
+    shown = nbformat.from_dict(notebook)  # type: ignore[no-untyped-call]
+    shown.cells = [cell for cell in shown.cells if ERROR_MARKER not in cell.metadata.get("tags", [])]
+    for cell in shown.cells:
+        # The template prints the question itself, above the answer.
+        if cell.cell_type == "markdown" and f"# {page.title}" in cell.source.splitlines():
+            cell.source = "\n".join(line for line in cell.source.splitlines() if line != f"# {page.title}")
+            break
+    exporter = HTMLExporter(  # type: ignore[no-untyped-call]
+        template_name="page",
+        extra_template_basedirs=[str(TEMPLATES)],
+        extra_template_paths=[str(TEMPLATES)],
+        exclude_input_prompt=True,
+        exclude_output_prompt=True,
+        exclude_anchor_links=True,
+    )
+    values = {"page": page, "version": __version__}
+    html, _ = exporter.from_notebook_node(shown, resources={"metadata": {"name": page.name}, "lab": values})
+    replace_text(target, html)
+
+
+def write_index(
+    pages: Sequence[Page],
+    target: Path,
+    *,
+    facts: Sequence[tuple[str, str]] = (),
+    notice: str = "",
+    command: str = "ddpm-lab report",
+    ledger: str = "",
+) -> None:
+    """Write the index: every question with its answer, figure and status, what was run, and how to run it again.
+
+    ``facts`` are pairs of a term and a value for the head of the page; ``notice`` says what is missing from an
+    incomplete report; ``ledger`` is the path of the ledger relative to the page. Raises OSError if the file cannot be
+    written.
+    """
+    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined)
+    html = environment.get_template("index.html.j2").render(
+        title=TITLE, pages=pages, facts=facts, notice=notice, command=command, ledger=ledger, version=__version__
+    )
+    replace_text(target, html)
+
+
+def replace_text(target: Path, text: str) -> None:
+    """Write a file in one step, so that a reader, or an interrupt, never meets half of it."""
+    partial = target.with_name(target.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, target)  # noqa: PTH105

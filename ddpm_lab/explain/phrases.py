@@ -1,0 +1,155 @@
+"""Numbers and settings in words, the same in sentences, tables and figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.explain import stats
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY
+from ddpm_lab.explain.frames import Study
+
+QUESTIONS = {
+    "profile": "Where does the time of a training step go?",
+    "multi_gpu": "How much faster do several GPUs (or CPU ranks) train?",
+    "amp": "Does mixed precision speed up training?",
+    "workers": "How many data-loader workers train fastest?",
+    "torch_compile": "Does torch.compile speed up training, and when does it pay off?",
+    "recommendation": "Which settings train fastest on this machine?",
+}
+STATUS_WORDS = {"oom": "out of memory"}
+DASH = "\N{EN DASH}"
+
+
+def status(word: str) -> str:
+    """A status for people."""
+    return STATUS_WORDS.get(word, word)
+
+
+def plural(count: int, noun: str) -> str:
+    """Such as "1 set", "6 sets"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def joined(words: Sequence[str]) -> str:
+    """Such as "a", "a and b", "a, b and c"."""
+    return ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else "".join(words)
+
+
+def decimals(value: float, low: float, high: float) -> int:
+    """Decimals of a ratio: three where a narrow interval lies close to 1, so that it does not round to 1.00."""
+    width = high - low
+    if width < 0.03 and abs(value - 1) < 0.06:
+        return 3
+    return 2 if value < 10 else 1
+
+
+def ratio(row: Mapping[str, Any]) -> str:
+    """Such as "1.62"."""
+    return f"{row['ratio']:.{decimals(row['ratio'], row['low'], row['high'])}f}"
+
+
+def interval(row: Mapping[str, Any], *, short: bool = False) -> str:
+    """Such as "1.55 to 1.69", or "1.55–1.69"; empty without an interval."""
+    if math.isnan(row["low"]):
+        return ""
+    digits = decimals(row["ratio"], row["low"], row["high"])
+    between = DASH if short else " to "
+    return f"{row['low']:.{digits}f}{between}{row['high']:.{digits}f}"
+
+
+def evidence(row: Mapping[str, Any]) -> str:
+    """Such as "95 % interval 1.55 to 1.69, 6 sets", or "1 set, no interval"."""
+    sets = plural(int(row["sets"]), "set")
+    return f"95 % interval {interval(row)}, {sets}" if interval(row) else f"{sets}, no interval"
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """A plain number with thousands separators: 4,310; 12.3; 0.045; "unknown" for NaN."""
+    if not math.isfinite(value):
+        return "unknown" if math.isnan(value) else "infinite"
+    if value == 0:
+        return "0"
+    places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{places}f}" if places else f"{round(value, digits - 1 - math.floor(math.log10(abs(value)))):,.0f}"
+
+
+def seconds(value: float) -> str:
+    """A duration: "9.6 ms", "34 s", "12.5 min", "3.2 h"."""
+    if not math.isfinite(value):
+        return significant(value)
+    for unit, size, most in (("ms", 1e-3, 1), ("s", 1, 120), ("min", 60, 7200)):
+        if value < most:
+            return f"{significant(value / size)} {unit}"
+    return f"{significant(value / 3600)} h"
+
+
+def memory(value: float) -> str:
+    """Bytes as MiB or GiB."""
+    if math.isnan(value):
+        return "unknown"
+    return f"{value / 2**20:,.0f} MiB" if value < 2**30 else f"{value / 2**30:,.1f} GiB"
+
+
+def throughput(row: Mapping[str, Any]) -> str:
+    """Such as "4,310 images/s"."""
+    return f"{significant(row['images_per_second'])} images/s"
+
+
+def settings(config: RunConfig) -> str:
+    """The settings that the experiments vary: "2 ranks, bf16, compiled, files with 2 workers"."""
+    unit = "GPU" if config.device == "cuda" else "CPU rank"
+    words = [plural(config.world_size, unit), config.precision]
+    words += ["compiled"] if config.compile != "off" else []
+    loader = "packed data" if config.loader == "packed" else f"files, {plural(config.loader_workers, 'worker')}"
+    return ", ".join([*words, loader])
+
+
+def _values(values: Iterable[Any]) -> str:
+    return joined([str(v) for v in dict.fromkeys(values)])
+
+
+def context(study: Study, *, batch: bool = True) -> str:
+    """Subtitle of a figure: hardware, network, batch, data, date, sets and turns."""
+    shown = [r for r in study.records if r.role not in ("note", "choice")] or list(study.records)
+    if not shown:
+        return "the ledger holds no record for this question"
+    configs = [r.config for r in shown]
+    sizes = _values(f"{s}\N{MULTIPLICATION SIGN}{s}" for s in sorted({c.image_size for c in configs}))
+    parts = [study.hardware, f"{_values(c.network for c in configs)} network, {sizes} images"]
+    if batch:
+        parts.append(f"batch {_values(sorted({c.global_batch_size for c in configs}))}")
+    parts += [_values(r.data_name for r in shown if r.data_name), study.date]
+    measured = [r for r in shown if r.role == "baseline" and r.windows]
+    if measured:
+        per_family: dict[tuple[str, str, str], int] = {}
+        for r in measured:
+            key = (r.experiment, r.family, r.baseline_id)
+            per_family[key] = per_family.get(key, 0) + 1
+        parts.append(f"{_range(per_family.values(), 'set')} of {_range([len(r.windows) for r in measured], 'turn')}")
+    return " \N{MIDDLE DOT} ".join(p for p in parts if p)
+
+
+def _range(counts: Iterable[int], noun: str) -> str:
+    low, high = min(counts := list(counts)), max(counts)
+    return plural(high, noun) if low == high else f"{low} to {plural(high, noun)}"
+
+
+def outcome(row: Mapping[str, Any]) -> str:
+    """Verdict of a row with the sets it rests on: "faster, 6 sets", "not resolved (1 set)"."""
+    if row["verdict"] == stats.NOT_RESOLVED and row["sets"] < stats.LEAST_SETS:
+        return f"not resolved ({plural(int(row['sets']), 'set')})"
+    return status(str(row["verdict"]))
+
+
+def failure(row: Mapping[str, Any]) -> str:
+    """Such as "out of memory: needs 90 GiB, 78 GiB are free"."""
+    words = status(str(row["status"])) if row["status"] != "ok" else "no result"
+    return f"{words}: {row['reason']}" if row["reason"] else words
+
+
+def without_speed(row: Mapping[str, Any]) -> str:
+    """Why a row has no speed."""
+    return MECHANISM_ONLY if row["mechanism_only"] else failure(row)

@@ -1,0 +1,64 @@
+"""The fastest configuration that was measured: throughputs of equal work, over all experiments."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from ddpm_lab.explain import stats
+from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.ledger import RunRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Configurations that did equal work (network, image size, data, global batch), fastest first.
+
+    ``rows`` are rows of ``frames.comparisons``: one for each configuration, of the experiment that measured it in most
+    sets.
+    """
+
+    name: str
+    rows: tuple[dict[str, Any], ...]
+    experiments: int
+
+
+def groups(study: Study) -> list[Group]:
+    """All groups of equal work, the one that most experiments measured first."""
+    data = {r.run_id: r for r in study.records}
+    by_work: dict[tuple[str, ...], dict[str, dict[str, Any]]] = defaultdict(dict)
+    experiments: dict[tuple[str, ...], set[str]] = defaultdict(set)
+    for row in comparisons(study).to_dict("records"):
+        counts = row["sets"] and row["role"] in ("baseline", "candidate") and not row["loader_alone"]
+        if not counts or row["verdict"] == stats.NOT_TRUSTED:
+            continue
+        work = _work(data[row["run_id"]])
+        experiments[work].add(row["experiment"])
+        known = by_work[work].get(row["run_id"])
+        # A configuration may be the baseline of one experiment and a candidate of another, which says more about it.
+        rank = (row["role"] == "candidate", row["sets"])
+        if known is None or rank > (known["role"] == "candidate", known["sets"]):
+            by_work[work][row["run_id"]] = {str(k): v for k, v in row.items()}
+    found = [
+        Group(
+            name=f"{w[0]} network, {w[1]}\N{MULTIPLICATION SIGN}{w[1]} images, batch {w[2]}, {w[3]}",
+            rows=tuple(sorted(rows.values(), key=lambda r: -r["images_per_second"])),
+            experiments=len(experiments[w]),
+        )
+        for w, rows in by_work.items()
+    ]
+    return sorted(found, key=lambda g: (-g.experiments, -len(g.rows), g.name))
+
+
+def fastest(study: Study) -> Group | None:
+    """The group that the recommendation is about, or None where no speed was measured."""
+    found = groups(study)
+    return found[0] if found else None
+
+
+def _work(record: RunRecord) -> tuple[str, ...]:
+    config = record.config
+    size, batch = str(config.image_size), str(config.global_batch_size)
+    return (config.network, size, batch, record.data_name, config.data_sha256, record.code_version)

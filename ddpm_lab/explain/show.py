@@ -1,0 +1,154 @@
+"""Show a study in a notebook: its figure, its table and its finding, in a form that the report reads back.
+
+The figure is also written to ``image_output/`` of the study's output folder. Outside a notebook the functions print
+the text form of what they would show.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.display import display
+from matplotlib.figure import Figure
+
+from ddpm_lab.explain import figures, findings, phrases
+from ddpm_lab.explain.findings import Finding
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.pages import METADATA, spoken_date
+
+__all__ = ["figure", "finding", "more", "table"]
+
+NAMES = {
+    "profile": "01_profile",
+    "multi_gpu": "02_multi_gpu",
+    "amp": "03_amp",
+    "workers": "04_workers",
+    "torch_compile": "05_torch_compile",
+    "recommendation": "06_recommendation",
+}
+
+
+def figure(study: Study) -> None:
+    """Show the answer's figure with its text alternative, and write it to ``image_output/NN_name.png``."""
+    _show_figure(figures.figure(study), figures.alt_text(study), _path(study, ""))
+
+
+def table(study: Study) -> None:
+    """Show the answer's table: numbers to the right, words to the left; it scrolls where the screen is narrow."""
+    frame = findings.table(study)
+    _display({"text/html": _html(frame), "text/plain": frame.to_string(index=False)})
+
+
+def finding(study: Study) -> None:
+    """Show the computed answer, and attach its values to the output for the index of the report."""
+    found = findings.finding(study)
+    last = study.records[-1] if study.records else None
+    values = {
+        "experiment": found.experiment,
+        "headline": found.headline,
+        "claim": found.claim,
+        "verdict": found.verdict,
+        "status": found.status,
+        "hardware": found.hardware,
+        "date": found.date,
+        "sets": found.sets,
+        "quality": found.quality,
+        "evidence": _evidence(found),
+        "data": last.data_name if last else "",
+        "code_version": last.code_version if last else "",
+    }
+    facts = {
+        "Verdict": found.verdict
+        if found.status in (found.verdict, findings.ANSWERED)
+        else f"{found.verdict} ({found.status})",
+        "Evidence": _evidence(found),
+        "Sets": str(found.sets) if found.sets else "",
+        "Hardware": found.hardware,
+        "Measured": " to ".join(spoken_date(day) for day in found.date.split(" to ")),
+        "Quality": found.quality.removeprefix("quality "),
+    }
+    lines = [found.claim, "", *(f"- {name}: {value}" for name, value in facts.items() if value)]
+    marked = [f"**{_literal(found.headline)}**", "", *map(_literal, lines[:2])]
+    marked += [f"- **{name}:** {_literal(value)}" for name, value in facts.items() if value]
+    _display({"text/markdown": "\n".join(marked), "text/plain": "\n".join(lines)}, {METADATA: values})
+
+
+def more(study: Study) -> None:
+    """Show the further figures of a study, each under a line that says what it shows."""
+    for caption, extra, name in figures.more(study):
+        _display({"text/markdown": caption, "text/plain": caption})
+        _show_figure(extra, caption, _path(study, f"_{name}"))
+
+
+def _path(study: Study, suffix: str) -> Path:
+    return study.output_dir / "image_output" / f"{NAMES[study.experiment]}{suffix}.png"
+
+
+def _show_figure(drawn: Figure, alt: str, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figures.save(drawn, path)
+    image = base64.b64encode(path.read_bytes()).decode("ascii")
+    _display({"image/png": image, "text/plain": alt}, {"image/png": {"alt": alt}})
+
+
+def _display(data: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> None:
+    if InteractiveShell.initialized():
+        display(dict(data), metadata=dict(metadata or {}), raw=True)  # type: ignore[no-untyped-call]
+    else:
+        print(data["text/plain"])
+
+
+def _evidence(found: Finding) -> str:
+    """Ratio, interval and noise floor in words; empty where nothing was compared."""
+    if math.isnan(found.ratio):
+        return ""
+    row = {"ratio": found.ratio, "low": found.low, "high": found.high}
+    noise = {"ratio": 1.0, "low": found.noise_low, "high": found.noise_high}
+    pieces = [f"ratio {phrases.ratio(row)}"]
+    for name, values in (("95 % interval", row), ("noise floor", noise)):
+        if interval := phrases.interval(values):
+            pieces.append(f"{name} {interval}")
+    return ", ".join(pieces)
+
+
+def _literal(text: str) -> str:
+    """Text that Markdown shows as it is: names such as ``_foreach_mul_`` hold its marks."""
+    return re.sub(r"([\\`*_<>\[\]|~$#])", r"\\\1", text)
+
+
+def _html(frame: pd.DataFrame) -> str:
+    """The table as HTML, laid out by itself, since a notebook and a page have different style sheets."""
+    sides = {str(name): "right" if _numbers(frame[name]) else "left" for name in frame.columns}
+
+    def cell(tag: str, name: str, value: object) -> str:
+        scope = {"th": ' scope="col"'}.get(tag, "")
+        text = escape(str(value))
+        if tag == "td" and sides[name] == "right":
+            # The interval goes below its value, so that a table of ten columns fits a page.
+            text = re.sub(r" (\(.*\))$", r'<br><span class="interval">\1</span>', text)
+        return f'<{tag}{scope} style="text-align: {sides[name]}">{text}</{tag}>'
+
+    head = "".join(cell("th", str(name), name) for name in frame.columns)
+    body = "".join(
+        "<tr>" + "".join(cell("td", str(name), value) for name, value in row.items()) + "</tr>\n"
+        for row in frame.to_dict("records")
+    )
+    return (
+        '<div class="scroll" style="overflow-x: auto" tabindex="0" role="region" aria-label="Table of results">'
+        f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table></div>"
+    )
+
+
+def _numbers(column: pd.Series[Any]) -> bool:
+    """Whether a column holds numbers, with units and intervals or not: each value begins with a digit or is a dash."""
+    return all(re.match(r"[-+\N{MINUS SIGN}]?\d|\N{EN DASH}?$", str(value)) for value in column) and any(
+        str(value)[:1].isdigit() for value in column
+    )

@@ -1,0 +1,151 @@
+"""Tables for people: a study as strings with units, short enough for a page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from ddpm_lab.explain import compiling, operators, phrases, ranking
+from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.frames import RECOMMENDATION, Study
+
+TOP_OPERATORS = 12
+_NONE = "\N{EN DASH}"
+
+
+def table(study: Study) -> pd.DataFrame:
+    """The answer of a study as a table of strings: one row a configuration (an operator in a profile)."""
+    if study.experiment == RECOMMENDATION:
+        return _recommendation(study)
+    if study.experiment == "profile":
+        return _profile(study)
+    return _comparison(study)
+
+
+def _comparison(study: Study) -> pd.DataFrame:
+    frame = comparisons(study)
+    columns: list[str] = []
+    rows = []
+    for row in frame.to_dict("records"):
+        cells = {"Family": row["family"], "Configuration": _label(row), **_speed(study, row)}
+        columns = list(dict.fromkeys([*columns, *cells]))
+        rows.append(cells)
+    shown = pd.DataFrame(rows, columns=columns)
+    if shown.empty:
+        return pd.DataFrame(columns=["Configuration", "Speed", "Verdict"])
+    if shown["Family"].nunique() == 1:
+        shown = shown.drop(columns="Family")
+    for column in ("Note", "Dropped turns"):
+        if column in shown and shown[column].isin(["", "0"]).all():
+            shown = shown.drop(columns=column)
+    return shown
+
+
+def _label(row: Mapping[Any, Any]) -> str:
+    return (
+        f"{row['label']} ({'null twin' if row['role'] == 'twin' else 'baseline'})" if _own(row) else str(row["label"])
+    )
+
+
+def _own(row: Mapping[Any, Any]) -> bool:
+    return row["role"] in ("baseline", "twin")
+
+
+def _speed(study: Study, row: Mapping[Any, Any]) -> dict[str, str]:
+    measured = bool(row["sets"])
+    interval = phrases.interval(row)
+    cells = {
+        "Speed": (phrases.ratio(row) if measured else _NONE) + (f" ({interval})" if interval else ""),
+        "Verdict": phrases.outcome(row),
+        "Images/s": _range(row) if measured else _NONE,
+        "Step": phrases.seconds(row["step_seconds"]) if measured else _NONE,
+        "50,000 images (projection)": phrases.seconds(row["projected_seconds"]) if measured else _NONE,
+    }
+    if study.experiment == "multi_gpu":
+        cells["Efficiency"] = f"{100 * row['efficiency']:.0f} %" if measured and row["role"] != "twin" else _NONE
+    if study.experiment == "torch_compile":
+        cost = compiling.break_even(study, row)
+        compiled = measured and row["role"] == "candidate"
+        known = compiled and not math.isnan(cost.cold_seconds)
+        cells["Compile, cold"] = phrases.seconds(cost.cold_seconds) if known else _NONE
+        cells["Pays off"] = compiling.pays_off(cost, row) if compiled else _NONE
+    return cells | {
+        "Peak memory": phrases.memory(row["peak_memory_bytes"]) if row["status"] == "ok" else _NONE,
+        "Sets \N{MULTIPLICATION SIGN} turns": f"{row['sets']} \N{MULTIPLICATION SIGN} {row['turns']}",
+        "Dropped turns": str(row["turns_dropped"]),
+        "Quality": str(row["quality"]) if measured else _NONE,
+        "Note": _note(row),
+    }
+
+
+def _note(row: Mapping[Any, Any]) -> str:
+    if row["sets"] and row["failed_sets"]:
+        return f"{phrases.plural(row['failed_sets'], 'set')} failed: {row['reason']}"
+    if row["status"] != "ok" and not row["mechanism_only"]:
+        return str(row["reason"])
+    return ""
+
+
+def _range(row: Mapping[Any, Any]) -> str:
+    value = phrases.significant(row["images_per_second"])
+    if math.isnan(row["images_per_second_low"]):
+        return value
+    low, high = (phrases.significant(row[f"images_per_second_{end}"]) for end in ("low", "high"))
+    return f"{value} ({low} to {high})"
+
+
+def _profile(study: Study) -> pd.DataFrame:
+    record = operators.latest_profile(study.records)
+    columns = ["Operator", "Class", "Calls", "Exclusive time", "Share"]
+    if record is None:
+        rows = [(r.label, phrases.status(r.status), "", "", r.reason or "") for r in study.records if r.status != "ok"]
+        return pd.DataFrame(rows, columns=["Configuration", "Status", "", "", "Reason"])[
+            ["Configuration", "Status", "Reason"]
+        ]
+    steps = max(1, int((record.profile or {}).get("steps", 1)))
+    frame = operators.operators(record)
+    top = [
+        (r["name"], r["class"], f"{r['calls'] / steps:,.0f}", phrases.seconds(r["seconds"] / steps), _share(r["share"]))
+        for _, r in frame.head(TOP_OPERATORS).iterrows()
+    ]
+    if len(rest := frame.iloc[TOP_OPERATORS:]):
+        calls, time = rest["calls"].sum() / steps, rest["seconds"].sum() / steps
+        name = f"{phrases.plural(len(rest), 'other operator')}"
+        top.append((name, "", f"{calls:,.0f}", phrases.seconds(time), _share(rest["share"].sum())))
+    columns[2:4] = ["Calls per step", "Exclusive time per step, under the profiler"]
+    return pd.DataFrame(top, columns=columns)
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def _recommendation(study: Study) -> pd.DataFrame:
+    rows = []
+    for group in ranking.groups(study):
+        for row in group.rows:
+            compared = row["role"] == "candidate"
+            rows.append(
+                {
+                    "Work": group.name,
+                    "Settings": phrases.settings(row["config"]),
+                    "Images/s": _range(row),
+                    "Step": phrases.seconds(row["step_seconds"]),
+                    "Against its baseline": f"{phrases.ratio(row)} \N{MULTIPLICATION SIGN} {row['baseline_label']}"
+                    + (f" ({phrases.interval(row)})" if phrases.interval(row) else "")
+                    if compared
+                    else "baseline",
+                    "Verdict": phrases.outcome(row) if compared else _NONE,
+                    "Peak memory": phrases.memory(row["peak_memory_bytes"]),
+                    "Experiment": str(row["experiment"]),
+                    "Sets": str(row["sets"]),
+                    "Quality": str(row["quality"]),
+                }
+            )
+    if not rows:
+        return pd.DataFrame(columns=["Settings", "Images/s", "Verdict"])
+    shown = pd.DataFrame(rows)
+    return shown.drop(columns="Work") if shown["Work"].nunique() == 1 else shown

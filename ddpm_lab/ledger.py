@@ -1,0 +1,267 @@
+"""What happened: raw records, and the append-only JSONL file that keeps them.
+
+One line is one record: what one configuration did in one set, with its environment and its witness. Everything the lab
+says is derived from these lines when they are read. The parent that measures appends the lines of a set together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddpm_lab.config import Plan, RunConfig
+
+SCHEMA = 1
+STATUSES = ("ok", "oom", "unsupported", "diverged", "crashed", "timed out", "refused", "left out")
+LASTING = ("oom", "unsupported", "diverged", "refused")
+"""Failures that another try on the same machine and code would meet again."""
+
+
+class LedgerError(ValueError):
+    """A ledger that cannot be used, in one sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What must be equal for two records to be compared. Host name and date are recorded, not compared."""
+
+    cpu: str
+    usable_cores: int
+    gpus: tuple[str, ...] = ()
+    driver: str | None = None
+    torch: str = ""
+    python: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gpus", tuple(self.gpus))
+
+    @property
+    def key(self) -> str:
+        """Twelve hexadecimal digits."""
+        return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
+    def name(self) -> str:
+        """A short name for people: what computes, and how many cores stand beside it."""
+        cores = f"{self.usable_cores} core{'s' if self.usable_cores != 1 else ''}"
+        if not self.gpus:
+            return f"{self.cpu}, {cores}, no GPU"
+        models = sorted(set(self.gpus))
+        counted = " + ".join(f"{self.gpus.count(m)} x {m}" for m in models)
+        return f"{counted}, {self.cpu}, {cores}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """Where and when a record was measured; None is unknown, never a guess."""
+
+    machine: Machine
+    hostname: str | None
+    python: str
+    packages: dict[str, str]
+    cuda: str | None
+    gpu_uuids: tuple[str, ...]
+    ram_bytes: int | None
+    kernel: str
+    slurm_job_id: str | None
+    git_commit: str | None
+    load_before: float | None
+    date: str  # ISO 8601 with the offset from UTC
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """One timed window: ``seconds`` is the wall time from the first rank's start to the last rank's end.
+
+    ``step_seconds`` are the steps of the slowest rank in each step; ``data_seconds`` is each rank's wait for data;
+    ``others_cores`` is how many cores other processes kept busy meanwhile (None: unknown). A dropped window was
+    disturbed from outside; its turn is dropped for every configuration of the set.
+    """
+
+    turn: int
+    position: int
+    start_seconds: float
+    seconds: float
+    images: int
+    steps: int
+    rank_seconds: tuple[float, ...]
+    step_seconds: tuple[float, ...]
+    data_seconds: tuple[float, ...]
+    others_cores: float | None = None
+    stolen_seconds: float | None = None
+    dropped: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRecord:
+    """What one rank reports of itself. Memory: device memory on CUDA, resident set on a CPU; None is unknown."""
+
+    rank: int
+    device: str
+    device_uuid: str | None
+    threads: int
+    peak_memory_bytes: int | None
+    peak_reserved_bytes: int | None
+    peak_rss_bytes: int | None
+    losses: tuple[float, ...]
+    images: int
+    indices_sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """What one configuration did in one set.
+
+    ``role`` is baseline, twin (the baseline again), candidate, cold (a cold compile, measured alone), profile, choice
+    (a network chosen for this machine), or note (a configuration that was left out before any set).
+    ``baseline_id`` is the run id of the set's baseline. ``stages`` are seconds: start, build, compile (the first step,
+    compiled configurations only), warmup, steady, teardown.
+    """
+
+    set_id: str
+    experiment: str
+    family: str
+    role: str
+    label: str
+    config: RunConfig
+    baseline_id: str
+    plan: Plan
+    environment: Environment
+    code_version: str
+    data_name: str
+    status: str = "ok"
+    reason: str | None = None
+    mechanism_only: bool = False
+    stages: dict[str, float] = field(default_factory=dict)
+    compile_cache: str | None = None
+    warmup_steps: int = 0
+    ranks: tuple[RankRecord, ...] = ()
+    windows: tuple[Window, ...] = ()
+    witness: dict[str, Any] = field(default_factory=dict)
+    profile: dict[str, Any] | None = None
+    schema: int = SCHEMA
+
+    @property
+    def run_id(self) -> str:
+        """Run id of the configuration."""
+        return self.config.run_id
+
+    @property
+    def cohort(self) -> tuple[str, str, str, str]:
+        """Machine, code version, data, plan: only records that agree in all four are compared."""
+        return (self.environment.machine.key, self.code_version, self.config.data_sha256, self.plan.key)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values["config"] = self.config.as_dict()
+        values["run_id"] = self.run_id
+        for name in ("plan", "environment"):
+            values[name] = dataclasses.asdict(values[name])
+        for name in ("ranks", "windows"):
+            values[name] = [dataclasses.asdict(item) for item in values[name]]
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunRecord:
+        """Rebuild a record. Raises LedgerError if it was written by a newer version of the lab."""
+        values = dict(values)
+        if values.get("schema", 0) > SCHEMA:
+            raise LedgerError(
+                f"a record has schema {values['schema']}, this version reads up to {SCHEMA}: update ddpm_lab"
+            )
+        values.pop("run_id", None)
+        environment = dict(values["environment"])
+        environment["machine"] = Machine(**environment["machine"])
+        environment["gpu_uuids"] = tuple(environment["gpu_uuids"])
+        values["environment"] = Environment(**environment)
+        values["config"] = RunConfig.from_dict(values["config"])
+        values["plan"] = Plan(**values["plan"])
+        values["ranks"] = tuple(RankRecord(**_tuples(r)) for r in values["ranks"])
+        values["windows"] = tuple(Window(**_tuples(w)) for w in values["windows"])
+        return cls(**values)
+
+
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Damaged:
+    """A line that could not be read: it is set aside, and everything else is used."""
+
+    path: Path
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}, line {self.line}: {self.reason}; the line is set aside"
+
+
+class Ledger:
+    """An append-only JSONL file of records; writers take a lock, so two runs may share it."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    def append(self, records: Iterable[RunRecord]) -> None:
+        """Append records together: all their lines in one locked write, flushed to disk.
+
+        Raises LedgerError if the file cannot be written.
+        """
+        lines = "".join(json.dumps(r.as_dict(), separators=(",", ":")) + "\n" for r in records).encode()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                # A writer killed in the middle leaves a torn last line: end it, so that only that line is lost.
+                if file.seek(0, os.SEEK_END) and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+                    lines = b"\n" + lines
+                file.write(lines)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise LedgerError(
+                f"cannot write the ledger {self.path}: {error.strerror}; choose another folder"
+            ) from error
+
+    def read(self) -> tuple[list[RunRecord], list[Damaged]]:
+        """All records in the order they were written, and the lines that could not be read.
+
+        A missing file is an empty ledger. Raises LedgerError for a record of a newer schema.
+        """
+        records: list[RunRecord] = []
+        damaged: list[Damaged] = []
+        if not self.path.exists():
+            return records, damaged
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    records.append(RunRecord.from_dict(json.loads(line)))
+                except LedgerError as error:
+                    raise LedgerError(f"{self.path}, line {number}: {error}") from error
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    damaged.append(Damaged(self.path, number, f"not a record ({type(error).__name__}: {error})"))
+        return records, damaged
+
+
+def read_all(paths: Sequence[Path | str]) -> tuple[list[RunRecord], list[Damaged]]:
+    """Records of several ledgers, in order. Raises LedgerError if a file does not exist."""
+    records: list[RunRecord] = []
+    damaged: list[Damaged] = []
+    for path in paths:
+        if not Path(path).is_file():
+            raise LedgerError(f"there is no ledger {path}: give a .jsonl file written by this lab")
+        more, bad = Ledger(path).read()
+        records += more
+        damaged += bad
+    return records, damaged

@@ -1,0 +1,1 @@
+"""The half that measures: isolated groups of ranks, sets, turns, and what the machine was doing meanwhile."""

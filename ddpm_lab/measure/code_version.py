@@ -1,0 +1,158 @@
+"""A hash of the code that runs inside a rank: the same hash means the same code, whatever the commit says.
+
+The sources are found without running them: the modules that a workload imports, followed through every import that
+lies outside the standard library and site-packages. Comments, docstrings and layout do not count. Packages that are
+imported directly count by name and version. A rank checks after its warm-up that it loaded no other source
+(``unlisted``), so an import hidden from this walk is refused and not overlooked.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.metadata
+import importlib.util
+import site
+import sys
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from ddpm_lab.config import ConfigError
+
+RANK_MODULE = "ddpm_lab.measure.rank"
+
+
+@dataclass(frozen=True, slots=True)
+class CodeVersion:
+    """``key`` identifies the code; ``modules`` are the sources that count, ``packages`` the versions that count."""
+
+    key: str
+    modules: tuple[str, ...]
+    packages: dict[str, str]
+
+
+@cache
+def _library_folders() -> tuple[str, ...]:
+    paths = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    paths |= {*site.getsitepackages(), site.getusersitepackages()}
+    return tuple(str(Path(p).resolve()) + "/" for p in paths)
+
+
+def is_library(file: str) -> bool:
+    """Whether a source file belongs to the standard library or to an installed package."""
+    return str(Path(file).resolve()).startswith(_library_folders())
+
+
+def _source(module: str) -> Path | None:
+    """The file of a module that counts, or None for a built-in, a library, or a name that is no module.
+
+    Found by its path, not by ``find_spec`` of the whole name, which would run the packages above it.
+    """
+    top, *rest = module.split(".")
+    try:
+        spec = None if top in sys.stdlib_module_names else importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or (spec.origin and is_library(spec.origin)):
+        return None
+    if not rest:
+        return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+    for location in spec.submodule_search_locations or ():
+        folder = Path(location).joinpath(*rest[:-1])
+        for file in (folder / f"{rest[-1]}.py", folder / rest[-1] / "__init__.py"):
+            if file.is_file() and not is_library(str(file)):
+                return file
+    return None
+
+
+def _imports(tree: ast.AST, module: str, is_package: bool) -> Iterable[str]:
+    """Names that may be modules: ``from a import b`` gives both a and a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = module.split(".")
+                parts = parts[: len(parts) - node.level + is_package]
+                base = ".".join([*parts, base] if base else parts)
+            if base:
+                yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _without_docstrings(tree: ast.Module) -> str:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
+                node.body = node.body[1:]
+    return ast.dump(tree)
+
+
+def _parents(module: str) -> list[str]:
+    parts = module.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def code_version(workload: str) -> CodeVersion:
+    """The version of the code that a rank runs for ``workload`` (``module:function``).
+
+    Raises ConfigError if the module does not exist or has a syntax error.
+    """
+    module = workload.partition(":")[0]
+    if _source(module) is None:
+        raise ConfigError(f"workload {workload!r}: there is no module {module!r}; is its folder on the Python path?")
+    waiting = [*_parents(RANK_MODULE), *_parents(module)]
+    sources: dict[str, str] = {}
+    top_level: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in sources:
+            continue
+        file = _source(name)
+        if file is None:
+            top_level.add(name.partition(".")[0])
+            continue
+        try:
+            tree = ast.parse(file.read_bytes())
+        except SyntaxError as error:
+            raise ConfigError(f"workload {workload!r}: {file}, line {error.lineno}: {error.msg}") from error
+        for imported in _imports(tree, name, file.name == "__init__.py"):
+            waiting += _parents(imported)
+        sources[name] = _without_docstrings(tree)
+    packages = _versions(top_level - {name.partition(".")[0] for name in sources} - set(sys.stdlib_module_names))
+    digest = hashlib.sha256()
+    for name in sorted(sources):
+        digest.update(f"{name}\0{sources[name]}\0".encode())
+    for name in sorted(packages):
+        digest.update(f"{name}=={packages[name]}\0".encode())
+    return CodeVersion(digest.hexdigest()[:12], tuple(sorted(sources)), packages)
+
+
+def _versions(top_level: set[str]) -> dict[str, str]:
+    distributions = importlib.metadata.packages_distributions()
+    names = {d for t in top_level for d in distributions.get(t, ())}
+    return {name: importlib.metadata.version(name) for name in names}
+
+
+def unlisted(version_modules: Iterable[str]) -> list[str]:
+    """Modules loaded in this process from outside the libraries that the walk did not list."""
+    listed = set(version_modules)
+    found = []
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        # A package's own machinery may load generated code from elsewhere (compiled kernels from a cache): it is not
+        # a source of the workload. torch.ops and its like are no modules of source: their file is a bare name.
+        package = getattr(sys.modules.get(name.partition(".")[0]), "__file__", None) or ""
+        source = file.endswith(".py") and Path(file).is_absolute() and not is_library(file) and not is_library(package)
+        if source and name not in listed and not name.startswith("__"):
+            found.append(name)
+    return sorted(found)

@@ -1,0 +1,122 @@
+"""A rank's process, seen from both sides: what the parent tells it, how it is watched, how it ends.
+
+A rank cannot outlive its parent: a thread waits on a pipe whose only write end the parent holds and kills the rank's
+whole process group (loader workers and compilers too) at end of file. What a rank measures goes to files, written
+atomically; the pipe carries only words. Nothing here imports torch until the rank runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import mmap
+import os
+import signal
+import struct
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.workload import Unsupported
+
+BEAT = struct.Struct("<dq24s")  # monotonic seconds, steps done, what the rank is about to do
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankJob:
+    """What the parent tells a rank at its start. ``threads`` are the rank's own compute threads."""
+
+    config: RunConfig
+    rank: int
+    folder: Path
+    threads: int
+    collective_seconds: float
+    modules: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+class Heartbeat:
+    """A memory-mapped file in which a rank says what it is about to do; the parent reads it without disturbing it."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), BEAT.size)
+        self.steps = 0
+
+    def mark(self, phase: str) -> None:
+        """Note the time and the phase; about a microsecond."""
+        BEAT.pack_into(self._map, 0, time.monotonic(), self.steps, phase.encode()[:24])
+
+    def read(self) -> tuple[float, int, str]:
+        """(monotonic seconds of the last mark, steps done, phase)."""
+        seconds, steps, phase = BEAT.unpack_from(self._map, 0)
+        return seconds, steps, phase.rstrip(b"\0").decode(errors="replace")
+
+
+def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
+    """Entry point of a rank's process: build, then serve commands until told to finish."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
+    threading.Thread(target=_die_with_parent, args=(lifeline,), daemon=True).start()
+    log = os.open(job.folder / f"rank{job.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.enable(file=2)
+    faulthandler.register(signal.SIGUSR1, file=2)
+    beat = Heartbeat(job.folder / f"rank{job.rank}.beat")
+    code = 1
+    try:
+        from ddpm_lab.measure.rank import Rank  # noqa: PLC0415 - torch belongs to the rank, not to its parent
+
+        Rank(job, commands, beat).serve()
+        code = 0
+    except Unsupported as error:
+        _report_error(job, "unsupported", str(error))
+    except BaseException as error:
+        _report_error(job, "oom" if _out_of_memory(error) else "crashed", _one_line(error))
+    with contextlib.suppress(OSError):
+        commands.send("error" if code else "finished")
+    # The lab's processes are isolated; their interpreters hold nothing that is worth an orderly exit, and a
+    # library's exit handler must not keep a group alive.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _die_with_parent(lifeline: Connection) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        lifeline.recv_bytes()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _report_error(job: RankJob, status: str, message: str) -> None:
+    values = {"status": status, "message": message, "time": time.monotonic(), "traceback": traceback.format_exc()}
+    report(job, "error", values)
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:400] if text else type(error).__name__
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    text = str(error)
+    return isinstance(error, MemoryError) or "out of memory" in text.lower() or "DefaultCPUAllocator" in text
+
+
+def report(job: RankJob, name: str, values: dict[str, Any]) -> None:
+    """Write a result file atomically: it is either absent or whole."""
+    final = job.folder / f"rank{job.rank}.{name}.json"
+    partial = final.with_suffix(".partial")
+    partial.write_text(json.dumps(values))
+    partial.replace(final)

@@ -1,0 +1,68 @@
+"""Live progress from the parent: one line that changes in a notebook, lines on a terminal and in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+FILE_VARIABLE = "DDPM_LAB_PROGRESS"
+"""Environment variable: a file that receives every line, for whoever runs notebooks in batch."""
+
+
+class Progress:
+    """Called with one line of text; shows it at most about once a second, except where ``always`` asks for it."""
+
+    def __init__(self, title: str, *, quiet: bool = False) -> None:
+        self.title, self.quiet = title, quiet
+        self.prefix = ""
+        self._shown = 0.0
+        self._handle: Any = None
+        self._file = os.environ.get(FILE_VARIABLE)
+        shell = sys.modules.get("IPython")
+        self._shell = shell.get_ipython() if shell else None
+
+    def __call__(self, text: str) -> None:
+        if time.monotonic() - self._shown >= 1.0:
+            self.always(text)
+
+    def always(self, text: str) -> None:
+        """Show a line now."""
+        self._shown = time.monotonic()
+        line = " ".join(part for part in (self.prefix, text) if part)
+        if self._file:
+            with contextlib.suppress(OSError), Path(self._file).open("a") as file:
+                file.write(line + "\n")
+        if self.quiet:
+            return
+        if self._shell is not None:
+            self._display(line)
+        elif sys.stderr.isatty():
+            print(f"\r\x1b[K{self.title}: {line}"[: _columns()], end="", file=sys.stderr, flush=True)
+        else:
+            print(f"{self.title}: {line}", file=sys.stderr, flush=True)
+
+    def done(self, text: str) -> None:
+        """Show the last line and leave it standing."""
+        self.prefix = ""
+        self.always(text)
+        if self._shell is None and not self.quiet and sys.stderr.isatty():
+            print(file=sys.stderr)
+
+    def _display(self, line: str) -> None:
+        from IPython.display import display  # noqa: PLC0415 - only inside a notebook
+
+        data = {"text/plain": line}
+        if self._handle is None:
+            self._handle = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._handle.update(data, raw=True)
+
+
+def _columns() -> int:
+    with contextlib.suppress(OSError):
+        return os.get_terminal_size(sys.stderr.fileno()).columns + len("\r\x1b[K") - 1
+    return 120

@@ -1,0 +1,214 @@
+"""What a rank does: build its workload, then obey its parent, one command at a time.
+
+Between commands a rank sleeps on its own pipe, never in a collective, with its device idle.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import itertools
+import os
+import resource
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.measure.code_version import unlisted
+from ddpm_lab.measure.process import Heartbeat, RankJob, report
+from ddpm_lab.measure.profiling import profile_steps
+from ddpm_lab.workload import RankContext, Workload
+
+
+class Rank:
+    """The state of a rank while it lives."""
+
+    def __init__(self, job: RankJob, commands: Connection, beat: Heartbeat) -> None:
+        self.job = job
+        self.commands = commands
+        self.beat = beat
+        self.started = time.perf_counter()
+        self.count = 0
+
+    def serve(self) -> None:
+        """Build, say so, and obey until the parent says finish or closes the pipe."""
+        self.beat.mark("build")
+        self.build()
+        report(self.job, "build", {"build_seconds": time.perf_counter() - self.started, "pid": os.getpid()})
+        self._sleep_until_told("built")
+        while True:
+            try:
+                command, arguments = self.commands.recv()
+            except EOFError:
+                return
+            if command == "finish":
+                self.finish()
+                return
+            handlers: dict[str, Callable[..., None]] = {
+                "window": self.window,
+                "witness": self.witness,
+                "profile": self.profile,
+            }
+            handlers[command](**arguments)
+            self._sleep_until_told("done")
+
+    def _sleep_until_told(self, word: str) -> None:
+        self.beat.mark("asleep")
+        self.commands.send(word)
+
+    def build(self) -> None:
+        """Set the process up and make the workload; nothing here is timed as training."""
+        os.environ.update(self.job.environment)
+        config = self.job.config
+        torch.set_num_threads(self.job.threads)
+        torch.manual_seed(config.seed)
+        self.cuda = config.device == "cuda"
+        self.device = f"cuda:{self.job.rank}" if self.cuda else "cpu"
+        if self.cuda:
+            torch.cuda.set_device(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        dist.init_process_group(
+            "nccl" if self.cuda else "gloo",
+            init_method=f"file://{self.job.folder / 'rendezvous'}",
+            rank=self.job.rank,
+            world_size=config.world_size,
+            timeout=timedelta(seconds=self.job.collective_seconds),
+        )
+        module, _, function = config.workload.partition(":")
+        make: Callable[[RunConfig, RankContext], Workload] = getattr(importlib.import_module(module), function)
+        context = RankContext(
+            rank=self.job.rank,
+            world_size=config.world_size,
+            device=self.device,
+            threads=self.job.threads,
+            mark=self.beat.mark,
+        )
+        self.workload = make(config, context)
+        self.batches = self.workload.batches()
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was given."""
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+    def window(self, *, settle: int, steps: int) -> None:
+        """Run ``settle`` untimed steps, line up with the other ranks, and time ``steps`` steps."""
+        beat, batches, step = self.beat, self.batches, self.workload.step
+        gc.collect()
+        for _ in range(settle):
+            beat.mark("data")
+            step(next(batches))
+            beat.steps += 1
+        self.synchronize()
+        beat.mark("barrier")
+        if self.job.config.world_size > 1:
+            dist.barrier()
+        losses = []
+        marks: list[Any] = []
+        data_seconds = 0.0
+        now = time.perf_counter
+        start = before = now()
+        if self.cuda:
+            marks.append(self._event())
+        else:
+            marks.append(start)
+        for _ in range(steps):
+            beat.mark("data")
+            batch = next(batches)
+            data_seconds += now() - before
+            losses.append(step(batch))
+            beat.steps += 1
+            before = now()
+            marks.append(self._event() if self.cuda else before)
+        self.synchronize()
+        end = now()
+        if self.cuda:
+            step_seconds = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
+        else:
+            step_seconds = [b - a for a, b in itertools.pairwise(marks)]
+        self.count += 1
+        report(
+            self.job,
+            f"window{self.count}",
+            {
+                "start": start,
+                "end": end,
+                "step_seconds": step_seconds,
+                "data_seconds": data_seconds,
+                "losses": [float(loss) for loss in losses],
+            },
+        )
+
+    def _event(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def witness(self) -> None:
+        """Read back what runs."""
+        self.beat.mark("witness")
+        seen = {
+            "world_size": dist.get_world_size(),
+            "rank": dist.get_rank(),
+            "backend": dist.get_backend(),
+            "device": self.device,
+            "device_uuid": self._uuid(),
+            "cuda": torch.version.cuda if self.cuda else None,
+            "threads": torch.get_num_threads(),
+            "unlisted_modules": unlisted(self.job.modules),
+            **self.workload.witness(),
+        }
+        if self.cuda:
+            free, total = torch.cuda.mem_get_info(self.device)
+            seen["device_used_bytes"], seen["device_total_bytes"] = total - free, total
+        report(self.job, "witness", seen)
+
+    def _uuid(self) -> str | None:
+        if not self.cuda:
+            return None
+        return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
+
+    def profile(self, *, wait: int, warmup: int, active: int, repeat: int, trace: str) -> None:
+        """Profile some steps: a run with another purpose, which never supplies a time."""
+
+        def one_step() -> None:
+            self.beat.mark("data")
+            self.workload.step(next(self.batches))
+            self.beat.steps += 1
+
+        schedule = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
+        report(self.job, "profile", profile_steps(one_step, schedule, Path(trace), self.cuda, self.job.rank))
+
+    def finish(self) -> None:
+        """Stop the workload and leave the rank's summary."""
+        self.beat.mark("finish")
+        seen = self.workload.witness()
+        peak_memory = peak_reserved = None
+        if self.cuda:
+            peak_memory = torch.cuda.max_memory_allocated(self.device)
+            peak_reserved = torch.cuda.max_memory_reserved(self.device)
+        self.workload.close()
+        report(
+            self.job,
+            "summary",
+            {
+                "rank": self.job.rank,
+                "device": self.device,
+                "device_uuid": self._uuid(),
+                "threads": self.job.threads,
+                "peak_memory_bytes": peak_memory,
+                "peak_reserved_bytes": peak_reserved,
+                "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                "images": int(seen.get("images", 0)),
+                "indices_sha256": str(seen.get("indices_sha256", "")),
+            },
+        )
+        if self.job.config.world_size == 1:
+            dist.destroy_process_group()

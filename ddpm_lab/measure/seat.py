@@ -1,0 +1,211 @@
+"""One configuration's place in a set: its group from the first start to the record it leaves."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddpm_lab.config import Plan, RunConfig
+from ddpm_lab.ledger import RankRecord, Window
+from ddpm_lab.measure.code_version import CodeVersion
+from ddpm_lab.measure.group import Group, GroupFailed, Limits, Progress
+from ddpm_lab.measure.hardware import CpuClock
+from ddpm_lab.measure.witness import mismatches
+
+CHUNK = 5
+STEADY = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instrument:
+    """What measuring needs to know of this machine and this run, the same for every set."""
+
+    code: CodeVersion
+    cache: Path
+    usable_cores: int
+    data_name: str
+    start_method: str = "forkserver"
+    limits: Limits = field(default_factory=Limits)
+    progress: Progress = lambda _: None
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A configuration, and the role it plays in a set."""
+
+    role: str
+    label: str
+    config: RunConfig
+
+
+class Seat:
+    """A member while it is measured: its group, and what is known of it so far."""
+
+    def __init__(self, member: Member, plan: Plan, instrument: Instrument) -> None:
+        self.member, self.plan, self.instrument = member, plan, instrument
+        self.group: Group | None = None
+        self.failure: GroupFailed | None = None
+        self.stages: dict[str, float] = {}
+        self.compile_cache: str | None = None
+        self.warm_step_seconds = 0.0
+        self.warmup_steps = 0
+        self.witness: list[dict[str, Any]] = []
+        self.windows: list[Window] = []
+        self.ranks: list[RankRecord] = []
+        self._losses: list[list[float]] = [[] for _ in range(member.config.world_size)]
+
+    @property
+    def config(self) -> RunConfig:
+        """The member's configuration."""
+        return self.member.config
+
+    @property
+    def alive(self) -> Group:
+        """The running group."""
+        assert self.group is not None, "the seat has no running group"
+        return self.group
+
+    @property
+    def prefetch_batches(self) -> int:
+        """Batches that may lie ready before a window."""
+        return max((int(w.get("prefetch_batches", 0)) for w in self.witness), default=0)
+
+    @property
+    def card_share(self) -> float:
+        """Share of the GPU's memory that all groups on it use by now; 0 on a CPU."""
+        return max(
+            (w["device_used_bytes"] / w["device_total_bytes"] for w in self.witness if "device_used_bytes" in w),
+            default=0.0,
+        )
+
+    def _add(self, stage: str, seconds: float) -> None:
+        """Add to a stage; a group that is started for every turn goes through each stage several times."""
+        self.stages[stage] = self.stages.get(stage, 0.0) + max(0.0, seconds)
+
+    def open(self) -> None:
+        """Start a group, warm it up until its steps are steady, and let its witness speak. Raises GroupFailed."""
+        config, instrument = self.config, self.instrument
+        say = instrument.progress
+        say(f"{self.member.label}: starting")
+        environment, filled = self._compile_cache()
+        self.group = group = Group(
+            config,
+            threads=max(1, instrument.usable_cores // config.world_size),
+            modules=instrument.code.modules,
+            environment=environment,
+            start_method=instrument.start_method,
+            limits=instrument.limits,
+            progress=lambda text: say(f"{self.member.label}: {text}"),
+        )
+        built = group.build_seconds()
+        self._add("start", group.start_seconds - built)
+        self._add("build", built)
+        self._warm_up(group)
+        if filled is not None:
+            filled.touch()
+        self.witness = group.witness()
+        wrong = mismatches(config, self.witness)
+        if wrong:
+            raise GroupFailed("refused", "; ".join(wrong))
+
+    def _compile_cache(self) -> tuple[dict[str, str], Path | None]:
+        """Environment that points the compiler at caches the lab owns, and the file that marks them as filled.
+
+        A cold member starts with empty caches: with the lab's own while they are empty, so that it fills them for the
+        sets that follow, else with fresh ones.
+        """
+        if self.config.compile == "off":
+            return {}, None
+        folder = self.instrument.cache / "compile" / self.instrument.code.key / self.config.run_id
+        if self.member.role == "cold" and (folder / "filled").exists():
+            folder = folder.with_name(f"{folder.name}-{time.time_ns()}")
+        filled = folder / "filled"
+        self.compile_cache = "warm" if filled.exists() else "cold"
+        folder.mkdir(parents=True, exist_ok=True)
+        return {
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+            "TRITON_CACHE_DIR": str(folder / "triton"),
+            # Compile inside the rank: helper processes would be awake in the windows of others.
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        }, filled
+
+    def _warm_up(self, group: Group) -> None:
+        """Step until two chunks in a row agree within 5 % and at least ``plan.warmup_steps`` are done.
+
+        The first step is apart: it compiles, allocates and lets cuDNN choose.
+        """
+        limit = self.instrument.limits.build_seconds
+        compiled = self.config.compile != "off"
+        begun = time.monotonic()
+        first = slowest(group.window(settle=0, steps=1, limit=limit, stage="compiling" if compiled else "warming up"))[
+            0
+        ]
+        done, last = 1, first
+        while True:
+            chunk = slowest(group.window(settle=0, steps=CHUNK, limit=limit, stage="warming up"))
+            done += CHUNK
+            step = statistics.median(chunk)
+            steady = abs(step - last) <= STEADY * last
+            last = step
+            if done >= self.plan.warmup_steps and (steady or done >= 10 * self.plan.warmup_steps):
+                break
+        seconds = time.monotonic() - begun
+        self.warm_step_seconds = last
+        self.warmup_steps += done
+        if compiled:
+            self._add("compile", first - last)
+            seconds -= first - last
+        self._add("warmup", seconds)
+
+    def window(self, turn: int, position: int, steps: int) -> None:
+        """One timed window, after enough untimed steps to use up what was prefetched. Raises GroupFailed."""
+        settle = max(self.plan.settle_steps, self.prefetch_batches)
+        limit = max(self.instrument.limits.window_seconds, 20 * self.warm_step_seconds)
+        before, begun = CpuClock.read(), time.monotonic()
+        reports = self.alive.window(settle=settle, steps=steps, limit=limit, stage=f"measuring {self.member.label}")
+        elapsed, after = time.monotonic() - begun, CpuClock.read()
+        for losses, rank in zip(self._losses, reports, strict=True):
+            losses += [round(loss, 6) for loss in rank["losses"]]
+        if any(math.isnan(loss) for losses in self._losses for loss in losses):
+            raise GroupFailed("diverged", "the training loss became NaN")
+        start = min(r["start"] for r in reports)
+        self.windows.append(
+            Window(
+                turn=turn,
+                position=position,
+                start_seconds=round(start, 6),
+                seconds=round(max(r["end"] for r in reports) - start, 6),
+                images=steps * self.config.global_batch_size,
+                steps=steps,
+                rank_seconds=tuple(round(r["end"] - r["start"], 6) for r in reports),
+                step_seconds=tuple(round(s, 6) for s in slowest(reports)),
+                data_seconds=tuple(round(r["data_seconds"], 6) for r in reports),
+                others_cores=round(before.others_cores(after, elapsed), 3),
+                stolen_seconds=round(after.stolen_seconds - before.stolen_seconds, 3),
+            )
+        )
+
+    def finish(self) -> None:
+        """End the group in order and keep its ranks' summaries. Raises GroupFailed."""
+        begun = time.monotonic()
+        summaries = self.alive.finish()
+        self.group = None
+        self._add("teardown", time.monotonic() - begun)
+        self.ranks = [
+            RankRecord(**summary, losses=tuple(losses)) for summary, losses in zip(summaries, self._losses, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Kill what is left of the group."""
+        if self.group is not None:
+            self.group.kill()
+            self.group = None
+
+
+def slowest(ranks: list[dict[str, Any]]) -> list[float]:
+    """Seconds of each step: a step lasts as long as its slowest rank."""
+    return [max(step) for step in zip(*(r["step_seconds"] for r in ranks), strict=True)]

@@ -1,0 +1,210 @@
+"""Measure one set: isolated groups, built and warmed one after the other, then short timed windows in turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ddpm_lab.config import Plan, RunConfig
+from ddpm_lab.ledger import RunRecord
+from ddpm_lab.measure.group import GroupFailed
+from ddpm_lab.measure.hardware import environment
+from ddpm_lab.measure.seat import Instrument, Member, Seat
+from ddpm_lab.measure.turns import balanced_orders, disturbed_turns, steps_of_windows
+
+CARD_SHARE = 0.7
+"""Groups share a GPU only while they use less than this share of its memory."""
+
+
+class _DoesNotFitTogether(Exception):  # noqa: N818 - a turn of events, not a defect
+    """The groups of a set cannot share the card."""
+
+
+class _SetRun:
+    """One set of one family while it is measured; the first member is the baseline."""
+
+    def __init__(self, instrument: Instrument, experiment: str, family: str, plan: Plan, members: list[Member]) -> None:
+        self.instrument, self.experiment, self.family, self.plan = instrument, experiment, family, plan
+        self.seats = [Seat(member, plan, instrument) for member in members]
+        token = secrets.token_hex(3)
+        self.set_id = f"{datetime.now():%Y%m%d-%H%M%S}-{token}"
+        self.seed = int(token, 16)
+        self.environment = environment()
+
+    def together(self) -> None:
+        """Every group lives for the whole set, one awake at a time."""
+        for i in balanced_orders(len(self.seats), 1, self.seed)[0]:
+            self.guard(self.seats[i], self._open_beside_others)
+            if self.baseline_lost():
+                return
+        steps = self._steps(self.seats)
+        for turn, order in enumerate(balanced_orders(len(self.seats), self.plan.turns, self.seed)):
+            self.instrument.progress(f"turn {turn + 1} of {self.plan.turns}")
+            for position, i in enumerate(order):
+                seat = self.seats[i]
+                self.guard(seat, lambda s, t=turn, p=position: s.window(t, p, steps[s.member]))  # type: ignore[misc]
+                if self.baseline_lost():
+                    return
+        for seat in self.seats:
+            self.guard(seat, Seat.finish)
+
+    def one_at_a_time(self) -> None:
+        """The fallback where groups do not fit on the card together: each turn starts each group again."""
+        for seat in self.seats:
+            seat.close()
+        self.seats = [Seat(seat.member, self.plan, self.instrument) for seat in self.seats]
+        for seat in self.seats:  # once without a window: equal work needs everybody's speed
+            self.guard(seat, self._open_and_finish)
+        steps = self._steps(self.seats)
+        for turn, order in enumerate(balanced_orders(len(self.seats), self.plan.turns, self.seed)):
+            self.instrument.progress(f"turn {turn + 1} of {self.plan.turns}, each group on its own")
+            for position, i in enumerate(order):
+                if self.baseline_lost():
+                    return
+                self.guard(self.seats[i], lambda s, t=turn, p=position: self._visit(s, t, p, steps[s.member]))  # type: ignore[misc]
+
+    def _open_beside_others(self, seat: Seat) -> None:
+        seat.open()
+        if seat.card_share > CARD_SHARE and len(self.seats) > 1:
+            raise _DoesNotFitTogether
+
+    @staticmethod
+    def _open_and_finish(seat: Seat) -> None:
+        seat.open()
+        seat.finish()
+
+    @staticmethod
+    def _visit(seat: Seat, turn: int, position: int, steps: int) -> None:
+        seat.open()
+        seat.window(turn, position, steps)
+        seat.finish()
+
+    def baseline_lost(self) -> bool:
+        """Whether nothing of this set can be compared."""
+        return any(s.failure and s.member.role in ("baseline", "twin") for s in self.seats)
+
+    def guard(self, seat: Seat, action: Callable[[Seat], None]) -> None:
+        """Run ``action`` unless the seat has failed; a failure is kept and its group is removed."""
+        if seat.failure is not None:
+            return
+        try:
+            action(seat)
+        except GroupFailed as failure:
+            crowded = any(s is not seat and s.group is not None for s in self.seats)
+            if failure.status == "oom" and seat.config.device == "cuda" and crowded:
+                raise _DoesNotFitTogether from failure
+            seat.failure = failure
+            seat.close()
+
+    def _steps(self, seats: list[Seat]) -> dict[Member, int]:
+        alive = [s for s in seats if s.failure is None]
+        counts = steps_of_windows(
+            self.plan,
+            [s.config.global_batch_size for s in alive],
+            [s.warm_step_seconds for s in alive],
+            [s.prefetch_batches for s in alive],
+        )
+        return {seat.member: count for seat, count in zip(alive, counts, strict=True)}
+
+    def records(self) -> list[RunRecord]:
+        """The records of all members; without a baseline only of what failed, since the others compare with nothing."""
+        others: dict[int, float] = {}
+        for seat in self.seats:
+            for window in seat.windows:
+                others[window.turn] = max(others.get(window.turn, 0.0), window.others_cores or 0.0)
+        dropped = disturbed_turns(others, self.instrument.usable_cores)
+        lost = [s for s in self.seats if s.failure and s.member.role in ("baseline", "twin")]
+        return [self.record(seat, dropped) for seat in (lost or self.seats)]
+
+    def record(self, seat: Seat, dropped: set[int], profile: dict[str, Any] | None = None) -> RunRecord:
+        """The record of one member; a failed one keeps its reason and no windows."""
+        config, failure = seat.config, seat.failure
+        stages = {name: round(seconds, 4) for name, seconds in seat.stages.items()}
+        windows = [] if failure else [dataclasses.replace(w, dropped=w.turn in dropped) for w in seat.windows]
+        if windows:
+            stages["steady"] = round(sum(w.seconds for w in windows), 4)
+        witness: dict[str, Any] = {"ranks": seat.witness}
+        if failure and failure.detail:
+            witness["traceback"] = failure.detail[-4000:]
+        return RunRecord(
+            set_id=self.set_id,
+            experiment=self.experiment,
+            family=self.family,
+            role=seat.member.role,
+            label=seat.member.label,
+            config=config,
+            baseline_id=self.seats[0].config.run_id,
+            plan=self.plan,
+            environment=dataclasses.replace(self.environment, cuda=next((w.get("cuda") for w in seat.witness), None)),
+            code_version=self.instrument.code.key,
+            data_name=self.instrument.data_name,
+            status=failure.status if failure else "ok",
+            reason=failure.reason if failure else None,
+            mechanism_only=mechanism_only(config, bool(self.environment.machine.gpus)),
+            stages=stages,
+            compile_cache=seat.compile_cache,
+            warmup_steps=seat.warmup_steps,
+            ranks=tuple(seat.ranks),
+            windows=tuple(windows),
+            witness=witness,
+            profile=profile,
+        )
+
+
+def mechanism_only(config: RunConfig, machine_has_gpu: bool) -> bool:
+    """Whether a run shows that something works, and nothing about speed.
+
+    More ranks than cores fight for them, and CPU ranks on a machine with a GPU are not what anybody would train with.
+    """
+    return config.oversubscribe or (machine_has_gpu and config.device == "cpu")
+
+
+def measure_set(
+    instrument: Instrument, *, experiment: str, family: str, plan: Plan, members: list[Member]
+) -> list[RunRecord]:
+    """Measure one set and return the records of all its members, to be appended to the ledger together.
+
+    ``members`` begins with the baseline. A member that fails becomes a row with its reason, and the rest goes on.
+    """
+    run = _SetRun(instrument, experiment, family, plan, members)
+    try:
+        try:
+            run.together()
+        except _DoesNotFitTogether:
+            run.one_at_a_time()
+        return run.records()
+    finally:
+        for seat in run.seats:
+            seat.close()
+
+
+def measure_alone(
+    instrument: Instrument,
+    *,
+    experiment: str,
+    family: str,
+    plan: Plan,
+    member: Member,
+    traces: list[Path] | None = None,
+) -> RunRecord:
+    """One group on its own: a cold compile, or (with ``traces``, one file a rank) a profile."""
+    run = _SetRun(instrument, experiment, family, plan, [member])
+    profile: dict[str, Any] = {}
+
+    def work(seat: Seat) -> None:
+        seat.open()
+        if traces is not None:
+            instrument.progress(f"{member.label}: profiling")
+            ranks = seat.alive.profile(traces, wait=1, warmup=2, active=plan.window_steps, repeat=1)
+            profile.update(ranks[0], traces=[path.name for path in traces])
+        seat.finish()
+
+    try:
+        run.guard(run.seats[0], work)
+        return run.record(run.seats[0], set(), profile or None)
+    finally:
+        run.seats[0].close()

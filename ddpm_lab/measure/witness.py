@@ -1,0 +1,39 @@
+"""Does the label tell the truth? What each rank says of itself, against the configuration it was given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddpm_lab.config import RunConfig
+
+
+def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
+    """Sentences, each naming what the label says and what ran; empty if they agree.
+
+    A workload that says nothing of a setting is not judged on it.
+    """
+    found = []
+    expected = {
+        "world_size": config.world_size,
+        "precision": config.precision,
+        "compile": config.compile,
+        "loader_workers": config.loader_workers,
+        "data_sha256": config.data_sha256,
+    }
+    for seen in ranks:
+        for name, label in expected.items():
+            if name in seen and seen[name] != label:
+                found.append(f"the label says {name} {label}, rank {seen['rank']} ran with {seen[name]}")
+        if not str(seen["device"]).startswith(config.device):
+            found.append(f"the label says device {config.device}, rank {seen['rank']} ran on {seen['device']}")
+        if seen.get("unlisted_modules"):
+            found.append(
+                f"rank {seen['rank']} loaded {', '.join(seen['unlisted_modules'])}, which no import statement of the "
+                "workload names, so its version is unknown: import it by a plain import statement"
+            )
+    if sorted(seen["rank"] for seen in ranks) != list(range(config.world_size)):
+        found.append(f"the label says {config.world_size} ranks, these ran: {[seen['rank'] for seen in ranks]}")
+    uuids = [seen["device_uuid"] for seen in ranks if seen.get("device_uuid")]
+    if len(set(uuids)) != len(uuids):
+        found.append(f"{len(uuids)} ranks ran on {len(set(uuids))} distinct GPUs: {', '.join(sorted(set(uuids)))}")
+    return found

@@ -1,0 +1,142 @@
+"""The blocks that the U-Nets are built from: residual convolutions and attention, each (N, C, H, W) -> (N, C', H, W).
+
+Both memory formats run without conversion: convolutions and norms keep the format of their input, and attention works
+on tokens (N, H * W, C), which under channels_last are a view of the image.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def _tokens(image: Tensor) -> Tensor:
+    """(N, C, H, W) -> (N, H * W, C)."""
+    return image.flatten(2).transpose(1, 2)
+
+
+def _image(tokens: Tensor, like: Tensor) -> Tensor:
+    """(N, H * W, C) -> (N, C, H, W)."""
+    return tokens.transpose(1, 2).reshape(like.shape)
+
+
+def _split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(N, L, 3 * heads * d) -> queries, keys and values, each (N, heads, L, d)."""
+    # Split into three first: its backward then writes whole rows, several times faster than scattering over heads.
+    q, k, v = (part.view(*part.shape[:2], heads, -1).transpose(1, 2) for part in qkv.chunk(3, dim=-1))
+    return q, k, v
+
+
+def _join_heads(values: Tensor) -> Tensor:
+    """(N, heads, L, d) -> (N, L, heads * d)."""
+    return values.transpose(1, 2).flatten(2)
+
+
+def zero(layer: nn.Module) -> None:
+    """Start ``layer`` at zero, as Ho et al. do with the last layer of each residual branch and of the network."""
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
+
+
+class SeedBlock(nn.Module):
+    """Two times convolution, GroupNorm, SiLU; the time embedding scales and shifts the first half; a shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, time_width: int, groups: int) -> None:
+        super().__init__()
+        self.time = nn.Linear(time_width, 2 * outputs)
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1)
+        self.norm1 = nn.GroupNorm(groups, outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1)
+        self.norm2 = nn.GroupNorm(groups, outputs)
+        self.shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
+
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        scale, shift = self.time(embedding)[:, :, None, None].chunk(2, dim=1)
+        h = self.norm1(self.conv1(x))
+        h = self.conv2(F.silu(h * (scale + 1) + shift))
+        return cast(Tensor, F.silu(self.norm2(h)) + self.shortcut(x))
+
+
+class LinearAttention(nn.Module):
+    """Residual linear attention (Shen et al. 2021, "Efficient Attention"), normalised before and after."""
+
+    def __init__(self, width: int, heads: int, head_width: int) -> None:
+        super().__init__()
+        self.heads, inner = heads, heads * head_width
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * inner, bias=False)
+        self.out = nn.Linear(inner, width)
+        self.out_norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = _split_heads(self.qkv(self.norm(_tokens(x))), self.heads)
+        q = q.softmax(-1) * q.shape[-1] ** -0.5
+        context = k.softmax(-2).transpose(-1, -2) @ v
+        return x + _image(self.out_norm(self.out(_join_heads(q @ context))), x)
+
+
+class CosineAttention(nn.Module):
+    """Residual full attention whose logits are 16 times the cosine similarity of queries and keys.
+
+    ``axis`` is what the vectors are normalised over: their 'channels', which is cosine similarity, or the 'positions'.
+    """
+
+    def __init__(self, width: int, heads: int, head_width: int, axis: str) -> None:
+        super().__init__()
+        self.heads, inner = heads, heads * head_width
+        self.axis = -1 if axis == "channels" else -2
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * inner, bias=False)
+        self.out = nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = _split_heads(self.qkv(self.norm(_tokens(x))), self.heads)
+        q, k = F.normalize(q, dim=self.axis), F.normalize(k, dim=self.axis)
+        return x + _image(self.out(_join_heads(F.scaled_dot_product_attention(q, k, v, scale=16.0))), x)
+
+
+class DDPMBlock(nn.Module):
+    """Two times GroupNorm, SiLU, convolution; the time embedding is added in between; a shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, time_width: int, groups: int) -> None:
+        super().__init__()
+        self.norm1 = nn.GroupNorm(groups, inputs, eps=1e-6)
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1)
+        self.time = nn.Linear(time_width, outputs)
+        self.norm2 = nn.GroupNorm(groups, outputs, eps=1e-6)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1)
+        self.shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
+        zero(self.conv2)
+
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        h = self.conv1(F.silu(self.norm1(x))) + self.time(embedding)[:, :, None, None]
+        return cast(Tensor, self.conv2(F.silu(self.norm2(h))) + self.shortcut(x))
+
+
+class DDPMAttention(nn.Module):
+    """Residual full attention with one head as wide as the image has channels."""
+
+    def __init__(self, width: int, groups: int) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(groups, width, eps=1e-6)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        zero(self.out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = _split_heads(self.qkv(_tokens(self.norm(x))), heads=1)
+        return x + _image(self.out(_join_heads(F.scaled_dot_product_attention(q, k, v))), x)
+
+
+class Stage(nn.Module):
+    """A residual block, then attention where there is one."""
+
+    def __init__(self, block: nn.Module, attention: nn.Module | None = None) -> None:
+        super().__init__()
+        self.block, self.attention = block, attention
+
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        x = self.block(x, embedding)
+        return x if self.attention is None else cast(Tensor, self.attention(x))

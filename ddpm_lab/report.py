@@ -1,0 +1,316 @@
+"""Run the numbered notebooks headlessly and publish each as an HTML page, with an index over all of them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ddpm_lab import __version__, config
+from ddpm_lab.data import archives, prepared
+from ddpm_lab.data.folder import DataError, list_images
+from ddpm_lab.explain import pages
+from ddpm_lab.explain.pages import DONE, FAILED, METADATA, NOT_RUN, STOPPED, Page
+from ddpm_lab.notebooks import (
+    CHECKOUT,
+    NUMBERED,
+    Stop,
+    check_parameters,
+    choose,
+    execute,
+    parameter_names,
+    stop_on_signals,
+)
+
+WEIGHTS = {"01_profile": 1, "02_multi_gpu": 6, "03_amp": 3, "04_workers": 6, "05_torch_compile": 4}
+"""How a budget is divided: about the number of groups that each notebook starts for a set of ``quick``."""
+NOTEBOOK_SECONDS = 6.0
+"""What a notebook takes beside measuring: its kernel, imports, figures and page."""
+LEAST_SECONDS = 3.0
+"""What a notebook may use when the budget is spent: enough to show what the ledger holds."""
+
+
+class ReportError(ValueError):
+    """A report that cannot be made, in one sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportResult:
+    """What a report came to: a page for each numbered notebook, and the index over them."""
+
+    pages: tuple[Page, ...]
+    index: Path
+    stopped: bool
+
+    @property
+    def exit_code(self) -> int:
+        """0 when every notebook that was asked for is done, 1 when one failed, 130 when the report was stopped."""
+        if self.stopped:
+            return 130
+        return int(any(page.state != DONE for page in self.pages if page.state != NOT_RUN and not page.earlier))
+
+
+def report(
+    *,
+    preset: str = "quick",
+    data: str = "synthetic",
+    held_out: str | None = None,
+    network: str | None = None,
+    minutes: float | None = None,
+    output_dir: str | Path | None = None,
+    notebooks: Sequence[str | Path] | None = None,
+    parameters: Mapping[str, Any] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> ReportResult:
+    """Execute notebooks one after the other and write ``reports/NN_name.html`` and ``reports/index.html``.
+
+    A notebook that fails is published as failed and the others go on. Ctrl-C and SIGTERM stop the report: what is done
+    is kept, and the index says what is missing. The pages of notebooks that do not run now are kept from an earlier
+    report, and marked so.
+
+    Args:
+        preset: smoke, quick or full.
+        data: "synthetic", a folder of images, or an archive.
+        held_out: a folder of images that are never trained on.
+        network: tiny, seed, ddpm or s000; None is the preset's choice for the machine.
+        minutes: budget of all notebooks together; None is the preset's, which ``full`` does not have.
+        output_dir: folder that receives ``reports/``, ``image_output/`` and ``trace_output/``; None is the checkout.
+        notebooks: names (03_amp or amp) or paths; None is every numbered notebook of the checkout.
+        parameters: further notebook parameters, each for the notebooks that have it.
+        progress: called with one line at a time; None prints it.
+
+    Raises:
+        NotebookError: a notebook or a parameter does not exist.
+        ReportError: the output folder cannot be written, or ``minutes`` is not above 0.
+        ConfigError: there is no such preset.
+        DataError: there are no images where ``data`` or ``held_out`` says.
+    """
+    chosen = config.preset(preset)
+    if minutes is not None and not minutes > 0:
+        raise ReportError(f"minutes is {minutes!r}: give a number above 0")
+    files = choose(notebooks)
+    _check_data(data, held_out)
+    given = {"preset": preset, "data": data, "held_out": held_out, "network": network}
+    given["output_dir"] = None if output_dir is None else str(output_dir)
+    known = {file: parameter_names(file) for file in files}
+    check_parameters(known, parameters or {})
+    values = {
+        file: {
+            **{name: value for name, value in given.items() if value is not None and name in names},
+            **{name: value for name, value in (parameters or {}).items() if name in names},
+        }
+        for file, names in known.items()
+    }
+    run = _Run(
+        folder=_writable(Path(output_dir) if output_dir is not None else CHECKOUT),
+        preset=preset,
+        progress=progress or _print,
+        command=_command({**given, "minutes": minutes}, parameters or {}, notebooks or ()),
+        data=data,
+        measuring=[file for file, names in known.items() if "minutes" in names and "minutes" not in values[file]],
+        seconds=None if (total := minutes if minutes is not None else chosen.minutes) is None else total * 60,
+    )
+    run.collect(files)
+    if preset == "full":
+        run.forecast({file: values[file] for file in files if file.stem in WEIGHTS})
+    with stop_on_signals() as stop:
+        for file in files:
+            if stop.requested:
+                break
+            run.one(file, values[file], stop)
+    return run.finish(stop.requested)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """A report while it is being made. ``files`` are the notebooks that still have to run."""
+
+    folder: Path
+    preset: str
+    data: str
+    command: str
+    progress: Callable[[str], None]
+    measuring: list[Path]
+    seconds: float | None
+    files: list[Path] = field(default_factory=list)
+    pages: dict[str, Page] = field(default_factory=dict)
+    forecasts: dict[Path, float] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.started
+
+    def collect(self, files: Sequence[Path]) -> None:
+        """Fill the index with every numbered notebook beside those that run, and with what an earlier report left."""
+        self.files = list(files)
+        beside = {file for chosen in files for file in chosen.parent.glob(NUMBERED)} | set(files)
+        for file in sorted(beside, key=lambda file: file.stem):
+            page = Page(name=file.stem, title=pages.title(pages.load(file)))
+            executed = self.executed(file)
+            if executed.exists() and (self.folder / f"{file.stem}.html").exists():
+                try:
+                    page = pages.read(pages.load(executed), file.stem, earlier=True)
+                except (OSError, ValueError):
+                    executed.unlink(missing_ok=True)
+            self.pages[file.stem] = page
+        self.index()
+
+    def forecast(self, values: Mapping[Path, Mapping[str, Any]]) -> None:
+        """Say how long each notebook will measure, before the first one starts."""
+        from ddpm_lab import experiments  # noqa: PLC0415 - only the preset without a budget asks
+
+        for file, settings in values.items():
+            self.forecasts[file] = experiments.forecast(file.stem.partition("_")[2], **settings)
+            self.say(file.stem, f"forecast {_words(self.forecasts[file])}")
+        self.progress(f"[{_clock(self.elapsed)}] forecast for all: {_words(sum(self.forecasts.values()))}")
+
+    def executed(self, file: Path) -> Path:
+        return self.folder / "notebooks" / file.name
+
+    def one(self, file: Path, values: dict[str, Any], stop: Stop) -> None:
+        """Execute one notebook, publish it, and bring the index up to date."""
+        if file in self.measuring:
+            if (seconds := self.share(file)) is not None:
+                values = {**values, "minutes": round(seconds / 60, 2)}
+            self.measuring.remove(file)
+        self.say(file.stem, f"starts{self.outlook(file, values)}")
+        began = self.elapsed
+        target = self.executed(file)
+        error = execute(file, target, values, say=lambda line: self.say(file.stem, line), stop=stop)
+        state = STOPPED if error and stop.requested else FAILED if error else DONE
+        if state == STOPPED:
+            error = "Stopped before it was finished. What was measured is in the ledger."
+        notebook = pages.load(target)
+        notebook.metadata[METADATA] = {
+            "state": state,
+            "error": error,
+            "preset": self.preset,
+            "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "seconds": round(self.elapsed - began, 1),
+        }
+        pages.save(notebook, target)
+        page = pages.read(notebook, file.stem)
+        self.files.remove(file)
+        self.pages[file.stem] = page
+        pages.write_page(page, notebook, self.folder / f"{file.stem}.html")
+        self.index()
+        self.say(file.stem, f"{state}: {error}" if error else page.headline or state)
+
+    def share(self, file: Path) -> float | None:
+        """Seconds that a notebook may measure: its part, by weight, of what is left of the budget."""
+        if self.seconds is None:
+            return None
+        left = self.seconds - self.elapsed - NOTEBOOK_SECONDS * len(self.files)
+        weights = {file.stem: WEIGHTS.get(file.stem, 1) for file in self.measuring}
+        return max(left * weights[file.stem] / sum(weights.values()), LEAST_SECONDS)
+
+    def outlook(self, file: Path, values: Mapping[str, Any]) -> str:
+        """How long a notebook may or will take, and with a forecast how long all that is left."""
+        if file in self.forecasts:
+            left = sum(self.forecasts.get(other, 0) for other in self.files)
+            return f", forecast {_words(self.forecasts[file])} of {_words(left)} that are left"
+        return f", with {values['minutes']:g} min to measure" if "minutes" in values else ""
+
+    def say(self, name: str, line: str) -> None:
+        self.progress(f"[{_clock(self.elapsed)}] {name}: {line}")
+
+    def finish(self, stopped: bool) -> ReportResult:
+        index = self.index(stopped=stopped)
+        self.progress(f"[{_clock(self.elapsed)}] report: {index}")
+        return ReportResult(pages=tuple(self.pages.values()), index=index, stopped=stopped)
+
+    def index(self, *, stopped: bool = False) -> Path:
+        """Write the index as it stands."""
+        target = self.folder / "index.html"
+        missing = ", ".join(file.stem for file in self.files)
+        notice = ""
+        if stopped:
+            notice = f"The report was stopped. Not run: {missing}." if missing else "The report was stopped."
+        elif missing:
+            notice = f"This report is still being made, or was ended. To come: {missing}."
+        ledger = self.folder.parent / "trace_output" / "ledger.jsonl"
+        pages.write_index(
+            list(self.pages.values()),
+            target,
+            facts=self.facts(),
+            notice=notice,
+            command=self.command,
+            ledger=os.path.relpath(ledger, self.folder) if ledger.exists() else "",
+        )
+        return target
+
+    def facts(self) -> list[tuple[str, str]]:
+        """The head of the index: machine, date, preset, data, and the versions of the code."""
+        found = [page.finding for page in self.pages.values() if page.finding and not page.earlier]
+
+        def of(name: str) -> str:
+            return "; ".join(dict.fromkeys(str(finding[name]) for finding in found if finding.get(name)))
+
+        facts = [
+            ("Machine", of("hardware")),
+            ("Report of", pages.spoken_date(datetime.now().astimezone().isoformat(timespec="seconds"))),
+            ("Preset", self.preset),
+            ("Images", of("data") or self.data),
+            ("Time taken", _words(self.elapsed)),
+            (
+                "Code",
+                f"ddpm_lab {__version__}" + (f", measuring code {of('code_version')}" if of("code_version") else ""),
+            ),
+        ]
+        return [(term, value) for term, value in facts if value]
+
+
+def _check_data(data: str, held_out: str | None) -> None:
+    """Refuse a place without images now, rather than in each notebook."""
+    for path in (None if data == "synthetic" else Path(data).expanduser(), held_out and Path(held_out).expanduser()):
+        if not path or (path.is_file() and archives.is_archive(path)) or prepared.is_prepared(path):
+            continue
+        if not list_images(path):
+            raise DataError(f"no PNG or JPEG images in {path}; give a folder of images, or 'synthetic'")
+
+
+def _writable(output: Path) -> Path:
+    """The folder of the pages, made if it is missing and tried with a file."""
+    target = output / "reports"
+    try:
+        (target / "notebooks").mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=target), tempfile.TemporaryFile(dir=target / "notebooks"):
+            pass
+    except OSError as error:
+        raise ReportError(f"cannot write to {target}: {error.strerror}; choose another output folder") from error
+    return target
+
+
+def _command(options: Mapping[str, Any], parameters: Mapping[str, Any], notebooks: Sequence[str | Path]) -> str:
+    """The command that makes the same report again."""
+    words = ["ddpm-lab", "report"]
+    for name, value in options.items():
+        words += [] if value in (None, "synthetic") else [f"--{name.replace('_', '-')}", str(value)]
+    for name, value in parameters.items():
+        words += ["-p", name, str(value)]
+    return shlex.join([*words, *map(str, notebooks)])
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _words(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)

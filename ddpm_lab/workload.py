@@ -1,0 +1,54 @@
+"""The thing being trained, as the lab sees it: a small protocol, so that any training step can be measured.
+
+A workload is named ``module:function`` in the configuration. Every rank calls ``function(config, context)`` once, in a
+fresh process, and then alternates ``next(batches)`` and ``step(batch)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class Unsupported(RuntimeError):  # noqa: N818 - a state of the machine that becomes a row, not a defect
+    """The machine cannot run the configuration; the message says what is missing and how to get it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """Where a workload runs.
+
+    ``mark(phase)`` tells the watching parent what the rank is about to do ("forward", "backward", ...), so that a rank
+    that hangs can be named with what it was doing; it costs about a microsecond. ``device`` is a torch device string.
+    """
+
+    rank: int
+    world_size: int
+    device: str
+    threads: int
+    mark: Callable[[str], None]
+
+
+class Workload(Protocol):
+    """One rank's share of a training run."""
+
+    def batches(self) -> Iterator[Any]:
+        """Endless batches of this rank's share, in the order fixed by the configuration's seed."""
+        ...
+
+    def step(self, batch: Any) -> Any:
+        """One optimizer step; returns the loss as a detached 0-d tensor or a float, without waiting for the device."""
+        ...
+
+    def witness(self) -> dict[str, Any]:
+        """What really runs, read back from the objects that run; compared with the configuration.
+
+        Names with a meaning to the lab: ``precision``, ``compile``, ``loader_workers``, ``prefetch_batches``,
+        ``data_sha256``, ``indices_sha256`` and ``images``. Others are recorded as they are.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop whatever was started."""
+        ...

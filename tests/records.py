@@ -1,0 +1,196 @@
+"""Synthetic records with planted ratios and noise, as the measuring half would write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ddpm_lab.config import Plan, RunConfig
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.ledger import Environment, Machine, RankRecord, RunRecord, Window
+
+CPU = Machine(cpu="Example CPU 9000", usable_cores=2, torch="2.15.0", python="3.11")
+GPUS = Machine(
+    cpu="Example CPU 9000", usable_cores=32, gpus=("Example GPU X",) * 8, driver="600.1", torch="2.15.0", python="3.11"
+)
+
+
+def environment(machine: Machine = CPU, date: str = "2026-01-03T10:00:00+00:00") -> Environment:
+    return Environment(
+        machine=machine,
+        hostname="host",
+        python="3.11.9",
+        packages={"torch": machine.torch},
+        cuda=None,
+        gpu_uuids=(),
+        ram_bytes=8 << 30,
+        kernel="6.1",
+        slurm_job_id=None,
+        git_commit=None,
+        load_before=0.1,
+        date=date,
+    )
+
+
+def record(config: RunConfig, **values: Any) -> RunRecord:
+    """A record with everything that a test does not care about filled in."""
+    defaults: dict[str, Any] = {
+        "set_id": "set-0",
+        "experiment": "amp",
+        "family": "tiny, batch 32, 1 rank",
+        "role": "baseline",
+        "label": "fp32",
+        "baseline_id": config.run_id,
+        "plan": Plan(),
+        "environment": environment(),
+        "code_version": "code-1",
+        "data_name": "synthetic images",
+    }
+    return RunRecord(config=config, **{**defaults, **values})
+
+
+def sets(
+    candidates: Mapping[str, tuple[RunConfig, float]],
+    *,
+    baseline: RunConfig | None = None,
+    baseline_label: str = "fp32",
+    experiment: str = "amp",
+    family: str = "tiny, batch 32, 1 rank",
+    count: int = 6,
+    turns: int = 6,
+    step_seconds: float = 0.010,
+    set_noise: float = 0.005,
+    turn_noise: float = 0.01,
+    drift: float = 0.05,
+    twin_ratio: float = 1.0,
+    failures: Mapping[str, tuple[RunConfig, str, str]] | None = None,
+    mechanism_only: Sequence[str] = (),
+    dropped: Sequence[tuple[int, int]] = (),
+    seed: int = 0,
+    **values: Any,
+) -> list[RunRecord]:
+    """``count`` complete sets: baseline, twin and candidates (label -> configuration, planted ratio).
+
+    ``set_noise`` is the spread of the log ratio between sets, ``turn_noise`` of single windows, ``drift`` of what all
+    windows of a turn share. ``dropped`` lists (set, turn) that were disturbed. ``failures`` are label -> configuration,
+    status, reason.
+    """
+    rng = np.random.default_rng(seed)
+    base = baseline or RunConfig()
+    entries = [("baseline", baseline_label, base, 1.0, 0.0), ("twin", f"{baseline_label} again", base, twin_ratio, 1.0)]
+    entries += [("candidate", label, config, ratio, 1.0) for label, (config, ratio) in candidates.items()]
+    records = []
+    for s in range(count):
+        common = {
+            "set_id": f"{experiment}-{family}-{seed}-{s}",
+            "experiment": experiment,
+            "family": family,
+            "baseline_id": base.run_id,
+            "environment": environment(date=f"2026-01-03T{10 + s // 60:02d}:{s % 60:02d}:00+00:00"),
+            **values,
+        }
+        shared = rng.normal(0, drift, turns)
+        for position, (role, label, config, ratio, noisy) in enumerate(entries):
+            offset = noisy * rng.normal(0, set_noise)
+            windows = []
+            for turn in range(turns):
+                batch = config.global_batch_size
+                step = step_seconds * batch / base.global_batch_size / ratio
+                step *= float(np.exp(shared[turn] + offset + rng.normal(0, turn_noise)))
+                lost = (s, turn) in dropped
+                if lost:
+                    step *= 3  # a disturbance that would be seen if it were not dropped
+                windows.append(
+                    Window(
+                        turn=turn,
+                        position=position,
+                        start_seconds=float(turn),
+                        seconds=40 * step,
+                        images=40 * batch,
+                        steps=40,
+                        rank_seconds=(40 * step,) * config.world_size,
+                        step_seconds=(step,) * 40,
+                        data_seconds=(0.001,) * config.world_size,
+                        others_cores=0.9 if lost else 0.0,
+                        stolen_seconds=None,
+                        dropped=lost and role == "baseline",
+                    )
+                )
+            records.append(
+                record(
+                    config,
+                    role=role,
+                    label=label,
+                    windows=tuple(windows),
+                    ranks=tuple(rank_record(r) for r in range(config.world_size)),
+                    mechanism_only=label in mechanism_only,
+                    **common,
+                )
+            )
+        for label, (config, status, reason) in (failures or {}).items():
+            records.append(record(config, role="candidate", label=label, status=status, reason=reason, **common))
+    return records
+
+
+def rank_record(rank: int, peak_memory_bytes: int | None = 512 << 20) -> RankRecord:
+    return RankRecord(
+        rank=rank,
+        device="cpu",
+        device_uuid=None,
+        threads=2,
+        peak_memory_bytes=peak_memory_bytes,
+        peak_reserved_bytes=None,
+        peak_rss_bytes=None,
+        losses=(1.0, 0.9),
+        images=1280,
+        indices_sha256="0" * 64,
+    )
+
+
+def cold(config: RunConfig, seconds: Sequence[float], **values: Any) -> list[RunRecord]:
+    """Cold compiles of ``config``, one record each."""
+    return [
+        record(config, role="cold", set_id=f"cold-{i}", stages={"compile": s}, compile_cache="cold", **values)
+        for i, s in enumerate(seconds)
+    ]
+
+
+OPERATORS = {
+    "aten::mkldnn_convolution": (5.0, 40),
+    "aten::convolution_backward": (7.0, 40),
+    "aten::native_group_norm": (1.6, 30),
+    "aten::native_group_norm_backward": (1.4, 30),
+    "aten::silu": (0.9, 60),
+    "aten::mul": (0.7, 90),
+    "aten::addmm": (0.5, 20),
+    "aten::bmm": (0.4, 16),
+    "aten::copy_": (0.8, 70),
+    "aten::cat": (0.3, 12),
+    "aten::_foreach_addcmul_": (0.6, 4),
+    "aten::linalg_vector_norm": (0.2, 80),
+    "aten::randn": (0.1, 4),
+    "ProfilerStep*": (0.4, 4),
+}
+
+
+def profile(config: RunConfig, **values: Any) -> RunRecord:
+    """A profile record with hand-made operator times (seconds)."""
+    operators = [
+        {"name": name, "calls": calls, "self_cpu_seconds": seconds / 10, "self_device_seconds": 0.0}
+        for name, (seconds, calls) in OPERATORS.items()
+    ]
+    found = {"steps": 4, "wall_seconds": 2.2, "schedule": {}, "operators": operators, "traces": ["trace.json.gz"]}
+    return record(config, experiment="profile", role="profile", label="fp32", profile=found, **values)
+
+
+def study(records: Sequence[RunRecord], experiment: str | None = None) -> Study:
+    return Study(experiment=experiment or records[0].experiment, records=tuple(records), output_dir=Path())
+
+
+def on(machine: Machine, records: Sequence[RunRecord]) -> list[RunRecord]:
+    """The same records, measured on ``machine``."""
+    return [replace(r, environment=replace(r.environment, machine=machine)) for r in records]

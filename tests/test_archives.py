@@ -1,0 +1,339 @@
+"""Archives: what they hold arrives, and what they try does not happen."""
+
+import gzip
+import io
+import os
+import pickle
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import py7zr
+import pytest
+from PIL import Image
+
+import ddpm_lab
+from ddpm_lab.data import archives
+from ddpm_lab.data.archives import extract
+from ddpm_lab.data.folder import DataError, decode, list_images
+from ddpm_lab.data.packed import open_packed, prepare
+from ddpm_lab.data.synthetic import generate
+
+MAKE_CIFAR = Path(ddpm_lab.__file__).parent.parent.parent / "shared" / "data" / "make_cifar10.py"
+
+
+def png(pixels: npt.NDArray[np.uint8]) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def make_7z(path: Path, members: dict[str, bytes]) -> Path:
+    with py7zr.SevenZipFile(path, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(content, name)
+    return path
+
+
+def make_tar(path: Path, members: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w:gz") as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+def batch(images: npt.NDArray[np.uint8], protocol: int = 2) -> bytes:
+    data = np.ascontiguousarray(images.transpose(0, 3, 1, 2)).reshape(len(images), -1)
+    labels = [0] * len(images)
+    return pickle.dumps({b"batch_label": b"x", b"labels": labels, b"data": data}, protocol=protocol)
+
+
+def python2_batch(images: npt.NDArray[np.uint8]) -> bytes:
+    """Write opcodes as Python 2 wrote the published file: byte strings, and numpy's old module name."""
+    content = images.transpose(0, 3, 1, 2).tobytes()
+    return (
+        b"\x80\x02}q\x01(U\x04dataq\x02cnumpy.core.multiarray\n_reconstruct\nq\x03cnumpy\nndarray\nq\x04K\x00\x85U\x01b"
+        b"\x87Rq\x05(K\x01M" + len(images).to_bytes(2, "little") + b"M\x00\x0c\x86cnumpy\ndtype\nq\x06U\x02u1K\x00K\x01"
+        b"\x87Rq\x07(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89T"
+        + len(content).to_bytes(4, "little")
+        + content
+        + b"tbU\x06labelsq\x08]q\x09u."
+    )
+
+
+def everything_under(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def refused(source: Path, dest: Path, match: str) -> None:
+    with pytest.raises(DataError, match=match) as caught:
+        extract(source, dest)
+    assert source.name in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_7z_keeps_its_folders_and_leaves_other_files_inside(tmp_path: Path) -> None:
+    images = generate(3)
+    members = {f"train/{i}.png": png(pixels) for i, pixels in enumerate(images, 1)}
+    source = make_7z(tmp_path / "train.7z", members | {"run.sh": b"exit 1", "labels.csv": b"id"})
+    assert extract(source, tmp_path / "out") == tmp_path / "out"
+    files = list_images(tmp_path / "out")
+    assert [file.path for file in files] == ["train/1.png", "train/2.png", "train/3.png"]
+    assert np.array_equal([decode(tmp_path / "out" / file.path, 32) for file in files], images)
+    assert everything_under(tmp_path / "out") == {"train", *members}
+
+
+@pytest.mark.parametrize("write", [batch, python2_batch])
+def test_batches_become_numbered_files(tmp_path: Path, write: Any) -> None:
+    images = generate(24)
+    members = {"cifar-10-batches-py/test_batch": write(images[20:]), "cifar-10-batches-py/batches.meta": b"junk"}
+    for number in reversed(range(5)):
+        members[f"cifar-10-batches-py/data_batch_{number + 1}"] = write(images[4 * number : 4 * number + 4])
+    train = extract(make_tar(tmp_path / "cifar-10-python.tar.gz", members), tmp_path / "out")
+    assert train == tmp_path / "out" / "train"
+    assert [file.path for file in list_images(train)] == [f"{i}.png" for i in range(1, 21)]
+    assert np.array_equal([decode(train / f"{i}.png", 32) for i in range(1, 21)], images[:20])
+    assert np.array_equal([decode(tmp_path / "out" / "test" / f"{i}.png", 32) for i in range(1, 5)], images[20:])
+
+
+class NameChanger:
+    """Renames a member of a 7z archive on its way to the header, where py7zr would clean the name."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        real = py7zr.SevenZipFile.list
+
+        def list_with_name(archive: Any) -> Any:
+            members = real(archive)
+            members[0].filename = name
+            return members
+
+        monkeypatch.setattr(py7zr.SevenZipFile, "list", list_with_name)
+
+
+@pytest.mark.parametrize("name", ["../out.png", "/tmp/out.png", "a/../../out.png", "..\\out.png", "C:\\out.png"])
+def test_members_that_point_outside_are_refused(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tar = make_tar(tmp_path / "a.tar.gz", {name: png(generate(1)[0])})
+    refused(tar, tmp_path / "inner" / "out", "points outside")
+    seven = make_7z(tmp_path / "a.7z", {"x.png": png(generate(1)[0])})
+    NameChanger(monkeypatch, name)
+    refused(seven, tmp_path / "inner" / "out", "points outside")
+    assert everything_under(tmp_path) <= {"a.tar.gz", "a.7z", "inner", "inner/out", "inner/out/train", "inner/out/test"}
+
+
+def test_a_7z_whose_header_names_a_path_outside_writes_nothing_there(tmp_path: Path) -> None:
+    """The same without the change above: the bytes of the header are edited in the file."""
+    source = tmp_path / "a.7z"
+    with py7zr.SevenZipFile(source, "w") as archive:
+        archive.set_encoded_header_mode(False)
+        archive.writestr(png(generate(1)[0]), "aaaescape.png")
+    content = source.read_bytes()
+    edited = bytearray(content.replace("aaaescape".encode("utf-16-le"), "../escape".encode("utf-16-le")))
+    assert edited != content
+    rewrite_7z_checksums(edited)
+    source.write_bytes(edited)
+    refused(source, tmp_path / "inner", "points outside")
+    assert not (tmp_path / "escape.png").exists()
+
+
+def rewrite_7z_checksums(content: bytearray) -> None:
+    """Make the checksums of the (plain) header and of the start header true again."""
+    from zlib import crc32  # noqa: PLC0415
+
+    offset, size = (int.from_bytes(content[i : i + 8], "little") for i in (12, 20))
+    content[28:32] = crc32(content[32 + offset : 32 + offset + size]).to_bytes(4, "little")
+    content[8:12] = crc32(content[12:32]).to_bytes(4, "little")
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE])
+def test_links_and_devices_in_a_tar_are_refused(tmp_path: Path, kind: bytes) -> None:
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
+        info = tarfile.TarInfo("data_batch_1")
+        info.type, info.linkname = kind, "/etc/passwd"
+        archive.addfile(info)
+    refused(tmp_path / "a.tar.gz", tmp_path / "out", "neither a file nor a folder")
+
+
+def test_links_in_a_7z_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "1.png").symlink_to("/etc/passwd")
+    with py7zr.SevenZipFile(tmp_path / "a.7z", "w") as archive:
+        archive.writeall(tmp_path / "in", "in")
+    refused(tmp_path / "a.7z", tmp_path / "out", "neither a file nor a folder")
+    assert not (tmp_path / "out" / "in").exists()
+
+
+def test_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bomb = make_7z(tmp_path / "bomb.7z", {"1.png": bytes(2**22)})
+    monkeypatch.setattr(archives, "MAX_TOTAL_BYTES", 2**20)
+    refused(bomb, tmp_path / "out", r"4\.0 MiB, more than the limit of 1\.0 MiB")
+    monkeypatch.setattr(archives, "MAX_FILES", 2)
+    many = make_7z(tmp_path / "many.7z", {f"{i}.png": b"x" for i in range(3)})
+    refused(many, tmp_path / "out", "3 files, more than the limit of 2")
+    assert everything_under(tmp_path / "out") == set()
+
+
+def test_a_7z_that_lies_about_its_size_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bomb = make_7z(tmp_path / "bomb.7z", {"1.png": bytes(2**22)})
+    real = py7zr.SevenZipFile.list
+
+    def lie(archive: Any) -> Any:
+        members = real(archive)
+        members[0].uncompressed = 10
+        return members
+
+    monkeypatch.setattr(py7zr.SevenZipFile, "list", lie)
+    monkeypatch.setattr(archives, "MAX_TOTAL_BYTES", 2**20)
+    refused(bomb, tmp_path / "out", "more than its header says")
+
+
+@pytest.mark.parametrize("where", ["batch", "between", "header", "after"])
+def test_tar_bombs_are_refused(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archives, "MAX_TAR_BYTES", 2**20)
+    source = tmp_path / "a.tar.gz"
+    if where == "header":  # a size that the file does not hold
+        info = tarfile.TarInfo("data_batch_1")
+        info.size = 2**40
+        source.write_bytes(gzip.compress(info.tobuf(tarfile.GNU_FORMAT)))
+    elif where == "after":
+        info = tarfile.TarInfo("x")
+        info.type, info.size = tarfile.XHDTYPE, 2**30  # metadata, which the reader would take into memory whole
+        source.write_bytes(gzip.compress(info.tobuf() + bytes(2**22)))
+    else:
+        make_tar(source, {"data_batch_1" if where == "batch" else "readme.html": bytes(2**22)})
+    refused(source, tmp_path / "out", r"more than the limit of 1\.0 MiB")
+
+
+class Payload:
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_a_pickle_with_a_payload_runs_nothing(tmp_path: Path, protocol: int) -> None:
+    trace = tmp_path / "trace"
+    payloads = [
+        Payload(os.system, f"touch {trace}"),
+        Payload(eval, f"open({str(trace)!r}, 'w')"),
+        Payload(getattr, "text", "upper"),
+        Payload(os.mkdir, str(trace)),
+        Payload(np.save, str(trace), 0),
+    ]
+    for number, payload in enumerate(payloads):
+        content = pickle.dumps({b"data": payload, b"labels": []}, protocol=protocol)
+        source = make_tar(tmp_path / f"{number}.tar.gz", {"data_batch_1": content})
+        refused(source, tmp_path / "out", "is refused: its pickle")
+    assert not trace.exists()
+    assert not (tmp_path / "trace.npy").exists()
+
+
+def test_a_pickle_that_would_fill_the_memory_is_refused(tmp_path: Path) -> None:
+    memo = b"\x80\x02]r\xff\xff\xff\xff."  # LONG_BINPUT: store an empty list under number 2**32 - 1
+    refused(make_tar(tmp_path / "memo.tar.gz", {"data_batch_1": memo}), tmp_path / "out", "trick to fill the memory")
+
+
+def test_arrays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    data: list[object] = [
+        np.zeros((2, 3071), np.uint8),
+        np.zeros((2, 3072), np.float32),
+        np.array([{}] * 3072, object).reshape(1, 3072),
+        np.asfortranarray(np.zeros((2, 3072), np.uint8)),
+        [1, 2],
+        None,
+    ]
+    for number, value in enumerate(data):
+        content = pickle.dumps({b"data": value}, protocol=2)
+        source = make_tar(tmp_path / f"{number}.tar.gz", {"data_batch_1": content})
+        refused(source, tmp_path / "out", "damaged or incomplete")
+
+
+@pytest.mark.parametrize("kind", ["7z", "tar.gz"])
+@pytest.mark.parametrize("kept", [0.0, 0.3, 0.7, 0.98])
+def test_truncated_archives_are_one_sentence(tmp_path: Path, kind: str, kept: float) -> None:
+    source = tmp_path / f"a.{kind}"
+    if kind == "7z":
+        make_7z(source, {f"train/{i}.png": png(pixels) for i, pixels in enumerate(generate(8))})
+    else:
+        make_tar(source, {"data_batch_1": batch(generate(8)), "test_batch": batch(generate(8))})
+    source.write_bytes(source.read_bytes()[: int(kept * source.stat().st_size)])
+    refused(source, tmp_path / "out", "damaged or incomplete|holds no CIFAR-10 batches")
+
+
+@pytest.mark.parametrize("kind", ["7z", "tar.gz"])
+def test_damaged_bytes_are_one_sentence_or_harmless(tmp_path: Path, kind: str) -> None:
+    source = tmp_path / f"a.{kind}"
+    if kind == "7z":
+        make_7z(source, {f"train/{i}.png": png(pixels) for i, pixels in enumerate(generate(4))})
+    else:
+        make_tar(source, {"data_batch_1": batch(generate(4))})
+    content = source.read_bytes()
+    failures = 0
+    for position in np.linspace(0, len(content) - 1, 25).astype(int):
+        damaged = bytearray(content)
+        damaged[position] ^= 0x55
+        source.write_bytes(damaged)
+        try:
+            extract(source, tmp_path / "out")
+        except DataError as error:
+            failures += 1
+            assert "\n" not in str(error)  # noqa: PT017 - any other exception fails the test
+    assert failures > 15
+
+
+def test_unknown_and_empty_archives(tmp_path: Path) -> None:
+    (tmp_path / "a.rar").touch()
+    refused(tmp_path / "a.rar", tmp_path / "out", "not an archive of a known kind")
+    refused(tmp_path / "none.7z", tmp_path / "out", "no such file")
+    refused(make_7z(tmp_path / "a.7z", {"readme.txt": b"x"}), tmp_path / "out", "holds no PNG or JPEG")
+    refused(make_tar(tmp_path / "a.tar.gz", {"x.txt": b"x"}), tmp_path / "out", "holds no CIFAR-10 batches")
+
+
+def test_prepare_unpacks_once_and_again_when_files_or_archive_change(tmp_path: Path) -> None:
+    images = generate(40)
+    source = make_tar(tmp_path / "c.tgz", {"data_batch_1": batch(images), "test_batch": batch(generate(50)[40:])})
+    dest = tmp_path / "dest"
+    manifest = prepare(source, dest)
+    assert (manifest.kind, manifest.count) == ("archive", 40)
+    packed = open_packed(dest)
+    assert np.array_equal(packed.images, images)
+    assert packed.files is not None
+    assert packed.files[11] == str(dest / "images" / "train" / "12.png")
+    number = (dest / "manifest.json").stat().st_ino
+    assert prepare(source, dest) == manifest
+    assert (dest / "manifest.json").stat().st_ino == number
+    (dest / "images" / "train" / "7.png").unlink()
+    assert open_packed(dest).files is None
+    assert prepare(source, dest) == manifest
+    assert open_packed(dest).files is not None
+    make_tar(source, {"data_batch_1": batch(images[:30])})
+    assert prepare(source, dest).count == 30
+
+
+def test_a_refused_archive_leaves_nothing_that_looks_prepared(tmp_path: Path) -> None:
+    source = make_tar(tmp_path / "a.tar.gz", {"data_batch_1": batch(generate(40)), "data_batch_2": b"no pickle"})
+    with pytest.raises(DataError, match="damaged"):
+        prepare(source, tmp_path / "dest")
+    with pytest.raises(DataError, match="not a prepared folder"):
+        open_packed(tmp_path / "dest")
+    assert everything_under(tmp_path / "dest") == {".ddpm-lab.lock"}
+
+
+@pytest.mark.slow
+def test_real_archives_hold_the_same_images_as_the_folder(tmp_path: Path) -> None:
+    if not MAKE_CIFAR.exists():
+        pytest.skip(f"real CIFAR-10 images are not at hand ({MAKE_CIFAR.name} is missing beside the checkout)")
+    hashes = set()
+    for layout, name in (("kaggle", "train"), ("7z", "train.7z"), ("python", "cifar-10-python.tar.gz")):
+        subprocess.run([sys.executable, MAKE_CIFAR, layout, tmp_path / layout, "--count", "100"], check=True)
+        manifest = prepare(tmp_path / layout / name, tmp_path / f"{layout}-packed")
+        assert (manifest.count, manifest.train_count) == (100, 95)
+        hashes.add(manifest.content_hash)
+    assert len(hashes) == 1

@@ -1,0 +1,135 @@
+"""Comparisons of records with planted ratios."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import records as make
+
+from ddpm_lab.config import LOADER_ALONE, RunConfig
+from ddpm_lab.explain import stats
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY, comparisons
+from ddpm_lab.ledger import RunRecord
+
+BF16 = RunConfig(precision="bf16")
+
+
+def row(records: list[RunRecord], label: str) -> dict[str, Any]:
+    frame = comparisons(make.study(records))
+    (found,) = frame[frame["label"] == label].to_dict("records")
+    return {str(k): v for k, v in found.items()}
+
+
+def test_planted_ratio_is_found_within_its_interval() -> None:
+    records = make.sets({"bf16": (BF16, 1.62)}, count=12, seed=1)
+    bf16 = row(records, "bf16")
+    assert bf16["low"] < 1.62 < bf16["high"]
+    assert bf16["verdict"] == stats.FASTER
+    assert bf16["images_per_second"] == pytest.approx(1.62 * 32 / 0.010, rel=0.05)
+    assert bf16["step_seconds"] * bf16["images_per_second"] == pytest.approx(32)
+    assert bf16["projected_seconds"] == pytest.approx(50_000 / bf16["images_per_second"])
+    assert row(records, "fp32 again")["verdict"] == stats.NOT_RESOLVED
+    assert bf16["noise_low"] == row(records, "fp32 again")["low"]
+    assert bf16["comparisons"] == 2
+
+
+def test_ratio_is_of_equal_work_and_not_of_steps() -> None:
+    """A configuration with twice the batch and twice the time a step is as fast."""
+    config = RunConfig(global_batch_size=64)
+    assert row(make.sets({"batch 64": (config, 1.0)}), "batch 64")["ratio"] == pytest.approx(1, abs=0.02)
+
+
+def test_a_disturbed_turn_is_dropped_for_all() -> None:
+    disturbed = make.sets({"bf16": (BF16, 1.5)}, dropped=[(0, 1), (3, 2)], drift=0.0)
+    # Only the baseline's window is marked: the candidate's turn must go with it.
+    assert sum(w.dropped for r in disturbed for w in r.windows) == 2
+    bf16 = row(disturbed, "bf16")
+    assert bf16["turns_dropped"] == 2
+    clean = [replace(r, windows=tuple(w for w in r.windows if w.others_cores == 0)) for r in disturbed]
+    assert bf16["set_ratios"] == pytest.approx(row(clean, "bf16")["set_ratios"])
+    assert bf16["images_per_second"] == pytest.approx(row(clean, "bf16")["images_per_second"])
+
+
+def test_only_sets_that_hold_both_sides_count() -> None:
+    records = make.sets({"bf16": (BF16, 1.5)}, count=8)
+    lost = [r for r in records if not (r.role == "baseline" and r.set_id.endswith("-7"))]
+    late = [r for r in lost if not (r.role == "candidate" and r.set_id.endswith("-6"))]
+    assert row(late, "bf16")["sets"] == 6
+    assert row(late, "fp32 again")["sets"] == 7
+
+
+def test_a_baseline_that_differs_from_itself_takes_every_verdict() -> None:
+    records = make.sets({"bf16": (BF16, 1.62)}, twin_ratio=1.05)
+    other = make.sets({"bf16": (replace(BF16, seed=1), 1.5)}, family="seed 1", baseline=RunConfig(seed=1), seed=1)
+    frame = comparisons(make.study(records + other))
+    assert set(frame[frame["role"] != "baseline"]["verdict"]) == {stats.NOT_TRUSTED}
+
+
+def test_few_sets_have_no_verdict() -> None:
+    one, five = (row(make.sets({"bf16": (BF16, 1.62)}, count=n), "bf16") for n in (1, 5))
+    assert one["verdict"] == five["verdict"] == stats.NOT_RESOLVED
+    assert one["ratio"] == pytest.approx(1.62, rel=0.05)
+    assert np.isnan(one["low"])
+    assert five["low"] > 1
+
+
+def test_comparisons_are_corrected_over_all_families() -> None:
+    families = [
+        make.sets({"bf16": (replace(BF16, seed=s), 1.0)}, baseline=RunConfig(seed=s), family=f"family {s}", seed=s)
+        for s in range(5)
+    ]
+    frame = comparisons(make.study([r for family in families for r in family]))
+    assert set(frame["comparisons"]) == {10}
+    tested = frame[frame["p"].notna()]
+    assert list(tested["p_holm"]) == pytest.approx(stats.holm(list(tested["p"])))
+
+
+def test_failures_are_rows() -> None:
+    records = make.sets({"bf16": (BF16, 1.5)}, failures={"fp16": (RunConfig(seed=9), "oom", "no room")})
+    failed = row(records, "fp16")
+    assert (failed["status"], failed["reason"], failed["sets"], failed["verdict"]) == ("oom", "no room", 0, "oom")
+    assert row(records, "bf16")["verdict"] == stats.FASTER
+
+
+def test_a_failure_in_one_set_is_told_beside_the_sets_that_count() -> None:
+    records = make.sets({"bf16": (BF16, 1.5)}, count=7)
+    broken = [
+        replace(r, status="crashed", reason="lost", windows=()) if r.label == "bf16" and r.set_id.endswith("-3") else r
+        for r in records
+    ]
+    bf16 = row(broken, "bf16")
+    assert (bf16["status"], bf16["sets"], bf16["failed_sets"], bf16["reason"]) == ("ok", 6, 1, "lost")
+
+
+def test_a_mechanism_has_no_speed() -> None:
+    ranks = RunConfig(world_size=4, oversubscribe=True)
+    found = row(make.sets({"4 ranks": (ranks, 1.3)}, mechanism_only=["4 ranks"]), "4 ranks")
+    assert found["verdict"] == MECHANISM_ONLY
+    assert found["comparisons"] == 1
+    assert all(np.isnan(found[name]) for name in ("ratio", "images_per_second", "efficiency", "step_seconds"))
+
+
+def test_efficiency_is_speed_up_by_ranks() -> None:
+    ranks = row(make.sets({"2 ranks": (RunConfig(world_size=2), 1.5)}), "2 ranks")
+    assert ranks["efficiency"] == pytest.approx(ranks["ratio"] / 2)
+    assert ranks["efficiency_low"] == pytest.approx(ranks["low"] / 2)
+
+
+def test_a_note_stands_until_the_configuration_is_measured() -> None:
+    config = RunConfig(loader="files", loader_workers=8, workload=LOADER_ALONE)
+    note = make.record(
+        config, role="note", label="8 workers", set_id="", status="left out", reason="too many", baseline_id=""
+    )
+    records = make.sets({"bf16": (BF16, 1.5)})
+    assert row([*records, note], "8 workers")["status"] == "left out"
+    measured = make.sets({"8 workers": (config, 1.5)})
+    assert row([*measured, note], "8 workers")["status"] == "ok"
+
+
+def test_equal_family_names_with_other_baselines_are_told_apart() -> None:
+    records = make.sets({"bf16": (BF16, 1.5)}) + make.sets({}, baseline=RunConfig(seed=3), seed=3)
+    assert list(comparisons(make.study(records))["family"].unique()) == [
+        "tiny, batch 32, 1 rank",
+        "tiny, batch 32, 1 rank (seed 3)",
+    ]

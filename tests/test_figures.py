@@ -1,0 +1,208 @@
+"""Figures: reproducible, complete, with nothing cut or overlapping, whatever the study holds."""
+
+import io
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+import records as make
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from ddpm_lab.config import LOADER_ALONE, RunConfig
+from ddpm_lab.explain import figure_style, figures
+from ddpm_lab.explain.frames import Study
+
+BF16 = RunConfig(precision="bf16")
+REASON = "the process ended with signal 9 while it was building the network; the kernel log may say more " * 3
+
+
+def amp(**values: Any) -> Study:
+    return make.study(make.sets({"bf16": (BF16, 1.62)}, **values))
+
+
+def many(count: int) -> Study:
+    configs = {f"{n} workers": RunConfig(loader="files", loader_workers=n) for n in range(1, count + 1)}
+    return make.study(
+        make.sets(
+            {name: (c, 1 + 0.5 * c.loader_workers) for name, c in configs.items()},
+            baseline=RunConfig(loader="files"),
+            baseline_label="0 workers",
+            experiment="workers",
+            failures={"99 workers": (RunConfig(loader="files", loader_workers=99), "crashed", REASON)},
+        )
+    )
+
+
+def loader() -> Study:
+    alone = RunConfig(loader="files", workload=LOADER_ALONE)
+    more = make.sets(
+        {"2 workers": (replace(alone, loader_workers=2), 1.8)},
+        baseline=alone,
+        baseline_label="0 workers",
+        experiment="workers",
+        family="loader alone, batch 32",
+        step_seconds=0.001,
+    )
+    return make.study([*many(2).records, *more])
+
+
+def gpus() -> Study:
+    found = []
+    for batch in (32, 64, 128, 256, 512):
+        base = RunConfig(device="cuda", network="seed", global_batch_size=batch)
+        found += make.sets(
+            {f"{n} GPUs": (replace(base, world_size=n), n**0.6) for n in (2, 4, 8)},
+            baseline=base,
+            baseline_label="1 GPU",
+            experiment="multi_gpu",
+            family=f"seed, batch {batch}",
+            seed=batch,
+        )
+    return make.study(make.on(make.GPUS, found))
+
+
+def compiled(ratio: float) -> Study:
+    config = RunConfig(compile="whole")
+    records = make.sets({"compiled": (config, ratio)}, baseline_label="eager", experiment="torch_compile")
+    cold = make.cold(config, [34.0], experiment="torch_compile", baseline_id=RunConfig().run_id, label="compiled")
+    return make.study(records + cold)
+
+
+STUDIES: dict[str, Callable[[], Study]] = {
+    "resolved": amp,
+    "one set": lambda: amp(count=1, turns=2),
+    "two sets": lambda: amp(count=2, turns=2, set_noise=0.3),
+    "untrusted": lambda: amp(twin_ratio=1.05),
+    "all failed": lambda: make.study(make.sets({}, failures={"bf16": (BF16, "crashed", REASON)})),
+    "mechanism only": lambda: make.study(
+        make.sets({"4 ranks": (RunConfig(world_size=4), 1.3)}, experiment="multi_gpu", mechanism_only=["4 ranks"])
+    ),
+    "1 configuration": lambda: many(1),
+    "12 configurations": lambda: many(12),
+    "loader": loader,
+    "gpus": gpus,
+    "compiled": lambda: compiled(1.2),
+    "compiled, slower": lambda: compiled(0.9),
+    "profile": lambda: make.study([make.profile(RunConfig(purpose="profile"))]),
+    "recommendation": lambda: make.study([*amp().records, *compiled(1.2).records], "recommendation"),
+    "nothing": lambda: replace(amp(), records=()),
+}
+
+
+def drawn(study: Study) -> list[Figure]:
+    return [figures.figure(study), *(figure for _, figure, _ in figures.more(study))]
+
+
+def texts(figure: Figure) -> list[Text]:
+    """Texts that are drawn: labels of ticks outside the limits exist and are not."""
+    outside: set[Text] = set()
+    for ax in figure.axes:
+        for axis in (ax.xaxis, ax.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            slack = 1e-6 * (high - low)
+            out = [t for t in axis.get_major_ticks() if not low - slack <= t.get_loc() <= high + slack]
+            outside.update(text for tick in out for text in (tick.label1, tick.label2))
+    found = [t for t in figure.findobj(Text) if isinstance(t, Text) and t not in outside]
+    return [t for t in found if t.get_visible() and t.get_text().strip()]
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_no_text_is_cut_or_lies_on_another(name: str) -> None:
+    for figure in drawn(STUDIES[name]()):
+        with figure_style.style():
+            figure.savefig(io.BytesIO())
+            shown = [(text.get_text(), text.get_window_extent()) for text in texts(figure)]
+        width, height = figure.bbox.size
+        for words, b in shown:
+            assert b.x0 >= 0, words
+            assert b.x1 <= width, words
+            assert b.y0 >= 0, words
+            assert b.y1 <= height, words
+        for i, (first, a) in enumerate(shown):
+            for second, b in shown[i + 1 :]:
+                apart = a.x1 <= b.x0 + 1 or b.x1 <= a.x0 + 1 or a.y1 <= b.y0 + 1 or b.y1 <= a.y0 + 1
+                assert apart, f"{first!r} lies on {second!r}"
+
+
+@pytest.mark.parametrize("name", ["resolved", "gpus", "profile"])
+def test_the_same_records_give_the_same_bytes_whatever_is_set(name: str) -> None:
+    first = [figures.png(figure) for figure in drawn(STUDIES[name]())]
+    with mpl.rc_context({"font.size": 31, "savefig.dpi": 40, "axes.grid": False, "savefig.bbox": "tight"}):
+        second = [figures.png(figure) for figure in drawn(STUDIES[name]())]
+    assert first == second
+    assert b"Software" not in first[0]
+
+
+def test_no_global_setting_is_changed() -> None:
+    before = dict(mpl.rcParams)
+    drawn(gpus())
+    assert dict(mpl.rcParams) == before
+
+
+def test_the_answer_shows_its_numbers() -> None:
+    words = " ".join(t.get_text() for t in texts(figures.figure(amp())))
+    for part in (
+        "bf16 trains 1.62 times",
+        "1.60–1.6",
+        "noise floor",
+        "6 sets of 6 turns",
+        "2026-01-03",
+        "2 cores, no GPU",
+    ):
+        assert part in words
+
+
+def test_the_points_are_where_the_ratios_are() -> None:
+    (ax,) = figures.figure(amp()).axes
+    lines = [(line.get_marker(), np.asarray(line.get_xdata(), dtype=float)) for line in ax.lines]
+    points = [float(x[0]) for marker, x in lines if marker == "o" and len(x) == 1]
+    assert min(points) == pytest.approx(1.0, abs=0.02)
+    assert max(points) == pytest.approx(1.62, rel=0.02)
+
+
+def test_a_failure_is_shown_with_its_reason() -> None:
+    words = " ".join(t.get_text() for t in texts(figures.figure(STUDIES["all failed"]())))
+    assert "crashed: the process ended with signal 9" in words
+
+
+def test_a_mechanism_is_in_no_figure_of_speed() -> None:
+    records = make.sets(
+        {"2 ranks": (RunConfig(world_size=2), 1.1), "4 ranks": (RunConfig(world_size=4), 1.77)},
+        experiment="multi_gpu",
+        baseline_label="1 rank",
+        mechanism_only=["4 ranks"],
+    )
+    study = make.study(records)
+    for figure in drawn(study):
+        labels = [t.get_text() for ax in figure.axes for t in (*ax.get_yticklabels(), *ax.get_xticklabels())]
+        assert not {"4 ranks", "4"} & set(labels)
+    assert "Not shown: 4 ranks" in " ".join(t.get_text() for t in texts(figures.figure(study)))
+
+
+def test_alt_text_gives_the_numbers() -> None:
+    text = figures.alt_text(amp())
+    assert "bf16 1.62 (95 % interval 1.6" in text
+    assert "convolution 62 %" in figures.alt_text(STUDIES["profile"]())
+    assert "signal 9" in figures.alt_text(STUDIES["all failed"]())
+    assert all(figures.alt_text(make_study()) for make_study in STUDIES.values())
+
+
+def test_save_replaces_the_file_in_one_step(tmp_path: Path) -> None:
+    path = tmp_path / "image_output" / "03_amp.png"
+    figure = figures.figure(amp())
+    figures.save(figure, path)
+    figures.save(figure, path)
+    assert path.read_bytes() == figures.png(figure)
+    assert [p.name for p in path.parent.iterdir()] == ["03_amp.png"]
+
+
+def test_figures_are_readable_at_900_pixels() -> None:
+    for figure in drawn(gpus()):
+        inches = figure.get_size_inches()[0]
+        smallest = min(float(t.get_fontsize()) for t in texts(figure))
+        assert smallest * 900 / inches / 72 >= 11

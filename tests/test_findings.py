@@ -1,0 +1,203 @@
+"""Sentences, tables and the ranking say what the records hold, and no more."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import records as make
+
+from ddpm_lab.config import LOADER_ALONE, RunConfig
+from ddpm_lab.explain import compiling, findings, phrases, ranking, stats
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY, comparisons
+from ddpm_lab.explain.findings import band, finding, table
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.ledger import RunRecord
+
+BF16 = RunConfig(precision="bf16")
+COMPILED = RunConfig(compile="whole")
+
+
+def cold(seconds: float = 30.0) -> list[RunRecord]:
+    return make.cold(COMPILED, [seconds], experiment="torch_compile", label="compiled", baseline_id=RunConfig().run_id)
+
+
+def compile_study(ratio: float, seconds: float = 30.0, **values: Any) -> Study:
+    records = make.sets(
+        {"compiled": (COMPILED, ratio)}, experiment="torch_compile", baseline_label="eager", step_seconds=0.1, **values
+    )
+    return make.study(records + cold(seconds))
+
+
+def test_a_resolved_comparison() -> None:
+    found = finding(make.study(make.sets({"bf16": (BF16, 1.62)})))
+    assert found.headline == "bf16 trains 1.62 times as fast as fp32"
+    assert (found.verdict, found.status, found.sets) == (stats.FASTER, "answered", 6)
+    for part in ("95 % interval 1.6", "6 sets", "noise floor", "2 cores, no GPU", "2026-01-03", "quality not measured"):
+        assert part in found.claim
+
+
+def test_one_set_claims_nothing() -> None:
+    found = finding(make.study(make.sets({"bf16": (BF16, 1.62)}, count=1)))
+    assert found.headline == "Not resolved (1 set): bf16 against fp32"
+    assert found.status == found.verdict == stats.NOT_RESOLVED
+    assert "times as fast" not in found.claim
+    assert "at least 6 sets" in found.claim
+
+
+def test_an_unresolved_comparison_says_what_would_resolve_it() -> None:
+    records = make.sets({"bf16": (BF16, 1.0)}, set_noise=0.03)
+    row = comparisons(make.study(records)).set_index("label").loc["bf16"]
+    found = finding(make.study(records))
+    assert found.status == stats.NOT_RESOLVED
+    assert f"about {row['sets_needed']:.0f} sets would resolve 3 %" in found.claim
+    narrow = finding(make.study(make.sets({"bf16": (BF16, 1.0)}, set_noise=0.002, turn_noise=0.001)))
+    assert narrow.status == stats.NOT_RESOLVED
+    assert "leaves no room for a difference of 3 %" in narrow.claim
+
+
+def test_an_untrusted_instrument_gives_no_verdict() -> None:
+    found = finding(make.study(make.sets({"bf16": (BF16, 1.62)}, twin_ratio=1.05)))
+    assert found.verdict == found.status == stats.NOT_TRUSTED
+    assert "1.05" in found.claim
+    assert "1.62" not in found.claim
+
+
+def test_failures_are_told_with_their_reason() -> None:
+    failures = {"fp16": (RunConfig(seed=9), "oom", "90 GiB asked, 78 GiB free")}
+    some = finding(make.study(make.sets({"bf16": (BF16, 1.5)}, failures=failures)))
+    assert "Failed: fp16 (out of memory: 90 GiB asked, 78 GiB free)" in some.claim
+    every = finding(make.study(make.sets({}, failures=failures)))
+    assert every.headline == "All configurations failed: fp16"
+    assert every.status == findings.FAILED
+    assert "90 GiB asked" in every.claim
+
+
+def test_a_failed_baseline_and_an_empty_ledger() -> None:
+    base = make.record(RunConfig(), status="crashed", reason="signal 9")
+    candidate = make.record(
+        BF16, role="candidate", label="bf16", status="crashed", reason="x", baseline_id=base.baseline_id
+    )
+    assert "baseline failed" in finding(make.study([base, candidate])).headline
+    nothing = finding(replace(make.study([base]), records=()))
+    assert nothing.status == findings.NOT_MEASURED
+    assert "ddpm-lab run amp" in nothing.claim
+
+
+def test_a_mechanism_is_named_and_its_speed_is_not() -> None:
+    ranks = RunConfig(world_size=4, oversubscribe=True)
+    records = make.sets(
+        {"4 ranks": (ranks, 1.77)}, experiment="multi_gpu", mechanism_only=["4 ranks"], baseline_label="1 rank"
+    )
+    found = finding(make.study(records))
+    assert found.headline == f"{MECHANISM_ONLY.capitalize()}: 4 ranks"
+    shown = table(make.study(records)).to_string()
+    assert MECHANISM_ONLY in shown
+    assert "1.7" not in found.claim + shown
+
+
+def test_workers_put_the_loader_alone_beside_training() -> None:
+    def config(workers: int, workload: str = RunConfig().workload) -> RunConfig:
+        return RunConfig(loader="files", loader_workers=workers, workload=workload)
+
+    training = make.sets(
+        {"2 workers": (config(2), 1.15)},
+        baseline=config(0),
+        baseline_label="0 workers",
+        experiment="workers",
+        family="training, tiny, batch 32",
+        step_seconds=0.1,
+    )
+    alone = make.sets(
+        {"2 workers": (config(2, LOADER_ALONE), 1.8)},
+        baseline=config(0, LOADER_ALONE),
+        baseline_label="0 workers",
+        experiment="workers",
+        family="loader alone, batch 32",
+        step_seconds=0.01,
+    )
+    found = finding(make.study(training + alone))
+    assert found.headline == "Training with 2 workers runs 1.15 times as fast as with 0 workers"
+    assert "The loader alone delivers 3," in found.claim
+    assert "where training takes at most 3" in found.claim
+
+
+def test_compiling_pays_off_after_cost_by_saving() -> None:
+    found = compile_study(1.25)
+    row = comparisons(found).to_dict("records")[2]
+    cost = compiling.break_even(found, {str(k): v for k, v in row.items()})
+    # 30 s by 100 ms - 80 ms a step.
+    assert cost.steps == pytest.approx(1500, rel=0.1)
+    assert cost.steps_low < cost.steps < cost.steps_high
+    assert "pays off after 1," in finding(found).claim
+
+
+def test_compiling_that_is_slower_or_unresolved_never_claims_to_pay_off() -> None:
+    assert "pays off never, at this speed" in finding(compile_study(0.9)).claim
+    assert "whether it pays off is not resolved" in finding(compile_study(1.0, set_noise=0.05)).claim
+
+
+def test_efficiency_bands() -> None:
+    assert [band(e) for e in (1.02, 0.95, 0.8, 0.6)] == ["perfect", "excellent", "good", "overhead"]
+    assert [band(e, "S000") for e in (1.0, 0.8, 0.6, 0.4)] == ["perfect", "good", "acceptable", "poor"]
+
+
+def test_gpus_are_rated_and_ranks_that_share_cores_are_not() -> None:
+    one, two = (RunConfig(device="cuda", world_size=n) for n in (1, 2))
+    gpus = make.sets({"2 GPUs": (two, 1.6)}, baseline=one, baseline_label="1 GPU", experiment="multi_gpu")
+    assert "Parallel efficiency is 80 % (good" in finding(make.study(make.on(make.GPUS, gpus))).claim
+    ranks = make.sets({"2 ranks": (RunConfig(world_size=2), 1.1)}, baseline_label="1 rank", experiment="multi_gpu")
+    assert "share the same 2 cores" in finding(make.study(ranks)).claim
+
+
+def test_profile_names_the_largest_class() -> None:
+    found = finding(make.study([make.profile(RunConfig(purpose="profile"))]))
+    assert found.headline == "Convolutions take 62 % of the operator time of a training step"
+    failed = make.record(RunConfig(), experiment="profile", role="profile", status="crashed", reason="signal 9")
+    assert finding(make.study([failed])).status == findings.FAILED
+
+
+def test_recommendation_names_the_fastest_of_equal_work() -> None:
+    amp = make.sets({"bf16": (BF16, 1.62)})
+    large = RunConfig(global_batch_size=64)
+    ranks = make.sets(
+        {"2 ranks": (replace(large, world_size=2), 5.0)},
+        baseline=large,
+        baseline_label="1 rank",
+        experiment="multi_gpu",
+    )
+    compiled = make.sets({"compiled": (COMPILED, 1.2)}, baseline_label="eager", experiment="torch_compile")
+    found = make.study(amp + ranks + compiled, "recommendation")
+    best = ranking.fastest(found)
+    assert best is not None
+    # Batch 32 was measured by two experiments; the faster batch 64 did other work.
+    assert [r["label"] for r in best.rows] == ["bf16", "compiled", "fp32"]
+    said = finding(found)
+    assert said.headline.startswith("Fastest measured: 1 CPU rank, bf16")
+    assert "bf16 trains 1.62 times as fast as fp32" in said.claim
+    assert "no recommendation at equal quality" in said.claim
+    assert said.ratio == pytest.approx(1.62, rel=0.02)
+
+
+def test_recommendation_does_not_use_an_untrusted_experiment() -> None:
+    records = make.sets({"bf16": (BF16, 1.62)}, twin_ratio=1.05)
+    best = ranking.fastest(make.study(records, "recommendation"))
+    assert best is not None
+    assert [r["label"] for r in best.rows] == ["fp32"]
+
+
+def test_table_has_a_row_for_every_configuration_and_no_missing_value() -> None:
+    failures = {"fp16": (RunConfig(seed=9), "oom", "no room")}
+    shown = table(make.study(make.sets({"bf16": (BF16, 1.5)}, failures=failures)))
+    assert list(shown["Configuration"]) == ["fp32 (baseline)", "fp32 again (null twin)", "bf16", "fp16"]
+    assert not shown.isna().any(axis=None)
+    assert "nan" not in shown.to_string()
+    assert "no room" in shown.to_string()
+    for study in (compile_study(1.25), make.study([make.profile(RunConfig(purpose="profile"))])):
+        assert "nan" not in table(study).to_string()
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(4312.0, "4,310"), (12.34, "12.3"), (0.0456, "0.0456"), (999.7, "1,000"), (0.0, "0")]
+)
+def test_significant(value: float, expected: str) -> None:
+    assert phrases.significant(value) == expected

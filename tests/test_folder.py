@@ -1,0 +1,139 @@
+"""Listing a folder in order, and turning one file into pixels."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from ddpm_lab.data.folder import DataError, ImageError, decode, fingerprint, list_images
+
+
+def save(path: Path, pixels: object = None, **options: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    array = np.zeros((4, 4, 3), np.uint8) if pixels is None else np.asarray(pixels)
+    Image.fromarray(array).save(path, **options)  # type: ignore[arg-type]
+    return path
+
+
+def test_lists_nested_folders_in_numeric_order(tmp_path: Path) -> None:
+    expected = ["1.png", "2.JPG", "10.jpeg", "a2/0001.png", "a2/0010.png", "a10/1.png"]
+    for name in random.Random(0).sample(expected, len(expected)):
+        save(tmp_path / name)
+    for name in ["trainLabels.csv", ".hidden.png", "__MACOSX/1.png", ".cache/1.png", "notes.txt"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"not part of the set")
+    assert [file.path for file in list_images(tmp_path)] == expected
+
+
+@given(st.sets(st.integers(0, 10**30), min_size=2, max_size=8))
+def test_names_that_are_numbers_sort_as_numbers(tmp_path_factory: pytest.TempPathFactory, numbers: set[int]) -> None:
+    folder = tmp_path_factory.mktemp("numbers")
+    for number in numbers:
+        (folder / f"{number}.png").touch()
+    assert [int(Path(file.path).stem) for file in list_images(folder)] == sorted(numbers)
+
+
+def test_a_folder_that_links_to_itself_is_listed_once(tmp_path: Path) -> None:
+    save(tmp_path / "1.png")
+    (tmp_path / "again").symlink_to(tmp_path)
+    assert [file.path for file in list_images(tmp_path)] == ["1.png"]
+
+
+def test_fingerprint_sees_names_sizes_and_times(tmp_path: Path) -> None:
+    path = save(tmp_path / "1.png")
+    marks = {fingerprint(list_images(tmp_path))}
+    path.rename(tmp_path / "2.png")
+    marks.add(fingerprint(list_images(tmp_path)))
+    save(tmp_path / "3.png")
+    marks.add(fingerprint(list_images(tmp_path)))
+    with (tmp_path / "3.png").open("ab") as file:
+        file.write(b"x")
+    marks.add(fingerprint(list_images(tmp_path)))
+    assert len(marks) == 4
+    assert fingerprint(list_images(tmp_path)) in marks
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_what_is_not_a_folder_is_named(tmp_path: Path, missing: bool) -> None:
+    path = tmp_path / "x.png"
+    if not missing:
+        path.touch()
+    with pytest.raises(DataError, match=r"x\.png"):
+        list_images(path)
+
+
+def test_rgb_of_the_right_size_is_unchanged(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
+    assert np.array_equal(decode(save(tmp_path / "1.png", pixels), 8), pixels)
+
+
+def test_grey_and_palette_become_rgb(tmp_path: Path) -> None:
+    grey = np.random.default_rng(0).integers(0, 256, (8, 8), np.uint8)
+    expected = np.repeat(grey[:, :, None], 3, axis=2)
+    assert np.array_equal(decode(save(tmp_path / "grey.png", grey), 8), expected)
+    deep = grey.astype(np.uint16) * 256 + 7
+    assert np.array_equal(decode(save(tmp_path / "deep.png", deep), 8), expected)
+    Image.fromarray(grey).convert("P").save(tmp_path / "palette.png")
+    assert np.array_equal(decode(tmp_path / "palette.png", 8), expected)
+    Image.fromarray(grey > 127).save(tmp_path / "bits.png")
+    assert np.array_equal(decode(tmp_path / "bits.png", 8), (expected > 127) * 255)
+
+
+def test_transparency_is_composited_on_white(tmp_path: Path) -> None:
+    colour, alpha = np.array([200, 100, 0]), np.array([0, 128, 255], np.uint8)
+    rgba = np.concatenate([np.broadcast_to(colour, (3, 3, 3)), alpha[None, :, None].repeat(3, 0)], axis=2)
+    share = alpha[:, None] / 255
+    expected = np.broadcast_to(share * colour + (1 - share) * 255, (3, 3, 3))
+    found = decode(save(tmp_path / "1.png", rgba.astype(np.uint8)), 3)
+    assert np.abs(found - expected).max() <= 1
+    keyed = np.zeros((3, 3, 3), np.uint8)
+    keyed[1, 1] = colour
+    assert (decode(save(tmp_path / "keyed.png", keyed, transparency=(0, 0, 0)), 3)[0] == 255).all()
+
+
+@pytest.mark.parametrize("shape", [(40, 20), (20, 40)])
+def test_other_sizes_are_resized_by_the_shorter_side_and_cropped(tmp_path: Path, shape: tuple[int, int]) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
+    half = Image.fromarray(pixels).resize((shape[1] // 2, shape[0] // 2), Image.Resampling.BICUBIC)
+    rows, columns = ((side // 2 - 10) // 2 for side in shape)
+    expected = np.asarray(half)[rows : rows + 10, columns : columns + 10]
+    found = decode(save(tmp_path / "1.png", pixels), 10)
+    assert np.abs(found.astype(int) - expected).max() <= 1
+
+
+def test_shrinking_averages_instead_of_picking(tmp_path: Path) -> None:
+    board = (np.indices((64, 64)).sum(0) % 2 * 255).astype(np.uint8)
+    assert np.abs(decode(save(tmp_path / "1.png", board), 8).astype(int) - 127).max() < 16
+
+
+def test_exif_orientation_is_applied(tmp_path: Path) -> None:
+    pixels = np.zeros((16, 16, 3), np.uint8)
+    pixels[:8] = 255
+    exif = Image.Exif()
+    exif[0x0112] = 3  # upside down
+    found = decode(save(tmp_path / "1.jpg", pixels, exif=exif), 16)
+    assert found[:6].max() < 10
+    assert found[10:].min() > 245
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"GIF89a" + bytes(40), b"\x89PNG\r\n\x1a\n" + bytes(30)])
+def test_a_file_that_is_no_image_is_named_in_one_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "17.png"
+    path.write_bytes(content)
+    with pytest.raises(ImageError) as caught:
+        decode(path, 8)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg"])
+def test_a_truncated_image_is_refused(tmp_path: Path, suffix: str) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+    path = save(tmp_path / f"1.{suffix}", noise)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(ImageError, match=str(path)):
+        decode(path, 32)

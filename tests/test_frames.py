@@ -1,0 +1,91 @@
+"""From records to studies and tidy frames."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import records as make
+
+from ddpm_lab.config import Plan, RunConfig
+from ddpm_lab.explain import frames
+from ddpm_lab.ledger import LedgerError, RunRecord
+
+BF16 = RunConfig(precision="bf16")
+
+
+def test_study_takes_the_latest_cohort() -> None:
+    old = make.sets(
+        {"bf16": (BF16, 1.5)}, code_version="old", environment=make.environment(date="2026-01-01T00:00:00+00:00")
+    )
+    new = make.sets({"bf16": (BF16, 1.5)}, environment=make.environment(date="2026-01-02T00:00:00+02:00"))
+    other = make.sets({}, experiment="workers", environment=make.environment(date="2026-02-01T00:00:00+00:00"))
+    found = frames.study([*new, *old, *other], "amp")
+    assert {r.code_version for r in found.records} == {"code-1"}
+    assert {r.experiment for r in found.records} == {"amp"}
+    assert found.date == "2026-01-02"
+    assert frames.study(old + new, "amp", cohort=old[0].cohort).records == tuple(old)
+
+
+def test_a_later_note_does_not_hide_the_measurements() -> None:
+    measured = make.sets({"bf16": (BF16, 1.5)})
+    note = make.record(
+        RunConfig(),
+        role="note",
+        set_id="",
+        plan=Plan(turns=9),
+        environment=make.environment(date="2027-01-01T00:00:00+00:00"),
+    )
+    assert len(frames.study([*measured, note], "amp").records) == len(measured)
+
+
+def test_machines_are_never_mixed() -> None:
+    cpu = make.sets({"bf16": (BF16, 1.5)})
+    both = cpu + make.on(make.GPUS, cpu)
+    with pytest.raises(LedgerError, match=r"2 machines.*Example CPU 9000, 2 cores.*Example GPU X"):
+        frames.study(both, "amp")
+    for wanted in ("gpu x", make.GPUS.key, make.GPUS.name):
+        assert {r.environment.machine for r in frames.study(both, "amp", machine=wanted).records} == {make.GPUS}
+    with pytest.raises(LedgerError, match="'example' fits 2 machines"):
+        frames.study(both, "amp", machine="example")
+    with pytest.raises(LedgerError, match="'cray' is not in the records"):
+        frames.study(both, "amp", machine="cray")
+
+
+def test_run_ids_select_what_a_call_asked_for() -> None:
+    records = make.sets({"bf16": (BF16, 1.5), "seed 1": (RunConfig(seed=1), 1.0)})
+    found = frames.study(records, "amp", run_ids=[RunConfig().run_id, BF16.run_id])
+    assert {r.label for r in found.records} == {"fp32", "fp32 again", "bf16"}
+    assert frames.study(records, "amp", run_ids=[BF16.run_id]).records == ()
+
+
+def test_no_records() -> None:
+    empty = frames.study([], "amp")
+    assert empty.records == ()
+    assert (empty.hardware, empty.date) == ("", "")
+
+
+def test_recommendation_takes_the_latest_cohort_of_each_experiment() -> None:
+    records = make.sets({"bf16": (BF16, 1.5)}) + make.sets({}, experiment="workers", plan=Plan(turns=7))
+    old = make.sets({}, code_version="old", environment=make.environment(date="2020-01-01T00:00:00+00:00"))
+    found = frames.study(old + records, "recommendation")
+    assert {(r.experiment, r.plan.turns, r.code_version) for r in found.records} == {
+        ("amp", 6, "code-1"),
+        ("workers", 7, "code-1"),
+    }
+
+
+def test_windows_and_runs_hold_every_row() -> None:
+    records = make.sets({"bf16": (BF16, 1.5)}, count=2, turns=3, dropped=[(0, 1)])
+    windows, runs = frames.windows(records), frames.runs(records)
+    assert len(windows) == 2 * 3 * 3
+    assert len(runs) == 2 * 3
+    assert np.allclose(windows["images_per_second"] * windows["seconds"], windows["images"])
+    assert runs["turns_dropped"].sum() == windows["dropped"].sum() == 1
+    assert set(runs["peak_memory_bytes"]) == {512 << 20}
+
+
+def test_unknown_memory_is_unknown() -> None:
+    ranks = (make.rank_record(0), make.rank_record(1, peak_memory_bytes=None))
+    record: RunRecord = replace(make.sets({}, count=1)[0], ranks=ranks)
+    assert np.isnan(frames.peak_memory(record))
+    assert np.isnan(frames.peak_memory(replace(record, ranks=())))

@@ -1,0 +1,348 @@
+"""Notebooks run headlessly: what is published, what is refused, and what a stop or a death leaves."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import psutil
+import pytest
+
+from ddpm_lab import config, report
+from ddpm_lab.config import ConfigError
+from ddpm_lab.data.folder import DataError
+from ddpm_lab.explain import pages
+from ddpm_lab.explain.pages import Page
+from ddpm_lab.notebooks import CHECKOUT, NUMBERED, NotebookError
+
+v4: Any = nbformat.v4
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+ANSWER = f"""from IPython.display import display
+display({{"image/png": "{PIXEL}"}}, metadata={{"image/png": {{"alt": "One grey <pixel>"}}}}, raw=True)
+display({{"text/html": "<table><tr><td>1</td></tr></table>"}}, raw=True)
+display(
+    {{"text/markdown": "**Planted** answer"}},
+    metadata={{"ddpm_lab": {{"status": "answered", "headline": "A planted answer & more", "hardware": "Planted CPU"}}}},
+    raw=True,
+)"""
+SAY = (
+    'import os\nwith open(os.environ["DDPM_LAB_PROGRESS"], "a") as file:\n    file.write("set 1 of 6\\nset 2 of 6\\n")'
+)
+
+
+def write(path: Path, *code: str, parameters: str = "minutes = None  # budget") -> Path:
+    """A throw-away notebook with a question, a parameters cell and ``code``."""
+    cells: list[Any] = [
+        v4.new_markdown_cell(f"# {int(path.stem[:2])}. Does {path.stem} work?\n\n**Question.** Planted.\n"),
+        v4.new_code_cell(parameters, metadata={"tags": ["parameters"]}),
+        *(v4.new_code_cell(source) for source in code),
+    ]
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    notebook = v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
+    nbformat.write(notebook, path)  # type: ignore[no-untyped-call]
+    return path
+
+
+def run(files: Sequence[Path], output: Path, **options: Any) -> tuple[report.ReportResult, list[str]]:
+    lines: list[str] = []
+    options = {"preset": "smoke", "progress": lines.append, **options}
+    return report.report(notebooks=list(files), output_dir=output, **options), lines
+
+
+class Loads(html.parser.HTMLParser):
+    """Everything that a browser would fetch, each image, and the links of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.fetched: list[str] = re.findall(r"url\(|@import", text)
+        self.images: list[dict[str, str | None]] = []
+        self.links: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.tags.append((tag, values))
+        if tag == "img":
+            self.images.append(values)
+        if tag == "a":
+            self.links.append(values.get("href") or "")
+        elif tag == "script":
+            self.fetched.append("script")
+        else:
+            places = [values.get(name) or "" for name in ("src", "href", "srcset", "data", "poster", "action")]
+            self.fetched += [place for place in places if place and not place.startswith("data:")]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[report.ReportResult, list[str], Path]:
+    """A report of a notebook that answers, one that fails, one whose kernel dies, and one after them."""
+    folder = tmp_path_factory.mktemp("report")
+    files = [
+        write(folder / "01_answers.ipynb", SAY, ANSWER),
+        write(
+            folder / "02_fails.ipynb", "print('before')", "raise ValueError('planted <b>failure</b>')", "print('no')"
+        ),
+        write(folder / "03_dies.ipynb", "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"),
+        write(folder / "04_after.ipynb", "print(minutes)", ANSWER),
+    ]
+    result, lines = run(files, folder / "out")
+    return result, lines, folder / "out" / "reports"
+
+
+Made = tuple[report.ReportResult, list[str], Path]
+
+
+def test_a_failure_is_published_and_the_others_go_on(made: Made) -> None:
+    result, _, folder = made
+    states = {page.name: page.state for page in result.pages}
+    assert states == {"01_answers": "done", "02_fails": "failed", "03_dies": "failed", "04_after": "done"}
+    assert result.exit_code == 1
+    assert not result.stopped
+    failed = (folder / "02_fails.html").read_text()
+    assert "planted &lt;b&gt;failure" in failed
+    assert "before" in failed
+    assert "kernel died" in (folder / "03_dies.html").read_text()
+    index = (folder / "index.html").read_text()
+    assert "ValueError: planted &lt;b&gt;failure&lt;/b&gt;" in index
+    assert index.count('class="chip failed">failed') == 2
+
+
+def test_pages_make_no_request_and_describe_their_images(made: Made) -> None:
+    _, _, folder = made
+    for path in folder.glob("*.html"):
+        page = Loads(path.read_text())
+        assert page.fetched == []
+        assert all((image["src"] or "").startswith("data:image/png;base64,") for image in page.images)
+        assert all(image.get("alt") for image in page.images)
+        assert ("html", {"lang": "en"}) in page.tags
+        assert sum(tag == "h1" for tag, _ in page.tags) == 1
+        assert path.stat().st_size < 500_000
+        for link in page.links:
+            assert (folder / link).is_file(), f"{path.name} links to {link}, which is missing"
+    assert 'alt="One grey &lt;pixel&gt;"' in (folder / "01_answers.html").read_text()
+
+
+def test_question_and_answer_come_first(made: Made) -> None:
+    _, _, folder = made
+    text = (folder / "01_answers.html").read_text()
+    places = [
+        text.index(part) for part in ("<h1>1. Does 01_answers work?", "A planted answer &amp; more", "data:image/png;")
+    ]
+    assert places == sorted(places)
+    assert "<title>1. Does 01_answers work?</title>" in text
+    index = (folder / "index.html").read_text()
+    assert "A planted answer &amp; more" in index
+    assert PIXEL in index
+    assert "Planted CPU" in index
+
+
+def test_progress_of_the_kernel_passes_through(made: Made) -> None:
+    _, lines, _ = made
+    said = [re.sub(r"^\[\d+:\d\d\] ", "", line) for line in lines]
+    assert said.index("01_answers: set 1 of 6") < said.index("01_answers: set 2 of 6")
+    assert said.index("01_answers: set 2 of 6") < said.index("01_answers: A planted answer & more")
+    assert said[-1].startswith("report: ")
+
+
+def test_executed_notebooks_keep_their_outputs(made: Made) -> None:
+    _, _, folder = made
+    text = (folder / "notebooks" / "02_fails.ipynb").read_text()
+    notebook = json.loads(text)
+    assert notebook["metadata"]["ddpm_lab"]["state"] == "failed"
+    assert "before" in text
+
+
+def test_unused_time_passes_to_the_next(made: Made) -> None:
+    _, _, folder = made
+    # Four equal weights: a quarter of three minutes at first; all that is left for the last.
+    given = {}
+    for path in sorted((folder / "notebooks").glob("*.ipynb")):
+        match = re.search(r"minutes = ([\d.]+)", path.read_text())
+        assert match is not None
+        given[path.stem] = float(match[1])
+    total = config.PRESETS["smoke"].minutes or 0
+    assert given["01_answers"] <= total / 4
+    assert given["01_answers"] < given["02_fails"] < given["03_dies"] < given["04_after"] < total
+
+
+def test_the_table_of_weights_names_the_notebooks() -> None:
+    numbered = {path.stem for path in (CHECKOUT / "notebooks").glob(NUMBERED)}
+    assert set(report.WEIGHTS) == numbered - {"06_recommendation"}
+
+
+@pytest.mark.slow
+def test_pages_of_an_earlier_report_stay_and_are_marked(tmp_path: Path) -> None:
+    first, second = write(tmp_path / "01_a.ipynb", ANSWER), write(tmp_path / "02_b.ipynb", "1 / 0")
+    run([first], tmp_path / "out")
+    result, _ = run([second], tmp_path / "out")
+    assert [(page.name, page.state, page.earlier) for page in result.pages] == [
+        ("01_a", "done", True),
+        ("02_b", "failed", False),
+    ]
+    assert result.exit_code == 1
+    assert "from an earlier run" in result.index.read_text()
+    result, _ = run([first], tmp_path / "out")
+    assert result.exit_code == 0, "a failure of an earlier report is not one of this report"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"parameters": {"batch": 3}}, NotebookError, ["'batch'", "01_a", "minutes"]),
+        ({"preset": "huge"}, ConfigError, ["'huge'", "quick"]),
+        ({"minutes": 0}, report.ReportError, ["minutes", "0"]),
+        ({"data": "no/such/folder"}, DataError, ["no/such/folder"]),
+        ({"held_out": "empty"}, DataError, ["no PNG or JPEG images", "empty"]),
+    ],
+)
+def test_wrong_values_are_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], error: type[Exception], words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(error) as caught:
+        run([write(tmp_path / "01_a.ipynb", "open('started', 'w')")], tmp_path / "out", **options)
+    assert all(word in str(caught.value) for word in words)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file in the way")
+    with pytest.raises(report.ReportError, match=r"cannot write to .*out.*; choose another output folder"):
+        run([write(tmp_path / "01_a.ipynb")], tmp_path / "out")
+
+
+def test_a_notebook_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Path) -> None:
+    with pytest.raises(NotebookError, match=r"'03_apm'.*03_amp"):
+        report.report(notebooks=["03_apm"], output_dir=tmp_path)
+    with pytest.raises(NotebookError, match=r"none\.ipynb"):
+        report.report(notebooks=[tmp_path / "none.ipynb"], output_dir=tmp_path)
+
+
+@pytest.mark.slow
+def test_a_parameter_goes_to_the_notebooks_that_have_it(tmp_path: Path) -> None:
+    files = [
+        write(tmp_path / "01_a.ipynb", "print(sizes)", parameters="sizes = None  # sizes"),
+        write(tmp_path / "02_b.ipynb", "print('b')"),
+    ]
+    result, _ = run(files, tmp_path / "out", parameters={"sizes": [1, 2]})
+    assert result.exit_code == 0
+    assert "[1, 2]" in (tmp_path / "out" / "reports" / "01_a.html").read_text()
+    assert "sizes" not in (tmp_path / "out" / "reports" / "notebooks" / "02_b.ipynb").read_text()
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from ddpm_lab.report import report
+folder = Path(sys.argv[1])
+if __name__ == "__main__":
+    sys.exit(report(preset="smoke", output_dir=folder / "out", notebooks=sorted(folder.glob("*.ipynb"))).exit_code)
+"""
+SLEEP = "import os, time\nprint('began', flush=True)\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(300)"
+
+
+def begin(folder: Path) -> tuple[subprocess.Popen[str], psutil.Process]:
+    """A report in a process of its own whose second notebook sleeps; also that notebook's kernel."""
+    write(folder / "01_a.ipynb", ANSWER)
+    write(folder / "02_b.ipynb", SLEEP)
+    write(folder / "03_c.ipynb", ANSWER)
+    (folder / "run.py").write_text(SCRIPT)
+    command = [sys.executable, "run.py", str(folder)]
+    started = subprocess.Popen(command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    limit = time.monotonic() + 60
+    while not (folder / "pid").exists() or not (folder / "pid").read_text():
+        assert time.monotonic() < limit
+        assert started.poll() is None, started.communicate()[0]
+        time.sleep(0.1)
+    return started, psutil.Process(int((folder / "pid").read_text()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_keeps_what_is_done_and_says_what_is_missing(tmp_path: Path, number: int) -> None:
+    started, kernel = begin(tmp_path)
+    os.kill(started.pid, number)
+    output = started.communicate(timeout=30)[0]
+    assert started.returncode == 130, output
+    assert "Traceback" not in output
+    assert not kernel.is_running()
+    index = (tmp_path / "out" / "reports" / "index.html").read_text()
+    assert "The report was stopped. Not run: 03_c." in index
+    assert 'class="chip failed">stopped' in index
+    assert "A planted answer" in index
+    assert "began" in (tmp_path / "out" / "reports" / "02_b.html").read_text()
+
+
+@pytest.mark.slow
+def test_no_kernel_outlives_a_report_that_is_killed(tmp_path: Path) -> None:
+    started, kernel = begin(tmp_path)
+    started.kill()
+    started.communicate()
+    assert psutil.wait_procs([kernel], timeout=10)[1] == []
+    assert "To come: 02_b, 03_c." in (tmp_path / "out" / "reports" / "index.html").read_text()
+
+
+def test_the_state_of_a_page_is_what_its_chip_says() -> None:
+    def page(state: str, **finding: str) -> Page:
+        return Page(name="01_a", title="?", state=state, finding=finding)
+
+    chips = [
+        (page("not run"), "not run", "idle"),
+        (page("done", status="answered"), "answered", "answered"),
+        (page("done", status="not resolved"), "not resolved", "unresolved"),
+        (page("done"), "no answer", "unresolved"),
+        (page("failed", status="answered"), "failed", "failed"),
+        (page("stopped"), "stopped", "failed"),
+    ]
+    assert [(p.status, p.kind) for p, _, _ in chips] == [(status, kind) for _, status, kind in chips]
+
+
+def test_the_index_loses_nothing_when_the_folder_moves(made: Made) -> None:
+    _, _, folder = made
+    text = (folder / "index.html").read_text()
+    assert str(folder) not in re.sub(r"<pre.*?</pre>", "", text, flags=re.DOTALL)
+    assert all(not link.startswith(("/", "file:")) for link in Loads(text).links)
+
+
+def test_dates_are_written_for_people() -> None:
+    assert pages.spoken_date("2026-01-03T09:05:00+01:00") == "3 January 2026, 09:05"
+    assert pages.spoken_date("2026-01-03") == "3 January 2026"
+    assert pages.spoken_date("") == ""
+
+
+@pytest.mark.slow
+def test_the_whole_smoke_report_on_synthetic_images(tmp_path: Path) -> None:
+    pytest.importorskip("ddpm_lab.experiments")
+    lines: list[str] = []
+    result = report.report(preset="smoke", output_dir=tmp_path, progress=lines.append)
+    assert result.exit_code == 0, "\n".join(lines)
+    findings = {page.name: page.finding for page in result.pages}
+    assert len(findings) == 6
+    for name in ("02_multi_gpu", "03_amp", "04_workers"):
+        # One set never gives a verdict.
+        assert findings[name]["status"] == "not resolved"
+        assert findings[name]["sets"] == 1
+    assert findings["01_profile"]["status"] == "answered"
+    assert len({finding["code_version"] for finding in findings.values()}) == 1
+    ledger = [json.loads(line) for line in (tmp_path / "trace_output" / "ledger.jsonl").read_text().splitlines()]
+    assert {"profile", "multi_gpu", "amp", "workers", "torch_compile"} == {record["experiment"] for record in ledger}
+    assert max(len(r["ranks"]) for r in ledger if r["experiment"] == "multi_gpu" and r["status"] == "ok") == 2
+    for page in result.pages:
+        assert page.image
+        assert page.alt
+        assert (tmp_path / "image_output" / f"{page.name}.png").is_file()
+        assert Loads((tmp_path / "reports" / f"{page.name}.html").read_text()).fetched == []
+    assert list((tmp_path / "trace_output").glob("*.json.gz"))

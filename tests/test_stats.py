@@ -1,0 +1,156 @@
+"""Statistics against simulation, hand-worked cases and invariants."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats as scipy_stats
+
+from ddpm_lab.explain import stats
+
+FINITE = st.floats(min_value=0.2, max_value=5.0)
+
+
+def simulated(rng: np.random.Generator, sets: int, turns: int, ratio: float) -> tuple[stats.Array, stats.Array]:
+    """Seconds per image of two configurations: shared drift with autocorrelation, own noise by set and by window."""
+    drift = np.zeros(sets * turns)
+    shocks = rng.normal(0, 0.05, sets * turns)
+    for i in range(1, sets * turns):
+        drift[i] = 0.95 * drift[i - 1] + shocks[i]
+    shared = drift.reshape(sets, turns)
+    base = 0.01 * np.exp(shared + rng.normal(0, 0.02, (sets, turns)))
+    own = rng.normal(0, 0.03, (sets, 1))
+    other = 0.01 / ratio * np.exp(shared + own + rng.normal(0, 0.02, (sets, turns)))
+    return base, other
+
+
+@pytest.mark.parametrize("sets", [6, 12])
+def test_interval_covers_the_planted_ratio(sets: int) -> None:
+    rng = np.random.default_rng(sets)
+    runs = 4000
+    covered = 0
+    for _ in range(runs):
+        estimate = stats.geometric_estimate(stats.set_log_ratios(*simulated(rng, sets, 6, 1.03)))
+        covered += estimate.low <= 1.03 <= estimate.high
+    assert 0.93 <= covered / runs <= 0.97
+
+
+def test_interval_over_pooled_turns_would_not_cover() -> None:
+    """The fault that the unit of a set avoids: turns counted as repeats."""
+    rng = np.random.default_rng(1)
+    covered = 0
+    for _ in range(500):
+        base, other = simulated(rng, 6, 6, 1.03)
+        estimate = stats.geometric_estimate(np.log(base / other).ravel())
+        covered += estimate.low <= 1.03 <= estimate.high
+    assert covered / 500 < 0.85
+
+
+def test_identical_groups_are_rarely_called_different() -> None:
+    """Four comparisons that are all null: any false call in at most some 5 % of experiments."""
+    rng = np.random.default_rng(3)
+    runs = 1500
+    calls = 0
+    for _ in range(runs):
+        estimates = [stats.geometric_estimate(stats.set_log_ratios(*simulated(rng, 6, 4, 1.0))) for _ in range(4)]
+        adjusted = stats.holm([e.p for e in estimates])
+        calls += any(stats.called(e, p) for e, p in zip(estimates, adjusted, strict=True))
+    assert calls / runs <= 0.06
+
+
+def test_planted_effect_is_found_at_the_number_of_sets_that_is_said_to_resolve_it() -> None:
+    rng = np.random.default_rng(4)
+    wide = stats.set_log_ratios(*simulated(rng, 200, 6, 1.0))
+    needed = stats.sets_to_resolve(wide, 0.05)
+    assert needed is not None
+    found = 0
+    for _ in range(300):
+        estimate = stats.geometric_estimate(stats.set_log_ratios(*simulated(rng, needed, 6, 1 / 1.05)))
+        found += stats.verdict(estimate, estimate.p, 1) == stats.SLOWER
+    assert found / 300 > 0.9
+
+
+def test_estimate_equals_scipy() -> None:
+    logs = np.array([0.02, 0.05, -0.01, 0.04, 0.03, 0.01])
+    ours = stats.geometric_estimate(logs)
+    test = scipy_stats.ttest_1samp(logs, 0.0)
+    interval = test.confidence_interval(0.95)
+    assert ours.p == pytest.approx(float(test.pvalue))
+    assert (ours.low, ours.high) == pytest.approx((math.exp(interval.low), math.exp(interval.high)))
+
+
+@given(st.lists(st.tuples(FINITE, FINITE), min_size=2, max_size=10))
+def test_swapping_the_sides_inverts_the_ratio(pairs: list[tuple[float, float]]) -> None:
+    a, b = (np.array(side)[:, None] for side in zip(*pairs, strict=True))
+    forward = stats.geometric_estimate(stats.set_log_ratios(a, b))
+    backward = stats.geometric_estimate(stats.set_log_ratios(b, a))
+    assert forward.value == pytest.approx(1 / backward.value)
+    assert forward.low == pytest.approx(1 / backward.high)
+    assert forward.p == pytest.approx(backward.p)
+
+
+@given(st.lists(st.tuples(FINITE, FINITE), min_size=2, max_size=10), st.floats(min_value=0.01, max_value=100))
+def test_what_slows_both_sides_of_a_set_alike_changes_nothing(pairs: list[tuple[float, float]], scale: float) -> None:
+    a, b = (np.array(side)[:, None] for side in zip(*pairs, strict=True))
+    scales = np.geomspace(1, scale, len(pairs))[:, None]
+    assert stats.set_log_ratios(a * scales, b * scales) == pytest.approx(stats.set_log_ratios(a, b), abs=1e-9)
+
+
+def test_dropped_turns_do_not_count() -> None:
+    base = [[1.0, 2.0, math.nan], [1.0, 1.0, 1.0]]
+    other = [[0.5, 1.0, 9.0], [math.inf, math.nan, 2.0]]
+    assert stats.set_log_ratios(base, other) == pytest.approx([math.log(2), -math.log(2)])
+    assert math.isnan(float(stats.set_log_ratios([math.nan], [1.0])))
+
+
+def test_holm_by_hand() -> None:
+    # Holm 1979: sorted 0.01, 0.02, 0.03, 0.6 times 4, 3, 2, 1 and made non-decreasing.
+    assert stats.holm([0.03, 0.01, math.nan, 0.6, 0.02]) == pytest.approx(
+        [0.06, 0.04, math.nan, 0.6, 0.06], nan_ok=True
+    )
+    assert stats.holm([0.9, 0.8]) == [1.0, 1.0]
+    assert stats.holm([]) == []
+
+
+def test_one_set_has_a_ratio_and_no_interval() -> None:
+    estimate = stats.geometric_estimate([math.log(1.5)])
+    assert estimate.value == pytest.approx(1.5)
+    assert math.isnan(estimate.low)
+    assert math.isnan(estimate.p)
+    assert stats.sets_to_resolve([0.1]) is None
+    assert math.isnan(stats.geometric_estimate([]).value)
+
+
+def test_a_verdict_needs_six_sets() -> None:
+    logs = np.array([0.5, 0.51, 0.49, 0.5, 0.505])
+    five, six = stats.geometric_estimate(logs), stats.geometric_estimate([*logs, 0.495])
+    assert stats.verdict(five, five.p, 1) == stats.NOT_RESOLVED
+    assert stats.verdict(six, six.p, 1) == stats.FASTER
+
+
+def test_verdict_says_where_only_the_correction_prevents_it() -> None:
+    logs = np.array([0.01, 0.06, 0.05, 0.0, 0.055, 0.03])
+    estimate = stats.geometric_estimate(logs)
+    assert estimate.low > 1
+    assert stats.verdict(estimate, 5 * estimate.p, 5) == "not resolved (corrected for 5 comparisons)"
+    assert stats.verdict(estimate, estimate.p, 1) == stats.FASTER
+
+
+def test_no_spread() -> None:
+    assert stats.geometric_estimate([0.5] * 6).p == 0.0
+    assert stats.geometric_estimate([0.0] * 6).p == 1.0
+    assert stats.sets_to_resolve([0.1] * 6) == stats.LEAST_SETS
+    assert stats.sets_to_resolve([-9.0, 9.0], most=50) is None
+
+
+def test_geometric_mean_of_a_ratio_and_its_inverse_is_one() -> None:
+    assert stats.geometric_mean([4.0, 0.25]) == pytest.approx(1.0)
+
+
+def test_break_even() -> None:
+    # 100 ms become 80 ms: 20 ms saved a step, so 30 s are earned back in 1,500 steps.
+    assert stats.break_even_steps(30.0, 0.1, 1.25) == pytest.approx(1500)
+    assert stats.break_even_steps(30.0, 0.1, 0.9) == math.inf
+    assert math.isnan(stats.break_even_steps(math.nan, 0.1, 1.25))

@@ -1,0 +1,57 @@
+"""The built-in images: the same everywhere, and worth learning from."""
+
+import hashlib
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ddpm_lab.data.folder import decode, list_images
+from ddpm_lab.data.synthetic import generate, write_folder
+
+
+def test_pixels_are_the_same_on_every_machine() -> None:
+    found = hashlib.sha256(generate(150).tobytes()).hexdigest()
+    assert found == "25b05736c68e0888d4cb2f421eaf5fae09041f6959e9b6ec1e1442837ed31fcf"
+
+
+def test_more_images_begin_with_the_same_ones() -> None:
+    assert np.array_equal(generate(120)[:30], generate(30))
+
+
+def test_files_hold_the_pixels_in_kaggles_layout(tmp_path: Path) -> None:
+    write_folder(tmp_path, count=12, image_size=16)
+    files = list_images(tmp_path)
+    assert [file.path for file in files] == [f"train/{number}.png" for number in range(1, 13)]
+    decoded = np.stack([decode(tmp_path / file.path, 16) for file in files])
+    assert np.array_equal(decoded, generate(12, 16))
+
+
+def test_images_have_structure_variety_and_contrast() -> None:
+    images = generate(300).astype(float) / 255
+    neighbours = np.corrcoef(images[:, :, 1:].ravel(), images[:, :, :-1].ravel())[0, 1]
+    assert neighbours > 0.9  # noise has 0: a denoiser could learn nothing
+    assert len({image.tobytes() for image in images}) == 300
+    assert np.median(images.std(axis=(1, 2, 3))) > 0.1
+    assert np.abs(images.mean(axis=(0, 1, 2)) - 0.5).max() < 0.1
+    mean_image_error = ((images - images.mean(axis=0)) ** 2).mean()
+    assert mean_image_error > 0.03  # one average picture does not explain the set
+
+
+def test_sizes_show_the_same_picture() -> None:
+    large = generate(5, 64).astype(float)
+    halved = large.reshape(5, 32, 2, 32, 2, 3).mean(axis=(2, 4))
+    assert np.abs(halved - generate(5, 32)).mean() < 6
+
+
+def test_the_default_set_takes_a_moment(tmp_path: Path) -> None:
+    start = time.perf_counter()
+    write_folder(tmp_path)
+    assert time.perf_counter() - start < 10  # 1 s on an idle machine
+    assert len(list_images(tmp_path)) == 2_000
+
+
+def test_nothing_to_draw_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 images"):
+        generate(0)

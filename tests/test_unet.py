@@ -1,0 +1,331 @@
+"""The networks: exact sizes, agreement with plain independent implementations, and the properties a trainer needs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddpm_lab.model.blocks import CosineAttention, LinearAttention, SeedBlock
+from ddpm_lab.model.unet import NETWORKS, UNet, UNetConfig, build_network, count_flops, count_parameters
+
+SMALL = {
+    "seed": replace(NETWORKS["tiny"], patch=1, blocks=2, multipliers=(1, 2, 4)),
+    "patched": NETWORKS["tiny"],
+    "ddpm": UNetConfig(family="ddpm", width=16, multipliers=(1, 2, 2), groups=8, attention_levels=(1,)),
+}
+"""Every path through the code, at sizes that take no time."""
+
+
+def randomise(module: nn.Module) -> None:
+    """Give every parameter a random value, so that gains, biases and layers that start at zero take part."""
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.1)
+
+
+def inputs(size: int = 32, count: int = 2, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(count, 3, size, size, generator=generator, dtype=dtype)
+    return x, torch.randint(0, 1000, (count,), generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("seed", 10_050_819), ("ddpm", 35_746_307), ("s000", 39_156_227), ("tiny", 152_732)]
+)
+def test_parameter_count(name: str, parameters: int) -> None:
+    with torch.device("meta"):
+        assert count_parameters(build_network(name)) == parameters
+
+
+def test_flops_of_the_seed_network() -> None:
+    forward, both = count_flops("seed")
+    assert round(forward / 1e9, 2) == 3.05
+    assert round(both / 1e9, 2) == 9.13
+
+
+def test_flops_of_the_ddpm_network() -> None:
+    # The published 36.3 GFLOP leave out the products inside attention, which are 4 L^2 C forward and twice that back:
+    # five blocks over 16x16 positions and one over 4x4, all 256 wide.
+    _, both = count_flops("ddpm")
+    attention = 3 * 4 * 256 * (5 * 256**2 + 16**2)
+    assert round((both - attention) / 1e9, 1) == 36.3
+
+
+def test_work_grows_with_the_pixels() -> None:
+    # All but the time embedding and the middle's full attention is proportional to the number of pixels.
+    small, large = count_flops("seed", image_size=32)[0], count_flops("seed", image_size=64)[0]
+    assert 3.9 < large / small < 4.1
+
+
+@pytest.mark.parametrize("size", [20, 28, 36])
+def test_untrained_output_is_finite_and_shaped_like_the_input(size: int) -> None:
+    x, t = inputs(size)
+    for name in ("tiny", "seed") if size == 20 else ("tiny",):
+        output = build_network(name, image_size=size)(x, t)
+        assert output.shape == x.shape
+        assert output.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["ddpm", "s000"])
+@pytest.mark.slow
+def test_large_networks_run(name: str) -> None:
+    x, t = inputs(24, 1)
+    assert build_network(name, image_size=24)(x, t).shape == x.shape
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "words"),
+    [("seed", 30, "3 levels.*multiple of 4"), ("ddpm", 36, "4 levels.*multiple of 8"), ("tiny", 0, "image_size is 0")],
+)
+def test_sizes_that_do_not_fit_are_refused(name: str, size: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        build_network(name, image_size=size)
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="'huge': choose one of tiny, seed, ddpm, s000"):
+        build_network("huge")
+    with pytest.raises(ValueError, match="'rows': choose 'channels' or 'positions'"):
+        replace(NETWORKS["seed"], middle_attention_axis="rows")  # type: ignore[arg-type]
+
+
+# Plain implementations in numpy, written from the mathematics, one image and one head at a time.
+
+Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+
+
+def values(tensor: Tensor) -> Array:
+    return tensor.detach().double().numpy()
+
+
+def softmax(x: Array, axis: int) -> Array:
+    e = np.exp(x - x.max(axis, keepdims=True))
+    return np.asarray(e / e.sum(axis, keepdims=True))
+
+
+def layer_norm(x: Array, norm: nn.LayerNorm) -> Array:
+    """X (C, L), each column normalised."""
+    centred = x - x.mean(0)
+    gain, bias = values(norm.weight)[:, None], values(norm.bias)[:, None]
+    return np.asarray(centred / np.sqrt((centred**2).mean(0) + 1e-5) * gain + bias)
+
+
+def heads_of(x: Array, module: LinearAttention | CosineAttention) -> list[tuple[Array, Array, Array]]:
+    """Queries, keys and values (d, L) of each head for x (C, L); rows of the weight are q, k, v, and heads in each."""
+    q, k, v = np.split(values(module.qkv.weight) @ layer_norm(x, module.norm), 3)
+    return list(zip(*(np.split(part, module.heads) for part in (q, k, v)), strict=True))
+
+
+def plain_linear_attention(x: Array, module: LinearAttention) -> Array:
+    joined = []
+    for q, k, v in heads_of(x, module):
+        context = v @ softmax(k, 1).T  # (d of v, d of k)
+        joined.append(context @ softmax(q, 0) / math.sqrt(len(q)))
+    out = values(module.out.weight) @ np.concatenate(joined) + values(module.out.bias)[:, None]
+    return x + layer_norm(out, module.out_norm)
+
+
+def plain_cosine_attention(x: Array, module: CosineAttention, axis: int) -> Array:
+    joined = []
+    for q, k, v in heads_of(x, module):
+        q1 = q / np.sqrt((q**2).sum(axis, keepdims=True))
+        k1 = k / np.sqrt((k**2).sum(axis, keepdims=True))
+        joined.append(v @ softmax(16 * q1.T @ k1, 1).T)
+    return x + values(module.out.weight) @ np.concatenate(joined) + values(module.out.bias)[:, None]
+
+
+def agree(actual: Tensor, expected: Array) -> None:
+    assert np.abs(values(actual) - expected).max() <= 1e-12 * np.abs(expected).max()
+
+
+def image_and(module: nn.Module, channels: int) -> Tensor:
+    torch.manual_seed(3)
+    randomise(module)
+    return torch.randn(2, channels, 6, 4, dtype=torch.float64)
+
+
+def test_linear_attention_against_a_plain_implementation() -> None:
+    module = LinearAttention(12, heads=3, head_width=5).double()
+    x = image_and(module, 12)
+    agree(module(x), np.stack([plain_linear_attention(i.reshape(12, 24), module).reshape(12, 6, 4) for i in values(x)]))
+
+
+@pytest.mark.parametrize(("axis", "summed"), [("channels", 0), ("positions", 1)])
+def test_middle_attention_against_a_plain_implementation(axis: str, summed: int) -> None:
+    module = CosineAttention(12, heads=3, head_width=5, axis=axis).double()
+    x = image_and(module, 12)
+    plain = [plain_cosine_attention(i.reshape(12, 24), module, summed).reshape(12, 6, 4) for i in values(x)]
+    agree(module(x), np.stack(plain))
+
+
+def plain_convolution(x: Array, layer: nn.Conv2d) -> Array:
+    weight, pad = values(layer.weight), layer.kernel_size[0] // 2
+    padded = np.pad(x, ((0, 0), (pad, pad), (pad, pad)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, layer.kernel_size, (1, 2))
+    bias = layer.bias
+    assert bias is not None
+    return np.asarray(np.einsum("ihwyx,oiyx->ohw", windows, weight) + values(bias)[:, None, None])
+
+
+def plain_group_norm(x: Array, norm: nn.GroupNorm) -> Array:
+    groups = x.reshape(norm.num_groups, -1)
+    centred = groups - groups.mean(1, keepdims=True)
+    normal = (centred / np.sqrt((centred**2).mean(1, keepdims=True) + 1e-5)).reshape(x.shape)
+    return np.asarray(normal * values(norm.weight)[:, None, None] + values(norm.bias)[:, None, None])
+
+
+@pytest.mark.parametrize("outputs", [8, 16])
+def test_seed_block_against_a_plain_implementation(outputs: int) -> None:
+    block = SeedBlock(8, outputs, time_width=6, groups=4).double()
+    x, embedding = image_and(block, 8), torch.randn(2, 6, dtype=torch.float64)
+    expected = []
+    for image, e in zip(values(x), values(embedding), strict=True):
+        scale, shift = np.split(values(block.time.weight) @ e + values(block.time.bias), 2)
+        h = plain_group_norm(plain_convolution(image, block.conv1), block.norm1)
+        h = h * (1 + scale[:, None, None]) + shift[:, None, None]
+        h = plain_group_norm(plain_convolution(h / (1 + np.exp(-h)), block.conv2), block.norm2)
+        shortcut = plain_convolution(image, block.shortcut) if isinstance(block.shortcut, nn.Conv2d) else image
+        expected.append(h / (1 + np.exp(-h)) + shortcut)
+    agree(block(x, embedding), np.stack(expected))
+
+
+def test_the_slip_changes_the_network() -> None:
+    x, t = inputs()
+    right = UNet(SMALL["seed"])
+    slip = UNet(replace(SMALL["seed"], middle_attention_axis="positions"))
+    slip.load_state_dict(right.state_dict())
+    assert not torch.allclose(right(x, t), slip(x, t), rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_ddpm_network_against_diffusers() -> None:
+    diffusers = pytest.importorskip("diffusers")
+    theirs = diffusers.UNet2DModel(
+        sample_size=32,
+        block_out_channels=(128, 256, 256, 256),
+        down_block_types=("DownBlock2D", "AttnDownBlock2D", "DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=None,
+        downsample_padding=0,
+        flip_sin_to_cos=False,
+        freq_shift=1,
+        norm_eps=1e-6,
+    ).double()
+    torch.manual_seed(0)
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    ours = build_network("ddpm").double()
+
+    def copy(target: nn.Module, *sources: nn.Module) -> None:
+        for name, parameter in target.named_parameters():
+            value = torch.cat([source.get_parameter(name) for source in sources])
+            parameter.data.copy_(value.view_as(parameter))
+
+    def copy_stage(stage: nn.Module, resnet: nn.Module, attention: nn.Module | None) -> None:
+        pairs = [("norm1", "norm1"), ("conv1", "conv1"), ("time", "time_emb_proj"), ("norm2", "norm2")]
+        pairs += [("conv2", "conv2")]
+        if resnet.conv_shortcut is not None:
+            pairs += [("shortcut", "conv_shortcut")]
+        block, a = stage.get_submodule("block"), attention
+        for mine, other in pairs:
+            copy(block.get_submodule(mine), resnet.get_submodule(other))
+        if a is not None:
+            copy(stage.get_submodule("attention.norm"), a.get_submodule("group_norm"))
+            copy(stage.get_submodule("attention.qkv"), *(a.get_submodule(n) for n in ("to_q", "to_k", "to_v")))
+            copy(stage.get_submodule("attention.out"), a.get_submodule("to_out.0"))
+
+    copy(ours.stem, theirs.conv_in)
+    copy(ours.time[0], theirs.time_embedding.linear_1)
+    copy(ours.time[2], theirs.time_embedding.linear_2)
+    down, up = iter(ours.down), iter(ours.up)
+    for block in theirs.down_blocks:
+        for resnet, attention in zip(block.resnets, getattr(block, "attentions", [None] * 2), strict=True):
+            copy_stage(next(down), resnet, attention)
+        if block.downsamplers:
+            copy(next(down).get_submodule("1"), block.downsamplers[0].conv)
+    copy_stage(ours.middle[0], theirs.mid_block.resnets[0], theirs.mid_block.attentions[0])
+    copy_stage(ours.middle[1], theirs.mid_block.resnets[1], None)
+    for block in theirs.up_blocks:
+        for resnet, attention in zip(block.resnets, getattr(block, "attentions", [None] * 3), strict=True):
+            copy_stage(next(up), resnet, attention)
+        if block.upsamplers:
+            next(up)  # the nearest-neighbour step has no parameters
+            copy(next(up), block.upsamplers[0].conv)
+    copy(ours.head.get_submodule("0"), theirs.conv_norm_out)
+    copy(ours.head.get_submodule("2"), theirs.conv_out)
+
+    x, t = inputs(count=1, dtype=torch.float64)
+    with torch.no_grad():
+        actual, expected = ours(x, t), theirs(x, t).sample
+    # diffusers embeds t in single precision.
+    assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", list(SMALL))
+def test_gradients_reach_every_parameter(name: str) -> None:
+    network = UNet(SMALL[name])
+    randomise(network)
+    x, t = inputs()
+    network(x, t).square().mean().backward()
+    for key, parameter in network.named_parameters():
+        assert parameter.grad is not None, key
+        assert parameter.grad.isfinite().all(), key
+        assert parameter.grad.abs().max() > 0, key
+
+
+@pytest.mark.parametrize("name", list(SMALL))
+def test_channels_last_gives_the_same_numbers_and_stays(name: str) -> None:
+    network = UNet(SMALL[name]).double()
+    randomise(network)
+    x, t = inputs(20, dtype=torch.float64)
+    plain = network(x, t)
+    assert plain.is_contiguous()
+    network = network.to(memory_format=torch.channels_last)
+    output = network(x.to(memory_format=torch.channels_last), t)
+    assert output.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(output, plain, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_no_parameter_has_strides_that_depend_on_the_memory_format(name: str) -> None:
+    # DDP warns where a gradient's strides differ from its bucket's, which (1, C, 1, 1) parameters bring about.
+    with torch.device("meta"):
+        network = build_network(name)
+    assert {p.ndim for p in network.parameters()} == {1, 2, 4}
+    assert all(p.shape[0] > 1 for p in network.parameters() if p.ndim == 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_stays_close_to_single_precision(dtype: torch.dtype) -> None:
+    network = build_network("tiny")
+    x, t = inputs()
+    exact = network(x, t)
+    with torch.autocast("cpu", dtype):
+        output = network(x, t)
+    assert output.dtype == dtype
+    assert (output - exact).abs().max() < 0.05 * exact.abs().max()
+
+
+def test_compiles_without_graph_breaks() -> None:
+    network = build_network("tiny")
+    x, t = inputs()
+    compiled = torch.compile(network, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, t), network(x, t))
+
+
+def test_deterministic_and_sensitive_to_time() -> None:
+    network = build_network("tiny")
+    x, t = inputs()
+    assert torch.equal(network(x, t), network(x, t))
+    assert torch.equal(network(x, t), network(x, t.float()))
+    assert not torch.allclose(network(x, t), network(x, t + 1))
+
+
+def test_images_of_a_batch_do_not_mix() -> None:
+    network = build_network("tiny").double()
+    x, t = inputs(dtype=torch.float64)
+    torch.testing.assert_close(network(x, t)[1:], network(x[1:], t[1:]), rtol=1e-10, atol=1e-12)
