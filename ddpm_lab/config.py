@@ -17,7 +17,8 @@ DEVICES = ("cpu", "cuda")
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 COMPILE_MODES = ("off", "whole")
 LOADERS = ("packed", "files")
-NETWORKS = ("tiny", "seed", "ddpm", "s000")
+NETWORKS = {"tiny": 4, "seed": 4, "ddpm": 8, "s000": 4}
+"""Names of the networks, and what the image size must be a multiple of."""
 SCHEDULES = ("linear", "cosine")
 OBJECTIVES = ("noise", "x0", "v")
 LOSSES = ("l1", "l2")
@@ -27,7 +28,11 @@ DDPM = "ddpm_lab.model.train:ddpm"
 LOADER_ALONE = "ddpm_lab.model.train:loader_alone"
 
 
-class ConfigError(ValueError):
+class LabError(ValueError):
+    """A refusal: one sentence for the user. Any other error is a defect and keeps its traceback."""
+
+
+class ConfigError(LabError):
     """A setting that cannot be run: one sentence that names the value, the place and the remedy."""
 
 
@@ -42,6 +47,12 @@ def whole(place: str, value: object, least: int) -> None:
     """Raise ConfigError unless ``value`` is a whole number of at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{place} is {value!r}: give a whole number of at least {least}")
+
+
+def several(place: str, value: object) -> None:
+    """Raise ConfigError unless ``value`` is a list (or tuple) with at least one entry."""
+    if not isinstance(value, list | tuple) or not value:
+        raise ConfigError(f"{place} is {value!r}: give a list with at least one entry")
 
 
 def _digest(value: object) -> str:
@@ -136,13 +147,16 @@ class RunConfig:
         whole("accumulation", self.accumulation, 1)
         whole("loader_workers", self.loader_workers, 0)
         whole("seed", self.seed, 0)
-        whole("image_size", self.image_size, 4)
+        whole("image_size", self.image_size, 1)
         object.__setattr__(self, "options", tuple((str(k), v) for k, v in self.options))
         module, _, function = self.workload.partition(":")
         if not module or not function.isidentifier():
             raise ConfigError(f"workload is {self.workload!r}: name it as module:function")
-        if self.image_size % 4:
-            raise ConfigError(f"image_size is {self.image_size}: give a multiple of 4")
+        multiple = NETWORKS[self.network]
+        if self.image_size % multiple:
+            raise ConfigError(
+                f"image_size is {self.image_size}: network {self.network!r} needs a multiple of {multiple}"
+            )
         if self.global_batch_size % (self.world_size * self.accumulation):
             raise ConfigError(
                 f"global_batch_size {self.global_batch_size} cannot be shared by {self.world_size} ranks in "
@@ -276,10 +290,10 @@ class Experiment:
     name: str
     families: tuple[Family, ...]
     left_out: tuple[tuple[str, str, str], ...] = ()  # (family, label, reason)
-    profiles: tuple[tuple[str, RunConfig], ...] = ()  # runs with another purpose: they supply no time
+    profiles: tuple[tuple[str, str, RunConfig], ...] = ()  # (family, label, configuration): they supply no time
 
     @property
     def configurations(self) -> tuple[RunConfig, ...]:
         """Every configuration, baselines first within each family."""
         compared = [c for f in self.families for c in (f.baseline, *(config for _, config in f.candidates))]
-        return (*compared, *(config for _, config in self.profiles))
+        return (*compared, *(config for _, _, config in self.profiles))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab.config import Plan, RunConfig
+from ddpm_lab.config import LabError, Plan, RunConfig
 
 SCHEMA = 1
 STATUSES = ("ok", "oom", "unsupported", "diverged", "crashed", "timed out", "refused", "left out")
@@ -24,7 +24,7 @@ LASTING = ("oom", "unsupported", "diverged", "refused")
 """Failures that another try on the same machine and code would meet again."""
 
 
-class LedgerError(ValueError):
+class LedgerError(LabError):
     """A ledger that cannot be used, in one sentence."""
 
 
@@ -80,8 +80,8 @@ class Environment:
 class Window:
     """One timed window: ``seconds`` is the wall time from the first rank's start to the last rank's end.
 
-    ``step_seconds`` are the steps of the slowest rank in each step; ``data_seconds`` is each rank's wait for data;
-    ``others_cores`` is how many cores other processes kept busy meanwhile (None: unknown). A dropped window was
+    A step ends when its slowest rank ends it, so ``step_seconds`` add up to the window; ``data_seconds`` is each rank's
+    wait for data; ``others_cores`` is how many cores other processes kept busy meanwhile (None: unknown). A dropped window was
     disturbed from outside; its turn is dropped for every configuration of the set.
     """
 

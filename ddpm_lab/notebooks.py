@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -20,15 +21,20 @@ from jupyter_core.utils import run_sync
 from nbclient.exceptions import DeadKernelError
 from papermill.exceptions import PapermillExecutionError
 
+from ddpm_lab.config import LabError
+
 CHECKOUT = Path(__file__).resolve().parents[1]
 NUMBERED = "[0-9][0-9]_*.ipynb"
 PROGRESS = "DDPM_LAB_PROGRESS"
 """Environment variable that names the file to which the lab appends its progress lines."""
 GRACE_SECONDS = 10.0
+HEARTBEAT = re.compile(r"\d+ s$")
+HEARTBEAT_SECONDS = 10.0
+"""Lines that differ only in the seconds at their end are passed on no more often than this."""
 LONGEST_FOLDER = 70  # the path of a Unix socket has at most 107 characters
 
 
-class NotebookError(ValueError):
+class NotebookError(LabError):
     """A notebook or a parameter that does not exist, in one sentence."""
 
 
@@ -193,6 +199,7 @@ def execute(
 def _follow(lines: Path, say: Callable[[str], None], stop: Stop, finished: threading.Event) -> None:
     """Pass on each line appended to ``lines``; its last part only when it is complete."""
     position, rest = 0, b""
+    said, when = "", 0.0
     while True:
         last = finished.wait(0.2)
         stop.enforce()
@@ -201,8 +208,10 @@ def _follow(lines: Path, say: Callable[[str], None], stop: Stop, finished: threa
             new = file.read()
             position += len(new)
             *complete, rest = (rest + new).split(b"\n")
-            for line in complete:
-                if line.strip():
-                    say(line.decode(errors="replace").rstrip())
+            for line in (each.decode(errors="replace").rstrip() for each in complete if each.strip()):
+                stage, beat = HEARTBEAT.sub("", line), HEARTBEAT.search(line) is not None
+                if not beat or stage != said or time.monotonic() - when > HEARTBEAT_SECONDS:
+                    say(line)
+                    said, when = stage, time.monotonic()
         if last:
             return

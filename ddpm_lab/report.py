@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import tempfile
@@ -36,7 +37,7 @@ LEAST_SECONDS = 3.0
 """What a notebook may use when the budget is spent: enough to show what the ledger holds."""
 
 
-class ReportError(ValueError):
+class ReportError(config.LabError):
     """A report that cannot be made, in one sentence."""
 
 
@@ -88,12 +89,14 @@ def report(
     Raises:
         NotebookError: a notebook or a parameter does not exist.
         ReportError: the output folder cannot be written, or ``minutes`` is not above 0.
-        ConfigError: there is no such preset.
+        ConfigError: there is no such preset or network.
         DataError: there are no images where ``data`` or ``held_out`` says.
     """
     chosen = config.preset(preset)
     if minutes is not None and not minutes > 0:
         raise ReportError(f"minutes is {minutes!r}: give a number above 0")
+    if network is not None:
+        config.choice("network", network, config.NETWORKS)
     files = choose(notebooks)
     _check_data(data, held_out)
     given = {"preset": preset, "data": data, "held_out": held_out, "network": network}
@@ -118,7 +121,7 @@ def report(
     )
     run.collect(files)
     if preset == "full":
-        run.forecast({file: values[file] for file in files if file.stem in WEIGHTS})
+        run.forecast({file: values[file] for file in files if file.stem in WEIGHTS and "ledger" not in values[file]})
     with stop_on_signals() as stop:
         for file in files:
             if stop.requested:
@@ -255,7 +258,7 @@ class _Run:
 
         facts = [
             ("Machine", of("hardware")),
-            ("Report of", pages.spoken_date(datetime.now().astimezone().isoformat(timespec="seconds"))),
+            ("Report made", pages.spoken_date(datetime.now().astimezone().isoformat(timespec="seconds"))),
             ("Preset", self.preset),
             ("Images", of("data") or self.data),
             ("Time taken", _words(self.elapsed)),
@@ -294,8 +297,10 @@ def _command(options: Mapping[str, Any], parameters: Mapping[str, Any], notebook
     for name, value in options.items():
         words += [] if value in (None, "synthetic") else [f"--{name.replace('_', '-')}", str(value)]
     for name, value in parameters.items():
-        words += ["-p", name, str(value)]
-    return shlex.join([*words, *map(str, notebooks)])
+        words += ["-p", name, value if isinstance(value, str) else json.dumps(value)]
+    for notebook in notebooks:
+        words += ["--notebook", str(notebook)]
+    return shlex.join(words)
 
 
 def _clock(seconds: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -75,3 +76,16 @@ class Busy:
 def busy(config: RunConfig, context: RankContext) -> Busy:
     """Make the busy workload."""
     return Busy(config, context)
+
+
+class Compiling(Busy):
+    """Runs a slow child process in its step, as a compiler does."""
+
+    def step(self, batch: Any) -> float:
+        subprocess.run(["sleep", "3600"], check=True)
+        return super().step(batch)
+
+
+def compiling(config: RunConfig, context: RankContext) -> Compiling:
+    """Make the workload that hangs in a child process."""
+    return Compiling(config, context)

@@ -197,6 +197,14 @@ def test_table_has_a_row_for_every_configuration_and_no_missing_value() -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "expected"),
+    [(0.0096, "9.60 ms"), (34, "34.0 s"), (750, "12.5 min"), (11520, "3.20 h"), (float("nan"), "unknown")],
+)
+def test_durations(value: float, expected: str) -> None:
+    assert phrases.seconds(value) == expected
+
+
+@pytest.mark.parametrize(
     ("value", "expected"), [(4312.0, "4,310"), (12.34, "12.3"), (0.0456, "0.0456"), (999.7, "1,000"), (0.0, "0")]
 )
 def test_significant(value: float, expected: str) -> None:

@@ -35,9 +35,9 @@ display(
     metadata={{"ddpm_lab": {{"status": "answered", "headline": "A planted answer & more", "hardware": "Planted CPU"}}}},
     raw=True,
 )"""
-SAY = (
-    'import os\nwith open(os.environ["DDPM_LAB_PROGRESS"], "a") as file:\n    file.write("set 1 of 6\\nset 2 of 6\\n")'
-)
+SAY = r"""import os
+with open(os.environ["DDPM_LAB_PROGRESS"], "a") as file:
+    file.write("set 1 of 6\nset 2 of 6\ncompiling, 2 s\ncompiling, 4 s\nbuilding, 2 s\n")"""
 
 
 def write(path: Path, *code: str, parameters: str = "minutes = None  # budget") -> Path:
@@ -152,6 +152,9 @@ def test_progress_of_the_kernel_passes_through(made: Made) -> None:
     said = [re.sub(r"^\[\d+:\d\d\] ", "", line) for line in lines]
     assert said.index("01_answers: set 1 of 6") < said.index("01_answers: set 2 of 6")
     assert said.index("01_answers: set 2 of 6") < said.index("01_answers: A planted answer & more")
+    assert "01_answers: compiling, 2 s" in said
+    assert "01_answers: compiling, 4 s" not in said, "a heartbeat is not repeated every two seconds"
+    assert "01_answers: building, 2 s" in said
     assert said[-1].startswith("report: ")
 
 

@@ -131,3 +131,13 @@ def test_outside_a_notebook_the_text_is_printed(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert "bf16 trains 1.6" in done.stdout
     assert done.stderr == ""
+
+
+@pytest.mark.usefixtures("shell")
+def test_names_that_begin_with_a_digit_are_words(tmp_path: Path) -> None:
+    two = {"2 ranks": (replace(BASE, world_size=2), 1.1)}
+    ranks = study(sets(two, baseline_label="1 rank", experiment="multi_gpu"))
+    (output,) = shown(show.table, replace(ranks, output_dir=tmp_path))
+    sides = {cell[0].strip(): cell[1] for cell in Table(output.data["text/html"]).rows[0]}
+    assert "left" in sides["Configuration"]
+    assert "right" in sides["Speed"]

@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from ddpm_lab.config import LabError
+
 __all__ = ["DECODING_RULE", "DataError", "ImageError", "ImageFile", "decode", "fingerprint", "list_images"]
 
 DECODING_RULE = (
@@ -21,7 +23,7 @@ SUFFIXES = (".png", ".jpg", ".jpeg")
 _DIGITS = re.compile(r"([0-9]+)")
 
 
-class DataError(ValueError):
+class DataError(LabError):
     """Data that cannot be used; the message is one sentence that says what, where and what to do."""
 
 

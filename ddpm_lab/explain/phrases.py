@@ -13,11 +13,11 @@ from ddpm_lab.explain.frames import Study
 
 QUESTIONS = {
     "profile": "Where does the time of a training step go?",
-    "multi_gpu": "How much faster do several GPUs (or CPU ranks) train?",
+    "multi_gpu": "Do more ranks or GPUs train faster?",
     "amp": "Does mixed precision speed up training?",
-    "workers": "How many data-loader workers train fastest?",
-    "torch_compile": "Does torch.compile speed up training, and when does it pay off?",
-    "recommendation": "Which settings train fastest on this machine?",
+    "workers": "How many loader workers are worth having?",
+    "torch_compile": "Is torch.compile worth its compile time?",
+    "recommendation": "Which settings should I use on this machine?",
 }
 STATUS_WORDS = {"oom": "out of memory"}
 DASH = "\N{EN DASH}"

@@ -34,6 +34,8 @@ NAMES = {
     "torch_compile": "05_torch_compile",
     "recommendation": "06_recommendation",
 }
+NAMING = ("Configuration", "Family", "Operator", "Settings", "Work")
+"""Columns that name a row: words, although a name such as "2 ranks" begins with a digit."""
 
 
 def figure(study: Study) -> None:
@@ -83,7 +85,10 @@ def finding(study: Study) -> None:
 
 def more(study: Study) -> None:
     """Show the further figures of a study, each under a line that says what it shows."""
-    for caption, extra, name in figures.more(study):
+    further = figures.more(study)
+    if not further:
+        _display({"text/markdown": "There are none for this question.", "text/plain": "no further figures"})
+    for caption, extra, name in further:
         _display({"text/markdown": caption, "text/plain": caption})
         _show_figure(extra, caption, _path(study, f"_{name}"))
 
@@ -126,7 +131,7 @@ def _literal(text: str) -> str:
 
 def _html(frame: pd.DataFrame) -> str:
     """The table as HTML, laid out by itself, since a notebook and a page have different style sheets."""
-    sides = {str(name): "right" if _numbers(frame[name]) else "left" for name in frame.columns}
+    sides = {str(name): "right" if name not in NAMING and _numbers(frame[name]) else "left" for name in frame.columns}
 
     def cell(tag: str, name: str, value: object) -> str:
         scope = {"th": ' scope="col"'}.get(tag, "")

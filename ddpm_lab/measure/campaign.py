@@ -57,8 +57,8 @@ class Campaign:
     def run(self, progress: Progress) -> None:
         """Measure what is missing, as far as the time allows."""
         self._note_left_out()
-        for label, config in self.experiment.profiles:
-            self._profile(label, config, progress)
+        for family_label, label, config in self.experiment.profiles:
+            self._profile(family_label, label, config, progress)
         for family in self.experiment.families:
             for label, config in family.candidates:
                 self._cold_compiles(family, label, config, progress)
@@ -71,7 +71,7 @@ class Campaign:
                 break
             places = f"set {done + 1} of {total}"
             forecast = self._forecast(families)
-            progress.prefix = f"{self.experiment.name}: {places}, {_words(forecast)} left;"
+            progress.prefix = f"{places}, {_words(forecast)} left;"
             progress.always(f"{family.name}: starting")
             self._measure(family, candidates)
             done += 1
@@ -95,7 +95,7 @@ class Campaign:
             for _, c in f.candidates
             if c.compile != "off"
         )
-        profiles = sum(not self._has_profile(c) for _, c in self.experiment.profiles)
+        profiles = sum(not self._has_profile(c) for _, _, c in self.experiment.profiles)
         return self._forecast(list(self.experiment.families)) + compiles * COMPILE_SECONDS + profiles * PLACE_SECONDS
 
     # What the ledger has
@@ -215,16 +215,16 @@ class Campaign:
             for r in self._mine(self.known)
         )
 
-    def _profile(self, label: str, config: RunConfig, progress: Progress) -> None:
+    def _profile(self, family: str, label: str, config: RunConfig, progress: Progress) -> None:
         if self._has_profile(config):
             return
-        progress.prefix = f"{self.experiment.name}:"
+        progress.prefix = ""
         stem = f"{self.experiment.name}-{config.run_id}"
         self.traces.mkdir(parents=True, exist_ok=True)
         record = measure_alone(
             self.instrument,
             experiment=self.experiment.name,
-            family=family_name(config),
+            family=family,
             plan=self.target.plan,
             member=Member("profile", label, config),
             traces=[self.traces / f"{stem}-rank{rank}.json.gz" for rank in range(config.world_size)],
@@ -247,7 +247,7 @@ class Campaign:
             return
         missing = self._compiles_missing(family, config)
         for i in range(missing):
-            progress.prefix = f"{self.experiment.name}: cold compile {i + 1} of {missing};"
+            progress.prefix = f"cold compile {i + 1} of {missing};"
             record = measure_alone(
                 self.instrument,
                 experiment=self.experiment.name,
@@ -288,14 +288,6 @@ class Campaign:
         same = (record.family, record.label, record.baseline_id, record.reason, record.cohort)
         if not any((r.family, r.label, r.baseline_id, r.reason, r.cohort) == same for r in self.known):
             self._append([record])
-
-
-def family_name(config: RunConfig, *, ranks: bool = True) -> str:
-    """A family's name for people: what is trained, and with what everything in the family has in common."""
-    kind = "GPU" if config.device == "cuda" else "rank"
-    count = f", {config.world_size} {kind}{'s' if config.world_size > 1 else ''}" if ranks else ""
-    size = f", {config.image_size}x{config.image_size}" if config.image_size != 32 else ""
-    return f"{config.network}, batch {config.global_batch_size}{size}{count}"
 
 
 def _words(seconds: float) -> str:

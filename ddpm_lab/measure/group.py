@@ -106,7 +106,7 @@ class Group:
         try:
             for rank in range(config.world_size):
                 beat = self.folder / f"rank{rank}.beat"
-                beat.write_bytes(BEAT.pack(time.monotonic(), 0, b"start"))
+                beat.write_bytes(BEAT.pack(time.monotonic(), 0, 0, b"start"))
                 self._beats.append(Heartbeat(beat))
                 ours, theirs = context.Pipe()
                 end, lifeline = context.Pipe(duplex=False)
@@ -196,9 +196,8 @@ class Group:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _tell(self, command: str, arguments: dict[str, Any]) -> None:
-        now = time.monotonic()
         for beat, pipe in zip(self._beats, self._pipes, strict=True):
-            BEAT.pack_into(beat._map, 0, now, beat.read()[1], command.encode())  # a sleeping rank's last mark is old
+            beat.touch()
             with contextlib.suppress(OSError):  # a rank that died is found by _wait, with its reason
                 pipe.send((command, arguments))
 
@@ -225,18 +224,15 @@ class Group:
             if any(sentinels.get(s, -1) in pending for s in ready if isinstance(s, int)):
                 self._fail(stage)
             now = time.monotonic()
-            if pending and all(now - self._last_beat(r) > limit for r in pending):
+            if pending and all(now - self._beats[r].read().seconds > limit for r in pending):
                 self._hung(pending, limit, stage)
             if now - shown >= 2:
                 shown = now
                 self.progress(f"{stage}, {now - begun:.0f} s")
 
-    def _last_beat(self, rank: int) -> float:
-        return self._beats[rank].read()[0]
-
     def _doing(self, rank: int) -> str:
-        _, steps, phase = self._beats[rank].read()
-        return f"{phase!r} of step {steps + 1}"
+        beat = self._beats[rank].read()
+        return f"{beat.phase!r} of step {beat.steps + 1}"
 
     def _fail(self, stage: str) -> None:
         """Name the rank that failed first: one that was killed or left without a word, else the earliest error.
@@ -263,8 +259,8 @@ class Group:
         raise GroupFailed(error["status"], f"rank {rank}: {error['message']}", error["traceback"])
 
     def _hung(self, pending: dict[int, Any], limit: float, stage: str) -> None:
-        """Name the rank that is furthest behind: fewest steps, then the oldest mark. The others wait for it."""
-        rank = min(pending, key=lambda r: (self._beats[r].read()[1], self._beats[r].read()[0]))
+        """Name the rank that is furthest behind, since all ranks make the same marks. The others wait for it."""
+        rank = min(pending, key=lambda r: self._beats[r].read().marks)
         with contextlib.suppress(OSError):
             os.kill(self._processes[rank].pid, signal.SIGUSR1)  # faulthandler writes the stack to the rank's log
             time.sleep(0.3)

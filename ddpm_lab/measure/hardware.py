@@ -104,12 +104,13 @@ def _nvidia() -> tuple[tuple[Gpu, ...], str | None]:
 
 def gpus() -> tuple[Gpu, ...]:
     """The GPUs that torch would see in this process; none if the installed torch cannot use CUDA."""
-    if "+cpu" in _version("torch"):
+    if "+cpu" in package_version("torch"):
         return ()
     return _visible(list(_nvidia()[0]))
 
 
-def _version(package: str) -> str:
+def package_version(package: str) -> str:
+    """Installed version of a distribution, or the empty string."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -128,7 +129,7 @@ def cpu_model() -> str:
 
 def machine() -> Machine:
     """The machine as the comparison sees it."""
-    minor = ".".join(_version("torch").split("+")[0].split(".")[:2])
+    minor = ".".join(package_version("torch").split("+")[0].split(".")[:2])
     return Machine(
         cpu=cpu_model(),
         usable_cores=usable_cores(),
@@ -158,7 +159,7 @@ def environment() -> Environment:
         machine=machine(),
         hostname=socket.gethostname() or None,
         python=platform.python_version(),
-        packages={name: _version(name) for name in PACKAGES if _version(name)},
+        packages={name: package_version(name) for name in PACKAGES if package_version(name)},
         cuda=None,
         gpu_uuids=tuple(g.uuid for g in gpus()),
         ram_bytes=psutil.virtual_memory().total,

@@ -21,12 +21,12 @@ import traceback
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.workload import Unsupported
 
-BEAT = struct.Struct("<dq24s")  # monotonic seconds, steps done, what the rank is about to do
+BEAT = struct.Struct("<dqq24s")  # monotonic seconds, steps done, marks made, what the rank is about to do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,15 @@ class RankJob:
     environment: dict[str, str] = field(default_factory=dict)
 
 
+class Beat(NamedTuple):
+    """A rank's last sign of life: monotonic seconds, steps done, marks made so far, and what it was about to do."""
+
+    seconds: float
+    steps: int
+    marks: int
+    phase: str
+
+
 class Heartbeat:
     """A memory-mapped file in which a rank says what it is about to do; the parent reads it without disturbing it."""
 
@@ -49,15 +58,22 @@ class Heartbeat:
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), BEAT.size)
         self.steps = 0
+        self.marks = 0
 
     def mark(self, phase: str) -> None:
         """Note the time and the phase; about a microsecond."""
-        BEAT.pack_into(self._map, 0, time.monotonic(), self.steps, phase.encode()[:24])
+        self.marks += 1
+        BEAT.pack_into(self._map, 0, time.monotonic(), self.steps, self.marks, phase.encode()[:24])
 
-    def read(self) -> tuple[float, int, str]:
-        """(monotonic seconds of the last mark, steps done, phase)."""
-        seconds, steps, phase = BEAT.unpack_from(self._map, 0)
-        return seconds, steps, phase.rstrip(b"\0").decode(errors="replace")
+    def touch(self) -> None:
+        """The parent's mark: from now on silence counts. A sleeping rank's own last mark is old."""
+        _, steps, marks, phase = BEAT.unpack_from(self._map, 0)
+        BEAT.pack_into(self._map, 0, time.monotonic(), steps, marks, phase)
+
+    def read(self) -> Beat:
+        """What the rank said last."""
+        seconds, steps, marks, phase = BEAT.unpack_from(self._map, 0)
+        return Beat(seconds, steps, marks, phase.rstrip(b"\0").decode(errors="replace"))
 
 
 def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:

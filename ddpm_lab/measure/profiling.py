@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
 TOP = 80
@@ -34,7 +35,8 @@ def profile_steps(step: Callable[[], None], plan: dict[str, int], trace: Path, c
 
     def ready(profiler: Any) -> None:
         for event in profiler.key_averages():
-            if event.key.startswith(HIDDEN):
+            # A kernel stands in the list twice: by itself, and as device time of the operator that launched it.
+            if event.key.startswith(HIDDEN) or event.device_type != DeviceType.CPU:
                 continue
             row = operators.setdefault(event.key, [0.0, 0.0, 0.0])
             row[0] += event.count

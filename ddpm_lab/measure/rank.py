@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import itertools
 import os
 import resource
 import time
@@ -115,10 +114,7 @@ class Rank:
         data_seconds = 0.0
         now = time.perf_counter
         start = before = now()
-        if self.cuda:
-            marks.append(self._event())
-        else:
-            marks.append(start)
+        first: Any = self._event() if self.cuda else start
         for _ in range(steps):
             beat.mark("data")
             batch = next(batches)
@@ -129,10 +125,6 @@ class Rank:
             marks.append(self._event() if self.cuda else before)
         self.synchronize()
         end = now()
-        if self.cuda:
-            step_seconds = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
-        else:
-            step_seconds = [b - a for a, b in itertools.pairwise(marks)]
         self.count += 1
         report(
             self.job,
@@ -140,7 +132,7 @@ class Rank:
             {
                 "start": start,
                 "end": end,
-                "step_seconds": step_seconds,
+                "step_ends": [first.elapsed_time(m) / 1e3 if self.cuda else m - first for m in marks],
                 "data_seconds": data_seconds,
                 "losses": [float(loss) for loss in losses],
             },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -129,8 +130,9 @@ class Seat:
         return {
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
             "TRITON_CACHE_DIR": str(folder / "triton"),
-            # Compile inside the rank: helper processes would be awake in the windows of others.
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            # A cold compile is measured alone and may use every core; in a set helper processes would be awake in the
+            # windows of others.
+            "TORCHINDUCTOR_COMPILE_THREADS": str(self.instrument.usable_cores if self.member.role == "cold" else 1),
         }, filled
 
     def _warm_up(self, group: Group) -> None:
@@ -207,5 +209,6 @@ class Seat:
 
 
 def slowest(ranks: list[dict[str, Any]]) -> list[float]:
-    """Seconds of each step: a step lasts as long as its slowest rank."""
-    return [max(step) for step in zip(*(r["step_seconds"] for r in ranks), strict=True)]
+    """Seconds of each step: from the moment the slowest rank ended one to the moment the slowest ended the next."""
+    ends = [max(step) for step in zip(*([r["start"] + end for end in r["step_ends"]] for r in ranks), strict=True)]
+    return [after - before for before, after in itertools.pairwise([min(r["start"] for r in ranks), *ends])]

@@ -1,0 +1,129 @@
+"""Figures and findings from records alone: a user's own, and the published ones that stand in the checkout."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from ddpm_lab.explain import figures, findings
+from ddpm_lab.explain.findings import Finding
+from ddpm_lab.explain.frames import RECOMMENDATION, Study, study
+from ddpm_lab.explain.show import NAMES
+from ddpm_lab.ledger import Ledger, LedgerError, RunRecord, read_all
+
+FIGURES = Path("image_output", "published")
+RECORDS = Path("trace_output", "published")
+
+
+def rebuild(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[tuple[Path, Finding]]:
+    """Draw every figure that the records of one machine allow into ``image_output/``; return them with findings.
+
+    Raises LedgerError where a file is missing, or several machines are in the files and none is named.
+    """
+    records, damaged = read_all(ledgers)
+    for line in damaged:
+        print(f"note: {line}")
+    return _draw(_studies(records, machine, output), output / "image_output")
+
+
+def publish(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[tuple[Path, Finding]]:
+    """Replace the published records and figures of one machine by these: what the README and ``check`` use.
+
+    Host names, paths and tracebacks are the user's own business and are left out.
+    """
+    records, _ = read_all(ledgers)
+    chosen = {id(r): r for s in _studies(records, machine, output) for r in s.records}.values()
+    if not chosen:
+        raise LedgerError(f"there is nothing to publish in {', '.join(map(str, ledgers))}: measure first")
+    slug = _slug(next(iter(chosen)))
+    target = output / RECORDS / f"{slug}.jsonl"
+    partial = target.with_suffix(".partial")
+    partial.unlink(missing_ok=True)
+    Ledger(partial).append(_impersonal(r) for r in chosen)
+    partial.replace(target)
+    folder = output / FIGURES / slug
+    for old in folder.glob("*.png"):
+        old.unlink()
+    return _draw(_studies(Ledger(target).read()[0], None, output), folder)
+
+
+def check(output: Path) -> list[str]:
+    """Whether each published figure is what the published records give: by bytes, or, drawn elsewhere, by pixels.
+
+    Returns a sentence for each that is not.
+    """
+    problems = []
+    ledgers = sorted((output / RECORDS).glob("*.jsonl"))
+    if not ledgers:
+        problems.append(f"there are no published records in {output / RECORDS}")
+    for ledger in ledgers:
+        folder = output / FIGURES / ledger.stem
+        expected = {
+            path.name: picture
+            for s in _studies(Ledger(ledger).read()[0], None, output)
+            for path, picture in _pictures(s, folder)
+        }
+        for name in sorted({*expected, *(p.name for p in folder.glob("*.png"))}):
+            if name not in expected:
+                problems.append(f"{folder / name} is not made by any record of {ledger.name}: delete it")
+            elif not (folder / name).exists():
+                problems.append(f"{folder / name} is missing: run ddpm-lab figures --publish")
+            elif not same_picture((folder / name).read_bytes(), expected[name]):
+                problems.append(
+                    f"{folder / name} differs from what {ledger.name} gives: run ddpm-lab figures --publish"
+                )
+    return problems
+
+
+def same_picture(one: bytes, other: bytes) -> bool:
+    """Equal bytes, or equal size and pixels that hardly differ (another machine's rounding in anti-aliasing)."""
+    if one == other:
+        return True
+    first, second = (np.asarray(Image.open(io.BytesIO(b)).convert("RGB"), dtype=np.int16) for b in (one, other))
+    return first.shape == second.shape and float(np.abs(first - second).mean()) < 0.5
+
+
+def _studies(records: Sequence[RunRecord], machine: str | None, output: Path) -> list[Study]:
+    names = [name for name in NAMES if name == RECOMMENDATION or any(r.experiment == name for r in records)]
+    return [study(records, name, machine=machine, output_dir=output) for name in names]
+
+
+def _pictures(answer: Study, folder: Path) -> list[tuple[Path, bytes]]:
+    stem = NAMES[answer.experiment]
+    drawn = [(f"{stem}.png", figures.figure(answer))]
+    drawn += [(f"{stem}_{name}.png", extra) for _, extra, name in figures.more(answer)]
+    return [(folder / name, figures.png(figure)) for name, figure in drawn]
+
+
+def _draw(studies: Sequence[Study], folder: Path) -> list[tuple[Path, Finding]]:
+    folder.mkdir(parents=True, exist_ok=True)
+    found = []
+    for answer in studies:
+        pictures = _pictures(answer, folder)
+        for path, picture in pictures:
+            partial = path.with_suffix(".partial")
+            partial.write_bytes(picture)
+            partial.replace(path)
+        found.append((pictures[0][0], findings.finding(answer)))
+    return found
+
+
+def _slug(record: RunRecord) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", record.environment.machine.name.lower()).strip("-")
+
+
+def _impersonal(record: RunRecord) -> RunRecord:
+    witness = {k: v for k, v in record.witness.items() if k != "traceback"}
+    return dataclasses.replace(
+        record,
+        config=dataclasses.replace(record.config, data=""),
+        environment=dataclasses.replace(record.environment, hostname=None, kernel=""),
+        witness=json.loads(json.dumps(witness)),
+    )

@@ -1,0 +1,306 @@
+"""The questions: one function for each experiment, from settings to the configurations that answer it.
+
+Each takes a ``Setup`` (what is trained, on what, how much) and a grid, of which None means the preset's choice for this
+machine. What the machine cannot run is left out and named, or refused if it was asked for by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddpm_lab.config import LOADER_ALONE, ConfigError, Experiment, Family, RunConfig, choice, several, whole
+
+CUDA_PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+CPU_PRECISIONS = ("fp32", "bf16")
+FULL_BATCH_SIZES = (32, 64, 128, 256, 512)
+FULL_WORKERS = (0, 1, 2, 4, 8, 12, 16, 20)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Images:
+    """Prepared images: the folder, the content hash, and a name for people."""
+
+    folder: str
+    sha256: str
+    name: str
+    image_size: int = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What all configurations of an experiment have in common, and what the machine offers."""
+
+    preset: str
+    network: str
+    images: Images
+    device: str
+    gpus: int
+    usable_cores: int
+    seed: int = 0
+    oversubscribe: bool = False
+
+    def config(self, **settings: Any) -> RunConfig:
+        """A configuration of this set-up."""
+        common = {
+            "network": self.network,
+            "device": self.device,
+            "data": self.images.folder,
+            "data_sha256": self.images.sha256,
+            "image_size": self.images.image_size,
+            "seed": self.seed,
+        }
+        config = RunConfig(**{**common, **settings})
+        over = config.device == "cpu" and config.world_size > self.usable_cores
+        return dataclasses.replace(config, oversubscribe=True) if over and self.oversubscribe else config
+
+    @property
+    def most_ranks(self) -> int:
+        """Ranks this machine can give a device of their own."""
+        return self.gpus if self.device == "cuda" else self.usable_cores
+
+    def batch_size(self, asked: int | None, ranks: int = 1) -> int:
+        """The global batch size asked for, or the preset's: 128, and 16 on a CPU except in ``full``."""
+        if asked is not None:
+            whole("global_batch_size", asked, 1)
+            return asked
+        usual = 128 if self.device == "cuda" or self.preset == "full" else 16
+        return -(-usual // ranks) * ranks
+
+    def world_sizes(self, asked: Sequence[int] | None, usual: Sequence[int]) -> list[int]:
+        """The world sizes asked for, checked; or those of ``usual`` that this machine can run."""
+        if asked is None:
+            return [n for n in usual if n <= self.most_ranks or (self.device == "cpu" and self.oversubscribe)]
+        several("world_sizes", asked)
+        for ranks in asked:
+            whole("world_sizes", ranks, 1)
+            self.check_ranks(ranks)
+        return sorted(set(asked))
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise ConfigError for more ranks than the machine has devices for."""
+        if ranks <= self.most_ranks or (self.device == "cpu" and self.oversubscribe):
+            return
+        if self.device == "cuda":
+            raise ConfigError(
+                f"{ranks} ranks need {ranks} GPUs, this machine has {self.gpus}: give at most {self.gpus}"
+            )
+        raise ConfigError(
+            f"{ranks} CPU ranks need {ranks} cores, {self.usable_cores} are usable here: give at most "
+            f"{self.usable_cores}, or set oversubscribe (such records show that it works, and nothing about speed)"
+        )
+
+    def ranks_label(self, ranks: int) -> str:
+        """``2 GPUs`` or ``2 ranks``."""
+        return f"{ranks} {'GPU' if self.device == 'cuda' else 'rank'}{'s' if ranks > 1 else ''}"
+
+    def family_name(self, batch: int, ranks: int | None = None) -> str:
+        """A family's name for people: what everything in it has in common."""
+        size = f", {self.images.image_size}x{self.images.image_size} pixels" if self.images.image_size != 32 else ""
+        return f"{self.network}, batch {batch}{size}" + (f", {self.ranks_label(ranks)}" if ranks else "")
+
+
+def _powers_of_two(most: int) -> list[int]:
+    """1, 2, 4, ... and ``most`` itself."""
+    return sorted({2**i for i in range(most.bit_length()) if 2**i <= most} | {most})
+
+
+def profile(
+    setup: Setup, *, global_batch_size: int | None = None, precision: str = "fp32", world_size: int = 1
+) -> Experiment:
+    """Where does the time of a training step go? One profiled run, which supplies no speed."""
+    whole("world_size", world_size, 1)
+    setup.check_ranks(world_size)
+    config = setup.config(
+        purpose="profile",
+        global_batch_size=setup.batch_size(global_batch_size, world_size),
+        precision=precision,
+        world_size=world_size,
+    )
+    label = f"{precision}, {setup.ranks_label(world_size)}"
+    family = setup.family_name(config.global_batch_size, world_size)
+    return Experiment(name="profile", families=(), profiles=((family, label, config),))
+
+
+def multi_gpu(
+    setup: Setup,
+    *,
+    world_sizes: Sequence[int] | None = None,
+    global_batch_sizes: Sequence[int] | None = None,
+    precision: str = "fp32",
+) -> Experiment:
+    """Do more ranks or GPUs train faster? Strong scaling: the global batch stays, the ranks share it."""
+    full = setup.preset == "full"
+    usual = _powers_of_two(setup.most_ranks) if full or setup.device == "cuda" else [1, 2]
+    ranks = [n for n in setup.world_sizes(world_sizes, usual) if n > 1]
+    if global_batch_sizes is not None:
+        several("global_batch_sizes", global_batch_sizes)
+    small = (128, 512) if setup.device == "cuda" else (16, 32)
+    batches = global_batch_sizes or (FULL_BATCH_SIZES if full else small if setup.preset == "quick" else small[:1])
+    families, left_out = [], []
+    for batch in batches:
+        whole("global_batch_sizes", batch, 1)
+        name = setup.family_name(batch)
+        uneven = [n for n in ranks if batch % n]
+        if uneven and world_sizes is not None:
+            raise ConfigError(f"a global batch of {batch} cannot be shared by {uneven[0]} ranks: give a multiple")
+        left_out += [(name, setup.ranks_label(n), f"{batch} images cannot be shared by {n}") for n in uneven]
+        families.append(
+            Family(
+                name=name,
+                baseline_label=setup.ranks_label(1),
+                baseline=setup.config(global_batch_size=batch, precision=precision),
+                candidates=tuple(
+                    (
+                        setup.ranks_label(n),
+                        setup.config(global_batch_size=batch, precision=precision, world_size=n),
+                    )
+                    for n in ranks
+                    if n not in uneven
+                ),
+            )
+        )
+    if not ranks and world_sizes is None:
+        have = "GPU" if setup.device == "cuda" else "usable core"
+        label = setup.ranks_label(2)
+        left_out += [(f.name, label, f"this machine has one {have}; each rank needs its own") for f in families]
+        if setup.device == "cuda" and setup.usable_cores >= 2:
+            families.append(_mechanism(setup, precision))
+    return Experiment(name="multi_gpu", families=tuple(families), left_out=tuple(left_out))
+
+
+def _mechanism(setup: Setup, precision: str) -> Family:
+    """Two gloo ranks on the CPU of a machine with one GPU: they show that several ranks work, nothing about speed."""
+    cpu = dataclasses.replace(setup, device="cpu", network="tiny")
+    one = cpu.config(global_batch_size=16, precision=precision if precision in CPU_PRECISIONS else "fp32")
+    return Family(
+        name=f"{cpu.family_name(16)}, CPU ranks",
+        baseline_label="1 rank",
+        baseline=one,
+        candidates=(("2 ranks", dataclasses.replace(one, world_size=2)),),
+        mechanism=True,
+    )
+
+
+def amp(
+    setup: Setup,
+    *,
+    precisions: Sequence[str] | None = None,
+    world_sizes: Sequence[int] | None = None,
+    global_batch_size: int | None = None,
+) -> Experiment:
+    """Does mixed precision speed up training? fp32 against each narrower format, for each number of ranks."""
+    able = CUDA_PRECISIONS if setup.device == "cuda" else CPU_PRECISIONS
+    if precisions is not None:
+        several("precisions", precisions)
+    for precision in precisions or ():
+        choice("precisions", precision, CUDA_PRECISIONS)
+    wanted = [p for p in (precisions or CUDA_PRECISIONS) if p != "fp32"]
+    usual = sorted({1, setup.most_ranks}) if setup.preset == "full" else [1]
+    families, left_out = [], []
+    for ranks in setup.world_sizes(world_sizes, usual):
+        batch = setup.batch_size(global_batch_size, ranks)
+        name = setup.family_name(batch, ranks)
+        families.append(
+            Family(
+                name=name,
+                baseline_label="fp32",
+                baseline=setup.config(global_batch_size=batch, world_size=ranks),
+                candidates=tuple(
+                    (p, setup.config(global_batch_size=batch, world_size=ranks, precision=p))
+                    for p in sorted(wanted, key=("bf16", "fp16", "tf32").index)
+                    if p in able
+                ),
+            )
+        )
+        left_out += [(name, p, "needs a CUDA device") for p in wanted if p not in able]
+    return Experiment(name="amp", families=tuple(families), left_out=tuple(left_out))
+
+
+def workers(
+    setup: Setup,
+    *,
+    worker_counts: Sequence[int] | None = None,
+    precisions: Sequence[str] | None = None,
+    global_batch_size: int | None = None,
+) -> Experiment:
+    """How many loader workers are worth having? Each file decoded when it is needed; training, and the loader alone."""
+    usual = {"smoke": (0, 1), "quick": (0, 1, 2), "full": FULL_WORKERS}[setup.preset]
+    for name, values in (("worker_counts", worker_counts), ("precisions", precisions)):
+        if values is not None:
+            several(name, values)
+    for count in worker_counts or ():
+        whole("worker_counts", count, 0)
+    asked = tuple(dict.fromkeys(worker_counts or usual))
+    able = CUDA_PRECISIONS if setup.device == "cuda" else CPU_PRECISIONS
+    formats = tuple(precisions or (("fp32", "bf16") if setup.preset == "full" else ("fp32",)))
+    for precision in formats:
+        choice("precisions", precision, able)
+    batch = setup.batch_size(global_batch_size)
+    first, *others = sorted(n for n in asked if n <= setup.usable_cores) or [0]
+    others = others[-1:] + others[:-1]  # the most workers are the most telling
+    families, left_out = [], []
+    kinds: list[tuple[str, dict[str, Any]]] = [
+        (f"training, {setup.family_name(batch)}, {precision}", {"precision": precision}) for precision in formats
+    ]
+    kinds.append((f"loader alone, batch {batch}", {"workload": LOADER_ALONE}))
+    for name, settings in kinds:
+        base = setup.config(global_batch_size=batch, loader="files", loader_workers=first, **settings)
+        families.append(
+            Family(
+                name=name,
+                baseline_label=_workers_label(first),
+                baseline=base,
+                candidates=tuple((_workers_label(n), dataclasses.replace(base, loader_workers=n)) for n in others),
+            )
+        )
+        left_out += [
+            (name, _workers_label(n), f"more than the {setup.usable_cores} usable cores")
+            for n in asked
+            if n > setup.usable_cores
+        ]
+    return Experiment(name="workers", families=tuple(families), left_out=tuple(left_out))
+
+
+def _workers_label(count: int) -> str:
+    return f"{count} worker{'s' if count != 1 else ''}"
+
+
+def torch_compile(
+    setup: Setup,
+    *,
+    world_sizes: Sequence[int] | None = None,
+    precision: str | None = None,
+    global_batch_size: int | None = None,
+    loader_workers: int | None = None,
+) -> Experiment:
+    """Is torch.compile worth its compile time? Eager against compiled, in bf16 autocast unless said otherwise."""
+    precision = precision or "bf16"
+    count = loader_workers
+    if count is None:
+        count = min(4, setup.usable_cores) if setup.preset == "full" else 0
+    whole("loader_workers", count, 0)
+    if count > setup.usable_cores:
+        raise ConfigError(f"loader_workers is {count}: {setup.usable_cores} cores are usable, give at most that")
+    loader = {"loader": "files", "loader_workers": count} if count else {"loader": "packed"}
+    usual = sorted({1, setup.most_ranks}) if setup.preset == "full" else [1]
+    families = []
+    for ranks in setup.world_sizes(world_sizes, usual):
+        batch = setup.batch_size(global_batch_size, ranks)
+        eager = setup.config(global_batch_size=batch, world_size=ranks, precision=precision, **loader)
+        families.append(
+            Family(
+                name=f"{setup.family_name(batch, ranks)}, {precision}",
+                baseline_label="eager",
+                baseline=eager,
+                candidates=(("compiled", dataclasses.replace(eager, compile="whole")),),
+            )
+        )
+    return Experiment(name="torch_compile", families=tuple(families))
+
+
+QUESTIONS: dict[str, Callable[..., Experiment]] = {
+    f.__name__: f for f in (profile, multi_gpu, amp, workers, torch_compile)
+}

@@ -1,0 +1,53 @@
+"""Fixtures of the tests that start real rank groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ddpm_lab.config import Plan, RunConfig
+from ddpm_lab.measure import hardware
+from ddpm_lab.measure.code_version import code_version
+from ddpm_lab.measure.group import Limits
+from ddpm_lab.measure.seat import Instrument
+
+BUSY = "lab_workloads:busy"
+
+
+@pytest.fixture
+def short_plan() -> Plan:
+    """A set that costs a second."""
+    return Plan(turns=2, window_seconds=0.05, warmup_steps=5)
+
+
+@pytest.fixture
+def instrument(tmp_path: Path) -> Instrument:
+    """An instrument for the busy workload, with short limits."""
+    return Instrument(
+        code=code_version(BUSY),
+        cache=tmp_path / "cache",
+        usable_cores=hardware.usable_cores(),
+        data_name="none",
+        limits=Limits(build_seconds=60, window_seconds=3),
+    )
+
+
+def busy_config(world_size: int = 1, **options: Any) -> RunConfig:
+    """A busy run with planted options."""
+    values = tuple({"micro_steps": 20, **options}.items())
+    return RunConfig(workload=BUSY, world_size=world_size, global_batch_size=8, oversubscribe=True, options=values)
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those of ``pids`` that still run; a zombie has ended, whoever should have collected it."""
+    running = []
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                running.append(pid)
+        except psutil.NoSuchProcess:
+            continue
+    return running

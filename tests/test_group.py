@@ -1,0 +1,174 @@
+"""Groups of real processes: how they work, how they fail, and that nothing is left of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import alive, busy_config
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.measure.code_version import code_version
+from ddpm_lab.measure.group import Group, GroupFailed, Limits, sweep
+
+MODULES = code_version("lab_workloads:busy").modules
+
+
+def group(config: RunConfig, limits: Limits | None = None, start_method: str = "forkserver") -> Group:
+    return Group(
+        config,
+        threads=1,
+        modules=MODULES,
+        environment={},
+        start_method=start_method,
+        limits=limits or Limits(build_seconds=60, window_seconds=3),
+    )
+
+
+def descendants(pids: list[int]) -> list[int]:
+    return [p.pid for pid in pids for p in psutil.Process(pid).children(recursive=True)]
+
+
+def test_two_ranks_work_and_leave_nothing() -> None:
+    with group(busy_config(2)) as g:
+        pids, folder = g.pids, g.folder
+        windows = g.window(settle=1, steps=4, limit=30, stage="testing")
+        witness = g.witness()
+        summaries = g.finish()
+    assert [len(w["step_ends"]) for w in windows] == [4, 4]
+    for w in windows:
+        assert sorted(w["step_ends"]) == w["step_ends"]
+        assert 0 < w["step_ends"][-1] <= w["end"] - w["start"]
+    assert [w["world_size"] for w in witness] == [2, 2]
+    assert sorted(w["rank"] for w in witness) == [0, 1]
+    assert all(w["unlisted_modules"] == [] for w in witness)
+    assert [s["images"] for s in summaries] == [5 * 4, 5 * 4]
+    assert alive(pids) == []
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("place", ["build", "forward"])
+@pytest.mark.parametrize(
+    ("fault", "status", "words"),
+    [
+        ("raise", "crashed", "rank 1: RuntimeError: planted fault"),
+        ("kill", "crashed", "rank 1 was killed by SIGKILL"),
+        ("exit", "crashed", "rank 1 ended with exit code 3"),
+        ("oom", "oom", "rank 1: OutOfMemoryError"),
+        ("unsupported", "unsupported", "install g++"),
+    ],
+)
+def test_a_failing_rank_is_named_with_its_own_reason(fault: str, status: str, words: str, place: str) -> None:
+    config = busy_config(2, fault=fault, fault_rank=1, fault_place=place)
+    begun = time.monotonic()
+    with pytest.raises(GroupFailed) as caught, group(config) as g:
+        g.window(settle=0, steps=3, limit=30, stage="testing")
+    assert time.monotonic() - begun < 30  # three times the ten seconds that are promised
+    assert caught.value.status == status
+    assert words in caught.value.reason
+    if fault == "raise":
+        assert "planted fault" in caught.value.detail
+        assert "lab_workloads.py" in caught.value.detail
+
+
+def test_a_hung_rank_is_named_with_what_it_was_doing() -> None:
+    config = busy_config(2, fault="hang", fault_rank=1, fault_step=2)
+    with group(config) as g:
+        pids = g.pids
+        with pytest.raises(GroupFailed) as caught:
+            g.window(settle=0, steps=5, limit=2, stage="testing")
+    assert caught.value.status == "timed out"
+    assert "rank 1" in caught.value.reason
+    assert "'forward' of step 3" in caught.value.reason
+    assert "lab_workloads.py" in caught.value.detail  # the stack, written by faulthandler
+    assert alive(pids) == []
+
+
+def test_a_frozen_rank_is_found() -> None:
+    with group(busy_config()) as g:
+        os.kill(g.pids[0], signal.SIGSTOP)
+        with pytest.raises(GroupFailed, match="rank 0 showed no sign of life"):
+            g.window(settle=0, steps=1, limit=1, stage="testing")
+
+
+def test_leaving_the_context_kills_a_group_at_work() -> None:
+    with contextlib.suppress(KeyboardInterrupt), group(busy_config(2)) as g:
+        pids = g.pids
+        raise KeyboardInterrupt
+    assert alive(pids) == []
+
+
+def test_folders_of_killed_parents_are_swept(tmp_path: Path) -> None:
+    dead = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True).stdout.strip()
+    gone = tmp_path / f"ddpm_lab.{dead}.x"
+    mine = tmp_path / f"ddpm_lab.{os.getpid()}.x"
+    gone.mkdir()
+    mine.mkdir()
+    sweep(tmp_path)
+    assert not gone.exists()
+    assert mine.exists()
+
+
+PARENT = """
+import sys
+sys.path.insert(0, {tests!r})
+from conftest import busy_config
+from test_group import group
+if {what!r} == "compile":
+    from ddpm_lab.config import RunConfig
+    from ddpm_lab.measure.code_version import code_version
+    config = RunConfig(workload="lab_workloads:compiling", oversubscribe=True)
+else:
+    config = busy_config(2, micro_steps=10**9 if {what!r} == "step" else 1, fault="hang" if {what!r} == "collective"
+        else "", fault_rank=1, fault_step=1)
+g = group(config, start_method={method!r})
+print(*g.pids, flush=True)
+g.window(settle=0, steps=10**6, limit=600, stage="testing")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("what", ["step", "collective", "compile"])
+def test_nothing_outlives_a_killed_parent(what: str, method: str) -> None:
+    """Kill -9 of the parent in the middle of a step, a collective or a compile."""
+    code = textwrap.dedent(PARENT).format(tests=str(Path(__file__).parent), what=what, method=method)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert pids
+        time.sleep(6 if what == "compile" else 2)
+        everything = list({*pids, *descendants([parent.pid, *pids])})
+        if what == "compile":
+            assert len(everything) > len(pids), "no compiler was running"
+        parent.kill()
+        deadline = time.monotonic() + 30  # three times the ten seconds that are promised
+        while alive(everything) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    assert alive(everything) == []
+
+
+def test_a_script_without_a_main_guard_can_measure() -> None:
+    """Ranks do not run their parent's main module again."""
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from conftest import busy_config
+from test_group import group
+with group(busy_config()) as g:
+    print(len(g.window(settle=0, steps=1, limit=60, stage="testing")))
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "script.py")
+        script.write_text(code)
+        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "1\n", done.stderr

@@ -1,0 +1,174 @@
+"""The order of the house: a module imports only from the rows below it."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "ddpm_lab"
+
+# Lowest row first. A module imports only from rows below its own; modules of one row do not know each other. A new
+# module is given a place here.
+ROWS = (
+    ("ddpm_lab",),
+    ("config",),
+    ("ledger", "workload"),
+    # data
+    ("data.progress", "data.folder", "data.draws"),
+    ("data.archives", "data.decode_pool", "data.held_out", "data.prepared", "data.synthetic"),
+    ("data.packed", "data.loader"),
+    # model: what is trained
+    ("model.blocks", "model.diffusion"),
+    ("model.unet", "model.sampling"),
+    ("model.train",),
+    # measure: what runs it and times it
+    (
+        "measure.code_version",
+        "measure.hardware",
+        "measure.profiling",
+        "measure.progress",
+        "measure.turns",
+        "measure.witness",
+    ),
+    ("measure.process",),
+    ("measure.group", "measure.rank"),
+    ("measure.seat",),
+    ("measure.sets",),
+    ("measure.campaign",),
+    ("measure.network_choice",),
+    # explain: what reads the ledger
+    ("explain.figure_style", "explain.frames", "explain.operators", "explain.pages", "explain.stats"),
+    ("explain.comparisons",),
+    ("explain.phrases", "explain.ranking"),
+    ("explain.compiling",),
+    ("explain.tables",),
+    ("explain.findings",),
+    ("explain.figure_ratios",),
+    ("explain.figure_extras",),
+    ("explain.figures",),
+    ("explain.show",),
+    # both together
+    ("checkup", "questions"),
+    ("experiments",),
+    ("notebooks", "published"),
+    ("report",),
+    ("__main__",),
+)
+PLACE = {name: row for row, names in enumerate(ROWS) for name in names}
+STRANGERS = {
+    "data": ("model", "measure", "explain"),
+    "model": ("measure", "explain"),
+    "measure": ("data", "model", "explain"),
+    "explain": ("data", "model", "measure"),
+}
+# A rank imports torch; the process that it becomes must not have done so before. So process imports rank when it runs.
+UPWARDS = {("measure.process", "measure.rank")}
+TORCH = {
+    *("model.blocks", "model.diffusion", "model.sampling", "model.train", "model.unet"),
+    *("data.draws", "data.loader", "measure.profiling", "measure.rank"),
+}
+EXPLAINING = {"pandas", "scipy", "matplotlib", "seaborn", "papermill", "nbconvert", "nbformat", "IPython"}
+FILES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if path.name != "__init__.py"
+}
+
+
+def nodes(path: Path) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """Import statements of a file, and whether each runs as soon as the file is imported."""
+    tree = ast.parse(path.read_text())
+    at_once = {id(node) for node in tree.body}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node, id(node) in at_once
+
+
+def imported(path: Path, *, at_once: bool = False) -> set[str]:
+    """Full names of everything imported by a file, also inside functions unless ``at_once``."""
+    found = set()
+    for node, first in nodes(path):
+        if at_once and not first:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        else:
+            assert node.level == 0, f"{path} imports relatively: name the module in full"
+            assert node.module
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def own(names: set[str]) -> set[str]:
+    """Modules of the package among imported names, as in ROWS; a name inside a module counts as the module."""
+    found = set()
+    for name in names:
+        top, _, rest = name.partition(".")
+        if top != "ddpm_lab":
+            continue
+        while rest and rest not in FILES:
+            rest = rest.rpartition(".")[0]
+        found.add(rest or "ddpm_lab")
+    return found
+
+
+def third_party(names: set[str]) -> set[str]:
+    return {name.partition(".")[0] for name in names}
+
+
+def test_every_module_has_a_place() -> None:
+    assert set(PLACE) == {"ddpm_lab", *FILES}
+    assert sum(map(len, ROWS)) == len(PLACE), "a module has two places"
+
+
+def test_the_walk_sees_imports() -> None:
+    """The checks below would pass on nothing."""
+    assert own(imported(FILES["ledger"])) == {"config"}
+    assert own(imported(FILES["report"])) >= {"ddpm_lab", "config", "explain.pages", "notebooks", "experiments"}
+    assert "experiments" in own(imported(FILES["__main__"]))
+    assert "experiments" not in own(imported(FILES["__main__"], at_once=True))
+    assert "torch" in third_party(imported(FILES["model.unet"]))
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_a_module_imports_only_from_the_rows_below(module: str) -> None:
+    for name in own(imported(FILES[module])):
+        if (module, name) in UPWARDS:
+            assert name not in own(imported(FILES[module], at_once=True))
+            continue
+        assert PLACE[name] < PLACE[module], f"{module} imports {name}, which is not below it"
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_the_halves_do_not_know_each_other(module: str) -> None:
+    folder = module.partition(".")[0]
+    for name in own(imported(FILES[module])):
+        assert name.partition(".")[0] not in STRANGERS.get(folder, ()), f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_torch_is_imported_only_where_something_is_trained(module: str) -> None:
+    has = bool(third_party(imported(FILES[module])) & {"torch", "torchvision"})
+    assert has == (module in TORCH)
+    if module not in TORCH:
+        at_once = own(imported(FILES[module], at_once=True))
+        assert not at_once & TORCH, f"{module} imports torch by way of {at_once & TORCH}"
+
+
+@pytest.mark.parametrize("module", [m for m in FILES if m.startswith(("measure", "model", "data"))])
+def test_measuring_needs_nothing_that_explains(module: str) -> None:
+    needed = third_party(imported(FILES[module], at_once=True))
+    assert not needed & EXPLAINING
+
+
+def test_packages_import_nothing() -> None:
+    for path in PACKAGE.rglob("__init__.py"):
+        assert not [node for node, _ in nodes(path) if not isinstance(node, ast.ImportFrom)], path
+        assert third_party(imported(path)) <= {"__future__"}, path
+
+
+def test_modules_stay_small_and_have_a_subject() -> None:
+    for module, path in FILES.items():
+        assert len(path.read_text().splitlines()) <= 350, f"{module} is too long: find the second module in it"
+        assert module.rpartition(".")[2] not in ("utils", "util", "helpers", "misc", "common")

@@ -1,0 +1,265 @@
+"""The ledger: what is written is read again, and no accident costs more than the line it hit."""
+
+import dataclasses
+import fcntl
+import json
+import math
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import records as make
+
+from ddpm_lab.config import DiffusionConfig, RunConfig
+from ddpm_lab.ledger import LASTING, SCHEMA, STATUSES, Ledger, LedgerError, Machine, RunRecord, read_all
+
+
+def some_records() -> list[RunRecord]:
+    """Records with every kind of content: sets, a failure, a profile, a cold compile, two GPUs' worth of ranks."""
+    bf16 = RunConfig(precision="bf16", diffusion=DiffusionConfig(loss="l2", min_snr_gamma=5.0))
+    gpus = make.environment(make.GPUS)
+    return [
+        *make.sets(
+            {"bf16": (bf16, 1.5)},
+            count=2,
+            turns=2,
+            failures={"seed": (RunConfig(network="seed"), "oom", "it needs 3 GiB")},
+        ),
+        *make.cold(RunConfig(compile="whole"), [12.5]),
+        make.profile(RunConfig(purpose="profile")),
+        make.record(
+            RunConfig(device="cuda", world_size=2),
+            environment=dataclasses.replace(gpus, gpu_uuids=("GPU-1", "GPU-2"), load_before=None),
+            witness={"ranks": [{"rank": 0, "nested": {"a": [1, 2]}}, {"rank": 1}]},
+        ),
+    ]
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    written = some_records()
+    ledger = Ledger(tmp_path / "new folder" / "ledger.jsonl")
+    assert ledger.read() == ([], [])
+    for record in written:
+        ledger.append([record])
+    assert ledger.read() == (written, [])
+    ledger.append(written)
+    assert ledger.read()[0] == [*written, *written]
+
+
+def test_a_line_names_its_run_and_schema_for_other_readers(tmp_path: Path) -> None:
+    record = some_records()[0]
+    Ledger(tmp_path / "l.jsonl").append([record])
+    (line,) = (tmp_path / "l.jsonl").read_text().splitlines()
+    values = json.loads(line)
+    assert values["run_id"] == record.run_id
+    assert values["schema"] == SCHEMA
+
+
+def test_losses_that_are_no_numbers_survive(tmp_path: Path) -> None:
+    losses = (1.0, math.nan, math.inf, -math.inf)
+    rank = dataclasses.replace(make.rank_record(0), losses=losses)
+    Ledger(tmp_path / "l.jsonl").append([make.record(RunConfig(), ranks=(rank,), status="diverged")])
+    (found,), damaged = Ledger(tmp_path / "l.jsonl").read()
+    assert not damaged
+    assert found.ranks[0].losses[0] == 1.0
+    assert math.isnan(found.ranks[0].losses[1])
+    assert found.ranks[0].losses[2:] == (math.inf, -math.inf)
+
+
+@pytest.mark.parametrize("kept", [1, 100, -1])
+def test_a_torn_last_line_costs_only_itself(tmp_path: Path, kept: int) -> None:
+    path = tmp_path / "ledger.jsonl"
+    first, torn, later = some_records()[:3]
+    ledger = Ledger(path)
+    ledger.append([first])
+    whole = path.read_bytes()
+    ledger.append([torn])
+    lost = path.read_bytes()[len(whole) :]
+    path.write_bytes(whole + lost[:kept].rstrip(b"\n"))
+    ledger.append([later])
+    ledger.append([first])
+    records, damaged = ledger.read()
+    if kept == -1:  # only the line's end is missing: nothing is lost at all
+        assert records == [first, torn, later, first]
+        assert not damaged
+    else:
+        assert records == [first, later, first]
+        assert [d.line for d in damaged] == [2]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"not json",
+        b"{}",
+        b"[]",
+        b"null",
+        b'"text"',
+        b"7",
+        b"\xff\xfe",
+        b'{"schema": 1, "environment": 3}',
+        b'{"schema": "x"}',
+        b'{"schema": null}',
+    ],
+)
+def test_a_damaged_line_is_reported_and_set_aside(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "ledger.jsonl"
+    first, second = some_records()[:2]
+    Ledger(path).append([first])
+    with path.open("ab") as file:
+        file.write(line + b"\n\n")
+    Ledger(path).append([second])
+    records, (damaged,) = Ledger(path).read()
+    assert records == [first, second]
+    assert (damaged.path, damaged.line) == (path, 2)
+    assert str(damaged).startswith(f"{path}, line 2: not a record")
+    assert "set aside" in str(damaged)
+    assert "\n" not in str(damaged)
+
+
+def test_a_line_with_a_wrong_value_inside_is_damaged_not_believed(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    values = some_records()[0].as_dict()
+    values["config"]["precision"] = "fp7"
+    path.write_text(json.dumps(values) + "\n")
+    records, (damaged,) = Ledger(path).read()
+    assert records == []
+    assert "fp7" in damaged.reason
+
+
+def test_a_newer_schema_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    values = some_records()[0].as_dict() | {"schema": SCHEMA + 1, "something": "new"}
+    path.write_text(json.dumps(values) + "\n")
+    with pytest.raises(LedgerError) as refusal:
+        Ledger(path).read()
+    assert f"{path}, line 1" in str(refusal.value)
+    assert f"schema {SCHEMA + 1}" in str(refusal.value)
+    assert "update ddpm_lab" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+WRITER = """
+import dataclasses, json, sys
+from ddpm_lab.ledger import Ledger, RunRecord
+path, name, template = sys.argv[1:]
+record = RunRecord.from_dict(json.loads(open(template).read()))
+print("ready", flush=True)
+sys.stdin.readline()
+for i in range(40):
+    Ledger(path).append([dataclasses.replace(record, label=name, set_id=str(i))] * 2)
+"""
+
+
+def test_two_writers_at_once_lose_nothing(tmp_path: Path) -> None:
+    path, template = tmp_path / "ledger.jsonl", tmp_path / "template.json"
+    template.write_text(json.dumps(make.record(RunConfig(), data_name="x" * 10_000).as_dict()))
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, path, name, template],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name in ("one", "two")
+    ]
+    for writer in writers:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
+    for writer in writers:
+        writer.communicate("go\n", timeout=60)
+        assert writer.returncode == 0
+    records, damaged = Ledger(path).read()
+    assert not damaged
+    for name in ("one", "two"):
+        assert [int(r.set_id) for r in records if r.label == name] == [i for i in range(40) for _ in range(2)]
+    pairs = list(zip(records[::2], records[1::2], strict=True))
+    assert all((a.label, a.set_id) == (b.label, b.set_id) for a, b in pairs), "lines appended together lie together"
+
+
+def test_a_writer_waits_for_another_to_finish(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    record = make.record(RunConfig())
+    ledger.append([record])
+    with ledger.path.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        other.write(b'{"half of a line')
+        other.flush()
+        writer = threading.Thread(target=ledger.append, args=([record],))
+        writer.start()
+        writer.join(0.2)
+        assert writer.is_alive(), "it writes into the line that another is writing"
+        other.write(b' of another"}\n')
+    writer.join(10)
+    records, damaged = ledger.read()
+    assert records == [record, record]
+    assert [d.line for d in damaged] == [2]
+
+
+def test_a_ledger_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "ledger.jsonl", tmp_path):
+        with pytest.raises(LedgerError) as refusal:
+            Ledger(path).append(some_records()[:1])
+        sentence = str(refusal.value)
+        assert sentence.startswith(f"cannot write the ledger {path}: ")
+        assert sentence.endswith("choose another folder")
+        assert "\n" not in sentence
+
+
+def test_several_ledgers_are_read_in_order_and_a_missing_one_is_named(tmp_path: Path) -> None:
+    written = some_records()[:4]
+    Ledger(tmp_path / "b.jsonl").append(written[:2])
+    Ledger(tmp_path / "a.jsonl").append(written[2:])
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write("oops\n")
+    records, damaged = read_all([tmp_path / "b.jsonl", tmp_path / "a.jsonl"])
+    assert records == written
+    assert [(d.path.name, d.line) for d in damaged] == [("a.jsonl", 3)]
+    with pytest.raises(LedgerError, match=r"there is no ledger .*c\.jsonl"):
+        read_all([tmp_path / "b.jsonl", tmp_path / "c.jsonl"])
+
+
+def test_machines_compare_by_what_computes() -> None:
+    base = make.GPUS
+    changes: dict[str, Any] = {
+        "cpu": "another",
+        "usable_cores": 31,
+        "gpus": base.gpus[:-1],
+        "driver": "601",
+        "torch": "2.16",
+        "python": "3.12",
+    }
+    assert set(changes) == {f.name for f in dataclasses.fields(Machine)}
+    keys = {dataclasses.replace(base, **{name: value}).key for name, value in changes.items()}
+    assert len(keys | {base.key}) == len(changes) + 1
+    assert dataclasses.replace(base, gpus=cast("Any", list(base.gpus))).key == base.key
+
+
+def test_machines_have_names_for_people() -> None:
+    assert make.CPU.name == "Example CPU 9000, 2 cores, no GPU"
+    assert dataclasses.replace(make.CPU, usable_cores=1).name == "Example CPU 9000, 1 core, no GPU"
+    assert make.GPUS.name == "8 x Example GPU X, Example CPU 9000, 32 cores"
+    mixed = dataclasses.replace(make.GPUS, gpus=("B", "A", "B"))
+    assert mixed.name == "1 x A + 2 x B, Example CPU 9000, 32 cores"
+
+
+def test_a_cohort_is_machine_code_data_and_plan() -> None:
+    record = some_records()[0]
+    others = [
+        dataclasses.replace(record, code_version="other"),
+        dataclasses.replace(record, config=dataclasses.replace(record.config, data_sha256="00")),
+        dataclasses.replace(record, plan=dataclasses.replace(record.plan, turns=record.plan.turns + 1)),
+        make.on(make.GPUS, [record])[0],
+    ]
+    assert len({r.cohort for r in (record, *others)}) == 5
+    same = dataclasses.replace(record, set_id="another", label="another", config=RunConfig(seed=5, data="elsewhere"))
+    assert same.cohort == record.cohort
+
+
+def test_a_failure_lasts_or_may_pass() -> None:
+    assert set(LASTING) < set(STATUSES)
+    assert set(STATUSES) - set(LASTING) == {"ok", "crashed", "timed out", "left out"}

@@ -1,0 +1,314 @@
+"""The command line: help everywhere, refusals in one line, and no package that a command does not need."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import records as make
+
+from ddpm_lab import __version__, experiments
+from ddpm_lab.__main__ import main
+from ddpm_lab.config import ConfigError, RunConfig
+from ddpm_lab.data.synthetic import write_folder
+from ddpm_lab.ledger import Ledger
+from ddpm_lab.measure import hardware
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+COMMANDS = ("check", "prepare", "run", "report", "figures")
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Run the command line here; returns its exit code, standard output and standard error."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        try:
+            code: Any = main([str(a) for a in arguments])
+        except SystemExit as end:
+            code = end.code
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return call
+
+
+# --- help ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_and_option_has_help(call: Call, command: str) -> None:
+    code, out, err = call(command, "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"usage: ddpm-lab {command}")
+    described = out.partition("options:")[2]
+    for line in described.splitlines():
+        name = line.strip()
+        if name.startswith("-"):
+            following = described.partition(line)[2].splitlines()[1:2]
+            text = name.split("  ", 1)[1:] or [f.strip() for f in following]
+            assert text, f"{command}: {name} is not described"
+            assert not text[0].startswith("-"), f"{command}: {name} is not described"
+
+
+def test_the_overview_names_every_command(call: Call) -> None:
+    code, out, _ = call("--help")
+    assert code == 0
+    assert all(f"  {command} " in out for command in COMMANDS)
+    assert call("--version")[1] == f"ddpm-lab {__version__}\n"
+
+
+def test_the_module_runs_like_the_command() -> None:
+    shown = subprocess.run([sys.executable, "-m", "ddpm_lab", "--version"], capture_output=True, text=True, check=True)
+    assert shown.stdout == f"ddpm-lab {__version__}\n"
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("", ["COMMAND"]),
+        ("dance", ["'dance'", "run"]),
+        ("run", ["EXPERIMENT", "--help"]),
+        ("run dance", ["experiment", "'dance'", "multi_gpu"]),
+        ("run amp dance", ["experiment", "'dance'"]),
+        ("run amp --preset huge", ["preset", "'huge'", "smoke, quick, full"]),
+        ("run amp --network huge", ["network", "'huge'", "tiny"]),
+        ("run amp --minutes 0", ["minutes", "0", "above 0"]),
+        ("run amp --minutes -1", ["minutes", "-1", "above 0"]),
+        ("run amp --minutes nan", ["minutes", "nan", "above 0"]),
+        ("run amp --minutes ten", ["--minutes", "'ten'"]),
+        ("run amp --sets 0", ["sets", "0", "at least 1"]),
+        ("run amp --seed -1", ["seed", "-1", "at least 0"]),
+        ("run amp --image-size 30", ["image_size", "30", "multiple of 4"]),
+        ("run amp --image-size 0", ["image_size", "0"]),
+        ("run amp --batch-size 0", ["global_batch_size", "0", "at least 1"]),
+        ("run multi_gpu --batch-size -8", ["global_batch_sizes", "-8", "at least 1"]),
+        ("run multi_gpu --mode multi --batch-size 3", ["3", "2 ranks", "multiple"]),
+        ("run amp --mode double", ["--mode", "'double'", "single"]),
+        ("run amp --device tpu", ["--device", "'tpu'", "cuda"]),
+        ("run amp --device cuda", ["'cuda'", "no GPU is visible", "cpu"]),
+        ("run amp --start-method thread", ["--start-method", "'thread'", "spawn"]),
+        ("run amp --data nowhere", ["nowhere"]),
+        ("run amp --data EMPTY", ["EMPTY", "no"]),
+        ("run amp --held-out nowhere --data EMPTY", ["nowhere"]),
+        ("run amp --output-dir FILE/below", ["FILE/below", "--output-dir"]),
+        ("run amp --unknown", ["--unknown"]),
+        ("report --preset huge", ["preset", "'huge'"]),
+        ("report --minutes 0", ["minutes", "above 0"]),
+        ("report --network huge", ["network", "'huge'"]),
+        ("report --notebook 99_dance", ["99_dance"]),
+        ("report -p no_such_parameter 1", ["no_such_parameter"]),
+        ("report --data nowhere", ["nowhere"]),
+        ("report --output-dir FILE/below", ["FILE/below"]),
+        ("prepare nowhere DEST", ["nowhere"]),
+        ("prepare EMPTY DEST", ["EMPTY"]),
+        ("prepare synthetic DEST --image-size 0", ["0"]),
+        ("prepare synthetic FILE/below", ["FILE/below"]),
+        ("figures --ledger nowhere.jsonl", ["nowhere.jsonl", "no ledger"]),
+        ("figures --ledger LEDGER --machine cray", ["'cray'", "Example CPU 9000"]),
+        ("figures --check --publish", ["--publish", "--check"]),
+    ],
+)
+def test_a_wrong_value_exits_2_with_one_line(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hardware, "gpus", tuple)
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "FILE").touch()
+    Ledger(tmp_path / "LEDGER").append([make.record(RunConfig())])
+    given = arguments.split()
+    if given[:1] in (["run"], ["report"], ["figures"]) and "--output-dir" not in given:
+        given += ["--output-dir", "out"]
+    code, out, err = call(*given)
+    assert (code, out) == (2, "")
+    assert err.startswith("ddpm-lab: ")
+    assert err.count("\n") == 1, err
+    assert err.endswith("\n")
+    for word in words:
+        assert word in err
+    assert not list(tmp_path.rglob("ledger.jsonl"))
+
+
+def test_several_ranks_without_several_cores_exit_1(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "gpus", tuple)
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 1)
+    code, out, err = call("run", "multi_gpu", "--mode", "multi")
+    assert (code, out) == (1, "")
+    assert err == "ddpm-lab: --mode multi needs two ranks, and this machine has 1 usable core: use --mode single\n"
+
+
+def test_a_defect_keeps_its_traceback_and_an_interrupt_says_how_to_go_on(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(experiments, "measure", broken)
+    error: BaseException = ValueError("a defect")
+    with pytest.raises(ValueError, match="a defect"):
+        call("run", "amp")
+    error = KeyboardInterrupt()
+    code, _, err = call("run", "amp")
+    assert code == 130
+    assert "the same command goes on" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("multi_gpu --mode multi --batch-size 64", {"world_sizes": [1, 2], "global_batch_sizes": [64]}),
+        ("multi_gpu --mode single", {"world_sizes": [1]}),
+        ("amp --mode multi --batch-size 64", {"world_sizes": [2], "global_batch_size": 64}),
+        ("torch_compile --mode single", {"world_sizes": [1]}),
+        ("workers --mode multi --batch-size 8", {"global_batch_size": 8}),
+        ("amp --minutes 4 --sets 3 --seed 5", {"minutes": 4.0, "sets": 3, "seed": 5}),
+        ("amp workers --minutes 4", {"minutes": 2.0}),
+        ("amp --skip-bad --held-out h --data d --network seed", {"skip_bad": True, "held_out": "h", "data": "d"}),
+        ("amp", {"preset": "quick", "data": "synthetic", "device": None, "network": None, "minutes": None}),
+    ],
+)
+def test_options_reach_the_experiment(
+    call: Call, monkeypatch: pytest.MonkeyPatch, arguments: str, expected: dict[str, Any]
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def measure(name: str, **settings: Any) -> None:
+        seen.update(settings, name=name)
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(experiments, "measure", measure)
+    monkeypatch.setattr(hardware, "gpus", tuple)
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
+    assert call("run", *arguments.split())[0] == 2
+    assert seen["name"] == arguments.split(maxsplit=1)[0]
+    assert {name: seen[name] for name in expected} == expected
+    assert ("world_sizes" in seen) == ("world_sizes" in expected)
+
+
+# --- what the commands do --------------------------------------------------------------------------------------------
+
+
+def test_check_says_whether_the_lab_can_run(call: Call, tmp_path: Path) -> None:
+    code, out, _ = call("check", "--output-dir", tmp_path, "--json")
+    found = json.loads(out)
+    assert (code, found["can_run"]) == (0, True)
+    assert {item["name"] for item in found["items"]} >= {"torch", "NVIDIA GPU", "C++ compiler"}
+    code, out, _ = call("check", "--output-dir", tmp_path)
+    assert code == 0
+    assert out.endswith("The lab can run here.\n")
+    assert len(out.splitlines()) == len(found["items"]) + 1
+
+
+def test_check_exits_1_where_the_lab_cannot_run(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    code, out, _ = call("check")
+    assert code == 1
+    assert [line.split(":")[0] for line in out.splitlines() if line.startswith("MISSING")] == ["MISSING  Linux"]
+    assert "cannot run here" in out
+
+
+def test_prepare_decodes_a_folder(call: Call, tmp_path: Path) -> None:
+    write_folder(tmp_path / "images", count=8)
+    code, out, _ = call("prepare", tmp_path / "images", tmp_path / "prepared", "--json")
+    assert code == 0
+    assert json.loads(out)["count"] == 8
+    (tmp_path / "images" / "train" / "9.png").write_bytes(b"no image")
+    code, out, err = call("prepare", tmp_path / "images", tmp_path / "again")
+    assert (code, out) == (2, "")
+    assert "9.png" in err.splitlines()[-1]
+    code, out, _ = call("prepare", tmp_path / "images", tmp_path / "again", "--skip-bad")
+    assert code == 0
+    assert "left out: " in out
+    assert "9.png" in out
+
+
+def test_figures_are_rebuilt_published_and_checked(call: Call, tmp_path: Path) -> None:
+    ledger = tmp_path / "own.jsonl"
+    Ledger(ledger).append(make.sets({"bf16": (RunConfig(precision="bf16"), 1.5)}))
+    code, out, _ = call("figures", "--ledger", ledger, "--output-dir", tmp_path, "--json")
+    found = {row["experiment"]: row for row in json.loads(out)}
+    assert code == 0
+    assert set(found) == {"amp", "recommendation"}
+    assert found["amp"]["verdict"] == "faster"
+    assert Path(found["amp"]["figure"]) == tmp_path / "image_output" / "03_amp.png"
+    assert Path(found["amp"]["figure"]).is_file()
+    assert call("figures", "--check", "--output-dir", tmp_path)[0] == 1
+    code, out, _ = call("figures", "--ledger", ledger, "--output-dir", tmp_path, "--publish")
+    assert code == 0
+    assert found["amp"]["claim"] in out
+    assert call("figures", "--check", "--output-dir", tmp_path)[:2] == (
+        0,
+        "every published figure matches the published records\n",
+    )
+    next((tmp_path / "image_output" / "published").rglob("03_amp.png")).unlink()
+    code, out, err = call("figures", "--check", "--output-dir", tmp_path)
+    assert (code, out) == (1, "")
+    assert err.startswith("ddpm-lab: ")
+    assert "03_amp.png is missing" in err
+
+
+# --- what is not needed ----------------------------------------------------------------------------------------------
+
+BLOCKER = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}} (made unimportable)", name=name.partition(".")[0])
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def without(folder: Path, *packages: str) -> dict[str, str]:
+    """Environment in which every new process finds these packages unimportable."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(BLOCKER.format(blocked=set(packages)))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(CHECKOUT)])}
+
+
+@pytest.mark.slow
+def test_the_half_that_explains_needs_no_torch(tmp_path: Path) -> None:
+    environment = without(tmp_path / "blocked", "torch", "torchvision")
+    modules = ["config", "ledger", "questions", "experiments", "report", "__main__", "published", "checkup"]
+    modules += [f"explain.{name}" for name in ("frames", "stats", "figures", "findings", "show", "pages")]
+    modules += [f"measure.{name}" for name in ("campaign", "network_choice", "group", "process", "sets")]
+    code = f"import importlib\nfor m in {modules}: importlib.import_module('ddpm_lab.' + m)\nprint('all')\nimport torch"
+    shown = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert shown.stdout == "all\n", shown.stderr
+    assert "No module named 'torch'" in shown.stderr, "torch was not blocked, so this test showed nothing"
+    Ledger(tmp_path / "l.jsonl").append(make.sets({"bf16": (RunConfig(precision="bf16"), 1.5)}))
+    command = [sys.executable, "-m", "ddpm_lab", "figures", "--ledger", "l.jsonl", "--output-dir", "."]
+    shown = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert (tmp_path / "image_output" / "03_amp.png").is_file()
+
+
+@pytest.mark.slow
+def test_the_half_that_measures_needs_no_pandas(tmp_path: Path) -> None:
+    packages = ("pandas", "scipy", "matplotlib", "seaborn", "papermill", "IPython")
+    environment = without(tmp_path / "blocked", *packages)
+    command = [sys.executable, "-m", "ddpm_lab", "run", "amp", "--preset", "smoke", "--json", "--output-dir", "out"]
+    shown = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert shown.returncode == 0, shown.stderr
+    (answer,) = json.loads(shown.stdout)
+    ledger = tmp_path / "out" / "trace_output" / "ledger.jsonl"
+    assert answer["ledger"] == str(ledger)
+    assert answer["measured_sets"] == 1
+    assert "is not installed here" in answer["finding"]
+    assert "ddpm-lab figures --ledger" in answer["finding"]
+    records, damaged = Ledger(ledger).read()
+    assert not damaged
+    measured = [(r.label, r.status, r.reason, bool(r.windows)) for r in records if r.set_id]
+    assert measured == [(label, "ok", None, True) for label in ("fp32", "fp32 again", "bf16")]

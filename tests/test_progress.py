@@ -1,0 +1,89 @@
+"""Progress: lines where a person or a file can see them, not more often than they can be read."""
+
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ddpm_lab.measure.progress import FILE_VARIABLE, Progress
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No notebook and no file, unless a test says so."""
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    monkeypatch.delenv(FILE_VARIABLE, raising=False)
+
+
+def test_a_line_carries_its_title_and_prefix(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress("amp")
+    progress.always("starting")
+    progress.prefix = "set 1 of 6;"
+    progress.always("turn 2 of 6")
+    progress.done("measured 6 sets")
+    assert capsys.readouterr() == ("", "amp: starting\namp: set 1 of 6; turn 2 of 6\namp: measured 6 sets\n")
+
+
+def test_lines_that_come_faster_than_once_a_second_are_left_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    progress = Progress("amp")
+    for tenth in range(35):
+        now = 100.0 + tenth / 10
+        progress(f"line {tenth}")
+    assert capsys.readouterr().err.splitlines() == [f"amp: line {n}" for n in (0, 10, 20, 30)]
+
+
+def test_a_file_receives_every_line_also_when_nothing_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "progress"))
+    quiet = Progress("amp", quiet=True)
+    quiet.always("one")
+    quiet.done("two")
+    assert (tmp_path / "progress").read_text() == "one\ntwo\n"
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_file_that_cannot_be_written_stops_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "no such folder" / "progress"))
+    Progress("amp").always("one")
+    assert capsys.readouterr().err == "amp: one\n"
+
+
+def test_on_a_terminal_one_line_changes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    progress = Progress("amp")
+    progress.always("x" * 500)
+    assert "\n" not in capsys.readouterr().err
+    progress.done("end")
+    shown = capsys.readouterr().err
+    assert shown.startswith("\r")
+    assert shown.endswith("amp: end\n")
+
+
+def test_in_a_notebook_one_output_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[str, dict[str, str]]] = []
+
+    def display(data: dict[str, str], **_: Any) -> Any:
+        shown.append(("new", data))
+        return SimpleNamespace(update=lambda data, **_: shown.append(("update", data)))
+
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    progress = Progress("amp")
+    progress.always("one")
+    progress.always("two")
+    progress.done("three")
+    assert [(kind, data["text/plain"]) for kind, data in shown] == [
+        ("new", "one"),
+        ("update", "two"),
+        ("update", "three"),
+    ]

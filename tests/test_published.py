@@ -1,0 +1,186 @@
+"""Published records and figures: rebuilt alike, checked, and without anything personal."""
+
+import dataclasses
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import records as make
+from PIL import Image
+
+from ddpm_lab import published
+from ddpm_lab.config import RunConfig
+from ddpm_lab.ledger import Ledger, LedgerError, RunRecord
+
+SLUG = "example-cpu-9000-2-cores-no-gpu"
+
+
+def personal_records() -> list[RunRecord]:
+    """What a user's own ledger holds: host name, paths, a traceback."""
+    found = make.sets(
+        {"bf16": (RunConfig(precision="bf16", data="/home/alice/images"), 1.5)},
+        baseline=RunConfig(data="/home/alice/images"),
+        count=6,
+        turns=2,
+        failures={"seed": (RunConfig(network="seed", data="/home/alice/images"), "crashed", "rank 0 raised an error")},
+    )
+    return [
+        dataclasses.replace(
+            r,
+            environment=dataclasses.replace(r.environment, hostname="alices-laptop", kernel="6.1-alice"),
+            witness={"ranks": [{"rank": 0, "device": "cpu"}], "traceback": "File /home/alice/train.py"},
+        )
+        for r in found
+    ]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with published records and figures; tests copy it before they change it."""
+    output = tmp_path_factory.mktemp("published")
+    Ledger(output / "own.jsonl").append(personal_records())
+    found = published.publish([output / "own.jsonl"], None, output)
+    assert [path.name for path, _ in found] == ["03_amp.png", "06_recommendation.png"]
+    assert all(path.is_file() for path, _ in found)
+    return output
+
+
+@pytest.fixture
+def output(original: Path, tmp_path: Path) -> Path:
+    """A copy of the published folders."""
+    subprocess.run(["cp", "-r", f"{original}/.", tmp_path], check=True)
+    return tmp_path
+
+
+def test_what_is_published_is_clean(original: Path) -> None:
+    assert published.check(original) == []
+    assert sorted(p.name for p in (original / published.RECORDS).iterdir()) == [f"{SLUG}.jsonl"]
+    assert not list(original.rglob("*.partial"))
+
+
+def test_nothing_personal_is_published(original: Path) -> None:
+    text = (original / published.RECORDS / f"{SLUG}.jsonl").read_text()
+    assert "alice" not in text
+    found, damaged = Ledger(original / published.RECORDS / f"{SLUG}.jsonl").read()
+    assert not damaged
+    before = personal_records()
+    assert [r.run_id for r in found] == [r.run_id for r in before]
+    assert [r.windows for r in found] == [r.windows for r in before]
+    assert [r.cohort for r in found] == [r.cohort for r in before]
+    assert found[0].witness["ranks"] == [{"rank": 0, "device": "cpu"}]
+    for path in (original / published.FIGURES).rglob("*.png"):
+        assert b"alice" not in path.read_bytes()
+
+
+def test_publishing_again_changes_no_byte(output: Path) -> None:
+    before = {p: p.read_bytes() for p in sorted(output.rglob("*published*/**/*")) if p.is_file()}
+    assert len(before) > 2
+    published.publish([output / published.RECORDS / f"{SLUG}.jsonl"], None, output)
+    after = {p: p.read_bytes() for p in sorted(output.rglob("*published*/**/*")) if p.is_file()}
+    assert before == after
+
+
+@pytest.mark.slow
+def test_a_rebuild_elsewhere_gives_the_same_bytes(original: Path, tmp_path: Path) -> None:
+    ledger = original / published.RECORDS / f"{SLUG}.jsonl"
+    code = (
+        "import sys; from pathlib import Path; from ddpm_lab import published\n"
+        "published.rebuild([Path(sys.argv[1])], None, Path('.').absolute())"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "LC_ALL": "C", "TZ": "Asia/Tokyo", "MPLBACKEND": "svg"}
+    subprocess.run([sys.executable, "-c", code, ledger], cwd=tmp_path, env=environment, check=True)
+    pictures = sorted(p.name for p in (original / published.FIGURES / SLUG).iterdir())
+    assert sorted(p.name for p in (tmp_path / "image_output").iterdir()) == pictures
+    for name in pictures:
+        assert (tmp_path / "image_output" / name).read_bytes() == (
+            original / published.FIGURES / SLUG / name
+        ).read_bytes()
+
+
+def test_a_touched_figure_is_named(output: Path) -> None:
+    figure = output / published.FIGURES / SLUG / "03_amp.png"
+    pixels = np.asarray(Image.open(figure).convert("RGB")).copy()
+    pixels[: pixels.shape[0] // 3] = 0
+    Image.fromarray(pixels).save(figure)
+    (problem,) = published.check(output)
+    assert "03_amp.png differs from what" in problem
+    assert "figures --publish" in problem
+
+
+def test_a_missing_and_a_stray_figure_are_named(output: Path) -> None:
+    folder = output / published.FIGURES / SLUG
+    (folder / "03_amp.png").rename(folder / "09_other.png")
+    missing, stray = published.check(output)
+    assert "03_amp.png is missing" in missing
+    assert "09_other.png is not made by any record" in stray
+
+
+def test_a_touched_record_is_detected(output: Path) -> None:
+    path = output / published.RECORDS / f"{SLUG}.jsonl"
+    lines = path.read_text().splitlines()
+    touched = []
+    for line in lines:
+        values = json.loads(line)
+        if values["role"] == "candidate":
+            for window in values["windows"]:
+                window["seconds"] *= 0.8
+        touched.append(json.dumps(values))
+    path.write_text("\n".join(touched) + "\n")
+    assert any("03_amp.png differs" in problem for problem in published.check(output))
+
+
+def test_no_published_records_are_a_problem(tmp_path: Path) -> None:
+    (problem,) = published.check(tmp_path)
+    assert "there are no published records" in problem
+
+
+def test_a_figure_drawn_elsewhere_may_differ_by_rounding_only(original: Path) -> None:
+    figure = (original / published.FIGURES / SLUG / "03_amp.png").read_bytes()
+    pixels = np.asarray(Image.open(original / published.FIGURES / SLUG / "03_amp.png").convert("RGB"))
+    assert published.same_picture(figure, figure)
+    rounded = pixels ^ (np.random.default_rng(0).random(pixels.shape) < 0.1).astype(np.uint8)
+    assert published.same_picture(figure, encoded(rounded))
+    assert not published.same_picture(figure, encoded(pixels[:-1]))
+    moved = np.roll(pixels, 12, axis=1)
+    assert not published.same_picture(figure, encoded(moved))
+
+
+def encoded(pixels: np.ndarray) -> bytes:
+    """PNG bytes of an RGB array."""
+    stream = io.BytesIO()
+    Image.fromarray(pixels.astype(np.uint8)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def test_of_two_machines_one_must_be_named(tmp_path: Path) -> None:
+    cpu = make.sets({"bf16": (RunConfig(precision="bf16"), 1.5)}, turns=2)
+    Ledger(tmp_path / "cpu.jsonl").append(cpu)
+    Ledger(tmp_path / "gpu.jsonl").append(make.on(make.GPUS, cpu))
+    both = [tmp_path / "cpu.jsonl", tmp_path / "gpu.jsonl"]
+    for act in (published.rebuild, published.publish):
+        with pytest.raises(LedgerError, match=r"2 machines.*Example CPU 9000, 2 cores.*Example GPU X"):
+            act(both, None, tmp_path)
+    found = published.rebuild(both, "gpu x", tmp_path)
+    assert [path.parent for path, _ in found] == [tmp_path / "image_output"] * 2
+    assert "Example GPU X" in found[0][1].hardware
+    assert not (tmp_path / "trace_output").exists()
+
+
+def test_machines_are_published_side_by_side(output: Path) -> None:
+    Ledger(output / "gpu.jsonl").append(make.on(make.GPUS, make.sets({}, turns=2)))
+    published.publish([output / "gpu.jsonl"], None, output)
+    assert len(list((output / published.RECORDS).glob("*.jsonl"))) == 2
+    assert published.check(output) == []
+
+
+def test_nothing_to_publish_and_missing_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(LedgerError, match="there is nothing to publish in"):
+        published.publish([tmp_path / "empty.jsonl"], None, tmp_path)
+    with pytest.raises(LedgerError, match=r"there is no ledger .*nowhere\.jsonl"):
+        published.rebuild([tmp_path / "nowhere.jsonl"], None, tmp_path)

@@ -1,0 +1,280 @@
+"""The questions: which configurations answer them, on which machine, and what is left out or refused."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from ddpm_lab.config import LOADER_ALONE, PRESETS, ConfigError, Experiment, Family
+from ddpm_lab.questions import QUESTIONS, Images, Setup, amp, multi_gpu, profile, torch_compile, workers
+
+MACHINES = {"1 core": (0, 1), "2 cores": (0, 2), "64 cores": (0, 64), "1 GPU": (1, 16), "8 GPUs": (8, 64)}
+
+
+def setup(machine: str = "2 cores", preset: str = "quick", **changes: Any) -> Setup:
+    """A set-up by hand: no such machine is needed."""
+    gpus, cores = MACHINES[machine]
+    images = Images(folder="somewhere", sha256="abc", name="5,000 synthetic images")
+    values = {"network": "tiny", "device": "cuda" if gpus else "cpu", "gpus": gpus, "usable_cores": cores}
+    return Setup(**{"preset": preset, "images": images, **values, **changes})
+
+
+def labels(experiment: Experiment) -> list[list[str]]:
+    """Baseline and candidates of each family."""
+    return [[f.baseline_label, *(label for label, _ in f.candidates)] for f in experiment.families]
+
+
+def batches(experiment: Experiment) -> list[int]:
+    """Global batch size of each family."""
+    return [f.baseline.global_batch_size for f in experiment.families]
+
+
+def members(family: Family) -> list[Any]:
+    """All configurations of a family."""
+    return [family.baseline, *(c for _, c in family.candidates)]
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_every_default_grid_can_run_and_compares_like_with_like(name: str, preset: str, machine: str) -> None:
+    here = setup(machine, preset)
+    experiment = QUESTIONS[name](here)
+    assert experiment.name == name
+    assert experiment.families or experiment.profiles
+    names = [f.name for f in experiment.families]
+    assert len(set(names)) == len(names)
+    assert all(family in names for family, _, _ in experiment.left_out)
+    for family in experiment.families:
+        ids = [config.run_id for config in members(family)]
+        assert len(set(ids)) == len(ids), "a candidate is the baseline, or there twice"
+        assert len({config.global_batch_size for config in members(family)}) == 1
+        assert len({family.baseline_label, *(label for label, _ in family.candidates)}) == len(ids)
+        for config in members(family):
+            assert config.data_sha256 == "abc"
+            assert config.seed == 0
+            assert not config.oversubscribe
+            assert config.world_size <= (here.gpus if config.device == "cuda" else here.usable_cores)
+            assert config.loader_workers <= here.usable_cores
+            assert config.device == here.device or family.mechanism
+
+
+# --- several ranks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("machine", "preset", "sizes", "ranks"),
+    [
+        ("2 cores", "smoke", [16], ["1 rank", "2 ranks"]),
+        ("2 cores", "quick", [16, 32], ["1 rank", "2 ranks"]),
+        ("2 cores", "full", [32, 64, 128, 256, 512], ["1 rank", "2 ranks"]),
+        ("64 cores", "quick", [16, 32], ["1 rank", "2 ranks"]),
+        (
+            "64 cores",
+            "full",
+            [32, 64, 128, 256, 512],
+            ["1 rank", "2 ranks", "4 ranks", "8 ranks", "16 ranks", "32 ranks", "64 ranks"],
+        ),
+        ("8 GPUs", "smoke", [128], ["1 GPU", "2 GPUs", "4 GPUs", "8 GPUs"]),
+        ("8 GPUs", "quick", [128, 512], ["1 GPU", "2 GPUs", "4 GPUs", "8 GPUs"]),
+        ("8 GPUs", "full", [32, 64, 128, 256, 512], ["1 GPU", "2 GPUs", "4 GPUs", "8 GPUs"]),
+    ],
+)
+def test_multi_gpu_grids(machine: str, preset: str, sizes: list[int], ranks: list[str]) -> None:
+    experiment = multi_gpu(setup(machine, preset))
+    assert batches(experiment) == sizes
+    for family, found in zip(experiment.families, labels(experiment), strict=True):
+        left_out = [label for name, label, _ in experiment.left_out if name == family.name]
+        assert sorted(found + left_out) == sorted(ranks)
+        assert [f"{c.world_size} {'GPU' if c.device == 'cuda' else 'rank'}" for c in members(family)] == [
+            label.rstrip("s") for label in found
+        ]
+    assert [(name, label) for name, label, _ in experiment.left_out] == (
+        [("tiny, batch 32", "64 ranks")] if (machine, preset) == ("64 cores", "full") else []
+    )
+
+
+def test_one_core_measures_one_rank_and_says_why_not_two() -> None:
+    experiment = multi_gpu(setup("1 core"))
+    assert labels(experiment) == [["1 rank"], ["1 rank"]]
+    assert experiment.left_out == tuple(
+        (f"tiny, batch {batch}", "2 ranks", "this machine has one usable core; each rank needs its own")
+        for batch in (16, 32)
+    )
+    over = multi_gpu(setup("1 core", oversubscribe=True))
+    assert labels(over) == [["1 rank", "2 ranks"]] * 2
+    assert [c.oversubscribe for c in members(over.families[0])] == [False, True]
+
+
+def test_one_gpu_shows_the_mechanism_on_the_cpu_and_never_shares_the_card() -> None:
+    experiment = multi_gpu(setup("1 GPU", network="ddpm"), precision="tf32")
+    *on_gpu, mechanism = experiment.families
+    assert [f.baseline_label for f in on_gpu] == ["1 GPU"] * 2
+    assert all(f.candidates == () and not f.mechanism for f in on_gpu)
+    assert {row[1:] for row in experiment.left_out} == {("2 GPUs", "this machine has one GPU; each rank needs its own")}
+    assert mechanism.mechanism
+    assert [(c.device, c.world_size, c.network, c.precision) for c in members(mechanism)] == [
+        ("cpu", 1, "tiny", "fp32"),
+        ("cpu", 2, "tiny", "fp32"),
+    ]
+    assert mechanism.name.endswith("CPU ranks")
+    assert not any(f.mechanism for f in multi_gpu(setup("1 GPU", usable_cores=1)).families)
+    assert not any(f.mechanism for m in ("8 GPUs", "2 cores") for f in multi_gpu(setup(m)).families)
+
+
+def test_ranks_asked_for_by_name_are_measured_or_refused() -> None:
+    assert labels(multi_gpu(setup("8 GPUs"), world_sizes=[8, 3, 3], global_batch_sizes=[48])) == [
+        ["1 GPU", "3 GPUs", "8 GPUs"]
+    ]
+    only_one = multi_gpu(setup(), world_sizes=[1])
+    assert labels(only_one) == [["1 rank"]] * 2
+    assert only_one.left_out == ()
+    with pytest.raises(ConfigError, match="global batch of 32 cannot be shared by 3 ranks: give a multiple"):
+        multi_gpu(setup("64 cores"), world_sizes=[1, 3], global_batch_sizes=[32])
+    with pytest.raises(ConfigError, match="9 ranks need 9 GPUs, this machine has 8: give at most 8"):
+        multi_gpu(setup("8 GPUs"), world_sizes=[9])
+    with pytest.raises(ConfigError, match="9 ranks need 9 GPUs"):
+        multi_gpu(setup("8 GPUs", oversubscribe=True), world_sizes=[9])
+    with pytest.raises(ConfigError, match=r"4 CPU ranks need 4 cores, 2 are usable here.*oversubscribe"):
+        multi_gpu(setup(), world_sizes=[4])
+    over = multi_gpu(setup(oversubscribe=True), world_sizes=[2, 4])
+    assert [c.oversubscribe for c in members(over.families[0])] == [False, False, True]
+
+
+# --- precision -------------------------------------------------------------------------------------------------------
+
+
+def test_amp_grids() -> None:
+    for preset in PRESETS:
+        experiment = amp(setup("8 GPUs", preset))
+        assert labels(experiment) == [["fp32", "bf16", "fp16", "tf32"]] * (2 if preset == "full" else 1)
+        assert experiment.left_out == ()
+    assert [f.baseline.world_size for f in amp(setup("8 GPUs", "full")).families] == [1, 8]
+    assert [f.baseline.world_size for f in amp(setup("1 GPU", "full")).families] == [1]
+    assert batches(amp(setup("8 GPUs"))) == [128]
+    assert batches(amp(setup("2 cores"))) == [16]
+    assert batches(amp(setup("2 cores", "full"))) == [128, 128]
+    for family in amp(setup("1 GPU")).families:
+        assert [c.precision for c in members(family)] == ["fp32", "bf16", "fp16", "tf32"]
+
+
+def test_a_cpu_has_no_tf32_and_no_fp16() -> None:
+    experiment = amp(setup())
+    assert labels(experiment) == [["fp32", "bf16"]]
+    assert experiment.left_out == tuple(("tiny, batch 16, 1 rank", p, "needs a CUDA device") for p in ("tf32", "fp16"))
+
+
+def test_a_batch_is_rounded_up_to_what_the_ranks_can_share_unless_it_was_given() -> None:
+    assert batches(amp(setup("8 GPUs"), world_sizes=[6])) == [132]
+    assert batches(amp(setup("8 GPUs"), world_sizes=[1, 6], global_batch_size=60)) == [60, 60]
+    with pytest.raises(ConfigError, match=r"global_batch_size 64 cannot be shared by 6 ranks.*multiple of 6"):
+        amp(setup("8 GPUs"), world_sizes=[6], global_batch_size=64)
+
+
+# --- loader workers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("machine", "preset", "expected"),
+    [
+        ("1 core", "quick", [0, 1]),
+        ("2 cores", "smoke", [0, 1]),
+        ("2 cores", "quick", [0, 2, 1]),
+        ("64 cores", "full", [0, 20, 1, 2, 4, 8, 12, 16]),
+        ("1 GPU", "full", [0, 16, 1, 2, 4, 8, 12]),
+    ],
+)
+def test_workers_grids(machine: str, preset: str, expected: list[int]) -> None:
+    """Without workers first; the most workers right after, since they say most where time is short."""
+    experiment = workers(setup(machine, preset))
+    formats = ["fp32", "bf16"] if preset == "full" else ["fp32"]
+    assert len(experiment.families) == len(formats) + 1
+    for family in experiment.families:
+        assert [c.loader_workers for c in members(family)] == expected
+        assert {c.loader for c in members(family)} == {"files"}
+    *training, alone = experiment.families
+    assert [f.baseline.precision for f in training] == formats
+    assert all(f.name.startswith("training, ") for f in training)
+    assert alone.name.startswith("loader alone, ")
+    assert {c.workload for c in members(alone)} == {LOADER_ALONE}
+
+
+def test_more_workers_than_cores_are_left_out_by_name() -> None:
+    experiment = workers(setup("1 core"))
+    assert {row[1:] for row in experiment.left_out} == {("2 workers", "more than the 1 usable cores")}
+    assert {row[0] for row in experiment.left_out} == {f.name for f in experiment.families}
+    assert labels(experiment) == [["0 workers", "1 worker"]] * 2
+    assert labels(workers(setup(), worker_counts=[1, 2, 2])) == [["1 worker", "2 workers"]] * 2
+
+
+# --- compiling and profiling -----------------------------------------------------------------------------------------
+
+
+def test_torch_compile_grids() -> None:
+    for machine in MACHINES:
+        for preset in PRESETS:
+            here = setup(machine, preset)
+            experiment = torch_compile(here)
+            assert labels(experiment) == [["eager", "compiled"]] * len(experiment.families)
+            worlds = [f.baseline.world_size for f in experiment.families]
+            assert worlds == (sorted({1, here.most_ranks}) if preset == "full" else [1])
+            for family in experiment.families:
+                eager, compiled = members(family)
+                assert eager.precision == "bf16"
+                assert compiled == dataclasses.replace(eager, compile="whole")
+                assert eager.loader_workers == (min(4, here.usable_cores) if preset == "full" else 0)
+    with pytest.raises(ConfigError, match="loader_workers is 3: 2 cores are usable, give at most that"):
+        torch_compile(setup(), loader_workers=3)
+
+
+def test_a_profile_supplies_no_speed() -> None:
+    experiment = profile(setup("8 GPUs"), world_size=2, precision="tf32", global_batch_size=64)
+    assert experiment.families == ()
+    ((family, label, config),) = experiment.profiles
+    assert (family, label) == ("tiny, batch 64, 2 GPUs", "tf32, 2 GPUs")
+    assert (config.purpose, config.world_size, config.precision) == ("profile", 2, "tf32")
+    assert profile(setup()).profiles[0][:2] == ("tiny, batch 16, 1 rank", "fp32, 1 rank")
+
+
+def test_a_family_is_named_for_people() -> None:
+    large = dataclasses.replace(setup().images, image_size=64)
+    assert amp(setup(images=large)).families[0].name == "tiny, batch 16, 64x64 pixels, 1 rank"
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "grid", "words"),
+    [
+        ("profile", {"world_size": 0}, ["world_size", "0", "at least 1"]),
+        ("profile", {"world_size": 3}, ["3 CPU ranks", "2 are usable"]),
+        ("profile", {"precision": "fp16"}, ["'fp16'", "CUDA"]),
+        ("profile", {"global_batch_size": 0}, ["global_batch_size", "0"]),
+        ("profile", {"global_batch_size": 15, "world_size": 2}, ["15", "2 ranks"]),
+        ("multi_gpu", {"world_sizes": []}, ["world_sizes", "[]", "list"]),
+        ("multi_gpu", {"world_sizes": 2}, ["world_sizes", "2", "list"]),
+        ("multi_gpu", {"world_sizes": [0]}, ["world_sizes", "0", "at least 1"]),
+        ("multi_gpu", {"global_batch_sizes": []}, ["global_batch_sizes", "[]", "list"]),
+        ("multi_gpu", {"global_batch_sizes": [16, -4]}, ["global_batch_sizes", "-4", "at least 1"]),
+        ("multi_gpu", {"precision": "fp7"}, ["precision", "'fp7'"]),
+        ("amp", {"precisions": []}, ["precisions", "[]", "list"]),
+        ("amp", {"precisions": "bf16"}, ["precisions", "'bf16'", "list"]),
+        ("amp", {"precisions": ["fp7"]}, ["precisions", "'fp7'", "fp32, tf32, fp16, bf16"]),
+        ("amp", {"world_sizes": [3]}, ["3 CPU ranks"]),
+        ("amp", {"global_batch_size": "16"}, ["global_batch_size", "'16'"]),
+        ("workers", {"worker_counts": []}, ["worker_counts", "[]", "list"]),
+        ("workers", {"worker_counts": 4}, ["worker_counts", "4", "list"]),
+        ("workers", {"worker_counts": [0, -1]}, ["worker_counts", "-1", "at least 0"]),
+        ("workers", {"precisions": ["fp16"]}, ["precisions", "'fp16'", "fp32, bf16"]),
+        ("torch_compile", {"loader_workers": -1}, ["loader_workers", "-1", "at least 0"]),
+        ("torch_compile", {"precision": "tf32"}, ["'tf32'", "CUDA"]),
+        ("torch_compile", {"world_sizes": [5]}, ["5 CPU ranks"]),
+    ],
+)
+def test_wrong_values_are_refused_in_a_sentence(name: str, grid: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        QUESTIONS[name](setup(), **grid)
+    assert "\n" not in str(refusal.value)
+    for word in words:
+        assert word in str(refusal.value)

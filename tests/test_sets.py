@@ -1,0 +1,128 @@
+"""Sets of real groups: roles, turns, equal work, planted differences, failures as rows, refused labels."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from conftest import busy_config
+
+from ddpm_lab.config import Plan, RunConfig
+from ddpm_lab.measure.seat import Instrument, Member
+from ddpm_lab.measure.sets import measure_alone, measure_set, mechanism_only
+
+
+def members(*candidates: tuple[str, RunConfig], baseline: RunConfig | None = None) -> list[Member]:
+    base = baseline or busy_config()
+    return [
+        Member("baseline", "busy", base),
+        Member("twin", "busy again", base),
+        *(Member("candidate", label, config) for label, config in candidates),
+    ]
+
+
+def test_a_set_holds_every_member_with_equal_work(instrument: Instrument, short_plan: Plan) -> None:
+    records = measure_set(
+        instrument,
+        experiment="test",
+        family="busy",
+        plan=short_plan,
+        members=members(("2 ranks", busy_config(2)), ("longer", busy_config(micro_steps=40))),
+    )
+    assert [(r.role, r.status) for r in records] == [
+        ("baseline", "ok"),
+        ("twin", "ok"),
+        ("candidate", "ok"),
+        ("candidate", "ok"),
+    ]
+    assert len({r.set_id for r in records}) == 1
+    assert {r.baseline_id for r in records} == {records[0].run_id}
+    assert len({(w.turn, w.position) for r in records for w in r.windows}) == 4 * short_plan.turns
+    assert len({w.images for r in records for w in r.windows}) == 1
+    for r in records:
+        assert len(r.ranks) == r.config.world_size
+        assert r.ranks[0].threads * r.config.world_size <= max(instrument.usable_cores, r.config.world_size)
+        for w in r.windows:
+            assert w.images == w.steps * r.config.global_batch_size
+            # throughput a second way: the steps fill the window
+            assert math.fsum(w.step_seconds) == pytest.approx(w.seconds, rel=0.02)
+            assert sum(w.rank_seconds) <= w.seconds * r.config.world_size * 1.001
+        trained = sum(rank.images for rank in r.ranks)
+        timed = sum(w.images for w in r.windows)
+        assert trained >= timed + r.warmup_steps * r.config.global_batch_size
+        assert {"start", "build", "warmup", "steady", "teardown"} <= set(r.stages)
+        assert all(len(rank.losses) == sum(w.steps for w in r.windows) for rank in r.ranks)
+
+
+def test_failures_are_rows_and_the_rest_goes_on(instrument: Instrument, short_plan: Plan) -> None:
+    records = measure_set(
+        instrument,
+        experiment="test",
+        family="busy",
+        plan=short_plan,
+        members=members(
+            ("raises", busy_config(fault="raise", fault_step=3)),
+            ("diverges", busy_config(fault="nan")),
+            ("hangs", busy_config(fault="hang", fault_step=20)),
+            ("lies", busy_config(says=(("precision", "bf16"),))),
+            ("fine", busy_config(micro_steps=21)),
+        ),
+    )
+    rows = {r.label: r for r in records}
+    assert {label: r.status for label, r in rows.items()} == {
+        "busy": "ok",
+        "busy again": "ok",
+        "raises": "crashed",
+        "diverges": "diverged",
+        "hangs": "timed out",
+        "lies": "refused",
+        "fine": "ok",
+    }
+    assert rows["lies"].reason == "the label says precision fp32, rank 0 ran with bf16"
+    assert "planted fault" in rows["raises"].witness["traceback"]
+    assert all(not r.windows for r in records if r.status != "ok")
+    assert len(rows["fine"].windows) == short_plan.turns
+
+
+def test_without_a_baseline_nothing_else_is_kept(instrument: Instrument, short_plan: Plan) -> None:
+    broken = busy_config(fault="raise", fault_step=1)
+    records = measure_set(
+        instrument,
+        experiment="test",
+        family="busy",
+        plan=short_plan,
+        members=members(("fine", busy_config()), baseline=broken),
+    )
+    assert {r.status for r in records} == {"crashed"}
+    assert {r.role for r in records} <= {"baseline", "twin"}
+
+
+@pytest.mark.slow
+def test_planted_work_shows_in_the_ratio(instrument: Instrument) -> None:
+    """Half as much work again takes half as long again; a wide tolerance, since one set is no measurement."""
+    plan = Plan(turns=6, window_seconds=0.2)
+    one = dataclasses.replace(instrument, usable_cores=1)
+    records = measure_set(
+        one,
+        experiment="test",
+        family="busy",
+        plan=plan,
+        members=members(("more", busy_config(micro_steps=600)), baseline=busy_config(micro_steps=400)),
+    )
+    base, _, more = records
+    logs = [math.log(m.seconds / b.seconds) for b, m in zip(base.windows, more.windows, strict=True)]
+    assert math.exp(sum(logs) / len(logs)) == pytest.approx(1.5, rel=0.2)
+
+
+def test_one_group_alone(instrument: Instrument, short_plan: Plan) -> None:
+    member = Member("cold", "compiled", busy_config())
+    record = measure_alone(instrument, experiment="test", family="busy", plan=short_plan, member=member)
+    assert (record.role, record.status, record.windows) == ("cold", "ok", ())
+
+
+def test_what_shows_nothing_about_speed() -> None:
+    assert not mechanism_only(RunConfig(), machine_has_gpu=False)
+    assert mechanism_only(RunConfig(), machine_has_gpu=True)
+    assert mechanism_only(RunConfig(oversubscribe=True), machine_has_gpu=False)
+    assert not mechanism_only(RunConfig(device="cuda"), machine_has_gpu=True)

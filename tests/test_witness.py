@@ -1,0 +1,81 @@
+"""The witness: every way in which a label can lie is named."""
+
+import re
+from typing import Any
+
+import pytest
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.measure.witness import mismatches
+
+TWO_GPUS = RunConfig(
+    device="cuda",
+    world_size=2,
+    precision="bf16",
+    compile="whole",
+    loader="files",
+    loader_workers=2,
+    data_sha256="abc",
+)
+
+
+def saw(rank: int, **changes: Any) -> dict[str, Any]:
+    """What an honest rank of TWO_GPUS says, with ``changes``."""
+    return {
+        "rank": rank,
+        "world_size": 2,
+        "device": f"cuda:{rank}",
+        "device_uuid": f"GPU-{rank}",
+        "precision": "bf16",
+        "compile": "whole",
+        "loader_workers": 2,
+        "data_sha256": "abc",
+        "unlisted_modules": [],
+        **changes,
+    }
+
+
+def test_honest_labels_pass() -> None:
+    assert mismatches(TWO_GPUS, [saw(0), saw(1)]) == []
+    assert mismatches(TWO_GPUS, [saw(1), saw(0)]) == []
+    cpu = RunConfig(world_size=2)
+    assert mismatches(cpu, [saw_on_cpu(0), saw_on_cpu(1)]) == []
+
+
+def saw_on_cpu(rank: int) -> dict[str, Any]:
+    """A workload that says nothing of itself is judged only on what the lab sees."""
+    return {"rank": rank, "world_size": 2, "device": "cpu", "device_uuid": None}
+
+
+@pytest.mark.parametrize(
+    ("lie", "words"),
+    [
+        ({"world_size": 1}, "world_size 2, rank 1 ran with 1"),
+        ({"device": "cpu"}, "device cuda, rank 1 ran on cpu"),
+        ({"precision": "fp32"}, "precision bf16, rank 1 ran with fp32"),
+        ({"compile": "off"}, "compile whole, rank 1 ran with off"),
+        ({"loader_workers": 0}, "loader_workers 2, rank 1 ran with 0"),
+        ({"data_sha256": "xyz"}, "data_sha256 abc, rank 1 ran with xyz"),
+        ({"unlisted_modules": ["helper", "other"]}, "rank 1 loaded helper, other, which no import statement"),
+    ],
+)
+def test_each_lie_is_named_with_its_rank(lie: dict[str, Any], words: str) -> None:
+    (sentence,) = mismatches(TWO_GPUS, [saw(0), saw(1, **lie)])
+    assert words in sentence
+    assert "\n" not in sentence
+
+
+def test_two_ranks_on_one_gpu_are_named() -> None:
+    (sentence,) = mismatches(TWO_GPUS, [saw(0), saw(1, device_uuid="GPU-0")])
+    assert re.search(r"2 ranks ran on 1 distinct GPUs: GPU-0", sentence)
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 0], [0, 1, 2], [1, 2], []])
+def test_missing_doubled_and_additional_ranks_are_named(ranks: list[int]) -> None:
+    reports = [saw(rank, device_uuid=f"GPU-{i}") for i, rank in enumerate(ranks)]
+    (sentence,) = mismatches(TWO_GPUS, reports)
+    assert f"the label says 2 ranks, these ran: {ranks}" == sentence
+
+
+def test_several_lies_give_several_sentences() -> None:
+    assert len(mismatches(TWO_GPUS, [saw(0, precision="fp32"), saw(1, precision="fp32", compile="off")])) == 3
