@@ -170,7 +170,7 @@ def _grid(name: str, options: argparse.Namespace) -> dict[str, Any]:
         if options.mode == "multi" and most < 2 and not (options.oversubscribe and not cuda):
             have = f"{most} GPU" if cuda else f"{most} usable core"
             raise NoRanksError(f"--mode multi needs two ranks, and this machine has {have}: use --mode single")
-        grid["world_sizes"] = [1] if options.mode == "single" else [1, 2] if name == "multi_gpu" else [2]
+        grid["world_sizes"] = [1] if options.mode == "single" else [most if cuda else 2]
     return grid
 
 

@@ -256,7 +256,7 @@ PRESETS = {
     preset.name: preset
     for preset in (
         Preset(name="smoke", sets=1, plan=Plan(turns=2, window_seconds=0.1), cold_compiles=1, minutes=3.0),
-        Preset(name="quick", sets=6, plan=Plan(), cold_compiles=1, minutes=9.0),
+        Preset(name="quick", sets=6, plan=Plan(), cold_compiles=1, minutes=9.5),
         Preset(name="full", sets=12, plan=Plan(), cold_compiles=3, minutes=None),
     )
 }

@@ -81,8 +81,8 @@ class Window:
     """One timed window: ``seconds`` is the wall time from the first rank's start to the last rank's end.
 
     A step ends when its slowest rank ends it, so ``step_seconds`` add up to the window; ``data_seconds`` is each rank's
-    wait for data; ``others_cores`` is how many cores other processes kept busy meanwhile (None: unknown). A dropped window was
-    disturbed from outside; its turn is dropped for every configuration of the set.
+    wait for data; ``others_cores`` is how many cores other processes kept busy meanwhile (None: unknown). A dropped
+    window was disturbed from outside; its turn is dropped for every configuration of the set.
     """
 
     turn: int

@@ -62,11 +62,11 @@ class Setup:
         return self.gpus if self.device == "cuda" else self.usable_cores
 
     def batch_size(self, asked: int | None, ranks: int = 1) -> int:
-        """The global batch size asked for, or the preset's: 128, and 16 on a CPU except in ``full``."""
+        """The global batch size asked for, or the preset's: 128, and 8 on a CPU except in ``full``."""
         if asked is not None:
             whole("global_batch_size", asked, 1)
             return asked
-        usual = 128 if self.device == "cuda" or self.preset == "full" else 16
+        usual = 128 if self.device == "cuda" or self.preset == "full" else 8
         return -(-usual // ranks) * ranks
 
     def world_sizes(self, asked: Sequence[int] | None, usual: Sequence[int]) -> list[int]:

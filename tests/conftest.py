@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.group import Limits
 from ddpm_lab.measure.seat import Instrument
+
+# One thread for what tests compute themselves: two that wait for each other make no progress beside a busy neighbour.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 BUSY = "lab_workloads:busy"
 

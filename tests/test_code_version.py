@@ -198,6 +198,19 @@ def test_a_module_that_hides_from_the_walk_is_found_when_it_is_loaded(write: Wri
     assert shown.stdout.strip() == '[[], ["helper", "hidden"]]'
 
 
+def test_the_hooks_of_an_installation_are_no_part_of_a_workload(write: Write) -> None:
+    write("sitecustomize.py", "import helper\n")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("sitecustomize", "helper"):
+            patch.delitem(sys.modules, name, raising=False)
+        importlib.import_module("sitecustomize")
+        found = unlisted([])
+        patch.delitem(sys.modules, "helper")
+        patch.delitem(sys.modules, "sitecustomize")
+    assert "helper" in found
+    assert "sitecustomize" not in found
+
+
 def test_listed_modules_and_libraries_are_not_reported() -> None:
     loaded = [name for name, m in sys.modules.items() if (getattr(m, "__file__", None) or "").endswith(".py")]
     assert unlisted(loaded) == []

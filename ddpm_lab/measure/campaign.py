@@ -47,11 +47,11 @@ class Campaign:
         self.experiment, self.target, self.instrument = experiment, target, instrument
         self.ledger, self.traces = ledger, traces
         self.machine_key = environment().machine.key
-        self.known, _ = ledger.read()
+        self.known = self._mine(ledger.read()[0])
         self.measured_sets = 0
         self.begun = time.monotonic()
         self.costs: dict[str, list[float]] = {}
-        self.lasting = {r.run_id for r in self._mine(self.known) if r.status in LASTING}
+        self.lasting = {r.run_id for r in self.known if r.status in LASTING}
         self.hopeless: set[str] = set()
 
     def run(self, progress: Progress) -> None:
@@ -112,7 +112,7 @@ class Campaign:
     def _sets_with(self, family: Family, config: RunConfig) -> int:
         """Complete sets of this family's baseline and twin that hold ``config``."""
         sets: dict[str, set[tuple[str, str]]] = {}
-        for r in self._mine(self.known):
+        for r in self.known:
             if r.set_id and r.baseline_id == family.baseline.run_id and r.status == "ok":
                 sets.setdefault(r.set_id, set()).add((r.role, r.run_id))
         base = family.baseline.run_id
@@ -155,7 +155,7 @@ class Campaign:
             return places * self.costs[family.name][-1]
         seen = [
             sum(r.stages.values())
-            for r in self._mine(self.known)
+            for r in self.known
             if r.set_id and r.windows and r.baseline_id == family.baseline.run_id
         ]
         known = [cost for costs in self.costs.values() for cost in costs]
@@ -212,7 +212,7 @@ class Campaign:
     def _has_profile(self, config: RunConfig) -> bool:
         return any(
             r.role == "profile" and r.run_id == config.run_id and (r.status == "ok" or r.status in LASTING)
-            for r in self._mine(self.known)
+            for r in self.known
         )
 
     def _profile(self, family: str, label: str, config: RunConfig, progress: Progress) -> None:
@@ -237,7 +237,7 @@ class Campaign:
             return 0
         have = sum(
             r.role == "cold" and r.run_id == config.run_id and r.status == "ok" and r.compile_cache == "cold"
-            for r in self._mine(self.known)
+            for r in self.known
         )
         return max(0, self.target.cold_compiles - have)
 

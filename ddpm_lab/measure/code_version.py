@@ -23,6 +23,8 @@ from pathlib import Path
 from ddpm_lab.config import ConfigError
 
 RANK_MODULE = "ddpm_lab.measure.rank"
+SITE_MODULES = ("sitecustomize", "usercustomize")
+"""Python runs them at every start, where an administrator put them: they belong to the machine, not to a workload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,6 @@ def unlisted(version_modules: Iterable[str]) -> list[str]:
         # a source of the workload. torch.ops and its like are no modules of source: their file is a bare name.
         package = getattr(sys.modules.get(name.partition(".")[0]), "__file__", None) or ""
         source = file.endswith(".py") and Path(file).is_absolute() and not is_library(file) and not is_library(package)
-        if source and name not in listed and not name.startswith("__"):
+        if source and name not in listed and name not in SITE_MODULES and not name.startswith("__"):
             found.append(name)
     return sorted(found)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab.config import START_METHODS, RunConfig, choice
-from ddpm_lab.measure.process import BEAT, Heartbeat, RankJob, rank_main
+from ddpm_lab.measure.process import BEAT, THREADING, Heartbeat, RankJob, rank_main
 
 PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "torch.utils.data", "numpy", "PIL.Image")
 """What the fork server imports once. It must start no thread and touch no device."""
@@ -52,18 +52,22 @@ class Limits:
 
 
 @contextlib.contextmanager
-def _without_main() -> Iterator[None]:
-    """Hide ``__main__`` while a process starts.
+def _fresh_start() -> Iterator[None]:
+    """What a starting process inherits: the lab's threading environment, and no ``__main__``.
 
     multiprocessing would run the parent's main module again in every rank; ranks need none of it, and a script
     without a ``__main__`` guard would start itself over and over.
     """
-    real = sys.modules["__main__"]
+    real, before = sys.modules["__main__"], dict(os.environ)
     sys.modules["__main__"] = types.ModuleType("__main__")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.update({name: value for name, value in THREADING.items() if name not in os.environ})
     try:
         yield
     finally:
         sys.modules["__main__"] = real
+        for name in THREADING.keys() - before.keys():
+            os.environ.pop(name, None)
 
 
 def sweep(parent: Path | None = None) -> None:
@@ -122,7 +126,7 @@ class Group:
                     environment=environment,
                 )
                 process = context.Process(target=rank_main, args=(job, theirs, end), name=f"ddpm_lab rank {rank}")  # type: ignore[attr-defined]
-                with _without_main():
+                with _fresh_start():
                     process.start()
                 self._processes.append(process)
                 theirs.close()

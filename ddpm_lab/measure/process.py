@@ -26,6 +26,12 @@ from typing import Any, NamedTuple
 from ddpm_lab.config import RunConfig
 from ddpm_lab.workload import Unsupported
 
+THREADING = {"GOMP_SPINCOUNT": "10000"}
+"""How OpenMP threads wait for each other, unless the user has said otherwise: briefly awake, then asleep.
+
+By default they spin for milliseconds, and a step of two threads slows down manyfold as soon as a neighbour wants one of
+the cores. It must be in the environment before torch is imported, and it is the same for every configuration."""
+
 BEAT = struct.Struct("<dqq24s")  # monotonic seconds, steps done, marks made, what the rank is about to do
 
 

@@ -91,6 +91,9 @@ class Rank:
         )
         self.workload = make(config, context)
         self.batches = self.workload.batches()
+        # What exists now lives as long as the rank. Left to the collector, it would be searched before every window.
+        gc.collect()
+        gc.freeze()
 
     def synchronize(self) -> None:
         """Wait until the device has done what it was given."""
@@ -154,6 +157,7 @@ class Rank:
             "device_uuid": self._uuid(),
             "cuda": torch.version.cuda if self.cuda else None,
             "threads": torch.get_num_threads(),
+            "threads_wait": {name: os.environ.get(name) for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")},
             "unlisted_modules": unlisted(self.job.modules),
             **self.workload.witness(),
         }

@@ -18,7 +18,9 @@ from ddpm_lab.measure.hardware import CpuClock
 from ddpm_lab.measure.witness import mismatches
 
 CHUNK = 5
-STEADY = 0.05
+STEADY = 0.1
+WARMUP_SECONDS = 3.0
+"""On a disturbed machine steps never look steady: after this long they are as warm as they get."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +138,7 @@ class Seat:
         }, filled
 
     def _warm_up(self, group: Group) -> None:
-        """Step until two chunks in a row agree within 5 % and at least ``plan.warmup_steps`` are done.
+        """Step until two chunks in a row agree within 10 %, or ``WARMUP_SECONDS``, but at least ``plan.warmup_steps``.
 
         The first step is apart: it compiles, allocates and lets cuDNN choose.
         """
@@ -147,13 +149,15 @@ class Seat:
             0
         ]
         done, last = 1, first
+        stepping = time.monotonic()
         while True:
             chunk = slowest(group.window(settle=0, steps=CHUNK, limit=limit, stage="warming up"))
             done += CHUNK
             step = statistics.median(chunk)
             steady = abs(step - last) <= STEADY * last
             last = step
-            if done >= self.plan.warmup_steps and (steady or done >= 10 * self.plan.warmup_steps):
+            enough = steady or time.monotonic() - stepping >= WARMUP_SECONDS
+            if done >= self.plan.warmup_steps and enough:
                 break
         seconds = time.monotonic() - begun
         self.warm_step_seconds = last

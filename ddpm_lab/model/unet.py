@@ -54,9 +54,9 @@ class UNetConfig:
         return max(4, self.patch << (len(self.multipliers) - 1))
 
 
-# tiny is made for a CPU: a training step of some 10 ms at batch 8 on two cores, and few kernels to compile. Both rule out
-# more than one level, because there its cost is the number of operators, not their size. s000 is the seed network,
-# twice as wide.
+# tiny is made for a CPU: a training step of some 10 ms at batch 8 on two cores, and few kernels to compile. Both rule
+# out more than one level, because its cost is the number of operators, not their size. s000 is the seed network, twice
+# as wide.
 NETWORKS = {
     "tiny": UNetConfig(family="ddpm", width=16, multipliers=(1,), groups=8, blocks=1, patch=2),
     "seed": UNetConfig(family="seed", width=64, multipliers=(1, 2, 4), groups=8),

@@ -1,0 +1,196 @@
+"""The training step: its mathematics against a plain one, several ranks against one, and what its witness says."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import start_processes
+
+from ddpm_lab.config import DiffusionConfig, OptimizerConfig, RunConfig
+from ddpm_lab.data.draws import noise_and_timesteps
+from ddpm_lab.data.packed import prepare
+from ddpm_lab.data.prepared import open_packed
+from ddpm_lab.model.train import LoaderAlone, Trainer
+from ddpm_lab.model.unet import build_network
+from ddpm_lab.workload import RankContext, Unsupported
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """A small run on the synthetic images."""
+    folder = tmp_path_factory.mktemp("data") / "prepared"
+    manifest = prepare("synthetic", folder)
+    return RunConfig(data=str(folder), data_sha256=manifest.content_hash, global_batch_size=8)
+
+
+def context(rank: int = 0, world_size: int = 1) -> RankContext:
+    return RankContext(rank=rank, world_size=world_size, device="cpu", threads=1, mark=lambda _: None)
+
+
+def train(trainer: Trainer, steps: int) -> list[float]:
+    return [float(trainer.step(batch)) for batch in itertools.islice(trainer.batches(), steps)]
+
+
+def weights(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+
+
+def test_a_step_is_the_plain_algorithm(config: RunConfig) -> None:
+    """Against a loop written from the paper: noise, predict, L2, Adam, clipping, averaged weights."""
+    config = dataclasses.replace(
+        config, diffusion=DiffusionConfig(loss="l2", schedule="linear"), optimizer=OptimizerConfig(ema_every=2)
+    )
+    trainer = Trainer(config, context())
+    losses = train(trainer, 4)
+
+    torch.manual_seed(config.seed)
+    network = build_network("tiny")
+    averaged = [p.detach().clone() for p in network.parameters()]
+    adam = torch.optim.Adam(network.parameters(), lr=2e-4, betas=(0.9, 0.99))
+    alpha_bar = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64), 0).float()
+    expected = []
+    for step, batch in enumerate(itertools.islice(Trainer(config, context()).batches(), 4)):
+        x0 = batch.images
+        noise, t = noise_and_timesteps(0, step, 0, 8, global_batch_size=8, shape=(3, 32, 32), timesteps=1000)
+        signal = alpha_bar[t].sqrt()[:, None, None, None]
+        sigma = (1 - alpha_bar[t]).sqrt()[:, None, None, None]
+        loss = (network(signal * x0 + sigma * noise, t) - noise).square().mean()
+        adam.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        adam.step()
+        if step % 2:
+            for a, p in zip(averaged, network.parameters(), strict=True):
+                a.mul_(0.995).add_(p.detach(), alpha=0.005)
+        expected.append(float(loss.detach()))
+    assert losses == pytest.approx(expected, rel=1e-5)
+    torch.testing.assert_close(weights(trainer.network), weights(network), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(weights(trainer.ema), torch.cat([a.reshape(-1) for a in averaged]), rtol=1e-4, atol=1e-6)
+
+
+def test_training_lowers_the_loss(config: RunConfig) -> None:
+    faster = dataclasses.replace(config, optimizer=OptimizerConfig(learning_rate=2e-3), global_batch_size=16)
+    losses = train(Trainer(faster, context()), 120)
+    assert np.mean(losses[-20:]) < 0.8 * np.mean(losses[:20])
+
+
+@pytest.mark.parametrize("accumulation", [2, 4])
+def test_accumulation_changes_nothing_but_rounding(config: RunConfig, accumulation: int) -> None:
+    whole, parts = (Trainer(dataclasses.replace(config, accumulation=n), context()) for n in (1, accumulation))
+    assert train(whole, 3) == pytest.approx(train(parts, 3), rel=1e-4)
+    torch.testing.assert_close(weights(whole.network), weights(parts.network), rtol=1e-3, atol=2e-5)
+
+
+def _gradients(rank: int, world_size: int, config: RunConfig, folder: str) -> None:
+    """The averaged gradients of one step, in fp32, written by rank 0."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous{world_size}", rank=rank, world_size=world_size
+    )
+    trainer = Trainer(dataclasses.replace(config, world_size=world_size), context(rank, world_size))
+    torch.manual_seed(1)  # a new network ends in zeros
+    for parameter in trainer.network.parameters():
+        nn.init.normal_(parameter, std=0.05)
+    seen: list[Tensor] = []
+    trainer.optimizer.step = lambda: seen.extend(p.grad.clone() for p in trainer.parameters if p.grad is not None)  # type: ignore[assignment,method-assign,misc]
+    loss = trainer.step(next(trainer.batches()))
+    torch.distributed.all_reduce(loss)
+    if rank == 0:
+        flat = torch.cat([g.reshape(-1) for g in seen])
+        torch.save({"gradient": flat, "loss": float(loss) / world_size}, f"{folder}/{world_size}.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_two_ranks_equal_one_on_the_same_global_batch(config: RunConfig, tmp_path: Path, accumulation: int) -> None:
+    run = dataclasses.replace(config, accumulation=accumulation, optimizer=OptimizerConfig(clip_norm=None))
+    for world_size in (1, 2):
+        start_processes(_gradients, args=(world_size, run, str(tmp_path)), nprocs=world_size)  # type: ignore[no-untyped-call]
+    one, two = (torch.load(tmp_path / f"{n}.pt") for n in (1, 2))
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
+    error = (one["gradient"] - two["gradient"]).norm() / one["gradient"].norm()
+    assert float(error) < 1e-5
+
+
+def test_loaders_train_to_identical_weights(config: RunConfig) -> None:
+    trained = []
+    for loader, workers in (("packed", 0), ("files", 0), ("files", 2)):
+        trainer = Trainer(dataclasses.replace(config, loader=loader, loader_workers=workers), context())
+        train(trainer, 5)
+        trained.append(weights(trainer.network))
+        assert trainer.witness()["loader_workers"] == workers
+        trainer.close()
+    assert torch.equal(trained[0], trained[1])
+    assert torch.equal(trained[0], trained[2])
+
+
+def test_held_out_images_are_never_used(config: RunConfig) -> None:
+    packed = open_packed(Path(config.data))
+    held_out = set(packed.held_out_indices.tolist())
+    assert held_out
+    batches = itertools.islice(Trainer(config, context()).batches(), 300)
+    used = {int(i) for batch in batches for i in batch.indices}
+    assert not used & held_out
+    assert used == set(packed.train_indices.tolist())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_witness_reads_the_convolution(config: RunConfig, precision: str) -> None:
+    trainer = Trainer(dataclasses.replace(config, precision=precision), context())
+    train(trainer, 1)
+    said = trainer.witness()
+    assert said["precision"] == precision
+    assert said["compile"] == "off"
+    assert said["data_sha256"] == config.data_sha256
+    assert said["images"] == 8
+
+
+def test_the_witness_is_not_the_label(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that forgets its autocast is seen, whatever the configuration says."""
+    trainer = Trainer(dataclasses.replace(config, precision="bf16"), context())
+    monkeypatch.setattr(trainer, "autocast", contextlib.nullcontext)
+    train(trainer, 1)
+    assert trainer.witness()["precision"] == "fp32"
+
+
+def test_without_a_compiler_compile_is_unsupported(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(Unsupported, match=r"no C\+\+ compiler \(no-such-compiler\).*apt install g\+\+"):
+        Trainer(dataclasses.replace(config, compile="whole"), context())
+
+
+def test_without_headers_compile_is_unsupported(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "true")
+    monkeypatch.setattr("sysconfig.get_path", lambda _: "/nonexistent")
+    with pytest.raises(Unsupported, match="apt install python3-dev"):
+        Trainer(dataclasses.replace(config, compile="whole"), context())
+
+
+def test_the_loader_alone_consumes_the_same_images(config: RunConfig) -> None:
+    alone, trainer = LoaderAlone(config, context()), Trainer(config, context())
+    for batch in itertools.islice(alone.batches(), 3):
+        assert alone.step(batch) == 0.0
+    train(trainer, 3)
+    assert alone.witness()["indices_sha256"] == trainer.witness()["indices_sha256"]
+    alone.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
+def test_precisions_on_a_gpu(config: RunConfig, precision: str) -> None:
+    here: dict[str, Any] = {"device": "cuda", "precision": precision}
+    place = dataclasses.replace(context(), device="cuda:0")
+    trainer = Trainer(dataclasses.replace(config, **here), place)
+    losses = train(trainer, 30)
+    assert trainer.witness()["precision"] == precision
+    assert np.isfinite(losses).all()
+    assert trainer.witness()["autocast_scaler"] == (precision == "fp16")
