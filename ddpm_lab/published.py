@@ -20,6 +20,9 @@ from ddpm_lab.ledger import Ledger, LedgerError, RunRecord, read_all
 
 FIGURES = Path("image_output", "published")
 RECORDS = Path("trace_output", "published")
+README = "README.md"
+BEGIN = "<!-- answers: written by ddpm-lab figures --publish -->"
+END = "<!-- end of answers -->"
 
 
 def rebuild(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[tuple[Path, Finding]]:
@@ -51,7 +54,32 @@ def publish(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[
     folder = output / FIGURES / slug
     for old in folder.glob("*.png"):
         old.unlink()
-    return _draw(_studies(Ledger(target).read()[0], None, output), folder)
+    drawn = _draw(_studies(Ledger(target).read()[0], None, output), folder)
+    readme = output / README
+    if readme.is_file():
+        readme.write_text(_with_answers(readme.read_text(), output))
+    return drawn
+
+
+def _with_answers(text: str, output: Path) -> str:
+    """The README's text with the lines between its marks computed from the published records, GPUs first."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    if not after:
+        return text
+    blocks = []
+    for ledger in sorted((output / RECORDS).glob("*.jsonl")):
+        studies = {s.experiment: s for s in _studies(Ledger(ledger).read()[0], None, output)}
+        shown = studies[RECOMMENDATION]
+        picture = FIGURES / ledger.stem / f"{NAMES[RECOMMENDATION]}.png"
+        lines = [f"![{figures.alt_text(shown)}]({picture.as_posix()})", "", f"{shown.hardware}, {shown.date}:", ""]
+        lines += ["| question | answer |", "| --- | --- |"]
+        for answer in studies.values():
+            found = findings.finding(answer)
+            claim = found.claim.replace("|", "\\|")
+            lines.append(f"| {found.question} | {claim} |")
+        blocks.append((not shown.records[-1].environment.machine.gpus, "\n".join(lines)))
+    return f"{before}{BEGIN}\n" + "\n\n".join(block for _, block in sorted(blocks)) + f"\n{END}{after}"
 
 
 def check(output: Path) -> list[str]:
@@ -79,6 +107,9 @@ def check(output: Path) -> list[str]:
                 problems.append(
                     f"{folder / name} differs from what {ledger.name} gives: run ddpm-lab figures --publish"
                 )
+    readme = output / README
+    if ledgers and readme.is_file() and readme.read_text() != _with_answers(readme.read_text(), output):
+        problems.append(f"{readme} does not say what the published records do: run ddpm-lab figures --publish")
     return problems
 
 

@@ -226,7 +226,7 @@ def workers(
     precisions: Sequence[str] | None = None,
     global_batch_size: int | None = None,
 ) -> Experiment:
-    """How many loader workers are worth having? Each file decoded when it is needed; training, and the loader alone."""
+    """How many loader workers are worth having? Each file decoded when needed; training, and the loader alone."""
     usual = {"smoke": (0, 1), "quick": (0, 1, 2), "full": FULL_WORKERS}[setup.preset]
     for name, values in (("worker_counts", worker_counts), ("precisions", precisions)):
         if values is not None:
@@ -245,7 +245,8 @@ def workers(
     kinds: list[tuple[str, dict[str, Any]]] = [
         (f"training, {setup.family_name(batch)}, {precision}", {"precision": precision}) for precision in formats
     ]
-    kinds.append((f"loader alone, batch {batch}", {"workload": LOADER_ALONE}))
+    if setup.preset != "quick":  # it would take the time that the other questions need for a verdict
+        kinds.append((f"loader alone, batch {batch}", {"workload": LOADER_ALONE}))
     for name, settings in kinds:
         base = setup.config(global_batch_size=batch, loader="files", loader_workers=first, **settings)
         families.append(

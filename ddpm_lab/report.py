@@ -29,7 +29,7 @@ from ddpm_lab.notebooks import (
     stop_on_signals,
 )
 
-WEIGHTS = {"01_profile": 1, "02_multi_gpu": 14, "03_amp": 8, "04_workers": 18, "05_torch_compile": 14}
+WEIGHTS = {"01_profile": 1, "02_multi_gpu": 14, "03_amp": 8, "04_workers": 13, "05_torch_compile": 14}
 """How a budget is divided: about the seconds that each notebook takes for ``quick``, by ten."""
 NOTEBOOK_SECONDS = 6.0
 """What a notebook takes beside measuring: its kernel, imports, figures and page."""

@@ -1,0 +1,114 @@
+"""Questions measured for real: what is kept, what is not measured again, and what a kill costs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import alive
+
+from ddpm_lab import experiments
+from ddpm_lab.config import ConfigError
+from ddpm_lab.data.folder import DataError
+from ddpm_lab.ledger import Ledger, LedgerError
+
+
+@pytest.mark.slow
+def test_a_question_is_measured_once(tmp_path: Path) -> None:
+    study = experiments.run("amp", preset="smoke", output_dir=tmp_path)
+    assert study.measured_sets == 1
+    measured = [r for r in study.records if r.set_id]
+    assert sorted((r.role, r.label, r.status) for r in measured) == [
+        ("baseline", "fp32", "ok"),
+        ("candidate", "bf16", "ok"),
+        ("twin", "fp32 again", "ok"),
+    ]
+    assert {(r.label, r.status) for r in study.records if not r.set_id} == {
+        ("fp16", "left out"),
+        ("tf32", "left out"),
+    }
+    assert measured[0].environment.date
+    again = experiments.run("amp", preset="smoke", output_dir=tmp_path)
+    assert again.measured_sets == 0
+    assert [r.set_id for r in again.records] == [r.set_id for r in study.records]
+    assert experiments.forecast("amp", preset="smoke", output_dir=tmp_path) == 0
+
+    more = experiments.run("amp", preset="smoke", sets=2, output_dir=tmp_path)
+    assert more.measured_sets == 1
+    assert len({r.set_id for r in more.records if r.set_id}) == 2
+
+
+@pytest.mark.slow
+def test_a_profile_leaves_operators_and_a_trace_for_each_rank(tmp_path: Path) -> None:
+    study = experiments.run("profile", preset="smoke", world_size=2, output_dir=tmp_path)
+    record = study.records[-1]
+    assert record.status == "ok"
+    assert record.profile is not None
+    assert any("conv" in row["name"] for row in record.profile["operators"])
+    assert len(record.profile["traces"]) == 2
+    assert all((tmp_path / "trace_output" / name).exists() for name in record.profile["traces"])
+    assert not record.windows  # a profiled run supplies no time
+
+
+@pytest.mark.slow
+def test_a_killed_run_loses_one_unfinished_set_and_leaves_no_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ddpm_lab", "run", "multi_gpu", "--preset", "smoke", "--sets", "3"]
+    command += ["--output-dir", str(tmp_path)]
+    ledger = Ledger(tmp_path / "trace_output" / "ledger.jsonl")
+
+    def sets() -> list[str]:
+        return list(dict.fromkeys(r.set_id for r in ledger.read()[0] if r.set_id))
+
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as run:
+        deadline = time.monotonic() + 300
+        while len(sets()) < 1 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        kept = sets()
+        time.sleep(1)  # into the next set
+        everything = [p.pid for p in psutil.Process(run.pid).children(recursive=True)]
+        os.kill(run.pid, signal.SIGKILL)
+    assert kept
+    assert everything
+    deadline = time.monotonic() + 30
+    while alive(everything) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert alive(everything) == []
+    after_kill = sets()
+    subprocess.run(command, check=True, timeout=300, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    assert sets()[: len(after_kill)] == after_kill
+    assert len(sets()) == 3
+
+
+def test_wrong_values_are_refused_before_anything_is_made(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError, match=r"preset is 'huge': choose one of smoke, quick, full"):
+        experiments.run("amp", preset="huge", output_dir=out)
+    with pytest.raises(ConfigError, match="experiment is 'speed'"):
+        experiments.run("speed", output_dir=out)
+    with pytest.raises(ConfigError, match="network is 'big'"):
+        experiments.run("amp", network="big", output_dir=out)
+    with pytest.raises(ConfigError, match="1000 CPU ranks need 1000 cores"):
+        experiments.run("multi_gpu", device="cpu", world_sizes=[1000], output_dir=out)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(DataError, match="empty"):
+        experiments.run("amp", data=str(empty), output_dir=out)
+
+
+def test_an_unwritable_output_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LedgerError, match="choose another --output-dir"):
+        experiments.run("amp", preset="smoke", output_dir=tmp_path / "file")
+
+
+def test_nothing_measured_says_so(tmp_path: Path) -> None:
+    study = experiments.recommendation(output_dir=tmp_path)
+    assert study.records == ()
+    with pytest.raises(LedgerError, match="there is no ledger"):
+        experiments.run("amp", ledger=[tmp_path / "none.jsonl"])
