@@ -166,7 +166,7 @@ def test_a_defect_keeps_its_traceback_and_an_interrupt_says_how_to_go_on(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("multi_gpu --mode multi --batch-size 64", {"world_sizes": [1, 2], "global_batch_sizes": [64]}),
+        ("multi_gpu --mode multi --batch-size 64", {"world_sizes": [2], "global_batch_sizes": [64]}),
         ("multi_gpu --mode single", {"world_sizes": [1]}),
         ("amp --mode multi --batch-size 64", {"world_sizes": [2], "global_batch_size": 64}),
         ("torch_compile --mode single", {"world_sizes": [1]}),

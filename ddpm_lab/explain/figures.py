@@ -29,7 +29,9 @@ _MORE: dict[str, tuple[tuple[Callable[[Study], Figure | None], str, str], ...]] 
         (extras.time_by_batch, "batch", "Time for 50,000 images against the batch size, a projection."),
     ),
     "amp": ((extras.throughput, "throughput", "Throughput of each precision in images per second."),),
-    "workers": ((extras.throughput, "throughput", "Throughput of training beside that of the loader alone."),),
+    "workers": (
+        (extras.throughput, "throughput", "Throughput of training, and of the loader alone where it was measured."),
+    ),
     "torch_compile": (
         (extras.break_even, "break_even", "Total time with and without compiling: where the lines cross it pays off."),
         (extras.throughput, "throughput", "Throughput with and without compiling in images per second."),

@@ -69,16 +69,22 @@ class Heartbeat:
     def mark(self, phase: str) -> None:
         """Note the time and the phase; about a microsecond."""
         self.marks += 1
-        BEAT.pack_into(self._map, 0, time.monotonic(), self.steps, self.marks, phase.encode()[:24])
+        self._write(Beat(time.monotonic(), self.steps, self.marks, phase))
 
     def touch(self) -> None:
         """The parent's mark: from now on silence counts. A sleeping rank's own last mark is old."""
-        _, steps, marks, phase = BEAT.unpack_from(self._map, 0)
-        BEAT.pack_into(self._map, 0, time.monotonic(), steps, marks, phase)
+        self._write(self.read()._replace(seconds=time.monotonic()))
+
+    def _write(self, beat: Beat) -> None:
+        # In one copy: pack_into would clear the bytes first, and a reader in between would see a rank silent for ever.
+        self._map[:] = BEAT.pack(beat.seconds, beat.steps, beat.marks, beat.phase.encode()[:24])
 
     def read(self) -> Beat:
-        """What the rank said last."""
-        seconds, steps, marks, phase = BEAT.unpack_from(self._map, 0)
+        """What the rank said last; read until two looks agree, since the rank may be writing."""
+        before = self._map[:]
+        while (now := self._map[:]) != before:
+            before = now
+        seconds, steps, marks, phase = BEAT.unpack(now)
         return Beat(seconds, steps, marks, phase.rstrip(b"\0").decode(errors="replace"))
 
 
