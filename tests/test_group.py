@@ -157,6 +157,7 @@ def test_nothing_outlives_a_killed_parent(what: str, method: str) -> None:
     assert alive(everything) == []
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_can_measure() -> None:
     """Ranks do not run their parent's main module again."""
     code = f"""

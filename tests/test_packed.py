@@ -264,6 +264,7 @@ def test_many_files_are_decoded_by_helpers_that_leave_nothing_behind(tmp_path: P
 
 def test_a_damaged_file_among_many_stops_the_helpers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1})
+    before = psutil.Process().children()
     write_images(tmp_path / "many", generate(700, 4))
     (tmp_path / "many" / "300.png").write_bytes(b"")
     with pytest.raises(DataError, match=r"300\.png"):
@@ -271,7 +272,7 @@ def test_a_damaged_file_among_many_stops_the_helpers(tmp_path: Path, monkeypatch
     manifest = prepare(tmp_path / "many", tmp_path / "dest", image_size=4, skip_bad=True)
     assert manifest.count == 699
     assert np.array_equal(open_packed(tmp_path / "dest").images, np.delete(generate(700, 4), 299, axis=0))
-    assert psutil.Process().children() == []
+    assert set(psutil.Process().children()) <= set(before)
 
 
 def test_a_helper_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

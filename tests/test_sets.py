@@ -55,6 +55,7 @@ def test_a_set_holds_every_member_with_equal_work(instrument: Instrument, short_
         assert all(len(rank.losses) == sum(w.steps for w in r.windows) for rank in r.ranks)
 
 
+@pytest.mark.slow
 def test_failures_are_rows_and_the_rest_goes_on(instrument: Instrument, short_plan: Plan) -> None:
     records = measure_set(
         instrument,

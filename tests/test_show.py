@@ -118,6 +118,7 @@ def test_names_with_marks_of_markdown_are_shown_as_they_are(amp: Study) -> None:
     assert r"1\_b\_\*c\*\<i\>" in output.data["text/markdown"]
 
 
+@pytest.mark.slow
 def test_outside_a_notebook_the_text_is_printed(tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"

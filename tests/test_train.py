@@ -76,6 +76,7 @@ def test_a_step_is_the_plain_algorithm(config: RunConfig) -> None:
     torch.testing.assert_close(weights(trainer.ema), torch.cat([a.reshape(-1) for a in averaged]), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss(config: RunConfig) -> None:
     faster = dataclasses.replace(config, optimizer=OptimizerConfig(learning_rate=2e-3), global_batch_size=16)
     losses = train(Trainer(faster, context()), 120)
