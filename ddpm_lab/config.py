@@ -217,7 +217,7 @@ class RunConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How one set is measured (spec: sets of isolated groups that take turns in short timed windows).
+    """How one set is measured.
 
     A window lasts ``window_seconds`` or ``window_steps`` steps, whichever is longer; with loader workers at least 20
     steps and ten times the prefetch queue. Sets measured under different plans are never pooled.

@@ -317,7 +317,11 @@ def _images(data: str, *, held_out: str | None, skip_bad: bool, size: int, outpu
         data, output / "data" / "prepared", image_size=size, held_out=held_out, skip_bad=skip_bad, progress=progress
     )
     manifest = read_manifest(folder)
-    kind = "synthetic images" if manifest.kind == "synthetic" else f"images from {Path(manifest.source).name}"
+    kind = (
+        "synthetic images"
+        if manifest.kind == "synthetic"
+        else f"images from {'/'.join(Path(manifest.source).parts[-2:])}"
+    )
     return Images(
         folder=str(folder), sha256=manifest.content_hash, name=f"{manifest.train_count:,} {kind}", image_size=size
     )

@@ -20,8 +20,8 @@ from ddpm_lab.config import LabError, Plan, RunConfig
 
 SCHEMA = 1
 STATUSES = ("ok", "oom", "unsupported", "diverged", "crashed", "timed out", "refused", "left out")
-LASTING = ("oom", "unsupported", "diverged", "refused")
-"""Failures that another try on the same machine and code would meet again."""
+LASTING = ("oom", "diverged", "refused")
+"""Failures that another try on the same machine and code would meet again; what is unsupported can be installed."""
 
 
 class LedgerError(LabError):

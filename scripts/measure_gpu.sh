@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Measure every experiment on a GPU node that has torch, torchvision, numpy, psutil and Pillow, and nothing else.
-# Usage: scripts/measure_gpu.sh [ddpm-lab run options, for example --data train.zip-folder --preset quick --minutes 25]
+# Usage: scripts/measure_gpu.sh [options of ddpm-lab run, for example --data /path/to/images --preset quick --minutes 25]
+# Give absolute paths; without --minutes there is no time limit.
 # The records end up in trace_output/ledger.jsonl; look at them elsewhere with: ddpm-lab figures --ledger ledger.jsonl
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -8,7 +9,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 python=${PYTHON:-python3}
 "$python" -m ddpm_lab check || true
 "$python" -c 'import torch, sys; sys.exit(0 if torch.cuda.is_available() else "torch sees no GPU: nothing to measure here")'
-if "$python" -c 'import pytest' 2>/dev/null; then
-  "$python" -m pytest -q -m gpu -p no:cacheprovider tests/test_train.py tests/test_loader.py
+if "$python" -c 'import pytest, hypothesis' 2>/dev/null; then
+  "$python" -m pytest -q -m gpu -p no:cacheprovider tests/test_train.py tests/test_loader.py || echo "GPU tests failed: see above"
 fi
 exec "$python" -m ddpm_lab run profile multi_gpu amp workers torch_compile --device cuda "$@"

@@ -214,7 +214,7 @@ def test_sets_of_another_machine_or_data_do_not_count(lab: Lab) -> None:
 # --- failures --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("status", ["oom", "unsupported", "diverged", "refused"])
+@pytest.mark.parametrize("status", ["oom", "diverged", "refused"])
 def test_a_lasting_failure_is_not_tried_again(lab: Lab, status: str) -> None:
     asked = experiment(family("f", 2))
     lab.failures = {config(2).run_id: status}
@@ -374,7 +374,7 @@ def test_cold_compiles_come_first_and_once(lab: Lab) -> None:
     assert lab.alone == []
 
 
-@pytest.mark.parametrize(("status", "tried_again"), [("unsupported", 0), ("crashed", 1)])
+@pytest.mark.parametrize(("status", "tried_again"), [("diverged", 0), ("unsupported", 1), ("crashed", 1)])
 def test_a_compile_that_fails_is_tried_once(lab: Lab, status: str, tried_again: int) -> None:
     lab.failures = {config(0, compile="whole").run_id: status}
     lab.run(experiment(COMPILED))

@@ -113,7 +113,8 @@ class Campaign:
         """Complete sets of this family's baseline and twin that hold ``config``."""
         sets: dict[str, set[tuple[str, str]]] = {}
         for r in self.known:
-            if r.set_id and r.baseline_id == family.baseline.run_id and r.status == "ok":
+            mine = r.experiment == self.experiment.name and r.baseline_id == family.baseline.run_id
+            if r.set_id and mine and r.status == "ok":
                 sets.setdefault(r.set_id, set()).add((r.role, r.run_id))
         base = family.baseline.run_id
         role = "twin" if config.run_id == base else "candidate"

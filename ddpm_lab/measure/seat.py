@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shutil
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -128,6 +129,8 @@ class Seat:
             folder = folder.with_name(f"{folder.name}-{time.time_ns()}")
         filled = folder / "filled"
         self.compile_cache = "warm" if filled.exists() else "cold"
+        if self.compile_cache == "cold":
+            shutil.rmtree(folder, ignore_errors=True)  # a compile that was killed leaves half a cache
         folder.mkdir(parents=True, exist_ok=True)
         return {
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
@@ -176,8 +179,8 @@ class Seat:
         elapsed, after = time.monotonic() - begun, CpuClock.read()
         for losses, rank in zip(self._losses, reports, strict=True):
             losses += [round(loss, 6) for loss in rank["losses"]]
-        if any(math.isnan(loss) for losses in self._losses for loss in losses):
-            raise GroupFailed("diverged", "the training loss became NaN")
+        if any(not math.isfinite(loss) for losses in self._losses for loss in losses):
+            raise GroupFailed("diverged", "the training loss is no longer finite")
         start = min(r["start"] for r in reports)
         self.windows.append(
             Window(

@@ -59,6 +59,8 @@ class _SetRun:
         self.seats = [Seat(seat.member, self.plan, self.instrument) for seat in self.seats]
         for seat in self.seats:  # once without a window: equal work needs everybody's speed
             self.guard(seat, self._open_and_finish)
+        if self.baseline_lost():
+            return
         steps = self._steps(self.seats)
         for turn, order in enumerate(balanced_orders(len(self.seats), self.plan.turns, self.seed)):
             self.instrument.progress(f"turn {turn + 1} of {self.plan.turns}, each group on its own")
