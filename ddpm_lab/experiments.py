@@ -79,13 +79,19 @@ def study_of(measured: Measured) -> Study:
     records, damaged = Ledger(measured.ledger).read()
     for line in damaged:
         print(f"note: {line}")
-    answer = study(
-        [r for r in records if r.environment.machine.key == measured.cohort[0]],
-        measured.experiment.name,
-        run_ids={c.run_id for c in measured.experiment.configurations},
-        cohort=measured.cohort,
-        output_dir=measured.output_dir,
-    )
+    machine, code, _, plan = measured.cohort
+    configurations = measured.experiment.configurations
+    parts = [  # images of several sizes are several sets of data: each compares only with itself
+        study(
+            [r for r in records if r.environment.machine.key == machine],
+            measured.experiment.name,
+            run_ids={c.run_id for c in configurations},
+            cohort=(machine, code, data, plan),
+            output_dir=measured.output_dir,
+        )
+        for data in dict.fromkeys(c.data_sha256 for c in configurations)
+    ]
+    answer = dataclasses.replace(parts[0], records=tuple(r for part in parts for r in part.records))
     return dataclasses.replace(answer, measured_sets=measured.measured_sets)
 
 

@@ -112,3 +112,12 @@ def test_nothing_measured_says_so(tmp_path: Path) -> None:
     assert study.records == ()
     with pytest.raises(LedgerError, match="there is no ledger"):
         experiments.run("amp", ledger=[tmp_path / "none.jsonl"])
+
+
+@pytest.mark.slow
+def test_every_image_size_of_a_sweep_is_shown(tmp_path: Path) -> None:
+    study = experiments.run("multi_gpu", preset="smoke", image_sizes=[16, 32], output_dir=tmp_path)
+    measured = [r for r in study.records if r.set_id]
+    assert {r.config.image_size for r in measured} == {16, 32}
+    assert len({r.set_id for r in measured}) == 2
+    assert {r.status for r in measured} == {"ok"}
