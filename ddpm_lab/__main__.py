@@ -163,14 +163,19 @@ def _grid(name: str, options: argparse.Namespace) -> dict[str, Any]:
             if name == "multi_gpu"
             else {"global_batch_size": options.batch_size}
         )
-    if options.mode and name in ("multi_gpu", "amp", "torch_compile"):
+    if options.mode == "multi" and name == "workers":
+        raise ConfigError(
+            "--mode multi: the experiment workers trains with one rank; leave it out or use --mode single"
+        )
+    if options.mode and name != "workers":
         gpus = len(hardware.gpus())
         cuda = (options.device or ("cuda" if gpus else "cpu")) == "cuda"
         most = gpus if cuda else hardware.usable_cores()
         if options.mode == "multi" and most < 2 and not (options.oversubscribe and not cuda):
             have = f"{most} GPU" if cuda else f"{most} usable core"
             raise NoRanksError(f"--mode multi needs two ranks, and this machine has {have}: use --mode single")
-        grid["world_sizes"] = [1] if options.mode == "single" else [most if cuda else 2]
+        ranks = 1 if options.mode == "single" else most if cuda else 2
+        grid |= {"world_size": ranks} if name == "profile" else {"world_sizes": [ranks]}
     return grid
 
 
@@ -190,13 +195,13 @@ def _run(options: argparse.Namespace) -> int:
     except NoRanksError as error:
         print(f"ddpm-lab: {error}", file=sys.stderr)
         return 1
-    results = []
-    for name, grid in grids.items():
-        measured = experiments.measure(
+    # All are checked before the first is measured.
+    planned = [
+        experiments.Planned(
             name,
-            preset=options.preset,
-            minutes=options.minutes / len(grids) if options.minutes else options.minutes,
-            sets=options.sets,
+            options.preset,
+            options.minutes / len(grids) if options.minutes else options.minutes,
+            options.sets,
             output_dir=options.output_dir,
             start_method=options.start_method,
             data=options.data,
@@ -209,14 +214,17 @@ def _run(options: argparse.Namespace) -> int:
             oversubscribe=options.oversubscribe,
             **grid,
         )
-        results.append(_answer(measured))
+        for name, grid in grids.items()
+    ]
+    measured = [one.measure() for one in planned]
+    results = [_answer(one) for one in measured]
     if options.json:
         print(json.dumps(results, indent=1))
     else:
         for result in results:
             print(f"{result['experiment']}: {result['finding']}")
         print(f"records: {results[-1]['ledger']}")
-    return 0
+    return 0 if all(one.completed for one in measured) else 1
 
 
 def _answer(measured: Any) -> dict[str, Any]:

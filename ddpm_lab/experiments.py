@@ -17,7 +17,7 @@ from ddpm_lab.data.packed import resolve
 from ddpm_lab.data.prepared import read_manifest
 from ddpm_lab.ledger import Ledger, LedgerError, read_all
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.campaign import Campaign, Cohort, Target
+from ddpm_lab.measure.campaign import Campaign, Target
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.group import sweep
 from ddpm_lab.measure.network_choice import choose_network
@@ -44,13 +44,17 @@ def output_folder(output_dir: str | Path | None) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a call to ``measure`` answered with: the question's run ids, their cohort, and how many sets it added."""
+    """What a call to ``measure`` answered with: the question's run ids, their cohort, and how many sets it added.
+
+    ``completed`` says whether the ledger now holds anything that answers the question.
+    """
 
     experiment: Experiment
     ledger: Path
     output_dir: Path
-    cohort: Cohort
+    cohort: tuple[str, str, str, str]
     measured_sets: int
+    completed: bool
 
 
 def run(
@@ -155,86 +159,84 @@ def measure(
         DataError: there are no images where ``data`` says.
         LedgerError: the output folder cannot be written.
     """
-    choice("experiment", name, QUESTIONS)
-    progress = Progress(name, quiet=quiet)
-    target, campaign, output = _campaign(
-        name,
-        preset,
-        minutes,
-        sets,
-        output_dir=output_dir,
-        progress=progress,
-        start_method=start_method,
-        **settings,
-    )
-    sweep()
-    campaign.run(progress)
-    experiment = campaign.experiment
-    count = campaign.measured_sets
-    progress.done(f"measured {count} set{'s' if count != 1 else ''} now" if count else "every set is in the ledger")
-    cohort = (
-        campaign.machine_key,
-        campaign.instrument.code.key,
-        experiment.configurations[0].data_sha256,
-        target.plan.key,
-    )
-    return Measured(
-        experiment=experiment,
-        ledger=campaign.ledger.path,
-        output_dir=output,
-        cohort=cohort,
-        measured_sets=count,
-    )
+    return Planned(
+        name, preset, minutes, sets, output_dir=output_dir, start_method=start_method, quiet=quiet, **settings
+    ).measure()
 
 
 def forecast(name: str, *, preset: str = "quick", output_dir: str | Path | None = None, **settings: Any) -> float:
     """Seconds that measuring what is missing will take, from earlier sets on this machine where there are any."""
     settings = {k: v for k, v in settings.items() if k not in ("ledger", "machine")}
     minutes, sets = settings.pop("minutes", None), settings.pop("sets", None)
-    quiet = Progress(name, quiet=True)
-    _, campaign, _ = _campaign(name, preset, minutes, sets, output_dir=output_dir, progress=quiet, **settings)
-    return campaign.forecast()
+    return Planned(name, preset, minutes, sets, output_dir=output_dir, quiet=True, **settings).campaign.forecast()
 
 
-def _campaign(
-    name: str,
-    preset: str,
-    minutes: float | None,
-    sets: int | None,
-    *,
-    output_dir: str | Path | None,
-    progress: Progress,
-    start_method: str = "forkserver",
-    **settings: Any,
-) -> tuple[Target, Campaign, Path]:
-    """Everything that can be refused is refused here, before anything is started."""
-    scope = preset_called(preset)
-    if minutes is not None and not (isinstance(minutes, int | float) and minutes > 0):
-        raise ConfigError(f"minutes is {minutes!r}: give a number above 0, or leave it out for no limit")
-    if sets is not None:
-        whole("sets", sets, 1)
-    output = output_folder(output_dir)
-    _check_writable(output)
-    target = Target(
-        plan=scope.plan,
-        sets=sets or scope.sets,
-        cold_compiles=scope.cold_compiles,
-        seconds=None if minutes is None else minutes * 60,
-    )
-    ledger = Ledger(output / LEDGER)
-    instrument = Instrument(
-        code=code_version(DDPM),
-        cache=output / "trace_output" / "cache",
-        usable_cores=hardware.usable_cores(),
-        data_name="",
-        start_method=start_method,
-        progress=progress,
-    )
-    experiment, images = prepare_experiment(
-        name, preset=preset, output=output, instrument=instrument, ledger=ledger, target=target, **settings
-    )
-    instrument = dataclasses.replace(instrument, data_name=images.name)
-    return target, Campaign(experiment, target, instrument, ledger, output / "trace_output"), output
+class Planned:
+    """A question, checked and ready to be measured: all that can be refused is refused when it is made."""
+
+    def __init__(
+        self,
+        name: str,
+        preset: str,
+        minutes: float | None,
+        sets: int | None,
+        *,
+        output_dir: str | Path | None,
+        start_method: str = "forkserver",
+        quiet: bool = False,
+        **settings: Any,
+    ) -> None:
+        choice("experiment", name, QUESTIONS)
+        scope = preset_called(preset)
+        if minutes is not None and not (isinstance(minutes, int | float) and minutes > 0):
+            raise ConfigError(f"minutes is {minutes!r}: give a number above 0, or leave it out for no limit")
+        if sets is not None:
+            whole("sets", sets, 1)
+        self.output = output_folder(output_dir)
+        _check_writable(self.output)
+        target = Target(
+            plan=scope.plan,
+            sets=sets or scope.sets,
+            cold_compiles=scope.cold_compiles,
+            seconds=None if minutes is None else minutes * 60,
+        )
+        ledger = Ledger(self.output / LEDGER)
+        self.progress = Progress(name, quiet=quiet)
+        instrument = Instrument(
+            code=code_version(DDPM),
+            cache=self.output / "trace_output" / "cache",
+            usable_cores=hardware.usable_cores(),
+            data_name="",
+            start_method=start_method,
+            progress=self.progress,
+        )
+        experiment, images = prepare_experiment(
+            name, preset=preset, output=self.output, instrument=instrument, ledger=ledger, target=target, **settings
+        )
+        instrument = dataclasses.replace(instrument, data_name=images.name)
+        self.campaign = Campaign(experiment, target, instrument, ledger, self.output / "trace_output")
+
+    def measure(self) -> Measured:
+        """Measure what the ledger lacks."""
+        sweep()
+        campaign = self.campaign
+        campaign.run(self.progress)
+        count = campaign.measured_sets
+        text = f"measured {count} set{'s' if count != 1 else ''} now" if count else "every set is in the ledger"
+        self.progress.done(text)
+        return Measured(
+            experiment=campaign.experiment,
+            ledger=campaign.ledger.path,
+            output_dir=self.output,
+            cohort=(
+                campaign.machine_key,
+                campaign.instrument.code.key,
+                campaign.experiment.configurations[0].data_sha256,
+                campaign.target.plan.key,
+            ),
+            measured_sets=count,
+            completed=campaign.held.any,
+        )
 
 
 def prepare_experiment(

@@ -44,6 +44,7 @@ class Lab:
         self.folder = folder
         self.now = 0.0
         self.failures: dict[str, str] = {}
+        self.passing = False
         self.sets: list[tuple[str, list[str]]] = []
         self.alone: list[tuple[str, str]] = []
         self.traces: list[Path] = []
@@ -63,6 +64,8 @@ class Lab:
         values: dict[str, Any] = {"experiment": experiment, "family": family, "plan": plan, "set_id": f"set-{self.now}"}
         records = [self._record(m, baseline, instrument.code, **values) for m in members]
         lost = [r for r in records if r.role in ("baseline", "twin") and r.status != "ok"]
+        if self.passing:
+            self.failures = {}
         return lost or records
 
     def measure_alone(
@@ -226,11 +229,11 @@ def test_a_lasting_failure_is_not_tried_again(lab: Lab, status: str) -> None:
 
 
 @pytest.mark.parametrize("status", ["crashed", "timed out"])
-def test_a_failure_that_may_pass_is_tried_by_the_next_run_and_not_by_this_one(lab: Lab, status: str) -> None:
+def test_a_failure_that_may_pass_is_tried_twice_and_then_left_to_the_next_run(lab: Lab, status: str) -> None:
     asked = experiment(family("f", 2))
     lab.failures = {config(2).run_id: status}
     lab.run(asked)
-    assert lab.sets == [("f", [*BOTH, "c1", "c2"]), ("f", [*BOTH, "c1"]), ("f", [*BOTH, "c1"])]
+    assert lab.sets == [("f", [*BOTH, "c1", "c2"]), ("f", [*BOTH, "c2"]), ("f", [*BOTH, "c1"]), ("f", [*BOTH, "c1"])]
     lab.failures = {}
     lab.run(asked)
     assert lab.sets == [("f", [*BOTH, "c2"])] * 3
@@ -238,13 +241,35 @@ def test_a_failure_that_may_pass_is_tried_by_the_next_run_and_not_by_this_one(la
     assert lab.sets == []
 
 
+def test_what_is_not_supported_is_left_to_the_next_run(lab: Lab) -> None:
+    asked = experiment(family("f", 1))
+    lab.failures = {config(1).run_id: "unsupported"}
+    lab.run(asked)
+    assert len(lab.sets) == 1
+    lab.run(asked)
+    assert len(lab.sets) == 1
+
+
 def test_a_failed_baseline_ends_its_family_and_no_other(lab: Lab) -> None:
     asked = experiment(family("bad", 2), family("good", 1, first=10))
     lab.failures = {config(0).run_id: "crashed"}
+    made = lab.run(asked)
+    assert Counter(name for name, _ in lab.sets) == {"bad": 2, "good": 3}
+    assert made.held.any
     lab.run(asked)
-    assert Counter(name for name, _ in lab.sets) == {"bad": 1, "good": 3}
-    lab.run(asked)
-    assert [name for name, _ in lab.sets] == ["bad"]
+    assert [name for name, _ in lab.sets] == ["bad", "bad"]
+
+
+def test_a_baseline_that_crashes_once_costs_one_set(lab: Lab) -> None:
+    lab.failures = {config(0).run_id: "crashed"}
+    lab.passing = True
+    assert lab.run(experiment(family("f", 1))).held.any
+    assert len(lab.sets) == 4
+
+
+def test_a_campaign_in_which_all_fails_holds_nothing(lab: Lab) -> None:
+    lab.failures = {config(0).run_id: "crashed"}
+    assert not lab.run(experiment(family("f", 1))).held.any
 
 
 # --- order -----------------------------------------------------------------------------------------------------------
@@ -317,6 +342,16 @@ def test_the_family_with_most_candidates_gives_way_first(lab: Lab) -> None:
     lab.run(asked, sets=6, seconds=80 + 150 + 200 + 1)
     assert [(n.family, n.label) for n in lab.records("note")] == [("large", "c3")]
     assert Counter(name for name, _ in lab.sets) == {"small": 6, "large": 6}
+
+
+def test_what_fits_is_decided_when_every_family_has_its_cost(lab: Lab) -> None:
+    """Also where a family begins with more sets than another, or fails."""
+    lab.run(experiment(family("small", 1)), sets=2)
+    lab.failures = {config(20).run_id: "crashed"}
+    asked = experiment(family("small", 1), family("large", 3, first=10), family("broken", 1, first=20))
+    # Two sets of large, two tries of broken, one of small; then three of small and four of large with two candidates.
+    lab.run(asked, sets=6, seconds=(2 * 50 + 2 * 30 + 30) + 3 * 30 + 4 * 40 + 1)
+    assert [(n.family, n.label) for n in lab.records("note")] == [("large", "c3")]
 
 
 def test_enough_time_leaves_nothing_out(lab: Lab) -> None:

@@ -35,6 +35,7 @@ ROWS = (
     ("measure.group", "measure.rank"),
     ("measure.seat",),
     ("measure.sets",),
+    ("measure.held",),
     ("measure.campaign",),
     ("measure.network_choice",),
     # explain: what reads the ledger

@@ -92,6 +92,9 @@ def test_the_module_runs_like_the_command() -> None:
         ("run amp --batch-size 0", ["global_batch_size", "0", "at least 1"]),
         ("run multi_gpu --batch-size -8", ["global_batch_sizes", "-8", "at least 1"]),
         ("run multi_gpu --mode multi --batch-size 3", ["3", "2 ranks", "multiple"]),
+        ("run amp workers --mode multi", ["--mode multi", "workers", "one rank", "--mode single"]),
+        ("run profile --mode multi --batch-size 3", ["3", "2 ranks", "multiple"]),
+        ("run profile amp --batch-size 8 --device cuda", ["'cuda'"]),
         ("run amp --mode double", ["--mode", "'double'", "single"]),
         ("run amp --device tpu", ["--device", "'tpu'", "cuda"]),
         ("run amp --device cuda", ["'cuda'", "no GPU is visible", "cpu"]),
@@ -153,7 +156,7 @@ def test_a_defect_keeps_its_traceback_and_an_interrupt_says_how_to_go_on(
     def broken(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(experiments, "measure", broken)
+    monkeypatch.setattr(experiments, "Planned", broken)
     error: BaseException = ValueError("a defect")
     with pytest.raises(ValueError, match="a defect"):
         call("run", "amp")
@@ -170,7 +173,9 @@ def test_a_defect_keeps_its_traceback_and_an_interrupt_says_how_to_go_on(
         ("multi_gpu --mode single", {"world_sizes": [1]}),
         ("amp --mode multi --batch-size 64", {"world_sizes": [2], "global_batch_size": 64}),
         ("torch_compile --mode single", {"world_sizes": [1]}),
-        ("workers --mode multi --batch-size 8", {"global_batch_size": 8}),
+        ("workers --mode single --batch-size 8", {"global_batch_size": 8}),
+        ("profile --mode multi", {"world_size": 2}),
+        ("profile --mode single", {"world_size": 1}),
         ("amp --minutes 4 --sets 3 --seed 5", {"minutes": 4.0, "sets": 3, "seed": 5}),
         ("amp workers --minutes 4", {"minutes": 2.0}),
         ("amp --skip-bad --held-out h --data d --network seed", {"skip_bad": True, "held_out": "h", "data": "d"}),
@@ -182,17 +187,36 @@ def test_options_reach_the_experiment(
 ) -> None:
     seen: dict[str, Any] = {}
 
-    def measure(name: str, **settings: Any) -> None:
-        seen.update(settings, name=name)
+    def planned(name: str, preset: str, minutes: float | None, sets: int | None, **settings: Any) -> None:
+        seen.update(settings, name=name, preset=preset, minutes=minutes, sets=sets)
         raise ConfigError("far enough")
 
-    monkeypatch.setattr(experiments, "measure", measure)
+    monkeypatch.setattr(experiments, "Planned", planned)
     monkeypatch.setattr(hardware, "gpus", tuple)
     monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
     assert call("run", *arguments.split())[0] == 2
     assert seen["name"] == arguments.split(maxsplit=1)[0]
     assert {name: seen[name] for name in expected} == expected
     assert ("world_sizes" in seen) == ("world_sizes" in expected)
+
+
+def test_every_experiment_is_checked_before_the_first_is_measured(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experiments.Planned, "measure", lambda _: pytest.fail("something was measured"))
+    monkeypatch.setattr(hardware, "gpus", tuple)
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
+    code, _, err = call("run", "amp", "multi_gpu", "--mode", "multi", "--batch-size", "5", "--output-dir", tmp_path)
+    assert code == 2
+    assert "5" in err
+
+
+@pytest.mark.slow
+def test_nothing_completed_exits_1(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The rank loads modules that the code version of another workload does not list, and is refused.
+    monkeypatch.setattr(experiments, "DDPM", "lab_workloads:busy")
+    code, out, _ = call("run", "profile", "--preset", "smoke", "--output-dir", tmp_path)
+    assert code == 1, out
 
 
 # --- what the commands do --------------------------------------------------------------------------------------------

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddpm_lab.config import Experiment, Family, Plan, RunConfig
-from ddpm_lab.ledger import LASTING, Ledger, RunRecord
+from ddpm_lab.ledger import Ledger, RunRecord
 from ddpm_lab.measure.hardware import environment
+from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import measure_alone, measure_set
@@ -24,8 +26,8 @@ PLACE_SECONDS = 5.0
 """Forecast for one configuration in one set, until the first set has shown better."""
 COMPILE_SECONDS = 60.0
 MOST_CANDIDATES = 5
-
-Cohort = tuple[str, str, str, str]
+TRIES = 2
+"""A failure that may pass is met so often before a run leaves it to the next run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +49,15 @@ class Campaign:
         self.experiment, self.target, self.instrument = experiment, target, instrument
         self.ledger, self.traces = ledger, traces
         self.machine_key = environment().machine.key
-        self.known = self._mine(ledger.read()[0])
+        self.held = Held(self._mine(ledger.read()[0]))
         self.measured_sets = 0
         self.begun = time.monotonic()
         self.costs: dict[str, list[float]] = {}
-        self.lasting = {r.run_id for r in self.known if r.status in LASTING}
-        self.hopeless: set[str] = set()
+        self.failed: Counter[str] = Counter()
 
     def run(self, progress: Progress) -> None:
-        """Measure what is missing, as far as the time allows."""
+        """Measure what is missing, as far as the time allows; the budget begins to count now."""
+        self.begun = time.monotonic()
         self._note_left_out()
         for family_label, label, config in self.experiment.profiles:
             self._profile(family_label, label, config, progress)
@@ -63,7 +65,7 @@ class Campaign:
             for label, config in family.candidates:
                 self._cold_compiles(family, label, config, progress)
         families = list(self.experiment.families)
-        total, done = self._sets_missing(families), 0
+        total, done, fitted = self._sets_missing(families), 0, False
         while job := self._next(families):
             family, candidates = job
             left = self.seconds_left()
@@ -75,8 +77,9 @@ class Campaign:
             progress.always(f"{family.name}: starting")
             self._measure(family, candidates)
             done += 1
-            if left is not None and done == len([f for f in families if self._wanted(f)]):
-                families = self._fit(families)
+            # What fits is decided once, when the cost of every family is known.
+            if left is not None and not fitted and all(f.name in self.costs or not self._wanted(f) for f in families):
+                families, fitted = self._fit(families), True
                 total = done + self._sets_missing(families)
         unfinished = self._sets_missing(families)
         progress.prefix = ""
@@ -95,36 +98,33 @@ class Campaign:
             for _, c in f.candidates
             if c.compile != "off"
         )
-        profiles = sum(not self._has_profile(c) for _, _, c in self.experiment.profiles)
+        profiles = sum(not self.held.profiled(c.run_id) for _, _, c in self.experiment.profiles)
         return self._forecast(list(self.experiment.families)) + compiles * COMPILE_SECONDS + profiles * PLACE_SECONDS
 
     # What the ledger has
 
-    def _cohort(self, config: RunConfig) -> Cohort:
-        return (self.machine_key, self.instrument.code.key, config.data_sha256, self.target.plan.key)
-
     def _mine(self, records: Sequence[RunRecord]) -> list[RunRecord]:
-        """Records of this machine, code, data and plan."""
+        """Records of this experiment, machine, code, data and plan."""
         data = {c.data_sha256 for c in self.experiment.configurations}
-        key = (self.machine_key, self.instrument.code.key, self.target.plan.key)
-        return [r for r in records if r.cohort[:2] + r.cohort[3:] == key and r.config.data_sha256 in data]
+        return [
+            r
+            for r in records
+            if r.experiment == self.experiment.name
+            and r.code_version == self.instrument.code.key
+            and r.config.data_sha256 in data
+            and r.plan == self.target.plan
+            and r.environment.machine.key == self.machine_key
+        ]
 
-    def _sets_with(self, family: Family, config: RunConfig) -> int:
-        """Complete sets of this family's baseline and twin that hold ``config``."""
-        sets: dict[str, set[tuple[str, str]]] = {}
-        for r in self.known:
-            mine = r.experiment == self.experiment.name and r.baseline_id == family.baseline.run_id
-            if r.set_id and mine and r.status == "ok":
-                sets.setdefault(r.set_id, set()).add((r.role, r.run_id))
-        base = family.baseline.run_id
-        role = "twin" if config.run_id == base else "candidate"
-        return sum({("baseline", base), ("twin", base), (role, config.run_id)} <= held for held in sets.values())
+    def _hopeless(self, config: RunConfig) -> bool:
+        """Whether a configuration is not tried again: its failure lasts, or this run has met it often enough."""
+        return config.run_id in self.held.lasting or self.failed[config.run_id] >= TRIES
 
     def _missing(self, family: Family, config: RunConfig) -> int:
-        if config.run_id in self.lasting | self.hopeless or family.baseline.run_id in self.lasting | self.hopeless:
+        if self._hopeless(config) or self._hopeless(family.baseline):
             return 0
         wanted = 1 if family.mechanism else self.target.sets
-        return max(0, wanted - self._sets_with(family, config))
+        return max(0, wanted - self.held.sets(family.baseline.run_id, config.run_id))
 
     def _wanted(self, family: Family) -> list[tuple[str, RunConfig]]:
         """Candidates that lack sets; of a family without candidates the twin."""
@@ -154,13 +154,9 @@ class Campaign:
         places = candidates + 2
         if family.name in self.costs:
             return places * self.costs[family.name][-1]
-        seen = [
-            sum(r.stages.values())
-            for r in self.known
-            if r.set_id and r.windows and r.baseline_id == family.baseline.run_id
-        ]
         known = [cost for costs in self.costs.values() for cost in costs]
-        return places * (sum(seen) / len(seen) if seen else max(known, default=PLACE_SECONDS))
+        seen = self.held.place_seconds(family.baseline.run_id)
+        return places * (max(known, default=PLACE_SECONDS) if seen is None else seen)
 
     def _forecast(self, families: Sequence[Family]) -> float:
         return sum(
@@ -188,7 +184,7 @@ class Campaign:
 
     def _append(self, records: list[RunRecord]) -> None:
         self.ledger.append(records)
-        self.known += records
+        self.held.add(records)
 
     def _measure(self, family: Family, candidates: list[tuple[str, RunConfig]]) -> None:
         members = [
@@ -207,17 +203,15 @@ class Campaign:
         self._append(records)
         self.measured_sets += 1
         self.costs.setdefault(family.name, []).append((time.monotonic() - begun) / len(members))
-        # A failure that may pass is tried again by the next run, not by this one.
-        self.hopeless |= {r.run_id for r in records if r.status != "ok"}
+        self._count_failures(records)
 
-    def _has_profile(self, config: RunConfig) -> bool:
-        return any(
-            r.role == "profile" and r.run_id == config.run_id and (r.status == "ok" or r.status in LASTING)
-            for r in self.known
-        )
+    def _count_failures(self, records: Sequence[RunRecord]) -> None:
+        """A crash or a hang may pass and is tried again at once; what is not supported is left to the next run."""
+        for run_id, status in {(r.run_id, r.status) for r in records if r.status != "ok"}:
+            self.failed[run_id] += TRIES if status == "unsupported" else 1
 
     def _profile(self, family: str, label: str, config: RunConfig, progress: Progress) -> None:
-        if self._has_profile(config):
+        if self.held.profiled(config.run_id):
             return
         progress.prefix = ""
         stem = f"{self.experiment.name}-{config.run_id}"
@@ -234,13 +228,9 @@ class Campaign:
         self.measured_sets += 1
 
     def _compiles_missing(self, family: Family, config: RunConfig) -> int:
-        if config.run_id in self.lasting or family.mechanism:
+        if self._hopeless(config) or family.mechanism:
             return 0
-        have = sum(
-            r.role == "cold" and r.run_id == config.run_id and r.status == "ok" and r.compile_cache == "cold"
-            for r in self.known
-        )
-        return max(0, self.target.cold_compiles - have)
+        return max(0, self.target.cold_compiles - self.held.cold_compiles(config.run_id))
 
     def _cold_compiles(self, family: Family, label: str, config: RunConfig, progress: Progress) -> None:
         """Compile from empty caches, alone: a cost of its own, and it fills the cache that the sets start from."""
@@ -260,7 +250,7 @@ class Campaign:
             self._append([record])
             self.measured_sets += 1
             if record.status != "ok":
-                (self.lasting if record.status in LASTING else self.hopeless).add(config.run_id)
+                self.failed[config.run_id] = TRIES  # a compile is long: it is not repeated within a run
                 return
 
     def _note_left_out(self) -> None:
@@ -286,8 +276,7 @@ class Campaign:
             status="left out",
             reason=reason,
         )
-        same = (record.family, record.label, record.baseline_id, record.reason, record.cohort)
-        if not any((r.family, r.label, r.baseline_id, r.reason, r.cohort) == same for r in self.known):
+        if not self.held.noted(record):
             self._append([record])
 
 

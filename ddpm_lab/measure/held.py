@@ -1,0 +1,75 @@
+"""What the ledger already holds of a question, indexed, so that a ledger of many thousand records is searched once."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+from ddpm_lab.ledger import LASTING, RunRecord
+
+
+class Held:
+    """Records of one experiment, machine, code version, plan and data."""
+
+    def __init__(self, records: Iterable[RunRecord] = ()) -> None:
+        self.lasting: set[str] = set()
+        """Run ids that fail here in a way that another try would meet again."""
+        # baseline -> set -> who completed it
+        self._sets: dict[str, dict[str, set[tuple[str, str]]]] = defaultdict(lambda: defaultdict(set))
+        self._profiles: set[str] = set()
+        self._cold: Counter[str] = Counter()
+        self._notes: set[tuple[object, ...]] = set()
+        self._seconds: dict[str, list[float]] = defaultdict(list)
+        self.add(records)
+
+    def add(self, records: Iterable[RunRecord]) -> None:
+        """Take up more records."""
+        for r in records:
+            if r.role == "note":
+                self._notes.add(note_key(r))
+                continue
+            if r.status in LASTING:
+                self.lasting.add(r.run_id)
+            if r.role == "profile" and (r.status == "ok" or r.status in LASTING):
+                self._profiles.add(r.run_id)
+            elif r.role == "cold" and r.status == "ok" and r.compile_cache == "cold":
+                self._cold[r.run_id] += 1
+            elif r.role in ("baseline", "twin", "candidate") and r.status == "ok":
+                self._sets[r.baseline_id][r.set_id].add((r.role, r.run_id))
+                if r.windows:
+                    self._seconds[r.baseline_id].append(sum(r.stages.values()))
+
+    def sets(self, baseline_id: str, run_id: str) -> int:
+        """Complete sets, with baseline and twin, that hold a configuration."""
+        role = "twin" if run_id == baseline_id else "candidate"
+        needed = {("baseline", baseline_id), ("twin", baseline_id), (role, run_id)}
+        return sum(needed <= roles for roles in self._sets[baseline_id].values())
+
+    def place_seconds(self, baseline_id: str) -> float | None:
+        """What one configuration in one set with this baseline took, by its stages; None where nothing is held."""
+        seen = self._seconds.get(baseline_id)
+        return sum(seen) / len(seen) if seen else None
+
+    def profiled(self, run_id: str) -> bool:
+        """Whether a configuration's profile is here, or a reason why there can be none."""
+        return run_id in self._profiles
+
+    def cold_compiles(self, run_id: str) -> int:
+        """Compiles of a configuration from empty caches."""
+        return self._cold[run_id]
+
+    def noted(self, record: RunRecord) -> bool:
+        """Whether the same note is here already."""
+        return note_key(record) in self._notes
+
+    @property
+    def any(self) -> bool:
+        """Whether anything was completed: a whole set, a profile or a cold compile."""
+        sets = (roles for family in self._sets.values() for roles in family.values())
+        whole = any({"baseline", "twin"} <= {role for role, _ in roles} for roles in sets)
+        return whole or bool(self._profiles - self.lasting) or bool(self._cold)
+
+
+def note_key(record: RunRecord) -> tuple[object, ...]:
+    """What makes two notes the same."""
+    return (record.family, record.label, record.baseline_id, record.reason, record.cohort)

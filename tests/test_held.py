@@ -1,0 +1,63 @@
+"""What the ledger holds: sets are complete or do not count, and failures that last are told from those that pass."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import records as make
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.measure.held import Held
+
+BASE, FAST = RunConfig(), RunConfig(precision="bf16")
+SETS = make.sets({"bf16": (FAST, 1.5)}, count=3)
+
+
+def test_a_set_counts_where_both_sides_and_the_twin_are_whole() -> None:
+    assert Held(SETS).sets(BASE.run_id, FAST.run_id) == 3
+    assert Held(SETS).sets(BASE.run_id, BASE.run_id) == 3
+    without_twin = [r for r in SETS if not (r.role == "twin" and r.set_id == SETS[0].set_id)]
+    assert Held(without_twin).sets(BASE.run_id, FAST.run_id) == 2
+    crashed = [dataclasses.replace(r, status="crashed") if r.role == "candidate" else r for r in SETS]
+    assert Held(crashed).sets(BASE.run_id, FAST.run_id) == 0
+    assert Held(crashed).sets(BASE.run_id, BASE.run_id) == 3
+    assert Held(SETS).sets(FAST.run_id, BASE.run_id) == 0, "another baseline is another comparison"
+
+
+@pytest.mark.parametrize(
+    ("status", "lasts"), [("oom", True), ("refused", True), ("crashed", False), ("timed out", False)]
+)
+def test_some_failures_last(status: str, lasts: bool) -> None:
+    held = Held([make.record(FAST, role="candidate", status=status, baseline_id=BASE.run_id)])
+    assert (FAST.run_id in held.lasting) == lasts
+    assert not held.any
+
+
+def test_profiles_and_cold_compiles_are_counted() -> None:
+    held = Held()
+    assert not held.any
+    assert not held.profiled(BASE.run_id)
+    held.add([make.profile(BASE)])
+    assert held.profiled(BASE.run_id)
+    assert held.any
+    compiled = RunConfig(compile="whole")
+    held = Held(make.cold(compiled, [50.0, 60.0]))
+    assert held.cold_compiles(compiled.run_id) == 2
+    assert held.any
+    assert Held([dataclasses.replace(make.profile(BASE), status="oom")]).profiled(BASE.run_id)
+    assert not Held([dataclasses.replace(make.profile(BASE), status="oom")]).any
+
+
+def test_a_place_costs_what_its_stages_took() -> None:
+    timed = [dataclasses.replace(r, stages={"start": 1.0, "steady": 2.0 if r.role == "twin" else 3.0}) for r in SETS]
+    assert Held(timed).place_seconds(BASE.run_id) == pytest.approx((4 + 3 + 4) / 3)
+    assert Held(timed).place_seconds(FAST.run_id) is None
+
+
+def test_the_same_note_is_known() -> None:
+    note = make.record(BASE, role="note", set_id="", label="fp16", status="left out", reason="needs a CUDA device")
+    held = Held([note])
+    assert held.noted(note)
+    assert not held.noted(dataclasses.replace(note, reason="did not fit"))
+    assert not held.any
