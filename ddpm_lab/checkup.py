@@ -97,9 +97,13 @@ def _gpu() -> Item:
     return Item(
         name="NVIDIA GPU",
         present=bool(gpus),
-        detail=", ".join(f"{g.name} ({g.memory_bytes / 2**30:.0f} GiB)" for g in gpus) or "none visible",
+        detail=", ".join(map(_card, gpus)) or "none visible",
         adds="the speeds that people train at; without one the lab measures the CPU and says so",
     )
+
+
+def _card(gpu: hardware.Gpu) -> str:
+    return gpu.name if gpu.memory_bytes is None else f"{gpu.name} ({gpu.memory_bytes / 2**30:.0f} GiB)"
 
 
 def _compiler() -> Item:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +56,30 @@ def several(place: str, value: object) -> None:
         raise ConfigError(f"{place} is {value!r}: give a list with at least one entry")
 
 
+def _known(place: str, values: Mapping[str, Any], kind: type) -> None:
+    """Raise ConfigError for a name in ``values`` that is no setting of the dataclass ``kind``."""
+    known = sorted(f.name for f in dataclasses.fields(kind))
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"{place} has no setting {name!r}: it has {', '.join(known)}")
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def percent(text: str) -> float:
+    """``2%``, ``2 %`` or ``0.02`` as a share. Raises ConfigError for anything else."""
+    bare = text.strip()
+    try:
+        value = float(bare.removesuffix("%")) / (100 if bare.endswith("%") else 1)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1:
+        raise ConfigError(f"a share is {text!r}: write it as 2% or 0.02")
+    return value
+
+
 def _digest(value: object) -> str:
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]
@@ -75,7 +100,7 @@ class DiffusionConfig:
         choice("diffusion.objective", self.objective, OBJECTIVES)
         choice("diffusion.loss", self.loss, LOSSES)
         whole("diffusion.timesteps", self.timesteps, 2)
-        if self.min_snr_gamma is not None and not self.min_snr_gamma > 0:
+        if self.min_snr_gamma is not None and not (_number(self.min_snr_gamma) and self.min_snr_gamma > 0):
             raise ConfigError(f"diffusion.min_snr_gamma is {self.min_snr_gamma!r}: give a number above 0, or null")
         if self.min_snr_gamma is not None and self.loss != "l2":
             raise ConfigError(f"diffusion.min_snr_gamma needs loss 'l2', not {self.loss!r}: set diffusion.loss to l2")
@@ -92,14 +117,15 @@ class OptimizerConfig:
     ema_every: int = 10
 
     def __post_init__(self) -> None:
+        several("optimizer.betas", self.betas)
         object.__setattr__(self, "betas", tuple(self.betas))
-        if not self.learning_rate > 0:
+        if not (_number(self.learning_rate) and self.learning_rate > 0):
             raise ConfigError(f"optimizer.learning_rate is {self.learning_rate!r}: give a number above 0")
-        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+        if len(self.betas) != 2 or not all(_number(b) and 0 <= b < 1 for b in self.betas):
             raise ConfigError(f"optimizer.betas is {self.betas!r}: give two numbers in [0, 1)")
-        if self.clip_norm is not None and not self.clip_norm > 0:
+        if self.clip_norm is not None and not (_number(self.clip_norm) and self.clip_norm > 0):
             raise ConfigError(f"optimizer.clip_norm is {self.clip_norm!r}: give a number above 0, or null for none")
-        if not 0 <= self.ema_decay < 1:
+        if not (_number(self.ema_decay) and 0 <= self.ema_decay < 1):
             raise ConfigError(f"optimizer.ema_decay is {self.ema_decay!r}: give a number in [0, 1)")
         whole("optimizer.ema_every", self.ema_every, 1)
 
@@ -148,6 +174,10 @@ class RunConfig:
         whole("loader_workers", self.loader_workers, 0)
         whole("seed", self.seed, 0)
         whole("image_size", self.image_size, 1)
+        for place, kind in (("diffusion", DiffusionConfig), ("optimizer", OptimizerConfig)):
+            if not isinstance(getattr(self, place), kind):
+                names = ", ".join(f.name for f in dataclasses.fields(kind))
+                raise ConfigError(f"{place} is {getattr(self, place)!r}: give settings by name, some of {names}")
         object.__setattr__(self, "options", tuple((str(k), v) for k, v in self.options))
         module, _, function = self.workload.partition(":")
         if not module or not function.isidentifier():
@@ -197,14 +227,11 @@ class RunConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
         """Rebuild a configuration; raises ConfigError for a name that does not exist."""
         values = dict(values)
-        known = {f.name for f in dataclasses.fields(cls)}
-        for name in values:
-            if name not in known:
-                raise ConfigError(f"a configuration has no setting {name!r}: it has {', '.join(sorted(known))}")
-        if isinstance(values.get("diffusion"), Mapping):
-            values["diffusion"] = DiffusionConfig(**values["diffusion"])
-        if isinstance(values.get("optimizer"), Mapping):
-            values["optimizer"] = OptimizerConfig(**values["optimizer"])
+        _known("a configuration", values, cls)
+        for place, kind in (("diffusion", DiffusionConfig), ("optimizer", OptimizerConfig)):
+            if isinstance(values.get(place), Mapping):
+                _known(place, values[place], kind)
+                values[place] = kind(**values[place])
         if isinstance(values.get("options"), Mapping):
             values["options"] = tuple(values["options"].items())
         return cls(**values)
@@ -232,7 +259,7 @@ class Plan:
     def __post_init__(self) -> None:
         for name in ("turns", "window_steps", "settle_steps", "warmup_steps"):
             whole(f"plan.{name}", getattr(self, name), 1)
-        if not 0 < self.window_seconds < 3600:
+        if not (_number(self.window_seconds) and 0 < self.window_seconds < 3600):
             raise ConfigError(f"plan.window_seconds is {self.window_seconds!r}: give seconds above 0")
 
     @property

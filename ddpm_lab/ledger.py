@@ -1,196 +1,23 @@
-"""What happened: raw records, and the append-only JSONL file that keeps them.
+"""The append-only JSONL file that keeps records: one line is what one configuration did in one set.
 
-One line is one record: what one configuration did in one set, with its environment and its witness. Everything the lab
-says is derived from these lines when they are read. The parent that measures appends the lines of a set together.
+The parent that measures appends the lines of a set together. A reader learns from the head of each line what it is, and
+reads whole only the lines that it wants, so that a ledger may grow large.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import fcntl
-import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO, NamedTuple
 
-from ddpm_lab.config import LabError, Plan, RunConfig
-
-SCHEMA = 1
-STATUSES = ("ok", "oom", "unsupported", "diverged", "crashed", "timed out", "refused", "left out")
-LASTING = ("oom", "diverged", "refused")
-"""Failures that another try on the same machine and code would meet again; what is unsupported can be installed."""
-
-
-class LedgerError(LabError):
-    """A ledger that cannot be used, in one sentence."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """What must be equal for two records to be compared. Host name and date are recorded, not compared."""
-
-    cpu: str
-    usable_cores: int
-    gpus: tuple[str, ...] = ()
-    driver: str | None = None
-    torch: str = ""
-    python: str = ""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "gpus", tuple(self.gpus))
-
-    @property
-    def key(self) -> str:
-        """Twelve hexadecimal digits."""
-        return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:12]
-
-    @property
-    def name(self) -> str:
-        """A short name for people: what computes, and how many cores stand beside it."""
-        cores = f"{self.usable_cores} core{'s' if self.usable_cores != 1 else ''}"
-        if not self.gpus:
-            return f"{self.cpu}, {cores}, no GPU"
-        models = sorted(set(self.gpus))
-        counted = " + ".join(f"{self.gpus.count(m)} x {m}" for m in models)
-        return f"{counted}, {self.cpu}, {cores}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Environment:
-    """Where and when a record was measured; None is unknown, never a guess."""
-
-    machine: Machine
-    hostname: str | None
-    python: str
-    packages: dict[str, str]
-    cuda: str | None
-    gpu_uuids: tuple[str, ...]
-    ram_bytes: int | None
-    kernel: str
-    slurm_job_id: str | None
-    git_commit: str | None
-    load_before: float | None
-    date: str  # ISO 8601 with the offset from UTC
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
-    """One timed window: ``seconds`` is the wall time from the first rank's start to the last rank's end.
-
-    A step ends when its slowest rank ends it, so ``step_seconds`` add up to the window; ``data_seconds`` is each rank's
-    wait for data; ``others_cores`` is how many cores other processes kept busy meanwhile (None: unknown). A dropped
-    window was disturbed from outside; its turn is dropped for every configuration of the set.
-    """
-
-    turn: int
-    position: int
-    start_seconds: float
-    seconds: float
-    images: int
-    steps: int
-    rank_seconds: tuple[float, ...]
-    step_seconds: tuple[float, ...]
-    data_seconds: tuple[float, ...]
-    others_cores: float | None = None
-    stolen_seconds: float | None = None
-    dropped: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankRecord:
-    """What one rank reports of itself. Memory: device memory on CUDA, resident set on a CPU; None is unknown."""
-
-    rank: int
-    device: str
-    device_uuid: str | None
-    threads: int
-    peak_memory_bytes: int | None
-    peak_reserved_bytes: int | None
-    peak_rss_bytes: int | None
-    losses: tuple[float, ...]
-    images: int
-    indices_sha256: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunRecord:
-    """What one configuration did in one set.
-
-    ``role`` is baseline, twin (the baseline again), candidate, cold (a cold compile, measured alone), profile, choice
-    (a network chosen for this machine), or note (a configuration that was left out before any set).
-    ``baseline_id`` is the run id of the set's baseline. ``stages`` are seconds: start, build, compile (the first step,
-    compiled configurations only), warmup, steady, teardown.
-    """
-
-    set_id: str
-    experiment: str
-    family: str
-    role: str
-    label: str
-    config: RunConfig
-    baseline_id: str
-    plan: Plan
-    environment: Environment
-    code_version: str
-    data_name: str
-    status: str = "ok"
-    reason: str | None = None
-    mechanism_only: bool = False
-    stages: dict[str, float] = field(default_factory=dict)
-    compile_cache: str | None = None
-    warmup_steps: int = 0
-    ranks: tuple[RankRecord, ...] = ()
-    windows: tuple[Window, ...] = ()
-    witness: dict[str, Any] = field(default_factory=dict)
-    profile: dict[str, Any] | None = None
-    schema: int = SCHEMA
-
-    @property
-    def run_id(self) -> str:
-        """Run id of the configuration."""
-        return self.config.run_id
-
-    @property
-    def cohort(self) -> tuple[str, str, str, str]:
-        """Machine, code version, data, plan: only records that agree in all four are compared."""
-        return (self.environment.machine.key, self.code_version, self.config.data_sha256, self.plan.key)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        values["config"] = self.config.as_dict()
-        values["run_id"] = self.run_id
-        for name in ("plan", "environment"):
-            values[name] = dataclasses.asdict(values[name])
-        for name in ("ranks", "windows"):
-            values[name] = [dataclasses.asdict(item) for item in values[name]]
-        return values
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RunRecord:
-        """Rebuild a record. Raises LedgerError if it was written by a newer version of the lab."""
-        values = dict(values)
-        if values.get("schema", 0) > SCHEMA:
-            raise LedgerError(
-                f"a record has schema {values['schema']}, this version reads up to {SCHEMA}: update ddpm_lab"
-            )
-        values.pop("run_id", None)
-        environment = dict(values["environment"])
-        environment["machine"] = Machine(**environment["machine"])
-        environment["gpu_uuids"] = tuple(environment["gpu_uuids"])
-        values["environment"] = Environment(**environment)
-        values["config"] = RunConfig.from_dict(values["config"])
-        values["plan"] = Plan(**values["plan"])
-        values["ranks"] = tuple(RankRecord(**_tuples(r)) for r in values["ranks"])
-        values["windows"] = tuple(Window(**_tuples(w)) for w in values["windows"])
-        return cls(**values)
-
-
-def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+from ddpm_lab.config import Plan
+from ddpm_lab.record import SCHEMA, Cohort, LedgerError, Machine, NewerSchemaError, RunRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +30,26 @@ class Damaged:
 
     def __str__(self) -> str:
         return f"{self.path}, line {self.line}: {self.reason}; the line is set aside"
+
+
+class Head(NamedTuple):
+    """What tells a record from others, read without reading the rest of its line: a ledger may be large.
+
+    ``machine``, ``cohort``, ``date``, ``experiment`` and ``role`` are the record's own.
+    """
+
+    path: Path
+    line: int
+    offset: int
+    length: int
+    experiment: str
+    role: str
+    machine: Machine
+    cohort: Cohort
+    date: str
+
+
+Select = Callable[[Sequence[Head]], Iterable[Head]]
 
 
 class Ledger:
@@ -232,36 +79,107 @@ class Ledger:
                 f"cannot write the ledger {self.path}: {error.strerror}; choose another folder"
             ) from error
 
-    def read(self) -> tuple[list[RunRecord], list[Damaged]]:
-        """All records in the order they were written, and the lines that could not be read.
+    def heads(self) -> tuple[list[Head], list[Damaged]]:
+        """What each record is, in the order they were written, and the lines that could not be read.
 
         A missing file is an empty ledger. Raises LedgerError for a record of a newer schema.
         """
-        records: list[RunRecord] = []
+        heads: list[Head] = []
         damaged: list[Damaged] = []
         if not self.path.exists():
-            return records, damaged
+            return heads, damaged
+        cohorts: dict[tuple[bytes, ...], tuple[Machine, Cohort]] = {}
+        offset = 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
+                begin, offset = offset, offset + len(line)
                 if not line.strip():
                     continue
+                found = _HEAD.match(line)
                 try:
-                    records.append(RunRecord.from_dict(json.loads(line)))
-                except LedgerError as error:
-                    raise LedgerError(f"{self.path}, line {number}: {error}") from error
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    damaged.append(Damaged(self.path, number, f"not a record ({type(error).__name__}: {error})"))
-        return records, damaged
+                    if found is None or not _TAIL.search(line[-64:]):
+                        record = _parsed(line, self.path, number)
+                        told = (record.experiment, record.role, record.machine, record.cohort, record.date)
+                    else:
+                        experiment, role, data, plan, machine, date, code = found.groups()
+                        key = (data, plan, machine, code)
+                        if key not in cohorts:
+                            where = Machine(**json.loads(machine))
+                            plan_key = Plan(**json.loads(plan)).key
+                            cohorts[key] = (where, (where.key, code.decode(), data.decode(), plan_key))
+                        told = (experiment.decode(), role.decode(), *cohorts[key], date.decode())
+                except _UNREADABLE as error:
+                    damaged.append(_damage(self.path, number, error))
+                else:
+                    heads.append(Head(self.path, number, begin, len(line), *told))
+        return heads, damaged
+
+    def read(self, select: Select | None = None) -> tuple[list[RunRecord], list[Damaged]]:
+        """Records in the order they were written, and the lines that could not be read.
+
+        ``select`` chooses from the heads which records are wanted; None wants all. A missing file is an empty ledger.
+        Raises LedgerError for a record of a newer schema.
+        """
+        heads, damaged = self.heads()
+        records, more = load(heads if select is None else select(heads))
+        return records, sorted([*damaged, *more], key=lambda d: d.line)
 
 
-def read_all(paths: Sequence[Path | str]) -> tuple[list[RunRecord], list[Damaged]]:
-    """Records of several ledgers, in order. Raises LedgerError if a file does not exist."""
+def load(heads: Iterable[Head]) -> tuple[list[RunRecord], list[Damaged]]:
+    """The records of some heads, in their order, and the lines that could not be read."""
     records: list[RunRecord] = []
+    damaged: list[Damaged] = []
+    files: dict[Path, BinaryIO] = {}
+    with contextlib.ExitStack() as stack:
+        for head in heads:
+            if head.path not in files:
+                files[head.path] = stack.enter_context(head.path.open("rb"))
+            file = files[head.path]
+            file.seek(head.offset)
+            try:
+                records.append(_parsed(file.read(head.length), head.path, head.line))
+            except _UNREADABLE as error:
+                damaged.append(_damage(head.path, head.line, error))
+    return records, damaged
+
+
+_TEXT = rb'"(?:[^"\\]|\\.)*"'
+_HEAD = re.compile(
+    rb'\{"set_id":' + _TEXT + rb',"experiment":"(\w+)","family":' + _TEXT + rb',"role":"(\w+)",'
+    rb'"label":' + _TEXT + rb',"config":\{.*?"data_sha256":"(\w*)".*?,"baseline_id":' + _TEXT + rb","
+    rb'"plan":(\{[^{}]*\}),"environment":\{"machine":(\{[^{}]*\}),.*?'
+    rb'"date":"([^"\\]*)"\},"code_version":"([^"\\]*)",'
+)
+"""The head of a line as this version writes it; any other line is parsed whole."""
+_TAIL = re.compile(rb',"schema":' + str(SCHEMA).encode() + rb',"run_id":"\w*"\}\s*$')
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
+
+
+def _parsed(line: bytes, path: Path, number: int) -> RunRecord:
+    try:
+        return RunRecord.from_dict(json.loads(line))
+    except NewerSchemaError as error:
+        raise NewerSchemaError(f"{path}, line {number}: {error}") from error
+
+
+def _damage(path: Path, number: int, error: Exception) -> Damaged:
+    if isinstance(error, NewerSchemaError):
+        raise error
+    return Damaged(path, number, f"not a record ({type(error).__name__}: {error})")
+
+
+def read_all(paths: Sequence[Path | str], select: Select | None = None) -> tuple[list[RunRecord], list[Damaged]]:
+    """Records of several ledgers, in order; ``select`` chooses from all their heads, None wants all.
+
+    Raises LedgerError if a file does not exist.
+    """
+    heads: list[Head] = []
     damaged: list[Damaged] = []
     for path in paths:
         if not Path(path).is_file():
             raise LedgerError(f"there is no ledger {path}: give a .jsonl file written by this lab")
-        more, bad = Ledger(path).read()
-        records += more
+        more, bad = Ledger(path).heads()
+        heads += more
         damaged += bad
-    return records, damaged
+    records, bad = load(heads if select is None else select(heads))
+    return records, damaged + bad

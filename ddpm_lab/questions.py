@@ -81,16 +81,7 @@ class Setup:
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ConfigError for more ranks than the machine has devices for."""
-        if ranks <= self.most_ranks or (self.device == "cpu" and self.oversubscribe):
-            return
-        if self.device == "cuda":
-            raise ConfigError(
-                f"{ranks} ranks need {ranks} GPUs, this machine has {self.gpus}: give at most {self.gpus}"
-            )
-        raise ConfigError(
-            f"{ranks} CPU ranks need {ranks} cores, {self.usable_cores} are usable here: give at most "
-            f"{self.usable_cores}, or set oversubscribe (such records show that it works, and nothing about speed)"
-        )
+        check_ranks(self.device, ranks, self.gpus, self.usable_cores, self.oversubscribe)
 
     def ranks_label(self, ranks: int) -> str:
         """``2 GPUs`` or ``2 ranks``."""
@@ -100,6 +91,17 @@ class Setup:
         """A family's name for people: what everything in it has in common."""
         size = f", {self.images.image_size}x{self.images.image_size} pixels" if self.images.image_size != 32 else ""
         return f"{self.network}, batch {batch}{size}" + (f", {self.ranks_label(ranks)}" if ranks else "")
+
+
+def check_ranks(device: str, ranks: int, gpus: int, usable_cores: int, oversubscribe: bool = False) -> None:
+    """Raise ConfigError for more ranks than there are GPUs, or usable cores, to give each one of its own."""
+    if device == "cuda" and ranks > gpus:
+        raise ConfigError(f"{ranks} ranks need {ranks} GPUs, this machine has {gpus}: give at most {gpus}")
+    if device == "cpu" and ranks > usable_cores and not oversubscribe:
+        raise ConfigError(
+            f"{ranks} CPU ranks need {ranks} cores, {usable_cores} are usable here: give at most {usable_cores}, or "
+            "set oversubscribe (such records show that it works, and nothing about speed)"
+        )
 
 
 def _powers_of_two(most: int) -> list[int]:

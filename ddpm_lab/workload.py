@@ -15,12 +15,21 @@ class Unsupported(RuntimeError):  # noqa: N818 - a state of the machine that bec
     """The machine cannot run the configuration; the message says what is missing and how to get it."""
 
 
+def _nothing(*_: Any) -> None:
+    """Spans and exchanges are of interest only where a time budget is taken."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
     """Where a workload runs.
 
-    ``mark(phase)`` tells the watching parent what the rank is about to do ("forward", "backward", ...), so that a rank
-    that hangs can be named with what it was doing; it costs about a microsecond. ``device`` is a torch device string.
+    ``mark(phase)`` tells the watching parent what the rank is about to do, so that a rank that hangs can be named with
+    what it was doing, and cuts a step into the phases of its time budget; it costs about a microsecond. The lab marks
+    "data"; "copy" (host to device), "forward", "backward", "optimizer", "ema" and "communication" (or "all-reduce")
+    are the workload's, and any other name is shown as it is. ``span(name, start, end)`` reports what ran beside these
+    phases, in seconds of ``time.perf_counter``; any thread may call it. ``watch(ddp)`` does so for the gradient
+    exchange of a DistributedDataParallel module: once, before its first step. Both do nothing where no budget is taken.
+    ``device`` is a torch device string.
     """
 
     rank: int
@@ -28,6 +37,8 @@ class RankContext:
     device: str
     threads: int
     mark: Callable[[str], None]
+    span: Callable[[str, float, float], None] = _nothing
+    watch: Callable[[Any], None] = _nothing
 
 
 class Workload(Protocol):

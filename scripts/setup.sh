@@ -111,13 +111,33 @@ fi
 unset VIRTUAL_ENV UV_PROJECT_ENVIRONMENT
 export UV_PYTHON_DOWNLOADS=never
 
-reachable() { "$python" -c 'import urllib.request; urllib.request.urlopen("https://pypi.org/simple/pip/", timeout=15)' 2>/dev/null; }
-stop_after_failure() {  # $1: what failed; $2: a file with its messages, if they have not been shown
-  reachable || stop "$1 failed because https://pypi.org cannot be reached from here: check the network or set HTTPS_PROXY, and run it again; what has been downloaded is kept."
-  if [ -n "${2:-}" ]; then cat "$2" >&2; fi
+# Prints the host of a package index if nothing answers there; any answer will do. No password in the address is shown.
+# shellcheck disable=SC2016
+silent='
+import ssl, sys, urllib.error, urllib.parse
+url = urllib.parse.urlsplit(sys.argv[-1])
+host = url.netloc.rpartition("@")[2]
+try:
+    import urllib.request
+    if url.scheme in ("http", "https"):
+        urllib.request.urlopen(url._replace(netloc=host).geturl(), timeout=15)
+except Exception as error:
+    if not isinstance(error, urllib.error.HTTPError) and not isinstance(getattr(error, "reason", None), ssl.SSLError):
+        print(host)
+'
+stop_after_failure() {  # $1: what failed; $2: the package index it asked; $3: a file with its messages, if they have not been shown
+  if [ -n "${3:-}" ]; then
+    tail -n 15 "$3" >&2
+    say "the whole log is $checkout/$3"
+  fi
+  host=$("$python" -c "$silent" "$2" 2>/dev/null) || host=
+  [ -z "$host" ] || stop "$1 failed because the package index ($host) cannot be reached from here: check the network or set HTTPS_PROXY, and run it again; what has been downloaded is kept."
   stop "$1 failed for the reason printed above: mend that and run it again; what has been downloaded is kept."
 }
 
+pip_index() {
+  echo "${PIP_INDEX_URL:-$("$python" -m pip config get global.index-url 2>/dev/null || echo https://pypi.org/simple)}"
+}
 if [ -z "$uv" ]; then
   say "downloading uv $uv_version, the installer (25 MB)"
   rm -rf .boot/uv-*
@@ -126,7 +146,7 @@ if [ -z "$uv" ]; then
   trap 'exit 130' INT TERM
   PIP_USER=0 PIP_REQUIRE_VIRTUALENV=0 PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1 \
     "$python" -m pip install --quiet --target "$new" "uv==$uv_version" >.boot/pip.log 2>&1 \
-    || stop_after_failure "the download of uv" .boot/pip.log
+    || stop_after_failure "the download of uv" "$(pip_index)" .boot/pip.log
   mv "$new" ".boot/uv-$uv_version"
   uv=$own_uv
 fi
@@ -150,7 +170,7 @@ if [ -n "${PYTHON:-}" ] || ! .venv/bin/python -c "$probe" >/dev/null 2>&1; then 
 if ! "$uv" "$@" --offline --quiet 2>/dev/null; then
   check_disk
   say "installing the packages of uv.lock for Python $version into .venv: 3.3 GB to download (PyTorch brings its CUDA libraries) and 6 GB on disk, this once"
-  install "$@" || stop_after_failure "the installation"
+  install "$@" || stop_after_failure "the installation" https://files.pythonhosted.org  # as in uv.lock, whatever is configured
 fi
 { printf '%s\n' "$checkout"; locked; } >"$stamp"
 say "ready: .venv has Python $(.venv/bin/python -c 'import platform; print(platform.python_version())')"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,7 @@ class Busy:
         self.micro_steps = int(config.option("micro_steps", 100))
         self.values = torch.ones(64, 64)
         self.steps = 0
+        self.lock = multiprocessing.RLock() if config.option("lock", False) else None
         self.fault("build")
 
     def fault(self, place: str) -> None:
@@ -89,3 +92,120 @@ class Compiling(Busy):
 def compiling(config: RunConfig, context: RankContext) -> Compiling:
     """Make the workload that hangs in a child process."""
     return Compiling(config, context)
+
+
+class Phased:
+    """Busy phases whose true lengths the workload itself times, with an exchange in a thread beside the backward pass.
+
+    The truth is one dictionary for each step: seconds of each phase, of the exchange (a span), and of what both the
+    exchange and the backward pass cover.
+    """
+
+    SECONDS: ClassVar = {
+        "data": 0.004,
+        "copy": 0.002,
+        "forward": 0.008,
+        "backward": 0.012,
+        "optimizer": 0.003,
+        "ema": 0.002,
+    }
+
+    def __init__(self, config: RunConfig, context: RankContext) -> None:
+        self.config, self.context = config, context
+        self.truth: list[dict[str, float]] = []
+
+    def busy(self, phase: str, seconds: float, start: float | None = None) -> float:
+        start = now = time.perf_counter() if start is None else start
+        while now - start < seconds:
+            now = time.perf_counter()
+        self.truth[-1][phase] = now - start
+        return now
+
+    def batches(self) -> Iterator[Any]:
+        while True:
+            self.truth.append({})
+            self.busy("data", self.SECONDS["data"])
+            yield None
+
+    def step(self, batch: Any) -> float:
+        del batch
+        mark, truth = self.context.mark, self.truth[-1]
+        self.busy("unnamed", float(self.config.option("unnamed_seconds", 0.0)))
+        for phase in ("copy", "forward"):
+            mark(phase)
+            self.busy(phase, self.SECONDS[phase])
+        times: list[float] = []
+        thread = threading.Thread(target=self.exchange, args=(times,))
+        mark("backward")
+        start = time.perf_counter()
+        thread.start()
+        end = self.busy("backward", self.SECONDS["backward"], start)
+        mark("communication")
+        begun = time.perf_counter()
+        thread.join()
+        truth["communication"] = time.perf_counter() - begun
+        for phase in ("optimizer", "ema"):
+            mark(phase)
+            self.busy(phase, self.SECONDS[phase])
+        truth["exchange"] = times[1] - times[0]
+        truth["overlapped"] = max(0.0, min(times[1], end) - max(times[0], start))
+        return 0.0
+
+    def exchange(self, times: list[float]) -> None:
+        times.append(time.perf_counter())
+        time.sleep(0.016)  # 4 ms longer than the backward pass
+        times.append(time.perf_counter())
+        self.context.span("communication", times[0], times[1])
+
+    def witness(self) -> dict[str, Any]:
+        return {"truth": self.truth}
+
+    def close(self) -> None:
+        """Nothing was started that still runs."""
+
+
+def phased(config: RunConfig, context: RankContext) -> Phased:
+    """Make the workload of known phases."""
+    return Phased(config, context)
+
+
+class Exchanging:
+    """A small network under DistributedDataParallel whose gradients go in several buckets; one rank may be slow."""
+
+    def __init__(self, config: RunConfig, context: RankContext) -> None:
+        self.config, self.context = config, context
+        torch.manual_seed(0)
+        self.network = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
+        self.ddp = torch.nn.parallel.DistributedDataParallel(self.network, bucket_cap_mb=0.3)
+        context.watch(self.ddp)
+        self.images = torch.randn(256, 256, generator=torch.Generator().manual_seed(context.rank))
+
+    def batches(self) -> Iterator[Any]:
+        yield from itertools.count()
+
+    def step(self, batch: Any) -> float:
+        del batch
+        self.context.mark("forward")
+        if self.context.rank == self.config.option("slow_rank", -1):
+            time.sleep(0.03)
+        loss = self.ddp(self.images).square().mean()
+        self.context.mark("backward")
+        loss.backward()
+        self.context.mark("optimizer")
+        with torch.no_grad():
+            for p in self.network.parameters():
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=0.1)
+                    p.grad = None
+        return float(loss.detach())
+
+    def witness(self) -> dict[str, Any]:
+        return {"weights": [float(p.double().sum()) for p in self.network.parameters()]}
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def exchanging(config: RunConfig, context: RankContext) -> Exchanging:
+    """Make the workload that exchanges gradients."""
+    return Exchanging(config, context)

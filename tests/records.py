@@ -11,7 +11,7 @@ import numpy as np
 
 from ddpm_lab.config import Plan, RunConfig
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.ledger import Environment, Machine, RankRecord, RunRecord, Window
+from ddpm_lab.record import Environment, Machine, RankRecord, RunRecord, Window
 
 CPU = Machine(cpu="Example CPU 9000", usable_cores=2, torch="2.15.0", python="3.11")
 GPUS = Machine(
@@ -185,6 +185,34 @@ def profile(config: RunConfig, **values: Any) -> RunRecord:
     ]
     found = {"steps": 4, "wall_seconds": 2.2, "schedule": {}, "operators": operators, "traces": ["trace.json.gz"]}
     return record(config, experiment="profile", role="profile", label="fp32", profile=found, **values)
+
+
+PHASES = {"data": 3.9, "copy": 0.3, "forward": 23.4, "backward": 34.0, "optimizer": 3.4, "ema": 0.1}
+"""Milliseconds of a step in the proportions of a published budget."""
+
+
+def time_budget(*ranks: Mapping[str, float], residual: float = 0.0, **window: Any) -> RunRecord:
+    """A profile record with a time budget: milliseconds of each phase for each rank, and of what lies in none."""
+
+    def line(phases: Mapping[str, float], **more: Any) -> dict[str, Any]:
+        total = (sum(phases.values()) + residual) / 1e3
+        seconds = {name: ms / 1e3 for name, ms in phases.items()}
+        found = {"step_seconds": total, "phases": seconds, "residual_seconds": residual / 1e3, "spans": {}}
+        return {**found, "helpers_cpu_seconds": 0.0, **more}
+
+    found = [
+        {
+            "unsynchronised": line(phases, **window),
+            "synchronised": line({name: 1.1 * ms for name, ms in phases.items()}),
+            "profiled": line({name: 1.5 * ms for name, ms in phases.items() if name not in ("ema", "communication")}),
+        }
+        for phases in ranks or (PHASES,)
+    ]
+    config = RunConfig(purpose="profile", world_size=len(found), global_batch_size=32 * len(found))
+    made = profile(config)
+    assert made.profile is not None
+    made.profile["budget"] = {"steps": 120, "rounds": 6, "others_cores": 0.0, "ranks": found}
+    return made
 
 
 def study(records: Sequence[RunRecord], experiment: str | None = None) -> Study:

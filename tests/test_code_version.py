@@ -176,6 +176,32 @@ def test_a_module_that_is_missing_or_broken_is_named(write: Write) -> None:
         key()
 
 
+def test_a_function_that_the_module_lacks_is_named(write: Write) -> None:
+    write("mine.py", "from helper import factor as renamed\nif True:\n    x = 1\ndef step(): ...\nclass Own: ...\n")
+    for name in ("renamed", "x", "step", "Own"):
+        code_version(f"mine:{name}")
+    with pytest.raises(ConfigError, match=r"workload 'mine:stop': .*mine\.py defines no 'stop'"):
+        code_version("mine:stop")
+
+
+def test_two_workloads_share_a_version_that_either_changes(write: Write) -> None:
+    write("one.py", "def f(): return 1\n")
+    write("two.py", "def f(): return 2\n")
+    both = code_version("one:f", "two:f")
+    assert {"one", "two"} <= set(both.modules)
+    assert code_version("two:f", "one:f").key == both.key
+    for name in ("one", "two"):
+        write(f"{name}.py", "def f(): return 3\n")
+        changed = code_version("one:f", "two:f").key
+        assert changed != both.key
+        both = code_version("one:f", "two:f")
+
+
+def test_what_only_a_type_checker_reads_is_not_run(write: Write) -> None:
+    write("typed.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import helper\ndef f(): ...\n")
+    assert "helper" not in code_version("typed:f").modules
+
+
 def test_libraries_are_told_from_sources(tmp_path: Path) -> None:
     assert is_library(textwrap.__file__)
     assert is_library(pytest.__file__)
@@ -184,7 +210,7 @@ def test_libraries_are_told_from_sources(tmp_path: Path) -> None:
 
 
 def test_a_module_that_hides_from_the_walk_is_found_when_it_is_loaded(write: Write, tmp_path: Path) -> None:
-    write("planted_workload.py", "import importlib\nhidden = importlib.import_module('hid' + 'den')\n")
+    write("planted_workload.py", "import importlib\nhidden = importlib.import_module('hid' + 'den')\ntrain = 1\n")
     write("hidden.py", "import helper\n")
     code = (
         "import sys, json; sys.path.insert(0, sys.argv[1])\n"

@@ -1,5 +1,6 @@
 """Comparisons of records with planted ratios."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -8,9 +9,9 @@ import pytest
 import records as make
 
 from ddpm_lab.config import LOADER_ALONE, RunConfig
-from ddpm_lab.explain import stats
+from ddpm_lab.explain import figures, findings, stats
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, comparisons
-from ddpm_lab.ledger import RunRecord
+from ddpm_lab.record import RunRecord
 
 BF16 = RunConfig(precision="bf16")
 
@@ -125,6 +126,104 @@ def test_a_note_stands_until_the_configuration_is_measured() -> None:
     assert row([*records, note], "8 workers")["status"] == "left out"
     measured = make.sets({"8 workers": (config, 1.5)})
     assert row([*measured, note], "8 workers")["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"label": "eight"},  # renamed since: the same configuration
+        {"baseline_id": "0123456789ab"},  # compared with another baseline then
+        {"config": RunConfig(loader="files", workload=LOADER_ALONE)},  # the note carried the baseline's configuration
+    ],
+)
+def test_a_note_disappears_once_its_configuration_is_measured(change: dict[str, Any]) -> None:
+    base = RunConfig(loader="files", workload=LOADER_ALONE)
+    config = replace(base, loader_workers=8)
+    family = "loader alone, batch 32"
+    values = {"config": config, "label": "8 workers", "baseline_id": base.run_id, **change}
+    note = make.record(
+        **values, family=family, role="note", set_id="", status="left out", reason="did not fit into the time"
+    )
+    other = make.sets({"2 workers": (replace(base, loader_workers=2), 1.5)}, baseline=base, family=family)
+    before = comparisons(make.study([*other, note]))
+    assert list(before[before["role"] == "note"]["reason"]) == ["did not fit into the time"]
+    later = make.sets({"8 workers": (config, 1.5)}, baseline=base, family=family, seed=1)
+    for records in ([*other, note, *later], [*other, *later, note]):
+        after = comparisons(make.study(records))
+        assert "note" not in set(after["role"])
+        assert after["family"].nunique() == 1
+        assert "did not fit" not in findings.finding(make.study(records)).claim
+        assert "did not fit" not in findings.table(make.study(records)).to_string()
+
+
+def test_a_note_of_other_data_or_another_family_stays() -> None:
+    base = RunConfig(loader="files")
+    config = replace(base, loader_workers=8)
+    note = make.record(
+        replace(config, precision="bf16"),
+        label="8 workers",
+        family="training, bf16",
+        baseline_id=replace(base, precision="bf16").run_id,
+        role="note",
+        set_id="",
+        status="left out",
+        reason="did not fit into the time",
+    )
+    measured = make.sets({"8 workers": (config, 1.5)}, baseline=base, family="training, fp32")
+    assert "note" in set(comparisons(make.study([*measured, note]))["role"])
+
+
+def sweep() -> list[RunRecord]:
+    """Two image sizes whose families have one name, and one that says its size already."""
+    found = []
+    for size in (32, 64):
+        for family, workload in (("loader alone, batch 32", LOADER_ALONE), ("training", RunConfig().workload)):
+            base = RunConfig(loader="files", workload=workload, image_size=size, data_sha256=f"{size}abcdef012345")
+            name = f"training, {size}x{size} pixels" if family == "training" and size == 64 else family
+            found += make.sets(
+                {"2 workers": (replace(base, loader_workers=2), 1.5)},
+                baseline=base,
+                baseline_label="0 workers",
+                experiment="workers",
+                family=name,
+                step_seconds=0.01 * size,
+                seed=size,
+            )
+    return found
+
+
+def test_every_name_says_its_image_size_where_there_are_several() -> None:
+    names = [
+        "loader alone, batch 32, 32x32 pixels",
+        "training, 32x32 pixels",
+        "loader alone, batch 32, 64x64 pixels",
+        "training, 64x64 pixels",
+    ]
+    study = make.study(sweep())
+    assert list(comparisons(study)["family"].unique()) == names
+    assert list(findings.table(study)["Family"].unique()) == names
+    shown = {text.get_text() for text in figures.figure(study).texts}
+    assert set(names) <= shown
+    one = make.study([r for r in sweep() if r.config.image_size == 32])
+    assert list(comparisons(one)["family"].unique()) == ["loader alone, batch 32", "training"]
+
+
+def test_the_loader_is_compared_with_training_at_the_same_image_size() -> None:
+    claim = findings.finding(make.study(sweep())).claim
+    said = re.findall(r"delivers ([\d.,]+) images/s with 0 workers and ([\d.,]+) images/s with 2 workers, where", claim)
+    assert len(said) == 1
+
+
+def test_of_data_of_one_size_the_hash_tells_families_apart() -> None:
+    records = []
+    for i, data in enumerate(("0123456789abcdef", "fedcba9876543210")):
+        base = RunConfig(data_sha256=data)
+        records += make.sets({"bf16": (replace(base, precision="bf16"), 1.5)}, baseline=base, seed=i)
+    assert list(comparisons(make.study(records))["family"].unique()) == [
+        "tiny, batch 32, 1 rank",
+        "tiny, batch 32, 1 rank (data fedcba98)",
+    ]
 
 
 def test_equal_family_names_with_other_baselines_are_told_apart() -> None:

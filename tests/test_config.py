@@ -170,11 +170,20 @@ REFUSED: list[tuple[type, dict[str, Any], list[str]]] = [
     (OptimizerConfig, {"clip_norm": -1.0}, ["optimizer.clip_norm", "-1.0", "above 0", "null"]),
     (OptimizerConfig, {"ema_decay": 1.0}, ["optimizer.ema_decay", "1.0", "[0, 1)"]),
     (OptimizerConfig, {"ema_every": 0}, ["optimizer.ema_every", "0", "at least 1"]),
+    (OptimizerConfig, {"learning_rate": "fast"}, ["optimizer.learning_rate", "'fast'", "above 0"]),
+    (OptimizerConfig, {"betas": 0.9}, ["optimizer.betas", "0.9", "list"]),
+    (OptimizerConfig, {"betas": (0.9, "b")}, ["optimizer.betas", "'b'", "two numbers"]),
+    (OptimizerConfig, {"clip_norm": True}, ["optimizer.clip_norm", "True", "above 0"]),
+    (OptimizerConfig, {"ema_decay": None}, ["optimizer.ema_decay", "None", "[0, 1)"]),
+    (DiffusionConfig, {"loss": "l2", "min_snr_gamma": "5"}, ["diffusion.min_snr_gamma", "'5'", "above 0"]),
+    (RunConfig, {"diffusion": "cosine"}, ["diffusion", "'cosine'", "schedule, timesteps, objective"]),
+    (RunConfig, {"optimizer": None}, ["optimizer", "None", "learning_rate, betas"]),
     (Plan, {"turns": 0}, ["plan.turns", "0", "at least 1"]),
     (Plan, {"window_steps": 0}, ["plan.window_steps", "0", "at least 1"]),
     (Plan, {"settle_steps": 0}, ["plan.settle_steps", "0", "at least 1"]),
     (Plan, {"warmup_steps": 2.0}, ["plan.warmup_steps", "2.0", "whole number"]),
     (Plan, {"window_seconds": 0.0}, ["plan.window_seconds", "0.0", "above 0"]),
+    (Plan, {"window_seconds": "0.4"}, ["plan.window_seconds", "'0.4'", "above 0"]),
     (Plan, {"window_seconds": float("inf")}, ["plan.window_seconds", "inf"]),
 ]
 
@@ -194,6 +203,20 @@ def test_a_refusal_names_the_value_the_place_and_the_remedy(
 def test_a_setting_that_does_not_exist_is_named() -> None:
     with pytest.raises(ConfigError, match=r"no setting 'batch_size'.*global_batch_size"):
         RunConfig.from_dict({"batch_size": 32})
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "allowed"),
+    [
+        ("diffusion", "steps", "loss, min_snr_gamma, objective, schedule, timesteps"),
+        ("optimizer", "lr", "betas, clip_norm, ema_decay, ema_every, learning_rate"),
+    ],
+)
+def test_a_nested_setting_that_does_not_exist_is_named(place: str, name: str, allowed: str) -> None:
+    values = {**RunConfig().as_dict(), place: {name: 1}}
+    with pytest.raises(ConfigError) as refusal:
+        RunConfig.from_dict(values)
+    assert str(refusal.value) == f"{place} has no setting {name!r}: it has {allowed}"
 
 
 def test_plans_are_pooled_only_when_they_are_equal() -> None:

@@ -16,7 +16,8 @@ from conftest import alive
 from ddpm_lab import experiments
 from ddpm_lab.config import ConfigError
 from ddpm_lab.data.folder import DataError
-from ddpm_lab.ledger import Ledger, LedgerError
+from ddpm_lab.ledger import Ledger
+from ddpm_lab.record import LedgerError
 
 
 @pytest.mark.slow

@@ -1,8 +1,10 @@
 """Figures: reproducible, complete, with nothing cut or overlapping, whatever the study holds."""
 
 import io
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 import records as make
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
@@ -73,6 +76,60 @@ def compiled(ratio: float) -> Study:
     return make.study(records + cold)
 
 
+def corrected() -> Study:
+    """Several families, of which one would be resolved if it were the only one."""
+    found = []
+    for batch, ratio in ((16, 1.0), (32, 1.0), (64, 1.03), (128, 1.0)):
+        found += make.sets(
+            {"2 ranks": (RunConfig(world_size=2, global_batch_size=batch), ratio)},
+            baseline=RunConfig(global_batch_size=batch),
+            baseline_label="1 rank",
+            experiment="multi_gpu",
+            family=f"tiny, batch {batch}",
+            set_noise=0.02,
+            seed=batch,
+        )
+    return make.study(found)
+
+
+def wordy() -> Study:
+    """Names of hardware, families and labels as long as they come."""
+    machine = replace(
+        make.GPUS,
+        cpu="Example Platinum Processor 8480C with 56 cores and a long name @ 2.00GHz",
+        gpus=("Example Data Centre GPU X100 80GB HBM3 with NVLink and a long name",) * 8,
+    )
+    label = "a label that nobody would choose, with bf16 autocast, channels last and fused optimizer"
+    records = make.sets(
+        {label: (BF16, 1.2)},
+        baseline_label="an equally long name of a baseline in full precision, eager, without any fusing",
+        family="a family of runs with a very long name, such as learning rate 0.0002 and betas 0.9 and 0.99, " * 2,
+        failures={f"{label}, again": (RunConfig(seed=9), "crashed", REASON)},
+        data_name="1,281,167 images from a/folder-with-a-very-long-name-that-goes-on-and-on",
+    )
+    return make.study(make.on(machine, records))
+
+
+def sizes() -> Study:
+    """Fifteen families of much the same speed."""
+    found = []
+    for size in (32, 64, 128):
+        for batch in (32, 64, 128, 256, 512):
+            base = RunConfig(device="cuda", image_size=size, global_batch_size=batch)
+            found += make.sets(
+                {f"{n} GPUs": (replace(base, world_size=n), n**0.95) for n in (2, 4)},
+                baseline=base,
+                baseline_label="1 GPU",
+                experiment="multi_gpu",
+                family=f"seed, batch {batch}",
+                count=2,
+                turns=2,
+                seed=batch,
+                data_name=f"images of {size} pixels",
+            )
+    return make.study(make.on(make.GPUS, found))
+
+
 STUDIES: dict[str, Callable[[], Study]] = {
     "resolved": amp,
     "one set": lambda: amp(count=1, turns=2),
@@ -86,6 +143,9 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "12 configurations": lambda: many(12),
     "loader": loader,
     "gpus": gpus,
+    "corrected": corrected,
+    "wordy": wordy,
+    "sizes": sizes,
     "compiled": lambda: compiled(1.2),
     "compiled, slower": lambda: compiled(0.9),
     "profile": lambda: make.study([make.profile(RunConfig(purpose="profile"))]),
@@ -127,6 +187,78 @@ def test_no_text_is_cut_or_lies_on_another(name: str) -> None:
             for second, b in shown[i + 1 :]:
                 apart = a.x1 <= b.x0 + 1 or b.x1 <= a.x0 + 1 or a.y1 <= b.y0 + 1 or b.y1 <= a.y0 + 1
                 assert apart, f"{first!r} lies on {second!r}"
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_no_text_is_shortened(name: str) -> None:
+    for figure in drawn(STUDIES[name]()):
+        assert [t.get_text() for t in texts(figure) if "\N{HORIZONTAL ELLIPSIS}" in t.get_text()] == []
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_no_mark_lies_outside_its_panel(name: str) -> None:
+    for figure in drawn(STUDIES[name]()):
+        for ax in figure.axes:
+            for line in ax.lines:
+                if line.get_transform() == ax.transData and line.get_marker() != "None" and line.get_clip_on():
+                    pixels = ax.transData.transform(np.column_stack(line.get_data()).astype(float))
+                    assert np.isfinite(pixels).all()
+                    assert ax.bbox.padded(1).count_contains(pixels) == len(pixels)
+
+
+def test_a_long_verdict_stands_in_full() -> None:
+    words = " ".join(" ".join(t.get_text().split()) for t in texts(figures.figure(corrected())))
+    assert "not resolved (corrected for 8 comparisons)" in words
+
+
+@pytest.mark.parametrize("bold", [False, True])
+@pytest.mark.parametrize("points", [9.0, 10.0, 14.0])
+def test_measured_widths_hold_when_drawn(points: float, *, bold: bool) -> None:
+    lines = ["not resolved (corrected for 4 comparisons)", "WWWW @@@ 0.97  (0.95\N{EN DASH}1.00)", "illicit, 1.11 ffi"]
+    with figure_style.style():
+        figure = Figure()
+        FigureCanvasAgg(figure)
+        for line in lines:
+            text = figure.text(0, 0, line, fontsize=points, fontweight="bold" if bold else "normal")
+            inches = text.get_window_extent().width / figure_style.DPI
+            # Half a millimetre too much at most, and all texts have more than that to the next one.
+            assert inches - 0.02 <= figure_style.width(line, points, bold=bold) <= 1.1 * inches + 0.02
+
+
+def test_text_is_wrapped_by_its_width_and_loses_nothing() -> None:
+    words = "ratio of iiiiiiiiii to WWWWWWWWWW, " * 6 + "/a/path/without/any/space/" * 9
+    wrapped = figure_style.fit(words, 2.5, 99)
+    assert all(figure_style.width(line) <= 2.5 for line in wrapped.split("\n"))
+    assert "".join(wrapped.split()) == "".join(words.split())
+    # No word moves up that would have fitted.
+    pairs = pairwise(wrapped.split("\n")[:7])
+    assert all(figure_style.width(f"{one} {two.split()[0]}") > 2.5 for one, two in pairs)
+    cut = figure_style.fit(words, 2.5, 3)
+    assert cut.count("\n") == 2
+    assert cut.endswith("\N{HORIZONTAL ELLIPSIS}")
+    assert all(figure_style.width(line) <= 2.5 for line in cut.split("\n"))
+
+
+def test_one_call_is_singular() -> None:
+    words = [t.get_text() for t in texts(figures.figure(STUDIES["profile"]()))]
+    assert any(word.endswith("  1 call a step") for word in words)
+    assert not any("1 calls" in word and not re.search(r"\d1 calls", word) for word in words)
+
+
+def test_an_operator_with_a_long_name_is_named_in_full() -> None:
+    record = make.profile(RunConfig(purpose="profile"))
+    assert record.profile is not None
+    name = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
+    kernel = (
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3>>"
+    )
+    more = [{"name": n, "calls": 4.0, "self_cpu_seconds": 1.0, "self_device_seconds": 0.0} for n in (name, kernel)]
+    study = make.study([replace(record, profile={**record.profile, "operators": record.profile["operators"] + more})])
+    words = ["".join(t.get_text().split("\n")) for t in texts(figures.figure(study))]
+    assert name in words
+    # Of a kernel, which is longer than two lines, both ends.
+    (short,) = [w for w in words if w.startswith("void at::")]
+    assert short.endswith(", 3>>")
 
 
 @pytest.mark.parametrize("name", ["resolved", "gpus", "profile"])

@@ -11,7 +11,7 @@ from ddpm_lab.explain import compiling, findings, phrases, ranking, stats
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, comparisons
 from ddpm_lab.explain.findings import band, finding, table
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.ledger import RunRecord
+from ddpm_lab.record import RunRecord
 
 BF16 = RunConfig(precision="bf16")
 COMPILED = RunConfig(compile="whole")
@@ -134,6 +134,49 @@ def test_compiling_pays_off_after_cost_by_saving() -> None:
 def test_compiling_that_is_slower_or_unresolved_never_claims_to_pay_off() -> None:
     assert "pays off never, at this speed" in finding(compile_study(0.9)).claim
     assert "whether it pays off is not resolved" in finding(compile_study(1.0, set_noise=0.05)).claim
+
+
+def test_a_sentence_about_one_of_several_families_names_it() -> None:
+    records = []
+    for batch in (16, 32):
+        base = RunConfig(global_batch_size=batch)
+        failed = {"3 ranks": (replace(base, seed=9), "oom", "no room")} if batch == 32 else {}
+        records += make.sets(
+            {"2 ranks": (replace(base, world_size=2), 1.0)},
+            baseline=base,
+            baseline_label="1 rank",
+            experiment="multi_gpu",
+            family=f"tiny, batch {batch}",
+            set_noise=0.03,
+            seed=batch,
+            failures={"4 ranks": (replace(base, seed=8), "crashed", "lost"), **failed},
+        )
+    claim = finding(make.study(records)).claim
+    assert "The highest ratio, of tiny, batch " in claim
+    assert "Failed: 4 ranks (crashed: lost) and 3 ranks of tiny, batch 32 (out of memory: no room)." in claim
+
+
+def test_a_lone_baseline_is_compared_with_nobody() -> None:
+    for candidates, words in (
+        ({}, "nothing else that does equal work was measured"),
+        ({"bf16": (BF16, 0.5)}, "the other one measured did not run faster"),
+        ({"bf16": (BF16, 0.5), "seed 1": (RunConfig(seed=1), 0.5)}, "none of 2 others measured ran faster"),
+    ):
+        assert words in finding(make.study(make.sets(candidates), "recommendation")).claim
+
+
+def test_a_training_step_of_ones_own_is_not_ranked_under_the_labs_names() -> None:
+    own = make.sets({"mine": (RunConfig(workload="mine:step"), 9.0)})
+    best = ranking.fastest(make.study(own, "recommendation"))
+    assert best is not None
+    assert [r["label"] for r in best.rows] == ["fp32"]
+
+
+@pytest.mark.parametrize(
+    ("count", "words"), [(1, "1 call"), ("1", "1 call"), ("0.2", "0.2 calls"), (1234, "1,234 calls")]
+)
+def test_plurals(count: int | str, words: str) -> None:
+    assert phrases.plural(count, "call") == words
 
 
 def test_efficiency_bands() -> None:

@@ -8,7 +8,7 @@ import records as make
 
 from ddpm_lab.config import Plan, RunConfig
 from ddpm_lab.explain import frames
-from ddpm_lab.ledger import LedgerError, RunRecord
+from ddpm_lab.record import LedgerError, RunRecord
 
 BF16 = RunConfig(precision="bf16")
 
@@ -56,6 +56,16 @@ def test_run_ids_select_what_a_call_asked_for() -> None:
     found = frames.study(records, "amp", run_ids=[RunConfig().run_id, BF16.run_id])
     assert {r.label for r in found.records} == {"fp32", "fp32 again", "bf16"}
     assert frames.study(records, "amp", run_ids=[BF16.run_id]).records == ()
+
+
+def test_a_note_of_what_was_not_asked_for_is_not_shown() -> None:
+    """An earlier call left a configuration out that this call did not ask for."""
+    records = make.sets({"bf16": (BF16, 1.5)})
+    common = {"role": "note", "set_id": "", "status": "left out", "baseline_id": RunConfig().run_id}
+    earlier = make.record(RunConfig(seed=1), label="seed 1", reason="did not fit into the time", **common)
+    general = make.record(RunConfig(), label="fp16", reason="needs a CUDA device", **common)
+    found = frames.study([*records, earlier, general], "amp", run_ids=[RunConfig().run_id, BF16.run_id])
+    assert [r.label for r in found.records if r.role == "note"] == ["fp16"]
 
 
 def test_no_records() -> None:

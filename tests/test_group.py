@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -107,15 +109,100 @@ def test_leaving_the_context_kills_a_group_at_work() -> None:
     assert alive(pids) == []
 
 
+CLAIM = """
+import os, signal, sys
+from pathlib import Path
+from ddpm_lab.measure.group import _claim
+folder = Path(sys.argv[1], f"ddpm_lab.{os.getpid()}.x")
+folder.mkdir()
+_claim(folder)
+print(folder, flush=True)
+os.kill(os.getpid(), signal.SIGKILL if sys.argv[2:] else signal.SIGSTOP)
+"""
+
+
+@contextlib.contextmanager
+def owned(parent: Path, *, killed: bool) -> Iterator[Path]:
+    """A group's folder whose owner is killed, or lives for as long as the context."""
+    command = [sys.executable, "-c", CLAIM, str(parent), *(["killed"] if killed else [])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip())
+        if killed:
+            process.wait()
+        try:
+            yield folder
+        finally:
+            process.kill()
+
+
 def test_folders_of_killed_parents_are_swept(tmp_path: Path) -> None:
-    dead = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True).stdout.strip()
-    gone = tmp_path / f"ddpm_lab.{dead}.x"
-    mine = tmp_path / f"ddpm_lab.{os.getpid()}.x"
-    gone.mkdir()
-    mine.mkdir()
+    with owned(tmp_path, killed=True) as gone, owned(tmp_path, killed=False) as used:
+        sweep(tmp_path)
+        assert not gone.exists()
+        assert used.exists()
     sweep(tmp_path)
-    assert not gone.exists()
-    assert mine.exists()
+    assert not used.exists()
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"boot": "00000000-0000-0000-0000-000000000000"},  # another host on a shared file system, or before a restart
+        {"pid_namespace": "pid:[1]"},  # another container
+        {"start_ticks": None},
+        {"pid": None},
+    ],
+)
+def test_folders_of_other_hosts_and_containers_stay(tmp_path: Path, forged: dict[str, object]) -> None:
+    with owned(tmp_path, killed=True) as folder:
+        owner = folder / "owner"
+        owner.write_text(json.dumps({**json.loads(owner.read_text()), **forged}))
+        sweep(tmp_path)
+    assert owner.exists()
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "{}", "nonsense", '"boot"'])
+def test_folders_of_unknown_origin_stay(tmp_path: Path, text: str | None) -> None:
+    """A group of another version of the lab, one that is just being made, or a stranger's."""
+    dead = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True).stdout.strip()
+    folder = tmp_path / f"ddpm_lab.{dead}.x"
+    folder.mkdir()
+    if text is not None:
+        (folder / "owner").write_text(text)
+    sweep(tmp_path)
+    assert folder.exists()
+
+
+def test_a_living_owner_is_believed_without_its_mark(tmp_path: Path) -> None:
+    """The lock holds where a pid says nothing, and the pid where a file system knows no locks."""
+    with owned(tmp_path, killed=False) as folder:
+        owner = folder / "owner"
+        said = json.loads(owner.read_text())
+        owner.write_text(json.dumps({**said, "start_ticks": 1}))
+        sweep(tmp_path)
+        assert owner.exists(), "it is locked"
+        owner.unlink()
+        owner.write_text(json.dumps(said))
+        sweep(tmp_path)
+        assert owner.exists(), "its owner runs"
+
+
+@pytest.mark.slow
+def test_a_killed_rank_leaves_no_semaphores() -> None:
+    """Locks that libraries make in a rank, such as tqdm's while torch compiles, must not end in a warning."""
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from conftest import busy_config
+from test_group import group
+with group(busy_config(lock=True)) as g:
+    g.finish()
+with group(busy_config(lock=True)) as g:
+    pass
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 PARENT = """

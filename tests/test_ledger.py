@@ -14,7 +14,8 @@ import pytest
 import records as make
 
 from ddpm_lab.config import DiffusionConfig, RunConfig
-from ddpm_lab.ledger import LASTING, SCHEMA, STATUSES, Ledger, LedgerError, Machine, RunRecord, read_all
+from ddpm_lab.ledger import Ledger, read_all
+from ddpm_lab.record import LASTING, SCHEMA, STATUSES, LedgerError, Machine, RunRecord
 
 
 def some_records() -> list[RunRecord]:
@@ -144,7 +145,8 @@ def test_a_newer_schema_is_refused_by_name(tmp_path: Path) -> None:
 
 WRITER = """
 import dataclasses, json, sys
-from ddpm_lab.ledger import Ledger, RunRecord
+from ddpm_lab.ledger import Ledger
+from ddpm_lab.record import RunRecord
 path, name, template = sys.argv[1:]
 record = RunRecord.from_dict(json.loads(open(template).read()))
 print("ready", flush=True)

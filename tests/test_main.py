@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import records as make
 
-from ddpm_lab import __version__, experiments
+from ddpm_lab import __version__, planning
 from ddpm_lab.__main__ import main
 from ddpm_lab.config import ConfigError, RunConfig
 from ddpm_lab.data.synthetic import write_folder
@@ -156,7 +156,7 @@ def test_a_defect_keeps_its_traceback_and_an_interrupt_says_how_to_go_on(
     def broken(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(experiments, "Planned", broken)
+    monkeypatch.setattr(planning, "plan_question", broken)
     error: BaseException = ValueError("a defect")
     with pytest.raises(ValueError, match="a defect"):
         call("run", "amp")
@@ -187,11 +187,11 @@ def test_options_reach_the_experiment(
 ) -> None:
     seen: dict[str, Any] = {}
 
-    def planned(name: str, preset: str, minutes: float | None, sets: int | None, **settings: Any) -> None:
-        seen.update(settings, name=name, preset=preset, minutes=minutes, sets=sets)
+    def plan_question(name: str, **settings: Any) -> None:
+        seen.update(settings, name=name)
         raise ConfigError("far enough")
 
-    monkeypatch.setattr(experiments, "Planned", planned)
+    monkeypatch.setattr(planning, "plan_question", plan_question)
     monkeypatch.setattr(hardware, "gpus", tuple)
     monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
     assert call("run", *arguments.split())[0] == 2
@@ -203,7 +203,7 @@ def test_options_reach_the_experiment(
 def test_every_experiment_is_checked_before_the_first_is_measured(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experiments.Planned, "measure", lambda _: pytest.fail("something was measured"))
+    monkeypatch.setattr(planning.Planned, "measure", lambda _: pytest.fail("something was measured"))
     monkeypatch.setattr(hardware, "gpus", tuple)
     monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
     code, _, err = call("run", "amp", "multi_gpu", "--mode", "multi", "--batch-size", "5", "--output-dir", tmp_path)
@@ -214,7 +214,7 @@ def test_every_experiment_is_checked_before_the_first_is_measured(
 @pytest.mark.slow
 def test_nothing_completed_exits_1(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The rank loads modules that the code version of another workload does not list, and is refused.
-    monkeypatch.setattr(experiments, "DDPM", "lab_workloads:busy")
+    monkeypatch.setattr(planning, "DDPM", "lab_workloads:busy")
     code, out, _ = call("run", "profile", "--preset", "smoke", "--output-dir", tmp_path)
     assert code == 1, out
 

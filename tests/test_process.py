@@ -1,12 +1,19 @@
-"""The heartbeat that a parent reads while a rank writes it."""
+"""The heartbeat that a parent reads while a rank writes it, and who is killed."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+import subprocess
 import time
 from pathlib import Path
 
-from ddpm_lab.measure.process import BEAT, Heartbeat
+import psutil
+import pytest
+from conftest import alive
+
+from ddpm_lab.measure.process import BEAT, Heartbeat, kill, start_ticks
 
 
 def _write(path: Path, seconds: float) -> None:
@@ -48,3 +55,36 @@ def test_a_touch_keeps_what_the_rank_said(tmp_path: Path) -> None:
     after = beat.read()
     assert after[1:] == before[1:] == (7, 1, "a phase with a name that"[:24])
     assert after.seconds >= before.seconds
+
+
+def test_a_process_is_killed_and_one_that_took_over_its_pid_is_not() -> None:
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+        started = start_ticks(process.pid)
+        assert started is not None
+        for send in (os.kill, os.killpg):
+            kill(send, process.pid, started - 1)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.3)
+        kill(os.killpg, process.pid, started)
+        assert process.wait(10) == -signal.SIGKILL
+    assert start_ticks(process.pid) is None
+    kill(os.kill, process.pid, started)
+
+
+def test_a_group_is_killed_when_its_leader_is_gone() -> None:
+    code = "sleep 60 & echo $!"
+    with subprocess.Popen(["sh", "-c", code], start_new_session=True, stdout=subprocess.PIPE, text=True) as leader:
+        started = start_ticks(leader.pid)
+        assert leader.stdout is not None
+        left = int(leader.stdout.readline())
+    assert alive([left]) == [left]
+    kill(os.killpg, leader.pid, started)
+    deadline = time.monotonic() + 10
+    while alive([left]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert alive([left]) == []
+
+
+def test_the_start_of_a_process_is_the_kernels() -> None:
+    began = psutil.Process().create_time() - psutil.boot_time()
+    assert start_ticks(os.getpid()) == pytest.approx(began * os.sysconf("SC_CLK_TCK"), abs=200)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ddpm_lab.measure.profiling import profile_steps
+from ddpm_lab.measure.profiling import RANGE, profile_steps
 
 PLAN = {"wait": 1, "warmup": 1, "active": 3, "repeat": 1}
 
@@ -36,6 +36,19 @@ def test_exclusive_times_count_each_second_once(tmp_path: Path) -> None:
     total = sum(row["self_cpu_seconds"] for row in rows.values())
     assert total <= result["wall_seconds"] * 1.05  # type: ignore[operator]
     assert not any(name.startswith("ProfilerStep") for name in rows)
+
+
+def test_phases_are_summed_and_are_no_operators(tmp_path: Path) -> None:
+    def step() -> None:
+        with torch.profiler.record_function(f"{RANGE}forward"):
+            time.sleep(0.01)
+            torch.ones(50, 50) @ torch.ones(50, 50)
+
+    result = profile_steps(step, PLAN, tmp_path / "trace.json.gz", cuda=False, rank=0)
+    assert 0.03 <= result["phases"].pop("forward") <= result["wall_seconds"]
+    assert result["phases"] == {}
+    assert "aten::mm" in {row["name"] for row in result["operators"]}
+    assert not any(row["name"].startswith(RANGE) for row in result["operators"])
 
 
 def test_the_trace_is_whole_compressed_and_knows_its_rank(tmp_path: Path) -> None:

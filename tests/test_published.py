@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,24 +12,35 @@ from pathlib import Path
 import numpy as np
 import pytest
 import records as make
-from PIL import Image
+from matplotlib.figure import Figure
+from PIL import Image, ImageFilter
 
 from ddpm_lab import published
 from ddpm_lab.config import RunConfig
-from ddpm_lab.ledger import Ledger, LedgerError, RunRecord
+from ddpm_lab.explain import figures, frames
+from ddpm_lab.ledger import Ledger
+from ddpm_lab.record import LedgerError, RunRecord
 
 SLUG = "example-cpu-9000-2-cores-no-gpu"
 
 
 def personal_records() -> list[RunRecord]:
-    """What a user's own ledger holds: host name, paths, a traceback."""
+    """What a user's own ledger holds: host name, paths, a traceback, and a comparison of their own training steps."""
     found = make.sets(
         {"bf16": (RunConfig(precision="bf16", data="/home/alice/images"), 1.5)},
         baseline=RunConfig(data="/home/alice/images"),
         count=6,
         turns=2,
-        failures={"seed": (RunConfig(network="seed", data="/home/alice/images"), "crashed", "rank 0 raised an error")},
+        failures={
+            "seed": (
+                RunConfig(network="seed", data="/home/alice/images"),
+                "crashed",
+                "no file /home/alice/images/1.png",
+            )
+        },
+        data_name="4,750 images from alice/images",
     )
+    found += make.sets({"alice:fast": (RunConfig(workload="alice:fast"), 1.2)}, experiment="compare", count=1, turns=2)
     return [
         dataclasses.replace(
             r,
@@ -68,7 +80,7 @@ def test_nothing_personal_is_published(original: Path) -> None:
     assert "alice" not in text
     found, damaged = Ledger(original / published.RECORDS / f"{SLUG}.jsonl").read()
     assert not damaged
-    before = personal_records()
+    before = [r for r in personal_records() if r.experiment == "amp"]
     assert [r.run_id for r in found] == [r.run_id for r in before]
     assert [r.windows for r in found] == [r.windows for r in before]
     assert [r.cohort for r in found] == [r.cohort for r in before]
@@ -134,20 +146,88 @@ def test_a_touched_record_is_detected(output: Path) -> None:
     assert any("03_amp.png differs" in problem for problem in published.check(output))
 
 
+def test_an_empty_published_ledger_is_named_and_the_rest_stands(output: Path) -> None:
+    (output / "README.md").write_text(f"above\n{published.BEGIN}\n{published.END}\nbelow\n")
+    published.publish([output / published.RECORDS / f"{SLUG}.jsonl"], None, output)
+    text = (output / "README.md").read_text()
+    assert "bf16 trains 1.50 times as fast as fp32" in text
+    empty = output / published.RECORDS / "another-machine.jsonl"
+    empty.touch()
+    (problem,) = published.check(output)
+    assert problem == f"{empty} holds no records: delete it, or publish that machine's records again"
+    published.publish([output / published.RECORDS / f"{SLUG}.jsonl"], None, output)
+    assert (output / "README.md").read_text() == text
+
+
+def test_without_any_record_the_readme_says_so(output: Path) -> None:
+    readme = output / "README.md"
+    readme.write_text(f"above\n{published.BEGIN}\nold answers\n{published.END}\nbelow\n")
+    (output / published.RECORDS / f"{SLUG}.jsonl").write_text("")
+    problems = published.check(output)
+    assert any("holds no records" in p for p in problems)
+    assert any("README.md does not say what the published records do" in p for p in problems)
+
+
+def test_a_damaged_published_line_is_named(output: Path) -> None:
+    path = output / published.RECORDS / f"{SLUG}.jsonl"
+    path.write_text(path.read_text() + '{"set_id": "torn')
+    (problem,) = published.check(output)
+    assert "not a record" in problem
+
+
 def test_no_published_records_are_a_problem(tmp_path: Path) -> None:
     (problem,) = published.check(tmp_path)
     assert "there are no published records" in problem
 
 
+def drawn(original: Path) -> Figure:
+    """The answer's figure of the published records, before it is written."""
+    records = Ledger(original / published.RECORDS / f"{SLUG}.jsonl").read()[0]
+    return figures.figure(frames.study(records, "amp"))
+
+
 def test_a_figure_drawn_elsewhere_may_differ_by_rounding_only(original: Path) -> None:
-    figure = (original / published.FIGURES / SLUG / "03_amp.png").read_bytes()
-    pixels = np.asarray(Image.open(original / published.FIGURES / SLUG / "03_amp.png").convert("RGB"))
+    path = original / published.FIGURES / SLUG / "03_amp.png"
+    figure, image = path.read_bytes(), Image.open(path).convert("RGB")
+    pixels = np.asarray(image)
     assert published.same_picture(figure, figure)
     rounded = pixels ^ (np.random.default_rng(0).random(pixels.shape) < 0.1).astype(np.uint8)
     assert published.same_picture(figure, encoded(rounded))
+    for radius in (0.3, 0.5):  # edges smoothed in another way
+        smoothed = np.asarray(image.filter(ImageFilter.GaussianBlur(radius)))
+        assert np.abs(smoothed.astype(int) - pixels).max() > 20
+        assert published.same_picture(figure, encoded(smoothed))
     assert not published.same_picture(figure, encoded(pixels[:-1]))
-    moved = np.roll(pixels, 12, axis=1)
-    assert not published.same_picture(figure, encoded(moved))
+    assert not published.same_picture(figure, encoded(np.roll(pixels, 1, axis=1)))
+
+
+def test_another_number_in_a_figure_is_found(original: Path) -> None:
+    """In each text of the figure the digits that look most alike are exchanged, one text at a time."""
+    alike = str.maketrans("0123456789", "6745218309")
+    figure = (original / published.FIGURES / SLUG / "03_amp.png").read_bytes()
+    assert figures.png(drawn(original)) == figure
+    changed = 0
+    for i, text in enumerate(drawn(original).texts):
+        if digit := re.search(r"[0-8]", text.get_text()):
+            other = drawn(original)
+            at = digit.start()
+            other.texts[i].set_text(text.get_text()[:at] + digit.group().translate(alike) + text.get_text()[at + 1 :])
+            assert not published.same_picture(figure, figures.png(other)), text.get_text()
+            changed += 1
+    assert changed > 2
+
+
+def test_a_moved_mark_in_a_figure_is_found(original: Path) -> None:
+    figure = (original / published.FIGURES / SLUG / "03_amp.png").read_bytes()
+    (ax,) = drawn(original).axes
+    low, high = ax.get_xlim()
+    for i, line in enumerate(ax.lines):
+        if line.get_transform() == ax.get_yaxis_transform():
+            continue  # a line across the panel, between rows
+        other = drawn(original)
+        x = np.asarray(line.get_xdata(), dtype=float)
+        other.axes[0].lines[i].set_xdata(x + 0.004 * (high - low))  # three pixels
+        assert not published.same_picture(figure, figures.png(other)), i
 
 
 def encoded(pixels: np.ndarray) -> bytes:

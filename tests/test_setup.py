@@ -236,9 +236,34 @@ def test_a_moved_checkout_gets_a_new_environment_and_a_link_to_it_does_not(machi
 def test_a_failed_download_says_what_to_do_and_is_not_taken_for_done(machine: Machine) -> None:
     result = machine.set_up()
     assert result.returncode == 1
-    assert "pypi.org cannot be reached" in result.stderr.splitlines()[-1]
+    assert "the package index (pypi.org) cannot be reached" in result.stderr.splitlines()[-1]
     assert "check the network" in result.stderr.splitlines()[-1]
     assert not list((machine.checkout / ".boot").glob("*uv*"))
+
+
+@pytest.mark.parametrize("place", ["environment", "file"])
+def test_a_failed_download_names_the_index_that_was_asked(machine: Machine, place: str) -> None:
+    mirror = "https://user:secret@mirror.example:8443/simple"
+    if place == "environment":
+        result = machine.set_up(PIP_INDEX_URL=mirror)
+    else:
+        answer = f"if rest[:3] == ['pip', 'config', 'get']: print({mirror!r}); sys.exit()\n"
+        code = machine.bin / ".python3.py"
+        code.write_text(code.read_text().replace("if with_code", answer + "if with_code"))
+        result = machine.set_up()
+    assert "the package index (mirror.example:8443) cannot be reached" in result.stderr.splitlines()[-1]
+    assert "pypi.org" not in result.stderr
+    assert "secret" not in result.stderr
+
+
+def test_a_failed_download_shows_what_pip_said_last(machine: Machine) -> None:
+    said = "print('\\n'.join(f'pip line {n}.' for n in range(40)), file=sys.stderr)\n"
+    code = machine.bin / ".python3.py"
+    code.write_text(code.read_text().replace("    sys.exit(9)", "    " + said + "    sys.exit(9)"))
+    result = machine.set_up()
+    assert "pip line 39." in result.stderr
+    assert "pip line 1." not in result.stderr
+    assert str(machine.checkout / ".boot" / "pip.log") in result.stderr
 
 
 def test_two_at_once_set_up_once(machine: Machine) -> None:

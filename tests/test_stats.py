@@ -154,3 +154,51 @@ def test_break_even() -> None:
     assert stats.break_even_steps(30.0, 0.1, 1.25) == pytest.approx(1500)
     assert stats.break_even_steps(30.0, 0.1, 0.9) == math.inf
     assert math.isnan(stats.break_even_steps(math.nan, 0.1, 1.25))
+
+
+# --- stopping when the interval is narrow enough ---------------------------------------------------------------------
+
+
+def stopped(rng: np.random.Generator, spread: float, ratio: float, effect: float) -> stats.Estimate:
+    """What a comparison reads that stops by the rule: normal noise between sets, at most 120 sets."""
+    logs = rng.normal(math.log(ratio), spread, 120)
+    count = stats.LEAST_SETS
+    while count < len(logs) and (to_come := stats.sets_to_come(logs[:count], effect)):
+        # Where many are still to come the width is not looked at set by set: it cannot be narrow before.
+        count = min(len(logs), count + max(1, to_come // 2))
+    return stats.geometric_estimate(logs[:count])
+
+
+@pytest.mark.parametrize("spread", [0.005, 0.015, 0.03])
+def test_a_comparison_that_stops_by_its_width_covers_and_finds_the_effect(spread: float) -> None:
+    rng = np.random.default_rng(int(spread * 1000))
+    runs, effect = 1500, 0.03
+    nulls = [stopped(rng, spread, 1.0, effect) for _ in range(runs)]
+    found = [stopped(rng, spread, 1 + effect, effect) for _ in range(runs)]
+    covered = [e.low <= ratio <= e.high for es, ratio in ((nulls, 1.0), (found, 1 + effect)) for e in es]
+    assert 0.93 <= np.mean(covered) <= 0.97
+    assert np.mean([stats.called(e, e.p) for e in nulls]) <= 0.07
+    assert np.mean([stats.called(e, e.p) and e.value > 1 for e in found]) >= 0.9
+    assert min(e.sets for e in nulls) >= stats.LEAST_SETS + stats.NARROW_IN_A_ROW - 1
+
+
+def test_the_width_decides_and_never_the_ratio() -> None:
+    logs = np.array([0.001, -0.002, 0.0, 0.002, -0.001, 0.001, 0.0, -0.001])
+    assert stats.sets_to_come(logs, 0.03) == 0
+    assert stats.sets_to_come(logs + 0.5, 0.03) == 0
+    assert stats.sets_to_come(logs[:7], 0.03) == 1
+    assert stats.sets_to_come(30 * logs, 0.03) > 0
+    assert stats.sets_to_come(30 * logs + 0.5, 0.03) == stats.sets_to_come(30 * logs, 0.03)
+    assert stats.sets_to_come([], 0.03) == stats.LEAST_SETS + stats.NARROW_IN_A_ROW - 1
+    assert stats.sets_to_come([0.0, math.nan, 0.1], 0.03) > 5
+
+
+def test_the_smallest_effect_is_what_the_sets_resolve() -> None:
+    rng = np.random.default_rng(5)
+    logs = rng.normal(0, 0.02, 12)
+    spread = float(logs.std(ddof=1))
+    effect = stats.smallest_effect(spread, len(logs))
+    assert stats.half_width(logs) == pytest.approx(math.log1p(effect) / 2)
+    assert stats.sets_to_resolve(logs, effect * 1.001) == 12
+    assert stats.smallest_effect(spread, 5) == math.inf
+    assert stats.half_width([0.1]) == math.inf

@@ -15,7 +15,7 @@ import pandas as pd
 from ddpm_lab.config import LOADER_ALONE, RunConfig
 from ddpm_lab.explain import stats
 from ddpm_lab.explain.frames import Study, peak_memory, seconds_per_image
-from ddpm_lab.ledger import RunRecord
+from ddpm_lab.record import RunRecord
 
 PROJECTED_IMAGES = 50_000
 MECHANISM_ONLY = "mechanism tested, speed not claimed"
@@ -51,29 +51,60 @@ _COLUMNS = (
 
 
 def _families(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
-    """Records by family and baseline; equal family names with different baselines get the difference in their name."""
+    """Records by family and baseline, under names that tell each family from all others.
+
+    A note disappears once its configuration has been measured, by this run or a later one with more time.
+    """
+    records = [replace(r, family=name) for r, name in zip(records, _names_with_size(records), strict=True)]
+    measured = {r.run_id for r in records if r.role in ("baseline", "candidate")}
+    labels = {(r.family, r.config.data_sha256, r.label) for r in records if r.role in ("baseline", "candidate")}
     groups: dict[tuple[str, str], list[RunRecord]] = defaultdict(list)
-    baselines: dict[str, dict[str, RunConfig | None]] = defaultdict(dict)
+    baselines: dict[str, dict[str, RunConfig]] = defaultdict(dict)
     for r in records:
-        if not r.baseline_id:
-            continue
-        groups[r.family, r.baseline_id].append(r)
         if r.role == "baseline":
             baselines[r.family][r.baseline_id] = r.config
     for r in records:
-        if r.baseline_id:
-            continue
-        # A note without a baseline belongs to the family of its name.
-        known = baselines[r.family]
-        groups[r.family, next(reversed(known)) if known else ""].append(r)
+        baseline_id = r.baseline_id
+        if r.role == "note":
+            # A note without a configuration of its own carries the baseline's.
+            own = r.run_id != r.baseline_id
+            if (own and r.run_id in measured) or (r.family, r.config.data_sha256, r.label) in labels:
+                continue
+            known = baselines[r.family]
+            if known and baseline_id not in known:
+                baseline_id = next(reversed(known))
+        groups[r.family, baseline_id].append(r)
     named = []
     for (family, baseline_id), group in groups.items():
         first, mine = next(iter(baselines[family].values()), None), baselines[family].get(baseline_id)
-        if first is not None and mine is not None and (changed := mine.differences(first)):
-            words = ", ".join(f"{name.replace('_', ' ')} {value}" for name, (value, _) in changed.items())
+        if first is not None and mine is not None and (words := _differences(mine, first)):
             group = [replace(r, family=f"{family} ({words})") for r in group]  # noqa: PLW2901
         named.append(group)
     return named
+
+
+def _names_with_size(records: Sequence[RunRecord]) -> list[str]:
+    """Names of the records' families; each says its image size where several were measured."""
+    several = len({r.config.image_size for r in records}) > 1
+    sizes = (f"{r.config.image_size}x{r.config.image_size} pixels" for r in records)
+    return [
+        f"{r.family}, {size}" if several and size not in r.family else r.family
+        for r, size in zip(records, sizes, strict=True)
+    ]
+
+
+def _differences(mine: RunConfig, other: RunConfig) -> str:
+    """What tells two baselines apart, such as "seed 3"; of a hash its beginning."""
+    words = []
+    for name, (value, others) in mine.differences(other).items():
+        if isinstance(value, dict):
+            changed = {k: v for k, v in value.items() if not isinstance(others, dict) or others.get(k) != v}
+            words += [f"{name} {key.replace('_', ' ')} {v}" for key, v in changed.items()]
+        elif name == "data_sha256":
+            words.append(f"data {value[:8]}")
+        else:
+            words.append(f"{name.replace('_', ' ')} {value}")
+    return ", ".join(words)
 
 
 def _family_rows(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
@@ -86,8 +117,6 @@ def _family_rows(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
         # The twin runs the baseline's own configuration: its role tells them apart. A note may have no run of its own.
         key = (r.role, r.label if r.role == "note" else r.run_id)
         groups.setdefault(key, []).append(r)
-    labels = {r.label for r in records if r.role == "candidate"}
-    groups = {k: g for k, g in groups.items() if not (k[0] == "note" and k[1] in labels)}
     ordered = sorted(groups.items(), key=lambda item: COMPARED.index(item[0][0]))
     base = {r.set_id: r for r in records if r.role == "baseline" and _has_speed(r)}
     base_group = next((g for (role, _), g in ordered if role == "baseline"), None)

@@ -59,7 +59,7 @@ def pays_off(cost: BreakEven, row: Mapping[str, Any]) -> str:
     if math.isnan(cost.steps):
         return "unknown"
     few, many = (phrases.significant(v) for v in (cost.steps_low, cost.steps_high))
-    return f"after {phrases.significant(cost.steps)} steps ({few} to {many})"
+    return f"after {phrases.plural(phrases.significant(cost.steps), 'step')} ({few} to {many})"
 
 
 def sentence(study: Study, row: Mapping[str, Any]) -> str:

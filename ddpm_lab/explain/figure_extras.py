@@ -18,6 +18,7 @@ from ddpm_lab.explain.findings import THRESHOLD, band
 from ddpm_lab.explain.frames import Study
 
 _BAR = 0.4
+_LABEL_LINE = 0.22  # inches from one label at the end of a line to the next
 _MARKERS = "osD^vPX*"
 
 Rows = list[dict[str, Any]]
@@ -33,15 +34,14 @@ def throughput(study: Study) -> Figure | None:
     panels = _measured(study)
     if not panels:
         return None
-    longest = max(len(str(r["label"])) for rows in panels for r in rows)
     alone = any(r["loader_alone"] for rows in panels for r in rows)
     title = "Images per second: training, and the loader alone" if alone else "Images per second in training"
     figure, axes = fs.sheet(
         title,
         phrases.context(study),
-        [_BAR * len(rows) + 0.1 for rows in panels],
+        _heights(panels),
         headings=[str(rows[0]["family"]) for rows in panels],
-        left=min(2.6, max(1.2, 0.35 + 0.082 * longest)),
+        left=_left(panels),
         right=2.0,
         gap=0.16,
         note="Bar: geometric mean over sets of the set's median. Line: 95 % interval over sets. "
@@ -57,6 +57,21 @@ def throughput(study: Study) -> Figure | None:
     return figure
 
 
+def _bar_label(row: dict[str, Any]) -> str:
+    return fs.fit(str(row["label"]), 2.2, 6, fs.TEXT_POINTS)
+
+
+def _heights(panels: Sequence[Rows]) -> list[float]:
+    """Inches for panels of bars, as high as their longest name needs."""
+    lines = max(_bar_label(r).count("\n") + 1 for rows in panels for r in rows)
+    return [max(_BAR, 0.06 + 0.175 * lines) * len(rows) + 0.1 for rows in panels]
+
+
+def _left(panels: Sequence[Rows]) -> float:
+    """Inches for the names of bars."""
+    return max(1.2, 0.3 + max(fs.block_width(_bar_label(r), fs.TEXT_POINTS) for rows in panels for r in rows))
+
+
 def known(value: float, other: float) -> float:
     return other if math.isnan(value) else value
 
@@ -68,8 +83,8 @@ def _bars(ax: Axes, rows: Rows, colours: Sequence[str], field: str, text: Callab
         ax.barh(y, value, height=0.62, color=colour, alpha=0.85, lw=0)
         if not math.isnan(low):
             ax.plot([low, high], [y, y], color=fs.INK, lw=1.6, solid_capstyle="butt")
-        ax.text(1.02, y, text(row), transform=ax.get_yaxis_transform(), va="center", fontsize=fs.SMALL_POINTS)
-    ax.set_yticks(range(len(rows)), [fs.wrap(str(r["label"]), 28, 1) for r in rows])
+        ax.text(1.02, y, text(row), transform=ax.get_yaxis_transform(), va="center_baseline", fontsize=fs.SMALL_POINTS)
+    ax.set_yticks(range(len(rows)), [_bar_label(r) for r in rows])
     ax.set_ylim(len(rows) - 0.4, -0.6)
     ax.grid(visible=False, axis="y")
     ax.tick_params(axis="y", length=0)
@@ -87,8 +102,8 @@ def _unit(panels: Sequence[Rows]) -> str:
     return "GPUs" if any(r["config"].device == "cuda" for rows in panels for r in rows) else "CPU ranks"
 
 
-def _spread(values: Sequence[float], least: float) -> list[float]:
-    """Positions for labels at ``values``, at least ``least`` apart, order kept."""
+def _spread(values: Sequence[float], least: float, high: float) -> list[float]:
+    """Positions for labels at ``values``, at least ``least`` apart, from 0 to ``high``, order kept."""
     order = np.argsort(values, kind="stable")
     placed = np.array(values, dtype=float)[order]
     for _ in range(200):
@@ -97,6 +112,10 @@ def _spread(values: Sequence[float], least: float) -> list[float]:
             if lack > 1e-12:
                 placed[i] += lack / 2
                 placed[i - 1] -= lack / 2
+    for i in range(len(placed)):  # first away from the lower end, then away from the upper one
+        placed[i] = max(placed[i], (i + 0.5) * least)
+    for i in range(len(placed)):
+        placed[-1 - i] = min(placed[-1 - i], high - (i + 0.5) * least)
     result = np.empty_like(placed)
     result[order] = placed
     return [float(v) for v in result]
@@ -111,7 +130,7 @@ def speed_up(study: Study) -> Figure | None:
     figure, (ax,) = fs.sheet(
         f"Speed-up against the number of {unit}",
         phrases.context(study),
-        [4.2],
+        [max(4.2, _LABEL_LINE * len(panels))],
         left=0.85,
         right=2.6,
         note=_shared_cores(study, panels) + "Bars: 95 % interval over sets. Global batch size stays the same.",
@@ -119,32 +138,34 @@ def speed_up(study: Study) -> Figure | None:
     ranks = sorted({r["ranks"] for rows in panels for r in rows})
     most = max(ranks)
     top = max(known(r["high"], r["ratio"]) for rows in panels for r in rows)
-    ceiling = 1.08 * max(top, min(most, 1.6 * top))
+    ceiling = 1.08 * max(top, min(most, 2 * top))
     ax.plot([1, most], [1, most], "--", color=fs.SOFT, lw=1.4, zorder=1)
     end = min(most, ceiling)
     at = 1 + 0.72 * (end - 1)
     ax.text(at, at + 0.03 * ceiling, "ideal", color=fs.SOFT, ha="right", va="bottom")
-    ax.set_xlim(min(ranks) - 0.1 * (most - min(ranks)), most + 0.06 * (most - min(ranks)))
+    ax.set_xlim(min(ranks) - 0.1 * (most - min(ranks)), most + 0.08 * (most - min(ranks)))
     ax.set_ylim(0, ceiling)
     for i, rows in enumerate(panels):
         colour = fs.PALETTE[i % len(fs.PALETTE)]
         # A small shift keeps intervals of several families apart.
-        x = [r["ranks"] + 0.012 * (most - min(ranks)) * (i - (len(panels) - 1) / 2) for r in rows]
+        x = [
+            r["ranks"] + min(0.012, 0.1 / len(panels)) * (most - min(ranks)) * (i - (len(panels) - 1) / 2) for r in rows
+        ]
         for at_x, r in zip(x, rows, strict=True):
             if not math.isnan(r["low"]):
                 ax.plot([at_x, at_x], [r["low"], r["high"]], color=colour, lw=2, alpha=0.6)
         ax.plot(x, [r["ratio"] for r in rows], marker=_MARKERS[i % 8], ms=6, lw=1.8, color=colour)
     ends = [rows[-1]["ratio"] for rows in panels]
-    places = _spread(ends, 0.052 * ceiling)
+    places = _spread(ends, _LABEL_LINE / max(4.2, _LABEL_LINE * len(panels)) * ceiling, ceiling)
     for i, (rows, y) in enumerate(zip(panels, places, strict=True)):
-        text = f"{fs.wrap(_short(rows, panels), 20, 1)}: {phrases.ratio(rows[-1])}"
+        text = fs.fit(f"{_short(rows, panels)}: {phrases.ratio(rows[-1])}", 2.1, 1)
         to = ax.get_yaxis_transform()
         colour = fs.PALETTE[i % len(fs.PALETTE)]
         ax.plot([1.03], [y], _MARKERS[i % 8], transform=to, color=colour, ms=6, clip_on=False)
         ax.text(1.055, y, text, transform=to, va="center", fontsize=fs.SMALL_POINTS)
     ax.xaxis.set_major_locator(FixedLocator(ranks))
     ax.set_xlabel(unit)
-    ax.set_ylabel(f"speed relative to {panels[0][0]['baseline_label']}")
+    ax.set_ylabel(fs.fit(f"speed relative to {panels[0][0]['baseline_label']}", 4.0, 1, fs.TEXT_POINTS))
     return figure
 
 
@@ -174,9 +195,9 @@ def efficiency(study: Study) -> Figure | None:
     figure, axes = fs.sheet(
         "Parallel efficiency: speed-up divided by the number of " + _unit(panels),
         phrases.context(study),
-        [_BAR * len(rows) + 0.1 for rows in panels],
+        _heights(panels),
         headings=[str(rows[0]["family"]) for rows in panels],
-        left=1.2,
+        left=_left(panels),
         right=2.0,
         gap=0.16,
         note=about + "Line: 95 % interval over sets.",
@@ -215,7 +236,7 @@ def time_by_batch(study: Study) -> Figure | None:
     figure, (ax,) = fs.sheet(
         "Time for 50,000 images against the batch size",
         phrases.context(study, batch=False),
-        [4.0],
+        [height := max(4.0, _LABEL_LINE * len(lines))],
         left=0.95,
         right=2.1,
         note="A projection from short timed windows, without start-up. Bars: 95 % interval over sets.",
@@ -240,10 +261,14 @@ def time_by_batch(study: Study) -> Figure | None:
         top = max(top, *y)
     ax.set_ylim(0, 1.08 * top)
     to = ax.get_yaxis_transform()
-    places = _spread([line[-1]["projected_seconds"] / scale for line in lines.values()], 0.055 * 1.08 * top)
+    places = _spread(
+        [line[-1]["projected_seconds"] / scale for line in lines.values()],
+        _LABEL_LINE / height * 1.08 * top,
+        1.08 * top,
+    )
     for i, (name, y_at) in enumerate(zip(lines, places, strict=True)):
         ax.plot([1.03], [y_at], _MARKERS[i % 8], transform=to, color=fs.PALETTE[i % 10], ms=6, clip_on=False)
-        ax.text(1.06, y_at, fs.wrap(name, 22, 1), transform=to, va="center", fontsize=fs.SMALL_POINTS)
+        ax.text(1.06, y_at, fs.fit(name, 1.65, 1), transform=to, va="center", fontsize=fs.SMALL_POINTS)
     ax.set_xlabel("global batch size, images a step")
     ax.set_ylabel(f"{unit} for 50,000 images (projection)")
     return figure
@@ -291,14 +316,15 @@ def _crossing(ax: Axes, row: dict[str, Any], cost: compiling.BreakEven) -> None:
     top = 1.08 * max(eager[1], compiled[1])
     ax.set_xlim(0, last)
     ax.set_ylim(0, top)
-    places = _spread([eager[1], compiled[1]], 0.1 * top)
+    places = _spread([eager[1], compiled[1]], 0.1 * top, top)
     names = (row["baseline_label"], row["label"])
     to = ax.get_yaxis_transform()
     for name, y, colour in zip(names, places, (fs.PALETTE[1], fs.PALETTE[0]), strict=True):
-        ax.text(1.02, y, fs.wrap(str(name), 24, 1), transform=to, va="center", color=colour, fontweight="bold")
+        text = fs.fit(str(name), 2.0, 1, fs.TEXT_POINTS, bold=True)
+        ax.text(1.02, y, text, transform=to, va="center", color=colour, fontweight="bold")
     when = compiling.pays_off(cost, row)
     words = f"pays off {when}" if when.startswith(("after", "never")) else f"break-even {when}"
-    ax.text(1.02, 0.02, fs.wrap(words, 24, 3), transform=ax.transAxes, va="bottom", fontsize=fs.SMALL_POINTS)
+    ax.text(1.02, 0.02, fs.fit(words, 2.0, 4), transform=ax.transAxes, va="bottom", fontsize=fs.SMALL_POINTS)
     if not math.isnan(crossing):
         ax.plot([crossing], [crossing * step / scale], "o", ms=8, mfc="white", mec=fs.INK, mew=1.8, zorder=5)
         ax.plot([crossing] * 2, [0, crossing * step / scale], color=fs.SOFT, lw=1, ls=":")

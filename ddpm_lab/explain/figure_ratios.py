@@ -22,6 +22,7 @@ Row = Mapping[str, Any]
 _COMPARED = ("candidate", "note")
 _ROW = 0.52
 _RIGHT = 2.25  # inches for the numbers beside each row
+_LABEL = 2.0  # inches for the name of a row, which is wrapped
 _COLOURS = {stats.FASTER: fs.PALETTE[0], stats.SLOWER: fs.PALETTE[3]}
 
 
@@ -49,14 +50,15 @@ def ratios(study: Study) -> Figure:
     ]
     if not panels:
         return fs.message(found.headline, phrases.context(study), found.claim)
-    labels = [_label(row) for rows in panels for row in rows]
-    left = min(2.3, max(1.2, 0.35 + 0.082 * max(len(line) for text in labels for line in text.split("\n"))))
+    drawn = [row for rows in panels for row in _drawn(rows)]
+    left = max(1.2, 0.3 + max(fs.block_width(_label(row), fs.TEXT_POINTS) for row in drawn))
+    height = max(_row_height(row, fs.WIDTH - left - _RIGHT) for row in drawn)
     bases = {str(rows[0]["baseline_label"]) for rows in panels}
     base = bases.pop() if len(bases) == 1 else "the baseline"
     figure, axes = fs.sheet(
         found.headline,
         phrases.context(study),
-        [_ROW * len(_drawn(rows)) + 0.1 for rows in panels],
+        [height * len(_drawn(rows)) + 0.1 for rows in panels],
         headings=[str(rows[0]["family"]) for rows in panels],
         left=left,
         right=_RIGHT,
@@ -65,9 +67,21 @@ def ratios(study: Study) -> Figure:
     )
     low, high = _limits([row for rows in panels for row in rows])
     for ax, rows in zip(axes, panels, strict=True):
-        _panel(ax, _drawn(rows), low, high, last=ax is axes[-1])
-    axes[-1].set_xlabel(f"speed relative to {base} (1 is the same speed, above 1 is faster)")
+        _panel(ax, _drawn(rows), low, high, height, last=ax is axes[-1])
+    meaning = "(1 is the same speed, above 1 is faster)"
+    axis = f"speed relative to {base} {meaning}"
+    if fs.width(axis, fs.TEXT_POINTS) > fs.WIDTH - left - _RIGHT + 0.8:
+        axis = f"speed relative to the baseline {meaning}"
+    axes[-1].set_xlabel(axis)
     return figure
+
+
+def _row_height(row: Row, panel: float) -> float:
+    """Inches that a row needs for its label, and for its verdict or its reason; ``panel`` is the panel's width."""
+    label = 0.12 + 0.175 * (_label(row).count("\n") + 1)
+    text = _words(row) if row["sets"] else _reason(row, panel)
+    # A measured row has its numbers above the words.
+    return max(_ROW, label, 0.2 + fs.LINE * (text.count("\n") + (2 if row["sets"] else 1)))
 
 
 def _drawn(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -80,8 +94,9 @@ def _drawn(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _label(row: Row) -> str:
     if row["role"] == "twin":
-        return f"{row['baseline_label']} again\n({'null twin' if math.isnan(row['low']) else 'noise floor'})"
-    return fs.wrap(str(row["label"]), 24, 2)
+        again = fs.fit(f"{row['baseline_label']} again", _LABEL, 6)
+        return f"{again}\n({'null twin' if math.isnan(row['low']) else 'noise floor'})"
+    return fs.fit(str(row["label"]), _LABEL, 6, fs.TEXT_POINTS)
 
 
 def _note(study: Study, panels: Sequence[Sequence[Row]]) -> str:
@@ -112,7 +127,8 @@ def _limits(rows: Sequence[Row]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _panel(ax: Axes, rows: Sequence[dict[str, Any]], low: float, high: float, *, last: bool) -> None:
+def _panel(ax: Axes, rows: Sequence[dict[str, Any]], low: float, high: float, height: float, *, last: bool) -> None:
+    """Rows of ``height`` inches on an axis from ``low`` to ``high``."""
     logarithmic = high / low > 5
     if logarithmic:
         ax.set_xscale("log")
@@ -135,7 +151,7 @@ def _panel(ax: Axes, rows: Sequence[dict[str, Any]], low: float, high: float, *,
     ax.spines["bottom"].set_visible(last)
     for y, row in enumerate(rows):
         if row["sets"]:
-            _point(ax, y, row, low, high)
+            _point(ax, y, row, height)
         else:
             _absent(ax, y, row)
     for tick, row in zip(ax.get_yticklabels(), rows, strict=True):
@@ -146,7 +162,8 @@ def _panel(ax: Axes, rows: Sequence[dict[str, Any]], low: float, high: float, *,
         ax.axhline(len(rows) - 1.5, color="#d5dae0", lw=0.8, zorder=0.6)
 
 
-def _point(ax: Axes, y: int, row: Row, low: float, high: float) -> None:
+def _point(ax: Axes, y: int, row: Row, height: float) -> None:
+    low, high = ax.get_xlim()
     twin = row["role"] == "twin"
     colour = fs.SOFT if twin else _COLOURS.get(str(row["verdict"]), fs.INK)
     if row["sets"] > 1:
@@ -164,28 +181,33 @@ def _point(ax: Axes, y: int, row: Row, low: float, high: float) -> None:
     ax.plot([row["ratio"]], [y], "o", ms=6 if not twin else 4.5, mfc=face, mec=colour, mew=1.8, zorder=5)
     interval = phrases.interval(row, short=True)
     numbers = phrases.ratio(row) + (f"  ({interval})" if interval else "")
-    words = phrases.outcome(row) if not twin else _twin_outcome(row)
+    words = _words(row)
     x, to = 1.02, ax.get_yaxis_transform()
-    ax.text(x, y - 0.03, numbers, transform=to, va="bottom", fontsize=fs.TEXT_POINTS, color=colour, fontweight="bold")
-    ax.text(x, y + 0.05, fs.wrap(words, 31, 1), transform=to, va="top", fontsize=fs.SMALL_POINTS, color=fs.SOFT)
+    # Numbers and words are one block, centred on the row.
+    middle = y - 0.5 * fs.LINE * words.count("\n") / height
+    above, below = middle - 0.03, middle + 0.05
+    ax.text(x, above, numbers, transform=to, va="bottom", fontsize=fs.TEXT_POINTS, color=colour, fontweight="bold")
+    ax.text(x, below, words, transform=to, va="top", fontsize=fs.SMALL_POINTS, color=fs.SOFT)
 
 
-def _twin_outcome(row: Row) -> str:
-    return "instrument not trusted" if row["verdict"] == stats.NOT_TRUSTED else "baseline against itself"
+def _words(row: Row) -> str:
+    """The verdict beside a measured row."""
+    if row["role"] != "twin":
+        text = phrases.outcome(row)
+    else:
+        text = "instrument not trusted" if row["verdict"] == stats.NOT_TRUSTED else "baseline against itself"
+    return fs.fit(text, _RIGHT - 0.25, 3)
 
 
 def _absent(ax: Axes, y: int, row: Row) -> None:
     """A row without a speed: a cross, and the reason across the panel."""
-    text = phrases.failure(row)
-    box = ax.get_position()
-    width = box.width * fs.WIDTH + _RIGHT - 0.55
     to = ax.get_yaxis_transform()
     colour = fs.FAINT if row["status"] == "left out" else fs.PALETTE[3]
     ax.plot([0.015], [y], "x", transform=to, color=colour, ms=7, mew=2, clip_on=False, zorder=5)
     ax.text(
         0.045,
         y,
-        fs.wrap(text, fs.characters(width), 2),
+        _reason(row, ax.get_position().width * fs.WIDTH),
         transform=to,
         va="center",
         fontsize=fs.SMALL_POINTS,
@@ -193,6 +215,11 @@ def _absent(ax: Axes, y: int, row: Row) -> None:
         zorder=5,
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
     )
+
+
+def _reason(row: Row, panel: float) -> str:
+    """Why a row has no speed, as wide as panel and margin; the table has the rest of a very long one."""
+    return fs.fit(phrases.failure(row), panel + _RIGHT - 0.55, 4)
 
 
 def describe(study: Study) -> str:

@@ -1,16 +1,16 @@
 """The look of every figure: one sheet with a title that says the finding, its context, and panels of fixed size.
 
-Sizes are in inches, so that nothing overlaps whatever the number of rows; fonts and resolution are fixed, so that the
-same records give the same bytes.
+Sizes are in inches and text is wrapped by its measured width, so that nothing overlaps or is cut whatever the records
+say; fonts and resolution are fixed, so that the same records give the same bytes.
 """
 
 from __future__ import annotations
 
 import io
 import os
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from matplotlib import style as mpl_style
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import text_to_path
 
 SEPARATOR = " \N{MIDDLE DOT} "
 WIDTH = 9.0
@@ -29,8 +31,11 @@ PALETTE: tuple[str, ...] = tuple(sns.color_palette("colorblind").as_hex())
 """Seaborn's colour-blind safe colours; meaning is never carried by colour alone."""
 
 TITLE_POINTS, HEADING_POINTS, TEXT_POINTS, SMALL_POINTS = 14.0, 10.5, 10.0, 9.0
-_EDGE, _TITLE_LINE, _CONTEXT_LINE, _HEADING = 0.22, 0.27, 0.18, 0.30
-_TITLE_CHARACTERS, _CONTEXT_CHARACTERS = 70, 124
+_EDGE, _TITLE_LINE, _CONTEXT_LINE, _HEADING, _HEADING_LINE = 0.22, 0.27, 0.18, 0.30, 0.19
+LINE = 0.16
+"""Inches from one line of small text to the next."""
+_FONT = "DejaVu Sans"  # comes with Matplotlib, so every machine has it
+_ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 
 
 @contextmanager
@@ -41,7 +46,7 @@ def style() -> Iterator[None]:
         "figure.dpi": DPI,
         "savefig.dpi": DPI,
         "font.family": ["sans-serif"],
-        "font.sans-serif": ["DejaVu Sans"],
+        "font.sans-serif": [_FONT],
         "font.size": TEXT_POINTS,
         "axes.labelsize": TEXT_POINTS,
         "xtick.labelsize": SMALL_POINTS,
@@ -60,29 +65,75 @@ def style() -> Iterator[None]:
         yield
 
 
-def characters(inches: float, points: float = SMALL_POINTS) -> int:
-    """Characters that surely fit into a width; DejaVu Sans is 0.58 of its size wide on average."""
-    return max(8, int(inches * 72 / (0.58 * points)))
-
-
 def number(value: float) -> str:
     """A plain number for an axis: 12,500; 45; 7.5."""
     return f"{value:,.0f}" if abs(value) >= 10 or value == int(value) else f"{value:.3g}"
 
 
-def wrap(text: str, width: int, lines: int) -> str:
-    """``text`` in at most ``lines`` lines of ``width`` characters, with an ellipsis where it is cut."""
-    return "\n".join(textwrap.wrap(text, width, max_lines=lines, placeholder=" \N{HORIZONTAL ELLIPSIS}"))
+@lru_cache(maxsize=4096)
+def width(line: str, points: float = SMALL_POINTS, *, bold: bool = False) -> float:
+    """Inches that a line of text takes at most.
+
+    Measured without hinting, so that every machine wraps alike; drawn lines are up to 3 % wider, short ones more.
+    """
+    font = FontProperties(family=_FONT, size=points, weight="bold" if bold else "normal")
+    return 1.02 * float(text_to_path.get_text_width_height_descent(line, font, False)[0]) / 72 + 0.01 if line else 0.0
 
 
-def _wrap_items(text: str) -> str:
+def block_width(text: str, points: float = SMALL_POINTS, *, bold: bool = False) -> float:
+    """Inches that a text of several lines takes."""
+    return max(width(line, points, bold=bold) for line in text.split("\n"))
+
+
+def fit(text: str, inches: float, lines: int, points: float = SMALL_POINTS, *, bold: bool = False) -> str:
+    """``text`` wrapped to a width; only what does not fit into so many lines is cut, with an ellipsis."""
+
+    def fits(line: str) -> bool:
+        return width(line, points, bold=bold) <= inches
+
+    done: list[str] = []
+    for word in text.split():
+        rest = word
+        if done and fits(f"{done[-1]} {rest}"):
+            done[-1] += f" {rest}"
+            continue
+        while not fits(rest):  # a word longer than a line, such as a path
+            head = _longest(rest, fits)
+            done.append(head)
+            rest = rest[len(head) :]
+        done.append(rest)
+    if len(done) > lines:
+        done = done[:lines]
+        done[-1] = _longest(done[-1], lambda head: fits(f"{head} {_ELLIPSIS}")).rstrip() + f" {_ELLIPSIS}"
+    return "\n".join(done)
+
+
+def _longest(text: str, fits: Callable[[str], bool]) -> str:
+    """The longest beginning of ``text`` that fits, at least one character."""
+    return next((text[:n] for n in range(len(text), 1, -1) if fits(text[:n])), text[:1])
+
+
+def _balanced(text: str, inches: float, lines: int, points: float) -> str:
+    """A title in as few lines as it needs, all about equally long."""
+    wrapped = fit(text, inches, lines, points, bold=True)
+    if "\n" not in wrapped or wrapped.endswith(_ELLIPSIS):
+        return wrapped
+    for narrower in range(1, 20):
+        tried = fit(text, inches * (1 - narrower / 40), lines, points, bold=True)
+        if tried.count("\n") > wrapped.count("\n") or tried.endswith(_ELLIPSIS):
+            break
+        wrapped = tried
+    return wrapped
+
+
+def _wrap_items(text: str, inches: float) -> str:
     """Wrap between the items of a context line, not inside one."""
     lines: list[str] = []
     for item in text.split(SEPARATOR):
-        if lines and len(lines[-1]) + len(item) + len(SEPARATOR) <= _CONTEXT_CHARACTERS:
+        if lines and width(lines[-1] + SEPARATOR + item) <= inches:
             lines[-1] += SEPARATOR + item
         else:
-            lines += wrap(item, _CONTEXT_CHARACTERS, 2).split("\n")
+            lines += fit(item, inches, 3).split("\n")
     return "\n".join(lines)
 
 
@@ -110,13 +161,14 @@ def sheet(
         gap: inches between panels, for ticks and label where they have their own.
         note: a line at the foot.
     """
-    title = wrap(title, _TITLE_CHARACTERS, 3)
-    context = _wrap_items(context)
-    note = wrap(note, _CONTEXT_CHARACTERS, 4)
+    title = _balanced(title, WIDTH - 2 * _EDGE, 3, TITLE_POINTS)
+    context = _wrap_items(context, WIDTH - 2 * _EDGE)
+    note = fit(note, WIDTH - 2 * _EDGE, 4)
     head = _EDGE + _TITLE_LINE * (title.count("\n") + 1) + _CONTEXT_LINE * (context.count("\n") + 1) + 0.24
     foot = _CONTEXT_LINE * (note.count("\n") + 1) + 0.12 if note else 0.0
-    heading = _HEADING if headings else 0.0
-    total = head + sum(heights) + len(heights) * heading + gap * (len(heights) - 1) + bottom + foot
+    heads = [fit(text, WIDTH - 2 * _EDGE, 3, HEADING_POINTS, bold=True) for text in headings]
+    spaces = [_HEADING + _HEADING_LINE * text.count("\n") for text in heads] or [0.0] * len(heights)
+    total = head + sum(heights) + sum(spaces) + gap * (len(heights) - 1) + bottom + foot
     figure = Figure(figsize=(WIDTH, total))
     FigureCanvasAgg(figure)
     y = 1 - _EDGE / total
@@ -129,11 +181,11 @@ def sheet(
     top = total - head
     panels = []
     for i, height in enumerate(heights):
-        top -= heading
-        width = WIDTH - left - right
-        ax = figure.add_axes((left / WIDTH, (top - height) / total, width / WIDTH, height / total))
-        if headings:
-            figure.text(x, (top + 0.09) / total, headings[i], fontsize=HEADING_POINTS, fontweight="bold")
+        top -= spaces[i]
+        wide = WIDTH - left - right
+        ax = figure.add_axes((left / WIDTH, (top - height) / total, wide / WIDTH, height / total))
+        if heads:
+            figure.text(x, (top + 0.09) / total, heads[i], fontsize=HEADING_POINTS, fontweight="bold")
         panels.append(ax)
         top -= height + gap
     return figure, panels
@@ -141,7 +193,7 @@ def sheet(
 
 def message(title: str, context: str, text: str) -> Figure:
     """A sheet without a panel, for a study that has nothing to draw."""
-    wrapped = wrap(text, 96, 14)
+    wrapped = fit(text, WIDTH - 2 * _EDGE, 14, TEXT_POINTS)
     height = 0.25 + 0.2 * (wrapped.count("\n") + 1)
     figure, (ax,) = sheet(title, context, [height], left=_EDGE, bottom=0.2)
     ax.set_axis_off()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 from collections.abc import Callable
 
 import pandas as pd
@@ -10,17 +12,20 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from ddpm_lab.explain import budget, figure_budget, figure_ratios, operators, phrases, ranking, stats
 from ddpm_lab.explain import figure_extras as extras
-from ddpm_lab.explain import figure_ratios, operators, phrases, ranking, stats
 from ddpm_lab.explain import figure_style as fs
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY
 from ddpm_lab.explain.figure_style import png, save
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import RECOMMENDATION, Study
+from ddpm_lab.record import RunRecord
 
 __all__ = ["alt_text", "figure", "more", "png", "save"]
 
 TOP_OPERATORS = 10
 TOP_CONFIGURATIONS = 12
+_NAME, _VERSUS = 2.65, 2.45  # inches for an operator's name, and for what stands beside a configuration
 
 _MORE: dict[str, tuple[tuple[Callable[[Study], Figure | None], str, str], ...]] = {
     "multi_gpu": (
@@ -57,6 +62,8 @@ def more(study: Study) -> list[tuple[str, Figure, str]]:
             drawn = draw(study)
             if drawn is not None:
                 found.append((caption, drawn, name))
+        if study.experiment == "profile" and (drawn := _operators_beside(study)) is not None:
+            found.append(("Operators of profiled steps, each second counted once.", drawn, "operators"))
     return found
 
 
@@ -74,9 +81,12 @@ def alt_text(study: Study) -> str:
         record = operators.latest_profile(study.records)
         if record is None:
             return found.claim
-        classes = operators.classes(record)
-        listed = "; ".join(f"{r['class']} {100 * r['share']:.0f} %" for _, r in classes.iterrows())
-        body = f"Bar chart of exclusive operator time by class: {listed}."
+        if (taken := budget.budget(record)) is not None:
+            body = figure_budget.describe(taken)
+        else:
+            classes = operators.classes(record)
+            listed = "; ".join(f"{r['class']} {100 * r['share']:.0f} %" for _, r in classes.iterrows())
+            body = f"Bar chart of exclusive operator time by class: {listed}."
     else:
         body = figure_ratios.describe(study)
     return f"{found.headline}. {body} Measured on {found.hardware}, {found.date}."
@@ -85,21 +95,40 @@ def alt_text(study: Study) -> str:
 def _profile(study: Study) -> Figure:
     found = finding(study)
     record = operators.latest_profile(study.records)
-    context = phrases.context(study)
-    if record is None or (frame := operators.operators(record)).empty:
-        return fs.message(found.headline, context, found.claim)
+    if record is not None and (taken := budget.budget(record)) is not None:
+        context = f"{phrases.context(dataclasses.replace(study, records=(record,)))} \N{MIDDLE DOT} {record.label}"
+        return figure_budget.figure(taken, context + f" \N{MIDDLE DOT} {MECHANISM_ONLY}" * record.mechanism_only)
+    if record is None or operators.operators(record).empty:
+        return fs.message(found.headline, phrases.context(study), found.claim)
+    return _operators(study, record)
+
+
+def _operators_beside(study: Study) -> Figure | None:
+    """The operators of a profile whose answer is its time budget."""
+    record = operators.latest_profile(study.records)
+    if record is None or budget.budget(record) is None or operators.operators(record).empty:
+        return None
+    return _operators(study, record)
+
+
+def _operators(study: Study, record: RunRecord) -> Figure:
+    frame = operators.operators(record)
     classes = operators.classes(record)
     top = frame.head(TOP_OPERATORS)
     colours = {name: fs.PALETTE[i % len(fs.PALETTE)] for i, name in enumerate(classes["class"])}
     colours[operators.OTHER] = fs.FAINT
     steps = max(1, int((record.profile or {}).get("steps", 1)))
     kind = "device" if operators.on_device(record) else "CPU"
+    context = phrases.context(dataclasses.replace(study, records=(record,)))
     figure, axes = fs.sheet(
-        found.headline,
+        operators.shares(record)[0],
         f"{context} \N{MIDDLE DOT} {record.family} \N{MIDDLE DOT} {phrases.plural(steps, 'profiled step')}",
         [0.36 * len(classes) + 0.1, 0.36 * len(top) + 0.1],
-        headings=["Classes of operators", f"The {len(top)} operators that take most time"],
-        left=2.95,
+        headings=[
+            "Classes of operators",
+            f"The {len(top)} operators that take most time" if len(top) > 1 else "The only operator",
+        ],
+        left=_NAME + 0.3,
         right=2.05,
         gap=0.3,
         note=f"Exclusive {kind} time: time in an operator without the operators it calls, so that each second counts "
@@ -118,22 +147,28 @@ def _profile(study: Study) -> Figure:
 def _shares(ax: Axes, frame: pd.DataFrame, names: list[str], colours: list[str], steps: int) -> None:
     shares = [100 * float(v) for v in frame["share"]]
     ax.barh(range(len(names)), shares, height=0.66, color=colours, lw=0)
-    ax.set_yticks(range(len(names)), [_middle(name, 36) for name in names], fontsize=fs.SMALL_POINTS)
+    ax.set_yticks(range(len(names)), [_two_lines(name) for name in names], fontsize=fs.SMALL_POINTS)
     ax.set_ylim(len(names) - 0.4, -0.6)
     ax.grid(visible=False, axis="y")
     ax.tick_params(axis="y", length=0)
     ax.xaxis.set_major_locator(MaxNLocator(6))
     for y, (share, calls) in enumerate(zip(shares, frame["calls"], strict=True)):
-        text = f"{share:.1f} %,  {fs.number(float(calls) / steps)} calls a step"
-        ax.text(1.02, y, text, transform=ax.get_yaxis_transform(), va="center", fontsize=fs.SMALL_POINTS)
+        text = f"{share:.1f} %,  {phrases.plural(fs.number(float(calls) / steps), 'call')} a step"
+        ax.text(1.02, y, text, transform=ax.get_yaxis_transform(), va="center_baseline", fontsize=fs.SMALL_POINTS)
 
 
-def _middle(name: str, width: int) -> str:
-    """A long name with its middle left out: both ends tell kernels apart."""
-    if len(name) <= width:
+def _two_lines(name: str) -> str:
+    """A long name of an operator in two lines, broken where a word ends; of kernels, which are longer, both ends."""
+    if fs.width(name) <= _NAME:
         return name
-    keep = (width - 1) // 2
-    return f"{name[:keep]}\N{HORIZONTAL ELLIPSIS}{name[-keep:]}"
+    words = re.findall(r"[^_:<, ]+[_:<, ]*|[_:<, ]+", name)
+    cut = next((n for n in range(len(words) - 1, 0, -1) if fs.width("".join(words[:n])) <= _NAME), 0)
+    first, last = "".join(words[:cut]), "".join(words[cut:])
+    if cut and fs.width(last) <= _NAME:
+        return f"{first}\n{last}"
+    first = next(name[:n] for n in range(len(name), 0, -1) if fs.width(name[:n]) <= _NAME)
+    dots = "\N{HORIZONTAL ELLIPSIS}"
+    return first + "\n" + next(dots + name[n:] for n in range(len(name)) if fs.width(dots + name[n:]) <= _NAME)
 
 
 def _recommendation(study: Study) -> Figure:
@@ -142,17 +177,19 @@ def _recommendation(study: Study) -> Figure:
     if group is None:
         return fs.message(found.headline, phrases.context(study), found.claim)
     rows = group.rows[:TOP_CONFIGURATIONS]
-    names = [phrases.settings(r["config"]) for r in rows]
+    names = [fs.fit(phrases.settings(r["config"]), 3.1, 2, fs.TEXT_POINTS) for r in rows]
     context = f"{study.hardware} \N{MIDDLE DOT} {group.name} \N{MIDDLE DOT} {study.date}"
     note = "Point and bar: geometric mean and 95 % interval over sets. Quality is not measured yet."
     if len(group.rows) > len(rows):
-        note += f" {len(group.rows) - len(rows)} slower ones are in the table."
+        hidden = len(group.rows) - len(rows)
+        note += f" {hidden} slower ones are in the table." if hidden > 1 else " One slower one is in the table."
+    lines = max(_versus(row).count("\n") + 1 for row in rows)
     figure, (ax,) = fs.sheet(
         found.headline,
         context,
-        [0.46 * len(rows) + 0.1],
-        left=min(3.5, 0.35 + 0.08 * max(len(n) for n in names)),
-        right=2.45,
+        [(0.46 + fs.LINE * (lines - 1)) * len(rows) + 0.1],
+        left=0.3 + max(fs.block_width(name, fs.TEXT_POINTS) for name in names),
+        right=_VERSUS,
         note=note,
     )
     most = max(max(r["images_per_second"], extras.known(r["images_per_second_high"], 0)) for r in rows)
@@ -167,7 +204,7 @@ def _recommendation(study: Study) -> Figure:
         weight = "bold" if y == 0 else "normal"
         ax.text(1.02, y - 0.03, phrases.throughput(row), transform=to, va="bottom", color=colour, fontweight=weight)
         ax.text(1.02, y + 0.05, _versus(row), transform=to, va="top", fontsize=fs.SMALL_POINTS, color=fs.SOFT)
-    ax.set_yticks(range(len(rows)), [fs.wrap(n, 42, 2) for n in names])
+    ax.set_yticks(range(len(rows)), names)
     ax.set_ylim(len(rows) - 0.45, -0.6)
     ax.set_xlim(0, 1.03 * most)
     ax.grid(visible=False, axis="y")
@@ -183,4 +220,4 @@ def _versus(row: dict[str, object]) -> str:
         return f"baseline of {row['experiment']}"
     verdict = str(row["verdict"])
     word = verdict if verdict in (stats.FASTER, stats.SLOWER) else stats.NOT_RESOLVED
-    return fs.wrap(f"{phrases.ratio(row)} x {row['baseline_label']}, {word}", 32, 1)
+    return fs.fit(f"{phrases.ratio(row)} x {row['baseline_label']}, {word}", _VERSUS - 0.25, 2)

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpm_lab.explain import compiling, operators, phrases, ranking, stats
+from ddpm_lab.explain import budget, compiling, operators, phrases, ranking, stats
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, QUALITY, comparisons
 from ddpm_lab.explain.frames import RECOMMENDATION, Study
 from ddpm_lab.explain.tables import table
+from ddpm_lab.record import RunRecord
 
 __all__ = ["BANDS", "Finding", "band", "finding", "headline", "table"]
 
@@ -25,6 +26,7 @@ THRESHOLD = 0.75
 NOT_MEASURED = "not measured"
 FAILED = "failed"
 ANSWERED = "answered"
+NOT_EXPLAINED = "not explained"
 
 _SENTENCES = {
     "amp": "{label} trains {ratio} times as fast as {base}",
@@ -111,8 +113,9 @@ def _comparison(study: Study) -> Finding:
     if any(r["verdict"] == stats.NOT_TRUSTED for r in measured):
         twin = max((r for r in rows if r["role"] == "twin"), key=lambda r: abs(math.log(r["ratio"])))
         short = "Instrument not trusted here: the baseline differs from itself"
+        of = f" with {twin['family']}" if several else ""
         text = (
-            f"{short}. Measured against itself it reads {phrases.ratio(twin)} ({phrases.evidence(twin)}), "
+            f"{short}. Measured against itself{of} it reads {phrases.ratio(twin)} ({phrases.evidence(twin)}), "
             f"so no verdict is given.{ending}"
         )
         return _about(study, twin, short, text, stats.NOT_TRUSTED)
@@ -124,7 +127,7 @@ def _comparison(study: Study) -> Finding:
         prefix = f"With {lead['family']}: " if several else ""
         text = f"{prefix}{sentence(lead)} ({phrases.evidence(lead)}{_noise(lead)})."
     else:
-        short, text = _unresolved(lead, len(training), where)
+        short, text = _unresolved(lead, len(training), lead["family"] if several else "")
     text += _tally(training, lead) + _extra(study, rows, lead) + ending
     return _about(study, lead, short, text, ANSWERED if resolved else stats.NOT_RESOLVED)
 
@@ -168,15 +171,20 @@ def _lead(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return max(rows, key=lambda r: r["ratio"])
 
 
-def _unresolved(lead: Mapping[str, Any], count: int, where: str) -> tuple[str, str]:
-    """Headline and claim of a study in which no comparison is resolved; ``lead`` has the highest ratio of ``count``."""
+def _unresolved(lead: Mapping[str, Any], count: int, family: str) -> tuple[str, str]:
+    """Headline and claim of a study in which no comparison is resolved; ``lead`` has the highest ratio of ``count``.
+
+    ``family`` names the lead's where there are several.
+    """
     evidence = _unresolved_evidence(lead)
     pair = f"{lead['label']} against {lead['baseline_label']}"
     sets = f" ({phrases.plural(int(lead['sets']), 'set')})" if lead["sets"] < stats.LEAST_SETS else ""
     if count > 1:
         short = f"Not resolved{sets}: no configuration of {count} is called faster or slower"
-        return short, f"{short}. The highest ratio: {evidence}"
-    return f"Not resolved{sets}: {pair}{where}", f"Not resolved: {evidence}"
+        of = f", of {family}" if family else ""
+        return short, f"{short}. The highest ratio{of}: {evidence}"
+    where = f" ({family})" if family else ""
+    return f"Not resolved{sets}: {pair}{where}", f"Not resolved{where}: {evidence}"
 
 
 def _unresolved_evidence(lead: Mapping[str, Any]) -> str:
@@ -216,8 +224,10 @@ def _extra(study: Study, rows: Sequence[Mapping[str, Any]], lead: Mapping[str, A
     if study.experiment == "torch_compile":
         return f" {compiling.sentence(study, lead)}"
     if study.experiment == "workers":
-        alone = [r for r in rows if r["loader_alone"] and r["sets"] and r["role"] != "twin"]
-        trained = [r for r in rows if not r["loader_alone"] and r["sets"] and r["role"] != "twin"]
+        size = lead["config"].image_size
+        shown = [r for r in rows if r["sets"] and r["role"] != "twin" and r["config"].image_size == size]
+        alone = [r for r in shown if r["loader_alone"]]
+        trained = [r for r in shown if not r["loader_alone"]]
         if alone and trained:
             rates = phrases.joined([f"{phrases.throughput(r)} with {r['label']}" for r in alone])
             most = max(trained, key=lambda r: r["images_per_second"])
@@ -233,11 +243,18 @@ def _extra(study: Study, rows: Sequence[Mapping[str, Any]], lead: Mapping[str, A
 
 
 def _left_over(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Configurations without a speed, by why."""
-    failed = [
-        f"{r['label']} ({phrases.failure(r)})" for r in _unmeasured(rows) if r["status"] not in ("ok", "left out")
-    ]
-    left_out = [f"{r['label']} ({r['reason']})" for r in _unmeasured(rows) if r["status"] == "left out"]
+    """Configurations without a speed, by why; those that only some families lack are named with their family."""
+    families = {str(r["family"]) for r in rows}
+    lacking: dict[tuple[str, str], set[str]] = {}
+    for r in _unmeasured(rows):
+        lacking.setdefault((str(r["label"]), phrases.failure(r)), set()).add(str(r["family"]))
+
+    def name(r: Mapping[str, Any]) -> str:
+        everywhere = lacking[str(r["label"]), phrases.failure(r)] == families
+        return str(r["label"]) if everywhere else f"{r['label']} of {r['family']}"
+
+    failed = [f"{name(r)} ({phrases.failure(r)})" for r in _unmeasured(rows) if r["status"] not in ("ok", "left out")]
+    left_out = [f"{name(r)} ({r['reason']})" for r in _unmeasured(rows) if r["status"] == "left out"]
     mechanism = [str(r["label"]) for r in rows if r["mechanism_only"] and r["role"] != "twin"]
     text = ""
     for head, items in (("Failed", failed), ("Left out", left_out), (MECHANISM_ONLY.capitalize(), mechanism)):
@@ -280,19 +297,18 @@ def _profile(study: Study) -> Finding:
             return _plain(study, "No profile was recorded", _how_to("profile"), NOT_MEASURED)
         row = {"status": failed.status, "reason": failed.reason}
         return _plain(study, "The profile failed", f"{failed.label}: {phrases.failure(row)}.{_where(study)}", FAILED)
-    classes = operators.classes(record)
-    if classes.empty:
+    if (taken := budget.budget(record)) is not None:
+        text = f"{budget.evidence(taken)}.{_mechanism(record)}{_where(study)}"
+        status, verdict = (ANSWERED, "profiled") if taken.explained else (NOT_EXPLAINED, NOT_EXPLAINED)
+        return _plain(study, budget.headline(taken), text, status, verdict)
+    if operators.classes(record).empty:
         return _plain(study, "The profile holds no operator time", _where(study).strip(), FAILED)
-    first = classes.iloc[0]
-    verb = "take" if first["class"] in operators.PLURALS else "takes"
-    noun = operators.PLURALS.get(first["class"], first["class"])
-    short = f"{noun.capitalize()} {verb} {100 * first['share']:.0f} % of the operator time of a training step"
-    rest = phrases.joined([f"{r['class']} {100 * r['share']:.0f} %" for _, r in classes.iloc[1:4].iterrows()])
-    steps = int((record.profile or {}).get("steps", 0))
-    kind = "device" if operators.on_device(record) else "CPU"
-    text = f"Next come {rest}. " if rest else ""
-    text += f"Exclusive {kind} time of {phrases.plural(steps, 'profiled step')}, each second counted once"
+    short, text = operators.shares(record)
     return _plain(study, short, f"{text}.{_where(study)}", ANSWERED, "profiled")
+
+
+def _mechanism(record: RunRecord) -> str:
+    return f" {MECHANISM_ONLY.capitalize()}." if record.mechanism_only else ""
 
 
 def _recommendation(study: Study) -> Finding:
@@ -303,9 +319,7 @@ def _recommendation(study: Study) -> Finding:
     short = f"Fastest measured: {phrases.settings(best['config'])}, at {phrases.throughput(best)}"
     text = f"{short} ({group.name})."
     if best["role"] == "baseline":
-        text += (
-            f" It is the baseline of {best['experiment']}: none of {len(group.rows) - 1} others measured ran faster."
-        )
+        text += f" It is the baseline of {best['experiment']}: {_slower(len(group.rows) - 1)}."
     elif best["verdict"] in (stats.FASTER, stats.SLOWER):
         text += f" Against its own baseline it is {best['verdict']}: {sentence(best)} ({phrases.evidence(best)})."
     else:
@@ -319,3 +333,11 @@ def _recommendation(study: Study) -> Finding:
     )
     resolved = best["verdict"] == stats.FASTER
     return _about(study, best, short, text, ANSWERED if resolved else stats.NOT_RESOLVED)
+
+
+def _slower(others: int) -> str:
+    if others == 0:
+        return "nothing else that does equal work was measured"
+    if others == 1:
+        return "the other one measured did not run faster"
+    return f"none of {others} others measured ran faster"

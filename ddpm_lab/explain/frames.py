@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ddpm_lab.ledger import LedgerError, Machine, RunRecord, Window
+from ddpm_lab.record import LedgerError, Machine, RunRecord, Window
 
 RECOMMENDATION = "recommendation"
 
@@ -20,12 +20,14 @@ class Study:
     """The records that answer one question: one machine, and one cohort of each experiment.
 
     ``measured_sets`` counts the sets measured by the call that made the study; 0 means that all came from the ledger.
+    ``resolution`` is the smallest relative difference that its comparisons are asked to find.
     """
 
     experiment: str
     records: tuple[RunRecord, ...]
     output_dir: Path
     measured_sets: int = 0
+    resolution: float = 0.03
 
     @property
     def hardware(self) -> str:
@@ -75,7 +77,7 @@ def study(
     if run_ids is not None:
         wanted = set(run_ids)
         found = [
-            r for r in found if (r.baseline_id in wanted or not r.baseline_id) and (r.run_id in wanted or not r.set_id)
+            r for r in found if (r.baseline_id in wanted and r.run_id in wanted) or not (r.baseline_id or r.set_id)
         ]
     return Study(experiment=experiment, records=tuple(found), output_dir=Path(output_dir))
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from ddpm_lab.ledger import RunRecord
+from ddpm_lab.explain import phrases
+from ddpm_lab.record import RunRecord
 
 CLASSES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("communication", ("c10d", "nccl", "gloo", "allreduce", "all_reduce", "broadcast", "reducer", "distributed")),
@@ -78,3 +79,17 @@ def classes(record: RunRecord) -> pd.DataFrame:
     frame["last"] = frame["class"] == OTHER
     frame = frame.sort_values(["last", "seconds"], ascending=[True, False], ignore_index=True)
     return frame.drop(columns="last")
+
+
+def shares(record: RunRecord) -> tuple[str, str]:
+    """What the classes of a profile say, in one line and with what comes next; it must hold operator time."""
+    found = classes(record)
+    first = found.iloc[0]
+    verb = "take" if first["class"] in PLURALS else "takes"
+    noun = PLURALS.get(first["class"], first["class"])
+    short = f"{noun.capitalize()} {verb} {100 * first['share']:.0f} % of the operator time of a training step"
+    rest = [f"{r['class']} {100 * r['share']:.0f} %" for _, r in found.iloc[1:4].iterrows()]
+    steps = phrases.plural(int((record.profile or {}).get("steps", 0)), "profiled step")
+    kind = "device" if on_device(record) else "CPU"
+    text = f"Next {'come' if len(rest) > 1 else 'comes'} {phrases.joined(rest)}. " if rest else ""
+    return short, f"{text}Exclusive {kind} time of {steps}, each second counted once"

@@ -28,9 +28,10 @@ def status(word: str) -> str:
     return STATUS_WORDS.get(word, word)
 
 
-def plural(count: int, noun: str) -> str:
-    """Such as "1 set", "6 sets"."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+def plural(count: int | str, noun: str) -> str:
+    """Such as "1 set", "6 sets"; a number that is rounded already comes as text: "1 call", "0.2 calls"."""
+    text = count if isinstance(count, str) else f"{count:,}"
+    return f"{text} {noun}" if text == "1" else f"{text} {noun}s"
 
 
 def joined(words: Sequence[str]) -> str:

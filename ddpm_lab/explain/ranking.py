@@ -6,10 +6,11 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
+from ddpm_lab.config import DDPM
 from ddpm_lab.explain import stats
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.ledger import RunRecord
+from ddpm_lab.record import RunRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,8 @@ def groups(study: Study) -> list[Group]:
     by_work: dict[tuple[str, ...], dict[str, dict[str, Any]]] = defaultdict(dict)
     experiments: dict[tuple[str, ...], set[str]] = defaultdict(set)
     for row in comparisons(study).to_dict("records"):
-        counts = row["sets"] and row["role"] in ("baseline", "candidate") and not row["loader_alone"]
+        # Only the lab's own training step does the work that the names of settings stand for.
+        counts = row["sets"] and row["role"] in ("baseline", "candidate") and row["config"].workload == DDPM
         if not counts or row["verdict"] == stats.NOT_TRUSTED:
             continue
         work = _work(data[row["run_id"]])

@@ -19,7 +19,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 from matplotlib.figure import Figure
 
-from ddpm_lab.explain import figures, findings, phrases
+from ddpm_lab.explain import figures, findings, phrases, tables
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.pages import METADATA, spoken_date
@@ -45,7 +45,10 @@ def figure(study: Study) -> None:
 
 def table(study: Study) -> None:
     """Show the answer's table: numbers to the right, words to the left; it scrolls where the screen is narrow."""
-    frame = findings.table(study)
+    _show_table(findings.table(study))
+
+
+def _show_table(frame: pd.DataFrame) -> None:
     _display({"text/html": _html(frame), "text/plain": frame.to_string(index=False)})
 
 
@@ -84,13 +87,16 @@ def finding(study: Study) -> None:
 
 
 def more(study: Study) -> None:
-    """Show the further figures of a study, each under a line that says what it shows."""
+    """Show the further figures and tables of a study, each under a line that says what it shows."""
     further = figures.more(study)
     if not further:
         _display({"text/markdown": "There are none for this question.", "text/plain": "no further figures"})
     for caption, extra, name in further:
         _display({"text/markdown": caption, "text/plain": caption})
         _show_figure(extra, caption, _path(study, f"_{name}"))
+    for caption, frame in tables.more(study):
+        _display({"text/markdown": caption, "text/plain": caption})
+        _show_table(frame)
 
 
 def _path(study: Study, suffix: str) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from ddpm_lab.explain import compiling, operators, phrases, ranking
+from ddpm_lab.explain import budget, compiling, operators, phrases, ranking
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import RECOMMENDATION, Study
 
@@ -17,12 +17,22 @@ _NONE = "\N{EN DASH}"
 
 
 def table(study: Study) -> pd.DataFrame:
-    """The answer of a study as a table of strings: one row a configuration (an operator in a profile)."""
+    """The answer of a study as a table of strings: one row a configuration (in a profile a phase or an operator)."""
     if study.experiment == RECOMMENDATION:
         return _recommendation(study)
     if study.experiment == "profile":
-        return _profile(study)
+        record = operators.latest_profile(study.records)
+        taken = budget.budget(record) if record else None
+        return _profile(study) if taken is None else budget.table(taken)
     return _comparison(study)
+
+
+def more(study: Study) -> list[tuple[str, pd.DataFrame]]:
+    """Further tables as (caption, table): the operators of a profile whose answer is its time budget."""
+    record = operators.latest_profile(study.records) if study.experiment == "profile" else None
+    if record is None or budget.budget(record) is None or operators.operators(record).empty:
+        return []
+    return [("The operators in numbers.", _profile(study))]
 
 
 def _comparison(study: Study) -> pd.DataFrame:

@@ -9,17 +9,18 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddpm_lab.config import Experiment, Family, Plan, RunConfig
-from ddpm_lab.ledger import Ledger, RunRecord
+from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.hardware import environment
 from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import measure_alone, measure_set
+from ddpm_lab.record import RunRecord
 
 SETS_FOR_A_VERDICT = 6
 PLACE_SECONDS = 5.0
@@ -32,12 +33,17 @@ TRIES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """How much to measure: sets per comparison, cold compiles per compiled configuration, and until when."""
+    """How much to measure: sets per comparison, cold compiles per compiled configuration, and until when.
+
+    With ``sets_to_come`` the number of sets is not planned: it says from the log ratios so far how many sets are still
+    to come until they resolve what was asked for, and ``sets`` is the most.
+    """
 
     plan: Plan
     sets: int
     cold_compiles: int
     seconds: float | None = None
+    sets_to_come: Callable[[Sequence[float]], int] | None = None
 
 
 class Campaign:
@@ -73,6 +79,7 @@ class Campaign:
                 break
             places = f"set {done + 1} of {total}"
             forecast = self._forecast(families)
+            forecast = forecast if left is None else min(forecast, left)
             progress.prefix = f"{places}, {_words(forecast)} left;"
             progress.always(f"{family.name}: starting")
             self._measure(family, candidates)
@@ -120,25 +127,34 @@ class Campaign:
         """Whether a configuration is not tried again: its failure lasts, or this run has met it often enough."""
         return config.run_id in self.held.lasting or self.failed[config.run_id] >= TRIES
 
-    def _missing(self, family: Family, config: RunConfig) -> int:
+    def _missing(self, family: Family, config: RunConfig, least: int | None = None) -> int:
+        """Sets still to come; with ``least``, until there are so many."""
         if self._hopeless(config) or self._hopeless(family.baseline):
             return 0
         wanted = 1 if family.mechanism else self.target.sets
-        return max(0, wanted - self.held.sets(family.baseline.run_id, config.run_id))
+        have = self.held.sets(family.baseline.run_id, config.run_id)
+        missing = max(0, (wanted if least is None else min(least, wanted)) - have)
+        if least is None and missing and self.target.sets_to_come and not family.mechanism:
+            return min(missing, self.target.sets_to_come(self.held.log_ratios(family.baseline.run_id, config.run_id)))
+        return missing
 
     def _wanted(self, family: Family) -> list[tuple[str, RunConfig]]:
         """Candidates that lack sets; of a family without candidates the twin."""
         members = family.candidates or ((family.baseline_label, family.baseline),)
-        most = max(self._missing(family, c) for _, c in members)
-        # Those that lack most come first, so that all end with equally many.
-        return [(label, c) for label, c in members if self._missing(family, c) == most and most][:MOST_CANDIDATES]
+        lacking = [(self._missing(family, c), label, c) for label, c in members]
+        most = max(missing for missing, _, _ in lacking)
+        if self.target.sets_to_come is None:
+            # Those that lack most come first, so that all end with equally many.
+            lacking = [row for row in lacking if row[0] == most]
+        lacking.sort(key=lambda row: -row[0])
+        return [(label, c) for missing, label, c in lacking if missing][:MOST_CANDIDATES]
 
-    def _sets_missing(self, families: Sequence[Family]) -> int:
+    def _sets_missing(self, families: Sequence[Family], least: int | None = None) -> int:
         """About how many sets are to come."""
         total = 0
         for family in families:
             members = family.candidates or ((family.baseline_label, family.baseline),)
-            counts = sorted((self._missing(family, c) for _, c in members), reverse=True)
+            counts = sorted((self._missing(family, c, least) for _, c in members), reverse=True)
             total += sum(counts[::MOST_CANDIDATES])
         return total
 
@@ -165,13 +181,11 @@ class Campaign:
 
     def _fit(self, families: list[Family]) -> list[Family]:
         """Leave candidates out, the last ones first, until six sets fit into the time or each family has one left."""
-        enough = min(self.target.sets, SETS_FOR_A_VERDICT)
         while True:
             left = self.seconds_left()
             assert left is not None
             need = sum(
-                max(0, enough - self.target.sets + self._sets_missing([f])) * self._set_seconds(f, len(f.candidates))
-                for f in families
+                self._sets_missing([f], SETS_FOR_A_VERDICT) * self._set_seconds(f, len(f.candidates)) for f in families
             )
             longest = max(families, key=lambda f: len(f.candidates), default=None)
             if need <= left or longest is None or len(longest.candidates) < 2:

@@ -15,7 +15,7 @@ import importlib.util
 import site
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -71,8 +71,8 @@ def _source(module: str) -> Path | None:
 
 
 def _imports(tree: ast.AST, module: str, is_package: bool) -> Iterable[str]:
-    """Names that may be modules: ``from a import b`` gives both a and a.b."""
-    for node in ast.walk(tree):
+    """Names that may be modules: ``from a import b`` gives both a and a.b. What only type checkers read is left out."""
+    for node in _executed(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -84,6 +84,17 @@ def _imports(tree: ast.AST, module: str, is_package: bool) -> Iterable[str]:
             if base:
                 yield base
             yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _executed(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node except those below ``if TYPE_CHECKING:``."""
+    yield tree
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
+            for other in child.orelse:
+                yield from _executed(other)
+        else:
+            yield from _executed(child)
 
 
 def _without_docstrings(tree: ast.Module) -> str:
@@ -104,15 +115,21 @@ def _parents(module: str) -> list[str]:
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
-def code_version(workload: str) -> CodeVersion:
-    """The version of the code that a rank runs for ``workload`` (``module:function``).
+def code_version(*workloads: str) -> CodeVersion:
+    """The version of the code that ranks run for these workloads (``module:function`` each).
 
-    Raises ConfigError if the module does not exist or has a syntax error.
+    Two workloads that are compared share one version: an edit of either asks for new sets of both, since they are
+    measured in the same sets. Raises ConfigError if a module does not exist or has a syntax error.
     """
-    module = workload.partition(":")[0]
-    if _source(module) is None:
-        raise ConfigError(f"workload {workload!r}: there is no module {module!r}; is its folder on the Python path?")
-    waiting = [*_parents(RANK_MODULE), *_parents(module)]
+    waiting = _parents(RANK_MODULE)
+    for workload in workloads:
+        module = workload.partition(":")[0]
+        if _source(module) is None:
+            raise ConfigError(
+                f"workload {workload!r}: there is no module {module!r}; is its folder on the Python path?"
+            )
+        waiting += _parents(module)
+    named = " and ".join(repr(w) for w in dict.fromkeys(workloads))
     sources: dict[str, str] = {}
     top_level: set[str] = set()
     while waiting:
@@ -126,9 +143,13 @@ def code_version(workload: str) -> CodeVersion:
         try:
             tree = ast.parse(file.read_bytes())
         except SyntaxError as error:
-            raise ConfigError(f"workload {workload!r}: {file}, line {error.lineno}: {error.msg}") from error
+            raise ConfigError(f"workload {named}: {file}, line {error.lineno}: {error.msg}") from error
         for imported in _imports(tree, name, file.name == "__init__.py"):
             waiting += _parents(imported)
+        for workload in workloads:
+            module, _, function = workload.partition(":")
+            if module == name and not _binds(tree, function):
+                raise ConfigError(f"workload {workload!r}: {file} defines no {function!r}")
         sources[name] = _without_docstrings(tree)
     packages = _versions(top_level - {name.partition(".")[0] for name in sources} - set(sys.stdlib_module_names))
     digest = hashlib.sha256()
@@ -137,6 +158,18 @@ def code_version(workload: str) -> CodeVersion:
     for name in sorted(packages):
         digest.update(f"{name}=={packages[name]}\0".encode())
     return CodeVersion(digest.hexdigest()[:12], tuple(sorted(sources)), packages)
+
+
+def _binds(tree: ast.Module, name: str) -> bool:
+    """Whether a module may bind a name: by a definition, an assignment or an import anywhere in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
+            return True
+        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store):
+            return True
+        if isinstance(node, ast.alias) and (node.asname or node.name) in (name, "*"):
+            return True
+    return False
 
 
 def _versions(top_level: set[str]) -> dict[str, str]:

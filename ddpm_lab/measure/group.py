@@ -7,6 +7,7 @@ it can name the rank that hangs, and what it was doing.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import multiprocessing
 import os
@@ -23,10 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab.config import START_METHODS, RunConfig, choice
-from ddpm_lab.measure.process import BEAT, THREADING, Heartbeat, RankJob, rank_main
+from ddpm_lab.measure.process import BEAT, THREADING, Heartbeat, RankJob, kill, rank_main, start_ticks
 
 PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "torch.utils.data", "numpy", "PIL.Image")
 """What the fork server imports once. It must start no thread and touch no device."""
+
+OWNER = "owner"
+"""File in a group's folder that says whose it is, locked while the parent lives."""
 
 Progress = Callable[[str], None]
 
@@ -70,12 +74,48 @@ def _fresh_start() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
+def _identity() -> dict[str, Any]:
+    """Who this process is, told apart from processes of the same number on other hosts and in other containers."""
+    return {
+        "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        "pid_namespace": str(Path("/proc/self/ns/pid").readlink()),
+        "pid": os.getpid(),
+        "start_ticks": start_ticks(os.getpid()),
+    }
+
+
+def _claim(folder: Path) -> int:
+    """Mark a folder as this process's own; the lock on the returned descriptor ends when the process does."""
+    new = folder / "owner.new"
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with contextlib.suppress(OSError):  # a file system without locks: then nobody will ever get one, and all stay away
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with contextlib.suppress(OSError):  # no /proc: an empty mark, which proves nothing
+        os.write(descriptor, json.dumps(_identity()).encode())
+    new.rename(folder / OWNER)  # locked before anybody can see it
+    return descriptor
+
+
+def _abandoned(folder: Path) -> bool:
+    """Whether a folder is proved to be this user's, made on this boot in this pid namespace, by a process now gone."""
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        return False
+    with (folder / OWNER).open("r+") as file:
+        owner, here = json.load(file), _identity()
+        if any(owner[name] != here[name] for name in ("boot", "pid_namespace")):
+            return False
+        if owner["start_ticks"] is None or start_ticks(int(owner["pid"])) == owner["start_ticks"]:
+            return False
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while the owner lives
+    return True
+
+
 def sweep(parent: Path | None = None) -> None:
-    """Remove the folders of groups whose parent was killed before it could."""
+    """Remove the folders of groups whose parent was killed before it could; those of unknown origin stay."""
     for folder in (parent or Path(tempfile.gettempdir())).glob("ddpm_lab.*.*"):
-        pid = folder.name.split(".")[1]
-        if pid.isdigit() and not Path("/proc", pid).exists():
-            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if _abandoned(folder):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 class Group:
@@ -98,6 +138,7 @@ class Group:
         self.progress = progress
         self.started = time.monotonic()
         self.folder = Path(tempfile.mkdtemp(prefix=f"ddpm_lab.{os.getpid()}."))
+        self._lock: int | None = _claim(self.folder)
         self._windows = 0
         context = multiprocessing.get_context(start_method)
         if start_method == "forkserver":
@@ -106,6 +147,7 @@ class Group:
         self._lifelines: list[connection.Connection] = []
         self._beats: list[Heartbeat] = []
         self._processes: list[Any] = []
+        self._started: dict[int, int | None] = {}
         environment = {"GLOO_SOCKET_IFNAME": "lo", **environment}
         try:
             for rank in range(config.world_size):
@@ -129,6 +171,7 @@ class Group:
                 with _fresh_start():
                     process.start()
                 self._processes.append(process)
+                self._started[process.pid] = start_ticks(process.pid)
                 theirs.close()
                 end.close()
             self._wait("built", self.limits.build_seconds, "building")
@@ -161,6 +204,12 @@ class Group:
         self._wait("done", self.limits.build_seconds, "reading the witness")
         return self._reports("witness")
 
+    def budget(self, *, settle: int, steps: int, rounds: int, limit: float) -> list[dict[str, Any]]:
+        """Take each rank's time budget; ``limit`` is the longest silence of a rank, in seconds."""
+        self._tell("budget", {"settle": settle, "steps": steps, "rounds": rounds})
+        self._wait("done", limit, "taking the time budget")
+        return self._reports("budget")
+
     def profile(self, traces: list[Path], **plan: int) -> list[dict[str, Any]]:
         """Profile on every rank; one trace file for each."""
         for pipe, trace in zip(self._pipes, traces, strict=True):
@@ -185,19 +234,22 @@ class Group:
         """Kill whatever is left of the group, loader workers and compilers included, and remove its folder."""
         for process in self._processes:
             if process.is_alive() or process.exitcode is None:
-                _kill_tree(process.pid)
+                kill(os.kill, process.pid, self._started.get(process.pid))
+                kill(os.killpg, process.pid, self._started.get(process.pid))
         for process in self._processes:
             process.join(10)
         for process in self._processes:
             # The leader is gone; what it started may still stand in its process group.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill(os.killpg, process.pid, self._started.get(process.pid))
             with contextlib.suppress(ValueError):
                 process.close()
         for end in (*self._pipes, *self._lifelines):
             end.close()
         self._processes, self._pipes, self._lifelines = [], [], []
         shutil.rmtree(self.folder, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _tell(self, command: str, arguments: dict[str, Any]) -> None:
         for beat, pipe in zip(self._beats, self._pipes, strict=True):
@@ -265,9 +317,9 @@ class Group:
     def _hung(self, pending: dict[int, Any], limit: float, stage: str) -> None:
         """Name the rank that is furthest behind, since all ranks make the same marks. The others wait for it."""
         rank = min(pending, key=lambda r: self._beats[r].read().marks)
-        with contextlib.suppress(OSError):
-            os.kill(self._processes[rank].pid, signal.SIGUSR1)  # faulthandler writes the stack to the rank's log
-            time.sleep(0.3)
+        pid = self._processes[rank].pid
+        kill(os.kill, pid, self._started[pid], signal.SIGUSR1)
+        time.sleep(0.3)  # faulthandler writes the stack to the rank's log
         raise GroupFailed(
             "timed out",
             f"rank {rank} showed no sign of life for {limit:.0f} s while {stage}, in {self._doing(rank)}",
@@ -278,10 +330,3 @@ class Group:
         with contextlib.suppress(OSError):
             return (self.folder / f"rank{rank}.log").read_text(errors="replace")[-4000:]
         return ""
-
-
-def _kill_tree(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)

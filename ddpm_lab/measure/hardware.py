@@ -13,25 +13,30 @@ import platform
 import shutil
 import socket
 import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 
-from ddpm_lab.ledger import Environment, Machine
+from ddpm_lab.record import Environment, Machine
 
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "ddpm-lab")
+UNNAMED = "NVIDIA GPU"
+"""A GPU whose name could not be read."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One visible GPU; ``uuid`` as NVML writes it (GPU-...)."""
+    """One visible GPU, or one MIG device; ``uuid`` as NVML writes it (GPU-..., MIG-...). None could not be read."""
 
     name: str
-    uuid: str
-    memory_bytes: int
+    uuid: str | None
+    memory_bytes: int | None
 
 
 def usable_cores() -> int:
@@ -44,9 +49,11 @@ def usable_cores() -> int:
 def _cgroup_quota() -> float | None:
     """Cores' worth of CPU time that the tightest enclosing cgroup allows, or None without a limit."""
     limits = []
-    with contextlib.suppress(OSError, ValueError, IndexError):
+    v1 = Path("/sys/fs/cgroup/cpu")
+    levels = [v1]
+    with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
-            hierarchy, _, folder = line.split(":", 2)
+            hierarchy, controllers, folder = line.split(":", 2)
             if hierarchy == "0":
                 node = Path("/sys/fs/cgroup") / folder.lstrip("/")
                 for level in (node, *node.parents):
@@ -54,11 +61,14 @@ def _cgroup_quota() -> float | None:
                         quota, period = (level / "cpu.max").read_text().split()
                         if quota != "max":
                             limits.append(int(quota) / int(period))
-    with contextlib.suppress(OSError, ValueError):
-        v1 = Path("/sys/fs/cgroup/cpu")
-        quota_v1 = int((v1 / "cpu.cfs_quota_us").read_text())
-        if quota_v1 > 0:
-            limits.append(quota_v1 / int((v1 / "cpu.cfs_period_us").read_text()))
+            elif "cpu" in controllers.split(","):
+                node = v1 / folder.lstrip("/")
+                levels += [node, *node.parents]
+    for level in dict.fromkeys(levels):
+        with contextlib.suppress(OSError, ValueError):
+            quota_v1 = int((level / "cpu.cfs_quota_us").read_text())
+            if quota_v1 > 0:
+                limits.append(quota_v1 / int((level / "cpu.cfs_period_us").read_text()))
     return min(limits) if limits else None
 
 
@@ -67,38 +77,82 @@ def _visible(gpus: list[Gpu]) -> tuple[Gpu, ...]:
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
         return tuple(gpus)
+    entries = [entry.strip() for entry in wanted.split(",")]
+    if gpus and entries[0].startswith("MIG-"):
+        return (_mig_device(entries[0]),)  # CUDA shows a process one MIG device, whatever follows
     chosen: list[Gpu] = []
-    for entry in (e.strip() for e in wanted.split(",")):
-        match = [g for i, g in enumerate(gpus) if entry == str(i) or (entry and g.uuid.startswith(entry))]
+    for entry in entries:
+        match = [g for i, g in enumerate(gpus) if entry == str(i) or (entry and g.uuid and g.uuid.startswith(entry))]
         if len(match) != 1:
             break
         chosen.append(match[0])
     return tuple(chosen)
 
 
+def _text(value: str | bytes) -> str:
+    """Older bindings return bytes where newer ones return str."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def _or_none(read: Callable[..., T], *arguments: Any) -> T | None:
+    """What NVML says, or None: it raises its own family of errors for what a device or a user may not know."""
+    try:
+        return read(*arguments)
+    except Exception:
+        return None
+
+
+@contextlib.contextmanager
+def _nvml() -> Iterator[Any]:
+    """NVML, started; raises whatever it raises where there is no driver or no binding."""
+    import pynvml  # noqa: PLC0415 - optional on a bare node
+
+    pynvml.nvmlInit()
+    try:
+        yield pynvml
+    finally:
+        _or_none(pynvml.nvmlShutdown)
+
+
+def _read_gpu(nvml: Any, handle: Any) -> Gpu:
+    name, uuid = _or_none(nvml.nvmlDeviceGetName, handle), _or_none(nvml.nvmlDeviceGetUUID, handle)
+    # Not known for memory that is shared with the processor, nor to a user who may see only a MIG device of the card.
+    memory = _or_none(nvml.nvmlDeviceGetMemoryInfo, handle)
+    return Gpu(
+        UNNAMED if name is None else _text(name),
+        None if uuid is None else _text(uuid),
+        None if memory is None else int(memory.total),
+    )
+
+
+@cache
+def _mig_device(uuid: str) -> Gpu:
+    """A MIG device by its UUID, as CUDA_VISIBLE_DEVICES names it."""
+    found = None
+    with contextlib.suppress(Exception), _nvml() as nvml:
+        try:
+            handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        except TypeError:  # older bindings take bytes
+            handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+        found = _read_gpu(nvml, handle)
+    return Gpu(found.name if found else UNNAMED, uuid, found.memory_bytes if found else None)
+
+
 @cache
 def _nvidia() -> tuple[tuple[Gpu, ...], str | None]:
-    """Every GPU of the machine, and the driver version."""
-    with contextlib.suppress(Exception):  # NVML raises its own family of errors; any of them means: not readable
-        import pynvml  # noqa: PLC0415 - optional on a bare node
-
-        pynvml.nvmlInit()
-        try:
-            gpus = []
-            for i in range(pynvml.nvmlDeviceGetCount()):
-                handle = pynvml.nvmlDeviceGetHandleByIndex(i)
-                memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
-                gpus.append(Gpu(pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle), int(memory)))
-            return tuple(gpus), pynvml.nvmlSystemGetDriverVersion()
-        finally:
-            pynvml.nvmlShutdown()
+    """Every GPU of the machine that this user may use, and the driver version."""
+    with contextlib.suppress(Exception), _nvml() as nvml:
+        # NVML also counts GPUs that a scheduler keeps from this process: it has no handle for them, and CUDA no number.
+        handles = [_or_none(nvml.nvmlDeviceGetHandleByIndex, i) for i in range(nvml.nvmlDeviceGetCount())]
+        driver = _or_none(nvml.nvmlSystemGetDriverVersion)
+        return tuple(_read_gpu(nvml, h) for h in handles if h is not None), None if driver is None else _text(driver)
     query = ["nvidia-smi", "--query-gpu=name,uuid,memory.total,driver_version", "--format=csv,noheader,nounits"]
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-        lines = (
-            subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.strip().splitlines()
-        )
-        rows = [[cell.strip() for cell in line.split(",")] for line in lines]
-        return tuple(Gpu(r[0], r[1], int(r[2]) * 2**20) for r in rows), rows[0][3] if rows else None
+        shown = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout
+        rows = [[cell.strip() for cell in line.split(",")] for line in shown.splitlines()]
+        rows = [row for row in rows if len(row) == 4]  # else a sentence: "No devices were found"
+        gpus = tuple(Gpu(name, uuid, int(mib) * 2**20 if mib.isdigit() else None) for name, uuid, mib, _ in rows)
+        return gpus, rows[0][3] if rows else None
     return (), None
 
 
@@ -161,7 +215,7 @@ def environment() -> Environment:
         python=platform.python_version(),
         packages={name: package_version(name) for name in PACKAGES if package_version(name)},
         cuda=None,
-        gpu_uuids=tuple(g.uuid for g in gpus()),
+        gpu_uuids=tuple(g.uuid for g in gpus() if g.uuid),
         ram_bytes=psutil.virtual_memory().total,
         kernel=platform.release(),
         slurm_job_id=os.environ.get("SLURM_JOB_ID"),
@@ -173,26 +227,60 @@ def environment() -> Environment:
 
 @dataclass(frozen=True, slots=True)
 class CpuClock:
-    """CPU seconds used so far by the whole machine, by one's own processes, and stolen by the hypervisor."""
+    """CPU seconds used so far: by anybody and by the hypervisor on the cores this process may use, and by its own.
 
-    busy_seconds: float
+    ``busy_seconds`` is None, unknown, where a cgroup limits this process to less than the time of its cores: a core
+    that a neighbour uses is then not time that this process could have had. It and ``stolen_seconds`` are None where
+    the kernel does not show these cores, as in containers that number their own.
+    """
+
+    busy_seconds: float | None
     own_seconds: float
-    stolen_seconds: float
+    stolen_seconds: float | None
 
     @classmethod
     def read(cls) -> CpuClock:
         """Read now. One's own are this process and all its descendants: the fork server, ranks, loader workers."""
-        times = psutil.cpu_times()
-        busy = times.user + times.nice + times.system + times.irq + times.softirq
+        busy, stolen = _core_seconds(os.sched_getaffinity(0)) or (None, None)
+        if _cgroup_quota() is not None:
+            busy = None
         own = 0.0
         me = psutil.Process()
         for member in (me, *me.children(recursive=True)):
             with contextlib.suppress(psutil.Error):
                 used = member.cpu_times()
-                own += used.user + used.system
-        return cls(busy, own, times.steal)
+                # Children that have ended count with whoever collected them: they were no strangers.
+                own += used.user + used.system + used.children_user + used.children_system
+        return cls(busy, own, stolen)
 
-    def others_cores(self, later: CpuClock, seconds: float) -> float:
-        """Cores that processes not one's own kept busy between two readings."""
+    def others_cores(self, later: CpuClock, seconds: float) -> float | None:
+        """How many of its cores processes not one's own kept busy between two readings; None is unknown."""
+        if self.busy_seconds is None or later.busy_seconds is None:
+            return None
         used = (later.busy_seconds - self.busy_seconds) - (later.own_seconds - self.own_seconds)
         return max(0.0, used / seconds)
+
+    def stolen(self, later: CpuClock) -> float | None:
+        """Seconds that the hypervisor took from these cores between two readings; None is unknown."""
+        if self.stolen_seconds is None or later.stolen_seconds is None:
+            return None
+        return later.stolen_seconds - self.stolen_seconds
+
+
+def _core_seconds(cores: set[int]) -> tuple[float, float] | None:
+    """Seconds that ``cores`` were busy and stolen since the machine started, or None if one of them is not shown.
+
+    Read by number: psutil returns a list, in which a core that is switched off shifts all that follow.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        shown = {}
+        for line in Path("/proc/stat").read_text().splitlines():
+            name, *ticks = line.split()
+            if name.startswith("cpu") and name != "cpu":
+                shown[int(name[3:])] = [int(n) for n in ticks[:8]]
+        if not cores <= shown.keys():
+            return None
+        columns = [sum(column) / os.sysconf("SC_CLK_TCK") for column in zip(*(shown[c] for c in cores), strict=True)]
+        user, nice, system, _idle, _waiting, irq, softirq, steal = columns
+        return user + nice + system + irq + softirq, steal
+    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from ddpm_lab.ledger import LASTING, RunRecord
+from ddpm_lab.record import LASTING, RunRecord, set_log_ratio
 
 
 class Held:
@@ -14,8 +14,8 @@ class Held:
     def __init__(self, records: Iterable[RunRecord] = ()) -> None:
         self.lasting: set[str] = set()
         """Run ids that fail here in a way that another try would meet again."""
-        # baseline -> set -> who completed it
-        self._sets: dict[str, dict[str, set[tuple[str, str]]]] = defaultdict(lambda: defaultdict(set))
+        # baseline -> set -> (role, run id) -> what it did
+        self._sets: dict[str, dict[str, dict[tuple[str, str], RunRecord]]] = defaultdict(lambda: defaultdict(dict))
         self._profiles: set[str] = set()
         self._cold: Counter[str] = Counter()
         self._notes: set[tuple[object, ...]] = set()
@@ -35,15 +35,24 @@ class Held:
             elif r.role == "cold" and r.status == "ok" and r.compile_cache == "cold":
                 self._cold[r.run_id] += 1
             elif r.role in ("baseline", "twin", "candidate") and r.status == "ok":
-                self._sets[r.baseline_id][r.set_id].add((r.role, r.run_id))
+                self._sets[r.baseline_id][r.set_id][r.role, r.run_id] = r
                 if r.windows:
                     self._seconds[r.baseline_id].append(sum(r.stages.values()))
 
     def sets(self, baseline_id: str, run_id: str) -> int:
         """Complete sets, with baseline and twin, that hold a configuration."""
-        role = "twin" if run_id == baseline_id else "candidate"
-        needed = {("baseline", baseline_id), ("twin", baseline_id), (role, run_id)}
-        return sum(needed <= roles for roles in self._sets[baseline_id].values())
+        return len(self._complete(baseline_id, run_id))
+
+    def log_ratios(self, baseline_id: str, run_id: str) -> list[float]:
+        """The log ratio of each complete set in the order they were measured; for the baseline its twin's."""
+        pairs = self._complete(baseline_id, run_id)
+        return [set_log_ratio(baseline, other) for baseline, other in pairs]
+
+    def _complete(self, baseline_id: str, run_id: str) -> list[tuple[RunRecord, RunRecord]]:
+        base, twin = ("baseline", baseline_id), ("twin", baseline_id)
+        asked = twin if run_id == baseline_id else ("candidate", run_id)
+        sets = self._sets.get(baseline_id, {}).values()
+        return [(held[base], held[asked]) for held in sets if {base, twin, asked} <= held.keys()]
 
     def place_seconds(self, baseline_id: str) -> float | None:
         """What one configuration in one set with this baseline took, by its stages; None where nothing is held."""

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from ddpm_lab.config import Plan, RunConfig
-from ddpm_lab.ledger import Ledger, RunRecord
+from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.campaign import Target
 from ddpm_lab.measure.hardware import machine
 from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import measure_alone
+from ddpm_lab.record import RunRecord
 
 PLACES = 16
 """Configurations in one set of each of a preset's experiments, twins included."""

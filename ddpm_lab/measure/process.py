@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import json
 import mmap
+import multiprocessing
 import os
 import signal
 import struct
@@ -18,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -91,6 +93,10 @@ class Heartbeat:
 def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
     """Entry point of a rank's process: build, then serve commands until told to finish."""
     os.setpgid(0, 0)
+    # As in a training script of one's own. With the start method that this rank inherits, each lock that a library
+    # makes (tqdm does, when torch compiles) would be a named semaphore, and this process, which is killed or leaves
+    # by os._exit, would leave it behind.
+    multiprocessing.set_start_method(None, force=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
     threading.Thread(target=_die_with_parent, args=(lifeline,), daemon=True).start()
     log = os.open(job.folder / f"rank{job.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -148,3 +154,22 @@ def report(job: RankJob, name: str, values: dict[str, Any]) -> None:
     partial = final.with_suffix(".partial")
     partial.write_text(json.dumps(values))
     partial.replace(final)
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since the machine did: with its number it names one process for good."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        # Field 22; the name before it (field 2) is in parentheses and may hold anything.
+        return int(Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+    return None
+
+
+def kill(send: Callable[[int, int], None], pid: int, started: int | None, number: int = signal.SIGKILL) -> None:
+    """Signal a process or its group (``send``), unless its pid has passed on to a process that started later.
+
+    The kernel gives no pid away while a group of that number has members: a group whose leader is gone is the rank's.
+    """
+    now = start_ticks(pid)
+    if now is None or now == started:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            send(pid, number)

@@ -19,22 +19,29 @@ from torch.profiler import ProfilerActivity, profile, schedule
 TOP = 80
 """Operators kept by name; the rest are summed as ``(other operators)``."""
 
-HIDDEN = "ProfilerStep"
+RANGE = "phase: "
+"""Beginning of the names of the ranges that the lab lays around the phases of a step."""
+HIDDEN = ("ProfilerStep", RANGE)
 
 
 def profile_steps(step: Callable[[], None], plan: dict[str, int], trace: Path, cuda: bool, rank: int) -> dict[str, Any]:
     """Profile ``plan['active']`` steps after ``wait`` and ``warmup`` ones, ``repeat`` times.
 
     Writes a gzip-compressed Chrome trace of the last repetition to ``trace`` with the rank in its metadata, and returns
-    the operators of all repetitions. Exclusive ("self") times count each second of a thread once: the time inside an
-    operator less the time inside the operators it calls.
+    the operators of all repetitions, and the seconds of each phase where the steps lay ranges around their phases.
+    Exclusive ("self") times count each second of a thread once: the time inside an operator less the time inside the
+    operators it calls.
     """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     operators: dict[str, list[float]] = {}
+    phases: dict[str, float] = {}
     walls: list[float] = []
 
     def ready(profiler: Any) -> None:
         for event in profiler.key_averages():
+            if event.key.startswith(RANGE) and event.device_type == DeviceType.CPU:
+                name = event.key.removeprefix(RANGE)
+                phases[name] = phases.get(name, 0.0) + event.cpu_time_total / 1e6
             # A kernel stands in the list twice: by itself, and as device time of the operator that launched it.
             if event.key.startswith(HIDDEN) or event.device_type != DeviceType.CPU:
                 continue
@@ -70,6 +77,7 @@ def profile_steps(step: Callable[[], None], plan: dict[str, int], trace: Path, c
         "steps": plan["active"] * plan["repeat"],
         "wall_seconds": sum(walls),
         "schedule": plan,
+        "phases": phases,
         "operators": [dict(zip(names, row, strict=True)) for row in rows],
         "traces": [trace.name],
     }

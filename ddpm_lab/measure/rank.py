@@ -5,25 +5,29 @@ Between commands a rank sleeps on its own pipe, never in a collective, with its 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
 import resource
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
-from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.code_version import unlisted
+from ddpm_lab.measure.phases import UNNAMED, PhaseClock, mean
+from ddpm_lab.measure.plain import make_workload
 from ddpm_lab.measure.process import Heartbeat, RankJob, report
 from ddpm_lab.measure.profiling import profile_steps
-from ddpm_lab.workload import RankContext, Workload
+from ddpm_lab.workload import RankContext
 
 
 class Rank:
@@ -53,6 +57,7 @@ class Rank:
             handlers: dict[str, Callable[..., None]] = {
                 "window": self.window,
                 "witness": self.witness,
+                "budget": self.budget,
                 "profile": self.profile,
             }
             handlers[command](**arguments)
@@ -81,7 +86,7 @@ class Rank:
             timeout=timedelta(seconds=self.job.collective_seconds),
         )
         module, _, function = config.workload.partition(":")
-        make: Callable[[RunConfig, RankContext], Workload] = getattr(importlib.import_module(module), function)
+        make = getattr(importlib.import_module(module), function)
         context = RankContext(
             rank=self.job.rank,
             world_size=config.world_size,
@@ -89,7 +94,10 @@ class Rank:
             threads=self.job.threads,
             mark=self.beat.mark,
         )
-        self.workload = make(config, context)
+        self.clock = clock = PhaseClock(self.beat.mark, self.device)
+        if config.purpose == "profile":  # a run that is timed carries nothing of the phase clock
+            context = replace(context, mark=clock.mark, span=clock.span, watch=clock.watch)
+        self.workload = make_workload(make, config.workload, config, context)
         self.batches = self.workload.batches()
         # What exists now lives as long as the rank. Left to the collector, it would be searched before every window.
         gc.collect()
@@ -171,16 +179,52 @@ class Rank:
             return None
         return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
 
+    def budget(self, *, settle: int, steps: int, rounds: int) -> None:
+        """Take the time budget: in each round a window as training runs, then one that waits at the end of each phase.
+
+        Marks and spans are kept, so these windows have no other purpose: none of them supplies a speed.
+        """
+        if self.job.config.purpose != "profile":
+            raise RuntimeError("a time budget is taken only of a run with the purpose 'profile'")
+        found: dict[str, list[dict[str, Any]]] = {"unsynchronised": [], "synchronised": []}
+        for _ in range(rounds):
+            for variant, windows in found.items():
+                gc.collect()
+                for _ in range(settle):
+                    self._marked_step()
+                self.synchronize()
+                self.beat.mark("barrier")
+                if self.job.config.world_size > 1:
+                    dist.barrier()
+                helpers = _children_seconds()
+                self.clock.start(synchronised=variant == "synchronised")
+                start = time.perf_counter()
+                for _ in range(steps):
+                    self._marked_step()
+                self.synchronize()
+                end = time.perf_counter()
+                window = self.clock.stop(start, end, steps)
+                window["helpers_cpu_seconds"] = max(0.0, _children_seconds() - helpers) / steps
+                windows.append(window)
+        report(self.job, "budget", {variant: mean(windows) for variant, windows in found.items()})
+
+    def _marked_step(self) -> None:
+        """One step with a mark at each of its ends: what lies between these and the workload's own is in no phase."""
+        mark = self.clock.mark
+        mark("data")
+        batch = next(self.batches)
+        mark(UNNAMED)
+        self.workload.step(batch)
+        mark(UNNAMED)
+        self.beat.steps += 1
+
     def profile(self, *, wait: int, warmup: int, active: int, repeat: int, trace: str) -> None:
         """Profile some steps: a run with another purpose, which never supplies a time."""
-
-        def one_step() -> None:
-            self.beat.mark("data")
-            self.workload.step(next(self.batches))
-            self.beat.steps += 1
-
         schedule = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
-        report(self.job, "profile", profile_steps(one_step, schedule, Path(trace), self.cuda, self.job.rank))
+        self.clock.tracing = True
+        found = profile_steps(self._marked_step, schedule, Path(trace), self.cuda, self.job.rank)
+        self.clock.tracing = False
+        report(self.job, "profile", found)
 
     def finish(self) -> None:
         """Stop the workload and leave the rank's summary."""
@@ -208,3 +252,13 @@ class Rank:
         )
         if self.job.config.world_size == 1:
             dist.destroy_process_group()
+
+
+def _children_seconds() -> float:
+    """CPU seconds that this process's children (loader workers) have used so far."""
+    used = 0.0
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            times = child.cpu_times()
+            used += times.user + times.system
+    return used

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import shutil
@@ -12,16 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab.config import Plan, RunConfig
-from ddpm_lab.ledger import RankRecord, Window
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.measure.group import Group, GroupFailed, Limits, Progress
 from ddpm_lab.measure.hardware import CpuClock
 from ddpm_lab.measure.witness import mismatches
+from ddpm_lab.record import RankRecord, Window
 
 CHUNK = 5
 STEADY = 0.1
 WARMUP_SECONDS = 3.0
 """On a disturbed machine steps never look steady: after this long they are as warm as they get."""
+
+CACHE_DAYS = 30.0
+"""How long compile caches of another code version are kept after their last use, in case somebody goes back to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,7 @@ class Seat:
         self.failure: GroupFailed | None = None
         self.stages: dict[str, float] = {}
         self.compile_cache: str | None = None
+        self._throwaway: Path | None = None
         self.warm_step_seconds = 0.0
         self.warmup_steps = 0
         self.witness: list[dict[str, Any]] = []
@@ -124,9 +129,12 @@ class Seat:
         """
         if self.config.compile == "off":
             return {}, None
-        folder = self.instrument.cache / "compile" / self.instrument.code.key / self.config.run_id
+        version = self.instrument.cache / "compile" / self.instrument.code.key
+        if not version.exists():
+            _remove_unused(version.parent)
+        folder = version / self.config.run_id
         if self.member.role == "cold" and (folder / "filled").exists():
-            folder = folder.with_name(f"{folder.name}-{time.time_ns()}")
+            self._throwaway = folder = folder.with_name(f"{folder.name}-{time.time_ns()}")
         filled = folder / "filled"
         self.compile_cache = "warm" if filled.exists() else "cold"
         if self.compile_cache == "cold":
@@ -193,8 +201,8 @@ class Seat:
                 rank_seconds=tuple(round(r["end"] - r["start"], 6) for r in reports),
                 step_seconds=tuple(round(s, 6) for s in slowest(reports)),
                 data_seconds=tuple(round(r["data_seconds"], 6) for r in reports),
-                others_cores=round(before.others_cores(after, elapsed), 3),
-                stolen_seconds=round(after.stolen_seconds - before.stolen_seconds, 3),
+                others_cores=_rounded(before.others_cores(after, elapsed)),
+                stolen_seconds=_rounded(before.stolen(after)),
             )
         )
 
@@ -209,10 +217,31 @@ class Seat:
         ]
 
     def close(self) -> None:
-        """Kill what is left of the group."""
+        """Kill what is left of the group, and remove the caches of a cold compile that nobody will start from."""
         if self.group is not None:
             self.group.kill()
             self.group = None
+        if self._throwaway is not None:
+            shutil.rmtree(self._throwaway, ignore_errors=True)
+            self._throwaway = None
+
+
+def _remove_unused(caches: Path) -> None:
+    """Remove the compile caches of other code versions that no group has started from for ``CACHE_DAYS``.
+
+    Only folders named like a code version, and nothing that a link leads to.
+    """
+    if caches.is_symlink():
+        return
+    for version in caches.glob("[0-9a-f]" * 12):
+        with contextlib.suppress(OSError):
+            last_use = max(path.lstat().st_mtime for path in (version, *version.glob("*"), *version.glob("*/filled")))
+            if time.time() - last_use > CACHE_DAYS * 86400 and not version.is_symlink():
+                shutil.rmtree(version, ignore_errors=True)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)
 
 
 def slowest(ranks: list[dict[str, Any]]) -> list[float]:

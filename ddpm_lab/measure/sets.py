@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab.config import Plan, RunConfig
-from ddpm_lab.ledger import RunRecord
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.hardware import environment
 from ddpm_lab.measure.seat import Instrument, Member, Seat
+from ddpm_lab.measure.time_budget import take_budget, with_traces
 from ddpm_lab.measure.turns import balanced_orders, disturbed_turns, steps_of_windows
+from ddpm_lab.record import RunRecord
 
 CARD_SHARE = 0.7
 """Groups share a GPU only while they use less than this share of its memory."""
@@ -193,16 +194,18 @@ def measure_alone(
     member: Member,
     traces: list[Path] | None = None,
 ) -> RunRecord:
-    """One group on its own: a cold compile, or (with ``traces``, one file a rank) a profile."""
+    """One group on its own: a cold compile, or (with ``traces``, one file a rank) a time budget and a profile."""
     run = _SetRun(instrument, experiment, family, plan, [member])
     profile: dict[str, Any] = {}
 
     def work(seat: Seat) -> None:
         seat.open()
         if traces is not None:
+            instrument.progress(f"{member.label}: taking the time budget")
+            budget = take_budget(seat)  # before the profiler, which changes what it watches
             instrument.progress(f"{member.label}: profiling")
             ranks = seat.alive.profile(traces, wait=1, warmup=2, active=plan.window_steps, repeat=1)
-            profile.update(ranks[0], traces=[path.name for path in traces])
+            profile.update(ranks[0], traces=[path.name for path in traces], budget=with_traces(budget, ranks))
         seat.finish()
 
     try:

@@ -137,6 +137,7 @@ class Trainer:
         if context.world_size > 1:
             devices = [self.device] if self.device.type == "cuda" else None
             self.ddp = DistributedDataParallel(self.network, device_ids=devices, gradient_as_bucket_view=True)
+            context.watch(self.ddp)
             self.model = self.ddp
         if config.compile != "off":
             self.model = torch.compile(self.model)
@@ -174,6 +175,7 @@ class Trainer:
         mark = self.context.mark
         mark("copy")
         x0 = batch.images[part].to(self.device, non_blocking=True)
+        mark("forward")
         noise, t = noise_and_timesteps(
             self.config.seed,
             batch.step,
@@ -186,7 +188,6 @@ class Trainer:
         )
         if self.config.channels_last:
             noise = noise.contiguous(memory_format=torch.channels_last)
-        mark("forward")
         x_t = self.diffusion.q_sample(x0, t, noise)
         with self.autocast():
             prediction = self.model(x_t, t)

@@ -1,0 +1,94 @@
+"""The instrument checks itself: a baseline against itself, and against a slowdown that was planted.
+
+Every calibration measures afresh, since what it asks is how the machine measures now; its records stay in the ledger.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+from ddpm_lab.config import ConfigError, Plan, RunConfig
+from ddpm_lab.ledger import Ledger
+from ddpm_lab.measure import hardware
+from ddpm_lab.measure.group import sweep
+from ddpm_lab.measure.progress import Progress
+from ddpm_lab.measure.seat import Member
+from ddpm_lab.measure.sets import measure_set
+from ddpm_lab.planning import LEDGER, instrument_for, output_folder
+from ddpm_lab.record import LedgerError, RunRecord
+
+EXPERIMENT = "calibrate"
+WORKLOAD = "ddpm_lab.planted:pieces"
+PIECES = 100
+MOST_FAILURES = 2
+
+
+def calibrate(
+    *,
+    minutes: float = 5.0,
+    planted: float = 0.05,
+    device: str | None = None,
+    output_dir: str | Path | None = None,
+    quiet: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> list[RunRecord]:
+    """Measure sets of a baseline, its twin and a planted slowdown until the time is over; returns their records.
+
+    Args:
+        minutes: how long to measure; at least one set is measured.
+        planted: the slowdown, as a share of the work of a step: a whole number of per cent, 0.01 to 1.
+        device: cpu or cuda; None is the GPU where there is one.
+        output_dir: folder whose ledger receives the records; None is the checkout.
+        quiet: show no progress.
+        progress: called with each line instead of showing it.
+
+    Raises:
+        ConfigError: a value cannot be measured.
+        LedgerError: no set could be completed; the sentence gives the reason.
+    """
+    if not (isinstance(minutes, int | float) and 0 < minutes < 1e6):
+        raise ConfigError(f"minutes is {minutes!r}: give a number above 0")
+    extra = round(planted * PIECES) if isinstance(planted, int | float) and 0 < planted <= 1 else 0
+    if not extra or abs(extra / PIECES - planted) > 1e-9:
+        raise ConfigError(f"planted is {planted!r}: give whole per cents from 0.01 to 1, such as 0.05")
+    output = output_folder(output_dir)
+    show = Progress(EXPERIMENT, quiet=quiet)
+    instrument = instrument_for((WORKLOAD,), output, progress or show)
+    ledger = Ledger(output / LEDGER)
+    sweep()
+    baseline = RunConfig(
+        workload=WORKLOAD,
+        device=device or ("cuda" if hardware.gpus() else "cpu"),
+        global_batch_size=1,
+        options=(("pieces", PIECES),),
+    )
+    slower = RunConfig(
+        workload=WORKLOAD, device=baseline.device, global_batch_size=1, options=(("pieces", PIECES + extra),)
+    )
+    label = f"{extra} % more work"
+    members = [
+        Member("baseline", "baseline", baseline),
+        Member("twin", "baseline again", baseline),
+        Member("candidate", label, slower),
+    ]
+    family = f"calibration of {datetime.now().astimezone().isoformat(timespec='seconds')}"
+    begun, found = time.monotonic(), list[RunRecord]()
+    done = 0
+    while True:
+        elapsed = time.monotonic() - begun
+        left = minutes * 60 - elapsed
+        if done and left < elapsed / done:
+            break
+        show.prefix = f"set {done + 1}, {max(0, left):.0f} s left;"
+        records = measure_set(instrument, experiment=EXPERIMENT, family=family, plan=Plan(), members=members)
+        ledger.append(records)
+        failed = [r for r in records if r.status != "ok"]
+        found += records
+        done += 1
+        if len([r for r in found if r.status != "ok"]) >= MOST_FAILURES:
+            raise LedgerError(f"the calibration cannot run here: {failed[-1].label}: {failed[-1].reason}")
+    show.done(f"{done} sets in {(time.monotonic() - begun) / 60:.1f} min")
+    return found

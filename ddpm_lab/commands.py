@@ -1,0 +1,250 @@
+"""What each command does, from its options to an exit code. Commands load what they need, and nothing more."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ddpm_lab.config import ConfigError, percent
+
+
+def _output(options: argparse.Namespace) -> Path:
+    from ddpm_lab.planning import output_folder  # noqa: PLC0415 - commands load what they need
+
+    return output_folder(options.output_dir)
+
+
+def check(options: argparse.Namespace) -> int:
+    """Say what this machine has."""
+    from ddpm_lab.checkup import checkup  # noqa: PLC0415
+
+    items = checkup(_output(options))
+    runnable = all(item.present for item in items if item.needed)
+    if options.json:
+        print(json.dumps({"can_run": runnable, "items": [dataclasses.asdict(i) for i in items]}, indent=1))
+    else:
+        for item in items:
+            mark = "ok     " if item.present else "MISSING" if item.needed else "absent "
+            print(f"{mark}  {item.name}: {item.detail}" + ("" if item.present else f"; {item.adds}"))
+        print("The lab can run here." if runnable else "The lab cannot run here: see what is MISSING above.")
+    return 0 if runnable else 1
+
+
+def prepare(options: argparse.Namespace) -> int:
+    """Decode images once."""
+    from ddpm_lab.data.packed import prepare  # noqa: PLC0415
+
+    manifest = prepare(
+        options.source,
+        Path(options.dest).expanduser(),
+        image_size=options.image_size,
+        held_out=options.held_out,
+        skip_bad=options.skip_bad,
+        progress=lambda line: print(line, file=sys.stderr),
+    )
+    if options.json:
+        print(manifest.to_json(), end="")
+    else:
+        print(f"{options.dest}: {manifest.describe()}")
+        for line in manifest.skipped:
+            print(f"left out: {line}")
+    return 0
+
+
+def _grid(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What --mode and --batch-size mean for an experiment."""
+    from ddpm_lab.measure import hardware  # noqa: PLC0415
+
+    grid: dict[str, Any] = {}
+    if options.batch_size is not None:
+        grid |= (
+            {"global_batch_sizes": [options.batch_size]}
+            if name == "multi_gpu"
+            else {"global_batch_size": options.batch_size}
+        )
+    if options.mode == "multi" and name == "workers":
+        raise ConfigError(
+            "--mode multi: the experiment workers trains with one rank; leave it out or use --mode single"
+        )
+    if options.mode and name != "workers":
+        gpus = len(hardware.gpus())
+        cuda = (options.device or ("cuda" if gpus else "cpu")) == "cuda"
+        most = gpus if cuda else hardware.usable_cores()
+        if options.mode == "multi" and most < 2 and not (options.oversubscribe and not cuda):
+            have = f"{most} GPU" if cuda else f"{most} usable core"
+            raise NoRanksError(f"--mode multi needs two ranks, and this machine has {have}: use --mode single")
+        ranks = 1 if options.mode == "single" else most if cuda else 2
+        grid |= {"world_size": ranks} if name == "profile" else {"world_sizes": [ranks]}
+    return grid
+
+
+class NoRanksError(ConfigError):
+    """Several ranks were asked for where there can be only one."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure what is missing for experiments."""
+    from ddpm_lab import planning  # noqa: PLC0415
+    from ddpm_lab.config import choice  # noqa: PLC0415
+    from ddpm_lab.questions import QUESTIONS  # noqa: PLC0415
+
+    for name in options.experiments:
+        choice("experiment", name, QUESTIONS)
+    try:
+        grids = {name: _grid(name, options) for name in options.experiments}
+    except NoRanksError as error:
+        print(f"ddpm-lab: {error}", file=sys.stderr)
+        return 1
+    # All are checked before the first is measured.
+    planned = [
+        planning.plan_question(
+            name,
+            preset=options.preset,
+            minutes=options.minutes / len(grids) if options.minutes else options.minutes,
+            sets=options.sets,
+            resolution=percent(options.resolution) if options.resolution else None,
+            output_dir=options.output_dir,
+            start_method=options.start_method,
+            data=options.data,
+            held_out=options.held_out,
+            skip_bad=options.skip_bad,
+            network=options.network,
+            device=options.device,
+            image_size=options.image_size,
+            seed=options.seed,
+            oversubscribe=options.oversubscribe,
+            **grid,
+        )
+        for name, grid in grids.items()
+    ]
+    measured = [one.measure() for one in planned]
+    results = [_answer(one) for one in measured]
+    if options.json:
+        print(json.dumps(results, indent=1))
+    else:
+        for result in results:
+            print(f"{result['experiment']}: {result['finding']}")
+        print(f"records: {results[-1]['ledger']}")
+    return 0 if all(one.completed for one in measured) else 1
+
+
+def _answer(measured: Any) -> dict[str, Any]:
+    """The finding of what was measured, or, on a node without pandas, where its records lie."""
+    values = {
+        "experiment": measured.experiment.name,
+        "measured_sets": measured.measured_sets,
+        "ledger": str(measured.ledger),
+    }
+    try:
+        from ddpm_lab.explain import findings  # noqa: PLC0415
+    except ModuleNotFoundError as missing:
+        advice = f"measured; {missing.name} is not installed here, so take the ledger elsewhere: ddpm-lab figures"
+        return {**values, "finding": f"{advice} --ledger {measured.ledger.name}"}
+    from ddpm_lab.experiments import study_of  # noqa: PLC0415
+
+    found = findings.finding(study_of(measured))
+    return {**values, "finding": found.claim, "verdict": found.verdict, "status": found.status}
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Measure two training steps against each other."""
+    from ddpm_lab import comparison  # noqa: PLC0415
+    from ddpm_lab.planning import MOST_SETS  # noqa: PLC0415
+
+    resolution = percent(options.resolution) if options.resolution else comparison.RESOLUTION
+    measured = comparison.measure(
+        options.baseline,
+        options.candidate,
+        resolution=resolution,
+        minutes=options.minutes,
+        sets=options.sets or MOST_SETS,
+        device=options.device,
+        output_dir=options.output_dir,
+    )
+    found = comparison.answer(measured, resolution)
+    print(json.dumps(found.as_dict(), indent=1) if options.json else found)
+    if not measured.completed:
+        return 1
+    return int(options.gate and found.verdict == "slower")
+
+
+def calibrate(options: argparse.Namespace) -> int:
+    """Check the instrument, twice if it fails once."""
+    from ddpm_lab.calibrate import calibrate as measure  # noqa: PLC0415
+    from ddpm_lab.explain import calibration  # noqa: PLC0415
+    from ddpm_lab.explain.figure_calibration import save  # noqa: PLC0415
+
+    output = _output(options)
+    for attempt in (1, 2):
+        records = measure(
+            minutes=options.minutes, planted=percent(options.planted), device=options.device, output_dir=output
+        )
+        found = calibration.calibration(records)
+        if found is None or found.passed or found.sets < calibration.LEAST_SETS:
+            break
+        if attempt == 1:
+            print(f"{found.verdict()}: the check is repeated once", file=sys.stderr)
+    if found is None:
+        print("ddpm-lab: no set of the calibration was completed", file=sys.stderr)
+        return 1
+    figure = save(found, output)
+    if options.json:
+        print(json.dumps({**found.as_dict(), "figure": str(figure)}, indent=1))
+    else:
+        print(*calibration.lines(found), f"figure: {figure}", sep="\n")
+    return 0 if found.passed else 1
+
+
+def report(options: argparse.Namespace) -> int:
+    """Execute the notebooks."""
+    from ddpm_lab.report import report  # noqa: PLC0415
+
+    parameters = {name: _literal(value) for name, value in options.parameter or ()}
+    if options.skip_bad:
+        parameters["skip_bad"] = True
+    result = report(
+        preset=options.preset,
+        data=options.data,
+        held_out=options.held_out,
+        network=options.network,
+        minutes=options.minutes,
+        output_dir=options.output_dir,
+        notebooks=options.notebook,
+        parameters=parameters,
+    )
+    return result.exit_code
+
+
+def _literal(text: str) -> Any:
+    """A parameter's value as JSON where it is JSON, else as it was typed."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def figures(options: argparse.Namespace) -> int:
+    """Rebuild, publish or check figures."""
+    from ddpm_lab import published  # noqa: PLC0415
+    from ddpm_lab.planning import LEDGER  # noqa: PLC0415
+
+    output = _output(options)
+    if options.check:
+        problems = published.check(output)
+        for problem in problems:
+            print(f"ddpm-lab: {problem}", file=sys.stderr)
+        if not problems:
+            print("every published figure matches the published records")
+        return 1 if problems else 0
+    ledgers = [Path(f).expanduser() for f in options.ledger or [output / LEDGER]]
+    found = (published.publish if options.publish else published.rebuild)(ledgers, options.machine, output)
+    if options.json:
+        print(json.dumps([{"figure": str(path), **dataclasses.asdict(f)} for path, f in found], indent=1))
+    else:
+        for path, finding in found:
+            print(f"{finding.experiment}: {finding.claim}\n  {path}")
+    return 0

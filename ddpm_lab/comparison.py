@@ -1,0 +1,250 @@
+"""Which of two is faster? Any two training steps, measured in sets that alternate, with interval, noise and verdict.
+
+from ddpm_lab import compare
+print(compare("mine:baseline", "mine:candidate", resolution=0.02))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpm_lab.config import DDPM, ConfigError, Experiment, Family, Plan, RunConfig
+from ddpm_lab.data.packed import resolve
+from ddpm_lab.data.prepared import read_manifest
+from ddpm_lab.experiments import study_of
+from ddpm_lab.measure import hardware
+from ddpm_lab.planning import MOST_SETS, Measured, output_folder, plan_experiment
+from ddpm_lab.questions import check_ranks
+
+if TYPE_CHECKING:
+    from ddpm_lab.explain.findings import Finding
+    from ddpm_lab.explain.frames import Study
+
+RESOLUTION = 0.03
+"""The smallest relative difference that is to be found, unless another is asked for."""
+
+Side = str | Path | RunConfig | Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What ``compare`` found: ``str`` gives it in words, a notebook shows it with its figure."""
+
+    study: Study
+    finding: Finding
+    figure: Path
+
+    @property
+    def ratio(self) -> float:
+        """The baseline's time for equal work divided by the candidate's: above 1 the candidate is faster."""
+        return self.finding.ratio
+
+    @property
+    def verdict(self) -> str:
+        """faster, slower or not resolved: the candidate's, against the baseline."""
+        return self.finding.verdict
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; what is unknown is null."""
+        from ddpm_lab.explain.answers import answer_values  # noqa: PLC0415 - not on a bare GPU node
+
+        return {**answer_values(self.study, self.finding), "figure": str(self.figure)}
+
+    def __str__(self) -> str:
+        from ddpm_lab.explain.answers import answer_text  # noqa: PLC0415 - not on a bare GPU node
+
+        return f"{answer_text(self.study, self.finding)}\nfigure: {self.figure}"
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        from ddpm_lab.explain.answers import mime_bundle  # noqa: PLC0415
+
+        return mime_bundle(self.study, self.finding)
+
+
+def compare(
+    baseline: Side,
+    candidate: Side,
+    *,
+    resolution: float = RESOLUTION,
+    minutes: float | None = None,
+    sets: int = MOST_SETS,
+    device: str | None = None,
+    output_dir: str | Path | None = None,
+    quiet: bool = False,
+) -> Comparison:
+    """Measure two training steps against each other until a difference of ``resolution`` would be found.
+
+    Each side is a workload ``module:function`` that can be imported from here, the function itself, a TOML file of
+    settings of ``RunConfig``, or such a configuration. The function takes nothing and yields after every step (or
+    returns a function that does one step); or it takes ``(config, context)`` and returns a ``Workload``. One step of
+    one side must be the same work as one step of the other, unless ``global_batch_size`` in a file says otherwise.
+
+    Measuring stops when the 95 % interval is narrow enough (half-width at most half of ``resolution``), never because a
+    difference has appeared; or after ``minutes``, or after ``sets`` sets. What the ledger already holds of the same
+    code is used.
+
+    Args:
+        baseline: the side that is 1.
+        candidate: the side whose speed is asked for.
+        resolution: the smallest relative difference to be found: 0.02 is 2 %.
+        minutes: time budget; None is no limit.
+        sets: the most sets to measure.
+        device: cpu or cuda, for sides that do not say; None is the GPU where there is one.
+        output_dir: folder that receives ``trace_output/`` and ``image_output/``; None is the checkout.
+        quiet: show no progress.
+
+    Raises:
+        ConfigError: a side cannot be run on this machine, or cannot be sent to another process.
+    """
+    measured = measure(
+        baseline,
+        candidate,
+        resolution=resolution,
+        minutes=minutes,
+        sets=sets,
+        device=device,
+        output_dir=output_dir,
+        quiet=quiet,
+    )
+    return answer(measured, resolution)
+
+
+def measure(
+    baseline: Side,
+    candidate: Side,
+    *,
+    resolution: float = RESOLUTION,
+    minutes: float | None = None,
+    sets: int = MOST_SETS,
+    device: str | None = None,
+    output_dir: str | Path | None = None,
+    quiet: bool = False,
+) -> Measured:
+    """The measuring half of ``compare``, which needs no pandas: it appends to the ledger."""
+    output = output_folder(output_dir)
+    device = device or ("cuda" if hardware.gpus() else "cpu")
+    one = _side(baseline, "baseline", device, output, quiet)
+    two = _side(candidate, "candidate", device, output, quiet)
+    for config in (one, two):
+        check_ranks(config.device, config.world_size, len(hardware.gpus()), hardware.usable_cores())
+    if one.data_sha256 and two.data_sha256 and one.data_sha256 != two.data_sha256:
+        raise ConfigError("the two sides train on different images: give both the same data, or it is not equal work")
+    names = _labels(_name(baseline, one), _name(candidate, two))
+    family = Family(
+        name=f"{names[1]} against {names[0]}",
+        baseline=one,
+        baseline_label=names[0],
+        # A side against itself is what the null twin is.
+        candidates=() if one.run_id == two.run_id else ((names[1], two),),
+    )
+    return plan_experiment(
+        Experiment(name="compare", families=(family,)),
+        workloads=(one.workload, two.workload),
+        data_name=_data_name(one),
+        plan=Plan(),
+        sets=sets,
+        resolution=resolution,
+        minutes=minutes,
+        output=output,
+        quiet=quiet,
+    ).measure()
+
+
+def answer(measured: Measured, resolution: float) -> Comparison:
+    """What the records say, with a figure in ``image_output/``."""
+    from ddpm_lab.explain import figures, findings  # noqa: PLC0415 - not on a bare GPU node
+
+    study = dataclasses.replace(study_of(measured), resolution=resolution)
+    family = measured.experiment.families[0]
+    name = "_".join("".join(c if c.isalnum() else "-" for c in family.name).split("-against-"))
+    figure = measured.output_dir / "image_output" / f"compare_{name}.png"
+    figures.save(figures.figure(study), figure)
+    return Comparison(study=study, finding=findings.finding(study), figure=figure)
+
+
+def _side(given: Side, place: str, device: str, output: Path, quiet: bool) -> RunConfig:
+    if isinstance(given, RunConfig):
+        return given
+    if callable(given):
+        return _importable(RunConfig(workload=_workload_of(given, place), device=device, global_batch_size=1))
+    text = str(given)
+    if text.endswith(".toml"):
+        return _from_file(Path(text).expanduser(), place, device, output, quiet)
+    if ":" not in text:
+        raise ConfigError(f"{place} is {text!r}: name a workload as module:function, or a file that ends in .toml")
+    return _importable(RunConfig(workload=text, device=device, global_batch_size=1))
+
+
+def _workload_of(function: Callable[..., Any], place: str) -> str:
+    """The name under which another process can import a function."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    found: Any = sys.modules.get(module or "")
+    if module in (None, "__main__") or not name.isidentifier() or getattr(found, name, None) is not function:
+        bare = last if (last := name.rpartition(".")[2]).isidentifier() else "name"
+        raise ConfigError(
+            f"{place} is the function {name or function!r}, which only this process knows, and each side runs in a "
+            f"process of its own: put it into a file, such as mine.py, and give 'mine:{bare}'"
+        )
+    return f"{module}:{name}"
+
+
+def _importable(config: RunConfig) -> RunConfig:
+    """The folder one works in may hold the module: a script finds it there, a command does not by itself."""
+    here = str(Path.cwd())
+    if "" not in sys.path and here not in sys.path:
+        sys.path.append(here)
+    return config
+
+
+def _from_file(path: Path, place: str, device: str, output: Path, quiet: bool) -> RunConfig:
+    try:
+        values = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{place}: cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{place}: {path} is not TOML: {error}") from error
+    values.setdefault("device", device)
+    try:
+        config = RunConfig.from_dict(values)
+    except (ConfigError, TypeError) as error:
+        raise ConfigError(f"{place}, {path}: {error}") from error
+    if config.workload != DDPM and not config.data:
+        return _importable(config)
+    say = (lambda _: None) if quiet else (lambda line: print(line, file=sys.stderr))
+    folder = resolve(
+        config.data or "synthetic",
+        output / "data" / "prepared",
+        image_size=config.image_size,
+        held_out=None,
+        skip_bad=False,
+        progress=say,
+    )
+    return _importable(dataclasses.replace(config, data=str(folder), data_sha256=read_manifest(folder).content_hash))
+
+
+def _name(given: Side, config: RunConfig) -> str:
+    if isinstance(given, RunConfig):
+        return f"configuration {config.run_id}"
+    return config.workload if callable(given) else Path(given).stem if str(given).endswith(".toml") else str(given)
+
+
+def _labels(one: str, two: str) -> tuple[str, str]:
+    """The two names, without the module where both have the same."""
+    if one == two:
+        return one, f"{two} (candidate)"
+    module, _, function = one.rpartition(":")
+    other, _, candidate = two.rpartition(":")
+    return (function, candidate) if module and module == other else (one, two)
+
+
+def _data_name(config: RunConfig) -> str:
+    if not config.data_sha256:
+        return ""
+    manifest = read_manifest(Path(config.data))
+    return f"{manifest.train_count:,} images"

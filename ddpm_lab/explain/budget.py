@@ -1,0 +1,249 @@
+"""Where the time of a step goes, from a record: phases, classes, overlap, and what no phase explains."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from ddpm_lab.explain import phrases
+from ddpm_lab.record import RunRecord
+
+IO, TRANSFER, COMPUTE, OTHER = "I/O", "transfer", "compute", "other"
+CLASSES = {
+    "data": IO,
+    "copy": TRANSFER,
+    "forward": COMPUTE,
+    "backward": COMPUTE,
+    "communication": TRANSFER,
+    "optimizer": COMPUTE,
+    "EMA": COMPUTE,
+}
+"""Class of each phase, in the order of a step; phases of a workload's own are of the class "other"."""
+LONG = {"data": "waiting for data", "copy": "host-to-device copy", "EMA": "weight averaging (EMA)"}
+WORKERS = "loader workers"
+_NAMES = {"ema": "EMA", "all-reduce": "communication"}
+
+UNEXPLAINED = 0.10
+"""Share of a step in no phase above which a budget explains nothing."""
+STRAGGLES = 1.10
+DISTURBED = 0.1
+GOOD_COMPUTE, GOOD_IO = 0.80, 0.15
+_NONE = float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A rank's step from end to end: its wall time, each phase by name in the order of a step, and what is in none."""
+
+    step_seconds: float
+    phases: Mapping[str, float]
+    residual_seconds: float
+
+    @property
+    def residual_share(self) -> float:
+        """Share of the step that lies in no phase; below 0 where phases sum to more than the wall time."""
+        return self.residual_seconds / self.step_seconds
+
+    def share(self, name: str) -> float:
+        """Share of the step of a phase, or of all phases of a class."""
+        return sum(s for phase, s in self.phases.items() if name in (phase, class_of(phase))) / self.step_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """The time budget of the slowest rank: the one whose own work takes longest, so that the others wait for it.
+
+    ``running`` is its step as training runs, ``waiting`` with each phase waited for, ``others`` are the other ranks as
+    training runs. ``beside`` are seconds per step that ran beside the phases, by name, with those of them beside
+    computing; ``ahead_seconds`` is how far the host is ahead of the device when a step begins (None on a CPU).
+    ``trace_difference`` is the largest difference of a phase's share from the profiler's trace, ``profiler_slowdown``
+    the profiled step's time over this one's; NaN where there is no trace.
+    """
+
+    rank: int
+    steps: int
+    on_device: bool
+    running: Line
+    waiting: Line
+    others: Mapping[int, Line]
+    beside: Mapping[str, tuple[float, float]]
+    ahead_seconds: float | None
+    disturbance: str
+    straggler: str
+    trace_difference: float
+    profiler_slowdown: float
+
+    @property
+    def explained(self) -> bool:
+        """Whether the phases account for the step."""
+        return abs(self.running.residual_share) <= UNEXPLAINED
+
+
+def class_of(phase: str) -> str:
+    """What a phase spends its time on."""
+    return CLASSES.get(phase, OTHER)
+
+
+def _ordered(phases: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by name for people, in the order of a step; names that mean the same are one."""
+    found = dict.fromkeys(CLASSES, 0.0)
+    for name, seconds in phases.items():
+        found[_NAMES.get(name, name)] = found.get(_NAMES.get(name, name), 0.0) + float(seconds)
+    return {name: seconds for name, seconds in found.items() if seconds}
+
+
+def _line(window: Mapping[str, Any]) -> Line:
+    return Line(float(window["step_seconds"]), _ordered(window["phases"]), float(window["residual_seconds"]))
+
+
+def budget(record: RunRecord) -> Budget | None:
+    """The time budget that a profile record holds, or None."""
+    values = (record.profile or {}).get("budget")
+    if not values:
+        return None
+    windows = [rank["unsynchronised"] for rank in values["ranks"]]
+    lines = [_line(window) for window in windows]
+    own = [line.step_seconds - line.phases.get("communication", 0.0) for line in lines]
+    rank = own.index(max(own))
+    window = windows[rank]
+    beside = {name: (s["seconds"], s["overlapped_seconds"]) for name, s in window["spans"].items()}
+    if (helpers := window.get("helpers_cpu_seconds", 0.0)) > 0:
+        beside[WORKERS] = (helpers, helpers)
+    difference, slowdown = _check(window, values["ranks"][rank].get("profiled"))
+    return Budget(
+        rank=rank,
+        steps=int(values["steps"]),
+        on_device="host_phases" in window,
+        running=lines[rank],
+        waiting=_line(values["ranks"][rank]["synchronised"]),
+        others={r: line for r, line in enumerate(lines) if r != rank},
+        beside=beside,
+        ahead_seconds=window.get("host_ahead_seconds"),
+        disturbance=_disturbance(values.get("others_cores"), record.environment.machine.usable_cores),
+        straggler=_straggler(lines),
+        trace_difference=difference,
+        profiler_slowdown=slowdown,
+    )
+
+
+def _disturbance(others_cores: float | None, usable_cores: int) -> str:
+    """A sentence if others took more than a turn of a set may lose; what is not known is not told."""
+    if not others_cores or others_cores <= DISTURBED * usable_cores:
+        return ""
+    return f"Other processes kept {others_cores:.1f} of {phrases.plural(usable_cores, 'core')} busy meanwhile"
+
+
+def _straggler(lines: Sequence[Line]) -> str:
+    """A sentence that names a rank which computes clearly longer than the others; empty without one."""
+    times = [line.share(COMPUTE) * line.step_seconds for line in lines]
+    rank = times.index(max(times))
+    others = times[:rank] + times[rank + 1 :]
+    if not others or times[rank] <= STRAGGLES * (usual := statistics.median(others)):
+        return ""
+    longer = f"{100 * (times[rank] / usual - 1):.0f} %"
+    return (
+        f"Rank {rank} computes {longer} longer than the other{'s, which wait' if len(others) > 1 else ', which waits'}"
+    )
+
+
+def _check(window: Mapping[str, Any], profiled: Mapping[str, Any] | None) -> tuple[float, float]:
+    """Largest difference of a phase's share from the trace, and how many times as long the profiled step took.
+
+    The trace's ranges are the host's, so on a GPU the host's own phases are what they check. The trace holds the wait
+    for gradients in the backward pass, and a phase that comes rarely perhaps not at all: shares are of what both hold.
+    """
+    if not profiled or not profiled.get("phases"):
+        return _NONE, _NONE
+    ours, theirs = _ordered(window.get("host_phases", window["phases"])), _ordered(profiled["phases"])
+    if "communication" not in theirs:
+        ours["backward"] = ours.get("backward", 0.0) + ours.pop("communication", 0.0)
+    both = [name for name in ours if name in theirs]
+    a, b = (sum(phases[name] for name in both) for phases in (ours, theirs))
+    difference = max((abs(ours[name] / a - theirs[name] / b) for name in both), default=_NONE)
+    return difference, float(profiled["step_seconds"]) / float(window["step_seconds"])
+
+
+def percent(share: float) -> str:
+    """Such as "52 %", "6.0 %", "below 0.1 %"."""
+    if abs(share) < 0.0005:
+        return "below 0.1 %"
+    return f"{100 * share:.0f} %" if abs(share) >= 0.0995 else f"{100 * share:.1f} %"
+
+
+def headline(found: Budget) -> str:
+    """The answer in one line."""
+    line = found.running
+    if not found.explained:
+        return f"Not explained: {percent(line.residual_share)} of a step lies in no phase"
+    top = max(line.phases, key=lambda name: line.phases[name])
+    data, exchange = line.share("data"), line.share("communication")
+    if top == "data":
+        return f"Waiting for data takes {percent(data)} of a step: the loader is the limit"
+    ends = ["the loader is not the limit" if data < GOOD_IO else f"waiting for data takes {percent(data)}"]
+    if top != "communication" and exchange >= UNEXPLAINED:
+        ends.insert(0, f"waiting for gradients takes {percent(exchange)}")
+    return f"{top[0].upper()}{top[1:]} takes {percent(line.share(top))} of a step; {', '.join(ends)}"
+
+
+def evidence(found: Budget) -> str:
+    """What stands behind the headline, in sentences."""
+    line = found.running
+    shares = [f"{LONG.get(name, name)} {percent(line.share(name))}" for name in line.phases]
+    whose = f" of rank {found.rank}, the slowest," if found.others else ""
+    parts = [
+        f"A step{whose} takes {phrases.seconds(line.step_seconds)}: {phrases.joined(shares)}; "
+        f"{percent(line.residual_share)} lies in no phase",
+        f"Compute share {percent(line.share(COMPUTE))} (above {percent(GOOD_COMPUTE)} counts as good), "
+        f"I/O {percent(line.share(IO))} (below {percent(GOOD_IO)})",
+    ]
+    parts += [found.straggler] if found.straggler else []
+    parts += [f"Beside the phases: {phrases.joined(beside(found))}"] if beside(found) else []
+    alike = "" if found.on_device or found.others else " (on one CPU rank the same work: they differ by noise)"
+    parts.append(f"With each phase waited for a step takes {phrases.seconds(found.waiting.step_seconds)}{alike}")
+    if not math.isnan(found.trace_difference):
+        longer = 100 * (found.profiler_slowdown - 1)
+        slower = f"makes a step {longer:.0f} % longer" if longer > 0 else "costs less than the noise"
+        within = max(0.1, 100 * found.trace_difference)
+        parts.append(f"The profiler's trace gives the same shares within {within:.1f} points; profiling {slower}")
+    parts += [found.disturbance] if found.disturbance else []
+    return ". ".join(parts)
+
+
+def beside(found: Budget) -> list[str]:
+    """What ran beside the phases, in words."""
+    words = []
+    for name, (seconds, overlapped) in found.beside.items():
+        if name == WORKERS:
+            words.append(f"{WORKERS} {phrases.seconds(seconds)} of CPU time a step")
+        elif seconds > 0:
+            what, part = "loading" if name == "data" else name, percent(overlapped / seconds)
+            words.append(f"{what} {phrases.seconds(seconds)} a step, {part} of it while computing")
+    if found.ahead_seconds is not None:
+        words.append(f"the host {phrases.seconds(max(0.0, found.ahead_seconds))} ahead when a step begins")
+    return words
+
+
+def table(found: Budget) -> pd.DataFrame:
+    """The budget as strings: a row a phase, what lies in none, and the whole step."""
+    time = "Time per step" + (f", rank {found.rank} (slowest)" if found.others else "")
+    lines = {time: found.running, "Each phase waited for": found.waiting}
+    lines |= {f"Rank {rank}": line for rank, line in found.others.items()}
+
+    def row(name: str, kind: str, seconds: Sequence[float]) -> dict[str, str]:
+        share = {"Share": percent(seconds[0] / found.running.step_seconds)}
+        cells = {title: phrases.seconds(s) for title, s in zip(lines, seconds, strict=True)}
+        return {"Phase": name, "Class": kind, time: cells.pop(time), **share, **cells}
+
+    names = _ordered({name: 1.0 for line in lines.values() for name in line.phases})
+    rows = [
+        row(LONG.get(name, name), class_of(name), [line.phases.get(name, 0.0) for line in lines.values()])
+        for name in names
+    ]
+    rows.append(row("in no phase", "residual", [line.residual_seconds for line in lines.values()]))
+    rows.append(row("whole step", "wall time", [line.step_seconds for line in lines.values()]))
+    return pd.DataFrame(rows)

@@ -1,0 +1,229 @@
+"""What a calibration says of a machine: how much it scatters, what it can resolve, and whether to believe it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+from scipy import stats as distributions
+
+from ddpm_lab.explain import phrases, stats
+from ddpm_lab.record import RunRecord, set_log_ratio
+
+EXPERIMENT = "calibrate"
+MINUTES = (1, 5, 20)
+LEAST_SETS = stats.LEAST_SETS
+FINE = 0.03
+"""A machine is fit to measure when it resolves a difference of this size within 20 minutes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """A calibration, computed from its records. Ratios are the baseline's time divided by the other's.
+
+    ``noise`` is the standard deviation over sets of the null's log ratio; ``drift_per_minute`` the slope of the
+    baseline's log speed, with its 95 % interval; ``others_cores`` the mean of what other processes kept busy (None:
+    unknown); ``resolvable`` the smallest difference that so many minutes resolve here (None: fewer than six sets).
+    """
+
+    hardware: str
+    date: str
+    sets: int
+    seconds_per_set: float
+    step_seconds: float
+    turns_dropped: int
+    noise: float
+    drift_per_minute: tuple[float, float, float]
+    others_cores: float | None
+    stolen_share: float | None
+    null: stats.Estimate
+    null_called: bool
+    planted: float
+    planted_estimate: stats.Estimate
+    planted_found: bool
+    planted_in_interval: bool
+    resolvable: dict[int, float | None]
+    null_ratios: tuple[float, ...]
+    planted_ratios: tuple[float, ...]
+    minutes: tuple[float, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the planted slowdown was found and the null was not called at the 99 % level."""
+        return self.planted_found and not self.null_called
+
+    @property
+    def fit(self) -> bool:
+        """Whether the check passed, and 20 minutes resolve a difference of 3 %."""
+        finest = self.resolvable[max(MINUTES)]
+        return self.passed and finest is not None and finest <= FINE
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; what is unknown is null."""
+        return {
+            "hardware": self.hardware,
+            "date": self.date,
+            "passed": self.passed,
+            "fit": self.fit,
+            "verdict": self.verdict(),
+            "sets": self.sets,
+            "seconds_per_set": round(self.seconds_per_set, 2),
+            "step_seconds": self.step_seconds,
+            "turns_dropped": self.turns_dropped,
+            "noise_between_sets": _known(self.noise),
+            "drift_per_minute": [_known(v) for v in self.drift_per_minute],
+            "others_cores": self.others_cores,
+            "stolen_share": self.stolen_share,
+            "null": _plain(self.null),
+            "null_called_at_99": self.null_called,
+            "planted": self.planted,
+            "planted_ratio": 1 / (1 + self.planted),
+            "planted_measured": _plain(self.planted_estimate),
+            "planted_found": self.planted_found,
+            "planted_in_95_interval": self.planted_in_interval,
+            "resolvable": {f"{m} min": v for m, v in self.resolvable.items()},
+        }
+
+    def verdict(self) -> str:
+        """One sentence: may one measure here, and how finely?"""
+        if self.planted_estimate.sets < stats.LEAST_SETS:
+            return (
+                f"Not judged: {phrases.plural(self.planted_estimate.sets, 'set')} in the time given, "
+                f"and a verdict needs {stats.LEAST_SETS}; give more minutes"
+            )
+        if self.null_called:
+            return "Not fit to measure now: the baseline differs from itself at the 99 % level"
+        if not self.planted_found:
+            return f"Not fit to measure now: a planted slowdown of {_percent(self.planted)} was not found"
+        finest = self.resolvable[max(MINUTES)]
+        if self.fit:
+            assert finest is not None
+            return f"Fit to measure: {max(MINUTES)} minutes resolve a difference of {_percent(finest)}"
+        return f"Fit for large differences only: {max(MINUTES)} minutes resolve {_percent(finest)}"
+
+
+def calibrations(records: Sequence[RunRecord]) -> list[Calibration]:
+    """Every calibration among the records, oldest first; those without a complete set are left out."""
+    families = dict.fromkeys(r.family for r in records if r.experiment == EXPERIMENT)
+    found = [calibration([r for r in records if r.family == f and r.experiment == EXPERIMENT]) for f in families]
+    return [c for c in found if c is not None]
+
+
+def calibration(records: Sequence[RunRecord]) -> Calibration | None:
+    """What the records of one calibration say; None where no set is complete."""
+    sets: dict[str, dict[str, RunRecord]] = {}
+    for r in records:
+        if r.status == "ok":
+            sets.setdefault(r.set_id, {})[r.role] = r
+    whole = [s for s in sets.values() if {"baseline", "twin", "candidate"} <= s.keys()]
+    if not whole:
+        return None
+    first = whole[0]["candidate"]
+    planted = first.config.option("pieces", 0) / whole[0]["baseline"].config.option("pieces", 1) - 1
+    null_logs = np.array([set_log_ratio(s["baseline"], s["twin"]) for s in whole])
+    planted_logs = np.array([set_log_ratio(s["baseline"], s["candidate"]) for s in whole])
+    null, slow = stats.geometric_estimate(null_logs), stats.geometric_estimate(planted_logs)
+    p_slow = stats.holm([null.p, slow.p])[1]
+    starts = [datetime.fromisoformat(s["baseline"].environment.date) for s in whole]
+    minutes = np.array([(t - starts[0]).total_seconds() / 60 for t in starts])
+    windows = [w for s in whole for r in s.values() for w in r.windows]
+    # A set's cost is the time to the next one; the last set's is not known from dates.
+    stages = sum(sum(r.stages.values()) for r in whole[0].values())
+    per_set = float(np.diff(minutes).mean() * 60) if len(whole) > 1 else stages
+    spread = float(np.nanstd(null_logs, ddof=1)) if len(whole) > 1 else math.nan
+    others = [w.others_cores for w in windows if w.others_cores is not None]
+    stolen = [w.stolen_seconds for w in windows if w.stolen_seconds is not None]
+    seconds = sum(w.seconds for w in windows)
+    steps = [w.seconds / w.steps for s in whole for w in s["baseline"].windows if not w.dropped and w.steps]
+    return Calibration(
+        hardware=first.environment.machine.name,
+        date=first.environment.date,
+        sets=len(whole),
+        seconds_per_set=per_set,
+        step_seconds=float(np.median(steps)) if steps else math.nan,
+        turns_dropped=len({(r.set_id, w.turn) for s in whole for r in s.values() for w in r.windows if w.dropped}),
+        noise=spread,
+        drift_per_minute=_drift(minutes, whole),
+        others_cores=float(np.mean(others)) if others else None,
+        stolen_share=sum(stolen) / seconds if stolen and seconds else None,
+        null=null,
+        null_called=null.sets >= stats.LEAST_SETS and null.p < 0.01,
+        planted=planted,
+        planted_estimate=slow,
+        planted_found=stats.verdict(slow, p_slow, 2) == stats.SLOWER,
+        planted_in_interval=slow.low <= 1 / (1 + planted) <= slow.high,
+        resolvable={m: _resolvable(spread, m * 60 / per_set if per_set else 0) for m in MINUTES},
+        null_ratios=tuple(np.exp(null_logs)),
+        planted_ratios=tuple(np.exp(planted_logs)),
+        minutes=tuple(minutes),
+    )
+
+
+def _drift(minutes: np.ndarray[Any, Any], whole: Sequence[dict[str, RunRecord]]) -> tuple[float, float, float]:
+    """Slope of the baseline's log speed per minute with its 95 % interval (least squares over sets)."""
+    logs = []
+    for s in whole:
+        kept = [w.seconds_per_image for w in s["baseline"].windows if not w.dropped]
+        logs.append(-math.log(float(np.median(kept))) if kept else math.nan)
+    values = np.array(logs)
+    usable = np.isfinite(values)
+    if usable.sum() < 3 or float(np.ptp(minutes[usable])) == 0:
+        return (math.nan, math.nan, math.nan)
+    fit = distributions.linregress(minutes[usable], values[usable])
+    half = float(distributions.t.ppf(0.975, int(usable.sum()) - 2)) * float(fit.stderr)
+    return (float(fit.slope), float(fit.slope) - half, float(fit.slope) + half)
+
+
+def _resolvable(spread: float, sets: float) -> float | None:
+    effect = stats.smallest_effect(spread, int(sets))
+    return effect if math.isfinite(effect) else None
+
+
+def _percent(value: float | None) -> str:
+    return "unknown" if value is None or math.isnan(value) else f"{phrases.significant(100 * value, 2)} %"
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _plain(estimate: stats.Estimate) -> dict[str, Any]:
+    return {"ratio": _known(estimate.value), "low": _known(estimate.low), "high": _known(estimate.high)}
+
+
+def lines(found: Calibration) -> list[str]:
+    """The calibration in words, for a terminal and for the report."""
+    slope, low, high = found.drift_per_minute
+    drift = (
+        "unknown"
+        if math.isnan(slope)
+        else f"{100 * slope:+.2f} % a minute (95 % interval {100 * low:+.2f} to {100 * high:+.2f})"
+    )
+    others = "unknown" if found.others_cores is None else f"{found.others_cores:.2f} cores on average"
+    stolen = "" if found.stolen_share is None else f"; the hypervisor took {100 * found.stolen_share:.1f} % of the time"
+    truth = 1 / (1 + found.planted)
+    inside = "inside" if found.planted_in_interval else "outside"
+    said = "called different" if found.null_called else "not called different"
+    return [
+        f"{found.verdict()}.",
+        f"Measured: {phrases.plural(found.sets, 'set')} of {found.seconds_per_set:.1f} s, "
+        f"steps of {phrases.seconds(found.step_seconds)}, "
+        f"{phrases.plural(found.turns_dropped, 'disturbed turn')} dropped.",
+        f"Baseline against itself: {_estimate(found.null)}; {said} at the 99 % level.",
+        f"{_percent(found.planted)} more work planted (true ratio {truth:.3f}): {_estimate(found.planted_estimate)}; "
+        f"{'found' if found.planted_found else 'missed'}, and the truth lies {inside} the interval.",
+        f"Noise between sets: {_percent(found.noise)}. Drift of the machine's speed: {drift}.",
+        f"Other processes: {others}{stolen}.",
+        "Smallest difference that can be resolved: "
+        + ", ".join(f"{_percent(v) if v is not None else 'none'} in {m} min" for m, v in found.resolvable.items())
+        + ".",
+    ]
+
+
+def _estimate(estimate: stats.Estimate) -> str:
+    row = {"ratio": estimate.value, "low": estimate.low, "high": estimate.high, "sets": estimate.sets}
+    return f"{estimate.value:.3f} ({phrases.evidence(row)})" if math.isfinite(estimate.value) else "no value"

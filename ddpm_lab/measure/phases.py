@@ -1,0 +1,189 @@
+"""Where the time of a step goes: a clock at every phase boundary, and spans of what runs beside the main line.
+
+A rank's marks cut its main line into phases, one after the other. On a GPU that line is the device's own: an event is
+recorded with each mark, and the time of a phase is the time between two events, so that host work hidden behind the
+device costs nothing. What runs beside the main line (an exchange of gradients, a thread that loads) is a span, with a
+start and an end. Time that no mark names belongs to no phase and shows in the residual, since the wall of the window is
+read from a clock of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpm_lab.measure.profiling import RANGE
+
+COMPUTE = ("forward", "backward", "optimizer", "ema")
+COMMUNICATION = "communication"
+UNNAMED = "step"
+"""What the lab marks around a workload's step: time under this name is in no phase."""
+
+Interval = tuple[float, float]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same time as intervals that do not touch, in order."""
+    merged: list[Interval] = []
+    for start, end in sorted(i for i in intervals if i[1] > i[0]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Seconds that the intervals cover, each second once."""
+    return sum(end - start for start, end in union(intervals))
+
+
+def shared(first: Iterable[Interval], second: Iterable[Interval]) -> float:
+    """Seconds that both cover."""
+    one, other = union(first), union(second)
+    return length(one) + length(other) - length([*one, *other])
+
+
+def mean(windows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The mean of equally long windows, number by number; what a window lacks was 0 there."""
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(name for window in windows for name in window):
+        values = [window[name] for window in windows if name in window]
+        if isinstance(values[0], Mapping):
+            found[name] = mean([*values, *[{}] * (len(windows) - len(values))])
+        else:
+            found[name] = round(sum(values) / len(windows), 9)
+    return found
+
+
+class PhaseClock:
+    """Passes marks on to the heartbeat; in a budget window keeps them, and under the profiler makes ranges of them."""
+
+    def __init__(self, beat: Callable[[str], None], device: str) -> None:
+        self._beat = beat
+        self._cuda = device.startswith("cuda")
+        self._marks: list[tuple[str, float, Any]] | None = None
+        self._spans: list[tuple[str, Any, Any]] = []
+        self._synchronised = False
+        self.tracing = False
+        """Whether marks become ranges of the profiler."""
+        self._range: Any = None
+
+    def mark(self, phase: str) -> None:
+        """End the phase before and begin ``phase``."""
+        if self._marks is not None:
+            if self._synchronised and self._cuda:
+                torch.cuda.synchronize()
+            self._marks.append((phase, time.perf_counter(), self._event()))
+        elif self.tracing:
+            self._trace(phase)
+        self._beat(phase)
+
+    def span(self, name: str, start: Any, end: Any) -> None:
+        """Note what ran beside the main line: seconds of ``time.perf_counter``, or CUDA events; from any thread."""
+        if self._marks is not None:
+            self._spans.append((name, start, end))
+
+    def _event(self) -> Any:
+        if not self._cuda or self._marks is None:
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    # Communication
+
+    def watch(self, ddp: DistributedDataParallel) -> None:
+        """Note when ``ddp`` exchanges gradients; the exchange itself stays torch's default. Once, before any step."""
+        # A function with annotations as text would be refused: DDP compares them with types.
+        ddp.register_comm_hook(None, lambda _, bucket: self._all_reduce(bucket))
+
+    def _all_reduce(self, bucket: Any) -> Future[torch.Tensor]:
+        # Imported with the first exchange, so that no other rank's start pays for it.
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook  # noqa: PLC0415
+
+        waiting = self._marks is not None and self._synchronised
+        # With the last gradients the backward pass is over: until the optimizer begins, only the exchange is left.
+        if waiting or (bucket.is_last() and not self.tracing):
+            self.mark(COMMUNICATION)
+        start = self._event() or time.perf_counter()
+        exchange: Any = allreduce_hook  # its annotation leaves out that None means all ranks
+
+        def done(future: Future[torch.Tensor]) -> torch.Tensor:
+            # On a GPU this runs when the exchange is queued, on a stream that waits for it: the event is its end.
+            self.span(COMMUNICATION, start, self._event() or time.perf_counter())
+            return future.value()
+
+        future: Future[torch.Tensor] = exchange(None, bucket).then(done)
+        if waiting:
+            future.wait()
+            self.mark("backward")
+        return future
+
+    # A budget window
+
+    def start(self, *, synchronised: bool) -> None:
+        """Keep marks and spans from now on; ``synchronised``: wait for device and communication at each mark."""
+        self._marks, self._spans, self._synchronised = [], [], synchronised
+        self._origin = self._event()
+
+    def stop(self, start: float, end: float, steps: int) -> dict[str, Any]:
+        """Seconds per step of the window that the caller timed from ``start`` to ``end`` (``time.perf_counter``).
+
+        The last mark ends the last phase. ``spans`` are cut to the window; of each the seconds that ran beside a phase
+        of ``COMPUTE`` are overlapped. On a GPU also what the host spent in each phase, and how far it ran ahead of the
+        device when a step began.
+        """
+        marks, self._marks = self._marks or [], None
+
+        def seconds(moment: Any) -> float:
+            """A moment on the line of the window, which begins at 0."""
+            return moment - start if isinstance(moment, int | float) else self._origin.elapsed_time(moment) / 1e3
+
+        def line(moments: list[float]) -> dict[str, list[Interval]]:
+            found: dict[str, list[Interval]] = {}
+            for (phase, _, _), begun, ended in zip(marks, moments, moments[1:], strict=False):
+                found.setdefault(phase, []).append((begun, ended))
+            return found
+
+        on_host = [seconds(moment) for _, moment, _ in marks]
+        on_device = self._cuda and not self._synchronised
+        main = line([seconds(event) for _, _, event in marks] if on_device else on_host)
+        spans: dict[str, list[Interval]] = {}
+        for name, begun, ended in self._spans:
+            spans.setdefault(name, []).append((max(0.0, seconds(begun)), min(end - start, seconds(ended))))
+        if on_device:  # the host loads the next batch while the device still computes
+            spans.setdefault("data", line(on_host).get("data", []))
+        compute = [i for name in COMPUTE for i in main.get(name, ())]
+
+        def per_step(phases: Mapping[str, list[Interval]]) -> dict[str, float]:
+            return {name: sum(b - a for a, b in found) / steps for name, found in phases.items() if name != UNNAMED}
+
+        phases = per_step(main)
+        found: dict[str, Any] = {
+            "step_seconds": (end - start) / steps,
+            "phases": phases,
+            "residual_seconds": (end - start) / steps - sum(phases.values()),
+            "spans": {
+                name: {"seconds": length(parts) / steps, "overlapped_seconds": shared(parts, compute) / steps}
+                for name, parts in spans.items()
+            },
+        }
+        if on_device:
+            pairs = zip(marks, on_host, strict=True)
+            ahead = [seconds(event) - host for (name, _, event), host in pairs if name == "data"]
+            found |= {"host_phases": per_step(line(on_host)), "host_ahead_seconds": sum(ahead) / steps}
+        return found
+
+    def _trace(self, phase: str) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+        if phase != UNNAMED:
+            self._range = torch.profiler.record_function(RANGE + phase)
+            self._range.__enter__()

@@ -1,0 +1,295 @@
+"""From settings to something ready to be measured: all that can be refused is refused here, before a rank starts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpm_lab.config import DDPM, DEVICES, NETWORKS, ConfigError, Experiment, Plan, choice, several, whole
+from ddpm_lab.config import preset as preset_called
+from ddpm_lab.data.packed import resolve
+from ddpm_lab.data.prepared import read_manifest
+from ddpm_lab.ledger import Ledger
+from ddpm_lab.measure import hardware
+from ddpm_lab.measure.campaign import Campaign, Target
+from ddpm_lab.measure.code_version import code_version
+from ddpm_lab.measure.group import sweep
+from ddpm_lab.measure.network_choice import choose_network
+from ddpm_lab.measure.progress import Progress
+from ddpm_lab.measure.seat import Instrument
+from ddpm_lab.questions import QUESTIONS, Images, Setup
+from ddpm_lab.record import LedgerError
+
+if TYPE_CHECKING:
+    pass
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+LEDGER = Path("trace_output", "ledger.jsonl")
+MOST_SETS = 100
+"""Where a resolution says how many sets are measured, and nothing else limits them."""
+
+
+def output_folder(output_dir: str | Path | None) -> Path:
+    """Where figures, traces and records go: ``output_dir``, or the checkout this package belongs to.
+
+    An installed copy has no checkout; there it is the working directory.
+    """
+    if output_dir is not None:
+        return Path(output_dir).expanduser().absolute()
+    return CHECKOUT if (CHECKOUT / "notebooks").is_dir() else Path.cwd()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a call to ``measure`` answered with: the question's run ids, their cohort, and how many sets it added.
+
+    ``completed`` says whether the ledger now holds anything that answers the question.
+    """
+
+    experiment: Experiment
+    ledger: Path
+    output_dir: Path
+    cohort: tuple[str, str, str, str]
+    measured_sets: int
+    completed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """An experiment that is checked and ready to be measured: nothing is refused any more."""
+
+    campaign: Campaign
+    output: Path
+    progress: Progress
+
+    def measure(self) -> Measured:
+        """Measure what the ledger lacks."""
+        sweep()
+        campaign = self.campaign
+        campaign.run(self.progress)
+        count = campaign.measured_sets
+        text = f"measured {count} set{'s' if count != 1 else ''} now" if count else "every set is in the ledger"
+        self.progress.done(text)
+        return Measured(
+            experiment=campaign.experiment,
+            ledger=campaign.ledger.path,
+            output_dir=self.output,
+            cohort=(
+                campaign.machine_key,
+                campaign.instrument.code.key,
+                campaign.experiment.configurations[0].data_sha256,
+                campaign.target.plan.key,
+            ),
+            measured_sets=count,
+            completed=campaign.held.any,
+        )
+
+
+def plan_question(
+    name: str,
+    *,
+    preset: str = "quick",
+    minutes: float | None = None,
+    sets: int | None = None,
+    resolution: float | None = None,
+    output_dir: str | Path | None = None,
+    start_method: str = "forkserver",
+    quiet: bool = False,
+    **settings: Any,
+) -> Planned:
+    """Check a question and prepare its images; see ``measure`` for the arguments and what is raised."""
+    choice("experiment", name, QUESTIONS)
+    scope = preset_called(preset)
+    output, progress = output_folder(output_dir), Progress(name, quiet=quiet)
+    target = _target(scope.plan, sets, minutes, resolution, planned=scope.sets, cold_compiles=scope.cold_compiles)
+    ledger = Ledger(output / LEDGER)
+    instrument = instrument_for((DDPM,), output, progress, start_method)
+    experiment, images = prepare_experiment(
+        name, preset=preset, output=output, instrument=instrument, ledger=ledger, target=target, **settings
+    )
+    instrument = dataclasses.replace(instrument, data_name=images.name)
+    campaign = Campaign(experiment, target, instrument, ledger, output / "trace_output")
+    return Planned(campaign=campaign, output=output, progress=progress)
+
+
+def plan_experiment(
+    experiment: Experiment,
+    *,
+    workloads: Sequence[str],
+    data_name: str,
+    plan: Plan,
+    sets: int,
+    resolution: float | None,
+    minutes: float | None,
+    output: Path,
+    quiet: bool = False,
+    start_method: str = "forkserver",
+) -> Planned:
+    """Make an experiment of any workloads ready; one code version covers the sources of all of them."""
+    target = _target(plan, sets, minutes, resolution)
+    progress = Progress(experiment.name, quiet=quiet)
+    instrument = dataclasses.replace(instrument_for(workloads, output, progress, start_method), data_name=data_name)
+    campaign = Campaign(experiment, target, instrument, Ledger(output / LEDGER), output / "trace_output")
+    return Planned(campaign=campaign, output=output, progress=progress)
+
+
+def _target(
+    plan: Plan,
+    sets: int | None,
+    minutes: float | None,
+    resolution: float | None,
+    *,
+    planned: int = MOST_SETS,
+    cold_compiles: int = 0,
+) -> Target:
+    """How much is measured. Without scipy nothing can say what an interval resolves: then the sets are planned."""
+    if minutes is not None and not (isinstance(minutes, int | float) and minutes > 0):
+        raise ConfigError(f"minutes is {minutes!r}: give a number above 0, or leave it out for no limit")
+    if sets is not None:
+        whole("sets", sets, 1)
+    to_come = None
+    if resolution is not None:
+        if not (isinstance(resolution, int | float) and 0 < resolution < 1):
+            raise ConfigError(f"resolution is {resolution!r}: give a share such as 0.02, for 2 %")
+        try:
+            from ddpm_lab.explain import stats  # noqa: PLC0415 - the explaining half is not on a bare GPU node
+        except ModuleNotFoundError as missing:
+            raise ConfigError(
+                f"resolution needs {missing.name}, which is not installed here: give the number of sets instead"
+            ) from missing
+        to_come = partial(stats.sets_to_come, effect=resolution)
+        planned = MOST_SETS
+    return Target(
+        plan=plan,
+        sets=sets or planned,
+        cold_compiles=cold_compiles,
+        seconds=None if minutes is None else minutes * 60,
+        sets_to_come=to_come,
+    )
+
+
+def instrument_for(
+    workloads: Sequence[str], output: Path, progress: Callable[[str], None], start_method: str = "forkserver"
+) -> Instrument:
+    """What measuring workloads with results in ``output`` needs to know. Raises LedgerError if it is not writable."""
+    _check_writable(output)
+    return Instrument(
+        code=code_version(*workloads),
+        cache=output / "trace_output" / "cache",
+        usable_cores=hardware.usable_cores(),
+        data_name="",
+        start_method=start_method,
+        progress=progress,
+    )
+
+
+def prepare_experiment(
+    name: str,
+    *,
+    preset: str,
+    output: Path,
+    instrument: Instrument,
+    ledger: Ledger,
+    target: Target,
+    data: str = "synthetic",
+    held_out: str | None = None,
+    skip_bad: bool = False,
+    network: str | None = None,
+    device: str | None = None,
+    image_size: int = 32,
+    image_sizes: Sequence[int] | None = None,
+    seed: int = 0,
+    oversubscribe: bool = False,
+    **grid: Any,
+) -> tuple[Experiment, Images]:
+    """Settle what None leaves open, prepare the images, and make the experiment's configurations.
+
+    ``image_sizes`` makes one part of the experiment for each size. ``grid`` goes to the function in ``questions``.
+    """
+    visible = hardware.gpus()
+    device = device or ("cuda" if visible else "cpu")
+    choice("device", device, DEVICES)
+    if device == "cuda" and not visible:
+        raise ConfigError("device is 'cuda', but no GPU is visible: use device cpu, or check the driver (nvidia-smi)")
+    if network is not None:
+        choice("network", network, NETWORKS)
+    if image_sizes is not None:
+        several("image_sizes", image_sizes)
+    whole("seed", seed, 0)
+    parts = []
+    chosen = network
+    for size in image_sizes or (image_size,):
+        setup = Setup(
+            preset=preset,
+            network=chosen or "tiny",
+            images=Images(folder="", sha256="", name="", image_size=size),
+            device=device,
+            gpus=len(visible),
+            usable_cores=instrument.usable_cores,
+            seed=seed,
+            oversubscribe=oversubscribe,
+        )
+        QUESTIONS[name](setup, **grid)  # refuses a bad size or grid before an image is decoded or anything is tried
+        images = _images(
+            data, held_out=held_out, skip_bad=skip_bad, size=size, output=output, progress=instrument.progress
+        )
+        setup = dataclasses.replace(setup, images=images)
+        if chosen is None:
+            chosen = _network(setup, instrument, ledger, target)
+            setup = dataclasses.replace(setup, network=chosen)
+        parts.append(QUESTIONS[name](setup, **grid))
+    merged = Experiment(
+        name=name,
+        families=tuple(f for part in parts for f in part.families),
+        left_out=tuple(row for part in parts for row in part.left_out),
+        profiles=tuple(row for part in parts for row in part.profiles),
+    )
+    return merged, images
+
+
+def _network(setup: Setup, instrument: Instrument, ledger: Ledger, target: Target) -> str:
+    """``tiny`` on a CPU; on a GPU the published network in ``full``, else the largest that fits the budget."""
+    if setup.device == "cpu":
+        return "tiny"
+    if setup.preset == "full":
+        return "seed"
+    budget = preset_called(setup.preset).minutes
+    assert budget is not None
+    instrument = dataclasses.replace(instrument, data_name=setup.images.name)
+    candidates = [
+        (name, dataclasses.replace(setup, network=name).config(global_batch_size=setup.batch_size(None)))
+        for name in ("tiny", "seed", "ddpm")
+        if setup.images.image_size % NETWORKS[name] == 0
+    ]
+    return choose_network(candidates, instrument, ledger, target, budget_seconds=budget * 60)
+
+
+def _images(data: str, *, held_out: str | None, skip_bad: bool, size: int, output: Path, progress: Any) -> Images:
+    folder = resolve(
+        data, output / "data" / "prepared", image_size=size, held_out=held_out, skip_bad=skip_bad, progress=progress
+    )
+    manifest = read_manifest(folder)
+    kind = (
+        "synthetic images"
+        if manifest.kind == "synthetic"
+        else f"images from {'/'.join(Path(manifest.source).parts[-2:])}"
+    )
+    return Images(
+        folder=str(folder), sha256=manifest.content_hash, name=f"{manifest.train_count:,} {kind}", image_size=size
+    )
+
+
+def _check_writable(output: Path) -> None:
+    """Refuse an output folder before anything is measured for it."""
+    folder = output / LEDGER.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise LedgerError(f"cannot write to {folder}: {error.strerror}; choose another --output-dir") from error

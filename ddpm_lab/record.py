@@ -1,0 +1,225 @@
+"""What happened: raw records. Everything the lab says is derived from them when they are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddpm_lab.config import LabError, Plan, RunConfig
+
+SCHEMA = 1
+Cohort = tuple[str, str, str, str]
+STATUSES = ("ok", "oom", "unsupported", "diverged", "crashed", "timed out", "refused", "left out")
+LASTING = ("oom", "diverged", "refused")
+"""Failures that another try on the same machine and code would meet again; what is unsupported can be installed."""
+
+
+class LedgerError(LabError):
+    """A ledger that cannot be used, in one sentence."""
+
+
+class NewerSchemaError(LedgerError):
+    """A record that a newer version of the lab wrote."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What must be equal for two records to be compared. Host name and date are recorded, not compared."""
+
+    cpu: str
+    usable_cores: int
+    gpus: tuple[str, ...] = ()
+    driver: str | None = None
+    torch: str = ""
+    python: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gpus", tuple(self.gpus))
+
+    @property
+    def key(self) -> str:
+        """Twelve hexadecimal digits."""
+        return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
+    def name(self) -> str:
+        """A short name for people: what computes, and how many cores stand beside it."""
+        cores = f"{self.usable_cores} core{'s' if self.usable_cores != 1 else ''}"
+        if not self.gpus:
+            return f"{self.cpu}, {cores}, no GPU"
+        models = sorted(set(self.gpus))
+        counted = " + ".join(f"{self.gpus.count(m)} x {m}" for m in models)
+        return f"{counted}, {self.cpu}, {cores}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """Where and when a record was measured; None is unknown, never a guess."""
+
+    machine: Machine
+    hostname: str | None
+    python: str
+    packages: dict[str, str]
+    cuda: str | None
+    gpu_uuids: tuple[str, ...]
+    ram_bytes: int | None
+    kernel: str
+    slurm_job_id: str | None
+    git_commit: str | None
+    load_before: float | None
+    date: str  # ISO 8601 with the offset from UTC
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """One timed window: ``seconds`` is the wall time from the first rank's start to the last rank's end.
+
+    A step ends when its slowest rank ends it, so ``step_seconds`` add up to the window; ``data_seconds`` is each rank's
+    wait for data; ``others_cores`` is how many cores other processes kept busy meanwhile (None: unknown). A dropped
+    window was disturbed from outside; its turn is dropped for every configuration of the set.
+    """
+
+    turn: int
+    position: int
+    start_seconds: float
+    seconds: float
+    images: int
+    steps: int
+    rank_seconds: tuple[float, ...]
+    step_seconds: tuple[float, ...]
+    data_seconds: tuple[float, ...]
+    others_cores: float | None = None
+    stolen_seconds: float | None = None
+    dropped: bool = False
+
+    @property
+    def seconds_per_image(self) -> float:
+        """Wall seconds for each image; NaN for a window without images."""
+        return self.seconds / self.images if self.images > 0 else math.nan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRecord:
+    """What one rank reports of itself. Memory: device memory on CUDA, resident set on a CPU; None is unknown."""
+
+    rank: int
+    device: str
+    device_uuid: str | None
+    threads: int
+    peak_memory_bytes: int | None
+    peak_reserved_bytes: int | None
+    peak_rss_bytes: int | None
+    losses: tuple[float, ...]
+    images: int
+    indices_sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """What one configuration did in one set.
+
+    ``role`` is baseline, twin (the baseline again), candidate, cold (a cold compile, measured alone), profile, choice
+    (a network chosen for this machine), or note (a configuration that was left out before any set).
+    ``baseline_id`` is the run id of the set's baseline. ``stages`` are seconds: start, build, compile (the first step,
+    compiled configurations only), warmup, steady, teardown.
+    """
+
+    set_id: str
+    experiment: str
+    family: str
+    role: str
+    label: str
+    config: RunConfig
+    baseline_id: str
+    plan: Plan
+    environment: Environment
+    code_version: str
+    data_name: str
+    status: str = "ok"
+    reason: str | None = None
+    mechanism_only: bool = False
+    stages: dict[str, float] = field(default_factory=dict)
+    compile_cache: str | None = None
+    warmup_steps: int = 0
+    ranks: tuple[RankRecord, ...] = ()
+    windows: tuple[Window, ...] = ()
+    witness: dict[str, Any] = field(default_factory=dict)
+    profile: dict[str, Any] | None = None
+    schema: int = SCHEMA
+
+    @property
+    def run_id(self) -> str:
+        """Run id of the configuration."""
+        return self.config.run_id
+
+    @property
+    def cohort(self) -> Cohort:
+        """Machine, code version, data, plan: only records that agree in all four are compared."""
+        return (self.environment.machine.key, self.code_version, self.config.data_sha256, self.plan.key)
+
+    @property
+    def machine(self) -> Machine:
+        """Where it was measured."""
+        return self.environment.machine
+
+    @property
+    def date(self) -> str:
+        """When it was measured, ISO 8601."""
+        return self.environment.date
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values["config"] = self.config.as_dict()
+        values["run_id"] = self.run_id
+        for name in ("plan", "environment"):
+            values[name] = dataclasses.asdict(values[name])
+        for name in ("ranks", "windows"):
+            values[name] = [dataclasses.asdict(item) for item in values[name]]
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunRecord:
+        """Rebuild a record. Raises LedgerError if it was written by a newer version of the lab."""
+        values = dict(values)
+        if values.get("schema", 0) > SCHEMA:
+            raise NewerSchemaError(
+                f"a record has schema {values['schema']}, this version reads up to {SCHEMA}: update ddpm_lab"
+            )
+        values.pop("run_id", None)
+        environment = dict(values["environment"])
+        environment["machine"] = Machine(**environment["machine"])
+        environment["gpu_uuids"] = tuple(environment["gpu_uuids"])
+        values["environment"] = Environment(**environment)
+        values["config"] = RunConfig.from_dict(values["config"])
+        values["plan"] = Plan(**values["plan"])
+        values["ranks"] = tuple(RankRecord(**_tuples(r)) for r in values["ranks"])
+        values["windows"] = tuple(Window(**_tuples(w)) for w in values["windows"])
+        return cls(**values)
+
+
+def set_log_ratio(baseline: RunRecord, other: RunRecord) -> float:
+    """What a set says of two configurations: the mean over turns of ln(baseline's seconds per image / the other's).
+
+    Above 0 the other is faster. Only turns count that both sides have and that were disturbed for neither; NaN where
+    there is none.
+    """
+    times: list[dict[int, float]] = [{}, {}]
+    for seconds, record in zip(times, (baseline, other), strict=True):
+        for window in record.windows:
+            value = window.seconds_per_image
+            if not window.dropped and math.isfinite(value) and value > 0:
+                seconds[window.turn] = value
+    ours, theirs = times
+    dropped = {w.turn for r in (baseline, other) for w in r.windows if w.dropped}
+    logs = [math.log(ours[turn] / theirs[turn]) for turn in ours.keys() & theirs.keys() - dropped]
+    return sum(logs) / len(logs) if logs else math.nan
+
+
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}

@@ -1,0 +1,163 @@
+"""Five lines for anybody's own loop: what is refused, what is measured, and that an edited file is measured again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ddpm_lab
+from ddpm_lab import compare
+from ddpm_lab.comparison import Comparison, measure
+from ddpm_lab.config import ConfigError, RunConfig
+from ddpm_lab.ledger import Ledger
+from ddpm_lab.measure import hardware
+
+MINE = """
+import time
+
+def loop(pieces):
+    while True:
+        for _ in range(pieces):
+            sum(range(20_000))
+        yield
+
+def baseline():
+    yield from loop(10)
+
+def candidate():
+    yield from loop({pieces})
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user's file, on the path as a script finds it."""
+    file = tmp_path / "mine.py"
+    file.write_text(MINE.format(pieces=20))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(hardware, "gpus", tuple)
+    yield file
+    sys.modules.pop("mine", None)
+
+
+def test_the_package_offers_compare() -> None:
+    assert ddpm_lab.compare is compare
+    assert ddpm_lab.Comparison is Comparison
+    with pytest.raises(AttributeError, match="no attribute 'dance'"):
+        _ = ddpm_lab.dance
+
+
+def in_a_cell() -> None:
+    """Stands for a function of a notebook."""
+
+
+@pytest.mark.parametrize(
+    ("side", "words"),
+    [
+        ("mine", "baseline is 'mine': name a workload as module:function, or a file that ends in .toml"),
+        ("mine:nothing", "mine.py defines no 'nothing'"),
+        ("nowhere:f", "there is no module 'nowhere'; is its folder on the Python path?"),
+        ("none.toml", "baseline: cannot read none.toml: No such file"),
+        ("bad.toml", "is not TOML"),
+        ("huge.toml", "baseline, huge.toml: network is 'huge'"),
+        ("typo.toml", "baseline, typo.toml: a configuration has no setting 'netwrok'"),
+        ("many.toml", "500 CPU ranks need 500 cores"),
+        ("folder.toml", "nowhere"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_a_sentence(
+    mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
+    files = {"bad": "network = ", "huge": 'network = "huge"', "typo": 'netwrok = "tiny"'}
+    files |= {"many": "world_size = 500\nglobal_batch_size = 500", "folder": 'data = "nowhere"'}
+    for name, text in files.items():
+        (tmp_path / f"{name}.toml").write_text(text)
+    with pytest.raises(ValueError, match=r".") as refusal:
+        compare(side, f"{mine.stem}:candidate", output_dir=tmp_path / "out", quiet=True)
+    assert words in str(refusal.value)
+    assert not (tmp_path / "out" / "trace_output" / "ledger.jsonl").exists()
+
+
+def test_a_function_of_this_process_alone_is_refused_with_the_remedy(
+    mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_a_cell, "__module__", "__main__")
+    with pytest.raises(
+        ConfigError, match=r"the function 'in_a_cell', which only this process knows.* put it into a file"
+    ):
+        compare(f"{mine.stem}:baseline", in_a_cell, output_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"give 'mine:name'"):
+        compare(lambda: None, "mine:baseline", output_dir=tmp_path)
+
+
+@pytest.mark.parametrize("value", [0, -0.1, 1, 5, "2%"])
+def test_a_resolution_is_a_share(mine: Path, tmp_path: Path, value: float) -> None:
+    with pytest.raises(ConfigError, match=r"resolution is .*: give a share such as 0.02"):
+        compare(f"{mine.stem}:baseline", "mine:candidate", resolution=value, output_dir=tmp_path)
+
+
+def test_different_images_are_no_equal_work(mine: Path, tmp_path: Path) -> None:
+    one, two = (RunConfig(data="x", data_sha256=sha) for sha in ("a", "b"))
+    with pytest.raises(ConfigError, match=f"train on different images.*{mine.suffix[:0]}"):
+        compare(one, two, output_dir=tmp_path)
+
+
+@pytest.mark.slow
+def test_an_edited_file_is_measured_again_and_an_unchanged_one_is_not(mine: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def sets() -> int:
+        found = measure("mine:baseline", "mine:candidate", sets=1, output_dir=out, quiet=True)
+        return found.measured_sets
+
+    assert sets() == 1
+    assert sets() == 0
+    mine.write_text("# a comment changes nothing\n" + mine.read_text())
+    assert sets() == 0
+    mine.write_text(MINE.format(pieces=21))
+    assert sets() == 1
+    assert len({r.code_version for r in Ledger(out / "trace_output" / "ledger.jsonl").read()[0]}) == 2
+
+
+@pytest.mark.slow
+def test_twice_the_work_is_slower_and_everything_is_said(mine: Path, tmp_path: Path) -> None:
+    found = compare(f"{mine.stem}:baseline", "mine:candidate", resolution=0.3, output_dir=tmp_path, quiet=True, sets=14)
+    assert found.verdict == "slower"
+    assert found.finding.low <= 0.5 <= found.finding.high or 0.4 < found.ratio < 0.6
+    text = str(found)
+    for words in ("slower", "95 % interval", "noise floor", "sets", "peak memory", "ran as 1 rank on cpu", "figure: "):
+        assert words in text
+    assert found.figure.is_file()
+    bundle = found._repr_mimebundle_()
+    assert "<img" in bundle["text/html"]
+    assert "alt=" in bundle["text/html"]
+    values = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    assert values["resolution"] == 0.3
+    assert [side["label"] for side in values["sides"]] == ["baseline", "baseline again", "candidate"]
+    assert 8 <= values["sets"] <= 14
+
+
+@pytest.mark.slow
+def test_files_of_settings_are_compared(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text("global_batch_size = 4\n")
+    (tmp_path / "large.toml").write_text("global_batch_size = 8\n[optimizer]\nlearning_rate = 1e-4\n")
+    found = compare(tmp_path / "small.toml", tmp_path / "large.toml", sets=1, output_dir=tmp_path, quiet=True)
+    assert found.verdict == "not resolved"
+    assert {r.label for r in found.study.records if r.role == "candidate"} == {"large"}
+    assert {r.status for r in found.study.records} == {"ok"}
+    images = {w.images for r in found.study.records for w in r.windows}
+    assert len(images) == 1, "both sides process the same number of images in a window"
+
+
+@pytest.mark.slow
+def test_a_loop_that_fails_is_a_row_with_its_reason(mine: Path, tmp_path: Path) -> None:
+    mine.write_text(MINE.format(pieces=1) + "\ndef short():\n    yield 1\n")
+    found = compare("mine:baseline", "mine:short", sets=2, output_dir=tmp_path, quiet=True)
+    assert "the loop of mine:short ended after 1 step" in str(found)
+    assert found.verdict == "failed"

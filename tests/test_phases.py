@@ -1,0 +1,273 @@
+"""The phase clock: against a workload that times itself, against a simulated device, and what it costs."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.data.packed import prepare
+from ddpm_lab.measure import phases
+from ddpm_lab.measure.code_version import code_version
+from ddpm_lab.measure.group import Group, GroupFailed, Limits
+from ddpm_lab.measure.phases import PhaseClock
+from ddpm_lab.measure.process import BEAT, Heartbeat
+from ddpm_lab.model.train import Trainer
+from ddpm_lab.workload import RankContext
+
+SETTLE, STEPS = 2, 20
+
+
+def group(function: str, world_size: int = 1, purpose: str = "profile", **options: Any) -> Group:
+    config = RunConfig(
+        workload=f"lab_workloads:{function}",
+        purpose=purpose,
+        world_size=world_size,
+        global_batch_size=8,
+        oversubscribe=True,
+        options=tuple(options.items()),
+    )
+    modules = code_version(config.workload).modules
+    return Group(config, threads=1, modules=modules, environment={}, limits=Limits(build_seconds=60))
+
+
+def take(g: Group) -> list[dict[str, Any]]:
+    return g.budget(settle=SETTLE, steps=STEPS, rounds=1, limit=60)
+
+
+# Against a workload that times itself
+
+Known = list[tuple[dict[str, Any], dict[str, float]]]
+
+
+@pytest.fixture(scope="module", params=[0.0, 0.008], ids=["all named", "some unnamed"])
+def known(request: pytest.FixtureRequest) -> Known:
+    """Windows, each with the workload's own truth of the same steps, in seconds per step.
+
+    Several, for medians: a process that loses its core between a mark and the workload's own look at the clock spoils
+    one window.
+    """
+    with group("phased", unnamed_seconds=request.param) as g:
+        budgets = [g.budget(settle=1, steps=6, rounds=1, limit=60)[0] for _ in range(3)]
+        (witness,) = g.witness()
+    windows = [budget[variant] for budget in budgets for variant in ("unsynchronised", "synchronised")]
+    steps = witness["truth"]
+    assert len(steps) == 7 * len(windows)
+    truths = [steps[7 * i + 1 : 7 * i + 7] for i in range(len(windows))]
+    return [(w, {n: statistics.fmean(s[n] for s in t) for n in t[0]}) for w, t in zip(windows, truths, strict=True)]
+
+
+def error(known: Known, found: Callable[[dict[str, Any]], float], true: Callable[[dict[str, float]], float]) -> float:
+    """Median over windows of the relative error."""
+    return statistics.median(abs(found(window) / true(truth) - 1) for window, truth in known)
+
+
+@pytest.mark.parametrize("phase", ["data", "copy", "forward", "backward", "communication", "optimizer", "ema"])
+def test_each_phase_comes_back_within_two_percent(known: Known, phase: str) -> None:
+    assert error(known, lambda window: window["phases"][phase], lambda truth: truth[phase]) < 0.02
+
+
+def test_overlap_comes_back_within_two_percent(known: Known) -> None:
+    assert all(truth["overlapped"] < 0.95 * truth["exchange"] for _, truth in known), "nothing to tell apart"
+    for field, true in (("seconds", "exchange"), ("overlapped_seconds", "overlapped")):
+        assert error(known, lambda w, f=field: w["spans"]["communication"][f], lambda t, n=true: t[n]) < 0.02  # type: ignore[misc]
+
+
+def test_the_residual_is_the_time_that_no_mark_names(known: Known) -> None:
+    off = []
+    for window, truth in known:
+        wall, residual = window["step_seconds"], window["residual_seconds"]
+        assert set(window["phases"]) <= set(truth)
+        assert sum(window["phases"].values()) + residual == pytest.approx(wall, rel=1e-6)
+        off.append(abs(residual - truth["unnamed"]) / wall)
+        # the wall is read apart from the phases: nothing of a step is outside it
+        assert wall >= sum(truth[name] for name in (*window["phases"], "unnamed"))
+    assert statistics.median(off) < 0.03
+
+
+def test_a_timed_run_carries_no_phase_clock() -> None:
+    with group("busy", purpose="timing", micro_steps=5) as g, pytest.raises(GroupFailed, match="purpose 'profile'"):
+        take(g)
+
+
+# Two ranks that exchange gradients
+
+
+@pytest.mark.slow
+def test_communication_of_two_ranks_is_seen_and_stays_the_default() -> None:
+    weights = []
+    for purpose in ("timing", "profile"):
+        with group("exchanging", 2, purpose) as g:
+            if purpose == "profile":
+                ranks = take(g)
+            else:
+                g.window(settle=SETTLE, steps=2 * STEPS + SETTLE, limit=60, stage="testing")
+            weights += [w["weights"] for w in g.witness()]
+    assert weights[0] == weights[1] == weights[2] == weights[3]
+    for rank in ranks:
+        for variant, window in rank.items():
+            span, phase = window["spans"]["communication"], window["phases"]["communication"]
+            if variant == "unsynchronised":
+                assert 0 < span["overlapped_seconds"] <= span["seconds"]
+            else:  # each exchange is waited for
+                assert span["overlapped_seconds"] < 0.05 * span["seconds"]
+            # what is not overlapped is what the main line waits for
+            assert span["seconds"] - span["overlapped_seconds"] <= phase * 1.02 + 50e-6, variant
+            assert abs(window["residual_seconds"]) < 0.03 * window["step_seconds"]
+
+
+@pytest.mark.slow
+def test_the_others_wait_for_a_slow_rank_in_communication() -> None:
+    with group("exchanging", 2, slow_rank=1) as g:
+        fast, slow = (rank["unsynchronised"] for rank in take(g))
+    assert slow["phases"]["forward"] > 0.03
+    assert fast["phases"]["forward"] < 0.03
+    assert fast["phases"]["communication"] > slow["phases"]["communication"] + 0.015
+    # a step lasts as long for both
+    assert fast["step_seconds"] == pytest.approx(slow["step_seconds"], rel=0.05)
+
+
+# Against a simulated device
+
+
+class Device:
+    """Host and device clocks that a test sets; an event takes the device's time when it is recorded."""
+
+    host = device = 100.0
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        outer = self
+
+        class Event:
+            def __init__(self, *, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = outer.device
+
+            def elapsed_time(self, later: Any) -> float:
+                return float(later.at - self.at) * 1e3
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.wait)
+        monkeypatch.setattr(phases.time, "perf_counter", lambda: self.host)  # type: ignore[attr-defined]
+
+    def wait(self, device: Any = None) -> None:
+        del device
+        self.host = self.device = max(self.host, self.device)
+
+    def run(self, host: float, device: float) -> None:
+        """The host works, then gives the device work, which begins when the device has done what it had."""
+        self.host += host
+        self.device = max(self.device, self.host) + device
+
+
+@pytest.mark.parametrize("synchronised", [False, True])
+def test_on_a_device_hidden_host_work_costs_nothing(monkeypatch: pytest.MonkeyPatch, synchronised: bool) -> None:
+    """Data 3 s and launches of 1 s on the host, 10 s of work on the device: the host's is hidden but for the first."""
+    clocks = Device(monkeypatch)
+    clock = PhaseClock(lambda _: None, "cuda:0")
+    clock.start(synchronised=synchronised)
+    start = clocks.host
+    for _ in range(4):
+        clock.mark("data")
+        clocks.run(3, 0)
+        clock.mark(phases.UNNAMED)
+        clock.mark("forward")
+        clocks.run(1, 10)
+        clock.mark(phases.UNNAMED)
+    clocks.wait()
+    found = clock.stop(start, clocks.host, 4)
+    if synchronised:
+        assert found["step_seconds"] == 14
+        assert found["phases"] == {"data": 3, "forward": 11}
+        assert found["spans"] == {}
+    else:
+        assert found["step_seconds"] == (3 + 1 + 4 * 10) / 4
+        assert found["phases"] == {"data": 3 / 4, "forward": 41 / 4}
+        assert found["host_phases"] == {"data": 3, "forward": 1}
+        assert found["spans"]["data"] == {"seconds": 3, "overlapped_seconds": 9 / 4}
+        assert found["host_ahead_seconds"] == (0 + 10 + 16 + 22) / 4
+    assert found["residual_seconds"] == pytest.approx(0)
+
+
+# Intervals
+
+intervals = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda p: (min(p), max(p))), max_size=8)
+
+
+def seconds(found: list[tuple[int, int]]) -> set[int]:
+    return {second for start, end in found for second in range(start, end)}
+
+
+@given(intervals, intervals)
+def test_each_second_counts_once(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
+    assert phases.length(first) == len(seconds(first))
+    assert phases.shared(first, second) == len(seconds(first) & seconds(second))
+
+
+def test_mean_counts_what_a_window_lacks_as_nothing() -> None:
+    windows = [{"a": 1.0, "spans": {}}, {"a": 3.0, "spans": {"x": {"seconds": 2.0}}}]
+    assert phases.mean(windows) == {"a": 2.0, "spans": {"x": {"seconds": 1.0}}}
+
+
+# What it costs
+
+
+@pytest.mark.slow
+def test_marks_cost_less_than_one_percent_of_a_step(tmp_path: Path) -> None:
+    """Bare, watched and recorded steps of the smallest network alternate inside one process.
+
+    The median of the paired ratios carries the noise of a shared machine, hence its wide bound; the cost of a mark by
+    itself, times the marks of a step, carries next to none.
+    """
+    manifest = prepare("synthetic", tmp_path / "data")
+    config = RunConfig(data=str(tmp_path / "data"), data_sha256=manifest.content_hash, global_batch_size=8)
+    beat = tmp_path / "beat"
+    beat.write_bytes(BEAT.pack(0.0, 0, 0, b""))
+    clock = PhaseClock(Heartbeat(beat).mark, "cpu")
+    marks: list[Callable[[str], None]] = [lambda _: None, clock.mark]
+    active, made = marks[0], 0
+
+    def mark(phase: str) -> None:
+        nonlocal made
+        made += 1
+        active(phase)
+
+    trainer = Trainer(config, RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=mark))
+    batches = trainer.batches()
+    clock.start(synchronised=False)
+    ratios, bare = [], []
+    for pair in range(-10, 150):
+        took = [0.0, 0.0]
+        for i in (0, 1) if pair % 2 else (1, 0):
+            active = marks[i]
+            start = time.perf_counter()
+            for _ in range(2):
+                mark("data")
+                batch = next(batches)
+                mark(phases.UNNAMED)
+                trainer.step(batch)
+                mark(phases.UNNAMED)
+            took[i] = time.perf_counter() - start
+        if pair >= 0:
+            ratios.append(took[1] / took[0])
+            bare.append(took[0] / 2)
+    assert statistics.median(ratios) < 1.05
+    costs = []
+    for _ in range(50):
+        start = time.perf_counter()
+        for _ in itertools.repeat(None, 100):
+            clock.mark("forward")
+        costs.append((time.perf_counter() - start) / 100)
+    per_step = made / (2 * 2 * 160)
+    assert statistics.median(costs) * per_step < 0.01 * statistics.median(bare)
