@@ -4,6 +4,7 @@ import io
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -171,9 +172,15 @@ def texts(figure: Figure) -> list[Text]:
     return [t for t in found if t.get_visible() and t.get_text().strip()]
 
 
+@cache
+def drawn_once(name: str) -> list[Figure]:
+    """For tests that only look."""
+    return drawn(STUDIES[name]())
+
+
 @pytest.mark.parametrize("name", STUDIES)
 def test_no_text_is_cut_or_lies_on_another(name: str) -> None:
-    for figure in drawn(STUDIES[name]()):
+    for figure in drawn_once(name):
         with figure_style.style():
             figure.savefig(io.BytesIO())
             shown = [(text.get_text(), text.get_window_extent()) for text in texts(figure)]
@@ -191,13 +198,13 @@ def test_no_text_is_cut_or_lies_on_another(name: str) -> None:
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_no_text_is_shortened(name: str) -> None:
-    for figure in drawn(STUDIES[name]()):
+    for figure in drawn_once(name):
         assert [t.get_text() for t in texts(figure) if "\N{HORIZONTAL ELLIPSIS}" in t.get_text()] == []
 
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_no_mark_lies_outside_its_panel(name: str) -> None:
-    for figure in drawn(STUDIES[name]()):
+    for figure in drawn_once(name):
         for ax in figure.axes:
             for line in ax.lines:
                 if line.get_transform() == ax.transData and line.get_marker() != "None" and line.get_clip_on():
@@ -261,7 +268,7 @@ def test_an_operator_with_a_long_name_is_named_in_full() -> None:
     assert short.endswith(", 3>>")
 
 
-@pytest.mark.parametrize("name", ["resolved", "gpus", "profile"])
+@pytest.mark.parametrize("name", ["resolved", pytest.param("gpus", marks=pytest.mark.slow), "profile"])
 def test_the_same_records_give_the_same_bytes_whatever_is_set(name: str) -> None:
     first = [figures.png(figure) for figure in drawn(STUDIES[name]())]
     with mpl.rc_context({"font.size": 31, "savefig.dpi": 40, "axes.grid": False, "savefig.bbox": "tight"}):

@@ -58,7 +58,7 @@ def test_two_ranks_work_and_leave_nothing() -> None:
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("place", ["build", "forward"])
+@pytest.mark.parametrize("place", [pytest.param("build", marks=pytest.mark.slow), "forward"])
 @pytest.mark.parametrize(
     ("fault", "status", "words"),
     [

@@ -315,6 +315,7 @@ def test_a_killed_build_leaves_nothing_that_looks_finished(tmp_path: Path, sourc
     assert not list(dest.glob("*.partial"))
 
 
+@pytest.mark.slow
 def test_helpers_end_when_their_caller_is_killed(tmp_path: Path) -> None:
     code = (
         "import os; os.sched_getaffinity = lambda pid: {0, 1}\n"

@@ -186,6 +186,7 @@ def drawn(original: Path) -> Figure:
     return figures.figure(frames.study(records, "amp"))
 
 
+@pytest.mark.slow
 def test_a_figure_drawn_elsewhere_may_differ_by_rounding_only(original: Path) -> None:
     path = original / published.FIGURES / SLUG / "03_amp.png"
     figure, image = path.read_bytes(), Image.open(path).convert("RGB")
@@ -217,6 +218,7 @@ def test_another_number_in_a_figure_is_found(original: Path) -> None:
     assert changed > 2
 
 
+@pytest.mark.slow
 def test_a_moved_mark_in_a_figure_is_found(original: Path) -> None:
     figure = (original / published.FIGURES / SLUG / "03_amp.png").read_bytes()
     (ax,) = drawn(original).axes
@@ -251,6 +253,7 @@ def test_of_two_machines_one_must_be_named(tmp_path: Path) -> None:
     assert not (tmp_path / "trace_output").exists()
 
 
+@pytest.mark.slow
 def test_machines_are_published_side_by_side(output: Path) -> None:
     Ledger(output / "gpu.jsonl").append(make.on(make.GPUS, make.sets({}, turns=2)))
     published.publish([output / "gpu.jsonl"], None, output)

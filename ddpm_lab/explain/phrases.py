@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import DDPM, LOADER_ALONE, RunConfig
 from ddpm_lab.explain import stats
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY
 from ddpm_lab.explain.frames import Study
@@ -17,6 +17,7 @@ QUESTIONS = {
     "amp": "Does mixed precision speed up training?",
     "workers": "How many loader workers are worth having?",
     "torch_compile": "Is torch.compile worth its compile time?",
+    "compare": "Which of the two is faster?",
     "recommendation": "Which settings should I use on this machine?",
 }
 STATUS_WORDS = {"oom": "out of memory"}
@@ -119,8 +120,10 @@ def context(study: Study, *, batch: bool = True) -> str:
         return "the ledger holds no record for this question"
     configs = [r.config for r in shown]
     sizes = _values(f"{s}\N{MULTIPLICATION SIGN}{s}" for s in sorted({c.image_size for c in configs}))
-    parts = [study.hardware, f"{_values(c.network for c in configs)} network, {sizes} images"]
-    if batch:
+    ours = any(c.workload in (DDPM, LOADER_ALONE) for c in configs)
+    parts = [study.hardware]
+    parts += [f"{_values(c.network for c in configs)} network, {sizes} images"] if ours else []
+    if batch and ours:
         parts.append(f"batch {_values(sorted({c.global_batch_size for c in configs}))}")
     parts += [_values(r.data_name for r in shown if r.data_name), study.date]
     measured = [r for r in shown if r.role == "baseline" and r.windows]

@@ -15,7 +15,7 @@ import importlib.util
 import site
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -172,8 +172,14 @@ def _binds(tree: ast.Module, name: str) -> bool:
     return False
 
 
+@cache
+def _distributions() -> Mapping[str, list[str]]:
+    """Which installed distributions provide a module; reading it takes longer than all the rest."""
+    return importlib.metadata.packages_distributions()
+
+
 def _versions(top_level: set[str]) -> dict[str, str]:
-    distributions = importlib.metadata.packages_distributions()
+    distributions = _distributions()
     names = {d for t in top_level for d in distributions.get(t, ())}
     return {name: importlib.metadata.version(name) for name in names}
 
