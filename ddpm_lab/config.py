@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 PURPOSES = ("timing", "profile")
@@ -130,8 +131,15 @@ class OptimizerConfig:
         whole("optimizer.ema_every", self.ema_every, 1)
 
 
+class _Remembered:
+    """Room for a run id that was computed once, outside of what makes two configurations equal."""
+
+    __slots__ = ("_run_id",)
+    _run_id: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig:
+class RunConfig(_Remembered):
     """One configuration of a training run, complete: two runs with equal ``run_id`` do the same work.
 
     ``global_batch_size`` counts the images of one optimizer step over all ranks; a rank sees
@@ -208,9 +216,13 @@ class RunConfig:
     @property
     def run_id(self) -> str:
         """Twelve hexadecimal digits that identify the work: a hash of the canonical JSON without ``data``."""
-        values = self.as_dict()
-        del values["data"]
-        return _digest(values)
+        try:
+            return self._run_id
+        except AttributeError:
+            values = self.as_dict()
+            del values["data"]
+            object.__setattr__(self, "_run_id", _digest(values))
+            return self._run_id
 
     def option(self, name: str, default: Any) -> Any:
         """The workload's own setting ``name``."""
@@ -261,11 +273,17 @@ class Plan:
             whole(f"plan.{name}", getattr(self, name), 1)
         if not (_number(self.window_seconds) and 0 < self.window_seconds < 3600):
             raise ConfigError(f"plan.window_seconds is {self.window_seconds!r}: give seconds above 0")
+        object.__setattr__(self, "window_seconds", float(self.window_seconds))  # 1 and 1.0 are one plan
 
     @property
     def key(self) -> str:
         """Hash that says which sets may be pooled."""
-        return _digest(dataclasses.asdict(self))
+        return _plan_key(self)
+
+
+@lru_cache(maxsize=256)
+def _plan_key(plan: Plan) -> str:
+    return _digest(dataclasses.asdict(plan))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,15 +43,18 @@ def study_of(measured: Measured) -> Study:
     """The records that answer what was measured."""
     from ddpm_lab.explain.frames import study  # noqa: PLC0415 - the explaining half is not on a bare GPU node
 
-    records, damaged = Ledger(measured.ledger).read()
+    key, name = measured.cohort[0], measured.experiment.name
+    records, damaged = Ledger(measured.ledger).read(
+        lambda heads: [h for h in heads if h.experiment == name and h.machine.key == key]
+    )
     for line in damaged:
         print(f"note: {line}")
     machine, code, _, plan = measured.cohort
     configurations = measured.experiment.configurations
     parts = [  # images of several sizes are several sets of data: each compares only with itself
         study(
-            [r for r in records if r.environment.machine.key == machine],
-            measured.experiment.name,
+            records,
+            name,
             run_ids={c.run_id for c in configurations},
             cohort=(machine, code, data, plan),
             output_dir=measured.output_dir,
@@ -74,7 +77,7 @@ def recommendation(
     if ledger is None and machine is None:
         machine = hardware.machine().key
         path = output_folder(output_dir) / LEDGER
-        if not any(r.environment.machine.key == machine for r in Ledger(path).read()[0]):
+        if not any(head.machine.key == machine for head in Ledger(path).heads()[0]):
             return study([], RECOMMENDATION, output_dir=output_folder(output_dir))
     return _stored(RECOMMENDATION, output_dir, ledger, machine)
 
@@ -82,13 +85,14 @@ def recommendation(
 def _stored(
     name: str, output_dir: str | Path | None, ledger: Sequence[str | Path] | str | Path | None, machine: str | None
 ) -> Study:
-    from ddpm_lab.explain.frames import study  # noqa: PLC0415 - as above
+    from ddpm_lab.explain.frames import chosen, study  # noqa: PLC0415 - as above
 
     output = output_folder(output_dir)
     if ledger is None:
         ledger = [output / LEDGER]
     paths = [ledger] if isinstance(ledger, str | Path) else list(ledger)
-    records, damaged = read_all([Path(p).expanduser() for p in paths])
+    files = [Path(p).expanduser() for p in paths]
+    records, damaged = read_all(files, lambda heads: chosen(heads, name, machine=machine))
     for line in damaged:
         print(f"note: {line}")
     return study(records, name, machine=machine, output_dir=output)

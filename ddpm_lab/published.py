@@ -12,11 +12,11 @@ import numpy as np
 from PIL import Image, ImageFilter
 
 from ddpm_lab.anonymous import anonymous
-from ddpm_lab.explain import figures, findings
+from ddpm_lab.explain import figures, findings, frames
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.frames import RECOMMENDATION, Study, study
 from ddpm_lab.explain.show import NAMES
-from ddpm_lab.ledger import Ledger, read_all
+from ddpm_lab.ledger import Head, Ledger, read_all
 from ddpm_lab.record import LedgerError, RunRecord
 
 FIGURES = Path("image_output", "published")
@@ -32,7 +32,7 @@ def rebuild(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[
 
     Raises LedgerError where a file is missing, or several machines are in the files and none is named.
     """
-    records, damaged = read_all(ledgers)
+    records, damaged = read_all(ledgers, lambda heads: _shown(heads, machine))
     for line in damaged:
         print(f"note: {line}")
     return _draw(_studies(records, machine, output), output / "image_output")
@@ -44,7 +44,7 @@ def publish(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[
     Host names, paths, data folders, tracebacks and the like are the user's own business and are left out, and so are
     records of anything but the lab's own questions.
     """
-    records, _ = read_all(ledgers)
+    records, _ = read_all(ledgers, lambda heads: _shown(heads, machine))
     questions = [r for r in records if r.experiment in NAMES]
     chosen = list({id(r): r for s in _studies(questions, machine, output) for r in s.records}.values())
     if not chosen:
@@ -144,6 +144,12 @@ def same_picture(one: bytes, other: bytes) -> bool:
     pictures = [Image.open(io.BytesIO(b)).convert("RGB").filter(ImageFilter.GaussianBlur(1.5)) for b in (one, other)]
     first, second = (np.asarray(picture, dtype=np.int16) for picture in pictures)
     return first.shape == second.shape and int(np.abs(first - second).max()) <= _LEVELS
+
+
+def _shown(heads: Sequence[Head], machine: str | None) -> list[Head]:
+    """Heads of the records that some figure shows, in their order."""
+    wanted = {id(h) for h in frames.chosen(heads, RECOMMENDATION, machine=machine) if h.experiment in NAMES}
+    return [h for h in heads if id(h) in wanted]
 
 
 def _studies(records: Sequence[RunRecord], machine: str | None, output: Path) -> list[Study]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pandas as pd
@@ -15,7 +16,7 @@ import pandas as pd
 from ddpm_lab.config import LOADER_ALONE, RunConfig
 from ddpm_lab.explain import stats
 from ddpm_lab.explain.frames import Study, peak_memory, seconds_per_image
-from ddpm_lab.record import RunRecord
+from ddpm_lab.record import RunRecord, set_log_ratio
 
 PROJECTED_IMAGES = 50_000
 MECHANISM_ONLY = "mechanism tested, speed not claimed"
@@ -32,10 +33,20 @@ def comparisons(of: Study) -> pd.DataFrame:
     set medians; ``projected_seconds`` is a projection of it to 50,000 images. ``set_ratios`` holds one ratio a set.
     Values that do not exist are NaN: records whose mechanism alone was tested have no speed here.
     """
+    if of not in _KNOWN:
+        _KNOWN[of] = _comparisons(of)
+    return _KNOWN[of].copy()
+
+
+_KNOWN: WeakKeyDictionary[Study, pd.DataFrame] = WeakKeyDictionary()
+"""A study does not change, and its figure, table and sentence all ask for the same rows."""
+
+
+def _comparisons(of: Study) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     ordered = sorted((r for r in of.records if r.role in COMPARED), key=lambda r: r.experiment)
     for _, group in groupby(ordered, key=lambda r: r.experiment):
-        block = [row for family in _families(list(group)) for row in _family_rows(family)]
+        block = [row for family in _families(list(group)) for row in _family_rows(family, of.resolution)]
         _judge(block)
         rows += block
     return pd.DataFrame(rows, columns=list(_COLUMNS))
@@ -44,7 +55,16 @@ def comparisons(of: Study) -> pd.DataFrame:
 _COLUMNS = (
     *("experiment", "family", "baseline_id", "baseline_label", "role", "label", "run_id", "config", "status", "reason"),
     *("failed_sets", "mechanism_only", "sets", "turns", "turns_dropped", "ratio", "low", "high", "p", "p_holm"),
-    *("comparisons", "verdict", "noise_low", "noise_high", "set_ratios", "sets_needed", "images_per_second"),
+    *(
+        "comparisons",
+        "verdict",
+        "noise_low",
+        "noise_high",
+        "set_ratios",
+        "resolution",
+        "sets_needed",
+        "images_per_second",
+    ),
     *("images_per_second_low", "images_per_second_high", "step_seconds", "projected_seconds", "peak_memory_bytes"),
     *("ranks", "batch", "loader_alone", "efficiency", "efficiency_low", "efficiency_high", "quality"),
 )
@@ -107,7 +127,7 @@ def _differences(mine: RunConfig, other: RunConfig) -> str:
     return ", ".join(words)
 
 
-def _family_rows(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
+def _family_rows(records: Sequence[RunRecord], resolution: float) -> list[dict[str, Any]]:
     """Rows of one family, in the order the configurations first appear: baseline, twin, candidates, notes."""
     dropped: dict[str, set[int]] = defaultdict(set)
     for r in records:
@@ -120,7 +140,7 @@ def _family_rows(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
     ordered = sorted(groups.items(), key=lambda item: COMPARED.index(item[0][0]))
     base = {r.set_id: r for r in records if r.role == "baseline" and _has_speed(r)}
     base_group = next((g for (role, _), g in ordered if role == "baseline"), None)
-    rows = [_row(group, base, base_group, dropped) for _, group in ordered]
+    rows = [_row(group, base, base_group, dropped, resolution) for _, group in ordered]
     twin = next((row for row in rows if row["role"] == "twin"), None)
     for row in rows:
         row["noise_low"], row["noise_high"] = (twin["low"], twin["high"]) if twin else (math.nan, math.nan)
@@ -132,6 +152,7 @@ def _row(
     base: dict[str, RunRecord],
     base_group: Sequence[RunRecord] | None,
     dropped: dict[str, set[int]],
+    resolution: float,
 ) -> dict[str, Any]:
     last = group[-1]
     mechanism_only = any(r.mechanism_only for r in group)
@@ -139,7 +160,8 @@ def _row(
     failed = [r for r in group if r.status != "ok"]
     speed = [] if mechanism_only else [r for r in ok if _has_speed(r)]
     pairs = [(base[r.set_id], r) for r in speed if r.set_id in base]
-    logs = _log_ratios(pairs, dropped) if last.role != "baseline" else np.array([])
+    ratios = [set_log_ratio(*pair) for pair in pairs] if last.role != "baseline" else []
+    logs = np.array([log for log in ratios if math.isfinite(log)])
     estimate = stats.geometric_estimate(logs)
     kept = [_kept(r, dropped) for r in speed]
     throughput = stats.throughput_estimate([float(np.median(list(k.values()))) ** -1 for k in kept if k])
@@ -167,7 +189,8 @@ def _row(
         "high": estimate.high,
         "p": estimate.p,
         "set_ratios": tuple(float(v) for v in np.exp(logs)),
-        "sets_needed": float(stats.sets_to_resolve(logs) or math.nan),
+        "resolution": resolution,
+        "sets_needed": float(stats.sets_to_resolve(logs, resolution) or math.nan),
         "images_per_second": throughput.value,
         "images_per_second_low": throughput.low,
         "images_per_second_high": throughput.high,
@@ -215,13 +238,3 @@ def _kept(record: RunRecord, dropped: dict[str, set[int]]) -> dict[int, float]:
     out = dropped[record.set_id]
     by_turn = {w.turn: seconds_per_image(w) for w in record.windows if w.turn not in out}
     return {turn: s for turn, s in by_turn.items() if math.isfinite(s) and s > 0}
-
-
-def _log_ratios(pairs: Sequence[tuple[RunRecord, RunRecord]], dropped: dict[str, set[int]]) -> stats.Array:
-    """One log ratio for each set that holds both sides in a common turn."""
-    means = []
-    for baseline, other in pairs:
-        b, o = _kept(baseline, dropped), _kept(other, dropped)
-        if turns := sorted(b.keys() & o.keys()):
-            means.append(float(stats.set_log_ratios([b[t] for t in turns], [o[t] for t in turns])))
-    return np.array(means)

@@ -7,15 +7,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import pandas as pd
 
-from ddpm_lab.record import LedgerError, Machine, RunRecord, Window
+from ddpm_lab.record import Cohort, LedgerError, Machine, RunRecord, Window
 
 RECOMMENDATION = "recommendation"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Study:
     """The records that answer one question: one machine, and one cohort of each experiment.
 
@@ -48,7 +49,7 @@ def study(
     *,
     machine: str | None = None,
     run_ids: Iterable[str] | None = None,
-    cohort: tuple[str, str, str, str] | None = None,
+    cohort: Cohort | None = None,
     output_dir: Path | str = ".",
 ) -> Study:
     """The records of one experiment that may be compared.
@@ -64,16 +65,7 @@ def study(
     Raises:
         LedgerError: ``machine`` names none or several, or is needed because the records come from several.
     """
-    found = list(records)
-    if found:
-        key = _machine_key(found, machine)
-        found = [r for r in found if r.environment.machine.key == key]
-    if experiment == RECOMMENDATION:
-        names = sorted({r.experiment for r in found})
-        groups = [[r for r in found if r.experiment == name] for name in names]
-        found = [r for group in groups for r in _one_cohort(group, None)]
-    else:
-        found = _one_cohort([r for r in found if r.experiment == experiment], cohort)
+    found = chosen(list(records), experiment, machine=machine, cohort=cohort)
     if run_ids is not None:
         wanted = set(run_ids)
         found = [
@@ -82,8 +74,38 @@ def study(
     return Study(experiment=experiment, records=tuple(found), output_dir=Path(output_dir))
 
 
-def _machine_key(records: Sequence[RunRecord], wanted: str | None) -> str:
-    machines: dict[str, Machine] = {r.environment.machine.key: r.environment.machine for r in records}
+class Told(Protocol):
+    """What a record, or the head of its line in a ledger, says of itself."""
+
+    @property
+    def experiment(self) -> str: ...
+    @property
+    def role(self) -> str: ...
+    @property
+    def machine(self) -> Machine: ...
+    @property
+    def cohort(self) -> Cohort: ...
+    @property
+    def date(self) -> str: ...
+
+
+T = TypeVar("T", bound=Told)
+
+
+def chosen(told: Sequence[T], experiment: str, *, machine: str | None = None, cohort: Cohort | None = None) -> list[T]:
+    """Those of the records, or heads of records, that ``study`` shows; see there."""
+    found = list(told)
+    if found:
+        key = _machine_key(found, machine)
+        found = [r for r in found if r.machine.key == key]
+    if experiment == RECOMMENDATION:
+        names = sorted({r.experiment for r in found})
+        return [r for name in names for r in _one_cohort([r for r in found if r.experiment == name], None)]
+    return _one_cohort([r for r in found if r.experiment == experiment], cohort)
+
+
+def _machine_key(records: Sequence[Told], wanted: str | None) -> str:
+    machines: dict[str, Machine] = {m.key: m for m in dict.fromkeys(r.machine for r in records)}
     listed = "; ".join(f"{m.name} ({key}, torch {m.torch})" for key, m in machines.items())
     if wanted is None:
         if len(machines) == 1:
@@ -100,7 +122,7 @@ def _machine_key(records: Sequence[RunRecord], wanted: str | None) -> str:
     raise LedgerError(f"machine {wanted!r} is not in the records: choose one by name or key: {listed}")
 
 
-def _one_cohort(records: Sequence[RunRecord], cohort: tuple[str, str, str, str] | None) -> list[RunRecord]:
+def _one_cohort(records: Sequence[T], cohort: Cohort | None) -> list[T]:
     if not records:
         return []
     if cohort is None:
@@ -110,9 +132,9 @@ def _one_cohort(records: Sequence[RunRecord], cohort: tuple[str, str, str, str] 
     return [r for r in records if r.cohort == cohort]
 
 
-def _moment(record: RunRecord) -> float:
+def _moment(record: Told) -> float:
     try:
-        return datetime.fromisoformat(record.environment.date).timestamp()
+        return datetime.fromisoformat(record.date).timestamp()
     except ValueError:
         return -math.inf
 

@@ -40,24 +40,6 @@ class Estimate:
     sets: int
 
 
-def set_log_ratios(baseline_seconds: npt.ArrayLike, seconds: npt.ArrayLike) -> Array:
-    """Log ratio of each set: the mean over turns of ln(baseline seconds / seconds), both for equal work.
-
-    Args:
-        baseline_seconds: seconds per image of the baseline, shape (sets, turns); NaN marks a turn that was dropped.
-        seconds: the same of the configuration, same shape.
-
-    Returns:
-        Shape (sets,); positive where the configuration is faster, NaN where a set holds no turn of both sides.
-    """
-    base, other = np.asarray(baseline_seconds, dtype=float), np.asarray(seconds, dtype=float)
-    usable = np.isfinite(base) & np.isfinite(other) & (base > 0) & (other > 0)
-    logs = np.log(np.where(usable, base, 1.0)) - np.log(np.where(usable, other, 1.0))
-    turns = usable.sum(axis=-1)
-    mean: Array = np.where(turns > 0, logs.sum(axis=-1) / np.maximum(turns, 1), np.nan)
-    return mean
-
-
 def geometric_estimate(logs: npt.ArrayLike) -> Estimate:
     """Geometric mean exp(m), m the mean of the n ``logs``, with its interval exp(m +- t(0.975, n-1) s / sqrt(n)).
 

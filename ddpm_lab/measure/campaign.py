@@ -55,7 +55,7 @@ class Campaign:
         self.experiment, self.target, self.instrument = experiment, target, instrument
         self.ledger, self.traces = ledger, traces
         self.machine_key = environment().machine.key
-        self.held = Held(self._mine(ledger.read()[0]))
+        self.held = Held(self._mine())
         self.measured_sets = 0
         self.begun = time.monotonic()
         self.costs: dict[str, list[float]] = {}
@@ -110,18 +110,14 @@ class Campaign:
 
     # What the ledger has
 
-    def _mine(self, records: Sequence[RunRecord]) -> list[RunRecord]:
+    def _mine(self) -> list[RunRecord]:
         """Records of this experiment, machine, code, data and plan."""
         data = {c.data_sha256 for c in self.experiment.configurations}
-        return [
-            r
-            for r in records
-            if r.experiment == self.experiment.name
-            and r.code_version == self.instrument.code.key
-            and r.config.data_sha256 in data
-            and r.plan == self.target.plan
-            and r.environment.machine.key == self.machine_key
-        ]
+        code, plan = self.instrument.code.key, self.target.plan.key
+        cohorts = {(self.machine_key, code, sha256, plan) for sha256 in data}
+        return self.ledger.read(
+            lambda heads: [h for h in heads if h.experiment == self.experiment.name and h.cohort in cohorts]
+        )[0]
 
     def _hopeless(self, config: RunConfig) -> bool:
         """Whether a configuration is not tried again: its failure lasts, or this run has met it often enough."""

@@ -33,7 +33,7 @@ def choose_network(
     """
     here, plan = machine().key, target.plan
     names = {config.run_id: name for name, config in candidates}
-    for record in reversed(ledger.read()[0]):
+    for record in reversed(ledger.read(lambda heads: [h for h in heads if h.role == "choice"])[0]):
         same = (record.environment.machine.key, record.code_version, record.plan) == (here, instrument.code.key, plan)
         if record.role == "choice" and same and record.run_id in names:
             return names[record.run_id]
