@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from ddpm_lab.config import LabError, Plan, RunConfig
@@ -44,7 +45,7 @@ class Machine:
     @property
     def key(self) -> str:
         """Twelve hexadecimal digits."""
-        return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+        return _machine_key(self)
 
     @property
     def name(self) -> str:
@@ -55,6 +56,11 @@ class Machine:
         models = sorted(set(self.gpus))
         counted = " + ".join(f"{self.gpus.count(m)} x {m}" for m in models)
         return f"{counted}, {self.cpu}, {cores}"
+
+
+@lru_cache(maxsize=256)
+def _machine_key(machine: Machine) -> str:
+    return hashlib.sha256(json.dumps(dataclasses.asdict(machine), sort_keys=True).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -191,8 +191,8 @@ def _unresolved_evidence(lead: Mapping[str, Any]) -> str:
     text = f"{lead['label']} against {lead['baseline_label']} reads {phrases.ratio(lead)} ({phrases.evidence(lead)})"
     if lead["sets"] < stats.LEAST_SETS:
         return f"{text}; a verdict needs at least {stats.LEAST_SETS} sets."
-    effect = f"{stats.RESOLUTION:.0%}".replace("%", " %")
-    if lead["low"] > 1 / (1 + stats.RESOLUTION) and lead["high"] < 1 + stats.RESOLUTION:
+    effect = f"{100 * lead['resolution']:.3g} %"
+    if lead["low"] > 1 / (1 + lead["resolution"]) and lead["high"] < 1 + lead["resolution"]:
         return f"{text}{_noise(lead)}; the interval leaves no room for a difference of {effect}."
     if math.isnan(lead["sets_needed"]):
         return f"{text}{_noise(lead)}; the spread between sets is too wide for {effect}."
