@@ -57,7 +57,10 @@ def _parser() -> argparse.ArgumentParser:
 
     run = subparsers.add_parser("run", help="measure what is missing for one or more experiments")
     run.add_argument(
-        "experiments", nargs="+", metavar="EXPERIMENT", help="profile, multi_gpu, amp, workers or torch_compile"
+        "experiments",
+        nargs="+",
+        metavar="EXPERIMENT",
+        help="profile, multi_gpu, amp, workers, torch_compile or batch_size (the largest batch that fits)",
     )
     _common_options(run)
     _data_options(run)

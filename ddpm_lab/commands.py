@@ -60,6 +60,8 @@ def _grid(name: str, options: argparse.Namespace) -> dict[str, Any]:
     from ddpm_lab.measure import hardware  # noqa: PLC0415
 
     grid: dict[str, Any] = {}
+    if options.batch_size is not None and name == "batch_size":
+        raise ConfigError("--batch-size: the experiment batch_size varies it; leave it out")
     if options.batch_size is not None:
         grid |= (
             {"global_batch_sizes": [options.batch_size]}
@@ -78,7 +80,7 @@ def _grid(name: str, options: argparse.Namespace) -> dict[str, Any]:
             have = f"{most} GPU" if cuda else f"{most} usable core"
             raise NoRanksError(f"--mode multi needs two ranks, and this machine has {have}: use --mode single")
         ranks = 1 if options.mode == "single" else most if cuda else 2
-        grid |= {"world_size": ranks} if name == "profile" else {"world_sizes": [ranks]}
+        grid |= {"world_size": ranks} if name in ("profile", "batch_size") else {"world_sizes": [ranks]}
     return grid
 
 

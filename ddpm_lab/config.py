@@ -318,7 +318,8 @@ class Family:
     """Configurations that are compared with one baseline, in the same sets.
 
     ``candidates`` come in order of importance: where time is short the last ones are left out first. A family that only
-    shows that a mechanism works (``mechanism``) needs one set.
+    shows that a mechanism works (``mechanism``) needs one set. With ``search_up_to`` the largest global batch size that
+    fits into memory, up to this one, is searched first, and larger candidates are left out.
     """
 
     name: str
@@ -326,6 +327,7 @@ class Family:
     baseline_label: str
     candidates: tuple[tuple[str, RunConfig], ...]
     mechanism: bool = False
+    search_up_to: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,7 +97,8 @@ class Ledger:
                     continue
                 found = _HEAD.match(line)
                 try:
-                    if found is None or not _TAIL.search(line[-64:]):
+                    tail = _TAIL.search(line[-64:])
+                    if found is None or tail is None or int(tail[1]) > SCHEMA:
                         record = _parsed(line, self.path, number)
                         told = (record.experiment, record.role, record.machine, record.cohort, record.date)
                     else:
@@ -151,7 +152,7 @@ _HEAD = re.compile(
     rb'"date":"([^"\\]*)"\},"code_version":"([^"\\]*)",'
 )
 """The head of a line as this version writes it; any other line is parsed whole."""
-_TAIL = re.compile(rb',"schema":' + str(SCHEMA).encode() + rb',"run_id":"\w*"\}\s*$')
+_TAIL = re.compile(rb',"schema":(\d+),"run_id":"\w*"\}\s*$')
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
 
 

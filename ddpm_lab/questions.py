@@ -16,6 +16,8 @@ from ddpm_lab.config import LOADER_ALONE, ConfigError, Experiment, Family, RunCo
 CUDA_PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 CPU_PRECISIONS = ("fp32", "bf16")
 FULL_BATCH_SIZES = (32, 64, 128, 256, 512)
+MOST_CPU, MOST_CUDA = 1024, 65_536
+"""Where a search for the largest batch ends if nothing else ends it."""
 FULL_WORKERS = (0, 1, 2, 4, 8, 12, 16, 20)
 
 
@@ -87,10 +89,11 @@ class Setup:
         """``2 GPUs`` or ``2 ranks``."""
         return f"{ranks} {'GPU' if self.device == 'cuda' else 'rank'}{'s' if ranks > 1 else ''}"
 
-    def family_name(self, batch: int, ranks: int | None = None) -> str:
+    def family_name(self, batch: int | None, ranks: int | None = None) -> str:
         """A family's name for people: what everything in it has in common."""
         size = f", {self.images.image_size}x{self.images.image_size} pixels" if self.images.image_size != 32 else ""
-        return f"{self.network}, batch {batch}{size}" + (f", {self.ranks_label(ranks)}" if ranks else "")
+        words = self.network + (f", batch {batch}" if batch else "") + size
+        return words + (f", {self.ranks_label(ranks)}" if ranks else "")
 
 
 def check_ranks(device: str, ranks: int, gpus: int, usable_cores: int, oversubscribe: bool = False) -> None:
@@ -304,6 +307,37 @@ def torch_compile(
     return Experiment(name="torch_compile", families=tuple(families))
 
 
+def batch_size(
+    setup: Setup,
+    *,
+    global_batch_sizes: Sequence[int] | None = None,
+    precision: str = "fp32",
+    world_size: int = 1,
+) -> Experiment:
+    """How large a batch fits, and does a larger one train faster? The smallest size against its multiples."""
+    cuda = setup.device == "cuda"
+    whole("world_size", world_size, 1)
+    setup.check_ranks(world_size)
+    if global_batch_sizes is not None:
+        several("global_batch_sizes", global_batch_sizes)
+        for batch in global_batch_sizes:
+            whole("global_batch_sizes", batch, 1)
+    first = 32 if setup.preset == "full" else setup.batch_size(None)
+    count = {"smoke": 2, "quick": 5, "full": 8 if cuda else 5}[setup.preset]
+    usual = [-(-first * 2**i // world_size) * world_size for i in range(count)]
+    smallest, *larger = sorted(set(global_batch_sizes or usual))
+    most = 2 * max(usual) if setup.preset == "smoke" else MOST_CUDA if cuda else MOST_CPU
+    base = setup.config(global_batch_size=smallest, precision=precision, world_size=world_size)
+    family = Family(
+        name=f"{setup.family_name(None, world_size)}, {precision}",
+        baseline=base,
+        baseline_label=f"batch {smallest}",
+        candidates=tuple((f"batch {n}", dataclasses.replace(base, global_batch_size=n)) for n in larger),
+        search_up_to=max(most, smallest, *larger),
+    )
+    return Experiment(name="batch_size", families=(family,))
+
+
 QUESTIONS: dict[str, Callable[..., Experiment]] = {
-    f.__name__: f for f in (profile, multi_gpu, amp, workers, torch_compile)
+    f.__name__: f for f in (profile, multi_gpu, amp, workers, torch_compile, batch_size)
 }

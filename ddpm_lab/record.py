@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpm_lab.config import LabError, Plan, RunConfig
 
-SCHEMA = 1
+SCHEMA = 2
 Cohort = tuple[str, str, str, str]
 STATUSES = ("ok", "oom", "unsupported", "diverged", "crashed", "timed out", "refused", "left out")
 LASTING = ("oom", "diverged", "refused")
@@ -86,8 +86,10 @@ class Window:
     """One timed window: ``seconds`` is the wall time from the first rank's start to the last rank's end.
 
     A step ends when its slowest rank ends it, so ``step_seconds`` add up to the window; ``data_seconds`` is each rank's
-    wait for data; ``others_cores`` is how many cores other processes kept busy meanwhile (None: unknown). A dropped
-    window was disturbed from outside; its turn is dropped for every configuration of the set.
+    wait for data; ``others_cores`` is how many cores other processes kept busy meanwhile (None: unknown). ``state`` is
+    what the machine did, by the names of ``measure.machine_watch.Watch``, and the memory that the largest rank held at
+    the window's end (``rss_bytes``, on a GPU ``allocated_bytes`` and ``reserved_bytes``). A dropped window was
+    disturbed from outside; its turn is dropped for every configuration of the set.
     """
 
     turn: int
@@ -101,6 +103,7 @@ class Window:
     data_seconds: tuple[float, ...]
     others_cores: float | None = None
     stolen_seconds: float | None = None
+    state: dict[str, float | None] = field(default_factory=dict)
     dropped: bool = False
 
     @property
@@ -111,7 +114,12 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """What one rank reports of itself. Memory: device memory on CUDA, resident set on a CPU; None is unknown."""
+    """What one rank reports of itself; None is unknown, or does not exist.
+
+    ``peak_memory_bytes`` and ``peak_reserved_bytes`` are what torch had allocated and reserved on the GPU.
+    ``peak_rss_bytes`` is the most host memory that the rank's own process had resident: its tensors on a CPU, Python,
+    and the libraries that it shares with other processes (about 0.3 GiB with torch alone); not its loader workers.
+    """
 
     rank: int
     device: str
@@ -121,7 +129,7 @@ class RankRecord:
     peak_reserved_bytes: int | None
     peak_rss_bytes: int | None
     losses: tuple[float, ...]
-    images: int
+    images: int | None
     indices_sha256: str
 
 
@@ -130,7 +138,9 @@ class RunRecord:
     """What one configuration did in one set.
 
     ``role`` is baseline, twin (the baseline again), candidate, cold (a cold compile, measured alone), profile, choice
-    (a network chosen for this machine), or note (a configuration that was left out before any set).
+    (a network chosen for this machine), search (a size tried for the largest batch that fits, alone), largest (how that
+    search ended, its limit as the label; both belong to no set), or note (a configuration that was left out before any
+    set).
     ``baseline_id`` is the run id of the set's baseline. ``stages`` are seconds: start, build, compile (the first step,
     compiled configurations only), warmup, steady, teardown.
     """

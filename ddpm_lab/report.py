@@ -16,8 +16,10 @@ from typing import Any
 from ddpm_lab import __version__, config
 from ddpm_lab.data import archives, prepared
 from ddpm_lab.data.folder import DataError, list_images
-from ddpm_lab.explain import pages
-from ddpm_lab.explain.pages import DONE, FAILED, METADATA, NOT_RUN, STOPPED, Page
+from ddpm_lab.explain import calibration, figure_calibration, pages
+from ddpm_lab.explain.pages import DONE, FAILED, METADATA, NOT_RUN, STOPPED, Page, Section
+from ddpm_lab.ledger import Ledger
+from ddpm_lab.measure import hardware
 from ddpm_lab.notebooks import (
     CHECKOUT,
     NUMBERED,
@@ -145,6 +147,7 @@ class _Run:
     pages: dict[str, Page] = field(default_factory=dict)
     forecasts: dict[Path, float] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
+    calibration: Section | None = None
 
     @property
     def elapsed(self) -> float:
@@ -153,6 +156,7 @@ class _Run:
     def collect(self, files: Sequence[Path]) -> None:
         """Fill the index with every numbered notebook beside those that run, and with what an earlier report left."""
         self.files = list(files)
+        self.calibration = _calibration(self.folder.parent / "trace_output" / "ledger.jsonl")
         beside = {file for chosen in files for file in chosen.parent.glob(NUMBERED)} | set(files)
         for file in sorted(beside, key=lambda file: file.stem):
             page = Page(name=file.stem, title=pages.title(pages.load(file)))
@@ -246,6 +250,7 @@ class _Run:
             notice=notice,
             command=self.command,
             ledger=os.path.relpath(ledger, self.folder) if ledger.exists() else "",
+            calibration=self.calibration,
         )
         return target
 
@@ -268,6 +273,16 @@ class _Run:
             ),
         ]
         return [(term, value) for term, value in facts if value]
+
+
+def _calibration(ledger: Path) -> Section | None:
+    """What the last calibration of this machine said, if there was one."""
+    here = hardware.machine().key
+    records, _ = Ledger(ledger).read(
+        lambda heads: [h for h in heads if h.experiment == calibration.EXPERIMENT and h.machine.key == here]
+    )
+    found = calibration.calibrations(records)
+    return figure_calibration.section(found[-1]) if found else None
 
 
 def _check_data(data: str, held_out: str | None) -> None:

@@ -69,7 +69,8 @@ class Busy:
         return float("nan") if self.config.option("fault", "") == "nan" else 1.0
 
     def witness(self) -> dict[str, Any]:
-        said = {"images": self.steps * self.config.rank_batch_size, "loader_workers": self.config.loader_workers}
+        honest = min(self.steps, int(self.config.option("skips_after", self.steps)))
+        said = {"images": honest * self.config.rank_batch_size, "loader_workers": self.config.loader_workers}
         return {**said, **dict(self.config.option("says", ()))}
 
     def close(self) -> None:
@@ -79,6 +80,22 @@ class Busy:
 def busy(config: RunConfig, context: RankContext) -> Busy:
     """Make the busy workload."""
     return Busy(config, context)
+
+
+class Hungry(Busy):
+    """Takes memory in proportion to its batch, and is out of it above ``fits`` images."""
+
+    def step(self, batch: Any) -> float:
+        images = self.config.rank_batch_size
+        if images > self.config.option("fits", images):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        self.taken = torch.ones(images * int(self.config.option("image_bytes", 0)), dtype=torch.uint8)
+        return super().step(batch)
+
+
+def hungry(config: RunConfig, context: RankContext) -> Hungry:
+    """Make the workload that takes memory."""
+    return Hungry(config, context)
 
 
 class Compiling(Busy):

@@ -151,6 +151,28 @@ def rank_record(rank: int, peak_memory_bytes: int | None = 512 << 20) -> RankRec
     )
 
 
+def with_state(records: Sequence[RunRecord], **state: float | None) -> list[RunRecord]:
+    """The same records, with what the machine did in each window."""
+    found = {"watched_seconds": 0.5, "cpu_utilisation_percent": 90.0, "rss_bytes": 471 << 20, **state}
+    return [replace(r, windows=tuple(replace(w, state=found) for w in r.windows)) for r in records]
+
+
+GPU_STATE = {
+    "gpu_utilisation_percent": 96.0,
+    "gpu_clock_mhz": 1900.0,
+    "gpu_clock_min_mhz": 1755.0,
+    "gpu_memory_clock_mhz": 2619.0,
+    "gpu_temperature_celsius": 66.0,
+    "gpu_throttle_reasons": 4.0,
+    "gpu_power_watts": 400.0,
+    "gpu_energy_joules": 200.0,
+    "gpu_others": 0.0,
+    "gpu_others_bytes": 0.0,
+    "allocated_bytes": 3 << 30,
+    "reserved_bytes": 4 << 30,
+}
+
+
 def cold(config: RunConfig, seconds: Sequence[float], **values: Any) -> list[RunRecord]:
     """Cold compiles of ``config``, one record each."""
     return [

@@ -6,13 +6,14 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import records as make
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import figure_calibration
+from ddpm_lab.explain import figure_calibration, pages
 from ddpm_lab.explain.calibration import calibration, calibrations, lines
 from ddpm_lab.record import RunRecord
 
@@ -124,3 +125,16 @@ def test_words_and_picture_exist_for_each(records: Sequence[RunRecord]) -> None:
     assert len(picture.axes) == 2
     assert np.isfinite(picture.axes[0].get_ylim()).all()
     assert "nan" not in figure_calibration.alt_text(found)
+
+
+def test_the_index_says_how_finely_the_machine_measures(tmp_path: Path) -> None:
+    found = calibration(calibrated())
+    assert found is not None
+    target = tmp_path / "index.html"
+    pages.write_index([], target)
+    assert "ddpm-lab calibrate" in target.read_text()
+    pages.write_index([], target, calibration=figure_calibration.section(found))
+    html = target.read_text()
+    assert found.verdict() in html
+    assert figure_calibration.alt_text(found) in html
+    assert "data:image/png;base64," in html

@@ -433,6 +433,42 @@ def test_a_profile_is_taken_once(lab: Lab, status: str, tried_again: int) -> Non
     assert len(lab.alone) == tried_again
 
 
+def test_a_search_comes_before_the_sets_and_leaves_out_what_is_larger(lab: Lab) -> None:
+    base = RunConfig(device="cuda", global_batch_size=8)
+    larger = {n: dataclasses.replace(base, global_batch_size=n) for n in (16, 32, 64)}
+    sizes = Family(
+        name="f",
+        baseline=base,
+        baseline_label="base",
+        candidates=tuple((f"c{n}", c) for n, c in larger.items()),
+        search_up_to=64,
+    )
+    lab.failures = {larger[32].run_id: "oom", dataclasses.replace(base, global_batch_size=24).run_id: "oom"}
+    unknown = lab.campaign(experiment(sizes)).forecast()
+    made = lab.run(experiment(sizes))
+    assert lab.alone == [("search", f"batch {n}") for n in (8, 16, 32, 24, 20, 22, 23)]
+    assert lab.sets == [("f", [*BOTH, "c16"])] * 3
+    assert [(r.label, r.config.global_batch_size) for r in lab.records("largest")] == [("memory", 23)]
+    assert {(r.set_id, r.baseline_id) for r in (*lab.records("search"), *lab.records("largest"))} == {("", "")}
+    notes = {(n.label, n.reason) for n in lab.records("note")}
+    assert notes == {(f"c{n}", "larger than 23, where the search ended") for n in (32, 64)}
+    assert made.held.any
+    lines = len(lab.ledger.read()[0])
+    lab.run(experiment(sizes))
+    assert (lab.alone, lab.sets, len(lab.ledger.read()[0])) == ([], [], lines)
+    # Sets of the sizes that do not fit are forecast until the search has said so.
+    assert unknown == campaign.SEARCH_SECONDS + 3 * 5 * campaign.PLACE_SECONDS
+
+
+def test_a_search_in_which_nothing_fits_holds_nothing(lab: Lab) -> None:
+    base = RunConfig(device="cuda", global_batch_size=2)
+    lab.failures = {dataclasses.replace(base, global_batch_size=n).run_id: "oom" for n in (1, 2)}
+    asked = Family(name="f", baseline=base, baseline_label="base", candidates=(), search_up_to=8)
+    assert not lab.run(experiment(asked)).held.any
+    assert (lab.alone, lab.sets) == ([("search", "batch 2"), ("search", "batch 1")], [])
+    assert [r.status for r in lab.records("largest")] == ["oom"]
+
+
 def test_what_was_left_out_is_noted_once(lab: Lab) -> None:
     rows = (("f", "fp16", "needs a CUDA device"), ("f", "tf32", "needs a CUDA device"))
     for _ in range(2):

@@ -77,6 +77,38 @@ def compiled(ratio: float) -> Study:
     return make.study(records + cold)
 
 
+def costs(label: str) -> Study:
+    """Stages and counters as the measuring half leaves them, and three cold compiles."""
+    config = RunConfig(compile="whole")
+    counted = {"compiled_frames": 2, "graphs": 3, "graph_breaks": 1, "recompiles": 0}
+    stages = {"start": 0.03, "build": 1.2, "warmup": 0.25, "steady": 3.7, "teardown": 0.04}
+    records = make.sets({"compiled": (config, 1.3)}, baseline_label=label, experiment="torch_compile", stages=stages)
+    warm = {**stages, "compile": 1.6}
+    records = [
+        replace(r, stages=warm, compile_cache="warm", witness={"ranks": [counted]}) if r.role == "candidate" else r
+        for r in records
+    ]
+    values = {"experiment": "torch_compile", "baseline_id": RunConfig().run_id, "label": "compiled"}
+    return make.study(records + make.cold(config, [31.0, 34.0, 36.0], **values))
+
+
+def batches(count: int) -> Study:
+    """A search that ended for lack of memory, and so many sets."""
+    sizes = {n: RunConfig(global_batch_size=n) for n in (8, 16, 32, 64, 128, 256, 512, 1024, 768)}
+    reason = "1,024 images would need about 19.3 GiB, 80 % of the 21.2 GiB available may be used"
+    values: dict[str, Any] = {"experiment": "batch_size", "family": "tiny, 1 rank, fp32"}
+    rank = replace(make.rank_record(0), peak_rss_bytes=700 << 20)
+    found = [
+        make.record(c, role="search", label=f"batch {n}", set_id="", baseline_id="", ranks=(rank,), **values)
+        for n, c in sizes.items()
+    ]
+    found[-2] = replace(found[-2], status="oom", ranks=())
+    found.append(replace(found[-1], role="largest", label="memory", reason=reason))
+    larger = {f"batch {n}": (c, 1 + 0.1 * i) for i, (n, c) in enumerate(sizes.items()) if 8 < n <= 512}
+    found += make.sets(larger, baseline=sizes[8], baseline_label="batch 8", count=count, **values)
+    return make.study(found)
+
+
 def corrected() -> Study:
     """Several families, of which one would be resolved if it were the only one."""
     found = []
@@ -131,6 +163,12 @@ def sizes() -> Study:
     return make.study(make.on(make.GPUS, found))
 
 
+def machine() -> Study:
+    """Everything that is known of a machine with GPUs, in as many families as a figure may meet."""
+    found = gpus()
+    return replace(found, records=tuple(make.with_state(found.records, **make.GPU_STATE)))
+
+
 STUDIES: dict[str, Callable[[], Study]] = {
     "resolved": amp,
     "one set": lambda: amp(count=1, turns=2),
@@ -147,8 +185,14 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "corrected": corrected,
     "wordy": wordy,
     "sizes": sizes,
+    "machine": machine,
     "compiled": lambda: compiled(1.2),
     "compiled, slower": lambda: compiled(0.9),
+    "compiled, costs": lambda: costs("eager"),
+    "compiled, long names": lambda: costs("eager training, fp32"),
+    "batch sizes": lambda: batches(6),
+    "batch sizes, one set": lambda: batches(1),
+    "batch sizes, searched only": lambda: batches(0),
     "profile": lambda: make.study([make.profile(RunConfig(purpose="profile"))]),
     "recommendation": lambda: make.study([*amp().records, *compiled(1.2).records], "recommendation"),
     "nothing": lambda: replace(amp(), records=()),

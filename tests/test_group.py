@@ -54,8 +54,22 @@ def test_two_ranks_work_and_leave_nothing() -> None:
     assert sorted(w["rank"] for w in witness) == [0, 1]
     assert all(w["unlisted_modules"] == [] for w in witness)
     assert [s["images"] for s in summaries] == [5 * 4, 5 * 4]
+    assert all(
+        s["peak_rss_bytes"] >= w["memory"]["rss_bytes"] > 1 << 26 for s, w in zip(summaries, windows, strict=True)
+    )
     assert alive(pids) == []
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
+def test_peak_memory_is_the_ranks_own_and_not_its_parents(method: str) -> None:
+    """The kernel's ru_maxrss goes through fork and exec; a parent that holds much would be in every rank's peak."""
+    held = bytearray(b"x") * (1 << 30)
+    with group(busy_config(), start_method=method) as g:
+        g.window(settle=0, steps=1, limit=30, stage="testing")
+        (summary,) = g.finish()
+    assert psutil.Process().memory_info().rss > len(held)
+    assert summary["peak_rss_bytes"] < len(held)
 
 
 @pytest.mark.parametrize("place", [pytest.param("build", marks=pytest.mark.slow), "forward"])

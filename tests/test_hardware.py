@@ -375,3 +375,29 @@ def test_the_clock_never_reports_less_than_nothing() -> None:
     now = CpuClock(busy_seconds=10.0, own_seconds=5.0, stolen_seconds=0.0)
     assert now.others_cores(CpuClock(11.0, 6.5, 0.0), 1.0) == 0.0
     assert now.others_cores(CpuClock(14.0, 6.0, 0.0), 2.0) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("files", "seconds"),
+    [
+        ({}, None),
+        ({"/proc/self/cgroup": "0::/job\n", "/sys/fs/cgroup/job/cpu.stat": "usage_usec 9\n"}, None),
+        ({"/proc/self/cgroup": "0::/job\n", "/sys/fs/cgroup/job/cpu.stat": "nr_throttled 2\nthrottled_usec 0\n"}, 0.0),
+        (
+            {
+                "/proc/self/cgroup": "0::/user/job\n",
+                "/sys/fs/cgroup/user/job/cpu.stat": "throttled_usec 1500000\n",
+                "/sys/fs/cgroup/user/cpu.stat": "throttled_usec 500000\n",
+                "/sys/fs/cgroup/cpu.stat": "usage_usec 9\n",
+            },
+            2.0,
+        ),
+        ({"/sys/fs/cgroup/cpu/cpu.stat": "nr_periods 1\nnr_throttled 1\nthrottled_time 250000000\n"}, 0.25),
+        ({"/sys/fs/cgroup/cpu/cpu.stat": "nonsense\n"}, None),
+    ],
+)
+def test_time_that_a_quota_took_is_read_from_every_level(
+    cgroup: dict[str, str], files: dict[str, str], seconds: float | None
+) -> None:
+    cgroup |= files
+    assert hardware.cgroup_throttled_seconds() == (None if seconds is None else pytest.approx(seconds))

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from conftest import alive
 
+from ddpm_lab.measure import process
 from ddpm_lab.measure.process import BEAT, Heartbeat, kill, start_ticks
 
 
@@ -88,3 +89,17 @@ def test_a_group_is_killed_when_its_leader_is_gone() -> None:
 def test_the_start_of_a_process_is_the_kernels() -> None:
     began = psutil.Process().create_time() - psutil.boot_time()
     assert start_ticks(os.getpid()) == pytest.approx(began * os.sysconf("SC_CLK_TCK"), abs=200)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+    ],
+)
+def test_whoever_allocates_out_of_memory_is_out_of_memory(error: Exception, expected: bool) -> None:
+    assert process._out_of_memory(error) == expected

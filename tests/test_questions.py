@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ddpm_lab.config import LOADER_ALONE, PRESETS, ConfigError, Experiment, Family
-from ddpm_lab.questions import QUESTIONS, Images, Setup, amp, multi_gpu, profile, torch_compile, workers
+from ddpm_lab.questions import QUESTIONS, Images, Setup, amp, batch_size, multi_gpu, profile, torch_compile, workers
 
 MACHINES = {"1 core": (0, 1), "2 cores": (0, 2), "64 cores": (0, 64), "1 GPU": (1, 16), "8 GPUs": (8, 64)}
 
@@ -48,7 +48,7 @@ def test_every_default_grid_can_run_and_compares_like_with_like(name: str, prese
     for family in experiment.families:
         ids = [config.run_id for config in members(family)]
         assert len(set(ids)) == len(ids), "a candidate is the baseline, or there twice"
-        assert len({config.global_batch_size for config in members(family)}) == 1
+        assert (len({config.global_batch_size for config in members(family)}) == 1) == (name != "batch_size")
         assert len({family.baseline_label, *(label for label, _ in family.candidates)}) == len(ids)
         for config in members(family):
             assert config.data_sha256 == "abc"
@@ -228,6 +228,34 @@ def test_torch_compile_grids() -> None:
         torch_compile(setup(), loader_workers=3)
 
 
+@pytest.mark.parametrize(
+    ("machine", "preset", "sizes", "search_up_to"),
+    [
+        ("2 cores", "smoke", [8, 16], 32),
+        ("2 cores", "quick", [8, 16, 32, 64, 128], 1024),
+        ("2 cores", "full", [32, 64, 128, 256, 512], 1024),
+        ("1 GPU", "quick", [128, 256, 512, 1024, 2048], 65_536),
+        ("8 GPUs", "full", [32, 64, 128, 256, 512, 1024, 2048, 4096], 65_536),
+    ],
+)
+def test_batch_size_grids(machine: str, preset: str, sizes: list[int], search_up_to: int) -> None:
+    (family,) = batch_size(setup(machine, preset)).families
+    assert [c.global_batch_size for c in members(family)] == sizes
+    assert family.search_up_to == search_up_to
+    assert labels(batch_size(setup(machine, preset))) == [[f"batch {n}" for n in sizes]]
+    # Nothing but the batch differs, so that all sizes share what one search has found.
+    assert all(c.differences(family.baseline).keys() <= {"global_batch_size"} for c in members(family))
+
+
+def test_batch_sizes_that_are_asked_for_and_several_ranks() -> None:
+    (asked,) = batch_size(setup(), global_batch_sizes=[2000, 24, 24]).families
+    assert [c.global_batch_size for c in members(asked)] == [24, 2000]
+    assert asked.search_up_to == 2000
+    (three,) = batch_size(setup("8 GPUs"), world_size=3, precision="bf16").families
+    assert three.name == "tiny, 3 GPUs, bf16"
+    assert all(c.global_batch_size % 3 == 0 for c in members(three))
+
+
 def test_a_profile_supplies_no_speed() -> None:
     experiment = profile(setup("8 GPUs"), world_size=2, precision="tf32", global_batch_size=64)
     assert experiment.families == ()
@@ -268,6 +296,11 @@ def test_a_family_is_named_for_people() -> None:
         ("workers", {"worker_counts": 4}, ["worker_counts", "4", "list"]),
         ("workers", {"worker_counts": [0, -1]}, ["worker_counts", "-1", "at least 0"]),
         ("workers", {"precisions": ["fp16"]}, ["precisions", "'fp16'", "fp32, bf16"]),
+        ("batch_size", {"global_batch_sizes": []}, ["global_batch_sizes", "[]", "list"]),
+        ("batch_size", {"global_batch_sizes": [8, 0]}, ["global_batch_sizes", "0", "at least 1"]),
+        ("batch_size", {"global_batch_sizes": [3], "world_size": 2}, ["3", "2 ranks"]),
+        ("batch_size", {"world_size": 3}, ["3 CPU ranks"]),
+        ("batch_size", {"precision": "fp16"}, ["'fp16'", "CUDA"]),
         ("torch_compile", {"loader_workers": -1}, ["loader_workers", "-1", "at least 0"]),
         ("torch_compile", {"precision": "tf32"}, ["'tf32'", "CUDA"]),
         ("torch_compile", {"world_sizes": [5]}, ["5 CPU ranks"]),

@@ -48,7 +48,7 @@ def test_a_set_holds_every_member_with_equal_work(instrument: Instrument, short_
             # throughput a second way: the steps fill the window
             assert math.fsum(w.step_seconds) == pytest.approx(w.seconds, rel=0.02)
             assert sum(w.rank_seconds) <= w.seconds * r.config.world_size * 1.001
-        trained = sum(rank.images for rank in r.ranks)
+        trained = sum(rank.images or 0 for rank in r.ranks)
         timed = sum(w.images for w in r.windows)
         assert trained >= timed + r.warmup_steps * r.config.global_batch_size
         assert {"start", "build", "warmup", "steady", "teardown"} <= set(r.stages)
@@ -84,6 +84,45 @@ def test_failures_are_rows_and_the_rest_goes_on(instrument: Instrument, short_pl
     assert "planted fault" in rows["raises"].witness["traceback"]
     assert all(not r.windows for r in records if r.status != "ok")
     assert len(rows["fine"].windows) == short_plan.turns
+
+
+LIES: list[tuple[str, tuple[str, object], str]] = [
+    ("world size", ("world_size", 2), "the label says world_size 1, rank 0 ran with 2"),
+    ("device", ("device", "cuda:0"), "the label says device cpu, rank 0 ran on cuda:0"),
+    ("precision", ("precision", "bf16"), "the label says precision fp32, rank 0 ran with bf16"),
+    ("compile, fallen back", ("compile", "whole"), "the label says compile off, rank 0 ran with whole"),
+    ("workers", ("loader_workers", 3), "the label says loader_workers 0, rank 0 ran with 3"),
+    ("batch", ("images", 1), "the label says 8 images a step on a rank"),
+    ("source of data", ("data_sha256", "other"), "the label says data_sha256 , rank 0 ran with other"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("says", "words"), [lie[1:] for lie in LIES], ids=[lie[0] for lie in LIES])
+def test_each_mislabelled_run_is_refused(
+    instrument: Instrument, short_plan: Plan, says: tuple[str, object], words: str
+) -> None:
+    lying = Member("cold", "lying", busy_config(says=(says,)))
+    record = measure_alone(instrument, experiment="test", family="busy", plan=short_plan, member=lying)
+    assert record.status == "refused"
+    assert record.reason is not None
+    assert words in record.reason
+    assert not record.windows
+
+
+@pytest.mark.slow
+def test_a_run_that_consumes_other_images_while_it_is_timed_is_refused(
+    instrument: Instrument, short_plan: Plan
+) -> None:
+    """The eighth: honest while it was asked, and then not."""
+    lying = busy_config(skips_after=short_plan.warmup_steps + 6)
+    records = measure_set(
+        instrument, experiment="test", family="busy", plan=short_plan, members=members(("lying", lying))
+    )
+    (record,) = [r for r in records if r.label == "lying"]
+    assert record.status == "refused"
+    assert record.reason is not None
+    assert "images a step on a rank" in record.reason
 
 
 def test_without_a_baseline_nothing_else_is_kept(instrument: Instrument, short_plan: Plan) -> None:

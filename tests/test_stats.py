@@ -149,6 +149,26 @@ def test_break_even() -> None:
     assert math.isnan(stats.break_even_steps(math.nan, 0.1, 1.25))
 
 
+def test_a_quotient_of_which_one_side_is_known_has_the_ends_of_the_other() -> None:
+    known = (30.0, math.nan, math.nan)
+    assert stats.quotient_interval(known, (0.02, 0.015, 0.03)) == pytest.approx((1000, 2000))
+    assert stats.quotient_interval((30.0, 20.0, 40.0), (0.02, 0.02, 0.02)) == pytest.approx((1000, 2000))
+    assert stats.quotient_interval(known, (0.02, -0.001, 0.05)) == pytest.approx((600, math.inf))
+
+
+def test_the_interval_of_a_quotient_covers_it() -> None:
+    """Few and many values on each side, as compile times and set ratios are."""
+    rng = np.random.default_rng(0)
+    for few, many, spread in ((2, 6, 0.05), (3, 6, 0.05), (3, 12, 0.02), (3, 12, 0.1)):
+        hits = 0
+        for _ in range(1500):
+            a = stats.geometric_estimate(np.log(30) + rng.normal(0, spread, few))
+            b = stats.geometric_estimate(np.log(0.02) + rng.normal(0, 0.05, many))
+            low, high = stats.quotient_interval((a.value, a.low, a.high), (b.value, b.low, b.high))
+            hits += low <= 1500 <= high
+        assert 0.93 <= hits / 1500 <= 0.985, (few, many, spread)
+
+
 # --- stopping when the interval is narrow enough ---------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ def test_windows_hold_whole_cycles_and_end_in_time(step_seconds: float, ema_ever
     class Group:
         def budget(self, **values: Any) -> list[dict[str, Any]]:
             asked.update(values)
-            return [{}]
+            return [{"memory": {"rss_bytes": 3}}, {"memory": {"rss_bytes": 5}}]
 
     instrument = cast("Instrument", None)
     config = RunConfig(purpose="profile", optimizer=OptimizerConfig(ema_every=ema_every))
@@ -42,6 +42,8 @@ def test_windows_hold_whole_cycles_and_end_in_time(step_seconds: float, ema_ever
     assert 1 <= rounds <= seat.plan.turns
     assert rounds == 1 or 2 * rounds * steps * step_seconds <= BUDGET_SECONDS
     assert taken["steps"] == steps * rounds
+    assert taken["state"]["rss_bytes"] == 5, "the largest rank's"
+    assert taken["state"]["watched_seconds"] >= 0
 
 
 @pytest.mark.slow
@@ -61,6 +63,7 @@ def test_a_profile_record_holds_the_budget_and_no_speed(instrument: Instrument, 
     assert record.profile is not None
     budget = record.profile["budget"]
     (rank,) = budget["ranks"]
+    assert budget["state"]["rss_bytes"] <= record.ranks[0].peak_rss_bytes
     running, profiled = rank["unsynchronised"], rank["profiled"]
     # the trace saw the same phases; a step's sleeps and busy loops take as long under the profiler
     assert set(profiled["phases"]) == set(running["phases"])

@@ -28,9 +28,13 @@ def saw(rank: int, **changes: Any) -> dict[str, Any]:
         "device_uuid": f"GPU-{rank}",
         "precision": "bf16",
         "compile": "whole",
+        "loader": "files",
         "loader_workers": 2,
         "data_sha256": "abc",
         "unlisted_modules": [],
+        "steps": 10,
+        "images": 10 * TWO_GPUS.rank_batch_size,
+        "indices_sha256": f"share {rank}",
         **changes,
     }
 
@@ -56,6 +60,10 @@ def saw_on_cpu(rank: int) -> dict[str, Any]:
         ({"compile": "off"}, "compile whole, rank 1 ran with off"),
         ({"loader_workers": 0}, "loader_workers 2, rank 1 ran with 0"),
         ({"data_sha256": "xyz"}, "data_sha256 abc, rank 1 ran with xyz"),
+        ({"loader": "packed"}, "loader files, rank 1 ran with packed"),
+        ({"images": 159}, "16 images a step on a rank, 160 in 10 steps, rank 1 used 159"),
+        ({"images": 320}, "160 in 10 steps, rank 1 used 320"),
+        ({"indices_sha256": "share 0"}, "2 ranks share each batch, some of them used the same images"),
         ({"unlisted_modules": ["helper", "other"]}, "rank 1 loaded helper, other, which no import statement"),
     ],
 )
@@ -65,6 +73,14 @@ def test_each_lie_is_named_with_its_rank(lie: dict[str, Any], words: str) -> Non
     assert "\n" not in sentence
 
 
+def test_fp16_without_a_scaler_is_named() -> None:
+    label = RunConfig(device="cuda", precision="fp16")
+    seen = {**saw_on_cpu(0), "world_size": 1, "device": "cuda:0", "precision": "fp16"}
+    (sentence,) = mismatches(label, [{**seen, "autocast_scaler": False}])
+    assert "without a gradient scaler" in sentence
+    assert mismatches(label, [{**seen, "autocast_scaler": True}]) == []
+
+
 def test_two_ranks_on_one_gpu_are_named() -> None:
     (sentence,) = mismatches(TWO_GPUS, [saw(0), saw(1, device_uuid="GPU-0")])
     assert re.search(r"2 ranks ran on 1 distinct GPUs: GPU-0", sentence)
@@ -72,7 +88,7 @@ def test_two_ranks_on_one_gpu_are_named() -> None:
 
 @pytest.mark.parametrize("ranks", [[0], [0, 0], [0, 1, 2], [1, 2], []])
 def test_missing_doubled_and_additional_ranks_are_named(ranks: list[int]) -> None:
-    reports = [saw(rank, device_uuid=f"GPU-{i}") for i, rank in enumerate(ranks)]
+    reports = [saw(rank, device_uuid=f"GPU-{i}", indices_sha256=str(i)) for i, rank in enumerate(ranks)]
     (sentence,) = mismatches(TWO_GPUS, reports)
     assert f"the label says 2 ranks, these ran: {ranks}" == sentence
 

@@ -24,7 +24,7 @@ def answer_text(study: Study, finding: Finding) -> str:
         if row["sets"] and row["role"] != "twin":
             lines.append(
                 f"  {row['label']}: {phrases.seconds(row['step_seconds'])} a step, "
-                f"peak memory {phrases.memory(row['peak_memory_bytes'])}, "
+                f"peak memory {phrases.peak_memory(row)}, "
                 f"{phrases.plural(int(row['sets']), 'set')} of {phrases.plural(int(row['turns']), 'turn')}, "
                 f"{row['turns_dropped']} dropped"
             )
@@ -47,6 +47,7 @@ def answer_values(study: Study, finding: Finding) -> dict[str, Any]:
             "reason": row["reason"],
             "step_seconds": _known(row["step_seconds"]),
             "peak_memory_bytes": _known(row["peak_memory_bytes"]),
+            "peak_rss_bytes": _known(row["peak_rss_bytes"]),
             "sets": int(row["sets"]),
             "sets_needed": _known(row["sets_needed"]),
             "turns_dropped": int(row["turns_dropped"]),

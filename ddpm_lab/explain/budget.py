@@ -132,8 +132,10 @@ def budget(record: RunRecord) -> Budget | None:
 
 
 def _disturbance(others_cores: float | None, usable_cores: int) -> str:
-    """A sentence if others took more than a turn of a set may lose; what is not known is not told."""
-    if not others_cores or others_cores <= DISTURBED * usable_cores:
+    """A sentence if others took more than a turn of a set may lose, or if nobody knows what they took."""
+    if others_cores is None:
+        return "What other processes took is unknown here"
+    if others_cores <= DISTURBED * usable_cores:
         return ""
     return f"Other processes kept {others_cores:.1f} of {phrases.plural(usable_cores, 'core')} busy meanwhile"
 

@@ -206,6 +206,8 @@ def lines(found: Calibration) -> list[str]:
     others = "unknown" if found.others_cores is None else f"{found.others_cores:.2f} cores on average"
     stolen = "" if found.stolen_share is None else f"; the hypervisor took {100 * found.stolen_share:.1f} % of the time"
     truth = 1 / (1 + found.planted)
+    enough = found.sets >= LEAST_SETS
+    judged = ("found" if found.planted_found else "missed") if enough else "not judged"
     inside = "inside" if found.planted_in_interval else "outside"
     said = "called different" if found.null_called else "not called different"
     return [
@@ -215,7 +217,7 @@ def lines(found: Calibration) -> list[str]:
         f"{phrases.plural(found.turns_dropped, 'disturbed turn')} dropped.",
         f"Baseline against itself: {_estimate(found.null)}; {said} at the 99 % level.",
         f"{_percent(found.planted)} more work planted (true ratio {truth:.3f}): {_estimate(found.planted_estimate)}; "
-        f"{'found' if found.planted_found else 'missed'}, and the truth lies {inside} the interval.",
+        f"{judged}, and the truth lies {inside} the interval.",
         f"Noise between sets: {_percent(found.noise)}. Drift of the machine's speed: {drift}.",
         f"Other processes: {others}{stolen}.",
         "Smallest difference that can be resolved: "

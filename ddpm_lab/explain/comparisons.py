@@ -66,6 +66,7 @@ _COLUMNS = (
         "images_per_second",
     ),
     *("images_per_second_low", "images_per_second_high", "step_seconds", "projected_seconds", "peak_memory_bytes"),
+    "peak_rss_bytes",
     *("ranks", "batch", "loader_alone", "efficiency", "efficiency_low", "efficiency_high", "quality"),
 )
 
@@ -197,6 +198,7 @@ def _row(
         "step_seconds": batch / throughput.value,
         "projected_seconds": PROJECTED_IMAGES / throughput.value,
         "peak_memory_bytes": max((peak_memory(r) for r in ok), default=math.nan),
+        "peak_rss_bytes": max((peak_rss(r) for r in ok), default=math.nan),
         "ranks": ranks,
         "batch": batch,
         "loader_alone": last.config.workload == LOADER_ALONE,
@@ -206,6 +208,12 @@ def _row(
         "quality": QUALITY,
         "estimate": estimate,
     }
+
+
+def peak_rss(record: RunRecord) -> float:
+    """Bytes of host memory of the rank that used most; NaN where any rank does not know."""
+    peaks = [rank.peak_rss_bytes for rank in record.ranks]
+    return float(max(p for p in peaks if p is not None)) if peaks and None not in peaks else math.nan
 
 
 def _judge(rows: Sequence[dict[str, Any]]) -> None:

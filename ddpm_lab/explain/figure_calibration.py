@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import phrases, stats
-from ddpm_lab.explain.calibration import FINE, Calibration
+from ddpm_lab.explain.calibration import FINE, Calibration, lines
+from ddpm_lab.explain.pages import Section, spoken_date
 
 NAME = "calibration.png"
 
@@ -22,6 +24,13 @@ def save(found: Calibration, output: Path) -> Path:
     path = output / "image_output" / NAME
     fs.save(figure(found), path)
     return path
+
+
+def section(found: Calibration) -> Section:
+    """For the index of the report."""
+    image = base64.b64encode(fs.png(figure(found))).decode("ascii")
+    sentences = (*lines(found), f"Measured on {found.hardware}, {spoken_date(found.date)}.")
+    return Section(sentences=sentences, image=image, alt=alt_text(found))
 
 
 def figure(found: Calibration) -> Figure:

@@ -293,8 +293,8 @@ def break_even(study: Study) -> Figure | None:
         left=0.95,
         right=2.3,
         gap=0.62,
-        note="A projection: cold compile time and steady steps. The band is the 95 % interval of the speed ratio; the "
-        "spread of the compile time is not in it.",
+        note="A projection: cold compile time and steady steps. The band is a 95 % interval: of the speed ratio, and "
+        "of the compile time where it was measured more than once.",
     )
     for ax, (row, cost) in zip(axes, found, strict=True):
         _crossing(ax, row, cost)
@@ -311,8 +311,9 @@ def _crossing(ax: Axes, row: dict[str, Any], cost: compiling.BreakEven) -> None:
     ax.plot(steps, eager, color=fs.PALETTE[1], lw=2.2, ls="--")
     ax.plot(steps, compiled, color=fs.PALETTE[0], lw=2.2)
     if not math.isnan(row["low"]):
-        ends = [(cost.cold_seconds + steps * step / row[e]) / scale for e in ("high", "low")]
-        ax.fill_between(steps, ends[0], ends[1], color=fs.PALETTE[0], alpha=0.15, lw=0)
+        along = np.linspace(0, last, 60)
+        _, low, high = np.array([compiling.total_seconds(cost, row, at) for at in along]).T / scale
+        ax.fill_between(along, low, high, color=fs.PALETTE[0], alpha=0.15, lw=0)
     top = 1.08 * max(eager[1], compiled[1])
     ax.set_xlim(0, last)
     ax.set_ylim(0, top)

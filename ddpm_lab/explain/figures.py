@@ -12,7 +12,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from ddpm_lab.explain import budget, figure_budget, figure_ratios, operators, phrases, ranking, stats
+from ddpm_lab.explain import (
+    batch_sizes,
+    budget,
+    figure_budget,
+    figure_costs,
+    figure_machine,
+    figure_ratios,
+    operators,
+    phrases,
+    ranking,
+    stats,
+)
 from ddpm_lab.explain import figure_extras as extras
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY
@@ -32,6 +43,7 @@ _MORE: dict[str, tuple[tuple[Callable[[Study], Figure | None], str, str], ...]] 
         (extras.speed_up, "speedup", "Speed-up against the number of ranks, with the ideal line."),
         (extras.efficiency, "efficiency", "Parallel efficiency: the speed-up divided by the number of ranks."),
         (extras.time_by_batch, "batch", "Time for 50,000 images against the batch size, a projection."),
+        (figure_machine.over_the_run, "machine", "What neighbours took, and the memory of each configuration's ranks."),
     ),
     "amp": ((extras.throughput, "throughput", "Throughput of each precision in images per second."),),
     "workers": (
@@ -40,6 +52,17 @@ _MORE: dict[str, tuple[tuple[Callable[[Study], Figure | None], str, str], ...]] 
     "torch_compile": (
         (extras.break_even, "break_even", "Total time with and without compiling: where the lines cross it pays off."),
         (extras.throughput, "throughput", "Throughput with and without compiling in images per second."),
+        (
+            figure_costs.cost_split,
+            "costs",
+            "What a run costs beside its steps: eager, from a warm and from a cold cache.",
+        ),
+    ),
+    "batch_size": (
+        (figure_ratios.ratios, "ratios", "Speed for equal images of each batch size relative to the smallest."),
+    ),
+    RECOMMENDATION: (
+        (batch_sizes.beside, "batch_size", "The largest batch that fits, and the speed and memory of each size."),
     ),
 }
 
@@ -51,6 +74,8 @@ def figure(study: Study) -> Figure:
             return _recommendation(study)
         if study.experiment == "profile":
             return _profile(study)
+        if study.experiment == batch_sizes.EXPERIMENT and (drawn := batch_sizes.figure(study, finding(study).headline)):
+            return drawn
         return figure_ratios.ratios(study)
 
 
@@ -88,7 +113,8 @@ def alt_text(study: Study) -> str:
             listed = "; ".join(f"{r['class']} {100 * r['share']:.0f} %" for _, r in classes.iterrows())
             body = f"Bar chart of exclusive operator time by class: {listed}."
     else:
-        body = figure_ratios.describe(study)
+        draw = batch_sizes if study.experiment == batch_sizes.EXPERIMENT else figure_ratios
+        body = draw.describe(study)
     return f"{found.headline}. {body} Measured on {found.hardware}, {found.date}."
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpm_lab.explain import budget, compiling, operators, phrases, ranking, stats
+from ddpm_lab.explain import batch_sizes, budget, compiling, machine_state, operators, phrases, ranking, stats
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, QUALITY, comparisons
 from ddpm_lab.explain.frames import RECOMMENDATION, Study
 from ddpm_lab.explain.tables import table
@@ -33,6 +33,7 @@ _SENTENCES = {
     "multi_gpu": "{label} {verb} {ratio} times as fast as {base}",
     "workers": "training with {label} runs {ratio} times as fast as with {base}",
     "torch_compile": "{label} training runs {ratio} times as fast as {base} training",
+    "batch_size": "training with {label} takes {ratio} times as many images a second as with {base}",
 }
 
 
@@ -106,7 +107,9 @@ def _comparison(study: Study) -> Finding:
     others = [r for r in rows if r["role"] not in ("baseline", "twin")]
     measured = [r for r in others if r["sets"]]
     training = [r for r in measured if not r["loader_alone"]] or measured
-    ending = _left_over(rows) + _where(study)
+    ending = _left_over(rows) + machine_state.unknown(study) + _where(study)
+    if study.experiment == batch_sizes.EXPERIMENT:
+        ending = f"{batch_sizes.sentence(study)}{ending}"
     if not training:
         return _nothing_to_compare(study, rows, others, ending)
     several = len({r["family"] for r in training}) > 1
@@ -128,7 +131,7 @@ def _comparison(study: Study) -> Finding:
         text = f"{prefix}{sentence(lead)} ({phrases.evidence(lead)}{_noise(lead)})."
     else:
         short, text = _unresolved(lead, len(training), lead["family"] if several else "")
-    text += _tally(training, lead) + _extra(study, rows, lead) + ending
+    text += _tally(training, lead) + _extra(study, rows, lead) + machine_state.peaks(rows, lead) + ending
     return _about(study, lead, short, text, ANSWERED if resolved else stats.NOT_RESOLVED)
 
 

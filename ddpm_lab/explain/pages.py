@@ -87,6 +87,15 @@ class Page:
         return "Figure, table and evidence" if self.state == DONE else "What was done until then, and the error"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A part of the index that is no notebook: sentences, of which the first is the claim, and a PNG in base64."""
+
+    sentences: tuple[str, ...]
+    image: str
+    alt: str
+
+
 def spoken_date(iso: str) -> str:
     """An ISO 8601 date and time as people read it, in the zone it was written in; anything else unchanged."""
     try:
@@ -178,16 +187,24 @@ def write_index(
     notice: str = "",
     command: str = "ddpm-lab report",
     ledger: str = "",
+    calibration: Section | None = None,
 ) -> None:
     """Write the index: every question with its answer, figure and status, what was run, and how to run it again.
 
     ``facts`` are pairs of a term and a value for the head of the page; ``notice`` says what is missing from an
-    incomplete report; ``ledger`` is the path of the ledger relative to the page. Raises OSError if the file cannot be
-    written.
+    incomplete report; ``ledger`` is the path of the ledger relative to the page; ``calibration`` says how finely this
+    machine measures, if it was asked. Raises OSError if the file cannot be written.
     """
     environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined)
     html = environment.get_template("index.html.j2").render(
-        title=TITLE, pages=pages, facts=facts, notice=notice, command=command, ledger=ledger, version=__version__
+        title=TITLE,
+        pages=pages,
+        facts=facts,
+        notice=notice,
+        command=command,
+        ledger=ledger,
+        calibration=calibration,
+        version=__version__,
     )
     replace_text(target, html)
 

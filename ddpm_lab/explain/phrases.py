@@ -17,6 +17,7 @@ QUESTIONS = {
     "amp": "Does mixed precision speed up training?",
     "workers": "How many loader workers are worth having?",
     "torch_compile": "Is torch.compile worth its compile time?",
+    "batch_size": "How large a batch fits, and does a larger one train faster?",
     "compare": "Which of the two is faster?",
     "recommendation": "Which settings should I use on this machine?",
 }
@@ -95,6 +96,13 @@ def memory(value: float) -> str:
     return f"{value / 2**20:,.0f} MiB" if value < 2**30 else f"{value / 2**30:,.1f} GiB"
 
 
+def peak_memory(row: Mapping[str, Any]) -> str:
+    """Peak memory of a rank: "1.2 GiB" of its GPU, on a CPU the host's resident set, such as "412 MiB RSS"."""
+    if row["config"].device == "cpu" and math.isnan(row["peak_memory_bytes"]) and not math.isnan(row["peak_rss_bytes"]):
+        return f"{memory(row['peak_rss_bytes'])} RSS"
+    return memory(row["peak_memory_bytes"])
+
+
 def throughput(row: Mapping[str, Any]) -> str:
     """Such as "4,310 images/s"."""
     return f"{significant(row['images_per_second'])} images/s"
@@ -115,7 +123,7 @@ def _values(values: Iterable[Any]) -> str:
 
 def context(study: Study, *, batch: bool = True) -> str:
     """Subtitle of a figure: hardware, network, batch, data, date, sets and turns."""
-    shown = [r for r in study.records if r.role not in ("note", "choice")] or list(study.records)
+    shown = [r for r in study.records if r.role not in ("note", "choice", "search", "largest")] or list(study.records)
     if not shown:
         return "the ledger holds no record for this question"
     configs = [r.config for r in shown]

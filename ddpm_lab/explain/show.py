@@ -32,6 +32,7 @@ NAMES = {
     "amp": "03_amp",
     "workers": "04_workers",
     "torch_compile": "05_torch_compile",
+    "batch_size": "batch_size",
     "recommendation": "06_recommendation",
 }
 NAMING = ("Configuration", "Family", "Operator", "Settings", "Work")
@@ -88,13 +89,13 @@ def finding(study: Study) -> None:
 
 def more(study: Study) -> None:
     """Show the further figures and tables of a study, each under a line that says what it shows."""
-    further = figures.more(study)
-    if not further:
+    further, numbers = figures.more(study), tables.more(study)
+    if not further and not numbers:
         _display({"text/markdown": "There are none for this question.", "text/plain": "no further figures"})
     for caption, extra, name in further:
         _display({"text/markdown": caption, "text/plain": caption})
         _show_figure(extra, caption, _path(study, f"_{name}"))
-    for caption, frame in tables.more(study):
+    for caption, frame in numbers:
         _display({"text/markdown": caption, "text/plain": caption})
         _show_table(frame)
 

@@ -167,6 +167,25 @@ def smallest_effect(spread: float, sets: int) -> float:
     return math.expm1(2 * float(special.stdtrit(sets - 1, (1 + LEVEL) / 2)) * spread / math.sqrt(sets))
 
 
+def quotient_interval(
+    numerator: tuple[float, float, float], denominator: tuple[float, float, float]
+) -> tuple[float, float]:
+    """Interval of a / b from value, low and high of each, independent and positive: MOVER (Donner & Zou 2012).
+
+    A value without bounds (NaN) counts as known. The upper end is infinite where b may be as low as 0.
+    """
+    (a, a_low, a_high), (b, b_low, b_high) = (
+        (v, v, v) if math.isnan(low) or math.isnan(high) else (v, low, high)
+        for v, low, high in (numerator, denominator)
+    )
+    below, above = a_low * (2 * a - a_low), a_high * (2 * a - a_high)
+    low = below / (a * b + math.sqrt((a * b) ** 2 - below * b_high * (2 * b - b_high)))
+    if not b_low > 0:
+        return low, math.inf
+    scale = b_low * (2 * b - b_low)
+    return low, (a * b + math.sqrt((a * b) ** 2 - above * scale)) / scale
+
+
 def break_even_steps(cost_seconds: float, baseline_step_seconds: float, ratio: float) -> float:
     """Steps after which a one-time cost is earned back: cost / (baseline step - step), step = baseline step / ratio.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from ddpm_lab.explain import budget, compiling, operators, phrases, ranking
+from ddpm_lab.explain import budget, compiling, machine_state, operators, phrases, ranking
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import RECOMMENDATION, Study
 
@@ -28,11 +28,13 @@ def table(study: Study) -> pd.DataFrame:
 
 
 def more(study: Study) -> list[tuple[str, pd.DataFrame]]:
-    """Further tables as (caption, table): the operators of a profile whose answer is its time budget."""
+    """Further tables as (caption, table): the operators of a profile whose answer is its time budget, the machine."""
+    found = []
     record = operators.latest_profile(study.records) if study.experiment == "profile" else None
-    if record is None or budget.budget(record) is None or operators.operators(record).empty:
-        return []
-    return [("The operators in numbers.", _profile(study))]
+    if record is not None and budget.budget(record) is not None and not operators.operators(record).empty:
+        found.append(("The operators in numbers.", _profile(study)))
+    state = machine_state.table(study) if study.experiment in ("profile", "multi_gpu") else pd.DataFrame()
+    return found if state.empty else [*found, ("What the machine did meanwhile.", state)]
 
 
 def _comparison(study: Study) -> pd.DataFrame:
@@ -43,6 +45,8 @@ def _comparison(study: Study) -> pd.DataFrame:
         cells = {"Family": row["family"], "Configuration": _label(row), **_speed(study, row)}
         columns = list(dict.fromkeys([*columns, *cells]))
         rows.append(cells)
+    if rows and (said := machine_state.unknown(study)):
+        rows[0]["Note"] = f"{rows[0]['Note']}{said}".strip()
     shown = pd.DataFrame(rows, columns=columns)
     if shown.empty:
         return pd.DataFrame(columns=["Configuration", "Speed", "Verdict"])
@@ -83,7 +87,7 @@ def _speed(study: Study, row: Mapping[Any, Any]) -> dict[str, str]:
         cells["Compile, cold"] = phrases.seconds(cost.cold_seconds) if known else _NONE
         cells["Pays off"] = compiling.pays_off(cost, row) if compiled else _NONE
     return cells | {
-        "Peak memory": phrases.memory(row["peak_memory_bytes"]) if row["status"] == "ok" else _NONE,
+        "Peak memory": phrases.peak_memory(row) if row["status"] == "ok" else _NONE,
         "Sets \N{MULTIPLICATION SIGN} turns": f"{row['sets']} \N{MULTIPLICATION SIGN} {row['turns']}",
         "Dropped turns": str(row["turns_dropped"]),
         "Quality": str(row["quality"]) if measured else _NONE,
@@ -149,7 +153,7 @@ def _recommendation(study: Study) -> pd.DataFrame:
                     if compared
                     else "baseline",
                     "Verdict": phrases.outcome(row) if compared else _NONE,
-                    "Peak memory": phrases.memory(row["peak_memory_bytes"]),
+                    "Peak memory": phrases.peak_memory(row),
                     "Experiment": str(row["experiment"]),
                     "Sets": str(row["sets"]),
                     "Quality": str(row["quality"]),

@@ -17,6 +17,7 @@ from ddpm_lab.config import Experiment, Family, Plan, RunConfig
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.hardware import environment
 from ddpm_lab.measure.held import Held
+from ddpm_lab.measure.largest_batch import largest_batch, search_ended
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import measure_alone, measure_set
@@ -26,6 +27,7 @@ SETS_FOR_A_VERDICT = 6
 PLACE_SECONDS = 5.0
 """Forecast for one configuration in one set, until the first set has shown better."""
 COMPILE_SECONDS = 60.0
+SEARCH_SECONDS = 60.0
 MOST_CANDIDATES = 5
 TRIES = 2
 """A failure that may pass is met so often before a run leaves it to the next run."""
@@ -70,7 +72,7 @@ class Campaign:
         for family in self.experiment.families:
             for label, config in family.candidates:
                 self._cold_compiles(family, label, config, progress)
-        families = list(self.experiment.families)
+        families = [self._within_memory(family, progress) for family in self.experiment.families]
         total, done, fitted = self._sets_missing(families), 0, False
         while job := self._next(families):
             family, candidates = job
@@ -106,7 +108,11 @@ class Campaign:
             if c.compile != "off"
         )
         profiles = sum(not self.held.profiled(c.run_id) for _, _, c in self.experiment.profiles)
-        return self._forecast(list(self.experiment.families)) + compiles * COMPILE_SECONDS + profiles * PLACE_SECONDS
+        searches = sum(
+            bool(f.search_up_to) and not search_ended(self.held.searched, f.baseline) for f in self.experiment.families
+        )
+        alone = compiles * COMPILE_SECONDS + profiles * PLACE_SECONDS + searches * SEARCH_SECONDS
+        return self._forecast(list(self.experiment.families)) + alone
 
     # What the ledger has
 
@@ -262,6 +268,39 @@ class Campaign:
             if record.status != "ok":
                 self.failed[config.run_id] = TRIES  # a compile is long: it is not repeated within a run
                 return
+
+    def _within_memory(self, family: Family, progress: Progress) -> Family:
+        """The family without candidates that do not fit, once the largest batch that does has been searched, alone."""
+        if not family.search_up_to:
+            return family
+        progress.prefix = "the largest batch that fits;"
+
+        def attempt(member: Member) -> RunRecord:
+            record = measure_alone(
+                self.instrument,
+                experiment=self.experiment.name,
+                family=family.name,
+                plan=self.target.plan,
+                member=member,
+            )
+            # It belongs to every family that does this work, whatever sizes that compares.
+            self._append([record := dataclasses.replace(record, set_id="", baseline_id="")])
+            self.measured_sets += 1
+            return record
+
+        known = search_ended(self.held.searched, family.baseline)
+        ended = largest_batch(family, self.held.searched, attempt, self.seconds_left)
+        if ended is None:
+            return family
+        if known is None or (known.run_id, known.label) != (ended.run_id, ended.label):
+            self._append([ended])
+        largest = ended.config.global_batch_size if ended.status == "ok" else 0
+        reason = f"larger than {largest:,}, where the search ended"
+        for label, config in family.candidates:
+            if config.global_batch_size > largest:
+                self._note(family.name, label, config, family.baseline, reason)
+        kept = tuple(row for row in family.candidates if row[1].global_batch_size <= largest)
+        return dataclasses.replace(family, candidates=kept)
 
     def _note_left_out(self) -> None:
         for family_label, label, reason in self.experiment.left_out:

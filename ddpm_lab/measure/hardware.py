@@ -46,30 +46,49 @@ def usable_cores() -> int:
     return max(1, min(cores, int(quota))) if quota is not None else cores
 
 
-def _cgroup_quota() -> float | None:
-    """Cores' worth of CPU time that the tightest enclosing cgroup allows, or None without a limit."""
-    limits = []
-    v1 = Path("/sys/fs/cgroup/cpu")
-    levels = [v1]
+def cgroup_levels(v1_controller: str) -> tuple[list[Path], list[Path]]:
+    """Folders of this process's control groups, innermost first: of version 2, and of a controller of version 1."""
+    v1 = Path("/sys/fs/cgroup", v1_controller)
+    unified, levels = [], [v1]
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             hierarchy, controllers, folder = line.split(":", 2)
             if hierarchy == "0":
                 node = Path("/sys/fs/cgroup") / folder.lstrip("/")
-                for level in (node, *node.parents):
-                    with contextlib.suppress(OSError, ValueError):
-                        quota, period = (level / "cpu.max").read_text().split()
-                        if quota != "max":
-                            limits.append(int(quota) / int(period))
-            elif "cpu" in controllers.split(","):
+                unified += [node, *node.parents]
+            elif v1_controller in controllers.split(","):
                 node = v1 / folder.lstrip("/")
                 levels += [node, *node.parents]
-    for level in dict.fromkeys(levels):
+    return unified, list(dict.fromkeys(levels))
+
+
+def _cgroup_quota() -> float | None:
+    """Cores' worth of CPU time that the tightest enclosing cgroup allows, or None without a limit."""
+    limits = []
+    unified, v1 = cgroup_levels("cpu")
+    for level in unified:
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = (level / "cpu.max").read_text().split()
+            if quota != "max":
+                limits.append(int(quota) / int(period))
+    for level in v1:
         with contextlib.suppress(OSError, ValueError):
             quota_v1 = int((level / "cpu.cfs_quota_us").read_text())
             if quota_v1 > 0:
                 limits.append(quota_v1 / int((level / "cpu.cfs_period_us").read_text()))
     return min(limits) if limits else None
+
+
+def cgroup_throttled_seconds() -> float | None:
+    """Seconds that quotas have held back this process's cgroups so far, added over all of them; None is unknown."""
+    found = []
+    for level in (level for levels in cgroup_levels("cpu") for level in levels):
+        with contextlib.suppress(OSError, ValueError):
+            said = dict(line.split() for line in (level / "cpu.stat").read_text().splitlines())
+            for name, unit in (("throttled_usec", 1e-6), ("throttled_time", 1e-9)):  # version 2, version 1
+                if name in said:
+                    found.append(int(said[name]) * unit)
+    return sum(found) if found else None
 
 
 def _visible(gpus: list[Gpu]) -> tuple[Gpu, ...]:
@@ -94,7 +113,7 @@ def _text(value: str | bytes) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
-def _or_none(read: Callable[..., T], *arguments: Any) -> T | None:
+def or_none(read: Callable[..., T], *arguments: Any) -> T | None:
     """What NVML says, or None: it raises its own family of errors for what a device or a user may not know."""
     try:
         return read(*arguments)
@@ -111,13 +130,13 @@ def _nvml() -> Iterator[Any]:
     try:
         yield pynvml
     finally:
-        _or_none(pynvml.nvmlShutdown)
+        or_none(pynvml.nvmlShutdown)
 
 
 def _read_gpu(nvml: Any, handle: Any) -> Gpu:
-    name, uuid = _or_none(nvml.nvmlDeviceGetName, handle), _or_none(nvml.nvmlDeviceGetUUID, handle)
+    name, uuid = or_none(nvml.nvmlDeviceGetName, handle), or_none(nvml.nvmlDeviceGetUUID, handle)
     # Not known for memory that is shared with the processor, nor to a user who may see only a MIG device of the card.
-    memory = _or_none(nvml.nvmlDeviceGetMemoryInfo, handle)
+    memory = or_none(nvml.nvmlDeviceGetMemoryInfo, handle)
     return Gpu(
         UNNAMED if name is None else _text(name),
         None if uuid is None else _text(uuid),
@@ -125,16 +144,20 @@ def _read_gpu(nvml: Any, handle: Any) -> Gpu:
     )
 
 
+def handle_of(nvml: Any, uuid: str) -> Any:
+    """NVML's handle of a device by its UUID; raises what NVML raises where there is none."""
+    try:
+        return nvml.nvmlDeviceGetHandleByUUID(uuid)
+    except TypeError:  # older bindings take bytes
+        return nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+
+
 @cache
 def _mig_device(uuid: str) -> Gpu:
     """A MIG device by its UUID, as CUDA_VISIBLE_DEVICES names it."""
     found = None
     with contextlib.suppress(Exception), _nvml() as nvml:
-        try:
-            handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        except TypeError:  # older bindings take bytes
-            handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
-        found = _read_gpu(nvml, handle)
+        found = _read_gpu(nvml, handle_of(nvml, uuid))
     return Gpu(found.name if found else UNNAMED, uuid, found.memory_bytes if found else None)
 
 
@@ -143,8 +166,8 @@ def _nvidia() -> tuple[tuple[Gpu, ...], str | None]:
     """Every GPU of the machine that this user may use, and the driver version."""
     with contextlib.suppress(Exception), _nvml() as nvml:
         # NVML also counts GPUs that a scheduler keeps from this process: it has no handle for them, and CUDA no number.
-        handles = [_or_none(nvml.nvmlDeviceGetHandleByIndex, i) for i in range(nvml.nvmlDeviceGetCount())]
-        driver = _or_none(nvml.nvmlSystemGetDriverVersion)
+        handles = [or_none(nvml.nvmlDeviceGetHandleByIndex, i) for i in range(nvml.nvmlDeviceGetCount())]
+        driver = or_none(nvml.nvmlSystemGetDriverVersion)
         return tuple(_read_gpu(nvml, h) for h in handles if h is not None), None if driver is None else _text(driver)
     query = ["nvidia-smi", "--query-gpu=name,uuid,memory.total,driver_version", "--format=csv,noheader,nounits"]
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
@@ -241,7 +264,7 @@ class CpuClock:
     @classmethod
     def read(cls) -> CpuClock:
         """Read now. One's own are this process and all its descendants: the fork server, ranks, loader workers."""
-        busy, stolen = _core_seconds(os.sched_getaffinity(0)) or (None, None)
+        busy, stolen = core_seconds(os.sched_getaffinity(0)) or (None, None)
         if _cgroup_quota() is not None:
             busy = None
         own = 0.0
@@ -267,7 +290,7 @@ class CpuClock:
         return later.stolen_seconds - self.stolen_seconds
 
 
-def _core_seconds(cores: set[int]) -> tuple[float, float] | None:
+def core_seconds(cores: set[int]) -> tuple[float, float] | None:
     """Seconds that ``cores`` were busy and stolen since the machine started, or None if one of them is not shown.
 
     Read by number: psutil returns a list, in which a core that is switched off shifts all that follow.

@@ -19,6 +19,8 @@ class Held:
         self._profiles: set[str] = set()
         self._cold: Counter[str] = Counter()
         self._notes: set[tuple[object, ...]] = set()
+        self.searched: list[RunRecord] = []
+        """Sizes that were tried in search of the largest batch, and how the searches ended."""
         self._seconds: dict[str, list[float]] = defaultdict(list)
         self.add(records)
 
@@ -28,6 +30,8 @@ class Held:
             if r.role == "note":
                 self._notes.add(note_key(r))
                 continue
+            if r.role in ("search", "largest"):
+                self.searched.append(r)
             if r.status in LASTING:
                 self.lasting.add(r.run_id)
             if r.role == "profile" and (r.status == "ok" or r.status in LASTING):
@@ -73,10 +77,11 @@ class Held:
 
     @property
     def any(self) -> bool:
-        """Whether anything was completed: a whole set, a profile or a cold compile."""
+        """Whether anything was completed: a whole set, a profile, a cold compile or a search that found something."""
         sets = (roles for family in self._sets.values() for roles in family.values())
         whole = any({"baseline", "twin"} <= {role for role, _ in roles} for roles in sets)
-        return whole or bool(self._profiles - self.lasting) or bool(self._cold)
+        found = any(r.role == "largest" and r.status == "ok" for r in self.searched)
+        return whole or found or bool(self._profiles - self.lasting) or bool(self._cold)
 
 
 def note_key(record: RunRecord) -> tuple[object, ...]:

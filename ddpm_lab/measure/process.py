@@ -145,7 +145,9 @@ def _one_line(error: BaseException) -> str:
 
 def _out_of_memory(error: BaseException) -> bool:
     text = str(error)
-    return isinstance(error, MemoryError) or "out of memory" in text.lower() or "DefaultCPUAllocator" in text
+    # cuBLAS and cuDNN, which allocate for themselves, speak of their status.
+    known = "out of memory" in text.lower() or "DefaultCPUAllocator" in text or "STATUS_ALLOC_FAILED" in text
+    return isinstance(error, MemoryError) or known
 
 
 def report(job: RankJob, name: str, values: dict[str, Any]) -> None:

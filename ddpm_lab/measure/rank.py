@@ -9,7 +9,6 @@ import contextlib
 import gc
 import importlib
 import os
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -146,8 +145,17 @@ class Rank:
                 "step_ends": [first.elapsed_time(m) / 1e3 if self.cuda else m - first for m in marks],
                 "data_seconds": data_seconds,
                 "losses": [float(loss) for loss in losses],
+                "memory": self._memory(),
             },
         )
+
+    def _memory(self) -> dict[str, int]:
+        """Bytes that this rank holds now: its resident set, and on a GPU what torch has allocated and reserved."""
+        held = {"rss_bytes": psutil.Process().memory_info().rss}
+        if self.cuda:
+            held["allocated_bytes"] = torch.cuda.memory_allocated(self.device)
+            held["reserved_bytes"] = torch.cuda.memory_reserved(self.device)
+        return held
 
     def _event(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -160,6 +168,7 @@ class Rank:
         seen = {
             "world_size": dist.get_world_size(),
             "rank": dist.get_rank(),
+            "steps": self.beat.steps,
             "backend": dist.get_backend(),
             "device": self.device,
             "device_uuid": self._uuid(),
@@ -206,7 +215,8 @@ class Rank:
                 window = self.clock.stop(start, end, steps)
                 window["helpers_cpu_seconds"] = max(0.0, _children_seconds() - helpers) / steps
                 windows.append(window)
-        report(self.job, "budget", {variant: mean(windows) for variant, windows in found.items()})
+        means = {variant: mean(windows) for variant, windows in found.items()}
+        report(self.job, "budget", {**means, "memory": self._memory()})
 
     def _marked_step(self) -> None:
         """One step with a mark at each of its ends: what lies between these and the workload's own is in no phase."""
@@ -240,18 +250,32 @@ class Rank:
             "summary",
             {
                 "rank": self.job.rank,
+                "steps": self.beat.steps,
                 "device": self.device,
                 "device_uuid": self._uuid(),
                 "threads": self.job.threads,
                 "peak_memory_bytes": peak_memory,
                 "peak_reserved_bytes": peak_reserved,
-                "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-                "images": int(seen.get("images", 0)),
+                "peak_rss_bytes": _peak_rss_bytes(),
+                "images": seen.get("images"),
                 "indices_sha256": str(seen.get("indices_sha256", "")),
             },
         )
         if self.job.config.world_size == 1:
             dist.destroy_process_group()
+
+
+def _peak_rss_bytes() -> int | None:
+    """The most memory this process has had resident; None is unknown.
+
+    The kernel's mark for this address space. ``ru_maxrss`` also counts the one that stood before an ``exec``, which is
+    the parent's. In a rank of the fork server it begins with what the server had loaded, which the rank maps too.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return None
 
 
 def _children_seconds() -> float:

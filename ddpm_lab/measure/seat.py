@@ -15,8 +15,8 @@ from typing import Any
 from ddpm_lab.config import Plan, RunConfig
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.measure.group import Group, GroupFailed, Limits, Progress
-from ddpm_lab.measure.hardware import CpuClock
-from ddpm_lab.measure.witness import mismatches
+from ddpm_lab.measure.machine_watch import State, Watch
+from ddpm_lab.measure.witness import consumption, mismatches
 from ddpm_lab.record import RankRecord, Window
 
 CHUNK = 5
@@ -182,9 +182,8 @@ class Seat:
         """One timed window, after enough untimed steps to use up what was prefetched. Raises GroupFailed."""
         settle = max(self.plan.settle_steps, self.prefetch_batches)
         limit = max(self.instrument.limits.window_seconds, 20 * self.warm_step_seconds)
-        before, begun = CpuClock.read(), time.monotonic()
-        reports = self.alive.window(settle=settle, steps=steps, limit=limit, stage=f"measuring {self.member.label}")
-        elapsed, after = time.monotonic() - begun, CpuClock.read()
+        with self.watched() as watch:
+            reports = self.alive.window(settle=settle, steps=steps, limit=limit, stage=f"measuring {self.member.label}")
         for losses, rank in zip(self._losses, reports, strict=True):
             losses += [round(loss, 6) for loss in rank["losses"]]
         if any(not math.isfinite(loss) for losses in self._losses for loss in losses):
@@ -201,19 +200,29 @@ class Seat:
                 rank_seconds=tuple(round(r["end"] - r["start"], 6) for r in reports),
                 step_seconds=tuple(round(s, 6) for s in slowest(reports)),
                 data_seconds=tuple(round(r["data_seconds"], 6) for r in reports),
-                others_cores=_rounded(before.others_cores(after, elapsed)),
-                stolen_seconds=_rounded(before.stolen(after)),
+                others_cores=_rounded(watch.others_cores),
+                stolen_seconds=_rounded(watch.stolen_seconds),
+                state=watch.state | memory_held(reports),
             )
         )
+
+    def watched(self) -> Watch:
+        """A watch over the machine, and over the GPUs that the ranks said they are on."""
+        seen = {rank["device_uuid"]: i for i, rank in enumerate(self.witness) if rank.get("device_uuid")}
+        return Watch({uuid: self.alive.pids[rank] for uuid, rank in seen.items()})
 
     def finish(self) -> None:
         """End the group in order and keep its ranks' summaries. Raises GroupFailed."""
         begun = time.monotonic()
         summaries = self.alive.finish()
+        wrong = [line for summary in summaries for line in consumption(self.config, summary)]
+        if wrong:
+            raise GroupFailed("refused", "; ".join(wrong))
         self.group = None
         self._add("teardown", time.monotonic() - begun)
         self.ranks = [
-            RankRecord(**summary, losses=tuple(losses)) for summary, losses in zip(summaries, self._losses, strict=True)
+            RankRecord(**{k: v for k, v in summary.items() if k != "steps"}, losses=tuple(losses))
+            for summary, losses in zip(summaries, self._losses, strict=True)
         ]
 
     def close(self) -> None:
@@ -238,6 +247,12 @@ def _remove_unused(caches: Path) -> None:
             last_use = max(path.lstat().st_mtime for path in (version, *version.glob("*"), *version.glob("*/filled")))
             if time.time() - last_use > CACHE_DAYS * 86400 and not version.is_symlink():
                 shutil.rmtree(version, ignore_errors=True)
+
+
+def memory_held(reports: list[dict[str, Any]]) -> State:
+    """The memory that the ranks reported, each kind of the rank that holds most of it, in bytes."""
+    kinds = {kind: [rank["memory"].get(kind) for rank in reports] for kind in reports[0]["memory"]}
+    return {kind: None if None in held else max(held) for kind, held in kinds.items()}
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -115,11 +115,8 @@ class _SetRun:
 
     def records(self) -> list[RunRecord]:
         """The records of all members; without a baseline only of what failed, since the others compare with nothing."""
-        others: dict[int, float] = {}
-        for seat in self.seats:
-            for window in seat.windows:
-                others[window.turn] = max(others.get(window.turn, 0.0), window.others_cores or 0.0)
-        dropped = disturbed_turns(others, self.instrument.usable_cores)
+        windows = [window for seat in self.seats for window in seat.windows]
+        dropped = disturbed_turns(windows, self.instrument.usable_cores)
         lost = [s for s in self.seats if s.failure and s.member.role in ("baseline", "twin")]
         return [self.record(seat, dropped) for seat in (lost or self.seats)]
 

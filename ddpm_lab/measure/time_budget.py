@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import Any
 
-from ddpm_lab.measure.hardware import CpuClock
-from ddpm_lab.measure.seat import Seat
+from ddpm_lab.measure.seat import Seat, memory_held
 
 BUDGET_SECONDS = 6.0
 """Rounds beyond the first are taken while both kinds of window together stay below this."""
@@ -21,26 +19,27 @@ def take_budget(seat: Seat) -> dict[str, Any]:
 
     Returns:
         ``steps`` behind each number, ``rounds``, ``others_cores`` (cores that other processes kept busy meanwhile;
-        None: unknown), and ``ranks``: for each rank its ``unsynchronised`` and ``synchronised`` windows, in seconds per
-        step.
+        None: unknown), ``stolen_seconds`` and ``state`` (as in a window's record), and ``ranks``: for each rank its
+        ``unsynchronised`` and ``synchronised`` windows, in seconds per step.
     """
     plan, step_seconds = seat.plan, seat.warm_step_seconds
     least = max(plan.window_steps, 10 * seat.prefetch_batches, math.ceil(plan.window_seconds / max(step_seconds, 1e-6)))
     cycle = seat.config.optimizer.ema_every
     steps = -(-least // cycle) * cycle
     rounds = max(1, min(plan.turns, int(BUDGET_SECONDS / (2 * steps * max(step_seconds, 1e-6)))))
-    before, begun = CpuClock.read(), time.monotonic()
-    ranks = seat.alive.budget(
-        settle=max(plan.settle_steps, seat.prefetch_batches),
-        steps=steps,
-        rounds=rounds,
-        limit=max(seat.instrument.limits.window_seconds, 20 * step_seconds),
-    )
-    others = before.others_cores(CpuClock.read(), time.monotonic() - begun)
+    with seat.watched() as watch:
+        ranks = seat.alive.budget(
+            settle=max(plan.settle_steps, seat.prefetch_batches),
+            steps=steps,
+            rounds=rounds,
+            limit=max(seat.instrument.limits.window_seconds, 20 * step_seconds),
+        )
     return {
         "steps": steps * rounds,
         "rounds": rounds,
-        "others_cores": None if others is None else round(others, 3),
+        "others_cores": None if watch.others_cores is None else round(watch.others_cores, 3),
+        "stolen_seconds": watch.stolen_seconds,
+        "state": watch.state | memory_held(ranks),
         "ranks": ranks,
     }
 

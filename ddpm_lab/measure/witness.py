@@ -17,6 +17,7 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
         "world_size": config.world_size,
         "precision": config.precision,
         "compile": config.compile,
+        "loader": config.loader,
         "loader_workers": config.loader_workers,
         "data_sha256": config.data_sha256,
     }
@@ -26,6 +27,9 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
                 found.append(f"the label says {name} {label}, rank {seen['rank']} ran with {seen[name]}")
         if not str(seen["device"]).startswith(config.device):
             found.append(f"the label says device {config.device}, rank {seen['rank']} ran on {seen['device']}")
+        found += consumption(config, seen)
+        if config.precision == "fp16" and not seen.get("autocast_scaler", True):
+            found.append(f"the label says precision fp16, rank {seen['rank']} ran it without a gradient scaler")
         if seen.get("unlisted_modules"):
             found.append(
                 f"rank {seen['rank']} loaded {', '.join(seen['unlisted_modules'])}, which no import statement of the "
@@ -36,4 +40,20 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
     uuids = [seen["device_uuid"] for seen in ranks if seen.get("device_uuid")]
     if len(set(uuids)) != len(uuids):
         found.append(f"{len(uuids)} ranks ran on {len(set(uuids))} distinct GPUs: {', '.join(sorted(set(uuids)))}")
+    shares = [seen["indices_sha256"] for seen in ranks if seen.get("indices_sha256")]
+    if len(set(shares)) != len(shares):
+        found.append(f"the label says {config.world_size} ranks share each batch, some of them used the same images")
     return found
+
+
+def consumption(config: RunConfig, seen: dict[str, Any]) -> list[str]:
+    """Whether a rank used as many images as its steps and the batch of its label ask for."""
+    if seen.get("images") is None or "steps" not in seen:
+        return []
+    expected = seen["steps"] * config.rank_batch_size
+    if seen["images"] == expected:
+        return []
+    return [
+        f"the label says {config.rank_batch_size} images a step on a rank, {expected} in {seen['steps']} steps, "
+        f"rank {seen['rank']} used {seen['images']}"
+    ]

@@ -68,6 +68,7 @@ class _Data:
         """Data, loader, and the images used so far."""
         return {
             "data_sha256": self.sha256,
+            "loader": "files" if isinstance(self.loader, FileLoader) else "packed",
             "loader_workers": self.loader.live_workers(),
             "prefetch_batches": self.loader.prefetch_batches,
             "images": self.images,

@@ -1,0 +1,191 @@
+"""What the machine did while it was measured: neighbours, clocks, temperature, power, memory, from the records."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+import pandas as pd
+
+from ddpm_lab.explain import phrases
+from ddpm_lab.explain.comparisons import peak_rss
+from ddpm_lab.explain.frames import Study, peak_memory
+from ddpm_lab.record import RunRecord
+
+NOT_AVAILABLE = "not available"
+_REASONS = {
+    0x4: "its power cap",
+    0x8: "its hardware",
+    0x10: "the other GPUs' clocks",
+    0x20: "its temperature",
+    0x40: "its temperature (hardware)",
+    0x80: "the power supply",
+}
+"""Bits of nvmlClocksThrottleReason that slow a busy GPU down; the others are settings, or say that it was idle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A window, or the windows of a time budget: who was measured, for how long, and what others took meanwhile.
+
+    ``turn`` counts from 1 over all sets of the study in their order; None is unknown.
+    """
+
+    record: RunRecord
+    turn: int
+    seconds: float | None
+    images: int
+    others_cores: float | None
+    stolen_seconds: float | None
+    dropped: bool
+    state: dict[str, float | None]
+
+
+def moments(study: Study) -> list[Moment]:
+    """Every window of the study's sets, in the order of their turns, or the time budget of a profile."""
+    found: list[Moment] = []
+    first: dict[str, int] = {}
+    turns = 0
+    for r in study.records:
+        if r.windows and r.set_id not in first:
+            first[r.set_id] = turns
+            turns += r.plan.turns
+        for w in r.windows:
+            values = (w.seconds, w.images, w.others_cores, w.stolen_seconds, w.dropped, w.state)
+            found.append(Moment(r, first[r.set_id] + w.turn + 1, *values))
+        if taken := (r.profile or {}).get("budget"):
+            others, stolen = taken.get("others_cores"), taken.get("stolen_seconds")
+            found.append(Moment(r, 0, None, 0, others, stolen, False, taken.get("state", {})))
+    return sorted(found, key=lambda m: m.turn)
+
+
+def unknown(study: Study) -> str:
+    """A sentence, after a space, where the records cannot say what other processes took; empty where they can."""
+    found = moments(study)
+    if any(m.others_cores is None for m in found):
+        return " What other processes took is unknown here."
+    if any(m.state.get("gpu_others", 0) is None for m in found):
+        return " What other processes took of the GPU is unknown here."
+    return ""
+
+
+def peaks(rows: Sequence[Mapping[str, Any]], lead: Mapping[str, Any]) -> str:
+    """A sentence, after a space: peak memory of a comparison and of its baseline; empty where both are unknown."""
+    base = [r for r in rows if r["role"] == "baseline" and r["baseline_id"] == lead["baseline_id"]]
+    said = [f"{phrases.peak_memory(r)} with {r['label']}" for r in (lead, *base[:1])]
+    return (
+        "" if all(text.startswith("unknown") for text in said) else f" Peak memory of a rank: {phrases.joined(said)}."
+    )
+
+
+def configurations(study: Study) -> dict[str, list[Moment]]:
+    """Moments by configuration, the null twins aside, under the names of their families where there are several."""
+    found = [m for m in moments(study) if m.record.role != "twin"]
+    several = len({m.record.family for m in found}) > 1
+    named = defaultdict(list)
+    for m in found:
+        named[f"{m.record.label}, {m.record.family}" if several else m.record.label].append(m)
+    return named
+
+
+def table(study: Study) -> pd.DataFrame:
+    """What the machine did meanwhile, one row a quantity: "not available" where nothing could be read."""
+    found = moments(study)
+    rows: list[tuple[str, str]] = []
+    if found:
+        rows = [*_host(study, found), *(_gpu(found) if _on_gpu(found) else [])]
+        if not _on_gpu(found):
+            rows.append(("GPU utilisation, clocks, temperature, power and energy", NOT_AVAILABLE))
+    for name, own in configurations(study).items():
+        energy = [e for m in own if (e := joules_per_image(m)) is not None]
+        if energy:
+            rows.append((f"Energy per image, {name}", f"{phrases.significant(median(energy))} J"))
+        rows.append((f"Peak memory of a rank, {name}", _peak(own[-1].record)))
+    return pd.DataFrame(rows, columns=["Meanwhile", "Value"])
+
+
+def joules_per_image(moment: Moment) -> float | None:
+    """Energy of the group's GPUs for an image: their mean power, times the window's seconds; None is unknown."""
+    watts = moment.state.get("gpu_power_watts")
+    return None if watts is None or not moment.images or not moment.seconds else watts * moment.seconds / moment.images
+
+
+def _on_gpu(found: Sequence[Moment]) -> bool:
+    return any(m.record.config.device == "cuda" for m in found)
+
+
+def _known(found: Sequence[Moment], name: str) -> list[float]:
+    return [value for m in found if (value := m.state.get(name)) is not None]
+
+
+def _row(name: str, key: str, found: Sequence[Moment], say: Callable[[Sequence[float]], str]) -> tuple[str, str]:
+    return name, _said(_known(found, key), say)
+
+
+def _said(values: Sequence[float], say: Callable[[Sequence[float]], str]) -> str:
+    return say(values) if values else NOT_AVAILABLE
+
+
+def _host(study: Study, found: Sequence[Moment]) -> list[tuple[str, str]]:
+    cores, total = study.records[-1].environment.machine.usable_cores, study.records[-1].environment.ram_bytes
+    others = [m.others_cores for m in found if m.others_cores is not None]
+    spans = [(m.stolen_seconds, m.state.get("watched_seconds") or m.seconds) for m in found]
+    stolen = [100 * took / seconds / cores for took, seconds in spans if took is not None and seconds]
+    of = f" of {phrases.memory(total)}" if total else ""
+    rows = [
+        (
+            "Cores kept busy by other processes",
+            _said(others, lambda v: f"{fmean(v):.2f} of {cores} on average, at most {max(v):.2f}"),
+        ),
+        (
+            "Core time taken by the hypervisor",
+            _said(stolen, lambda v: f"{fmean(v):.1f} % on average, at most {max(v):.1f} %"),
+        ),
+        _row(
+            "Held back by a CPU quota", "cgroup_throttled_seconds", found, lambda v: f"{phrases.seconds(sum(v))} in all"
+        ),
+        _row("CPU utilisation", "cpu_utilisation_percent", found, lambda v: f"{fmean(v):.0f} % on average"),
+        _row(
+            "Memory of the machine in use", "ram_used_bytes", found, lambda v: f"at most {phrases.memory(max(v))}{of}"
+        ),
+    ]
+    turns = {m.turn for m in found if m.record.windows}
+    lost = {m.turn for m in found if m.dropped}
+    return [*rows, ("Dropped turns", f"{len(lost)} of {len(turns)}")] if turns else rows
+
+
+def _gpu(found: Sequence[Moment]) -> list[tuple[str, str]]:
+    least = _said(_known(found, "gpu_clock_min_mhz"), lambda v: f"{min(v):,.0f} MHz")
+    held = _said(_known(found, "gpu_others_bytes"), lambda v: phrases.memory(max(v)))
+    return [
+        _row("GPU utilisation", "gpu_utilisation_percent", found, lambda v: f"{fmean(v):.0f} % on average"),
+        _row("GPU clock", "gpu_clock_mhz", found, lambda v: f"{fmean(v):,.0f} MHz on average, at least {least}"),
+        _row("GPU memory clock", "gpu_memory_clock_mhz", found, lambda v: f"{fmean(v):,.0f} MHz on average"),
+        _row("GPU slowed down by", "gpu_throttle_reasons", found, _throttled),
+        _row("GPU temperature", "gpu_temperature_celsius", found, lambda v: f"at most {max(v):.0f} \N{DEGREE SIGN}C"),
+        _row("Power of a group's GPUs", "gpu_power_watts", found, lambda v: f"{fmean(v):,.0f} W on average"),
+        _row("Other processes on the GPU", "gpu_others", found, lambda v: f"at most {max(v):.0f}, memory {held}"),
+    ]
+
+
+def _throttled(masks: Sequence[float]) -> str:
+    shares = {name: fmean(bool(int(mask) & bit) for mask in masks) for bit, name in _REASONS.items()}
+    return phrases.joined([f"{name} in {100 * s:.0f} % of windows" for name, s in shares.items() if s]) or "nothing"
+
+
+def _peak(record: RunRecord) -> str:
+    """Peak memory of the largest rank; on a GPU also the share of the card that torch reserved, and what is left."""
+    allocated, config = peak_memory(record), record.config
+    text = phrases.peak_memory({"peak_memory_bytes": allocated, "peak_rss_bytes": peak_rss(record), "config": config})
+    reserved = max((rank.peak_reserved_bytes or 0 for rank in record.ranks), default=0)
+    cards = [rank.get("device_total_bytes") for rank in record.witness.get("ranks", ())]
+    if config.device == "cpu" or not reserved or not cards or None in cards:
+        return text
+    total = min(cards)
+    return (
+        f"{text} allocated, {phrases.memory(reserved)} reserved: {100 * reserved / total:.0f} % of the card, "
+        f"{phrases.memory(total - reserved)} headroom"
+    )

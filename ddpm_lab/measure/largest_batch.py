@@ -1,0 +1,161 @@
+"""The largest batch that fits into memory, by trying: each size in a fresh group, alone, one after the other.
+
+Sizes double until one does not fit, or from the first on halve until one does; then the gap between what fits and what
+does not is halved until it is a sixteenth. Main memory is not tried to its end: with CPU ranks a size is tried only if
+a line through the two largest peaks so far says that it leaves a fifth of what is available. What was tried is in the
+ledger, and is not tried again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import psutil
+
+from ddpm_lab.config import Family, RunConfig
+from ddpm_lab.measure import hardware
+from ddpm_lab.measure.seat import Member
+from ddpm_lab.record import LASTING, RunRecord
+
+PARTS = 16
+"""A search ends when what does not fit is no more than this part of what fits away: 6 %."""
+MEMORY_SHARE = 0.8
+"""Share of the available main memory that a try may take."""
+TRY_SECONDS = 120.0
+"""A try that would take longer ends the search where there is no budget; with one, more than half of what is left."""
+
+
+def largest_batch(
+    family: Family,
+    searched: Sequence[RunRecord],
+    attempt: Callable[[Member], RunRecord],
+    seconds_left: Callable[[], float | None],
+) -> RunRecord | None:
+    """Search the largest global batch size that fits for the work of a family's baseline, which is tried first.
+
+    Args:
+        family: its ``search_up_to`` is the last size that is tried.
+        searched: what the ledger holds of earlier searches, of whatever work.
+        attempt: measures a member alone, keeps its record and returns it.
+        seconds_left: seconds of the budget, or None without one.
+
+    Returns:
+        The record of the largest size that fits in the role "largest", or, where none fits, of the smallest tried. Its
+        label is the limit that ended the search: "memory", "cap", "time" or "failure"; its reason says how. None where
+        nothing is known, because the first try failed in a way that may pass.
+    """
+    base = family.baseline
+    unit = base.world_size * base.accumulation
+    known = {
+        r.config.global_batch_size: r
+        for r in searched
+        if r.role == "search" and (r.status == "ok" or r.status in LASTING) and same_work(r.config, base)
+    }
+    while True:
+        low, high = bounds({batch: r.status == "ok" for batch, r in known.items()})
+
+        def ended(limit: str, reason: str, at: int = low or high or 0) -> RunRecord | None:
+            return dataclasses.replace(known[at], role="largest", label=limit, reason=reason) if at else None
+
+        size = next_size(low, high, first=base.global_batch_size, most=family.search_up_to, unit=unit)
+        if size is None and high is None:
+            return ended("cap", f"the search goes up to {family.search_up_to:,} images")
+        if size is None and high is not None:
+            failed = known[high]
+            if failed.status == "oom":
+                return ended("memory", f"{high:,} images are out of memory")
+            return ended("failure", f"{high:,} images: {failed.status}: {failed.reason}")
+        assert size is not None
+        if low:
+            left = seconds_left()
+            stages = known[low].stages
+            seconds = sum(stages.values()) + stages.get("warmup", 0.0) * (size / low - 1)
+            if seconds > (TRY_SECONDS if left is None else left / 2):
+                return ended("time", f"a try with {size:,} images would take about {_words(seconds)}")
+        if low and base.device == "cpu":
+            peaks = {batch: host_bytes(r) for batch, r in known.items() if r.status == "ok"}
+            room = MEMORY_SHARE * (available := available_bytes())
+            step = max(unit, low // PARTS // unit * unit)
+            within = [s for s in (*range(low + step, size, step), size) if predicted_bytes(peaks, s) <= room]
+            if not within:
+                needed = f"{size:,} images would need about {_gib(predicted_bytes(peaks, size))}"
+                return ended(
+                    "memory", f"{needed}, {100 * MEMORY_SHARE:.0f} % of the {_gib(available)} available may be used"
+                )
+            size = within[-1]
+        config = dataclasses.replace(base, global_batch_size=size)
+        record = attempt(Member("search", f"batch {size}", config))
+        if record.status != "ok" and record.status not in LASTING:  # the next run tries it again
+            return ended("failure", f"{size:,} images: {record.status}: {record.reason}")
+        known[size] = record
+
+
+def search_ended(searched: Sequence[RunRecord], config: RunConfig) -> RunRecord | None:
+    """How the last search of a configuration's work ended."""
+    ends = [r for r in searched if r.role == "largest" and same_work(r.config, config)]
+    return ends[-1] if ends else None
+
+
+def same_work(config: RunConfig, other: RunConfig) -> bool:
+    """Whether two configurations differ in nothing but the batch size."""
+    return config.differences(other).keys() <= {"global_batch_size"}
+
+
+def bounds(fits: Mapping[int, bool]) -> tuple[int, int | None]:
+    """The largest size that fits (0: none is known), and the smallest that does not, among those tried."""
+    high = min((size for size, ok in fits.items() if not ok), default=None)
+    return max((size for size, ok in fits.items() if ok and (high is None or size < high)), default=0), high
+
+
+def next_size(low: int, high: int | None, *, first: int, most: int, unit: int = 1) -> int | None:
+    """The size to try next, a multiple of ``unit``, where ``low`` is the largest that fits and ``high`` does not.
+
+    None where the largest that fits is known to a sixteenth, or is ``most``.
+    """
+    if high is None:
+        size = min(2 * low, most) // unit * unit if low else first
+    elif high - low <= max(unit, low // PARTS):
+        return None
+    else:
+        size = (low + high) // 2 // unit * unit
+    return size if size > low else None
+
+
+def predicted_bytes(peaks: Mapping[int, int], size: int) -> float:
+    """Peak memory of a size by the line through the two largest sizes measured; in proportion where only one is."""
+    last = max(peaks)
+    if len(peaks) == 1:
+        return peaks[last] * size / last
+    before = max(batch for batch in peaks if batch != last)
+    growth = max(0.0, (peaks[last] - peaks[before]) / (last - before))
+    return peaks[last] + growth * (size - last)
+
+
+def host_bytes(record: RunRecord) -> int:
+    """Main memory of all ranks together at their peaks."""
+    return sum(rank.peak_rss_bytes or 0 for rank in record.ranks)
+
+
+def available_bytes() -> int:
+    """Main memory that can be used without swapping, cut by what the enclosing cgroups leave (v2 and v1)."""
+    found = [int(psutil.virtual_memory().available)]
+    version_2 = ("memory.max", "memory.current", "inactive_file")
+    version_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    for levels, (limit, used, inactive) in zip(hardware.cgroup_levels("memory"), (version_2, version_1), strict=True):
+        for level in levels:
+            # "max" is no number: such a level sets no limit, like one that cannot be read.
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                most, taken = (int((level / name).read_text()) for name in (limit, used))
+                said = dict(line.split() for line in (level / "memory.stat").read_text().splitlines())
+                found.append(max(0, most - taken + int(said[inactive])))  # the kernel drops inactive pages of files
+    return min(found)
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def _words(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,94 @@
+"""What compiling costs: the break-even's interval holds what is uncertain, and the counters are the witness's."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import records as make
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.explain import compiling
+from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.frames import Study
+
+COMPILED = RunConfig(compile="whole")
+
+
+def study(cold: Sequence[float], ratio: float = 1.25, **values: Any) -> tuple[Study, dict[str, Any]]:
+    """A step of 100 ms that compiling makes faster, and so many cold compiles; with the compiled row."""
+    records = make.sets(
+        {"compiled": (COMPILED, ratio)}, baseline_label="eager", experiment="torch_compile", step_seconds=0.1, **values
+    )
+    common = {"experiment": "torch_compile", "baseline_id": RunConfig().run_id, "label": "compiled"}
+    found = make.study(records + make.cold(COMPILED, cold, **common))
+    rows = comparisons(found).to_dict("records")
+    return found, next({str(k): v for k, v in r.items()} for r in rows if r["role"] == "candidate")
+
+
+def test_one_compile_tells_no_spread_and_says_so() -> None:
+    found, row = study([30.0])
+    cost = compiling.break_even(found, row)
+    step = row["step_seconds"] * row["ratio"]
+    assert cost.cold_seconds == pytest.approx(30)
+    assert math.isnan(cost.cold_low)
+    assert cost.steps_low == pytest.approx(30 / (step * (1 - 1 / row["high"])))
+    assert cost.steps_high == pytest.approx(30 / (step * (1 - 1 / row["low"])))
+    text = compiling.sentence(found, row)
+    assert "(1 measurement)" in text
+    assert "the interval is that of the speed alone" in text
+
+
+def test_several_compiles_widen_the_interval() -> None:
+    alike, row = study([30.0])
+    spread, _ = study([27.0, 30.0, 100 / 3])
+    one, three = compiling.break_even(alike, row), compiling.break_even(spread, row)
+    assert three.steps == pytest.approx(one.steps)
+    # ln(10 / 9) between neighbours, 4.30 standard errors of three.
+    assert three.cold_high / three.cold_seconds == pytest.approx(
+        math.exp(4.303 * math.log(10 / 9) / math.sqrt(3)), rel=1e-3
+    )
+    assert three.steps_low < one.steps_low < one.steps < one.steps_high < three.steps_high
+    text = compiling.sentence(spread, row)
+    assert "(3 measurements)" in text
+    assert "alone" not in text
+
+
+@pytest.mark.parametrize("cold", [[30.0], [29.0, 30.0, 31.0]])
+def test_the_band_meets_eager_training_where_the_interval_ends(cold: list[float]) -> None:
+    found, row = study(cold)
+    cost = compiling.break_even(found, row)
+    step = row["step_seconds"] * row["ratio"]
+    for at, end in ((cost.steps_low, 1), (cost.steps, 0), (cost.steps_high, 2)):
+        assert compiling.total_seconds(cost, row, at)[end] == pytest.approx(at * step)
+
+
+def test_without_a_bound_it_pays_off_after_so_many_or_more() -> None:
+    found, row = study([30.0])
+    row = {**row, "low": 0.999}
+    cost = compiling.break_even(found, row)
+    assert cost.steps_high == math.inf
+    assert compiling.pays_off(cost, row).endswith(" or more)")
+    found, row = study([30.0], 0.9)
+    assert compiling.break_even(found, row).steps == math.inf
+    assert compiling.pays_off(compiling.break_even(found, row), row) == "never, at this speed"
+    nothing = compiling.break_even(*study([]))
+    assert math.isnan(nothing.cold_seconds)
+    assert math.isnan(nothing.steps_low)
+
+
+def test_the_counters_are_those_of_the_witness() -> None:
+    found, row = study([30.0])
+    assert compiling.counters(found, row["run_id"]) == ""
+    assert "Witnessed" not in compiling.sentence(found, row)
+    seen = {"compiled_frames": 2, "graphs": 3, "graph_breaks": 1, "recompiles": 0}
+    records = tuple(
+        dataclasses.replace(r, witness={"ranks": [seen]}) if r.run_id == COMPILED.run_id else r for r in found.records
+    )
+    found = dataclasses.replace(found, records=records)
+    words = "2 compiled frames, 3 graphs, 1 graph break and 0 recompiles"
+    assert compiling.counters(found, row["run_id"]) == words
+    assert f"Witnessed: {words}." in compiling.sentence(found, row)

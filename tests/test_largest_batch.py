@@ -1,0 +1,308 @@
+"""The search for the largest batch: it finds what was planted, tries nothing twice, and keeps clear of main memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import records as make
+from conftest import busy_config
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpm_lab.config import Experiment, Family, Plan, RunConfig
+from ddpm_lab.ledger import Ledger
+from ddpm_lab.measure import campaign, hardware, largest_batch, sets
+from ddpm_lab.measure.campaign import Campaign, Target
+from ddpm_lab.measure.progress import Progress
+from ddpm_lab.measure.seat import Instrument, Member
+from ddpm_lab.record import RunRecord
+
+CUDA = RunConfig(device="cuda", global_batch_size=128)
+CPU = RunConfig(global_batch_size=8)
+MIB = 2**20
+
+
+class Machine:
+    """Fits ``fits`` images, keeps every try in a ledger of its own, and can be interrupted."""
+
+    def __init__(self, base: RunConfig, fits: int, *, most: int = 65_536, fixed: int = 0, each: int = 0) -> None:
+        self.family = Family(
+            name="f",
+            baseline=base,
+            baseline_label="base",
+            candidates=(),
+            search_up_to=max(most, base.global_batch_size),
+        )
+        self.fits, self.fixed, self.each = fits, fixed, each
+        self.records: list[RunRecord] = []
+        self.tried: list[int] = []
+        self.stop_after = math.inf
+        self.left: float | None = None
+        self.status = "oom"
+
+    def attempt(self, member: Member) -> RunRecord:
+        batch = member.config.global_batch_size
+        assert batch % member.config.world_size == 0
+        if len(self.tried) >= self.stop_after:
+            raise KeyboardInterrupt
+        self.tried.append(batch)
+        peak = self.fixed + self.each * batch // member.config.world_size
+        rank = dataclasses.replace(make.rank_record(0), peak_memory_bytes=None, peak_rss_bytes=peak)
+        record = make.record(
+            member.config,
+            role=member.role,
+            label=member.label,
+            set_id="",
+            baseline_id="",
+            status="ok" if batch <= self.fits else self.status,
+            reason=None if batch <= self.fits else "no room",
+            stages={"start": 1.0, "warmup": batch / 100},
+            ranks=(rank,) * member.config.world_size,
+        )
+        self.records.append(record)
+        return record
+
+    def search(self, base: RunConfig | None = None) -> RunRecord | None:
+        family = dataclasses.replace(self.family, baseline=base or self.family.baseline)
+        return largest_batch.largest_batch(family, self.records, self.attempt, lambda: self.left)
+
+    def found(self) -> tuple[int, str]:
+        ended = self.search()
+        assert ended is not None
+        assert ended.role == "largest"
+        assert ended.reason
+        return ended.config.global_batch_size if ended.status == "ok" else 0, ended.label
+
+
+# --- what is found ---------------------------------------------------------------------------------------------------
+
+
+@given(fits=st.integers(0, 20_000), first=st.integers(1, 300), ranks=st.integers(1, 8))
+def test_the_planted_limit_is_found_to_a_sixteenth_and_nothing_is_tried_twice(
+    fits: int, first: int, ranks: int
+) -> None:
+    planted = Machine(dataclasses.replace(CUDA, world_size=ranks, global_batch_size=first * ranks), fits)
+    planted.left = 1e9
+    found, limit = planted.found()
+    assert limit == "memory"
+    assert found <= fits < found + max(ranks, found / largest_batch.PARTS)
+    assert len(set(planted.tried)) == len(planted.tried)
+    # Doubling or halving to the limit, and four halvings of what is left.
+    assert len(planted.tried) <= abs(math.log2((first * ranks) / max(fits, 1))) + 7
+    tried = list(planted.tried)
+    assert planted.found() == (found, limit)
+    assert planted.tried == tried, "what the ledger holds is not tried again"
+
+
+def test_sizes_double_and_then_halve_the_gap() -> None:
+    planted = Machine(CUDA, 1200)
+    assert planted.found() == (1152, "memory")
+    assert planted.tried == [128, 256, 512, 1024, 2048, 1536, 1280, 1152, 1216]
+    assert "1,216 images are out of memory" in str(planted.search().reason)  # type: ignore[union-attr]
+
+
+@given(fits=st.integers(1, 5000), stop=st.integers(0, 12))
+def test_a_killed_search_goes_on_where_it_stopped(fits: int, stop: int) -> None:
+    whole = Machine(CUDA, fits)
+    found = whole.found()
+    killed = Machine(CUDA, fits)
+    killed.stop_after = stop
+    if stop < len(whole.tried):
+        with pytest.raises(KeyboardInterrupt):
+            killed.search()
+        killed.stop_after = math.inf
+    assert killed.found() == found
+    assert killed.tried == whole.tried
+
+
+def test_what_other_sizes_began_with_is_shared_and_other_work_is_not() -> None:
+    planted = Machine(CUDA, 600)
+    planted.found()
+    tried = len(planted.tried)
+    assert planted.search(dataclasses.replace(CUDA, global_batch_size=32)) == planted.search()
+    assert len(planted.tried) == tried
+    planted.search(dataclasses.replace(CUDA, precision="bf16"))
+    assert len(planted.tried) == 2 * tried
+
+
+# --- what else ends a search -----------------------------------------------------------------------------------------
+
+
+def test_a_cap_a_budget_and_a_failure_end_it_with_their_reason() -> None:
+    capped = Machine(CUDA, 10**6, most=1000)
+    assert capped.found() == (1000, "cap")
+    assert capped.tried == [128, 256, 512, 1000]
+
+    slow = Machine(CUDA, 10**6)
+    slow.left = 40.0  # a try takes a second and 10 ms an image; it may take half of what is left
+    assert slow.found() == (1024, "time")
+    assert "2,048 images would take about 21 s" in str(slow.search().reason)  # type: ignore[union-attr]
+    slow.left = None
+    assert slow.found() == (8192, "time"), "with more time it goes on, to the longest try"
+    assert slow.tried == [128 * 2**i for i in range(7)]
+
+    crashing = Machine(CUDA, 300)
+    crashing.status = "crashed"
+    assert crashing.found() == (256, "failure")
+    assert crashing.found() == (256, "failure")
+    assert crashing.tried == [128, 256, 512, 512], "what may pass is tried again by the next run"
+    refused = Machine(CUDA, 300)
+    refused.status = "refused"
+    assert refused.found() == refused.found() == (288, "failure")
+    assert len(set(refused.tried)) == len(refused.tried)
+
+
+def test_where_the_first_try_crashes_nothing_is_known() -> None:
+    crashing = Machine(CUDA, 0)
+    crashing.status = "crashed"
+    assert crashing.search() is None
+    assert crashing.tried == [128]
+
+
+# --- main memory -----------------------------------------------------------------------------------------------------
+
+
+@given(
+    available=st.integers(2500, 50_000),
+    fixed=st.integers(0, 500),
+    each=st.floats(0.2, 40),
+    ranks=st.sampled_from([1, 2, 3]),
+)
+def test_a_cpu_is_filled_to_four_fifths_and_never_beyond(available: int, fixed: int, each: float, ranks: int) -> None:
+    base = dataclasses.replace(CPU, world_size=ranks, global_batch_size=ranks)
+    planted = Machine(base, 10**9, fixed=fixed * MIB // ranks, each=int(each * MIB))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(largest_batch, "available_bytes", lambda: available * MIB)
+        found, limit = planted.found()
+    room = largest_batch.MEMORY_SHARE * available * MIB
+
+    def needs(batch: int) -> int:
+        return ranks * (planted.fixed + planted.each * batch // ranks)
+
+    assert all(needs(batch) <= room for batch in planted.tried[1:])
+    if limit == "memory":
+        assert needs(found + max(ranks, found // largest_batch.PARTS)) > room - MIB
+    else:
+        assert limit == "time", "a planted try takes 10 ms an image"
+
+
+def test_memory_is_predicted_from_the_two_largest_sizes() -> None:
+    assert largest_batch.predicted_bytes({8: 100}, 16) == 200
+    assert largest_batch.predicted_bytes({1: 5000, 8: 140, 16: 180}, 32) == 260
+    assert largest_batch.predicted_bytes({8: 140, 16: 130}, 32) == 130
+
+
+def test_memory_that_was_predicted_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(largest_batch, "available_bytes", lambda: 1000 * MIB)
+    planted = Machine(CPU, 10**6, fixed=300 * MIB, each=2 * MIB)
+    # 300 MiB and 2 MiB an image: 250 images fill 800 MiB, and from 128 on steps are of 8.
+    assert planted.found() == (248, "memory")
+    reason = str(planted.search().reason)  # type: ignore[union-attr]
+    assert "would need about" in reason
+    assert "80 % of the 1.0 GiB available may be used" in reason
+
+
+def test_what_control_groups_leave_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    two, one = tmp_path / "two", tmp_path / "one"
+    levels = ([two], [one])
+    for folder, names in ((two, ("max", "current")), (one, ("limit_in_bytes", "usage_in_bytes"))):
+        folder.mkdir()
+        for name, value in zip(names, (900, 600), strict=True):
+            (folder / f"memory.{name}").write_text(f"{value * MIB}\n")
+    (two / "memory.stat").write_text(f"anon 5\ninactive_file {100 * MIB}\n")
+    (one / "memory.stat").write_text(f"inactive_file 7\ntotal_inactive_file {50 * MIB}\n")
+    monkeypatch.setattr(hardware, "cgroup_levels", lambda _: levels)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4000 * MIB))
+    assert largest_batch.available_bytes() == 350 * MIB
+    (one / "memory.limit_in_bytes").unlink()
+    assert largest_batch.available_bytes() == 400 * MIB
+    (two / "memory.max").write_text("max\n")
+    assert largest_batch.available_bytes() == 4000 * MIB
+
+
+# --- for real --------------------------------------------------------------------------------------------------------
+
+
+def hungry(batch: int, **options: Any) -> RunConfig:
+    config = busy_config(micro_steps=1, **options)
+    return dataclasses.replace(config, workload="lab_workloads:hungry", global_batch_size=batch)
+
+
+@pytest.mark.slow
+def test_real_groups_find_the_planted_size_and_a_kill_costs_one_try(
+    tmp_path: Path, instrument: Instrument, short_plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = hungry(8, fits=22)
+    candidates = tuple((f"batch {n}", dataclasses.replace(base, global_batch_size=n)) for n in (16, 32))
+    family = Family(name="f", baseline=base, baseline_label="batch 8", candidates=candidates, search_up_to=256)
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    real: Callable[..., RunRecord] = sets.measure_alone
+    tries: list[str] = []
+
+    def interrupted(*arguments: Any, member: Member, **values: Any) -> RunRecord:
+        if len(tries) == 3:
+            raise KeyboardInterrupt
+        tries.append(member.label)
+        return real(*arguments, member=member, **values)
+
+    def run() -> Campaign:
+        target = Target(plan=short_plan, sets=1, cold_compiles=1)
+        made = Campaign(Experiment(name="batch_size", families=(family,)), target, instrument, ledger, tmp_path)
+        made.run(Progress("test", quiet=True))
+        return made
+
+    monkeypatch.setattr(campaign, "measure_alone", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    monkeypatch.setattr(campaign, "measure_alone", real)
+    assert run().held.any
+    records = ledger.read()[0]
+    tried = [(r.label, r.status) for r in records if r.role == "search"]
+    ends = [(r.config.global_batch_size, r.label, r.reason) for r in records if r.role == "largest"]
+    assert tried == [
+        ("batch 8", "ok"),
+        ("batch 16", "ok"),
+        ("batch 32", "oom"),
+        ("batch 24", "oom"),
+        ("batch 20", "ok"),
+        ("batch 22", "ok"),
+        ("batch 23", "oom"),
+    ]
+    assert ends == [(22, "memory", "23 images are out of memory")]
+    assert "out of memory" in next(r.reason or "" for r in records if r.status == "oom").lower()
+    in_sets = [(r.role, r.label) for r in records if r.windows]
+    assert in_sets == [("baseline", "batch 8"), ("twin", "batch 8 again"), ("candidate", "batch 16")]
+    assert len({sum(w.images for w in r.windows) for r in records if r.windows}) == 1, "equal work"
+    (note,) = (r for r in records if r.role == "note")
+    assert (note.label, note.reason) == ("batch 32", "larger than 22, where the search ended")
+    assert run().measured_sets == 0
+    assert len(ledger.read()[0]) == len(records)
+
+
+@pytest.mark.slow
+def test_a_real_resident_set_is_predicted(
+    tmp_path: Path, instrument: Instrument, short_plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = hungry(4, image_bytes=4 * MIB)
+    family = Family(name="f", baseline=base, baseline_label="batch 4", candidates=(), search_up_to=1024)
+    monkeypatch.setattr(largest_batch, "available_bytes", lambda: 800 * MIB)
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    target = Target(plan=short_plan, sets=1, cold_compiles=1)
+    Campaign(Experiment(name="batch_size", families=(family,)), target, instrument, ledger, tmp_path).run(
+        Progress("test", quiet=True)
+    )
+    records = ledger.read()[0]
+    peaks = {r.config.global_batch_size: largest_batch.host_bytes(r) for r in records if r.role == "search"}
+    (end,) = (r for r in records if r.role == "largest")
+    assert end.label == "memory"
+    assert max(peaks) == end.config.global_batch_size
+    room = largest_batch.MEMORY_SHARE * 800 * MIB
+    # The line misses by less than a tenth, and the next sixteenth would have crossed the limit.
+    assert 0.85 * room < max(peaks.values()) < 1.05 * room
