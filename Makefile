@@ -31,6 +31,7 @@ report: setup ## run all notebooks and write reports/index.html
 
 # News and update checks would be the only requests that leave this machine.
 lab: setup ## open JupyterLab in the notebooks folder
+	@mkdir -p .venv/share/jupyter/lab/settings && cp scripts/jupyterlab.json .venv/share/jupyter/lab/settings/overrides.json
 	@exec .venv/bin/jupyter lab --ServerApp.root_dir=. --ServerApp.preferred_dir=notebooks --LabApp.news_url=None \
 	  --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate $(ARGS)
 

@@ -33,6 +33,10 @@ LOADER_ALONE = "ddpm_lab.model.train:loader_alone"
 class LabError(ValueError):
     """A refusal: one sentence for the user. Any other error is a defect and keeps its traceback."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in a notebook: the sentence, without the lab's insides above it."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class ConfigError(LabError):
     """A setting that cannot be run: one sentence that names the value, the place and the remedy."""

@@ -252,3 +252,10 @@ def test_an_experiment_lists_what_it_compares_and_profiles() -> None:
     family = Family(name="f", baseline=base, baseline_label="fp32", candidates=(("bf16", bf16),))
     experiment = Experiment(name="amp", families=(family, family), profiles=(("f", "fp32", profiled),))
     assert experiment.configurations == (base, bf16, base, bf16, profiled)
+
+
+def test_a_notebook_shows_a_refusal_without_the_labs_insides() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        RunConfig(precision="fp8")
+    (line,) = refusal.value._render_traceback_()
+    assert line == f"ConfigError: {refusal.value}"

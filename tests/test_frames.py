@@ -99,3 +99,25 @@ def test_unknown_memory_is_unknown() -> None:
     record: RunRecord = replace(make.sets({}, count=1)[0], ranks=ranks)
     assert np.isnan(frames.peak_memory(record))
     assert np.isnan(frames.peak_memory(replace(record, ranks=())))
+
+
+def test_a_comparison_takes_nothing_from_others_that_share_its_baseline() -> None:
+    base, one, two = RunConfig(), RunConfig(seed=1), RunConfig(seed=2)
+    first = make.sets({"one": (one, 1.5)}, count=6, seed=1)
+    second = make.sets({"two": (two, 1.1)}, count=4, seed=2)
+    both = make.sets({"one": (one, 1.5), "two": (two, 1.1)}, count=2, seed=3)
+    alone = make.sets({}, count=3, seed=4)
+    records = [*first, *second, *both, *alone]
+    found = frames.study(records, "amp", run_ids={base.run_id, one.run_id}).records
+    assert {r.set_id for r in found} == {r.set_id for r in (*first, *both)}
+    assert {r.label for r in found if r.role == "candidate"} == {"one"}
+    only = frames.study(records, "amp", run_ids={base.run_id}).records
+    assert {r.set_id for r in only} == {r.set_id for r in alone}, "against itself: the sets without a rival"
+
+
+def test_a_baseline_that_failed_is_shown_with_the_comparison_it_lost() -> None:
+    base, one = RunConfig(), RunConfig(seed=1)
+    good = make.sets({"one": (one, 1.5)}, count=2)
+    lost = make.record(base, role="baseline", set_id="lost", status="crashed", reason="killed")
+    found = frames.study([*good, lost], "amp", run_ids={base.run_id, one.run_id}).records
+    assert lost in found

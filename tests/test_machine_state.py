@@ -188,3 +188,18 @@ def test_old_records_load_and_tell_what_they_hold() -> None:
     assert told["CPU utilisation"] == ms.NOT_AVAILABLE
     assert " of 2 on average" in told["Cores kept busy by other processes"]
     assert any(value.endswith("MiB RSS") for value in told.values())
+
+
+def test_a_busy_machine_is_said_to_be_busy_and_a_quiet_one_is_not() -> None:
+    quiet = make.sets({}, count=1)
+    loud = [
+        dataclasses.replace(r, windows=tuple(dataclasses.replace(w, others_cores=1.3) for w in r.windows))
+        for r in quiet
+    ]
+    assert ms.busy(make.study(quiet)) == ""
+    assert "other processes took 1.3 of 2 cores on average" in ms.busy(make.study(loud))
+    unknown = [
+        dataclasses.replace(r, windows=tuple(dataclasses.replace(w, others_cores=None) for w in r.windows))
+        for r in quiet
+    ]
+    assert ms.busy(make.study(unknown)) == ""

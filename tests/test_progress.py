@@ -87,3 +87,24 @@ def test_in_a_notebook_one_output_changes(monkeypatch: pytest.MonkeyPatch) -> No
         ("update", "two"),
         ("update", "three"),
     ]
+
+
+def test_every_line_says_how_long_it_still_takes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress, clock = Progress("amp"), [1000.0]
+    monkeypatch.setattr("ddpm_lab.measure.progress.time.monotonic", lambda: clock[-1])
+    progress.expect(60)
+    for now in (1000.0, 1030.0, 1058.0, 1070.0):
+        clock.append(now)
+        progress.always("turn")
+    progress.expect(None)
+    progress.always("turn")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "amp: about 60 s left; turn",
+        "amp: about 30 s left; turn",
+        "amp: nearly done; turn",
+        "amp: takes longer than forecast; turn",
+        "amp: turn",
+    ]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from ddpm_lab.explain import figures, phrases
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.record import RunRecord
 
 
 def _rows(study: Study) -> list[dict[str, Any]]:
@@ -19,7 +22,8 @@ def _rows(study: Study) -> list[dict[str, Any]]:
 
 def answer_text(study: Study, finding: Finding) -> str:
     """Verdict, ratio, interval, noise floor, memory, disturbance and what really ran, one line each."""
-    lines = [f"{finding.verdict}: {finding.claim}"]
+    repeats = finding.claim.lower().startswith(finding.verdict.lower())
+    lines = [finding.claim if repeats else f"{finding.verdict}: {finding.claim}"]
     for row in _rows(study):
         if row["sets"] and row["role"] != "twin":
             lines.append(
@@ -61,8 +65,10 @@ def mime_bundle(study: Study, finding: Finding) -> dict[str, str]:
     """For a notebook: the sentence, and the figure with its text alternative."""
     image = base64.b64encode(figures.png(figures.figure(study))).decode("ascii")
     alt = escape(figures.alt_text(study))
+    text = escape(answer_text(study, finding))
     html = (
-        f'<p>{escape(finding.claim)}</p><img style="max-width: 100%" alt="{alt}" src="data:image/png;base64,{image}">'
+        f'<p style="white-space: pre-line">{text}</p>'
+        f'<img style="max-width: 100%" alt="{alt}" src="data:image/png;base64,{image}">'
     )
     return {"text/plain": answer_text(study, finding), "text/html": html}
 
@@ -74,13 +80,24 @@ def _witnesses(study: Study) -> list[str]:
         record = next(r for r in reversed(study.records) if r.label == label)
         ranks = record.witness.get("ranks") or []
         if record.status != "ok" or not ranks:
-            found.append(f"{label}: {phrases.status(record.status)}: {record.reason or ''}".rstrip(": "))
+            found.append(
+                f"{label}: {phrases.status(record.status)}: {record.reason or ''}{_place(record)}".rstrip(": ")
+            )
             continue
         seen = ranks[0]
         said = [f"{phrases.plural(len(ranks), 'rank')} on {seen['device']}", phrases.plural(seen["threads"], "thread")]
         said += [f"{name} {seen[name]}" for name in ("precision", "compile", "loader_workers") if name in seen]
         found.append(f"{label} ran as {', '.join(said)} (read back from the run)")
     return found
+
+
+def _place(record: RunRecord) -> str:
+    """Where a failed side was in its own code: the last line of its traceback that is no library."""
+    lines = re.findall(r'File "([^"]+)", line (\d+), in', str(record.witness.get("traceback", "")))
+    own = [
+        (file, number) for file, number in lines if "site-packages" not in file and "ddpm_lab" not in Path(file).parts
+    ]
+    return f" ({Path(own[-1][0]).name}, line {own[-1][1]})" if own else ""
 
 
 def _known(value: Any) -> Any:

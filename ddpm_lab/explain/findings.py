@@ -107,7 +107,7 @@ def _comparison(study: Study) -> Finding:
     others = [r for r in rows if r["role"] not in ("baseline", "twin")]
     measured = [r for r in others if r["sets"]]
     training = [r for r in measured if not r["loader_alone"]] or measured
-    ending = _left_over(rows) + machine_state.unknown(study) + _where(study)
+    ending = _left_over(rows) + machine_state.unknown(study) + machine_state.busy(study) + _where(study)
     if study.experiment == batch_sizes.EXPERIMENT:
         ending = f"{batch_sizes.sentence(study)}{ending}"
     if not training:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -67,11 +68,34 @@ def study(
     """
     found = chosen(list(records), experiment, machine=machine, cohort=cohort)
     if run_ids is not None:
-        wanted = set(run_ids)
-        found = [
-            r for r in found if (r.baseline_id in wanted and r.run_id in wanted) or not (r.baseline_id or r.set_id)
-        ]
+        found = _asked(found, set(run_ids))
     return Study(experiment=experiment, records=tuple(found), output_dir=Path(output_dir))
+
+
+def _asked(records: Sequence[RunRecord], wanted: set[str]) -> list[RunRecord]:
+    """Records of the comparisons between ``wanted`` run ids.
+
+    Of a baseline that other comparisons share, only the sets count in which a wanted configuration took part: what it
+    did beside others belongs to them. Sets of the baseline alone count where nothing else is wanted of it, or where it
+    failed and took the rest of its set with it.
+    """
+    compared: dict[str, set[str]] = defaultdict(set)
+    for r in records:
+        if r.role == "candidate":
+            compared[r.set_id].add(r.run_id)
+    rivals = {r.baseline_id for r in records if r.role == "candidate" and {r.run_id, r.baseline_id} <= wanted}
+
+    def mine(r: RunRecord) -> bool:
+        if not (r.baseline_id or r.set_id):
+            return True
+        if not {r.baseline_id, r.run_id} <= wanted:
+            return False
+        if r.role not in ("baseline", "twin"):
+            return True
+        others = compared[r.set_id]
+        return bool(others & wanted) or (not others and (r.baseline_id not in rivals or r.status != "ok"))
+
+    return [r for r in records if mine(r)]
 
 
 class Told(Protocol):

@@ -72,6 +72,21 @@ def unknown(study: Study) -> str:
     return ""
 
 
+def busy(study: Study) -> str:
+    """A sentence where others kept more than a tenth of the cores busy on average; empty where they did not."""
+    taken = [w.others_cores for r in study.records for w in r.windows if w.others_cores is not None and not w.dropped]
+    if not taken:
+        return ""
+    cores = study.records[-1].environment.machine.usable_cores
+    mean = sum(taken) / len(taken)
+    if mean <= 0.1 * cores:
+        return ""
+    return (
+        f" The machine was busy: other processes took {mean:.1f} of {phrases.plural(cores, 'core')} on average in the "
+        "windows that count."
+    )
+
+
 def peaks(rows: Sequence[Mapping[str, Any]], lead: Mapping[str, Any]) -> str:
     """A sentence, after a space: peak memory of a comparison and of its baseline; empty where both are unknown."""
     base = [r for r in rows if r["role"] == "baseline" and r["baseline_id"] == lead["baseline_id"]]

@@ -146,7 +146,8 @@ def _html(frame: pd.DataFrame) -> str:
         if tag == "td" and sides[name] == "right":
             # The interval goes below its value, so that a table of ten columns fits a page.
             text = re.sub(r" (\(.*\))$", r'<br><span class="interval">\1</span>', text)
-        return f'<{tag}{scope} style="text-align: {sides[name]}">{text}</{tag}>'
+        wrap = "; white-space: nowrap" if tag == "td" and sides[name] == "right" else ""
+        return f'<{tag}{scope} style="text-align: {sides[name]}{wrap}">{text}</{tag}>'
 
     head = "".join(cell("th", str(name), name) for name in frame.columns)
     body = "".join(
@@ -161,6 +162,6 @@ def _html(frame: pd.DataFrame) -> str:
 
 def _numbers(column: pd.Series[Any]) -> bool:
     """Whether a column holds numbers, with units and intervals or not: each value begins with a digit or is a dash."""
-    return all(re.match(r"[-+\N{MINUS SIGN}]?\d|\N{EN DASH}?$", str(value)) for value in column) and any(
+    return all(re.match(r"(below )?[-+\N{MINUS SIGN}]?\d|\N{EN DASH}?$", str(value)) for value in column) and any(
         str(value)[:1].isdigit() for value in column
     )

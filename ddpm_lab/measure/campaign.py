@@ -82,7 +82,8 @@ class Campaign:
             places = f"set {done + 1} of {total}"
             forecast = self._forecast(families)
             forecast = forecast if left is None else min(forecast, left)
-            progress.prefix = f"{places}, {_words(forecast)} left;"
+            progress.prefix = f"{places},"
+            progress.expect(forecast)
             progress.always(f"{family.name}: starting")
             self._measure(family, candidates)
             done += 1
@@ -92,6 +93,7 @@ class Campaign:
                 total = done + self._sets_missing(families)
         unfinished = self._sets_missing(families)
         progress.prefix = ""
+        progress.expect(None)
         if unfinished:
             progress.always(f"{unfinished} sets did not fit into the time")
 
@@ -327,7 +329,3 @@ class Campaign:
         )
         if not self.held.noted(record):
             self._append([record])
-
-
-def _words(seconds: float) -> str:
-    return f"about {seconds:.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} min"

@@ -19,6 +19,7 @@ class Progress:
     def __init__(self, title: str, *, quiet: bool = False) -> None:
         self.title, self.quiet = title, quiet
         self.prefix = ""
+        self._until: float | None = None
         self._shown = 0.0
         self._handle: Any = None
         self._file = os.environ.get(FILE_VARIABLE)
@@ -32,7 +33,7 @@ class Progress:
     def always(self, text: str) -> None:
         """Show a line now."""
         self._shown = time.monotonic()
-        line = " ".join(part for part in (self.prefix, text) if part)
+        line = " ".join(part for part in (self.prefix, self._left(), text) if part)
         if self._file:
             with contextlib.suppress(OSError), Path(self._file).open("a") as file:
                 file.write(line + "\n")
@@ -45,9 +46,21 @@ class Progress:
         else:
             print(f"{self.title}: {line}", file=sys.stderr, flush=True)
 
+    def expect(self, seconds: float | None) -> None:
+        """Say in every line from now on how much of these seconds is left; None says nothing."""
+        self._until = None if seconds is None else time.monotonic() + seconds
+
+    def _left(self) -> str:
+        if self._until is None:
+            return ""
+        left = self._until - time.monotonic()
+        if left < 5:
+            return "nearly done;" if left > -5 else "takes longer than forecast;"
+        return f"about {left:.0f} s left;" if left < 90 else f"about {left / 60:.0f} min left;"
+
     def done(self, text: str) -> None:
         """Show the last line and leave it standing."""
-        self.prefix = ""
+        self.prefix, self._until = "", None
         self.always(text)
         if self._shell is None and not self.quiet and sys.stderr.isatty():
             print(file=sys.stderr)

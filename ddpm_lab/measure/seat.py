@@ -183,7 +183,7 @@ class Seat:
         settle = max(self.plan.settle_steps, self.prefetch_batches)
         limit = max(self.instrument.limits.window_seconds, 20 * self.warm_step_seconds)
         with self.watched() as watch:
-            reports = self.alive.window(settle=settle, steps=steps, limit=limit, stage=f"measuring {self.member.label}")
+            reports = self.alive.window(settle=settle, steps=steps, limit=limit, stage=f"measuring, turn {turn + 1}")
         for losses, rank in zip(self._losses, reports, strict=True):
             losses += [round(loss, 6) for loss in rank["losses"]]
         if any(not math.isfinite(loss) for losses in self._losses for loss in losses):
