@@ -96,6 +96,7 @@ def test_a_failing_rank_is_named_with_its_own_reason(fault: str, status: str, wo
         assert "lab_workloads.py" in caught.value.detail
 
 
+@pytest.mark.slow
 def test_a_hung_rank_is_named_with_what_it_was_doing() -> None:
     config = busy_config(2, fault="hang", fault_rank=1, fault_step=2)
     with group(config) as g:

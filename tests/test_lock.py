@@ -146,6 +146,7 @@ def write_empty_wheel(distribution: importlib.metadata.Distribution, folder: Pat
     return sha256(path.read_bytes()).hexdigest()
 
 
+@pytest.mark.slow
 def test_pip_section_installs_into_a_fresh_folder_with_hashes(pip_section: list[str], tmp_path: Path) -> None:
     # The real packages are 3 GB, and pip downloads all of them to check hashes, even for a dry run. So pip gets the
     # same names, versions, markers and dependencies as wheels without content, and installs those. That the hashes of

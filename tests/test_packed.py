@@ -351,6 +351,7 @@ def lay_out_cifar(layout: str, out: Path, count: int) -> None:
     subprocess.run([sys.executable, MAKE_CIFAR, layout, out, "--count", str(count)], check=True)
 
 
+@pytest.mark.slow
 def test_real_images_from_both_folder_layouts(tmp_path: Path) -> None:
     lay_out_cifar("kaggle", tmp_path / "kaggle", 200)
     lay_out_cifar("classes", tmp_path / "classes", 200)

@@ -114,7 +114,8 @@ def test_communication_of_two_ranks_is_seen_and_stays_the_default() -> None:
             weights += [w["weights"] for w in g.witness()]
     assert weights[0] == weights[1] == weights[2] == weights[3]
     for rank in ranks:
-        for variant, window in rank.items():
+        for variant in ("unsynchronised", "synchronised"):
+            window = rank[variant]
             span, phase = window["spans"]["communication"], window["phases"]["communication"]
             if variant == "unsynchronised":
                 assert 0 < span["overlapped_seconds"] <= span["seconds"]

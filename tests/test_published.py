@@ -146,6 +146,7 @@ def test_a_touched_record_is_detected(output: Path) -> None:
     assert any("03_amp.png differs" in problem for problem in published.check(output))
 
 
+@pytest.mark.slow
 def test_an_empty_published_ledger_is_named_and_the_rest_stands(output: Path) -> None:
     (output / "README.md").write_text(f"above\n{published.BEGIN}\n{published.END}\nbelow\n")
     published.publish([output / published.RECORDS / f"{SLUG}.jsonl"], None, output)
@@ -202,6 +203,7 @@ def test_a_figure_drawn_elsewhere_may_differ_by_rounding_only(original: Path) ->
     assert not published.same_picture(figure, encoded(np.roll(pixels, 1, axis=1)))
 
 
+@pytest.mark.slow
 def test_another_number_in_a_figure_is_found(original: Path) -> None:
     """In each text of the figure the digits that look most alike are exchanged, one text at a time."""
     alike = str.maketrans("0123456789", "6745218309")
