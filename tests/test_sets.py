@@ -65,7 +65,7 @@ def test_failures_are_rows_and_the_rest_goes_on(instrument: Instrument, short_pl
         members=members(
             ("raises", busy_config(fault="raise", fault_step=3)),
             ("diverges", busy_config(fault="nan")),
-            ("hangs", busy_config(fault="hang", fault_step=20)),
+            ("hangs", busy_config(fault="hang", fault_step=15)),
             ("lies", busy_config(says=(("precision", "bf16"),))),
             ("fine", busy_config(micro_steps=21)),
         ),
