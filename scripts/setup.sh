@@ -110,6 +110,8 @@ fi
 
 unset VIRTUAL_ENV UV_PROJECT_ENVIRONMENT
 export UV_PYTHON_DOWNLOADS=never
+# Each rank, kernel and fork server imports torch: from sources that takes twice as long, where nothing may write caches.
+export UV_COMPILE_BYTECODE=1
 
 # Prints the host of a package index if nothing answers there; any answer will do. No password in the address is shown.
 # shellcheck disable=SC2016

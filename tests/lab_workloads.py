@@ -119,12 +119,12 @@ class Phased:
     """
 
     SECONDS: ClassVar = {
-        "data": 0.004,
-        "copy": 0.002,
-        "forward": 0.008,
+        "data": 0.008,
+        "copy": 0.008,
+        "forward": 0.010,
         "backward": 0.012,
-        "optimizer": 0.003,
-        "ema": 0.002,
+        "optimizer": 0.008,
+        "ema": 0.008,
     }
 
     def __init__(self, config: RunConfig, context: RankContext) -> None:
@@ -170,7 +170,7 @@ class Phased:
 
     def exchange(self, times: list[float]) -> None:
         times.append(time.perf_counter())
-        time.sleep(0.016)  # 4 ms longer than the backward pass
+        time.sleep(0.020)  # 8 ms longer than the backward pass
         times.append(time.perf_counter())
         self.context.span("communication", times[0], times[1])
 

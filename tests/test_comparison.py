@@ -13,6 +13,7 @@ import ddpm_lab
 from ddpm_lab import compare
 from ddpm_lab.comparison import Comparison, measure
 from ddpm_lab.config import ConfigError, RunConfig
+from ddpm_lab.explain.stats import NOT_TRUSTED
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 
@@ -128,11 +129,14 @@ def test_an_edited_file_is_measured_again_and_an_unchanged_one_is_not(mine: Path
 @pytest.mark.slow
 def test_twice_the_work_is_slower_and_everything_is_said(mine: Path, tmp_path: Path) -> None:
     found = compare(f"{mine.stem}:baseline", "mine:candidate", resolution=0.3, output_dir=tmp_path, quiet=True, sets=14)
-    assert found.verdict == "slower"
-    assert found.finding.low <= 0.5 <= found.finding.high or 0.4 < found.ratio < 0.6
+    assert 0.4 < found.ratio < 0.6
+    assert found.finding.high < 0.8
+    # By design one null in twenty is called different, and then no verdict is given.
+    assert found.verdict in ("slower", NOT_TRUSTED)
     text = str(found)
-    for words in ("slower", "95 % interval", "noise floor", "sets", "peak memory", "ran as 1 rank on cpu", "figure: "):
-        assert words in text
+    words = ("95 % interval", "noise floor", "sets", "peak memory", "ran as 1 rank on cpu", "figure: ")
+    for word in (found.verdict, *words):
+        assert word in text
     assert found.figure.is_file()
     bundle = found._repr_mimebundle_()
     assert "<img" in bundle["text/html"]
