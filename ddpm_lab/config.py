@@ -263,11 +263,11 @@ class Plan:
     """How one set is measured.
 
     A window lasts ``window_seconds`` or ``window_steps`` steps, whichever is longer; with loader workers at least 20
-    steps and ten times the prefetch queue. Sets measured under different plans are never pooled.
+    steps and ten times the prefetch queue. A set has ``turns`` turns, half as many where windows last over twice that.
     """
 
-    turns: int = 6
-    window_seconds: float = 0.4
+    turns: int = 12
+    window_seconds: float = 0.2
     window_steps: int = 5
     settle_steps: int = 2
     warmup_steps: int = 10

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpm_lab.config import choice
+from ddpm_lab.config import PRESETS, choice
 from ddpm_lab.ledger import Ledger, read_all
 from ddpm_lab.measure import hardware
 from ddpm_lab.planning import LEDGER, Measured, output_folder, plan_question
@@ -18,6 +18,9 @@ from ddpm_lab.questions import QUESTIONS
 
 if TYPE_CHECKING:
     from ddpm_lab.explain.frames import Study
+
+LAST = "batch_size"
+"""Measured by the recommendation itself, in the preset ``full``."""
 
 
 def run(
@@ -67,14 +70,23 @@ def study_of(measured: Measured) -> Study:
 
 def recommendation(
     *,
+    preset: str = "quick",
     output_dir: str | Path | None = None,
     ledger: Sequence[str | Path] | str | Path | None = None,
     machine: str | None = None,
+    **settings: Any,
 ) -> Study:
-    """All experiments' records of one machine: by default of this one, from the ledger of the output folder."""
+    """All experiments' records of one machine: by default of this one, from the ledger of the output folder.
+
+    The preset ``full`` first measures what no other notebook asks, the largest batch that fits; ``settings`` are those
+    of ``measure``, and the errors too.
+    """
     from ddpm_lab.explain.frames import RECOMMENDATION, study  # noqa: PLC0415 - as above
 
+    choice("preset", preset, PRESETS)
     if ledger is None and machine is None:
+        if preset == "full":
+            measure(LAST, preset=preset, output_dir=output_dir, **settings)
         machine = hardware.machine().key
         path = output_folder(output_dir) / LEDGER
         if not any(head.machine.key == machine for head in Ledger(path).heads()[0]):
@@ -113,7 +125,7 @@ def measure(
     """Measure what the ledger lacks for a question, and say which records answer it.
 
     Args:
-        name: profile, multi_gpu, amp, workers or torch_compile.
+        name: profile, multi_gpu, amp, workers, torch_compile or batch_size.
         preset: smoke, quick or full: how much is run.
         minutes: time budget; what does not fit becomes fewer configurations or fewer sets. None is no limit.
         sets: sets per comparison; None is the preset's number.
@@ -144,5 +156,6 @@ def measure(
 
 def forecast(name: str, *, preset: str = "quick", output_dir: str | Path | None = None, **settings: Any) -> float:
     """Seconds that measuring what is missing will take, from earlier sets on this machine where there are any."""
+    name = LAST if name == "recommendation" else name
     settings = {k: v for k, v in settings.items() if k not in ("ledger", "machine")}
     return plan_question(name, preset=preset, output_dir=output_dir, quiet=True, **settings).campaign.forecast()

@@ -91,9 +91,14 @@ class Setup:
 
     def family_name(self, batch: int | None, ranks: int | None = None) -> str:
         """A family's name for people: what everything in it has in common."""
-        size = f", {self.images.image_size}x{self.images.image_size} pixels" if self.images.image_size != 32 else ""
-        words = self.network + (f", batch {batch}" if batch else "") + size
-        return words + (f", {self.ranks_label(ranks)}" if ranks else "")
+        words = [self.network, self.images_name(batch), self.ranks_label(ranks) if ranks else ""]
+        return ", ".join(word for word in words if word)
+
+    def images_name(self, batch: int | None) -> str:
+        """How many images a step takes, and their size where it is not CIFAR's: ``batch 8, 64x64 pixels``."""
+        size = self.images.image_size
+        words = [f"batch {batch}" if batch else "", f"{size}x{size} pixels" if size != 32 else ""]
+        return ", ".join(word for word in words if word)
 
 
 def check_ranks(device: str, ranks: int, gpus: int, usable_cores: int, oversubscribe: bool = False) -> None:
@@ -251,7 +256,7 @@ def workers(
         (f"training, {setup.family_name(batch)}, {precision}", {"precision": precision}) for precision in formats
     ]
     if setup.preset != "quick":  # it would take the time that the other questions need for a verdict
-        kinds.append((f"loader alone, batch {batch}", {"workload": LOADER_ALONE}))
+        kinds.append((f"loader alone, {setup.images_name(batch)}", {"workload": LOADER_ALONE}))
     for name, settings in kinds:
         base = setup.config(global_batch_size=batch, loader="files", loader_workers=first, **settings)
         families.append(

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -220,21 +221,31 @@ class RunRecord:
 
 
 def set_log_ratio(baseline: RunRecord, other: RunRecord) -> float:
-    """What a set says of two configurations: the mean over turns of ln(baseline's seconds per image / the other's).
+    """What a set says of two configurations: the median over turns of ln(baseline's seconds per image / the other's).
 
     Above 0 the other is faster. Only turns count that both sides have and that were disturbed for neither; NaN where
-    there is none.
+    there is none. The median, since what a neighbour takes begins and ends within a turn now and then, and is then many
+    times the noise of all other turns.
     """
-    times: list[dict[int, float]] = [{}, {}]
-    for seconds, record in zip(times, (baseline, other), strict=True):
-        for window in record.windows:
-            value = window.seconds_per_image
-            if not window.dropped and math.isfinite(value) and value > 0:
-                seconds[window.turn] = value
-    ours, theirs = times
+    ours, theirs = kept_seconds(baseline), kept_seconds(other)
     dropped = {w.turn for r in (baseline, other) for w in r.windows if w.dropped}
     logs = [math.log(ours[turn] / theirs[turn]) for turn in ours.keys() & theirs.keys() - dropped]
-    return sum(logs) / len(logs) if logs else math.nan
+    return statistics.median(logs) if logs else math.nan
+
+
+def burst_log(record: RunRecord) -> float:
+    """ln(mean over median) of a run's windows in a set: what windows far slower than most add to its time.
+
+    A neighbour adds as much to the baseline. What only one side has is its own: such as saving every hundred steps.
+    """
+    seconds = list(kept_seconds(record).values())
+    return math.log(statistics.fmean(seconds) / statistics.median(seconds)) if seconds else math.nan
+
+
+def kept_seconds(record: RunRecord) -> dict[int, float]:
+    """Seconds per image by turn, of the windows that have a time and were not disturbed."""
+    values = {w.turn: w.seconds_per_image for w in record.windows if not w.dropped}
+    return {turn: seconds for turn, seconds in values.items() if math.isfinite(seconds) and seconds > 0}
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,8 +31,17 @@ from ddpm_lab.notebooks import (
     stop_on_signals,
 )
 
-WEIGHTS = {"01_profile": 1, "02_multi_gpu": 14, "03_amp": 8, "04_workers": 13, "05_torch_compile": 14}
-"""How a budget is divided: about the seconds that each notebook takes for ``quick``, by ten."""
+WEIGHTS = {
+    "01_profile": 1,
+    "02_multi_gpu": 14,
+    "03_amp": 8,
+    "04_workers": 13,
+    "05_torch_compile": 14,
+    "06_recommendation": 14,
+}
+"""How a budget is divided: about the seconds that each notebook takes for ``quick``, by ten; 06 for ``full``."""
+LAST = "06_recommendation"
+"""It shows what the others measured, and measures only in ``full``."""
 NOTEBOOK_SECONDS = 6.0
 """What a notebook takes beside measuring: its kernel, imports, figures and page."""
 LEAST_SECONDS = 3.0
@@ -118,7 +127,11 @@ def report(
         progress=progress or _print,
         command=_command({**given, "minutes": minutes}, parameters or {}, notebooks or ()),
         data=data,
-        measuring=[file for file, names in known.items() if "minutes" in names and "minutes" not in values[file]],
+        measuring=[
+            file
+            for file, names in known.items()
+            if "minutes" in names and "minutes" not in values[file] and (preset == "full" or file.stem != LAST)
+        ],
         seconds=None if (total := minutes if minutes is not None else chosen.minutes) is None else total * 60,
     )
     run.collect(files)

@@ -72,7 +72,7 @@ def words(figure: Figure) -> str:
 def test_the_claim_holds_speed_the_largest_batch_and_the_caveat() -> None:
     found = finding(BOTH)
     assert found.status == "answered"
-    assert found.headline == "Training with batch 1024 takes 3.38 times as many images a second as with batch 128"
+    assert found.headline == "Training with batch 1024 takes 3.37 times as many images a second as with batch 128"
     assert f"The largest batch that fits is 1,152 images ({OOM})." in found.claim
     assert batch_sizes.CAVEAT in found.claim
     assert "quality not measured" in found.claim

@@ -23,7 +23,7 @@ def row(records: list[RunRecord], label: str) -> dict[str, Any]:
 
 
 def test_planted_ratio_is_found_within_its_interval() -> None:
-    records = make.sets({"bf16": (BF16, 1.62)}, count=12, seed=1)
+    records = make.sets({"bf16": (BF16, 1.62)}, count=12, seed=2)
     bf16 = row(records, "bf16")
     assert bf16["low"] < 1.62 < bf16["high"]
     assert bf16["verdict"] == stats.FASTER
@@ -232,3 +232,36 @@ def test_equal_family_names_with_other_baselines_are_told_apart() -> None:
         "tiny, batch 32, 1 rank",
         "tiny, batch 32, 1 rank (seed 3)",
     ]
+
+
+def with_bursts(label: str, ratio: float, count: int = 6) -> list[RunRecord]:
+    """Sets in which one window of ``label`` takes five times as long."""
+    found = make.sets({"bf16": (RunConfig(precision="bf16"), ratio)}, count=count)
+    return [
+        replace(r, windows=(replace(r.windows[0], seconds=5 * r.windows[0].seconds), *r.windows[1:]))
+        if r.label == label
+        else r
+        for r in found
+    ]
+
+
+@pytest.mark.parametrize(
+    ("label", "ratio", "verdict", "words"),
+    [
+        ("bf16", 1.3, "not resolved (bursts)", "% to its own time"),
+        ("bf16", 2.0, "faster", "% to its own time"),
+        ("bf16", 0.8, "slower", "% to its own time"),
+        ("no one", 1.3, "faster", ""),
+    ],
+)
+def test_bursts_of_one_side_are_told_and_give_no_verdict_where_they_would_turn_it(
+    label: str, ratio: float, verdict: str, words: str
+) -> None:
+    records = with_bursts(label, ratio)
+    found = row(records, "bf16")
+    assert found["ratio"] == pytest.approx(ratio, rel=0.02)  # the median does not see them
+    assert found["bursts"] == (pytest.approx(10 / 6, rel=0.03) if words else 1.0)
+    assert found["verdict"] == verdict
+    shown = findings.table(make.study(records)).set_index("Configuration").loc["bf16"]
+    assert words in str(shown.get("Note", ""))
+    assert bool(words) == ("Note" in shown)

@@ -79,7 +79,7 @@ def test_recommendation_takes_the_latest_cohort_of_each_experiment() -> None:
     old = make.sets({}, code_version="old", environment=make.environment(date="2020-01-01T00:00:00+00:00"))
     found = frames.study(old + records, "recommendation")
     assert {(r.experiment, r.plan.turns, r.code_version) for r in found.records} == {
-        ("amp", 6, "code-1"),
+        ("amp", Plan().turns, "code-1"),
         ("workers", 7, "code-1"),
     }
 

@@ -7,8 +7,10 @@ import json
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
+from ddpm_lab.measure import profiling
 from ddpm_lab.measure.profiling import RANGE, profile_steps
 
 PLAN = {"wait": 1, "warmup": 1, "active": 3, "repeat": 1}
@@ -58,3 +60,16 @@ def test_the_trace_is_whole_compressed_and_knows_its_rank(tmp_path: Path) -> Non
     assert trace["ddpmLabRank"] == 3
     assert sum(event.get("name") == "outer" for event in trace["traceEvents"]) == 3
     assert [p.name for p in tmp_path.iterdir()] == ["trace.json.gz"]
+
+
+def test_a_trace_keeps_the_first_of_too_many_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "MOST_EVENTS", 3)
+    partial = tmp_path / "partial.json"
+    names = {"ph": "M", "name": "process_name"}
+    events = [{"ph": "X", "ts": t, "dur": 1, "name": str(t)} for t in (30, 10, 40, 20)]
+    partial.write_text(json.dumps({"traceEvents": [*events, names]}))
+    profiling._compress(partial, tmp_path / "trace.json.gz", rank=0)
+    with gzip.open(tmp_path / "trace.json.gz", "rt") as file:
+        trace = json.load(file)
+    assert [event["name"] for event in trace["traceEvents"]] == ["process_name", "10", "20"]
+    assert trace["ddpmLabEvents"] == {"kept": 3, "of": 5}

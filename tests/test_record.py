@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.record import RunRecord, Window, set_log_ratio
+from ddpm_lab.record import RunRecord, Window, burst_log, set_log_ratio
 
 SECONDS = st.lists(st.tuples(st.floats(0.2, 5.0), st.floats(0.2, 5.0)), min_size=1, max_size=8)
 
@@ -39,9 +39,20 @@ def test_what_slows_both_sides_of_a_turn_alike_changes_nothing(pairs: list[tuple
     assert set_log_ratio(of(other), of(base)) == pytest.approx(-plain, abs=1e-9)
 
 
-def test_it_is_the_mean_over_turns_and_positive_where_the_other_is_faster() -> None:
+def test_it_is_the_median_over_turns_and_positive_where_the_other_is_faster() -> None:
     assert set_log_ratio(of([1.0, 2.0]), of([0.5, 1.0])) == pytest.approx(math.log(2))
     assert set_log_ratio(of([1.0, 1.0]), of([0.5, 2.0])) == pytest.approx(0)
+
+
+def test_a_turn_that_a_neighbour_began_in_does_not_decide() -> None:
+    assert set_log_ratio(of([1.0] * 6), of([1.0, 1.0, 9.0, 1.0, 1.0, 1.0])) == 0
+
+
+def test_windows_far_slower_than_most_are_bursts() -> None:
+    assert burst_log(of([1.0] * 6)) == pytest.approx(0)
+    assert burst_log(of([1.0, 1.0, 1.0, 5.0])) == pytest.approx(math.log(2))
+    assert burst_log(record(window(0, 1.0), window(1, 9.0, dropped=True))) == pytest.approx(0)
+    assert math.isnan(burst_log(record()))
 
 
 def test_equal_work_is_what_is_compared() -> None:

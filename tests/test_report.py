@@ -181,7 +181,24 @@ def test_unused_time_passes_to_the_next(made: Made) -> None:
 
 def test_the_table_of_weights_names_the_notebooks() -> None:
     numbered = {path.stem for path in (CHECKOUT / "notebooks").glob(NUMBERED)}
-    assert set(report.WEIGHTS) == numbered - {"06_recommendation"}
+    assert set(report.WEIGHTS) == numbered
+    assert report.LAST in numbered
+
+
+def test_the_recommendation_gets_time_only_where_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, float | None] = {}
+
+    def execute(file: Path, target: Path, values: dict[str, Any], **_: Any) -> None:
+        given[values["preset"]] = values.get("minutes")
+        nbformat.write(nbformat.read(file, as_version=4), target)  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(report, "execute", execute)
+    monkeypatch.setattr(report._Run, "forecast", lambda *_: None)
+    last = CHECKOUT / "notebooks" / f"{report.LAST}.ipynb"
+    for preset in ("smoke", "full"):
+        run([last], tmp_path / preset, preset=preset, minutes=2)
+    assert given["smoke"] is None
+    assert 1 < (given["full"] or 0) <= 2
 
 
 @pytest.mark.slow

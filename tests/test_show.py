@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
-from records import sets, study
+from records import sets, study, time_budget
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import findings, show
@@ -63,6 +63,18 @@ def test_further_figures_have_a_line_and_a_file_each(amp: Study) -> None:
     assert all(line.data["text/markdown"] for line in lines)
     assert all(image.metadata["image/png"]["alt"] for image in images)
     assert len(list((amp.output_dir / "image_output").glob("03_amp_*.png"))) == len(images)
+
+
+@pytest.mark.usefixtures("shell")
+def test_traces_are_named_where_they_are(tmp_path: Path) -> None:
+    found = replace(study([time_budget()], "profile"), output_dir=tmp_path)
+    assert "Chrome traces" not in shown(show.more, found)[-1].data["text/plain"]
+    (tmp_path / "trace_output").mkdir()
+    (tmp_path / "trace_output" / "trace.json.gz").touch()
+    said = shown(show.more, found)[-1].data["text/plain"]
+    assert said.startswith("Chrome traces")
+    assert said.endswith("trace_output/trace.json.gz")
+    assert "ui.perfetto.dev" in said
 
 
 class Table(html.parser.HTMLParser):

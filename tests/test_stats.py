@@ -12,8 +12,8 @@ from ddpm_lab.explain import stats
 
 
 def set_log_ratios(base: stats.Array, other: stats.Array) -> stats.Array:
-    """One value a set: the mean over its turns."""
-    values: stats.Array = np.log(base / other).mean(axis=-1)
+    """One value a set: the median over its turns."""
+    values: stats.Array = np.median(np.log(base / other), axis=-1)
     return values
 
 

@@ -1,5 +1,6 @@
 """Turns: balanced orders, equal work, and which turns are dropped."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise, permutations
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpm_lab.config import Plan
-from ddpm_lab.measure.turns import balanced_orders, disturbed_turns, steps_of_windows
+from ddpm_lab.measure.turns import balanced_orders, disturbed_turns, steps_of_windows, turns_of_set
 from ddpm_lab.record import Window
 
 
@@ -70,6 +71,12 @@ def test_a_prefetch_queue_lengthens_the_window_of_the_whole_set() -> None:
     plan = Plan(window_seconds=0.1, window_steps=5)
     assert steps_of_windows(plan, [32, 32], [0.1, 0.1], [0, 1]) == [20, 20]
     assert steps_of_windows(plan, [32, 32], [0.1, 0.1], [0, 4]) == [40, 40]
+
+
+def test_long_windows_make_fewer_turns() -> None:
+    plan = Plan(turns=12, window_seconds=0.2)
+    assert [turns_of_set(plan, seconds) for seconds in (0.1, 0.4, 0.5, math.inf)] == [12, 12, 6, 6]
+    assert [turns_of_set(Plan(turns=turns, window_seconds=0.2), 1.0) for turns in (1, 2, 3, 5)] == [1, 2, 2, 2]
 
 
 def test_the_slowest_window_is_held_to_ten_times_the_planned_one() -> None:

@@ -16,7 +16,7 @@ import pandas as pd
 from ddpm_lab.config import LOADER_ALONE, RunConfig
 from ddpm_lab.explain import stats
 from ddpm_lab.explain.frames import Study, peak_memory, seconds_per_image
-from ddpm_lab.record import RunRecord, set_log_ratio
+from ddpm_lab.record import RunRecord, burst_log, set_log_ratio
 
 PROJECTED_IMAGES = 50_000
 MECHANISM_ONLY = "mechanism tested, speed not claimed"
@@ -30,7 +30,8 @@ def comparisons(of: Study) -> pd.DataFrame:
     ``ratio`` is the baseline's time for equal work divided by the configuration's, with its 95 % interval over sets;
     ``p_holm`` is adjusted over all comparisons of the experiment, the twins among them. ``noise_low`` and
     ``noise_high`` are the interval of the family's twin. ``images_per_second`` is the geometric mean over sets of the
-    set medians; ``projected_seconds`` is a projection of it to 50,000 images. ``set_ratios`` holds one ratio a set.
+    set medians; ``projected_seconds`` is a projection of it to 50,000 images. ``set_ratios`` holds one ratio a set;
+    ``bursts`` is how many times as much windows far slower than most add to its time as to the baseline's.
     Values that do not exist are NaN: records whose mechanism alone was tested have no speed here.
     """
     if of not in _KNOWN:
@@ -60,6 +61,7 @@ _COLUMNS = (
         "verdict",
         "noise_low",
         "noise_high",
+        "bursts",
         "set_ratios",
         "resolution",
         "sets_needed",
@@ -140,10 +142,12 @@ def _family_rows(records: Sequence[RunRecord], resolution: float) -> list[dict[s
         groups.setdefault(key, []).append(r)
     ordered = sorted(groups.items(), key=lambda item: COMPARED.index(item[0][0]))
     base = {r.set_id: r for r in records if r.role == "baseline" and _has_speed(r)}
+    twins = {r.set_id: r for r in records if r.role == "twin" and _has_speed(r)}
     base_group = next((g for (role, _), g in ordered if role == "baseline"), None)
     rows = [_row(group, base, base_group, dropped, resolution) for _, group in ordered]
     twin = next((row for row in rows if row["role"] == "twin"), None)
-    for row in rows:
+    for row, (_, group) in zip(rows, ordered, strict=True):
+        row["bursts"] = _bursts(group, base, twins) if row["role"] == "candidate" else 1.0
         row["noise_low"], row["noise_high"] = (twin["low"], twin["high"]) if twin else (math.nan, math.nan)
     return rows
 
@@ -216,6 +220,20 @@ def peak_rss(record: RunRecord) -> float:
     return float(max(p for p in peaks if p is not None)) if peaks and None not in peaks else math.nan
 
 
+def _bursts(group: Sequence[RunRecord], base: dict[str, RunRecord], twins: dict[str, RunRecord]) -> float:
+    """How many times as much its slowest windows add to a candidate's time as to the baseline's; 1 where none is sure.
+
+    The ratio is one of medians, which leave such windows out. Sure is what Student's t finds at 99 %.
+    """
+    logs = []
+    for record in group:
+        same = [r[record.set_id] for r in (base, twins) if record.set_id in r]
+        if same and _has_speed(record):
+            logs.append(burst_log(record) - float(np.mean([burst_log(r) for r in same])))
+    found = stats.geometric_estimate(logs)
+    return found.value if found.sets >= stats.LEAST_SETS and found.p < 0.01 else 1.0
+
+
 def _judge(rows: Sequence[dict[str, Any]]) -> None:
     """Adjust the p-values over the experiment and give each row its verdict."""
     tested = [row for row in rows if row["role"] in ("twin", "candidate") and not math.isnan(row["p"])]
@@ -235,6 +253,9 @@ def _judge(rows: Sequence[dict[str, Any]]) -> None:
             row["verdict"] = stats.NOT_TRUSTED
         else:
             row["verdict"] = stats.verdict(row["estimate"], row["p_holm"], len(tested))
+            turned = (row["ratio"] - 1) * (row["ratio"] / row["bursts"] - 1) <= 0
+            if turned and row["verdict"] in (stats.FASTER, stats.SLOWER):
+                row["verdict"] = f"{stats.NOT_RESOLVED} (bursts)"
 
 
 def _has_speed(record: RunRecord) -> bool:

@@ -52,7 +52,7 @@ def moments(study: Study) -> list[Moment]:
     for r in study.records:
         if r.windows and r.set_id not in first:
             first[r.set_id] = turns
-            turns += r.plan.turns
+            turns += 1 + max(w.turn for w in r.windows)
         for w in r.windows:
             values = (w.seconds, w.images, w.others_cores, w.stolen_seconds, w.dropped, w.state)
             found.append(Moment(r, first[r.set_id] + w.turn + 1, *values))

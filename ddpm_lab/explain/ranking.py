@@ -51,7 +51,8 @@ def groups(study: Study) -> list[Group]:
         )
         for w, rows in by_work.items()
     ]
-    return sorted(found, key=lambda g: (-g.experiments, -len(g.rows), g.name))
+    compared = [g for g in found if len(g.rows) > 1]  # a size of batch_size alone has nothing to be faster than
+    return sorted(compared or found, key=lambda g: (-g.experiments, -len(g.rows), g.name))
 
 
 def fastest(study: Study) -> Group | None:

@@ -19,7 +19,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 from matplotlib.figure import Figure
 
-from ddpm_lab.explain import figures, findings, phrases, tables
+from ddpm_lab.explain import figures, findings, operators, phrases, tables
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.pages import METADATA, spoken_date
@@ -88,9 +88,9 @@ def finding(study: Study) -> None:
 
 
 def more(study: Study) -> None:
-    """Show the further figures and tables of a study, each under a line that says what it shows."""
-    further, numbers = figures.more(study), tables.more(study)
-    if not further and not numbers:
+    """Show the further figures and tables of a study, each under a line that says what it shows; name its traces."""
+    further, numbers, traces = figures.more(study), tables.more(study), _traces(study)
+    if not further and not numbers and not traces:
         _display({"text/markdown": "There are none for this question.", "text/plain": "no further figures"})
     for caption, extra, name in further:
         _display({"text/markdown": caption, "text/plain": caption})
@@ -98,6 +98,18 @@ def more(study: Study) -> None:
     for caption, frame in numbers:
         _display({"text/markdown": caption, "text/plain": caption})
         _show_table(frame)
+    if traces:
+        names = ", ".join(f"`{trace}`" for trace in traces)
+        text = f"Chrome traces, one for each rank, to open at ui.perfetto.dev or chrome://tracing: {names}"
+        _display({"text/markdown": text, "text/plain": text.replace("`", "")})
+
+
+def _traces(study: Study) -> list[Path]:
+    """The traces of the latest profile that are there, seen from the output folder."""
+    record = operators.latest_profile(study.records)
+    names = (record.profile or {}).get("traces", []) if record else []
+    paths = [Path("trace_output", name) for name in names]
+    return [path for path in paths if (study.output_dir / path).is_file()]
 
 
 def _path(study: Study, suffix: str) -> Path:

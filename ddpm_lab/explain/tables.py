@@ -100,6 +100,9 @@ def _note(row: Mapping[Any, Any]) -> str:
         return f"{phrases.plural(row['failed_sets'], 'set')} failed: {row['reason']}"
     if row["status"] != "ok" and not row["mechanism_only"]:
         return str(row["reason"])
+    if row["bursts"] != 1:
+        side = "its own" if row["bursts"] > 1 else "the baseline's"
+        return f"windows far slower than most add {100 * abs(row['bursts'] - 1):.0f} % to {side} time, not in the ratio"
     return ""
 
 

@@ -19,6 +19,9 @@ from torch.profiler import ProfilerActivity, profile, schedule
 TOP = 80
 """Operators kept by name; the rest are summed as ``(other operators)``."""
 
+MOST_EVENTS = 400_000
+"""Events kept in a trace, some 5 MB compressed: more would not open in a browser."""
+
 RANGE = "phase: "
 """Beginning of the names of the ranges that the lab lays around the phases of a step."""
 HIDDEN = ("ProfilerStep", RANGE)
@@ -84,11 +87,19 @@ def profile_steps(step: Callable[[], None], plan: dict[str, int], trace: Path, c
 
 
 def _compress(partial: Path, trace: Path, rank: int) -> None:
-    """Write the rank into the trace, check that it is whole, and compress it."""
+    """Write the rank into the trace, check that it is whole, leave out what is too much, and compress it.
+
+    Of too many events those that began first are kept, and ``ddpmLabEvents`` says how many of how many.
+    """
     values = json.loads(partial.read_bytes())
-    if not values.get("traceEvents"):
+    events = values.get("traceEvents")
+    if not events:
         raise RuntimeError("the profiler wrote a trace without events")
     values["ddpmLabRank"] = rank
+    if len(events) > MOST_EVENTS:
+        # Metadata has no time of its own, and names the rows of what is kept.
+        values["traceEvents"] = sorted(events, key=lambda e: 0 if e.get("ph") == "M" else e.get("ts", 0))[:MOST_EVENTS]
+    values["ddpmLabEvents"] = {"kept": len(values["traceEvents"]), "of": len(events)}
     partial.unlink()
     packed = trace.with_name(f".{trace.name}.partial")
     with gzip.open(packed, "wt", compresslevel=6) as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import secrets
 from collections.abc import Callable
 from datetime import datetime
@@ -14,7 +15,7 @@ from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.hardware import environment
 from ddpm_lab.measure.seat import Instrument, Member, Seat
 from ddpm_lab.measure.time_budget import take_budget, with_traces
-from ddpm_lab.measure.turns import balanced_orders, disturbed_turns, steps_of_windows
+from ddpm_lab.measure.turns import balanced_orders, disturbed_turns, steps_of_windows, turns_of_set
 from ddpm_lab.record import RunRecord
 
 CARD_SHARE = 0.7
@@ -43,8 +44,9 @@ class _SetRun:
             if self.baseline_lost():
                 return
         steps = self._steps(self.seats)
-        for turn, order in enumerate(balanced_orders(len(self.seats), self.plan.turns, self.seed)):
-            self.instrument.progress(f"turn {turn + 1} of {self.plan.turns}")
+        turns = turns_of_set(self.plan, max(s.warm_step_seconds * steps[s.member] for s in self.seats if not s.failure))
+        for turn, order in enumerate(balanced_orders(len(self.seats), turns, self.seed)):
+            self.instrument.progress(f"turn {turn + 1} of {turns}")
             for position, i in enumerate(order):
                 seat = self.seats[i]
                 self.guard(seat, lambda s, t=turn, p=position: s.window(t, p, steps[s.member]))  # type: ignore[misc]
@@ -63,8 +65,9 @@ class _SetRun:
         if self.baseline_lost():
             return
         steps = self._steps(self.seats)
-        for turn, order in enumerate(balanced_orders(len(self.seats), self.plan.turns, self.seed)):
-            self.instrument.progress(f"turn {turn + 1} of {self.plan.turns}, each group on its own")
+        turns = turns_of_set(self.plan, math.inf)  # each turn costs a start of every group
+        for turn, order in enumerate(balanced_orders(len(self.seats), turns, self.seed)):
+            self.instrument.progress(f"turn {turn + 1} of {turns}, each group on its own")
             for position, i in enumerate(order):
                 if self.baseline_lost():
                     return

@@ -53,6 +53,13 @@ def steps_of_windows(
     return [images // b for b in batch_sizes]
 
 
+def turns_of_set(plan: Plan, longest_window_seconds: float) -> int:
+    """Turns of a set: ``plan.turns``, or half as many where long steps or a prefetch queue make its windows long."""
+    if longest_window_seconds <= 2 * plan.window_seconds:
+        return plan.turns
+    return max(min(2, plan.turns), plan.turns // 2)
+
+
 def disturbed_turns(windows: Iterable[Window], usable_cores: int) -> set[int]:
     """Turns of a set in which others took more than ``DISTURBED`` of the cores or of a GPU in any of its windows.
 
