@@ -33,10 +33,10 @@ from ddpm_lab.notebooks import (
 
 WEIGHTS = {
     "01_profile": 1,
-    "02_multi_gpu": 14,
+    "02_multi_gpu": 17,
     "03_amp": 8,
     "04_workers": 13,
-    "05_torch_compile": 14,
+    "05_torch_compile": 13,
     "06_recommendation": 14,
 }
 """How a budget is divided: about the seconds that each notebook takes for ``quick``, by ten; 06 for ``full``."""

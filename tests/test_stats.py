@@ -1,6 +1,9 @@
 """Statistics against simulation, hand-worked cases and invariants."""
 
+import json
 import math
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -215,3 +218,37 @@ def test_the_smallest_effect_is_what_the_sets_resolve() -> None:
     assert stats.sets_to_resolve(logs, effect * 1.001) == 12
     assert stats.smallest_effect(spread, 5) == math.inf
     assert stats.half_width([0.1]) == math.inf
+
+
+# --- noise recorded on a real machine ---------------------------------------------------------------------------------
+
+NOISE: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "noise.json").read_text())
+
+
+def replayed(rng: np.random.Generator, ratio: float) -> stats.Estimate:
+    """A comparison of ``NOISE["sets"]`` sets (five minutes) whose noise is recorded: blocks of neighbouring sets.
+
+    Each block keeps its order, and is mirrored or not, as if baseline and twin had changed places.
+    """
+    count, length = NOISE["sets"], 4
+    logs: list[float] = []
+    while len(logs) < count:
+        run = np.log(NOISE["null_ratios"][rng.integers(len(NOISE["null_ratios"]))])
+        start = rng.integers(len(run) - length + 1)
+        logs += list(rng.choice([-1, 1]) * run[start : start + length])
+    return stats.geometric_estimate(math.log(ratio) + np.array(logs[:count]))
+
+
+def test_on_recorded_noise_three_percent_is_found_and_nothing_is_not() -> None:
+    rng = np.random.default_rng(5)
+    runs = 1500
+    nulls = [replayed(rng, 1.0) for _ in range(runs)]
+    planted = [replayed(rng, 1 / 1.03) for _ in range(runs)]
+
+    def slower(pair: tuple[stats.Estimate, stats.Estimate]) -> bool:
+        adjusted = stats.holm([e.p for e in pair])
+        return stats.verdict(pair[0], adjusted[0], 2) == stats.SLOWER
+
+    assert np.mean([slower(pair) for pair in zip(planted, nulls, strict=True)]) >= 0.9
+    assert np.mean([stats.called(e, e.p) for e in nulls]) <= 0.06
+    assert 0.93 <= np.mean([e.low <= 1 / 1.03 <= e.high for e in planted]) <= 0.97

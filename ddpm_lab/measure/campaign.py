@@ -95,7 +95,7 @@ class Campaign:
         progress.prefix = ""
         progress.expect(None)
         if unfinished:
-            progress.always(f"{unfinished} sets did not fit into the time")
+            progress.always(f"{unfinished} set{'s' if unfinished > 1 else ''} did not fit into the time")
 
     def seconds_left(self) -> float | None:
         """Seconds of the budget that are left, or None without one."""
