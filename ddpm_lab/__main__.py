@@ -112,7 +112,7 @@ def _compare_options(subparsers: Any) -> None:
     compare.add_argument("--sets", type=int, help="the most sets to measure (default: 100)")
     compare.add_argument("--device", choices=DEVICES, help="default: the GPU where there is one")
     compare.add_argument("--output-dir", help="folder that receives all results (default: this checkout)")
-    compare.add_argument("--gate", action="store_true", help="exit 1 if B is slower: a gate against regressions")
+    compare.add_argument("--gate", action="store_true", help="exit 1 if B is slower, not only if it fails: a gate")
     compare.add_argument("--json", action="store_true", help="print JSON")
     compare.set_defaults(command=commands.compare)
 

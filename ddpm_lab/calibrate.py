@@ -90,5 +90,5 @@ def calibrate(
         done += 1
         if len([r for r in found if r.status != "ok"]) >= MOST_FAILURES:
             raise LedgerError(f"the calibration cannot run here: {failed[-1].label}: {failed[-1].reason}")
-    show.done(f"{done} sets in {(time.monotonic() - begun) / 60:.1f} min")
+    show.done(f"{done} set{'s' if done > 1 else ''} in {(time.monotonic() - begun) / 60:.1f} min")
     return found

@@ -135,13 +135,17 @@ def measure(
         check_ranks(config.device, config.world_size, len(hardware.gpus()), hardware.usable_cores())
     if one.data_sha256 and two.data_sha256 and one.data_sha256 != two.data_sha256:
         raise ConfigError("the two sides train on different images: give both the same data, or it is not equal work")
+    if one.run_id == two.run_id:
+        raise ConfigError(
+            f"both sides are {_name(candidate, two)} with the same settings: every comparison measures its baseline "
+            "against itself anyway, as the noise floor, and ddpm-lab calibrate tells how finely this machine measures"
+        )
     names = _labels(_name(baseline, one), _name(candidate, two))
     family = Family(
         name=f"{names[1]} against {names[0]}",
         baseline=one,
         baseline_label=names[0],
-        # A side against itself is what the null twin is.
-        candidates=() if one.run_id == two.run_id else ((names[1], two),),
+        candidates=((names[1], two),),
     )
     return plan_experiment(
         Experiment(name="compare", families=(family,)),

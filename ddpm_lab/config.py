@@ -50,9 +50,9 @@ def choice(place: str, value: object, allowed: Iterable[object]) -> None:
 
 
 def whole(place: str, value: object, least: int) -> None:
-    """Raise ConfigError unless ``value`` is a whole number of at least ``least``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{place} is {value!r}: give a whole number of at least {least}")
+    """Raise ConfigError unless ``value`` is a whole number of at least ``least``, and one that torch can hold."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
+        raise ConfigError(f"{place} is {value!r}: give a whole number of at least {least}, and below 2**63")
 
 
 def several(place: str, value: object) -> None:
@@ -81,7 +81,7 @@ def percent(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < 1:
-        raise ConfigError(f"a share is {text!r}: write it as 2% or 0.02")
+        raise ConfigError(f"a share is {text!r}: give more than 0 and less than 100 %, such as 2% or 0.02")
     return value
 
 

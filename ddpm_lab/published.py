@@ -30,9 +30,24 @@ _LEVELS = 30
 def rebuild(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[tuple[Path, Finding]]:
     """Draw every figure that the records of one machine allow into ``image_output/``; return them with findings.
 
-    Raises LedgerError where a file is missing, or several machines are in the files and none is named.
+    Raises LedgerError where a file is missing or holds nothing to draw, or several machines are in the files and none
+    is named.
     """
-    records, damaged = read_all(ledgers, lambda heads: _shown(heads, machine))
+    kinds: set[str] = set()
+
+    def shown(heads: Sequence[Head]) -> list[Head]:
+        kinds.update(h.experiment for h in heads)
+        return _shown(heads, machine)
+
+    records, damaged = read_all(ledgers, shown)
+    files = ", ".join(map(str, ledgers))
+    if not records and kinds:
+        raise LedgerError(
+            f"{files} holds records of {' and '.join(sorted(kinds))} alone, which draw their own figures: give the "
+            "same command again, and it answers from the ledger"
+        )
+    if not records and damaged:
+        raise LedgerError(f"no line of {files} is a record of this lab: give a .jsonl file that it wrote")
     for line in damaged:
         print(f"note: {line}")
     return _draw(_studies(records, machine, output), output / "image_output")

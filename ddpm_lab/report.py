@@ -16,6 +16,7 @@ from typing import Any
 from ddpm_lab import __version__, config
 from ddpm_lab.data import archives, prepared
 from ddpm_lab.data.folder import DataError, list_images
+from ddpm_lab.data.packed import resolve
 from ddpm_lab.explain import calibration, figure_calibration, pages
 from ddpm_lab.explain.pages import DONE, FAILED, METADATA, NOT_RUN, STOPPED, Page, Section
 from ddpm_lab.ledger import Ledger
@@ -31,17 +32,10 @@ from ddpm_lab.notebooks import (
     stop_on_signals,
 )
 
-WEIGHTS = {
-    "01_profile": 1,
-    "02_multi_gpu": 17,
-    "03_amp": 8,
-    "04_workers": 13,
-    "05_torch_compile": 13,
-    "06_recommendation": 14,
-}
-"""How a budget is divided: about the seconds that each notebook takes for ``quick``, by ten; 06 for ``full``."""
 LAST = "06_recommendation"
 """It shows what the others measured, and measures only in ``full``."""
+WEIGHTS = {"01_profile": 1, "02_multi_gpu": 17, "03_amp": 8, "04_workers": 13, "05_torch_compile": 13, LAST: 14}
+"""How a budget is divided: about the seconds that each notebook takes for ``quick``, by ten; 06 for ``full``."""
 NOTEBOOK_SECONDS = 6.0
 """What a notebook takes beside measuring: its kernel, imports, figures and page."""
 LEAST_SECONDS = 3.0
@@ -134,6 +128,10 @@ def report(
         ],
         seconds=None if (total := minutes if minutes is not None else chosen.minutes) is None else total * 60,
     )
+    if data != "synthetic":  # once, and refused here rather than in each notebook
+        options = {name: value for name, value in (parameters or {}).items() if name in ("image_size", "skip_bad")}
+        cache = run.folder.parent / "data" / "prepared"
+        resolve(data, cache, held_out=held_out, progress=run.progress, **options)
     run.collect(files)
     if preset == "full":
         run.forecast({file: values[file] for file in files if file.stem in WEIGHTS and "ledger" not in values[file]})

@@ -11,6 +11,7 @@ import pytest
 
 import ddpm_lab
 from ddpm_lab import compare
+from ddpm_lab.__main__ import main
 from ddpm_lab.comparison import Comparison, measure
 from ddpm_lab.config import ConfigError, RunConfig
 from ddpm_lab.explain.stats import NOT_TRUSTED
@@ -109,6 +110,11 @@ def test_different_images_are_no_equal_work(mine: Path, tmp_path: Path) -> None:
         compare(one, two, output_dir=tmp_path)
 
 
+def test_a_side_against_itself_is_refused(mine: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"both sides are mine:baseline with the same settings.*ddpm-lab calibrate"):
+        compare(f"{mine.stem}:baseline", "mine:baseline", output_dir=tmp_path)
+
+
 @pytest.mark.slow
 def test_an_edited_file_is_measured_again_and_an_unchanged_one_is_not(mine: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -165,3 +171,5 @@ def test_a_loop_that_fails_is_a_row_with_its_reason(mine: Path, tmp_path: Path) 
     found = compare("mine:baseline", "mine:short", sets=2, output_dir=tmp_path, quiet=True)
     assert "the loop of mine:short ended after 1 step" in str(found)
     assert found.verdict == "failed"
+    words = ["compare", "mine:baseline", "mine:short", "--sets", "2", "--output-dir", str(tmp_path)]
+    assert main(words) == 1, "a side that failed passes no gate"

@@ -252,3 +252,23 @@ def test_durations(value: float, expected: str) -> None:
 )
 def test_significant(value: float, expected: str) -> None:
     assert phrases.significant(value) == expected
+
+
+def test_what_failed_outside_any_set_is_named_with_its_remedy() -> None:
+    """A compile from empty caches that cannot run here leaves one record, and it is no side of a comparison."""
+    config = RunConfig(precision="bf16", compile="whole")
+    reason = "no C++ compiler (g++); on Debian or Ubuntu: apt install g++"
+    cold = make.record(
+        config, role="cold", experiment="torch_compile", label="compiled", status="unsupported", reason=reason
+    )
+    found = finding(make.study([cold], "torch_compile"))
+    assert found.status == findings.FAILED
+    assert "compiled failed" in found.headline
+    assert "apt install g++" in found.claim
+
+
+def test_a_busy_machine_is_said_beside_a_recommendation() -> None:
+    records = make.sets({"bf16": (RunConfig(precision="bf16"), 1.5)})
+    busy = [replace(r, windows=tuple(replace(w, others_cores=0.9) for w in r.windows)) for r in records]
+    assert "machine was busy" not in finding(make.study(records, "recommendation")).claim
+    assert "machine was busy" in finding(make.study(busy, "recommendation")).claim

@@ -87,6 +87,7 @@ def test_the_module_runs_like_the_command() -> None:
         ("run amp --minutes ten", ["--minutes", "'ten'"]),
         ("run amp --sets 0", ["sets", "0", "at least 1"]),
         ("run amp --seed -1", ["seed", "-1", "at least 0"]),
+        ("run amp --seed 99999999999999999999", ["seed", "99999999999999999999", "below 2**63"]),
         ("run amp --image-size 30", ["image_size", "30", "multiple of 4"]),
         ("run amp --image-size 0", ["image_size", "0"]),
         ("run amp --batch-size 0", ["global_batch_size", "0", "at least 1"]),
@@ -256,6 +257,17 @@ def test_prepare_decodes_a_folder(call: Call, tmp_path: Path) -> None:
     assert code == 0
     assert "left out: " in out
     assert "9.png" in out
+
+
+def test_figures_of_what_is_no_ledger_of_questions_are_refused(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "file.txt").write_text("hi\n")
+    code, out, err = call("figures", "--ledger", tmp_path / "file.txt", "--output-dir", tmp_path)
+    assert (code, out) == (2, "")
+    assert "file.txt is a record of this lab" in err
+    Ledger(tmp_path / "compare.jsonl").append(make.sets({}, experiment="compare", count=1, turns=2))
+    code, out, err = call("figures", "--ledger", tmp_path / "compare.jsonl", "--output-dir", tmp_path)
+    assert (code, out) == (2, "")
+    assert "records of compare alone" in err
 
 
 def test_figures_are_rebuilt_published_and_checked(call: Call, tmp_path: Path) -> None:

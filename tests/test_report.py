@@ -238,6 +238,16 @@ def test_wrong_values_are_refused_before_anything_starts(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_damaged_image_is_refused_before_the_first_notebook(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    for name in ("1.png", "2.png"):
+        (tmp_path / "images" / name).write_bytes(b"no image")
+    notebook = write(tmp_path / "01_a.ipynb", "open('started', 'w')")
+    with pytest.raises(DataError, match=r"1\.png"):
+        run([notebook], tmp_path / "out", data=str(tmp_path / "images"))
+    assert not list((tmp_path / "out").rglob("*.html"))
+
+
 def test_an_output_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file in the way")
     with pytest.raises(report.ReportError, match=r"cannot write to .*out.*; choose another output folder"):

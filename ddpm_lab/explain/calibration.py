@@ -217,7 +217,7 @@ def lines(found: Calibration) -> list[str]:
         f"{phrases.plural(found.turns_dropped, 'disturbed turn')} dropped.",
         f"Baseline against itself: {_estimate(found.null)}; {said} at the 99 % level.",
         f"{_percent(found.planted)} more work planted (true ratio {truth:.3f}): {_estimate(found.planted_estimate)}; "
-        f"{judged}, and the truth lies {inside} the interval.",
+        f"{judged}{f', and the truth lies {inside} the interval' if found.sets > 1 else ''}.",
         f"Noise between sets: {_percent(found.noise)}. Drift of the machine's speed: {drift}.",
         f"Other processes: {others}{stolen}.",
         "Smallest difference that can be resolved: "

@@ -238,7 +238,7 @@ def _extra(study: Study, rows: Sequence[Mapping[str, Any]], lead: Mapping[str, A
     if study.experiment == "multi_gpu" and lead["ranks"] > 1:
         if lead["config"].device == "cpu":
             cores = study.records[-1].environment.machine.usable_cores
-            return f" All ranks share the same {phrases.plural(cores, 'core')}, so their efficiency is not rated."
+            return f" All ranks share the same {phrases.plural(cores, 'core')}: no efficiency near 100 % can be expected."
         percent = f"{100 * lead['efficiency']:.0f} %"
         good = f"{THRESHOLD:.0%}".replace("%", " %")
         return f" Parallel efficiency is {percent} ({band(lead['efficiency'])}; {good} and more counts as good)."
@@ -289,6 +289,10 @@ def _nothing_to_compare(
     if hidden := list(dict.fromkeys(str(r["label"]) for r in others if r["mechanism_only"])):
         short = f"{MECHANISM_ONLY.capitalize()}: {phrases.joined(hidden)}"
         return _plain(study, short, _where(study).strip(), MECHANISM_ONLY)
+    lost = next((r for r in reversed(study.records) if r.status not in ("ok", "left out")), None)
+    if lost is not None:  # a compile from empty caches, a search, or a twin: none of them is a row
+        reason = phrases.failure({"status": lost.status, "reason": lost.reason})
+        return _plain(study, f"Nothing can be compared, since {lost.label} failed", f"{reason}.{ending}", FAILED)
     return _plain(study, "Nothing to compare with the baseline was measured", ending.strip(), NOT_MEASURED)
 
 
@@ -331,8 +335,8 @@ def _recommendation(study: Study) -> Finding:
             f"({phrases.evidence(best)}): {phrases.status(best['verdict'])}."
         )
     text += (
-        f" Quality is not measured yet, so this is no recommendation at equal quality. "
-        f"Measured on {study.hardware}, {study.date}."
+        f" Quality is not measured yet, so this is no recommendation at equal quality.{machine_state.busy(study)}"
+        f" Measured on {study.hardware}, {study.date}."
     )
     resolved = best["verdict"] == stats.FASTER
     return _about(study, best, short, text, ANSWERED if resolved else stats.NOT_RESOLVED)

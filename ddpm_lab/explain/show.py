@@ -19,7 +19,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 from matplotlib.figure import Figure
 
-from ddpm_lab.explain import figures, findings, operators, phrases, tables
+from ddpm_lab.explain import figures, findings, machine_state, operators, phrases, tables
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.pages import METADATA, spoken_date
@@ -67,7 +67,7 @@ def finding(study: Study) -> None:
         "date": found.date,
         "sets": found.sets,
         "quality": found.quality,
-        "evidence": _evidence(found),
+        "evidence": _evidence(found) + (" \N{MIDDLE DOT} the machine was busy" if machine_state.busy(study) else ""),
         "data": last.data_name if last else "",
         "code_version": last.code_version if last else "",
     }
