@@ -238,7 +238,7 @@ def _extra(study: Study, rows: Sequence[Mapping[str, Any]], lead: Mapping[str, A
     if study.experiment == "multi_gpu" and lead["ranks"] > 1:
         if lead["config"].device == "cpu":
             cores = study.records[-1].environment.machine.usable_cores
-            return f" All ranks share the same {phrases.plural(cores, 'core')}: no efficiency near 100 % can be expected."
+            return f" All ranks share the same {phrases.plural(cores, 'core')}: expect no efficiency near 100 %."
         percent = f"{100 * lead['efficiency']:.0f} %"
         good = f"{THRESHOLD:.0%}".replace("%", " %")
         return f" Parallel efficiency is {percent} ({band(lead['efficiency'])}; {good} and more counts as good)."
