@@ -86,6 +86,13 @@ def test_failures_are_rows_and_the_rest_goes_on(instrument: Instrument, short_pl
     assert len(rows["fine"].windows) == short_plan.turns
 
 
+@pytest.mark.slow
+def test_a_set_without_a_living_candidate_ends_after_one_turn(instrument: Instrument, short_plan: Plan) -> None:
+    pair = members(("raises", busy_config(fault="raise", fault_step=0)))
+    records = measure_set(instrument, experiment="test", family="busy", plan=short_plan, members=pair)
+    assert [(r.status, len(r.windows)) for r in records] == [("ok", 1), ("ok", 1), ("crashed", 0)]
+
+
 LIES: list[tuple[str, tuple[str, object], str]] = [
     ("world size", ("world_size", 2), "the label says world_size 1, rank 0 ran with 2"),
     ("device", ("device", "cuda:0"), "the label says device cpu, rank 0 ran on cuda:0"),

@@ -45,6 +45,9 @@ class _SetRun:
                 return
         steps = self._steps(self.seats)
         turns = turns_of_set(self.plan, max(s.warm_step_seconds * steps[s.member] for s in self.seats if not s.failure))
+        candidates = [s for s in self.seats if s.member.role == "candidate"]
+        if candidates and all(s.failure for s in candidates):
+            turns = 1  # nothing is left to compare: the baseline's speed is all there is to learn
         for turn, order in enumerate(balanced_orders(len(self.seats), turns, self.seed)):
             self.instrument.progress(f"turn {turn + 1} of {turns}")
             for position, i in enumerate(order):
