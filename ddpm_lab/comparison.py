@@ -202,7 +202,7 @@ def _importable(config: RunConfig) -> RunConfig:
     """The folder one works in may hold the module: a script finds it there, a command does not by itself."""
     here = str(Path.cwd())
     if "" not in sys.path and here not in sys.path:
-        sys.path.append(here)
+        sys.path.insert(0, here)  # first, as for a script: train.py and test.py are common names
     return config
 
 
