@@ -43,7 +43,9 @@ def test_a_dropped_turn_is_crossed_and_stands_above_the_line() -> None:
     (crosses,) = [line for line in neighbours.lines if line.get_marker() == "x"]
     assert np.asarray(crosses.get_xdata()).tolist() == [7]
     (limit,) = [line for line in neighbours.lines if line.get_linestyle() == "--"]
-    heights = {round(bar.get_x() + bar.get_width() / 2): bar.get_height() for bar in neighbours.patches}  # type: ignore[attr-defined]
+    (bars,) = neighbours.collections
+    boxes = [path.get_extents() for path in bars.get_paths()]
+    heights = {round((box.x0 + box.x1) / 2): box.y1 for box in boxes}
     assert [turn for turn, height in heights.items() if height > np.asarray(limit.get_ydata())[0]] == [7]
 
 
@@ -54,7 +56,7 @@ def test_unknown_neighbours_are_not_drawn_as_none() -> None:
         for r in known.records
     )
     figure = drawn(dataclasses.replace(known, records=records))
-    assert not figure.axes[0].patches
+    assert not figure.axes[0].collections[0].get_paths()
     assert "not available" in words(figure)
     assert "What other processes took is unknown here." in words(figure)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -87,7 +88,9 @@ def _neighbours(ax: Axes, found: list[Moment], cores: int) -> None:
     if not taken:
         ax.text(0.5, 0.5, NOT_AVAILABLE, transform=ax.transAxes, ha="center", va="center", color=fs.SOFT)
     dropped = sorted({m.turn for m in found if m.dropped})
-    ax.bar(list(taken), list(taken.values()), width=0.7, color=fs.FAINT, lw=0)
+    # One collection: a bar each would take seconds where a ledger holds thousands of turns.
+    bars = [[(t - 0.35, 0), (t - 0.35, v), (t + 0.35, v), (t + 0.35, 0)] for t, v in taken.items()]
+    ax.add_collection(PolyCollection(bars, facecolors=fs.FAINT, edgecolors="none"), autolim=False)
     ax.axhline(DISTURBED * cores, color=fs.INK, lw=1.0, ls="--")
     ax.plot(dropped, [0.9] * len(dropped), "x", transform=ax.get_xaxis_transform(), color=fs.INK, mew=1.6)
     ax.set_ylim(0, 1.3 * max([*taken.values(), DISTURBED * cores]))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pandas as pd
 
@@ -46,6 +47,16 @@ class Moment:
 
 def moments(study: Study) -> list[Moment]:
     """Every window of the study's sets, in the order of their turns, or the time budget of a profile."""
+    if study not in _KNOWN:
+        _KNOWN[study] = _moments(study)
+    return _KNOWN[study]
+
+
+_KNOWN: WeakKeyDictionary[Study, list[Moment]] = WeakKeyDictionary()
+"""A study does not change, and its figures, table and sentences all ask for the same moments."""
+
+
+def _moments(study: Study) -> list[Moment]:
     found: list[Moment] = []
     first: dict[str, int] = {}
     turns = 0
