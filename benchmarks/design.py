@@ -20,10 +20,11 @@ import time
 from pathlib import Path
 
 from ddpm_lab.calibrate import PIECES, WORKLOAD
-from ddpm_lab.config import Plan, RunConfig
+from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument, Member, Seat
 from ddpm_lab.measure.sets import measure_set
+from ddpm_lab.plan import Plan
 from ddpm_lab.planning import instrument_for
 from ddpm_lab.record import set_log_ratio
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from ddpm_lab.calibrate import calibrate
-from ddpm_lab.config import percent
+from ddpm_lab.checks import percent
 from ddpm_lab.explain.calibration import calibration
 
 

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ddpm_lab import __version__, commands
-from ddpm_lab.config import DEVICES, NETWORKS, PRESETS, START_METHODS, LabError
+from ddpm_lab.checks import LabError
+from ddpm_lab.config import DEVICES, NETWORKS, START_METHODS
+from ddpm_lab.plan import PRESETS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,13 +10,15 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
-from ddpm_lab.config import ConfigError, Plan, RunConfig
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import RunConfig
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group import sweep
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Member
 from ddpm_lab.measure.sets import measure_set
+from ddpm_lab.plan import Plan
 from ddpm_lab.planning import LEDGER, instrument_for, output_folder
 from ddpm_lab.record import LedgerError, RunRecord
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab.config import ConfigError, percent
+from ddpm_lab.checks import ConfigError, percent
 
 
 def _output(options: argparse.Namespace) -> Path:
@@ -91,7 +91,7 @@ class NoRanksError(ConfigError):
 def run(options: argparse.Namespace) -> int:
     """Measure what is missing for experiments."""
     from ddpm_lab import planning  # noqa: PLC0415
-    from ddpm_lab.config import choice  # noqa: PLC0415
+    from ddpm_lab.checks import choice  # noqa: PLC0415
     from ddpm_lab.questions import QUESTIONS  # noqa: PLC0415
 
     for name in options.experiments:

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpm_lab.config import DDPM, ConfigError, Experiment, Family, Plan, RunConfig
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.data.packed import resolve
 from ddpm_lab.data.prepared import read_manifest
 from ddpm_lab.experiments import study_of
 from ddpm_lab.measure import hardware
+from ddpm_lab.plan import Experiment, Family, Plan
 from ddpm_lab.planning import MOST_SETS, Measured, output_folder, plan_experiment
 from ddpm_lab.questions import check_ranks
 

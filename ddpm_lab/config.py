@@ -1,4 +1,4 @@
-"""What to run: frozen configurations that validate themselves, and the presets.
+"""What to run: frozen configurations that validate themselves.
 
 Nothing here imports torch, so that the half of the lab that explains results can read configurations on any laptop.
 """
@@ -8,19 +8,26 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
+
+from ddpm_lab.checks import ConfigError, choice, known, number, several, whole
 
 PURPOSES = ("timing", "profile")
 DEVICES = ("cpu", "cuda")
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
-COMPILE_MODES = ("off", "whole")
+COMPILE = ("off", "regional", "whole")
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")
+IMPLEMENTATIONS = ("lab", "plain")
+KERNELS = ("aten", "fused")
+ATTENTION_AXES = ("channels", "positions")
+ADAMS = ("fused", "foreach", "loop")
+EMAS = ("foreach", "loop")
 LOADERS = ("packed", "files")
 NETWORKS = {"tiny": 4, "seed": 4, "ddpm": 8, "s000": 4}
 """Names of the networks, and what the image size must be a multiple of."""
+SEED_FAMILY = ("seed", "s000")
 SCHEDULES = ("linear", "cosine")
 OBJECTIVES = ("noise", "x0", "v")
 LOSSES = ("l1", "l2")
@@ -30,62 +37,8 @@ DDPM = "ddpm_lab.model.train:ddpm"
 LOADER_ALONE = "ddpm_lab.model.train:loader_alone"
 
 
-class LabError(ValueError):
-    """A refusal: one sentence for the user. Any other error is a defect and keeps its traceback."""
-
-    def _render_traceback_(self) -> list[str]:
-        """What IPython shows in a notebook: the sentence, without the lab's insides above it."""
-        return [f"{type(self).__name__}: {self}"]
-
-
-class ConfigError(LabError):
-    """A setting that cannot be run: one sentence that names the value, the place and the remedy."""
-
-
-def choice(place: str, value: object, allowed: Iterable[object]) -> None:
-    """Raise ConfigError unless ``value`` is one of ``allowed``."""
-    allowed = tuple(allowed)
-    if value not in allowed:
-        raise ConfigError(f"{place} is {value!r}: choose one of {', '.join(map(str, allowed))}")
-
-
-def whole(place: str, value: object, least: int) -> None:
-    """Raise ConfigError unless ``value`` is a whole number of at least ``least``, and one that torch can hold."""
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
-        raise ConfigError(f"{place} is {value!r}: give a whole number of at least {least}, and below 2**63")
-
-
-def several(place: str, value: object) -> None:
-    """Raise ConfigError unless ``value`` is a list (or tuple) with at least one entry."""
-    if not isinstance(value, list | tuple) or not value:
-        raise ConfigError(f"{place} is {value!r}: give a list with at least one entry")
-
-
-def _known(place: str, values: Mapping[str, Any], kind: type) -> None:
-    """Raise ConfigError for a name in ``values`` that is no setting of the dataclass ``kind``."""
-    known = sorted(f.name for f in dataclasses.fields(kind))
-    for name in values:
-        if name not in known:
-            raise ConfigError(f"{place} has no setting {name!r}: it has {', '.join(known)}")
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def percent(text: str) -> float:
-    """``2%``, ``2 %`` or ``0.02`` as a share. Raises ConfigError for anything else."""
-    bare = text.strip()
-    try:
-        value = float(bare.removesuffix("%")) / (100 if bare.endswith("%") else 1)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < 1:
-        raise ConfigError(f"a share is {text!r}: give more than 0 and less than 100 %, such as 2% or 0.02")
-    return value
-
-
-def _digest(value: object) -> str:
+def digest(value: object) -> str:
+    """Twelve hexadecimal digits of the hash of ``value`` as canonical JSON."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
@@ -105,7 +58,7 @@ class DiffusionConfig:
         choice("diffusion.objective", self.objective, OBJECTIVES)
         choice("diffusion.loss", self.loss, LOSSES)
         whole("diffusion.timesteps", self.timesteps, 2)
-        if self.min_snr_gamma is not None and not (_number(self.min_snr_gamma) and self.min_snr_gamma > 0):
+        if self.min_snr_gamma is not None and not (number(self.min_snr_gamma) and self.min_snr_gamma > 0):
             raise ConfigError(f"diffusion.min_snr_gamma is {self.min_snr_gamma!r}: give a number above 0, or null")
         if self.min_snr_gamma is not None and self.loss != "l2":
             raise ConfigError(f"diffusion.min_snr_gamma needs loss 'l2', not {self.loss!r}: set diffusion.loss to l2")
@@ -113,26 +66,65 @@ class DiffusionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """Adam, gradient clipping and the exponential moving average of the weights."""
+    """Adam, gradient clipping and the exponential moving average of the weights.
+
+    ``adam`` and ``ema`` say how these are computed, never what: in one kernel for all weights (fused), one for each
+    operation (foreach), or weight by weight (loop).
+    """
 
     learning_rate: float = 2e-4
     betas: tuple[float, float] = (0.9, 0.99)
     clip_norm: float | None = 1.0
     ema_decay: float = 0.995
     ema_every: int = 10
+    adam: str = "fused"
+    ema: str = "foreach"
 
     def __post_init__(self) -> None:
         several("optimizer.betas", self.betas)
         object.__setattr__(self, "betas", tuple(self.betas))
-        if not (_number(self.learning_rate) and self.learning_rate > 0):
+        if not (number(self.learning_rate) and self.learning_rate > 0):
             raise ConfigError(f"optimizer.learning_rate is {self.learning_rate!r}: give a number above 0")
-        if len(self.betas) != 2 or not all(_number(b) and 0 <= b < 1 for b in self.betas):
+        if len(self.betas) != 2 or not all(number(b) and 0 <= b < 1 for b in self.betas):
             raise ConfigError(f"optimizer.betas is {self.betas!r}: give two numbers in [0, 1)")
-        if self.clip_norm is not None and not (_number(self.clip_norm) and self.clip_norm > 0):
+        if self.clip_norm is not None and not (number(self.clip_norm) and self.clip_norm > 0):
             raise ConfigError(f"optimizer.clip_norm is {self.clip_norm!r}: give a number above 0, or null for none")
-        if not (_number(self.ema_decay) and 0 <= self.ema_decay < 1):
+        if not (number(self.ema_decay) and 0 <= self.ema_decay < 1):
             raise ConfigError(f"optimizer.ema_decay is {self.ema_decay!r}: give a number in [0, 1)")
         whole("optimizer.ema_every", self.ema_every, 1)
+        choice("optimizer.adam", self.adam, ADAMS)
+        choice("optimizer.ema", self.ema, EMAS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeConfig:
+    """How DistributedDataParallel exchanges gradients; without effect on one rank, where they may not be set.
+
+    ``bucket_view`` lets gradients live in the buckets that are exchanged, which saves a copy; ``static_graph`` promises
+    that every step uses the same weights; ``bucket_mb`` is the size of a bucket in MiB.
+    """
+
+    bucket_view: bool = True
+    static_graph: bool = False
+    bucket_mb: int = 25
+
+    def __post_init__(self) -> None:
+        choice("exchange.bucket_view", self.bucket_view, (True, False))
+        choice("exchange.static_graph", self.static_graph, (True, False))
+        whole("exchange.bucket_mb", self.bucket_mb, 1)
+
+
+PARTS = (("diffusion", DiffusionConfig), ("optimizer", OptimizerConfig), ("exchange", ExchangeConfig))
+LATER: dict[str, Any] = {
+    "compile_mode": "default",
+    "implementation": "lab",
+    "kernels": "aten",
+    "attention_axis": "channels",
+    "read_loss": False,
+    "exchange": {"bucket_view": True, "static_graph": False, "bucket_mb": 25},
+    "optimizer": {"adam": "fused", "ema": "foreach"},
+}
+"""Settings that came later, and what was done before: left out of the run id, so that earlier records keep theirs."""
 
 
 class _Remembered:
@@ -150,6 +142,10 @@ class RunConfig(_Remembered):
     ``global_batch_size / world_size`` of them in ``accumulation`` micro-batches. ``data`` is the folder that
     ``data_sha256`` was read from: where the images lie is not part of what is run, so it is not part of the run id.
     ``options`` are the settings of a workload other than the lab's own.
+
+    ``implementation`` "plain" is the network as its paper's code is usually written, in NCHW and einsum; ``kernels``
+    "fused" joins normalisation and what follows it in one pass (CPU only). ``attention_axis`` is over what the seed
+    family's middle attention normalises. ``read_loss`` makes every step wait for its loss, as printing it would.
     """
 
     purpose: str = "timing"
@@ -160,7 +156,12 @@ class RunConfig(_Remembered):
     accumulation: int = 1
     precision: str = "fp32"
     compile: str = "off"
+    compile_mode: str = "default"
     channels_last: bool = True
+    implementation: str = "lab"
+    kernels: str = "aten"
+    attention_axis: str = "channels"
+    read_loss: bool = False
     loader: str = "packed"
     loader_workers: int = 0
     data: str = ""
@@ -169,6 +170,7 @@ class RunConfig(_Remembered):
     image_size: int = 32
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     seed: int = 0
     oversubscribe: bool = False
     options: tuple[tuple[str, Any], ...] = ()
@@ -177,7 +179,13 @@ class RunConfig(_Remembered):
         choice("purpose", self.purpose, PURPOSES)
         choice("device", self.device, DEVICES)
         choice("precision", self.precision, PRECISIONS)
-        choice("compile", self.compile, COMPILE_MODES)
+        choice("compile", self.compile, COMPILE)
+        choice("compile_mode", self.compile_mode, COMPILE_MODES)
+        choice("channels_last", self.channels_last, (True, False))
+        choice("implementation", self.implementation, IMPLEMENTATIONS)
+        choice("kernels", self.kernels, KERNELS)
+        choice("attention_axis", self.attention_axis, ATTENTION_AXES)
+        choice("read_loss", self.read_loss, (True, False))
         choice("loader", self.loader, LOADERS)
         choice("network", self.network, NETWORKS)
         whole("world_size", self.world_size, 1)
@@ -186,7 +194,7 @@ class RunConfig(_Remembered):
         whole("loader_workers", self.loader_workers, 0)
         whole("seed", self.seed, 0)
         whole("image_size", self.image_size, 1)
-        for place, kind in (("diffusion", DiffusionConfig), ("optimizer", OptimizerConfig)):
+        for place, kind in PARTS:
             if not isinstance(getattr(self, place), kind):
                 names = ", ".join(f.name for f in dataclasses.fields(kind))
                 raise ConfigError(f"{place} is {getattr(self, place)!r}: give settings by name, some of {names}")
@@ -211,6 +219,31 @@ class RunConfig(_Remembered):
             )
         if self.device == "cpu" and self.precision in ("tf32", "fp16"):
             raise ConfigError(f"precision {self.precision!r} needs a CUDA device: use fp32 or bf16 on a CPU")
+        self._refuse_without_effect()
+
+    def _refuse_without_effect(self) -> None:
+        """Raise ConfigError for a setting that would change nothing in this configuration."""
+        if self.compile_mode != "default" and (self.compile == "off" or self.device == "cpu"):
+            raise ConfigError(
+                f"compile_mode is {self.compile_mode!r} with compile {self.compile!r} on {self.device}: it needs a "
+                "compiled step on a CUDA device; leave it at default"
+            )
+        seed_family = self.network in SEED_FAMILY
+        if not seed_family and (self.implementation == "plain" or self.attention_axis != "channels"):
+            raise ConfigError(
+                f"implementation {self.implementation!r} with attention_axis {self.attention_axis!r}: network "
+                f"{self.network!r} has only 'lab' and 'channels'; choose one of {', '.join(SEED_FAMILY)}"
+            )
+        if self.kernels == "fused" and (self.device, self.compile, self.implementation) != ("cpu", "off", "lab"):
+            raise ConfigError(
+                "kernels is 'fused', which is for the lab's own network, eager, on a CPU: use compile on a GPU, or aten"
+            )
+        if self.kernels == "fused" and not self.channels_last:
+            raise ConfigError("kernels is 'fused', which works in the channels_last format: set channels_last, or aten")
+        if self.implementation == "plain" and self.compile == "regional":
+            raise ConfigError("compile is 'regional', which compiles the lab's own blocks: use whole for 'plain'")
+        if self.world_size == 1 and self.exchange != ExchangeConfig():
+            raise ConfigError("exchange has settings, but one rank exchanges nothing: leave it out, or use more ranks")
 
     @property
     def rank_batch_size(self) -> int:
@@ -225,7 +258,7 @@ class RunConfig(_Remembered):
         except AttributeError:
             values = self.as_dict()
             del values["data"]
-            object.__setattr__(self, "_run_id", _digest(values))
+            object.__setattr__(self, "_run_id", digest(_without_later(values)))
             return self._run_id
 
     def option(self, name: str, default: Any) -> Any:
@@ -243,10 +276,10 @@ class RunConfig(_Remembered):
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
         """Rebuild a configuration; raises ConfigError for a name that does not exist."""
         values = dict(values)
-        _known("a configuration", values, cls)
-        for place, kind in (("diffusion", DiffusionConfig), ("optimizer", OptimizerConfig)):
+        known("a configuration", values, cls)
+        for place, kind in PARTS:
             if isinstance(values.get(place), Mapping):
-                _known(place, values[place], kind)
+                known(place, values[place], kind)
                 values[place] = kind(**values[place])
         if isinstance(values.get("options"), Mapping):
             values["options"] = tuple(values["options"].items())
@@ -258,93 +291,15 @@ class RunConfig(_Remembered):
         return {k: (mine[k], theirs[k]) for k in mine if k != "data" and mine[k] != theirs[k]}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """How one set is measured.
-
-    A window lasts ``window_seconds`` or ``window_steps`` steps, whichever is longer; with loader workers at least 20
-    steps and ten times the prefetch queue. A set has ``turns`` turns, half as many where windows last over twice that.
-    """
-
-    turns: int = 12
-    window_seconds: float = 0.2
-    window_steps: int = 5
-    settle_steps: int = 2
-    warmup_steps: int = 10
-
-    def __post_init__(self) -> None:
-        for name in ("turns", "window_steps", "settle_steps", "warmup_steps"):
-            whole(f"plan.{name}", getattr(self, name), 1)
-        if not (_number(self.window_seconds) and 0 < self.window_seconds < 3600):
-            raise ConfigError(f"plan.window_seconds is {self.window_seconds!r}: give seconds above 0")
-        object.__setattr__(self, "window_seconds", float(self.window_seconds))  # 1 and 1.0 are one plan
-
-    @property
-    def key(self) -> str:
-        """Hash that says which sets may be pooled."""
-        return _plan_key(self)
-
-
-@lru_cache(maxsize=256)
-def _plan_key(plan: Plan) -> str:
-    return _digest(dataclasses.asdict(plan))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preset:
-    """How much is run: sets per comparison, the plan of a set, cold compiles, and the budget of all notebooks."""
-
-    name: str
-    sets: int
-    plan: Plan
-    cold_compiles: int
-    minutes: float | None
-
-
-PRESETS = {
-    preset.name: preset
-    for preset in (
-        Preset(name="smoke", sets=1, plan=Plan(turns=2, window_seconds=0.1), cold_compiles=1, minutes=3.0),
-        Preset(name="quick", sets=6, plan=Plan(), cold_compiles=1, minutes=9.5),
-        Preset(name="full", sets=12, plan=Plan(), cold_compiles=3, minutes=None),
-    )
-}
-
-
-def preset(name: str) -> Preset:
-    """The preset called ``name``; raises ConfigError for another."""
-    choice("preset", name, PRESETS)
-    return PRESETS[name]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """Configurations that are compared with one baseline, in the same sets.
-
-    ``candidates`` come in order of importance: where time is short the last ones are left out first. A family that only
-    shows that a mechanism works (``mechanism``) needs one set. With ``search_up_to`` the largest global batch size that
-    fits into memory, up to this one, is searched first, and larger candidates are left out.
-    """
-
-    name: str
-    baseline: RunConfig
-    baseline_label: str
-    candidates: tuple[tuple[str, RunConfig], ...]
-    mechanism: bool = False
-    search_up_to: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Experiment:
-    """One question: families of configurations, and what was left out of them before any measuring, with reasons."""
-
-    name: str
-    families: tuple[Family, ...]
-    left_out: tuple[tuple[str, str, str], ...] = ()  # (family, label, reason)
-    profiles: tuple[tuple[str, str, RunConfig], ...] = ()  # (family, label, configuration): they supply no time
-
-    @property
-    def configurations(self) -> tuple[RunConfig, ...]:
-        """Every configuration, baselines first within each family."""
-        compared = [c for f in self.families for c in (f.baseline, *(config for _, config in f.candidates))]
-        return (*compared, *(config for _, _, config in self.profiles))
+def _without_later(values: dict[str, Any]) -> dict[str, Any]:
+    """``values`` without the settings of ``LATER`` that are as they always were."""
+    kept = {}
+    for name, value in values.items():
+        before = LATER.get(name)
+        if isinstance(before, dict):
+            part = {k: v for k, v in value.items() if k not in before or before[k] != v}
+            if part:
+                kept[name] = part
+        elif name not in LATER or before != value:
+            kept[name] = value
+    return kept

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpm_lab.config import PRESETS, choice
+from ddpm_lab.checks import choice
 from ddpm_lab.ledger import Ledger, read_all
 from ddpm_lab.measure import hardware
+from ddpm_lab.plan import PRESETS
 from ddpm_lab.planning import LEDGER, Measured, output_folder, plan_question
 from ddpm_lab.questions import QUESTIONS
 

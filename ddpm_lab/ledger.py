@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from ddpm_lab.config import Plan
+from ddpm_lab.plan import Plan
 from ddpm_lab.record import SCHEMA, Cohort, LedgerError, Machine, NewerSchemaError, RunRecord
 
 

@@ -21,7 +21,7 @@ from jupyter_core.utils import run_sync
 from nbclient.exceptions import DeadKernelError
 from papermill.exceptions import PapermillExecutionError
 
-from ddpm_lab.config import LabError
+from ddpm_lab.checks import LabError
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 NUMBERED = "[0-9][0-9]_*.ipynb"

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpm_lab.config import DDPM, DEVICES, NETWORKS, ConfigError, Experiment, Plan, choice, several, whole
-from ddpm_lab.config import preset as preset_called
+from ddpm_lab.checks import ConfigError, choice, several, whole
+from ddpm_lab.config import DDPM, DEVICES, NETWORKS
 from ddpm_lab.data.packed import resolve
 from ddpm_lab.data.prepared import read_manifest
 from ddpm_lab.ledger import Ledger
@@ -21,6 +21,8 @@ from ddpm_lab.measure.group import sweep
 from ddpm_lab.measure.network_choice import choose_network
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument
+from ddpm_lab.plan import Experiment, Plan
+from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.questions import QUESTIONS, Images, Setup
 from ddpm_lab.record import LedgerError
 

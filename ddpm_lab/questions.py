@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpm_lab.config import LOADER_ALONE, ConfigError, Experiment, Family, RunConfig, choice, several, whole
+from ddpm_lab.checks import ConfigError, choice, several, whole
+from ddpm_lab.config import LOADER_ALONE, RunConfig
+from ddpm_lab.plan import Experiment, Family
 
 CUDA_PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 CPU_PRECISIONS = ("fp32", "bf16")

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from ddpm_lab.config import LabError, Plan, RunConfig
+from ddpm_lab.checks import LabError
+from ddpm_lab.config import RunConfig
+from ddpm_lab.plan import Plan
 
 SCHEMA = 2
 Cohort = tuple[str, str, str, str]

@@ -13,7 +13,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab import __version__, config
+from ddpm_lab import __version__
+from ddpm_lab.checks import LabError, choice
+from ddpm_lab.config import NETWORKS
 from ddpm_lab.data import archives, prepared
 from ddpm_lab.data.folder import DataError, list_images
 from ddpm_lab.data.packed import resolve
@@ -31,6 +33,7 @@ from ddpm_lab.notebooks import (
     parameter_names,
     stop_on_signals,
 )
+from ddpm_lab.plan import preset as preset_called
 
 LAST = "06_recommendation"
 """It shows what the others measured, and measures only in ``full``."""
@@ -42,7 +45,7 @@ LEAST_SECONDS = 3.0
 """What a notebook may use when the budget is spent: enough to show what the ledger holds."""
 
 
-class ReportError(config.LabError):
+class ReportError(LabError):
     """A report that cannot be made, in one sentence."""
 
 
@@ -97,11 +100,11 @@ def report(
         ConfigError: there is no such preset or network.
         DataError: there are no images where ``data`` or ``held_out`` says.
     """
-    chosen = config.preset(preset)
+    chosen = preset_called(preset)
     if minutes is not None and not minutes > 0:
         raise ReportError(f"minutes is {minutes!r}: give a number above 0")
     if network is not None:
-        config.choice("network", network, config.NETWORKS)
+        choice("network", network, NETWORKS)
     files = choose(notebooks)
     _check_data(data, held_out)
     given = {"preset": preset, "data": data, "held_out": held_out, "network": network}

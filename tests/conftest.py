@@ -9,11 +9,12 @@ from typing import Any
 import psutil
 import pytest
 
-from ddpm_lab.config import Plan, RunConfig
+from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.group import Limits
 from ddpm_lab.measure.seat import Instrument
+from ddpm_lab.plan import Plan
 
 # One thread for what tests compute themselves: two that wait for each other make no progress beside a busy neighbour.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ddpm_lab.config import Plan, RunConfig
+from ddpm_lab.config import RunConfig
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.plan import Plan
 from ddpm_lab.record import Environment, Machine, RankRecord, RunRecord, Window
 
 CPU = Machine(cpu="Example CPU 9000", usable_cores=2, torch="2.15.0", python="3.11")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddpm_lab.calibrate import calibrate
-from ddpm_lab.config import ConfigError
+from ddpm_lab.checks import ConfigError
 from ddpm_lab.explain.calibration import calibration, calibrations
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.record import LedgerError

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import records as make
 
-from ddpm_lab.config import Experiment, Family, Plan, RunConfig
+from ddpm_lab.config import RunConfig
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import campaign
 from ddpm_lab.measure.campaign import Campaign, Target
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument, Member
+from ddpm_lab.plan import Experiment, Family, Plan
 from ddpm_lab.record import RunRecord, Window
 
 WINDOW = Window(

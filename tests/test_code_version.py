@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpm_lab.config import DDPM, ConfigError
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import DDPM
 from ddpm_lab.measure.code_version import RANK_MODULE, code_version, is_library, unlisted
 
 WORKLOAD = '''
@@ -115,6 +116,17 @@ def test_code_of_the_workload_counts(write: Write, old: str, new: str) -> None:
     assert old in WORKLOAD
     write("planted_workload.py", WORKLOAD.replace(old, new))
     assert key() != before
+
+
+@pytest.mark.parametrize("name", ["helper.cpp", "inner/deep.cu"])
+def test_a_source_beside_a_module_counts_with_it(write: Write, name: str) -> None:
+    before = key()
+    write(name.replace("helper", "stranger").replace("deep", "stranger"), "int one;")
+    assert key() == before
+    write(name, "int one;")
+    first = key()
+    write(name, "int two;")
+    assert len({before, first, key()}) == 3
 
 
 def test_a_string_that_is_no_docstring_counts(write: Write) -> None:

@@ -12,8 +12,9 @@ import pytest
 import ddpm_lab
 from ddpm_lab import compare
 from ddpm_lab.__main__ import main
+from ddpm_lab.checks import ConfigError
 from ddpm_lab.comparison import Comparison, measure
-from ddpm_lab.config import ConfigError, RunConfig
+from ddpm_lab.config import RunConfig
 from ddpm_lab.explain.stats import NOT_TRUSTED
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware

@@ -8,17 +8,9 @@ from typing import Any
 
 import pytest
 
-from ddpm_lab.config import (
-    PRESETS,
-    ConfigError,
-    DiffusionConfig,
-    Experiment,
-    Family,
-    OptimizerConfig,
-    Plan,
-    RunConfig,
-    preset,
-)
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import LATER, DiffusionConfig, ExchangeConfig, OptimizerConfig, RunConfig
+from ddpm_lab.plan import PRESETS, Experiment, Family, Plan, preset
 
 # For every field a value that differs from ``START`` and is valid beside it.
 START = RunConfig(device="cuda", loader="files", global_batch_size=32)
@@ -31,7 +23,12 @@ OTHER: dict[str, Any] = {
     "accumulation": 2,
     "precision": "tf32",
     "compile": "whole",
+    "compile_mode": "max-autotune",
     "channels_last": False,
+    "implementation": "plain",
+    "kernels": "fused",
+    "attention_axis": "positions",
+    "read_loss": True,
     "loader": "packed",
     "loader_workers": 3,
     "data": "elsewhere",
@@ -40,10 +37,19 @@ OTHER: dict[str, Any] = {
     "image_size": 64,
     "diffusion": DiffusionConfig(timesteps=500),
     "optimizer": OptimizerConfig(ema_every=7),
+    "exchange": ExchangeConfig(bucket_mb=1),
     "seed": 1,
     "oversubscribe": True,
     "options": (("micro_steps", 7),),
 }
+NEEDS: dict[str, dict[str, Any]] = {
+    "compile_mode": {"compile": "whole"},
+    "implementation": {"network": "seed"},
+    "kernels": {"device": "cpu"},
+    "attention_axis": {"network": "seed"},
+    "exchange": {"world_size": 2},
+}
+"""Settings that are refused where they would have no effect: what each needs."""
 NESTED: list[tuple[str, Any]] = [
     *(
         ("diffusion", DiffusionConfig(**values))
@@ -63,22 +69,61 @@ NESTED: list[tuple[str, Any]] = [
             {"clip_norm": None},
             {"ema_decay": 0.9},
             {"ema_every": 1},
+            {"adam": "loop"},
+            {"ema": "loop"},
         )
+    ),
+    *(
+        ("exchange", ExchangeConfig(**values))
+        for values in ({"bucket_view": False}, {"static_graph": True}, {"bucket_mb": 1})
     ),
 ]
 
 
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(RunConfig)])
 def test_every_setting_but_the_data_folder_is_part_of_the_identity(name: str) -> None:
-    changed = dataclasses.replace(START, **{name: OTHER[name]})
-    assert getattr(changed, name) != getattr(START, name)
-    assert (changed.run_id != START.run_id) == (name != "data")
-    assert set(START.differences(changed)) == ({name} if name != "data" else set())
+    start = dataclasses.replace(START, **NEEDS.get(name, {}))
+    changed = dataclasses.replace(start, **{name: OTHER[name]})
+    assert getattr(changed, name) != getattr(start, name)
+    assert (changed.run_id != start.run_id) == (name != "data")
+    assert set(start.differences(changed)) == ({name} if name != "data" else set())
+
+
+def test_a_setting_that_came_later_leaves_the_identity_of_earlier_records_alone() -> None:
+    assert RunConfig().run_id == "68cf347f65a1"
+    values = RunConfig().as_dict()
+    for name in LATER:
+        if isinstance(LATER[name], dict):
+            assert LATER[name].items() <= values[name].items()
+            values[name] = {k: v for k, v in values[name].items() if k not in LATER[name]}
+        else:
+            assert values.pop(name) == LATER[name]
+    assert RunConfig.from_dict(values) == RunConfig()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"compile_mode": "max-autotune"},
+        {"compile_mode": "reduce-overhead", "compile": "whole"},
+        {"implementation": "plain"},
+        {"attention_axis": "positions", "network": "ddpm"},
+        {"kernels": "fused", "device": "cuda"},
+        {"kernels": "fused", "compile": "whole"},
+        {"kernels": "fused", "channels_last": False},
+        {"kernels": "fused", "network": "seed", "implementation": "plain"},
+        {"compile": "regional", "network": "seed", "implementation": "plain"},
+        {"exchange": ExchangeConfig(static_graph=True)},
+    ],
+)
+def test_a_setting_that_would_have_no_effect_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        RunConfig(**settings)
 
 
 def test_settings_of_diffusion_and_optimizer_are_part_of_the_identity() -> None:
-    ids = [RunConfig(**{name: value}).run_id for name, value in NESTED]
-    assert len({RunConfig().run_id, *ids}) == len(NESTED) + 1
+    ids = [RunConfig(world_size=2, **{name: value}).run_id for name, value in NESTED]
+    assert len({RunConfig(world_size=2).run_id, *ids}) == len(NESTED) + 1
     walked = {(name, f.name) for name, value in NESTED for f in dataclasses.fields(value)}
     changed = {
         (name, f.name)
@@ -99,14 +144,16 @@ def test_the_identity_does_not_depend_on_how_a_configuration_came_about() -> Non
 
 
 def test_the_identity_is_the_same_in_another_process() -> None:
-    code = "from ddpm_lab.config import *; print(RunConfig(seed=3).run_id, Plan(turns=4).key)"
+    code = (
+        "from ddpm_lab.config import *; from ddpm_lab.plan import *; print(RunConfig(seed=3).run_id, Plan(turns=4).key)"
+    )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.split() == [RunConfig(seed=3).run_id, Plan(turns=4).key]
 
 
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(RunConfig)])
 def test_round_trip_through_json(name: str) -> None:
-    config = dataclasses.replace(START, **{name: OTHER[name]})
+    config = dataclasses.replace(START, **{**NEEDS.get(name, {}), name: OTHER[name]})
     again = RunConfig.from_dict(json.loads(json.dumps(config.as_dict())))
     assert again == config
     assert again.run_id == config.run_id
@@ -114,7 +161,7 @@ def test_round_trip_through_json(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "value"), NESTED)
 def test_nested_settings_survive_json(name: str, value: Any) -> None:
-    config = RunConfig(**{name: value})
+    config = RunConfig(world_size=2, **{name: value})
     assert RunConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config
 
 
@@ -132,7 +179,7 @@ REFUSED: list[tuple[type, dict[str, Any], list[str]]] = [
     (RunConfig, {"purpose": "fun"}, ["purpose", "'fun'", "timing, profile"]),
     (RunConfig, {"device": "tpu"}, ["device", "'tpu'", "cpu, cuda"]),
     (RunConfig, {"precision": "fp8"}, ["precision", "'fp8'", "fp32, tf32, fp16, bf16"]),
-    (RunConfig, {"compile": True}, ["compile", "True", "off, whole"]),
+    (RunConfig, {"compile": True}, ["compile", "True", "off, regional, whole"]),
     (RunConfig, {"loader": "tape"}, ["loader", "'tape'", "packed, files"]),
     (RunConfig, {"network": "huge"}, ["network", "'huge'", "tiny, seed, ddpm, s000"]),
     (RunConfig, {"world_size": 0}, ["world_size", "0", "at least 1"]),
@@ -209,7 +256,7 @@ def test_a_setting_that_does_not_exist_is_named() -> None:
     ("place", "name", "allowed"),
     [
         ("diffusion", "steps", "loss, min_snr_gamma, objective, schedule, timesteps"),
-        ("optimizer", "lr", "betas, clip_norm, ema_decay, ema_every, learning_rate"),
+        ("optimizer", "lr", "adam, betas, clip_norm, ema, ema_decay, ema_every, learning_rate"),
     ],
 )
 def test_a_nested_setting_that_does_not_exist_is_named(place: str, name: str, allowed: str) -> None:

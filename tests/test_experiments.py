@@ -14,7 +14,7 @@ import pytest
 from conftest import alive
 
 from ddpm_lab import experiments
-from ddpm_lab.config import ConfigError
+from ddpm_lab.checks import ConfigError
 from ddpm_lab.data.folder import DataError
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.record import LedgerError

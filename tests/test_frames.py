@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import records as make
 
-from ddpm_lab.config import Plan, RunConfig
+from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import frames
+from ddpm_lab.plan import Plan
 from ddpm_lab.record import LedgerError, RunRecord
 
 BF16 = RunConfig(precision="bf16")

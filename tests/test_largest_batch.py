@@ -16,12 +16,13 @@ from conftest import busy_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpm_lab.config import Experiment, Family, Plan, RunConfig
+from ddpm_lab.config import RunConfig
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import campaign, hardware, largest_batch, sets
 from ddpm_lab.measure.campaign import Campaign, Target
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument, Member
+from ddpm_lab.plan import Experiment, Family, Plan
 from ddpm_lab.record import RunRecord
 
 CUDA = RunConfig(device="cuda", global_batch_size=128)

@@ -12,7 +12,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "ddpm_lab"
 # module is given a place here.
 ROWS = (
     ("ddpm_lab",),
+    ("checks",),
     ("config",),
+    ("plan",),
     ("record", "workload"),
     ("ledger",),
     # data
@@ -20,8 +22,10 @@ ROWS = (
     ("data.archives", "data.decode_pool", "data.held_out", "data.prepared", "data.synthetic"),
     ("data.packed", "data.loader"),
     # model: what is trained
-    ("model.blocks", "model.diffusion"),
-    ("model.unet", "model.sampling"),
+    ("model.fused", "model.diffusion"),
+    ("model.blocks", "model.sampling"),
+    ("model.unet", "model.feed"),
+    ("model.reference",),
     ("model.train",),
     # measure: what runs it and times it
     (
@@ -78,7 +82,8 @@ STRANGERS = {
 # A rank imports torch; the process that it becomes must not have done so before. So process imports rank when it runs.
 UPWARDS = {("measure.process", "measure.rank")}
 TORCH = {
-    *("model.blocks", "model.diffusion", "model.sampling", "model.train", "model.unet"),
+    *("model.blocks", "model.diffusion", "model.fused", "model.reference", "model.sampling"),
+    *("model.train", "model.unet"),
     "planted",
     *("data.draws", "data.loader", "measure.phases", "measure.profiling", "measure.rank"),
 }
@@ -138,7 +143,7 @@ def test_every_module_has_a_place() -> None:
 
 def test_the_walk_sees_imports() -> None:
     """The checks below would pass on nothing."""
-    assert own(imported(FILES["ledger"])) == {"config", "record"}
+    assert own(imported(FILES["ledger"])) == {"plan", "record"}
     assert own(imported(FILES["report"])) >= {"ddpm_lab", "config", "explain.pages", "notebooks", "experiments"}
     assert "planning" in own(imported(FILES["commands"]))
     assert "planning" not in own(imported(FILES["commands"], at_once=True))

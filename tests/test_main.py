@@ -13,7 +13,8 @@ import records as make
 
 from ddpm_lab import __version__, planning
 from ddpm_lab.__main__ import main
-from ddpm_lab.config import ConfigError, RunConfig
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import RunConfig
 from ddpm_lab.data.synthetic import write_folder
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import records as make
 
-from ddpm_lab.config import Plan, RunConfig
+from ddpm_lab.config import RunConfig
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import network_choice
 from ddpm_lab.measure.campaign import Target
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.measure.network_choice import choose_network, forecast_seconds
 from ddpm_lab.measure.seat import Instrument, Member
+from ddpm_lab.plan import Plan
 from ddpm_lab.record import RunRecord
 
 SECONDS = {"tiny": 1.0, "seed": 3.0, "ddpm": 9.0}

@@ -18,8 +18,8 @@ import nbformat
 import psutil
 import pytest
 
-from ddpm_lab import config, report
-from ddpm_lab.config import ConfigError
+from ddpm_lab import plan, report
+from ddpm_lab.checks import ConfigError
 from ddpm_lab.data.folder import DataError
 from ddpm_lab.explain import pages
 from ddpm_lab.explain.pages import Page
@@ -174,7 +174,7 @@ def test_unused_time_passes_to_the_next(made: Made) -> None:
         match = re.search(r"minutes = ([\d.]+)", path.read_text())
         assert match is not None
         given[path.stem] = float(match[1])
-    total = config.PRESETS["smoke"].minutes or 0
+    total = plan.PRESETS["smoke"].minutes or 0
     assert given["01_answers"] <= total / 4
     assert given["01_answers"] < given["02_fails"] < given["03_dies"] < given["04_after"] < total
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from conftest import busy_config
 
-from ddpm_lab.config import Plan
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.measure.seat import CACHE_DAYS, Instrument, Member, Seat
+from ddpm_lab.plan import Plan
 
 COMPILED = dataclasses.replace(busy_config(), compile="whole")
 

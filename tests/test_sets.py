@@ -8,9 +8,10 @@ import math
 import pytest
 from conftest import busy_config
 
-from ddpm_lab.config import Plan, RunConfig
+from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import measure_alone, measure_set, mechanism_only
+from ddpm_lab.plan import Plan
 
 
 def members(*candidates: tuple[str, RunConfig], baseline: RunConfig | None = None) -> list[Member]:

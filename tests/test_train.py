@@ -18,7 +18,8 @@ from ddpm_lab.config import DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.data.draws import noise_and_timesteps
 from ddpm_lab.data.packed import prepare
 from ddpm_lab.data.prepared import open_packed
-from ddpm_lab.model.train import LoaderAlone, Trainer
+from ddpm_lab.model.feed import LoaderAlone
+from ddpm_lab.model.train import Trainer
 from ddpm_lab.model.unet import build_network
 from ddpm_lab.workload import RankContext, Unsupported
 

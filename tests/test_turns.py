@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpm_lab.config import Plan
 from ddpm_lab.measure.turns import balanced_orders, disturbed_turns, steps_of_windows, turns_of_set
+from ddpm_lab.plan import Plan
 from ddpm_lab.record import Window
 
 

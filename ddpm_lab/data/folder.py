@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from ddpm_lab.config import LabError
+from ddpm_lab.checks import LabError
 
 __all__ = ["DECODING_RULE", "DataError", "ImageError", "ImageFile", "decode", "fingerprint", "list_images"]
 

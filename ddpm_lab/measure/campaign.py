@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpm_lab.config import Experiment, Family, Plan, RunConfig
+from ddpm_lab.config import RunConfig
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.hardware import environment
 from ddpm_lab.measure.held import Held
@@ -21,6 +21,7 @@ from ddpm_lab.measure.largest_batch import largest_batch, search_ended
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import measure_alone, measure_set
+from ddpm_lab.plan import Experiment, Family, Plan
 from ddpm_lab.record import RunRecord
 
 SETS_FOR_A_VERDICT = 6

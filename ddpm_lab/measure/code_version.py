@@ -3,7 +3,8 @@
 The sources are found without running them: the modules that a workload imports, followed through every import that
 lies outside the standard library and site-packages. Comments, docstrings and layout do not count. Packages that are
 imported directly count by name and version. A rank checks after its warm-up that it loaded no other source
-(``unlisted``), so an import hidden from this walk is refused and not overlooked.
+(``unlisted``), so an import hidden from this walk is refused and not overlooked. A C++ or CUDA source that bears a
+module's name and lies beside it counts with the module, comments included.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from ddpm_lab.config import ConfigError
+from ddpm_lab.checks import ConfigError
 
 RANK_MODULE = "ddpm_lab.measure.rank"
 SITE_MODULES = ("sitecustomize", "usercustomize")
@@ -150,7 +151,7 @@ def code_version(*workloads: str) -> CodeVersion:
             module, _, function = workload.partition(":")
             if module == name and not _binds(tree, function):
                 raise ConfigError(f"workload {workload!r}: {file} defines no {function!r}")
-        sources[name] = _without_docstrings(tree)
+        sources[name] = _without_docstrings(tree) + _beside(file)
     packages = _versions(top_level - {name.partition(".")[0] for name in sources} - set(sys.stdlib_module_names))
     digest = hashlib.sha256()
     for name in sorted(sources):
@@ -158,6 +159,12 @@ def code_version(*workloads: str) -> CodeVersion:
     for name in sorted(packages):
         digest.update(f"{name}=={packages[name]}\0".encode())
     return CodeVersion(digest.hexdigest()[:12], tuple(sorted(sources)), packages)
+
+
+def _beside(file: Path) -> str:
+    """Sources in other languages that bear a module's name and lie beside it: the module compiles them."""
+    others = [file.with_suffix(suffix) for suffix in (".cpp", ".cu", ".c")]
+    return "".join(f"\0{other.name}\0{other.read_text()}" for other in others if other.is_file())
 
 
 def _binds(tree: ast.Module, name: str) -> bool:

@@ -23,7 +23,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab.config import START_METHODS, RunConfig, choice
+from ddpm_lab.checks import choice
+from ddpm_lab.config import START_METHODS, RunConfig
 from ddpm_lab.measure.process import BEAT, THREADING, Heartbeat, RankJob, kill, rank_main, start_ticks
 
 PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "torch.utils.data", "numpy", "PIL.Image")

@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import psutil
 
-from ddpm_lab.config import Family, RunConfig
+from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.seat import Member
+from ddpm_lab.plan import Family
 from ddpm_lab.record import LASTING, RunRecord
 
 PARTS = 16

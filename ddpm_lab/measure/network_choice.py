@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from ddpm_lab.config import Plan, RunConfig
+from ddpm_lab.config import RunConfig
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.campaign import Target
 from ddpm_lab.measure.hardware import machine
 from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import measure_alone
+from ddpm_lab.plan import Plan
 from ddpm_lab.record import RunRecord
 
 PLACES = 16

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab.config import Plan, RunConfig
+from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.measure.group import Group, GroupFailed, Limits, Progress
 from ddpm_lab.measure.machine_watch import State, Watch
 from ddpm_lab.measure.witness import consumption, mismatches
+from ddpm_lab.plan import Plan
 from ddpm_lab.record import RankRecord, Window
 
 CHUNK = 5

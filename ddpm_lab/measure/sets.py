@@ -10,12 +10,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab.config import Plan, RunConfig
+from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.hardware import environment
 from ddpm_lab.measure.seat import Instrument, Member, Seat
 from ddpm_lab.measure.time_budget import take_budget, with_traces
 from ddpm_lab.measure.turns import balanced_orders, disturbed_turns, steps_of_windows, turns_of_set
+from ddpm_lab.plan import Plan
 from ddpm_lab.record import RunRecord
 
 CARD_SHARE = 0.7

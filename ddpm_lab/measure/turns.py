@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 
-from ddpm_lab.config import Plan
+from ddpm_lab.plan import Plan
 from ddpm_lab.record import Window
 
 DISTURBED = 0.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from ddpm_lab.config import RunConfig
@@ -20,6 +21,14 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
         "loader": config.loader,
         "loader_workers": config.loader_workers,
         "data_sha256": config.data_sha256,
+        "implementation": config.implementation,
+        "channels_last": config.channels_last,
+        "kernels": config.kernels,
+        "attention_axis": config.attention_axis,
+        "read_loss": config.read_loss,
+        "adam": config.optimizer.adam,
+        "ema": config.optimizer.ema,
+        "exchange": dataclasses.asdict(config.exchange),
     }
     for seen in ranks:
         for name, label in expected.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import os
 import shutil
 import sysconfig
@@ -17,11 +16,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.data.draws import EpochStream, noise_and_timesteps, rank_share
-from ddpm_lab.data.loader import Batch, FileLoader, Loader, PackedLoader, Plan
-from ddpm_lab.data.prepared import open_packed
+from ddpm_lab.data.draws import noise_and_timesteps, rank_share
+from ddpm_lab.data.loader import Batch
+from ddpm_lab.model import fused
+from ddpm_lab.model.blocks import Stage
 from ddpm_lab.model.diffusion import Diffusion
-from ddpm_lab.model.unet import build_network
+from ddpm_lab.model.feed import Feed, LoaderAlone
+from ddpm_lab.model.reference import ReferenceUNet, reference
+from ddpm_lab.model.unet import UNet, build_network
 from ddpm_lab.workload import RankContext, Unsupported
 
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -37,69 +39,6 @@ def loader_alone(config: RunConfig, context: RankContext) -> LoaderAlone:
     return LoaderAlone(config, context)
 
 
-class _Data:
-    """A rank's batches, and what was really consumed of them."""
-
-    def __init__(self, config: RunConfig, context: RankContext) -> None:
-        packed = open_packed(Path(config.data))
-        self.sha256 = packed.manifest.content_hash
-        plan = Plan(
-            stream=EpochStream(packed.train_indices, config.seed),
-            global_batch_size=config.global_batch_size,
-            rank=context.rank,
-            world_size=context.world_size,
-        )
-        pin = config.device == "cuda"
-        self.loader: Loader
-        if config.loader == "files":
-            workers = config.loader_workers
-            self.loader = FileLoader(packed, plan, workers=workers, pin_memory=pin, channels_last=config.channels_last)
-        else:
-            self.loader = PackedLoader(packed, plan, pin_memory=pin, channels_last=config.channels_last)
-        self.images = 0
-        self.indices = hashlib.sha256()
-
-    def note(self, batch: Batch) -> None:
-        """Remember which images were used."""
-        self.images += len(batch.indices)
-        self.indices.update(batch.indices.tobytes())
-
-    def witness(self) -> dict[str, Any]:
-        """Data, loader, and the images used so far."""
-        return {
-            "data_sha256": self.sha256,
-            "loader": "files" if isinstance(self.loader, FileLoader) else "packed",
-            "loader_workers": self.loader.live_workers(),
-            "prefetch_batches": self.loader.prefetch_batches,
-            "images": self.images,
-            "indices_sha256": self.indices.hexdigest()[:16],
-        }
-
-
-class LoaderAlone:
-    """Takes batches and does nothing with them."""
-
-    def __init__(self, config: RunConfig, context: RankContext) -> None:
-        self.data = _Data(config, context)
-
-    def batches(self) -> Iterator[Batch]:
-        """Endless batches."""
-        return iter(self.data.loader)
-
-    def step(self, batch: Batch) -> float:
-        """Nothing is trained: the loss is 0."""
-        self.data.note(batch)
-        return 0.0
-
-    def witness(self) -> dict[str, Any]:
-        """What was loaded."""
-        return self.data.witness()
-
-    def close(self) -> None:
-        """Stop the loader workers."""
-        self.data.loader.close()
-
-
 class Trainer:
     """One rank of a training run.
 
@@ -112,7 +51,7 @@ class Trainer:
         self.config, self.context = config, context
         self.device = torch.device(context.device)
         self.share = rank_share(config.global_batch_size, context.rank, context.world_size)
-        self.data = _Data(config, context)
+        self.data = Feed(config, context)
         self.diffusion = Diffusion(
             schedule=config.diffusion.schedule,
             timesteps=config.diffusion.timesteps,
@@ -122,31 +61,65 @@ class Trainer:
         ).to(self.device)
         self._allow_tf32(config.precision == "tf32")
         torch.manual_seed(config.seed)  # the same initial weights on every rank
-        self.network = build_network(config.network, image_size=config.image_size).to(self.device)
-        if config.channels_last:
-            self.network = self.network.to(memory_format=torch.channels_last)
+        self.network = self._network()
         self.ema = copy.deepcopy(self.network).requires_grad_(False)
         self.parameters = list(self.network.parameters())
         self.weights: list[Tensor] = [*self.parameters]
         self.averages: list[Tensor] = [*self.ema.parameters()]
         self.optimizer = torch.optim.Adam(
-            self.parameters, lr=config.optimizer.learning_rate, betas=config.optimizer.betas, fused=True
+            self.parameters,
+            lr=config.optimizer.learning_rate,
+            betas=config.optimizer.betas,
+            fused=config.optimizer.adam == "fused",
+            foreach=config.optimizer.adam == "foreach",
         )
         self.scaler = torch.amp.GradScaler(self.device.type) if config.precision == "fp16" else None
+        if config.compile == "regional":
+            self._compile_stages()
         self.model: Callable[[Tensor, Tensor], Tensor] = self.network
         self.ddp: DistributedDataParallel | None = None
         if context.world_size > 1:
             devices = [self.device] if self.device.type == "cuda" else None
-            self.ddp = DistributedDataParallel(self.network, device_ids=devices, gradient_as_bucket_view=True)
+            self.ddp = DistributedDataParallel(
+                self.network,
+                device_ids=devices,
+                gradient_as_bucket_view=config.exchange.bucket_view,
+                static_graph=config.exchange.static_graph,
+                bucket_cap_mb=config.exchange.bucket_mb,
+            )
             context.watch(self.ddp)
             self.model = self.ddp
-        if config.compile != "off":
-            self.model = torch.compile(self.model)
-        self.steps = 0
+        if config.compile == "whole":
+            self.model = torch.compile(self.model, mode=config.compile_mode)
+        self.steps = self.losses_read = 0
+        self.fused_before = fused.uses()
+        self.ema_seen: str | None = None
         self.convolution_dtype: torch.dtype | None = None
         if config.compile == "off":
             convolution = next(m for m in self.network.modules() if isinstance(m, nn.Conv2d))
             self._hook = convolution.register_forward_hook(self._see)
+
+    def _network(self) -> UNet | ReferenceUNet:
+        """The network of the configuration on this rank's device, with the same weights in every implementation."""
+        config = self.config
+        lab = build_network(
+            config.network,
+            image_size=config.image_size,
+            fused=config.kernels == "fused",
+            attention_axis=config.attention_axis,
+        )
+        network = (reference(lab) if config.implementation == "plain" else lab).to(self.device)
+        return network.to(memory_format=torch.channels_last) if config.channels_last else network
+
+    def _compile_stages(self) -> None:
+        """Compile block by block: blocks of one shape share their code, so there is less to compile."""
+        import torch._dynamo  # noqa: PLC0415 - takes a second, and most runs compile nothing
+
+        stages = [m for m in self.network.modules() if isinstance(m, Stage)]
+        # Each shape counts as a recompilation of Stage.forward, of which there may be 8 by default.
+        torch._dynamo.config.recompile_limit = max(8, 2 * len(stages))
+        for stage in stages:
+            stage.compile(mode=self.config.compile_mode)
 
     @staticmethod
     def _allow_tf32(allow: bool) -> None:
@@ -225,12 +198,21 @@ class Trainer:
             mark("ema")
             self.update_ema()
         assert total is not None
+        if self.config.read_loss:
+            total.item()
+            self.losses_read += 1
         return total
 
     @torch.no_grad()
     def update_ema(self) -> None:
         """Move the averaged weights towards the trained ones: ema <- decay ema + (1 - decay) weights."""
-        torch._foreach_lerp_(self.averages, self.weights, 1 - self.config.optimizer.ema_decay)
+        decay = self.config.optimizer.ema_decay
+        self.ema_seen = self.config.optimizer.ema
+        if self.ema_seen == "foreach":
+            torch._foreach_lerp_(self.averages, self.weights, 1 - decay)
+            return
+        for average, weight in zip(self.averages, self.weights, strict=True):
+            average.copy_(average * decay + weight * (1 - decay))
 
     def witness(self) -> dict[str, Any]:
         """What runs, read back from the objects that run."""
@@ -240,9 +222,33 @@ class Trainer:
             "compile": self._compile_seen(),
             "parameters": sum(p.numel() for p in self.parameters),
             "weights_device": str(self.parameters[0].device),
+            **self._levers_seen(),
             **self._compile_counters(),
             **self.data.witness(),
         }
+
+    def _levers_seen(self) -> dict[str, Any]:
+        """The settings that change how a step is computed and not what, each from what carries it out."""
+        group = self.optimizer.param_groups[0]
+        weight = next(m.weight for m in self.network.modules() if isinstance(m, nn.Conv2d) and m.kernel_size[0] > 1)
+        seen: dict[str, Any] = {
+            "implementation": "lab" if isinstance(self.network, UNet) else "plain",
+            "channels_last": weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous(),
+            "attention_axis": self.network.config.middle_attention_axis,
+            "adam": "fused" if group["fused"] else "foreach" if group["foreach"] else "loop",
+        }
+        if self.steps:
+            seen["kernels"] = "fused" if fused.uses() > self.fused_before else "aten"
+            seen["read_loss"] = self.losses_read == self.steps
+        if self.ema_seen:
+            seen["ema"] = self.ema_seen
+        if self.ddp:
+            seen["exchange"] = {
+                "bucket_view": self.ddp.gradient_as_bucket_view,
+                "static_graph": self.ddp.static_graph,
+                "bucket_mb": self.ddp.bucket_bytes_cap // 2**20,
+            }
+        return seen
 
     def _precision_seen(self) -> str:
         """The number format in which a convolution ran: in a training step, or, compiled, in one more eager forward."""
@@ -274,8 +280,10 @@ class Trainer:
         }
 
     def _compile_seen(self) -> str:
-        """``whole`` only if frames were compiled; a silent fall-back to eager compiles none."""
-        return "whole" if self._compile_counters().get("compiled_frames", 0) else "off"
+        """What was compiled, if frames were: a silent fall-back to eager compiles none."""
+        if not self._compile_counters().get("compiled_frames", 0):
+            return "off"
+        return "whole" if hasattr(self.model, "_orig_mod") else "regional"
 
     def close(self) -> None:
         """Stop the loader workers."""

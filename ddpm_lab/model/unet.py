@@ -8,7 +8,7 @@ al. 2020 (appendix B), without its dropout, so that a step draws no random numbe
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import torch
@@ -28,7 +28,7 @@ class UNetConfig:
     ``attention_levels`` belongs to the ddpm family; the seed family has attention at every level, with ``heads`` heads
     of ``head_width`` channels. ``middle_attention_axis`` says over what the seed family's middle attention normalises
     queries and keys: each vector over its channels, which is cosine similarity, or each channel over all positions,
-    the slip of the published code, kept for exact comparison.
+    the slip of the published code, kept for exact comparison. ``fused`` asks for the kernels of ``fused.py``.
     """
 
     family: Literal["seed", "ddpm"]
@@ -41,6 +41,7 @@ class UNetConfig:
     head_width: int = 32
     attention_levels: tuple[int, ...] = ()
     middle_attention_axis: Literal["channels", "positions"] = "channels"
+    fused: bool = False
 
     def __post_init__(self) -> None:
         if self.middle_attention_axis not in ("channels", "positions"):
@@ -122,11 +123,11 @@ def _build_seed(c: UNetConfig) -> _Parts:
     pixel, last, bottom = 3 * c.patch**2, len(widths) - 1, widths[-1]
 
     def block(inputs: int, outputs: int) -> SeedBlock:
-        return SeedBlock(inputs, outputs, 4 * c.width, c.groups)
+        return SeedBlock(inputs, outputs, 4 * c.width, c.groups, fused=c.fused)
 
     def stages(inputs: int, outputs: int) -> list[nn.Module]:
         plain = [Stage(block(inputs, outputs)) for _ in range(c.blocks - 1)]
-        return [*plain, Stage(block(inputs, outputs), LinearAttention(outputs, c.heads, c.head_width))]
+        return [*plain, Stage(block(inputs, outputs), LinearAttention(outputs, c.heads, c.head_width, fused=c.fused))]
 
     down: list[nn.Module] = []
     for level, (d, e) in levels:
@@ -149,10 +150,10 @@ def _build_ddpm(c: UNetConfig) -> _Parts:
     pixel, last, bottom = 3 * c.patch**2, len(widths) - 1, widths[-1]
 
     def block(inputs: int, outputs: int) -> DDPMBlock:
-        return DDPMBlock(inputs, outputs, 4 * c.width, c.groups)
+        return DDPMBlock(inputs, outputs, 4 * c.width, c.groups, fused=c.fused)
 
     def stage(inputs: int, level: int) -> Stage:
-        attention = DDPMAttention(widths[level], c.groups) if level in c.attention_levels else None
+        attention = DDPMAttention(widths[level], c.groups, fused=c.fused) if level in c.attention_levels else None
         return Stage(block(inputs, widths[level]), attention)
 
     down: list[nn.Module] = []
@@ -165,7 +166,7 @@ def _build_ddpm(c: UNetConfig) -> _Parts:
             down += [nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(width, width, 3, stride=2))]
             remembered += [width]
     middle: list[nn.Module] = [
-        Stage(block(bottom, bottom), DDPMAttention(bottom, c.groups)),
+        Stage(block(bottom, bottom), DDPMAttention(bottom, c.groups, fused=c.fused)),
         Stage(block(bottom, bottom)),
     ]
     up: list[nn.Module] = []
@@ -180,14 +181,15 @@ def _build_ddpm(c: UNetConfig) -> _Parts:
     return nn.Conv2d(pixel, c.width, 3, padding=1), down, middle, up, head
 
 
-def build_network(name: str, *, image_size: int = 32) -> UNet:
+def build_network(name: str, *, image_size: int = 32, fused: bool = False, attention_axis: str = "channels") -> UNet:
     """The network called ``name``, freshly initialised from torch's global generator, for square images.
 
     The parameters do not depend on ``image_size`` (pixels a side), which is only checked: attention_levels count
     levels, so the ddpm network attends at 16x16 when images are 32x32. Raises ValueError for an unknown name or a
-    size that the network cannot halve often enough.
+    size that the network cannot halve often enough. ``fused`` and ``attention_axis`` are as in UNetConfig.
     """
-    return UNet(_config(name, image_size))
+    axis = cast(Literal["channels", "positions"], attention_axis)
+    return UNet(replace(_config(name, image_size), fused=fused, middle_attention_axis=axis))
 
 
 def _config(name: str, image_size: int) -> UNetConfig:

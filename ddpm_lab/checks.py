@@ -1,0 +1,64 @@
+"""Refusals: bad input becomes one sentence that names the value, the place and the remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+class LabError(ValueError):
+    """A refusal: one sentence for the user. Any other error is a defect and keeps its traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in a notebook: the sentence, without the lab's insides above it."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+class ConfigError(LabError):
+    """A setting that cannot be run: one sentence that names the value, the place and the remedy."""
+
+
+def choice(place: str, value: object, allowed: Iterable[object]) -> None:
+    """Raise ConfigError unless ``value`` is one of ``allowed``."""
+    allowed = tuple(allowed)
+    if value not in allowed:
+        raise ConfigError(f"{place} is {value!r}: choose one of {', '.join(map(str, allowed))}")
+
+
+def whole(place: str, value: object, least: int) -> None:
+    """Raise ConfigError unless ``value`` is a whole number of at least ``least``, and one that torch can hold."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
+        raise ConfigError(f"{place} is {value!r}: give a whole number of at least {least}, and below 2**63")
+
+
+def several(place: str, value: object) -> None:
+    """Raise ConfigError unless ``value`` is a list (or tuple) with at least one entry."""
+    if not isinstance(value, list | tuple) or not value:
+        raise ConfigError(f"{place} is {value!r}: give a list with at least one entry")
+
+
+def known(place: str, values: Mapping[str, Any], kind: type) -> None:
+    """Raise ConfigError for a name in ``values`` that is no setting of the dataclass ``kind``."""
+    known = sorted(f.name for f in dataclasses.fields(kind))
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"{place} has no setting {name!r}: it has {', '.join(known)}")
+
+
+def number(value: object) -> bool:
+    """Whether ``value`` is a number; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def percent(text: str) -> float:
+    """``2%``, ``2 %`` or ``0.02`` as a share. Raises ConfigError for anything else."""
+    bare = text.strip()
+    try:
+        value = float(bare.removesuffix("%")) / (100 if bare.endswith("%") else 1)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1:
+        raise ConfigError(f"a share is {text!r}: give more than 0 and less than 100 %, such as 2% or 0.02")
+    return value

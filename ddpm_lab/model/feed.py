@@ -1,0 +1,77 @@
+"""What a rank is fed: its batches by the loader that the configuration names, and what was really consumed of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.data.draws import EpochStream
+from ddpm_lab.data.loader import Batch, FileLoader, Loader, PackedLoader, Plan
+from ddpm_lab.data.prepared import open_packed
+from ddpm_lab.workload import RankContext
+
+
+class Feed:
+    """A rank's batches, and what was really consumed of them."""
+
+    def __init__(self, config: RunConfig, context: RankContext) -> None:
+        packed = open_packed(Path(config.data))
+        self.sha256 = packed.manifest.content_hash
+        plan = Plan(
+            stream=EpochStream(packed.train_indices, config.seed),
+            global_batch_size=config.global_batch_size,
+            rank=context.rank,
+            world_size=context.world_size,
+        )
+        pin = config.device == "cuda"
+        self.loader: Loader
+        if config.loader == "files":
+            workers = config.loader_workers
+            self.loader = FileLoader(packed, plan, workers=workers, pin_memory=pin, channels_last=config.channels_last)
+        else:
+            self.loader = PackedLoader(packed, plan, pin_memory=pin, channels_last=config.channels_last)
+        self.images = 0
+        self.indices = hashlib.sha256()
+
+    def note(self, batch: Batch) -> None:
+        """Remember which images were used."""
+        self.images += len(batch.indices)
+        self.indices.update(batch.indices.tobytes())
+
+    def witness(self) -> dict[str, Any]:
+        """Data, loader, and the images used so far."""
+        return {
+            "data_sha256": self.sha256,
+            "loader": "files" if isinstance(self.loader, FileLoader) else "packed",
+            "loader_workers": self.loader.live_workers(),
+            "prefetch_batches": self.loader.prefetch_batches,
+            "images": self.images,
+            "indices_sha256": self.indices.hexdigest()[:16],
+        }
+
+
+class LoaderAlone:
+    """Takes batches and does nothing with them."""
+
+    def __init__(self, config: RunConfig, context: RankContext) -> None:
+        self.data = Feed(config, context)
+
+    def batches(self) -> Iterator[Batch]:
+        """Endless batches."""
+        return iter(self.data.loader)
+
+    def step(self, batch: Batch) -> float:
+        """Nothing is trained: the loss is 0."""
+        self.data.note(batch)
+        return 0.0
+
+    def witness(self) -> dict[str, Any]:
+        """What was loaded."""
+        return self.data.witness()
+
+    def close(self) -> None:
+        """Stop the loader workers."""
+        self.data.loader.close()

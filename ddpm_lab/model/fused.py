@@ -1,0 +1,257 @@
+"""Normalisation joined with what follows it, for CPUs: one pass over memory where eager kernels take four or five.
+
+The kernels are C++ (``fused.cpp``), compiled once on each machine, in some seconds, into the user's cache. On a GPU
+torch.compile makes such kernels; on a CPU what it makes of normalisation over channels-last images is no faster than
+eager code, after minutes of compiling.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ddpm_lab.workload import Unsupported
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=c++17")
+HEAD_WIDTHS = (16, 32, 64)
+"""Widths of a head that linear attention is compiled for."""
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class _Uses:
+    """How often the kernels ran in this process, so that a run can tell that it used them."""
+
+    count = 0
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The compiled kernels, from the cache or made now. Raises Unsupported without a C++ compiler."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise Unsupported(f"kernels 'fused' need a C++ compiler ({compiler}); on Debian or Ubuntu: apt install g++")
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    # Compiled for the very processor it is run on: a home folder may be shared between different ones.
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    processor = [line for line in lines if line.startswith(("model name", "flags", "Features"))][:2]
+    text = "\n".join([SOURCE.read_text(), version, *FLAGS, platform.machine(), *processor])
+    path = _folder() / f"fused-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    if not path.exists():
+        _compile(compiler, path)
+    loaded = ctypes.CDLL(str(path))
+    for name in NAMES.values():
+        pointer, whole, single, count = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+        for function, arguments in (
+            (f"group_forward_{name}", [pointer] * 8 + [whole] * 4 + [single, count, count]),
+            (f"group_backward_{name}", [pointer] * 11 + [whole] * 4 + [count, count]),
+            (f"layer_forward_{name}", [pointer] * 7 + [whole] * 2 + [single, count]),
+            (f"layer_backward_{name}", [pointer] * 8 + [whole] * 2 + [count]),
+            *((f"attention_forward_{name}_{d}", [pointer] * 4 + [whole] * 3 + [count]) for d in HEAD_WIDTHS),
+            *((f"attention_backward_{name}_{d}", [pointer] * 5 + [whole] * 3 + [count]) for d in HEAD_WIDTHS),
+        ):
+            getattr(loaded, function).argtypes = arguments
+            getattr(loaded, function).restype = None
+    return loaded
+
+
+def _folder() -> Path:
+    """Where compiled kernels are kept: the user's cache, or, where that cannot be written, a folder of this user's."""
+    for folder in (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddpm_lab",
+        Path(tempfile.gettempdir()) / f"ddpm_lab-{os.getuid()}",
+    ):
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError:
+            continue
+        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
+            return folder
+    raise Unsupported("kernels 'fused' need a folder for compiled code: set XDG_CACHE_HOME to one that can be written")
+
+
+def _compile(compiler: str, path: Path) -> None:
+    """Compile into ``path`` in one step: another rank may be doing the same."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        compiled, linked = Path(folder, "fused.o"), Path(folder, "fused.so")
+        for command in (
+            [compiler, *FLAGS, "-c", str(SOURCE), "-o", str(compiled)],
+            # Linked without OpenMP, so that its names are found in the library torch has loaded: two of them in one
+            # process would be two pools of threads.
+            [compiler, "-shared", str(compiled), "-o", str(linked)],
+        ):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise Unsupported(f"kernels 'fused' did not compile with {compiler}: {done.stderr.strip()[:300]}")
+        linked.replace(path)
+
+
+def uses() -> int:
+    """Forward passes of these kernels so far, in this process."""
+    return _Uses.count
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _flat(image: Tensor, dtype: torch.dtype) -> Tensor:
+    """An image (N, C, H, W) in channels-last memory, as ``dtype``; a copy only where it is not yet so."""
+    return image.to(dtype).contiguous(memory_format=torch.channels_last)
+
+
+class _GroupNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd passes all by position
+        ctx: Any,
+        x: Tensor,
+        gain: Tensor,
+        bias: Tensor,
+        scale_shift: Tensor | None,
+        residual: Tensor | None,
+        groups: int,
+        eps: float,
+        silu: bool,
+    ) -> Tensor:
+        _Uses.count += 1
+        x = _flat(x, x.dtype)
+        n, c, height, width = x.shape
+        more = None if residual is None else _flat(residual, x.dtype)
+        factors = None if scale_shift is None else scale_shift.float().contiguous()
+        y = torch.empty_like(x)
+        mean, rstd = x.new_empty((2, n, c), dtype=torch.float32)
+        sizes = (n, height * width, c, groups)
+        getattr(library(), f"group_forward_{NAMES[x.dtype]}")(
+            *map(_address, (x, gain, bias, factors, more, y, mean, rstd)), *sizes, eps, silu, torch.get_num_threads()
+        )
+        ctx.save_for_backward(x, gain, bias, factors, mean, rstd)
+        ctx.sizes, ctx.silu = sizes, silu
+        ctx.dtypes = (
+            None if scale_shift is None else scale_shift.dtype,
+            None if residual is None else residual.dtype,
+        )
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        x, gain, bias, factors, mean, rstd = ctx.saved_tensors
+        dy = _flat(gradients[0], x.dtype)
+        n, _, c, _ = ctx.sizes
+        dx = torch.empty_like(x)
+        d_gain, d_bias = x.new_empty((2, n, c), dtype=torch.float32)
+        d_factors = None if factors is None else torch.empty_like(factors)
+        getattr(library(), f"group_backward_{NAMES[x.dtype]}")(
+            *map(_address, (dy, x, gain, bias, factors, mean, rstd, dx, d_gain, d_bias, d_factors)),
+            *ctx.sizes,
+            ctx.silu,
+            torch.get_num_threads(),
+        )
+        of_factors, of_residual = ctx.dtypes
+        return (
+            dx,
+            d_gain.sum(0),
+            d_bias.sum(0),
+            None if d_factors is None else d_factors.to(of_factors),
+            None if of_residual is None else dy.to(of_residual),
+            None,
+            None,
+            None,
+        )
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0917 - as above
+        ctx: Any, x: Tensor, gain: Tensor, bias: Tensor, residual: Tensor | None, eps: float
+    ) -> Tensor:
+        x = x.contiguous()
+        more = None if residual is None else residual.to(x.dtype).contiguous()
+        c = x.shape[-1]
+        rows = x.numel() // c
+        y = torch.empty_like(x)
+        mean, rstd = x.new_empty((2, rows), dtype=torch.float32)
+        getattr(library(), f"layer_forward_{NAMES[x.dtype]}")(
+            *map(_address, (x, gain, bias, more, y, mean, rstd)), rows, c, eps, torch.get_num_threads()
+        )
+        ctx.save_for_backward(x, gain, mean, rstd)
+        ctx.of_residual = None if residual is None else residual.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        x, gain, mean, rstd = ctx.saved_tensors
+        dy = gradients[0].to(x.dtype).contiguous()
+        c, threads = x.shape[-1], torch.get_num_threads()
+        dx = torch.empty_like(x)
+        d_gain, d_bias = x.new_empty((2, threads, c), dtype=torch.float32)
+        getattr(library(), f"layer_backward_{NAMES[x.dtype]}")(
+            *map(_address, (dy, x, gain, mean, rstd, dx, d_gain, d_bias)), x.numel() // c, c, threads
+        )
+        return dx, d_gain.sum(0), d_bias.sum(0), None if ctx.of_residual is None else dy.to(ctx.of_residual), None
+
+
+class _LinearAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, heads: int) -> Tensor:
+        qkv = qkv.contiguous()
+        n, length, width = qkv.shape
+        d = width // (3 * heads)
+        out = qkv.new_empty(n, length, heads * d)
+        top, total = qkv.new_empty((2, n, heads, d), dtype=torch.float32)
+        ctx.sizes, ctx.name = (n, length, heads), f"{NAMES[qkv.dtype]}_{d}"
+        getattr(library(), f"attention_forward_{ctx.name}")(
+            *map(_address, (qkv, out, top, total)), *ctx.sizes, torch.get_num_threads()
+        )
+        ctx.save_for_backward(qkv, top, total)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        qkv, top, total = ctx.saved_tensors
+        dout = gradients[0].to(qkv.dtype).contiguous()
+        d_qkv = torch.empty_like(qkv)
+        getattr(library(), f"attention_backward_{ctx.name}")(
+            *map(_address, (dout, qkv, d_qkv, top, total)), *ctx.sizes, torch.get_num_threads()
+        )
+        return d_qkv, None
+
+
+def group_norm(
+    x: Tensor,
+    norm: torch.nn.GroupNorm,
+    *,
+    scale_shift: Tensor | None = None,
+    residual: Tensor | None = None,
+    silu: bool = True,
+) -> Tensor:
+    """f(norm(x) (1 + scale) + shift) + residual of images (N, C, H, W), with f SiLU or nothing; float32 or bfloat16.
+
+    ``scale_shift`` is (N, 2 C). The result is channels-last, in the dtype of ``x``. Raises Unsupported without a C++
+    compiler.
+    """
+    made = _GroupNorm.apply(x, norm.weight, norm.bias, scale_shift, residual, norm.num_groups, norm.eps, silu)
+    return cast(Tensor, made)
+
+
+def layer_norm(x: Tensor, norm: torch.nn.LayerNorm, *, residual: Tensor | None = None) -> Tensor:
+    """LayerNorm of x (..., C) over C, plus ``residual``; in the dtype of ``x``, float32 or bfloat16."""
+    return cast(Tensor, _LayerNorm.apply(x, norm.weight, norm.bias, residual, norm.eps))
+
+
+def linear_attention(qkv: Tensor, heads: int) -> Tensor:
+    """softmax(q) / sqrt(d) (softmax(k)^T v) of tokens (N, L, 3 heads d): (N, L, heads d); Shen et al. 2021, eq. 4.
+
+    Queries are normalised over their d channels, keys over the L positions. d is one of HEAD_WIDTHS.
+    """
+    return cast(Tensor, _LinearAttention.apply(qkv, heads))

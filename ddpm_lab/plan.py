@@ -1,0 +1,102 @@
+"""How much is measured: the plan of a set, the presets, and the families that make up an experiment."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ddpm_lab.checks import ConfigError, choice, number, whole
+from ddpm_lab.config import RunConfig, digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How one set is measured.
+
+    A window lasts ``window_seconds`` or ``window_steps`` steps, whichever is longer; with loader workers at least 20
+    steps and ten times the prefetch queue. A set has ``turns`` turns, half as many where windows last over twice that.
+    """
+
+    turns: int = 12
+    window_seconds: float = 0.2
+    window_steps: int = 5
+    settle_steps: int = 2
+    warmup_steps: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("turns", "window_steps", "settle_steps", "warmup_steps"):
+            whole(f"plan.{name}", getattr(self, name), 1)
+        if not (number(self.window_seconds) and 0 < self.window_seconds < 3600):
+            raise ConfigError(f"plan.window_seconds is {self.window_seconds!r}: give seconds above 0")
+        object.__setattr__(self, "window_seconds", float(self.window_seconds))  # 1 and 1.0 are one plan
+
+    @property
+    def key(self) -> str:
+        """Hash that says which sets may be pooled."""
+        return _plan_key(self)
+
+
+@lru_cache(maxsize=256)
+def _plan_key(plan: Plan) -> str:
+    return digest(dataclasses.asdict(plan))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """How much is run: sets per comparison, the plan of a set, cold compiles, and the budget of all notebooks."""
+
+    name: str
+    sets: int
+    plan: Plan
+    cold_compiles: int
+    minutes: float | None
+
+
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        Preset(name="smoke", sets=1, plan=Plan(turns=2, window_seconds=0.1), cold_compiles=1, minutes=3.0),
+        Preset(name="quick", sets=6, plan=Plan(), cold_compiles=1, minutes=9.5),
+        Preset(name="full", sets=12, plan=Plan(), cold_compiles=3, minutes=None),
+    )
+}
+
+
+def preset(name: str) -> Preset:
+    """The preset called ``name``; raises ConfigError for another."""
+    choice("preset", name, PRESETS)
+    return PRESETS[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Configurations that are compared with one baseline, in the same sets.
+
+    ``candidates`` come in order of importance: where time is short the last ones are left out first. A family that only
+    shows that a mechanism works (``mechanism``) needs one set. With ``search_up_to`` the largest global batch size that
+    fits into memory, up to this one, is searched first, and larger candidates are left out.
+    """
+
+    name: str
+    baseline: RunConfig
+    baseline_label: str
+    candidates: tuple[tuple[str, RunConfig], ...]
+    mechanism: bool = False
+    search_up_to: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """One question: families of configurations, and what was left out of them before any measuring, with reasons."""
+
+    name: str
+    families: tuple[Family, ...]
+    left_out: tuple[tuple[str, str, str], ...] = ()  # (family, label, reason)
+    profiles: tuple[tuple[str, str, RunConfig], ...] = ()  # (family, label, configuration): they supply no time
+
+    @property
+    def configurations(self) -> tuple[RunConfig, ...]:
+        """Every configuration, baselines first within each family."""
+        compared = [c for f in self.families for c in (f.baseline, *(config for _, config in f.candidates))]
+        return (*compared, *(config for _, _, config in self.profiles))

@@ -1,0 +1,112 @@
+"""The settings that change how a step is computed: each is witnessed, and none changes what is learned."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ddpm_lab.config import OptimizerConfig, RunConfig
+from ddpm_lab.data.packed import prepare
+from ddpm_lab.measure.witness import mismatches
+from ddpm_lab.model.train import Trainer
+from ddpm_lab.model.unet import NETWORKS
+from ddpm_lab.workload import RankContext
+
+LEVERS: list[dict[str, Any]] = [
+    {"channels_last": False},
+    {"implementation": "plain", "channels_last": False},
+    {"kernels": "fused"},
+    {"read_loss": True},
+    {"optimizer": OptimizerConfig(adam="foreach", ema_every=2)},
+    {"optimizer": OptimizerConfig(adam="loop", ema_every=2)},
+    {"optimizer": OptimizerConfig(ema="loop", ema_every=2)},
+]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    folder = tmp_path_factory.mktemp("data") / "prepared"
+    manifest = prepare("synthetic", folder)
+    return RunConfig(
+        data=str(folder),
+        data_sha256=manifest.content_hash,
+        global_batch_size=8,
+        network="seed",
+        optimizer=OptimizerConfig(ema_every=2),
+    )
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seed network, a sixteenth as wide: all of its code in little time."""
+    monkeypatch.setitem(NETWORKS, "seed", dataclasses.replace(NETWORKS["seed"], width=16, heads=2, head_width=16))
+
+
+def trained(config: RunConfig, steps: int) -> tuple[Trainer, list[float]]:
+    context = RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=lambda _: None)
+    trainer = Trainer(config, context)
+    return trainer, [float(trainer.step(batch)) for batch in itertools.islice(trainer.batches(), steps)]
+
+
+def rank_of(trainer: Trainer) -> dict[str, Any]:
+    """What a rank would report of a trainer, with what the rank adds."""
+    return {"rank": 0, "device": "cpu", "world_size": 1, **trainer.witness()}
+
+
+@pytest.mark.parametrize("lever", LEVERS, ids=lambda lever: " ".join(map(str, lever.values()))[:40])
+def test_a_lever_is_witnessed_and_changes_no_loss(config: RunConfig, lever: dict[str, Any]) -> None:
+    _, plain = trained(config, 4)
+    pulled = dataclasses.replace(config, **lever)
+    trainer, losses = trained(pulled, 4)
+    assert losses == pytest.approx(plain, rel=1e-4)
+    assert mismatches(pulled, [rank_of(trainer)]) == []
+    if set(lever) - {"read_loss"}:
+        weights, averages = trainer.weights, trainer.averages
+        reference, _ = trained(config, 4)
+        for mine, others in ((weights, reference.weights), (averages, reference.averages)):
+            for a, b in zip(mine, others, strict=True):
+                assert float((a.reshape(b.shape) - b).detach().abs().max()) < 2e-4  # Adam's first steps are 2e-4 each
+
+
+@pytest.mark.parametrize("lever", LEVERS, ids=lambda lever: " ".join(map(str, lever.values()))[:40])
+def test_a_lever_that_was_not_pulled_is_noticed(config: RunConfig, lever: dict[str, Any]) -> None:
+    """The label says that it was: what ran says otherwise."""
+    trainer, _ = trained(config, 2)
+    assert mismatches(dataclasses.replace(config, **lever), [rank_of(trainer)]) != []
+
+
+def test_the_axis_of_attention_is_witnessed_and_does_change_the_loss(config: RunConfig) -> None:
+    other = dataclasses.replace(config, attention_axis="positions")
+    trainer, losses = trained(other, 4)
+    assert losses != pytest.approx(trained(config, 4)[1], rel=1e-6)
+    assert mismatches(other, [rank_of(trainer)]) == []
+    assert mismatches(config, [rank_of(trainer)]) != []
+
+
+@pytest.mark.slow
+def test_the_loss_curves_of_both_implementations_are_one(config: RunConfig) -> None:
+    """Over 200 steps they stay nearer to each other than a tenth of what another seed changes."""
+    config = dataclasses.replace(config, attention_axis="positions")
+    lab = trained(dataclasses.replace(config, kernels="fused"), 200)[1]
+    plain = trained(dataclasses.replace(config, implementation="plain", channels_last=False), 200)[1]
+    other = trained(dataclasses.replace(config, seed=1), 200)[1]
+    assert np.mean(lab[-50:]) < 0.9 * np.mean(lab[:10])
+    difference, seeds = (np.abs(np.subtract(lab, losses)).mean() for losses in (plain, other))
+    assert difference < 0.1 * seeds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compile_", ["regional", "whole"])
+def test_compiled_in_whole_or_block_by_block(config: RunConfig, compile_: str) -> None:
+    eager = trained(config, 3)[1]
+    pulled = dataclasses.replace(config, compile=compile_)
+    trainer, losses = trained(pulled, 3)
+    assert losses == pytest.approx(eager, rel=1e-4)
+    seen = rank_of(trainer)
+    assert mismatches(pulled, [seen]) == []
+    assert seen["graph_breaks"] == 0
+    assert mismatches(dataclasses.replace(config, compile="whole" if compile_ == "regional" else "regional"), [seen])
