@@ -22,7 +22,7 @@ from ddpm_lab.experiments import study_of
 from ddpm_lab.measure import hardware
 from ddpm_lab.plan import Experiment, Family, Plan
 from ddpm_lab.planning import MOST_SETS, Measured, output_folder, plan_experiment
-from ddpm_lab.questions import check_ranks
+from ddpm_lab.setting import check_ranks
 
 if TYPE_CHECKING:
     from ddpm_lab.explain.findings import Finding

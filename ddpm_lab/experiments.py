@@ -14,8 +14,8 @@ from ddpm_lab.checks import choice
 from ddpm_lab.ledger import Ledger, read_all
 from ddpm_lab.measure import hardware
 from ddpm_lab.plan import PRESETS
-from ddpm_lab.planning import LEDGER, Measured, output_folder, plan_question
-from ddpm_lab.questions import QUESTIONS
+from ddpm_lab.planning import CHECKOUT, LEDGER, Measured, output_folder, plan_question
+from ddpm_lab.questions import LONG, QUESTIONS
 
 if TYPE_CHECKING:
     from ddpm_lab.explain.frames import Study
@@ -30,17 +30,40 @@ def run(
     output_dir: str | Path | None = None,
     ledger: Sequence[str | Path] | str | Path | None = None,
     machine: str | None = None,
+    published: bool | None = None,
     **settings: Any,
 ) -> Study:
     """Answer a question with records, measuring first what is missing.
 
-    With ``ledger`` (files to read) or ``machine`` (whose records to show) nothing is measured. The other settings are
-    those of ``measure``. Raises ConfigError, DataError or LedgerError, in one sentence, before any rank is started.
+    With ``ledger`` (files to read) or ``machine`` (whose records to show) nothing is measured. Nor is it with
+    ``published``, which shows what this machine has measured before, or else the records that came with the checkout;
+    None asks for that where measuring is LONG and the preset is not ``full``. The other settings are those of
+    ``measure``. Raises ConfigError, DataError or LedgerError, in one sentence, before any rank is started.
     """
     choice("experiment", name, QUESTIONS)
     if ledger is not None or machine is not None:
         return _stored(name, output_dir, ledger, machine)
+    if published or (published is None and name in LONG and settings.get("preset") != "full"):
+        return _published(name, output_folder(output_dir))
     return study_of(measure(name, output_dir=output_dir, **settings))
+
+
+def _published(name: str, output: Path) -> Study:
+    """The records of this machine, or else the latest that came with the checkout."""
+    from ddpm_lab.explain.frames import study  # noqa: PLC0415 - the explaining half is not on a bare GPU node
+
+    here = hardware.machine().key
+    if any(head.experiment == name and head.machine.key == here for head in Ledger(output / LEDGER).heads()[0]):
+        return _stored(name, output, None, here)
+    heads = {
+        file: [head for head in Ledger(file).heads()[0] if head.experiment == name]
+        for file in sorted((CHECKOUT / "trace_output" / "published").glob("*.jsonl"))
+    }
+    told = [(head.date, file, head.machine.key) for file, found in heads.items() for head in found]
+    if not told:
+        return study([], name, output_dir=output)
+    _, file, key = max(told)
+    return dataclasses.replace(_stored(name, output, file, key), published=True)
 
 
 def study_of(measured: Measured) -> Study:

@@ -100,3 +100,11 @@ class Experiment:
         """Every configuration, baselines first within each family."""
         compared = [c for f in self.families for c in (f.baseline, *(config for _, config in f.candidates))]
         return (*compared, *(config for _, _, config in self.profiles))
+
+
+# Names in the experiment "peers" that the questions write and the explaining half reads.
+OURS = "this trainer"
+TUNED = ", tuned"
+BOTH_FP32 = ", both fp32"
+LEVERS = ", one lever at a time"
+LIMITS = "limits of this machine"

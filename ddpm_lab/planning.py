@@ -23,8 +23,9 @@ from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument
 from ddpm_lab.plan import Experiment, Plan
 from ddpm_lab.plan import preset as preset_called
-from ddpm_lab.questions import QUESTIONS, Images, Setup
+from ddpm_lab.questions import PLANS, QUESTIONS, WORKLOADS
 from ddpm_lab.record import LedgerError
+from ddpm_lab.setting import Images, Setup
 
 if TYPE_CHECKING:
     pass
@@ -107,9 +108,12 @@ def plan_question(
     choice("experiment", name, QUESTIONS)
     scope = preset_called(preset)
     output, progress = output_folder(output_dir), Progress(name, quiet=quiet)
-    target = _target(scope.plan, sets, minutes, resolution, planned=scope.sets, cold_compiles=scope.cold_compiles)
+    plan = PLANS.get(name, scope.plan)
+    if preset == "smoke":
+        plan = dataclasses.replace(plan, turns=scope.plan.turns)
+    target = _target(plan, sets, minutes, resolution, planned=scope.sets, cold_compiles=scope.cold_compiles)
     ledger = Ledger(output / LEDGER)
-    instrument = instrument_for((DDPM,), output, progress, start_method)
+    instrument = instrument_for(WORKLOADS.get(name, (DDPM,)), output, progress, start_method)
     experiment, images = prepare_experiment(
         name, preset=preset, output=output, instrument=instrument, ledger=ledger, target=target, **settings
     )
@@ -241,7 +245,7 @@ def prepare_experiment(
         )
         setup = dataclasses.replace(setup, images=images)
         if chosen is None:
-            chosen = _network(setup, instrument, ledger, target)
+            chosen = _network(name, setup, instrument, ledger, target)
             setup = dataclasses.replace(setup, network=chosen)
         parts.append(QUESTIONS[name](setup, **grid))
     merged = Experiment(
@@ -253,8 +257,13 @@ def prepare_experiment(
     return merged, images
 
 
-def _network(setup: Setup, instrument: Instrument, ledger: Ledger, target: Target) -> str:
-    """``tiny`` on a CPU; on a GPU the published network in ``full``, else the largest that fits the budget."""
+def _network(name: str, setup: Setup, instrument: Instrument, ledger: Ledger, target: Target) -> str:
+    """``tiny`` on a CPU; on a GPU the published network in ``full``, else the largest that fits the budget.
+
+    Beside other trainers it is ``seed``, which they train too.
+    """
+    if name == "peers":
+        return "seed"
     if setup.device == "cpu":
         return "tiny"
     if setup.preset == "full":

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shlex
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,11 +32,16 @@ from ddpm_lab.notebooks import (
     stop_on_signals,
 )
 from ddpm_lab.plan import preset as preset_called
+from ddpm_lab.report_lines import clock, command, words
 
 LAST = "06_recommendation"
-"""It shows what the others measured, and measures only in ``full``."""
-WEIGHTS = {"01_profile": 1, "02_multi_gpu": 17, "03_amp": 8, "04_workers": 13, "05_torch_compile": 13, LAST: 14}
-"""How a budget is divided: about the seconds that each notebook takes for ``quick``, by ten; 06 for ``full``."""
+LONG = (LAST, "07_peers")
+"""They show what the others measured, or what was measured before, and measure only in ``full``."""
+WEIGHTS = {
+    **{"01_profile": 1, "02_multi_gpu": 17, "03_amp": 8, "04_workers": 13, "05_torch_compile": 13},
+    **{LAST: 14, "07_peers": 100},
+}
+"""How a budget is divided: about the seconds that each notebook takes for ``quick``, by ten; LONG ones for ``full``."""
 NOTEBOOK_SECONDS = 6.0
 """What a notebook takes beside measuring: its kernel, imports, figures and page."""
 LEAST_SECONDS = 3.0
@@ -122,12 +125,12 @@ def report(
         folder=_writable(Path(output_dir) if output_dir is not None else CHECKOUT),
         preset=preset,
         progress=progress or _print,
-        command=_command({**given, "minutes": minutes}, parameters or {}, notebooks or ()),
+        command=command({**given, "minutes": minutes}, parameters or {}, notebooks or ()),
         data=data,
         measuring=[
             file
             for file, names in known.items()
-            if "minutes" in names and "minutes" not in values[file] and (preset == "full" or file.stem != LAST)
+            if "minutes" in names and "minutes" not in values[file] and (preset == "full" or file.stem not in LONG)
         ],
         seconds=None if (total := minutes if minutes is not None else chosen.minutes) is None else total * 60,
     )
@@ -189,8 +192,8 @@ class _Run:
 
         for file, settings in values.items():
             self.forecasts[file] = experiments.forecast(file.stem.partition("_")[2], **settings)
-            self.say(file.stem, f"forecast {_words(self.forecasts[file])}")
-        self.progress(f"[{_clock(self.elapsed)}] forecast for all: {_words(sum(self.forecasts.values()))}")
+            self.say(file.stem, f"forecast {words(self.forecasts[file])}")
+        self.progress(f"[{clock(self.elapsed)}] forecast for all: {words(sum(self.forecasts.values()))}")
 
     def executed(self, file: Path) -> Path:
         return self.folder / "notebooks" / file.name
@@ -236,15 +239,15 @@ class _Run:
         """How long a notebook may or will take, and with a forecast how long all that is left."""
         if file in self.forecasts:
             left = sum(self.forecasts.get(other, 0) for other in self.files)
-            return f", forecast {_words(self.forecasts[file])} of {_words(left)} that are left"
+            return f", forecast {words(self.forecasts[file])} of {words(left)} that are left"
         return f", with {values['minutes']:g} min to measure" if "minutes" in values else ""
 
     def say(self, name: str, line: str) -> None:
-        self.progress(f"[{_clock(self.elapsed)}] {name}: {line}")
+        self.progress(f"[{clock(self.elapsed)}] {name}: {line}")
 
     def finish(self, stopped: bool) -> ReportResult:
         index = self.index(stopped=stopped)
-        self.progress(f"[{_clock(self.elapsed)}] report: {index}")
+        self.progress(f"[{clock(self.elapsed)}] report: {index}")
         return ReportResult(pages=tuple(self.pages.values()), index=index, stopped=stopped)
 
     def index(self, *, stopped: bool = False) -> Path:
@@ -270,7 +273,8 @@ class _Run:
 
     def facts(self) -> list[tuple[str, str]]:
         """The head of the index: machine, date, preset, data, and the versions of the code."""
-        found = [page.finding for page in self.pages.values() if page.finding and not page.earlier]
+        mine = [page.finding for page in self.pages.values() if page.finding and not page.earlier]
+        found = [finding for finding in mine if not finding.get("published")]
 
         def of(name: str) -> str:
             return "; ".join(dict.fromkeys(str(finding[name]) for finding in found if finding.get(name)))
@@ -280,7 +284,7 @@ class _Run:
             ("Report made", pages.spoken_date(datetime.now().astimezone().isoformat(timespec="seconds"))),
             ("Preset", self.preset),
             ("Images", of("data") or self.data),
-            ("Time taken", _words(self.elapsed)),
+            ("Time taken", words(self.elapsed)),
             (
                 "Code",
                 f"ddpm_lab {__version__}" + (f", measuring code {of('code_version')}" if of("code_version") else ""),
@@ -318,32 +322,6 @@ def _writable(output: Path) -> Path:
     except OSError as error:
         raise ReportError(f"cannot write to {target}: {error.strerror}; choose another output folder") from error
     return target
-
-
-def _command(options: Mapping[str, Any], parameters: Mapping[str, Any], notebooks: Sequence[str | Path]) -> str:
-    """The command that makes the same report again."""
-    words = ["ddpm-lab", "report"]
-    for name, value in options.items():
-        words += [] if value in (None, "synthetic") else [f"--{name.replace('_', '-')}", str(value)]
-    for name, value in parameters.items():
-        words += ["-p", name, value if isinstance(value, str) else json.dumps(value)]
-    for notebook in notebooks:
-        words += ["--notebook", str(notebook)]
-    return shlex.join(words)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _words(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _print(line: str) -> None:

@@ -8,8 +8,9 @@ import records as make
 
 from ddpm_lab.config import LOADER_ALONE, RunConfig
 from ddpm_lab.explain import compiling, findings, phrases, ranking, stats
+from ddpm_lab.explain.bands import band
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, comparisons
-from ddpm_lab.explain.findings import band, finding, table
+from ddpm_lab.explain.findings import finding, table
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.record import RunRecord
 

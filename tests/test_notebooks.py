@@ -21,6 +21,7 @@ CALLS = {
     "04_workers": "workers",
     "05_torch_compile": "torch_compile",
     "06_recommendation": None,
+    "07_peers": "peers",
 }
 FORM = ["markdown", "code", "code", "code", "code", "code", "code", "markdown", "code", "markdown"]
 SHOWN = {4: "show.figure(study)", 5: "show.table(study)", 6: "show.finding(study)", 8: "show.more(study)"}

@@ -8,7 +8,8 @@ import pytest
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import LOADER_ALONE
 from ddpm_lab.plan import PRESETS, Experiment, Family
-from ddpm_lab.questions import QUESTIONS, Images, Setup, amp, batch_size, multi_gpu, profile, torch_compile, workers
+from ddpm_lab.questions import QUESTIONS, amp, batch_size, multi_gpu, profile, torch_compile, workers
+from ddpm_lab.setting import Images, Setup
 
 MACHINES = {"1 core": (0, 1), "2 cores": (0, 2), "64 cores": (0, 64), "1 GPU": (1, 16), "8 GPUs": (8, 64)}
 

@@ -13,8 +13,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from ddpm_lab.explain import compiling, phrases, stats
 from ddpm_lab.explain import figure_style as fs
+from ddpm_lab.explain.bands import THRESHOLD, band
 from ddpm_lab.explain.figure_ratios import families, rows_of
-from ddpm_lab.explain.findings import THRESHOLD, band
 from ddpm_lab.explain.frames import Study
 
 _BAR = 0.4

@@ -18,8 +18,10 @@ from ddpm_lab.explain import (
     figure_budget,
     figure_costs,
     figure_machine,
+    figure_peers,
     figure_ratios,
     operators,
+    peers,
     phrases,
     ranking,
     stats,
@@ -61,6 +63,10 @@ _MORE: dict[str, tuple[tuple[Callable[[Study], Figure | None], str, str], ...]] 
     "batch_size": (
         (figure_ratios.ratios, "ratios", "Speed for equal images of each batch size relative to the smallest."),
     ),
+    peers.EXPERIMENT: (
+        (figure_peers.roofline, "limits", "How far from the limit: an image at this machine's peaks, and measured."),
+        (figure_peers.levers, "levers", "What each setting of the trainer is worth on this machine."),
+    ),
     RECOMMENDATION: (
         (batch_sizes.beside, "batch_size", "The largest batch that fits, and the speed and memory of each size."),
     ),
@@ -75,6 +81,8 @@ def figure(study: Study) -> Figure:
         if study.experiment == "profile":
             return _profile(study)
         if study.experiment == batch_sizes.EXPERIMENT and (drawn := batch_sizes.figure(study, finding(study).headline)):
+            return drawn
+        if study.experiment == peers.EXPERIMENT and (drawn := figure_peers.figure(study, finding(study).headline)):
             return drawn
         return figure_ratios.ratios(study)
 
@@ -112,6 +120,8 @@ def alt_text(study: Study) -> str:
             classes = operators.classes(record)
             listed = "; ".join(f"{r['class']} {100 * r['share']:.0f} %" for _, r in classes.iterrows())
             body = f"Bar chart of exclusive operator time by class: {listed}."
+    elif study.experiment == peers.EXPERIMENT:
+        body = figure_peers.describe(study)
     else:
         draw = batch_sizes if study.experiment == batch_sizes.EXPERIMENT else figure_ratios
         body = draw.describe(study)

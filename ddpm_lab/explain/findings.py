@@ -7,21 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpm_lab.explain import batch_sizes, budget, compiling, machine_state, operators, phrases, ranking, stats
+from ddpm_lab.explain import batch_sizes, budget, compiling, machine_state, operators, peers, phrases, ranking, stats
+from ddpm_lab.explain.bands import THRESHOLD, band
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, QUALITY, comparisons
 from ddpm_lab.explain.frames import RECOMMENDATION, Study
 from ddpm_lab.explain.tables import table
+from ddpm_lab.plan import LIMITS
 from ddpm_lab.record import RunRecord
 
-__all__ = ["BANDS", "Finding", "band", "finding", "headline", "table"]
-
-BANDS: dict[str, tuple[tuple[float, str], ...]] = {
-    "S000": ((1.0, "perfect"), (0.75, "good"), (0.50, "acceptable"), (0.0, "poor")),
-    "S001": ((1.0, "perfect"), (0.90, "excellent"), (0.75, "good"), (0.0, "overhead")),
-}
-"""Names of parallel efficiency, each from its lower bound on, by the source document that uses them."""
-THRESHOLD = 0.75
-"""Efficiency at which both source documents begin to call scaling good."""
+__all__ = ["Finding", "finding", "headline", "table"]
 
 NOT_MEASURED = "not measured"
 FAILED = "failed"
@@ -61,11 +55,6 @@ class Finding:
     noise_low: float = math.nan
     noise_high: float = math.nan
     quality: str = f"quality {QUALITY}"
-
-
-def band(efficiency: float, name: str = "S001") -> str:
-    """The name of a parallel efficiency (1 is perfect) in the named table of bands."""
-    return next((word for bound, word in BANDS[name] if efficiency >= bound), BANDS[name][-1][1])
 
 
 def headline(study: Study) -> str:
@@ -110,6 +99,8 @@ def _comparison(study: Study) -> Finding:
     ending = _left_over(rows) + machine_state.unknown(study) + machine_state.busy(study) + _where(study)
     if study.experiment == batch_sizes.EXPERIMENT:
         ending = f"{batch_sizes.sentence(study)}{ending}"
+    if study.experiment == peers.EXPERIMENT:
+        training = [r for r in training if not r["family"].startswith(LIMITS)]
     if not training:
         return _nothing_to_compare(study, rows, others, ending)
     several = len({r["family"] for r in training}) > 1
@@ -122,6 +113,12 @@ def _comparison(study: Study) -> Finding:
             f"so no verdict is given.{ending}"
         )
         return _about(study, twin, short, text, stats.NOT_TRUSTED)
+    if study.experiment == peers.EXPERIMENT and (nearest := peers.lead(study)) is not None:
+        short = peers.headline(study, nearest)
+        noise = _noise(nearest).removeprefix("; ").capitalize()
+        text = f"{short}. {peers.evidence(study)}{f' {noise}.' if noise else ''}{ending}"
+        called = nearest["verdict"] in (stats.FASTER, stats.SLOWER)
+        return _about(study, nearest, short, text, ANSWERED if called else stats.NOT_RESOLVED)
     lead = _lead(training)
     resolved = lead["verdict"] in (stats.FASTER, stats.SLOWER)
     where = f" ({lead['family']})" if several else ""
@@ -271,7 +268,8 @@ def _unmeasured(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _where(study: Study) -> str:
-    return f" Measured on {study.hardware}, {study.date}; quality {QUALITY}."
+    measured = "Published records, not measured here but" if study.published else "Measured"
+    return f" {measured} on {study.hardware}, {study.date}; quality {QUALITY}."
 
 
 def _nothing_to_compare(

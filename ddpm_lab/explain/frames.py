@@ -22,7 +22,8 @@ class Study:
     """The records that answer one question: one machine, and one cohort of each experiment.
 
     ``measured_sets`` counts the sets measured by the call that made the study; 0 means that all came from the ledger.
-    ``resolution`` is the smallest relative difference that its comparisons are asked to find.
+    ``resolution`` is the smallest relative difference that its comparisons are asked to find. ``published`` records
+    came with the checkout: they were not measured here.
     """
 
     experiment: str
@@ -30,6 +31,7 @@ class Study:
     output_dir: Path
     measured_sets: int = 0
     resolution: float = 0.03
+    published: bool = False
 
     @property
     def hardware(self) -> str:

@@ -70,6 +70,7 @@ class Page:
             self.finding.get("evidence"),
             f"{sets} set{'s' if sets != 1 else ''}" if sets else None,
             self.finding.get("hardware"),
+            "published records, not measured here" if self.finding.get("published") else None,
             " to ".join(spoken_date(day) for day in str(self.finding.get("date", "")).split(" to ")),
             self.finding.get("quality"),
             f"preset {self.preset}" if self.preset and self.earlier else None,

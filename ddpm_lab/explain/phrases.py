@@ -18,6 +18,7 @@ QUESTIONS = {
     "workers": "How many loader workers are worth having?",
     "torch_compile": "Is torch.compile worth its compile time?",
     "batch_size": "How large a batch fits, and does a larger one train faster?",
+    "peers": "How fast is this trainer beside others, and how far from the limit?",
     "compare": "Which of the two is faster?",
     "recommendation": "Which settings should I use on this machine?",
 }

@@ -34,6 +34,7 @@ def groups(study: Study) -> list[Group]:
     for row in comparisons(study).to_dict("records"):
         # Only the lab's own training step does the work that the names of settings stand for.
         counts = row["sets"] and row["role"] in ("baseline", "candidate") and row["config"].workload == DDPM
+        counts = counts and row["experiment"] != "peers"  # other losses, and other implementations of the same step
         if not counts or row["verdict"] == stats.NOT_TRUSTED:
             continue
         work = _work(data[row["run_id"]])

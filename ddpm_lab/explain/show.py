@@ -33,6 +33,7 @@ NAMES = {
     "workers": "04_workers",
     "torch_compile": "05_torch_compile",
     "batch_size": "batch_size",
+    "peers": "07_peers",
     "recommendation": "06_recommendation",
 }
 NAMING = ("Configuration", "Family", "Operator", "Settings", "Work")
@@ -68,6 +69,7 @@ def finding(study: Study) -> None:
         "sets": found.sets,
         "quality": found.quality,
         "evidence": _evidence(found) + (" \N{MIDDLE DOT} the machine was busy" if machine_state.busy(study) else ""),
+        "published": study.published,
         "data": last.data_name if last else "",
         "code_version": last.code_version if last else "",
     }
@@ -77,7 +79,7 @@ def finding(study: Study) -> None:
         else f"{found.verdict} ({found.status})",
         "Evidence": _evidence(found),
         "Sets": str(found.sets) if found.sets else "",
-        "Hardware": found.hardware,
+        "Hardware": found.hardware + " (published records, not measured here)" * study.published,
         "Measured": " to ".join(spoken_date(day) for day in found.date.split(" to ")),
         "Quality": found.quality.removeprefix("quality "),
     }

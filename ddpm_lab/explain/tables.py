@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from ddpm_lab.explain import budget, compiling, machine_state, operators, phrases, ranking
+from ddpm_lab.explain import budget, compiling, limits, machine_state, operators, peers, phrases, ranking
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import RECOMMENDATION, Study
 
@@ -24,6 +24,8 @@ def table(study: Study) -> pd.DataFrame:
         record = operators.latest_profile(study.records)
         taken = budget.budget(record) if record else None
         return _profile(study) if taken is None else budget.table(taken)
+    if study.experiment == peers.EXPERIMENT:
+        return peers.table(study)
     return _comparison(study)
 
 
@@ -33,6 +35,15 @@ def more(study: Study) -> list[tuple[str, pd.DataFrame]]:
     record = operators.latest_profile(study.records) if study.experiment == "profile" else None
     if record is not None and budget.budget(record) is not None and not operators.operators(record).empty:
         found.append(("The operators in numbers.", _profile(study)))
+    if study.experiment == peers.EXPERIMENT:
+        found += [
+            (
+                "The parts of a step: work for an image, its least time at this machine's peaks, and what sets it.",
+                limits.table(study, peers.own(study)),
+            ),
+            ("What each setting of the trainer is worth here.", peers.lever_table(study)),
+        ]
+        found = [(caption, frame) for caption, frame in found if not frame.empty]
     state = machine_state.table(study) if study.experiment in ("profile", "multi_gpu") else pd.DataFrame()
     return found if state.empty else [*found, ("What the machine did meanwhile.", state)]
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
-import shutil
-import sysconfig
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +19,18 @@ from ddpm_lab.model.blocks import Stage
 from ddpm_lab.model.diffusion import Diffusion
 from ddpm_lab.model.feed import Feed, LoaderAlone
 from ddpm_lab.model.reference import ReferenceUNet, reference
+from ddpm_lab.model.step import (
+    PrecisionWatch,
+    adam,
+    adam_seen,
+    allow_tf32,
+    autocast,
+    channels_last_seen,
+    compile_counters,
+    require,
+)
 from ddpm_lab.model.unet import UNet, build_network
-from ddpm_lab.workload import RankContext, Unsupported
-
-AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
+from ddpm_lab.workload import RankContext
 
 
 def ddpm(config: RunConfig, context: RankContext) -> Trainer:
@@ -47,7 +51,7 @@ class Trainer:
     """
 
     def __init__(self, config: RunConfig, context: RankContext) -> None:
-        _require(config)
+        require(config)
         self.config, self.context = config, context
         self.device = torch.device(context.device)
         self.share = rank_share(config.global_batch_size, context.rank, context.world_size)
@@ -59,20 +63,14 @@ class Trainer:
             loss=config.diffusion.loss,
             min_snr_gamma=config.diffusion.min_snr_gamma,
         ).to(self.device)
-        self._allow_tf32(config.precision == "tf32")
+        allow_tf32(config.precision == "tf32")
         torch.manual_seed(config.seed)  # the same initial weights on every rank
         self.network = self._network()
         self.ema = copy.deepcopy(self.network).requires_grad_(False)
         self.parameters = list(self.network.parameters())
         self.weights: list[Tensor] = [*self.parameters]
         self.averages: list[Tensor] = [*self.ema.parameters()]
-        self.optimizer = torch.optim.Adam(
-            self.parameters,
-            lr=config.optimizer.learning_rate,
-            betas=config.optimizer.betas,
-            fused=config.optimizer.adam == "fused",
-            foreach=config.optimizer.adam == "foreach",
-        )
+        self.optimizer = adam(self.parameters, config.optimizer)
         self.scaler = torch.amp.GradScaler(self.device.type) if config.precision == "fp16" else None
         if config.compile == "regional":
             self._compile_stages()
@@ -94,10 +92,9 @@ class Trainer:
         self.steps = self.losses_read = 0
         self.fused_before = fused.uses()
         self.ema_seen: str | None = None
-        self.convolution_dtype: torch.dtype | None = None
-        if config.compile == "off":
-            convolution = next(m for m in self.network.modules() if isinstance(m, nn.Conv2d))
-            self._hook = convolution.register_forward_hook(self._see)
+        self.precision = PrecisionWatch(
+            self.network, self.device, eager=config.compile == "off", run=self._forward_once
+        )
 
     def _network(self) -> UNet | ReferenceUNet:
         """The network of the configuration on this rank's device, with the same weights in every implementation."""
@@ -121,24 +118,9 @@ class Trainer:
         for stage in stages:
             stage.compile(mode=self.config.compile_mode)
 
-    @staticmethod
-    def _allow_tf32(allow: bool) -> None:
-        """Without this a convolution in "fp32" would run in TF32 on recent GPUs, since cuDNN allows it by default."""
-        kind = "tf32" if allow else "ieee"
-        torch.backends.cuda.matmul.fp32_precision = kind
-        torch.backends.cudnn.conv.fp32_precision = kind  # type: ignore[attr-defined]
-        torch.backends.cudnn.benchmark = True
-
-    def _see(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        """Note the dtype in which a convolution of a real training step ran, once."""
-        del module, inputs
-        self.convolution_dtype = output.dtype
-        self._hook.remove()
-
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which the network runs."""
-        dtype = AUTOCAST.get(self.config.precision)
-        return torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext()
+        return autocast(self.config, self.device)
 
     def batches(self) -> Iterator[Batch]:
         """Endless batches of this rank's share."""
@@ -217,25 +199,23 @@ class Trainer:
     def witness(self) -> dict[str, Any]:
         """What runs, read back from the objects that run."""
         return {
-            "precision": self._precision_seen(),
+            "precision": self.precision.seen(),
             "autocast_scaler": self.scaler is not None and self.scaler.is_enabled(),
             "compile": self._compile_seen(),
             "parameters": sum(p.numel() for p in self.parameters),
             "weights_device": str(self.parameters[0].device),
             **self._levers_seen(),
-            **self._compile_counters(),
+            **compile_counters(self.config),
             **self.data.witness(),
         }
 
     def _levers_seen(self) -> dict[str, Any]:
         """The settings that change how a step is computed and not what, each from what carries it out."""
-        group = self.optimizer.param_groups[0]
-        weight = next(m.weight for m in self.network.modules() if isinstance(m, nn.Conv2d) and m.kernel_size[0] > 1)
         seen: dict[str, Any] = {
             "implementation": "lab" if isinstance(self.network, UNet) else "plain",
-            "channels_last": weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous(),
+            "channels_last": channels_last_seen(self.network),
             "attention_axis": self.network.config.middle_attention_axis,
-            "adam": "fused" if group["fused"] else "foreach" if group["foreach"] else "loop",
+            "adam": adam_seen(self.optimizer),
         }
         if self.steps:
             seen["kernels"] = "fused" if fused.uses() > self.fused_before else "aten"
@@ -250,55 +230,17 @@ class Trainer:
             }
         return seen
 
-    def _precision_seen(self) -> str:
-        """The number format in which a convolution ran: in a training step, or, compiled, in one more eager forward."""
-        dtype = self.convolution_dtype
-        if dtype is None:
-            seen: list[torch.dtype] = []
-            convolution = next(m for m in self.network.modules() if isinstance(m, nn.Conv2d))
-            hook = convolution.register_forward_hook(lambda _m, _i, output: seen.append(output.dtype))
-            size = self.config.image_size
-            with torch.no_grad(), self.autocast():
-                self.network(torch.zeros(1, 3, size, size, device=self.device), torch.zeros(1, device=self.device))
-            hook.remove()
-            dtype = seen[0]
-        if dtype == torch.float32 and self.device.type == "cuda":
-            conv = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
-            return "tf32" if conv == "tf32" else "fp32"
-        return {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, str(dtype))
-
-    def _compile_counters(self) -> dict[str, Any]:
-        if self.config.compile == "off":
-            return {}
-        from torch._dynamo.utils import counters  # noqa: PLC0415 - only where something was compiled
-
-        return {
-            "compiled_frames": int(counters["frames"]["ok"]),
-            "graphs": int(counters["stats"]["unique_graphs"]),
-            "graph_breaks": int(sum(counters["graph_break"].values())),
-            "recompiles": int(sum(counters["recompiles"].values())),
-        }
+    def _forward_once(self) -> None:
+        size = self.config.image_size
+        with self.autocast():
+            self.network(torch.zeros(1, 3, size, size, device=self.device), torch.zeros(1, device=self.device))
 
     def _compile_seen(self) -> str:
         """What was compiled, if frames were: a silent fall-back to eager compiles none."""
-        if not self._compile_counters().get("compiled_frames", 0):
+        if not compile_counters(self.config).get("compiled_frames", 0):
             return "off"
         return "whole" if hasattr(self.model, "_orig_mod") else "regional"
 
     def close(self) -> None:
         """Stop the loader workers."""
         self.data.loader.close()
-
-
-def _require(config: RunConfig) -> None:
-    """Raise Unsupported, with what to install, for a configuration this machine cannot run."""
-    if config.compile != "off":
-        compiler = os.environ.get("CXX", "g++")
-        if shutil.which(compiler) is None:
-            raise Unsupported(f"no C++ compiler ({compiler}); on Debian or Ubuntu: apt install g++")
-        if not Path(sysconfig.get_path("include"), "Python.h").exists():
-            raise Unsupported("no Python headers (Python.h); on Debian or Ubuntu: apt install python3-dev")
-    if config.device == "cuda":
-        major, _ = torch.cuda.get_device_capability()
-        if config.precision in ("bf16", "tf32") and major < 8:
-            raise Unsupported(f"this GPU has no {config.precision}: it came with the Ampere generation; use fp16")

@@ -1,0 +1,148 @@
+"""How many times as fast this trainer is as others, what each of its settings is worth, and how far the limit is."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from ddpm_lab.explain import figure_style as fs
+from ddpm_lab.explain import limits, peers, phrases
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.plan import BOTH_FP32, TUNED
+
+_ROW, _VERSUS = 0.46, 2.75  # inches for a row, and for what stands beside it
+
+
+def figure(study: Study, title: str) -> Figure | None:
+    """One row for each other trainer: how many times as fast this one is; None where none has a speed."""
+    rows = [r for r in peers.rows(study) if r["sets"]]
+    if not rows:
+        return None
+    rows = sorted(rows, key=lambda r: (BOTH_FP32 in r["name"], TUNED in r["name"], -r["ratio"]))
+    note = "Time of the other trainer for equal images divided by this trainer's, with 95 % interval over sets. "
+    base = peers.own(study)
+    if base is not None:
+        note += f"This trainer takes {phrases.throughput(base)}, {phrases.peak_memory(base)}. "
+    note += "Quality is not measured: the losses in the table are of the first steps."
+    figure, (ax,) = fs.sheet(
+        title,
+        phrases.context(study),
+        [_ROW * len(rows) + 0.1],
+        left=0.3 + max(fs.block_width(_name(r), fs.TEXT_POINTS) for r in rows),
+        right=_VERSUS,
+        note=note,
+    )
+    noise = next(((r["noise_low"], r["noise_high"]) for r in rows if not math.isnan(r["noise_low"])), None)
+    _draw(ax, rows, [_name(r) for r in rows], [_beside(r) for r in rows], noise)
+    ax.set_xlabel("this trainer is so many times as fast")
+    return figure
+
+
+def levers(study: Study) -> Figure | None:
+    """One row for each setting put back alone: how fast the trainer then is; None where none is measured."""
+    rows = sorted((r for r in peers.levers(study) if r["sets"]), key=lambda r: r["ratio"])
+    if not rows:
+        return None
+    names = [str(r["label"]) for r in rows]
+    figure, (ax,) = fs.sheet(
+        "What each setting of the trainer is worth here",
+        phrases.context(study),
+        [_ROW * len(rows) + 0.1],
+        left=0.3 + max(fs.width(name, fs.TEXT_POINTS) for name in names),
+        right=_VERSUS,
+        note="Speed of the trainer with one setting put back, relative to the trainer as it is by default: below 1 the "
+        "default is faster. Point and bar: geometric mean and 95 % interval over sets; grey: the noise floor.",
+    )
+    noise = (rows[0]["noise_low"], rows[0]["noise_high"])
+    _draw(ax, rows, names, [_beside(r) for r in rows], None if math.isnan(noise[0]) else noise)
+    ax.set_xlabel("speed relative to the default settings")
+    return figure
+
+
+def roofline(study: Study) -> Figure | None:
+    """The time of an image: at the machine's peaks by kind of work, and measured; None where it was not measured."""
+    line = limits.roofline(study, peers.own(study))
+    if line is None:
+        return None
+    percent = f"{100 * line.flop_share:.0f} %"
+    most = f"{line.measured_seconds / line.fused_seconds:.1f}"
+    peaks = (
+        f"peak {phrases.significant(line.flops / 1e9)} GFLOP/s in {line.precision} products "
+        f"({phrases.significant(line.single_flops / 1e9)} in fp32), "
+        f"{phrases.significant(line.bandwidth / 1e9)} GB/s in a copy"
+    )
+    figure, (ax,) = fs.sheet(
+        f"{percent} of the peak; at most {most} times as fast if all else were free",
+        f"{phrases.context(study)} \N{MIDDLE DOT} {peaks}",
+        [1.5],
+        left=2.35,
+        right=0.4,
+        bottom=1.05,
+        note="Each kind of work takes the longer of its FLOP at the measured peak of products and its bytes at the "
+        "measured bandwidth. Caches can make bytes cheaper, and convolutions may stay below the peak of products.",
+    )
+    names = ["measured", "at peak, every kernel\nfor itself", "at peak, the rest free"]
+    ax.barh([0], [1e3 * line.measured_seconds], color=fs.FAINT, height=0.6, lw=0)
+    colours = {part.kind: fs.PALETTE[i % len(fs.PALETTE)] for i, part in enumerate(line.parts)}
+    for y, kinds in ((1, [p.kind for p in line.parts]), (2, [*limits.NEEDED, limits.OPTIMIZER])):
+        left = 0.0
+        for part in line.parts:
+            if part.kind in kinds:
+                label = part.kind if y == 1 else None
+                ax.barh([y], [1e3 * part.seconds], left=left, color=colours[part.kind], height=0.6, lw=0, label=label)
+                left += 1e3 * part.seconds
+    ax.set_yticks(range(3), names)
+    ax.set_ylim(2.5, -0.5)
+    ax.grid(visible=False, axis="y")
+    ax.tick_params(axis="y", length=0)
+    ax.xaxis.set_major_locator(MaxNLocator(6))
+    ax.set_xlabel("milliseconds for an image")
+    ax.legend(loc="upper center", bbox_to_anchor=(0.4, -0.36), ncols=6, frameon=False, fontsize=fs.SMALL_POINTS)
+    return figure
+
+
+def describe(study: Study) -> str:
+    """The figure in words, with its numbers."""
+    rows = [r for r in peers.rows(study) if r["sets"]]
+    listed = "; ".join(f"{r['name']}: {phrases.ratio(r)} ({phrases.interval(r) or 'no interval'})" for r in rows)
+    return f"Chart of how many times as fast this trainer is as each other one. {listed}."
+
+
+def _name(row: dict[str, Any]) -> str:
+    return fs.fit(str(row["name"]), 2.6, 2, fs.TEXT_POINTS)
+
+
+def _beside(row: dict[str, Any]) -> str:
+    words = [phrases.throughput(row), phrases.peak_memory(row), phrases.outcome(row)]
+    return fs.fit(", ".join(words), _VERSUS - 0.25, 2)
+
+
+def _draw(
+    ax: Axes, rows: list[dict[str, Any]], names: list[str], beside: list[str], noise: tuple[float, float] | None
+) -> None:
+    if noise is not None:
+        ax.axvspan(*noise, color=fs.BAND, lw=0, zorder=0)
+    ax.axvline(1, color=fs.SOFT, lw=1)
+    to = ax.get_yaxis_transform()
+    for y, row in enumerate(rows):
+        colour = fs.PALETTE[0]
+        ax.plot([1, row["ratio"]], [y, y], color=fs.BAND, lw=1.6, zorder=1)
+        if not math.isnan(row["low"]):
+            ax.plot([row["low"], row["high"]], [y, y], color=colour, lw=2.8, solid_capstyle="butt", zorder=3)
+        ax.plot([row["ratio"]], [y], "o", ms=8, color=colour, zorder=4)
+        span = phrases.interval(row, short=True)
+        text = f"{phrases.ratio(row)} \N{MULTIPLICATION SIGN}" + (f"  ({span})" if span else "")
+        ax.text(1.02, y - 0.03, text, transform=to, va="bottom", color=colour, fontweight="bold")
+        ax.text(1.02, y + 0.05, beside[y], transform=to, va="top", fontsize=fs.SMALL_POINTS, color=fs.SOFT)
+    ax.set_yticks(range(len(rows)), names)
+    ax.set_ylim(len(rows) - 0.45, -0.6)
+    most = max(max(r["ratio"], 0 if math.isnan(r["high"]) else r["high"]) for r in rows)
+    ax.set_xlim(0, 1.05 * max(most, 1.0))
+    ax.grid(visible=False, axis="y")
+    ax.tick_params(axis="y", length=0)
+    ax.xaxis.set_major_locator(MaxNLocator(6))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: fs.number(value)))

@@ -1,0 +1,173 @@
+"""How far a training step is from what its machine can do: a roofline of the network's work (Williams et al. 2009)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from ddpm_lab.explain import phrases
+from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.plan import LIMITS
+from ddpm_lab.record import RunRecord
+
+BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
+NEEDED = ("convolution", "matrix product")
+"""Kinds of work that no fusing removes."""
+OPTIMIZER = "optimizer"
+OPTIMIZER_BYTES = 28
+"""Of each weight in a step of Adam: weight and two moments read and written, the gradient read, four bytes each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Work of one kind for an image: its FLOP, its bytes, and the seconds that either takes at the machine's peak."""
+
+    kind: str
+    flop: float
+    bytes: float
+    compute_seconds: float
+    memory_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """The least time: compute and memory may overlap."""
+        return max(self.compute_seconds, self.memory_seconds)
+
+    @property
+    def bound(self) -> str:
+        """What sets that time."""
+        return "compute" if self.compute_seconds >= self.memory_seconds else "memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """Peaks of the machine (per second), the parts of a step, and what an image really takes."""
+
+    precision: str
+    flops: float
+    single_flops: float
+    bandwidth: float
+    parts: tuple[Part, ...]
+    measured_seconds: float
+
+    @property
+    def eager_seconds(self) -> float:
+        """Least time of an image where every kernel reads and writes memory."""
+        return sum(p.seconds for p in self.parts)
+
+    @property
+    def fused_seconds(self) -> float:
+        """Least time if everything but convolutions, products and the optimizer cost nothing."""
+        return sum(p.seconds for p in self.parts if p.kind in (*NEEDED, OPTIMIZER))
+
+    @property
+    def flop_share(self) -> float:
+        """Model FLOP utilisation (Chowdhery et al. 2022, appendix B): FLOP of an image over what the peak does then."""
+        return sum(p.flop for p in self.parts) / self.measured_seconds / self.flops
+
+
+def roofline(study: Study, own: Mapping[str, Any] | None) -> Roofline | None:
+    """The roofline of ``own``, the lab's trainer in a study; None where peaks or trainer are not measured."""
+    peaks = _peaks(study)
+    if own is None or "bandwidth" not in peaks or "fp32" not in peaks:
+        return None
+    precision = own["config"].precision
+    flops, bandwidth = peaks.get(precision, peaks["fp32"]), peaks["bandwidth"]
+    parts = []
+    for kind, work in _work(study).items():
+        if kind == "weights":
+            size = OPTIMIZER_BYTES * work["elements"] / own["batch"]
+            parts.append(_part(OPTIMIZER, 0.0, size, flops, bandwidth))
+        else:
+            parts.append(_part(kind, work["flop"], BYTES[precision] * work["elements"], flops, bandwidth))
+    if not parts:
+        return None
+    return Roofline(
+        precision=precision,
+        flops=flops,
+        single_flops=peaks["fp32"],
+        bandwidth=bandwidth,
+        parts=tuple(sorted(parts, key=lambda p: -p.seconds)),
+        measured_seconds=own["step_seconds"] / own["batch"],
+    )
+
+
+def _part(kind: str, flop: float, size: float, flops: float, bandwidth: float) -> Part:
+    return Part(kind=kind, flop=flop, bytes=size, compute_seconds=flop / flops, memory_seconds=size / bandwidth)
+
+
+def _peaks(study: Study) -> dict[str, float]:
+    """FLOP/s of matrix products by precision, and bytes/s of a copy."""
+    found = {}
+    for row in comparisons(study).to_dict("records"):
+        if not str(row["family"]).startswith(LIMITS) or not row["sets"] or row["role"] == "twin":
+            continue
+        seen = _seen(study, str(row["run_id"]))
+        if seen.get("flop"):
+            found[row["config"].precision] = seen["flop"] / row["step_seconds"]
+        elif seen.get("bytes"):
+            found["bandwidth"] = seen["bytes"] / row["step_seconds"]
+    return found
+
+
+def _seen(study: Study, run_id: str) -> dict[str, Any]:
+    record = next((r for r in reversed(study.records) if r.run_id == run_id and r.witness.get("ranks")), None)
+    return dict(record.witness["ranks"][0]) if record else {}
+
+
+def _work(study: Study) -> dict[str, dict[str, float]]:
+    def work(record: RunRecord) -> dict[str, dict[str, float]]:
+        ranks = record.witness.get("ranks") or [{}]
+        return dict(ranks[0].get("work") or {})
+
+    return next((found for r in reversed(study.records) if (found := work(r))), {})
+
+
+def flop_per_image(study: Study) -> float | None:
+    """FLOP of forward and backward for an image by the lab's own network, or None where it was not counted."""
+    return sum(part["flop"] for part in _work(study).values()) or None
+
+
+def sentence(study: Study, own: Mapping[str, Any] | None) -> str:
+    """How far from the limit, in one sentence; empty where it was not measured."""
+    line = roofline(study, own)
+    if line is None:
+        return ""
+    percent = f"{100 * line.flop_share:.0f} %"
+    most = line.measured_seconds / line.fused_seconds
+    return (
+        f"It reaches {percent} of this machine's {phrases.significant(line.flops / 1e9)} GFLOP/s in {line.precision} "
+        f"products; at that peak, with all but convolutions, products and the optimizer free, it could be at most "
+        f"{most:.1f} times as fast."
+    )
+
+
+def table(study: Study, own: Mapping[str, Any] | None) -> pd.DataFrame:
+    """The parts of a step: work, least time at the machine's peaks, and what sets it; empty where not measured."""
+    line = roofline(study, own)
+    if line is None:
+        return pd.DataFrame()
+    cells = [
+        {
+            "Operator": part.kind,
+            "GFLOP/image": f"{part.flop / 1e9:.2f}" if part.flop else phrases.DASH,
+            "MB/image": f"{part.bytes / 1e6:.1f}",
+            "At peak": phrases.seconds(part.seconds),
+            "Bound by": part.bound,
+        }
+        for part in line.parts
+    ]
+    totals = (
+        ("all, each kernel for itself", line.eager_seconds),
+        ("convolutions, products and optimizer alone", line.fused_seconds),
+        ("measured", line.measured_seconds),
+    )
+    cells += [
+        {"Operator": name, "GFLOP/image": "", "MB/image": "", "At peak": phrases.seconds(value), "Bound by": ""}
+        for name, value in totals
+    ]
+    return pd.DataFrame(cells)

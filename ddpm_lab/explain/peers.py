@@ -1,0 +1,184 @@
+"""The lab's own trainer beside others: its ratios turned round, so that they say how many times as fast it is."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from ddpm_lab.explain import limits, phrases, stats
+from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.plan import BOTH_FP32, LEVERS, LIMITS, OURS, TUNED
+from ddpm_lab.record import RunRecord
+
+EXPERIMENT = "peers"
+_NONE = phrases.DASH
+Row = dict[str, Any]
+
+
+def rows(study: Study) -> list[Row]:
+    """Every other trainer, turned round: ``ratio`` is the time it takes for equal images divided by this trainer's.
+
+    The names of those that are measured in fp32 against fp32 say so. Trainers without a speed come too.
+    """
+    found = []
+    for row in _all(study):
+        if row["role"] not in ("candidate", "note") or not _is_rival(row["family"]):
+            continue
+        row["name"] = row["label"] + BOTH_FP32 * row["family"].endswith(BOTH_FP32)
+        found.append(_turned(row) if row["sets"] else row)
+    return found
+
+
+def levers(study: Study) -> list[Row]:
+    """Each setting put back alone, as it was measured: below 1 the trainer's own choice is faster."""
+    return [r for r in _all(study) if r["family"].endswith(LEVERS) and r["role"] == "candidate"]
+
+
+def own(study: Study) -> Row | None:
+    """The lab's own trainer, as the baseline of the others."""
+    return next((r for r in _all(study) if r["role"] == "baseline" and _is_rival(r["family"]) and r["sets"]), None)
+
+
+def _all(study: Study) -> list[Row]:
+    return [{str(k): v for k, v in r.items()} for r in comparisons(study).to_dict("records")]
+
+
+def _is_rival(family: str) -> bool:
+    return not family.endswith(LEVERS) and not family.startswith(LIMITS)
+
+
+def _turned(row: Row) -> Row:
+    words = {stats.FASTER: stats.SLOWER, stats.SLOWER: stats.FASTER}
+    return {
+        **row,
+        "ratio": 1 / row["ratio"],
+        "low": 1 / row["high"],
+        "high": 1 / row["low"],
+        "set_ratios": tuple(1 / r for r in row["set_ratios"]),
+        "verdict": words.get(row["verdict"], row["verdict"]),
+    }
+
+
+def lead(study: Study) -> Row | None:
+    """The trainer that comes nearest, in equal precision or not: the claim is about it, so that it holds for all."""
+    measured = [r for r in rows(study) if r["sets"] and BOTH_FP32 not in r["name"]]
+    return min(measured, key=lambda r: r["ratio"]) if measured else None
+
+
+def headline(study: Study, nearest: Mapping[str, Any]) -> str:
+    """Such as "This trainer is 1.72 times as fast as the nearest of 6 others (diffusers, tuned)"."""
+    count = sum(bool(r["sets"]) and BOTH_FP32 not in r["name"] for r in rows(study))
+    others = f"the nearest of {count} others ({nearest['name']})" if count > 1 else str(nearest["name"])
+    if nearest["verdict"] not in (stats.FASTER, stats.SLOWER):
+        return f"Not resolved: this trainer against {others} reads {phrases.ratio(nearest)}"
+    return f"This trainer is {phrases.ratio(nearest)} times as fast as {others}"
+
+
+def evidence(study: Study) -> str:
+    """All ratios with their intervals, apart as the trainers come and as they were tuned, and the training losses."""
+    told = []
+    measured = [r for r in rows(study) if r["sets"]]
+    for words, chosen in (
+        ("As they come", [r for r in measured if TUNED not in r["name"] and BOTH_FP32 not in r["name"]]),
+        ("Tuned", [r for r in measured if TUNED in r["name"]]),
+        ("Both in fp32", [r for r in measured if BOTH_FP32 in r["name"]]),
+    ):
+        if chosen:
+            listed = [
+                f"{phrases.ratio(r)} times {r['label'].removesuffix(TUNED)} ({phrases.evidence(r)})" for r in chosen
+            ]
+            told.append(f"{words}: {phrases.joined(listed)}.")
+    base = own(study)
+    if base is not None:
+        told.append(f"It takes {phrases.throughput(base)} at batch {base['batch']}.")
+    if said := limits.sentence(study, base):
+        told.append(said)
+    return " ".join(told)
+
+
+def table(study: Study) -> pd.DataFrame:
+    """One row a trainer: how many times as fast this one is, size, speed, memory, and loss after equal images."""
+    base = own(study)
+    shown = ([{**base, "name": f"{OURS} (baseline)"}] if base else []) + _twins(study) + rows(study)
+    found = []
+    for row in shown:
+        records = _records(study, row)
+        seen = _seen(records)
+        measured = bool(row["sets"])
+        candidate = row["role"] == "candidate"
+        span = f" ({phrases.interval(row)})" if candidate and phrases.interval(row) else ""
+        found.append(
+            {
+                "Configuration": row["name"],
+                "This trainer is": f"{phrases.ratio(row)} \N{MULTIPLICATION SIGN}{span}"
+                if measured and candidate
+                else _NONE,
+                "Verdict": phrases.outcome(row),
+                "Images/s": phrases.significant(row["images_per_second"]) if measured else _NONE,
+                "Step": phrases.seconds(row["step_seconds"]) if measured else _NONE,
+                "Format": str(row["config"].precision) if measured else _NONE,
+                "Peak memory": phrases.peak_memory(row) if measured else _NONE,
+                "Weights": f"{seen['parameters'] / 1e6:.2f} M" if "parameters" in seen else _NONE,
+                "GFLOP/image": _flop(study, seen, row),
+                "Training loss": _loss(records),
+                "Sets \N{MULTIPLICATION SIGN} turns": f"{row['sets']} \N{MULTIPLICATION SIGN} {row['turns']}",
+                "Quality": str(row["quality"]) if measured else _NONE,
+                "Note": str(row["reason"]) if not measured else "",
+            }
+        )
+    frame = pd.DataFrame(found)
+    if frame.empty:
+        return pd.DataFrame(columns=["Configuration", "This trainer is", "Verdict"])
+    return frame if frame["Note"].any() else frame.drop(columns="Note")
+
+
+def lever_table(study: Study) -> pd.DataFrame:
+    """What each setting of the trainer is worth here: the trainer's speed with it put back, alone."""
+    found = [
+        {
+            "Configuration": row["label"],
+            "Speed of the trainer with it": f"{phrases.ratio(row)} ({phrases.interval(row)})" if row["sets"] else _NONE,
+            "Verdict": phrases.outcome(row) if row["sets"] else phrases.failure(row),
+            "Images/s": phrases.significant(row["images_per_second"]) if row["sets"] else _NONE,
+            "Peak memory": phrases.peak_memory(row) if row["sets"] else _NONE,
+        }
+        for row in levers(study)
+    ]
+    return pd.DataFrame(found)
+
+
+def _twins(study: Study) -> list[Row]:
+    twins = [r for r in _all(study) if r["role"] == "twin" and _is_rival(r["family"]) and r["sets"]]
+    return [{**r, "name": f"{OURS} (null twin)", "role": "candidate"} for r in twins[:1]]
+
+
+def _records(study: Study, row: Mapping[str, Any]) -> list[RunRecord]:
+    role = "twin" if str(row["name"]).endswith("(null twin)") else row["role"]
+    return [r for r in study.records if r.run_id == row["run_id"] and r.role == role and r.status == "ok"]
+
+
+def _seen(records: Sequence[RunRecord]) -> dict[str, Any]:
+    ranks = records[-1].witness.get("ranks", []) if records else []
+    return dict(ranks[0]) if ranks else {}
+
+
+def _flop(study: Study, seen: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    value = seen.get("flop_per_image") or (limits.flop_per_image(study) if seen and "implementation" in seen else None)
+    del row
+    return f"{value / 1e9:.2f}" if value else _NONE
+
+
+def _loss(records: Sequence[RunRecord]) -> str:
+    """Mean loss over the last third of the timed steps: the same images for all configurations of a set."""
+    values = [
+        statistics.fmean(losses[-max(1, len(losses) // 3) :])
+        for r in records
+        for rank in r.ranks
+        if (losses := rank.losses)
+    ]
+    return f"{statistics.fmean(values):.3f}" if values and math.isfinite(statistics.fmean(values)) else _NONE

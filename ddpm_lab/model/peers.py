@@ -1,0 +1,233 @@
+"""Other people's trainers as workloads, on the lab's own batches: denoising-diffusion-pytorch and diffusers.
+
+Each step is written as the project's own training loop writes it (``Trainer.train`` there, and the example
+``train_unconditional.py`` of diffusers): mixed precision by autocast, gradient clipping, Adam, and the project's own
+moving average of the weights. The configuration tunes what their users could: precision, memory format, compilation,
+the implementation of Adam, and whether every step waits for its loss. Timesteps and noise are drawn as they draw them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.data.loader import Batch
+from ddpm_lab.model.feed import Feed
+from ddpm_lab.model.step import (
+    PrecisionWatch,
+    adam,
+    adam_seen,
+    allow_tf32,
+    autocast,
+    channels_last_seen,
+    compile_counters,
+    require,
+)
+from ddpm_lab.model.unet import NETWORKS
+from ddpm_lab.workload import RankContext, Unsupported
+
+INSTALL = "make peers, or pip install denoising-diffusion-pytorch diffusers"
+
+_BETAS = {"linear": "linear", "cosine": "squaredcos_cap_v2"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a project brings: ``model`` holds the weights; ``loss(images, model)`` is their loss, in [-1, 1] as the
+    lab's batches are; ``update`` moves its average of the weights and is called after every step; ``unet`` makes the
+    network once more, for counting.
+    """
+
+    model: nn.Module
+    unet: Callable[[], nn.Module]
+    loss: Callable[[Tensor, Callable[..., Any]], Tensor]
+    update: Callable[[], None]
+
+
+def denoising_diffusion_pytorch(config: RunConfig, context: RankContext) -> Peer:
+    """The trainer of denoising-diffusion-pytorch. Raises Unsupported where it is not installed."""
+    try:
+        from denoising_diffusion_pytorch import GaussianDiffusion, Unet  # noqa: PLC0415 - optional
+        from ema_pytorch import EMA  # noqa: PLC0415 - optional
+    except ImportError as missing:
+        raise Unsupported(f"denoising-diffusion-pytorch is not installed: {INSTALL}") from missing
+    _one_rank(config)
+    shape = NETWORKS[config.network]
+    if shape.family != "seed":
+        raise Unsupported(f"denoising-diffusion-pytorch has no network of the size of {config.network!r}: use seed")
+
+    def unet() -> nn.Module:
+        made: nn.Module = Unet(dim=shape.width, dim_mults=shape.multipliers)
+        return made
+
+    torch.manual_seed(config.seed)
+    diffusion = GaussianDiffusion(
+        unet(),
+        image_size=config.image_size,
+        timesteps=config.diffusion.timesteps,
+        objective="pred_noise",
+        beta_schedule=config.diffusion.schedule,
+        auto_normalize=False,  # the lab's batches are in [-1, 1] already
+    ).to(context.device)
+    average = EMA(diffusion, beta=config.optimizer.ema_decay, update_every=config.optimizer.ema_every)
+
+    def loss(images: Tensor, model: Callable[..., Any]) -> Tensor:
+        value: Tensor = model(images)
+        return value
+
+    return Peer(config, context, Parts(model=diffusion, unet=unet, loss=loss, update=average.update))
+
+
+def diffusers(config: RunConfig, context: RankContext) -> Peer:
+    """Diffusers' UNet2DModel with its DDPMScheduler. Raises Unsupported where it is not installed."""
+    try:
+        from diffusers import DDPMScheduler, UNet2DModel  # noqa: PLC0415 - optional
+        from diffusers.training_utils import EMAModel  # noqa: PLC0415 - optional
+    except ImportError as missing:
+        raise Unsupported(f"diffusers is not installed: {INSTALL}") from missing
+    _one_rank(config)
+    shape = NETWORKS[config.network]
+    if shape.patch != 1:
+        raise Unsupported(f"diffusers has no network of the size of {config.network!r}: use seed or ddpm")
+    width = shape.width
+    # The ddpm network is one for one diffusers' own configuration of it; of the seed network's size is a U-Net of four
+    # levels whose width is doubled once.
+    widths = tuple(width * m for m in shape.multipliers) if shape.family == "ddpm" else (width, *(3 * [2 * width]))
+
+    def unet() -> nn.Module:
+        made: nn.Module = UNet2DModel(
+            sample_size=config.image_size,
+            block_out_channels=widths,
+            layers_per_block=2,
+            norm_num_groups=shape.groups,
+            down_block_types=("DownBlock2D", "AttnDownBlock2D", "DownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
+            attention_head_dim=None,
+            freq_shift=1,
+            flip_sin_to_cos=False,
+        )
+        return made
+
+    torch.manual_seed(config.seed)
+    network = unet().to(context.device)
+    scheduler = DDPMScheduler(config.diffusion.timesteps, beta_schedule=_BETAS[config.diffusion.schedule])
+    average = EMAModel(network.parameters(), decay=config.optimizer.ema_decay)
+    steps = iter(range(1, 2**62))
+
+    def update() -> None:
+        if next(steps) % config.optimizer.ema_every == 0:
+            average.step(network.parameters())
+
+    def loss(images: Tensor, model: Callable[..., Any]) -> Tensor:
+        noise = torch.randn(images.shape, device=images.device)
+        t = torch.randint(0, config.diffusion.timesteps, (len(images),), device=images.device)
+        noisy = scheduler.add_noise(images, noise, t)
+        return nn.functional.mse_loss(model(noisy, t, return_dict=False)[0].float(), noise)
+
+    return Peer(config, context, Parts(model=network, unet=unet, loss=loss, update=update))
+
+
+def _one_rank(config: RunConfig) -> None:
+    if config.world_size > 1:
+        raise Unsupported(f"peers are compared on one rank, not on {config.world_size}")
+
+
+class Peer:
+    """One rank of a peer's training run."""
+
+    def __init__(self, config: RunConfig, context: RankContext, parts: Parts) -> None:
+        require(config)
+        self.config, self.mark = config, context.mark
+        self.device = torch.device(context.device)
+        allow_tf32(config.precision == "tf32")
+        self.data = Feed(config, context)
+        self.parts = parts
+        self.network = parts.model.to(memory_format=torch.channels_last) if config.channels_last else parts.model
+        self.parameters = [p for p in self.network.parameters() if p.requires_grad]
+        self.model: Callable[..., Any] = self.network
+        if config.compile == "whole":
+            self.model = torch.compile(self.network, mode=config.compile_mode)
+        self.optimizer = adam(self.parameters, config.optimizer)
+        self.scaler = torch.amp.GradScaler(self.device.type) if config.precision == "fp16" else None
+        self.steps = self.losses_read = 0
+        self.precision = PrecisionWatch(
+            self.network, self.device, eager=config.compile == "off", run=self._forward_once
+        )
+
+    def _forward_once(self) -> None:
+        size = self.config.image_size
+        with autocast(self.config, self.device):
+            self.parts.loss(torch.zeros(1, 3, size, size, device=self.device), self.network)
+
+    def batches(self) -> Iterator[Batch]:
+        """Endless batches, the same as the lab's own trainer has."""
+        return iter(self.data.loader)
+
+    def step(self, batch: Batch) -> Tensor:
+        """One optimizer step; returns the loss, still on the device."""
+        self.data.note(batch)
+        self.mark("copy")
+        images = batch.images.to(self.device, non_blocking=True)
+        if not self.config.channels_last:
+            images = images.contiguous()
+        self.mark("forward")
+        with autocast(self.config, self.device):
+            loss = self.parts.loss(images, self.model)
+        self.mark("backward")
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        scaled.backward()  # type: ignore[no-untyped-call]
+        if self.config.read_loss:
+            loss.item()
+            self.losses_read += 1
+        self.mark("optimizer")
+        if self.scaler:
+            self.scaler.unscale_(self.optimizer)
+        if self.config.optimizer.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.clip_norm)
+        if self.scaler:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.mark("ema")
+        self.parts.update()
+        self.steps += 1
+        return loss.detach()
+
+    def witness(self) -> dict[str, Any]:
+        """What runs, read back from the objects that run, and the size of the network."""
+        counters = compile_counters(self.config)
+        seen: dict[str, Any] = {
+            "precision": self.precision.seen(),
+            "compile": "whole" if counters.get("compiled_frames", 0) else "off",
+            "channels_last": channels_last_seen(self.network),
+            "adam": adam_seen(self.optimizer),
+            "parameters": sum(p.numel() for p in self.parameters),
+            "flop_per_image": self._count_flop(),
+            **counters,
+            **self.data.witness(),
+        }
+        if self.steps:
+            seen["read_loss"] = self.losses_read == self.steps
+        return seen
+
+    def _count_flop(self) -> int:
+        """FLOP of forward and backward for one image, counted on the meta device."""
+        size = self.config.image_size
+        with torch.device("meta"):
+            network, images, t = self.parts.unet(), torch.empty(1, 3, size, size), torch.zeros(1, dtype=torch.long)
+        with FlopCounterMode(display=False) as counter:
+            output = network(images, t)
+            getattr(output, "sample", output).sum().backward()
+        return int(counter.get_total_flops())
+
+    def close(self) -> None:
+        """Stop the loader workers."""
+        self.data.loader.close()

@@ -1,0 +1,119 @@
+"""What every training step here has in common, whoever wrote it: number format, Adam, and how to tell what ran."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddpm_lab.config import OptimizerConfig, RunConfig
+from ddpm_lab.workload import Unsupported
+
+AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def require(config: RunConfig) -> None:
+    """Raise Unsupported, with what to install, for a configuration this machine cannot run."""
+    if config.compile != "off":
+        compiler = os.environ.get("CXX", "g++")
+        if shutil.which(compiler) is None:
+            raise Unsupported(f"no C++ compiler ({compiler}); on Debian or Ubuntu: apt install g++")
+        if not Path(sysconfig.get_path("include"), "Python.h").exists():
+            raise Unsupported("no Python headers (Python.h); on Debian or Ubuntu: apt install python3-dev")
+    if config.device == "cuda":
+        major, _ = torch.cuda.get_device_capability()
+        if config.precision in ("bf16", "tf32") and major < 8:
+            raise Unsupported(f"this GPU has no {config.precision}: it came with the Ampere generation; use fp16")
+
+
+def allow_tf32(allow: bool) -> None:
+    """Without this a convolution in "fp32" would run in TF32 on recent GPUs, since cuDNN allows it by default."""
+    kind = "tf32" if allow else "ieee"
+    torch.backends.cuda.matmul.fp32_precision = kind
+    torch.backends.cudnn.conv.fp32_precision = kind  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = True
+
+
+def autocast(config: RunConfig, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """The context in which a network runs in the precision of ``config``."""
+    dtype = AUTOCAST.get(config.precision)
+    return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
+
+
+def adam(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Adam:
+    """Adam as the configuration says it is computed."""
+    return torch.optim.Adam(
+        parameters,
+        lr=config.learning_rate,
+        betas=config.betas,
+        fused=config.adam == "fused",
+        foreach=config.adam == "foreach",
+    )
+
+
+def adam_seen(optimizer: torch.optim.Adam) -> str:
+    """How an optimizer computes its step, read back from it."""
+    group = optimizer.param_groups[0]
+    return "fused" if group["fused"] else "foreach" if group["foreach"] else "loop"
+
+
+def channels_last_seen(network: nn.Module) -> bool:
+    """Whether the weights of a network's first real convolution lie in the channels-last format."""
+    weight = next(m.weight for m in network.modules() if isinstance(m, nn.Conv2d) and m.kernel_size[0] > 1)
+    return weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+
+
+def compile_counters(config: RunConfig) -> dict[str, int]:
+    """What torch.compile did in this process; nothing where the configuration compiles nothing."""
+    if config.compile == "off":
+        return {}
+    from torch._dynamo.utils import counters  # noqa: PLC0415 - only where something was compiled
+
+    return {
+        "compiled_frames": int(counters["frames"]["ok"]),
+        "graphs": int(counters["stats"]["unique_graphs"]),
+        "graph_breaks": int(sum(counters["graph_break"].values())),
+        "recompiles": int(sum(counters["recompiles"].values())),
+    }
+
+
+class PrecisionWatch:
+    """Notes the number format in which the first convolution of ``network`` ran.
+
+    Where ``eager`` the first real step is watched. A compiled step would run the hook inside its graph, so there
+    ``run``, an eager forward pass in the same context, is watched when the witness is asked for.
+    """
+
+    def __init__(self, network: nn.Module, device: torch.device, *, eager: bool, run: Callable[[], object]) -> None:
+        self.convolution = next(m for m in network.modules() if isinstance(m, nn.Conv2d))
+        self.device, self.run = device, run
+        self.dtype: torch.dtype | None = None
+        if eager:
+            self._register()
+
+    def _register(self) -> None:
+        self._hook = self.convolution.register_forward_hook(self._see)
+
+    def _see(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        del module, inputs
+        self.dtype = output.dtype
+        self._hook.remove()
+
+    def seen(self) -> str:
+        """fp32, tf32, fp16 or bf16."""
+        if self.dtype is None:
+            self._register()
+            with torch.no_grad():
+                self.run()
+        if self.dtype == torch.float32 and self.device.type == "cuda":
+            conv = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+            return "tf32" if conv == "tf32" else "fp32"
+        names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+        return names.get(self.dtype, str(self.dtype)) if self.dtype else "nothing"

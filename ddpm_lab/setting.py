@@ -1,0 +1,111 @@
+"""The setting of an experiment: what is trained on which images, what the machine offers, the trainer's defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddpm_lab.checks import ConfigError, several, whole
+from ddpm_lab.config import RunConfig
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "cpu": {"precision": "bf16", "channels_last": True, "kernels": "fused", "compile": "off", "loader": "packed"},
+    "cuda": {"precision": "bf16", "channels_last": True, "kernels": "aten", "compile": "whole", "loader": "resident"},
+}
+"""The trainer's settings for speed by kind of device; Adam in one kernel and EMA in one call are the same on both.
+
+What each is worth on a machine is measured by notebook 07; the search for the best set is the recommendation's.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Images:
+    """Prepared images: the folder, the content hash, and a name for people."""
+
+    folder: str
+    sha256: str
+    name: str
+    image_size: int = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What all configurations of an experiment have in common, and what the machine offers."""
+
+    preset: str
+    network: str
+    images: Images
+    device: str
+    gpus: int
+    usable_cores: int
+    seed: int = 0
+    oversubscribe: bool = False
+
+    def config(self, **settings: Any) -> RunConfig:
+        """A configuration of this set-up."""
+        common = {
+            "network": self.network,
+            "device": self.device,
+            "data": self.images.folder,
+            "data_sha256": self.images.sha256,
+            "image_size": self.images.image_size,
+            "seed": self.seed,
+        }
+        config = RunConfig(**{**common, **settings})
+        over = config.device == "cpu" and config.world_size > self.usable_cores
+        return dataclasses.replace(config, oversubscribe=True) if over and self.oversubscribe else config
+
+    @property
+    def most_ranks(self) -> int:
+        """Ranks this machine can give a device of their own."""
+        return self.gpus if self.device == "cuda" else self.usable_cores
+
+    def batch_size(self, asked: int | None, ranks: int = 1) -> int:
+        """The global batch size asked for, or the preset's: 128, and 8 on a CPU except in ``full``."""
+        if asked is not None:
+            whole("global_batch_size", asked, 1)
+            return asked
+        usual = 128 if self.device == "cuda" or self.preset == "full" else 8
+        return -(-usual // ranks) * ranks
+
+    def world_sizes(self, asked: Sequence[int] | None, usual: Sequence[int]) -> list[int]:
+        """The world sizes asked for, checked; or those of ``usual`` that this machine can run."""
+        if asked is None:
+            return [n for n in usual if n <= self.most_ranks or (self.device == "cpu" and self.oversubscribe)]
+        several("world_sizes", asked)
+        for ranks in asked:
+            whole("world_sizes", ranks, 1)
+            self.check_ranks(ranks)
+        return sorted(set(asked))
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise ConfigError for more ranks than the machine has devices for."""
+        check_ranks(self.device, ranks, self.gpus, self.usable_cores, self.oversubscribe)
+
+    def ranks_label(self, ranks: int) -> str:
+        """``2 GPUs`` or ``2 ranks``."""
+        return f"{ranks} {'GPU' if self.device == 'cuda' else 'rank'}{'s' if ranks > 1 else ''}"
+
+    def family_name(self, batch: int | None, ranks: int | None = None) -> str:
+        """A family's name for people: what everything in it has in common."""
+        words = [self.network, self.images_name(batch), self.ranks_label(ranks) if ranks else ""]
+        return ", ".join(word for word in words if word)
+
+    def images_name(self, batch: int | None) -> str:
+        """How many images a step takes, and their size where it is not CIFAR's: ``batch 8, 64x64 pixels``."""
+        size = self.images.image_size
+        words = [f"batch {batch}" if batch else "", f"{size}x{size} pixels" if size != 32 else ""]
+        return ", ".join(word for word in words if word)
+
+
+def check_ranks(device: str, ranks: int, gpus: int, usable_cores: int, oversubscribe: bool = False) -> None:
+    """Raise ConfigError for more ranks than there are GPUs, or usable cores, to give each one of its own."""
+    if device == "cuda" and ranks > gpus:
+        raise ConfigError(f"{ranks} ranks need {ranks} GPUs, this machine has {gpus}: give at most {gpus}")
+    if device == "cpu" and ranks > usable_cores and not oversubscribe:
+        raise ConfigError(
+            f"{ranks} CPU ranks need {ranks} cores, {usable_cores} are usable here: give at most {usable_cores}, or "
+            "set oversubscribe (such records show that it works, and nothing about speed)"
+        )

@@ -1,0 +1,147 @@
+"""How fast is the lab's own trainer: beside other people's, lever by lever, and against what the machine can do."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from ddpm_lab.checks import ConfigError, choice, several, whole
+from ddpm_lab.config import DDPM, SEED_FAMILY, DiffusionConfig, OptimizerConfig, RunConfig
+from ddpm_lab.plan import BOTH_FP32, LEVERS, LIMITS, OURS, TUNED, Experiment, Family, Plan
+from ddpm_lab.setting import DEFAULTS, Setup
+
+DDPT = "ddpm_lab.model.peers:denoising_diffusion_pytorch"
+DIFFUSERS = "ddpm_lab.model.peers:diffusers"
+PRODUCT = "ddpm_lab.model.limits:product"
+COPY = "ddpm_lab.model.limits:copy"
+WORKLOADS = (DDPM, DDPT, DIFFUSERS, PRODUCT, COPY)
+
+PUBLISHED = "the published code"
+PEERS = {PUBLISHED: DDPM, "denoising-diffusion-pytorch": DDPT, "diffusers": DIFFUSERS}
+"""Other trainers by name; the published code is the seed network as it was first written, by the lab's own step."""
+PARTS = ("peers", "fp32", "levers", "limits")
+
+PLAN = Plan(turns=6, window_seconds=1.0, window_steps=1, settle_steps=1, warmup_steps=3)
+"""Steps of seconds need few of them: no window shorter than a second, and ratios of two or three no hundredth parts."""
+
+
+def peers(
+    setup: Setup,
+    *,
+    global_batch_size: int | None = None,
+    trainers: Sequence[str] | None = None,
+    parts: Sequence[str] | None = None,
+) -> Experiment:
+    """How fast is this trainer? Beside others as they come and tuned, in fp32, each lever alone, and the limits.
+
+    ``trainers`` are names of PEERS, ``parts`` some of PARTS; None is all that a network of this size has.
+    """
+    batch = 32 if global_batch_size is None and setup.device == "cpu" else setup.batch_size(global_batch_size)
+    whole("global_batch_size", batch, 1)
+    for name, values, known in (("trainers", trainers, PEERS), ("parts", parts, PARTS)):
+        if values is not None:
+            several(name, values)
+            for value in values:
+                choice(name, value, known)
+    able = [n for n in PEERS if n != PUBLISHED or setup.network in SEED_FAMILY]
+    if trainers is not None and (lost := [n for n in trainers if n not in able]):
+        raise ConfigError(f"trainers has {lost[0]!r}, which is not written for network {setup.network!r}: use seed")
+    asked = [n for n in able if trainers is None or n in trainers]
+    ours = setup.config(global_batch_size=batch, diffusion=DiffusionConfig(loss="l2"), **DEFAULTS[setup.device])
+    name = setup.family_name(batch)
+    wanted = parts or PARTS
+    families = []
+    if "peers" in wanted:
+        families.append(_against(ours, name, asked))
+    if "fp32" in wanted and PUBLISHED in asked:
+        single = dataclasses.replace(ours, precision="fp32")
+        families.append(
+            Family(
+                name=f"{name}{BOTH_FP32}",
+                baseline=single,
+                baseline_label=OURS,
+                candidates=((PUBLISHED, _as_it_comes(ours, PUBLISHED)),),
+            )
+        )
+    if "levers" in wanted and setup.preset == "full":
+        families.append(_levers(ours, f"{name}{LEVERS}", setup))
+    if "limits" in wanted:
+        families.append(_limits(ours, f"{LIMITS}, {setup.network}"))
+    return Experiment(name="peers", families=tuple(families))
+
+
+def _against(ours: RunConfig, name: str, asked: Sequence[str]) -> Family:
+    rows = [(peer, _as_it_comes(ours, peer)) for peer in asked]
+    rows += [(peer + TUNED, _tuned(ours, peer)) for peer in asked]
+    return Family(name=name, baseline=ours, baseline_label=OURS, candidates=tuple(rows))
+
+
+def _as_it_comes(ours: RunConfig, peer: str) -> RunConfig:
+    """A trainer as its code is written: single precision, NCHW, torch's default Adam, and a look at every loss."""
+    adam = "foreach" if ours.device == "cuda" else "loop"  # what torch.optim.Adam chooses where nothing is said
+    return dataclasses.replace(
+        ours,
+        workload=PEERS[peer],
+        precision="fp32",
+        channels_last=False,
+        kernels="aten",
+        compile="off",
+        loader="packed",
+        implementation="plain" if peer == PUBLISHED else "lab",
+        optimizer=OptimizerConfig(adam=adam, ema="loop"),
+        read_loss=True,
+    )
+
+
+def _tuned(ours: RunConfig, peer: str) -> RunConfig:
+    """The same with what its users could change: precision, memory format, fused Adam, and on a GPU compilation."""
+    return dataclasses.replace(
+        _as_it_comes(ours, peer),
+        precision=ours.precision,
+        channels_last=True,
+        compile=ours.compile,
+        loader=ours.loader,
+        optimizer=OptimizerConfig(ema="foreach" if peer == PUBLISHED else "loop"),
+        read_loss=False,
+    )
+
+
+def _levers(ours: RunConfig, name: str, setup: Setup) -> Family:
+    """Each of the trainer's settings put back alone; those that cannot apply to this device are not in the list."""
+    optimizer = ours.optimizer
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("fp32", {"precision": "fp32"}),
+        ("NCHW", {"channels_last": False, "kernels": "aten"}),
+        ("Adam weight by weight", {"optimizer": dataclasses.replace(optimizer, adam="loop")}),
+        ("EMA weight by weight", {"optimizer": dataclasses.replace(optimizer, ema="loop")}),
+        ("every loss read", {"read_loss": True}),
+        ("files, no workers", {"loader": "files"}),
+    ]
+    if ours.kernels == "fused":
+        changes.insert(1, ("eager kernels", {"kernels": "aten"}))
+        changes.append(("compiled block by block", {"kernels": "aten", "compile": "regional"}))
+    if setup.device == "cuda":
+        changes.insert(1, ("eager", {"compile": "off"}))
+        changes += [
+            ("tf32", {"precision": "tf32"}),
+            ("fp16", {"precision": "fp16"}),
+            ("compiled block by block", {"compile": "regional"}),
+            ("CUDA graphs", {"compile_mode": "reduce-overhead"}),
+            ("max-autotune", {"compile_mode": "max-autotune"}),
+            ("packed, copied", {"loader": "packed"}),
+        ]
+    rows = tuple((label, dataclasses.replace(ours, **change)) for label, change in changes)
+    return Family(name=name, baseline=ours, baseline_label="as by default", candidates=rows)
+
+
+def _limits(ours: RunConfig, name: str) -> Family:
+    """Peaks: products in single precision as the baseline, in the trainer's own, and a copy."""
+    plain = dataclasses.replace(
+        ours, global_batch_size=1, kernels="aten", compile="off", loader="packed", optimizer=OptimizerConfig()
+    )
+    single = dataclasses.replace(plain, workload=PRODUCT, precision="fp32")
+    rows = [("copy", dataclasses.replace(plain, workload=COPY, precision="fp32"))]
+    if ours.precision != "fp32":
+        rows.insert(0, (f"product, {ours.precision}", dataclasses.replace(single, precision=ours.precision)))
+    return Family(name=name, baseline=single, baseline_label="product, fp32", candidates=tuple(rows))
