@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -286,13 +287,24 @@ def test_samples_outside_the_batch_are_refused() -> None:
             draw(0, start, stop, 8)
 
 
-def test_drawing_costs_little() -> None:
-    def seconds() -> float:
+def test_seeds_of_their_own_cost_little_beside_the_numbers() -> None:
+    generator = torch.Generator()
+
+    def plain() -> None:
+        torch.randint(1000, (64,), generator=generator)
+        torch.randn(64, 3, 32, 32, generator=generator)
+
+    def seeded() -> None:
+        noise_and_timesteps(0, 1, 0, 64, global_batch_size=64, shape=(3, 32, 32), timesteps=1000)
+
+    def seconds(draw: Callable[[], None]) -> float:
         start = time.perf_counter()
-        noise_and_timesteps(0, 1, 0, 8, global_batch_size=8, shape=(3, 32, 32), timesteps=1000)
+        draw()
         return time.perf_counter() - start
 
-    assert np.median([seconds() for _ in range(50)]) < 1e-3
+    # In turns, and the shortest of many: a neighbour makes both slower, but hardly every one of them.
+    times = [(seconds(seeded), seconds(plain)) for _ in range(50)]
+    assert min(t for t, _ in times) < 3 * min(t for _, t in times)
 
 
 @pytest.mark.gpu
