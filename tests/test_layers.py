@@ -16,9 +16,10 @@ ROWS = (
     ("record", "workload"),
     ("ledger",),
     # data
-    ("data.progress", "data.folder", "data.draws"),
-    ("data.archives", "data.decode_pool", "data.held_out", "data.prepared", "data.synthetic"),
+    ("data.progress", "data.folder", "data.draws", "data.pixels"),
+    ("data.archives", "data.decode_pool", "data.held_out", "data.prepared", "data.synthetic", "data.uploads"),
     ("data.packed", "data.loader"),
+    ("data.resident",),
     # model: what is trained
     ("model.blocks", "model.diffusion"),
     ("model.unet", "model.sampling"),
@@ -80,7 +81,8 @@ UPWARDS = {("measure.process", "measure.rank")}
 TORCH = {
     *("model.blocks", "model.diffusion", "model.sampling", "model.train", "model.unet"),
     "planted",
-    *("data.draws", "data.loader", "measure.phases", "measure.profiling", "measure.rank"),
+    *("data.draws", "data.loader", "data.pixels", "data.resident", "data.uploads"),
+    *("measure.phases", "measure.profiling", "measure.rank"),
 }
 EXPLAINING = {"pandas", "scipy", "matplotlib", "seaborn", "papermill", "nbconvert", "nbformat", "IPython"}
 FILES = {

@@ -49,13 +49,12 @@ class _Data:
             rank=context.rank,
             world_size=context.world_size,
         )
-        pin = config.device == "cuda"
         self.loader: Loader
         if config.loader == "files":
-            workers = config.loader_workers
+            pin, workers = config.device == "cuda", config.loader_workers
             self.loader = FileLoader(packed, plan, workers=workers, pin_memory=pin, channels_last=config.channels_last)
         else:
-            self.loader = PackedLoader(packed, plan, pin_memory=pin, channels_last=config.channels_last)
+            self.loader = PackedLoader(packed, plan, device=context.device, channels_last=config.channels_last)
         self.images = 0
         self.indices = hashlib.sha256()
 
