@@ -18,7 +18,7 @@ PURPOSES = ("timing", "profile")
 DEVICES = ("cpu", "cuda")
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 COMPILE_MODES = ("off", "whole")
-LOADERS = ("packed", "files")
+LOADERS = ("packed", "files", "resident")
 NETWORKS = {"tiny": 4, "seed": 4, "ddpm": 8, "s000": 4}
 """Names of the networks, and what the image size must be a multiple of."""
 SCHEDULES = ("linear", "cosine")
@@ -204,9 +204,9 @@ class RunConfig(_Remembered):
                 f"global_batch_size {self.global_batch_size} cannot be shared by {self.world_size} ranks in "
                 f"{self.accumulation} micro-batches: give a multiple of {self.world_size * self.accumulation}"
             )
-        if self.loader == "packed" and self.loader_workers:
+        if self.loader != "files" and self.loader_workers:
             raise ConfigError(
-                f"loader_workers is {self.loader_workers} with loader 'packed', which has none: "
+                f"loader_workers is {self.loader_workers} with loader {self.loader!r}, which has none: "
                 "use loader 'files', or 0 workers"
             )
         if self.device == "cpu" and self.precision in ("tf32", "fp16"):
