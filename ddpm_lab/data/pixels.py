@@ -32,7 +32,7 @@ class ModelRange:
         count, side = len(pixels), self._side
         if not self._channels_last:
             pixels = pixels.view(count, side * side, 3).transpose(1, 2).reshape(count, -1)
-        values = pixels.to(torch.float32)
+        values = pixels.float()
         torch.addcdiv(self._minus_one, values, self._divisor, out=values)
         if self._channels_last:
             return values.as_strided((count, 3, side, side), (3 * side * side, 1, 3 * side, 3))
