@@ -23,7 +23,7 @@ WITNESSED = frozenset(
         *("rank", "world_size", "backend", "device", "device_uuid", "cuda", "threads", "threads_wait"),
         *("unlisted_modules", "precision", "autocast_scaler", "compile", "compiled_frames", "graphs", "graph_breaks"),
         *("recompiles", "parameters", "weights_device", "data_sha256", "loader", "loader_workers", "prefetch_batches"),
-        *("images", "steps", "indices_sha256", "device_used_bytes", "device_total_bytes"),
+        *("data_device", "images", "steps", "indices_sha256", "device_used_bytes", "device_total_bytes"),
     }
 )
 """What a rank's witness says that is published: a workload of one's own may say anything."""

@@ -24,7 +24,7 @@ KERNELS = ("aten", "fused")
 ATTENTION_AXES = ("channels", "positions")
 ADAMS = ("fused", "foreach", "loop")
 EMAS = ("foreach", "loop")
-LOADERS = ("packed", "files")
+LOADERS = ("packed", "files", "resident")
 NETWORKS = {"tiny": 4, "seed": 4, "ddpm": 8, "s000": 4}
 """Names of the networks, and what the image size must be a multiple of."""
 SEED_FAMILY = ("seed", "s000")
@@ -212,9 +212,9 @@ class RunConfig(_Remembered):
                 f"global_batch_size {self.global_batch_size} cannot be shared by {self.world_size} ranks in "
                 f"{self.accumulation} micro-batches: give a multiple of {self.world_size * self.accumulation}"
             )
-        if self.loader == "packed" and self.loader_workers:
+        if self.loader != "files" and self.loader_workers:
             raise ConfigError(
-                f"loader_workers is {self.loader_workers} with loader 'packed', which has none: "
+                f"loader_workers is {self.loader_workers} with loader {self.loader!r}, which has none: "
                 "use loader 'files', or 0 workers"
             )
         if self.device == "cpu" and self.precision in ("tf32", "fp16"):

@@ -18,9 +18,10 @@ ROWS = (
     ("record", "workload"),
     ("ledger",),
     # data
-    ("data.progress", "data.folder", "data.draws"),
-    ("data.archives", "data.decode_pool", "data.held_out", "data.prepared", "data.synthetic"),
+    ("data.progress", "data.folder", "data.draws", "data.pixels"),
+    ("data.archives", "data.decode_pool", "data.held_out", "data.prepared", "data.synthetic", "data.uploads"),
     ("data.packed", "data.loader"),
+    ("data.resident",),
     # model: what is trained
     ("model.fused", "model.diffusion", "model.step"),
     ("model.blocks", "model.sampling"),
@@ -86,13 +87,12 @@ STRANGERS = {
 # A rank imports torch; the process that it becomes must not have done so before. So process imports rank when it runs.
 UPWARDS = {("measure.process", "measure.rank")}
 TORCH = {
-    *("model.blocks", "model.diffusion", "model.fused", "model.limits", "model.peers", "model.reference"),
+    *("model.blocks", "model.diffusion", "model.feed", "model.fused", "model.limits", "model.peers", "model.reference"),
     *("model.sampling", "model.step", "model.train", "model.unet"),
     "planted",
-    *("data.draws", "data.loader", "measure.phases", "measure.profiling", "measure.rank"),
+    *("data.draws", "data.loader", "data.pixels", "data.resident", "data.uploads"),
+    *("measure.phases", "measure.profiling", "measure.rank"),
 }
-BY_WAY_OF_OTHERS = {"model.feed"}
-"""They use torch only through what they import."""
 EXPLAINING = {"pandas", "scipy", "matplotlib", "seaborn", "papermill", "nbconvert", "nbformat", "IPython"}
 FILES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
@@ -176,7 +176,7 @@ def test_the_halves_do_not_know_each_other(module: str) -> None:
 def test_torch_is_imported_only_where_something_is_trained(module: str) -> None:
     has = bool(third_party(imported(FILES[module])) & {"torch", "torchvision"})
     assert has == (module in TORCH)
-    if module not in TORCH | BY_WAY_OF_OTHERS:
+    if module not in TORCH:
         at_once = own(imported(FILES[module], at_once=True))
         assert not at_once & TORCH, f"{module} imports torch by way of {at_once & TORCH}"
 

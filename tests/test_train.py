@@ -124,14 +124,14 @@ def test_two_ranks_equal_one_on_the_same_global_batch(config: RunConfig, tmp_pat
 
 def test_loaders_train_to_identical_weights(config: RunConfig) -> None:
     trained = []
-    for loader, workers in (("packed", 0), ("files", 0), ("files", 2)):
+    for loader, workers in (("packed", 0), ("files", 0), ("files", 2), ("resident", 0)):
         trainer = Trainer(dataclasses.replace(config, loader=loader, loader_workers=workers), context())
         train(trainer, 5)
         trained.append(weights(trainer.network))
-        assert trainer.witness()["loader_workers"] == workers
+        said = trainer.witness()
+        assert (said["loader"], said["loader_workers"], said["data_device"]) == (loader, workers, "cpu")
         trainer.close()
-    assert torch.equal(trained[0], trained[1])
-    assert torch.equal(trained[0], trained[2])
+    assert all(torch.equal(trained[0], other) for other in trained[1:])
 
 
 def test_held_out_images_are_never_used(config: RunConfig) -> None:

@@ -57,6 +57,11 @@ class EpochStream:
         self._permutation = lru_cache(maxsize=2)(self._draw_permutation)
 
     @property
+    def train_indices(self) -> npt.NDArray[np.int64]:
+        """Indices of the images that an epoch holds, int64 (epoch_size,)."""
+        return self._indices
+
+    @property
     def epoch_size(self) -> int:
         """Number of images in an epoch."""
         return len(self._indices)
@@ -64,7 +69,7 @@ class EpochStream:
     def _draw_permutation(self, epoch: int) -> npt.NDArray[np.int64]:
         # Sorting raw 64-bit output: numpy guarantees that stream for ever, and not that of Generator.permutation.
         raw = np.random.PCG64(np.random.SeedSequence([self._seed, _PERMUTATION, epoch])).random_raw(self.epoch_size)
-        return self._indices[np.argsort(raw, kind="stable")]
+        return self._indices[_stable_order(raw)]
 
     def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Image indices at the global positions ``start`` to ``stop - 1``."""
@@ -87,6 +92,20 @@ class EpochStream:
         state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         heads: npt.NDArray[np.bool_] = (state ^ (state >> np.uint64(31))) >> np.uint64(63) == 1
         return heads
+
+
+def _stable_order(raw: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """``np.argsort(raw, kind="stable")``, several times faster where no two values begin alike.
+
+    Numpy sorts plain numbers with vector instructions, so each number carries its position in its lowest bits.
+    """
+    bits = np.uint64(max(1, (len(raw) - 1).bit_length()))
+    low = (np.uint64(1) << bits) - np.uint64(1)
+    keys = np.sort((raw & ~low) | np.arange(len(raw), dtype=np.uint64))
+    beginnings = keys >> bits
+    if (beginnings[1:] == beginnings[:-1]).any():
+        return np.argsort(raw, kind="stable")
+    return (keys & low).astype(np.int64)
 
 
 def noise_and_timesteps(

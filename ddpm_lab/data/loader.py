@@ -1,5 +1,6 @@
 """Two loaders that give the same batches: one gathers from the packed array, one decodes file by file in workers."""
 
+import itertools
 import multiprocessing
 import os
 import threading
@@ -17,11 +18,15 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddpm_lab.data.draws import EpochStream, rank_share
 from ddpm_lab.data.folder import DataError, decode
+from ddpm_lab.data.pixels import ModelRange, PixelRows
 from ddpm_lab.data.prepared import PackedImages
+from ddpm_lab.data.uploads import CudaUploads, Upload
 
-__all__ = ["Batch", "FileLoader", "Loader", "PackedLoader", "Plan", "to_model_range"]
+__all__ = ["Batch", "FileLoader", "Loader", "PackedLoader", "Plan"]
 
 PREFETCH_FACTOR = 2
+BLOCK_POSITIONS = 4096
+Draws = tuple[int, npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 ORPHAN_CHECK_SECONDS = 1.0
 
 
@@ -42,16 +47,39 @@ class Plan:
     def __post_init__(self) -> None:
         rank_share(self.global_batch_size, self.rank, self.world_size)
 
-    def positions(self, step: int) -> range:
-        """Global positions of this rank's part of the batch of ``step``."""
-        share = rank_share(self.global_batch_size, self.rank, self.world_size)
-        offset = step * self.global_batch_size
-        return range(offset + share.start, offset + share.stop)
+    def blocks(self) -> Iterator[Draws]:
+        """Give a step and, for k steps from it on, image indices and whether to mirror them, both (k, n), without end.
+
+        k is as large as thousands of positions allow, and at most an epoch: to begin a draw costs more than to make it.
+        """
+        size = self.global_batch_size
+        share = rank_share(size, self.rank, self.world_size)
+        steps = max(1, min(BLOCK_POSITIONS, self.stream.epoch_size) // size)
+        step = self.start_step
+        while True:
+            start, stop = step * size, (step + steps) * size
+            indices = self.stream.indices(start, stop).reshape(steps, size)[:, share.start : share.stop]
+            flips = self.stream.flips(start, stop).reshape(steps, size)[:, share.start : share.stop]
+            yield step, indices, flips
+            step += steps
+
+    def draws(self) -> Iterator[Draws]:
+        """Give each step with its image indices and whether to mirror them, both (n,), without end."""
+        for step, indices, flips in self.blocks():
+            yield from zip(itertools.count(step), indices, flips, strict=False)
+
+    @property
+    def rank_batch_size(self) -> int:
+        """Images of a batch that belong to this rank, n."""
+        return self.global_batch_size // self.world_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """One rank's part of a global batch: float32 (n, 3, S, S) in [-1, 1], and the image indices it was made from."""
+    """One rank's part of a global batch: float32 (n, 3, S, S) in [-1, 1], and the image indices it was made from.
+
+    The images lie on the device that the loader serves, or in the host's memory.
+    """
 
     images: torch.Tensor
     indices: npt.NDArray[np.int64]
@@ -61,10 +89,11 @@ class Batch:
 class Loader(Protocol):
     """An endless iterator over batches.
 
-    ``prefetch_batches`` is how many batches may be ready before they are asked for: what a timed window must consume
-    first so that it does not profit from time before it.
+    ``kind`` is its name among the settings. ``prefetch_batches`` is how many batches may be ready before they are asked
+    for: what a timed window must consume first so that it does not profit from time before it.
     """
 
+    kind: str
     prefetch_batches: int
 
     def __iter__(self) -> Iterator[Batch]:
@@ -84,26 +113,37 @@ class Loader(Protocol):
         ...
 
 
-def to_model_range(pixels: npt.NDArray[np.uint8], *, channels_last: bool = False) -> torch.Tensor:
-    """Map pixels, uint8 (n, S, S, 3), to float32 (n, 3, S, S): 0 to -1 and 255 to 1."""
-    images = torch.from_numpy(pixels).permute(0, 3, 1, 2)
-    layout = torch.channels_last if channels_last else torch.contiguous_format
-    return images.to(torch.float32, memory_format=layout).div_(127.5).sub_(1)
-
-
 class PackedLoader:
-    """Gathers, mirrors and converts whole batches from the packed array, in the training process itself."""
+    """Gathers, mirrors and scales whole batches from the packed array, in the training process itself.
 
-    prefetch_batches = 0
+    For a CUDA device the next batch is gathered and sent while the device works on the one before, so one batch may be
+    ready before it is asked for. On a CPU none is.
+
+    Raises:
+        IndexError: the plan names an image that the array does not hold.
+    """
+
+    kind = "packed"
 
     def __init__(
-        self, packed: PackedImages, plan: Plan, *, pin_memory: bool = False, channels_last: bool = False
+        self, packed: PackedImages, plan: Plan, *, device: torch.device | str = "cpu", channels_last: bool = False
     ) -> None:
-        self._images = np.asarray(packed.images)  # the same map, without the class's bookkeeping on every access
-        self._plan = plan
-        self._step = plan.start_step
-        self._pin_memory = pin_memory and torch.cuda.is_available()
-        self._channels_last = channels_last
+        side = packed.manifest.image_size
+        device = torch.device(device)
+        self._rows = PixelRows(packed.images)
+        self._rows_of_steps = self._numbered(plan)
+        self._scale = ModelRange(side, channels_last=channels_last)
+        self._uploads: CudaUploads | None = None
+        self.prefetch_batches = 0
+        if device.type == "cuda":
+            self._uploads = CudaUploads(device, plan.rank_batch_size, side, channels_last=channels_last)
+            self._coming: tuple[Upload, npt.NDArray[np.int64], int] | None = None
+            self.prefetch_batches = 1
+
+    def _numbered(self, plan: Plan) -> Iterator[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+        """Steps, image indices and rows."""
+        for step, indices, flips in plan.blocks():
+            yield from zip(itertools.count(step), indices, self._rows.numbers(indices, flips), strict=False)
 
     def __iter__(self) -> Self:
         """Return itself: a loader goes on where it stopped."""
@@ -111,17 +151,21 @@ class PackedLoader:
 
     def __next__(self) -> Batch:
         """Give the batch of the next step."""
-        positions = self._plan.positions(self._step)
-        indices = self._plan.stream.indices(positions.start, positions.stop)
-        flips = self._plan.stream.flips(positions.start, positions.stop)
-        pixels = self._images[indices]
-        pixels[flips] = pixels[flips, :, ::-1]
-        images = to_model_range(pixels, channels_last=self._channels_last)
-        if self._pin_memory:
-            images = images.pin_memory()
-        batch = Batch(images=images, indices=indices, step=self._step)
-        self._step += 1
-        return batch
+        if self._uploads is not None:
+            return self._sent_ahead(self._uploads)
+        step, indices, numbers = next(self._rows_of_steps)
+        pixels = torch.from_numpy(self._rows.gather(numbers))
+        return Batch(images=self._scale(pixels), indices=indices, step=step)
+
+    def _sent_ahead(self, uploads: CudaUploads) -> Batch:
+        upload, indices, step = self._coming or self._send(uploads)
+        self._coming = self._send(uploads)
+        return Batch(images=uploads.receive(upload), indices=indices, step=step)
+
+    def _send(self, uploads: CudaUploads) -> tuple[Upload, npt.NDArray[np.int64], int]:
+        step, indices, numbers = next(self._rows_of_steps)
+        self._rows.gather(numbers, uploads.buffer())
+        return uploads.send(), indices, step
 
     def live_workers(self) -> int:
         """Return 0: there are none."""
@@ -141,6 +185,8 @@ class FileLoader:
         DataError: the files that the prepared folder was made from are gone or have changed.
         ValueError: ``workers`` is negative.
     """
+
+    kind = "files"
 
     def __init__(
         self,
@@ -166,7 +212,7 @@ class FileLoader:
             _Files(files, packed.manifest.image_size),
             batch_sampler=_PlannedBatches(plan),
             num_workers=workers,
-            collate_fn=_Collate(channels_last),
+            collate_fn=_Collate(packed.manifest.image_size, channels_last),
             pin_memory=pin_memory and torch.cuda.is_available(),
             prefetch_factor=PREFETCH_FACTOR if workers else None,
             worker_init_fn=_ExitWithParent(os.getpid()) if workers else None,
@@ -220,13 +266,8 @@ class _PlannedBatches:
         self._plan = plan
 
     def __iter__(self) -> Iterator[list[tuple[int, bool]]]:
-        step = self._plan.start_step
-        while True:
-            positions = self._plan.positions(step)
-            indices = self._plan.stream.indices(positions.start, positions.stop)
-            flips = self._plan.stream.flips(positions.start, positions.stop)
+        for _, indices, flips in self._plan.draws():
             yield list(zip(indices.tolist(), flips.tolist(), strict=True))
-            step += 1
 
 
 class _Files(Dataset[tuple[npt.NDArray[np.uint8], int]]):
@@ -250,12 +291,12 @@ class _Files(Dataset[tuple[npt.NDArray[np.uint8], int]]):
 class _Collate:
     """Stacks decoded images into a batch, in the worker that decoded them."""
 
-    def __init__(self, channels_last: bool) -> None:
-        self._channels_last = channels_last
+    def __init__(self, side: int, channels_last: bool) -> None:
+        self._scale = ModelRange(side, channels_last=channels_last)
 
     def __call__(self, samples: list[tuple[npt.NDArray[np.uint8], int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        pixels = np.stack([pixels for pixels, _ in samples])
-        return to_model_range(pixels, channels_last=self._channels_last), torch.tensor([index for _, index in samples])
+        pixels = torch.from_numpy(np.stack([pixels for pixels, _ in samples])).flatten(1)
+        return self._scale(pixels), torch.tensor([index for _, index in samples])
 
 
 class _ExitWithParent:

@@ -114,7 +114,8 @@ def settings(config: RunConfig) -> str:
     unit = "GPU" if config.device == "cuda" else "CPU rank"
     words = [plural(config.world_size, unit), config.precision]
     words += ["compiled"] if config.compile != "off" else []
-    loader = "packed data" if config.loader == "packed" else f"files, {plural(config.loader_workers, 'worker')}"
+    files = config.loader == "files"
+    loader = f"files, {plural(config.loader_workers, 'worker')}" if files else f"{config.loader} data"
     return ", ".join([*words, loader])
 
 

@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.draws import EpochStream
 from ddpm_lab.data.loader import Batch, FileLoader, Loader, PackedLoader, Plan
 from ddpm_lab.data.prepared import open_packed
+from ddpm_lab.data.resident import ResidentLoader
 from ddpm_lab.workload import RankContext
 
 
@@ -26,28 +29,31 @@ class Feed:
             rank=context.rank,
             world_size=context.world_size,
         )
-        pin = config.device == "cuda"
         self.loader: Loader
         if config.loader == "files":
-            workers = config.loader_workers
+            pin, workers = config.device == "cuda", config.loader_workers
             self.loader = FileLoader(packed, plan, workers=workers, pin_memory=pin, channels_last=config.channels_last)
         else:
-            self.loader = PackedLoader(packed, plan, pin_memory=pin, channels_last=config.channels_last)
+            kind = PackedLoader if config.loader == "packed" else ResidentLoader
+            self.loader = kind(packed, plan, device=context.device, channels_last=config.channels_last)
+        self.device: torch.device | None = None
         self.images = 0
         self.indices = hashlib.sha256()
 
     def note(self, batch: Batch) -> None:
-        """Remember which images were used."""
+        """Remember which images were used, and where they lay."""
         self.images += len(batch.indices)
+        self.device = batch.images.device
         self.indices.update(batch.indices.tobytes())
 
     def witness(self) -> dict[str, Any]:
         """Data, loader, and the images used so far."""
         return {
             "data_sha256": self.sha256,
-            "loader": "files" if isinstance(self.loader, FileLoader) else "packed",
+            "loader": self.loader.kind,
             "loader_workers": self.loader.live_workers(),
             "prefetch_batches": self.loader.prefetch_batches,
+            "data_device": None if self.device is None else str(self.device),
             "images": self.images,
             "indices_sha256": self.indices.hexdigest()[:16],
         }
