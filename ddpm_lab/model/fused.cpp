@@ -265,38 +265,90 @@ inline void queries(const T* q, float* row) {
   for (int d = 0; d < D; ++d) row[d] *= factor;
 }
 
+// Tokens are taken BLOCK at a time, so that a row of a context is loaded once for all of them.
+constexpr int BLOCK = 8;
+
+// Rows of a block: f(row index, address of the row), and zeros for the rows beyond the last token.
+template <int D, typename F>
+inline void rows(float (*out)[D], int count, F&& f) {
+  for (int j = 0; j < BLOCK; ++j) {
+    if (j < count) {
+      f(j, out[j]);
+    } else {
+      for (int d = 0; d < D; ++d) out[j][d] = 0.0f;
+    }
+  }
+}
+
+// context += a^T b over the rows of a block.
+template <int D>
+inline void outer(const float (*a)[D], const float (*b)[D], float (*context)[D]) {
+  for (int d = 0; d < D; ++d) {
+#pragma omp simd
+    for (int e = 0; e < D; ++e) {
+      float sum = context[d][e];
+#pragma GCC unroll 8
+      for (int j = 0; j < BLOCK; ++j) sum += a[j][d] * b[j][e];
+      context[d][e] = sum;
+    }
+  }
+}
+
+// out = a m for the rows of a block.
+template <int D>
+inline void times(const float (*a)[D], const float (*m)[D], float (*out)[D]) {
+  for (int j = 0; j < BLOCK; j += 4) {
+    float sums[4][D] = {};
+    for (int d = 0; d < D; ++d) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        const float factor = a[j + i][d];
+#pragma omp simd
+        for (int e = 0; e < D; ++e) sums[i][e] += factor * m[d][e];
+      }
+    }
+    std::memcpy(out[j], sums, sizeof sums);
+  }
+}
+
 // Linear attention (Shen et al. 2021) of one head, from tokens (L, stride) that hold D queries, keys and values at the
 // given addresses: out = softmax_channels(q) / sqrt(D) times softmax_positions(k)^T v. top and sum are the keys' (D,).
 template <typename T, int D>
 void attend(const T* q, const T* k, const T* v, T* out, int64_t L, int64_t stride, int64_t out_stride, float* top,
             float* sum) {
-  float context[D][D] = {}, row[D], values[D];
+  float context[D][D] = {}, key[BLOCK][D], value[BLOCK][D];
   for (int d = 0; d < D; ++d) { top[d] = load(k + d); sum[d] = 0.0f; }
   for (int64_t l = 1; l < L; ++l)
 #pragma omp simd
-    for (int d = 0; d < D; ++d) top[d] = std::max(top[d], load(k + l * stride + d));
-  for (int64_t l = 0; l < L; ++l) {
-#pragma omp simd
     for (int d = 0; d < D; ++d) {
-      row[d] = exponential(load(k + l * stride + d) - top[d]);
-      sum[d] += row[d];
-      values[d] = load(v + l * stride + d);
+      const float x = load(k + l * stride + d);
+      top[d] = x > top[d] ? x : top[d];
     }
-    for (int d = 0; d < D; ++d)
+  for (int64_t l = 0; l < L; l += BLOCK) {
+    const int count = static_cast<int>(std::min<int64_t>(BLOCK, L - l));
+    rows<D>(key, count, [&](int j, float* row) {
 #pragma omp simd
-      for (int e = 0; e < D; ++e) context[d][e] += row[d] * values[e];
+      for (int d = 0; d < D; ++d) {
+        row[d] = exponential(load(k + (l + j) * stride + d) - top[d]);
+        sum[d] += row[d];
+      }
+    });
+    rows<D>(value, count, [&](int j, float* row) {
+#pragma omp simd
+      for (int d = 0; d < D; ++d) row[d] = load(v + (l + j) * stride + d);
+    });
+    outer<D>(key, value, context);
   }
   for (int d = 0; d < D; ++d)
 #pragma omp simd
     for (int e = 0; e < D; ++e) context[d][e] /= sum[d];
-  for (int64_t l = 0; l < L; ++l) {
-    queries<T, D>(q + l * stride, row);
-    float result[D] = {};
-    for (int d = 0; d < D; ++d)
+  for (int64_t l = 0; l < L; l += BLOCK) {
+    const int count = static_cast<int>(std::min<int64_t>(BLOCK, L - l));
+    rows<D>(key, count, [&](int j, float* row) { queries<T, D>(q + (l + j) * stride, row); });
+    times<D>(key, context, value);
+    for (int j = 0; j < count; ++j)
 #pragma omp simd
-      for (int e = 0; e < D; ++e) result[e] += row[d] * context[d][e];
-#pragma omp simd
-    for (int e = 0; e < D; ++e) store(out + l * out_stride + e, result[e]);
+      for (int e = 0; e < D; ++e) store(out + (l + j) * out_stride + e, value[j][e]);
   }
 }
 
@@ -304,22 +356,29 @@ void attend(const T* q, const T* k, const T* v, T* out, int64_t L, int64_t strid
 template <typename T, int D>
 void attend_backward(const T* dout, const T* q, const T* k, const T* v, T* dq, T* dk, T* dv, int64_t L, int64_t stride,
                      int64_t out_stride, const float* top, const float* sum) {
-  float context[D][D] = {}, d_context[D][D] = {}, turned[D][D], d_turned[D][D], inner[D] = {};
-  float query[D], key[D], value[D], grad[D], d_query[D], d_key[D], d_value[D];
-  for (int64_t l = 0; l < L; ++l) {
-    queries<T, D>(q + l * stride, query);
+  float context[D][D] = {}, d_context[D][D] = {}, turned[D][D], d_turned[D][D], inner[D] = {}, share[D];
+  float query[BLOCK][D], key[BLOCK][D], value[BLOCK][D], grad[BLOCK][D];
+  float d_query[BLOCK][D], d_key[BLOCK][D], d_value[BLOCK][D];
+  for (int d = 0; d < D; ++d) share[d] = 1.0f / sum[d];
+  auto read = [&](int64_t l, int count) {
+    rows<D>(query, count, [&](int j, float* row) { queries<T, D>(q + (l + j) * stride, row); });
+    rows<D>(key, count, [&](int j, float* row) {
 #pragma omp simd
-    for (int d = 0; d < D; ++d) {
-      key[d] = exponential(load(k + l * stride + d) - top[d]) / sum[d];
-      value[d] = load(v + l * stride + d);
-      grad[d] = load(dout + l * out_stride + d);
-    }
-    for (int d = 0; d < D; ++d)
+      for (int d = 0; d < D; ++d) row[d] = exponential(load(k + (l + j) * stride + d) - top[d]) * share[d];
+    });
+    rows<D>(value, count, [&](int j, float* row) {
 #pragma omp simd
-      for (int e = 0; e < D; ++e) {
-        context[d][e] += key[d] * value[e];
-        d_context[d][e] += query[d] * grad[e];
-      }
+      for (int d = 0; d < D; ++d) row[d] = load(v + (l + j) * stride + d);
+    });
+    rows<D>(grad, count, [&](int j, float* row) {
+#pragma omp simd
+      for (int d = 0; d < D; ++d) row[d] = load(dout + (l + j) * out_stride + d);
+    });
+  };
+  for (int64_t l = 0; l < L; l += BLOCK) {
+    read(l, static_cast<int>(std::min<int64_t>(BLOCK, L - l)));
+    outer<D>(key, value, context);
+    outer<D>(query, grad, d_context);
   }
   for (int d = 0; d < D; ++d)
     for (int e = 0; e < D; ++e) {
@@ -327,31 +386,24 @@ void attend_backward(const T* dout, const T* q, const T* k, const T* v, T* dq, T
       d_turned[e][d] = d_context[d][e];
       inner[d] += context[d][e] * d_context[d][e];  // sum over positions of key times its gradient
     }
-  for (int64_t l = 0; l < L; ++l) {
-    queries<T, D>(q + l * stride, query);
-#pragma omp simd
-    for (int d = 0; d < D; ++d) {
-      key[d] = exponential(load(k + l * stride + d) - top[d]) / sum[d];
-      value[d] = load(v + l * stride + d);
-      grad[d] = load(dout + l * out_stride + d);
-      d_query[d] = d_key[d] = d_value[d] = 0.0f;
-    }
-    for (int e = 0; e < D; ++e)
+  for (int64_t l = 0; l < L; l += BLOCK) {
+    const int count = static_cast<int>(std::min<int64_t>(BLOCK, L - l));
+    read(l, count);
+    times<D>(grad, turned, d_query);
+    times<D>(value, d_turned, d_key);
+    times<D>(key, d_context, d_value);
+    for (int j = 0; j < count; ++j) {
+      float along = 0.0f;
+#pragma omp simd reduction(+ : along)
+      for (int d = 0; d < D; ++d) along += query[j][d] * d_query[j][d];
+      along *= std::sqrt(static_cast<float>(D));  // the query holds the factor 1 / sqrt(D) once too often
+      const int64_t at = (l + j) * stride;
 #pragma omp simd
       for (int d = 0; d < D; ++d) {
-        d_query[d] += grad[e] * turned[e][d];
-        d_key[d] += value[e] * d_turned[e][d];
-        d_value[d] += key[e] * d_context[e][d];
+        store(dq + at + d, query[j][d] * (d_query[j][d] - along));
+        store(dk + at + d, key[j][d] * (d_key[j][d] - inner[d]));
+        store(dv + at + d, d_value[j][d]);
       }
-    float along = 0.0f;
-#pragma omp simd reduction(+ : along)
-    for (int d = 0; d < D; ++d) along += query[d] * d_query[d];
-    along *= std::sqrt(static_cast<float>(D));  // the query holds the factor 1 / sqrt(D) once too often
-#pragma omp simd
-    for (int d = 0; d < D; ++d) {
-      store(dq + l * stride + d, query[d] * (d_query[d] - along));
-      store(dk + l * stride + d, key[d] * (d_key[d] - inner[d]));
-      store(dv + l * stride + d, d_value[d]);
     }
   }
 }
