@@ -15,7 +15,8 @@ DDPT = "ddpm_lab.model.peers:denoising_diffusion_pytorch"
 DIFFUSERS = "ddpm_lab.model.peers:diffusers"
 PRODUCT = "ddpm_lab.model.limits:product"
 COPY = "ddpm_lab.model.limits:copy"
-WORKLOADS = (DDPM, DDPT, DIFFUSERS, PRODUCT, COPY)
+CONVOLUTION = "ddpm_lab.model.limits:convolution"
+WORKLOADS = (DDPM, DDPT, DIFFUSERS, PRODUCT, CONVOLUTION, COPY)
 
 PUBLISHED = "the published code"
 PEERS = {PUBLISHED: DDPM, "denoising-diffusion-pytorch": DDPT, "diffusers": DIFFUSERS}
@@ -141,7 +142,10 @@ def _limits(ours: RunConfig, name: str) -> Family:
         ours, global_batch_size=1, kernels="aten", compile="off", loader="packed", optimizer=OptimizerConfig()
     )
     single = dataclasses.replace(plain, workload=PRODUCT, precision="fp32")
-    rows = [("copy", dataclasses.replace(plain, workload=COPY, precision="fp32"))]
+    rows = [("convolution, fp32", dataclasses.replace(single, workload=CONVOLUTION))]
     if ours.precision != "fp32":
-        rows.insert(0, (f"product, {ours.precision}", dataclasses.replace(single, precision=ours.precision)))
+        own = dataclasses.replace(single, precision=ours.precision)
+        rows.insert(0, (f"product, {ours.precision}", own))
+        rows.append((f"convolution, {ours.precision}", dataclasses.replace(own, workload=CONVOLUTION)))
+    rows.append(("copy", dataclasses.replace(single, workload=COPY)))
     return Family(name=name, baseline=single, baseline_label="product, fp32", candidates=tuple(rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -12,9 +13,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import limits, peers, phrases
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.plan import BOTH_FP32, TUNED
+from ddpm_lab.plan import BOTH_FP32, LIMITS, TUNED
 
-_ROW, _VERSUS = 0.46, 2.75  # inches for a row, and for what stands beside it
+_ROW, _VERSUS = 0.6, 2.75  # inches for a row, and for what stands beside it
 
 
 def figure(study: Study, title: str) -> Figure | None:
@@ -30,7 +31,7 @@ def figure(study: Study, title: str) -> Figure | None:
     note += "Quality is not measured: the losses in the table are of the first steps."
     figure, (ax,) = fs.sheet(
         title,
-        phrases.context(study),
+        _context(study),
         [_ROW * len(rows) + 0.1],
         left=0.3 + max(fs.block_width(_name(r), fs.TEXT_POINTS) for r in rows),
         right=_VERSUS,
@@ -50,7 +51,7 @@ def levers(study: Study) -> Figure | None:
     names = [str(r["label"]) for r in rows]
     figure, (ax,) = fs.sheet(
         "What each setting of the trainer is worth here",
-        phrases.context(study),
+        _context(study),
         [_ROW * len(rows) + 0.1],
         left=0.3 + max(fs.width(name, fs.TEXT_POINTS) for name in names),
         right=_VERSUS,
@@ -71,19 +72,19 @@ def roofline(study: Study) -> Figure | None:
     percent = f"{100 * line.flop_share:.0f} %"
     most = f"{line.measured_seconds / line.fused_seconds:.1f}"
     peaks = (
-        f"peak {phrases.significant(line.flops / 1e9)} GFLOP/s in {line.precision} products "
+        f"peak {phrases.significant(line.flops / 1e9)} GFLOP/s in {line.precision} "
         f"({phrases.significant(line.single_flops / 1e9)} in fp32), "
         f"{phrases.significant(line.bandwidth / 1e9)} GB/s in a copy"
     )
     figure, (ax,) = fs.sheet(
         f"{percent} of the peak; at most {most} times as fast if all else were free",
-        f"{phrases.context(study)} \N{MIDDLE DOT} {peaks}",
+        f"{_context(study)} \N{MIDDLE DOT} {peaks}",
         [1.5],
         left=2.35,
         right=0.4,
         bottom=1.05,
-        note="Each kind of work takes the longer of its FLOP at the measured peak of products and its bytes at the "
-        "measured bandwidth. Caches can make bytes cheaper, and convolutions may stay below the peak of products.",
+        note="Each kind of work takes the longer of its FLOP at the measured peak (the better of a large product and a "
+        "convolution forward) and its bytes at the measured bandwidth. Caches can make bytes cheaper.",
     )
     names = ["measured", "at peak, every kernel\nfor itself", "at peak, the rest free"]
     ax.barh([0], [1e3 * line.measured_seconds], color=fs.FAINT, height=0.6, lw=0)
@@ -117,8 +118,14 @@ def _name(row: dict[str, Any]) -> str:
 
 
 def _beside(row: dict[str, Any]) -> str:
-    words = [phrases.throughput(row), phrases.peak_memory(row), phrases.outcome(row)]
-    return fs.fit(", ".join(words), _VERSUS - 0.25, 2)
+    first = f"{phrases.throughput(row)}, {phrases.peak_memory(row)}"
+    return "\n".join(fs.fit(line, _VERSUS - 0.25, 1) for line in (first, phrases.outcome(row)))
+
+
+def _context(study: Study) -> str:
+    """Of the trainers: the limits of the machine have a batch of their own."""
+    records = tuple(r for r in study.records if not r.family.startswith(LIMITS))
+    return phrases.context(dataclasses.replace(study, records=records))
 
 
 def _draw(

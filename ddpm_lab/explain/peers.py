@@ -104,6 +104,7 @@ def evidence(study: Study) -> str:
 def table(study: Study) -> pd.DataFrame:
     """One row a trainer: how many times as fast this one is, size, speed, memory, and loss after equal images."""
     base = own(study)
+    first, last = _steps_of_losses(study)
     shown = ([{**base, "name": f"{OURS} (baseline)"}] if base else []) + _twins(study) + rows(study)
     found = []
     for row in shown:
@@ -125,7 +126,7 @@ def table(study: Study) -> pd.DataFrame:
                 "Peak memory": phrases.peak_memory(row) if measured else _NONE,
                 "Weights": f"{seen['parameters'] / 1e6:.2f} M" if "parameters" in seen else _NONE,
                 "GFLOP/image": _flop(study, seen, row),
-                "Training loss": _loss(records),
+                f"Loss of steps {first} to {last}": _loss(records, first, last),
                 "Sets \N{MULTIPLICATION SIGN} turns": f"{row['sets']} \N{MULTIPLICATION SIGN} {row['turns']}",
                 "Quality": str(row["quality"]) if measured else _NONE,
                 "Note": str(row["reason"]) if not measured else "",
@@ -173,12 +174,25 @@ def _flop(study: Study, seen: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     return f"{value / 1e9:.2f}" if value else _NONE
 
 
-def _loss(records: Sequence[RunRecord]) -> str:
-    """Mean loss over the last third of the timed steps: the same images for all configurations of a set."""
-    values = [
-        statistics.fmean(losses[-max(1, len(losses) // 3) :])
-        for r in records
-        for rank in r.ranks
-        if (losses := rank.losses)
-    ]
+def _steps_of_losses(study: Study) -> tuple[int, int]:
+    """The last third of the steps that every trainer has done: there all have seen the same images as often."""
+    rivals = [r for r in study.records if _is_rival(r.family) and r.status == "ok" and r.windows]
+    last = min((max(_losses(r)) for r in rivals), default=0)
+    return last - last // 3 + 1, last
+
+
+def _losses(record: RunRecord) -> dict[int, float]:
+    """Loss of each timed step, by the number of the step in the run: warm-up and settling steps count too."""
+    told = iter(record.ranks[0].losses)
+    step, found = record.warmup_steps, {}
+    for window in record.windows:
+        step += record.plan.settle_steps
+        for _ in range(window.steps):
+            step += 1
+            found[step] = next(told, math.nan)
+    return found
+
+
+def _loss(records: Sequence[RunRecord], first: int, last: int) -> str:
+    values = [loss for r in records for step, loss in _losses(r).items() if first <= step <= last]
     return f"{statistics.fmean(values):.3f}" if values and math.isfinite(statistics.fmean(values)) else _NONE

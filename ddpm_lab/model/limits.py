@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -31,6 +32,7 @@ _KINDS = (
     (POINTWISE, ("silu", "gelu", "add", "mul", "div", "sub", "neg", "sqrt", "exp", "sin", "cos", "clamp", "where")),
 )
 MATRIX = {"cpu": 1024, "cuda": 8192}
+CONVOLVED = {"cpu": 32, "cuda": 1024}
 COPY_BYTES = {"cpu": 2**27, "cuda": 2**31}
 
 
@@ -118,6 +120,29 @@ class _Product(_Peak):
         return self.seen(flop=2 * self.size**3, dtype=str(self.out.dtype), work=work)
 
 
+class _Convolution(_Peak):
+    def __init__(self, config: RunConfig, context: RankContext) -> None:
+        super().__init__(config, context)
+        count, width, side = CONVOLVED[config.device], 128, 16
+        layer = nn.Conv2d(width, width, 3, padding=1, bias=False, device=self.device)
+        self.weight = layer.weight.detach().to(self.dtype).contiguous(memory_format=torch.channels_last)
+        images = torch.randn(count, width, side, side, device=self.device).to(self.dtype)
+        self.images = images.contiguous(memory_format=torch.channels_last)
+        self.flop = 2 * count * side * side * width * width * 9
+
+    def step(self, batch: None) -> float:
+        """One 3x3 convolution of 128 to 128 channels over 16x16 pixels, forward."""
+        del batch
+        self.mark("forward")
+        functional.conv2d(self.images, self.weight, padding=1)
+        self.steps += 1
+        return 0.0
+
+    def witness(self) -> dict[str, Any]:
+        """FLOP of a step."""
+        return self.seen(flop=self.flop, dtype=str(self.images.dtype))
+
+
 class _Copy(_Peak):
     def __init__(self, config: RunConfig, context: RankContext) -> None:
         super().__init__(config, context)
@@ -140,6 +165,11 @@ class _Copy(_Peak):
 def product(config: RunConfig, context: RankContext) -> _Product:
     """The workload that measures the peak of matrix products in the configuration's precision."""
     return _Product(config, context)
+
+
+def convolution(config: RunConfig, context: RankContext) -> _Convolution:
+    """The workload that measures how fast a convolution can be in the configuration's precision."""
+    return _Convolution(config, context)
 
 
 def copy(config: RunConfig, context: RankContext) -> _Copy:
