@@ -35,6 +35,7 @@ START_METHODS = ("forkserver", "spawn")
 
 DDPM = "ddpm_lab.model.train:ddpm"
 LOADER_ALONE = "ddpm_lab.model.train:loader_alone"
+SAMPLING = "ddpm_lab.model.denoising:sampling"
 
 
 def digest(value: object) -> str:

@@ -27,7 +27,9 @@ ROWS = (
     ("model.blocks", "model.sampling"),
     ("model.unet", "model.feed"),
     ("model.reference",),
-    ("model.limits", "model.peers", "model.train"),
+    ("model.network", "model.reference_sampling"),
+    ("model.inference",),
+    ("model.denoising", "model.limits", "model.peers", "model.train"),
     # measure: what runs it and times it
     (
         "measure.code_version",
@@ -87,7 +89,8 @@ STRANGERS = {
 # A rank imports torch; the process that it becomes must not have done so before. So process imports rank when it runs.
 UPWARDS = {("measure.process", "measure.rank")}
 TORCH = {
-    *("model.blocks", "model.diffusion", "model.feed", "model.fused", "model.limits", "model.peers", "model.reference"),
+    *("model.blocks", "model.denoising", "model.diffusion", "model.feed", "model.fused", "model.inference"),
+    *("model.limits", "model.network", "model.peers", "model.reference", "model.reference_sampling"),
     *("model.sampling", "model.step", "model.train", "model.unet"),
     "planted",
     *("data.draws", "data.loader", "data.pixels", "data.resident", "data.uploads"),

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from ddpm_lab.model.diffusion import Diffusion
-from ddpm_lab.model.sampling import ddim_sample, ddpm_sample, image_grid, sampling_timesteps
+from ddpm_lab.model.sampling import (
+    Step,
+    ddim_sample,
+    ddim_steps,
+    ddpm_sample,
+    ddpm_steps,
+    denoise,
+    image_grid,
+    sampling_timesteps,
+)
 
 MEAN, DEVIATION = 0.2, 0.15
 
@@ -112,6 +121,108 @@ def test_ddim_steps_against_diffusers(eta: float) -> None:
         prediction = wobbly(x, torch.full((2,), t))
         step = scheduler.step(prediction, t, x, eta=eta, use_clipped_model_output=True, generator=noises)
         torch.testing.assert_close(step.prev_sample, following, rtol=2e-4, atol=2e-4)
+
+
+class Constant:
+    """A network that always predicts the same."""
+
+    def __init__(self, prediction: Tensor) -> None:
+        self.prediction = prediction
+
+    def __call__(self, x: Tensor, t: Tensor) -> Tensor:
+        assert t.shape == (len(x),)
+        return self.prediction
+
+
+def steps_of(diffusion: Diffusion, eta: float | None, count: int) -> list[Step]:
+    """The steps of DDPM, or with an eta of DDIM."""
+    return ddpm_steps(diffusion, count) if eta is None else ddim_steps(diffusion, count, eta=eta)
+
+
+def equation(  # noqa: PLR0917 - an equation
+    diffusion: Diffusion, eta: float | None, prediction: Tensor, x: Tensor, time: int, previous: int, z: Tensor
+) -> Tensor:
+    """One step back with clipping, as the papers write it: Ho et al. 2020, eq. 6-7, or Song et al. 2021, eq. 12."""
+    t = torch.full((len(x),), time)
+    x0 = diffusion.to_x0_and_noise(prediction, x, t)[0].clamp(-1, 1)
+    if previous < 0:
+        return x0
+    if eta is None:
+        mean, variance = diffusion.posterior(x0, x, t, torch.full_like(t, previous))
+        return mean + variance.sqrt() * z
+    a, b = diffusion.alpha_bar[time], diffusion.alpha_bar[previous]
+    sigma = eta * ((1 - b) / (1 - a) * (1 - a / b)).sqrt()
+    return b.sqrt() * x0 + (1 - b - sigma**2).sqrt() * diffusion.noise_from_x0(x0, x, t) + sigma * z
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("objective", ["noise", "x0", "v"])
+@pytest.mark.parametrize(("eta", "count"), [(None, 1000), (None, 50), (0.0, 250), (0.5, 50), (1.0, 1000)])
+def test_a_step_is_its_equation_to_single_precision(
+    schedule: str, objective: str, eta: float | None, count: int
+) -> None:
+    """Also at the first steps, where x0 is a small difference of large numbers. The equation is in double precision."""
+    diffusion = Diffusion(schedule=schedule, objective=objective)
+    steps = steps_of(diffusion, eta, count)
+    for index in {0, 1, 2, count // 2, count - 3, count - 2, count - 1}:
+        x, other = torch.randn((2, 2, 3, 5, 7), generator=generator(index))
+        z = torch.randn(x.shape, generator=generator(count))
+        prediction = 0.95 * x + 0.3 * other
+        previous = steps[index + 1].time if index + 1 < count else -1
+        expected = equation(diffusion, eta, prediction.double(), x.double(), steps[index].time, previous, z.double())
+        actual = denoise(Constant(prediction), steps[index], x, generator=generator(count))
+        torch.testing.assert_close(actual.double(), expected, rtol=5e-7, atol=5e-7)
+
+
+def test_a_step_leaves_what_it_is_given_as_it_was() -> None:
+    x, prediction = torch.randn((2, 2, 3, 4, 4), generator=generator())
+    copies = x.clone(), prediction.clone()
+    for step in ddpm_steps(Diffusion(timesteps=10)):
+        denoise(Constant(prediction), step, x, generator=generator())
+    assert torch.equal(x, copies[0])
+    assert torch.equal(prediction, copies[1])
+
+
+@pytest.mark.parametrize("sample", [ddpm_sample, ddim_sample])
+def test_the_memory_format_is_the_networks_and_changes_nothing(sample: Callable[..., Tensor]) -> None:
+    diffusion, shape = Diffusion(timesteps=20), (2, 3, 6, 10)
+    formats = []
+
+    def channels_last(x: Tensor, t: Tensor) -> Tensor:
+        formats.append(x.is_contiguous(memory_format=torch.channels_last))
+        return wobbly(x, t).contiguous(memory_format=torch.channels_last)
+
+    plain = sample(wobbly, diffusion, shape, generator=generator(), steps=10)
+    images = sample(channels_last, diffusion, shape, generator=generator(), steps=10)
+    assert plain.is_contiguous()
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert formats == [False, *[True] * 9], "only the first noise is drawn as it always was"
+    torch.testing.assert_close(images, plain, rtol=1e-6, atol=1e-6)
+
+
+def test_a_prediction_in_half_precision_is_used_in_single_precision() -> None:
+    diffusion = Diffusion(timesteps=20)
+    images = [
+        ddim_sample(network, diffusion, (2, 3, 4, 4), generator=generator(), steps=10)
+        for network in (lambda x, t: wobbly(x, t).bfloat16(), lambda x, t: wobbly(x, t).bfloat16().float())
+    ]
+    assert images[0].dtype == torch.float32
+    assert torch.equal(images[0], images[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("eta", [None, 0.5])
+def test_a_step_never_waits_for_the_device(eta: float | None) -> None:
+    source = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn((2, 3, 8, 8), generator=source, device="cuda")
+    steps = steps_of(Diffusion(timesteps=20).to("cuda"), eta, 10)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in steps:
+            x = denoise(wobbly, step, x, generator=source)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_clipping_keeps_x0_in_range() -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ddpm_lab.config import DDPM, LOADER_ALONE, RunConfig
+from ddpm_lab.config import DDPM, LOADER_ALONE, SAMPLING, RunConfig
 from ddpm_lab.explain import stats
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY
 from ddpm_lab.explain.frames import Study
@@ -130,7 +130,7 @@ def context(study: Study, *, batch: bool = True) -> str:
         return "the ledger holds no record for this question"
     configs = [r.config for r in shown]
     sizes = _values(f"{s}\N{MULTIPLICATION SIGN}{s}" for s in sorted({c.image_size for c in configs}))
-    ours = any(c.workload in (DDPM, LOADER_ALONE) for c in configs)
+    ours = any(c.workload in (DDPM, LOADER_ALONE, SAMPLING) for c in configs)
     parts = [study.hardware]
     parts += [f"{_values(c.network for c in configs)} network, {sizes} images"] if ours else []
     if batch and ours:

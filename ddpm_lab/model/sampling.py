@@ -1,12 +1,15 @@
 """Samplers: one plain function for each, one signature, the paper named in its docstring.
 
-All noise comes from the generator given, on its device, in the same order whatever network runs.
+All noise comes from the generator given, on its device, in the same order whatever network runs. A sampler is a list of
+steps worked out beforehand, so that between two evaluations of the network there is a handful of operations on the
+images, and nothing waits for the device.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +23,22 @@ Progress = Callable[[int, int], None]
 """Called after each step with the number of steps done and their total."""
 
 
-@torch.no_grad()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step back from ``time``, as weights: but for the clipping of x0 it is linear in the images.
+
+    x0 = ``x0_scale`` (prediction + ``x0_ratio`` x); the next x = ``of_x0`` x0 + ``of_x`` x + ``of_noise`` z, with z
+    standard normal.
+    """
+
+    time: int
+    x0_scale: float
+    x0_ratio: float
+    of_x0: float
+    of_x: float
+    of_noise: float
+
+
 def ddpm_sample(
     network: Network,
     diffusion: Diffusion,
@@ -34,23 +52,12 @@ def ddpm_sample(
     """Images (N, 3, H, W) in [-1, 1] by ancestral sampling with the posterior variance (Ho et al. 2020, algorithm 2).
 
     ``steps`` fewer than T walk the respaced process of Nichol & Dhariwal 2021, section 4; by default all T are walked.
-    ``clip_x0`` clips each estimate of x0 to [-1, 1]. Raises ValueError for a number of steps outside 1..T.
+    ``clip_x0`` clips each estimate of x0 to [-1, 1]. Raises ValueError for a number of steps outside 1..T. The images
+    have the memory format of what the network returns.
     """
-    times = sampling_timesteps(diffusion.timesteps, diffusion.timesteps if steps is None else steps)
-    x = torch.randn(shape, generator=generator, device=generator.device)
-    for done, (time, previous) in enumerate(zip(times, [*times[1:], -1], strict=True), start=1):
-        t = torch.full((shape[0],), time, device=x.device)
-        x0, _ = _estimate(network, diffusion, x, t, clip_x0)
-        mean, variance = diffusion.posterior(x0, x, t, torch.full_like(t, previous))
-        x = mean
-        if previous >= 0:
-            x = x + variance.sqrt() * torch.randn(shape, generator=generator, device=x.device)
-        if progress is not None:
-            progress(done, len(times))
-    return x.clamp(-1, 1)
+    return _walk(network, ddpm_steps(diffusion, steps), shape, generator, clip_x0=clip_x0, progress=progress)
 
 
-@torch.no_grad()
 def ddim_sample(
     network: Network,
     diffusion: Diffusion,
@@ -67,25 +74,70 @@ def ddim_sample(
     ``eta`` scales the noise added in each step: 0 is deterministic given the first noise, 1 is ancestral sampling.
     Other arguments and errors as in ``ddpm_sample``; an eta outside 0..1 raises ValueError too.
     """
+    return _walk(network, ddim_steps(diffusion, steps, eta=eta), shape, generator, clip_x0=clip_x0, progress=progress)
+
+
+def ddpm_steps(diffusion: Diffusion, steps: int | None = None) -> list[Step]:
+    """The steps of ``ddpm_sample``, first to last."""
+    times, previous = _times(diffusion, diffusion.timesteps if steps is None else steps)
+    one, zero = _units(times)
+    of_x0, variance = diffusion.posterior(one, zero, times, previous)
+    of_x, _ = diffusion.posterior(zero, one, times, previous)
+    return _steps(diffusion, times, of_x0, of_x, variance.sqrt())
+
+
+def ddim_steps(diffusion: Diffusion, steps: int = 250, *, eta: float = 0.0) -> list[Step]:
+    """The steps of ``ddim_sample``, first to last."""
     if not 0 <= eta <= 1:
         raise ValueError(f"eta is {eta}: give a number from 0 to 1")
-    times = sampling_timesteps(diffusion.timesteps, steps)
+    times, previous = _times(diffusion, steps)
+    one, zero = _units(times)
+    alpha_bar = diffusion.alpha_bar[times].view_as(one)
+    alpha_bar_previous = torch.where(previous < 0, 1.0, diffusion.alpha_bar[previous.clamp(min=0)]).view_as(one)
+    variance = (1 - alpha_bar_previous) / (1 - alpha_bar) * (1 - alpha_bar / alpha_bar_previous)
+    sigma = eta * variance.sqrt()
+    towards_noise = (1 - alpha_bar_previous - sigma**2).clamp(min=0).sqrt()
+    # The noise is the one that fits x0, clipped or not.
+    of_x0 = alpha_bar_previous.sqrt() + towards_noise * diffusion.noise_from_x0(one, zero, times)
+    of_x = towards_noise * diffusion.noise_from_x0(zero, one, times)
+    return _steps(diffusion, times, of_x0, of_x, sigma)
+
+
+@torch.no_grad()
+def denoise(network: Network, step: Step, x: Tensor, *, generator: torch.Generator, clip_x0: bool = True) -> Tensor:
+    """The images x (N, 3, H, W) one step further, in the memory format of what the network returns; x stays as it is.
+
+    The network may predict in half precision: what becomes of its prediction has the precision of x.
+    """
+    t = torch.full((len(x),), step.time, device=x.device)
+    # The weight stands at x, and the scale afterwards: where x is nearly all noise both terms are thousands of times
+    # larger than their sum.
+    x0 = torch.add(network(x, t), x, alpha=step.x0_ratio).mul_(step.x0_scale)
+    if clip_x0:
+        x0.clamp_(-1, 1)
+    following = x0.mul_(step.of_x0).add_(x, alpha=step.of_x)
+    if step.of_noise > 0:
+        noise = torch.randn(x.shape, generator=generator, device=x.device)
+        following.add_(noise, alpha=step.of_noise)
+    return following
+
+
+def _walk(
+    network: Network,
+    steps: Sequence[Step],
+    shape: Shape,
+    generator: torch.Generator,
+    *,
+    clip_x0: bool,
+    progress: Progress | None,
+) -> Tensor:
+    """From noise of ``shape`` through all steps."""
     x = torch.randn(shape, generator=generator, device=generator.device)
-    for done, (time, previous) in enumerate(zip(times, [*times[1:], -1], strict=True), start=1):
-        t = torch.full((shape[0],), time, device=x.device)
-        x0, noise = _estimate(network, diffusion, x, t, clip_x0)
-        x = x0
-        if previous >= 0:
-            alpha_bar, alpha_bar_previous = diffusion.alpha_bar[time], diffusion.alpha_bar[previous]
-            variance = (1 - alpha_bar_previous) / (1 - alpha_bar) * (1 - alpha_bar / alpha_bar_previous)
-            sigma = eta * variance.sqrt()
-            towards_noise = (1 - alpha_bar_previous - sigma**2).clamp(min=0).sqrt()
-            x = alpha_bar_previous.sqrt().to(x.dtype) * x0 + towards_noise.to(x.dtype) * noise
-            if eta > 0:
-                x = x + sigma.to(x.dtype) * torch.randn(shape, generator=generator, device=x.device)
+    for done, step in enumerate(steps, start=1):
+        x = denoise(network, step, x, generator=generator, clip_x0=clip_x0)
         if progress is not None:
-            progress(done, len(times))
-    return x.clamp(-1, 1)
+            progress(done, len(steps))
+    return x.clamp_(-1, 1)
 
 
 def sampling_timesteps(timesteps: int, steps: int) -> list[int]:
@@ -95,13 +147,28 @@ def sampling_timesteps(timesteps: int, steps: int) -> list[int]:
     return [round(float(t)) for t in np.linspace(timesteps - 1, 0, steps)]
 
 
-def _estimate(network: Network, diffusion: Diffusion, x: Tensor, t: Tensor, clip_x0: bool) -> tuple[Tensor, Tensor]:
-    """The network's estimates of x0 and of the noise in x; where x0 is clipped the noise is the one that fits it."""
-    x0, noise = diffusion.to_x0_and_noise(network(x, t).to(x.dtype), x, t)
-    if clip_x0:
-        x0 = x0.clamp(-1, 1)
-        noise = diffusion.noise_from_x0(x0, x, t)
-    return x0, noise
+def _times(diffusion: Diffusion, steps: int) -> tuple[Tensor, Tensor]:
+    """The timesteps (S,) that are walked, and to each the next; -1 is x0 itself."""
+    times = torch.tensor(sampling_timesteps(diffusion.timesteps, steps), device=diffusion.alpha_bar.device)
+    return times, torch.cat((times[1:], times.new_tensor([-1])))
+
+
+def _units(times: Tensor) -> tuple[Tensor, Tensor]:
+    """Ones and zeros (S, 1, 1, 1), float64: a formula that is linear in images gives for them its weights."""
+    one = torch.ones((len(times), 1, 1, 1), dtype=torch.float64, device=times.device)
+    return one, torch.zeros_like(one)
+
+
+def _steps(diffusion: Diffusion, times: Tensor, of_x0: Tensor, of_x: Tensor, of_noise: Tensor) -> list[Step]:
+    """Steps with the weights (S, 1, 1, 1) given, read back from the device once."""
+    one, zero = _units(times)
+    scale, _ = diffusion.to_x0_and_noise(one, zero, times)
+    of_x_in_x0, _ = diffusion.to_x0_and_noise(zero, one, times)
+    table = torch.stack([w.flatten() for w in (scale, of_x_in_x0 / scale, of_x0, of_x, of_noise)], dim=1)
+    return [
+        Step(time=time, x0_scale=a, x0_ratio=b, of_x0=c, of_x=d, of_noise=e)
+        for time, (a, b, c, d, e) in zip(times.tolist(), table.tolist(), strict=True)
+    ]
 
 
 def image_grid(images: Tensor, *, columns: int | None = None, gap: int = 2) -> npt.NDArray[np.uint8]:

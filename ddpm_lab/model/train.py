@@ -15,21 +15,18 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.data.draws import noise_and_timesteps, rank_share
 from ddpm_lab.data.loader import Batch
 from ddpm_lab.model import fused
-from ddpm_lab.model.blocks import Stage
 from ddpm_lab.model.diffusion import Diffusion
 from ddpm_lab.model.feed import Feed, LoaderAlone
-from ddpm_lab.model.reference import ReferenceUNet, reference
+from ddpm_lab.model.network import compile_seen, compile_stages, configured_network, network_seen
 from ddpm_lab.model.step import (
     PrecisionWatch,
     adam,
     adam_seen,
     allow_tf32,
     autocast,
-    channels_last_seen,
     compile_counters,
     require,
 )
-from ddpm_lab.model.unet import UNet, build_network
 from ddpm_lab.workload import RankContext
 
 
@@ -65,7 +62,7 @@ class Trainer:
         ).to(self.device)
         allow_tf32(config.precision == "tf32")
         torch.manual_seed(config.seed)  # the same initial weights on every rank
-        self.network = self._network()
+        self.network = configured_network(config, self.device)
         self.ema = copy.deepcopy(self.network).requires_grad_(False)
         self.parameters = list(self.network.parameters())
         self.weights: list[Tensor] = [*self.parameters]
@@ -73,7 +70,7 @@ class Trainer:
         self.optimizer = adam(self.parameters, config.optimizer)
         self.scaler = torch.amp.GradScaler(self.device.type) if config.precision == "fp16" else None
         if config.compile == "regional":
-            self._compile_stages()
+            compile_stages(self.network, config.compile_mode)
         self.model: Callable[[Tensor, Tensor], Tensor] = self.network
         self.ddp: DistributedDataParallel | None = None
         if context.world_size > 1:
@@ -95,28 +92,6 @@ class Trainer:
         self.precision = PrecisionWatch(
             self.network, self.device, eager=config.compile == "off", run=self._forward_once
         )
-
-    def _network(self) -> UNet | ReferenceUNet:
-        """The network of the configuration on this rank's device, with the same weights in every implementation."""
-        config = self.config
-        lab = build_network(
-            config.network,
-            image_size=config.image_size,
-            fused=config.kernels == "fused",
-            attention_axis=config.attention_axis,
-        )
-        network = (reference(lab) if config.implementation == "plain" else lab).to(self.device)
-        return network.to(memory_format=torch.channels_last) if config.channels_last else network
-
-    def _compile_stages(self) -> None:
-        """Compile block by block: blocks of one shape share their code, so there is less to compile."""
-        import torch._dynamo  # noqa: PLC0415 - takes a second, and most runs compile nothing
-
-        stages = [m for m in self.network.modules() if isinstance(m, Stage)]
-        # Each shape counts as a recompilation of Stage.forward, of which there may be 8 by default.
-        torch._dynamo.config.recompile_limit = max(8, 2 * len(stages))
-        for stage in stages:
-            stage.compile(mode=self.config.compile_mode)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which the network runs."""
@@ -201,7 +176,7 @@ class Trainer:
         return {
             "precision": self.precision.seen(),
             "autocast_scaler": self.scaler is not None and self.scaler.is_enabled(),
-            "compile": self._compile_seen(),
+            "compile": compile_seen(self.config, self.model),
             "parameters": sum(p.numel() for p in self.parameters),
             "weights_device": str(self.parameters[0].device),
             **self._levers_seen(),
@@ -212,9 +187,7 @@ class Trainer:
     def _levers_seen(self) -> dict[str, Any]:
         """The settings that change how a step is computed and not what, each from what carries it out."""
         seen: dict[str, Any] = {
-            "implementation": "lab" if isinstance(self.network, UNet) else "plain",
-            "channels_last": channels_last_seen(self.network),
-            "attention_axis": self.network.config.middle_attention_axis,
+            **network_seen(self.network),
             "adam": adam_seen(self.optimizer),
         }
         if self.steps:
@@ -234,12 +207,6 @@ class Trainer:
         size = self.config.image_size
         with self.autocast():
             self.network(torch.zeros(1, 3, size, size, device=self.device), torch.zeros(1, device=self.device))
-
-    def _compile_seen(self) -> str:
-        """What was compiled, if frames were: a silent fall-back to eager compiles none."""
-        if not compile_counters(self.config).get("compiled_frames", 0):
-            return "off"
-        return "whole" if hasattr(self.model, "_orig_mod") else "regional"
 
     def close(self) -> None:
         """Stop the loader workers."""

@@ -1,0 +1,65 @@
+"""The network of a configuration: built, compiled block by block, and read back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.model.blocks import Stage
+from ddpm_lab.model.reference import ReferenceUNet, reference
+from ddpm_lab.model.step import autocast, channels_last_seen, compile_counters
+from ddpm_lab.model.unet import UNet, build_network
+
+AnyUNet = UNet | ReferenceUNet
+
+
+def configured_network(config: RunConfig, device: torch.device) -> AnyUNet:
+    """The network of the configuration on ``device``, with the same weights in every implementation.
+
+    They are drawn from torch's global generator.
+    """
+    lab = build_network(
+        config.network,
+        image_size=config.image_size,
+        fused=config.kernels == "fused",
+        attention_axis=config.attention_axis,
+    )
+    network = (reference(lab) if config.implementation == "plain" else lab).to(device)
+    return network.to(memory_format=torch.channels_last) if config.channels_last else network
+
+
+def compile_stages(network: nn.Module, mode: str) -> None:
+    """Compile block by block: blocks of one shape share their code, so there is less to compile."""
+    import torch._dynamo  # noqa: PLC0415 - takes a second, and most runs compile nothing
+
+    stages = [m for m in network.modules() if isinstance(m, Stage)]
+    # Each shape counts as a recompilation of Stage.forward, of which there may be 8 by default.
+    torch._dynamo.config.recompile_limit = max(8, 2 * len(stages))
+    for stage in stages:
+        stage.compile(mode=mode)
+
+
+def forward_once(network: AnyUNet, config: RunConfig, device: torch.device) -> None:
+    """Evaluate ``network`` once, eagerly: how the witness sees into what was compiled in whole."""
+    size = config.image_size
+    with torch.no_grad(), autocast(config, device):
+        network(torch.zeros(1, 3, size, size, device=device), torch.zeros(1, device=device))
+
+
+def network_seen(network: AnyUNet) -> dict[str, Any]:
+    """The settings that are properties of a network, read back from it."""
+    return {
+        "implementation": "lab" if isinstance(network, UNet) else "plain",
+        "channels_last": channels_last_seen(network),
+        "attention_axis": network.config.middle_attention_axis,
+    }
+
+
+def compile_seen(config: RunConfig, model: Any) -> str:
+    """What was compiled of ``model``, if frames were: a silent fall-back to eager compiles none."""
+    if not compile_counters(config).get("compiled_frames", 0):
+        return "off"
+    return "whole" if hasattr(model, "_orig_mod") else "regional"

@@ -1,0 +1,194 @@
+"""The workload of sampling: one set of images from every implementation, and a witness that cannot be talked round."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.comparison import measure
+from ddpm_lab.config import SAMPLING, DiffusionConfig, OptimizerConfig, RunConfig
+from ddpm_lab.ledger import Ledger
+from ddpm_lab.measure.witness import mismatches
+from ddpm_lab.model import inference
+from ddpm_lab.model.denoising import Sampling, sampling
+from ddpm_lab.model.unet import NETWORKS, build_network, count_parameters
+from ddpm_lab.workload import RankContext
+
+STEPS = 12
+CONFIG = RunConfig(
+    workload=SAMPLING,
+    network="seed",
+    global_batch_size=3,
+    image_size=12,
+    diffusion=DiffusionConfig(schedule="linear", timesteps=STEPS),
+)
+PLAIN: dict[str, Any] = {"implementation": "plain", "channels_last": False}
+DDIM = (("sampler", "ddim"), ("steps", 5))
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seed network, a sixteenth as wide: all of its code in little time."""
+    monkeypatch.setitem(NETWORKS, "seed", dataclasses.replace(NETWORKS["seed"], width=16, heads=2, head_width=16))
+
+
+def made(config: RunConfig, rank: int = 0, marks: list[str] | None = None) -> Sampling:
+    mark = (lambda _: None) if marks is None else marks.append
+    context = RankContext(rank=rank, world_size=config.world_size, device="cpu", threads=1, mark=mark)
+    return sampling(config, context)
+
+
+def walked(config: RunConfig, steps: int = STEPS) -> tuple[Sampling, Tensor]:
+    """The workload after so many steps, and its images after each of them (steps, N, 3, H, W)."""
+    workload, images = made(config), []
+    for batch in itertools.islice(workload.batches(), steps):
+        workload.step(batch)
+        images.append(workload.x.contiguous())
+    return workload, torch.stack(images)
+
+
+def rank_of(workload: Sampling) -> dict[str, Any]:
+    """What a rank would report, with what the rank adds."""
+    return {"rank": 0, "device": "cpu", "world_size": 1, "steps": workload.steps, **workload.witness()}
+
+
+@pytest.mark.parametrize("objective", ["noise", "x0", "v"])
+@pytest.mark.parametrize("options", [(), DDIM], ids=["ddpm", "ddim"])
+@pytest.mark.parametrize(("kernels", "image_size", "batch"), [("aten", 12, 3), ("fused", 20, 1)])
+def test_every_implementation_walks_through_the_same_images(
+    objective: str, options: tuple[tuple[str, Any], ...], kernels: str, image_size: int, batch: int
+) -> None:
+    """Over more steps than a walk has, so through fresh noise too."""
+    diffusion = dataclasses.replace(CONFIG.diffusion, objective=objective)
+    config = dataclasses.replace(
+        CONFIG, diffusion=diffusion, options=options, image_size=image_size, global_batch_size=batch
+    )
+    plain, expected = walked(dataclasses.replace(config, **PLAIN), STEPS + 3)
+    lab, images = walked(dataclasses.replace(config, kernels=kernels), STEPS + 3)
+    assert images.shape == (STEPS + 3, batch, 3, image_size, image_size)
+    torch.testing.assert_close(images, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(images[0], images[lab.done - 1])
+    assert (lab.done, plain.done) == ((STEPS + 3) % len(lab.times),) * 2
+
+
+@pytest.mark.parametrize("kernels", ["aten", "fused"])
+def test_in_bf16_the_images_are_close(kernels: str) -> None:
+    _, expected = walked(CONFIG)
+    workload, images = walked(dataclasses.replace(CONFIG, precision="bf16", kernels=kernels))
+    assert 0 < (images - expected).square().mean().sqrt() < 2e-2
+    assert workload.x.is_contiguous(memory_format=torch.channels_last)
+
+
+LEVERS: list[dict[str, Any]] = [
+    {"precision": "bf16"},
+    {"channels_last": False},
+    {"kernels": "fused"},
+    PLAIN,
+    {"attention_axis": "positions"},
+    {**PLAIN, "precision": "bf16"},
+]
+
+
+@pytest.mark.parametrize("lever", LEVERS, ids=lambda lever: " ".join(map(str, lever.values())))
+def test_the_witness_agrees_with_what_ran_and_with_nothing_else(lever: dict[str, Any]) -> None:
+    pulled = dataclasses.replace(CONFIG, **lever)
+    seen, other = (rank_of(walked(config, 2)[0]) for config in (pulled, CONFIG))
+    assert mismatches(pulled, [seen]) == []
+    assert mismatches(CONFIG, [other]) == []
+    assert mismatches(pulled, [other]) != []
+    assert mismatches(CONFIG, [seen]) != []
+    assert seen["images"] == 2 * 3
+    assert seen["parameters"] == other["parameters"] == count_parameters(build_network("seed"))
+    assert (seen["sampler"], seen["sampler_steps"]) == ("ddpm", STEPS)
+
+
+def test_an_autocast_that_was_forgotten_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the reference, whose weights are not rounded beforehand: whatever the configuration says."""
+    config = dataclasses.replace(CONFIG, **PLAIN, precision="bf16")
+    monkeypatch.setattr(inference, "autocast", lambda *_: torch.no_grad())
+    assert any("precision" in line for line in mismatches(config, [rank_of(walked(config, 1)[0])]))
+
+
+def test_the_loss_of_a_step_is_a_number_without_a_gradient() -> None:
+    workload = made(CONFIG)
+    value = workload.step(None)
+    assert value.shape == ()
+    assert not value.requires_grad
+    assert float(value) == pytest.approx(float(workload.x.mean()))
+
+
+def test_each_phase_is_marked() -> None:
+    marks: list[str] = []
+    workload = made(dataclasses.replace(CONFIG, options=(("sampler", "ddim"), ("steps", 2))), marks=marks)
+    for _ in range(3):
+        workload.step(None)
+    step = ["forward", "update"]
+    assert marks == ["noise", *step, *step, "noise", *step]
+
+
+def test_ranks_share_a_batch_have_one_network_and_draw_their_own_noise() -> None:
+    config = dataclasses.replace(CONFIG, world_size=2, global_batch_size=6)
+    one, two = (made(config, rank) for rank in (0, 1))
+    for workload in (one, two):
+        workload.step(None)
+        assert workload.x.shape == (3, 3, 12, 12)
+    assert not torch.equal(one.x, two.x)
+    for mine, others in zip(one.evaluate.network.parameters(), two.evaluate.network.parameters(), strict=True):
+        assert torch.equal(mine, others)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"options": (("sampler", "euler"),)}, "options.sampler is 'euler'"),
+        ({"options": (("eta", 1),)}, "options has eta"),
+        ({"options": (("steps", 5),)}, "options.steps is 5 with sampler 'ddpm'"),
+        ({"options": (("sampler", "ddim"), ("steps", 0))}, "options.steps is 0"),
+        ({"options": (("sampler", "ddim"),)}, "options.steps is 250: give at most the 12 timesteps"),
+        ({"read_loss": True}, "sampling has no loss"),
+        ({"accumulation": 3}, "sampling has no loss"),
+    ],
+)
+def test_what_is_no_sampling_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        made(dataclasses.replace(CONFIG, **settings))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compile_", ["regional", "whole"])
+def test_compiled_in_whole_or_block_by_block(compile_: str) -> None:
+    _, expected = walked(CONFIG, 3)
+    config = dataclasses.replace(CONFIG, compile=compile_)
+    workload, images = walked(config, 3)
+    torch.testing.assert_close(images, expected, rtol=1e-4, atol=1e-4)
+    seen = rank_of(workload)
+    assert mismatches(config, [seen]) == []
+    assert seen["graph_breaks"] == 0
+    assert mismatches(dataclasses.replace(config, compile="whole" if compile_ == "regional" else "regional"), [seen])
+
+
+@pytest.mark.slow
+def test_the_reference_is_compiled_in_whole_too() -> None:
+    config = dataclasses.replace(CONFIG, **PLAIN)
+    _, expected = walked(config, 3)
+    workload, images = walked(dataclasses.replace(config, compile="whole"), 3)
+    torch.testing.assert_close(images, expected, rtol=1e-4, atol=1e-4)
+    assert workload.witness()["compile"] == "whole"
+
+
+@pytest.mark.slow
+def test_real_ranks_measure_it_without_data(tmp_path: Path) -> None:
+    """Also two ranks, which share the batch."""
+    config = dataclasses.replace(CONFIG, network="tiny", global_batch_size=4, oversubscribe=True)
+    ddim = dataclasses.replace(config, options=DDIM, world_size=2, optimizer=OptimizerConfig())
+    measure(config, ddim, sets=1, output_dir=tmp_path, quiet=True)
+    records = Ledger(tmp_path / "trace_output" / "ledger.jsonl").read()[0]
+    assert {(r.status, r.reason) for r in records} == {("ok", "")}
+    assert {seen["sampler"] for r in records for seen in r.witness["ranks"]} == {"ddpm", "ddim"}
