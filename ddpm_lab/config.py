@@ -102,14 +102,17 @@ class ExchangeConfig:
     """How DistributedDataParallel exchanges gradients; without effect on one rank, where they may not be set.
 
     ``bucket_view`` lets gradients live in the buckets that are exchanged, which saves a copy; ``static_graph`` promises
-    that every step uses the same weights; ``bucket_mb`` is the size of a bucket in MiB.
+    that every step uses the same weights; ``bucket_mb`` is the size of a bucket in MiB. Without ``enabled`` nothing is
+    exchanged: every rank trains a network of its own, which shows what the exchange costs and is no training.
     """
 
+    enabled: bool = True
     bucket_view: bool = True
     static_graph: bool = False
     bucket_mb: int = 25
 
     def __post_init__(self) -> None:
+        choice("exchange.enabled", self.enabled, (True, False))
         choice("exchange.bucket_view", self.bucket_view, (True, False))
         choice("exchange.static_graph", self.static_graph, (True, False))
         whole("exchange.bucket_mb", self.bucket_mb, 1)
@@ -122,7 +125,7 @@ LATER: dict[str, Any] = {
     "kernels": "aten",
     "attention_axis": "channels",
     "read_loss": False,
-    "exchange": {"bucket_view": True, "static_graph": False, "bucket_mb": 25},
+    "exchange": {"enabled": True, "bucket_view": True, "static_graph": False, "bucket_mb": 25},
     "optimizer": {"adam": "fused", "ema": "foreach"},
 }
 """Settings that came later, and what was done before: left out of the run id, so that earlier records keep theirs."""

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from ddpm_lab import plan
 from ddpm_lab.checks import ConfigError, choice, several, whole
-from ddpm_lab.config import DDPM, SEED_FAMILY, DiffusionConfig, OptimizerConfig, RunConfig
+from ddpm_lab.config import DDPM, SAMPLING, SEED_FAMILY, DiffusionConfig, ExchangeConfig, OptimizerConfig, RunConfig
 from ddpm_lab.plan import BOTH_FP32, LEVERS, LIMITS, OURS, TUNED, Experiment, Family, Plan
 from ddpm_lab.setting import DEFAULTS, Setup
 
@@ -16,13 +17,15 @@ DIFFUSERS = "ddpm_lab.model.peers:diffusers"
 PRODUCT = "ddpm_lab.model.limits:product"
 COPY = "ddpm_lab.model.limits:copy"
 CONVOLUTION = "ddpm_lab.model.limits:convolution"
-WORKLOADS = (DDPM, DDPT, DIFFUSERS, PRODUCT, CONVOLUTION, COPY)
+WORKLOADS = (DDPM, DDPT, DIFFUSERS, SAMPLING, PRODUCT, CONVOLUTION, COPY)
 
 PUBLISHED = "the published code"
 PEERS = {PUBLISHED: DDPM, "denoising-diffusion-pytorch": DDPT, "diffusers": DIFFUSERS}
 """Other trainers by name; the published code is the seed network as it was first written, by the lab's own step."""
-PARTS = ("peers", "fp32", "levers", "limits")
+PARTS = ("peers", "fp32", "sampling", "limits", "levers", "exchange")
 
+SAMPLED = 16
+"""Images sampled at once."""
 PLAN = Plan(turns=6, window_seconds=1.0, window_steps=1, settle_steps=1, warmup_steps=3)
 """Steps of seconds need few of them: no window shorter than a second, and ratios of two or three no hundredth parts."""
 
@@ -65,10 +68,15 @@ def peers(
                 candidates=((PUBLISHED, _as_it_comes(ours, PUBLISHED)),),
             )
         )
-    if "levers" in wanted and setup.preset == "full":
-        families.append(_levers(ours, f"{name}{LEVERS}", setup))
+    if "sampling" in wanted and PUBLISHED in asked:
+        families.append(_sampling(ours, setup))
     if "limits" in wanted:
         families.append(_limits(ours, f"{LIMITS}, {setup.network}"))
+    long = setup.preset == "full" or parts is not None
+    if "levers" in wanted and long:
+        families.append(_levers(ours, f"{name}{LEVERS}", setup))
+    if "exchange" in wanted and long and setup.most_ranks > 1 and batch % 2 == 0:
+        families.append(_exchange(ours, f"{setup.family_name(batch, 2)}{plan.EXCHANGE}"))
     return Experiment(name="peers", families=tuple(families))
 
 
@@ -106,6 +114,37 @@ def _tuned(ours: RunConfig, peer: str) -> RunConfig:
         optimizer=OptimizerConfig(ema="foreach" if peer == PUBLISHED else "loop"),
         read_loss=False,
     )
+
+
+def _sampling(ours: RunConfig, setup: Setup) -> Family:
+    """A denoising step of ancestral sampling, beside the published code's sampler."""
+    here = dataclasses.replace(ours, workload=SAMPLING, global_batch_size=SAMPLED, loader="packed")
+    return Family(
+        name=f"{setup.family_name(SAMPLED)}{plan.SAMPLING}",
+        baseline=here,
+        baseline_label=OURS,
+        candidates=(
+            (
+                PUBLISHED,
+                dataclasses.replace(
+                    here, precision="fp32", channels_last=False, kernels="aten", compile="off", implementation="plain"
+                ),
+            ),
+        ),
+    )
+
+
+def _exchange(ours: RunConfig, name: str) -> Family:
+    """Two ranks, with what their exchange of gradients can be set to, and without any."""
+    pair = dataclasses.replace(ours, world_size=2)
+    settings = (
+        ("no exchange", ExchangeConfig(enabled=False)),
+        ("no bucket view", ExchangeConfig(bucket_view=False)),
+        ("static graph", ExchangeConfig(static_graph=True)),
+        ("buckets of 5 MiB", ExchangeConfig(bucket_mb=5)),
+    )
+    rows = tuple((label, dataclasses.replace(pair, exchange=exchange)) for label, exchange in settings)
+    return Family(name=name, baseline=pair, baseline_label="as by default", candidates=rows)
 
 
 def _levers(ours: RunConfig, name: str, setup: Setup) -> Family:

@@ -75,7 +75,7 @@ NESTED: list[tuple[str, Any]] = [
     ),
     *(
         ("exchange", ExchangeConfig(**values))
-        for values in ({"bucket_view": False}, {"static_graph": True}, {"bucket_mb": 1})
+        for values in ({"enabled": False}, {"bucket_view": False}, {"static_graph": True}, {"bucket_mb": 1})
     ),
 ]
 

@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import limits, peers, phrases
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.plan import BOTH_FP32, LIMITS, TUNED
+from ddpm_lab.plan import LIMITS, SAMPLING, TUNED
 
 _ROW, _VERSUS = 0.6, 2.75  # inches for a row, and for what stands beside it
 
@@ -23,7 +23,7 @@ def figure(study: Study, title: str) -> Figure | None:
     rows = [r for r in peers.rows(study) if r["sets"]]
     if not rows:
         return None
-    rows = sorted(rows, key=lambda r: (BOTH_FP32 in r["name"], TUNED in r["name"], -r["ratio"]))
+    rows = sorted(rows, key=lambda r: (not peers.is_peer(r), TUNED in r["name"], -r["ratio"]))
     note = "Time of the other trainer for equal images divided by this trainer's, with 95 % interval over sets. "
     base = peers.own(study)
     if base is not None:
@@ -124,7 +124,7 @@ def _beside(row: dict[str, Any]) -> str:
 
 def _context(study: Study) -> str:
     """Of the trainers: the limits of the machine have a batch of their own."""
-    records = tuple(r for r in study.records if not r.family.startswith(LIMITS))
+    records = tuple(r for r in study.records if not r.family.startswith(LIMITS) and not r.family.endswith(SAMPLING))
     return phrases.context(dataclasses.replace(study, records=records))
 
 

@@ -12,7 +12,7 @@ import pandas as pd
 from ddpm_lab.explain import limits, phrases, stats
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.plan import BOTH_FP32, LEVERS, LIMITS, OURS, TUNED
+from ddpm_lab.plan import BOTH_FP32, EXCHANGE, LEVERS, LIMITS, OURS, SAMPLING, TUNED
 from ddpm_lab.record import RunRecord
 
 EXPERIMENT = "peers"
@@ -29,19 +29,21 @@ def rows(study: Study) -> list[Row]:
     for row in _all(study):
         if row["role"] not in ("candidate", "note") or not _is_rival(row["family"]):
             continue
-        row["name"] = row["label"] + BOTH_FP32 * row["family"].endswith(BOTH_FP32)
+        row["name"] = row["label"] + next((s for s in (BOTH_FP32, SAMPLING) if row["family"].endswith(s)), "")
         found.append(_turned(row) if row["sets"] else row)
     return found
 
 
 def levers(study: Study) -> list[Row]:
     """Each setting put back alone, as it was measured: below 1 the trainer's own choice is faster."""
-    return [r for r in _all(study) if r["family"].endswith(LEVERS) and r["role"] == "candidate"]
+    found = [r for r in _all(study) if r["family"].endswith((LEVERS, EXCHANGE)) and r["role"] == "candidate"]
+    return [{**r, "label": f"2 ranks, {r['label']}" if r["family"].endswith(EXCHANGE) else r["label"]} for r in found]
 
 
 def own(study: Study) -> Row | None:
     """The lab's own trainer, as the baseline of the others."""
-    return next((r for r in _all(study) if r["role"] == "baseline" and _is_rival(r["family"]) and r["sets"]), None)
+    mine = [r for r in _all(study) if r["role"] == "baseline" and _is_rival(r["family"]) and r["sets"]]
+    return next((r for r in mine if not r["family"].endswith((BOTH_FP32, SAMPLING))), None)
 
 
 def _all(study: Study) -> list[Row]:
@@ -49,7 +51,12 @@ def _all(study: Study) -> list[Row]:
 
 
 def _is_rival(family: str) -> bool:
-    return not family.endswith(LEVERS) and not family.startswith(LIMITS)
+    return not family.endswith((LEVERS, EXCHANGE)) and not family.startswith(LIMITS)
+
+
+def is_peer(row: Mapping[str, Any]) -> bool:
+    """Whether a row compares training as both sides do it best: neither fp32 alone, nor sampling."""
+    return bool(row["sets"]) and BOTH_FP32 not in row["name"] and SAMPLING not in row["name"]
 
 
 def _turned(row: Row) -> Row:
@@ -66,13 +73,13 @@ def _turned(row: Row) -> Row:
 
 def lead(study: Study) -> Row | None:
     """The trainer that comes nearest, in equal precision or not: the claim is about it, so that it holds for all."""
-    measured = [r for r in rows(study) if r["sets"] and BOTH_FP32 not in r["name"]]
+    measured = [r for r in rows(study) if is_peer(r)]
     return min(measured, key=lambda r: r["ratio"]) if measured else None
 
 
 def headline(study: Study, nearest: Mapping[str, Any]) -> str:
     """Such as "This trainer is 1.72 times as fast as the nearest of 6 others (diffusers, tuned)"."""
-    count = sum(bool(r["sets"]) and BOTH_FP32 not in r["name"] for r in rows(study))
+    count = sum(is_peer(r) for r in rows(study))
     others = f"the nearest of {count} others ({nearest['name']})" if count > 1 else str(nearest["name"])
     if nearest["verdict"] not in (stats.FASTER, stats.SLOWER):
         return f"Not resolved: this trainer against {others} reads {phrases.ratio(nearest)}"
@@ -84,9 +91,10 @@ def evidence(study: Study) -> str:
     told = []
     measured = [r for r in rows(study) if r["sets"]]
     for words, chosen in (
-        ("As they come", [r for r in measured if TUNED not in r["name"] and BOTH_FP32 not in r["name"]]),
+        ("As they come", [r for r in measured if is_peer(r) and TUNED not in r["name"]]),
         ("Tuned", [r for r in measured if TUNED in r["name"]]),
         ("Both in fp32", [r for r in measured if BOTH_FP32 in r["name"]]),
+        ("Sampling", [r for r in measured if SAMPLING in r["name"]]),
     ):
         if chosen:
             listed = [
@@ -95,7 +103,7 @@ def evidence(study: Study) -> str:
             told.append(f"{words}: {phrases.joined(listed)}.")
     base = own(study)
     if base is not None:
-        told.append(f"It takes {phrases.throughput(base)} at batch {base['batch']}.")
+        told.append(f"It takes {phrases.throughput(base)} in {base['config'].precision} at batch {base['batch']}.")
     if said := limits.sentence(study, base):
         told.append(said)
     return " ".join(told)
@@ -176,7 +184,8 @@ def _flop(study: Study, seen: Mapping[str, Any], row: Mapping[str, Any]) -> str:
 
 def _steps_of_losses(study: Study) -> tuple[int, int]:
     """The last third of the steps that every trainer has done: there all have seen the same images as often."""
-    rivals = [r for r in study.records if _is_rival(r.family) and r.status == "ok" and r.windows]
+    trained = [r for r in study.records if _is_rival(r.family) and not r.family.endswith(SAMPLING)]
+    rivals = [r for r in trained if r.status == "ok" and r.windows]
     last = min((max(_losses(r)) for r in rivals), default=0)
     return last - last // 3 + 1, last
 

@@ -29,6 +29,7 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
         "adam": config.optimizer.adam,
         "ema": config.optimizer.ema,
         "exchange": dataclasses.asdict(config.exchange),
+        "exchange_enabled": config.exchange.enabled,
     }
     for seen in ranks:
         for name, label in expected.items():

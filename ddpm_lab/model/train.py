@@ -73,7 +73,7 @@ class Trainer:
             compile_stages(self.network, config.compile_mode)
         self.model: Callable[[Tensor, Tensor], Tensor] = self.network
         self.ddp: DistributedDataParallel | None = None
-        if context.world_size > 1:
+        if context.world_size > 1 and config.exchange.enabled:
             devices = [self.device] if self.device.type == "cuda" else None
             self.ddp = DistributedDataParallel(
                 self.network,
@@ -195,8 +195,11 @@ class Trainer:
             seen["read_loss"] = self.losses_read == self.steps
         if self.ema_seen:
             seen["ema"] = self.ema_seen
+        if self.context.world_size > 1:
+            seen["exchange_enabled"] = self.ddp is not None
         if self.ddp:
             seen["exchange"] = {
+                "enabled": True,
                 "bucket_view": self.ddp.gradient_as_bucket_view,
                 "static_graph": self.ddp.static_graph,
                 "bucket_mb": self.ddp.bucket_bytes_cap // 2**20,
