@@ -62,13 +62,18 @@ def _parser() -> argparse.ArgumentParser:
         "experiments",
         nargs="+",
         metavar="EXPERIMENT",
-        help="profile, multi_gpu, amp, workers, torch_compile or batch_size (the largest batch that fits)",
+        help="profile, multi_gpu, amp, workers, torch_compile, batch_size (the largest batch that fits) or peers "
+        "(this trainer beside others, and the limits of the machine)",
     )
     _common_options(run)
     _data_options(run)
     run.add_argument("--mode", choices=("single", "multi"), help="one rank only, or at least two")
     run.add_argument("--device", choices=DEVICES, help="default: the GPU where there is one")
     run.add_argument("--batch-size", type=int, help="global batch size")
+    run.add_argument(
+        "--parts", help="peers: some of peers,fp32,sampling,limits,levers,exchange (default: the first four; full: all)"
+    )
+    run.add_argument("--trainers", help="peers: names of other trainers, with commas between (default: all)")
     run.add_argument("--image-size", type=int, default=32, help="side of the images in pixels (default: 32)")
     run.add_argument("--sets", type=int, help="sets per comparison (default: the preset's)")
     _resolution(run, "(default: the planned number of sets)")

@@ -60,6 +60,13 @@ def _grid(name: str, options: argparse.Namespace) -> dict[str, Any]:
     from ddpm_lab.measure import hardware  # noqa: PLC0415
 
     grid: dict[str, Any] = {}
+    for option in ("parts", "trainers"):
+        if (text := getattr(options, option)) is not None:
+            if name != "peers":
+                raise ConfigError(f"--{option}: the experiment {name} has none; only peers takes it")
+            grid[option] = [word.strip() for word in text.split(",")]
+    if options.mode and name == "peers":
+        raise ConfigError("--mode: the experiment peers compares trainers on one rank; leave it out")
     if options.batch_size is not None and name == "batch_size":
         raise ConfigError("--batch-size: the experiment batch_size varies it; leave it out")
     if options.batch_size is not None:

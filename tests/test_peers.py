@@ -1,0 +1,151 @@
+"""Other people's trainers as workloads: they learn, they are of the stated size, and their labels tell the truth."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ddpm_lab.config import DiffusionConfig, OptimizerConfig, RunConfig
+from ddpm_lab.data.packed import prepare
+from ddpm_lab.measure.witness import mismatches
+from ddpm_lab.model import peers
+from ddpm_lab.model.unet import NETWORKS
+from ddpm_lab.workload import RankContext, Unsupported
+
+Make = Callable[[RunConfig, RankContext], peers.Peer]
+INSTALLED: list[Any] = [
+    pytest.param(peers.denoising_diffusion_pytorch, "denoising_diffusion_pytorch", id="denoising-diffusion-pytorch"),
+    pytest.param(peers.diffusers, "diffusers", id="diffusers"),
+]
+PARAMETERS = {"denoising_diffusion_pytorch": 9_904_515, "diffusers": 8_952_067}
+COMES: dict[str, Any] = {
+    "channels_last": False,
+    "read_loss": True,
+    "optimizer": OptimizerConfig(adam="loop"),
+}
+TUNED: dict[str, Any] = {"precision": "bf16"}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    folder = tmp_path_factory.mktemp("data") / "prepared"
+    manifest = prepare("synthetic", folder)
+    return RunConfig(
+        data=str(folder),
+        data_sha256=manifest.content_hash,
+        global_batch_size=4,
+        network="seed",
+        diffusion=DiffusionConfig(loss="l2"),
+    )
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(NETWORKS, "seed", dataclasses.replace(NETWORKS["seed"], width=32))
+
+
+def context(world_size: int = 1) -> RankContext:
+    return RankContext(rank=0, world_size=world_size, device="cpu", threads=1, mark=lambda _: None)
+
+
+def made(make: Make, module: str, config: RunConfig) -> peers.Peer:
+    pytest.importorskip(module, reason=f"{module} is not installed: make peers")
+    return make(config, context())
+
+
+def losses(peer: peers.Peer, steps: int) -> list[float]:
+    return [float(peer.step(batch)) for batch in itertools.islice(peer.batches(), steps)]
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize(("make", "module"), INSTALLED)
+@pytest.mark.parametrize("settings", [COMES, TUNED], ids=["comes", "tuned"])
+def test_a_step_is_witnessed_as_its_label_says(
+    config: RunConfig, make: Make, module: str, settings: dict[str, Any]
+) -> None:
+    label = dataclasses.replace(config, **settings)
+    peer = made(make, module, label)
+    assert all(0 < loss < 3 for loss in losses(peer, 2))
+    seen = {"rank": 0, "device": "cpu", "steps": 2, **peer.witness()}
+    assert mismatches(label, [seen]) == []
+    other = dataclasses.replace(config, **(TUNED if settings is COMES else COMES))
+    assert len(mismatches(other, [seen])) >= 2
+    assert seen["images"] == 8
+
+
+@pytest.mark.parametrize(("make", "module"), INSTALLED)
+def test_the_network_is_of_the_size_that_is_compared(config: RunConfig, make: Make, module: str) -> None:
+    """Nearly the 10.05 M weights and 9.13 GFLOP an image of the seed network."""
+    seen = made(make, module, config).witness()
+    assert seen["parameters"] == PARAMETERS[module]
+    assert 8.9e9 < seen["flop_per_image"] < 9.7e9
+
+
+def test_the_ddpm_network_of_diffusers_is_the_labs(config: RunConfig) -> None:
+    seen = made(peers.diffusers, "diffusers", dataclasses.replace(config, network="ddpm")).witness()
+    assert seen["parameters"] == 35_746_307
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize(("make", "module"), INSTALLED)
+def test_it_learns(config: RunConfig, make: Make, module: str) -> None:
+    faster = dataclasses.replace(config, optimizer=OptimizerConfig(learning_rate=1e-3))
+    found = losses(made(make, module, faster), 60)
+    assert np.mean(found[-15:]) < 0.8 * np.mean(found[:5])
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize(("make", "module"), INSTALLED)
+def test_its_average_of_the_weights_moves(config: RunConfig, make: Make, module: str) -> None:
+    """The work of the moving average is part of the step, as in the project's own loop."""
+    often = dataclasses.replace(config, optimizer=OptimizerConfig(ema_every=1))
+    peer = made(make, module, often)
+    calls: list[int] = []
+    update = peer.parts.update
+
+    def counted() -> None:
+        update()
+        calls.append(1)
+
+    peer.parts = dataclasses.replace(peer.parts, update=counted)
+    losses(peer, 3)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "module"),
+    [(peers.denoising_diffusion_pytorch, "denoising_diffusion_pytorch"), (peers.diffusers, "diffusers")],
+)
+def test_without_the_library_it_is_unsupported_with_the_command(
+    config: RunConfig, make: Make, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, module, None)
+    with pytest.raises(Unsupported, match="not installed: make peers, or pip install"):
+        make(config, context())
+
+
+@pytest.mark.parametrize(("make", "module"), INSTALLED)
+def test_what_cannot_be_compared_is_unsupported(config: RunConfig, make: Make, module: str) -> None:
+    pytest.importorskip(module)
+    with pytest.raises(Unsupported, match="on one rank"):
+        make(dataclasses.replace(config, world_size=2), context(2))
+    with pytest.raises(Unsupported, match="has no network of the size of 'tiny'"):
+        make(dataclasses.replace(config, network="tiny"), context())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("make", "module"), INSTALLED)
+def test_on_a_gpu(config: RunConfig, make: Make, module: str) -> None:
+    label = dataclasses.replace(config, device="cuda", precision="fp16", loader="resident")
+    pytest.importorskip(module)
+    peer = make(label, RankContext(rank=0, world_size=1, device="cuda:0", threads=1, mark=lambda _: None))
+    assert all(0 < loss < 3 for loss in losses(peer, 3))
+    assert mismatches(label, [{"rank": 0, "device": "cuda:0", **peer.witness()}]) == []

@@ -1,0 +1,125 @@
+"""The question of the trainers: who is compared with whom, in what, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.plan import BOTH_FP32, EXCHANGE, LEVERS, LIMITS, SAMPLING, Family
+from ddpm_lab.setting import DEFAULTS, Images, Setup
+from ddpm_lab.trainers import PARTS, PEERS, PUBLISHED, peers
+
+
+def setup(**changes: Any) -> Setup:
+    images = Images(folder="somewhere", sha256="abc", name="5,000 images")
+    values: dict[str, Any] = {"preset": "full", "network": "seed", "device": "cpu", "gpus": 0, "usable_cores": 2}
+    return Setup(images=images, **{**values, **changes})
+
+
+def family(end: str, **changes: Any) -> Family:
+    (found,) = [f for f in peers(setup(**changes)).families if f.name.endswith(end) or f.name.startswith(end)]
+    return found
+
+
+def test_others_come_as_they_are_and_tuned_on_equal_batches_with_equal_objective() -> None:
+    found = peers(setup()).families[0]
+    assert [label for label, _ in found.candidates] == [*PEERS, *(f"{peer}, tuned" for peer in PEERS)]
+    for name, config in found.candidates:
+        assert config.global_batch_size == found.baseline.global_batch_size == 32
+        assert config.diffusion == found.baseline.diffusion
+        assert (config.precision, config.channels_last) == (("bf16", True) if "tuned" in name else ("fp32", False))
+        assert config.read_loss == ("tuned" not in name)
+        assert config.optimizer.adam == ("fused" if "tuned" in name else "loop")
+        assert config.workload == PEERS[name.removesuffix(", tuned")]
+        assert (config.implementation == "plain") == (PUBLISHED in name)
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cpu", 0), ("cuda", 1)])
+def test_this_trainer_runs_with_the_documented_defaults(device: str, gpus: int) -> None:
+    ours = peers(setup(device=device, gpus=gpus)).families[0].baseline
+    assert {name: getattr(ours, name) for name in DEFAULTS[device]} == DEFAULTS[device]
+
+
+def test_both_in_fp32_differ_in_nothing_but_how_the_step_is_computed() -> None:
+    found = family(BOTH_FP32)
+    ((_, other),) = found.candidates
+    assert (found.baseline.precision, other.precision) == ("fp32", "fp32")
+    changed = set(found.baseline.differences(other))
+    assert changed == {"channels_last", "kernels", "implementation", "read_loss", "optimizer"}
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cpu", 0), ("cuda", 2)])
+def test_each_lever_is_put_back_alone(device: str, gpus: int) -> None:
+    found = family(LEVERS, device=device, gpus=gpus)
+    for _, config in found.candidates:
+        changed = set(found.baseline.differences(config))
+        # The joined kernels need the channels-last format and an eager step: without these they go too.
+        assert len(changed - {"kernels"}) == 1 or changed == {"kernels"}
+
+
+def test_levers_and_exchange_are_measured_in_full_or_when_asked_for() -> None:
+    ends = (LEVERS, EXCHANGE)
+    for changes, parts, there in (({}, None, True), ({"preset": "quick"}, None, False)):
+        names = [f.name for f in peers(setup(**changes), parts=parts).families]
+        assert all(any(name.endswith(end) for name in names) == there for end in ends)
+    asked = peers(setup(preset="quick"), parts=["levers", "exchange"]).families
+    assert [next(end for end in ends if f.name.endswith(end)) for f in asked] == list(ends)
+
+
+def test_the_exchange_is_set_on_two_ranks_of_one_batch() -> None:
+    found = family(EXCHANGE)
+    assert all(c.world_size == 2 and c.global_batch_size == 32 for _, c in found.candidates)
+    assert not dict(found.candidates)["no exchange"].exchange.enabled
+    assert not [f for f in peers(setup(usable_cores=1)).families if f.name.endswith(EXCHANGE)]
+
+
+def test_sampling_compares_one_network_in_two_samplers() -> None:
+    found = family(SAMPLING)
+    ((_, other),) = found.candidates
+    assert found.baseline.workload == other.workload
+    assert (found.baseline.implementation, other.implementation) == ("lab", "plain")
+
+
+def test_limits_are_peaks_in_the_precision_of_the_trainer() -> None:
+    found = family(LIMITS)
+    labels = [found.baseline_label, *(label for label, _ in found.candidates)]
+    assert labels == ["product, fp32", "product, bf16", "convolution, fp32", "convolution, bf16", "copy"]
+
+
+def test_parts_and_trainers_can_be_chosen() -> None:
+    assert len(peers(setup(), parts=PARTS).families) == len(PARTS)
+    (found,) = peers(setup(), parts=["peers"], trainers=["diffusers"]).families
+    assert [label for label, _ in found.candidates] == ["diffusers", "diffusers, tuned"]
+
+
+def test_a_network_without_a_published_code_is_compared_with_the_others() -> None:
+    here = setup(network="ddpm")
+    assert [label for label, _ in peers(here).families[0].candidates if PUBLISHED in label] == []
+    assert not [f for f in peers(here).families if f.name.endswith((BOTH_FP32, SAMPLING))]
+    with pytest.raises(ConfigError, match=r"'the published code'.*'ddpm'.*use seed"):
+        peers(here, trainers=[PUBLISHED])
+
+
+@pytest.mark.parametrize(
+    ("grid", "words"),
+    [
+        ({"trainers": ["EDM"]}, "trainers is 'EDM': choose one of the published code"),
+        ({"parts": ["all"]}, "parts is 'all': choose one of peers"),
+        ({"parts": []}, "parts is \\[\\]: give a list"),
+        ({"global_batch_size": 0}, "global_batch_size is 0"),
+    ],
+)
+def test_what_does_not_exist_is_refused(grid: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        peers(setup(), **grid)
+
+
+def test_no_two_configurations_of_a_family_are_one() -> None:
+    for device, gpus in (("cpu", 0), ("cuda", 2)):
+        for found in peers(setup(device=device, gpus=gpus)).families:
+            configs = [found.baseline, *(config for _, config in found.candidates)]
+            assert len({c.run_id for c in configs}) == len(configs)
+            assert all(dataclasses.replace(c) == c for c in configs)
