@@ -112,7 +112,8 @@ def evidence(study: Study) -> str:
 def table(study: Study) -> pd.DataFrame:
     """One row a trainer: how many times as fast this one is, size, speed, memory, and loss after equal images."""
     base = own(study)
-    first, last = _steps_of_losses(study)
+    steps = _common_steps(study)
+    loss = f"Loss near step {steps[-1]}" if steps else "Loss"
     shown = ([{**base, "name": f"{OURS} (baseline)"}] if base else []) + _twins(study) + rows(study)
     found = []
     for row in shown:
@@ -134,7 +135,7 @@ def table(study: Study) -> pd.DataFrame:
                 "Peak memory": phrases.peak_memory(row) if measured else _NONE,
                 "Weights": f"{seen['parameters'] / 1e6:.2f} M" if "parameters" in seen else _NONE,
                 "GFLOP/image": _flop(study, seen, row),
-                f"Loss of steps {first} to {last}": _loss(records, first, last),
+                loss: _loss(records, steps),
                 "Sets \N{MULTIPLICATION SIGN} turns": f"{row['sets']} \N{MULTIPLICATION SIGN} {row['turns']}",
                 "Quality": str(row["quality"]) if measured else _NONE,
                 "Note": str(row["reason"]) if not measured else "",
@@ -182,26 +183,27 @@ def _flop(study: Study, seen: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     return f"{value / 1e9:.2f}" if value else _NONE
 
 
-def _steps_of_losses(study: Study) -> tuple[int, int]:
-    """The last third of the steps that every trainer has done: there all have seen the same images as often."""
+def _common_steps(study: Study) -> list[int]:
+    """The last third of the steps that were timed in every run: there all trainers have seen the same images."""
     trained = [r for r in study.records if _is_rival(r.family) and not r.family.endswith(SAMPLING)]
-    rivals = [r for r in trained if r.status == "ok" and r.windows]
-    last = min((max(_losses(r)) for r in rivals), default=0)
-    return last - last // 3 + 1, last
+    timed = [set(_losses(r)) for r in trained if r.status == "ok" and r.windows]
+    common = sorted(set.intersection(*timed)) if timed else []
+    return common[-max(1, len(common) // 3) :]
 
 
 def _losses(record: RunRecord) -> dict[int, float]:
     """Loss of each timed step, by the number of the step in the run: warm-up and settling steps count too."""
     told = iter(record.ranks[0].losses)
+    prefetched = int((record.witness.get("ranks") or [{}])[0].get("prefetch_batches") or 0)
     step, found = record.warmup_steps, {}
     for window in record.windows:
-        step += record.plan.settle_steps
+        step += max(record.plan.settle_steps, prefetched)
         for _ in range(window.steps):
             step += 1
             found[step] = next(told, math.nan)
     return found
 
 
-def _loss(records: Sequence[RunRecord], first: int, last: int) -> str:
-    values = [loss for r in records for step, loss in _losses(r).items() if first <= step <= last]
+def _loss(records: Sequence[RunRecord], steps: Sequence[int]) -> str:
+    values = [losses[step] for r in records for losses in [_losses(r)] for step in steps if step in losses]
     return f"{statistics.fmean(values):.3f}" if values and math.isfinite(statistics.fmean(values)) else _NONE

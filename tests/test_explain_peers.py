@@ -1,0 +1,197 @@
+"""What is said, drawn and listed of the trainers and of the machine's limits, from records with planted ratios."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import records as make
+from matplotlib.figure import Figure
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.explain import figure_peers, figures, limits, peers, tables
+from ddpm_lab.explain.findings import finding
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.plan import BOTH_FP32, LEVERS, LIMITS, OURS, SAMPLING, Plan
+from ddpm_lab.record import RunRecord
+
+OWN = RunConfig(network="seed", precision="bf16", global_batch_size=32)
+FAMILY = "seed, batch 32"
+PRODUCT, COPY = "ddpm_lab.model.limits:product", "ddpm_lab.model.limits:copy"
+COMMON: dict[str, Any] = {"experiment": "peers", "plan": Plan(settle_steps=1), "warmup_steps": 3}
+
+
+def other(name: str, **settings: Any) -> RunConfig:
+    return dataclasses.replace(OWN, workload=f"peer:{name}", **settings)
+
+
+def against(**values: Any) -> list[RunRecord]:
+    """One takes 4 times as long as this trainer, the tuned one 1.6 times; a third is not installed."""
+    candidates = {"slow": (other("a", precision="fp32"), 0.25), "slow, tuned": (other("a"), 1 / 1.6)}
+    missing = {"absent": (other("b"), "unsupported", "absent is not installed: make peers")}
+    return make.sets(
+        candidates,
+        baseline=OWN,
+        baseline_label=OURS,
+        family=FAMILY,
+        step_seconds=1.0,
+        failures=missing,
+        **COMMON,
+        **values,
+    )
+
+
+def pair(end: str, ratio: float, **values: Any) -> list[RunRecord]:
+    base = dataclasses.replace(OWN, precision="fp32", **values)
+    label = {"slow": (dataclasses.replace(base, workload="peer:a"), ratio)}
+    return make.sets(label, baseline=base, baseline_label=OURS, family=FAMILY + end, **COMMON)
+
+
+def machine(flops: float = 400e9, bandwidth: float = 40e9) -> list[RunRecord]:
+    """Peaks with a known answer: a product of 2 GFLOP and a copy of 1 GB, both at the peak."""
+    single = dataclasses.replace(OWN, workload=PRODUCT, precision="fp32", global_batch_size=1)
+    own, copy = dataclasses.replace(single, precision="bf16"), dataclasses.replace(single, workload=COPY)
+    seconds = 2e9 / (flops / 2)
+    rows = {"product, bf16": (own, 2.0), "copy": (copy, seconds / (1e9 / bandwidth))}
+    family = f"{LIMITS}, seed"
+    still: dict[str, Any] = {"drift": 0, "turn_noise": 0, "set_noise": 0}
+    found = make.sets(
+        rows,
+        baseline=single,
+        baseline_label="product, fp32",
+        family=family,
+        step_seconds=seconds,
+        **still,
+        **COMMON,
+    )
+    work = {
+        "convolution": {"flop": 8e9, "elements": 10e6},
+        "normalisation": {"flop": 0.0, "elements": 20e6},
+        "weights": {"flop": 0.0, "elements": 10e6},
+    }
+    seen = {PRODUCT: {"flop": 2e9, "work": work}, COPY: {"bytes": 1e9}}
+    return [dataclasses.replace(r, witness={"ranks": [seen[r.config.workload]]}) for r in found]
+
+
+def study(*records: RunRecord, **values: Any) -> Study:
+    return Study(experiment="peers", records=records, output_dir=Path(), **values)
+
+
+WHOLE = study(*against(), *pair(BOTH_FP32, 0.8), *pair(SAMPLING, 0.5, seed=7), *machine())
+
+
+def test_ratios_are_turned_round_with_their_intervals_and_verdicts() -> None:
+    rows = {r["name"]: r for r in peers.rows(WHOLE)}
+    assert set(rows) == {"slow", "slow, tuned", "absent", "slow" + BOTH_FP32, "slow" + SAMPLING}
+    for name, ratio in (("slow", 4), ("slow, tuned", 1.6), ("slow" + BOTH_FP32, 1.25), ("slow" + SAMPLING, 2)):
+        assert rows[name]["low"] < ratio < rows[name]["high"]
+        assert rows[name]["ratio"] == pytest.approx(ratio, rel=0.02)
+        assert rows[name]["verdict"] == "faster"
+    assert math.isnan(rows["absent"]["ratio"])
+
+
+def test_the_claim_is_about_the_nearest_and_lists_all() -> None:
+    found = finding(WHOLE)
+    assert found.headline.startswith("This trainer is 1.6")
+    assert found.headline.endswith("times as fast as the nearest of 2 others (slow, tuned)")
+    assert found.status == "answered"
+    for words in (
+        "As they come: ",
+        "Tuned: ",
+        "Both in fp32: ",
+        "Sampling: ",
+        "absent of seed, batch 32 (unsupported: absent is not",
+    ):
+        assert words in found.claim
+    assert found.low < 1.6 < found.high
+
+
+def test_two_sets_claim_nothing() -> None:
+    found = finding(study(*against(count=2)))
+    assert found.status == "not resolved"
+    assert found.headline.startswith("Not resolved: this trainer against the nearest of 2 others")
+
+
+def test_published_records_say_that_they_are_not_from_here() -> None:
+    assert "Published records, not measured here" in finding(study(*against(), published=True)).claim
+    assert "Published" not in finding(WHOLE).claim
+
+
+def test_losses_are_compared_at_equal_steps() -> None:
+    """A trainer whose windows hold more steps has gone further: only what both have done counts."""
+    records = []
+    for r in against(count=1, turns=2):
+        steps = 4 if r.label == "slow" else 8
+        windows = tuple(dataclasses.replace(w, steps=steps) for w in r.windows)
+        first = [*range(5, 5 + steps), *range(6 + steps, 6 + 2 * steps)]  # after 3 steps of warm-up and a settling one
+        ranks = (dataclasses.replace(make.rank_record(0), losses=tuple(100.0 - n for n in first)),)
+        records.append(dataclasses.replace(r, windows=windows, ranks=ranks) if r.windows else r)
+    shown = tables.table(study(*records))
+    (column,) = [c for c in shown.columns if c.startswith("Loss")]
+    assert column == "Loss near step 12"  # 13 was a settling step of the others
+    assert set(shown[shown["Configuration"] != "absent"][column]) == {"88.500"}
+
+
+def test_the_table_has_a_row_for_everyone_and_the_reason_of_the_missing() -> None:
+    shown = tables.table(WHOLE).set_index("Configuration")
+    assert list(shown.index[:2]) == [f"{OURS} (baseline)", f"{OURS} (null twin)"]
+    assert shown.loc["absent", "Note"] == "absent is not installed: make peers"
+    assert str(shown.loc["slow", "This trainer is"]).startswith(("3.9", "4.0"))
+    assert all(isinstance(cell, str) for c in shown.columns for cell in shown[c])
+
+
+def test_the_roofline_of_a_known_machine() -> None:
+    """400 GFLOP/s and 40 GB/s: 8 GFLOP take 20 ms; 40 MB of normalisation take 1 ms; the optimizer 0.22 ms."""
+    line = limits.roofline(WHOLE, peers.own(WHOLE))
+    assert line is not None
+    assert line.flops == pytest.approx(400e9, rel=1e-6)
+    assert line.bandwidth == pytest.approx(40e9, rel=1e-6)
+    parts = {p.kind: p for p in line.parts}
+    assert parts["convolution"].seconds == pytest.approx(20e-3)
+    assert parts["convolution"].bound == "compute"
+    assert parts["normalisation"].seconds == pytest.approx(1e-3)
+    assert parts["normalisation"].bound == "memory"
+    assert parts["optimizer"].seconds == pytest.approx(28 * 10e6 / 32 / 40e9)
+    assert line.eager_seconds == pytest.approx(21.22e-3, rel=1e-3)
+    assert line.fused_seconds == pytest.approx(20.22e-3, rel=1e-3)
+    assert line.measured_seconds == pytest.approx(1 / 32, rel=0.03)
+    assert line.flop_share == pytest.approx(0.64, rel=0.03)
+    assert "reaches 6" in finding(WHOLE).claim
+    assert f"at most {line.measured_seconds / line.fused_seconds:.1f} times as fast" in finding(WHOLE).claim
+
+
+def test_without_peaks_nothing_is_said_of_limits() -> None:
+    alone = study(*against())
+    assert limits.roofline(alone, peers.own(alone)) is None
+    assert limits.sentence(alone, peers.own(alone)) == ""
+    assert limits.table(alone, peers.own(alone)).empty
+    assert figure_peers.roofline(alone) is None
+
+
+def test_levers_are_shown_apart() -> None:
+    change = {"fp32": (dataclasses.replace(OWN, precision="fp32"), 0.5)}
+    rows = make.sets(change, baseline=OWN, baseline_label="as by default", family=FAMILY + LEVERS, **COMMON)
+    both = study(*against(), *rows)
+    assert [r["label"] for r in peers.levers(both)] == ["fp32"]
+    assert "fp32" not in {r["name"] for r in peers.rows(both)}
+    assert isinstance(figure_peers.levers(both), Figure)
+    assert peers.lever_table(both)["Configuration"].tolist() == ["fp32"]
+
+
+def test_figures_and_their_words() -> None:
+    assert isinstance(figures.figure(WHOLE), Figure)
+    assert [name for _, _, name in figures.more(WHOLE)] == ["limits"]
+    said = figures.alt_text(WHOLE)
+    for row in peers.rows(WHOLE):
+        assert (row["name"] in said) == bool(row["sets"])
+    assert len(tables.more(WHOLE)) == 1
+
+
+def test_nothing_measured_is_said_with_the_command() -> None:
+    found = finding(study())
+    assert found.status == "not measured"
+    assert "peers" in found.claim
+    assert isinstance(figures.figure(study()), Figure)
