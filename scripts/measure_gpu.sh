@@ -10,6 +10,7 @@ python=${PYTHON:-python3}
 "$python" -m ddpm_lab check || true
 "$python" -c 'import torch, sys; sys.exit(0 if torch.cuda.is_available() else "torch sees no GPU: nothing to measure here")'
 if "$python" -c 'import pytest, hypothesis' 2>/dev/null; then
-  "$python" -m pytest -q -m gpu -p no:cacheprovider tests/test_train.py tests/test_loader.py || echo "GPU tests failed: see above"
+  "$python" -m pytest -q -m gpu -p no:cacheprovider tests/test_train.py tests/test_data_path.py tests/test_peers.py || echo "GPU tests failed: see above"
 fi
-exec "$python" -m ddpm_lab run profile multi_gpu amp workers torch_compile --device cuda "$@"
+# peers compares with denoising-diffusion-pytorch and diffusers where they are installed; the published code is always there.
+exec "$python" -m ddpm_lab run profile multi_gpu amp workers torch_compile batch_size peers --device cuda "$@"
