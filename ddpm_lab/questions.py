@@ -200,7 +200,10 @@ def torch_compile(
     global_batch_size: int | None = None,
     loader_workers: int | None = None,
 ) -> Experiment:
-    """Is torch.compile worth its compile time? Eager against compiled, in bf16 autocast unless said otherwise."""
+    """Is torch.compile worth its compile time? Eager against compiled, in bf16 autocast unless said otherwise.
+
+    In ``full`` block by block too, which compiles less and leaves what lies between the blocks eager.
+    """
     precision = precision or "bf16"
     count = loader_workers
     if count is None:
@@ -219,7 +222,11 @@ def torch_compile(
                 name=f"{setup.family_name(batch, ranks)}, {precision}",
                 baseline_label="eager",
                 baseline=eager,
-                candidates=(("compiled", dataclasses.replace(eager, compile="whole")),),
+                candidates=tuple(
+                    (label, dataclasses.replace(eager, compile=how))
+                    for label, how in (("compiled", "whole"), ("compiled block by block", "regional"))
+                    if how == "whole" or setup.preset == "full"
+                ),
             )
         )
     return Experiment(name="torch_compile", families=tuple(families))

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ddpm_lab.config import OptimizerConfig, RunConfig
 from ddpm_lab.data.packed import prepare
@@ -85,6 +86,43 @@ def test_the_axis_of_attention_is_witnessed_and_does_change_the_loss(config: Run
     assert losses != pytest.approx(trained(config, 4)[1], rel=1e-6)
     assert mismatches(other, [rank_of(trainer)]) == []
     assert mismatches(config, [rank_of(trainer)]) != []
+
+
+def synchronisations(config: RunConfig) -> set[str]:
+    """Operators in the trace of a step that wait for a value: on a GPU each would wait for the device."""
+    trainer, _ = trained(config, 2)
+    batch = next(trainer.batches())
+    with torch.profiler.profile() as profile:
+        trainer.step(batch)
+    waits = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal")
+    return {event.key for event in profile.key_averages()} & set(waits)
+
+
+@pytest.mark.parametrize("lever", [{}, {"kernels": "fused"}, {"precision": "bf16"}, {"accumulation": 2}], ids=str)
+def test_a_step_waits_for_nothing(config: RunConfig, lever: dict[str, Any]) -> None:
+    assert synchronisations(dataclasses.replace(config, **lever)) == set()
+
+
+def test_the_trace_shows_a_step_that_waits(config: RunConfig) -> None:
+    """The test above would pass on a trace that says nothing."""
+    assert "aten::_local_scalar_dense" in synchronisations(dataclasses.replace(config, read_loss=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("loader", ["packed", "resident"])
+def test_on_a_gpu_a_step_does_not_synchronise(config: RunConfig, loader: str) -> None:
+    context = RankContext(rank=0, world_size=1, device="cuda:0", threads=1, mark=lambda _: None)
+    trainer = Trainer(dataclasses.replace(config, device="cuda", precision="bf16", loader=loader), context)
+    batches = trainer.batches()
+    for _ in range(3):
+        trainer.step(next(batches))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            trainer.step(next(batches))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.slow
