@@ -210,6 +210,20 @@ def test_a_prediction_in_half_precision_is_used_in_single_precision() -> None:
     assert torch.equal(images[0], images[1])
 
 
+@pytest.mark.parametrize("eta", [None, 0.5])
+def test_a_step_reads_no_value_back_and_does_little(eta: float | None) -> None:
+    """On a GPU it would wait for a value; each operation is a kernel there."""
+    x, source = torch.randn((2, 3, 8, 8), generator=generator()), generator()
+    step = steps_of(Diffusion(timesteps=20), eta, 10)[0]
+    network = Constant(x)
+    with torch.profiler.profile() as profile:
+        denoise(network, step, x, generator=source)
+    counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("aten::")}
+    assert not set(counts) & {"aten::item", "aten::_local_scalar_dense", "aten::index", "aten::gather"}
+    work = ("add", "mul_", "clamp_", "add_", "randn", "full")
+    assert [counts[f"aten::{name}"] for name in work] == [1, 2, 1, 2, 1, 1]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("eta", [None, 0.5])
