@@ -139,6 +139,8 @@ def test_the_table_has_a_row_for_everyone_and_the_reason_of_the_missing() -> Non
     shown = tables.table(WHOLE).set_index("Configuration")
     assert list(shown.index[:2]) == [f"{OURS} (baseline)", f"{OURS} (null twin)"]
     assert shown.loc["absent", "Note"] == "absent is not installed: make peers"
+    (loss,) = [c for c in shown.columns if c.startswith("Loss")]
+    assert shown.loc["slow" + SAMPLING, loss] == "\N{EN DASH}"  # a step of sampling has none
     assert str(shown.loc["slow", "This trainer is"]).startswith(("3.9", "4.0"))
     assert all(isinstance(cell, str) for c in shown.columns for cell in shown[c])
 

@@ -135,7 +135,7 @@ def table(study: Study) -> pd.DataFrame:
                 "Peak memory": phrases.peak_memory(row) if measured else _NONE,
                 "Weights": f"{seen['parameters'] / 1e6:.2f} M" if "parameters" in seen else _NONE,
                 "GFLOP/image": _flop(study, seen, row),
-                loss: _loss(records, steps),
+                loss: _NONE if SAMPLING in row["name"] else _loss(records, steps),
                 "Sets \N{MULTIPLICATION SIGN} turns": f"{row['sets']} \N{MULTIPLICATION SIGN} {row['turns']}",
                 "Quality": str(row["quality"]) if measured else _NONE,
                 "Note": str(row["reason"]) if not measured else "",
