@@ -95,14 +95,14 @@ class Ledger:
                 begin, offset = offset, offset + len(line)
                 if not line.strip():
                     continue
-                found = _HEAD.match(line)
+                found = _head(line)
                 try:
                     tail = _TAIL.search(line[-64:])
                     if found is None or tail is None or int(tail[1]) > SCHEMA:
                         record = _parsed(line, self.path, number)
                         told = (record.experiment, record.role, record.machine, record.cohort, record.date)
                     else:
-                        experiment, role, data, plan, machine, date, code = found.groups()
+                        experiment, role, data, plan, machine, date, code = found
                         key = (data, plan, machine, code)
                         if key not in cohorts:
                             where = Machine(**json.loads(machine))
@@ -144,14 +144,41 @@ def load(heads: Iterable[Head]) -> tuple[list[RunRecord], list[Damaged]]:
     return records, damaged
 
 
-_TEXT = rb'"(?:[^"\\]|\\.)*"'
-_HEAD = re.compile(
-    rb'\{"set_id":' + _TEXT + rb',"experiment":"(\w+)","family":' + _TEXT + rb',"role":"(\w+)",'
-    rb'"label":' + _TEXT + rb',"config":\{.*?"data_sha256":"(\w*)".*?,"baseline_id":' + _TEXT + rb","
-    rb'"plan":(\{[^{}]*\}),"environment":\{"machine":(\{[^{}]*\}),.*?'
-    rb'"date":"([^"\\]*)"\},"code_version":"([^"\\]*)",'
+_KEYS = (
+    (b',"experiment":"', b'"'),
+    (b',"role":"', b'"'),
+    (b'"data_sha256":"', b'"'),
+    (b',"baseline_id":"', b'"'),
+    (b',"plan":', b"}"),
+    (b',"environment":{"machine":', b"}"),
+    (b'"date":"', b'"'),
+    (b',"code_version":"', b'"'),
 )
-"""The head of a line as this version writes it; any other line is parsed whole."""
+"""What is read of a line, in its order: where each value begins, and what ends it. Inside a text a quotation mark has a
+backslash before it, so none of these can be part of one."""
+
+
+def _head(line: bytes) -> tuple[bytes, ...] | None:
+    """Experiment, role, data, plan, machine, date and code version of a line as this version writes it.
+
+    Any other line is parsed whole: None. Searching for bytes is several times faster than a regular expression.
+    """
+    if not line.startswith(b'{"set_id":"'):
+        return None
+    found, at = [], 0
+    for key, end in _KEYS:
+        start = line.find(key, at)
+        if start < 0 or (at := line.find(end, start + len(key))) < 0:
+            return None
+        value = line[start + len(key) : at + (end == b"}")]
+        # An escaped mark, or a bracket inside a text.
+        if b"\\" in value or value.count(b'"') % 2:
+            return None
+        found.append(value)
+    del found[3]  # the baseline, which only says that the settings are over
+    return tuple(found)
+
+
 _TAIL = re.compile(rb',"schema":(\d+),"run_id":"\w*"\}\s*$')
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
 

@@ -265,3 +265,22 @@ def test_a_cohort_is_machine_code_data_and_plan() -> None:
 def test_a_failure_lasts_or_may_pass() -> None:
     assert set(LASTING) < set(STATUSES)
     assert set(STATUSES) - set(LASTING) == {"ok", "unsupported", "crashed", "timed out", "left out"}
+
+
+@pytest.mark.parametrize(
+    "odd", ['a "quoted" name', '},"date":"1999"', "back\\slash", '","plan":{"turns":1}', "{[}]", "ü ⚠"]
+)
+def test_heads_tell_of_odd_names_what_the_records_tell(tmp_path: Path, odd: str) -> None:
+    """What is searched for in a line may stand in its names too."""
+    machine = dataclasses.replace(make.CPU, cpu=odd)
+    written = [
+        make.record(RunConfig(data_sha256="ff", options=(("note", odd),)), family=odd, label=odd, data_name=odd),
+        make.record(RunConfig(), environment=make.environment(machine=machine)),
+    ]
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.append(written)
+    heads, damaged = ledger.heads()
+    assert damaged == []
+    assert [(h.experiment, h.role, h.machine, h.cohort, h.date) for h in heads] == [
+        (r.experiment, r.role, r.machine, r.cohort, r.date) for r in written
+    ]
