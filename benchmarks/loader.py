@@ -5,7 +5,8 @@
 In each round every loader has a turn, in an order of its own; it is built for its turn and ended after it, so that
 nothing else runs beside it. A turn begins when what was ready ahead is consumed. A batch is what a training step takes:
 floating point, mirrored, in the step's memory format, on the device. Prints images per second and the ratio to decoding
-files in two workers, with its 95 % interval over rounds, and writes all turns to a file.
+files in two workers, with its 95 % interval over rounds, and writes all turns to a file. Rounds in which other
+processes took more than a tenth of the cores are left out.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from ddpm_lab.data.loader import FileLoader, Loader, PackedLoader, Plan
 from ddpm_lab.data.packed import PackedImages, open_packed, resolve
 from ddpm_lab.data.resident import ResidentLoader
 from ddpm_lab.explain.stats import geometric_estimate
-from ddpm_lab.measure.hardware import cpu_model, gpus, usable_cores
+from ddpm_lab.measure.hardware import CpuClock, cpu_model, gpus, usable_cores
 
 REFERENCE = "files, 2 workers"
+DISTURBED = 0.1
 
 
 def loaders(packed: PackedImages, device: str) -> dict[str, Callable[[Plan], Loader]]:
@@ -86,19 +88,28 @@ def main() -> None:
     hardware = f"{place}, {usable_cores()} cores, {options.threads} torch threads"
     date = time.strftime("%Y-%m-%d %H:%M")
     print(f"{packed.manifest.describe()}; {hardware}, {date}")
-    turns = []
+    turns: list[dict[str, object]] = []
     for batch in options.batch:
         plan = Plan(stream=EpochStream(packed.train_indices, seed=0), global_batch_size=batch)
         found: dict[str, list[float]] = {}
+        rounds = 0
         for number in range(options.rounds):
             order = list(loaders(packed, options.device).items())
             random.Random(number).shuffle(order)
+            clock, begun = CpuClock.read(), time.perf_counter()
+            speeds_of_round = {}
             for name, make in order:
                 with closing(make(plan)) as loader:
-                    speed = images_per_second(loader, options.device, options.seconds)
-                found.setdefault(name, []).append(speed)
+                    speeds_of_round[name] = images_per_second(loader, options.device, options.seconds)
+            others = clock.others_cores(CpuClock.read(), time.perf_counter() - begun) or 0.0
+            disturbed = others > DISTURBED * usable_cores()
+            rounds += not disturbed
+            for name, speed in speeds_of_round.items():
                 turns.append({"batch": batch, "round": number, "loader": name, "images_per_second": speed})
-        print(f"batch {batch}, {options.rounds} rounds:")
+                turns[-1] |= {"others_cores": round(others, 3), "left_out": disturbed}
+                if not disturbed:
+                    found.setdefault(name, []).append(speed)
+        print(f"batch {batch}, {rounds} rounds of {options.rounds}:")
         for name, speeds in sorted(found.items(), key=lambda item: statistics.median(item[1])):
             ratio = geometric_estimate([math.log(a / b) for a, b in zip(speeds, found[REFERENCE], strict=True)])
             print(
