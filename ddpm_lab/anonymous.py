@@ -23,6 +23,8 @@ WITNESSED = frozenset(
         *("rank", "world_size", "backend", "device", "device_uuid", "cuda", "threads", "threads_wait"),
         *("unlisted_modules", "precision", "autocast_scaler", "compile", "compiled_frames", "graphs", "graph_breaks"),
         *("recompiles", "parameters", "weights_device", "data_sha256", "loader", "loader_workers", "prefetch_batches"),
+        *("implementation", "channels_last", "kernels", "attention_axis", "adam", "ema", "read_loss", "exchange"),
+        *("exchange_enabled", "sampler", "sampler_steps", "flop_per_image", "flop", "bytes", "work", "dtype"),
         *("data_device", "images", "steps", "indices_sha256", "device_used_bytes", "device_total_bytes"),
     }
 )

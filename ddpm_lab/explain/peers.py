@@ -66,6 +66,8 @@ def _turned(row: Row) -> Row:
         "ratio": 1 / row["ratio"],
         "low": 1 / row["high"],
         "high": 1 / row["low"],
+        "noise_low": 1 / row["noise_high"],
+        "noise_high": 1 / row["noise_low"],
         "set_ratios": tuple(1 / r for r in row["set_ratios"]),
         "verdict": words.get(row["verdict"], row["verdict"]),
     }
