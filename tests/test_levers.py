@@ -43,8 +43,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The seed network, a sixteenth as wide: all of its code in little time."""
-    monkeypatch.setitem(NETWORKS, "seed", dataclasses.replace(NETWORKS["seed"], width=16, heads=2, head_width=16))
+    """The seed network, a quarter as wide and a level less deep: all of its code in little time."""
+    narrow = dataclasses.replace(NETWORKS["seed"], width=16, multipliers=(1, 2), heads=2, head_width=16)
+    monkeypatch.setitem(NETWORKS, "seed", narrow)
 
 
 def trained(config: RunConfig, steps: int) -> tuple[Trainer, list[float]]:
@@ -128,7 +129,7 @@ def test_on_a_gpu_a_step_does_not_synchronise(config: RunConfig, loader: str) ->
 @pytest.mark.slow
 def test_the_loss_curves_of_both_implementations_are_one(config: RunConfig) -> None:
     """Over 200 steps they stay nearer to each other than a tenth of what another seed changes."""
-    config = dataclasses.replace(config, attention_axis="positions")
+    config = dataclasses.replace(config, attention_axis="positions", global_batch_size=4)
     lab = trained(dataclasses.replace(config, kernels="fused"), 200)[1]
     plain = trained(dataclasses.replace(config, implementation="plain", channels_last=False), 200)[1]
     other = trained(dataclasses.replace(config, seed=1), 200)[1]
@@ -137,6 +138,8 @@ def test_the_loss_curves_of_both_implementations_are_one(config: RunConfig) -> N
     assert difference < 0.1 * seeds
 
 
+# Dynamo looks at the gradient of what flows from block to block.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("compile_", ["regional", "whole"])
 def test_compiled_in_whole_or_block_by_block(config: RunConfig, compile_: str) -> None:
