@@ -90,9 +90,13 @@ def test_the_axis_of_attention_is_witnessed_and_does_change_the_loss(config: Run
 
 
 def synchronisations(config: RunConfig) -> set[str]:
-    """Operators in the trace of a step that wait for a value: on a GPU each would wait for the device."""
+    """Operators in the trace of a step that wait for a value: on a GPU each would wait for the device.
+
+    Without those of Adam: on a CPU it reads its counters of steps, which lie in the host's memory; on a GPU in its own.
+    """
     trainer, _ = trained(config, 2)
     batch = next(trainer.batches())
+    trainer.optimizer.step = lambda: None  # type: ignore[assignment,method-assign,misc]
     with torch.profiler.profile() as profile:
         trainer.step(batch)
     waits = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal")

@@ -219,13 +219,15 @@ def test_torch_compile_grids() -> None:
         for preset in PRESETS:
             here = setup(machine, preset)
             experiment = torch_compile(here)
-            assert labels(experiment) == [["eager", "compiled"]] * len(experiment.families)
+            ways = ["eager", "compiled", *(["compiled block by block"] if preset == "full" else [])]
+            assert labels(experiment) == [ways] * len(experiment.families)
             worlds = [f.baseline.world_size for f in experiment.families]
             assert worlds == (sorted({1, here.most_ranks}) if preset == "full" else [1])
             for family in experiment.families:
-                eager, compiled = members(family)
+                eager, *compiled = members(family)
                 assert eager.precision == "bf16"
-                assert compiled == dataclasses.replace(eager, compile="whole")
+                for how, config in zip(("whole", "regional"), compiled, strict=False):
+                    assert config == dataclasses.replace(eager, compile=how)
                 assert eager.loader_workers == (min(4, here.usable_cores) if preset == "full" else 0)
     with pytest.raises(ConfigError, match="loader_workers is 3: 2 cores are usable, give at most that"):
         torch_compile(setup(), loader_workers=3)
