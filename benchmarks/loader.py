@@ -109,7 +109,7 @@ def main() -> None:
                 turns[-1] |= {"others_cores": round(others, 3), "left_out": disturbed}
                 if not disturbed:
                     found.setdefault(name, []).append(speed)
-        print(f"batch {batch}, {rounds} rounds of {options.rounds}:")
+        print(f"batch {batch}, {rounds} rounds of {options.rounds}{':' if rounds else ': too busy, run it again'}")
         for name, speeds in sorted(found.items(), key=lambda item: statistics.median(item[1])):
             ratio = geometric_estimate([math.log(a / b) for a, b in zip(speeds, found[REFERENCE], strict=True)])
             print(
