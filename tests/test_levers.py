@@ -27,6 +27,9 @@ LEVERS: list[dict[str, Any]] = [
     {"optimizer": OptimizerConfig(ema="loop", ema_every=2)},
 ]
 
+OTHERS = [LEVERS[0], *LEVERS[3:]]
+"""Those that change little of the code that is run."""
+
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
@@ -59,7 +62,7 @@ def rank_of(trainer: Trainer) -> dict[str, Any]:
     return {"rank": 0, "device": "cpu", "world_size": 1, **trainer.witness()}
 
 
-@pytest.mark.parametrize("lever", LEVERS, ids=lambda lever: " ".join(map(str, lever.values()))[:40])
+@pytest.mark.parametrize("lever", [*LEVERS[1:3], *(pytest.param(lever, marks=pytest.mark.slow) for lever in OTHERS)])
 def test_a_lever_is_witnessed_and_changes_no_loss(config: RunConfig, lever: dict[str, Any]) -> None:
     _, plain = trained(config, 4)
     pulled = dataclasses.replace(config, **lever)
@@ -74,7 +77,9 @@ def test_a_lever_is_witnessed_and_changes_no_loss(config: RunConfig, lever: dict
                 assert float((a.reshape(b.shape) - b).detach().abs().max()) < 2e-4  # Adam's first steps are 2e-4 each
 
 
-@pytest.mark.parametrize("lever", LEVERS, ids=lambda lever: " ".join(map(str, lever.values()))[:40])
+@pytest.mark.parametrize(
+    "lever", [*LEVERS[2:4], *(pytest.param(lever, marks=pytest.mark.slow) for lever in OTHERS[2:])]
+)
 def test_a_lever_that_was_not_pulled_is_noticed(config: RunConfig, lever: dict[str, Any]) -> None:
     """The label says that it was: what ran says otherwise."""
     trainer, _ = trained(config, 2)
@@ -103,7 +108,13 @@ def synchronisations(config: RunConfig) -> set[str]:
     return {event.key for event in profile.key_averages()} & set(waits)
 
 
-@pytest.mark.parametrize("lever", [{}, {"kernels": "fused"}, {"precision": "bf16"}, {"accumulation": 2}], ids=str)
+@pytest.mark.parametrize(
+    "lever",
+    [
+        {"kernels": "fused"},
+        *(pytest.param(more, marks=pytest.mark.slow) for more in ({}, {"precision": "bf16"}, {"accumulation": 2})),
+    ],
+)
 def test_a_step_waits_for_nothing(config: RunConfig, lever: dict[str, Any]) -> None:
     assert synchronisations(dataclasses.replace(config, **lever)) == set()
 

@@ -12,7 +12,7 @@ from ddpm_lab.model.unet import build_network, count_flops, count_parameters
 from ddpm_lab.workload import RankContext
 
 
-@pytest.mark.parametrize("network", ["tiny", "seed", "ddpm"])
+@pytest.mark.parametrize("network", ["tiny", "seed", pytest.param("ddpm", marks=pytest.mark.slow)])
 def test_the_operations_are_those_of_the_flop_counter(network: str) -> None:
     work = count_work(network)
     assert sum(part["flop"] for part in work.values()) == pytest.approx(count_flops(network)[1], rel=1e-6)

@@ -63,6 +63,7 @@ def losses(peer: peers.Peer, steps: int) -> list[float]:
     return [float(peer.step(batch)) for batch in itertools.islice(peer.batches(), steps)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize(("make", "module"), INSTALLED)
 @pytest.mark.parametrize("settings", [COMES, TUNED], ids=["comes", "tuned"])
@@ -87,6 +88,7 @@ def test_the_network_is_of_the_size_that_is_compared(config: RunConfig, make: Ma
     assert 8.9e9 < seen["flop_per_image"] < 9.7e9
 
 
+@pytest.mark.slow
 def test_the_ddpm_network_of_diffusers_is_the_labs(config: RunConfig) -> None:
     seen = made(peers.diffusers, "diffusers", dataclasses.replace(config, network="ddpm")).witness()
     assert seen["parameters"] == 35_746_307
@@ -101,6 +103,7 @@ def test_it_learns(config: RunConfig, make: Make, module: str) -> None:
     assert np.mean(found[-15:]) < 0.8 * np.mean(found[:5])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize(("make", "module"), INSTALLED)
 def test_its_average_of_the_weights_moves(config: RunConfig, make: Make, module: str) -> None:

@@ -69,7 +69,8 @@ def test_every_configuration_does_the_fewest_steps() -> None:
 
 def test_a_prefetch_queue_lengthens_the_window_of_the_whole_set() -> None:
     plan = Plan(window_seconds=0.1, window_steps=5)
-    assert steps_of_windows(plan, [32, 32], [0.1, 0.1], [0, 1]) == [20, 20]
+    assert steps_of_windows(plan, [32, 32], [0.1, 0.1], [0, 2]) == [20, 20]
+    assert steps_of_windows(plan, [32, 32], [0.1, 0.1], [0, 1]) == steps_of_windows(plan, [32, 32], [0.1, 0.1], [0, 0])
     assert steps_of_windows(plan, [32, 32], [0.1, 0.1], [0, 4]) == [40, 40]
 
 

@@ -41,7 +41,7 @@ def steps_of_windows(
     ``plan.window_seconds`` unless the fewest steps already take longer: a ratio that large needs no long window.
     """
     least = plan.window_steps
-    if any(prefetch_batches):
+    if any(count > 1 for count in prefetch_batches):  # one batch ahead is made for each one that is taken
         least = max(least, 20, 10 * max(prefetch_batches))
     unit = math.lcm(*batch_sizes)
     pairs = list(zip(batch_sizes, step_seconds, strict=True))
