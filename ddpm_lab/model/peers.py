@@ -27,6 +27,7 @@ from ddpm_lab.model.step import (
     autocast,
     channels_last_seen,
     compile_counters,
+    descend,
     require,
 )
 from ddpm_lab.model.unet import NETWORKS
@@ -186,16 +187,7 @@ class Peer:
             loss.item()
             self.losses_read += 1
         self.mark("optimizer")
-        if self.scaler:
-            self.scaler.unscale_(self.optimizer)
-        if self.config.optimizer.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.clip_norm)
-        if self.scaler:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.optimizer.step()
-        self.optimizer.zero_grad()
+        descend(self.optimizer, self.parameters, self.scaler, self.config.optimizer.clip_norm)
         self.mark("ema")
         self.parts.update()
         self.steps += 1

@@ -58,6 +58,28 @@ def adam(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.o
     )
 
 
+def descend(
+    optimizer: torch.optim.Optimizer,
+    parameters: list[nn.Parameter],
+    scaler: torch.amp.GradScaler | None,
+    clip_norm: float | None,
+) -> None:
+    """Clip the gradients to the norm ``clip_norm`` (None: not at all), step, and drop them.
+
+    Where ``scaler`` is given the gradients are scaled, and the step is left out if they have overflown.
+    """
+    if scaler:
+        scaler.unscale_(optimizer)
+    if clip_norm is not None:
+        nn.utils.clip_grad_norm_(parameters, clip_norm)
+    if scaler:
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
 def adam_seen(optimizer: torch.optim.Adam) -> str:
     """How an optimizer computes its step, read back from it."""
     group = optimizer.param_groups[0]

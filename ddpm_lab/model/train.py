@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpm_lab.config import RunConfig
@@ -25,6 +25,7 @@ from ddpm_lab.model.step import (
     allow_tf32,
     autocast,
     compile_counters,
+    descend,
     require,
 )
 from ddpm_lab.workload import RankContext
@@ -140,16 +141,7 @@ class Trainer:
                 scaled.backward()  # type: ignore[no-untyped-call]
             total = loss.detach() if total is None else total + loss.detach()
         mark("optimizer")
-        if self.scaler:
-            self.scaler.unscale_(self.optimizer)
-        if self.config.optimizer.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.clip_norm)
-        if self.scaler:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        descend(self.optimizer, self.parameters, self.scaler, self.config.optimizer.clip_norm)
         self.steps += 1
         if self.steps % self.config.optimizer.ema_every == 0:
             mark("ema")
