@@ -215,7 +215,7 @@ class RunRecord:
         environment["machine"] = Machine(**environment["machine"])
         environment["gpu_uuids"] = tuple(environment["gpu_uuids"])
         values["environment"] = Environment(**environment)
-        values["config"] = RunConfig.from_dict(values["config"])
+        values["config"] = _configuration(json.dumps(values["config"]))
         values["plan"] = Plan(**values["plan"])
         values["ranks"] = tuple(RankRecord(**_tuples(r)) for r in values["ranks"])
         values["windows"] = tuple(Window(**_tuples(w)) for w in values["windows"])
@@ -248,6 +248,12 @@ def kept_seconds(record: RunRecord) -> dict[int, float]:
     """Seconds per image by turn, of the windows that have a time and were not disturbed."""
     values = {w.turn: w.seconds_per_image for w in record.windows if not w.dropped}
     return {turn: seconds for turn, seconds in values.items() if math.isfinite(seconds) and seconds > 0}
+
+
+@lru_cache(maxsize=4096)
+def _configuration(text: str) -> RunConfig:
+    """A configuration from its JSON: thousands of records share a few, and with them what is computed from one."""
+    return RunConfig.from_dict(json.loads(text))
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import hardware
@@ -18,6 +19,10 @@ from ddpm_lab.plan import Plan
 
 # One thread for what tests compute themselves: two that wait for each other make no progress beside a busy neighbour.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Properties are no speed claims either, and a busy machine fails none of them.
+settings.register_profile("lab", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("lab")
 
 BUSY = "lab_workloads:busy"
 

@@ -1,6 +1,5 @@
 """Figures: reproducible, complete, with nothing cut or overlapping, whatever the study holds."""
 
-import io
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -226,7 +225,7 @@ def drawn_once(name: str) -> list[Figure]:
 def test_no_text_is_cut_or_lies_on_another(name: str) -> None:
     for figure in drawn_once(name):
         with figure_style.style():
-            figure.savefig(io.BytesIO())
+            figure.draw_without_rendering()
             shown = [(text.get_text(), text.get_window_extent()) for text in texts(figure)]
         width, height = figure.bbox.size
         for words, b in shown:
@@ -252,7 +251,9 @@ def test_no_mark_lies_outside_its_panel(name: str) -> None:
         for ax in figure.axes:
             for line in ax.lines:
                 if line.get_transform() == ax.transData and line.get_marker() != "None" and line.get_clip_on():
-                    pixels = ax.transData.transform(np.column_stack(line.get_data()).astype(float))
+                    points = np.column_stack(line.get_data()).astype(float)
+                    drawn_points = points[~np.isnan(points).all(axis=1)]  # the rest are gaps of a line
+                    pixels = ax.transData.transform(drawn_points)
                     assert np.isfinite(pixels).all()
                     assert ax.bbox.padded(1).count_contains(pixels) == len(pixels)
 

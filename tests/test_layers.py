@@ -55,7 +55,7 @@ ROWS = (
     ("explain.calibration",),
     ("explain.batch_sizes", "explain.budget", "explain.compiling", "explain.limits", "explain.machine_state"),
     ("explain.operators", "explain.peers"),
-    ("explain.tables",),
+    ("explain.sentences", "explain.tables"),
     ("explain.findings",),
     (
         "explain.figure_budget",

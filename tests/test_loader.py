@@ -157,7 +157,7 @@ def share_of(packed: PackedImages, plan: Plan, kind: str) -> Loader:
 
 
 @pytest.mark.parametrize("kind", ["packed", "file"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(world_size=st.sampled_from([1, 2, 3, 4]), share=st.integers(1, 7), step=st.integers(0, 40))
 def test_ranks_together_have_the_batch_of_one(
     packed: PackedImages, kind: str, world_size: int, share: int, step: int

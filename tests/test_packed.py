@@ -143,7 +143,7 @@ def test_the_held_out_folder_is_never_trained_on(tmp_path: Path, source: Path) -
         prepare(source, tmp_path / "same", image_size=8, held_out=source)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 60), min_size=2, max_size=200))
 def test_split_properties(labels: list[int]) -> None:
     images = np.zeros((len(labels), 2, 2, 3), np.uint8)

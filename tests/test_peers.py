@@ -80,6 +80,7 @@ def test_a_step_is_witnessed_as_its_label_says(
     assert seen["images"] == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "module"), INSTALLED)
 def test_the_network_is_of_the_size_that_is_compared(config: RunConfig, make: Make, module: str) -> None:
     """Nearly the 10.05 M weights and 9.13 GFLOP an image of the seed network."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from matplotlib.axes import Axes
@@ -60,11 +61,14 @@ def over_the_run(study: Study) -> Figure | None:
     )
     _neighbours(axes[0], found, cores)
     for ax, (_, unit, value) in zip(axes[1:], panels, strict=True):
-        runs: dict[tuple[str, str], list[tuple[int, float]]] = {}  # in each set a configuration's processes are new
+        # In each set a configuration's processes are new, and its line begins anew: a line each would take seconds.
+        runs: dict[str, dict[str, list[tuple[float, float]]]] = {}
         for m in found:
             if m.record.label in colours and (known := value(m)) is not None:
-                runs.setdefault((m.record.set_id, m.record.label), []).append((m.turn, known))
-        for (_, label), points in runs.items():
+                sets = runs.setdefault(m.record.label, {})
+                sets.setdefault(m.record.set_id, []).append((m.turn, known))
+        for label, sets in runs.items():
+            points = [point for run in sets.values() for point in [*run, (math.nan, math.nan)]]
             ax.plot(*zip(*points, strict=True), color=colours[label], lw=1.5, marker="o", ms=2.5)
         ax.set_ylabel(unit)
         ax.set_ylim(0, 1.2 * ax.dataLim.y1 or 1)

@@ -6,8 +6,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from ddpm_lab.explain import batch_sizes, budget, compiling, machine_state, operators, peers, phrases, ranking, stats
+from ddpm_lab.explain import (
+    batch_sizes,
+    budget,
+    compiling,
+    machine_state,
+    operators,
+    peers,
+    phrases,
+    ranking,
+    sentences,
+    stats,
+)
 from ddpm_lab.explain.bands import THRESHOLD, band
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, QUALITY, comparisons
 from ddpm_lab.explain.frames import RECOMMENDATION, Study
@@ -21,14 +33,6 @@ NOT_MEASURED = "not measured"
 FAILED = "failed"
 ANSWERED = "answered"
 NOT_EXPLAINED = "not explained"
-
-_SENTENCES = {
-    "amp": "{label} trains {ratio} times as fast as {base}",
-    "multi_gpu": "{label} {verb} {ratio} times as fast as {base}",
-    "workers": "training with {label} runs {ratio} times as fast as with {base}",
-    "torch_compile": "{label} training runs {ratio} times as fast as {base} training",
-    "batch_size": "training with {label} takes {ratio} times as many images a second as with {base}",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +68,16 @@ def headline(study: Study) -> str:
 
 def finding(study: Study) -> Finding:
     """The answer that the records of a study give to its question."""
+    if study not in _KNOWN:
+        _KNOWN[study] = _finding(study)
+    return _KNOWN[study]
+
+
+_KNOWN: WeakKeyDictionary[Study, Finding] = WeakKeyDictionary()
+"""A study does not change, and its figure, its table and its page all say the same."""
+
+
+def _finding(study: Study) -> Finding:
     if study.experiment == RECOMMENDATION:
         return _recommendation(study)
     if not study.records:
@@ -96,7 +110,7 @@ def _comparison(study: Study) -> Finding:
     others = [r for r in rows if r["role"] not in ("baseline", "twin")]
     measured = [r for r in others if r["sets"]]
     training = [r for r in measured if not r["loader_alone"]] or measured
-    ending = _left_over(rows) + machine_state.unknown(study) + machine_state.busy(study) + _where(study)
+    ending = sentences.left_over(rows) + machine_state.unknown(study) + machine_state.busy(study) + _where(study)
     if study.experiment == batch_sizes.EXPERIMENT:
         ending = f"{batch_sizes.sentence(study)}{ending}"
     if study.experiment == peers.EXPERIMENT:
@@ -115,7 +129,7 @@ def _comparison(study: Study) -> Finding:
         return _about(study, twin, short, text, stats.NOT_TRUSTED)
     if study.experiment == peers.EXPERIMENT and (nearest := peers.lead(study)) is not None:
         short = peers.headline(study, nearest)
-        noise = _noise(nearest).removeprefix("; ").capitalize()
+        noise = sentences.noise(nearest).removeprefix("; ").capitalize()
         text = f"{short}. {peers.evidence(study)}{f' {noise}.' if noise else ''}{ending}"
         called = nearest["verdict"] in (stats.FASTER, stats.SLOWER)
         return _about(study, nearest, short, text, ANSWERED if called else stats.NOT_RESOLVED)
@@ -123,12 +137,12 @@ def _comparison(study: Study) -> Finding:
     resolved = lead["verdict"] in (stats.FASTER, stats.SLOWER)
     where = f" ({lead['family']})" if several else ""
     if resolved:
-        short = sentence(lead) + where
+        short = sentences.faster(lead) + where
         prefix = f"With {lead['family']}: " if several else ""
-        text = f"{prefix}{sentence(lead)} ({phrases.evidence(lead)}{_noise(lead)})."
+        text = f"{prefix}{sentences.faster(lead)} ({phrases.evidence(lead)}{sentences.noise(lead)})."
     else:
-        short, text = _unresolved(lead, len(training), lead["family"] if several else "")
-    text += _tally(training, lead) + _extra(study, rows, lead) + machine_state.peaks(rows, lead) + ending
+        short, text = sentences.unresolved(lead, len(training), lead["family"] if several else "")
+    text += sentences.tally(training, lead) + _extra(study, rows, lead) + machine_state.peaks(rows, lead) + ending
     return _about(study, lead, short, text, ANSWERED if resolved else stats.NOT_RESOLVED)
 
 
@@ -151,15 +165,6 @@ def _about(study: Study, row: Mapping[str, Any], short: str, text: str, status: 
     )
 
 
-def sentence(row: Mapping[str, Any]) -> str:
-    """The ratio of a comparison in words: "bf16 trains 1.62 times as fast as fp32"."""
-    form = _SENTENCES.get(row["experiment"], "{label} runs {ratio} times as fast as {base}")
-    if row["loader_alone"]:
-        form = "the loader alone with {label} delivers {ratio} times the images of {base}"
-    verb = "trains" if row["label"].startswith("1 ") else "train"
-    return form.format(label=row["label"], base=row["baseline_label"], ratio=phrases.ratio(row), verb=verb)
-
-
 def _lead(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The comparison that the claim is about: the fastest resolved one, else the slowest, else the best known one."""
     faster = [r for r in rows if r["verdict"] == stats.FASTER]
@@ -169,54 +174,6 @@ def _lead(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     if slower:
         return min(slower, key=lambda r: r["ratio"])
     return max(rows, key=lambda r: r["ratio"])
-
-
-def _unresolved(lead: Mapping[str, Any], count: int, family: str) -> tuple[str, str]:
-    """Headline and claim of a study in which no comparison is resolved; ``lead`` has the highest ratio of ``count``.
-
-    ``family`` names the lead's where there are several.
-    """
-    evidence = _unresolved_evidence(lead)
-    pair = f"{lead['label']} against {lead['baseline_label']}"
-    sets = f" ({phrases.plural(int(lead['sets']), 'set')})" if lead["sets"] < stats.LEAST_SETS else ""
-    if count > 1:
-        short = f"Not resolved{sets}: no configuration of {count} is called faster or slower"
-        of = f", of {family}" if family else ""
-        return short, f"{short}. The highest ratio{of}: {evidence}"
-    where = f" ({family})" if family else ""
-    return f"Not resolved{sets}: {pair}{where}", f"Not resolved{where}: {evidence}"
-
-
-def _unresolved_evidence(lead: Mapping[str, Any]) -> str:
-    text = f"{lead['label']} against {lead['baseline_label']} reads {phrases.ratio(lead)} ({phrases.evidence(lead)})"
-    if lead["sets"] < stats.LEAST_SETS:
-        return f"{text}; a verdict needs at least {stats.LEAST_SETS} sets."
-    effect = f"{100 * lead['resolution']:.3g} %"
-    if lead["low"] > 1 / (1 + lead["resolution"]) and lead["high"] < 1 + lead["resolution"]:
-        return f"{text}{_noise(lead)}; the interval leaves no room for a difference of {effect}."
-    if math.isnan(lead["sets_needed"]):
-        return f"{text}{_noise(lead)}; the spread between sets is too wide for {effect}."
-    return f"{text}{_noise(lead)}; about {lead['sets_needed']:.0f} sets would resolve {effect}."
-
-
-def _noise(row: Mapping[str, Any]) -> str:
-    if math.isnan(row["noise_low"]):
-        return ""
-    noise = {"ratio": 1.0, "low": row["noise_low"], "high": row["noise_high"]}
-    return f"; noise floor {phrases.interval(noise)}"
-
-
-def _tally(rows: Sequence[Mapping[str, Any]], lead: Mapping[str, Any]) -> str:
-    if len(rows) < 2:
-        return ""
-    if lead["verdict"] not in (stats.FASTER, stats.SLOWER):
-        return ""
-    counts = [(sum(r["verdict"] == v for r in rows), v) for v in (stats.FASTER, stats.SLOWER)]
-    counts.append((len(rows) - sum(n for n, _ in counts), stats.NOT_RESOLVED))
-    words = [f"{n} {'is' if n == 1 else 'are'} {v}" for n, v in counts if n]
-    if len(words) == 1:
-        return f" {'Both' if len(rows) == 2 else f'All {len(rows)}'} comparisons are {lead['verdict']}."
-    return f" Of {len(rows)} comparisons {phrases.joined(words)}."
 
 
 def _extra(study: Study, rows: Sequence[Mapping[str, Any]], lead: Mapping[str, Any]) -> str:
@@ -240,31 +197,6 @@ def _extra(study: Study, rows: Sequence[Mapping[str, Any]], lead: Mapping[str, A
         good = f"{THRESHOLD:.0%}".replace("%", " %")
         return f" Parallel efficiency is {percent} ({band(lead['efficiency'])}; {good} and more counts as good)."
     return ""
-
-
-def _left_over(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Configurations without a speed, by why; those that only some families lack are named with their family."""
-    families = {str(r["family"]) for r in rows}
-    lacking: dict[tuple[str, str], set[str]] = {}
-    for r in _unmeasured(rows):
-        lacking.setdefault((str(r["label"]), phrases.failure(r)), set()).add(str(r["family"]))
-
-    def name(r: Mapping[str, Any]) -> str:
-        everywhere = lacking[str(r["label"]), phrases.failure(r)] == families
-        return str(r["label"]) if everywhere else f"{r['label']} of {r['family']}"
-
-    failed = [f"{name(r)} ({phrases.failure(r)})" for r in _unmeasured(rows) if r["status"] not in ("ok", "left out")]
-    left_out = [f"{name(r)} ({r['reason']})" for r in _unmeasured(rows) if r["status"] == "left out"]
-    mechanism = [str(r["label"]) for r in rows if r["mechanism_only"] and r["role"] != "twin"]
-    text = ""
-    for head, items in (("Failed", failed), ("Left out", left_out), (MECHANISM_ONLY.capitalize(), mechanism)):
-        if items:
-            text += f" {head}: {phrases.joined(list(dict.fromkeys(items)))}."
-    return text
-
-
-def _unmeasured(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [r for r in rows if not r["sets"] and not r["mechanism_only"] and r["role"] != "twin"]
 
 
 def _where(study: Study) -> str:
@@ -326,7 +258,9 @@ def _recommendation(study: Study) -> Finding:
     if best["role"] == "baseline":
         text += f" It is the baseline of {best['experiment']}: {_slower(len(group.rows) - 1)}."
     elif best["verdict"] in (stats.FASTER, stats.SLOWER):
-        text += f" Against its own baseline it is {best['verdict']}: {sentence(best)} ({phrases.evidence(best)})."
+        text += (
+            f" Against its own baseline it is {best['verdict']}: {sentences.faster(best)} ({phrases.evidence(best)})."
+        )
     else:
         text += (
             f" Against its own baseline {best['baseline_label']} it reads {phrases.ratio(best)} "

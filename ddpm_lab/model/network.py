@@ -39,8 +39,8 @@ def compile_stages(network: nn.Module, mode: str) -> None:
     # Each shape counts as a recompilation of Stage.forward, of which there may be 8 by default.
     torch._dynamo.config.recompile_limit = max(8, 2 * len(stages))
     for stage in stages:
-        # Left to itself torch takes the second shape for one of many, and compiles slow kernels that fit all.
-        stage.compile(mode=mode)
+        # Left to itself torch takes the second shape for one of many and compiles a tenth longer, for nothing.
+        stage.compile(mode=mode, dynamic=False)
 
 
 def forward_once(network: AnyUNet, config: RunConfig, device: torch.device) -> None:

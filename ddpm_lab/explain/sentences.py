@@ -1,0 +1,103 @@
+"""Sentences about the rows of a comparison."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ddpm_lab.explain import phrases, stats
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY
+
+_SENTENCES = {
+    "amp": "{label} trains {ratio} times as fast as {base}",
+    "multi_gpu": "{label} {verb} {ratio} times as fast as {base}",
+    "workers": "training with {label} runs {ratio} times as fast as with {base}",
+    "torch_compile": "{label} training runs {ratio} times as fast as {base} training",
+    "batch_size": "training with {label} takes {ratio} times as many images a second as with {base}",
+}
+
+
+def faster(row: Mapping[str, Any]) -> str:
+    """The ratio of a comparison in words: "bf16 trains 1.62 times as fast as fp32"."""
+    form = _SENTENCES.get(row["experiment"], "{label} runs {ratio} times as fast as {base}")
+    if row["loader_alone"]:
+        form = "the loader alone with {label} delivers {ratio} times the images of {base}"
+    verb = "trains" if row["label"].startswith("1 ") else "train"
+    return form.format(label=row["label"], base=row["baseline_label"], ratio=phrases.ratio(row), verb=verb)
+
+
+def unresolved(lead: Mapping[str, Any], count: int, family: str) -> tuple[str, str]:
+    """Headline and claim of a study in which no comparison is resolved; ``lead`` has the highest ratio of ``count``.
+
+    ``family`` names the lead's where there are several.
+    """
+    evidence = _evidence(lead)
+    pair = f"{lead['label']} against {lead['baseline_label']}"
+    sets = f" ({phrases.plural(int(lead['sets']), 'set')})" if lead["sets"] < stats.LEAST_SETS else ""
+    if count > 1:
+        short = f"Not resolved{sets}: no configuration of {count} is called faster or slower"
+        of = f", of {family}" if family else ""
+        return short, f"{short}. The highest ratio{of}: {evidence}"
+    where = f" ({family})" if family else ""
+    return f"Not resolved{sets}: {pair}{where}", f"Not resolved{where}: {evidence}"
+
+
+def _evidence(lead: Mapping[str, Any]) -> str:
+    text = f"{lead['label']} against {lead['baseline_label']} reads {phrases.ratio(lead)} ({phrases.evidence(lead)})"
+    if lead["sets"] < stats.LEAST_SETS:
+        return f"{text}; a verdict needs at least {stats.LEAST_SETS} sets."
+    effect = f"{100 * lead['resolution']:.3g} %"
+    if lead["low"] > 1 / (1 + lead["resolution"]) and lead["high"] < 1 + lead["resolution"]:
+        return f"{text}{noise(lead)}; the interval leaves no room for a difference of {effect}."
+    if math.isnan(lead["sets_needed"]):
+        return f"{text}{noise(lead)}; the spread between sets is too wide for {effect}."
+    return f"{text}{noise(lead)}; about {lead['sets_needed']:.0f} sets would resolve {effect}."
+
+
+def noise(row: Mapping[str, Any]) -> str:
+    """The noise floor after a semicolon; empty where there is none."""
+    if math.isnan(row["noise_low"]):
+        return ""
+    floor = {"ratio": 1.0, "low": row["noise_low"], "high": row["noise_high"]}
+    return f"; noise floor {phrases.interval(floor)}"
+
+
+def tally(rows: Sequence[Mapping[str, Any]], lead: Mapping[str, Any]) -> str:
+    """How many comparisons are faster, slower, not resolved; empty where the ``lead`` itself is not resolved."""
+    if len(rows) < 2:
+        return ""
+    if lead["verdict"] not in (stats.FASTER, stats.SLOWER):
+        return ""
+    counts = [(sum(r["verdict"] == v for r in rows), v) for v in (stats.FASTER, stats.SLOWER)]
+    counts.append((len(rows) - sum(n for n, _ in counts), stats.NOT_RESOLVED))
+    words = [f"{n} {'is' if n == 1 else 'are'} {v}" for n, v in counts if n]
+    if len(words) == 1:
+        return f" {'Both' if len(rows) == 2 else f'All {len(rows)}'} comparisons are {lead['verdict']}."
+    return f" Of {len(rows)} comparisons {phrases.joined(words)}."
+
+
+def left_over(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Configurations without a speed, by why; those that only some families lack are named with their family."""
+    families = {str(r["family"]) for r in rows}
+    lacking: dict[tuple[str, str], set[str]] = {}
+    for r in unmeasured(rows):
+        lacking.setdefault((str(r["label"]), phrases.failure(r)), set()).add(str(r["family"]))
+
+    def name(r: Mapping[str, Any]) -> str:
+        everywhere = lacking[str(r["label"]), phrases.failure(r)] == families
+        return str(r["label"]) if everywhere else f"{r['label']} of {r['family']}"
+
+    failed = [f"{name(r)} ({phrases.failure(r)})" for r in unmeasured(rows) if r["status"] not in ("ok", "left out")]
+    left_out = [f"{name(r)} ({r['reason']})" for r in unmeasured(rows) if r["status"] == "left out"]
+    mechanism = [str(r["label"]) for r in rows if r["mechanism_only"] and r["role"] != "twin"]
+    text = ""
+    for head, items in (("Failed", failed), ("Left out", left_out), (MECHANISM_ONLY.capitalize(), mechanism)):
+        if items:
+            text += f" {head}: {phrases.joined(list(dict.fromkeys(items)))}."
+    return text
+
+
+def unmeasured(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Rows without a speed: they failed or were left out."""
+    return [r for r in rows if not r["sets"] and not r["mechanism_only"] and r["role"] != "twin"]
