@@ -14,7 +14,7 @@ from typing import Any
 
 from ddpm_lab.checks import ConfigError, choice, known, number, several, whole
 
-PURPOSES = ("timing", "profile")
+PURPOSES = ("timing", "profile", "quality", "check")
 DEVICES = ("cpu", "cuda")
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 COMPILE = ("off", "regional", "whole")
@@ -36,6 +36,8 @@ START_METHODS = ("forkserver", "spawn")
 DDPM = "ddpm_lab.model.train:ddpm"
 LOADER_ALONE = "ddpm_lab.model.train:loader_alone"
 SAMPLING = "ddpm_lab.model.denoising:sampling"
+TRAINING = "ddpm_lab.model.training:training"
+CHECK = "ddpm_lab.model.gradient_check:gradient_check"
 
 
 def digest(value: object) -> str:

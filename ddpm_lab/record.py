@@ -16,7 +16,7 @@ from ddpm_lab.checks import LabError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.plan import Plan
 
-SCHEMA = 2
+SCHEMA = 3
 Cohort = tuple[str, str, str, str]
 STATUSES = ("ok", "oom", "unsupported", "diverged", "crashed", "timed out", "refused", "left out")
 LASTING = ("oom", "diverged", "refused")
@@ -169,6 +169,7 @@ class RunRecord:
     windows: tuple[Window, ...] = ()
     witness: dict[str, Any] = field(default_factory=dict)
     profile: dict[str, Any] | None = None
+    quality: dict[str, Any] | None = None
     schema: int = SCHEMA
 
     @property

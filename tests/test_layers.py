@@ -24,12 +24,14 @@ ROWS = (
     ("data.resident",),
     # model: what is trained
     ("model.fused", "model.diffusion", "model.step"),
+    ("model.held_out_loss",),
     ("model.blocks", "model.sampling"),
     ("model.unet", "model.feed"),
     ("model.reference",),
     ("model.network", "model.reference_sampling"),
     ("model.inference",),
     ("model.denoising", "model.limits", "model.peers", "model.train"),
+    ("model.training",),
     # measure: what runs it and times it
     (
         "measure.code_version",
@@ -89,9 +91,9 @@ STRANGERS = {
 # A rank imports torch; the process that it becomes must not have done so before. So process imports rank when it runs.
 UPWARDS = {("measure.process", "measure.rank")}
 TORCH = {
-    *("model.blocks", "model.denoising", "model.diffusion", "model.feed", "model.fused", "model.inference"),
-    *("model.limits", "model.network", "model.peers", "model.reference", "model.reference_sampling"),
-    *("model.sampling", "model.step", "model.train", "model.unet"),
+    *("model.blocks", "model.denoising", "model.diffusion", "model.feed", "model.fused", "model.held_out_loss"),
+    *("model.inference", "model.limits", "model.network", "model.peers", "model.reference", "model.reference_sampling"),
+    *("model.sampling", "model.step", "model.train", "model.training", "model.unet"),
     "planted",
     *("data.draws", "data.loader", "data.pixels", "data.resident", "data.uploads"),
     *("measure.phases", "measure.profiling", "measure.rank"),

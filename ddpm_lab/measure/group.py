@@ -219,6 +219,18 @@ class Group:
         self._wait("done", self.limits.build_seconds, "profiling")
         return self._reports("profile")
 
+    def advance(self, steps: int, limit: float) -> list[dict[str, Any]]:
+        """Train ``steps`` steps on every rank; each reports its mean loss of every step, and its seconds."""
+        self._tell("advance", {"steps": steps})
+        self._wait("done", limit, "training")
+        return self._reports("advance")
+
+    def call(self, method: str, limit: float, **arguments: Any) -> list[Any]:
+        """Call a method of the workload on every rank, and return their answers."""
+        self._tell("call", {"method": method, "arguments": arguments})
+        self._wait("done", limit, f"in {method}")
+        return [report["answer"] for report in self._reports("call")]
+
     def finish(self) -> list[dict[str, Any]]:
         """End the ranks in order and return their summaries."""
         self._tell("finish", {})

@@ -58,6 +58,8 @@ class Rank:
                 "witness": self.witness,
                 "budget": self.budget,
                 "profile": self.profile,
+                "advance": self.advance,
+                "call": self.call,
             }
             handlers[command](**arguments)
             self._sleep_until_told("done")
@@ -148,6 +150,23 @@ class Rank:
                 "memory": self._memory(),
             },
         )
+
+    def advance(self, *, steps: int) -> None:
+        """Train ``steps`` steps with nothing in between that training does not need: such a run supplies no speed."""
+        losses = []
+        begun = time.perf_counter()
+        for _ in range(steps):
+            self.beat.mark("data")
+            losses.append(self.workload.step(next(self.batches)))
+            self.beat.steps += 1
+        self.synchronize()
+        seconds = time.perf_counter() - begun
+        report(self.job, "advance", {"losses": [float(loss) for loss in losses], "seconds": seconds})
+
+    def call(self, *, method: str, arguments: dict[str, Any]) -> None:
+        """What else the workload can do, on every rank: saving, a held-out loss; its answer must be ready for JSON."""
+        self.beat.mark(method)
+        report(self.job, "call", {"answer": getattr(self.workload, method)(**arguments)})
 
     def _memory(self) -> dict[str, int]:
         """Bytes that this rank holds now: its resident set, and on a GPU what torch has allocated and reserved."""

@@ -20,14 +20,15 @@ from ddpm_lab.workload import RankContext
 class Feed:
     """A rank's batches, and what was really consumed of them."""
 
-    def __init__(self, config: RunConfig, context: RankContext) -> None:
-        packed = open_packed(Path(config.data))
+    def __init__(self, config: RunConfig, context: RankContext, *, start_step: int = 0) -> None:
+        self.packed = packed = open_packed(Path(config.data))
         self.sha256 = packed.manifest.content_hash
         plan = Plan(
             stream=EpochStream(packed.train_indices, config.seed),
             global_batch_size=config.global_batch_size,
             rank=context.rank,
             world_size=context.world_size,
+            start_step=start_step,
         )
         self.loader: Loader
         if config.loader == "files":

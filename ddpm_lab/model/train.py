@@ -48,12 +48,12 @@ class Trainer:
     loader change nothing of what is learned from.
     """
 
-    def __init__(self, config: RunConfig, context: RankContext) -> None:
+    def __init__(self, config: RunConfig, context: RankContext, *, start_step: int = 0) -> None:
         require(config)
         self.config, self.context = config, context
         self.device = torch.device(context.device)
         self.share = rank_share(config.global_batch_size, context.rank, context.world_size)
-        self.data = Feed(config, context)
+        self.data = Feed(config, context, start_step=start_step)
         self.diffusion = Diffusion(
             schedule=config.diffusion.schedule,
             timesteps=config.diffusion.timesteps,
@@ -87,7 +87,8 @@ class Trainer:
             self.model = self.ddp
         if config.compile == "whole":
             self.model = torch.compile(self.model, mode=config.compile_mode)
-        self.steps = self.losses_read = 0
+        self.steps = start_step
+        self.losses_read = start_step if config.read_loss else 0
         self.fused_before = fused.uses()
         self.ema_seen: str | None = None
         self.precision = PrecisionWatch(
