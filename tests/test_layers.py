@@ -93,7 +93,7 @@ UPWARDS = {("measure.process", "measure.rank")}
 TORCH = {
     *("model.blocks", "model.denoising", "model.diffusion", "model.feed", "model.fused", "model.held_out_loss"),
     *("model.inference", "model.limits", "model.network", "model.peers", "model.reference", "model.reference_sampling"),
-    *("model.sampling", "model.step", "model.train", "model.unet"),
+    *("model.sampling", "model.step", "model.train", "model.training", "model.unet"),
     "planted",
     *("data.draws", "data.loader", "data.pixels", "data.resident", "data.uploads"),
     *("measure.phases", "measure.profiling", "measure.rank"),

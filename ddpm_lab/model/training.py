@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import torch
+
 from ddpm_lab.config import RunConfig
 from ddpm_lab.model.held_out_loss import held_out_loss
 from ddpm_lab.model.step import allow_tf32
@@ -29,9 +31,10 @@ class Training(Trainer):
         allow_tf32(self.config.precision == "tf32")
         return {"step": self.steps, "loss": loss, "by_time": by_time}
 
+    @torch.no_grad()
     def weights_sha256(self) -> str:
         """Hash of the trained weights: equal on every rank, and between runs that learn the same to the last bit."""
         found = hashlib.sha256()
         for weight in self.parameters:
-            found.update(weight.detach().contiguous().cpu().numpy().tobytes())
+            found.update(weight.contiguous().cpu().numpy().tobytes())
         return found.hexdigest()[:16]
