@@ -87,6 +87,16 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A run that trains for the weights, with one seed: what it learns is compared with the baseline's of that seed."""
+
+    family: str
+    label: str
+    baseline: RunConfig
+    config: RunConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
     """One question: families of configurations, and what was left out of them before any measuring, with reasons."""
 
@@ -94,12 +104,14 @@ class Experiment:
     families: tuple[Family, ...]
     left_out: tuple[tuple[str, str, str], ...] = ()  # (family, label, reason)
     profiles: tuple[tuple[str, str, RunConfig], ...] = ()  # (family, label, configuration): they supply no time
+    trials: tuple[Trial, ...] = ()
 
     @property
     def configurations(self) -> tuple[RunConfig, ...]:
         """Every configuration, baselines first within each family."""
         compared = [c for f in self.families for c in (f.baseline, *(config for _, config in f.candidates))]
-        return (*compared, *(config for _, _, config in self.profiles))
+        others = (*(config for _, _, config in self.profiles), *(trial.config for trial in self.trials))
+        return (*compared, *others)
 
 
 # Names in the experiment "peers" that the questions write and the explaining half reads.

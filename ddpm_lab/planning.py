@@ -253,6 +253,7 @@ def prepare_experiment(
         families=tuple(f for part in parts for f in part.families),
         left_out=tuple(row for part in parts for row in part.left_out),
         profiles=tuple(row for part in parts for row in part.profiles),
+        trials=tuple(row for part in parts for row in part.trials),
     )
     return merged, images
 

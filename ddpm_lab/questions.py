@@ -13,6 +13,8 @@ from typing import Any
 from ddpm_lab.checks import ConfigError, choice, several, whole
 from ddpm_lab.config import LOADER_ALONE
 from ddpm_lab.plan import Experiment, Family
+from ddpm_lab.quality import WORKLOADS as TRAINED
+from ddpm_lab.quality import identity_trials, quality
 from ddpm_lab.setting import Setup
 from ddpm_lab.trainers import PLAN, peers
 from ddpm_lab.trainers import WORKLOADS as TRAINERS
@@ -185,7 +187,8 @@ def workers(
             for n in asked
             if n > setup.usable_cores
         ]
-    return Experiment(name="workers", families=tuple(families), left_out=tuple(left_out))
+    trials = identity_trials(families[0])
+    return Experiment(name="workers", families=tuple(families), left_out=tuple(left_out), trials=trials)
 
 
 def _workers_label(count: int) -> str:
@@ -265,10 +268,10 @@ def batch_size(
 
 PLANS = {"peers": PLAN}
 """How a set is measured where it is not as the preset says."""
-LONG = ("peers",)
+LONG = ("peers", "quality")
 """Questions that take too long to be measured beside the others: notebooks do so in the preset ``full`` only."""
-WORKLOADS = {"peers": TRAINERS}
+WORKLOADS = {"peers": TRAINERS, "quality": TRAINED}
 """What a question runs beside the lab's own trainer; one code version covers all of it."""
 QUESTIONS: dict[str, Callable[..., Experiment]] = {
-    f.__name__: f for f in (profile, multi_gpu, amp, workers, torch_compile, batch_size, peers)
+    f.__name__: f for f in (profile, multi_gpu, amp, workers, torch_compile, batch_size, peers, quality)
 }

@@ -78,10 +78,10 @@ class Lab:
         family: str,
         plan: Plan,
         member: Member,
-        traces: list[Path] | None = None,
+        work: object,
     ) -> RunRecord:
+        del work  # how it is done is not for this laboratory
         self.alone.append((member.role, member.label))
-        self.traces += traces or []
         self.now += PLACE_SECONDS
         values: dict[str, Any] = {"experiment": experiment, "family": family, "plan": plan, "set_id": f"one-{self.now}"}
         found = self._record(member, member, instrument.code, **values)
@@ -111,7 +111,8 @@ class Lab:
 
     def run(self, experiment: Experiment, **target: Any) -> Campaign:
         """Run a new campaign; ``sets`` and ``alone`` then hold what it measured."""
-        self.sets, self.alone, self.traces = [], [], []
+        self.sets, self.alone = [], []
+        self.traces.clear()
         made = self.campaign(experiment, **target)
         made.run(Progress("test", quiet=True))
         assert made.measured_sets == len(self.sets) + len(self.alone)
@@ -127,6 +128,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     made = Lab(tmp_path)
     monkeypatch.setattr(campaign, "measure_set", made.measure_set)
     monkeypatch.setattr(campaign, "measure_alone", made.measure_alone)
+    monkeypatch.setattr(campaign, "profile_alone", made.traces.extend)
     monkeypatch.setattr(campaign, "environment", make.environment)
     monkeypatch.setattr(campaign, "time", SimpleNamespace(monotonic=lambda: made.now))
     return made

@@ -51,7 +51,8 @@ def test_every_default_grid_can_run_and_compares_like_with_like(name: str, prese
     for family in experiment.families:
         ids = [config.run_id for config in members(family)]
         assert len(set(ids)) == len(ids), "a candidate is the baseline, or there twice"
-        assert (len({config.global_batch_size for config in members(family)}) == 1) == (name != "batch_size")
+        if name != "quality":  # which trains equal images in batches of several sizes
+            assert (len({config.global_batch_size for config in members(family)}) == 1) == (name != "batch_size")
         assert len({family.baseline_label, *(label for label, _ in family.candidates)}) == len(ids)
         for config in members(family):
             assert config.data_sha256 == "abc"

@@ -12,7 +12,7 @@ import pytest
 from ddpm_lab.config import OptimizerConfig, RunConfig
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.seat import Instrument, Member, Seat
-from ddpm_lab.measure.sets import measure_alone
+from ddpm_lab.measure.sets import measure_alone, profile_alone
 from ddpm_lab.measure.time_budget import BUDGET_SECONDS, take_budget
 from ddpm_lab.plan import Plan
 from ddpm_lab.record import RunRecord
@@ -57,7 +57,7 @@ def test_a_profile_record_holds_the_budget_and_no_speed(instrument: Instrument, 
         family="phased",
         plan=Plan(turns=2, window_seconds=0.1, warmup_steps=5),
         member=Member("profile", "phased", config),
-        traces=[tmp_path / "trace.json.gz"],
+        work=profile_alone([tmp_path / "trace.json.gz"]),
     )
     assert (record.status, record.windows) == ("ok", ())
     record = RunRecord.from_dict(json.loads(json.dumps(record.as_dict())))

@@ -14,13 +14,13 @@ import numpy as np
 import pandas as pd
 
 from ddpm_lab.config import LOADER_ALONE, RunConfig
-from ddpm_lab.explain import stats
+from ddpm_lab.explain import quality, stats
 from ddpm_lab.explain.frames import Study, peak_memory, seconds_per_image
 from ddpm_lab.record import RunRecord, burst_log, set_log_ratio
 
 PROJECTED_IMAGES = 50_000
 MECHANISM_ONLY = "mechanism tested, speed not claimed"
-QUALITY = "not measured"
+QUALITY = quality.NOT_MEASURED
 COMPARED = ("baseline", "twin", "candidate", "note")
 
 
@@ -45,31 +45,23 @@ _KNOWN: WeakKeyDictionary[Study, pd.DataFrame] = WeakKeyDictionary()
 
 def _comparisons(of: Study) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
+    trials = quality.Trials(of.trials)
     ordered = sorted((r for r in of.records if r.role in COMPARED), key=lambda r: r.experiment)
     for _, group in groupby(ordered, key=lambda r: r.experiment):
         block = [row for family in _families(list(group)) for row in _family_rows(family, of.resolution)]
         _judge(block)
+        _weigh(block, trials)
         rows += block
     return pd.DataFrame(rows, columns=list(_COLUMNS))
 
 
 _COLUMNS = (
-    *("experiment", "family", "baseline_id", "baseline_label", "role", "label", "run_id", "config", "status", "reason"),
-    *("failed_sets", "mechanism_only", "sets", "turns", "turns_dropped", "ratio", "low", "high", "p", "p_holm"),
-    *(
-        "comparisons",
-        "verdict",
-        "noise_low",
-        "noise_high",
-        "bursts",
-        "set_ratios",
-        "resolution",
-        "sets_needed",
-        "images_per_second",
-    ),
-    *("images_per_second_low", "images_per_second_high", "step_seconds", "projected_seconds", "peak_memory_bytes"),
-    "peak_rss_bytes",
-    *("ranks", "batch", "loader_alone", "efficiency", "efficiency_low", "efficiency_high", "quality"),
+    *("experiment", "family", "baseline_id", "baseline_label", "role", "label", "run_id", "config", "code_version"),
+    *("status", "reason", "failed_sets", "mechanism_only", "sets", "turns", "turns_dropped", "ratio", "low", "high"),
+    *("p", "p_holm", "comparisons", "verdict", "noise_low", "noise_high", "bursts", "set_ratios", "resolution"),
+    *("sets_needed", "images_per_second", "images_per_second_low", "images_per_second_high", "step_seconds"),
+    *("projected_seconds", "peak_memory_bytes", "peak_rss_bytes", "ranks", "batch", "loader_alone"),
+    *("efficiency", "efficiency_low", "efficiency_high", "quality", "equivalence"),
 )
 
 
@@ -182,6 +174,7 @@ def _row(
         "label": last.label,
         "run_id": last.run_id,
         "config": last.config,
+        "code_version": last.code_version,
         "status": "ok" if ok else last.status,
         "reason": (failed[-1].reason if failed else last.reason) or "",
         "failed_sets": len({r.set_id for r in failed}),
@@ -210,6 +203,7 @@ def _row(
         "efficiency_low": estimate.low / gain,
         "efficiency_high": estimate.high / gain,
         "quality": QUALITY,
+        "equivalence": None,
         "estimate": estimate,
     }
 
@@ -256,6 +250,15 @@ def _judge(rows: Sequence[dict[str, Any]]) -> None:
             turned = (row["ratio"] - 1) * (row["ratio"] / row["bursts"] - 1) <= 0
             if turned and row["verdict"] in (stats.FASTER, stats.SLOWER):
                 row["verdict"] = f"{stats.NOT_RESOLVED} (bursts)"
+
+
+def _weigh(rows: Sequence[dict[str, Any]], trials: quality.Trials) -> None:
+    """Give each candidate the verdict on its quality."""
+    base = {row["baseline_id"]: row["config"] for row in rows if row["role"] == "baseline"}
+    for row in rows:
+        if row["role"] == "candidate" and row["baseline_id"] in base:
+            found = trials.verdict(base[row["baseline_id"]], row["config"], row["code_version"])
+            row["equivalence"], row["quality"] = found, quality.sentence(found)
 
 
 def _has_speed(record: RunRecord) -> bool:

@@ -19,12 +19,14 @@ from ddpm_lab.explain import (
     figure_costs,
     figure_machine,
     figure_peers,
+    figure_quality,
     figure_ratios,
     operators,
     peers,
     phrases,
     ranking,
     stats,
+    trained,
 )
 from ddpm_lab.explain import figure_extras as extras
 from ddpm_lab.explain import figure_style as fs
@@ -67,6 +69,10 @@ _MORE: dict[str, tuple[tuple[Callable[[Study], Figure | None], str, str], ...]] 
         (figure_peers.roofline, "limits", "How far from the limit: an image at this machine's peaks, and measured."),
         (figure_peers.levers, "levers", "What each setting of the trainer is worth on this machine."),
     ),
+    trained.EXPERIMENT: (
+        (figure_quality.curves, "curves", "Held-out loss on the way, and its difference from the baseline's."),
+        (figure_quality.by_time, "timesteps", "The difference of the final loss by timestep."),
+    ),
     RECOMMENDATION: (
         (batch_sizes.beside, "batch_size", "The largest batch that fits, and the speed and memory of each size."),
     ),
@@ -83,6 +89,8 @@ def figure(study: Study) -> Figure:
         if study.experiment == batch_sizes.EXPERIMENT and (drawn := batch_sizes.figure(study, finding(study).headline)):
             return drawn
         if study.experiment == peers.EXPERIMENT and (drawn := figure_peers.figure(study, finding(study).headline)):
+            return drawn
+        if study.experiment == trained.EXPERIMENT and (drawn := figure_quality.figure(study, finding(study).headline)):
             return drawn
         return figure_ratios.ratios(study)
 
@@ -122,6 +130,8 @@ def alt_text(study: Study) -> str:
             body = f"Bar chart of exclusive operator time by class: {listed}."
     elif study.experiment == peers.EXPERIMENT:
         body = figure_peers.describe(study)
+    elif study.experiment == trained.EXPERIMENT:
+        body = figure_quality.describe(study)
     else:
         draw = batch_sizes if study.experiment == batch_sizes.EXPERIMENT else figure_ratios
         body = draw.describe(study)

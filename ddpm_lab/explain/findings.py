@@ -19,10 +19,12 @@ from ddpm_lab.explain import (
     ranking,
     sentences,
     stats,
+    trained,
 )
 from ddpm_lab.explain.bands import THRESHOLD, band
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, QUALITY, comparisons
 from ddpm_lab.explain.frames import RECOMMENDATION, Study
+from ddpm_lab.explain.quality import NOT_ENOUGH
 from ddpm_lab.explain.tables import table
 from ddpm_lab.plan import LIMITS
 from ddpm_lab.record import RunRecord
@@ -84,6 +86,8 @@ def _finding(study: Study) -> Finding:
         return _plain(study, "Nothing is measured yet", _how_to(study.experiment), NOT_MEASURED)
     if study.experiment == "profile":
         return _profile(study)
+    if study.experiment == trained.EXPERIMENT:
+        return _trained(study)
     return _comparison(study)
 
 
@@ -110,7 +114,8 @@ def _comparison(study: Study) -> Finding:
     others = [r for r in rows if r["role"] not in ("baseline", "twin")]
     measured = [r for r in others if r["sets"]]
     training = [r for r in measured if not r["loader_alone"]] or measured
-    ending = sentences.left_over(rows) + machine_state.unknown(study) + machine_state.busy(study) + _where(study)
+    ending = sentences.left_over(rows) + machine_state.unknown(study) + machine_state.busy(study)
+    ending += _where(study, sentences.quality(rows))
     if study.experiment == batch_sizes.EXPERIMENT:
         ending = f"{batch_sizes.sentence(study)}{ending}"
     if study.experiment == peers.EXPERIMENT:
@@ -146,6 +151,18 @@ def _comparison(study: Study) -> Finding:
     return _about(study, lead, short, text, ANSWERED if resolved else stats.NOT_RESOLVED)
 
 
+def _trained(study: Study) -> Finding:
+    """What each setting costs in quality; the one named first is the fastest that is not worse."""
+    rows = trained.rows(study)
+    judged = [r for r in rows if r["equivalence"].seeds]
+    if not judged:
+        return _comparison(study)
+    short, lead = trained.headline(rows)
+    ending = f"{machine_state.busy(study)} {trained.method(study)}{_where(study, sentences.quality(rows))}"
+    status = ANSWERED if trained.answered(rows) else NOT_ENOUGH
+    return _about(study, lead, short, f"{short}. {trained.evidence(rows)}{ending}", status)
+
+
 def _about(study: Study, row: Mapping[str, Any], short: str, text: str, status: str) -> Finding:
     return Finding(
         experiment=study.experiment,
@@ -162,6 +179,7 @@ def _about(study: Study, row: Mapping[str, Any], short: str, text: str, status: 
         high=row["high"],
         noise_low=row["noise_low"],
         noise_high=row["noise_high"],
+        quality=f"quality {row['quality']}",
     )
 
 
@@ -199,9 +217,9 @@ def _extra(study: Study, rows: Sequence[Mapping[str, Any]], lead: Mapping[str, A
     return ""
 
 
-def _where(study: Study) -> str:
+def _where(study: Study, quality: str = f"quality {QUALITY}") -> str:
     measured = "Published records, not measured here but" if study.published else "Measured"
-    return f" {measured} on {study.hardware}, {study.date}; quality {QUALITY}."
+    return f" {measured} on {study.hardware}, {study.date}; {quality}."
 
 
 def _nothing_to_compare(

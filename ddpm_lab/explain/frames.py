@@ -15,6 +15,8 @@ import pandas as pd
 from ddpm_lab.record import Cohort, LedgerError, Machine, RunRecord, Window
 
 RECOMMENDATION = "recommendation"
+TRIAL = "quality"
+"""Role of a record that trained for the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -23,7 +25,8 @@ class Study:
 
     ``measured_sets`` counts the sets measured by the call that made the study; 0 means that all came from the ledger.
     ``resolution`` is the smallest relative difference that its comparisons are asked to find. ``published`` records
-    came with the checkout: they were not measured here.
+    came with the checkout: they were not measured here. ``trials`` are training runs of any experiment on the same
+    machine and data, which say what a configuration learns and nothing of its speed.
     """
 
     experiment: str
@@ -32,6 +35,7 @@ class Study:
     measured_sets: int = 0
     resolution: float = 0.03
     published: bool = False
+    trials: tuple[RunRecord, ...] = ()
 
     @property
     def hardware(self) -> str:
@@ -68,10 +72,12 @@ def study(
     Raises:
         LedgerError: ``machine`` names none or several, or is needed because the records come from several.
     """
-    found = chosen(list(records), experiment, machine=machine, cohort=cohort)
+    told = chosen(list(records), experiment, machine=machine, cohort=cohort)
+    found = [r for r in told if r.role != TRIAL]
     if run_ids is not None:
         found = _asked(found, set(run_ids))
-    return Study(experiment=experiment, records=tuple(found), output_dir=Path(output_dir))
+    trials = tuple(r for r in told if r.role == TRIAL)
+    return Study(experiment=experiment, records=tuple(found), output_dir=Path(output_dir), trials=trials)
 
 
 def _asked(records: Sequence[RunRecord], wanted: set[str]) -> list[RunRecord]:
@@ -119,15 +125,24 @@ T = TypeVar("T", bound=Told)
 
 
 def chosen(told: Sequence[T], experiment: str, *, machine: str | None = None, cohort: Cohort | None = None) -> list[T]:
-    """Those of the records, or heads of records, that ``study`` shows; see there."""
+    """Those of the records, or heads of records, that ``study`` shows; see there. Trials come last."""
     found = list(told)
     if found:
         key = _machine_key(found, machine)
         found = [r for r in found if r.machine.key == key]
+    trials = [r for r in found if r.role == TRIAL]
+    found = [r for r in found if r.role != TRIAL]
     if experiment == RECOMMENDATION:
-        names = sorted({r.experiment for r in found})
-        return [r for name in names for r in _one_cohort([r for r in found if r.experiment == name], None)]
-    return _one_cohort([r for r in found if r.experiment == experiment], cohort)
+        shown = [r for group in _by_experiment(found) for r in _one_cohort(group, None)]
+    else:
+        shown = _one_cohort([r for r in found if r.experiment == experiment], cohort)
+    data = {r.cohort[2] for r in shown} or {r.cohort[2] for r in trials}
+    same = [r for r in trials if r.cohort[2] in data]
+    return shown + [r for group in _by_experiment(same) for r in _one_cohort(group, None)]
+
+
+def _by_experiment(records: Sequence[T]) -> list[list[T]]:
+    return [[r for r in records if r.experiment == name] for name in sorted({r.experiment for r in records})]
 
 
 def _machine_key(records: Sequence[Told], wanted: str | None) -> str:

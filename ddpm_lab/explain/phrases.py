@@ -19,6 +19,7 @@ QUESTIONS = {
     "torch_compile": "Is torch.compile worth its compile time?",
     "batch_size": "How large a batch fits, and does a larger one train faster?",
     "peers": "How fast is this trainer beside others, and how far from the limit?",
+    "quality": "Does any setting cost quality?",
     "compare": "Which of the two is faster?",
     "recommendation": "Which settings should I use on this machine?",
 }

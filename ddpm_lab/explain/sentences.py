@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddpm_lab.explain import phrases, stats
-from ddpm_lab.explain.comparisons import MECHANISM_ONLY
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY, QUALITY
 
 _SENTENCES = {
     "amp": "{label} trains {ratio} times as fast as {base}",
@@ -75,6 +75,17 @@ def tally(rows: Sequence[Mapping[str, Any]], lead: Mapping[str, Any]) -> str:
     if len(words) == 1:
         return f" {'Both' if len(rows) == 2 else f'All {len(rows)}'} comparisons are {lead['verdict']}."
     return f" Of {len(rows)} comparisons {phrases.joined(words)}."
+
+
+def quality(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What is known of the quality of the configurations, such as "quality: bf16 not worse (8 seeds)"."""
+    known = [r for r in rows if r["role"] == "candidate" and r["sets"]]
+    judged = {str(r["label"]): str(r["quality"]) for r in known if r["quality"] != QUALITY}
+    if not judged:
+        return f"quality {QUALITY}"
+    others = list(dict.fromkeys(str(r["label"]) for r in known if str(r["label"]) not in judged))
+    text = f"quality: {phrases.joined([f'{label} {found}' for label, found in judged.items()])}"
+    return f"{text}; of {phrases.joined(others)} {QUALITY}" if others else text
 
 
 def left_over(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from ddpm_lab.explain import budget, compiling, limits, machine_state, operators, peers, phrases, ranking
+from ddpm_lab.explain import budget, compiling, limits, machine_state, operators, peers, phrases, ranking, trained
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import RECOMMENDATION, Study
 
@@ -26,6 +26,8 @@ def table(study: Study) -> pd.DataFrame:
         return _profile(study) if taken is None else budget.table(taken)
     if study.experiment == peers.EXPERIMENT:
         return peers.table(study)
+    if study.experiment == trained.EXPERIMENT:
+        return trained.table(study)
     return _comparison(study)
 
 

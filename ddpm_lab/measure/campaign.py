@@ -20,13 +20,14 @@ from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.largest_batch import largest_batch, search_ended
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument, Member
-from ddpm_lab.measure.sets import measure_alone, measure_set
+from ddpm_lab.measure.sets import Work, measure_alone, measure_set, profile_alone, warm_up_alone
+from ddpm_lab.measure.trial import train_once
 from ddpm_lab.plan import Experiment, Family, Plan
 from ddpm_lab.record import RunRecord
 
 SETS_FOR_A_VERDICT = 6
-PLACE_SECONDS = 5.0
-"""Forecast for one configuration in one set, until the first set has shown better."""
+PLACE_SECONDS, TRIAL_SECONDS = 5.0, 30.0
+"""Forecast for one configuration in one set, and for one trial, until the first has shown better."""
 COMPILE_SECONDS = 60.0
 SEARCH_SECONDS = 60.0
 MOST_CANDIDATES = 5
@@ -92,6 +93,7 @@ class Campaign:
             if left is not None and not fitted and all(f.name in self.costs or not self._wanted(f) for f in families):
                 families, fitted = self._fit(families), True
                 total = done + self._sets_missing(families)
+        self._trials(progress)
         unfinished = self._sets_missing(families)
         progress.prefix = ""
         progress.expect(None)
@@ -114,7 +116,8 @@ class Campaign:
         searches = sum(
             bool(f.search_up_to) and not search_ended(self.held.searched, f.baseline) for f in self.experiment.families
         )
-        alone = compiles * COMPILE_SECONDS + profiles * PLACE_SECONDS + searches * SEARCH_SECONDS
+        trials = sum(not self.held.trained(t.config.run_id) for t in self.experiment.trials) * TRIAL_SECONDS
+        alone = compiles * COMPILE_SECONDS + profiles * PLACE_SECONDS + searches * SEARCH_SECONDS + trials
         return self._forecast(list(self.experiment.families)) + alone
 
     # What the ledger has
@@ -229,22 +232,49 @@ class Campaign:
         for run_id, status in {(r.run_id, r.status) for r in records if r.status != "ok"}:
             self.failed[run_id] += TRIES if status == "unsupported" else 1
 
+    def _alone(self, family: str, member: Member, *, work: Work = warm_up_alone, **told: str) -> RunRecord:
+        """Measure one group on its own and append its record, with the fields that only the experiment can tell."""
+        record = measure_alone(
+            self.instrument,
+            experiment=self.experiment.name,
+            family=family,
+            plan=self.target.plan,
+            member=member,
+            work=work,
+        )
+        self._append([record := dataclasses.replace(record, **told)])  # type: ignore[arg-type]
+        self.measured_sets += 1
+        return record
+
+    def _trials(self, progress: Progress) -> None:
+        """Train for quality, seed after seed, as far as the time allows."""
+        missing = [t for t in self.experiment.trials if not self.held.trained(t.config.run_id)]
+        seconds: dict[str, float] = {}
+        for i, trial in enumerate(missing):
+            if trial.config.run_id in self.held.lasting:
+                continue
+            left = self.seconds_left()
+            expected = max(seconds.get(trial.label, 0.0), max(seconds.values(), default=0.0) / 2)
+            if left is not None and left < expected:
+                progress.prefix = ""
+                progress.always(f"{len(missing) - i} trials did not fit into the time")
+                return
+            progress.prefix = f"trial {i + 1} of {len(missing)},"
+            known = sum(seconds.values()) / len(seconds) if seconds else TRIAL_SECONDS
+            progress.expect(known * (len(missing) - i))
+            begun = time.monotonic()
+            member = Member("quality", trial.label, trial.config)
+            self._alone(trial.family, member, work=train_once, baseline_id=trial.baseline.run_id)
+            seconds[trial.label] = time.monotonic() - begun
+
     def _profile(self, family: str, label: str, config: RunConfig, progress: Progress) -> None:
         if self.held.profiled(config.run_id):
             return
         progress.prefix = ""
         stem = f"{self.experiment.name}-{config.run_id}"
         self.traces.mkdir(parents=True, exist_ok=True)
-        record = measure_alone(
-            self.instrument,
-            experiment=self.experiment.name,
-            family=family,
-            plan=self.target.plan,
-            member=Member("profile", label, config),
-            traces=[self.traces / f"{stem}-rank{rank}.json.gz" for rank in range(config.world_size)],
-        )
-        self._append([record])
-        self.measured_sets += 1
+        traces = [self.traces / f"{stem}-rank{rank}.json.gz" for rank in range(config.world_size)]
+        self._alone(family, Member("profile", label, config), work=profile_alone(traces))
 
     def _compiles_missing(self, family: Family, config: RunConfig) -> int:
         if self._hopeless(config) or family.mechanism:
@@ -258,16 +288,7 @@ class Campaign:
         missing = self._compiles_missing(family, config)
         for i in range(missing):
             progress.prefix = f"cold compile {i + 1} of {missing};"
-            record = measure_alone(
-                self.instrument,
-                experiment=self.experiment.name,
-                family=family.name,
-                plan=self.target.plan,
-                member=Member("cold", label, config),
-            )
-            record = dataclasses.replace(record, baseline_id=family.baseline.run_id)
-            self._append([record])
-            self.measured_sets += 1
+            record = self._alone(family.name, Member("cold", label, config), baseline_id=family.baseline.run_id)
             if record.status != "ok":
                 self.failed[config.run_id] = TRIES  # a compile is long: it is not repeated within a run
                 return
@@ -279,17 +300,8 @@ class Campaign:
         progress.prefix = "the largest batch that fits;"
 
         def attempt(member: Member) -> RunRecord:
-            record = measure_alone(
-                self.instrument,
-                experiment=self.experiment.name,
-                family=family.name,
-                plan=self.target.plan,
-                member=member,
-            )
             # It belongs to every family that does this work, whatever sizes that compares.
-            self._append([record := dataclasses.replace(record, set_id="", baseline_id="")])
-            self.measured_sets += 1
-            return record
+            return self._alone(family.name, member, set_id="", baseline_id="")
 
         known = search_ended(self.held.searched, family.baseline)
         ended = largest_batch(family, self.held.searched, attempt, self.seconds_left)

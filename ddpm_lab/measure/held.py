@@ -17,6 +17,7 @@ class Held:
         # baseline -> set -> (role, run id) -> what it did
         self._sets: dict[str, dict[str, dict[tuple[str, str], RunRecord]]] = defaultdict(lambda: defaultdict(dict))
         self._profiles: set[str] = set()
+        self._trials: set[str] = set()
         self._cold: Counter[str] = Counter()
         self._notes: set[tuple[object, ...]] = set()
         self.searched: list[RunRecord] = []
@@ -36,6 +37,8 @@ class Held:
                 self.lasting.add(r.run_id)
             if r.role == "profile" and (r.status == "ok" or r.status in LASTING):
                 self._profiles.add(r.run_id)
+            elif r.role == "quality" and r.status == "ok":
+                self._trials.add(r.run_id)
             elif r.role == "cold" and r.status == "ok" and r.compile_cache == "cold":
                 self._cold[r.run_id] += 1
             elif r.role in ("baseline", "twin", "candidate") and r.status == "ok":
@@ -67,6 +70,10 @@ class Held:
         """Whether a configuration's profile is here, or a reason why there can be none."""
         return run_id in self._profiles
 
+    def trained(self, run_id: str) -> bool:
+        """Whether a trial is here."""
+        return run_id in self._trials
+
     def cold_compiles(self, run_id: str) -> int:
         """Compiles of a configuration from empty caches."""
         return self._cold[run_id]
@@ -81,7 +88,7 @@ class Held:
         sets = (roles for family in self._sets.values() for roles in family.values())
         whole = any({"baseline", "twin"} <= {role for role, _ in roles} for roles in sets)
         found = any(r.role == "largest" and r.status == "ok" for r in self.searched)
-        return whole or found or bool(self._profiles - self.lasting) or bool(self._cold)
+        return whole or found or bool(self._profiles - self.lasting) or bool(self._cold) or bool(self._trials)
 
 
 def note_key(record: RunRecord) -> tuple[object, ...]:

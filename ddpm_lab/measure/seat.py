@@ -61,6 +61,7 @@ class Seat:
         self.stages: dict[str, float] = {}
         self.compile_cache: str | None = None
         self._throwaway: Path | None = None
+        self._filled: Path | None = None
         self.warm_step_seconds = 0.0
         self.warmup_steps = 0
         self.witness: list[dict[str, Any]] = []
@@ -98,10 +99,18 @@ class Seat:
 
     def open(self) -> None:
         """Start a group, warm it up until its steps are steady, and let its witness speak. Raises GroupFailed."""
+        self.start()
+        self._warm_up(self.alive)
+        if self._filled is not None:
+            self._filled.touch()
+        self.hear_witness()
+
+    def start(self) -> None:
+        """Start a group that has not made a step yet. Raises GroupFailed."""
         config, instrument = self.config, self.instrument
         say = instrument.progress
         say(f"{self.member.label}: starting")
-        environment, filled = self._compile_cache()
+        environment, self._filled = self._compile_cache()
         self.group = group = Group(
             config,
             threads=max(1, instrument.usable_cores // config.world_size),
@@ -114,11 +123,11 @@ class Seat:
         built = group.build_seconds()
         self._add("start", group.start_seconds - built)
         self._add("build", built)
-        self._warm_up(group)
-        if filled is not None:
-            filled.touch()
-        self.witness = group.witness()
-        wrong = mismatches(config, self.witness)
+
+    def hear_witness(self) -> None:
+        """Let every rank say what it is. Raises GroupFailed where the label says otherwise."""
+        self.witness = self.alive.witness()
+        wrong = mismatches(self.config, self.witness)
         if wrong:
             raise GroupFailed("refused", "; ".join(wrong))
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ddpm_lab.config import RunConfig
@@ -21,6 +22,10 @@ from ddpm_lab.record import RunRecord
 
 CARD_SHARE = 0.7
 """Groups share a GPU only while they use less than this share of its memory."""
+
+
+Work = Callable[[Seat], dict[str, Any]]
+"""What a group does on its own: from its seat to what the record says of it, by name."""
 
 
 class _DoesNotFitTogether(Exception):  # noqa: N818 - a turn of events, not a defect
@@ -127,8 +132,8 @@ class _SetRun:
         lost = [s for s in self.seats if s.failure and s.member.role in ("baseline", "twin")]
         return [self.record(seat, dropped) for seat in (lost or self.seats)]
 
-    def record(self, seat: Seat, dropped: set[int], profile: dict[str, Any] | None = None) -> RunRecord:
-        """The record of one member; a failed one keeps its reason and no windows."""
+    def record(self, seat: Seat, dropped: set[int], found: Mapping[str, Any] = MappingProxyType({})) -> RunRecord:
+        """The record of one member, with what else was ``found``; a failed one keeps its reason and no windows."""
         config, failure = seat.config, seat.failure
         stages = {name: round(seconds, 4) for name, seconds in seat.stages.items()}
         windows = [] if failure else [dataclasses.replace(w, dropped=w.turn in dropped) for w in seat.windows]
@@ -158,7 +163,7 @@ class _SetRun:
             ranks=tuple(seat.ranks),
             windows=tuple(windows),
             witness=witness,
-            profile=profile,
+            **found,
         )
 
 
@@ -189,6 +194,28 @@ def measure_set(
             seat.close()
 
 
+def warm_up_alone(seat: Seat) -> dict[str, Any]:
+    """Start and warm up, and find nothing."""
+    seat.open()
+    return {}
+
+
+def profile_alone(traces: list[Path]) -> Work:
+    """A time budget and a profile, with one trace file a rank."""
+
+    def work(seat: Seat) -> dict[str, Any]:
+        seat.open()
+        say = seat.instrument.progress
+        say(f"{seat.member.label}: taking the time budget")
+        budget = take_budget(seat)  # before the profiler, which changes what it watches
+        say(f"{seat.member.label}: profiling")
+        ranks = seat.alive.profile(traces, wait=1, warmup=2, active=seat.plan.window_steps, repeat=1)
+        names = [path.name for path in traces]
+        return {"profile": {**ranks[0], "traces": names, "budget": with_traces(budget, ranks)}}
+
+    return work
+
+
 def measure_alone(
     instrument: Instrument,
     *,
@@ -196,24 +223,18 @@ def measure_alone(
     family: str,
     plan: Plan,
     member: Member,
-    traces: list[Path] | None = None,
+    work: Work = warm_up_alone,
 ) -> RunRecord:
-    """One group on its own: a cold compile, or (with ``traces``, one file a rank) a time budget and a profile."""
+    """One group on its own, which does some ``work``: by default it only starts, as for a cold compile."""
     run = _SetRun(instrument, experiment, family, plan, [member])
-    profile: dict[str, Any] = {}
+    found: dict[str, Any] = {}
 
-    def work(seat: Seat) -> None:
-        seat.open()
-        if traces is not None:
-            instrument.progress(f"{member.label}: taking the time budget")
-            budget = take_budget(seat)  # before the profiler, which changes what it watches
-            instrument.progress(f"{member.label}: profiling")
-            ranks = seat.alive.profile(traces, wait=1, warmup=2, active=plan.window_steps, repeat=1)
-            profile.update(ranks[0], traces=[path.name for path in traces], budget=with_traces(budget, ranks))
+    def guarded(seat: Seat) -> None:
+        found.update(work(seat))
         seat.finish()
 
     try:
-        run.guard(run.seats[0], work)
-        return run.record(run.seats[0], set(), profile or None)
+        run.guard(run.seats[0], guarded)
+        return run.record(run.seats[0], set(), found)
     finally:
         run.seats[0].close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -163,6 +164,14 @@ class Trainer:
             return
         for average, weight in zip(self.averages, self.weights, strict=True):
             average.copy_(average * decay + weight * (1 - decay))
+
+    @torch.no_grad()
+    def weights_sha256(self) -> str:
+        """Hash of the trained weights: equal on every rank, and between runs that learn the same to the last bit."""
+        found = hashlib.sha256()
+        for weight in self.parameters:
+            found.update(weight.contiguous().cpu().numpy().tobytes())
+        return found.hexdigest()[:16]
 
     def witness(self) -> dict[str, Any]:
         """What runs, read back from the objects that run."""

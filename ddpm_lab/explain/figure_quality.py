@@ -1,0 +1,200 @@
+"""Speed against quality: each setting with both intervals, and the loss curves they rest on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from ddpm_lab.explain import figure_style as fs
+from ddpm_lab.explain import phrases, quality, trained
+from ddpm_lab.explain.frames import Study
+
+_COLOURS = {
+    quality.IDENTICAL: fs.PALETTE[2],
+    quality.NOT_WORSE: fs.PALETTE[2],
+    quality.WORSE: fs.PALETTE[3],
+    quality.NOT_ENOUGH: fs.FAINT,
+}
+_BESIDE = 3.1
+
+
+def figure(study: Study, title: str) -> Figure | None:
+    """Two columns for each setting: how much faster it is, and what it costs in loss; None where nothing is known.
+
+    Settings on the Pareto front are filled, others are hollow.
+    """
+    lead = trained.base(study)
+    shown = [r for r in trained.rows(study) if r["equivalence"].seeds and r["sets"]]
+    if lead is None or not shown:
+        return None
+    shown = sorted(shown, key=lambda r: -r["ratio"])
+    ahead = {r["run_id"] for r in trained.front([lead, *shown])}
+    names = [fs.fit(str(r["label"]), 2.2, 2, fs.TEXT_POINTS) for r in shown]
+    left = 0.3 + max(fs.block_width(name, fs.TEXT_POINTS) for name in names)
+    margin = next((r["equivalence"].margin for r in shown if not math.isnan(r["equivalence"].margin)), math.nan)
+    note = trained.method(study) + " Filled: on the Pareto front, no other setting is both faster and better. "
+    note += "Grey: noise floor of the speed, and the margin of the loss."
+    if not math.isnan(margin):
+        note += f" A loss counts as not worse up to {margin:.2g} more."
+    sheet, (ax,) = fs.sheet(title, _context(study), [0.62 * len(shown) + 0.2], left=left, right=0.3, note=note)
+    box = ax.get_position()
+    gap = 0.35 / fs.WIDTH
+    half = (box.width - _BESIDE / fs.WIDTH - gap) / 2
+    ax.set_position((box.x0, box.y0, half, box.height))
+    beside = sheet.add_axes((box.x0 + half + gap, box.y0, half, box.height))
+    _speeds(ax, shown, names, ahead)
+    _losses(beside, shown, ahead, margin)
+    return sheet
+
+
+def _speeds(ax: Axes, shown: list[dict[str, Any]], names: list[str], ahead: set[str]) -> None:
+    if not math.isnan(shown[0]["noise_low"]):
+        ax.axvspan(shown[0]["noise_low"], shown[0]["noise_high"], color=fs.BAND, lw=0, zorder=0)
+    ax.axvline(1, color=fs.SOFT, lw=1)
+    for y, row in enumerate(shown):
+        _mark(ax, y, (row["ratio"], row["low"], row["high"]), row, ahead)
+    ends = [v for r in shown for v in (r["ratio"], r["low"], r["high"], 1.0) if not math.isnan(v)]
+    pad = 0.08 * (max(ends) - min(ends) or 1)
+    ax.set_xlim(min(ends) - pad, max(ends) + pad)
+    ax.set_yticks(range(len(shown)), names)
+    ax.set_xlabel("times as fast")
+    _rows(ax, len(shown))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: fs.number(value)))
+
+
+def _losses(ax: Axes, shown: list[dict[str, Any]], ahead: set[str], margin: float) -> None:
+    equal = [r["equivalence"] for r in shown]
+    close = [e for e in equal if e.verdict != quality.WORSE] or equal
+    ends = [v for e in close for v in (e.low, e.high, e.difference) if not math.isnan(v)]
+    ends += [] if math.isnan(margin) else [margin, -margin]
+    low, high = min(ends), max(ends)
+    pad = 0.15 * (high - low or 1e-6)
+    if not math.isnan(margin):
+        ax.axvspan(-margin, margin, color=fs.BAND, lw=0, zorder=0)
+    ax.axvline(0, color=fs.SOFT, lw=1)
+    ax.set_xlim(low - pad, high + pad)
+    to = ax.get_yaxis_transform()
+    for y, (row, e) in enumerate(zip(shown, equal, strict=True)):
+        colour = _COLOURS.get(e.verdict, fs.FAINT)
+        if e.difference > high + pad or math.isnan(e.difference):
+            ax.text(0.98, y, "\N{RIGHTWARDS ARROW}", transform=to, ha="right", va="center", color=colour)
+        else:
+            _mark(ax, y, (e.difference, e.low, e.high), row, ahead)
+        first = e.verdict if e.verdict in (quality.IDENTICAL, quality.WORSE) else quality.sentence(e)
+        second = quality.interval(e) if e.verdict != quality.IDENTICAL else "the same weights to the last bit"
+        ax.text(
+            1.05, y - 0.03, fs.fit(first, _BESIDE - 0.5, 1), transform=to, va="bottom", color=colour, fontweight="bold"
+        )
+        detail = fs.fit(e.reason or second, _BESIDE - 0.3, 1)
+        ax.text(1.05, y + 0.05, detail, transform=to, va="top", fontsize=fs.SMALL_POINTS, color=fs.SOFT)
+    ax.set_yticks(range(len(shown)), [""] * len(shown))
+    ax.set_xlabel("held-out loss, less the baseline's")
+    _rows(ax, len(shown))
+    ax.xaxis.set_major_locator(MaxNLocator(3))
+
+
+def _mark(ax: Axes, y: int, span: tuple[float, float, float], row: dict[str, Any], ahead: set[str]) -> None:
+    value, low, high = span
+    colour = _COLOURS.get(row["equivalence"].verdict, fs.FAINT)
+    if not math.isnan(low):
+        ax.plot([low, high], [y, y], color=colour, lw=2.8, solid_capstyle="butt", zorder=3)
+    face = colour if row["run_id"] in ahead else "white"
+    ax.plot([value], [y], "o", ms=8, mfc=face, mec=colour, mew=1.8, zorder=4)
+
+
+def _rows(ax: Axes, count: int) -> None:
+    ax.set_ylim(count - 0.45, -0.6)
+    ax.grid(visible=False, axis="y")
+    ax.tick_params(axis="y", length=0)
+
+
+def curves(study: Study) -> Figure | None:
+    """Held-out loss against images, and each setting's difference from the baseline; None without trials."""
+    lead = trained.base(study)
+    if lead is None or not (base := trained.trials_of(study, lead["config"])):
+        return None
+    figure, (above, below) = fs.sheet(
+        "What each setting has learned, on the way",
+        _context(study),
+        [2.6, 1.9],
+        headings=["Held-out loss of the averaged weights", "Difference from the baseline with the same seed"],
+        left=0.95,
+        right=2.4,
+        gap=0.3,
+        note="Lines: mean over seeds; shade: lowest and highest seed. Differences are between runs with the same seed.",
+    )
+    images, losses = trained.curve(base)
+    above.plot(images, losses.mean(0), color=fs.INK, lw=2.2, label=str(lead["label"]))
+    above.fill_between(images, losses.min(0), losses.max(0), color=fs.INK, alpha=0.12, lw=0)
+    below.axhline(0, color=fs.INK, lw=1)
+    seeds = [r.config.seed for r in base]
+    for i, row in enumerate(trained.rows(study)):
+        records = trained.trials_of(study, row["config"])
+        if not records or len(trained.curve(records)[0]) != len(images):
+            continue
+        colour = fs.PALETTE[i % len(fs.PALETTE)]
+        at, found = trained.curve(records)
+        above.plot(at, found.mean(0), color=colour, lw=1.6, label=fs.fit(str(row["label"]), 1.9, 2))
+        common = [(seeds.index(r.config.seed), j) for j, r in enumerate(records) if r.config.seed in seeds]
+        if common:
+            apart = np.array([found[j] - losses[k] for k, j in common])
+            below.plot(at, apart.mean(0), color=colour, lw=1.6)
+            below.fill_between(at, apart.min(0), apart.max(0), color=colour, alpha=0.12, lw=0)
+    above.legend(loc="upper left", bbox_to_anchor=(1.01, 1.03), frameon=False, fontsize=fs.SMALL_POINTS)
+    above.tick_params(labelbottom=False)
+    below.set_xlabel("images trained on")
+    for ax in (above, below):
+        ax.yaxis.set_major_locator(MaxNLocator(5))
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
+        ax.set_xlim(0, images[-1])
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: fs.number(value)))
+    return figure
+
+
+def by_time(study: Study) -> Figure | None:
+    """Where in the noise a setting is better or worse: the difference of the final loss by timestep; None without."""
+    lead = trained.base(study)
+    if lead is None or not (base := trained.trials_of(study, lead["config"])):
+        return None
+    figure, (ax,) = fs.sheet(
+        "At which timesteps a setting learns more or less",
+        _context(study),
+        [2.6],
+        left=0.95,
+        right=2.4,
+        note="Final held-out loss of each setting less the baseline's with the same seed, mean over seeds, by ten "
+        "equal ranges of timesteps. Early timesteps have little noise.",
+    )
+    ax.axhline(0, color=fs.INK, lw=1)
+    theirs = dict(zip((r.config.seed for r in base), trained.by_time(base), strict=True))
+    at = (np.arange(10) + 0.5) / 10 * lead["config"].diffusion.timesteps
+    for i, row in enumerate(trained.rows(study)):
+        mine = [r for r in trained.trials_of(study, row["config"]) if r.config.seed in theirs]
+        if mine:
+            apart = trained.by_time(mine) - np.array([theirs[r.config.seed] for r in mine])
+            label = fs.fit(str(row["label"]), 1.9, 2)
+            ax.plot(at, apart.mean(0), color=fs.PALETTE[i % len(fs.PALETTE)], lw=1.6, marker="o", ms=3.5, label=label)
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+    ax.set_xlabel("timestep")
+    ax.set_ylabel("difference of the loss")
+    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1.03), frameon=False, fontsize=fs.SMALL_POINTS)
+    return figure
+
+
+def describe(study: Study) -> str:
+    """The figure in words, with its numbers."""
+    listed = "; ".join(
+        f"{r['label']}: {phrases.ratio(r)} times as fast, {quality.sentence(r['equivalence'])}"
+        for r in trained.rows(study)
+        if r["sets"]
+    )
+    return f"Chart of speed and held-out loss of each setting relative to the baseline. {listed}."
+
+
+def _context(study: Study) -> str:
+    return phrases.context(study)

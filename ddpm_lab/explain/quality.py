@@ -1,0 +1,219 @@
+"""Does a configuration learn as well as its baseline? Equivalence of held-out losses, paired by seed.
+
+Both sides of a pair begin with the same weights and see the same images, timesteps and noise in the same order, so that
+what a seed is worth to both drops out of the difference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy import special
+
+from ddpm_lab.config import DDPM, TRAINING, RunConfig
+from ddpm_lab.record import RunRecord
+
+IDENTICAL = "identical"
+NOT_WORSE = "not worse"
+WORSE = "worse"
+NOT_ENOUGH = "not enough data"
+NOT_MEASURED = "not measured"
+
+LEVEL = 0.90
+"""Of the interval: its upper end beyond the margin is the one-sided test of equivalence at 5 %."""
+LEAST_SEEDS = 5
+"""With fewer seeds the difference is shown and no verdict is given: their spread, and so the margin, is not known."""
+MOST_SEEDS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Equivalence:
+    """The verdict on a configuration's held-out loss, and what it rests on.
+
+    ``difference`` is the configuration's loss less the baseline's, mean over seeds, with its 90 % interval ``low`` to
+    ``high``; ``margin`` is the largest difference that counts as none. ``seeds_needed`` is None where no number of them
+    would show that the configuration is not worse, or where it is shown.
+    """
+
+    verdict: str
+    difference: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    margin: float = math.nan
+    seeds: int = 0
+    seeds_needed: int | None = None
+    reason: str = ""
+
+
+def equivalence(differences: npt.ArrayLike, margin: float) -> Equivalence:
+    """Student's t interval of the mean of paired differences of the loss, against a margin set beforehand.
+
+    *Not worse*: the upper end of the 90 % interval is below the margin. *Worse*: the lower end is above 0 and the upper
+    end is not below the margin. Otherwise *not enough data*, with the number of seeds that would do at this mean and
+    spread. Fewer than five seeds give no verdict.
+    """
+    values = np.asarray(differences, dtype=float)
+    n = len(values)
+    if n == 0:
+        return Equivalence(verdict=NOT_MEASURED)
+    mean = float(values.mean())
+    if n == 1:
+        return Equivalence(verdict=NOT_ENOUGH, difference=mean, margin=margin, seeds=1, seeds_needed=LEAST_SEEDS)
+    spread = float(values.std(ddof=1))
+    half = _half(n, spread)
+    found = Equivalence(verdict=NOT_ENOUGH, difference=mean, low=mean - half, high=mean + half, margin=margin, seeds=n)
+    if n >= LEAST_SEEDS and found.high < margin:
+        return dataclasses.replace(found, verdict=NOT_WORSE)
+    if n >= LEAST_SEEDS and found.low > 0:
+        return dataclasses.replace(found, verdict=WORSE)
+    enough = (k for k in range(max(n + 1, LEAST_SEEDS), MOST_SEEDS + 1) if mean + _half(k, spread) < margin)
+    return dataclasses.replace(found, seeds_needed=next(enough, None))
+
+
+def _half(n: int, spread: float) -> float:
+    return float(special.stdtrit(n - 1, (1 + LEVEL) / 2)) * spread / math.sqrt(n)
+
+
+def margin_of(final: npt.ArrayLike, before: npt.ArrayLike) -> float:
+    """The smaller of two standard deviations of the baseline's final losses over seeds, and its gain at the end.
+
+    ``before`` are its losses 5 % of the images earlier. NaN for fewer than two seeds.
+    """
+    last, earlier = np.asarray(final, dtype=float), np.asarray(before, dtype=float)
+    if len(last) < 2:
+        return math.nan
+    return float(min(2 * last.std(ddof=1), max(0.0, (earlier - last).mean())))
+
+
+def compare(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> Equivalence:
+    """The verdict on ``candidate``'s trials against ``baseline``'s, paired by seed.
+
+    Only trials on as many images count, the longest ones that both have. Without held-out losses the final weights of
+    equal seeds decide: identical or not.
+    """
+    for images in sorted({_images(r) for r in candidate}, reverse=True):
+        ours = {r.config.seed: r for r in candidate if _images(r) == images}
+        base = {r.config.seed: r for r in baseline if _images(r) == images and r.status == "ok"}
+        if lost := [r for r in ours.values() if r.status == "diverged"]:
+            return Equivalence(verdict=WORSE, seeds=len(lost), reason=f"diverged with seed {lost[0].config.seed}")
+        ours = {seed: r for seed, r in ours.items() if r.status == "ok"}
+        seeds = sorted(ours.keys() & base.keys())
+        if not seeds:
+            continue
+        pairs = [(base[seed], ours[seed]) for seed in seeds]
+        if all(_sha(a) == _sha(b) for a, b in pairs):
+            return Equivalence(verdict=IDENTICAL, difference=0.0, low=0.0, high=0.0, seeds=len(seeds))
+        if any(final_loss(r) is None for pair in pairs for r in pair):
+            continue
+        margin = margin_of([float(final_loss(r) or 0) for r in base.values()], [_loss_at(r, -2) for r in base.values()])
+        return equivalence([_loss_at(b, -1) - _loss_at(a, -1) for a, b in pairs], margin)
+    return Equivalence(verdict=NOT_MEASURED)
+
+
+def final_loss(record: RunRecord) -> float | None:
+    """Held-out loss of a trial's averaged weights at its end; None where only its weights were looked at."""
+    looks = (record.quality or {}).get("held_out") or []
+    return float(looks[-1]["loss"]) if looks else None
+
+
+def _loss_at(record: RunRecord, place: int) -> float:
+    assert record.quality is not None
+    return float(record.quality["held_out"][place]["loss"])
+
+
+def _sha(record: RunRecord) -> str:
+    assert record.quality is not None
+    return str(record.quality["weights_sha256"])
+
+
+def _images(record: RunRecord) -> int:
+    return int(record.config.option("images", 0))
+
+
+def images_to_reach(record: RunRecord, target: float) -> float:
+    """Images after which a trial's held-out loss was first at most ``target``, between two looks by a straight line.
+
+    Infinite where it never was.
+    """
+    looks = (record.quality or {}).get("held_out") or []
+    if looks and looks[0]["loss"] <= target:
+        return float(looks[0]["images"])
+    for a, b in pairwise(looks):
+        if b["loss"] <= target:
+            share = (a["loss"] - target) / (a["loss"] - b["loss"])
+            return float(a["images"] + share * (b["images"] - a["images"]))
+    return math.inf
+
+
+def work_of(config: RunConfig, *, loader: bool = True) -> str:
+    """What tells trained configurations apart: everything but the purpose, the seed and where the images lie.
+
+    Without ``loader`` how the images are loaded is left out too.
+    """
+    same: dict[str, Any] = {"purpose": "timing", "seed": 0, "data": "", "oversubscribe": False, "options": ()}
+    if config.workload == TRAINING:
+        same["workload"] = DDPM
+    if not loader:
+        same |= {"loader": "packed", "loader_workers": 0}
+    return dataclasses.replace(config, **same).run_id
+
+
+class Trials:
+    """The trials that speak for a study's configurations."""
+
+    def __init__(self, records: Sequence[RunRecord]) -> None:
+        self._exact: dict[str, list[RunRecord]] = {}
+        self._by_work: dict[str, list[RunRecord]] = {}
+        for r in records:
+            self._exact.setdefault(work_of(r.config), []).append(r)
+            self._by_work.setdefault(work_of(r.config, loader=False), []).append(r)
+
+    def verdict(self, baseline: RunConfig, candidate: RunConfig, code_version: str) -> Equivalence:
+        """The verdict on a configuration, from trials of the very code that ``code_version`` names.
+
+        Trials with another loader count where the configurations themselves were not tried: that a loader changes
+        nothing is shown by trials of its own.
+        """
+        found = Equivalence(verdict=NOT_MEASURED)
+        for loader, known in ((True, self._exact), (False, self._by_work)):
+            base, ours = work_of(baseline, loader=loader), work_of(candidate, loader=loader)
+            if base == ours:
+                continue
+            found = compare(*([r for r in known.get(key, ()) if _speaks_for(r, code_version)] for key in (base, ours)))
+            if found.verdict != NOT_MEASURED:
+                return found
+        return found
+
+
+def _speaks_for(record: RunRecord, code_version: str) -> bool:
+    return code_version in (record.code_version, (record.quality or {}).get("trainer"))
+
+
+def sentence(found: Equivalence) -> str:
+    """A verdict in a few words, for tables: ``not worse (8 seeds)``."""
+    if found.verdict == NOT_MEASURED:
+        return NOT_MEASURED
+    if found.reason:
+        return f"{found.verdict} ({found.reason})"
+    if found.verdict == IDENTICAL:
+        return IDENTICAL
+    seeds = f"{found.seeds} seed{'s' if found.seeds != 1 else ''}"
+    need = f", {found.seeds_needed} would do" if found.seeds_needed else ""
+    return f"{found.verdict} ({seeds}{need})"
+
+
+def interval(found: Equivalence) -> str:
+    """The difference of the loss with its 90 % interval; empty without an interval."""
+    return "" if math.isnan(found.low) else f"{found.difference:+.2g} ({found.low:+.2g} to {found.high:+.2g})"
+
+
+def evidence(found: Equivalence) -> str:
+    """Difference, interval and margin of a verdict; empty without an interval."""
+    return interval(found) and f"{interval(found)}, margin {found.margin:.2g}"

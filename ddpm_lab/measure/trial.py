@@ -1,0 +1,64 @@
+"""One trial: a group trains for the weights from one seed, and is asked on the way what it has learned."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+from ddpm_lab.config import DDPM
+from ddpm_lab.measure.code_version import code_version
+from ddpm_lab.measure.group import GroupFailed
+from ddpm_lab.measure.seat import Seat
+
+LOOKS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
+"""Shares of the images after which the held-out loss is computed; the margin of a comparison needs the last two."""
+CHUNK = 50
+"""Steps between two signs of life."""
+
+
+def train_once(seat: Seat) -> dict[str, Any]:
+    """Train on ``images`` images (an option of the configuration) and compute the held-out loss with ``draws`` draws.
+
+    Returns the record's ``quality``: the mean loss of every step over ranks, the held-out losses with the images and
+    steps they came after, the hash of the final weights, and the version of the trainer's code. Raises GroupFailed
+    where a loss is no longer finite, or ranks of one group end with different weights.
+    """
+    config = seat.config
+    steps = max(1, config.option("images", 0) // config.global_batch_size)
+    draws = config.option("draws", 0)
+    limit = seat.instrument.limits.build_seconds
+    say = seat.instrument.progress
+    seat.start()
+    group = seat.alive
+    looks = sorted({round(share * steps) for share in LOOKS}) if draws else [0, steps]
+    losses: list[float] = []
+    held_out: list[dict[str, Any]] = []
+
+    def look(step: int) -> None:
+        if draws:
+            answer = group.call("held_out_loss", limit, draws=draws)[0]
+            held_out.append({"images": step * config.global_batch_size, **answer})
+
+    look(0)
+    for before, after in pairwise(looks):
+        for start in range(before, after, CHUNK):
+            ranks = group.advance(min(CHUNK, after - start), limit)
+            losses += [sum(each) / len(ranks) for each in zip(*(rank["losses"] for rank in ranks), strict=True)]
+            if not all(math.isfinite(loss) for loss in losses[start:]):
+                raise GroupFailed("diverged", f"the training loss is no longer finite after step {len(losses)}")
+            say(f"{seat.member.label}: seed {config.seed}, step {len(losses)} of {steps}")
+        look(after)
+    seat.hear_witness()
+    hashes = group.call("weights_sha256", limit)
+    if len(set(hashes)) > 1 and config.exchange.enabled:
+        raise GroupFailed("refused", f"{len(hashes)} ranks ended with {len(set(hashes))} different sets of weights")
+    return {
+        "quality": {
+            "steps": steps,
+            "losses": [round(loss, 6) for loss in losses],
+            "held_out": held_out,
+            "weights_sha256": hashes[0],
+            "trainer": code_version(DDPM).key,
+        }
+    }
