@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ddpm_lab import __version__, commands
+from ddpm_lab import __version__, commands, train_commands
 from ddpm_lab.checks import LabError
 from ddpm_lab.config import DEVICES, NETWORKS, START_METHODS
 from ddpm_lab.plan import PRESETS
@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     run.set_defaults(command=commands.run)
 
     _compare_options(subparsers)
+    train_commands.add_options(subparsers)
     report = subparsers.add_parser("report", help="execute the notebooks and write their pages")
     _common_options(report)
     _data_options(report)

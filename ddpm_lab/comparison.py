@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.plan import Experiment, Family, Plan
 from ddpm_lab.planning import MOST_SETS, Measured, output_folder, plan_experiment
 from ddpm_lab.setting import check_ranks
+from ddpm_lab.settings_file import configuration, read_settings
 
 if TYPE_CHECKING:
     from ddpm_lab.explain.findings import Finding
@@ -209,17 +209,9 @@ def _importable(config: RunConfig) -> RunConfig:
 
 
 def _from_file(path: Path, place: str, device: str, output: Path, quiet: bool) -> RunConfig:
-    try:
-        values = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{place}: cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{place}: {path} is not TOML: {error}") from error
+    values = read_settings(path, place)
     values.setdefault("device", device)
-    try:
-        config = RunConfig.from_dict(values)
-    except (ConfigError, TypeError) as error:
-        raise ConfigError(f"{place}, {path}: {error}") from error
+    config = configuration(values, f"{place}, {path}")
     if config.workload != DDPM and not config.data:
         return _importable(config)
     say = (lambda _: None) if quiet else (lambda line: print(line, file=sys.stderr))

@@ -14,8 +14,8 @@ ROWS = (
     ("ddpm_lab",),
     ("checks",),
     ("config",),
-    ("plan",),
-    ("record", "workload"),
+    ("plan", "settings_file", "stopping"),
+    ("record", "run_folder", "workload"),
     ("ledger",),
     # data
     ("data.progress", "data.folder", "data.draws", "data.pixels"),
@@ -29,7 +29,8 @@ ROWS = (
     ("model.unet", "model.feed"),
     ("model.reference",),
     ("model.network", "model.reference_sampling"),
-    ("model.inference",),
+    ("model.checkpoint", "model.inference"),
+    ("model.generation",),
     ("model.denoising", "model.limits", "model.peers", "model.train"),
     ("model.training",),
     # measure: what runs it and times it
@@ -71,14 +72,15 @@ ROWS = (
     ("explain.figures",),
     ("explain.answers", "explain.show"),
     # both together
-    ("anonymous", "checkup", "planted", "setting"),
+    ("anonymous", "checkup", "planted", "setting", "training_run"),
     ("trainers",),
+    ("sampling_run", "training_plan"),
     ("questions",),
     ("planning",),
     ("calibrate", "experiments", "report_lines"),
     ("comparison", "notebooks", "published"),
     ("report",),
-    ("commands",),
+    ("commands", "train_commands"),
     ("__main__",),
 )
 PLACE = {name: row for row, names in enumerate(ROWS) for name in names}
@@ -91,7 +93,8 @@ STRANGERS = {
 # A rank imports torch; the process that it becomes must not have done so before. So process imports rank when it runs.
 UPWARDS = {("measure.process", "measure.rank")}
 TORCH = {
-    *("model.blocks", "model.denoising", "model.diffusion", "model.feed", "model.fused", "model.held_out_loss"),
+    *("model.blocks", "model.checkpoint", "model.denoising", "model.diffusion", "model.feed", "model.fused"),
+    *("model.generation", "model.held_out_loss"),
     *("model.inference", "model.limits", "model.network", "model.peers", "model.reference", "model.reference_sampling"),
     *("model.sampling", "model.step", "model.train", "model.training", "model.unet"),
     "planted",

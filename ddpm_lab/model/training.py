@@ -1,26 +1,115 @@
-"""The trainer with what a long run needs beside its steps: the loss on held-out images, and its weights by name."""
+"""The trainer with what a long run needs beside its steps: checkpoints, held-out loss, sample grids."""
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ddpm_lab.config import RunConfig
+from ddpm_lab.model.checkpoint import Checkpoint, CheckpointError, Tensors, empty_network, read, write
+from ddpm_lab.model.generation import generate, image_generators, restore, sampler_steps, write_png
 from ddpm_lab.model.held_out_loss import held_out_loss
+from ddpm_lab.model.inference import Inference
 from ddpm_lab.model.step import allow_tf32
 from ddpm_lab.model.train import Trainer
 from ddpm_lab.workload import RankContext
 
 
 def training(config: RunConfig, context: RankContext) -> Training:
-    """The workload of a run that trains for the weights, not for its speed."""
-    return Training(config, context)
+    """The workload of a run that trains for the weights, not for its speed; the option ``checkpoint`` is its start."""
+    path = config.option("checkpoint", "")
+    return Training(config, context, read(Path(path)) if path else None)
 
 
 class Training(Trainer):
     """A trainer whose methods its parent calls between steps, on every rank; what one rank can do, rank 0 does."""
+
+    def __init__(self, config: RunConfig, context: RankContext, start: Checkpoint | None = None) -> None:
+        super().__init__(config, context, start_step=start.step if start else 0)
+        if start:
+            self._restore(start)
+
+    @torch.no_grad()
+    def _restore(self, start: Checkpoint) -> None:
+        restore(self.network, start.weights)
+        restore(self.ema, start.averages)
+        state: dict[int, dict[str, Tensor]] = {}
+        for index, (parameter, first, second) in enumerate(
+            zip(self.parameters, start.first_moments.values(), start.second_moments.values(), strict=True)
+        ):
+            # In the memory format of the weight, as Adam itself makes them: one kernel goes through all in step.
+            moments = [torch.empty_like(parameter).copy_(m.reshape(parameter.shape)) for m in (first, second)]
+            step = torch.tensor(float(start.adam_steps))
+            state[index] = {"step": step, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+        if start.adam_steps:
+            self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+        if self.scaler and start.scaler:
+            self.scaler.load_state_dict(start.scaler)
+
+    @torch.no_grad()
+    def state(self) -> Checkpoint:
+        """The state of training now, copied to the CPU."""
+        shapes = {name: p.shape for name, p in empty_network(self.config).named_parameters()}
+
+        def named(tensors: list[Tensor]) -> Tensors:
+            return {
+                name: tensor.detach().cpu().reshape(shape).clone(memory_format=torch.contiguous_format)
+                for (name, shape), tensor in zip(shapes.items(), tensors, strict=True)
+            }
+
+        adam = self.optimizer.state  # empty before the first step that was not left out
+
+        def moments(name: str) -> Tensors:
+            return named([adam[p][name] if adam else torch.zeros_like(p) for p in self.parameters])
+
+        return Checkpoint(
+            config=self.config,
+            step=self.steps,
+            adam_steps=int(adam[self.parameters[0]]["step"]) if adam else 0,
+            weights=named(self.weights),
+            averages=named(self.averages),
+            first_moments=moments("exp_avg"),
+            second_moments=moments("exp_avg_sq"),
+            scaler=self.scaler.state_dict() if self.scaler else None,
+        )
+
+    def save(self, *, path: str) -> str | None:
+        """Write a checkpoint on rank 0; returns one sentence if that failed, and then an older one is untouched."""
+        if self.context.rank:
+            return None
+        try:
+            write(Path(path), self.state())
+        except CheckpointError as error:
+            return str(error)
+        except OSError as error:
+            return f"cannot write {path}: {error.strerror or error}"
+        return None
+
+    def samples(self, *, path: str, count: int, steps: int) -> str | None:
+        """Write a grid of the first ``count`` images of the averaged weights by DDIM, on rank 0.
+
+        They come from the same noise each time. Returns one sentence if they cannot be written.
+        """
+        if self.context.rank:
+            return None
+        eager = dataclasses.replace(self.config, compile="off", compile_mode="default")
+        images = generate(
+            Inference(self.ema, eager, self.device),
+            sampler_steps(self.diffusion, "ddim", min(steps, self.diffusion.timesteps)),
+            image_generators(self.config.seed, range(count)),
+            image_size=self.config.image_size,
+            device=self.device,
+            mark=self.context.mark,
+        )
+        try:
+            write_png(Path(path), images.cpu())
+        except OSError as error:
+            return f"cannot write {path}: {error.strerror or error}"
+        return None
 
     def held_out_loss(self, *, draws: int) -> dict[str, Any] | None:
         """Loss of the averaged weights on held-out images, and of ten ranges of timesteps; None but on rank 0."""
@@ -30,11 +119,3 @@ class Training(Trainer):
         loss, by_time = held_out_loss(self.ema, self.data.packed, self.diffusion, self.device, draws=draws)
         allow_tf32(self.config.precision == "tf32")
         return {"step": self.steps, "loss": loss, "by_time": by_time}
-
-    @torch.no_grad()
-    def weights_sha256(self) -> str:
-        """Hash of the trained weights: equal on every rank, and between runs that learn the same to the last bit."""
-        found = hashlib.sha256()
-        for weight in self.parameters:
-            found.update(weight.contiguous().cpu().numpy().tobytes())
-        return found.hexdigest()[:16]

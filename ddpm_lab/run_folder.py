@@ -1,0 +1,148 @@
+"""The folder of a training run: its checkpoints, its log, its settings; one run at a time works in it."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import fcntl
+import io
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from ddpm_lab.checks import ConfigError, LabError
+from ddpm_lab.config import RunConfig
+from ddpm_lab.settings_file import settings_text
+
+CHECKPOINTS, SAMPLES = "checkpoints", "samples"
+SETTINGS, LOG, TABLE, LOCK = "config.toml", "log.jsonl", "log.csv", ".lock"
+COLUMNS = ("step", "loss", "images_per_second", "held_out_loss")
+OWN = ("purpose", "workload", "options")
+"""Settings that the run itself decides, so that no file gives them."""
+_CHECKPOINT = re.compile(r"step-(\d{8,})\.pt")
+
+
+class RunFailed(LabError):  # noqa: N818 - an outcome
+    """A run that ended before its last step, in one sentence; what was saved before is untouched."""
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints of a run's folder, newest first, readable or not."""
+    found = [(int(match[1]), path) for path in folder.glob("*.pt") if (match := _CHECKPOINT.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+class RunFolder:
+    """The folder, made and locked on entry. Raises ConfigError if it cannot be, or if another run works in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints, self.samples = path / CHECKPOINTS, path / SAMPLES
+        self._files: list[TextIO] = []
+
+    def __enter__(self) -> RunFolder:
+        try:
+            for folder in (self.checkpoints, self.samples):
+                folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / LOCK, os.O_WRONLY | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise ConfigError(f"cannot write to {self.path}: {error.strerror}; choose another --output-dir") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise ConfigError(
+                f"another run works in {self.path}: wait for it, or choose another --output-dir"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        for left in (*self.checkpoints.glob("*.partial"), *self.samples.glob("*.partial")):
+            left.unlink(missing_ok=True)  # of a run that was killed while it wrote
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._files:
+            with contextlib.suppress(OSError):  # a full disk has been reported already
+                file.close()
+        os.close(self._lock)
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint of a step lies."""
+        return self.checkpoints / f"step-{step:08d}.pt"
+
+    def keep(self, count: int) -> None:
+        """Remove all but the newest ``count`` checkpoints."""
+        for path in checkpoints_in(self.checkpoints)[count:]:
+            path.unlink(missing_ok=True)
+
+    def set_aside(self, paths: Sequence[Path]) -> None:
+        """Rename checkpoints that cannot be read, so that they take the place of no good one."""
+        for path in paths:
+            path.replace(path.with_name(f"{path.name}.unreadable"))
+
+    def write_settings(self, config: RunConfig, schedule: dict[str, int]) -> None:
+        """Write what runs into ``config.toml``, which can be given to ``--config``."""
+        values = {name: value for name, value in config.as_dict().items() if name not in OWN}
+        if config.world_size == 1:
+            del values["exchange"]
+        _replace(self.path / SETTINGS, settings_text({**values, "train": schedule}))
+
+    def open_logs(self, step: int) -> None:
+        """Open both logs for rows after ``step``; later ones, and a last one that was cut off, are taken out."""
+        rows = list(_rows(self.path / LOG, step))
+        _replace(self.path / LOG, "".join(f"{json.dumps(row)}\n" for row in rows))
+        _replace(self.path / TABLE, _csv([COLUMNS, *map(_cells, rows)]))
+        self._files = [(self.path / name).open("a") for name in (LOG, TABLE)]
+
+    def log(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Append rows to both logs. Raises RunFailed if they cannot be written."""
+        texts = ("".join(f"{json.dumps(row)}\n" for row in rows), _csv(map(_cells, rows)))
+        try:
+            for file, text in zip(self._files, texts, strict=True):
+                file.write(text)
+                file.flush()
+        except OSError as error:
+            raise RunFailed(f"cannot write the log in {self.path}: {error.strerror}") from error
+
+    def sync_logs(self) -> None:
+        """See the logs onto the disk: a checkpoint must not outlive the rows before it."""
+        for file in self._files:
+            os.fsync(file.fileno())
+
+
+def _rows(path: Path, last: int) -> Any:
+    """Rows of a log up to the step ``last``, each step once."""
+    following = 0
+    with contextlib.suppress(OSError):
+        for line in path.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                row = json.loads(line)
+                if following < row["step"] <= last:
+                    following = row["step"]
+                    yield row
+
+
+def _cells(row: dict[str, Any]) -> list[Any]:
+    return [row.get(name, "") for name in COLUMNS]
+
+
+def _csv(rows: Any) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file that is there as before or as a whole."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError as error:
+        raise RunFailed(f"cannot write {path}: {error.strerror}") from error

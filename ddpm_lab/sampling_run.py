@@ -1,0 +1,145 @@
+"""Images from a checkpoint: which are missing, the ranks that make them, and a grid of all."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ddpm_lab.checks import ConfigError, choice, whole
+from ddpm_lab.config import RunConfig
+from ddpm_lab.measure import hardware
+from ddpm_lab.measure.group import Group, GroupFailed
+from ddpm_lab.measure.progress import Progress
+from ddpm_lab.run_folder import RunFailed
+from ddpm_lab.setting import DEFAULTS, check_ranks
+
+GENERATION = "ddpm_lab.model.generation:generation"
+SAMPLERS = ("ddim", "ddpm")
+WEIGHTS = ("ema", "trained")
+SETTINGS = "sampling.json"
+SILENCE_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """What decides the images: the sampler, its steps, the seed of the noise, and which weights."""
+
+    sampler: str = "ddim"
+    steps: int = 250
+    seed: int = 0
+    weights: str = "ema"
+
+    def __post_init__(self) -> None:
+        choice("sampler", self.sampler, SAMPLERS)
+        choice("weights", self.weights, WEIGHTS)
+        whole("steps", self.steps, 1)
+        whole("seed", self.seed, 0)
+
+
+def sample(
+    checkpoint: Path,
+    folder: Path,
+    count: int,
+    sampling: Sampling,
+    *,
+    device: str | None,
+    world_size: int,
+    batch_size: int,
+    progress: Progress,
+) -> list[Path]:
+    """Make the images 0 to ``count`` - 1 of a checkpoint that ``folder`` lacks, and return the paths of all.
+
+    ``batch_size`` is that of each rank. The network runs in fp32.
+
+    Raises:
+        ConfigError: this cannot be run here, or the folder holds images of other settings.
+        CheckpointError: the checkpoint cannot be used.
+        RunFailed: a rank failed; the images that were made stay.
+    """
+    for name, value in (("count", count), ("world_size", world_size), ("batch_size", batch_size)):
+        whole(name, value, 1)
+    device = device or ("cuda" if hardware.gpus() else "cpu")
+    cores = hardware.usable_cores()
+    check_ranks(device, world_size, len(hardware.gpus()), cores)
+    from ddpm_lab.model.checkpoint import read  # noqa: PLC0415 - torch only where one is read
+    from ddpm_lab.model.generation import image_name  # noqa: PLC0415
+
+    found = read(checkpoint)
+    if sampling.steps > found.config.diffusion.timesteps:
+        raise ConfigError(
+            f"steps is {sampling.steps}: give at most the {found.config.diffusion.timesteps} timesteps of the process"
+        )
+    _claim(folder, {"run": found.config.run_id, "step": found.step, **asdict(sampling)})
+    paths = [folder / image_name(number) for number in range(count)]
+    # A file without content is what a machine that lost its power left.
+    missing = [n for n, path in enumerate(paths) if not path.is_file() or not path.stat().st_size]
+    if not missing:
+        progress.done(f"all {count:,} images are there")
+        return paths
+    config = RunConfig(
+        workload=GENERATION,
+        device=device,
+        world_size=world_size,
+        global_batch_size=world_size * batch_size,
+        kernels=DEFAULTS[device]["kernels"],
+        network=found.config.network,
+        image_size=found.config.image_size,
+        attention_axis=found.config.attention_axis,
+        diffusion=found.config.diffusion,
+        seed=sampling.seed,
+        options=(
+            ("checkpoint", str(checkpoint.absolute())),
+            ("weights", sampling.weights),
+            ("sampler", sampling.sampler),
+            ("steps", sampling.steps),
+            ("folder", str(folder.absolute())),
+            ("numbers", tuple(missing)),
+        ),
+    )
+    del found
+    _make(config, len(missing), count, cores // world_size, progress)
+    return paths
+
+
+def _make(config: RunConfig, missing: int, count: int, threads: int, progress: Progress) -> None:
+    """Run the ranks until every missing image is there."""
+    done, begun = count - missing, time.monotonic()
+    progress(f"{done:,} of {count:,} images; starting")
+    try:
+        with Group(config, threads=max(1, threads), modules=(), environment={}, progress=progress) as group:
+            begun = time.monotonic()
+            for batch in range(1, math.ceil(missing / config.global_batch_size) + 1):
+                group.advance(1, SILENCE_SECONDS)
+                made = min(batch * config.global_batch_size, missing)
+                rate = made / (time.monotonic() - begun)
+                progress.expect((missing - made) / rate)
+                progress(f"{done + made:,} of {count:,} images, {rate:.3g} images/s")
+    except GroupFailed as failed:
+        where = f"{failed.detail.strip()}\n" if failed.detail else ""
+        advice = "; a smaller --batch-size needs less" if failed.status == "oom" else ""
+        raise RunFailed(f"{where}{failed.reason}{advice}; the images that were made stay") from failed
+    progress.done(f"made {missing:,} images, {missing / (time.monotonic() - begun):.3g} images/s")
+
+
+def _claim(folder: Path, settings: dict[str, Any]) -> None:
+    """Note in the folder what its images are. Raises ConfigError if it holds others, or cannot be written."""
+    path = folder / SETTINGS
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        strange = not path.exists() and any(folder.glob("*.png"))
+        if not path.exists() and not strange:
+            path.write_text(json.dumps(settings, indent=1) + "\n")
+        before = {} if strange else json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}; choose another --output-dir") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged: give another --output-dir") from error
+    if strange:
+        raise ConfigError(f"{folder} holds images of another origin: give another --output-dir")
+    if before != settings:
+        unlike = [f"{name} is {value!r}" for name, value in settings.items() if before.get(name) != value]
+        raise ConfigError(f"{folder} holds images of other settings ({'; '.join(unlike)}): give another --output-dir")

@@ -1,0 +1,47 @@
+"""Stop at a signal: SIGINT or SIGTERM asks a run to come to an end, and a second one ends it at once."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType, TracebackType
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(BaseException):
+    """A signal that ends the run where it is."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class Stop:
+    """While entered, the first signal is noted in ``number`` if ``gentle``; any other raises Stopped."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.gentle = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stop:
+        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.number is not None or not self.gentle:
+            raise Stopped(number)
+        self.number = number
+
+
+def signal_name(number: int) -> str:
+    """SIGTERM or SIGINT."""
+    return signal.Signals(number).name

@@ -1,0 +1,167 @@
+"""The commands that train on the user's images and draw new ones, from their options to an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from ddpm_lab.config import COMPILE, DEVICES, NETWORKS, PRECISIONS
+
+TRAINED_BY = (
+    ("data", "data"),
+    ("network", "network"),
+    ("image_size", "image_size"),
+    ("global_batch_size", "global_batch_size"),
+    ("accumulation", "accumulation"),
+    ("world_size", "world_size"),
+    ("device", "device"),
+    ("precision", "precision"),
+    ("compile", "compile"),
+    ("seed", "seed"),
+    ("oversubscribe", "oversubscribe"),
+    ("learning_rate", "optimizer.learning_rate"),
+)
+"""Options of the command line, and the settings that they give."""
+SCHEDULED_BY = ("steps", "save_every", "sample_every", "evaluate_every", "keep")
+
+
+def add_options(subparsers: Any) -> None:
+    """Add both commands to the command line. What is not given is absent, so that a file can say it."""
+    train = subparsers.add_parser(
+        "train",
+        help="train on your images, with checkpoints, held-out loss and samples; the same command goes on",
+        argument_default=argparse.SUPPRESS,
+    )
+    train.add_argument("--data", help="images: a folder, an archive, a prepared folder, or synthetic (the default)")
+    train.add_argument("--output-dir", required=True, help="folder of this run: checkpoints, samples, log, settings")
+    train.add_argument("--steps", type=int, help="optimizer steps in all, those of an earlier start included")
+    train.add_argument("--config", metavar="FILE", help="TOML file of settings of RunConfig and a table [train]")
+    train.add_argument("--network", choices=NETWORKS, help="default: seed on a GPU, tiny on a CPU")
+    train.add_argument("--image-size", type=int, help="side of the images in pixels (default: 32)")
+    train.add_argument("--global-batch-size", type=int, help="images of a step (default: 128 on a GPU, 32 on a CPU)")
+    train.add_argument("--accumulation", type=int, help="micro-batches of a rank in a step (default: 1)")
+    train.add_argument("--learning-rate", type=float, help="Adam's learning rate (default: 2e-4)")
+    train.add_argument("--precision", choices=PRECISIONS, help="number format (default: bf16)")
+    train.add_argument("--compile", choices=COMPILE, help="torch.compile (default: whole on a GPU, off on a CPU)")
+    train.add_argument("--world-size", type=int, help="ranks, each with a GPU or a core of its own (default: 1)")
+    train.add_argument("--device", choices=DEVICES, help="default: the GPU where there is one")
+    train.add_argument("--seed", type=int, help="seed of weights, data order and noise (default: 0)")
+    train.add_argument("--oversubscribe", action="store_true", help="allow more CPU ranks than cores")
+    train.add_argument("--save-every", type=int, metavar="N", help="steps between checkpoints (default: 1000)")
+    train.add_argument("--sample-every", type=int, metavar="N", help="between sample grids (default: 1000; 0: none)")
+    train.add_argument(
+        "--evaluate-every", type=int, metavar="N", help="between held-out losses (default: 1000; 0: none)"
+    )
+    train.add_argument("--keep", type=int, metavar="N", help="checkpoints that stay (default: 3)")
+    train.add_argument("--held-out", metavar="FOLDER", help="images never to train on (default: 5 %% of the data)")
+    train.add_argument("--skip-bad", action="store_true", help="leave damaged images out, and list them")
+    train.set_defaults(command=train_command)
+
+    sample = subparsers.add_parser("sample", help="draw images from a checkpoint; the same command goes on")
+    sample.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="a file such as runs/first/checkpoints/step-00020000.pt"
+    )
+    sample.add_argument("--count", type=int, required=True, metavar="N", help="how many images")
+    sample.add_argument("--sampler", choices=("ddpm", "ddim"), default="ddim", help="default: ddim")
+    sample.add_argument("--steps", type=int, default=250, help="denoising steps (default: 250)")
+    sample.add_argument("--seed", type=int, default=0, help="with an image's number, its noise (default: 0)")
+    sample.add_argument("--weights", choices=("ema", "trained"), default="ema", help="averaged or last (default: ema)")
+    sample.add_argument("--output-dir", help="folder of the images (default: named after the checkpoint, beside it)")
+    sample.add_argument("--grid", action="store_true", help="write all images as one, grid.png, too")
+    sample.add_argument("--world-size", type=int, default=1, help="ranks (default: 1)")
+    sample.add_argument("--batch-size", type=int, default=64, help="images that a rank makes at once (default: 64)")
+    sample.add_argument("--device", choices=DEVICES, help="default: the GPU where there is one")
+    sample.set_defaults(command=sample_command)
+
+
+def train_command(options: argparse.Namespace) -> int:
+    """Train, or go on; 128 and the signal's number if one ended it."""
+    from ddpm_lab.measure import hardware  # noqa: PLC0415 - commands load what they need
+    from ddpm_lab.measure.group import sweep  # noqa: PLC0415
+    from ddpm_lab.measure.progress import Progress  # noqa: PLC0415
+    from ddpm_lab.planning import output_folder  # noqa: PLC0415
+    from ddpm_lab.run_folder import RunFailed  # noqa: PLC0415
+    from ddpm_lab.stopping import Stop, Stopped, signal_name  # noqa: PLC0415
+    from ddpm_lab.training_plan import plan_training  # noqa: PLC0415
+    from ddpm_lab.training_run import train  # noqa: PLC0415
+
+    given = vars(options)
+    folder = Path(options.output_dir).expanduser().absolute()
+    progress = Progress("train")
+    try:
+        with Stop() as stop:
+            config, schedule = plan_training(
+                {setting: given[name] for name, setting in TRAINED_BY if name in given},
+                {name: given[name] for name in SCHEDULED_BY if name in given},
+                file=Path(given["config"]).expanduser() if "config" in given else None,
+                cache=output_folder(None) / "data" / "prepared",
+                held_out=given.get("held_out"),
+                skip_bad=given.get("skip_bad", False),
+                progress=progress,
+            )
+            sweep()
+            threads = max(1, hardware.usable_cores() // config.world_size)
+            outcome = train(config, schedule, folder, threads=threads, stop=stop, progress=progress)
+    except Stopped as stopped:
+        print(
+            f"\nddpm-lab: {signal_name(stopped.number)}, stopped at once; the same command goes on from the last "
+            "checkpoint",
+            file=sys.stderr,
+        )
+        return 128 + stopped.number
+    except RunFailed as failed:
+        print(f"\nddpm-lab: {failed}", file=sys.stderr)
+        return 1
+    measured = [
+        f"{name} {value:.4f}"
+        for name, value in (("loss", outcome.loss), ("held-out loss", outcome.held_out_loss))
+        if value is not None
+    ]
+    progress.done(", ".join([f"step {outcome.step:,} of {schedule.steps:,}", *measured]))
+    if outcome.step < schedule.steps and stop.number is not None:
+        name = signal_name(stop.number)
+        print(f"{name}, saved after step {outcome.step:,}: the same command goes on from there", file=sys.stderr)
+        return 128 + stop.number
+    print(outcome.checkpoint)
+    return 0
+
+
+def sample_command(options: argparse.Namespace) -> int:
+    """Draw the images that are missing."""
+    from ddpm_lab.measure.group import sweep  # noqa: PLC0415
+    from ddpm_lab.measure.progress import Progress  # noqa: PLC0415
+    from ddpm_lab.run_folder import RunFailed  # noqa: PLC0415
+    from ddpm_lab.sampling_run import Sampling, sample  # noqa: PLC0415
+    from ddpm_lab.stopping import Stop, Stopped, signal_name  # noqa: PLC0415
+
+    checkpoint = Path(options.checkpoint).expanduser()
+    folder = Path(options.output_dir).expanduser() if options.output_dir else checkpoint.with_suffix("")
+    sampling = Sampling(sampler=options.sampler, steps=options.steps, seed=options.seed, weights=options.weights)
+    try:
+        with Stop():
+            sweep()
+            paths = sample(
+                checkpoint,
+                folder,
+                options.count,
+                sampling,
+                device=options.device,
+                world_size=options.world_size,
+                batch_size=options.batch_size,
+                progress=Progress("sample"),
+            )
+            if options.grid:
+                from ddpm_lab.model.generation import write_grid  # noqa: PLC0415
+
+                write_grid(paths, folder / "grid.png")
+    except Stopped as stopped:
+        name = signal_name(stopped.number)
+        print(f"\nddpm-lab: {name}; the images that were made stay, the same command goes on", file=sys.stderr)
+        return 128 + stopped.number
+    except RunFailed as failed:
+        print(f"\nddpm-lab: {failed}", file=sys.stderr)
+        return 1
+    print(folder / "grid.png" if options.grid else folder)
+    return 0

@@ -1,0 +1,94 @@
+"""From a file of settings and the command line to a run that is checked: whatever can be refused is refused here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ddpm_lab.checks import ConfigError, known
+from ddpm_lab.config import TRAINING, RunConfig
+from ddpm_lab.data.packed import resolve
+from ddpm_lab.data.prepared import read_manifest
+from ddpm_lab.measure import hardware
+from ddpm_lab.run_folder import OWN
+from ddpm_lab.setting import DEFAULTS, check_ranks
+from ddpm_lab.settings_file import configuration, read_settings
+from ddpm_lab.training_run import Schedule
+
+USUAL = {"cpu": {"network": "tiny", "global_batch_size": 32}, "cuda": {"network": "seed", "global_batch_size": 128}}
+TABLE = "train"
+
+
+def plan_training(
+    flags: Mapping[str, Any],
+    schedule: Mapping[str, Any],
+    *,
+    file: Path | None,
+    cache: Path,
+    held_out: str | None = None,
+    skip_bad: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+) -> tuple[RunConfig, Schedule]:
+    """The configuration and schedule of a run: settings of ``file``, and over them those of the command line.
+
+    ``flags`` and ``schedule`` hold what the user has given; a name with a dot lies in a table. What neither says is as
+    ``DEFAULTS`` and ``USUAL`` have it for the kind of device. Images are prepared in ``cache``.
+
+    Raises:
+        ConfigError: something cannot be run on this machine.
+        DataError: the images cannot be used.
+    """
+    place = "the settings" if file is None else str(file)
+    values = read_settings(file, "--config") if file else {}
+    table = values.pop(TABLE, {})
+    for name in OWN:
+        if name in values:
+            raise ConfigError(f"{place}: {name} is not for a file of training settings: leave it out")
+    times = {**_table(place, TABLE, table), **schedule}
+    known(f"[{TABLE}]", times, Schedule)
+    if "steps" not in times:
+        raise ConfigError("how long to train is not given: give --steps, or steps in the table [train] of --config")
+    planned = Schedule(**times)
+    if "data" in flags:
+        values.pop("data_sha256", None)  # it belongs to the file's images
+    for name, value in flags.items():
+        part, _, inner = name.rpartition(".")
+        if part:
+            values[part] = {**_table(place, part, values.get(part, {})), inner: value}
+        else:
+            values[name] = value
+    device = values.setdefault("device", "cuda" if hardware.gpus() else "cpu")
+    values = {**USUAL.get(device, {}), **_defaults(device, values), **values}
+    config = configuration({**values, "workload": TRAINING, "purpose": "quality"}, place)
+    if not config.exchange.enabled:
+        raise ConfigError("exchange.enabled is false: ranks that exchange nothing train a network each; leave it out")
+    check_ranks(config.device, config.world_size, len(hardware.gpus()), hardware.usable_cores(), config.oversubscribe)
+    folder = resolve(
+        config.data or "synthetic",
+        cache,
+        image_size=config.image_size,
+        held_out=held_out,
+        skip_bad=skip_bad,
+        progress=progress,
+    )
+    sha256 = read_manifest(folder).content_hash
+    if config.data_sha256 not in ("", sha256):
+        raise ConfigError(f"{place}: the images in {config.data} are not those that data_sha256 names: leave it out")
+    return dataclasses.replace(config, data=str(folder), data_sha256=sha256), planned
+
+
+def _defaults(device: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The trainer's settings for speed on a kind of device, but for joined kernels where what was asked has none."""
+    defaults = dict(DEFAULTS.get(device, {}))
+    without = (("compile", "off"), ("channels_last", True), ("implementation", "lab"))
+    if any(values.get(name, usual) != usual for name, usual in without):
+        defaults.pop("kernels", None)
+    return defaults
+
+
+def _table(place: str, name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{place}: {name} is {value!r}: give a table, [{name}]")
+    return value

@@ -1,0 +1,255 @@
+"""A training run from start or checkpoint to its last step: chunks of steps, and what is due between them.
+
+The parent's half, which never imports torch unless there is a checkpoint to read: the ranks train, save and sample.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import signal
+import statistics
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpm_lab.checks import ConfigError, whole
+from ddpm_lab.config import RunConfig
+from ddpm_lab.measure.group import Group, GroupFailed
+from ddpm_lab.measure.progress import Progress
+from ddpm_lab.run_folder import RunFailed, RunFolder, checkpoints_in
+from ddpm_lab.stopping import Stop
+
+if TYPE_CHECKING:
+    from ddpm_lab.model.checkpoint import Checkpoint
+
+CHUNK_SECONDS = 1.0
+SILENCE_SECONDS = 600.0
+"""The longest silence of a rank while it compiles, saves, samples or evaluates."""
+HELD_OUT_DRAWS = 1_000
+GRID_IMAGES, GRID_STEPS = 36, 50
+LEARNED = ("network", "image_size", "attention_axis", "diffusion", "global_batch_size", "seed", "data_sha256")
+LEARNED_BY = ("learning_rate", "betas", "clip_norm", "ema_decay", "ema_every")
+"""Settings that decide what is learned, the latter those of the optimizer: a run that goes on keeps them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """How long a run trains, and what is done every so many steps and after the last; 0 is never.
+
+    ``keep`` is the number of checkpoints that stay.
+    """
+
+    steps: int
+    save_every: int = 1_000
+    sample_every: int = 1_000
+    evaluate_every: int = 1_000
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("save_every", 1), ("sample_every", 0), ("evaluate_every", 0), ("keep", 1)):
+            whole(name, getattr(self, name), least)
+
+    def due(self, every: int, step: int) -> bool:
+        """Whether what is done every ``every`` steps is done after ``step``."""
+        return every > 0 and (step % every == 0 or step == self.steps)
+
+    def next_stop(self, step: int) -> int:
+        """The first step after ``step`` after which something is due."""
+        each = (self.save_every, self.sample_every, self.evaluate_every)
+        return min(self.steps, *((step // every + 1) * every for every in each if every))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Where a run stands: its last step, the checkpoint of it, and what was measured last; None was never measured."""
+
+    step: int
+    checkpoint: Path
+    loss: float | None = None
+    held_out_loss: float | None = None
+
+
+def differences(ours: RunConfig, theirs: RunConfig) -> list[str]:
+    """Settings that decide what is learned and differ, as ``name is A, and was B``."""
+    pairs = [(name, getattr(ours, name), getattr(theirs, name)) for name in LEARNED if name != "diffusion"]
+    for part, names in (
+        ("diffusion", [f.name for f in dataclasses.fields(ours.diffusion)]),
+        ("optimizer", LEARNED_BY),
+    ):
+        mine, other = getattr(ours, part), getattr(theirs, part)
+        pairs += [(f"{part}.{name}", getattr(mine, name), getattr(other, name)) for name in names]
+    return [f"{name} is {mine!r}, and was {other!r}" for name, mine, other in pairs if mine != other]
+
+
+def newest_readable(paths: list[Path]) -> tuple[Checkpoint | None, list[str]]:
+    """The first of ``paths`` that can be read, and one sentence for each before it that cannot."""
+    if not paths:
+        return None, []
+    from ddpm_lab.model.checkpoint import CheckpointError, read  # noqa: PLC0415 - torch only where one is read
+
+    refused: list[str] = []
+    for path in paths:
+        try:
+            return read(path), refused
+        except CheckpointError as error:
+            refused.append(str(error))
+    return None, refused
+
+
+def train(
+    config: RunConfig, schedule: Schedule, folder: Path, *, threads: int, stop: Stop, progress: Progress
+) -> Outcome:
+    """Train up to the last step, from the newest readable checkpoint in ``folder`` if there is one.
+
+    Ends early, with everything saved, when ``stop`` notes a signal. ``threads`` are those of each rank.
+
+    Raises:
+        ConfigError: the folder cannot be used, or holds checkpoints of a run that learns something else.
+        RunFailed: a loss or weight was not finite, a file could not be written, or a rank failed.
+    """
+    with RunFolder(folder) as run:
+        paths = checkpoints_in(run.checkpoints)
+        start, refused = newest_readable(paths)
+        for sentence in refused:
+            progress.done(sentence)
+        if paths and start is None:
+            raise ConfigError(
+                f"no checkpoint in {run.checkpoints} can be read: move them away to begin anew "
+                f"(the newest: {refused[0]})"
+            )
+        if start and (unlike := differences(config, start.config)):
+            raise ConfigError(
+                f"{folder} holds a run that learns something else ({'; '.join(unlike)}): give its settings, as with "
+                f"--config {folder / 'config.toml'}, or another --output-dir"
+            )
+        run.set_aside(paths[: len(refused)])
+        if start:
+            path = paths[len(refused)]
+            if start.step >= schedule.steps:
+                progress.done(f"{start.step:,} steps are trained already: give more steps to go on")
+                return Outcome(step=start.step, checkpoint=path)
+            progress.done(f"goes on after step {start.step:,} of {schedule.steps:,}, from {path}")
+            config = dataclasses.replace(config, options=(*config.options, ("checkpoint", str(path))))
+        step = start.step if start else 0
+        del start
+        run.open_logs(step)
+        run.write_settings(config, dataclasses.asdict(schedule))
+        return _Run(config, schedule, run, stop, progress).train(step, threads)
+
+
+class _Run:
+    """A run while it trains."""
+
+    def __init__(self, config: RunConfig, schedule: Schedule, run: RunFolder, stop: Stop, progress: Progress) -> None:
+        self.config, self.schedule, self.run, self.stop, self.progress = config, schedule, run, stop, progress
+        self.step = self.saved = 0
+        self.step_seconds = math.inf
+        self.loss: float | None = None
+        self.held_out: float | None = None
+
+    def train(self, step: int, threads: int) -> Outcome:
+        """Start the ranks and train on after ``step``."""
+        self.step = self.saved = step
+        self.progress("starting")
+        try:
+            with self._ranks(threads) as group:
+                self.stop.gentle = True
+                while self.step < self.schedule.steps and self.stop.number is None:
+                    self._advance(group)
+                if self.saved < self.step:
+                    self._save(group)
+                with contextlib.suppress(GroupFailed):  # all is saved: how the ranks end is of no account
+                    group.finish()
+        except GroupFailed as failed:
+            where = f"{failed.detail.strip()}\n" if failed.detail else ""
+            advice = "; a smaller global_batch_size or more accumulation needs less" if failed.status == "oom" else ""
+            raise RunFailed(f"{where}{failed.reason}{advice}; {self._last_good()}") from failed
+        return Outcome(
+            step=self.step,
+            checkpoint=self.run.checkpoint(self.step),
+            loss=self.loss,
+            held_out_loss=self.held_out,
+        )
+
+    def _ranks(self, threads: int) -> Group:
+        """The group, whose processes never get SIGTERM: a signal to all of them is the parent's to handle."""
+        resource_tracker.ensure_running()  # it would let SIGTERM through again
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            return Group(self.config, threads=threads, modules=(), environment={}, progress=self.progress)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _advance(self, group: Group) -> None:
+        """Train one chunk, and do what is due after it."""
+        first = math.isinf(self.step_seconds)
+        steps = 1 if first else max(1, round(CHUNK_SECONDS / self.step_seconds))
+        steps = min(steps, self.schedule.next_stop(self.step) - self.step)
+        limit = SILENCE_SECONDS if first else max(60.0, 20 * self.step_seconds)
+        reports = group.advance(steps, limit)
+        seconds = max(float(report["seconds"]) for report in reports)
+        # The first step may have compiled: it says only how long the others take at most.
+        self.step_seconds = min(seconds, CHUNK_SECONDS) if first else seconds / steps
+        rate = steps * self.config.global_batch_size / seconds
+        losses = [statistics.fmean(each) for each in zip(*(r["losses"] for r in reports), strict=True)]
+        rows = [
+            {"step": self.step + i, "loss": loss, "images_per_second": round(rate, 2)}
+            for i, loss in enumerate(losses, start=1)
+        ]
+        bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
+        if bad is not None:
+            self.run.log(rows[:bad])
+            raise self._diverged("the loss", self.step + bad + 1)
+        self.step += steps
+        self.loss = statistics.fmean(losses)
+        self._show(rate)
+        self._between(group, rows)
+
+    def _between(self, group: Group, rows: list[dict[str, Any]]) -> None:
+        """What is due after a chunk. The log comes before the checkpoint: it holds every step that is not redone."""
+        due = self.schedule.due
+        if due(self.schedule.evaluate_every, self.step):
+            self.progress.always(f"step {self.step:,}: held-out loss")
+            found = group.call("held_out_loss", SILENCE_SECONDS, draws=HELD_OUT_DRAWS)[0]
+            if not math.isfinite(found["loss"]):
+                raise self._diverged("the held-out loss", self.step)
+            self.held_out = found["loss"]
+            rows[-1] |= {"held_out_loss": found["loss"], "held_out_by_time": found["by_time"]}
+        self.run.log(rows)
+        if due(self.schedule.save_every, self.step):
+            self._save(group)
+        if due(self.schedule.sample_every, self.step):
+            self.progress.always(f"step {self.step:,}: samples")
+            path = str(self.run.samples / f"step-{self.step:08d}.png")
+            self._call(group, "samples", path=path, count=GRID_IMAGES, steps=GRID_STEPS)
+
+    def _save(self, group: Group) -> None:
+        self.run.sync_logs()
+        self._call(group, "save", path=str(self.run.checkpoint(self.step)))
+        self.saved = self.step
+        self.run.keep(self.schedule.keep)
+
+    def _call(self, group: Group, method: str, **arguments: Any) -> None:
+        """Have rank 0 write something. Raises RunFailed with its sentence."""
+        problem = group.call(method, SILENCE_SECONDS, **arguments)[0]
+        if problem:
+            raise RunFailed(f"{problem}; {self._last_good()}")
+
+    def _show(self, rate: float) -> None:
+        loss = f", held-out {self.held_out:.4f}" if self.held_out is not None else ""
+        self.progress.expect((self.schedule.steps - self.step) * self.config.global_batch_size / rate)
+        self.progress(
+            f"step {self.step:,} of {self.schedule.steps:,}, loss {self.loss:.4f}{loss}, {rate:,.0f} images/s"
+        )
+
+    def _diverged(self, what: str, step: int) -> RunFailed:
+        return RunFailed(
+            f"{what} is no longer finite at step {step:,}: try a lower learning rate, or fp32; {self._last_good()}"
+        )
+
+    def _last_good(self) -> str:
+        found = checkpoints_in(self.run.checkpoints)
+        return f"the last good checkpoint is {found[0]}" if found else "there is no checkpoint yet"
