@@ -32,7 +32,7 @@ ROWS = (
     ("model.checkpoint", "model.inference"),
     ("model.generation",),
     ("model.denoising", "model.limits", "model.peers", "model.train"),
-    ("model.training",),
+    ("model.gradient_check", "model.training"),
     # measure: what runs it and times it
     (
         "measure.code_version",
@@ -46,13 +46,13 @@ ROWS = (
     ("measure.machine_watch", "measure.phases", "measure.process"),
     ("measure.group", "measure.rank"),
     ("measure.seat",),
-    ("measure.time_budget",),
+    ("measure.gradients", "measure.time_budget",),
     ("measure.sets",),
     ("measure.held", "measure.largest_batch"),
     ("measure.campaign",),
     ("measure.network_choice",),
     # explain: what reads the ledger
-    ("explain.bands", "explain.figure_style", "explain.frames", "explain.pages", "explain.stats"),
+    ("explain.bands", "explain.figure_style", "explain.frames", "explain.gradients", "explain.pages", "explain.stats"),
     ("explain.comparisons",),
     ("explain.phrases", "explain.ranking"),
     ("explain.calibration",),
@@ -97,6 +97,7 @@ TORCH = {
     *("model.generation", "model.held_out_loss"),
     *("model.inference", "model.limits", "model.network", "model.peers", "model.reference", "model.reference_sampling"),
     *("model.sampling", "model.step", "model.train", "model.training", "model.unet"),
+    "model.gradient_check",
     "planted",
     *("data.draws", "data.loader", "data.pixels", "data.resident", "data.uploads"),
     *("measure.phases", "measure.profiling", "measure.rank"),

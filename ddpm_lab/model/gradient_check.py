@@ -1,0 +1,208 @@
+"""Loss and gradient of a configuration against single precision, step by step: what breaks a setting shows at once.
+
+A run of seconds cannot tell whether a setting costs quality, but it can tell whether the setting computes what it
+should: gradients that underflow, that are added or divided wrongly, or that never reach the other ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddpm_lab.config import ExchangeConfig, RunConfig
+from ddpm_lab.data.loader import Batch
+from ddpm_lab.model.step import allow_tf32
+from ddpm_lab.model.train import Trainer
+from ddpm_lab.workload import RankContext
+
+NEGLIGIBLE = 1e-6
+"""A layer with a gradient below this share of the largest layer's is not judged alone: it is mostly rounding."""
+
+
+def gradient_check(config: RunConfig, context: RankContext) -> GradientCheck:
+    """The workload that compares its own gradients. Raises Unsupported for what this machine cannot do."""
+    return GradientCheck(config, context)
+
+
+class GradientCheck(Trainer):
+    """A trainer that can compare its steps with plain ones. It learns what a Trainer learns, to the last bit."""
+
+    def __init__(self, config: RunConfig, context: RankContext) -> None:
+        # The gradient is wanted as it is before clipping, so clipping moves from the step into the hook that takes it.
+        super().__init__(replace(config, optimizer=replace(config.optimizer, clip_norm=None)), context)
+        self.clip_norm = config.optimizer.clip_norm
+        self.gradient: list[Tensor] | None = None
+        self.optimizer.register_step_pre_hook(self._before_update)
+
+    def _before_update(self, *_: object) -> None:
+        """Called by the optimizer: the gradient is exchanged, added up and unscaled by now, and not yet used."""
+        if self.gradient is not None:
+            self.gradient = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.parameters]
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+
+    def compare(self, *, steps: int = 3) -> dict[str, Any] | None:
+        """Train ``steps`` steps and compare each with the same step in fp32; on every rank, None but on rank 0.
+
+        The reference is computed by rank 0 from the weights before the step: in ieee fp32, eagerly, with the lab's
+        network and torch's own kernels, for the whole global batch at once. Of a group whose ranks do not learn the
+        same, rank 0 answers for its own weights.
+
+        Returns:
+            ``precision`` and ``loss`` of the configuration; ``steps``, a list of what ``compared`` returns with
+            ``step``, ``loss``, ``reference_loss``, ``loss_error`` (relative) and ``skipped`` (by the gradient scaler;
+            what is computed from the gradient is then None); ``worst``, the worst of these over all steps, with
+            ``nonfinite`` and ``skipped`` added up.
+        """
+        exact = self._exact() if self.context.rank == 0 else None
+        answer = []
+        for batch in itertools.islice(self.batches(), steps):
+            reference_loss, reference = math.nan, dict[str, Tensor]()
+            if exact is not None:
+                reference_loss, reference = self._reference(exact, next(exact.batches()))
+                self.gradient = []
+            scale = self.scaler.get_scale() if self.scaler else 1.0
+            loss = self._over_ranks(self.step(batch))
+            skipped = self.scaler is not None and self.scaler.get_scale() < scale
+            if exact is not None:
+                assert self.gradient is not None
+                gradient = None if skipped else self.gradient
+                answer.append(
+                    {
+                        "step": batch.step,
+                        **_losses(loss, reference_loss),
+                        "skipped": skipped,
+                        **compared(gradient, reference),
+                    }
+                )
+            self.gradient = None
+        if exact is None:
+            return None
+        exact.close()
+        config = self.config
+        return {"precision": config.precision, "loss": config.diffusion.loss, "steps": answer, "worst": worst(answer)}
+
+    def _exact(self) -> Trainer:
+        """A trainer on the same images, timesteps and noise, in which every setting is the plain one."""
+        plain = replace(
+            self.config,
+            world_size=1,
+            accumulation=1,
+            precision="fp32",
+            compile="off",
+            compile_mode="default",
+            channels_last=False,
+            implementation="lab",
+            kernels="aten",
+            read_loss=False,
+            loader="packed",
+            loader_workers=0,
+            exchange=ExchangeConfig(),
+        )
+        return Trainer(plain, replace(self.context, rank=0, world_size=1), start_step=self.steps)
+
+    def _reference(self, exact: Trainer, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+        """Loss and gradients by name of the global ``batch`` at this trainer's weights."""
+        allow_tf32(False)
+        with torch.no_grad():
+            # The order is that of the layers in every implementation; a 1x1 convolution is a linear layer with two
+            # more axes.
+            for plain, mine in zip(exact.parameters, self.parameters, strict=True):
+                plain.copy_(mine.reshape(plain.shape))
+                plain.grad = None
+        loss = exact.loss(batch, slice(0, len(batch.images)))
+        loss.backward()  # type: ignore[no-untyped-call]
+        allow_tf32(self.config.precision == "tf32")
+        named = exact.network.named_parameters()
+        return float(loss.detach()), {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
+
+    def _over_ranks(self, loss: Tensor) -> float:
+        """The mean of ``loss`` over ranks, which every rank has to ask for."""
+        total = loss.double()
+        if self.context.world_size > 1:
+            dist.all_reduce(total)
+        return float(total) / self.context.world_size
+
+
+def _losses(loss: float, reference: float) -> dict[str, float | None]:
+    """Both losses, and how far apart they are; None for what is no finite number."""
+    both = math.isfinite(loss) and math.isfinite(reference)
+    return {
+        "loss": loss if math.isfinite(loss) else None,
+        "reference_loss": reference if math.isfinite(reference) else None,
+        "loss_error": abs(loss - reference) / abs(reference) if both and reference else None,
+    }
+
+
+def compared(gradient: Sequence[Tensor] | None, reference: dict[str, Tensor]) -> dict[str, Any]:
+    """A gradient against its reference, layer by layer in the same order, in double precision.
+
+    Returns:
+        ``gradient_error`` (the L2 norm of the difference over that of the reference), ``cosine`` and ``norm_ratio``
+        (its norm over the reference's) of the whole gradient; ``worst_layer`` (``name``, ``error``, ``cosine``), by
+        error, of the ``layers`` whose gradient is not negligible; ``nonfinite``, how many values are, also of the
+        reference where the weights are. All but the last are None where there are such values, or no gradient. A cosine
+        with a gradient of zeros is 0.
+    """
+    missing = {"gradient_error": None, "cosine": None, "norm_ratio": None, "layers": 0, "worst_layer": None}
+    if gradient is None:
+        return {**missing, "nonfinite": 0}
+    nonfinite = int(torch.stack([(~g.isfinite()).sum() for g in (*gradient, *reference.values())]).sum())
+    if nonfinite:
+        return {**missing, "nonfinite": nonfinite}
+    sums = torch.stack([_sums(g, r) for g, r in zip(gradient, reference.values(), strict=True)]).tolist()
+    largest = max(theirs for *_, theirs in sums)
+    layers: list[dict[str, Any]] = [
+        {"name": name, "error": _ratio(difference, theirs), "cosine": _cosine(product, mine, theirs)}
+        for name, (difference, product, mine, theirs) in zip(reference, sums, strict=True)
+        if theirs > NEGLIGIBLE**2 * largest
+    ]
+    difference, product, mine, theirs = (sum(column) for column in zip(*sums, strict=True))
+    return {
+        "gradient_error": _ratio(difference, theirs),
+        "cosine": _cosine(product, mine, theirs),
+        "norm_ratio": _ratio(mine, theirs),
+        "layers": len(layers),
+        "worst_layer": max(layers, key=operator.itemgetter("error"), default=None),
+        "nonfinite": 0,
+    }
+
+
+def _sums(mine: Tensor, theirs: Tensor) -> Tensor:
+    """Squared norm of the difference, inner product, and both squared norms: (4,), float64."""
+    a, b = mine.double().reshape(theirs.shape), theirs.double()
+    return torch.stack([(a - b).square().sum(), (a * b).sum(), a.square().sum(), b.square().sum()])
+
+
+def _ratio(squared: float, reference: float) -> float | None:
+    """The ratio of two norms, given as squares; None without a reference."""
+    return math.sqrt(squared / reference) if reference else None
+
+
+def _cosine(product: float, mine: float, theirs: float) -> float:
+    return product / math.sqrt(mine * theirs) if mine and theirs else 0.0
+
+
+def worst(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The worst over steps of what ``compare`` found; None where no step has a number."""
+
+    def numbers(name: str) -> list[float]:
+        return [s[name] for s in steps if s[name] is not None]
+
+    layers = [s["worst_layer"] for s in steps if s["worst_layer"] is not None]
+    return {
+        "loss_error": max(numbers("loss_error"), default=None),
+        "gradient_error": max(numbers("gradient_error"), default=None),
+        "cosine": min(numbers("cosine"), default=None),
+        "worst_layer": max(layers, key=operator.itemgetter("error"), default=None),
+        "nonfinite": sum(s["nonfinite"] for s in steps) + sum(s["loss"] is None for s in steps),
+        "skipped": sum(s["skipped"] for s in steps),
+    }

@@ -1,0 +1,273 @@
+"""The gradient check: settings that are sound pass, planted defects do not, and checking changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddpm_lab.config import CHECK, DiffusionConfig, ExchangeConfig, OptimizerConfig, RunConfig
+from ddpm_lab.data.loader import Batch
+from ddpm_lab.data.packed import prepare
+from ddpm_lab.explain.gradients import Verdict, verdict
+from ddpm_lab.measure import hardware
+from ddpm_lab.measure.code_version import code_version
+from ddpm_lab.measure.gradients import WARM_STEPS, check_gradients
+from ddpm_lab.measure.seat import Instrument
+from ddpm_lab.model.gradient_check import GradientCheck, compared, gradient_check
+from ddpm_lab.model.train import Trainer
+from ddpm_lab.model.unet import NETWORKS
+from ddpm_lab.workload import RankContext
+
+CONTEXT = RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """A small run on the synthetic images."""
+    folder = tmp_path_factory.mktemp("data") / "prepared"
+    manifest = prepare("synthetic", folder)
+    return RunConfig(data=str(folder), data_sha256=manifest.content_hash, global_batch_size=8)
+
+
+def warm(trainer: Trainer) -> None:
+    """Take so many steps that every layer has a gradient."""
+    for batch in itertools.islice(trainer.batches(), WARM_STEPS):
+        trainer.step(batch)
+
+
+def answer_of(config: RunConfig, kind: type[GradientCheck] = GradientCheck) -> dict[str, Any]:
+    """What a warm checker finds, as the parent gets it."""
+    checker = kind(config, CONTEXT)
+    warm(checker)
+    answer: dict[str, Any] = json.loads(json.dumps(checker.compare(steps=2), allow_nan=False))
+    checker.close()
+    return answer
+
+
+def judged(config: RunConfig, kind: type[GradientCheck] = GradientCheck) -> Verdict:
+    return verdict(answer_of(config, kind))
+
+
+def test_checking_changes_nothing_of_what_is_learned(config: RunConfig) -> None:
+    """Also with a clipping that bites: it is done elsewhere."""
+    config = dataclasses.replace(
+        config, accumulation=2, precision="bf16", optimizer=OptimizerConfig(clip_norm=0.05, ema_every=2)
+    )
+    trainer, checker = Trainer(config, CONTEXT), gradient_check(config, CONTEXT)
+    warm(checker)
+    answer = checker.compare(steps=2)
+    assert answer is not None
+    losses = [float(trainer.step(batch)) for batch in itertools.islice(trainer.batches(), WARM_STEPS + 2)]
+    assert [step["loss"] for step in answer["steps"]] == losses[WARM_STEPS:]
+    assert [step["step"] for step in answer["steps"]] == [WARM_STEPS, WARM_STEPS + 1]
+    for mine, other in ((checker.weights, trainer.weights), (checker.averages, trainer.averages)):
+        assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+    assert checker.witness() == trainer.witness()
+
+
+def test_a_plain_step_is_its_own_reference(config: RunConfig) -> None:
+    """The very same operators: nothing is left to differ but the way there."""
+    found = answer_of(dataclasses.replace(config, channels_last=False))["worst"]
+    assert found["loss_error"] < 1e-7
+    assert found["gradient_error"] < 1e-6
+    assert found["cosine"] > 1 - 1e-9
+
+
+SOUND: list[dict[str, Any]] = [
+    {"channels_last": False},
+    {"accumulation": 2},
+    {"accumulation": 8, "loader": "resident"},
+    {"kernels": "fused"},
+    {"precision": "bf16"},
+    {"precision": "bf16", "accumulation": 2, "kernels": "fused"},
+    {"diffusion": DiffusionConfig(loss="l2", objective="v", min_snr_gamma=5.0)},
+]
+
+
+@pytest.mark.parametrize("settings", SOUND)
+def test_sound_settings_are_as_expected(config: RunConfig, settings: dict[str, Any]) -> None:
+    answer = answer_of(dataclasses.replace(config, **settings))
+    assert verdict(answer).as_expected, verdict(answer).sentence
+    assert all(step["layers"] == 70 for step in answer["steps"]), "a layer without a gradient is not checked"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"implementation": "plain", "channels_last": False}, {"kernels": "fused", "precision": "bf16"}]
+)
+def test_other_implementations_are_as_expected(
+    config: RunConfig, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    narrow = dataclasses.replace(NETWORKS["seed"], width=16, multipliers=(1, 2), heads=2, head_width=16)
+    monkeypatch.setitem(NETWORKS, "seed", narrow)
+    found = judged(dataclasses.replace(config, network="seed", **settings))
+    assert found.as_expected, found.sentence
+
+
+# Dynamo looks at the gradient of what flows from block to block.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"compile": "whole"}, {"compile": "regional", "precision": "bf16"}])
+def test_compiled_steps_are_as_expected(config: RunConfig, settings: dict[str, Any]) -> None:
+    found = judged(dataclasses.replace(config, **settings))
+    assert found.as_expected, found.sentence
+
+
+class LastOnly(GradientCheck):
+    """Forgets to add: only the last micro-batch's gradient is left."""
+
+    def loss(self, batch: Batch, part: slice) -> Tensor:
+        self.optimizer.zero_grad()
+        return super().loss(batch, part)
+
+
+class Undivided(GradientCheck):
+    """Forgets to divide by the number of micro-batches, where it matters: in the gradient."""
+
+    def loss(self, batch: Batch, part: slice) -> Tensor:
+        loss = super().loss(batch, part)
+        parts = self.config.accumulation
+        return loss * parts - (loss * (parts - 1)).detach()
+
+
+class Weighted(GradientCheck):
+    """Weighs the loss by a tenth too much."""
+
+    def loss(self, batch: Batch, part: slice) -> Tensor:
+        return super().loss(batch, part) * 1.1
+
+
+class Frozen(GradientCheck):
+    """One layer gets no gradient."""
+
+    def loss(self, batch: Batch, part: slice) -> Tensor:
+        self.parameters[20].requires_grad_(False)
+        return super().loss(batch, part)
+
+
+class Infinite(GradientCheck):
+    """The gradient is no number."""
+
+    def loss(self, batch: Batch, part: slice) -> Tensor:
+        return super().loss(batch, part) * float("inf")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", [LastOnly, Undivided, Weighted, Frozen, Infinite])
+def test_planted_defects_are_found(config: RunConfig, kind: type[GradientCheck], precision: str) -> None:
+    found = judged(dataclasses.replace(config, accumulation=2, precision=precision), kind)
+    assert not found.as_expected, found.sentence
+
+
+def test_what_is_found_is_what_was_planted(config: RunConfig) -> None:
+    config = dataclasses.replace(config, accumulation=2)
+    undivided = answer_of(config, Undivided)
+    assert [step["norm_ratio"] for step in undivided["steps"]] == pytest.approx([2, 2], rel=1e-4)
+    assert undivided["worst"]["gradient_error"] == pytest.approx(1, rel=1e-4)
+    assert undivided["worst"]["loss_error"] < 1e-6
+    frozen = answer_of(config, Frozen)["worst"]["worst_layer"]
+    name = [name for name, _ in Trainer(config, CONTEXT).network.named_parameters()][20]
+    assert frozen == {"name": name, "error": 1.0, "cosine": 0.0}
+    infinite = answer_of(config, Infinite)["worst"]
+    assert infinite["nonfinite"] > 0
+    assert infinite["gradient_error"] is None
+
+
+class HalfPrecision:
+    """A gradient scaler over gradients that pass through fp16, where what is below 6e-8 is zero."""
+
+    def __init__(self, scale: float) -> None:
+        self.factor = scale
+
+    def get_scale(self) -> float:
+        return self.factor
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss * self.factor
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = p.grad.half().float() / self.factor
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+
+    def update(self) -> None:
+        """The scale stays."""
+
+
+@pytest.mark.parametrize(("scale", "sound"), [(1024.0, True), (1e-3, False), (1e-12, False)])
+def test_a_scale_so_small_that_gradients_underflow_is_found(config: RunConfig, scale: float, sound: bool) -> None:
+    class Scaled(GradientCheck):
+        def __init__(self, config: RunConfig, context: RankContext) -> None:
+            super().__init__(config, context)
+            self.scaler = HalfPrecision(scale)  # type: ignore[assignment]
+
+    answer = {**answer_of(config, Scaled), "precision": "fp16"}
+    assert verdict(answer).as_expected == sound, verdict(answer).sentence
+    if scale == 1e-12:
+        assert answer["worst"]["gradient_error"] == 1
+        assert answer["worst"]["cosine"] == 0
+
+
+def test_steps_that_the_scaler_skips_are_counted_and_not_judged(config: RunConfig) -> None:
+    """Torch's own scaler begins so high that the first gradients overflow, and finds its scale."""
+
+    class Overflowing(GradientCheck):
+        def __init__(self, config: RunConfig, context: RankContext) -> None:
+            super().__init__(config, context)
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-30)
+
+    checker = Overflowing(config, CONTEXT)
+    for parameter in checker.parameters:
+        nn.init.normal_(parameter, std=1.0)
+    answer = checker.compare(steps=6)
+    assert answer is not None
+    skipped = [step["skipped"] for step in answer["steps"]]
+    assert 0 < sum(skipped) < 6
+    assert answer["worst"]["skipped"] == sum(skipped)
+    assert answer["worst"]["nonfinite"] == 0
+    for step in answer["steps"]:
+        assert (step["gradient_error"] is None) == step["skipped"]
+    found = verdict({**answer, "precision": "fp16"})
+    assert found.as_expected, found.sentence
+    assert f"skipped {sum(skipped)} of 6 steps" in found.sentence
+
+
+def test_gradients_against_known_ones() -> None:
+    reference = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([[0.0], [0.5]]), "c": torch.tensor([1e-9])}
+    same = compared(list(reference.values()), reference)
+    assert (same["gradient_error"], same["norm_ratio"], same["layers"], same["nonfinite"]) == (0.0, 1.0, 2, 0)
+    assert same["cosine"] == pytest.approx(1)
+    none = compared([torch.zeros_like(g) for g in reference.values()], reference)
+    assert (none["gradient_error"], none["norm_ratio"], none["cosine"]) == (1.0, 0.0, 0.0)
+    wrong = compared([reference["a"], -reference["b"].reshape(2), torch.tensor([7e-9])], reference)
+    assert wrong["worst_layer"] == {"name": "b", "error": 2.0, "cosine": -1.0}
+    assert wrong["gradient_error"] == pytest.approx(1 / 25.25**0.5)
+
+
+@pytest.fixture
+def instrument(tmp_path: Path) -> Instrument:
+    return Instrument(
+        code=code_version(CHECK), cache=tmp_path / "cache", usable_cores=hardware.usable_cores(), data_name="synthetic"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_two_ranks_are_as_expected_and_without_exchange_they_are_not(
+    config: RunConfig, instrument: Instrument, accumulation: int
+) -> None:
+    """Each rank computes its half, and rank 0 the whole."""
+    config = dataclasses.replace(config, world_size=2, accumulation=accumulation, oversubscribe=True)
+    found = verdict(check_gradients(config, instrument))
+    assert found.as_expected, found.sentence
+    alone = check_gradients(dataclasses.replace(config, exchange=ExchangeConfig(enabled=False)), instrument)
+    assert not verdict(alone).as_expected
+    assert alone["worst"]["gradient_error"] > 0.1
