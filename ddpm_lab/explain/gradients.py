@@ -114,4 +114,6 @@ def _count(steps: int) -> str:
 
 def _share(error: float) -> str:
     """A relative error in percent, or as a power of ten where that would be mostly zeros."""
-    return f"{100 * error:.2g} %" if error >= 1e-4 or not error else f"{error:.0e}"
+    if 0 < error < 1e-4:
+        return f"{error:.0e}"
+    return f"{100 * error:.0f} %" if error > 0.1 else f"{100 * error:.2g} %"

@@ -53,8 +53,8 @@ class GradientCheck(Trainer):
         """Train ``steps`` steps and compare each with the same step in fp32; on every rank, None but on rank 0.
 
         The reference is computed by rank 0 from the weights before the step: in ieee fp32, eagerly, with the lab's
-        network and torch's own kernels, for the whole global batch at once. Of a group whose ranks do not learn the
-        same, rank 0 answers for its own weights.
+        network and torch's own kernels, for the whole global batch at once, which has to fit into its memory. Of a
+        group whose ranks do not learn the same, rank 0 answers for its own weights.
 
         Returns:
             ``precision`` and ``loss`` of the configuration; ``steps``, a list of what ``compared`` returns with
