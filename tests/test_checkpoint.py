@@ -1,0 +1,263 @@
+"""Checkpoints: what is written is read back, and a hostile or damaged file is refused and runs nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddpm_lab.checks import LabError
+from ddpm_lab.config import TRAINING, OptimizerConfig, RunConfig
+from ddpm_lab.model import checkpoint as module
+from ddpm_lab.model.checkpoint import SECTIONS, Checkpoint, CheckpointError, empty_network, read, write
+
+CONFIG = RunConfig(workload=TRAINING, purpose="quality", optimizer=OptimizerConfig(clip_norm=None), seed=7)
+
+
+def made(config: RunConfig = CONFIG, step: int = 30) -> Checkpoint:
+    """A checkpoint with random tensors."""
+    generator = torch.Generator().manual_seed(step)
+    sections = {
+        section: {
+            name: torch.randn(p.shape, generator=generator) for name, p in empty_network(config).named_parameters()
+        }
+        for section in SECTIONS
+    }
+    return Checkpoint(config=config, step=step, adam_steps=step - 1, **sections)
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a good file holds."""
+    path = tmp_path_factory.mktemp("good") / "step-00000030.pt"
+    write(path, made())
+    values: dict[str, Any] = torch.load(path, weights_only=True)
+    return values
+
+
+def saved(path: Path, content: dict[str, Any], *, resign: bool = True) -> Path:
+    """A file with this content, whose hash fits where it can be computed."""
+    if resign:
+        try:
+            sha256 = module._sha256(content["text"], {section: content[section] for section in SECTIONS})
+            content = {**content, "sha256": sha256}
+        except Exception:  # noqa: BLE001, RUF100 - then it is refused for another reason
+            pass
+    torch.save(content, path)
+    return path
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    scaler = {
+        "scale": 65536.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "_growth_tracker": 3,
+    }
+    before = dataclasses.replace(made(), scaler=scaler)
+    write(tmp_path / "a.pt", before)
+    after = read(tmp_path / "a.pt")
+    assert (after.step, after.adam_steps, after.scaler) == (30, 29, scaler)
+    assert after.config == before.config
+    for section in SECTIONS:
+        mine, theirs = getattr(before, section), getattr(after, section)
+        assert list(mine) == list(theirs)
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.pt"], "nothing else is left"
+
+
+def test_a_file_says_nothing_of_code_or_paths(content: dict[str, Any]) -> None:
+    assert not {"workload", "data", "options", "purpose"} & set(json.loads(content["text"])["config"])
+
+
+def test_a_network_of_the_plain_implementation_is_saved_under_the_labs_names() -> None:
+    plain = RunConfig(network="seed", implementation="plain", channels_last=False)
+    lab = RunConfig(network="seed")
+    assert [n for n, _ in empty_network(plain).named_parameters()] == [
+        n for n, _ in empty_network(lab).named_parameters()
+    ]
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_what_is_not_finite_is_not_written(tmp_path: Path, section: str) -> None:
+    write(tmp_path / "a.pt", made())
+    before = (tmp_path / "a.pt").read_bytes()
+    bad = made()
+    getattr(bad, section)["stem.weight"][0, 0, 0, 0] = float("nan")
+    with pytest.raises(CheckpointError, match=rf"stem.weight \({section}\) is no longer finite at step 30"):
+        write(tmp_path / "a.pt", bad)
+    assert (tmp_path / "a.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("place", ["fsync", "replace"])
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    path = tmp_path / "a.pt"
+    write(path, made())
+    before = path.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(*((os, "fsync", full) if place == "fsync" else (Path, "replace", full)))
+    with pytest.raises(OSError, match="No space left"):
+        write(path, made(step=31))
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# --- refused ---------------------------------------------------------------------------------------------------------
+
+
+class Payload:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.target}",)
+
+
+@pytest.mark.parametrize("where", ["alone", "pickle", "text", "tensor", "name"])
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_payload_is_refused_and_not_run(
+    tmp_path: Path, content: dict[str, Any], monkeypatch: pytest.MonkeyPatch, where: str, forced: bool
+) -> None:
+    if forced:  # what people set to get old files loaded
+        monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    target, path = tmp_path / "run", tmp_path / "a.pt"
+    payload = Payload(target)
+    if where == "pickle":
+        path.write_bytes(pickle.dumps(payload))
+    elif where == "alone":
+        torch.save(payload, path)
+    elif where == "text":
+        torch.save({**content, "text": payload}, path)
+    elif where == "tensor":
+        torch.save({**content, "weights": {**content["weights"], "stem.weight": payload}}, path)
+    else:
+        torch.save({**content, "weights": {**content["weights"], payload: torch.zeros(1)}}, path)
+    with pytest.raises(CheckpointError, match=r"a\.pt is not used: it is damaged, or no checkpoint of ddpm_lab"):
+        read(path)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("share", [0, 0.001, 0.1, 0.5, 0.9, 0.999])
+def test_a_truncated_file_is_refused(tmp_path: Path, share: float) -> None:
+    write(tmp_path / "a.pt", made())
+    whole = (tmp_path / "a.pt").read_bytes()
+    (tmp_path / "a.pt").write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(CheckpointError, match="is not used"):
+        read(tmp_path / "a.pt")
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    """Torch itself does not look: in a weight it would be another weight."""
+    write(tmp_path / "a.pt", made())
+    whole = bytearray((tmp_path / "a.pt").read_bytes())
+    first = read(tmp_path / "a.pt").weights["stem.weight"].contiguous().numpy().tobytes()
+    at = whole.find(first)
+    assert at > 0
+    whole[at + 1] ^= 1
+    (tmp_path / "a.pt").write_bytes(whole)
+    with pytest.raises(CheckpointError, match="its hash does not fit"):
+        read(tmp_path / "a.pt")
+
+
+class Odd(Tensor):
+    """A subclass of a tensor."""
+
+
+def _text(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda c: {**c, "text": json.dumps({**json.loads(c["text"]), **changes})}
+
+
+def _settings(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    def change(c: dict[str, Any]) -> dict[str, Any]:
+        values = json.loads(c["text"])
+        return {**c, "text": json.dumps({**values, "config": {**values["config"], **changes}})}
+
+    return change
+
+
+def _tensor(make: Callable[[Tensor], Any], section: str = "weights") -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda c: {**c, section: {**c[section], "stem.weight": make(c[section]["stem.weight"])}}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c: {**c, "more": 1}, "does not hold what a checkpoint holds"),
+        (lambda c: {k: v for k, v in c.items() if k != "averages"}, "does not hold what a checkpoint holds"),
+        (lambda _: [], "does not hold what a checkpoint holds"),
+        (lambda c: {**c, "text": "{"}, "no checkpoint"),
+        (lambda c: {**c, "text": "[" * 100_000}, "no checkpoint"),
+        (_text(format=2), "its format is 2"),
+        (_text(step=-1), "its step is -1"),
+        (_text(step=True), "its step is True"),
+        (_text(adam_steps=1e9), "its adam_steps is"),
+        (_text(scaler={"scale": 1.0}), "gradient scaling"),
+        (_text(scaler=[1]), "no checkpoint"),
+        (_settings(workload="os:system"), "name code or paths"),
+        (_settings(options={"checkpoint": "/etc/passwd"}), "name code or paths"),
+        (_settings(network="huge"), "network is 'huge'"),
+        (_settings(magic=1), "no setting 'magic'"),
+        (_settings(network="ddpm"), "its weights are not those of network 'ddpm'"),
+        (_tensor(lambda t: t[:1]), r"stem.weight \(weights\) has shape \(1, 12, 3, 3\), and network 'tiny' has"),
+        (_tensor(lambda t: t[:1, :1].expand(10**6, 10**6, 3, 3)), "has shape"),
+        (_tensor(lambda t: t[:1, :1, :1, :1].expand(t.shape)), "no plain tensor of float32"),
+        (_tensor(lambda t: t.double()), "no plain tensor of float32"),
+        (_tensor(lambda t: t.requires_grad_()), "no plain tensor of float32"),
+        (_tensor(lambda t: t.to_sparse()), "no checkpoint"),
+        (_tensor(nn.Parameter), "no plain tensor"),
+        (_tensor(lambda t: t.tolist()), "no plain tensor"),
+        (_tensor(lambda t: torch.full_like(t, float("inf")), "averages"), r"stem.weight \(averages\) is not finite"),
+        (_tensor(lambda t: t.to("meta")), "no plain tensor"),
+    ],
+)
+def test_what_is_no_checkpoint_is_refused(
+    tmp_path: Path, content: dict[str, Any], change: Callable[[dict[str, Any]], Any], words: str
+) -> None:
+    # A copy: some of the changes are made in place.
+    copied = torch.load(io.BytesIO(_bytes(content)), weights_only=True)
+    path = saved(tmp_path / "a.pt", change(copied))
+    with pytest.raises(CheckpointError, match=words) as caught:
+        read(path)
+    assert isinstance(caught.value, LabError)
+    assert "\n" not in str(caught.value)
+
+
+def _bytes(content: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+def test_compressed_content_is_refused(tmp_path: Path, content: dict[str, Any]) -> None:
+    """A few kilobytes could unpack to any size."""
+    with (
+        zipfile.ZipFile(io.BytesIO(_bytes(content))) as archive,
+        zipfile.ZipFile(tmp_path / "a.pt", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for name in archive.namelist():
+            packed.writestr(name, archive.read(name))
+    with pytest.raises(CheckpointError, match="compressed"):
+        read(tmp_path / "a.pt")
+
+
+def test_no_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="No such file"):
+        read(tmp_path / "none.pt")
+    with pytest.raises(CheckpointError, match="Is a directory"):
+        read(tmp_path)

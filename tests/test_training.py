@@ -1,0 +1,176 @@
+"""The trainer of a long run: stopped and continued it learns the same to the last bit, and saving never harms."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ddpm_lab.config import TRAINING, OptimizerConfig, RunConfig
+from ddpm_lab.data.packed import prepare
+from ddpm_lab.model import checkpoint as files
+from ddpm_lab.model.checkpoint import SECTIONS, Checkpoint, read
+from ddpm_lab.model.training import Training, training
+from ddpm_lab.workload import RankContext
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    folder = tmp_path_factory.mktemp("data") / "prepared"
+    manifest = prepare("synthetic", folder, image_size=8)
+    return RunConfig(
+        workload=TRAINING,
+        purpose="quality",
+        data=str(folder),
+        data_sha256=manifest.content_hash,
+        image_size=8,
+        global_batch_size=8,
+        optimizer=OptimizerConfig(ema_every=2),
+        seed=3,
+    )
+
+
+def start(config: RunConfig, checkpoint: Path | None = None, rank: int = 0) -> Training:
+    context = RankContext(rank=rank, world_size=config.world_size, device="cpu", threads=1, mark=lambda _: None)
+    options = (("checkpoint", str(checkpoint)),) if checkpoint else ()
+    return training(dataclasses.replace(config, options=options), context)
+
+
+def advance(trainer: Training, steps: int) -> list[float]:
+    return [float(trainer.step(batch)) for batch in itertools.islice(trainer.batches(), steps)]
+
+
+def equal(one: Checkpoint, two: Checkpoint) -> bool:
+    assert (one.step, one.adam_steps) == (two.step, two.adam_steps)
+    return all(
+        torch.equal(tensor, getattr(two, section)[name])
+        for section in SECTIONS
+        for name, tensor in getattr(one, section).items()
+    )
+
+
+SETTINGS: list[Any] = [
+    {},
+    {"precision": "bf16", "kernels": "fused"},
+    {"accumulation": 2, "channels_last": False},
+    {"optimizer": OptimizerConfig(adam="loop", ema="loop", ema_every=3, clip_norm=None)},
+    pytest.param(
+        {"network": "seed", "implementation": "plain", "channels_last": False, "global_batch_size": 2},
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_run_that_goes_on_learns_the_same_to_the_last_bit(
+    config: RunConfig, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    config = dataclasses.replace(config, **settings)
+    whole, first = start(config), start(config)
+    losses = advance(whole, 7)
+    assert advance(first, 3) == losses[:3]
+    assert first.save(path=str(tmp_path / "a.pt")) is None
+    assert equal(read(tmp_path / "a.pt"), first.state())
+    second = start(config, tmp_path / "a.pt")
+    assert equal(second.state(), first.state())
+    assert advance(second, 4) == losses[3:]
+    assert equal(second.state(), whole.state())
+
+
+def test_looking_in_between_changes_nothing(config: RunConfig, tmp_path: Path) -> None:
+    """Neither held-out losses nor samples nor saving draw from what training draws from."""
+    plain, watched = start(config), start(config)
+    advance(plain, 4)
+    advance(watched, 2)
+    watched.samples(path=str(tmp_path / "a.png"), count=2, steps=2)
+    watched.held_out_loss(draws=20)
+    watched.save(path=str(tmp_path / "a.pt"))
+    advance(watched, 2)
+    assert equal(plain.state(), watched.state())
+
+
+@pytest.mark.slow
+def test_another_implementation_goes_on_from_the_same_weights(config: RunConfig, tmp_path: Path) -> None:
+    config = dataclasses.replace(config, network="seed", global_batch_size=2)
+    lab = start(config)
+    advance(lab, 2)
+    lab.save(path=str(tmp_path / "a.pt"))
+    plain = start(dataclasses.replace(config, implementation="plain", channels_last=False), tmp_path / "a.pt")
+    assert equal(plain.state(), lab.state())
+    assert advance(plain, 2) == pytest.approx(advance(lab, 2), rel=1e-4)
+
+
+def test_a_checkpoint_before_the_first_step_of_adam(config: RunConfig, tmp_path: Path) -> None:
+    """As gradient scaling leaves it, where the first gradients overflow."""
+    first = start(config)
+    assert first.save(path=str(tmp_path / "a.pt")) is None
+    second = start(config, tmp_path / "a.pt")
+    assert advance(second, 3) == advance(first, 3)
+    assert equal(second.state(), first.state())
+
+
+def test_the_state_of_gradient_scaling_goes_on(config: RunConfig, tmp_path: Path) -> None:
+    trainer = start(config)
+    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    advance(trainer, 3)
+    trainer.save(path=str(tmp_path / "a.pt"))
+    state = read(tmp_path / "a.pt").scaler
+    assert state == trainer.scaler.state_dict()
+    assert state["scale"] == 2048.0
+    other = start(config)
+    other.scaler = torch.amp.GradScaler("cpu")
+    other._restore(read(tmp_path / "a.pt"))
+    assert other.scaler.state_dict() == state
+
+
+def test_weights_that_are_not_finite_are_not_saved(config: RunConfig, tmp_path: Path) -> None:
+    trainer = start(config)
+    advance(trainer, 1)
+    trainer.save(path=str(tmp_path / "a.pt"))
+    before = (tmp_path / "a.pt").read_bytes()
+    with torch.no_grad():
+        trainer.parameters[0].view(-1)[0] = math.nan
+    problem = trainer.save(path=str(tmp_path / "a.pt"))
+    assert problem is not None
+    assert "time.0.weight (weights) is no longer finite at step 1" in problem
+    assert (tmp_path / "a.pt").read_bytes() == before
+
+
+def test_a_full_disk_is_a_sentence(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = start(config)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(Image.Image, "save", full)
+    expected = "cannot write {}: No space left on device"
+    for call in (trainer.save, lambda path: trainer.samples(path=path, count=1, steps=1)):
+        assert call(path=str(tmp_path / "a")) == expected.format(tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_samples_are_those_of_the_averaged_weights_from_the_same_noise(config: RunConfig, tmp_path: Path) -> None:
+    trainer = start(config)
+    trainer.samples(path=str(tmp_path / "a.png"), count=4, steps=3)
+    advance(trainer, 1)  # before the first averaging
+    trainer.samples(path=str(tmp_path / "b.png"), count=4, steps=3)
+    one, two = (np.asarray(Image.open(tmp_path / name)) for name in ("a.png", "b.png"))
+    assert one.shape == (2 * 8 + 2, 2 * 8 + 2, 3)
+    assert (one == two).all()
+
+
+def test_only_rank_0_writes_and_evaluates(config: RunConfig, tmp_path: Path) -> None:
+    trainer = start(config, rank=1) if config.world_size > 1 else start(config)
+    trainer.context = dataclasses.replace(trainer.context, rank=1)
+    assert trainer.save(path=str(tmp_path / "a.pt")) is None
+    assert trainer.samples(path=str(tmp_path / "a.png"), count=1, steps=1) is None
+    assert trainer.held_out_loss(draws=10) is None
+    assert list(tmp_path.iterdir()) == []
