@@ -266,8 +266,10 @@ def test_two_ranks_are_as_expected_and_without_exchange_they_are_not(
 ) -> None:
     """Each rank computes its half, and rank 0 the whole."""
     config = dataclasses.replace(config, world_size=2, accumulation=accumulation, oversubscribe=True)
-    found = verdict(check_gradients(config, instrument))
-    assert found.as_expected, found.sentence
+    together = check_gradients(config, instrument)
+    assert together["worst"]["ranks_error"] == 0
+    assert verdict(together).as_expected, verdict(together).sentence
     alone = check_gradients(dataclasses.replace(config, exchange=ExchangeConfig(enabled=False)), instrument)
     assert not verdict(alone).as_expected
     assert alone["worst"]["gradient_error"] > 0.1
+    assert "the gradients of two ranks differ" in verdict(alone).sentence

@@ -24,6 +24,7 @@ def step(
         "loss": 0.8,
         "reference_loss": 0.8,
         "loss_error": loss,
+        "ranks_error": 0.0 if judged else None,
         "skipped": skipped,
         "gradient_error": gradient if judged else None,
         "cosine": 1.0 if judged else None,
@@ -75,6 +76,15 @@ def test_a_flipped_sign_is_excused_in_one_step_of_an_l1_loss_alone() -> None:
     assert "in most steps" in often.sentence
     assert not verdict(answer(sound, step(2 * FLIPS.gradient), sound, loss="l1")).as_expected
     assert not verdict(answer(sound, step(loss=1e-4), sound, loss="l1")).as_expected, "a sign does not jump the loss"
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_ranks_with_different_gradients_are_found_in_every_precision(precision: str) -> None:
+    """However little: over a large batch the halves' gradients are near to the whole's."""
+    apart = verdict(answer(step(), step(ranks_error=1e-3), precision=precision))
+    assert not apart.as_expected
+    assert "two ranks differ by 0.1 %" in apart.sentence
+    assert not verdict(answer(step(ranks_error=None))).as_expected
 
 
 def test_what_is_wrong_says_how() -> None:

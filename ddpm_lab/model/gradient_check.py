@@ -58,9 +58,10 @@ class GradientCheck(Trainer):
 
         Returns:
             ``precision`` and ``loss`` of the configuration; ``steps``, a list of what ``compared`` returns with
-            ``step``, ``loss``, ``reference_loss``, ``loss_error`` (relative) and ``skipped`` (by the gradient scaler;
-            what is computed from the gradient is then None); ``worst``, the worst of these over all steps, with
-            ``nonfinite`` and ``skipped`` added up.
+            ``step``, ``loss``, ``reference_loss``, ``loss_error`` (relative), ``ranks_error`` (the L2 norm of the
+            difference between a rank's gradient and rank 0's over that of rank 0's, of the rank where it is largest)
+            and ``skipped`` (by the gradient scaler; what is computed from the gradient is then None); ``worst``, the
+            worst of these over all steps, with ``nonfinite`` and ``skipped`` added up.
         """
         exact = self._exact() if self.context.rank == 0 else None
         answer = []
@@ -68,17 +69,18 @@ class GradientCheck(Trainer):
             reference_loss, reference = math.nan, dict[str, Tensor]()
             if exact is not None:
                 reference_loss, reference = self._reference(exact, next(exact.batches()))
-                self.gradient = []
+            self.gradient = []
             scale = self.scaler.get_scale() if self.scaler else 1.0
             loss = self._over_ranks(self.step(batch))
             skipped = self.scaler is not None and self.scaler.get_scale() < scale
+            gradient = None if skipped else self.gradient
+            ranks_error = self._between_ranks()
             if exact is not None:
-                assert self.gradient is not None
-                gradient = None if skipped else self.gradient
                 answer.append(
                     {
                         "step": batch.step,
                         **_losses(loss, reference_loss),
+                        "ranks_error": None if skipped else ranks_error,
                         "skipped": skipped,
                         **compared(gradient, reference),
                     }
@@ -123,6 +125,21 @@ class GradientCheck(Trainer):
         allow_tf32(self.config.precision == "tf32")
         named = exact.network.named_parameters()
         return float(loss.detach()), {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
+
+    def _between_ranks(self) -> float | None:
+        """How far a rank's gradient is from rank 0's, where it is farthest; None where one is no number.
+
+        Every rank has to ask, also one that has skipped its step: without exchange others may not have.
+        """
+        if self.context.world_size == 1:
+            return 0.0
+        mine = torch.cat([g.reshape(-1) for g in self.gradient or [torch.zeros_like(p) for p in self.parameters]])
+        first = mine.clone()
+        dist.broadcast(first, src=0)
+        error = (mine - first).double().norm() / first.double().norm().clamp(min=1e-300)
+        error = torch.where(error.isfinite(), error, torch.inf)
+        dist.all_reduce(error, dist.ReduceOp.MAX)
+        return float(error) if error.isfinite() else None
 
     def _over_ranks(self, loss: Tensor) -> float:
         """The mean of ``loss`` over ranks, which every rank has to ask for."""
@@ -201,6 +218,7 @@ def worst(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "loss_error": max(numbers("loss_error"), default=None),
         "gradient_error": max(numbers("gradient_error"), default=None),
+        "ranks_error": max(numbers("ranks_error"), default=None),
         "cosine": min(numbers("cosine"), default=None),
         "worst_layer": max(layers, key=operator.itemgetter("error"), default=None),
         "nonfinite": sum(s["nonfinite"] for s in steps) + sum(s["loss"] is None for s in steps),
