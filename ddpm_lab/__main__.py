@@ -62,8 +62,8 @@ def _parser() -> argparse.ArgumentParser:
         "experiments",
         nargs="+",
         metavar="EXPERIMENT",
-        help="profile, multi_gpu, amp, workers, torch_compile, batch_size (the largest batch that fits) or peers "
-        "(this trainer beside others, and the limits of the machine)",
+        help="profile, multi_gpu, amp, workers, torch_compile, batch_size (the largest batch that fits), peers "
+        "(this trainer beside others, and the limits of the machine) or quality (what each setting costs in loss)",
     )
     _common_options(run)
     _data_options(run)
@@ -74,6 +74,9 @@ def _parser() -> argparse.ArgumentParser:
         "--parts", help="peers: some of peers,fp32,sampling,limits,levers,exchange (default: the first four; full: all)"
     )
     run.add_argument("--trainers", help="peers: names of other trainers, with commas between (default: all)")
+    run.add_argument("--candidates", help="quality: settings to try, with commas between (default: the preset's)")
+    run.add_argument("--seeds", type=int, help="quality: runs of each configuration (default: 2, 4 or 8)")
+    run.add_argument("--images", type=int, help="quality: images that a run trains on")
     run.add_argument("--image-size", type=int, default=32, help="side of the images in pixels (default: 32)")
     run.add_argument("--sets", type=int, help="sets per comparison (default: the preset's)")
     _resolution(run, "(default: the planned number of sets)")

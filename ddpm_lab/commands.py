@@ -55,18 +55,21 @@ def prepare(options: argparse.Namespace) -> int:
     return 0
 
 
+_TRIALS = (("seeds", "quality"), ("images", "quality"))
+
+
 def _grid(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """What --mode and --batch-size mean for an experiment."""
     from ddpm_lab.measure import hardware  # noqa: PLC0415
 
     grid: dict[str, Any] = {}
-    for option in ("parts", "trainers"):
-        if (text := getattr(options, option)) is not None:
-            if name != "peers":
-                raise ConfigError(f"--{option}: the experiment {name} has none; only peers takes it")
-            grid[option] = [word.strip() for word in text.split(",")]
-    if options.mode and name == "peers":
-        raise ConfigError("--mode: the experiment peers compares trainers on one rank; leave it out")
+    for option, owner in (("parts", "peers"), ("trainers", "peers"), ("candidates", "quality"), *_TRIALS):
+        if (given := getattr(options, option)) is not None:
+            if name != owner:
+                raise ConfigError(f"--{option}: the experiment {name} has none; only {owner} takes it")
+            grid[option] = [word.strip() for word in given.split(",")] if isinstance(given, str) else given
+    if options.mode and name in ("peers", "quality"):
+        raise ConfigError(f"--mode: the experiment {name} chooses its ranks itself; leave it out")
     if options.batch_size is not None and name == "batch_size":
         raise ConfigError("--batch-size: the experiment batch_size varies it; leave it out")
     if options.batch_size is not None:

@@ -26,11 +26,11 @@ def quality(
     global_batch_size: int | None = None,
     images: int | None = None,
     seeds: int | None = None,
-    settings: Sequence[str] | None = None,
+    candidates: Sequence[str] | None = None,
 ) -> Experiment:
     """What does each setting cost in quality, and what does it gain in speed? fp32, eager, one rank is the baseline.
 
-    ``images`` are those that one run trains on, ``seeds`` the runs of each configuration; ``settings`` are names of
+    ``images`` are those that one run trains on, ``seeds`` the runs of each configuration; ``candidates`` are names of
     ``settings_of``, and None is the preset's choice. The average of the weights is moved at every step: runs are short.
     """
     cuda = setup.device == "cuda"
@@ -41,11 +41,13 @@ def quality(
     whole("images", amount, batch)
     base = setup.config(global_batch_size=batch, optimizer=OptimizerConfig(ema_every=1))
     known = settings_of(base, setup)
-    if settings is not None:
-        several("settings", settings)
-        for name in settings:
-            choice("settings", name, known)
-    asked = [n for n in known if (n in settings if settings is not None else setup.preset != "smoke" or n in _SMOKE)]
+    if candidates is not None:
+        several("candidates", candidates)
+        for name in candidates:
+            choice("candidates", name, known)
+    asked = [
+        n for n in known if (n in candidates if candidates is not None else setup.preset != "smoke" or n in _SMOKE)
+    ]
     rows = tuple((name, known[name]) for name in asked)
     family = Family(name=setup.family_name(batch), baseline=base, baseline_label="fp32", candidates=rows)
     options = {"images": amount, "draws": _DRAWS[setup.preset]}
@@ -68,10 +70,10 @@ def settings_of(base: RunConfig, setup: Setup) -> dict[str, RunConfig]:
         changes |= {
             "tf32": {"precision": "tf32"},
             "fp16": {"precision": "fp16"},
-            "bf16, compiled": {"precision": "bf16", "compile": "whole"},
+            "bf16 compiled": {"precision": "bf16", "compile": "whole"},
         }
     else:
-        changes |= {"bf16, joined kernels": {"precision": "bf16", "kernels": "fused"}}
+        changes |= {"bf16 with joined kernels": {"precision": "bf16", "kernels": "fused"}}
     changes |= {"compiled": {"compile": "whole"}, f"batch {2 * batch}": {"global_batch_size": 2 * batch}}
     if setup.most_ranks > 1 and batch % 2 == 0:
         changes["2 GPUs" if setup.device == "cuda" else "2 ranks"] = {"world_size": 2}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import TRAINING, RunConfig
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import Plan
 from ddpm_lab.record import Environment, Machine, RankRecord, RunRecord, Window
@@ -236,6 +236,57 @@ def time_budget(*ranks: Mapping[str, float], residual: float = 0.0, **window: An
     assert made.profile is not None
     made.profile["budget"] = {"steps": 120, "rounds": 6, "others_cores": 0.0, "ranks": found}
     return made
+
+
+def trials(
+    candidates: Mapping[str, tuple[RunConfig, float]],
+    *,
+    baseline: RunConfig | None = None,
+    seeds: int = 8,
+    images: int = 8_000,
+    seed_noise: float = 0.002,
+    pair_noise: float = 0.0002,
+    gain: float = 0.01,
+    **values: Any,
+) -> list[RunRecord]:
+    """Trials of a baseline and of candidates (label -> configuration, planted difference of the final loss).
+
+    ``seed_noise`` is the spread between seeds that a pair shares, ``pair_noise`` that of its difference; ``gain`` is
+    what the last 5 % of the images are worth.
+    """
+    base = baseline or RunConfig()
+    rng = np.random.default_rng(7)
+    found = []
+    for seed in range(seeds):
+        shared = seed_noise * rng.standard_normal()
+        for label, (config, worse) in {"fp32": (base, 0.0), **candidates}.items():
+            end = 0.45 + shared + (worse + pair_noise * rng.standard_normal() if config != base else 0.0)
+            looks = [(share, end + gain * (1 - share) / 0.05) for share in (0.0, 0.5, 0.9, 0.95, 1.0)]
+            held_out = [
+                {"images": round(share * images), "step": 0, "loss": loss, "by_time": [loss] * 10}
+                for share, loss in looks
+            ]
+            options = (("images", images), ("draws", 64))
+            found.append(
+                record(
+                    replace(config, purpose="quality", workload=TRAINING, seed=seed, options=options),
+                    **{
+                        "experiment": "quality",
+                        "role": "quality",
+                        "label": label,
+                        "baseline_id": base.run_id,
+                        "quality": {
+                            "steps": images // config.global_batch_size,
+                            "losses": [],
+                            "held_out": held_out,
+                            "weights_sha256": f"{label}-{seed}",
+                            "trainer": "code-1",
+                        },
+                        **values,
+                    },
+                )
+            )
+    return found
 
 
 def study(records: Sequence[RunRecord], experiment: str | None = None) -> Study:

@@ -168,6 +168,14 @@ def machine() -> Study:
     return replace(found, records=tuple(make.with_state(found.records, **make.GPU_STATE)))
 
 
+def trained(seeds: int) -> Study:
+    micro, large = RunConfig(accumulation=2), RunConfig(global_batch_size=64)
+    speeds = {"bf16": (BF16, 1.6), "2 micro-batches of a long name": (micro, 0.6), "batch 64": (large, 1.2)}
+    losses = {"bf16": (BF16, 0.0), "2 micro-batches of a long name": (micro, 0.001), "batch 64": (large, 0.05)}
+    timed = make.study(make.sets(speeds, experiment="quality"), "quality")
+    return replace(timed, trials=tuple(make.trials(losses, seeds=seeds)))
+
+
 STUDIES: dict[str, Callable[[], Study]] = {
     "resolved": amp,
     "one set": lambda: amp(count=1, turns=2),
@@ -194,6 +202,8 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "batch sizes, searched only": lambda: batches(0),
     "profile": lambda: make.study([make.profile(RunConfig(purpose="profile"))]),
     "recommendation": lambda: make.study([*amp().records, *compiled(1.2).records], "recommendation"),
+    "quality": lambda: trained(8),
+    "quality, few seeds": lambda: trained(2),
     "nothing": lambda: replace(amp(), records=()),
 }
 

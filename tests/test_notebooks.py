@@ -22,6 +22,7 @@ CALLS = {
     "05_torch_compile": "torch_compile",
     "06_recommendation": None,
     "07_peers": "peers",
+    "08_quality": "quality",
 }
 FORM = ["markdown", "code", "code", "code", "code", "code", "code", "markdown", "code", "markdown"]
 SHOWN = {4: "show.figure(study)", 5: "show.table(study)", 6: "show.finding(study)", 8: "show.more(study)"}

@@ -360,13 +360,14 @@ def test_the_whole_smoke_report_on_synthetic_images(tmp_path: Path) -> None:
     result = report.report(preset="smoke", output_dir=tmp_path, progress=lines.append)
     assert result.exit_code == 0, "\n".join(lines)
     findings = {page.name: page.finding for page in result.pages}
-    assert len(findings) == 7
+    assert len(findings) == 8
     for name in ("02_multi_gpu", "03_amp", "04_workers"):
         # One set never gives a verdict.
         assert findings[name]["status"] == "not resolved"
         assert findings[name]["sets"] == 1
     assert findings["01_profile"]["status"] == "answered"
-    assert findings["07_peers"]["published"], "it takes too long to be measured here"
+    for name in ("07_peers", "08_quality"):
+        assert findings[name]["published"], "it takes too long to be measured here"
     here = [finding for finding in findings.values() if not finding["published"]]
     assert len({finding["code_version"] for finding in here}) == 1
     ledger = [json.loads(line) for line in (tmp_path / "trace_output" / "ledger.jsonl").read_text().splitlines()]

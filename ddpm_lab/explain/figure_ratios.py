@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from ddpm_lab.explain import figure_style as fs
-from ddpm_lab.explain import phrases, stats
+from ddpm_lab.explain import phrases, sentences, stats
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, comparisons
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
@@ -106,7 +106,8 @@ def _note(study: Study, panels: Sequence[Sequence[Row]]) -> str:
     text += "Faint dots: single sets. " if some else ""
     if twins and some:
         text += "Grey band: the baseline measured against itself. "
-    text += "Quality: not measured."
+    said = sentences.quality([row for rows in panels for row in rows])
+    text += f"{said[0].upper()}{said[1:]}."
     hidden = {r.label for r in study.records if r.mechanism_only and r.role != "twin"}
     if hidden:
         text += f" Not shown: {phrases.joined(sorted(hidden))} ({MECHANISM_ONLY})."

@@ -284,10 +284,9 @@ def _recommendation(study: Study) -> Finding:
             f" Against its own baseline {best['baseline_label']} it reads {phrases.ratio(best)} "
             f"({phrases.evidence(best)}): {phrases.status(best['verdict'])}."
         )
-    text += (
-        f" Quality is not measured yet, so this is no recommendation at equal quality.{machine_state.busy(study)}"
-        f" Measured on {study.hardware}, {study.date}."
-    )
+    text += f" Quality: {best['quality']}"
+    text += ", so this is no recommendation at equal quality." if best["quality"] == QUALITY else "."
+    text += f"{machine_state.busy(study)} Measured on {study.hardware}, {study.date}."
     resolved = best["verdict"] == stats.FASTER
     return _about(study, best, short, text, ANSWERED if resolved else stats.NOT_RESOLVED)
 

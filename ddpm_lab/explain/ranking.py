@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpm_lab.config import DDPM
-from ddpm_lab.explain import stats
+from ddpm_lab.explain import quality, stats
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.record import RunRecord
@@ -17,8 +17,8 @@ from ddpm_lab.record import RunRecord
 class Group:
     """Configurations that did equal work (network, image size, data, global batch), fastest first.
 
-    ``rows`` are rows of ``frames.comparisons``: one for each configuration, of the experiment that measured it in most
-    sets.
+    ``rows`` are rows of ``comparisons``: one for each configuration, of the experiment that measured it in most sets,
+    and none for what is known to be worse in quality.
     """
 
     name: str
@@ -34,8 +34,10 @@ def groups(study: Study) -> list[Group]:
     for row in comparisons(study).to_dict("records"):
         # Only the lab's own training step does the work that the names of settings stand for.
         counts = row["sets"] and row["role"] in ("baseline", "candidate") and row["config"].workload == DDPM
-        counts = counts and row["experiment"] != "peers"  # other losses, and other implementations of the same step
-        if not counts or row["verdict"] == stats.NOT_TRUSTED:
+        # Those have other losses, implementations of the same step, or another average of the weights.
+        counts = counts and row["experiment"] not in ("peers", "quality")
+        worse = row["equivalence"] is not None and row["equivalence"].verdict == quality.WORSE
+        if not counts or worse or row["verdict"] == stats.NOT_TRUSTED:
             continue
         work = _work(data[row["run_id"]])
         experiments[work].add(row["experiment"])

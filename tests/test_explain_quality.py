@@ -1,0 +1,158 @@
+"""Verdicts on quality: right by simulation, paired by seed, silent where there is too little."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import records as make
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats as scipy_stats
+
+from ddpm_lab.config import DDPM, RunConfig
+from ddpm_lab.explain import quality
+from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.quality import IDENTICAL, NOT_ENOUGH, NOT_MEASURED, NOT_WORSE, WORSE, Trials, equivalence
+from ddpm_lab.record import RunRecord
+
+BASE, BF16 = RunConfig(), RunConfig(precision="bf16")
+losses = st.floats(-1, 1).map(lambda v: round(v, 3))
+
+
+def judged(records: list[RunRecord], candidate: RunConfig = BF16, code: str = "code-1") -> quality.Equivalence:
+    return Trials(records).verdict(BASE, candidate, code)
+
+
+@given(st.lists(losses, min_size=5, max_size=20), st.floats(0.001, 1))
+def test_the_interval_is_students_and_the_verdict_follows_from_it(values: list[float], margin: float) -> None:
+    found = equivalence(values, margin)
+    if len(set(values)) > 1:
+        low, high = scipy_stats.t.interval(0.90, len(values) - 1, loc=np.mean(values), scale=scipy_stats.sem(values))
+        assert [found.low, found.high] == pytest.approx([low, high])
+    expected = NOT_WORSE if found.high < margin else WORSE if found.low > 0 else NOT_ENOUGH
+    assert found.verdict == expected
+
+
+@given(st.lists(losses, min_size=2, max_size=12), st.floats(0.001, 1))
+def test_the_seeds_that_would_do_are_the_fewest(values: list[float], margin: float) -> None:
+    found = equivalence(values, margin)
+    mean, spread = float(np.mean(values)), float(np.std(values, ddof=1))
+
+    def upper(n: int) -> float:
+        return mean + float(scipy_stats.t.ppf(0.95, n - 1)) * spread / math.sqrt(n)
+
+    if found.seeds_needed is None:
+        assert found.verdict != NOT_ENOUGH or mean >= margin or upper(1000) >= margin
+    else:
+        assert upper(found.seeds_needed) < margin
+        assert found.seeds_needed == max(len(values) + 1, 5) or upper(found.seeds_needed - 1) >= margin
+
+
+def test_a_baseline_with_other_seeds_is_not_worse_at_two_standard_deviations() -> None:
+    rng = np.random.default_rng(1)
+    verdicts = Counter(equivalence(rng.standard_normal(10) - rng.standard_normal(10), 2.0).verdict for _ in range(500))
+    assert verdicts[NOT_WORSE] > 0.9 * 500
+    assert verdicts[WORSE] < 0.02 * 500
+
+
+@pytest.mark.parametrize(("true", "wrong", "most"), [(1.0, NOT_WORSE, 0.065), (0.0, WORSE, 0.065)])
+def test_a_wrong_verdict_is_rare_at_the_edge(true: float, wrong: str, most: float) -> None:
+    """A difference of the margin itself is called not worse in 5 %; no difference is called worse in at most that."""
+    rng = np.random.default_rng(2)
+    found = [equivalence(true + rng.standard_normal(8), 1.0).verdict for _ in range(2000)]
+    assert found.count(wrong) < most * 2000
+
+
+def test_a_planted_difference_is_found_and_none_is_not() -> None:
+    planted = make.trials({"bf16": (BF16, 0.0), "batch 64": (RunConfig(global_batch_size=64), 0.02)})
+    assert judged(planted).verdict == NOT_WORSE
+    worse = judged(planted, RunConfig(global_batch_size=64))
+    assert worse.verdict == WORSE
+    assert worse.low < 0.02 < worse.high
+    assert worse.seeds == 8
+
+
+def test_the_margin_is_the_smaller_of_spread_and_last_gain() -> None:
+    assert quality.margin_of([1.0, 1.2], [1.5, 1.7]) == pytest.approx(2 * np.std([1.0, 1.2], ddof=1))
+    assert quality.margin_of([1.0, 1.2], [1.01, 1.21]) == pytest.approx(0.01)
+    assert quality.margin_of([1.0, 1.2], [0.9, 1.1]) == 0, "a baseline that gets worse leaves no room"
+    assert math.isnan(quality.margin_of([1.0], [1.1]))
+
+
+def test_few_seeds_say_nothing_and_tell_how_many_would() -> None:
+    found = judged(make.trials({"bf16": (BF16, 0.0)}, seeds=4))
+    assert found.verdict == NOT_ENOUGH
+    assert found.seeds_needed == 5
+    assert quality.sentence(found) == "not enough data (4 seeds, 5 would do)"
+    assert judged(make.trials({"bf16": (BF16, 0.0)}, seeds=1)).verdict == NOT_ENOUGH
+
+
+def test_pairs_share_a_seed() -> None:
+    """The seeds' own spread is ten times the margin: unpaired, nothing could be said."""
+    records = make.trials({"bf16": (BF16, 0.0)}, seed_noise=0.1)
+    assert judged(records).verdict == NOT_WORSE
+    lost = [r for r in records if not (r.label == "fp32" and r.config.seed < 3)]
+    assert judged(lost).seeds == 5
+
+
+def test_a_run_that_diverged_is_worse() -> None:
+    records = make.trials({"bf16": (BF16, 0.0)})
+    records[1] = replace(records[1], status="diverged", quality=None)
+    assert judged(records).verdict == WORSE
+    assert quality.sentence(judged(records)) == "worse (diverged with seed 0)"
+
+
+def test_a_crash_is_no_verdict() -> None:
+    records = [
+        replace(r, status="crashed", quality=None) if r.label == "bf16" else r
+        for r in make.trials({"bf16": (BF16, 0.0)})
+    ]
+    assert judged(records).verdict == NOT_MEASURED
+
+
+def test_equal_weights_are_identical_whatever_the_seeds() -> None:
+    files = RunConfig(loader="files", loader_workers=1)
+    records = make.trials({"files": (files, 0.0)}, seeds=1)
+    same = [
+        replace(
+            r,
+            quality={**(r.quality or {}), "held_out": [], "weights_sha256": "same"},
+            config=replace(r.config, workload=DDPM),
+        )
+        for r in records
+    ]
+    assert judged(same, files).verdict == IDENTICAL
+    other = [same[0], replace(same[1], quality={**(same[1].quality or {}), "weights_sha256": "other"})]
+    assert judged(other, files).verdict == NOT_MEASURED, "other weights say nothing of better or worse"
+
+
+def test_only_the_same_code_speaks_and_the_longest_trials_count() -> None:
+    records = make.trials({"bf16": (BF16, 0.0)})
+    assert judged(records, code="code-2").verdict == NOT_MEASURED
+    longer = make.trials({"bf16": (BF16, 0.05)}, images=16_000)
+    assert judged([*records, *longer]).verdict == WORSE
+
+
+def test_trials_with_another_loader_speak_for_both() -> None:
+    files = {"loader": "files", "loader_workers": 2}
+    found = Trials(make.trials({"bf16": (BF16, 0.0)})).verdict(replace(BASE, **files), replace(BF16, **files), "code-1")  # type: ignore[arg-type]
+    assert found.verdict == NOT_WORSE
+
+
+def test_images_to_reach_a_loss_lie_on_the_line_between_looks() -> None:
+    (record, *_) = make.trials({}, seeds=1, seed_noise=0.0)
+    assert quality.images_to_reach(record, 0.45 + 0.01 * 0.075 / 0.05) == pytest.approx(0.925 * 8_000)
+    assert quality.images_to_reach(record, 0.1) == math.inf
+    assert quality.images_to_reach(record, 9.0) == 0
+
+
+def test_the_verdict_stands_beside_every_speed() -> None:
+    study = replace(make.study(make.sets({"bf16": (BF16, 1.6)})), trials=tuple(make.trials({"bf16": (BF16, 0.0)})))
+    row = comparisons(study).set_index("role").loc["candidate"]
+    assert row["quality"] == "not worse (8 seeds)"
+    without = comparisons(make.study(make.sets({"bf16": (BF16, 1.6)}))).set_index("role").loc["candidate"]
+    assert without["quality"] == "not measured"

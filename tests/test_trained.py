@@ -1,0 +1,71 @@
+"""The experiment quality in words and numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import records as make
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.explain import trained
+from ddpm_lab.explain.findings import finding, table
+from ddpm_lab.explain.frames import Study
+
+BF16, LARGE, MICRO = RunConfig(precision="bf16"), RunConfig(global_batch_size=64), RunConfig(accumulation=2)
+SPEEDS = {"bf16": (BF16, 1.6), "batch 64": (LARGE, 1.3), "2 micro-batches": (MICRO, 0.9)}
+LOSSES = {"bf16": (BF16, 0.0), "batch 64": (LARGE, 0.02), "2 micro-batches": (MICRO, 0.0)}
+
+
+def studied(seeds: int = 8) -> Study:
+    speeds = make.sets(SPEEDS, experiment="quality", family="tiny, batch 32")
+    return replace(make.study(speeds, "quality"), trials=tuple(make.trials(LOSSES, seeds=seeds)))
+
+
+def test_the_answer_is_the_fastest_that_is_not_worse() -> None:
+    found = finding(studied())
+    assert found.status == "answered"
+    assert found.headline.startswith("bf16 trains 1.6")
+    assert "is not worse, batch 64 is worse" in found.headline
+    assert "Worse: batch 64 (loss +0.02" in found.claim
+    assert "Not worse: bf16 (loss" in found.claim
+    assert "8 seeds" in found.claim
+    assert found.quality == "quality not worse (8 seeds)"
+
+
+def test_too_few_seeds_give_no_answer() -> None:
+    found = finding(studied(3))
+    assert found.status == "not enough data"
+    assert found.headline == "Not enough data for a verdict on 3 settings"
+
+
+def test_speeds_without_trials_are_speeds_alone() -> None:
+    assert finding(replace(studied(), trials=())).quality == "quality not measured"
+
+
+def test_the_front_holds_what_nothing_else_beats() -> None:
+    of = studied()
+    lead = trained.base(of)
+    assert lead is not None
+    front = [r["label"] for r in trained.front([lead, *trained.rows(of)])]
+    assert "bf16" in front
+    assert "batch 64" not in front, "slower than bf16 and worse"
+
+
+def test_time_to_a_loss_is_images_over_speed() -> None:
+    of = studied()
+    rows = {r["label"]: r for r in trained.rows(of)}
+    aim = trained.target(of)
+    assert aim == pytest.approx(0.45 + 0.01 * 0.1 / 0.05, abs=0.003)
+    seconds, low, high = trained.time_to(of, rows["bf16"], aim)
+    assert low < seconds < high
+    assert seconds == pytest.approx(0.9 * 8_000 / rows["bf16"]["images_per_second"], rel=0.05)
+    assert math.isnan(trained.time_to(of, rows["bf16"], 0.1)[0]), "no trial got there"
+
+
+def test_the_table_has_a_row_for_each_configuration() -> None:
+    frame = table(studied())
+    assert list(frame["Configuration"]) == ["fp32 (baseline)", "bf16", "batch 64", "2 micro-batches"]
+    assert list(frame["Seeds"]) == ["8"] * 4
+    assert frame["Quality"].iloc[2] == "worse (8 seeds)"
