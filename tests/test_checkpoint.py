@@ -27,7 +27,7 @@ CONFIG = RunConfig(workload=TRAINING, purpose="quality", optimizer=OptimizerConf
 def made(config: RunConfig = CONFIG, step: int = 30) -> Checkpoint:
     """A checkpoint with random tensors."""
     generator = torch.Generator().manual_seed(step)
-    sections = {
+    sections: dict[str, Any] = {
         section: {
             name: torch.randn(p.shape, generator=generator) for name, p in empty_network(config).named_parameters()
         }

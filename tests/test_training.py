@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from PIL import Image
 
 from ddpm_lab.config import TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.data.packed import prepare
-from ddpm_lab.model import checkpoint as files
 from ddpm_lab.model.checkpoint import SECTIONS, Checkpoint, read
 from ddpm_lab.model.training import Training, training
 from ddpm_lab.workload import RankContext
@@ -149,7 +149,7 @@ def test_a_full_disk_is_a_sentence(config: RunConfig, tmp_path: Path, monkeypatc
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     monkeypatch.setattr(Image.Image, "save", full)
     expected = "cannot write {}: No space left on device"
     for call in (trainer.save, lambda path: trainer.samples(path=path, count=1, steps=1)):

@@ -1,0 +1,32 @@
+"""Signals: the first is noted where a run can come to an end, every other ends it."""
+
+import os
+import signal
+
+import pytest
+
+from ddpm_lab.stopping import Stop, Stopped, signal_name
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_is_noted_and_the_second_ends(number: int) -> None:
+    before = signal.getsignal(number)
+    with Stop() as stop:
+        stop.gentle = True
+        os.kill(os.getpid(), number)
+        assert stop.number == number
+        with pytest.raises(Stopped) as caught:
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert caught.value.number == signal.SIGTERM
+    assert signal.getsignal(number) == before
+
+
+def test_a_signal_before_there_is_anything_to_save_ends_at_once() -> None:
+    with pytest.raises(Stopped) as caught, Stop():
+        os.kill(os.getpid(), signal.SIGINT)
+    assert caught.value.number == signal.SIGINT
+    assert not isinstance(caught.value, Exception), "no handler of errors may swallow it"
+
+
+def test_names() -> None:
+    assert [signal_name(n) for n in (2, 15)] == ["SIGINT", "SIGTERM"]

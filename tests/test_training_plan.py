@@ -1,0 +1,117 @@
+"""From a file and the command line to a run: what wins, what is usual, and what is refused before a rank starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import TRAINING, RunConfig
+from ddpm_lab.data.packed import prepare
+from ddpm_lab.measure import hardware
+from ddpm_lab.run_folder import RunFolder
+from ddpm_lab.training_plan import plan_training
+from ddpm_lab.training_run import Schedule
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "prepared"
+    prepare("synthetic", folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cores and no GPU."""
+    monkeypatch.setattr(hardware, "gpus", lambda: ())
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
+
+
+def plan(
+    data: Path, text: str = "", schedule: dict[str, Any] | None = None, **flags: Any
+) -> tuple[RunConfig, Schedule]:
+    file = data.parent / "settings.toml"
+    file.write_text(text)
+    given = {name.replace("__", "."): value for name, value in flags.items()}
+    times = {"steps": 10} if schedule is None else schedule
+    return plan_training({"data": str(data), **given}, times, file=file if text else None, cache=data.parent)
+
+
+def test_without_settings_the_trainers_own(data: Path) -> None:
+    config, schedule = plan(data)
+    assert (config.workload, config.device, config.network, config.global_batch_size) == (TRAINING, "cpu", "tiny", 32)
+    assert (config.precision, config.kernels, config.loader) == ("bf16", "fused", "packed")
+    assert len(config.data_sha256) == 64
+    assert schedule == Schedule(steps=10)
+
+
+def test_the_command_line_wins_over_the_file(data: Path) -> None:
+    text = """
+seed = 4
+precision = "fp32"
+[optimizer]
+learning_rate = 1e-3
+clip_norm = "none"
+[train]
+steps = 99
+save_every = 7
+"""
+    config, schedule = plan(data, text, schedule={"steps": 5}, precision="bf16", optimizer__learning_rate=2e-3)
+    assert (config.seed, config.precision) == (4, "bf16")
+    assert (config.optimizer.learning_rate, config.optimizer.clip_norm) == (2e-3, None)
+    assert schedule == Schedule(steps=5, save_every=7)
+
+
+@pytest.mark.parametrize("flags", [{"compile": "whole"}, {"channels_last": False}])
+def test_joined_kernels_give_way_where_they_cannot_work(data: Path, flags: dict[str, Any]) -> None:
+    assert plan(data, **flags)[0].kernels == "aten"
+
+
+def test_what_ran_can_be_run_again(data: Path, tmp_path: Path) -> None:
+    config, schedule = plan(data, seed=3)
+    with RunFolder(tmp_path) as run:
+        run.write_settings(config, {"steps": 10})
+    again = plan_training({}, {}, file=tmp_path / "config.toml", cache=tmp_path)
+    assert again == (config, schedule)
+
+
+@pytest.mark.parametrize(
+    ("text", "schedule", "flags", "words"),
+    [
+        ("", {}, {}, "how long to train is not given"),
+        ("", {"steps": 0}, {}, "steps is 0"),
+        ("", {"steps": 5, "keep": 0}, {}, "keep is 0"),
+        ("", None, {"world_size": 4}, "4 CPU ranks need 4 cores"),
+        ("", None, {"device": "cuda", "network": "tiny"}, "need 1 GPUs, this machine has 0"),
+        ("", None, {"device": "tpu"}, "device is 'tpu'"),
+        ("", None, {"precision": "fp16"}, "needs a CUDA device"),
+        ("", None, {"global_batch_size": 0}, "global_batch_size is 0"),
+        ("", None, {"global_batch_size": 7, "world_size": 2}, "cannot be shared by 2 ranks"),
+        ("", None, {"optimizer__learning_rate": -1.0}, "learning_rate is -1.0"),
+        ("magic = 1", None, {}, "no setting 'magic'"),
+        ("[train]\nmagic = 1", None, {}, "has no setting 'magic'"),
+        ("train = 3", None, {}, "train is 3: give a table"),
+        ("optimizer = 3", None, {"optimizer__learning_rate": 1.0}, "optimizer is 3: give a table"),
+        ("workload = 'os:system'", None, {}, "workload is not for a file"),
+        ("[options]\ncheckpoint = 'x'", None, {}, "options is not for a file"),
+        ("world_size = 2\n[exchange]\nenabled = false", None, {}, "train a network each"),
+    ],
+)
+def test_bad_settings_are_refused(
+    data: Path, text: str, schedule: dict[str, Any] | None, flags: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        plan(data, text, schedule, **flags)
+    assert "\n" not in str(caught.value)
+
+
+def test_other_images_than_the_file_names_are_refused(data: Path, tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text(f'data = "{data}"\ndata_sha256 = "{"0" * 64}"\n[train]\nsteps = 3\n')
+    with pytest.raises(ConfigError, match="are not those that data_sha256 names"):
+        plan_training({}, {}, file=file, cache=tmp_path)
+    config, _ = plan_training({"data": str(data)}, {}, file=file, cache=tmp_path)
+    assert config.data_sha256 != "0" * 64

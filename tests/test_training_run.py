@@ -1,0 +1,431 @@
+"""A training run: what is due when, going on, and every way to end; then real ranks and real kills."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_checkpoint import made
+
+from ddpm_lab import training_run
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import TRAINING, DiffusionConfig, OptimizerConfig, RunConfig
+from ddpm_lab.data.packed import prepare
+from ddpm_lab.measure.group import GroupFailed
+from ddpm_lab.measure.progress import Progress
+from ddpm_lab.model.checkpoint import SECTIONS, Checkpoint, read, write
+from ddpm_lab.run_folder import RunFailed, RunFolder, checkpoints_in
+from ddpm_lab.stopping import Stop
+from ddpm_lab.training_run import Outcome, Schedule, differences, train
+
+CONFIG = RunConfig(workload=TRAINING, purpose="quality", image_size=8, world_size=2, global_batch_size=8)
+
+
+class Ranks:
+    """What a group of ranks answers, without ranks; ``hook`` is asked before each of its calls."""
+
+    def __init__(self, hook: Callable[[str, int], Any] = lambda *_: None) -> None:
+        self.hook = hook
+        self.calls: list[tuple[str, int]] = []
+        self.step = 0
+
+    def __call__(self, config: RunConfig, **_: Any) -> Ranks:
+        self.config = dataclasses.replace(config, options=())
+        path = config.option("checkpoint", "")
+        self.step = read(Path(path)).step if path else 0
+        return self
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def advance(self, steps: int, limit: float) -> list[dict[str, Any]]:
+        assert limit >= 60
+        losses = [self._loss(self.step + i) for i in range(1, steps + 1)]
+        self.step += steps
+        self.calls.append(("advance", steps))
+        return [{"losses": losses, "seconds": 0.1 * steps}, {"losses": losses, "seconds": 0.2 * steps}]
+
+    def _loss(self, step: int) -> float:
+        planted = self.hook("loss", step)
+        return 1 / step if planted is None else float(planted)
+
+    def call(self, method: str, limit: float, **arguments: Any) -> list[Any]:
+        assert limit >= 60
+        self.calls.append((method, self.step))
+        if (planted := self.hook(method, self.step)) is not None:
+            return [planted, None]
+        if method == "save":
+            write(Path(arguments["path"]), made(self.config, self.step))
+        if method == "samples":
+            Path(arguments["path"]).touch()
+        return [{"loss": 0.5, "by_time": [0.5]} if method == "held_out_loss" else None, None]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ranks]:
+    """Put a stand-in in the place of the group."""
+
+    def use(hook: Callable[[str, int], Any] = lambda *_: None) -> Ranks:
+        group = Ranks(hook)
+        monkeypatch.setattr(training_run, "Group", group)
+        return group
+
+    return use
+
+
+def run(folder: Path, steps: int, *, config: RunConfig = CONFIG, stop: Stop | None = None, **times: int) -> Outcome:
+    return train(
+        config,
+        Schedule(steps=steps, **times),
+        folder,
+        threads=1,
+        stop=stop or Stop(),
+        progress=Progress("train", quiet=True),
+    )
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [int(path.stem.removeprefix("step-")) for path in reversed(checkpoints_in(folder / "checkpoints"))]
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+# --- what is done when -----------------------------------------------------------------------------------------------
+
+
+def test_chunks_last_a_second_and_end_where_something_is_due(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
+    group = ranks()
+    outcome = run(tmp_path, 29, save_every=10, sample_every=7, evaluate_every=0, keep=2)
+    done = [(name, value) for name, value in group.calls if name != "advance"]
+    assert done == [
+        *(("samples", 7), ("save", 10), ("samples", 14), ("save", 20), ("samples", 21), ("samples", 28)),
+        *(("save", 29), ("samples", 29)),
+    ]
+    assert max(steps for name, steps in group.calls if name == "advance") <= 5
+    assert [r["step"] for r in logged(tmp_path)] == list(range(1, 30))
+    assert steps_in(tmp_path) == [20, 29]
+    assert outcome.checkpoint == tmp_path / "checkpoints" / "step-00000029.pt"
+
+
+def test_held_out_losses_stand_in_the_row_of_their_step(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
+    ranks()
+    assert run(tmp_path, 12, evaluate_every=5, sample_every=0).held_out_loss == 0.5
+    assert [r["step"] for r in logged(tmp_path) if "held_out_loss" in r] == [5, 10, 12]
+
+
+def test_the_same_command_goes_on(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
+    def end(what: str, step: int) -> None:
+        if (what, step) == ("loss", 18):
+            raise KeyboardInterrupt
+
+    ranks(end)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, 30, save_every=7, sample_every=0, evaluate_every=0)
+    assert steps_in(tmp_path) == [7, 14]
+    group = ranks()
+    run(tmp_path, 30, save_every=7, sample_every=0, evaluate_every=0)
+    assert sum(steps for name, steps in group.calls if name == "advance") == 16
+    assert [r["step"] for r in logged(tmp_path)] == list(range(1, 31))
+    assert steps_in(tmp_path) == [21, 28, 30]
+    group = ranks()
+    assert run(tmp_path, 30).step == 30
+    assert group.calls == [], "there is nothing left to do"
+    run(tmp_path, 31, sample_every=0, evaluate_every=0)
+    assert len(logged(tmp_path)) == 31
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_stops_after_the_chunk(tmp_path: Path, ranks: Callable[..., Ranks], number: int) -> None:
+    with Stop() as stop:
+        ranks(lambda what, step: os.kill(os.getpid(), number) if (what, step) == ("loss", 3) else None)
+        outcome = run(tmp_path, 30, stop=stop)
+    assert stop.number == number
+    assert 3 <= outcome.step < 10
+    assert steps_in(tmp_path) == [outcome.step] == [read(outcome.checkpoint).step]
+    assert len(logged(tmp_path)) == outcome.step
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, ranks: Callable[..., Ranks], bad: float) -> None:
+    ranks(lambda what, step: bad if what == "loss" and step >= 13 else None)
+    words = r"the loss is no longer finite at step 13: .*the last good checkpoint is .*step-00000010\.pt"
+    with pytest.raises(RunFailed, match=words):
+        run(tmp_path, 30, save_every=5, sample_every=0, evaluate_every=0)
+    assert steps_in(tmp_path) == [5, 10]
+    assert [r["step"] for r in logged(tmp_path)] == list(range(1, 13))
+
+
+def test_a_held_out_loss_that_is_not_finite_ends_the_run(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
+    ranks(lambda what, _: {"loss": math.nan, "by_time": []} if what == "held_out_loss" else None)
+    with pytest.raises(RunFailed, match=r"the held-out loss is no longer finite at step 5: .*there is no checkpoint"):
+        run(tmp_path, 30, save_every=5, evaluate_every=5)
+
+
+@pytest.mark.parametrize("what", ["save", "samples"])
+def test_what_cannot_be_written_ends_the_run(tmp_path: Path, ranks: Callable[..., Ranks], what: str) -> None:
+    ranks(lambda method, step: "cannot write x: No space left on device" if (method, step) == (what, 10) else None)
+    last = {"save": 5, "samples": 10}[what]
+    words = rf"cannot write x: No space left on device; the last good checkpoint is .*step-{last:08d}\.pt"
+    with pytest.raises(RunFailed, match=words):
+        run(tmp_path, 30, save_every=5, sample_every=10, evaluate_every=0)
+    assert steps_in(tmp_path)[-1] == last
+
+
+def test_a_rank_that_fails_is_named(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
+    def fail(what: str, step: int) -> None:
+        if (what, step) == ("loss", 7):
+            raise GroupFailed("oom", "rank 1: OutOfMemoryError", "  the traceback\n")
+
+    ranks(fail)
+    with pytest.raises(RunFailed, match=r"the traceback\nrank 1: OutOfMemoryError; a smaller .*step-00000005"):
+        run(tmp_path, 30, save_every=5, sample_every=0, evaluate_every=0)
+
+
+def test_an_unreadable_checkpoint_is_set_aside(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
+    ranks()
+    run(tmp_path, 20, save_every=5, sample_every=0, evaluate_every=0)
+    newest = tmp_path / "checkpoints" / "step-00000020.pt"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    group = ranks()
+    run(tmp_path, 22, save_every=5, keep=1, sample_every=0, evaluate_every=0)
+    assert sum(steps for name, steps in group.calls if name == "advance") == 7, "from step 15"
+    assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == [
+        "step-00000020.pt.unreadable",
+        "step-00000022.pt",
+    ]
+
+
+def test_without_a_readable_checkpoint_nothing_is_begun_anew(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
+    ranks()
+    run(tmp_path, 10, save_every=5, sample_every=0, evaluate_every=0)
+    for path in checkpoints_in(tmp_path / "checkpoints"):
+        path.write_bytes(b"PK\x03\x04")
+    group = ranks()
+    with pytest.raises(ConfigError, match=r"no checkpoint in .* can be read: move them away"):
+        run(tmp_path, 20)
+    assert group.calls == []
+    assert len(logged(tmp_path)) == 10
+    assert steps_in(tmp_path) == [5, 10]
+
+
+LEARNS_OTHERWISE: list[tuple[dict[str, Any], str]] = [
+    ({"network": "ddpm"}, "network is 'ddpm', and was 'tiny'"),
+    ({"seed": 1}, "seed is 1, and was 0"),
+    ({"global_batch_size": 16}, "global_batch_size is 16, and was 8"),
+    ({"data_sha256": "ab"}, "data_sha256 is 'ab'"),
+    ({"image_size": 16}, "image_size is 16"),
+    ({"diffusion": DiffusionConfig(objective="v")}, r"diffusion\.objective is 'v', and was 'noise'"),
+    ({"optimizer": OptimizerConfig(learning_rate=1e-3)}, r"optimizer\.learning_rate is 0\.001, and was 0\.0002"),
+    ({"optimizer": OptimizerConfig(ema_every=1)}, r"optimizer\.ema_every is 1"),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), LEARNS_OTHERWISE)
+def test_a_run_that_learns_something_else_is_refused(
+    tmp_path: Path, ranks: Callable[..., Ranks], settings: dict[str, Any], words: str
+) -> None:
+    ranks()
+    run(tmp_path, 5, sample_every=0, evaluate_every=0)
+    config = (tmp_path / "config.toml").read_text()
+    group = ranks()
+    with pytest.raises(ConfigError, match=rf"learns something else \({words}"):
+        run(tmp_path, 10, config=dataclasses.replace(CONFIG, **settings))
+    assert (group.calls, (tmp_path / "config.toml").read_text()) == ([], config)
+
+
+def test_how_a_step_is_computed_may_change() -> None:
+    other = dataclasses.replace(
+        CONFIG,
+        world_size=1,
+        precision="bf16",
+        kernels="fused",
+        accumulation=2,
+        loader="files",
+        loader_workers=1,
+        optimizer=OptimizerConfig(adam="loop", ema="loop"),
+        oversubscribe=True,
+    )
+    assert differences(other, CONFIG) == []
+
+
+def test_every_setting_is_decided() -> None:
+    """A new setting needs a decision: does it change what is learned?"""
+    computed = {
+        *("purpose", "workload", "device", "world_size", "accumulation", "precision", "compile", "compile_mode"),
+        *("channels_last", "implementation", "kernels", "read_loss", "loader", "loader_workers", "data", "exchange"),
+        *("oversubscribe", "options", "optimizer"),
+    }
+    assert {f.name for f in dataclasses.fields(RunConfig)} == computed | set(training_run.LEARNED)
+    assert {f.name for f in dataclasses.fields(OptimizerConfig)} == {"adam", "ema", *training_run.LEARNED_BY}
+
+
+# --- real ranks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "prepared"
+    prepare("synthetic", folder, image_size=8)
+    return folder
+
+
+ON_ONE_CORE = (
+    "import os, sys; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); os.execv(sys.argv[1], sys.argv[1:])"
+)
+"""One thread for each trainer: two of them would wait for each other beside busy neighbours."""
+
+
+def command(data: Path, folder: Path, steps: int, *more: str) -> list[str]:
+    words = f"--steps {steps} --image-size 8 --global-batch-size 8 --sample-every 0 --evaluate-every 0 --seed 5"
+    paths = ["--data", str(data), "--output-dir", str(folder)]
+    return [sys.executable, "-m", "ddpm_lab", "train", *paths, *words.split(), *more]
+
+
+@contextlib.contextmanager
+def started(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", ON_ONE_CORE, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def finished(arguments: list[str]) -> tuple[int, str, str]:
+    with started(arguments) as process:
+        out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def equal(one: Checkpoint, two: Checkpoint) -> bool:
+    same = all(
+        torch.equal(tensor, getattr(two, section)[name])
+        for section in SECTIONS
+        for name, tensor in getattr(one, section).items()
+    )
+    return same and (one.step, one.adam_steps) == (two.step, two.adam_steps)
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_twenty_kills_change_nothing(data: Path, tmp_path: Path) -> None:
+    """Kill -9 at random moments: while starting, training, and saving, which happens ten times a second."""
+    steps, often = 1200, ("--save-every", "4", "--keep", "2")
+    code, _, err = finished(command(data, tmp_path / "whole", steps, *often))
+    assert code == 0, err
+    chance = random.Random(7)
+    folder = tmp_path / "killed"
+    at = []
+    for _ in range(20):
+        with started(command(data, folder, steps, *often)) as process:
+            before = checkpoints_in(folder / "checkpoints")[:1]
+            if chance.random() < 0.8:  # once it trains; else wherever it is
+                wait_for(lambda: checkpoints_in(folder / "checkpoints")[:1] != before or process.poll() is not None)  # noqa: B023
+            time.sleep(chance.uniform(0, 0.4))
+            assert process.poll() is None, "it ended before it could be killed: more steps are needed"
+        for path in checkpoints_in(folder / "checkpoints"):
+            at.append(read(path).step)
+    assert len(set(at)) > 15
+    code, _, err = finished(command(data, folder, steps, *often))
+    assert code == 0, err
+    assert f"goes on after step {max(at):,} of 1,200" in err
+    assert not list(folder.rglob("*.unreadable"))
+    one, two = (read(checkpoints_in(f / "checkpoints")[0]) for f in (tmp_path / "whole", folder))
+    assert one.step == steps
+    assert equal(one, two)
+    mine, theirs = ([(r["step"], r["loss"]) for r in logged(f)] for f in (tmp_path / "whole", folder))
+    assert mine == theirs
+    assert [step for step, _ in mine] == list(range(1, steps + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole_session", [False, True])
+def test_sigterm_saves_and_stops(data: Path, tmp_path: Path, whole_session: bool) -> None:
+    """Also where every process gets it, as from ``timeout`` or a service manager."""
+    arguments = command(data, tmp_path, 100_000, "--save-every", "100000")
+    with started(arguments) as process:
+        wait_for((tmp_path / "log.jsonl").exists)
+        wait_for(lambda: (tmp_path / "log.jsonl").stat().st_size > 0)
+        (os.killpg if whole_session else os.kill)(process.pid, signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, err
+    (step,) = steps_in(tmp_path)
+    assert err.splitlines()[-1] == f"SIGTERM, saved after step {step:,}: the same command goes on from there"
+    assert len(logged(tmp_path)) == step
+    code, _, err = finished(command(data, tmp_path, step + 5))
+    assert code == 0, err
+    assert f"goes on after step {step:,} of {step + 5:,}" in err
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_the_old_checkpoint(data: Path, tmp_path: Path) -> None:
+    assert finished(command(data, tmp_path, 5))[0] == 0
+    before = (tmp_path / "checkpoints" / "step-00000005.pt").read_bytes()
+    shell = shutil.which("bash") or "/bin/bash"
+    limited = [shell, "-c", 'ulimit -f 200; exec "$@"', "-", *command(data, tmp_path, 10)]
+    code, _, err = finished(limited)
+    assert code == 1, err
+    words = "step-00000010.pt: File too large; the last good checkpoint is"
+    assert words in err.splitlines()[-1]
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000005.pt"]
+    assert (tmp_path / "checkpoints" / "step-00000005.pt").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_another_world_size_goes_on_in_the_same_order(data: Path, tmp_path: Path) -> None:
+    fp32 = ("--precision", "fp32", "--save-every", "10", "--oversubscribe")
+    for name in ("one", "two"):
+        assert finished(command(data, tmp_path / name, 10, *fp32))[0] == 0
+    for name, ranks in (("one", "1"), ("two", "2")):
+        code, _, err = finished(command(data, tmp_path / name, 20, *fp32, "--world-size", ranks))
+        assert code == 0, err
+    one, two = (read(tmp_path / name / "checkpoints" / "step-00000020.pt") for name in ("one", "two"))
+    for section in ("weights", "averages"):
+        mine, theirs = (torch.cat([t.flatten() for t in getattr(c, section).values()]) for c in (one, two))
+        assert (mine - theirs).norm() <= 1e-5 * mine.norm()
+    losses = [[r["loss"] for r in logged(tmp_path / name)] for name in ("one", "two")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_another_run_in_the_same_folder_is_refused(data: Path, tmp_path: Path) -> None:
+    with RunFolder(tmp_path):
+        code, _, err = finished(command(data, tmp_path, 5))
+    assert code == 2
+    assert err.startswith("ddpm-lab: another run works in")
