@@ -1,0 +1,181 @@
+"""Images from a checkpoint: only what is missing is made, and a folder holds images of one kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from test_checkpoint import made
+
+from ddpm_lab import sampling_run
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import DiffusionConfig, RunConfig
+from ddpm_lab.measure import hardware
+from ddpm_lab.measure.group import GroupFailed
+from ddpm_lab.measure.progress import Progress
+from ddpm_lab.model.checkpoint import CheckpointError, write
+from ddpm_lab.run_folder import RunFailed
+from ddpm_lab.sampling_run import Sampling, sample
+
+
+class Ranks:
+    """Touches the images that ranks would make."""
+
+    def __init__(self, fail_at: int = -1) -> None:
+        self.fail_at = fail_at
+        self.configs: list[RunConfig] = []
+        self.steps = 0
+
+    def __call__(self, config: RunConfig, **_: Any) -> Ranks:
+        self.configs.append(config)
+        self.steps = 0
+        return self
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def advance(self, steps: int, limit: float) -> None:
+        assert (steps, limit >= 60) == (1, True)
+        if self.steps == self.fail_at:
+            raise GroupFailed("crashed", "rank 1 was killed by SIGKILL")
+        config = self.configs[-1]
+        size = config.global_batch_size
+        for number in config.option("numbers", ())[self.steps * size : (self.steps + 1) * size]:
+            Path(config.option("folder", ""), f"{number:06d}.png").write_text("image")
+        self.steps += 1
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    write(tmp_path / "a.pt", made(RunConfig(image_size=8, diffusion=DiffusionConfig(timesteps=300))))
+    return tmp_path / "a.pt"
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ranks]:
+    """Put a stand-in in the place of the group."""
+    monkeypatch.setattr(hardware, "gpus", lambda: ())
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
+
+    def use(fail_at: int = -1) -> Ranks:
+        group = Ranks(fail_at)
+        monkeypatch.setattr(sampling_run, "Group", group)
+        return group
+
+    return use
+
+
+def draw(checkpoint: Path, count: int, *, world_size: int = 1, batch_size: int = 4, **settings: Any) -> list[Path]:
+    return sample(
+        checkpoint,
+        checkpoint.parent / "images",
+        count,
+        Sampling(**settings),
+        device=None,
+        world_size=world_size,
+        batch_size=batch_size,
+        progress=Progress("sample", quiet=True),
+    )
+
+
+def test_only_what_is_missing_is_made(checkpoint: Path, ranks: Callable[..., Ranks]) -> None:
+    group = ranks(fail_at=1)
+    with pytest.raises(RunFailed, match="rank 1 was killed by SIGKILL; the images that were made stay"):
+        draw(checkpoint, 9, seed=3, weights="trained")
+    folder = checkpoint.parent / "images"
+    assert len(list(folder.glob("*.png"))) == 4
+    (folder / "000002.png").write_text("")  # its content was lost with the power
+    (folder / "000003.png").write_text("mine")
+    group = ranks()
+    paths = draw(checkpoint, 9, seed=3, weights="trained", world_size=2, batch_size=1)
+    config = group.configs[0]
+    assert config.option("numbers", ()) == (2, 4, 5, 6, 7, 8)
+    assert (config.world_size, config.global_batch_size, config.precision, config.seed) == (2, 2, "fp32", 3)
+    assert config.diffusion.timesteps == 300
+    assert config.option("weights", "") == "trained"
+    assert all(path.stat().st_size for path in paths)
+    assert (folder / "000003.png").read_text() == "mine"
+    group = ranks()
+    assert draw(checkpoint, 9, seed=3, weights="trained") == paths
+    assert group.configs == [], "nothing is missing"
+    assert len(draw(checkpoint, 10, seed=3, weights="trained")) == 10
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"seed": 1}, "seed is 1"), ({"sampler": "ddpm"}, "sampler is 'ddpm'"), ({"weights": "trained"}, "weights is")],
+)
+def test_images_of_other_settings_are_not_mixed(
+    checkpoint: Path, ranks: Callable[..., Ranks], settings: dict[str, Any], words: str
+) -> None:
+    ranks()
+    draw(checkpoint, 3)
+    with pytest.raises(ConfigError, match=f"images of other settings .*{words}"):
+        draw(checkpoint, 3, **settings)
+
+
+def test_a_folder_of_other_images_is_left_alone(checkpoint: Path, ranks: Callable[..., Ranks]) -> None:
+    ranks()
+    folder = checkpoint.parent / "images"
+    folder.mkdir()
+    (folder / "000000.png").write_text("a user's")
+    with pytest.raises(ConfigError, match="images of another origin"):
+        draw(checkpoint, 3)
+    assert [p.name for p in folder.iterdir()] == ["000000.png"]
+    (folder / "sampling.json").write_text("{")
+    with pytest.raises(ConfigError, match="is damaged"):
+        draw(checkpoint, 3)
+
+
+@pytest.mark.parametrize(
+    ("count", "more", "words"),
+    [
+        (0, {}, "count is 0"),
+        (1, {"world_size": 3}, "3 CPU ranks need 3 cores"),
+        (1, {"batch_size": 0}, "batch_size is 0"),
+        (1, {"steps": 0}, "steps is 0"),
+        (1, {"steps": 301}, "give at most the 300 timesteps"),
+        (1, {"sampler": "plms"}, "sampler is 'plms'"),
+        (1, {"weights": "best"}, "weights is 'best'"),
+        (1, {"seed": -1}, "seed is -1"),
+    ],
+)
+def test_bad_settings_are_refused(
+    checkpoint: Path, ranks: Callable[..., Ranks], count: int, more: dict[str, Any], words: str
+) -> None:
+    group = ranks()
+    with pytest.raises(ConfigError, match=words):
+        draw(checkpoint, count, **more)
+    assert group.configs == []
+    assert not (checkpoint.parent / "images").exists()
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
+    group = ranks()
+    (tmp_path / "a.pt").write_text("nothing")
+    with pytest.raises(CheckpointError, match="is not used"):
+        draw(tmp_path / "a.pt", 1)
+    assert group.configs == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", ["ddim", "ddpm"])
+def test_the_same_images_come_whatever_the_batch_and_ranks(checkpoint: Path, sampler: str) -> None:
+    seen = []
+    for world_size, batch_size in ((1, 6), (1, 4), (2, 2)):
+        if world_size > hardware.usable_cores():
+            continue
+        paths = draw(checkpoint, 6, world_size=world_size, batch_size=batch_size, sampler=sampler, steps=5)
+        seen.append(np.stack([np.asarray(Image.open(path), dtype=int) for path in paths]))
+        for path in paths:
+            path.unlink()
+    assert seen[0].shape == (6, 8, 8, 3)
+    assert all(abs(other - seen[0]).max() <= 1 for other in seen[1:])
+    assert len(np.unique(seen[0].reshape(6, -1), axis=0)) == 6

@@ -1,0 +1,139 @@
+"""The commands train and sample: their options, what they refuse, and one walk through both as a user would."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ddpm_lab import training_run
+from ddpm_lab.__main__ import main
+from ddpm_lab.data.packed import prepare
+from ddpm_lab.run_folder import RunFailed
+from ddpm_lab.stopping import Stopped
+from ddpm_lab.training_run import Outcome
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Run the command line here; returns its exit code, standard output and standard error."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        try:
+            code: Any = main([str(a) for a in arguments])
+        except SystemExit as end:
+            code = end.code
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "prepared"
+    prepare("synthetic", folder, image_size=8)
+    return folder
+
+
+@pytest.mark.parametrize("command", ["train", "sample"])
+def test_every_option_has_help(call: Call, command: str) -> None:
+    code, out, err = call(command, "--help")
+    assert (code, err) == (0, "")
+    described = out.partition("options:")[2].splitlines()
+    for line, following in zip(described, [*described[1:], ""], strict=True):
+        if line.strip().startswith("-"):
+            assert line.strip().split("  ", 1)[1:] or following.startswith(" " * 20), f"{line} is not described"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("train --steps 5", "--output-dir"),
+        ("train --output-dir {}", "how long to train is not given"),
+        ("train --output-dir {} --steps 5 --data {}/none", "none"),
+        ("train --output-dir {} --steps 5 --config {}/none.toml", "--config: cannot read"),
+        ("train --output-dir {} --steps 5 --network huge", "huge"),
+        ("train --output-dir {} --steps 5 --precision fp16 --device cpu", "needs a CUDA device"),
+        ("sample {}/none.pt --count 3", "No such file"),
+        ("sample {}/none.pt", "--count"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(call: Call, tmp_path: Path, arguments: str, words: str) -> None:
+    code, out, err = call(*arguments.replace("{}", str(tmp_path)).split())
+    assert (code, out) == (2, "")
+    assert err.startswith("ddpm-lab: ")
+    assert len(err.splitlines()) == 1
+    assert words in err
+    assert list(tmp_path.iterdir()) == [], "nothing was begun"
+
+
+@pytest.mark.parametrize(
+    ("end", "ending"),
+    [
+        (RunFailed("the loss is no longer finite at step 7"), (1, "ddpm-lab: the loss is no longer finite at step 7")),
+        (Stopped(15), (143, "SIGTERM, stopped at once")),
+        (Stopped(2), (130, "SIGINT, stopped at once")),
+    ],
+)
+def test_how_a_run_ends_is_its_exit_code(
+    call: Call, data: Path, monkeypatch: pytest.MonkeyPatch, end: BaseException, ending: tuple[int, str]
+) -> None:
+    def train(*_: object, **__: object) -> Outcome:
+        raise end
+
+    monkeypatch.setattr(training_run, "train", train)
+    folder = data.parent / "run"
+    code, out, err = call("train", "--data", data, "--image-size", 8, "--steps", 9, "--output-dir", folder)
+    assert (code, out) == (ending[0], "")
+    assert ending[1] in err.splitlines()[-1]
+
+
+def test_a_signal_says_how_to_go_on(call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(*_: object, stop: Any, **__: object) -> Outcome:
+        stop.number = 15
+        return Outcome(step=5, checkpoint=tmp_path / "a.pt", loss=0.25)
+
+    monkeypatch.setattr(training_run, "train", train)
+    code, out, err = call("train", "--data", data, "--image-size", 8, "--steps", 9, "--output-dir", tmp_path)
+    assert (code, out) == (143, "")
+    assert err.splitlines()[-2:] == [
+        "train: step 5 of 9, loss 0.2500",
+        "SIGTERM, saved after step 5: the same command goes on from there",
+    ]
+
+
+@pytest.mark.slow
+def test_train_go_on_and_sample(call: Call, data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    settings = tmp_path / "settings.toml"
+    settings.write_text("seed = 2\n[train]\nsave_every = 2\nsample_every = 4\nevaluate_every = 4\nkeep = 2\n")
+    common = ("--data", data, "--image-size", 8, "--global-batch-size", 8, "--config", settings, "--output-dir", folder)
+    code, out, err = call("train", *common, "--steps", 4)
+    assert code == 0, err
+    assert out == f"{folder}/checkpoints/step-00000004.pt\n"
+    assert "step 4 of 4, loss 0." in err.splitlines()[-1]
+    code, out, err = call("train", "--config", folder / "config.toml", "--output-dir", folder, "--steps", 6)
+    assert code == 0, err
+    assert "train: goes on after step 4 of 6, from" in err
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert [(r["step"], "held_out_loss" in r) for r in rows] == [(n, n in (4, 6)) for n in range(1, 7)]
+    assert sorted(p.name for p in (folder / "samples").iterdir()) == ["step-00000004.png", "step-00000006.png"]
+    checkpoint = folder / "checkpoints" / "step-00000006.pt"
+    code, out, err = call("sample", checkpoint, "--count", 36, "--steps", 50, "--seed", 2, "--grid")
+    assert code == 0, err
+    assert out == f"{folder}/checkpoints/step-00000006/grid.png\n"
+    assert "sample: made 36 images" in err
+    # The grid that training drew is of the same images, but for its number format.
+    mine, theirs = (np.asarray(Image.open(p), dtype=int) for p in (out.strip(), folder / "samples/step-00000006.png"))
+    assert mine.shape == theirs.shape
+    assert np.mean(abs(mine - theirs)) < 3
+    code, _, err = call("sample", checkpoint, "--count", 36, "--steps", 50, "--seed", 2)
+    assert (code, err) == (0, "sample: all 36 images are there\n")
