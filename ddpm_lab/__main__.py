@@ -57,6 +57,31 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("--json", action="store_true", help="print JSON")
     prepare.set_defaults(command=commands.prepare)
 
+    _run_options(subparsers)
+    _compare_options(subparsers)
+    train_commands.add_options(subparsers)
+    report = subparsers.add_parser("report", help="execute the notebooks and write their pages")
+    _common_options(report)
+    _data_options(report)
+    report.add_argument("--notebook", action="append", metavar="NAME", help="only this notebook (may be repeated)")
+    report.add_argument(
+        "-p", "--parameter", action="append", nargs=2, metavar=("NAME", "VALUE"), help="a notebook parameter"
+    )
+    report.set_defaults(command=commands.report)
+
+    figures = subparsers.add_parser("figures", help="rebuild figures and findings from records; needs no torch")
+    figures.add_argument("--ledger", nargs="+", metavar="FILE", help="records to read (default: your own ledger)")
+    figures.add_argument("--machine", metavar="NAME", help="whose records: a name, a part of it, or a key")
+    figures.add_argument("--output-dir", help="folder that receives image_output/ (default: this checkout)")
+    figures.add_argument("--json", action="store_true", help="print findings as JSON")
+    mode = figures.add_mutually_exclusive_group()
+    mode.add_argument("--publish", action="store_true", help="write these records and figures to the published folders")
+    mode.add_argument("--check", action="store_true", help="compare the published figures with the published records")
+    figures.set_defaults(command=commands.figures)
+    return parser
+
+
+def _run_options(subparsers: Any) -> None:
     run = subparsers.add_parser("run", help="measure what is missing for one or more experiments")
     run.add_argument(
         "experiments",
@@ -87,28 +112,6 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--start-method", choices=START_METHODS, default="forkserver", help="how ranks are started")
     run.add_argument("--json", action="store_true", help="print JSON")
     run.set_defaults(command=commands.run)
-
-    _compare_options(subparsers)
-    train_commands.add_options(subparsers)
-    report = subparsers.add_parser("report", help="execute the notebooks and write their pages")
-    _common_options(report)
-    _data_options(report)
-    report.add_argument("--notebook", action="append", metavar="NAME", help="only this notebook (may be repeated)")
-    report.add_argument(
-        "-p", "--parameter", action="append", nargs=2, metavar=("NAME", "VALUE"), help="a notebook parameter"
-    )
-    report.set_defaults(command=commands.report)
-
-    figures = subparsers.add_parser("figures", help="rebuild figures and findings from records; needs no torch")
-    figures.add_argument("--ledger", nargs="+", metavar="FILE", help="records to read (default: your own ledger)")
-    figures.add_argument("--machine", metavar="NAME", help="whose records: a name, a part of it, or a key")
-    figures.add_argument("--output-dir", help="folder that receives image_output/ (default: this checkout)")
-    figures.add_argument("--json", action="store_true", help="print findings as JSON")
-    mode = figures.add_mutually_exclusive_group()
-    mode.add_argument("--publish", action="store_true", help="write these records and figures to the published folders")
-    mode.add_argument("--check", action="store_true", help="compare the published figures with the published records")
-    figures.set_defaults(command=commands.figures)
-    return parser
 
 
 def _compare_options(subparsers: Any) -> None:

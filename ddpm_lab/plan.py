@@ -105,12 +105,16 @@ class Experiment:
     left_out: tuple[tuple[str, str, str], ...] = ()  # (family, label, reason)
     profiles: tuple[tuple[str, str, RunConfig], ...] = ()  # (family, label, configuration): they supply no time
     trials: tuple[Trial, ...] = ()
+    checks: tuple[Trial, ...] = ()  # of loss and gradient, which come first and take seconds
 
     @property
     def configurations(self) -> tuple[RunConfig, ...]:
         """Every configuration, baselines first within each family."""
         compared = [c for f in self.families for c in (f.baseline, *(config for _, config in f.candidates))]
-        others = (*(config for _, _, config in self.profiles), *(trial.config for trial in self.trials))
+        others = (
+            *(config for _, _, config in self.profiles),
+            *(trial.config for trial in (*self.checks, *self.trials)),
+        )
         return (*compared, *others)
 
 

@@ -254,6 +254,7 @@ def prepare_experiment(
         left_out=tuple(row for part in parts for row in part.left_out),
         profiles=tuple(row for part in parts for row in part.profiles),
         trials=tuple(row for part in parts for row in part.trials),
+        checks=tuple(row for part in parts for row in part.checks),
     )
     return merged, images
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ddpm_lab.checks import choice, several, whole
@@ -17,7 +17,7 @@ IDENTITY_STEPS = 20
 _SEEDS = {"smoke": 2, "quick": 4, "full": 8}
 _IMAGES = {"smoke": 320, "quick": 4_000, "full": 8_000}
 _CUDA_IMAGES = {"smoke": 2_560, "quick": 64_000, "full": 640_000}
-_DRAWS = {"smoke": 64, "quick": 512, "full": 1024}
+_DRAWS = {"smoke": 64, "quick": 512, "full": 512}
 
 
 def quality(
@@ -56,7 +56,12 @@ def quality(
         for i in range(count)
         for label, config in (("fp32", base), *rows)
     ]
-    return Experiment(name="quality", families=(family,), trials=tuple(trials))
+    checks = tuple(
+        Trial(family=family.name, label=label, baseline=base, config=replace(config, purpose="check", workload=CHECK))
+        for label, config in rows
+        if replace(config, optimizer=base.optimizer, global_batch_size=batch) != base
+    )
+    return Experiment(name="quality", families=(family,), trials=tuple(trials), checks=checks)
 
 
 _SMOKE = ("bf16", "2 micro-batches")
@@ -79,8 +84,8 @@ def settings_of(base: RunConfig, setup: Setup) -> dict[str, RunConfig]:
         changes["2 GPUs" if setup.device == "cuda" else "2 ranks"] = {"world_size": 2}
     if batch % 2 == 0:
         changes["2 micro-batches"] = {"accumulation": 2}
-    changes["EMA every 10 steps"] = {"optimizer": dataclasses.replace(base.optimizer, ema_every=10)}
-    return {name: dataclasses.replace(base, **change) for name, change in changes.items()}
+    changes["EMA every 10 steps"] = {"optimizer": replace(base.optimizer, ema_every=10)}
+    return {name: replace(base, **change) for name, change in changes.items()}
 
 
 def trial(family: Family, label: str, config: RunConfig, seed: int, *, images: int, draws: int) -> Trial:
@@ -89,7 +94,7 @@ def trial(family: Family, label: str, config: RunConfig, seed: int, *, images: i
         family=family.name,
         label=label,
         baseline=family.baseline,
-        config=dataclasses.replace(
+        config=replace(
             config,
             purpose="quality",
             workload=TRAINING if draws else config.workload,

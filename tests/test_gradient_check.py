@@ -18,11 +18,13 @@ from ddpm_lab.data.packed import prepare
 from ddpm_lab.explain.gradients import Verdict, verdict
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
-from ddpm_lab.measure.gradients import WARM_STEPS, check_gradients
-from ddpm_lab.measure.seat import Instrument
+from ddpm_lab.measure.gradients import WARM_STEPS, compare_gradients
+from ddpm_lab.measure.seat import Instrument, Member
+from ddpm_lab.measure.sets import measure_alone
 from ddpm_lab.model.gradient_check import GradientCheck, compared, gradient_check
 from ddpm_lab.model.train import Trainer
 from ddpm_lab.model.unet import NETWORKS
+from ddpm_lab.plan import Plan
 from ddpm_lab.workload import RankContext
 
 CONTEXT = RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=lambda _: None)
@@ -69,7 +71,7 @@ def test_checking_changes_nothing_of_what_is_learned(config: RunConfig) -> None:
     assert [step["step"] for step in answer["steps"]] == [WARM_STEPS, WARM_STEPS + 1]
     for mine, other in ((checker.weights, trainer.weights), (checker.averages, trainer.averages)):
         assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
-    assert checker.witness() == trainer.witness()
+    assert checker.witness() == {**trainer.witness(), "images": 8 * WARM_STEPS}, "compared steps are not the rank's"
 
 
 def test_a_plain_step_is_its_own_reference(config: RunConfig) -> None:
@@ -259,6 +261,17 @@ def instrument(tmp_path: Path) -> Instrument:
     )
 
 
+def checked(config: RunConfig, instrument: Instrument) -> dict[str, Any]:
+    """The answer in the record of a real check."""
+    member = Member("check", "check", dataclasses.replace(config, purpose="check", workload=CHECK))
+    record = measure_alone(
+        instrument, experiment="quality", family="checks", plan=Plan(), member=member, work=compare_gradients
+    )
+    assert record.quality is not None, record.reason
+    answer: dict[str, Any] = record.quality["gradients"]
+    return answer
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_two_ranks_are_as_expected_and_without_exchange_they_are_not(
@@ -266,10 +279,10 @@ def test_two_ranks_are_as_expected_and_without_exchange_they_are_not(
 ) -> None:
     """Each rank computes its half, and rank 0 the whole."""
     config = dataclasses.replace(config, world_size=2, accumulation=accumulation, oversubscribe=True)
-    together = check_gradients(config, instrument)
+    together = checked(config, instrument)
     assert together["worst"]["ranks_error"] == 0
     assert verdict(together).as_expected, verdict(together).sentence
-    alone = check_gradients(dataclasses.replace(config, exchange=ExchangeConfig(enabled=False)), instrument)
+    alone = checked(dataclasses.replace(config, exchange=ExchangeConfig(enabled=False)), instrument)
     assert not verdict(alone).as_expected
     assert alone["worst"]["gradient_error"] > 0.1
     assert "the gradients of two ranks differ" in verdict(alone).sentence

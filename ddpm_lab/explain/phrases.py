@@ -126,7 +126,9 @@ def _values(values: Iterable[Any]) -> str:
 
 def context(study: Study, *, batch: bool = True) -> str:
     """Subtitle of a figure: hardware, network, batch, data, date, sets and turns."""
-    shown = [r for r in study.records if r.role not in ("note", "choice", "search", "largest")] or list(study.records)
+    shown = [r for r in study.records if r.role not in ("note", "choice", "search", "largest", "check")] or list(
+        study.records
+    )
     if not shown:
         return "the ledger holds no record for this question"
     configs = [r.config for r in shown]

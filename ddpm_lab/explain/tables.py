@@ -45,7 +45,9 @@ def more(study: Study) -> list[tuple[str, pd.DataFrame]]:
             ),
             ("What each setting of the trainer is worth here.", peers.lever_table(study)),
         ]
-        found = [(caption, frame) for caption, frame in found if not frame.empty]
+    if study.experiment == trained.EXPERIMENT:
+        found.append(("Loss and gradient of a step against fp32 on the same batch.", trained.check_table(study)))
+    found = [(caption, frame) for caption, frame in found if not frame.empty]
     state = machine_state.table(study) if study.experiment in ("profile", "multi_gpu") else pd.DataFrame()
     return found if state.empty else [*found, ("What the machine did meanwhile.", state)]
 

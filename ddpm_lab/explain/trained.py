@@ -12,7 +12,7 @@ import pandas as pd
 from scipy import special
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import phrases, quality, stats
+from ddpm_lab.explain import gradients, phrases, quality, stats
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.record import RunRecord
@@ -175,6 +175,34 @@ def table(study: Study) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(shown) if shown else pd.DataFrame(columns=["Configuration", "Speed", "Quality"])
+
+
+def check_table(study: Study) -> pd.DataFrame:
+    """One row for each configuration whose loss and gradient were compared with fp32, eager, on the same batch."""
+    shown = []
+    for r in study.records:
+        answer = (r.quality or {}).get("gradients") if r.role == "check" else None
+        if not answer:
+            continue
+        worst, layer = answer["worst"], answer["worst"].get("worst_layer") or {}
+        judged = gradients.verdict(answer)
+        shown.append(
+            {
+                "Configuration": r.label,
+                "Verdict": "as expected" if judged.as_expected else judged.sentence,
+                "Loss off by": _share(worst.get("loss_error")),
+                "Gradient off by": _share(worst.get("gradient_error")),
+                "Cosine": f"{worst['cosine']:.6f}" if worst.get("cosine") is not None else _NONE,
+                "Worst layer": f"{layer['name']}: {_share(layer['error'])}" if layer else _NONE,
+                "Not finite": str(worst.get("nonfinite", _NONE)),
+                "Skipped steps": str(worst.get("skipped", _NONE)),
+            }
+        )
+    return pd.DataFrame(shown)
+
+
+def _share(error: float | None) -> str:
+    return _NONE if error is None else f"{error:.1e}"
 
 
 def front(found: Sequence[Row]) -> list[Row]:

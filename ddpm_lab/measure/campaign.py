@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.ledger import Ledger
+from ddpm_lab.measure.gradients import compare_gradients
 from ddpm_lab.measure.hardware import environment
 from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.largest_batch import largest_batch, search_ended
@@ -69,6 +70,10 @@ class Campaign:
         """Measure what is missing, as far as the time allows; the budget begins to count now."""
         self.begun = time.monotonic()
         self._note_left_out()
+        for check in self.experiment.checks:
+            if not self.held.checked(check.config.run_id):
+                member = Member("check", check.label, check.config)
+                self._alone(check.family, member, work=compare_gradients, baseline_id=check.baseline.run_id)
         for family_label, label, config in self.experiment.profiles:
             self._profile(family_label, label, config, progress)
         for family in self.experiment.families:

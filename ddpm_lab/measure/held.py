@@ -18,6 +18,7 @@ class Held:
         self._sets: dict[str, dict[str, dict[tuple[str, str], RunRecord]]] = defaultdict(lambda: defaultdict(dict))
         self._profiles: set[str] = set()
         self._trials: set[str] = set()
+        self._checks: set[str] = set()
         self._cold: Counter[str] = Counter()
         self._notes: set[tuple[object, ...]] = set()
         self.searched: list[RunRecord] = []
@@ -37,6 +38,8 @@ class Held:
                 self.lasting.add(r.run_id)
             if r.role == "profile" and (r.status == "ok" or r.status in LASTING):
                 self._profiles.add(r.run_id)
+            elif r.role == "check" and (r.status == "ok" or r.status in LASTING):
+                self._checks.add(r.run_id)
             elif r.role == "quality" and r.status == "ok":
                 self._trials.add(r.run_id)
             elif r.role == "cold" and r.status == "ok" and r.compile_cache == "cold":
@@ -69,6 +72,10 @@ class Held:
     def profiled(self, run_id: str) -> bool:
         """Whether a configuration's profile is here, or a reason why there can be none."""
         return run_id in self._profiles
+
+    def checked(self, run_id: str) -> bool:
+        """Whether a check of a configuration's gradient is here, or a reason why there can be none."""
+        return run_id in self._checks
 
     def trained(self, run_id: str) -> bool:
         """Whether a trial is here."""

@@ -8,11 +8,11 @@ import math
 import shutil
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.measure.group import Group, GroupFailed, Limits, Progress
 from ddpm_lab.measure.machine_watch import State, Watch
@@ -101,8 +101,6 @@ class Seat:
         """Start a group, warm it up until its steps are steady, and let its witness speak. Raises GroupFailed."""
         self.start()
         self._warm_up(self.alive)
-        if self._filled is not None:
-            self._filled.touch()
         self.hear_witness()
 
     def start(self) -> None:
@@ -126,6 +124,8 @@ class Seat:
 
     def hear_witness(self) -> None:
         """Let every rank say what it is. Raises GroupFailed where the label says otherwise."""
+        if self._filled is not None:  # whoever has made steps by now has compiled
+            self._filled.touch()
         self.witness = self.alive.witness()
         wrong = mismatches(self.config, self.witness)
         if wrong:
@@ -142,7 +142,9 @@ class Seat:
         version = self.instrument.cache / "compile" / self.instrument.code.key
         if not version.exists():
             _remove_unused(version.parent)
-        folder = version / self.config.run_id
+        trial = self.config.purpose == "quality"  # its seeds share one cache, with the runs that are timed
+        work = replace(self.config, purpose="timing", workload=DDPM, seed=0, options=()) if trial else self.config
+        folder = version / work.run_id
         if self.member.role == "cold" and (folder / "filled").exists():
             self._throwaway = folder = folder.with_name(f"{folder.name}-{time.time_ns()}")
         filled = folder / "filled"
