@@ -40,6 +40,7 @@ class GradientCheck(Trainer):
         super().__init__(replace(config, optimizer=replace(config.optimizer, clip_norm=None)), context)
         self.clip_norm = config.optimizer.clip_norm
         self.gradient: list[Tensor] | None = None
+        self.compared_images = 0
         self.optimizer.register_step_pre_hook(self._before_update)
 
     def _before_update(self, *_: object) -> None:
@@ -72,6 +73,7 @@ class GradientCheck(Trainer):
             self.gradient = []
             scale = self.scaler.get_scale() if self.scaler else 1.0
             loss = self._over_ranks(self.step(batch))
+            self.compared_images += len(batch.images)
             skipped = self.scaler is not None and self.scaler.get_scale() < scale
             gradient = None if skipped else self.gradient
             ranks_error = self._between_ranks()
@@ -91,6 +93,11 @@ class GradientCheck(Trainer):
         exact.close()
         config = self.config
         return {"precision": config.precision, "loss": config.diffusion.loss, "steps": answer, "worst": worst(answer)}
+
+    def witness(self) -> dict[str, Any]:
+        """What runs; ``images`` are those of the steps that the rank made, which knows nothing of those compared."""
+        said = super().witness()
+        return {**said, "images": said["images"] - self.compared_images}
 
     def _exact(self) -> Trainer:
         """A trainer on the same images, timesteps and noise, in which every setting is the plain one."""
