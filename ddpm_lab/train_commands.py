@@ -122,7 +122,8 @@ def train_command(options: argparse.Namespace) -> int:
     progress.done(", ".join([f"step {outcome.step:,} of {schedule.steps:,}", *measured]))
     if outcome.step < schedule.steps and stop.number is not None:
         name = signal_name(stop.number)
-        print(f"{name}, saved after step {outcome.step:,}: the same command goes on from there", file=sys.stderr)
+        where = f"saved after step {outcome.step:,}" if outcome.step else "before the first step"
+        print(f"{name}, {where}: the same command goes on from there", file=sys.stderr)
         return 128 + stop.number
     print(outcome.checkpoint)
     return 0

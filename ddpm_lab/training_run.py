@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 CHUNK_SECONDS = 1.0
 SILENCE_SECONDS = 600.0
 """The longest silence of a rank while it compiles, saves, samples or evaluates."""
+COMPILING_CHUNKS = 3
+"""A compiled step may be compiled again in its second or third call."""
 HELD_OUT_DRAWS = 1_000
 GRID_IMAGES, GRID_STEPS = 36, 50
 LEARNED = ("network", "image_size", "attention_axis", "diffusion", "global_batch_size", "seed", "data_sha256")
@@ -145,7 +147,7 @@ class _Run:
 
     def __init__(self, config: RunConfig, schedule: Schedule, run: RunFolder, stop: Stop, progress: Progress) -> None:
         self.config, self.schedule, self.run, self.stop, self.progress = config, schedule, run, stop, progress
-        self.step = self.saved = 0
+        self.step = self.saved = self.chunks = 0
         self.step_seconds = math.inf
         self.loss: float | None = None
         self.held_out: float | None = None
@@ -154,9 +156,9 @@ class _Run:
         """Start the ranks and train on after ``step``."""
         self.step = self.saved = step
         self.progress("starting")
+        self.stop.gentle = True
         try:
             with self._ranks(threads) as group:
-                self.stop.gentle = True
                 while self.step < self.schedule.steps and self.stop.number is None:
                     self._advance(group)
                 if self.saved < self.step:
@@ -186,9 +188,10 @@ class _Run:
     def _advance(self, group: Group) -> None:
         """Train one chunk, and do what is due after it."""
         first = math.isinf(self.step_seconds)
+        self.chunks += 1
         steps = 1 if first else max(1, round(CHUNK_SECONDS / self.step_seconds))
         steps = min(steps, self.schedule.next_stop(self.step) - self.step)
-        limit = SILENCE_SECONDS if first else max(60.0, 20 * self.step_seconds)
+        limit = SILENCE_SECONDS if self.chunks <= COMPILING_CHUNKS else max(60.0, 20 * self.step_seconds)
         reports = group.advance(steps, limit)
         seconds = max(float(report["seconds"]) for report in reports)
         # The first step may have compiled: it says only how long the others take at most.

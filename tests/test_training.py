@@ -38,9 +38,15 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 
 def start(config: RunConfig, checkpoint: Path | None = None, rank: int = 0) -> Training:
-    context = RankContext(rank=rank, world_size=config.world_size, device="cpu", threads=1, mark=lambda _: None)
+    context = RankContext(
+        rank=rank, world_size=config.world_size, device=_device(config), threads=1, mark=lambda _: None
+    )
     options = (("checkpoint", str(checkpoint)),) if checkpoint else ()
     return training(dataclasses.replace(config, options=options), context)
+
+
+def _device(config: RunConfig) -> str:
+    return "cuda:0" if config.device == "cuda" else "cpu"
 
 
 def advance(trainer: Training, steps: int) -> list[float]:
@@ -94,6 +100,20 @@ def test_looking_in_between_changes_nothing(config: RunConfig, tmp_path: Path) -
     watched.save(path=str(tmp_path / "a.pt"))
     advance(watched, 2)
     assert equal(plain.state(), watched.state())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("settings", [{"precision": "fp16"}, {"precision": "bf16", "compile": "whole"}])
+def test_a_run_on_a_gpu_goes_on(config: RunConfig, tmp_path: Path, settings: dict[str, Any]) -> None:
+    config = dataclasses.replace(config, device="cuda", loader="resident", **settings)
+    first = start(config)
+    advance(first, 5)
+    first.save(path=str(tmp_path / "a.pt"))
+    second = start(config, tmp_path / "a.pt")
+    assert equal(second.state(), first.state())
+    assert second.state().scaler == first.state().scaler
+    assert advance(second, 5) == pytest.approx(advance(first, 5), rel=1e-2)
 
 
 @pytest.mark.slow

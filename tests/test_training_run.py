@@ -47,6 +47,7 @@ class Ranks:
         self.config = dataclasses.replace(config, options=())
         path = config.option("checkpoint", "")
         self.step = read(Path(path)).step if path else 0
+        self.hook("start", self.step)
         return self
 
     def __enter__(self) -> Ranks:
@@ -165,6 +166,14 @@ def test_a_signal_saves_and_stops_after_the_chunk(tmp_path: Path, ranks: Callabl
     assert 3 <= outcome.step < 10
     assert steps_in(tmp_path) == [outcome.step] == [read(outcome.checkpoint).step]
     assert len(logged(tmp_path)) == outcome.step
+
+
+def test_a_signal_while_ranks_start_waits_for_them(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
+    """Else the group would be lost before anybody holds it."""
+    with Stop() as stop:
+        group = ranks(lambda what, _: os.kill(os.getpid(), signal.SIGTERM) if what == "start" else None)
+        outcome = run(tmp_path, 30, stop=stop)
+    assert (stop.number, outcome.step, group.calls) == (signal.SIGTERM, 0, [])
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------
