@@ -14,7 +14,10 @@ from ddpm_lab.plan import PRESETS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; 0 is success, 1 a question that could not be answered, 2 wrong input, 130 an interrupt."""
+    """Run a command; its exit code.
+
+    0 is success, 1 no answer or a run that failed, 2 wrong input, and 128 + n the signal n that ended it.
+    """
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
