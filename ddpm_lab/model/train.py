@@ -167,9 +167,9 @@ class Trainer:
 
     @torch.no_grad()
     def weights_sha256(self) -> str:
-        """Hash of the trained weights: equal on every rank, and between runs that learn the same to the last bit."""
+        """Hash of weights and averages: equal on every rank, and between runs that learn the same to the last bit."""
         found = hashlib.sha256()
-        for weight in self.parameters:
+        for weight in (*self.weights, *self.averages):
             found.update(weight.contiguous().cpu().numpy().tobytes())
         return found.hexdigest()[:16]
 
