@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -303,9 +304,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-ON_ONE_CORE = (
-    "import os, sys; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); os.execv(sys.argv[1], sys.argv[1:])"
-)
+ON_ONE_CORE = """
+import os, sys
+cores = sorted(os.sched_getaffinity(0))
+os.sched_setaffinity(0, [cores[int(sys.argv[1]) % len(cores)]])
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 """One thread for each trainer: two of them would wait for each other beside busy neighbours."""
 
 
@@ -316,9 +320,9 @@ def command(data: Path, folder: Path, steps: int, *more: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def started(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
+def started(arguments: list[str], core: int = 0) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
-        [sys.executable, "-c", ON_ONE_CORE, *arguments],
+        [sys.executable, "-c", ON_ONE_CORE, str(core), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -352,35 +356,44 @@ def wait_for(condition: Callable[[], Any], seconds: float = 120) -> None:
         time.sleep(0.02)
 
 
+def _killed_ten_times(arguments: list[str], checkpoints: Path, seed: int) -> list[int]:
+    """Kill -9 the same command at ten random moments; returns the steps of the checkpoints that each left."""
+    chance = random.Random(seed)
+    left = []
+    for _ in range(10):
+        before = checkpoints_in(checkpoints)[:1]
+        with started(arguments, core=seed) as process:
+            if chance.random() < 0.7:  # once it trains; else while it starts
+                wait_for(lambda: checkpoints_in(checkpoints)[:1] != before or process.poll() is not None)  # noqa: B023
+                time.sleep(chance.uniform(0, 0.3))
+            else:
+                time.sleep(chance.uniform(0, 6))
+            assert process.poll() is None, "it ended before it could be killed: more steps are needed"
+        left += [read(path).step for path in checkpoints_in(checkpoints)[:2]]
+    return left
+
+
 @pytest.mark.slow
 def test_twenty_kills_change_nothing(data: Path, tmp_path: Path) -> None:
     """Kill -9 at random moments: while starting, training, and saving, which happens ten times a second."""
-    steps, often = 800, ("--save-every", "4", "--keep", "2")
+    steps, often = 600, ("--save-every", "4", "--keep", "2")
     code, _, err = finished(command(data, tmp_path / "whole", steps, *often))
     assert code == 0, err
-    chance = random.Random(7)
-    folder = tmp_path / "killed"
-    at = []
-    for _ in range(20):
-        with started(command(data, folder, steps, *often)) as process:
-            before = checkpoints_in(folder / "checkpoints")[:1]
-            if chance.random() < 0.8:  # once it trains; else wherever it is
-                wait_for(lambda: checkpoints_in(folder / "checkpoints")[:1] != before or process.poll() is not None)  # noqa: B023
-            time.sleep(chance.uniform(0, 0.25))
-            assert process.poll() is None, "it ended before it could be killed: more steps are needed"
-        for path in checkpoints_in(folder / "checkpoints"):
-            at.append(read(path).step)
-    assert len(set(at)) > 15
-    code, _, err = finished(command(data, folder, steps, *often))
-    assert code == 0, err
-    assert f"goes on after step {max(at):,} of 800" in err
-    assert not list(folder.rglob("*.unreadable"))
-    one, two = (read(checkpoints_in(f / "checkpoints")[0]) for f in (tmp_path / "whole", folder))
-    assert one.step == steps
-    assert equal(one, two)
-    mine, theirs = ([(r["step"], r["loss"]) for r in logged(f)] for f in (tmp_path / "whole", folder))
-    assert mine == theirs
-    assert [step for step, _ in mine] == list(range(1, steps + 1))
+    whole = read(tmp_path / "whole" / "checkpoints" / f"step-{steps:08d}.pt")
+    rows = [(r["step"], r["loss"]) for r in logged(tmp_path / "whole")]
+    assert [step for step, _ in rows] == list(range(1, steps + 1))
+    folders = [tmp_path / name for name in ("first", "second")]
+    commands = [command(data, folder, steps, *often) for folder in folders]
+    with ThreadPoolExecutor() as pool:
+        left = list(pool.map(_killed_ten_times, commands, [f / "checkpoints" for f in folders], (0, 1)))
+    for folder, arguments, seen in zip(folders, commands, left, strict=True):
+        assert len(set(seen)) > 5
+        code, _, err = finished(arguments)
+        assert code == 0, err
+        assert f"goes on after step {max(seen):,} of {steps:,}" in err
+        assert not list(folder.rglob("*.unreadable"))
+        assert equal(read(folder / "checkpoints" / f"step-{steps:08d}.pt"), whole)
+        assert [(r["step"], r["loss"]) for r in logged(folder)] == rows
 
 
 @pytest.mark.slow
