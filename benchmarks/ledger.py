@@ -2,7 +2,8 @@
 
     python benchmarks/ledger.py
 
-Copies the published records, in twenty code versions, until there are so many; prints the seconds of each part.
+Copies the published records, in twenty code versions, until there are so many; prints the seconds of each part: what a
+notebook takes to show its question, and what all questions take together.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from ddpm_lab import published
+from ddpm_lab import experiments, published
+from ddpm_lab.explain import figures
+from ddpm_lab.explain.show import NAMES
 from ddpm_lab.ledger import Ledger
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -39,6 +42,12 @@ def main() -> None:
         begun = time.perf_counter()
         heads, _ = Ledger(path).heads()
         print(f"opened: {time.perf_counter() - begun:.2f} s ({len(heads):,} heads)")
+        for name in NAMES:
+            begun = time.perf_counter()
+            study = experiments.run(name, ledger=path)
+            pictures = [figures.figure(study), *(further for _, further, _ in figures.more(study))]
+            count = len([figures.png(picture) for picture in pictures])
+            print(f"opened and the page of {name} drawn: {time.perf_counter() - begun:.2f} s ({count} figures)")
         begun = time.perf_counter()
         drawn = published.rebuild([path], None, Path(folder))
         print(f"opened and all figures drawn: {time.perf_counter() - begun:.2f} s ({len(drawn)} questions)")

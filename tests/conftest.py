@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from ddpm_lab.config import RunConfig
+from ddpm_lab.data.packed import prepare
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.group import Limits
@@ -43,6 +44,14 @@ def instrument(tmp_path: Path) -> Instrument:
         data_name="none",
         limits=Limits(build_seconds=60, window_seconds=3),
     )
+
+
+@pytest.fixture(scope="session")
+def synthetic(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """A small run on the synthetic images."""
+    folder = tmp_path_factory.mktemp("data") / "prepared"
+    manifest = prepare("synthetic", folder)
+    return RunConfig(data=str(folder), data_sha256=manifest.content_hash, global_batch_size=8)
 
 
 def busy_config(world_size: int = 1, **options: Any) -> RunConfig:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ddpm_lab.config import CHECK, DiffusionConfig, ExchangeConfig, OptimizerConfig, RunConfig
 from ddpm_lab.data.loader import Batch
-from ddpm_lab.data.packed import prepare
 from ddpm_lab.explain.gradients import Verdict, verdict
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
@@ -31,11 +30,8 @@ CONTEXT = RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=lambda
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    """A small run on the synthetic images."""
-    folder = tmp_path_factory.mktemp("data") / "prepared"
-    manifest = prepare("synthetic", folder)
-    return RunConfig(data=str(folder), data_sha256=manifest.content_hash, global_batch_size=8)
+def config(synthetic: RunConfig) -> RunConfig:
+    return synthetic
 
 
 def warm(trainer: Trainer) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from ddpm_lab.config import OptimizerConfig, RunConfig
-from ddpm_lab.data.packed import prepare
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.model.train import Trainer
 from ddpm_lab.model.unet import NETWORKS
@@ -32,16 +31,8 @@ OTHERS = [LEVERS[0], *LEVERS[3:]]
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    folder = tmp_path_factory.mktemp("data") / "prepared"
-    manifest = prepare("synthetic", folder)
-    return RunConfig(
-        data=str(folder),
-        data_sha256=manifest.content_hash,
-        global_batch_size=8,
-        network="seed",
-        optimizer=OptimizerConfig(ema_every=2),
-    )
+def config(synthetic: RunConfig) -> RunConfig:
+    return dataclasses.replace(synthetic, network="seed", optimizer=OptimizerConfig(ema_every=2))
 
 
 @pytest.fixture(autouse=True)

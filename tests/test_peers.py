@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from ddpm_lab.config import DiffusionConfig, OptimizerConfig, RunConfig
-from ddpm_lab.data.packed import prepare
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.model import peers
 from ddpm_lab.model.unet import NETWORKS
@@ -33,16 +32,8 @@ TUNED: dict[str, Any] = {"precision": "bf16"}
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    folder = tmp_path_factory.mktemp("data") / "prepared"
-    manifest = prepare("synthetic", folder)
-    return RunConfig(
-        data=str(folder),
-        data_sha256=manifest.content_hash,
-        global_batch_size=4,
-        network="seed",
-        diffusion=DiffusionConfig(loss="l2"),
-    )
+def config(synthetic: RunConfig) -> RunConfig:
+    return dataclasses.replace(synthetic, global_batch_size=4, network="seed", diffusion=DiffusionConfig(loss="l2"))
 
 
 @pytest.fixture

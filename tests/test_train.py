@@ -18,7 +18,6 @@ from torch.multiprocessing.spawn import start_processes
 from ddpm_lab.config import DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.data.draws import noise_and_timesteps
 from ddpm_lab.data.loader import Batch
-from ddpm_lab.data.packed import prepare
 from ddpm_lab.data.prepared import open_packed
 from ddpm_lab.model.feed import LoaderAlone
 from ddpm_lab.model.network import configured_network
@@ -28,11 +27,8 @@ from ddpm_lab.workload import RankContext, Unsupported
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    """A small run on the synthetic images."""
-    folder = tmp_path_factory.mktemp("data") / "prepared"
-    manifest = prepare("synthetic", folder)
-    return RunConfig(data=str(folder), data_sha256=manifest.content_hash, global_batch_size=8)
+def config(synthetic: RunConfig) -> RunConfig:
+    return synthetic
 
 
 def context(rank: int = 0, world_size: int = 1) -> RankContext:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ddpm_lab.config import TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.data.loader import Batch
-from ddpm_lab.data.packed import prepare
 from ddpm_lab.explain import quality
 from ddpm_lab.explain.quality import IDENTICAL, NOT_WORSE, WORSE
 from ddpm_lab.measure import hardware
@@ -51,16 +50,12 @@ def underflow(config: RunConfig, context: RankContext) -> Underflow:
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+def config(synthetic: RunConfig) -> RunConfig:
     """A trial on the synthetic images."""
-    folder = tmp_path_factory.mktemp("data") / "synthetic"
-    manifest = prepare("synthetic", folder)
-    return RunConfig(
+    return replace(
+        synthetic,
         purpose="quality",
         workload=TRAINING,
-        global_batch_size=8,
-        data=str(folder),
-        data_sha256=manifest.content_hash,
         optimizer=OptimizerConfig(ema_every=1, ema_decay=0.9),
         options=(("images", 160), ("draws", 40)),
     )
