@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ddpm_lab import experiments, published
 from ddpm_lab.explain import figures
+from ddpm_lab.explain.frames import RECOMMENDATION
 from ddpm_lab.explain.show import NAMES
 from ddpm_lab.ledger import Ledger
 
@@ -44,7 +45,8 @@ def main() -> None:
         print(f"opened: {time.perf_counter() - begun:.2f} s ({len(heads):,} heads)")
         for name in NAMES:
             begun = time.perf_counter()
-            study = experiments.run(name, ledger=path)
+            every = name == RECOMMENDATION
+            study = experiments.recommendation(ledger=path) if every else experiments.run(name, ledger=path)
             pictures = [figures.figure(study), *(further for _, further, _ in figures.more(study))]
             count = len([figures.png(picture) for picture in pictures])
             print(f"opened and the page of {name} drawn: {time.perf_counter() - begun:.2f} s ({count} figures)")
