@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+from ddpm_lab.__main__ import main
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.packed import prepare
 from ddpm_lab.measure import hardware
@@ -26,6 +28,7 @@ settings.register_profile("lab", deadline=None, suppress_health_check=[HealthChe
 settings.load_profile("lab")
 
 BUSY = "lab_workloads:busy"
+Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -44,6 +47,21 @@ def instrument(tmp_path: Path) -> Instrument:
         data_name="none",
         limits=Limits(build_seconds=60, window_seconds=3),
     )
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Run the command line here; returns its exit code, standard output and standard error."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        try:
+            code: Any = main([str(a) for a in arguments])
+        except SystemExit as end:
+            code = end.code
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return call
 
 
 @pytest.fixture(scope="session")

@@ -4,15 +4,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import records as make
+from conftest import Call
 
 from ddpm_lab import __version__, planning
-from ddpm_lab.__main__ import main
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.synthetic import write_folder
@@ -21,22 +20,6 @@ from ddpm_lab.measure import hardware
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 COMMANDS = ("check", "prepare", "run", "report", "figures")
-Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run the command line here; returns its exit code, standard output and standard error."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        try:
-            code: Any = main([str(a) for a in arguments])
-        except SystemExit as end:
-            code = end.code
-        shown = capsys.readouterr()
-        return code, shown.out, shown.err
-
-    return call
 
 
 # --- help ------------------------------------------------------------------------------------------------------------

@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import Call
 from PIL import Image
 
 from ddpm_lab import training_run
-from ddpm_lab.__main__ import main
 from ddpm_lab.data.packed import prepare
 from ddpm_lab.run_folder import RunFailed
 from ddpm_lab.stopping import Stopped
 from ddpm_lab.training_run import Outcome
-
-Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run the command line here; returns its exit code, standard output and standard error."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        try:
-            code: Any = main([str(a) for a in arguments])
-        except SystemExit as end:
-            code = end.code
-        shown = capsys.readouterr()
-        return code, shown.out, shown.err
-
-    return call
 
 
 @pytest.fixture(scope="module")
