@@ -161,10 +161,10 @@ def _head(line: bytes, known: dict[bytes, tuple[bytes, ...] | None]) -> tuple[by
     """Experiment, role, data, plan, machine, date and code version of a line as this version writes it.
 
     Any other line is parsed whole: None. Searching for bytes is several times faster than a regular expression, and
-    what lies before the date is searched once: but for the set it is ``known`` from the same work's line of another.
+    what lies before the host's name is searched once: the same work's line of another set has it too, word for word.
     """
     begin = line.find(b',"experiment":"')
-    middle = line.find(b'"date":"', begin)
+    middle = line.find(b',"hostname":', begin)
     end = line.find(b',"code_version":"', middle)
     if min(begin, middle, end) < 0 or not line.startswith(b'{"set_id":"'):
         return None

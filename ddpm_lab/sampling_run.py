@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -73,7 +74,8 @@ def sample(
         raise ConfigError(
             f"steps is {sampling.steps}: give at most the {found.config.diffusion.timesteps} timesteps of the process"
         )
-    _claim(folder, {"run": found.config.run_id, "step": found.step, **asdict(sampling)})
+    content = hashlib.sha256(checkpoint.read_bytes()).hexdigest()[:16]
+    _claim(folder, {"run": found.config.run_id, "step": found.step, "checkpoint": content, **asdict(sampling)})
     paths = [folder / image_name(number) for number in range(count)]
     # A file without content is what a machine that lost its power left.
     missing = [n for n, path in enumerate(paths) if not path.is_file() or not path.stat().st_size]
@@ -132,7 +134,9 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         strange = not path.exists() and any(folder.glob("*.png"))
         if not path.exists() and not strange:
-            path.write_text(json.dumps(settings, indent=1) + "\n")
+            partial = path.with_suffix(".partial")
+            partial.write_text(json.dumps(settings, indent=1) + "\n")
+            partial.replace(path)
         before = {} if strange else json.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}; choose another --output-dir") from error

@@ -107,6 +107,14 @@ def test_code_of_every_imported_module_counts(write: Write, name: str) -> None:
     assert key() == before
 
 
+def test_an_edit_meanwhile_is_noticed(write: Write) -> None:
+    before = code_version("planted_workload:train")
+    before.check_unchanged()
+    write("planted_workload.py", WORKLOAD + "another = 1\n")
+    with pytest.raises(ConfigError, match="edited while it was measured"):
+        before.check_unchanged()
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [("factor * deep", "factor + deep"), ("return factor", "return 1.0 * factor"), ("config, context", "config, c")],

@@ -13,13 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from ddpm_lab.config import DDPM, RunConfig
+from ddpm_lab.config import DDPM, OptimizerConfig, RunConfig
 from ddpm_lab.explain import quality
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.quality import IDENTICAL, NOT_ENOUGH, NOT_MEASURED, NOT_WORSE, WORSE, Trials, equivalence
+from ddpm_lab.quality import quality as plan_quality
+from ddpm_lab.questions import amp
 from ddpm_lab.record import RunRecord
+from ddpm_lab.setting import Images, Setup
 
 BASE, BF16 = RunConfig(), RunConfig(precision="bf16")
+EVERY = OptimizerConfig(ema_every=1)
 losses = st.floats(-1, 1).map(lambda v: round(v, 3))
 
 
@@ -67,6 +71,31 @@ def test_a_wrong_verdict_is_rare_at_the_edge(true: float, wrong: str, most: floa
     assert found.count(wrong) < most * 2000
 
 
+def test_a_margin_that_is_estimated_makes_no_more_errors() -> None:
+    """Eight nearly perfect pairs, and a true difference of two standard deviations of the seeds."""
+    rng = np.random.default_rng(3)
+    found = []
+    for _ in range(2000):
+        base = rng.standard_normal(8)
+        margin = quality.margin_of(base, base + 99)
+        found.append(equivalence(2 + 0.1 * rng.standard_normal(8), margin).verdict)
+    assert found.count(NOT_WORSE) < 0.065 * 2000
+
+
+def test_without_a_margin_there_is_no_verdict() -> None:
+    found = equivalence([1e-7] * 7 + [2e-7], 0.0)
+    assert (found.verdict, found.reason) == (NOT_ENOUGH, "the baseline leaves no margin")
+    assert equivalence([1e-7] * 8, math.nan).verdict == NOT_ENOUGH
+
+
+def test_a_baseline_that_diverged_judges_nobody() -> None:
+    records = make.trials({"bf16": (BF16, 0.0)})
+    both = [replace(r, status="diverged", quality=None) if r.config.seed == 0 else r for r in records]
+    assert quality.sentence(judged(both)) == "not enough data (the baseline diverged with seed 0)"
+    alone = [r for r in both if not (r.label == "fp32" and r.config.seed == 0)]
+    assert judged(alone).verdict == NOT_WORSE, "a seed that the baseline was not tried with says nothing"
+
+
 def test_a_planted_difference_is_found_and_none_is_not() -> None:
     planted = make.trials({"bf16": (BF16, 0.0), "batch 64": (RunConfig(global_batch_size=64), 0.02)})
     assert judged(planted).verdict == NOT_WORSE
@@ -77,7 +106,8 @@ def test_a_planted_difference_is_found_and_none_is_not() -> None:
 
 
 def test_the_margin_is_the_smaller_of_spread_and_last_gain() -> None:
-    assert quality.margin_of([1.0, 1.2], [1.5, 1.7]) == pytest.approx(2 * np.std([1.0, 1.2], ddof=1))
+    spread = np.std([1.0, 1.2], ddof=1) / np.sqrt(scipy_stats.chi2.ppf(0.95, 1))
+    assert quality.margin_of([1.0, 1.2], [1.5, 1.7]) == pytest.approx(2 * spread)
     assert quality.margin_of([1.0, 1.2], [1.01, 1.21]) == pytest.approx(0.01)
     assert quality.margin_of([1.0, 1.2], [0.9, 1.1]) == 0, "a baseline that gets worse leaves no room"
     assert math.isnan(quality.margin_of([1.0], [1.1]))
@@ -126,6 +156,7 @@ def test_equal_weights_are_identical_whatever_the_seeds() -> None:
         for r in records
     ]
     assert judged(same, files).verdict == IDENTICAL
+    assert quality.sentence(judged(same, files)) == "identical (after 250 steps)"
     other = [same[0], replace(same[1], quality={**(same[1].quality or {}), "weights_sha256": "other"})]
     assert judged(other, files).verdict == NOT_MEASURED, "other weights say nothing of better or worse"
 
@@ -138,9 +169,25 @@ def test_only_the_same_code_speaks_and_the_longest_trials_count() -> None:
 
 
 def test_trials_with_another_loader_speak_for_both() -> None:
-    files = {"loader": "files", "loader_workers": 2}
-    found = Trials(make.trials({"bf16": (BF16, 0.0)})).verdict(replace(BASE, **files), replace(BF16, **files), "code-1")  # type: ignore[arg-type]
-    assert found.verdict == NOT_WORSE
+    base, narrow = (replace(c, optimizer=EVERY) for c in (BASE, BF16))
+    records = make.trials({"bf16": (narrow, 0.0)}, baseline=base)
+    one, other = (replace(c, loader="files", loader_workers=2) for c in (base, narrow))
+    assert Trials(records).verdict(one, other, "code-1").verdict == NOT_WORSE
+
+
+def test_trials_speak_for_the_plans_of_other_questions() -> None:
+    """Notebook 03 moves its averages every tenth step, trials at every one."""
+    images = Images(folder="", sha256="", name="")
+    here = Setup(preset="quick", network="tiny", images=images, device="cpu", gpus=0, usable_cores=2)
+    asked, tried = amp(here).families[0], plan_quality(here)
+    speeds, planned = dict(asked.candidates), dict(tried.families[0].candidates)
+    records = make.trials(
+        {"bf16": (planned["bf16"], 0.0), "EMA": (planned["EMA every 10 steps"], 0.3)},
+        baseline=tried.families[0].baseline,
+    )
+    assert Trials(records).verdict(asked.baseline, speeds["bf16"], "code-1").verdict == NOT_WORSE
+    every = replace(asked.baseline, optimizer=replace(asked.baseline.optimizer, ema_every=1))
+    assert Trials(records).verdict(every, asked.baseline, "code-1").verdict == WORSE, "the average itself is compared"
 
 
 def test_images_to_reach_a_loss_lie_on_the_line_between_looks() -> None:

@@ -176,6 +176,12 @@ def trained(seeds: int) -> Study:
     return replace(timed, trials=tuple(make.trials(losses, seeds=seeds)))
 
 
+def diverged() -> Study:
+    of = trained(6)
+    lost = [r if r.label == "fp32" else replace(r, status="diverged", quality=None) for r in of.trials]
+    return replace(of, trials=tuple(lost))
+
+
 STUDIES: dict[str, Callable[[], Study]] = {
     "resolved": amp,
     "one set": lambda: amp(count=1, turns=2),
@@ -204,6 +210,7 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "recommendation": lambda: make.study([*amp().records, *compiled(1.2).records], "recommendation"),
     "quality": lambda: trained(8),
     "quality, few seeds": lambda: trained(2),
+    "quality, all diverged": diverged,
     "nothing": lambda: replace(amp(), records=()),
 }
 

@@ -14,6 +14,17 @@ from ddpm_lab.record import LedgerError, RunRecord
 BF16 = RunConfig(precision="bf16")
 
 
+def test_trials_come_with_the_speeds_of_their_data_whatever_the_plan() -> None:
+    late = make.environment(date="2026-02-01T00:00:00+00:00")
+    speeds = make.sets({"bf16": (BF16, 1.5)})
+    trials = make.trials({"bf16": (BF16, 0.0)}, seeds=3)
+    later = make.trials({"bf16": (BF16, 0.0)}, seeds=1, images=320, plan=Plan(turns=2), environment=late)
+    edited = make.trials({"bf16": (BF16, 0.0)}, seeds=1, code_version="old")
+    found = frames.study([*trials, *speeds, *later, *edited], "amp")
+    assert list(found.records) == speeds
+    assert sorted(map(id, found.trials)) == sorted(map(id, [*trials, *later]))
+
+
 def test_study_takes_the_latest_cohort() -> None:
     old = make.sets(
         {"bf16": (BF16, 1.5)}, code_version="old", environment=make.environment(date="2026-01-01T00:00:00+00:00")

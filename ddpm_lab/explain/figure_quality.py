@@ -72,7 +72,7 @@ def _losses(ax: Axes, shown: list[dict[str, Any]], ahead: set[str], margin: floa
     close = [e for e in equal if e.verdict != quality.WORSE] or equal
     ends = [v for e in close for v in (e.low, e.high, e.difference) if not math.isnan(v)]
     ends += [] if math.isnan(margin) else [margin, -margin]
-    low, high = min(ends), max(ends)
+    low, high = min(ends, default=-1.0), max(ends, default=1.0)
     pad = 0.15 * (high - low or 1e-6)
     if not math.isnan(margin):
         ax.axvspan(-margin, margin, color=fs.BAND, lw=0, zorder=0)
@@ -116,7 +116,7 @@ def _rows(ax: Axes, count: int) -> None:
 def curves(study: Study) -> Figure | None:
     """Held-out loss against images, and each setting's difference from the baseline; None without trials."""
     lead = trained.base(study)
-    if lead is None or not (base := trained.trials_of(study, lead["config"])):
+    if lead is None or not (base := trained.baseline_trials(study)):
         return None
     figure, (above, below) = fs.sheet(
         "What each setting has learned, on the way",
@@ -126,25 +126,27 @@ def curves(study: Study) -> Figure | None:
         left=0.95,
         right=2.4,
         gap=0.3,
-        note="Lines: mean over seeds; shade: lowest and highest seed. Differences are between runs with the same seed.",
+        note="Lines: mean over seeds; shade: lowest and highest seed. Differences are between runs with the same seed; "
+        "those of settings that are worse are left to the upper panel, since beside them no other could be seen.",
     )
-    images, losses = trained.curve(base)
+    images, _ = quality.curve(base[0])
+    losses = trained.curves(base, images)
     above.plot(images, losses.mean(0), color=fs.INK, lw=2.2, label=str(lead["label"]))
     above.fill_between(images, losses.min(0), losses.max(0), color=fs.INK, alpha=0.12, lw=0)
     below.axhline(0, color=fs.INK, lw=1)
-    seeds = [r.config.seed for r in base]
+    wide = _hide(trained.rows(study))
     for i, row in enumerate(trained.rows(study)):
-        records = trained.trials_of(study, row["config"])
-        if not records or len(trained.curve(records)[0]) != len(images):
+        pairs = trained.pairs_of(row, int(images[-1]))
+        if not pairs:
             continue
         colour = fs.PALETTE[i % len(fs.PALETTE)]
-        at, found = trained.curve(records)
-        above.plot(at, found.mean(0), color=colour, lw=1.6, label=fs.fit(str(row["label"]), 1.9, 2))
-        common = [(seeds.index(r.config.seed), j) for j, r in enumerate(records) if r.config.seed in seeds]
-        if common:
-            apart = np.array([found[j] - losses[k] for k, j in common])
-            below.plot(at, apart.mean(0), color=colour, lw=1.6)
-            below.fill_between(at, apart.min(0), apart.max(0), color=colour, alpha=0.12, lw=0)
+        theirs, mine = (trained.curves([pair[side] for pair in pairs], images) for side in (0, 1))
+        above.plot(images, mine.mean(0), color=colour, lw=1.6, label=fs.fit(str(row["label"]), 1.9, 2))
+        if row["run_id"] in wide:
+            continue
+        apart = mine - theirs
+        below.plot(images, apart.mean(0), color=colour, lw=1.6)
+        below.fill_between(images, apart.min(0), apart.max(0), color=colour, alpha=0.12, lw=0)
     above.legend(loc="upper left", bbox_to_anchor=(1.01, 1.03), frameon=False, fontsize=fs.SMALL_POINTS)
     above.tick_params(labelbottom=False)
     below.set_xlabel("images trained on")
@@ -156,10 +158,16 @@ def curves(study: Study) -> Figure | None:
     return figure
 
 
+def _hide(rows: list[dict[str, Any]]) -> set[str]:
+    """Run ids of settings that are worse, beside which no other could be seen; none where all are."""
+    worse = {str(r["run_id"]) for r in rows if r["equivalence"].verdict == quality.WORSE}
+    return worse if len(worse) < len(rows) else set()
+
+
 def by_time(study: Study) -> Figure | None:
     """Where in the noise a setting is better or worse: the difference of the final loss by timestep; None without."""
     lead = trained.base(study)
-    if lead is None or not (base := trained.trials_of(study, lead["config"])):
+    if lead is None or not (base := trained.baseline_trials(study)):
         return None
     figure, (ax,) = fs.sheet(
         "At which timesteps a setting learns more or less",
@@ -168,15 +176,15 @@ def by_time(study: Study) -> Figure | None:
         left=0.95,
         right=2.4,
         note="Final held-out loss of each setting less the baseline's with the same seed, mean over seeds, by ten "
-        "equal ranges of timesteps. Early timesteps have little noise.",
+        "equal ranges of timesteps. Early timesteps have little noise. Settings that are worse are left out.",
     )
     ax.axhline(0, color=fs.INK, lw=1)
-    theirs = dict(zip((r.config.seed for r in base), trained.by_time(base), strict=True))
     at = (np.arange(10) + 0.5) / 10 * lead["config"].diffusion.timesteps
+    images = int(base[0].config.option("images", 0))
+    wide = _hide(trained.rows(study))
     for i, row in enumerate(trained.rows(study)):
-        mine = [r for r in trained.trials_of(study, row["config"]) if r.config.seed in theirs]
-        if mine:
-            apart = trained.by_time(mine) - np.array([theirs[r.config.seed] for r in mine])
+        if row["run_id"] not in wide and (pairs := trained.pairs_of(row, images)):
+            apart = trained.by_time([b for _, b in pairs]) - trained.by_time([a for a, _ in pairs])
             label = fs.fit(str(row["label"]), 1.9, 2)
             ax.plot(at, apart.mean(0), color=fs.PALETTE[i % len(fs.PALETTE)], lw=1.6, marker="o", ms=3.5, label=label)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))

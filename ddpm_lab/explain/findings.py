@@ -158,7 +158,8 @@ def _trained(study: Study) -> Finding:
     if not judged:
         return _comparison(study)
     short, lead = trained.headline(rows)
-    ending = f"{machine_state.busy(study)} {trained.method(study)}{_where(study, sentences.quality(rows))}"
+    ending = f"{trained.unsound(study)}{machine_state.busy(study)} {trained.method(study)}"
+    ending += _where(study, sentences.quality(rows))
     status = ANSWERED if trained.answered(rows) else NOT_ENOUGH
     return _about(study, lead, short, f"{short}. {trained.evidence(rows)}{ending}", status)
 

@@ -138,7 +138,7 @@ def chosen(told: Sequence[T], experiment: str, *, machine: str | None = None, co
         shown = _one_cohort([r for r in found if r.experiment == experiment], cohort)
     data = {r.cohort[2] for r in shown} or {r.cohort[2] for r in trials}
     same = [r for r in trials if r.cohort[2] in data]
-    return shown + [r for group in _by_experiment(same) for r in _one_cohort(group, None)]
+    return shown + [r for group in _by_experiment(same) for r in _one_code(group)]
 
 
 def _by_experiment(records: Sequence[T]) -> list[list[T]]:
@@ -171,6 +171,12 @@ def _one_cohort(records: Sequence[T], cohort: Cohort | None) -> list[T]:
         measured = [r for r in records if r.role != "note"] or records
         cohort = max(measured, key=_moment).cohort
     return [r for r in records if r.cohort == cohort]
+
+
+def _one_code(trials: Sequence[T]) -> list[T]:
+    """Those of the code and data that were tried last: a trial has no turns, so the plan of a set is not part of it."""
+    latest = max(trials, key=_moment).cohort[:3]
+    return [r for r in trials if r.cohort[:3] == latest]
 
 
 def _moment(record: Told) -> float:

@@ -25,6 +25,7 @@ NOT_WORSE = "not worse"
 WORSE = "worse"
 NOT_ENOUGH = "not enough data"
 NOT_MEASURED = "not measured"
+DIVERGED = "diverged"
 
 LEVEL = 0.90
 """Of the interval: its upper end beyond the margin is the one-sided test of equivalence at 5 %."""
@@ -50,6 +51,8 @@ class Equivalence:
     seeds: int = 0
     seeds_needed: int | None = None
     reason: str = ""
+    pairs: tuple[tuple[RunRecord, RunRecord], ...] = ()
+    """The trials that were compared, the baseline's first: all of one length, in the order of their seeds."""
 
 
 def equivalence(differences: npt.ArrayLike, margin: float) -> Equivalence:
@@ -64,6 +67,8 @@ def equivalence(differences: npt.ArrayLike, margin: float) -> Equivalence:
     if n == 0:
         return Equivalence(verdict=NOT_MEASURED)
     mean = float(values.mean())
+    if not margin > 0:  # nor a number at all
+        return Equivalence(verdict=NOT_ENOUGH, difference=mean, seeds=n, reason="the baseline leaves no margin")
     if n == 1:
         return Equivalence(verdict=NOT_ENOUGH, difference=mean, margin=margin, seeds=1, seeds_needed=LEAST_SEEDS)
     spread = float(values.std(ddof=1))
@@ -84,36 +89,46 @@ def _half(n: int, spread: float) -> float:
 def margin_of(final: npt.ArrayLike, before: npt.ArrayLike) -> float:
     """The smaller of two standard deviations of the baseline's final losses over seeds, and its gain at the end.
 
-    ``before`` are its losses 5 % of the images earlier. NaN for fewer than two seeds.
+    ``before`` are its losses 5 % of the images earlier. The standard deviation is the lower 95 % confidence bound of
+    the one that n seeds show (chi-square): with the estimate itself a difference of two true ones would be called none
+    in every third case. NaN for fewer than two seeds.
     """
     last, earlier = np.asarray(final, dtype=float), np.asarray(before, dtype=float)
-    if len(last) < 2:
+    n = len(last)
+    if n < 2:
         return math.nan
-    return float(min(2 * last.std(ddof=1), max(0.0, (earlier - last).mean())))
+    spread = float(last.std(ddof=1)) * math.sqrt((n - 1) / float(special.chdtri(n - 1, 0.05)))
+    return float(min(2 * spread, max(0.0, (earlier - last).mean())))
 
 
 def compare(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> Equivalence:
     """The verdict on ``candidate``'s trials against ``baseline``'s, paired by seed.
 
     Only trials on as many images count, the longest ones that both have. Without held-out losses the final weights of
-    equal seeds decide: identical or not.
+    equal seeds decide: identical or not. Where a baseline's loss stopped being finite there is no verdict.
     """
     for images in sorted({_images(r) for r in candidate}, reverse=True):
-        ours = {r.config.seed: r for r in candidate if _images(r) == images}
-        base = {r.config.seed: r for r in baseline if _images(r) == images and r.status == "ok"}
-        if lost := [r for r in ours.values() if r.status == "diverged"]:
-            return Equivalence(verdict=WORSE, seeds=len(lost), reason=f"diverged with seed {lost[0].config.seed}")
-        ours = {seed: r for seed, r in ours.items() if r.status == "ok"}
+        ours = {r.config.seed: r for r in candidate if _images(r) == images and r.status in ("ok", DIVERGED)}
+        base = {r.config.seed: r for r in baseline if _images(r) == images and r.status in ("ok", DIVERGED)}
         seeds = sorted(ours.keys() & base.keys())
         if not seeds:
             continue
-        pairs = [(base[seed], ours[seed]) for seed in seeds]
+        if lost := [seed for seed in sorted(base) if base[seed].status == DIVERGED]:
+            return Equivalence(
+                verdict=NOT_ENOUGH, seeds=len(seeds), reason=f"the baseline diverged with seed {lost[0]}"
+            )
+        if lost := [seed for seed in seeds if ours[seed].status == DIVERGED]:
+            return Equivalence(verdict=WORSE, seeds=len(seeds), reason=f"diverged with seed {lost[0]}")
+        pairs = tuple((base[seed], ours[seed]) for seed in seeds)
         if all(_sha(a) == _sha(b) for a, b in pairs):
-            return Equivalence(verdict=IDENTICAL, difference=0.0, low=0.0, high=0.0, seeds=len(seeds))
+            steps = f"after {(pairs[0][0].quality or {})['steps']:,} steps"
+            same = Equivalence(verdict=IDENTICAL, difference=0.0, low=0.0, high=0.0, seeds=len(seeds), reason=steps)
+            return dataclasses.replace(same, pairs=pairs if final_loss(pairs[0][0]) is not None else ())
         if any(final_loss(r) is None for pair in pairs for r in pair):
             continue
-        margin = margin_of([float(final_loss(r) or 0) for r in base.values()], [_loss_at(r, -2) for r in base.values()])
-        return equivalence([_loss_at(b, -1) - _loss_at(a, -1) for a, b in pairs], margin)
+        margin = margin_of([_loss_at(r, 1.0) for r in base.values()], [_loss_at(r, 0.95) for r in base.values()])
+        found = equivalence([_loss_at(b, 1.0) - _loss_at(a, 1.0) for a, b in pairs], margin)
+        return dataclasses.replace(found, pairs=pairs)
     return Equivalence(verdict=NOT_MEASURED)
 
 
@@ -123,9 +138,16 @@ def final_loss(record: RunRecord) -> float | None:
     return float(looks[-1]["loss"]) if looks else None
 
 
-def _loss_at(record: RunRecord, place: int) -> float:
-    assert record.quality is not None
-    return float(record.quality["held_out"][place]["loss"])
+def _loss_at(record: RunRecord, share: float) -> float:
+    """Held-out loss after a share of the images, between two looks by a straight line."""
+    images, losses = curve(record)
+    return float(np.interp(share * images[-1], images, losses))
+
+
+def curve(record: RunRecord) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Images of each look at a trial (n,), and the held-out losses (n,)."""
+    looks = (record.quality or {})["held_out"]
+    return np.array([h["images"] for h in looks], float), np.array([h["loss"] for h in looks], float)
 
 
 def _sha(record: RunRecord) -> str:
@@ -152,16 +174,18 @@ def images_to_reach(record: RunRecord, target: float) -> float:
     return math.inf
 
 
-def work_of(config: RunConfig, *, loader: bool = True) -> str:
+def work_of(config: RunConfig, *, loosely: bool = False) -> str:
     """What tells trained configurations apart: everything but the purpose, the seed and where the images lie.
 
-    Without ``loader`` how the images are loaded is left out too.
+    ``loosely`` leaves out how images are loaded, which changes nothing, and how often the averaged weights are moved:
+    trials are short and move them at every step.
     """
     same: dict[str, Any] = {"purpose": "timing", "seed": 0, "data": "", "oversubscribe": False, "options": ()}
     if config.workload == TRAINING:
         same["workload"] = DDPM
-    if not loader:
+    if loosely:
         same |= {"loader": "packed", "loader_workers": 0}
+        same["optimizer"] = dataclasses.replace(config.optimizer, ema_every=1)
     return dataclasses.replace(config, **same).run_id
 
 
@@ -173,18 +197,19 @@ class Trials:
         self._by_work: dict[str, list[RunRecord]] = {}
         for r in records:
             self._exact.setdefault(work_of(r.config), []).append(r)
-            self._by_work.setdefault(work_of(r.config, loader=False), []).append(r)
+            if r.config.optimizer.ema_every == 1:  # one kind of averaging, on both sides of a pair
+                self._by_work.setdefault(work_of(r.config, loosely=True), []).append(r)
 
     def verdict(self, baseline: RunConfig, candidate: RunConfig, code_version: str) -> Equivalence:
         """The verdict on a configuration, from trials of the very code that ``code_version`` names.
 
-        Trials with another loader count where the configurations themselves were not tried: that a loader changes
-        nothing is shown by trials of its own.
+        Where the configurations themselves were not tried, trials count whose loader and averaging are others, on both
+        sides alike: that a loader changes nothing is shown by trials of its own.
         """
         found = Equivalence(verdict=NOT_MEASURED)
-        for loader, known in ((True, self._exact), (False, self._by_work)):
-            base, ours = work_of(baseline, loader=loader), work_of(candidate, loader=loader)
-            if base == ours:
+        for loosely, known in ((False, self._exact), (True, self._by_work)):
+            base, ours = work_of(baseline, loosely=loosely), work_of(candidate, loosely=loosely)
+            if base == ours or (loosely and baseline.optimizer.ema_every != candidate.optimizer.ema_every):
                 continue
             found = compare(*([r for r in known.get(key, ()) if _speaks_for(r, code_version)] for key in (base, ours)))
             if found.verdict != NOT_MEASURED:
@@ -202,8 +227,6 @@ def sentence(found: Equivalence) -> str:
         return NOT_MEASURED
     if found.reason:
         return f"{found.verdict} ({found.reason})"
-    if found.verdict == IDENTICAL:
-        return IDENTICAL
     seeds = f"{found.seeds} seed{'s' if found.seeds != 1 else ''}"
     need = f", {found.seeds_needed} would do" if found.seeds_needed else ""
     return f"{found.verdict} ({seeds}{need})"

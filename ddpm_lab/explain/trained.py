@@ -11,7 +11,6 @@ import numpy.typing as npt
 import pandas as pd
 from scipy import special
 
-from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import gradients, phrases, quality, stats
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
@@ -24,43 +23,55 @@ _NONE = "\N{EN DASH}"
 GOOD = (quality.IDENTICAL, quality.NOT_WORSE)
 
 Row = dict[str, Any]
+Pairs = tuple[tuple[RunRecord, RunRecord], ...]
+Array = npt.NDArray[np.float64]
 
 
 def rows(study: Study) -> list[Row]:
     """The configurations that were compared with the baseline, each with ``equivalence``."""
-    frame = comparisons(study)
-    return [{str(k): v for k, v in r.items()} for r in frame.to_dict("records") if r["role"] == "candidate"]
+    return [r for r in _family(study) if r["role"] == "candidate"]
 
 
 def base(study: Study) -> Row | None:
     """The baseline's row; None where nothing is measured."""
+    return next((r for r in _family(study) if r["role"] == "baseline"), None)
+
+
+def _family(study: Study) -> list[Row]:
+    """Rows of the baseline that was measured last: another batch or network is another question."""
+    latest = next((r.baseline_id for r in reversed(study.records) if r.role == "baseline"), None)
     frame = comparisons(study)
-    found = [{str(k): v for k, v in r.items()} for r in frame.to_dict("records") if r["role"] == "baseline"]
-    return found[0] if found else None
+    return [{str(k): v for k, v in r.items()} for r in frame.to_dict("records") if r["baseline_id"] == latest]
 
 
-def trials_of(study: Study, config: RunConfig) -> list[RunRecord]:
-    """The longest trials of a configuration that ended, in the order of their seeds."""
-    key = quality.work_of(config)
-    mine = [r for r in study.trials if r.status == "ok" and quality.work_of(r.config) == key and _curve(r)]
-    most = max((int(r.config.option("images", 0)) for r in mine), default=0)
-    latest = {r.config.seed: r for r in mine if r.config.option("images", 0) == most}
-    return [latest[seed] for seed in sorted(latest)]
+def pairs_of(row: Row, images: int) -> Pairs:
+    """The trials behind a row's verdict, the baseline's first; none if they were trained on fewer ``images``."""
+    found: Pairs = row["equivalence"].pairs if row["equivalence"] is not None else ()
+    return found if found and found[0][0].config.option("images", 0) == images else ()
 
 
-def curve(records: Sequence[RunRecord]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Images of each look (n,), and the held-out loss of each trial at each look (trials, n)."""
-    looks = [[(h["images"], h["loss"]) for h in _curve(r)] for r in records]
-    return np.array([images for images, _ in looks[0]], float), np.array([[loss for _, loss in r] for r in looks])
+def images_of(found: Sequence[Row]) -> int:
+    """Images of the longest trials that any verdict rests on."""
+    pairs = [r["equivalence"].pairs for r in found if r["equivalence"] is not None and r["equivalence"].pairs]
+    return max((int(p[0][0].config.option("images", 0)) for p in pairs), default=0)
 
 
-def by_time(records: Sequence[RunRecord]) -> npt.NDArray[np.float64]:
+def baseline_trials(study: Study) -> list[RunRecord]:
+    """The baseline's trials that verdicts rest on, in the order of their seeds."""
+    found = rows(study)
+    images = images_of(found)
+    by_seed = {a.config.seed: a for r in found for a, _ in pairs_of(r, images)}
+    return [by_seed[seed] for seed in sorted(by_seed)]
+
+
+def curves(records: Sequence[RunRecord], at: Array) -> Array:
+    """Held-out loss of each trial after so many images (trials, n), between its looks by straight lines."""
+    return np.array([np.interp(at, *quality.curve(r)) for r in records])
+
+
+def by_time(records: Sequence[RunRecord]) -> Array:
     """Final held-out loss of each trial by ten ranges of timesteps (trials, 10)."""
-    return np.array([_curve(r)[-1]["by_time"] for r in records], float)
-
-
-def _curve(record: RunRecord) -> list[dict[str, Any]]:
-    return list((record.quality or {}).get("held_out") or [])
+    return np.array([(r.quality or {})["held_out"][-1]["by_time"] for r in records], float)
 
 
 def faster(row: Row) -> bool:
@@ -69,25 +80,27 @@ def faster(row: Row) -> bool:
 
 
 def answered(found: Sequence[Row]) -> bool:
-    """Whether any configuration has a verdict on its quality."""
-    return any(r["equivalence"].verdict in (*GOOD, quality.WORSE) for r in found)
+    """Whether every setting that was tried has a verdict on its quality."""
+    tried = [r["equivalence"].verdict for r in found if r["equivalence"].seeds]
+    return bool(tried) and quality.NOT_ENOUGH not in tried
 
 
 def headline(found: Sequence[Row]) -> tuple[str, Row]:
     """The answer in one line, and the configuration that it is about."""
     good = [r for r in found if r["equivalence"].verdict in GOOD]
+    quick = [r for r in good if faster(r)]
     worse = [r for r in found if r["equivalence"].verdict == quality.WORSE]
-    lead = max(good or found, key=lambda r: r["ratio"] if r["sets"] else 0.0)
-    if not good and not worse:
-        return f"Not enough data for a verdict on {phrases.plural(len(found), 'setting')}", lead
     says = [f"{r['label']} is worse" for r in worse[:2]] + [f"so are {len(worse) - 2} more"] * (len(worse) > 2)
-    if good and faster(lead):
-        first = f"{lead['label']} trains {phrases.ratio(lead)} times as fast as {lead['baseline_label']} and is "
-        return ", ".join([first + lead["equivalence"].verdict, *says]), lead
+    if quick:
+        lead = max(quick, key=lambda r: r["ratio"])
+        first = f"{lead['label']} trains {phrases.ratio(lead)} times as fast as {lead['baseline_label']}, not worse"
+        return "; ".join([first, *says]), lead
+    lead = max(good or worse or list(found), key=lambda r: r["ratio"] if r["sets"] else 0.0)
     if good:
-        says.insert(0, f"no setting that is not worse is faster than {lead['baseline_label']}")
-    text = "; ".join(says)
-    return text[0].upper() + text[1:], lead
+        resolved = all(r["verdict"] in (stats.FASTER, stats.SLOWER) for r in good)
+        first = f"{phrases.plural(len(good), 'setting')} of {len(found)} not worse than {lead['baseline_label']}, "
+        says.insert(0, first + ("none of them faster" if resolved else "which is faster is not resolved"))
+    return "; ".join(says) or f"Not enough data for a verdict on {phrases.plural(len(found), 'setting')}", lead
 
 
 def evidence(found: Sequence[Row]) -> str:
@@ -110,34 +123,47 @@ def _detail(row: Row) -> str:
 
 def method(study: Study) -> str:
     """How the verdicts were found: images, seeds, how far the loss fell."""
-    lead = base(study)
-    records = trials_of(study, lead["config"]) if lead else []
+    records = baseline_trials(study)
     if not records:
         return ""
-    images, losses = curve(records)
+    ends = np.array([quality.curve(r)[1][[0, -1]] for r in records]).mean(0)
     return (
-        f"Held-out loss of the averaged weights after {images[-1]:,.0f} images, paired over "
-        f"{phrases.plural(len(records), 'seed')}, 90 % intervals; the baseline fell from {losses[:, 0].mean():.3f} to "
-        f"{losses[:, -1].mean():.4f}."
+        f"Held-out loss of the averaged weights after {images_of(rows(study)):,} images, paired over "
+        f"{phrases.plural(len(records), 'seed')}, 90 % intervals; the baseline fell from {ends[0]:.3f} to "
+        f"{ends[1]:.4f}."
     )
+
+
+def unsound(study: Study) -> str:
+    """A sentence, after a space, on settings whose gradient check failed or found a fault; empty without any."""
+    told = []
+    for r in study.records:
+        if r.role == "check":
+            answer = (r.quality or {}).get("gradients")
+            judged = gradients.verdict(answer) if answer else None
+            if judged is None:
+                why = phrases.failure({"status": r.status, "reason": r.reason})
+                told.append(f"the check of {r.label} failed ({why})")
+            elif not judged.as_expected:
+                told.append(f"the gradient of {r.label} is {judged.sentence}")
+    text = phrases.joined(told)
+    return f" {text[0].upper()}{text[1:]}." if text else ""
 
 
 def target(study: Study) -> float:
     """The held-out loss to be reached; NaN where the baseline has no trials."""
-    lead = base(study)
-    records = trials_of(study, lead["config"]) if lead else []
+    records = baseline_trials(study)
     if not records:
         return math.nan
-    images, losses = curve(records)
-    return float(np.interp(TARGET_SHARE * images[-1], images, losses.mean(0)))
+    return float(curves(records, np.array([TARGET_SHARE * images_of(rows(study))])).mean())
 
 
-def time_to(study: Study, row: Row, loss: float) -> tuple[float, float, float]:
+def time_to(row: Row, records: Sequence[RunRecord], loss: float) -> tuple[float, float, float]:
     """Seconds of training to a held-out loss, and their 95 % interval: images over seeds, seconds an image over sets.
 
     NaN where a trial did not get there or no speed is known; without an interval for one trial.
     """
-    needed = np.array([quality.images_to_reach(r, loss) for r in trials_of(study, row["config"])])
+    needed = np.array([quality.images_to_reach(r, loss) for r in records])
     if not len(needed) or not np.isfinite(needed).all() or not row["sets"]:
         return math.nan, math.nan, math.nan
     mean, n = float(needed.mean()), len(needed)
@@ -152,22 +178,23 @@ def time_to(study: Study, row: Row, loss: float) -> tuple[float, float, float]:
 def table(study: Study) -> pd.DataFrame:
     """One row a configuration: speed, verdict on quality with its evidence, and time to the target."""
     lead, found = base(study), rows(study)
-    aim = target(study)
+    aim, images = target(study), images_of(found)
     shown = []
     for row in ([lead] if lead else []) + found:
         equal = row["equivalence"]
-        records = trials_of(study, row["config"])
-        seconds, low, high = time_to(study, row, aim)
+        records = baseline_trials(study) if row is lead else [b for _, b in pairs_of(row, images)]
+        seconds, low, high = time_to(row, records, aim)
         span = "" if math.isnan(low) else f" ({phrases.seconds(low)} to {phrases.seconds(high)})"
         interval = phrases.interval(row)
         judged = equal is not None and not math.isnan(equal.low)
+        final = curves(records, np.array([images])).mean() if records else math.nan
         shown.append(
             {
                 "Configuration": f"{row['label']} (baseline)" if row is lead else row["label"],
                 "Speed": (phrases.ratio(row) if row["sets"] else _NONE) + (f" ({interval})" if interval else ""),
                 "Verdict on speed": phrases.outcome(row),
                 "Quality": "baseline" if row is lead else quality.sentence(equal),
-                "Held-out loss": f"{curve(records)[1][:, -1].mean():.4f}" if records else _NONE,
+                "Held-out loss": f"{final:.4f}" if records else _NONE,
                 "Difference (90 % interval)": quality.interval(equal) if judged else _NONE,
                 "Margin": f"{equal.margin:.2g}" if judged and not math.isnan(equal.margin) else _NONE,
                 f"Time to loss {aim:.4f}": _NONE if math.isnan(seconds) else f"{phrases.seconds(seconds)}{span}",
@@ -181,8 +208,13 @@ def check_table(study: Study) -> pd.DataFrame:
     """One row for each configuration whose loss and gradient were compared with fp32, eager, on the same batch."""
     shown = []
     for r in study.records:
-        answer = (r.quality or {}).get("gradients") if r.role == "check" else None
+        if r.role != "check":
+            continue
+        answer = (r.quality or {}).get("gradients")
         if not answer:
+            shown.append(
+                {"Configuration": r.label, "Verdict": phrases.failure({"status": r.status, "reason": r.reason})}
+            )
             continue
         worst, layer = answer["worst"], answer["worst"].get("worst_layer") or {}
         judged = gradients.verdict(answer)
@@ -198,7 +230,7 @@ def check_table(study: Study) -> pd.DataFrame:
                 "Skipped steps": str(worst.get("skipped", _NONE)),
             }
         )
-    return pd.DataFrame(shown)
+    return pd.DataFrame(shown).fillna(_NONE)
 
 
 def _share(error: float | None) -> str:

@@ -210,6 +210,7 @@ class Campaign:
     # Doing it
 
     def _append(self, records: list[RunRecord]) -> None:
+        self.instrument.code.check_unchanged()
         self.ledger.append(records)
         self.held.add(records)
 

@@ -30,11 +30,19 @@ SITE_MODULES = ("sitecustomize", "usercustomize")
 
 @dataclass(frozen=True, slots=True)
 class CodeVersion:
-    """``key`` identifies the code; ``modules`` are the sources that count, ``packages`` the versions that count."""
+    """``key`` identifies the code of ``workloads``; ``modules`` are the sources that count, ``packages`` versions."""
 
     key: str
     modules: tuple[str, ...]
     packages: dict[str, str]
+    workloads: tuple[str, ...] = ()
+
+    def check_unchanged(self) -> None:
+        """Raise ConfigError if the sources are others by now: ranks read them when they start, each for itself."""
+        if self.workloads and code_version(*self.workloads).key != self.key:
+            raise ConfigError(
+                "the code was edited while it was measured, so what ran last is not kept: give the same command again"
+            )
 
 
 @cache
@@ -158,7 +166,7 @@ def code_version(*workloads: str) -> CodeVersion:
         digest.update(f"{name}\0{sources[name]}\0".encode())
     for name in sorted(packages):
         digest.update(f"{name}=={packages[name]}\0".encode())
-    return CodeVersion(digest.hexdigest()[:12], tuple(sorted(sources)), packages)
+    return CodeVersion(digest.hexdigest()[:12], tuple(sorted(sources)), packages, workloads)
 
 
 def _beside(file: Path) -> str:

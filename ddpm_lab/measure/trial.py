@@ -39,6 +39,8 @@ def train_once(seat: Seat) -> dict[str, Any]:
         if draws:
             answer = group.call("held_out_loss", limit, draws=draws)[0]
             held_out.append({"images": step * config.global_batch_size, **answer})
+            if not math.isfinite(answer["loss"]):
+                raise GroupFailed("diverged", f"the held-out loss is no longer finite after step {step}")
 
     look(0)
     for before, after in pairwise(looks):

@@ -14,6 +14,7 @@ from ddpm_lab.model.checkpoint import Checkpoint, CheckpointError, Tensors, empt
 from ddpm_lab.model.generation import generate, image_generators, restore, sampler_steps, write_png
 from ddpm_lab.model.held_out_loss import held_out_loss
 from ddpm_lab.model.inference import Inference
+from ddpm_lab.model.network import configured_network
 from ddpm_lab.model.step import allow_tf32
 from ddpm_lab.model.train import Trainer
 from ddpm_lab.workload import RankContext
@@ -115,7 +116,14 @@ class Training(Trainer):
         """Loss of the averaged weights on held-out images, and of ten ranges of timesteps; None but on rank 0."""
         if self.context.rank:
             return None
+        # In the lab's network with torch's own kernels, so that no kernel judges itself.
+        plain = {"implementation": "lab", "kernels": "aten", "channels_last": False, "compile": "off"}
+        config = dataclasses.replace(self.config, **plain, compile_mode="default")  # type: ignore[arg-type]
+        network = configured_network(config, self.device)
+        with torch.no_grad():
+            for weight, average in zip(network.parameters(), self.averages, strict=True):
+                weight.copy_(average.reshape(weight.shape))
         allow_tf32(False)
-        loss, by_time = held_out_loss(self.ema, self.data.packed, self.diffusion, self.device, draws=draws)
+        loss, by_time = held_out_loss(network, self.data.packed, self.diffusion, self.device, draws=draws)
         allow_tf32(self.config.precision == "tf32")
         return {"step": self.steps, "loss": loss, "by_time": by_time}
