@@ -182,16 +182,6 @@ def test_compiled_in_whole_or_block_by_block(compile_: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("shallow")
-def test_the_reference_is_compiled_in_whole_too() -> None:
-    config = dataclasses.replace(CONFIG, **PLAIN)
-    _, expected = walked(config, 3)
-    workload, images = walked(dataclasses.replace(config, compile="whole"), 3)
-    torch.testing.assert_close(images, expected, rtol=1e-4, atol=1e-4)
-    assert workload.witness()["compile"] == "whole"
-
-
-@pytest.mark.slow
 def test_real_ranks_measure_it_without_data(tmp_path: Path) -> None:
     """Also two ranks, which share the batch."""
     config = dataclasses.replace(CONFIG, network="tiny", global_batch_size=4, oversubscribe=True)

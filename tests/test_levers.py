@@ -148,7 +148,9 @@ def test_the_loss_curves_of_both_implementations_are_one(config: RunConfig) -> N
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("compile_", ["regional", "whole"])
-def test_compiled_in_whole_or_block_by_block(config: RunConfig, compile_: str) -> None:
+def test_compiled_in_whole_or_block_by_block(config: RunConfig, compile_: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # One level: a third of it to compile.
+    monkeypatch.setitem(NETWORKS, "seed", dataclasses.replace(NETWORKS["seed"], multipliers=(1,)))
     eager = trained(config, 3)[1]
     pulled = dataclasses.replace(config, compile=compile_)
     trainer, losses = trained(pulled, 3)
