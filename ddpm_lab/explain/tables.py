@@ -105,7 +105,7 @@ def _speed(study: Study, row: Mapping[Any, Any]) -> dict[str, str]:
         "Peak memory": phrases.peak_memory(row) if row["status"] == "ok" else _NONE,
         "Sets \N{MULTIPLICATION SIGN} turns": f"{row['sets']} \N{MULTIPLICATION SIGN} {row['turns']}",
         "Dropped turns": str(row["turns_dropped"]),
-        "Quality": str(row["quality"]) if measured else _NONE,
+        "Quality": str(row["quality"]) if measured and not _own(row) else _NONE,
         "Note": _note(row),
     }
 
