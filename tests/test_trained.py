@@ -70,3 +70,18 @@ def test_the_table_has_a_row_for_each_configuration() -> None:
     assert list(frame["Configuration"]) == ["fp32 (baseline)", "bf16", "batch 64", "2 micro-batches"]
     assert list(frame["Seeds"]) == ["8"] * 4
     assert frame["Quality"].iloc[2] == "worse (8 seeds)"
+
+
+def test_a_setting_that_is_not_resolved_hides_none_that_is_faster() -> None:
+    speeds = make.sets({**SPEEDS, "2 micro-batches": (MICRO, 1.9)}, experiment="quality", family="tiny, batch 32")
+    few = [r for r in speeds if r.label != "2 micro-batches" or r.set_id in {s.set_id for s in speeds[:10]}]
+    of = replace(make.study(few, "quality"), trials=tuple(make.trials(LOSSES)))
+    rows = {r["label"]: r for r in trained.rows(of)}
+    assert not trained.faster(rows["2 micro-batches"])
+    assert finding(of).headline.startswith("bf16 trains 1.6")
+
+
+def test_nothing_is_said_of_speeds_that_are_not_resolved() -> None:
+    speeds = make.sets(SPEEDS, experiment="quality", family="tiny, batch 32", count=2)
+    of = replace(make.study(speeds, "quality"), trials=tuple(make.trials(LOSSES)))
+    assert "which is faster is not resolved" in finding(of).headline
