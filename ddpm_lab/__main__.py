@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -63,6 +64,15 @@ def _parser() -> argparse.ArgumentParser:
     _run_options(subparsers)
     _compare_options(subparsers)
     train_commands.add_options(subparsers)
+    rank = subparsers.add_parser(
+        "rank",
+        help="run a command on several hosts, as torchrun --nnodes 2 --nproc-per-node 4 ... -m ddpm_lab rank run amp",
+    )
+    rank.add_argument("--interface", metavar="NAME", help="network interface (or its address) that other hosts reach")
+    rank.add_argument(
+        "words", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="run, train or sample with its options"
+    )
+    rank.set_defaults(command=functools.partial(commands.rank, main=main))
     report = subparsers.add_parser("report", help="execute the notebooks and write their pages")
     _common_options(report)
     _data_options(report)

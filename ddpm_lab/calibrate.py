@@ -14,7 +14,7 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.group import sweep
+from ddpm_lab.measure.group_folder import sweep
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Member
 from ddpm_lab.measure.sets import measure_set

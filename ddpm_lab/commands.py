@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +162,23 @@ def _answer(measured: Any) -> dict[str, Any]:
 
     found = findings.finding(study_of(measured))
     return {**values, "finding": found.claim, "verdict": found.verdict, "status": found.status}
+
+
+MANY_HOSTS = ("run", "train", "sample")
+"""Commands that start ranks as they are told how many."""
+
+
+def rank(options: argparse.Namespace, main: Callable[[Sequence[str]], int]) -> int:
+    """Lead the processes that torchrun has started through a command, or serve ranks for the one that does."""
+    from ddpm_lab.checks import choice  # noqa: PLC0415
+    from ddpm_lab.measure import fleet, host  # noqa: PLC0415
+
+    choice("the command after rank", next(iter(options.words), None), MANY_HOSTS)
+    process = fleet.Process.read(os.environ)
+    if process.rank:
+        return host.serve(fleet.join(process))
+    with fleet.leading(process, options.interface):
+        return main(options.words)
 
 
 def compare(options: argparse.Namespace) -> int:

@@ -127,6 +127,7 @@ LATER: dict[str, Any] = {
     "kernels": "aten",
     "attention_axis": "channels",
     "read_loss": False,
+    "nodes": 1,
     "exchange": {"enabled": True, "bucket_view": True, "static_graph": False, "bucket_mb": 25},
     "optimizer": {"adam": "fused", "ema": "foreach"},
 }
@@ -145,7 +146,8 @@ class RunConfig(_Remembered):
     """One configuration of a training run, complete: two runs with equal ``run_id`` do the same work.
 
     ``global_batch_size`` counts the images of one optimizer step over all ranks; a rank sees
-    ``global_batch_size / world_size`` of them in ``accumulation`` micro-batches. ``data`` is the folder that
+    ``global_batch_size / world_size`` of them in ``accumulation`` micro-batches. The ranks are spread evenly over
+    ``nodes`` hosts. ``data`` is the folder that
     ``data_sha256`` was read from: where the images lie is not part of what is run, so it is not part of the run id.
     ``options`` are the settings of a workload other than the lab's own.
 
@@ -158,6 +160,7 @@ class RunConfig(_Remembered):
     workload: str = DDPM
     device: str = "cpu"
     world_size: int = 1
+    nodes: int = 1
     global_batch_size: int = 32
     accumulation: int = 1
     precision: str = "fp32"
@@ -195,6 +198,7 @@ class RunConfig(_Remembered):
         choice("loader", self.loader, LOADERS)
         choice("network", self.network, NETWORKS)
         whole("world_size", self.world_size, 1)
+        whole("nodes", self.nodes, 1)
         whole("global_batch_size", self.global_batch_size, 1)
         whole("accumulation", self.accumulation, 1)
         whole("loader_workers", self.loader_workers, 0)
@@ -212,6 +216,10 @@ class RunConfig(_Remembered):
         if self.image_size % multiple:
             raise ConfigError(
                 f"image_size is {self.image_size}: network {self.network!r} needs a multiple of {multiple}"
+            )
+        if self.world_size % self.nodes:
+            raise ConfigError(
+                f"world_size {self.world_size} cannot be shared by {self.nodes} nodes: give a multiple of {self.nodes}"
             )
         if self.global_batch_size % (self.world_size * self.accumulation):
             raise ConfigError(
@@ -255,6 +263,11 @@ class RunConfig(_Remembered):
     def rank_batch_size(self) -> int:
         """Images of one optimizer step on one rank."""
         return self.global_batch_size // self.world_size
+
+    @property
+    def node_size(self) -> int:
+        """Ranks on one host."""
+        return self.world_size // self.nodes
 
     @property
     def run_id(self) -> str:

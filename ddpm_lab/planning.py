@@ -17,7 +17,8 @@ from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import Campaign, Target
 from ddpm_lab.measure.code_version import code_version
-from ddpm_lab.measure.group import sweep
+from ddpm_lab.measure.fleet import current
+from ddpm_lab.measure.group_folder import sweep
 from ddpm_lab.measure.network_choice import choose_network
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument
@@ -228,6 +229,7 @@ def prepare_experiment(
     whole("seed", seed, 0)
     parts = []
     chosen = network
+    fleet = current()
     for size in image_sizes or (image_size,):
         setup = Setup(
             preset=preset,
@@ -238,6 +240,8 @@ def prepare_experiment(
             usable_cores=instrument.usable_cores,
             seed=seed,
             oversubscribe=oversubscribe,
+            hosts=len(fleet.hosts) if fleet else 1,
+            places=fleet.node_size if fleet else 0,
         )
         QUESTIONS[name](setup, **grid)  # refuses a bad size or grid before an image is decoded or anything is tried
         images = _images(

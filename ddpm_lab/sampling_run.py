@@ -13,6 +13,7 @@ from typing import Any
 from ddpm_lab.checks import ConfigError, choice, whole
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import hardware
+from ddpm_lab.measure.fleet import spread
 from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.run_folder import RunFailed
@@ -65,7 +66,10 @@ def sample(
         whole(name, value, 1)
     device = device or ("cuda" if hardware.gpus() else "cpu")
     cores = hardware.usable_cores()
-    check_ranks(device, world_size, len(hardware.gpus()), cores)
+    nodes = spread(world_size)
+    if world_size % nodes:
+        raise ConfigError(f"world_size is {world_size}: it cannot be shared by {nodes} hosts, give a multiple")
+    check_ranks(device, world_size // nodes, len(hardware.gpus()), cores)
     from ddpm_lab.model.checkpoint import read  # noqa: PLC0415 - torch only where one is read
     from ddpm_lab.model.generation import image_name  # noqa: PLC0415
 
@@ -86,6 +90,7 @@ def sample(
         workload=GENERATION,
         device=device,
         world_size=world_size,
+        nodes=nodes,
         global_batch_size=world_size * batch_size,
         kernels=DEFAULTS[device]["kernels"],
         network=found.config.network,
@@ -103,7 +108,7 @@ def sample(
         ),
     )
     del found
-    _make(config, len(missing), count, cores // world_size, progress)
+    _make(config, len(missing), count, cores // config.node_size, progress)
     return paths
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ddpm_lab.checks import ConfigError, several, whole
 from ddpm_lab.config import RunConfig
+from ddpm_lab.measure.fleet import fewest_hosts
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"precision": "bf16", "channels_last": True, "kernels": "fused", "compile": "off", "loader": "packed"},
@@ -42,6 +43,9 @@ class Setup:
     usable_cores: int
     seed: int = 0
     oversubscribe: bool = False
+    hosts: int = 1
+    places: int = 0
+    """Hosts that can be used, and the ranks that a job has a place for on each; 0 is as many as there are devices."""
 
     def config(self, **settings: Any) -> RunConfig:
         """A configuration of this set-up."""
@@ -53,14 +57,25 @@ class Setup:
             "image_size": self.images.image_size,
             "seed": self.seed,
         }
+        settings = {"nodes": self.nodes(settings.get("world_size", 1)), **settings}
         config = RunConfig(**{**common, **settings})
-        over = config.device == "cpu" and config.world_size > self.usable_cores
+        over = config.device == "cpu" and config.node_size > self.usable_cores
         return dataclasses.replace(config, oversubscribe=True) if over and self.oversubscribe else config
 
     @property
+    def node_size(self) -> int:
+        """Ranks that one host can give a device of their own."""
+        devices = self.gpus if self.device == "cuda" else self.usable_cores
+        return min(devices, self.places) if self.places else devices
+
+    @property
     def most_ranks(self) -> int:
-        """Ranks this machine can give a device of their own."""
-        return self.gpus if self.device == "cuda" else self.usable_cores
+        """Ranks that all hosts together can give a device of their own."""
+        return self.hosts * self.node_size
+
+    def nodes(self, ranks: int) -> int:
+        """Over how many hosts so many ranks are spread: as few as have room for them."""
+        return fewest_hosts(ranks, self.hosts, self.places)
 
     def batch_size(self, asked: int | None, ranks: int = 1) -> int:
         """The global batch size asked for, or the preset's: 128, and 8 on a CPU except in ``full``."""
@@ -73,7 +88,8 @@ class Setup:
     def world_sizes(self, asked: Sequence[int] | None, usual: Sequence[int]) -> list[int]:
         """The world sizes asked for, checked; or those of ``usual`` that this machine can run."""
         if asked is None:
-            return [n for n in usual if n <= self.most_ranks or (self.device == "cpu" and self.oversubscribe)]
+            over = self.device == "cpu" and self.oversubscribe
+            return [n for n in usual if (n <= self.most_ranks or over) and n % self.nodes(n) == 0]
         several("world_sizes", asked)
         for ranks in asked:
             whole("world_sizes", ranks, 1)
@@ -82,11 +98,15 @@ class Setup:
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ConfigError for more ranks than the machine has devices for."""
-        check_ranks(self.device, ranks, self.gpus, self.usable_cores, self.oversubscribe)
+        nodes = self.nodes(ranks)
+        if ranks % nodes:
+            raise ConfigError(f"{ranks} ranks cannot be spread evenly over {nodes} hosts: give a multiple of {nodes}")
+        check_ranks(self.device, ranks // nodes, self.gpus, self.usable_cores, self.oversubscribe)
 
     def ranks_label(self, ranks: int) -> str:
-        """``2 GPUs`` or ``2 ranks``."""
-        return f"{ranks} {'GPU' if self.device == 'cuda' else 'rank'}{'s' if ranks > 1 else ''}"
+        """``2 GPUs``, ``2 ranks`` or ``8 GPUs on 2 hosts``."""
+        hosts = f" on {self.nodes(ranks)} hosts" if self.nodes(ranks) > 1 else ""
+        return f"{ranks} {'GPU' if self.device == 'cuda' else 'rank'}{'s' if ranks > 1 else ''}{hosts}"
 
     def family_name(self, batch: int | None, ranks: int | None = None) -> str:
         """A family's name for people: what everything in it has in common."""

@@ -79,7 +79,7 @@ def add_options(subparsers: Any) -> None:
 def train_command(options: argparse.Namespace) -> int:
     """Train, or go on; 128 and the signal's number if one ended it."""
     from ddpm_lab.measure import hardware  # noqa: PLC0415 - commands load what they need
-    from ddpm_lab.measure.group import sweep  # noqa: PLC0415
+    from ddpm_lab.measure.group_folder import sweep  # noqa: PLC0415
     from ddpm_lab.measure.progress import Progress  # noqa: PLC0415
     from ddpm_lab.planning import output_folder  # noqa: PLC0415
     from ddpm_lab.run_folder import RunFailed  # noqa: PLC0415
@@ -102,7 +102,7 @@ def train_command(options: argparse.Namespace) -> int:
                 progress=progress,
             )
             sweep()
-            threads = max(1, hardware.usable_cores() // config.world_size)
+            threads = max(1, hardware.usable_cores() // config.node_size)
             outcome = train(config, schedule, folder, threads=threads, stop=stop, progress=progress)
     except Stopped as stopped:
         print(
@@ -131,7 +131,7 @@ def train_command(options: argparse.Namespace) -> int:
 
 def sample_command(options: argparse.Namespace) -> int:
     """Draw the images that are missing."""
-    from ddpm_lab.measure.group import sweep  # noqa: PLC0415
+    from ddpm_lab.measure.group_folder import sweep  # noqa: PLC0415
     from ddpm_lab.measure.progress import Progress  # noqa: PLC0415
     from ddpm_lab.run_folder import RunFailed  # noqa: PLC0415
     from ddpm_lab.sampling_run import Sampling, sample  # noqa: PLC0415

@@ -12,6 +12,7 @@ from ddpm_lab.config import TRAINING, RunConfig
 from ddpm_lab.data.packed import resolve
 from ddpm_lab.data.prepared import read_manifest
 from ddpm_lab.measure import hardware
+from ddpm_lab.measure.fleet import current, spread
 from ddpm_lab.run_folder import OWN
 from ddpm_lab.setting import DEFAULTS, check_ranks
 from ddpm_lab.settings_file import configuration, read_settings
@@ -61,10 +62,16 @@ def plan_training(
             values[name] = value
     device = values.setdefault("device", "cuda" if hardware.gpus() else "cpu")
     values = {**USUAL.get(device, {}), **_defaults(device, values), **values}
+    values.setdefault("nodes", spread(values.get("world_size")))
     config = configuration({**values, "workload": TRAINING, "purpose": "quality"}, place)
+    if config.nodes > (len(fleet.hosts) if (fleet := current()) else 1):
+        raise ConfigError(
+            f"{place}: nodes is {config.nodes}: start it on so many hosts (torchrun ... -m ddpm_lab rank train), or "
+            "leave it out"
+        )
     if not config.exchange.enabled:
         raise ConfigError("exchange.enabled is false: ranks that exchange nothing train a network each; leave it out")
-    check_ranks(config.device, config.world_size, len(hardware.gpus()), hardware.usable_cores(), config.oversubscribe)
+    check_ranks(config.device, config.node_size, len(hardware.gpus()), hardware.usable_cores(), config.oversubscribe)
     folder = resolve(
         config.data or "synthetic",
         cache,

@@ -19,6 +19,7 @@ OTHER: dict[str, Any] = {
     "workload": "somebody.elses:training",
     "device": "cpu",
     "world_size": 2,
+    "nodes": 2,
     "global_batch_size": 64,
     "accumulation": 2,
     "precision": "tf32",
@@ -48,6 +49,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "kernels": {"device": "cpu"},
     "attention_axis": {"network": "seed"},
     "exchange": {"world_size": 2},
+    "nodes": {"world_size": 2},
 }
 """Settings that are refused where they would have no effect: what each needs."""
 NESTED: list[tuple[str, Any]] = [
@@ -195,6 +197,7 @@ REFUSED: list[tuple[type, dict[str, Any], list[str]]] = [
     (RunConfig, {"workload": "train"}, ["workload", "'train'", "module:function"]),
     (RunConfig, {"workload": ":train"}, ["workload", "':train'", "module:function"]),
     (RunConfig, {"workload": "module:not a name"}, ["workload", "module:function"]),
+    (RunConfig, {"world_size": 4, "nodes": 3}, ["world_size 4", "3 nodes", "multiple of 3"]),
     (RunConfig, {"global_batch_size": 32, "world_size": 3}, ["32", "3 ranks", "multiple of 3"]),
     (
         RunConfig,

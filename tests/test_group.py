@@ -20,7 +20,8 @@ from conftest import alive, busy_config
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.code_version import code_version
-from ddpm_lab.measure.group import Group, GroupFailed, Limits, sweep
+from ddpm_lab.measure.group import Group, GroupFailed, Limits
+from ddpm_lab.measure.group_folder import sweep
 
 MODULES = code_version("lab_workloads:busy").modules
 
@@ -127,10 +128,10 @@ def test_leaving_the_context_kills_a_group_at_work() -> None:
 CLAIM = """
 import os, signal, sys
 from pathlib import Path
-from ddpm_lab.measure.group import _claim
+from ddpm_lab.measure.group_folder import claim
 folder = Path(sys.argv[1], f"ddpm_lab.{os.getpid()}.x")
 folder.mkdir()
-_claim(folder)
+claim(folder)
 print(folder, flush=True)
 os.kill(os.getpid(), signal.SIGKILL if sys.argv[2:] else signal.SIGSTOP)
 """

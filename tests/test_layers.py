@@ -37,14 +37,17 @@ ROWS = (
     (
         "measure.code_version",
         "measure.hardware",
+        "measure.meeting",
         "measure.plain",
         "measure.profiling",
         "measure.progress",
         "measure.turns",
         "measure.witness",
     ),
-    ("measure.machine_watch", "measure.phases", "measure.process"),
-    ("measure.group", "measure.rank"),
+    ("measure.machine_watch", "measure.phases", "measure.process", "measure.wire"),
+    ("measure.fleet", "measure.group_folder", "measure.local_rank", "measure.rank"),
+    ("measure.remote_rank",),
+    ("measure.group", "measure.host"),
     ("measure.seat",),
     ("measure.gradients", "measure.time_budget", "measure.trial"),
     ("measure.sets",),
@@ -103,7 +106,7 @@ TORCH = {
     "model.gradient_check",
     "planted",
     *("data.draws", "data.loader", "data.pixels", "data.resident", "data.uploads"),
-    *("measure.phases", "measure.profiling", "measure.rank"),
+    *("measure.meeting", "measure.phases", "measure.profiling", "measure.rank"),
 }
 EXPLAINING = {"pandas", "scipy", "matplotlib", "seaborn", "papermill", "nbconvert", "nbformat", "IPython"}
 FILES = {

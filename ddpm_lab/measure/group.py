@@ -1,23 +1,15 @@
 """A group: the ranks of one configuration in one set, started fresh, watched, and gone without a trace.
 
 The parent sleeps while ranks work. It judges each rank by its own heartbeat, not by a collective's time-out, so that
-it can name the rank that hangs, and what it was doing.
+it can name the rank that hangs, where it ran and what it was doing. Ranks are on this host, or on the hosts that this
+process leads (``fleet``).
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import json
-import multiprocessing
-import os
-import shutil
-import signal
-import sys
-import tempfile
+import secrets
 import time
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -25,13 +17,14 @@ from typing import Any
 
 from ddpm_lab.checks import choice
 from ddpm_lab.config import START_METHODS, RunConfig
-from ddpm_lab.measure.process import BEAT, THREADING, Heartbeat, RankJob, kill, rank_main, start_ticks
+from ddpm_lab.measure.fleet import Fleet, current, interface_of
+from ddpm_lab.measure.group_folder import GroupFolder
+from ddpm_lab.measure.local_rank import LocalRank
+from ddpm_lab.measure.process import Meeting, RankJob
+from ddpm_lab.measure.remote_rank import RemoteRank
 
-PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "torch.utils.data", "numpy", "PIL.Image")
-"""What the fork server imports once. It must start no thread and touch no device."""
-
-OWNER = "owner"
-"""File in a group's folder that says whose it is, locked while the parent lives."""
+FROZEN_SECONDS = 5.0
+"""A rank whose process has been stopped for so long, by a signal or a debugger, is not waited for."""
 
 Progress = Callable[[str], None]
 
@@ -56,69 +49,6 @@ class Limits:
     finish_seconds: float = 20.0
 
 
-@contextlib.contextmanager
-def _fresh_start() -> Iterator[None]:
-    """What a starting process inherits: the lab's threading environment, and no ``__main__``.
-
-    multiprocessing would run the parent's main module again in every rank; ranks need none of it, and a script
-    without a ``__main__`` guard would start itself over and over.
-    """
-    real, before = sys.modules["__main__"], dict(os.environ)
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.update({name: value for name, value in THREADING.items() if name not in os.environ})
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = real
-        for name in THREADING.keys() - before.keys():
-            os.environ.pop(name, None)
-
-
-def _identity() -> dict[str, Any]:
-    """Who this process is, told apart from processes of the same number on other hosts and in other containers."""
-    return {
-        "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-        "pid_namespace": str(Path("/proc/self/ns/pid").readlink()),
-        "pid": os.getpid(),
-        "start_ticks": start_ticks(os.getpid()),
-    }
-
-
-def _claim(folder: Path) -> int:
-    """Mark a folder as this process's own; the lock on the returned descriptor ends when the process does."""
-    new = folder / "owner.new"
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with contextlib.suppress(OSError):  # a file system without locks: then nobody will ever get one, and all stay away
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    with contextlib.suppress(OSError):  # no /proc: an empty mark, which proves nothing
-        os.write(descriptor, json.dumps(_identity()).encode())
-    new.rename(folder / OWNER)  # locked before anybody can see it
-    return descriptor
-
-
-def _abandoned(folder: Path) -> bool:
-    """Whether a folder is proved to be this user's, made on this boot in this pid namespace, by a process now gone."""
-    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        return False
-    with (folder / OWNER).open("r+") as file:
-        owner, here = json.load(file), _identity()
-        if any(owner[name] != here[name] for name in ("boot", "pid_namespace")):
-            return False
-        if owner["start_ticks"] is None or start_ticks(int(owner["pid"])) == owner["start_ticks"]:
-            return False
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while the owner lives
-    return True
-
-
-def sweep(parent: Path | None = None) -> None:
-    """Remove the folders of groups whose parent was killed before it could; those of unknown origin stay."""
-    for folder in (parent or Path(tempfile.gettempdir())).glob("ddpm_lab.*.*"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            if _abandoned(folder):
-                shutil.rmtree(folder, ignore_errors=True)
-
-
 class Group:
     """The ranks of one configuration. Use as a context manager: leaving it kills whatever is left."""
 
@@ -138,48 +68,53 @@ class Group:
         self.limits = limits or Limits()
         self.progress = progress
         self.started = time.monotonic()
-        self.folder = Path(tempfile.mkdtemp(prefix=f"ddpm_lab.{os.getpid()}."))
-        self._lock: int | None = _claim(self.folder)
         self._windows = 0
-        context = multiprocessing.get_context(start_method)
-        if start_method == "forkserver":
-            multiprocessing.set_forkserver_preload(list(PRELOAD))
-        self._pipes: list[connection.Connection] = []
-        self._lifelines: list[connection.Connection] = []
-        self._beats: list[Heartbeat] = []
-        self._processes: list[Any] = []
-        self._started: dict[int, int | None] = {}
-        environment = {"GLOO_SOCKET_IFNAME": "lo", **environment}
+        self._ranks: list[LocalRank | RemoteRank] = []
+        fleet = current()
+        places = fleet.places(config) if fleet else []
+        self._folder = GroupFolder()
         try:
-            for rank in range(config.world_size):
-                beat = self.folder / f"rank{rank}.beat"
-                beat.write_bytes(BEAT.pack(time.monotonic(), 0, 0, b"start"))
-                self._beats.append(Heartbeat(beat))
-                ours, theirs = context.Pipe()
-                end, lifeline = context.Pipe(duplex=False)
-                self._pipes.append(ours)
-                self._lifelines.append(lifeline)
-                job = RankJob(
-                    config=config,
-                    rank=rank,
-                    folder=self.folder,
-                    threads=threads,
-                    collective_seconds=self.limits.build_seconds,
-                    modules=modules,
-                    environment=environment,
-                )
-                process = context.Process(target=rank_main, args=(job, theirs, end), name=f"ddpm_lab rank {rank}")  # type: ignore[attr-defined]
-                with _fresh_start():
-                    process.start()
-                self._processes.append(process)
-                self._started[process.pid] = start_ticks(process.pid)
-                theirs.close()
-                end.close()
+            common: dict[str, Any] = {
+                "config": config,
+                "folder": self.folder,
+                "threads": threads,
+                "collective_seconds": self.limits.build_seconds,
+                "modules": modules,
+            }
+            if fleet and len(places) > 1:
+                self._start_on(fleet, common, environment, start_method)
+            else:
+                for rank in range(config.world_size):
+                    job = RankJob(
+                        **common,
+                        rank=rank,
+                        device_index=places[rank].device_index if places else rank,
+                        environment={"GLOO_SOCKET_IFNAME": "lo", **environment},
+                    )
+                    self._ranks.append(LocalRank(job, start_method))
             self._wait("built", self.limits.build_seconds, "building")
         except BaseException:
             self.kill()
             raise
         self.start_seconds = time.monotonic() - self.started
+
+    def _start_on(self, fleet: Fleet, common: dict[str, Any], environment: dict[str, str], start_method: str) -> None:
+        """Start each rank in its place; they meet at an address of this host that only they are told."""
+        token, name = secrets.token_hex(16), secrets.token_hex(8)
+        own = interface_of(fleet.address)
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if own else ()
+        with fleet.listen() as listener:
+            address, port = listener.getsockname()[:2]
+            for rank, slot in enumerate(fleet.places(self.config)):
+                here = slot.wire is None
+                job = RankJob(
+                    **common,
+                    rank=rank,
+                    device_index=slot.device_index,
+                    environment={**(dict.fromkeys(names, str(own)) if here else {}), **environment},
+                    meeting=Meeting(address=address, port=port, token=token, listener=listener if here else None),
+                )
+                self._ranks.append(LocalRank(job, start_method) if here else RemoteRank(job, slot, name))
 
     def __enter__(self) -> Group:
         return self
@@ -188,16 +123,36 @@ class Group:
         self.kill()
 
     @property
+    def folder(self) -> Path:
+        """The group's folder on this host."""
+        return self._folder.path
+
+    @property
     def pids(self) -> list[int]:
-        """Process ids of the ranks."""
-        return [p.pid for p in self._processes]
+        """Process ids of the ranks that this process has started itself, which are the first ones."""
+        return [rank.pid for rank in self._ranks if isinstance(rank, LocalRank)]
 
     def window(self, *, settle: int, steps: int, limit: float, stage: str) -> list[dict[str, Any]]:
-        """Run a window on every rank; ``limit`` is the longest silence of a rank, in seconds."""
+        """Run a window on every rank; ``limit`` is the longest silence of a rank, in seconds.
+
+        ``start`` and ``end`` are seconds of this host's clock. Those of another host, whose clock has nothing to do
+        with it, are moved so that its ranks leave the barrier before the window when those of this host do.
+        """
         self._tell("window", {"settle": settle, "steps": steps})
         self._wait("done", limit, stage)
         self._windows += 1
-        return self._reports(f"window{self._windows}")
+        reports = self._reports(f"window{self._windows}")
+        begun: dict[str, float] = {}
+        for report in reports:
+            begun[report["host"]] = min(report["start"], begun.get(report["host"], report["start"]))
+        for report in reports:
+            shift = begun[reports[0]["host"]] - begun[report["host"]]
+            report["start"], report["end"] = report["start"] + shift, report["end"] + shift
+        return reports
+
+    def watched_elsewhere(self) -> list[dict[str, float | None]]:
+        """What other processes and the hypervisor took during the last window, for each other host that was watched."""
+        return [rank.watched for rank in self._ranks if isinstance(rank, RemoteRank) and rank.watched]
 
     def witness(self) -> list[dict[str, Any]]:
         """What each rank says of itself."""
@@ -212,10 +167,9 @@ class Group:
         return self._reports("budget")
 
     def profile(self, traces: list[Path], **plan: int) -> list[dict[str, Any]]:
-        """Profile on every rank; one trace file for each."""
-        for pipe, trace in zip(self._pipes, traces, strict=True):
-            with contextlib.suppress(OSError):
-                pipe.send(("profile", {**plan, "trace": str(trace)}))
+        """Profile on every rank; one trace file for each, on the rank's own host."""
+        for rank, trace in zip(self._ranks, traces, strict=True):
+            rank.tell("profile", {**plan, "trace": str(trace)})
         self._wait("done", self.limits.build_seconds, "profiling")
         return self._reports("profile")
 
@@ -245,63 +199,57 @@ class Group:
 
     def kill(self) -> None:
         """Kill whatever is left of the group, loader workers and compilers included, and remove its folder."""
-        for process in self._processes:
-            if process.is_alive() or process.exitcode is None:
-                kill(os.kill, process.pid, self._started.get(process.pid))
-                kill(os.killpg, process.pid, self._started.get(process.pid))
-        for process in self._processes:
-            process.join(10)
-        for process in self._processes:
-            # The leader is gone; what it started may still stand in its process group.
-            kill(os.killpg, process.pid, self._started.get(process.pid))
-            with contextlib.suppress(ValueError):
-                process.close()
-        for end in (*self._pipes, *self._lifelines):
-            end.close()
-        self._processes, self._pipes, self._lifelines = [], [], []
-        shutil.rmtree(self.folder, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        for rank in self._ranks:
+            rank.kill()
+        for rank in self._ranks:
+            rank.close()
+        self._ranks = []
+        self._folder.remove()
 
     def _tell(self, command: str, arguments: dict[str, Any]) -> None:
-        for beat, pipe in zip(self._beats, self._pipes, strict=True):
-            beat.touch()
-            with contextlib.suppress(OSError):  # a rank that died is found by _wait, with its reason
-                pipe.send((command, arguments))
+        for rank in self._ranks:
+            rank.tell(command, arguments)
 
     def _reports(self, name: str) -> list[dict[str, Any]]:
-        return [
-            json.loads((self.folder / f"rank{rank}.{name}.json").read_text()) for rank in range(self.config.world_size)
-        ]
+        return [rank.report(name) for rank in self._ranks]
 
     def _wait(self, word: str, limit: float, stage: str) -> None:
         """Sleep until every rank has said ``word``; raise GroupFailed for one that fails, dies or falls silent."""
-        pending = dict(enumerate(self._pipes))
+        pending = dict(enumerate(self._ranks))
         begun = shown = time.monotonic()
         while pending:
-            sentinels = {p.sentinel: rank for rank, p in enumerate(self._processes) if rank in pending}
-            ready = connection.wait([*pending.values(), *sentinels], timeout=0.5)
-            for rank, pipe in list(pending.items()):
-                if pipe in ready:
-                    with contextlib.suppress(EOFError, OSError):
-                        said = pipe.recv()
-                        if said == word:
-                            del pending[rank]
-                            continue
+            connection.wait([ear for rank in pending.values() for ear in rank.ears], timeout=0.5)
+            for number, rank in list(pending.items()):
+                said = rank.hear()
+                if said == word:
+                    del pending[number]
+                elif said is not None:
                     self._fail(stage)
-            if any(sentinels.get(s, -1) in pending for s in ready if isinstance(s, int)):
-                self._fail(stage)
+            lives = {number: rank.life() for number, rank in pending.items()}
+            frozen = {n: life.frozen_seconds for n, life in lives.items() if life.frozen_seconds > FROZEN_SECONDS}
+            if frozen:
+                number = max(frozen, key=frozen.__getitem__)
+                doing = self._doing(number)
+                raise GroupFailed(
+                    "timed out", f"{self._name(number)} was stopped by a signal while {stage}, in {doing}"
+                )
+            if pending and all(life.silent_seconds > limit for life in lives.values()):
+                self._hung({number: life.marks for number, life in lives.items()}, limit, stage)
             now = time.monotonic()
-            if pending and all(now - self._beats[r].read().seconds > limit for r in pending):
-                self._hung(pending, limit, stage)
             if now - shown >= 2:
                 shown = now
                 self.progress(f"{stage}, {now - begun:.0f} s")
 
-    def _doing(self, rank: int) -> str:
-        beat = self._beats[rank].read()
-        return f"{beat.phase!r} of step {beat.steps + 1}"
+    def _name(self, number: int) -> str:
+        """A rank for people, with its host and GPU where the number alone would not find it."""
+        rank = self._ranks[number]
+        gpu = [f"cuda:{rank.job.device_index}"] if self.config.device == "cuda" else []
+        place = ", ".join([*([f"host {rank.host}"] if rank.host else []), *gpu])
+        return f"rank {number} ({place})" if place else f"rank {number}"
+
+    def _doing(self, number: int) -> str:
+        life = self._ranks[number].life()
+        return f"{life.phase!r} of step {life.steps + 1}"
 
     def _fail(self, stage: str) -> None:
         """Name the rank that failed first: one that was killed or left without a word, else the earliest error.
@@ -309,37 +257,30 @@ class Group:
         The others often fail a moment later, because their collective broke; give every report time to arrive.
         """
         deadline = time.monotonic() + 1.0
-        while time.monotonic() < deadline and any(p.is_alive() for p in self._processes):
+        while time.monotonic() < deadline and any(rank.running() for rank in self._ranks):
             time.sleep(0.05)
         errors = {}
-        for rank, process in enumerate(self._processes):
-            file, code = self.folder / f"rank{rank}.error.json", process.exitcode
-            if file.exists():
-                errors[rank] = json.loads(file.read_text())
-            elif code:
-                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                raise GroupFailed("crashed", f"rank {rank} {how} in {self._doing(rank)}", self._log(rank))
+        for number, rank in enumerate(self._ranks):
+            ending = rank.ending()
+            if ending and not ending.reported:
+                how = f"{self._name(number)} {ending.message} in {self._doing(number)}"
+                raise GroupFailed(ending.status, how, ending.detail)
+            if ending:
+                errors[number] = ending
         if not errors:
-            raise GroupFailed("crashed", f"a rank ended without a report while {stage}", self._log(0))
-        rank = min(errors, key=lambda r: float(errors[r]["time"]))
-        error = errors[rank]
-        if error["status"] == "unsupported":
-            raise GroupFailed("unsupported", error["message"])
-        raise GroupFailed(error["status"], f"rank {rank}: {error['message']}", error["traceback"])
+            raise GroupFailed("crashed", f"a rank ended without a report while {stage}", self._ranks[0].log())
+        number = min(errors, key=lambda n: errors[n].time)
+        error = errors[number]
+        if error.status == "unsupported":
+            raise GroupFailed("unsupported", error.message)
+        raise GroupFailed(error.status, f"{self._name(number)}: {error.message}", error.detail)
 
-    def _hung(self, pending: dict[int, Any], limit: float, stage: str) -> None:
+    def _hung(self, marks: dict[int, int], limit: float, stage: str) -> None:
         """Name the rank that is furthest behind, since all ranks make the same marks. The others wait for it."""
-        rank = min(pending, key=lambda r: self._beats[r].read().marks)
-        pid = self._processes[rank].pid
-        kill(os.kill, pid, self._started[pid], signal.SIGUSR1)
-        time.sleep(0.3)  # faulthandler writes the stack to the rank's log
+        number = min(marks, key=marks.__getitem__)
+        detail = self._ranks[number].stack()
         raise GroupFailed(
             "timed out",
-            f"rank {rank} showed no sign of life for {limit:.0f} s while {stage}, in {self._doing(rank)}",
-            self._log(rank),
+            f"{self._name(number)} showed no sign of life for {limit:.0f} s while {stage}, in {self._doing(number)}",
+            detail,
         )
-
-    def _log(self, rank: int) -> str:
-        with contextlib.suppress(OSError):
-            return (self.folder / f"rank{rank}.log").read_text(errors="replace")[-4000:]
-        return ""

@@ -13,7 +13,7 @@ import platform
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
@@ -262,18 +262,19 @@ class CpuClock:
     stolen_seconds: float | None
 
     @classmethod
-    def read(cls) -> CpuClock:
-        """Read now. One's own are this process and all its descendants: the fork server, ranks, loader workers."""
+    def read(cls, relatives: Sequence[int] = ()) -> CpuClock:
+        """Read now. One's own are this process and all its descendants: the fork server, ranks, loader workers.
+
+        So are ``relatives``, other processes of the same job, and their descendants.
+        """
         busy, stolen = core_seconds(os.sched_getaffinity(0)) or (None, None)
         if _cgroup_quota() is not None:
             busy = None
         own = 0.0
-        me = psutil.Process()
-        for member in (me, *me.children(recursive=True)):
+        for pid in (os.getpid(), *relatives):
             with contextlib.suppress(psutil.Error):
-                used = member.cpu_times()
-                # Children that have ended count with whoever collected them: they were no strangers.
-                own += used.user + used.system + used.children_user + used.children_system
+                head = psutil.Process(pid)
+                own += sum(map(_used_seconds, (head, *head.children(recursive=True))))
         return cls(busy, own, stolen)
 
     def others_cores(self, later: CpuClock, seconds: float) -> float | None:
@@ -288,6 +289,14 @@ class CpuClock:
         if self.stolen_seconds is None or later.stolen_seconds is None:
             return None
         return later.stolen_seconds - self.stolen_seconds
+
+
+def _used_seconds(member: psutil.Process) -> float:
+    """CPU seconds of a process; children that have ended count with whoever collected them: they were no strangers."""
+    with contextlib.suppress(psutil.Error):
+        used = member.cpu_times()
+        return float(used.user + used.system + used.children_user + used.children_system)
+    return 0.0
 
 
 def core_seconds(cores: set[int]) -> tuple[float, float] | None:

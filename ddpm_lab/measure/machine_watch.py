@@ -11,7 +11,7 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, reduce
 from statistics import fmean
 from typing import Any
@@ -67,13 +67,15 @@ class Watch:
 
     Args:
         gpus: UUID of each GPU that the group uses, and the process id of the rank on it.
+        relatives: other processes of this job on this host, which are no strangers, and nor are their descendants.
     """
 
-    def __init__(self, gpus: Mapping[str, int]) -> None:
+    def __init__(self, gpus: Mapping[str, int], relatives: Sequence[int] = ()) -> None:
         self.others_cores: float | None = None
         self.stolen_seconds: float | None = None
         self.state: State = {}
         self._gpus = [_Gpu(uuid, pid) for uuid, pid in gpus.items()]
+        self._relatives = relatives
         self._stop = threading.Event()
         self._sampler: threading.Thread | None = None
 
@@ -81,7 +83,7 @@ class Watch:
         self._throttled = cgroup_throttled_seconds()
         self._cores = os.sched_getaffinity(0)
         self._busy = core_seconds(self._cores)
-        self._clock, self._begun = CpuClock.read(), time.monotonic()
+        self._clock, self._begun = CpuClock.read(self._relatives), time.monotonic()
         for gpu in self._gpus:
             gpu.begin()
         if any(gpu.known for gpu in self._gpus):
@@ -94,7 +96,7 @@ class Watch:
         for gpu in self._gpus:
             gpu.end()
         seconds = time.monotonic() - self._begun
-        clock, busy, throttled = CpuClock.read(), core_seconds(self._cores), cgroup_throttled_seconds()
+        clock, busy, throttled = CpuClock.read(self._relatives), core_seconds(self._cores), cgroup_throttled_seconds()
         if self._sampler is not None:
             self._sampler.join()
         self.others_cores = self._clock.others_cores(clock, seconds)

@@ -2,7 +2,8 @@
 
 A rank cannot outlive its parent: a thread waits on a pipe whose only write end the parent holds and kills the rank's
 whole process group (loader workers and compilers too) at end of file. What a rank measures goes to files, written
-atomically; the pipe carries only words. Nothing here imports torch until the rank runs.
+atomically; the pipe carries only words, and what went wrong, which a full disk must not hide. Nothing here imports
+torch until the rank runs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import mmap
 import multiprocessing
 import os
 import signal
+import socket
 import struct
 import sys
 import threading
@@ -25,7 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import RunConfig, digest
 from ddpm_lab.workload import Unsupported
 
 THREADING = {"GOMP_SPINCOUNT": "10000"}
@@ -38,8 +40,25 @@ BEAT = struct.Struct("<dqq24s")  # monotonic seconds, steps done, marks made, wh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where ranks on several hosts find each other: an address of rank 0's host, and a name that no other group has.
+
+    ``listener`` is the socket, bound to that address alone, on which rank 0 serves the others; None for them.
+    """
+
+    address: str
+    port: int
+    token: str
+    listener: socket.socket | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankJob:
-    """What the parent tells a rank at its start. ``threads`` are the rank's own compute threads."""
+    """What the parent tells a rank at its start.
+
+    ``threads`` are the rank's own compute threads, ``device_index`` the number of its GPU on its host. Without a
+    ``meeting`` all ranks are on this host and meet in the folder.
+    """
 
     config: RunConfig
     rank: int
@@ -48,6 +67,8 @@ class RankJob:
     collective_seconds: float
     modules: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
+    device_index: int = 0
+    meeting: Meeting | None = None
 
 
 class Beat(NamedTuple):
@@ -108,23 +129,23 @@ def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2)
     beat = Heartbeat(job.folder / f"rank{job.rank}.beat")
-    code = 1
+    said: str | dict[str, Any] = "finished"
     try:
         from ddpm_lab.measure.rank import Rank  # noqa: PLC0415 - torch belongs to the rank, not to its parent
 
         Rank(job, commands, beat).serve()
-        code = 0
     except Unsupported as error:
-        _report_error(job, "unsupported", str(error))
+        said = _error("unsupported", str(error))
     except BaseException as error:
-        _report_error(job, "oom" if _out_of_memory(error) else "crashed", _one_line(error))
+        said = _error("oom" if _out_of_memory(error) else "crashed", _one_line(error))
     with contextlib.suppress(OSError):
-        commands.send("error" if code else "finished")
+        commands.send(said)
     # The lab's processes are isolated; their interpreters hold nothing that is worth an orderly exit, and a
     # library's exit handler must not keep a group alive.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # as of a disk that is full
+            stream.flush()
+    os._exit(isinstance(said, dict))
 
 
 def _die_with_parent(lifeline: Connection) -> None:
@@ -133,9 +154,8 @@ def _die_with_parent(lifeline: Connection) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _report_error(job: RankJob, status: str, message: str) -> None:
-    values = {"status": status, "message": message, "time": time.monotonic(), "traceback": traceback.format_exc()}
-    report(job, "error", values)
+def _error(status: str, message: str) -> dict[str, Any]:
+    return {"status": status, "message": message, "time": time.monotonic(), "traceback": traceback.format_exc()}
 
 
 def _one_line(error: BaseException) -> str:
@@ -156,6 +176,12 @@ def report(job: RankJob, name: str, values: dict[str, Any]) -> None:
     partial = final.with_suffix(".partial")
     partial.write_text(json.dumps(values))
     partial.replace(final)
+
+
+def host_id() -> str:
+    """Twelve hexadecimal digits that tell hosts apart: those of one network and one boot of a kernel are one host."""
+    parts = [str(Path("/proc/self/ns/net").readlink()), Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
+    return digest(parts)
 
 
 def start_ticks(pid: int) -> int | None:

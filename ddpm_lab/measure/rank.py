@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 
 from ddpm_lab.measure.code_version import unlisted
+from ddpm_lab.measure.meeting import store_at
 from ddpm_lab.measure.phases import UNNAMED, PhaseClock, mean
 from ddpm_lab.measure.plain import make_workload
-from ddpm_lab.measure.process import Heartbeat, RankJob, report
+from ddpm_lab.measure.process import Heartbeat, RankJob, host_id, report
 from ddpm_lab.measure.profiling import profile_steps
 from ddpm_lab.workload import RankContext
 
@@ -75,13 +76,13 @@ class Rank:
         torch.set_num_threads(self.job.threads)
         torch.manual_seed(config.seed)
         self.cuda = config.device == "cuda"
-        self.device = f"cuda:{self.job.rank}" if self.cuda else "cpu"
+        self.device = f"cuda:{self.job.device_index}" if self.cuda else "cpu"
         if self.cuda:
             torch.cuda.set_device(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
         dist.init_process_group(
             "nccl" if self.cuda else "gloo",
-            init_method=f"file://{self.job.folder / 'rendezvous'}",
+            store=self._store(),
             rank=self.job.rank,
             world_size=config.world_size,
             timeout=timedelta(seconds=self.job.collective_seconds),
@@ -103,6 +104,15 @@ class Rank:
         # What exists now lives as long as the rank. Left to the collector, it would be searched before every window.
         gc.collect()
         gc.freeze()
+
+    def _store(self) -> Any:
+        """Where the ranks of the group find each other, and nobody else finds them."""
+        meeting = self.job.meeting
+        if meeting is None:
+            path = str(self.job.folder / "rendezvous")
+            return dist.FileStore(path, self.job.config.world_size)  # type: ignore[attr-defined]
+        seconds = self.job.collective_seconds
+        return store_at(meeting.address, meeting.port, meeting.token, seconds=seconds, listener=meeting.listener)
 
     def synchronize(self) -> None:
         """Wait until the device has done what it was given."""
@@ -142,6 +152,7 @@ class Rank:
             self.job,
             f"window{self.count}",
             {
+                "host": host_id(),
                 "start": start,
                 "end": end,
                 "step_ends": [first.elapsed_time(m) / 1e3 if self.cuda else m - first for m in marks],
@@ -191,6 +202,7 @@ class Rank:
             "backend": dist.get_backend(),
             "device": self.device,
             "device_uuid": self._uuid(),
+            "host": host_id(),
             "cuda": torch.version.cuda if self.cuda else None,
             "threads": torch.get_num_threads(),
             "threads_wait": {name: os.environ.get(name) for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")},

@@ -14,6 +14,7 @@ from typing import Any
 
 from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.measure.code_version import CodeVersion
+from ddpm_lab.measure.fleet import current
 from ddpm_lab.measure.group import Group, GroupFailed, Limits, Progress
 from ddpm_lab.measure.machine_watch import State, Watch
 from ddpm_lab.measure.witness import consumption, mismatches
@@ -111,7 +112,7 @@ class Seat:
         environment, self._filled = self._compile_cache()
         self.group = group = Group(
             config,
-            threads=max(1, instrument.usable_cores // config.world_size),
+            threads=max(1, instrument.usable_cores // config.node_size),
             modules=instrument.code.modules,
             environment=environment,
             start_method=instrument.start_method,
@@ -200,6 +201,7 @@ class Seat:
             losses += [round(loss, 6) for loss in rank["losses"]]
         if any(not math.isfinite(loss) for losses in self._losses for loss in losses):
             raise GroupFailed("diverged", "the training loss is no longer finite")
+        elsewhere = self.alive.watched_elsewhere()
         start = min(r["start"] for r in reports)
         self.windows.append(
             Window(
@@ -212,16 +214,18 @@ class Seat:
                 rank_seconds=tuple(round(r["end"] - r["start"], 6) for r in reports),
                 step_seconds=tuple(round(s, 6) for s in slowest(reports)),
                 data_seconds=tuple(round(r["data_seconds"], 6) for r in reports),
-                others_cores=_rounded(watch.others_cores),
-                stolen_seconds=_rounded(watch.stolen_seconds),
+                others_cores=_most(watch.others_cores, *(there["others_cores"] for there in elsewhere)),
+                stolen_seconds=_most(watch.stolen_seconds, *(there["stolen_seconds"] for there in elsewhere)),
                 state=watch.state | memory_held(reports),
             )
         )
 
     def watched(self) -> Watch:
-        """A watch over the machine, and over the GPUs that the ranks said they are on."""
-        seen = {rank["device_uuid"]: i for i, rank in enumerate(self.witness) if rank.get("device_uuid")}
-        return Watch({uuid: self.alive.pids[rank] for uuid, rank in seen.items()})
+        """A watch over this host, and over its GPUs that the ranks said they are on."""
+        pids = zip(self.witness, self.alive.pids, strict=False)  # the first ranks are this process's own
+        gpus = {rank["device_uuid"]: pid for rank, pid in pids if rank.get("device_uuid")}
+        fleet = current()
+        return Watch(gpus, fleet.relatives if fleet else ())
 
     def finish(self) -> None:
         """End the group in order and keep its ranks' summaries. Raises GroupFailed."""
@@ -267,8 +271,10 @@ def memory_held(reports: list[dict[str, Any]]) -> State:
     return {kind: None if None in held else max(held) for kind, held in kinds.items()}
 
 
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 3)
+def _most(*taken: float | None) -> float | None:
+    """What was taken of the host that lost most; unknown where one host's is."""
+    known = [value for value in taken if value is not None]
+    return round(max(known), 3) if len(known) == len(taken) else None
 
 
 def slowest(ranks: list[dict[str, Any]]) -> list[float]:

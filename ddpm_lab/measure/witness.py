@@ -47,6 +47,9 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
             )
     if sorted(seen["rank"] for seen in ranks) != list(range(config.world_size)):
         found.append(f"the label says {config.world_size} ranks, these ran: {[seen['rank'] for seen in ranks]}")
+    hosts = {seen["host"] for seen in ranks if seen.get("host")}
+    if hosts and len(hosts) != config.nodes:
+        found.append(f"the label says {config.nodes} hosts, the ranks ran on {len(hosts)}")
     uuids = [seen["device_uuid"] for seen in ranks if seen.get("device_uuid")]
     if len(set(uuids)) != len(uuids):
         found.append(f"{len(uuids)} ranks ran on {len(set(uuids))} distinct GPUs: {', '.join(sorted(set(uuids)))}")
