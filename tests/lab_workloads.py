@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import threading
@@ -51,9 +52,15 @@ class Busy:
                 raise Unsupported("no C++ compiler: install g++")
             case "exit":
                 os._exit(3)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "full disk":  # of this process alone; Python ignores the signal, and writing fails
+                resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
     def batches(self) -> Iterator[Any]:
-        yield from itertools.count()
+        for batch in itertools.count():
+            self.fault("data")
+            yield batch
 
     def step(self, batch: Any) -> float:
         del batch
@@ -63,6 +70,7 @@ class Busy:
             self.values @ self.values
         if self.context.world_size > 1:
             self.context.mark("all-reduce")
+            self.fault("all-reduce")
             dist.all_reduce(self.values)
             self.values.fill_(1.0)
         self.steps += 1

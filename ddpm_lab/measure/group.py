@@ -26,6 +26,9 @@ from ddpm_lab.measure.remote_rank import RemoteRank
 FROZEN_SECONDS = 5.0
 """A rank whose process has been stopped for so long, by a signal or a debugger, is not waited for."""
 
+LAST_WORDS_SECONDS = 2.0
+"""How long the others have to say what they failed of, once one has failed: who failed first is to blame."""
+
 Progress = Callable[[str], None]
 
 
@@ -256,7 +259,7 @@ class Group:
 
         The others often fail a moment later, because their collective broke; give every report time to arrive.
         """
-        deadline = time.monotonic() + 1.0
+        deadline = time.monotonic() + LAST_WORDS_SECONDS
         while time.monotonic() < deadline and any(rank.running() for rank in self._ranks):
             time.sleep(0.05)
         errors = {}

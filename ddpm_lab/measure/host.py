@@ -119,13 +119,12 @@ class _Served:
         self.at_work = False
         if said == LEFT:
             deadline = time.monotonic() + 1.0
-            while self.rank.running() and time.monotonic() < deadline:
-                time.sleep(0.01)
-            ending = self.rank.ending()
+            while (ending := self.rank.ending()) is None and time.monotonic() < deadline:
+                time.sleep(0.01)  # for its exit code
             told = ["crashed", "left without a word", self.rank.log(), False, 0.0]
             if ending:
                 told = list(ending._replace(time=time.monotonic() - ending.time))
-            wire.send(group=self.group, ended=told)
+            wire.send(group=self.group, ended=told, life=life)
             return
         wire.send(group=self.group, said=said, reports=self._new_reports(), life=life, watched=self._end_watch())
 
