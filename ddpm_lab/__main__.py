@@ -8,10 +8,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ddpm_lab import __version__, commands, train_commands
+from ddpm_lab import __version__, commands, strategy_commands, train_commands
 from ddpm_lab.checks import LabError
 from ddpm_lab.config import DEVICES, NETWORKS, START_METHODS
-from ddpm_lab.plan import PRESETS
+from ddpm_lab.explain.bands import DEFAULT, NAMED
+from ddpm_lab.plan import PRESETS, SCALINGS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _run_options(subparsers)
     _compare_options(subparsers)
+    strategy_commands.add_options(subparsers)
     train_commands.add_options(subparsers)
     rank = subparsers.add_parser(
         "rank",
@@ -86,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     figures.add_argument("--ledger", nargs="+", metavar="FILE", help="records to read (default: your own ledger)")
     figures.add_argument("--machine", metavar="NAME", help="whose records: a name, a part of it, or a key")
     figures.add_argument("--output-dir", help="folder that receives image_output/ (default: this checkout)")
+    _bands(figures)
     figures.add_argument("--json", action="store_true", help="print findings as JSON")
     mode = figures.add_mutually_exclusive_group()
     mode.add_argument("--publish", action="store_true", help="write these records and figures to the published folders")
@@ -105,7 +108,15 @@ def _run_options(subparsers: Any) -> None:
     )
     _common_options(run)
     _data_options(run)
-    run.add_argument("--mode", choices=("single", "multi"), help="one rank only, or at least two")
+    run.add_argument(
+        "--mode",
+        choices=("single", "multi", "auto"),
+        help="one rank only; at least two; or what `ddpm-lab strategy` says of the network and batch",
+    )
+    run.add_argument(
+        "--scaling", choices=SCALINGS, help="multi_gpu: strong, weak or both (default: both; smoke: strong)"
+    )
+    _bands(run)
     run.add_argument("--device", choices=DEVICES, help="default: the GPU where there is one")
     run.add_argument("--batch-size", type=int, help="global batch size")
     run.add_argument(
@@ -169,6 +180,16 @@ def _resolution(parser: argparse.ArgumentParser, default: str) -> None:
         "--resolution",
         metavar="SHARE",
         help=f"smallest difference to be found, such as 2%%: measure until then {default}",
+    )
+
+
+def _bands(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--bands",
+        default=DEFAULT,
+        metavar="TABLE",
+        help=f"names of parallel efficiency: {', '.join(NAMED)}, or your own, such as good=75%%,fair=50%%,poor=0 "
+        f"(default: {DEFAULT})",
     )
 
 

@@ -9,9 +9,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddpm_lab.checks import ConfigError, percent
+
+if TYPE_CHECKING:
+    from ddpm_lab.explain.bands import Bands
+    from ddpm_lab.explain.strategy import Strategy
 
 
 def _output(options: argparse.Namespace) -> Path:
@@ -58,18 +62,20 @@ def prepare(options: argparse.Namespace) -> int:
 
 
 _TRIALS = (("seeds", "quality"), ("images", "quality"))
+_SCALED = (("scaling", "multi_gpu"),)
 
 
-def _grid(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What --mode and --batch-size mean for an experiment."""
-    from ddpm_lab.measure import hardware  # noqa: PLC0415
+def _grid(name: str, options: argparse.Namespace, weighed: Strategy | None) -> dict[str, Any]:
+    """What --mode and --batch-size mean for an experiment; ``weighed`` is what --mode auto rests on."""
+    from ddpm_lab.strategy import most_ranks, several_ranks, usual_device  # noqa: PLC0415
 
     grid: dict[str, Any] = {}
-    for option, owner in (("parts", "peers"), ("trainers", "peers"), ("candidates", "quality"), *_TRIALS):
+    for option, owner in (("parts", "peers"), ("trainers", "peers"), ("candidates", "quality"), *_TRIALS, *_SCALED):
         if (given := getattr(options, option)) is not None:
             if name != owner:
                 raise ConfigError(f"--{option}: the experiment {name} has none; only {owner} takes it")
-            grid[option] = [word.strip() for word in given.split(",")] if isinstance(given, str) else given
+            listed = isinstance(given, str) and option != "scaling"
+            grid[option] = [word.strip() for word in given.split(",")] if listed else given
     if options.mode and name in ("peers", "quality"):
         raise ConfigError(f"--mode: the experiment {name} chooses its ranks itself; leave it out")
     if options.batch_size is not None and name == "batch_size":
@@ -85,31 +91,46 @@ def _grid(name: str, options: argparse.Namespace) -> dict[str, Any]:
             "--mode multi: the experiment workers trains with one rank; leave it out or use --mode single"
         )
     if options.mode and name != "workers":
-        gpus = len(hardware.gpus())
-        cuda = (options.device or ("cuda" if gpus else "cpu")) == "cuda"
-        most = gpus if cuda else hardware.usable_cores()
-        if options.mode == "multi" and most < 2 and not (options.oversubscribe and not cuda):
-            have = f"{most} GPU" if cuda else f"{most} usable core"
-            raise NoRanksError(f"--mode multi needs two ranks, and this machine has {have}: use --mode single")
-        ranks = 1 if options.mode == "single" else most if cuda else 2
+        device = usual_device(options.device)
+        most = most_ranks(device)[0]
+        if weighed is not None and name == "multi_gpu":
+            grid["global_batch_sizes"] = [weighed.batch]
+            if weighed.answer != "single" and most > 1:
+                return grid  # one rank and several
+        multi = options.mode == "multi" or (weighed is not None and weighed.answer == "multi" and most > 1)
+        ranks = several_ranks(device, oversubscribe=options.oversubscribe) if multi else 1
         grid |= {"world_size": ranks} if name in ("profile", "batch_size") else {"world_sizes": [ranks]}
     return grid
 
 
-class NoRanksError(ConfigError):
-    """Several ranks were asked for where there can be only one."""
+def _weighed(options: argparse.Namespace) -> Strategy | None:
+    """What --mode auto rests on; it settles the network, so that what is weighed is what is measured."""
+    if options.mode != "auto":
+        return None
+    from ddpm_lab.strategy import strategy  # noqa: PLC0415
+
+    found = strategy(
+        network=options.network, batch_size=options.batch_size, device=options.device, output_dir=options.output_dir
+    )
+    options.network = found.network
+    print(f"--mode auto: {found.sentence()}", file=sys.stderr)
+    return found
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure what is missing for experiments."""
     from ddpm_lab import planning  # noqa: PLC0415
     from ddpm_lab.checks import choice  # noqa: PLC0415
+    from ddpm_lab.explain.bands import bands  # noqa: PLC0415
     from ddpm_lab.questions import QUESTIONS  # noqa: PLC0415
+    from ddpm_lab.strategy import NoRanksError  # noqa: PLC0415
 
+    table = bands(options.bands, "--bands")
     for name in options.experiments:
         choice("experiment", name, QUESTIONS)
     try:
-        grids = {name: _grid(name, options) for name in options.experiments}
+        weighed = _weighed(options)
+        grids = {name: _grid(name, options, weighed) for name in options.experiments}
     except NoRanksError as error:
         print(f"ddpm-lab: {error}", file=sys.stderr)
         return 1
@@ -136,7 +157,7 @@ def run(options: argparse.Namespace) -> int:
         for name, grid in grids.items()
     ]
     measured = [one.measure() for one in planned]
-    results = [_answer(one) for one in measured]
+    results = [_answer(one, table) for one in measured]
     if options.json:
         print(json.dumps(results, indent=1))
     else:
@@ -146,7 +167,7 @@ def run(options: argparse.Namespace) -> int:
     return 0 if all(one.completed for one in measured) else 1
 
 
-def _answer(measured: Any) -> dict[str, Any]:
+def _answer(measured: Any, bands: Bands) -> dict[str, Any]:
     """The finding of what was measured, or, on a node without pandas, where its records lie."""
     values = {
         "experiment": measured.experiment.name,
@@ -160,7 +181,7 @@ def _answer(measured: Any) -> dict[str, Any]:
         return {**values, "finding": f"{advice} --ledger {measured.ledger.name}"}
     from ddpm_lab.experiments import study_of  # noqa: PLC0415
 
-    found = findings.finding(study_of(measured))
+    found = findings.finding(dataclasses.replace(study_of(measured), bands=bands))
     return {**values, "finding": found.claim, "verdict": found.verdict, "status": found.status}
 
 
@@ -272,7 +293,10 @@ def figures(options: argparse.Namespace) -> int:
             print("every published figure matches the published records")
         return 1 if problems else 0
     ledgers = [Path(f).expanduser() for f in options.ledger or [output / LEDGER]]
-    found = (published.publish if options.publish else published.rebuild)(ledgers, options.machine, output)
+    if options.publish:
+        found = published.publish(ledgers, options.machine, output)
+    else:
+        found = published.rebuild(ledgers, options.machine, output, options.bands)
     if options.json:
         print(json.dumps([{"figure": str(path), **dataclasses.asdict(f)} for path, f in found], indent=1))
     else:

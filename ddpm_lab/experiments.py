@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_lab.checks import choice
+from ddpm_lab.explain.bands import DEFAULT
+from ddpm_lab.explain.bands import bands as bands_called
 from ddpm_lab.ledger import Ledger, read_all
 from ddpm_lab.measure import hardware
 from ddpm_lab.plan import PRESETS
@@ -31,30 +33,42 @@ def run(
     ledger: Sequence[str | Path] | str | Path | None = None,
     machine: str | None = None,
     published: bool | None = None,
+    bands: object = DEFAULT,
     **settings: Any,
 ) -> Study:
     """Answer a question with records, measuring first what is missing.
 
     With ``ledger`` (files to read) or ``machine`` (whose records to show) nothing is measured. Nor is it with
     ``published``, which shows what this machine has measured before, or else the records that came with the checkout;
-    None asks for that where measuring is LONG and the preset is not ``full``. The other settings are those of
-    ``measure``. Raises ConfigError, DataError or LedgerError, in one sentence, before any rank is started.
+    None asks for that where measuring is LONG and the preset is not ``full``. ``bands`` name parallel efficiencies:
+    s000, s001 or a table of your own (see ``explain.bands``). The other settings are those of ``measure``. Raises
+    ConfigError, DataError or LedgerError, in one sentence, before any rank is started.
     """
     choice("experiment", name, QUESTIONS)
+    table = bands_called(bands)
     if ledger is not None or machine is not None:
-        return _stored(name, output_dir, ledger, machine)
-    if published or (published is None and name in LONG and settings.get("preset") != "full"):
-        return _published(name, output_folder(output_dir))
-    return study_of(measure(name, output_dir=output_dir, **settings))
+        answer = _stored(name, output_dir, ledger, machine)
+    elif published or (published is None and name in LONG and settings.get("preset") != "full"):
+        answer = _published(name, output_folder(output_dir))
+    else:
+        answer = study_of(measure(name, output_dir=output_dir, **settings))
+    return dataclasses.replace(answer, bands=table)
+
+
+def measured_here(name: str, output_dir: str | Path | None) -> Study | None:
+    """The records of this machine that answer a question, or None where its ledger has none."""
+    output, here = output_folder(output_dir), hardware.machine().key
+    if any(head.experiment == name and head.machine.key == here for head in Ledger(output / LEDGER).heads()[0]):
+        return _stored(name, output, None, here)
+    return None
 
 
 def _published(name: str, output: Path) -> Study:
     """The records of this machine, or else the latest that came with the checkout."""
     from ddpm_lab.explain.frames import study  # noqa: PLC0415 - the explaining half is not on a bare GPU node
 
-    here = hardware.machine().key
-    if any(head.experiment == name and head.machine.key == here for head in Ledger(output / LEDGER).heads()[0]):
-        return _stored(name, output, None, here)
+    if (mine := measured_here(name, output)) is not None:
+        return mine
     heads = {
         file: [head for head in Ledger(file).heads()[0] if head.experiment == name]
         for file in sorted((CHECKOUT / "trace_output" / "published").glob("*.jsonl"))
@@ -181,5 +195,5 @@ def measure(
 def forecast(name: str, *, preset: str = "quick", output_dir: str | Path | None = None, **settings: Any) -> float:
     """Seconds that measuring what is missing will take, from earlier sets on this machine where there are any."""
     name = LAST if name == "recommendation" else name
-    settings = {k: v for k, v in settings.items() if k not in ("ledger", "machine")}
+    settings = {k: v for k, v in settings.items() if k not in ("ledger", "machine", "bands")}
     return plan_question(name, preset=preset, output_dir=output_dir, quiet=True, **settings).campaign.forecast()

@@ -75,7 +75,8 @@ class Family:
 
     ``candidates`` come in order of importance: where time is short the last ones are left out first. A family that only
     shows that a mechanism works (``mechanism``) needs one set. With ``search_up_to`` the largest global batch size that
-    fits into memory, up to this one, is searched first, and larger candidates are left out.
+    fits into memory, up to this one, is searched first, and larger candidates are left out. A family that is measured
+    ``last`` waits until all others are complete, and gets the time that they leave.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Family:
     candidates: tuple[tuple[str, RunConfig], ...]
     mechanism: bool = False
     search_up_to: int = 0
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,3 +128,15 @@ LEVERS = ", one lever at a time"
 SAMPLING = ", a step of sampling"
 EXCHANGE = ", exchange of gradients"
 LIMITS = "limits of this machine"
+
+# Families of the experiment "multi_gpu": a name without either is strong scaling.
+SCALINGS = ("strong", "weak", "both")
+WEAK = ", weak scaling"
+LOST = ", lost scaling"
+
+
+def scaling(family: str) -> str | None:
+    """Which scaling a family of the experiment "multi_gpu" shows: strong or weak; None if it asks something else."""
+    if LOST in family or EXCHANGE in family:
+        return None
+    return "weak" if WEAK in family else "strong"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from PIL import Image, ImageFilter
 
 from ddpm_lab.anonymous import anonymous
 from ddpm_lab.explain import figures, findings, frames
+from ddpm_lab.explain.bands import DEFAULT
+from ddpm_lab.explain.bands import bands as bands_called
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.frames import RECOMMENDATION, Study, study
 from ddpm_lab.explain.show import NAMES
@@ -27,13 +30,17 @@ END = "<!-- end of answers -->"
 _LEVELS = 30
 
 
-def rebuild(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[tuple[Path, Finding]]:
+def rebuild(
+    ledgers: Sequence[Path], machine: str | None, output: Path, bands: object = DEFAULT
+) -> list[tuple[Path, Finding]]:
     """Draw every figure that the records of one machine allow into ``image_output/``; return them with findings.
 
-    Raises LedgerError where a file is missing or holds nothing to draw, or several machines are in the files and none
-    is named.
+    ``bands`` name parallel efficiencies. Raises ConfigError where they are no table (see ``explain.bands``), and
+    LedgerError where a file is missing or holds nothing to draw, or several machines are in the files and none is
+    named.
     """
     kinds: set[str] = set()
+    table = bands_called(bands)
 
     def shown(heads: Sequence[Head]) -> list[Head]:
         kinds.update(h.experiment for h in heads)
@@ -50,7 +57,8 @@ def rebuild(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[
         raise LedgerError(f"no line of {files} is a record of this lab: give a .jsonl file that it wrote")
     for line in damaged:
         print(f"note: {line}")
-    return _draw(_studies(records, machine, output), output / "image_output")
+    studies = [dataclasses.replace(s, bands=table) for s in _studies(records, machine, output)]
+    return _draw(studies, output / "image_output")
 
 
 def publish(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[tuple[Path, Finding]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ddpm_lab.checks import ConfigError, choice, several, whole
 from ddpm_lab.config import LOADER_ALONE
-from ddpm_lab.plan import Experiment, Family
+from ddpm_lab.plan import SCALINGS, WEAK, Experiment, Family
 from ddpm_lab.quality import WORKLOADS as TRAINED
 from ddpm_lab.quality import identity_trials, quality
 from ddpm_lab.setting import Setup
@@ -55,11 +55,18 @@ def multi_gpu(
     world_sizes: Sequence[int] | None = None,
     global_batch_sizes: Sequence[int] | None = None,
     precision: str = "fp32",
+    scaling: str | None = None,
 ) -> Experiment:
-    """Do more ranks or GPUs train faster? Strong scaling: the global batch stays, the ranks share it."""
+    """Do more ranks or GPUs train faster? Strong scaling: the ranks share the batch. Weak: each rank brings its own.
+
+    Weak scaling takes ``global_batch_sizes`` as those of one rank: n ranks take n times as many images. ``scaling``
+    None is both; in ``smoke`` strong alone, in ``quick`` weak of the first batch size, last, if there is time.
+    """
     full = setup.preset == "full"
     usual = _powers_of_two(setup.most_ranks) if full or setup.device == "cuda" else [1, 2]
     ranks = [n for n in setup.world_sizes(world_sizes, usual) if n > 1]
+    if scaling is not None:
+        choice("scaling", scaling, SCALINGS)
     if global_batch_sizes is not None:
         several("global_batch_sizes", global_batch_sizes)
     small = (128, 512) if setup.device == "cuda" else (16, 32)
@@ -67,26 +74,16 @@ def multi_gpu(
     families, left_out = [], []
     for batch in batches:
         whole("global_batch_sizes", batch, 1)
-        name = setup.family_name(batch)
-        uneven = [n for n in ranks if batch % n]
-        if uneven and world_sizes is not None:
-            raise ConfigError(f"a global batch of {batch} cannot be shared by {uneven[0]} ranks: give a multiple")
-        left_out += [(name, setup.ranks_label(n), f"{batch} images cannot be shared by {n}") for n in uneven]
-        families.append(
-            Family(
-                name=name,
-                baseline_label=setup.ranks_label(1),
-                baseline=setup.config(global_batch_size=batch, precision=precision),
-                candidates=tuple(
-                    (
-                        setup.ranks_label(n),
-                        setup.config(global_batch_size=batch, precision=precision, world_size=n),
-                    )
-                    for n in ranks
-                    if n not in uneven
-                ),
-            )
-        )
+        if scaling != "weak":
+            uneven = [n for n in ranks if batch % n]
+            if uneven and world_sizes is not None:
+                raise ConfigError(f"a global batch of {batch} cannot be shared by {uneven[0]} ranks: give a multiple")
+            families.append(_strong(setup, batch, [n for n in ranks if n not in uneven], precision))
+            reason = "{} images cannot be shared by {}"
+            left_out += [(families[-1].name, setup.ranks_label(n), reason.format(batch, n)) for n in uneven]
+    weak = batches if full or scaling else batches[:1] if setup.preset == "quick" else ()
+    if scaling == "weak" or (ranks and scaling != "strong"):
+        families += [_weak(setup, batch, ranks, precision, last=not full and scaling is None) for batch in weak]
     if not ranks and world_sizes is None:
         have = "GPU" if setup.device == "cuda" else "usable core"
         label = setup.ranks_label(2)
@@ -94,6 +91,31 @@ def multi_gpu(
         if setup.device == "cuda" and setup.usable_cores >= 2:
             families.append(_mechanism(setup, precision))
     return Experiment(name="multi_gpu", families=tuple(families), left_out=tuple(left_out))
+
+
+def _strong(setup: Setup, batch: int, ranks: Sequence[int], precision: str) -> Family:
+    """The same global batch on each number of ranks."""
+    one = setup.config(global_batch_size=batch, precision=precision)
+    shared = [(n, setup.config(global_batch_size=batch, precision=precision, world_size=n)) for n in ranks]
+    return Family(
+        name=setup.family_name(batch),
+        baseline_label=setup.ranks_label(1),
+        baseline=one,
+        candidates=tuple((setup.ranks_label(n), config) for n, config in shared),
+    )
+
+
+def _weak(setup: Setup, batch: int, ranks: Sequence[int], precision: str, *, last: bool) -> Family:
+    """The same batch on each rank, so that the global batch grows with the ranks; compared over equal images."""
+    one = setup.config(global_batch_size=batch, precision=precision)
+    grown = [(n, setup.config(global_batch_size=n * batch, precision=precision, world_size=n)) for n in ranks]
+    return Family(
+        name=f"{setup.family_name(batch, per_rank=True)}{WEAK}",
+        baseline_label=setup.ranks_label(1),
+        baseline=one,
+        candidates=tuple((setup.ranks_label(n), config) for n, config in grown),
+        last=last,
+    )
 
 
 def _mechanism(setup: Setup, precision: str) -> Family:

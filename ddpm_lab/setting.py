@@ -108,15 +108,16 @@ class Setup:
         hosts = f" on {self.nodes(ranks)} hosts" if self.nodes(ranks) > 1 else ""
         return f"{ranks} {'GPU' if self.device == 'cuda' else 'rank'}{'s' if ranks > 1 else ''}{hosts}"
 
-    def family_name(self, batch: int | None, ranks: int | None = None) -> str:
+    def family_name(self, batch: int | None, ranks: int | None = None, *, per_rank: bool = False) -> str:
         """A family's name for people: what everything in it has in common."""
-        words = [self.network, self.images_name(batch), self.ranks_label(ranks) if ranks else ""]
+        words = [self.network, self.images_name(batch, per_rank=per_rank), self.ranks_label(ranks) if ranks else ""]
         return ", ".join(word for word in words if word)
 
-    def images_name(self, batch: int | None) -> str:
+    def images_name(self, batch: int | None, *, per_rank: bool = False) -> str:
         """How many images a step takes, and their size where it is not CIFAR's: ``batch 8, 64x64 pixels``."""
         size = self.images.image_size
-        words = [f"batch {batch}" if batch else "", f"{size}x{size} pixels" if size != 32 else ""]
+        count = f"batch {batch}{' per rank' if per_rank else ''}" if batch else ""
+        words = [count, f"{size}x{size} pixels" if size != 32 else ""]
         return ", ".join(word for word in words if word)
 
 

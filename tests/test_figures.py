@@ -16,9 +16,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from ddpm_lab.config import LOADER_ALONE, RunConfig
+from ddpm_lab.config import LOADER_ALONE, ExchangeConfig, RunConfig
 from ddpm_lab.explain import figure_style, figures
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.plan import LOST, WEAK
 
 BF16 = RunConfig(precision="bf16")
 REASON = "the process ended with signal 9 while it was building the network; the kernel log may say more " * 3
@@ -162,6 +163,24 @@ def sizes() -> Study:
     return make.study(make.on(make.GPUS, found))
 
 
+def both_kinds(ranks: tuple[int, ...], batches: tuple[int, ...], device: str = "cuda") -> Study:
+    """Strong and weak scaling, and a family of the same experiment that scales nothing."""
+    found = []
+    unit, where = ("GPU", make.GPUS) if device == "cuda" else ("rank", make.CPU)
+    for batch in batches:
+        base = RunConfig(device=device, network="seed", global_batch_size=batch)
+        label = f"1 {unit}"
+        values: dict[str, Any] = {"baseline": base, "baseline_label": label, "experiment": "multi_gpu", "seed": batch}
+        shared = {f"{n} {unit}s": (replace(base, world_size=n), n**0.7) for n in ranks}
+        grown = {f"{n} {unit}s": (replace(base, world_size=n, global_batch_size=n * batch), n**0.95) for n in ranks}
+        found += make.sets(shared, family=f"seed, batch {batch}", **values)
+        found += make.sets(grown, family=f"seed, batch {batch} per rank{WEAK}", **values)
+    lost = replace(base, world_size=2)
+    silent = {"no exchange": (replace(lost, exchange=ExchangeConfig(enabled=False)), 9.0)}
+    found += make.sets(silent, baseline=lost, experiment="multi_gpu", family=f"seed, batch {batch}{LOST}")
+    return make.study(make.on(where, found))
+
+
 def machine() -> Study:
     """Everything that is known of a machine with GPUs, in as many families as a figure may meet."""
     found = gpus()
@@ -199,6 +218,9 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "wordy": wordy,
     "sizes": sizes,
     "machine": machine,
+    "strong and weak": lambda: both_kinds((2, 4, 8), (32, 64, 128, 256, 512)),
+    "strong and weak, two CPU ranks": lambda: both_kinds((2,), (32,), "cpu"),
+    "strong and weak, many ranks": lambda: both_kinds((2, 4, 8, 16, 32, 64), (64, 512)),
     "compiled": lambda: compiled(1.2),
     "compiled, slower": lambda: compiled(0.9),
     "compiled, costs": lambda: costs("eager"),

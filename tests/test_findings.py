@@ -8,7 +8,6 @@ import records as make
 
 from ddpm_lab.config import LOADER_ALONE, RunConfig
 from ddpm_lab.explain import compiling, findings, phrases, ranking, stats
-from ddpm_lab.explain.bands import band
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, comparisons
 from ddpm_lab.explain.findings import finding, table
 from ddpm_lab.explain.frames import Study
@@ -178,19 +177,6 @@ def test_a_training_step_of_ones_own_is_not_ranked_under_the_labs_names() -> Non
 )
 def test_plurals(count: int | str, words: str) -> None:
     assert phrases.plural(count, "call") == words
-
-
-def test_efficiency_bands() -> None:
-    assert [band(e) for e in (1.02, 0.95, 0.8, 0.6)] == ["perfect", "excellent", "good", "overhead"]
-    assert [band(e, "S000") for e in (1.0, 0.8, 0.6, 0.4)] == ["perfect", "good", "acceptable", "poor"]
-
-
-def test_gpus_are_rated_and_ranks_that_share_cores_are_not() -> None:
-    one, two = (RunConfig(device="cuda", world_size=n) for n in (1, 2))
-    gpus = make.sets({"2 GPUs": (two, 1.6)}, baseline=one, baseline_label="1 GPU", experiment="multi_gpu")
-    assert "Parallel efficiency is 80 % (good" in finding(make.study(make.on(make.GPUS, gpus))).claim
-    ranks = make.sets({"2 ranks": (RunConfig(world_size=2), 1.1)}, baseline_label="1 rank", experiment="multi_gpu")
-    assert "share the same 2 cores" in finding(make.study(ranks)).claim
 
 
 def test_profile_names_the_largest_class() -> None:

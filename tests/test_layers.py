@@ -55,7 +55,8 @@ ROWS = (
     ("measure.campaign",),
     ("measure.network_choice",),
     # explain: what reads the ledger
-    ("explain.bands", "explain.figure_style", "explain.frames", "explain.gradients", "explain.pages", "explain.stats"),
+    ("explain.bands",),
+    ("explain.figure_style", "explain.frames", "explain.gradients", "explain.pages", "explain.stats"),
     ("explain.quality",),
     ("explain.comparisons",),
     ("explain.phrases", "explain.ranking"),
@@ -63,7 +64,9 @@ ROWS = (
     ("explain.batch_sizes", "explain.budget", "explain.compiling", "explain.limits", "explain.machine_state"),
     ("explain.operators", "explain.peers"),
     ("explain.trained",),
-    ("explain.sentences", "explain.tables"),
+    ("explain.sentences",),
+    ("explain.scaling",),
+    ("explain.strategy", "explain.tables"),
     ("explain.findings",),
     (
         "explain.figure_budget",
@@ -75,6 +78,7 @@ ROWS = (
         "explain.figure_ratios",
     ),
     ("explain.figure_extras",),
+    ("explain.figure_scaling",),
     ("explain.figures",),
     ("explain.answers", "explain.show"),
     # both together
@@ -84,9 +88,9 @@ ROWS = (
     ("questions",),
     ("planning",),
     ("calibrate", "experiments", "report_lines"),
-    ("comparison", "notebooks", "published"),
+    ("comparison", "notebooks", "published", "strategy"),
     ("report",),
-    ("commands", "train_commands"),
+    ("commands", "strategy_commands", "train_commands"),
     ("__main__",),
 )
 PLACE = {name: row for row, names in enumerate(ROWS) for name in names}

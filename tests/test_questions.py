@@ -7,7 +7,7 @@ import pytest
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import LOADER_ALONE
-from ddpm_lab.plan import PRESETS, Experiment, Family
+from ddpm_lab.plan import PRESETS, Experiment, Family, scaling
 from ddpm_lab.questions import QUESTIONS, amp, batch_size, multi_gpu, profile, torch_compile, workers
 from ddpm_lab.setting import Images, Setup
 
@@ -32,6 +32,11 @@ def batches(experiment: Experiment) -> list[int]:
     return [f.baseline.global_batch_size for f in experiment.families]
 
 
+def of_kind(experiment: Experiment, kind: str) -> tuple[Family, ...]:
+    """Families of one kind of scaling."""
+    return tuple(f for f in experiment.families if scaling(f.name) == kind)
+
+
 def members(family: Family) -> list[Any]:
     """All configurations of a family."""
     return [family.baseline, *(c for _, c in family.candidates)]
@@ -51,7 +56,9 @@ def test_every_default_grid_can_run_and_compares_like_with_like(name: str, prese
     for family in experiment.families:
         ids = [config.run_id for config in members(family)]
         assert len(set(ids)) == len(ids), "a candidate is the baseline, or there twice"
-        if name != "quality":  # which trains equal images in batches of several sizes
+        if scaling(family.name) == "weak":
+            assert len({config.rank_batch_size for config in members(family)}) == 1
+        elif name != "quality":  # which trains equal images in batches of several sizes
             assert (len({config.global_batch_size for config in members(family)}) == 1) == (name != "batch_size")
         assert len({family.baseline_label, *(label for label, _ in family.candidates)}) == len(ids)
         for config in members(family):
@@ -86,7 +93,12 @@ def test_every_default_grid_can_run_and_compares_like_with_like(name: str, prese
 )
 def test_multi_gpu_grids(machine: str, preset: str, sizes: list[int], ranks: list[str]) -> None:
     experiment = multi_gpu(setup(machine, preset))
-    assert batches(experiment) == sizes
+    strong = dataclasses.replace(experiment, families=of_kind(experiment, "strong"))
+    assert batches(strong) == sizes
+    weak = of_kind(experiment, "weak")
+    assert [f.baseline.global_batch_size for f in weak] == {"smoke": [], "quick": sizes[:1], "full": sizes}[preset]
+    assert all(f.last == (preset == "quick") for f in weak)
+    assert not any(f.last for f in strong.families)
     for family, found in zip(experiment.families, labels(experiment), strict=True):
         left_out = [label for name, label, _ in experiment.left_out if name == family.name]
         assert sorted(found + left_out) == sorted(ranks)
@@ -105,7 +117,7 @@ def test_one_core_measures_one_rank_and_says_why_not_two() -> None:
         (f"tiny, batch {batch}", "2 ranks", "this machine has one usable core; each rank needs its own")
         for batch in (16, 32)
     )
-    over = multi_gpu(setup("1 core", oversubscribe=True))
+    over = multi_gpu(setup("1 core", oversubscribe=True), scaling="strong")
     assert labels(over) == [["1 rank", "2 ranks"]] * 2
     assert [c.oversubscribe for c in members(over.families[0])] == [False, True]
 
@@ -127,9 +139,8 @@ def test_one_gpu_shows_the_mechanism_on_the_cpu_and_never_shares_the_card() -> N
 
 
 def test_ranks_asked_for_by_name_are_measured_or_refused() -> None:
-    assert labels(multi_gpu(setup("8 GPUs"), world_sizes=[8, 3, 3], global_batch_sizes=[48])) == [
-        ["1 GPU", "3 GPUs", "8 GPUs"]
-    ]
+    three = multi_gpu(setup("8 GPUs"), world_sizes=[8, 3, 3], global_batch_sizes=[48], scaling="strong")
+    assert labels(three) == [["1 GPU", "3 GPUs", "8 GPUs"]]
     only_one = multi_gpu(setup(), world_sizes=[1])
     assert labels(only_one) == [["1 rank"]] * 2
     assert only_one.left_out == ()

@@ -71,7 +71,7 @@ def _families(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
     A note disappears once its configuration has been measured, by this run or a later one with more time.
     """
     records = [replace(r, family=name) for r, name in zip(records, _names_with_size(records), strict=True)]
-    measured = {r.run_id for r in records if r.role in ("baseline", "candidate")}
+    measured = {(r.family, r.run_id) for r in records if r.role in ("baseline", "candidate")}
     labels = {(r.family, r.config.data_sha256, r.label) for r in records if r.role in ("baseline", "candidate")}
     groups: dict[tuple[str, str], list[RunRecord]] = defaultdict(list)
     baselines: dict[str, dict[str, RunConfig]] = defaultdict(dict)
@@ -83,7 +83,7 @@ def _families(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
         if r.role == "note":
             # A note without a configuration of its own carries the baseline's.
             own = r.run_id != r.baseline_id
-            if (own and r.run_id in measured) or (r.family, r.config.data_sha256, r.label) in labels:
+            if (own and (r.family, r.run_id) in measured) or (r.family, r.config.data_sha256, r.label) in labels:
                 continue
             known = baselines[r.family]
             if known and baseline_id not in known:

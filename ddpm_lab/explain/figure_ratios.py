@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from ddpm_lab.explain import figure_style as fs
-from ddpm_lab.explain import phrases, sentences, stats
+from ddpm_lab.explain import phrases, scaling, sentences, stats
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, comparisons
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
@@ -29,6 +29,8 @@ _COLOURS = {stats.FASTER: fs.PALETTE[0], stats.SLOWER: fs.PALETTE[3]}
 def rows_of(study: Study) -> list[dict[str, Any]]:
     """Rows of ``comparisons`` as dictionaries, without those that must not appear in a figure of speed."""
     rows = [{str(k): v for k, v in row.items()} for row in comparisons(study).to_dict("records")]
+    if study.experiment == scaling.EXPERIMENT:
+        rows = [scaling.named(row) for row in scaling.rows(study)]
     return [row for row in rows if not row["mechanism_only"]]
 
 

@@ -21,6 +21,7 @@ from ddpm_lab.explain import (
     figure_peers,
     figure_quality,
     figure_ratios,
+    figure_scaling,
     operators,
     peers,
     phrases,
@@ -44,9 +45,11 @@ _NAME, _VERSUS = 2.65, 2.45  # inches for an operator's name, and for what stand
 
 _MORE: dict[str, tuple[tuple[Callable[[Study], Figure | None], str, str], ...]] = {
     "multi_gpu": (
-        (extras.speed_up, "speedup", "Speed-up against the number of ranks, with the ideal line."),
-        (extras.efficiency, "efficiency", "Parallel efficiency: the speed-up divided by the number of ranks."),
-        (extras.time_by_batch, "batch", "Time for 50,000 images against the batch size, a projection."),
+        (figure_scaling.speed_up, "speedup", "Speed-up against the number of ranks, with the ideal line."),
+        (figure_scaling.efficiency, "efficiency", "Parallel efficiency: the speed-up divided by the number of ranks."),
+        (figure_scaling.by_ranks, "ranks", "Time for 50,000 images, and throughput, against the number of ranks."),
+        (figure_scaling.by_batch, "batch", "Time for 50,000 images, and throughput, against the batch size."),
+        (figure_scaling.layouts, "devices", "Throughput of equal work on CPU, one GPU, several, and nodes."),
         (figure_machine.over_the_run, "machine", "What neighbours took, and the memory of each configuration's ranks."),
     ),
     "amp": ((extras.throughput, "throughput", "Throughput of each precision in images per second."),),

@@ -17,11 +17,11 @@ from ddpm_lab.explain import (
     peers,
     phrases,
     ranking,
+    scaling,
     sentences,
     stats,
     trained,
 )
-from ddpm_lab.explain.bands import THRESHOLD, band
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, QUALITY, comparisons
 from ddpm_lab.explain.frames import RECOMMENDATION, Study
 from ddpm_lab.explain.quality import NOT_ENOUGH
@@ -111,6 +111,8 @@ def _plain(study: Study, short: str, rest: str, status: str, verdict: str | None
 
 def _comparison(study: Study) -> Finding:
     rows: list[dict[str, Any]] = [{str(k): v for k, v in r.items()} for r in comparisons(study).to_dict("records")]
+    if study.experiment == scaling.EXPERIMENT:
+        rows = scaling.rows(study)
     others = [r for r in rows if r["role"] not in ("baseline", "twin")]
     measured = [r for r in others if r["sets"]]
     training = [r for r in measured if not r["loader_alone"]] or measured
@@ -138,7 +140,12 @@ def _comparison(study: Study) -> Finding:
         text = f"{short}. {peers.evidence(study)}{f' {noise}.' if noise else ''}{ending}"
         called = nearest["verdict"] in (stats.FASTER, stats.SLOWER)
         return _about(study, nearest, short, text, ANSWERED if called else stats.NOT_RESOLVED)
-    lead = _lead(training)
+    if study.experiment == scaling.EXPERIMENT:
+        short, text, lead = scaling.answer(study, training)
+        called = lead["verdict"] in (stats.FASTER, stats.SLOWER)
+        text += machine_state.peaks(rows, lead) + ending
+        return _about(study, lead, short, text, ANSWERED if called else stats.NOT_RESOLVED)
+    lead = sentences.lead(training)
     resolved = lead["verdict"] in (stats.FASTER, stats.SLOWER)
     where = f" ({lead['family']})" if several else ""
     if resolved:
@@ -184,17 +191,6 @@ def _about(study: Study, row: Mapping[str, Any], short: str, text: str, status: 
     )
 
 
-def _lead(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The comparison that the claim is about: the fastest resolved one, else the slowest, else the best known one."""
-    faster = [r for r in rows if r["verdict"] == stats.FASTER]
-    slower = [r for r in rows if r["verdict"] == stats.SLOWER]
-    if faster:
-        return max(faster, key=lambda r: r["ratio"])
-    if slower:
-        return min(slower, key=lambda r: r["ratio"])
-    return max(rows, key=lambda r: r["ratio"])
-
-
 def _extra(study: Study, rows: Sequence[Mapping[str, Any]], lead: Mapping[str, Any]) -> str:
     """What an experiment says beside the ratio."""
     if study.experiment == "torch_compile":
@@ -208,13 +204,6 @@ def _extra(study: Study, rows: Sequence[Mapping[str, Any]], lead: Mapping[str, A
             rates = phrases.joined([f"{phrases.throughput(r)} with {r['label']}" for r in alone])
             most = max(trained, key=lambda r: r["images_per_second"])
             return f" The loader alone delivers {rates}, where training takes at most {phrases.throughput(most)}."
-    if study.experiment == "multi_gpu" and lead["ranks"] > 1:
-        if lead["config"].device == "cpu":
-            cores = study.records[-1].environment.machine.usable_cores
-            return f" All ranks share the same {phrases.plural(cores, 'core')}: expect no efficiency near 100 %."
-        percent = f"{100 * lead['efficiency']:.0f} %"
-        good = f"{THRESHOLD:.0%}".replace("%", " %")
-        return f" Parallel efficiency is {percent} ({band(lead['efficiency'])}; {good} and more counts as good)."
     return ""
 
 

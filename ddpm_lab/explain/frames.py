@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 
 import pandas as pd
 
+from ddpm_lab.explain.bands import DEFAULT, NAMED, Bands
 from ddpm_lab.record import Cohort, LedgerError, Machine, RunRecord, Window
 
 RECOMMENDATION = "recommendation"
@@ -26,7 +27,7 @@ class Study:
     ``measured_sets`` counts the sets measured by the call that made the study; 0 means that all came from the ledger.
     ``resolution`` is the smallest relative difference that its comparisons are asked to find. ``published`` records
     came with the checkout: they were not measured here. ``trials`` are training runs of any experiment on the same
-    machine and data, which say what a configuration learns and nothing of its speed.
+    machine and data, which say what a configuration learns and nothing of its speed. ``bands`` name its efficiencies.
     """
 
     experiment: str
@@ -36,6 +37,7 @@ class Study:
     resolution: float = 0.03
     published: bool = False
     trials: tuple[RunRecord, ...] = ()
+    bands: Bands = NAMED[DEFAULT]
 
     @property
     def hardware(self) -> str:

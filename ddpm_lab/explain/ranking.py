@@ -10,6 +10,7 @@ from ddpm_lab.config import DDPM
 from ddpm_lab.explain import quality, stats
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.plan import scaling
 from ddpm_lab.record import RunRecord
 
 
@@ -36,6 +37,8 @@ def groups(study: Study) -> list[Group]:
         counts = row["sets"] and row["role"] in ("baseline", "candidate") and row["config"].workload == DDPM
         # Those have other losses, implementations of the same step, or another average of the weights.
         counts = counts and row["experiment"] not in ("peers", "quality")
+        # A ratio of weak scaling is one between batches; other families ask what no training would use.
+        counts = counts and (row["experiment"] != "multi_gpu" or scaling(row["family"]) == "strong")
         worse = row["equivalence"] is not None and row["equivalence"].verdict == quality.WORSE
         if not counts or worse or row["verdict"] == stats.NOT_TRUSTED:
             continue

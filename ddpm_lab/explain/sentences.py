@@ -8,6 +8,7 @@ from typing import Any
 
 from ddpm_lab.explain import phrases, stats
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, QUALITY
+from ddpm_lab.plan import WEAK
 
 _SENTENCES = {
     "amp": "{label} trains {ratio} times as fast as {base}",
@@ -18,11 +19,24 @@ _SENTENCES = {
 }
 
 
+def lead(rows: Sequence[Any]) -> Any:
+    """The comparison that a claim is about: the fastest resolved one, else the slowest, else the best known one."""
+    faster = [r for r in rows if r["verdict"] == stats.FASTER]
+    slower = [r for r in rows if r["verdict"] == stats.SLOWER]
+    if faster:
+        return max(faster, key=lambda r: r["ratio"])
+    if slower:
+        return min(slower, key=lambda r: r["ratio"])
+    return max(rows, key=lambda r: r["ratio"])
+
+
 def faster(row: Mapping[str, Any]) -> str:
     """The ratio of a comparison in words: "bf16 trains 1.62 times as fast as fp32"."""
     form = _SENTENCES.get(row["experiment"], "{label} runs {ratio} times as fast as {base}")
     if row["loader_alone"]:
         form = "the loader alone with {label} delivers {ratio} times the images of {base}"
+    if WEAK in row["family"]:
+        form = "{label} take {ratio} times as many images a second as {base}"
     verb = "trains" if row["label"].startswith("1 ") else "train"
     return form.format(label=row["label"], base=row["baseline_label"], ratio=phrases.ratio(row), verb=verb)
 

@@ -8,7 +8,18 @@ from typing import Any
 
 import pandas as pd
 
-from ddpm_lab.explain import budget, compiling, limits, machine_state, operators, peers, phrases, ranking, trained
+from ddpm_lab.explain import (
+    budget,
+    compiling,
+    limits,
+    machine_state,
+    operators,
+    peers,
+    phrases,
+    ranking,
+    scaling,
+    trained,
+)
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import RECOMMENDATION, Study
 
@@ -53,10 +64,10 @@ def more(study: Study) -> list[tuple[str, pd.DataFrame]]:
 
 
 def _comparison(study: Study) -> pd.DataFrame:
-    frame = comparisons(study)
+    scales = study.experiment == scaling.EXPERIMENT
     columns: list[str] = []
     rows = []
-    for row in frame.to_dict("records"):
+    for row in map(scaling.named, scaling.rows(study)) if scales else comparisons(study).to_dict("records"):
         cells = {"Family": row["family"], "Configuration": _label(row), **_speed(study, row)}
         columns = list(dict.fromkeys([*columns, *cells]))
         rows.append(cells)
@@ -65,7 +76,7 @@ def _comparison(study: Study) -> pd.DataFrame:
     shown = pd.DataFrame(rows, columns=columns)
     if shown.empty:
         return pd.DataFrame(columns=["Configuration", "Speed", "Verdict"])
-    if shown["Family"].nunique() == 1:
+    if shown["Family"].nunique() == 1 and not scales:
         shown = shown.drop(columns="Family")
     for column in ("Note", "Dropped turns"):
         if column in shown and shown[column].isin(["", "0"]).all():
@@ -93,8 +104,11 @@ def _speed(study: Study, row: Mapping[Any, Any]) -> dict[str, str]:
         "Step": phrases.seconds(row["step_seconds"]) if measured else _NONE,
         "50,000 images (projection)": phrases.seconds(row["projected_seconds"]) if measured else _NONE,
     }
-    if study.experiment == "multi_gpu":
-        cells["Efficiency"] = f"{100 * row['efficiency']:.0f} %" if measured and row["role"] != "twin" else _NONE
+    if study.experiment == scaling.EXPERIMENT:
+        rated = measured and row["role"] == "candidate"
+        cells[f"Efficiency, by {scaling.whose(study.bands)} bands"] = (
+            scaling.rated(row, study.bands) if rated else _NONE
+        )
     if study.experiment == "torch_compile":
         cost = compiling.break_even(study, row)
         compiled = measured and row["role"] == "candidate"

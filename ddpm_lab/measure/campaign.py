@@ -95,7 +95,8 @@ class Campaign:
             self._measure(family, candidates)
             done += 1
             # What fits is decided once, when the cost of every family is known.
-            if left is not None and not fitted and all(f.name in self.costs or not self._wanted(f) for f in families):
+            known = (f.name in self.costs or f.last or not self._wanted(f) for f in families)
+            if left is not None and not fitted and all(known):
                 families, fitted = self._fit(families), True
                 total = done + self._sets_missing(families)
         self._trials(progress)
@@ -172,10 +173,9 @@ class Campaign:
         return total
 
     def _next(self, families: Sequence[Family]) -> tuple[Family, list[tuple[str, RunConfig]]] | None:
-        """The family that lacks most sets, so that all grow at the same pace."""
-        ranked = sorted(families, key=lambda f: -max((self._missing(f, c) for _, c in self._wanted(f)), default=0))
-        wanted = self._wanted(ranked[0]) if ranked else []
-        return (ranked[0], wanted) if wanted else None
+        """The first family that lacks most sets, so that all grow at one pace; those measured last after all others."""
+        lacking = [(f, wanted) for f in families if (wanted := self._wanted(f))]
+        return min(lacking, key=lambda job: (job[0].last, -self._missing(job[0], job[1][0][1])), default=None)
 
     # How long it takes
 
@@ -195,12 +195,12 @@ class Campaign:
     def _fit(self, families: list[Family]) -> list[Family]:
         """Leave candidates out, the last ones first, until six sets fit into the time or each family has one left."""
         while True:
-            left = self.seconds_left()
-            assert left is not None
+            left = self.seconds_left() or 0.0
+            due = [f for f in families if not f.last]
             need = sum(
-                self._sets_missing([f], SETS_FOR_A_VERDICT) * self._set_seconds(f, len(f.candidates)) for f in families
+                self._sets_missing([f], SETS_FOR_A_VERDICT) * self._set_seconds(f, len(f.candidates)) for f in due
             )
-            longest = max(families, key=lambda f: len(f.candidates), default=None)
+            longest = max(due, key=lambda f: len(f.candidates), default=None)
             if need <= left or longest is None or len(longest.candidates) < 2:
                 return families
             (label, config), kept = longest.candidates[-1], longest.candidates[:-1]

@@ -1,0 +1,342 @@
+"""Figures of strong and weak scaling, each in panels of its own: speed-up, efficiency, time, throughput."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+from ddpm_lab.explain import figure_style as fs
+from ddpm_lab.explain import phrases, scaling
+from ddpm_lab.explain.figure_extras import Rows, bars, heights, known, left, measured, spread
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.scaling import KINDS, Row
+
+_LABEL_LINE = 0.22  # inches from one label at the end of a line to the next
+_MARKERS = "osD^vPX*"
+_NAMES = 2.6  # inches for the names of lines
+_MANY = 16  # ranks from which on an axis of equal steps has no room for the small numbers
+_INTERVALS = "Vertical lines: 95 % interval over sets. "
+
+Lines = dict[str, Rows]
+Values = Callable[[Row], tuple[float, float, float]]
+"""Value and interval of a row."""
+
+
+def speed_up(study: Study) -> Figure | None:
+    """Speed-up against the number of ranks, one line a family, with the ideal line."""
+    kinds = {kind: lines for kind, lines in _by_family(study).items() if lines}
+    if not kinds:
+        return None
+    unit = _unit(kinds)
+    figure, axes = fs.sheet(
+        f"Speed-up against the number of {unit}",
+        phrases.context(study),
+        sizes := [max(4.2 if len(kinds) == 1 else 3.2, _LABEL_LINE * len(lines)) for lines in kinds.values()],
+        headings=[f"{kind.capitalize()} scaling: {KINDS[kind]}" for kind in kinds],
+        left=0.85,
+        right=_NAMES,
+        gap=0.62,
+        note=_shared_cores(study, kinds) + _INTERVALS + "Speeds compare equal numbers of images.",
+    )
+    for ax, height, lines in zip(axes, sizes, kinds.values(), strict=True):
+        every = [r for rows in lines.values() for r in rows]
+        ranks = _rank_axis(ax, every)
+        top = max(known(r["high"], r["ratio"]) for r in every)
+        ceiling = 1.08 * max(top, min(ranks[-1], 2 * top))
+        if ranks[-1] > _MANY:
+            least = min(min(known(r["low"], r["ratio"]), r["ratio"]) for r in every)
+            ax.set_yscale("log", base=2)
+            ceiling = 1.1 * max(top, ranks[-1])
+            ax.set_ylim(min(0.8, least / 1.1), ceiling)
+            ax.yaxis.set_minor_locator(NullLocator())
+            ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: fs.number(value)))
+        else:
+            ax.set_ylim(0, ceiling)
+        ax.plot([1, ranks[-1]], [1, ranks[-1]], "--", color=fs.SOFT, lw=1.4, zorder=1)
+        at = 1 + 0.72 * (min(ranks[-1], ceiling) - 1)
+        ax.text(at, at + 0.03 * ceiling, "ideal", color=fs.SOFT, ha="right", va="bottom")
+        _lines(
+            ax,
+            height,
+            lines,
+            x=lambda r: r["ranks"],
+            values=lambda r: (r["ratio"], r["low"], r["high"]),
+            name=lambda name, r: f"{name}: {phrases.ratio(r)}",
+        )
+        base = next(iter(lines.values()))[0]["baseline_label"]
+        ax.set_ylabel(fs.fit(f"speed relative to {base}", height, 1, fs.TEXT_POINTS))
+    axes[-1].set_xlabel(unit)
+    return figure
+
+
+def efficiency(study: Study) -> Figure | None:
+    """Parallel efficiency as bars over the bands, with the line from where on scaling is called good."""
+    kinds = _by_family(study)
+    panels = [[r for r in rows if r["role"] != "baseline"] for lines in kinds.values() for rows in lines.values()]
+    panels = [rows for rows in panels if rows]
+    if not panels:
+        return None
+    bands = study.bands
+    figure, axes = fs.sheet(
+        "Parallel efficiency: speed-up divided by the number of " + _unit(kinds),
+        phrases.context(study),
+        heights(panels),
+        headings=[str(rows[0]["family"]) for rows in panels],
+        left=left(panels),
+        right=2.0,
+        gap=0.16,
+        note=scaling.legend(bands) + "Line: 95 % interval over sets. " + _shared_cores(study, kinds),
+    )
+    most = max(1.05, *(known(r["efficiency_high"], r["efficiency"]) for rows in panels for r in rows))
+    for ax, rows in zip(axes, panels, strict=True):
+        percent = [{**r, **{k: 100 * r[k] for k in ("efficiency", "efficiency_low", "efficiency_high")}} for r in rows]
+        bars(
+            ax,
+            percent,
+            [fs.PALETTE[0]] * len(rows),
+            "efficiency",
+            lambda r: f"{r['efficiency']:.0f} %, {bands.name(r['efficiency'] / 100)}",
+        )
+        for i, (_, bound) in enumerate(bands.table):
+            above = bands.table[i - 1][1] if i else 1.02 * most
+            ax.axvspan(100 * bound, 100 * above, color=fs.BAND, alpha=0.55 * (i % 2), lw=0, zorder=0)
+        ax.axvline(100 * bands.threshold, color=fs.INK, lw=1.2, ls="--")
+        ax.set_xlim(0, 102 * most)
+        ax.tick_params(axis="x", labelbottom=ax is axes[-1])
+    axes[-1].set_xlabel("parallel efficiency, %")
+    return figure
+
+
+def by_ranks(study: Study) -> Figure | None:
+    """Time for 50,000 images, and throughput, against the number of ranks: one line a batch size."""
+    kinds = {kind: lines for kind, lines in _by_family(study).items() if lines}
+    if not kinds:
+        return None
+    unit = _unit(kinds)
+
+    def ranks(ax: Axes, rows: Rows) -> None:
+        _rank_axis(ax, rows)
+        ax.set_xlabel(unit)
+
+    return _time_and_throughput(study, kinds, f"against the number of {unit}", ranks, lambda r: r["ranks"])
+
+
+def by_batch(study: Study) -> Figure | None:
+    """Time for 50,000 images, and throughput, against the batch size: one line a number of ranks."""
+    kinds: dict[str, Lines] = {}
+    for kind in KINDS:
+        rows = [r for panel in measured(study) for r in panel if r["scaling"] == kind]
+        several = len({r["config"].image_size for r in rows}) > 1
+        lines: Lines = {}
+        for row in sorted(rows, key=lambda r: (r["config"].image_size, r["config"].device, r["ranks"], _x_batch(r))):
+            size = f", {row['config'].image_size} px" if several else ""
+            lines.setdefault(scaling.layout(row["config"]) + size, []).append(row)
+        if len({_x_batch(r) for r in rows}) > 1:
+            kinds[kind] = lines
+    if not kinds:
+        return None
+
+    def batches(ax: Axes, rows: Rows) -> None:
+        ax.set_xscale("log", base=2)
+        shown = sorted({_x_batch(r) for r in rows})
+        ax.xaxis.set_major_locator(FixedLocator(shown))
+        ax.xaxis.set_minor_locator(NullLocator())
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+        ax.set_xlim(shown[0] / 1.12, shown[-1] * 1.12)
+        strong = rows[0]["scaling"] == "strong"
+        ax.set_xlabel("global batch size, images a step" if strong else "images a step on each rank")
+
+    return _time_and_throughput(study, kinds, "against the batch size", batches, _x_batch, batch=False)
+
+
+def layouts(study: Study) -> Figure | None:
+    """Images per second of CPU, one GPU, several and nodes, side by side wherever they did equal work."""
+    groups: dict[tuple[object, ...], dict[tuple[str, str], Row]] = {}
+    for row in (r for rows in measured(study) for r in rows if r["scaling"] == "strong"):
+        config = row["config"]
+        work = (config.network, config.image_size, config.global_batch_size, config.data_sha256)
+        name = scaling.layout(config)
+        known_row = groups.setdefault(work, {}).get((name, config.precision))
+        if known_row is None or row["sets"] > known_row["sets"]:
+            groups[work][name, config.precision] = {**row, "label": name}
+    panels = [_told_apart(list(rows.values())) for rows in groups.values() if len(rows) > 1]
+    if not panels:
+        return None
+    figure, axes = fs.sheet(
+        "Images per second of equal work on each device",
+        phrases.context(study),
+        heights(panels),
+        headings=[f"{r['config'].network}, batch {r['batch']}, {_pixels(r)}" for r, *_ in panels],
+        left=left(panels),
+        right=2.0,
+        gap=0.16,
+        note="Bar: geometric mean over sets of the set's median. Line: 95 % interval over sets. "
+        "Compare by the paired ratios: throughputs also hold what changed between sets.",
+    )
+    most = max(max(r["images_per_second"], known(r["images_per_second_high"], 0)) for rows in panels for r in rows)
+    for ax, rows in zip(axes, panels, strict=True):
+        colours = [fs.PALETTE[_colour(r)] for r in rows]
+        bars(ax, rows, colours, "images_per_second", phrases.throughput)
+        ax.set_xlim(0, 1.02 * most)
+        ax.tick_params(axis="x", labelbottom=ax is axes[-1])
+    axes[-1].set_xlabel("images per second")
+    return figure
+
+
+def _told_apart(rows: Rows) -> Rows:
+    """Rows from the smallest to the largest machine; where several precisions were measured, each says its own."""
+    several = len({r["config"].precision for r in rows}) > 1
+    ordered = sorted(rows, key=lambda r: (r["config"].device, scaling.nodes(r["config"]), r["ranks"]))
+    return [{**r, "label": f"{r['label']}, {r['config'].precision}"} for r in ordered] if several else ordered
+
+
+def _colour(row: Row) -> int:
+    if row["config"].device == "cpu":
+        return 1
+    return 2 if scaling.nodes(row["config"]) > 1 else 0
+
+
+def _pixels(row: Row) -> str:
+    size = row["config"].image_size
+    return f"{size}\N{MULTIPLICATION SIGN}{size} images"
+
+
+def _by_family(study: Study) -> dict[str, Lines]:
+    """Families that hold more than the baseline, by kind of scaling, under short names, by batch size."""
+    panels = [sorted(rows, key=_size) for rows in measured(study) if len(rows) > 1]
+    panels.sort(key=lambda rows: (rows[0]["config"].image_size, rows[0]["batch"]))
+    found: dict[str, Lines] = {kind: {} for kind in KINDS}
+    for kind, lines in found.items():
+        mine = [rows for rows in panels if rows[0]["scaling"] == kind]
+        for rows in mine:
+            name = _short(rows[0], mine)
+            lines[name if name not in lines else str(rows[0]["family"])] = rows
+    return found
+
+
+def _size(row: Row) -> tuple[int, int]:
+    return row["ranks"], scaling.nodes(row["config"])
+
+
+def _short(base: Row, panels: Sequence[Rows]) -> str:
+    """The part of a family's name that differs: its batch size where that is all."""
+    sizes = {p[0]["config"].image_size for p in panels}
+    name = f"batch {base['batch']}" + " per rank" * (base["scaling"] == "weak")
+    return name if len(sizes) == 1 else f"{base['config'].image_size} px, {name}"
+
+
+def _x_batch(row: Row) -> int:
+    """Images of a step: of all ranks in strong scaling, of one in weak."""
+    return int(row["config"].rank_batch_size if row["scaling"] == "weak" else row["batch"])
+
+
+def _unit(kinds: dict[str, Lines]) -> str:
+    devices = {r["config"].device for lines in kinds.values() for rows in lines.values() for r in rows}
+    return "GPUs" if devices == {"cuda"} else "CPU ranks" if devices == {"cpu"} else "ranks"
+
+
+def _shared_cores(study: Study, kinds: dict[str, Lines]) -> str:
+    if _unit(kinds) == "GPUs":
+        return ""
+    cores = study.records[-1].environment.machine.usable_cores
+    return f"All ranks share the same {phrases.plural(cores, 'core')}: the ideal is not within reach. "
+
+
+def _rank_axis(ax: Axes, rows: Rows) -> list[int]:
+    """An axis of numbers of ranks, which names the nodes where there are several; the numbers."""
+    ranks = sorted({int(r["ranks"]) for r in rows})
+    first, last = ranks[0], ranks[-1]
+    spread_over = {r["ranks"]: scaling.nodes(r["config"]) for r in sorted(rows, key=_size)}
+    if last > _MANY:
+        ax.set_xscale("log", base=2)
+        ax.set_xlim(first / 1.15, last * 1.15)
+    else:
+        ax.set_xlim(first - 0.1 * (last - first), last + 0.08 * (last - first))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_locator(FixedLocator(ranks))
+    names = [f"{n}\n{phrases.plural(spread_over[n], 'node')}" if spread_over[n] > 1 else str(n) for n in ranks]
+    ax.set_xticklabels(names)
+    return ranks
+
+
+def _lines(
+    ax: Axes,
+    height: float,
+    lines: Lines,
+    *,
+    x: Callable[[Row], float],
+    values: Values,
+    name: Callable[[str, Row], str],
+) -> None:
+    """Lines with intervals in a panel of ``height`` inches whose limits are set; names stand at the right."""
+    to_axes = ax.transScale + ax.transLimits
+    ends = []
+    for i, rows in enumerate(lines.values()):
+        colour = fs.PALETTE[i % len(fs.PALETTE)]
+        # A small shift keeps the intervals of several lines apart.
+        shift = min(0.012, 0.1 / len(lines)) * (i - (len(lines) - 1) / 2)
+        points = [(x(r), *values(r)) for r in rows]
+        places = [to_axes.transform((at, value)) for at, value, _, _ in points]
+        shifted = [to_axes.inverted().transform((place[0] + shift, place[1]))[0] for place in places]
+        for at, (_, _, low, high) in zip(shifted, points, strict=True):
+            if not math.isnan(low):
+                ax.plot([at, at], [low, high], color=colour, lw=2, alpha=0.6)
+        ax.plot(shifted, [value for _, value, _, _ in points], marker=_MARKERS[i % 8], ms=6, lw=1.8, color=colour)
+        ends.append(float(places[-1][1]))
+    for i, ((short, rows), y) in enumerate(zip(lines.items(), spread(ends, _LABEL_LINE / height, 1.0), strict=True)):
+        colour = fs.PALETTE[i % len(fs.PALETTE)]
+        ax.plot([1.03], [y], _MARKERS[i % 8], transform=ax.transAxes, color=colour, ms=6, clip_on=False)
+        text = fs.fit(name(short, rows[-1]), _NAMES - 0.5, 1)
+        ax.text(1.055, y, text, transform=ax.transAxes, va="center", fontsize=fs.SMALL_POINTS)
+
+
+def _time_and_throughput(
+    study: Study,
+    kinds: dict[str, Lines],
+    against: str,
+    axis: Callable[[Axes, Rows], None],
+    x: Callable[[Row], float],
+    *,
+    batch: bool = True,
+) -> Figure:
+    """Two panels for each kind of scaling, over an axis that ``axis`` sets for its rows."""
+    every = [r for lines in kinds.values() for rows in lines.values() for r in rows]
+    longest = max(r["projected_seconds"] for r in every)
+    unit, scale = ("hours", 3600.0) if longest > 7200 else ("minutes", 60.0) if longest > 300 else ("seconds", 1.0)
+
+    def throughput(r: Row) -> tuple[float, float, float]:
+        return r["images_per_second"], r["images_per_second_low"], r["images_per_second_high"]
+
+    def seconds(r: Row) -> tuple[float, float, float]:
+        images = r["projected_seconds"] * r["images_per_second"] / scale
+        value, low, high = throughput(r)
+        return images / value, images / high, images / low
+
+    shown = (
+        ("time for 50,000 images", f"{unit} (projection)", seconds),
+        ("throughput", "images per second", throughput),
+    )
+    panels = [(kind, lines, *show) for kind, lines in kinds.items() for show in shown]
+    figure, axes = fs.sheet(
+        f"Time for 50,000 images, and throughput, {against}",
+        phrases.context(study, batch=batch),
+        sizes := [max(2.5, _LABEL_LINE * len(lines)) for _, lines, *_ in panels],
+        headings=[f"{kind.capitalize()} scaling ({KINDS[kind]}): {what}" for kind, _, what, _, _ in panels],
+        left=0.95,
+        right=_NAMES,
+        gap=0.62,
+        note="The time is a projection from short timed windows, without start-up. " + _INTERVALS,
+    )
+    for ax, height, (_, lines, _, label, values) in zip(axes, sizes, panels, strict=True):
+        rows = [r for found in lines.values() for r in found]
+        axis(ax, rows)
+        ax.set_ylim(0, 1.08 * max(max(value, known(high, value)) for value, _, high in map(values, rows)))
+        ax.yaxis.set_major_locator(MaxNLocator(6))
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: fs.number(value)))
+        _lines(ax, height, lines, x=x, values=values, name=lambda name, _: name)
+        ax.set_ylabel(label)
+    return figure

@@ -1,0 +1,126 @@
+"""Strong and weak scaling, each by itself: its comparisons, its efficiencies with their bands, its sentences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.explain import phrases, sentences, stats
+from ddpm_lab.explain.bands import Bands, share
+from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.plan import WEAK, scaling
+
+EXPERIMENT = "multi_gpu"
+KINDS = {"strong": "the ranks share the batch", "weak": "each rank keeps its batch"}
+"""What stays in each kind of scaling. They are never compared with each other."""
+Row = dict[str, Any]
+
+
+def rows(study: Study) -> list[Row]:
+    """Rows of ``comparisons`` of the families that scale, each with its kind as ``scaling``."""
+    every = [{str(k): v for k, v in row.items()} for row in comparisons(study).to_dict("records")]
+    found = [{**row, "scaling": scaling(row["family"])} for row in every if row["experiment"] == EXPERIMENT]
+    return [row for row in found if row["scaling"]]
+
+
+def named(row: Mapping[str, Any]) -> Row:
+    """The row under a family's name that tells its kind of scaling."""
+    return {**row, "family": row["family"] if WEAK in row["family"] else f"{row['family']}, strong scaling"}
+
+
+def nodes(config: RunConfig) -> int:
+    """Machines that a configuration runs on."""
+    return int(getattr(config, "nodes", 1))
+
+
+def layout(config: RunConfig) -> str:
+    """On what a configuration runs: "1 CPU rank", "4 GPUs", "2 nodes of 4 GPUs"."""
+    unit, count = ("GPU" if config.device == "cuda" else "CPU rank"), nodes(config)
+    each = phrases.plural(config.world_size // count, unit)
+    return each if count == 1 else f"{phrases.plural(count, 'node')} of {each}"
+
+
+def efficiency(row: Mapping[str, Any]) -> str:
+    """Such as "80 %"."""
+    return f"{100 * row['efficiency']:.0f} %"
+
+
+def interval(row: Mapping[str, Any]) -> str:
+    """The interval of an efficiency, such as "78 to 82 %"; empty without one."""
+    low, high = 100 * row["efficiency_low"], 100 * row["efficiency_high"]
+    return "" if math.isnan(low) else f"{low:.0f} to {high:.0f} %"
+
+
+def rated(row: Mapping[str, Any], bands: Bands) -> str:
+    """An efficiency with its band and its interval: "80 %, good (78 to 82 %)"."""
+    span = f" ({found})" if (found := interval(row)) else ""
+    return f"{efficiency(row)}, {bands.name(row['efficiency'])}{span}"
+
+
+def answer(study: Study, measured: Sequence[Row]) -> tuple[str, str, Row]:
+    """Headline, claim, and the comparison that they are about: strong scaling first, weak scaling apart from it."""
+    by_kind = {kind: [r for r in measured if r["scaling"] == kind] for kind in KINDS}
+    leads = {kind: sentences.lead(found) for kind, found in by_kind.items() if found}
+    told = []
+    for kind, stays in KINDS.items():
+        said = "not measured." if kind not in leads else _claim(by_kind[kind], leads[kind], study.bands)
+        told.append(f"{kind.capitalize()} scaling ({stays}): {said}")
+    if any(r["config"].device == "cpu" for r in measured):
+        cores = study.records[-1].environment.machine.usable_cores
+        told.append(f"All ranks share the same {phrases.plural(cores, 'core')}: expect no efficiency near 100 %.")
+    if len(leads) == 1:
+        ((kind, only),) = leads.items()
+        return _headline(by_kind[kind], only), " ".join(told), only
+    short = "; ".join(f"{kind} scaling: {_short(lead)}" for kind, lead in leads.items())
+    return short[0].upper() + short[1:], " ".join(told), leads["strong"]
+
+
+def _several(found: Sequence[Row]) -> bool:
+    return len({r["family"] for r in found}) > 1
+
+
+def _headline(found: Sequence[Row], lead: Row) -> str:
+    if lead["verdict"] in (stats.FASTER, stats.SLOWER):
+        return sentences.faster(lead) + (f" ({lead['family']})" if _several(found) else "")
+    return sentences.unresolved(lead, len(found), "")[0]
+
+
+def _short(lead: Row) -> str:
+    """The comparison in a few words: "8 GPUs 6.45 times as fast as 1 GPU"."""
+    pair = f"{lead['label']} {phrases.ratio(lead)} times as fast as {lead['baseline_label']}"
+    return pair if lead["verdict"] in (stats.FASTER, stats.SLOWER) else f"not resolved ({lead['label']})"
+
+
+def _claim(found: Sequence[Row], lead: Row, bands: Bands) -> str:
+    """The best comparison of one kind, the efficiency of every number of ranks beside it, and how the others ended."""
+    where = lead["family"].replace(WEAK, "") if _several(found) else ""
+    if lead["verdict"] in (stats.FASTER, stats.SLOWER):
+        evidence = f"({phrases.evidence(lead)}{sentences.noise(lead)})."
+        text = (f"with {where}, " if where else "") + f"{sentences.faster(lead)} {evidence}"
+    else:
+        text = sentences.unresolved(lead, len(found), where)[1]
+        text = text[0].lower() + text[1:]
+    family = [r for r in found if (r["family"], r["baseline_id"]) == (lead["family"], lead["baseline_id"])]
+    each = [
+        f"{efficiency(r)} with {r['label']} ({bands.name(r['efficiency'])})"
+        for r in sorted(family, key=lambda r: (r["ranks"], nodes(r["config"])))
+    ]
+    text += f" Parallel efficiency: {phrases.joined(each)}, by {whose(bands)} bands"
+    if asked := bands.verdict(lead["efficiency"], nodes(lead["config"])):
+        text += f"; {lead['label']} {'is' if lead['label'].startswith('1 ') else 'are'} {asked}"
+    text += "."
+    return text + sentences.tally(found, lead)
+
+
+def whose(bands: Bands) -> str:
+    """Whose bands: "S001's", or "your own"."""
+    return bands.whose if bands.whose.startswith("your") else f"{bands.whose}'s"
+
+
+def legend(bands: Bands) -> str:
+    """The bands in a sentence, for the foot of a figure."""
+    said = whose(bands)
+    return f"{said[0].upper()}{said[1:]} bands: {bands.sentence()}. Dashed: {share(bands.threshold)}. "

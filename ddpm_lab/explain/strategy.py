@@ -1,0 +1,135 @@
+"""One rank or several for a network and a batch: by what was measured here, else by a published rule of thumb."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from ddpm_lab.explain import phrases, scaling, sentences, stats
+from ddpm_lab.explain.frames import Study
+
+SINGLE, MULTI, MEASURE, NOT_RESOLVED = "single", "multi", "measure", stats.NOT_RESOLVED
+PRIOR = "prior, not measured"
+PARAMETERS = {"tiny": 44_332, "seed": 10_050_819, "ddpm": 35_746_307, "s000": 39_156_227}
+"""Trained parameters of each network, which do not depend on the size of its images."""
+LEAST, SMALL, LARGE = 1_000_000, 5_000_000, 10_000_000
+SMALL_BATCH, LARGE_BATCH = 128, 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """Whether one rank or several should train a network at a batch, and why.
+
+    ``answer`` is single, multi, not resolved (measured, and neither), or measure (the rule leaves it to a measurement).
+    ``source`` says what it rests on: "measured", with the batch where that is another one, or that it is a prior.
+    ``speeds`` are the throughputs that were measured. Ratio, interval and sets are those of the comparison behind it.
+    """
+
+    answer: str
+    reason: str
+    source: str
+    network: str | None
+    parameters: int
+    batch: int
+    device: str
+    measured_batch: int | None = None
+    speeds: tuple[str, ...] = ()
+    ratio: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    sets: int = 0
+    where: str = ""
+
+    def sentence(self) -> str:
+        """The answer in one sentence, with its reason and what it rests on."""
+        work = f"{self.network or 'a network'} ({self.parameters:,} parameters), batch {self.batch}"
+        return f"{self.answer} for {work}: {self.reason} [{self.source}]"
+
+    def text(self) -> str:
+        """The answer, what was measured, and what to do next, one line each."""
+        lines = [self.sentence()]
+        lines += [f"  {speed}" for speed in self.speeds]
+        lines += [f"  measured on {self.where}"] if self.where else []
+        return "\n".join([*lines, *(f"  {line}" for line in self._next())])
+
+    def _next(self) -> list[str]:
+        at = f"--network {self.network or 'NAME'} --batch-size {self.batch}"
+        if self.answer == NOT_RESOLVED:
+            return [f"to resolve 2 %: ddpm-lab run multi_gpu {at} --resolution 2%"]
+        if self.measured_batch != self.batch:
+            return [f"to measure it: ddpm-lab strategy {at} --mode multi"]
+        return []
+
+
+def prior(parameters: int, batch: int) -> tuple[str, str]:
+    """Answer and reason by the thresholds of S003's strategy selector, which know neither machine nor network."""
+    if parameters < LEAST:
+        return SINGLE, f"the model is too small, below {LEAST:,} parameters"
+    if parameters < SMALL:
+        if batch < SMALL_BATCH:
+            return SINGLE, f"below {SMALL:,} parameters with a batch below {SMALL_BATCH}"
+        return MEASURE, f"below {SMALL:,} parameters with a batch of at least {SMALL_BATCH}, only measuring tells"
+    if parameters < LARGE:
+        return MEASURE, f"between {SMALL:,} and {LARGE:,} parameters only measuring tells"
+    if batch >= LARGE_BATCH:
+        return MULTI, f"at least {LARGE:,} parameters with a batch of at least {LARGE_BATCH}"
+    return SINGLE, f"the batch is below {LARGE_BATCH}: increase it for several"
+
+
+def strategy(study: Study | None, *, network: str | None, parameters: int, batch: int, device: str) -> Strategy:
+    """The answer for a network and a global batch size.
+
+    Strong scaling that was measured with this network on this kind of device decides: at this batch, else at the
+    nearest one. Only where there is none does the prior speak.
+
+    Args:
+        study: records of the experiment multi_gpu of one machine, or None without any.
+        network: its name; None for one of which only the size is known.
+        parameters: trained parameters.
+        batch: images of an optimizer step over all ranks.
+        device: cpu or cuda.
+    """
+    answer, reason = prior(parameters, batch)
+    common: dict[str, Any] = {"network": network, "parameters": parameters, "batch": batch, "device": device}
+    told = [
+        r
+        for r in (scaling.rows(study) if study is not None else [])
+        if r["scaling"] == "strong" and r["sets"] and r["role"] in ("baseline", "candidate")
+        if r["config"].network == network and r["config"].device == device
+    ]
+    compared = [r for r in told if r["role"] == "candidate"]
+    if not compared:
+        speeds = tuple(f"{r['label']}: {phrases.throughput(r)}" for r in told if r["batch"] == batch)
+        return Strategy(answer=answer, reason=reason, source=PRIOR, speeds=speeds, **common)
+    nearest = min((r["batch"] for r in compared), key=lambda b: (abs(math.log(b / batch)), b))
+    last = next(r["baseline_id"] for r in reversed(compared) if r["batch"] == nearest)
+    candidates = [r for r in compared if r["baseline_id"] == last]
+    lead = sentences.lead(candidates)
+    if lead["verdict"] == stats.FASTER:
+        answer, reason = MULTI, f"{sentences.faster(lead)} ({phrases.evidence(lead)})"
+    elif all(r["verdict"] == stats.SLOWER for r in candidates):
+        best = max(candidates, key=lambda r: r["ratio"])
+        lead, answer = best, SINGLE
+        reason = f"{sentences.faster(best)} ({phrases.evidence(best)})"
+    else:
+        lead = max(candidates, key=lambda r: r["ratio"])
+        pair = f"{lead['label']} against {lead['baseline_label']}"
+        answer = NOT_RESOLVED
+        reason = f"{pair} reads {phrases.ratio(lead)} ({phrases.evidence(lead)})"
+        if lead["verdict"] != stats.NOT_RESOLVED:
+            reason += f", {phrases.outcome(lead)}"
+    assert study is not None
+    return Strategy(
+        answer=answer,
+        reason=reason,
+        source="measured" if nearest == batch else f"measured at batch {nearest}, the nearest to {batch}",
+        measured_batch=int(nearest),
+        speeds=tuple(f"{r['label']}: {phrases.throughput(r)}" for r in told if r["baseline_id"] == last),
+        ratio=lead["ratio"],
+        low=lead["low"],
+        high=lead["high"],
+        sets=int(lead["sets"]),
+        where=f"{study.hardware}, {study.date}",
+        **common,
+    )
