@@ -288,6 +288,22 @@ def test_families_grow_at_the_same_pace(lab: Lab) -> None:
     assert len(lab.sets) == 12
 
 
+def test_a_family_that_comes_last_waits_for_all_others(lab: Lab) -> None:
+    late = family("late", 1, first=20, last=True)
+    asked = experiment(late, family("a", 1), family("b", 1, first=10))
+    lab.run(asked)
+    names = [name for name, _ in lab.sets]
+    assert Counter(names[:6]) == {"a": 3, "b": 3}
+    assert names[6:] == ["late"] * 3
+
+
+def test_a_family_that_comes_last_gets_the_time_that_is_left_and_takes_none(lab: Lab) -> None:
+    late = family("late", 4, first=20, last=True)
+    lab.run(experiment(family("a", 2), late), sets=6, seconds=6 * 40 + 60 + 1)
+    assert [name for name, _ in lab.sets] == ["a"] * 6 + ["late"]
+    assert not lab.records("note"), "what is certain to fit leaves nothing out for what may not"
+
+
 def test_a_candidate_added_later_gets_sets_of_its_own_with_baseline_and_twin(lab: Lab) -> None:
     lab.run(experiment(family("f", 1)))
     lab.run(experiment(family("f", 2)))

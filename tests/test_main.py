@@ -61,6 +61,11 @@ def test_the_module_runs_like_the_command() -> None:
         ("", ["COMMAND"]),
         ("dance", ["'dance'", "run"]),
         ("run", ["EXPERIMENT", "--help"]),
+        ("run multi_gpu --bands s002", ["--bands", "'s002'", "s000, s001"]),
+        ("run multi_gpu --bands good=50%,better=80%,poor=0", ["--bands", "'better'", "not below"]),
+        ("figures --ledger LEDGER --bands good=50%", ["good=50%"]),
+        ("run amp --scaling weak", ["--scaling", "amp", "multi_gpu"]),
+        ("run multi_gpu --scaling sideways", ["--scaling", "sideways"]),
         ("run dance", ["experiment", "'dance'", "multi_gpu"]),
         ("run amp dance", ["experiment", "'dance'"]),
         ("run amp --preset huge", ["preset", "'huge'", "smoke, quick, full"]),
@@ -157,6 +162,12 @@ def test_a_defect_keeps_its_traceback_and_an_interrupt_says_how_to_go_on(
     [
         ("multi_gpu --mode multi --batch-size 64", {"world_sizes": [2], "global_batch_sizes": [64]}),
         ("multi_gpu --mode single", {"world_sizes": [1]}),
+        ("multi_gpu --scaling weak", {"scaling": "weak"}),
+        # The tiny network is too small for several, at any batch, as long as nothing is measured.
+        ("multi_gpu --mode auto", {"world_sizes": [1], "global_batch_sizes": [32], "network": "tiny"}),
+        ("multi_gpu --mode auto --network seed --batch-size 64", {"global_batch_sizes": [64], "network": "seed"}),
+        ("amp --mode auto --network seed --batch-size 64", {"world_sizes": [2], "global_batch_size": 64}),
+        ("amp --mode auto", {"world_sizes": [1], "network": "tiny"}),
         ("amp --mode multi --batch-size 64", {"world_sizes": [2], "global_batch_size": 64}),
         ("torch_compile --mode single", {"world_sizes": [1]}),
         ("workers --mode single --batch-size 8", {"global_batch_size": 8}),
@@ -170,7 +181,7 @@ def test_a_defect_keeps_its_traceback_and_an_interrupt_says_how_to_go_on(
     ],
 )
 def test_options_reach_the_experiment(
-    call: Call, monkeypatch: pytest.MonkeyPatch, arguments: str, expected: dict[str, Any]
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, expected: dict[str, Any]
 ) -> None:
     seen: dict[str, Any] = {}
 
@@ -181,7 +192,7 @@ def test_options_reach_the_experiment(
     monkeypatch.setattr(planning, "plan_question", plan_question)
     monkeypatch.setattr(hardware, "gpus", tuple)
     monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
-    assert call("run", *arguments.split())[0] == 2
+    assert call("run", *arguments.split(), "--output-dir", tmp_path)[0] == 2
     assert seen["name"] == arguments.split(maxsplit=1)[0]
     assert {name: seen[name] for name in expected} == expected
     assert ("world_sizes" in seen) == ("world_sizes" in expected)

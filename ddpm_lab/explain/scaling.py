@@ -91,7 +91,7 @@ def _headline(found: Sequence[Row], lead: Row) -> str:
 def _short(lead: Row) -> str:
     """The comparison in a few words: "8 GPUs 6.45 times as fast as 1 GPU"."""
     pair = f"{lead['label']} {phrases.ratio(lead)} times as fast as {lead['baseline_label']}"
-    return pair if lead["verdict"] in (stats.FASTER, stats.SLOWER) else f"not resolved ({lead['label']})"
+    return pair if lead["verdict"] in (stats.FASTER, stats.SLOWER) else f"{lead['label']} {phrases.outcome(lead)}"
 
 
 def _claim(found: Sequence[Row], lead: Row, bands: Bands) -> str:
@@ -105,14 +105,32 @@ def _claim(found: Sequence[Row], lead: Row, bands: Bands) -> str:
         text = text[0].lower() + text[1:]
     family = [r for r in found if (r["family"], r["baseline_id"]) == (lead["family"], lead["baseline_id"])]
     each = [
-        f"{efficiency(r)} with {r['label']} ({bands.name(r['efficiency'])})"
+        f"{efficiency(r)} with {r['label']} ({_band(r, bands)})"
         for r in sorted(family, key=lambda r: (r["ranks"], nodes(r["config"])))
     ]
     text += f" Parallel efficiency: {phrases.joined(each)}, by {whose(bands)} bands"
-    if asked := bands.verdict(lead["efficiency"], nodes(lead["config"])):
-        text += f"; {lead['label']} {'is' if lead['label'].startswith('1 ') else 'are'} {asked}"
+    if asked := _asked(lead, bands):
+        text += f"; {lead['label']}: {asked}"
     text += "."
     return text + sentences.tally(found, lead)
+
+
+def _band(row: Row, bands: Bands) -> str:
+    """The band of an efficiency, and those of its interval where they are others."""
+    name = bands.name(row["efficiency"])
+    if math.isnan(row["efficiency_low"]):
+        return f"{name}, no interval"
+    ends = [bands.name(row[f"efficiency_{end}"]) for end in ("low", "high")]
+    return name if ends == [name, name] else f"{name}; its interval: {' to '.join(dict.fromkeys(ends))}"
+
+
+def _asked(row: Row, bands: Bands) -> str:
+    """What the bands ask of good scaling, where the whole interval gives one answer."""
+    ends = ("efficiency_low", "efficiency_high")
+    if any(math.isnan(row[end]) for end in ends):
+        return ""
+    said = {bands.verdict(row[end], nodes(row["config"])) for end in ends}
+    return said.pop() if len(said) == 1 else "the interval does not decide whether this is good scaling"
 
 
 def whose(bands: Bands) -> str:

@@ -1,0 +1,179 @@
+"""Strong and weak scaling: kept apart, with planted efficiencies and their bands."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import records as make
+
+from ddpm_lab.config import ExchangeConfig, RunConfig
+from ddpm_lab.explain import findings, ranking, scaling, tables
+from ddpm_lab.explain.bands import S000, bands
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.plan import LOST, WEAK
+from ddpm_lab.record import RunRecord
+
+ONE = RunConfig(device="cuda", network="seed", global_batch_size=64)
+
+
+def strong(ratios: dict[int, float], base: RunConfig = ONE, **values: Any) -> list[RunRecord]:
+    """Sets of one and of n GPUs that share a batch; the planted ratio of each n."""
+    shared = {f"{n} GPUs": (replace(base, world_size=n), ratio) for n, ratio in ratios.items()}
+    return _sets(shared, base, f"seed, batch {base.global_batch_size}", **values)
+
+
+def weak(ratios: dict[int, float], base: RunConfig = ONE, **values: Any) -> list[RunRecord]:
+    """The same with a batch for each GPU; the planted ratio is that of the throughputs."""
+    grown = {
+        f"{n} GPUs": (replace(base, world_size=n, global_batch_size=n * base.global_batch_size), ratio)
+        for n, ratio in ratios.items()
+    }
+    return _sets(grown, base, f"seed, batch {base.global_batch_size} per rank{WEAK}", **values)
+
+
+def lost() -> list[RunRecord]:
+    """What is switched off to see where time goes: no scaling, and with a ratio that would lead every list."""
+    two = replace(ONE, world_size=2)
+    off = {"no exchange": (replace(two, exchange=ExchangeConfig(enabled=False)), 50.0)}
+    return _sets(off, two, f"seed, batch 64{LOST}")
+
+
+def _sets(candidates: dict[str, tuple[RunConfig, float]], base: RunConfig, family: str, **values: Any) -> Any:
+    label = f"{base.world_size} GPU{'s' if base.world_size > 1 else ''}"
+    found = make.sets(candidates, baseline=base, baseline_label=label, experiment="multi_gpu", family=family, **values)
+    return make.on(make.GPUS, found)
+
+
+def claim(*records: list[RunRecord], **values: Any) -> str:
+    return findings.finding(replace(study(*records), **values)).claim
+
+
+def study(*records: list[RunRecord]) -> Study:
+    return make.study([r for part in records for r in part])
+
+
+def test_weak_scaling_is_over_equal_images() -> None:
+    rows = {(r["scaling"], r["label"]): r for r in scaling.rows(study(strong({2: 1.6}), weak({2: 1.9})))}
+    for kind, planted in (("strong", 1.6), ("weak", 1.9)):
+        row = rows[kind, "2 GPUs"]
+        assert row["ratio"] == pytest.approx(planted, rel=0.02)
+        assert row["efficiency"] == pytest.approx(planted / 2, rel=0.02)
+        # 1.9 times the images a second: a step of twice the images takes 2 / 1.9 as long.
+        assert row["images_per_second"] == pytest.approx(planted * rows[kind, "1 GPU"]["images_per_second"], rel=0.03)
+
+
+def test_strong_and_weak_are_told_apart_with_efficiency_and_band() -> None:
+    said = claim(strong({2: 1.84, 8: 6.45}), weak({8: 7.6}))
+    before, _, after = said.partition("Weak scaling (each rank keeps its batch): ")
+    assert before.startswith("Strong scaling (the ranks share the batch): 8 GPUs train 6.4")
+    assert "92 % with 2 GPUs (excellent) and 8" in before
+    assert "8 GPUs (good), by S001's bands; 8 GPUs: short of good scaling on one node (above 85 %)" in before
+    assert "Both comparisons are faster." in before
+    assert after.startswith("8 GPUs take 7.")
+    assert "95 % with 8 GPUs (excellent), by S001's bands; 8 GPUs: good scaling on one node" in after
+    assert "share the same" not in said
+    found = findings.finding(study(strong({2: 1.84, 8: 6.45}), weak({8: 7.6})))
+    assert found.headline.startswith("Strong scaling: 8 GPUs 6.4")
+    assert "; weak scaling: 8 GPUs 7." in found.headline
+    assert found.ratio == pytest.approx(6.45, rel=0.02)
+
+
+def test_what_was_not_measured_is_said() -> None:
+    assert "Weak scaling (each rank keeps its batch): not measured." in claim(strong({2: 1.8}))
+    only = findings.finding(study(weak({2: 1.8})))
+    assert "Strong scaling (the ranks share the batch): not measured." in only.claim
+    assert only.headline.startswith("2 GPUs take 1.8")
+
+
+def test_the_bands_are_those_that_were_asked_for() -> None:
+    records = strong({8: 6.45})
+    assert "(good), by S000's bands." in claim(records, bands=S000)
+    own = bands({"splendid": 0.8, "rest": 0})
+    assert "(splendid), by your own bands." in claim(records, bands=own)
+    (shown,) = [c for c in tables.table(replace(study(records), bands=own)).columns if "Efficiency" in c]
+    assert shown == "Efficiency, by your own bands"
+
+
+def test_an_efficiency_is_called_good_only_if_its_whole_interval_is() -> None:
+    wide = claim(strong({2: 1.7}, set_noise=0.15))
+    assert "good; its interval: overhead to " in wide
+    assert "the interval does not decide whether this is good scaling" in wide
+    once = claim(strong({2: 1.99}, count=1))
+    assert "(excellent, no interval)" in once or "(perfect, no interval)" in once
+    assert "good scaling" not in once
+    assert "Not resolved (1 set)" in findings.finding(study(strong({2: 1.99}, count=1))).headline
+
+
+def test_ranks_of_a_cpu_share_its_cores() -> None:
+    records = make.sets({"2 ranks": (RunConfig(world_size=2), 1.1)}, baseline_label="1 rank", experiment="multi_gpu")
+    said = claim(records)
+    assert "55 % with 2 ranks (overhead), by S001's bands; 2 ranks: poor scaling (below 70 %)." in said
+    assert "All ranks share the same 2 cores: expect no efficiency near 100 %." in said
+
+
+def test_families_that_do_not_scale_are_left_to_others() -> None:
+    with_lost, without = study(strong({2: 1.6}), lost()), study(strong({2: 1.6}))
+    assert [r["label"] for r in scaling.rows(with_lost)] == [r["label"] for r in scaling.rows(without)]
+    assert "no exchange" not in findings.finding(with_lost).claim + tables.table(with_lost).to_string()
+    best = ranking.fastest(make.study(with_lost.records, "recommendation"))
+    assert best is not None
+    assert [r["label"] for r in best.rows] == ["2 GPUs", "1 GPU"], "without an exchange nothing is trained"
+
+
+def test_a_ratio_between_batches_is_no_recommendation() -> None:
+    best = ranking.fastest(make.study([*strong({2: 1.6}), *weak({2: 1.9})], "recommendation"))
+    assert best is not None
+    assert {
+        r["family"]
+        for g in ranking.groups(make.study(strong({2: 1.6}) + weak({2: 1.9}), "recommendation"))
+        for r in g.rows
+    } == {"seed, batch 64"}
+
+
+def test_the_table_shows_both_kinds_in_rows_of_their_own() -> None:
+    shown = tables.table(study(strong({2: 1.6}), weak({2: 1.9})))
+    families = list(dict.fromkeys(shown["Family"]))
+    assert families == ["seed, batch 64, strong scaling", "seed, batch 64 per rank, weak scaling"]
+    alone = tables.table(study(strong({2: 1.6})))
+    assert set(alone["Family"]) == {"seed, batch 64, strong scaling"}
+    (cell,) = alone[alone["Configuration"] == "2 GPUs"]["Efficiency, by S001's bands"]
+    assert cell.startswith("80 %, good (")
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "nodes", "words"),
+    [
+        ("cpu", 1, 1, "1 CPU rank"),
+        ("cpu", 4, 1, "4 CPU ranks"),
+        ("cuda", 1, 1, "1 GPU"),
+        ("cuda", 8, 1, "8 GPUs"),
+        ("cuda", 8, 2, "2 nodes of 4 GPUs"),
+        ("cuda", 2, 2, "2 nodes of 1 GPU"),
+    ],
+)
+def test_layouts(device: str, ranks: int, nodes: int, words: str) -> None:
+    config: Any = SimpleNamespace(device=device, world_size=ranks, nodes=nodes)
+    assert scaling.layout(config) == words
+    assert scaling.layout(RunConfig(device="cuda", world_size=4)) == "4 GPUs", "a configuration without nodes has one"
+
+
+def test_a_note_stays_until_its_own_family_has_measured_it() -> None:
+    """Two GPUs with 128 images are strong scaling of 128 and weak scaling of 64."""
+    large = replace(ONE, global_batch_size=128)
+    config = replace(large, world_size=2)
+    note = make.record(
+        config,
+        role="note",
+        label="2 GPUs",
+        experiment="multi_gpu",
+        family=f"seed, batch 64 per rank{WEAK}",
+        baseline_id=ONE.run_id,
+        status="left out",
+        reason="did not fit into the time that was given",
+        set_id="",
+    )
+    rows = scaling.rows(study(strong({2: 1.6}, base=large), weak({4: 3.5}), make.on(make.GPUS, [note])))
+    assert [(r["scaling"], r["label"]) for r in rows if r["role"] == "note"] == [("weak", "2 GPUs")]
+    measured = scaling.rows(study(weak({2: 1.9}), make.on(make.GPUS, [note])))
+    assert not [r for r in measured if r["role"] == "note"]

@@ -1,0 +1,269 @@
+"""One rank or several: the published thresholds where nothing is measured, and the records as soon as there are any."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import records as make
+from conftest import Call
+from test_scaling import lost, study, weak
+
+from ddpm_lab import experiments, strategy
+from ddpm_lab.config import NETWORKS, RunConfig
+from ddpm_lab.explain import strategy as explained
+from ddpm_lab.explain.strategy import MEASURE, MULTI, PRIOR, SINGLE, Strategy, prior
+from ddpm_lab.ledger import Ledger
+from ddpm_lab.measure import hardware
+from ddpm_lab.record import RunRecord
+
+ONE = RunConfig(device="cuda", network="seed", global_batch_size=64)
+
+
+def gpus(ratios: dict[int, float], batch: int = 64, **values: Any) -> list[RunRecord]:
+    base = replace(ONE, global_batch_size=batch)
+    shared = {f"{n} GPUs": (replace(base, world_size=n), ratio) for n, ratio in ratios.items()}
+    values = {"family": f"seed, batch {batch}", "seed": batch, **values}
+    found = make.sets(shared, baseline=base, baseline_label="1 GPU", experiment="multi_gpu", **values)
+    return make.on(make.GPUS, found)
+
+
+def ask(*records: list[RunRecord], batch: int = 64, network: str = "seed", device: str = "cuda") -> Strategy:
+    return explained.strategy(
+        study(*records) if records else None,
+        network=network,
+        parameters=explained.PARAMETERS[network],
+        batch=batch,
+        device=device,
+    )
+
+
+# --- the rule --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("parameters", "batch", "answer", "words"),
+    [
+        (258_000, 512, SINGLE, "too small"),
+        (999_999, 128, SINGLE, "too small"),
+        (1_000_000, 127, SINGLE, "below 128"),
+        (1_000_000, 128, MEASURE, "measuring"),
+        (4_999_999, 128, MEASURE, "measuring"),
+        (5_000_000, 1, MEASURE, "measuring"),
+        (6_900_000, 64, MEASURE, "measuring"),
+        (9_999_999, 512, MEASURE, "measuring"),
+        (10_000_000, 63, SINGLE, "increase"),
+        (10_000_000, 64, MULTI, "at least 64"),
+        (35_746_307, 128, MULTI, "at least"),
+    ],
+)
+def test_the_published_thresholds(parameters: int, batch: int, answer: str, words: str) -> None:
+    found, reason = prior(parameters, batch)
+    assert found == answer
+    assert words in reason
+
+
+def test_every_network_has_its_count() -> None:
+    """The counts themselves are those of ``test_unet``, which builds the networks."""
+    unet = pytest.importorskip("ddpm_lab.model.unet")
+    import torch  # noqa: PLC0415 - the module under test must not need it
+
+    assert set(explained.PARAMETERS) == set(NETWORKS)
+    with torch.device("meta"):
+        counted = {name: unet.count_parameters(unet.build_network(name)) for name in NETWORKS}
+    assert counted == explained.PARAMETERS
+
+
+# --- the records -----------------------------------------------------------------------------------------------------
+
+
+def test_without_records_the_prior_speaks_and_says_so() -> None:
+    for found in (ask(), ask(weak({2: 1.9}), lost())):
+        assert (found.answer, found.source) == (MULTI, PRIOR)
+        assert "[prior, not measured]" in found.text()
+        assert "ddpm-lab strategy --network seed --batch-size 64 --mode multi" in found.text()
+
+
+def test_what_was_measured_overrules_the_prior() -> None:
+    faster, slower = ask(gpus({2: 1.3}, batch=16), batch=16), ask(gpus({2: 0.7, 4: 0.8}))
+    assert prior(10_050_819, 16)[0] == SINGLE
+    assert (faster.answer, faster.source, faster.measured_batch) == (MULTI, "measured", 16)
+    assert faster.ratio == pytest.approx(1.3, rel=0.02)
+    assert "2 GPUs train 1.3" in faster.reason
+    assert "95 % interval" in faster.reason
+    assert (slower.answer, slower.source) == (SINGLE, "measured")
+    assert "4 GPUs train 0.80 times" in slower.reason, "the best of what is slower"
+    assert [s.partition(":")[0] for s in slower.speeds] == ["1 GPU", "2 GPUs", "4 GPUs"]
+    assert "Example GPU X" in slower.text()
+
+
+def test_one_that_is_faster_is_enough() -> None:
+    found = ask(gpus({2: 0.8, 4: 1.5, 8: 1.2}))
+    assert found.answer == MULTI
+    assert "4 GPUs" in found.reason
+
+
+@pytest.mark.parametrize("records", [gpus({2: 1.0}, set_noise=0.05), gpus({2: 1.9}, count=2)])
+def test_not_resolved_is_said_and_the_prior_is_silent(records: list[RunRecord]) -> None:
+    found = ask(records)
+    assert found.answer == "not resolved"
+    assert found.source == "measured"
+    assert "parameters" not in found.reason
+    assert "--resolution 2%" in found.text()
+
+
+def test_an_instrument_that_is_not_trusted_decides_nothing() -> None:
+    found = ask(gpus({2: 1.9}, twin_ratio=1.2))
+    assert found.answer == "not resolved"
+    assert "instrument not trusted" in found.reason
+
+
+def test_the_nearest_batch_is_named_where_this_one_was_not_measured() -> None:
+    both = (gpus({2: 0.7}, batch=32), gpus({2: 1.7}, batch=256))
+    low, high = ask(*both, batch=64), ask(*both, batch=128)
+    assert (low.answer, low.source) == (SINGLE, "measured at batch 32, the nearest to 64")
+    assert (high.answer, high.source) == (MULTI, "measured at batch 256, the nearest to 128")
+    assert "to measure it" in low.text()
+
+
+def test_records_of_another_network_or_device_decide_nothing() -> None:
+    records = gpus({2: 0.5})
+    assert ask(records, network="ddpm").source == PRIOR
+    assert ask(records, device="cpu").source == PRIOR
+
+
+def test_what_has_no_speed_decides_nothing() -> None:
+    ranks = RunConfig(world_size=4, global_batch_size=32, oversubscribe=True)
+    records = make.sets({"4 ranks": (ranks, 1.7)}, experiment="multi_gpu", mechanism_only=["4 ranks"])
+    assert ask(records, network="tiny", batch=32, device="cpu").source == PRIOR
+
+
+# --- asking on this machine ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "gpus", tuple)
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
+
+
+def here(tmp_path: Path, ratio: float, batch: int = 32, **values: Any) -> None:
+    """Records of this machine."""
+    base = RunConfig(global_batch_size=batch)
+    found = make.sets(
+        {"2 ranks": (replace(base, world_size=2), ratio)},
+        baseline=base,
+        baseline_label="1 rank",
+        experiment="multi_gpu",
+        family=f"tiny, batch {batch}",
+        **values,
+    )
+    Ledger(tmp_path / "trace_output" / "ledger.jsonl").append(make.on(hardware.machine(), found))
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_the_ledger_of_this_machine_decides(tmp_path: Path) -> None:
+    assert strategy.strategy(output_dir=tmp_path).source == PRIOR
+    here(tmp_path, 1.6)
+    found = strategy.strategy(output_dir=tmp_path)
+    assert (found.network, found.batch, found.answer, found.source) == ("tiny", 32, MULTI, "measured")
+    same = strategy.strategy(parameters=44_332, batch_size=32, output_dir=tmp_path)
+    assert same.source == "measured", "a network is known by its number of parameters"
+    other = strategy.strategy(parameters=44_333, batch_size=32, output_dir=tmp_path)
+    assert (other.network, other.source) == (None, PRIOR)
+
+
+@pytest.mark.usefixtures("two_cores")
+@pytest.mark.parametrize(
+    ("mode", "ratio", "world_sizes"),
+    [("single", 1.6, [1]), ("multi", 0.5, [2]), ("auto", 1.6, [2]), ("auto", 0.5, [1]), ("auto", None, [1])],
+)
+def test_auto_measures_several_unless_the_answer_is_one(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    ratio: float | None,
+    world_sizes: list[int],
+) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(experiments, "measure", lambda name, **settings: asked.update(settings, name=name))
+    if ratio is not None:
+        here(tmp_path, ratio)
+    strategy.measure(strategy.strategy(output_dir=tmp_path), mode, output_dir=tmp_path, preset="smoke")
+    assert asked == {
+        "name": "multi_gpu",
+        "network": "tiny",
+        "device": "cpu",
+        "global_batch_sizes": [32],
+        "world_sizes": world_sizes,
+        "scaling": "strong",
+        "output_dir": tmp_path,
+        "preset": "smoke",
+    }
+
+
+def test_several_ranks_where_there_is_one_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: Call) -> None:
+    monkeypatch.setattr(hardware, "gpus", tuple)
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 1)
+    code, out, err = call("strategy", "--mode", "multi", "--output-dir", tmp_path)
+    assert (code, out) == (1, "")
+    assert err == "ddpm-lab: --mode multi needs two ranks, and this machine has 1 usable core: use --mode single\n"
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(experiments, "measure", lambda _, **settings: asked.update(settings))
+    large = strategy.strategy(network="seed", batch_size=64, output_dir=tmp_path)
+    assert large.answer == MULTI
+    strategy.measure(large, "auto", output_dir=tmp_path)
+    assert asked["world_sizes"] == [1], "auto takes what there is"
+
+
+@pytest.mark.usefixtures("two_cores")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--batch-size 0", ["batch_size", "0", "at least 1"]),
+        ("--parameters 0", ["parameters", "0", "at least 1"]),
+        ("--parameters 7000000 --mode auto", ["7,000,000", "--network"]),
+        ("--network seed --parameters 7", ["--parameters", "--network"]),
+        ("--mode double", ["double"]),
+    ],
+)
+def test_a_wrong_value_is_refused(tmp_path: Path, call: Call, arguments: str, words: list[str]) -> None:
+    code, out, err = call("strategy", *arguments.split(), "--output-dir", tmp_path)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    for word in words:
+        assert word in err
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_the_command_prints_answer_and_values(tmp_path: Path, call: Call) -> None:
+    here(tmp_path, 1.6)
+    code, out, _ = call("strategy", "--output-dir", tmp_path)
+    assert code == 0
+    assert out.startswith("multi for tiny (44,332 parameters), batch 32: 2 ranks train 1.")
+    assert "  1 rank: 3," in out
+    values = json.loads(call("strategy", "--output-dir", tmp_path, "--json")[1])
+    assert values["answer"] == "multi"
+    assert values["ratio"] == pytest.approx(1.6, rel=0.02)
+    empty = json.loads(call("strategy", "--output-dir", tmp_path, "--json", "--network", "seed")[1])
+    assert (empty["source"], empty["ratio"], empty["sets"]) == (PRIOR, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"), [("torch", "multi\n"), ("pandas", "pandas, which is not installed here\n")]
+)
+def test_weighing_needs_pandas_and_no_torch(tmp_path: Path, missing: str, said: str) -> None:
+    program = (
+        f"import sys; sys.modules[{missing!r}] = None\n"
+        "from ddpm_lab.checks import ConfigError\n"
+        "from ddpm_lab.strategy import strategy\n"
+        "try:\n"
+        f"    print(strategy(network='seed', batch_size=64, device='cpu', output_dir={str(tmp_path)!r}).answer)\n"
+        "except ConfigError as error:\n"
+        "    print(str(error).removeprefix('weighing records needs ').partition(':')[0])"
+    )
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert told.stdout == said
