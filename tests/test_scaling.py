@@ -1,7 +1,6 @@
 """Strong and weak scaling: kept apart, with planted efficiencies and their bands."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,14 +147,12 @@ def test_the_table_shows_both_kinds_in_rows_of_their_own() -> None:
         ("cpu", 4, 1, "4 CPU ranks"),
         ("cuda", 1, 1, "1 GPU"),
         ("cuda", 8, 1, "8 GPUs"),
-        ("cuda", 8, 2, "2 nodes of 4 GPUs"),
-        ("cuda", 2, 2, "2 nodes of 1 GPU"),
+        ("cuda", 8, 2, "8 GPUs on 2 hosts"),
+        ("cpu", 2, 2, "2 CPU ranks on 2 hosts"),
     ],
 )
 def test_layouts(device: str, ranks: int, nodes: int, words: str) -> None:
-    config: Any = SimpleNamespace(device=device, world_size=ranks, nodes=nodes)
-    assert scaling.layout(config) == words
-    assert scaling.layout(RunConfig(device="cuda", world_size=4)) == "4 GPUs", "a configuration without nodes has one"
+    assert scaling.layout(RunConfig(device=device, world_size=ranks, nodes=nodes)) == words
 
 
 def test_a_note_stays_until_its_own_family_has_measured_it() -> None:

@@ -141,12 +141,11 @@ def by_batch(study: Study) -> Figure | None:
         return None
 
     def batches(ax: Axes, rows: Rows) -> None:
-        ax.set_xscale("log", base=2)
         shown = sorted({_x_batch(r) for r in rows})
+        _logarithmic(ax, shown[0], shown[-1])
         ax.xaxis.set_major_locator(FixedLocator(shown))
         ax.xaxis.set_minor_locator(NullLocator())
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
-        ax.set_xlim(shown[0] / 1.12, shown[-1] * 1.12)
         strong = rows[0]["scaling"] == "strong"
         ax.set_xlabel("global batch size, images a step" if strong else "images a step on each rank")
 
@@ -154,7 +153,7 @@ def by_batch(study: Study) -> Figure | None:
 
 
 def layouts(study: Study) -> Figure | None:
-    """Images per second of CPU, one GPU, several and nodes, side by side wherever they did equal work."""
+    """Images per second of CPU, one GPU, several and hosts, side by side wherever they did equal work."""
     groups: dict[tuple[object, ...], dict[tuple[str, str], Row]] = {}
     for row in (r for rows in measured(study) for r in rows if r["scaling"] == "strong"):
         config = row["config"]
@@ -190,14 +189,14 @@ def layouts(study: Study) -> Figure | None:
 def _told_apart(rows: Rows) -> Rows:
     """Rows from the smallest to the largest machine; where several precisions were measured, each says its own."""
     several = len({r["config"].precision for r in rows}) > 1
-    ordered = sorted(rows, key=lambda r: (r["config"].device, scaling.nodes(r["config"]), r["ranks"]))
+    ordered = sorted(rows, key=lambda r: (r["config"].device, r["config"].nodes, r["ranks"]))
     return [{**r, "label": f"{r['label']}, {r['config'].precision}"} for r in ordered] if several else ordered
 
 
 def _colour(row: Row) -> int:
     if row["config"].device == "cpu":
         return 1
-    return 2 if scaling.nodes(row["config"]) > 1 else 0
+    return 2 if row["config"].nodes > 1 else 0
 
 
 def _pixels(row: Row) -> str:
@@ -219,7 +218,7 @@ def _by_family(study: Study) -> dict[str, Lines]:
 
 
 def _size(row: Row) -> tuple[int, int]:
-    return row["ranks"], scaling.nodes(row["config"])
+    return row["ranks"], row["config"].nodes
 
 
 def _short(base: Row, panels: Sequence[Rows]) -> str:
@@ -242,25 +241,31 @@ def _unit(kinds: dict[str, Lines]) -> str:
 def _shared_cores(study: Study, kinds: dict[str, Lines]) -> str:
     if _unit(kinds) == "GPUs":
         return ""
-    cores = study.records[-1].environment.machine.usable_cores
-    return f"All ranks share the same {phrases.plural(cores, 'core')}: the ideal is not within reach. "
+    rows = [r for lines in kinds.values() for rows in lines.values() for r in rows]
+    return f"{scaling.shared_cores(study, rows)}: the ideal is not within reach. "
 
 
 def _rank_axis(ax: Axes, rows: Rows) -> list[int]:
-    """An axis of numbers of ranks, which names the nodes where there are several; the numbers."""
+    """An axis of numbers of ranks, which names the hosts where there are several; the numbers."""
     ranks = sorted({int(r["ranks"]) for r in rows})
     first, last = ranks[0], ranks[-1]
-    spread_over = {r["ranks"]: scaling.nodes(r["config"]) for r in sorted(rows, key=_size)}
+    spread_over = {r["ranks"]: r["config"].nodes for r in sorted(rows, key=_size)}
     if last > _MANY:
-        ax.set_xscale("log", base=2)
-        ax.set_xlim(first / 1.15, last * 1.15)
+        _logarithmic(ax, first, last)
     else:
         ax.set_xlim(first - 0.1 * (last - first), last + 0.08 * (last - first))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_locator(FixedLocator(ranks))
-    names = [f"{n}\n{phrases.plural(spread_over[n], 'node')}" if spread_over[n] > 1 else str(n) for n in ranks]
+    names = [f"{n}\n{phrases.plural(spread_over[n], 'host')}" if spread_over[n] > 1 else str(n) for n in ranks]
     ax.set_xticklabels(names)
     return ranks
+
+
+def _logarithmic(ax: Axes, first: float, last: float) -> None:
+    """Powers of two on the axis, with room at the ends for lines that are shifted apart."""
+    ax.set_xscale("log", base=2)
+    room = (last / first) ** 0.07
+    ax.set_xlim(first / room, last * room)
 
 
 def _lines(
@@ -326,7 +331,7 @@ def _time_and_throughput(
         phrases.context(study, batch=batch),
         sizes := [max(2.5, _LABEL_LINE * len(lines)) for _, lines, *_ in panels],
         headings=[f"{kind.capitalize()} scaling ({KINDS[kind]}): {what}" for kind, _, what, _, _ in panels],
-        left=0.95,
+        left=1.15,
         right=_NAMES,
         gap=0.62,
         note="The time is a projection from short timed windows, without start-up. " + _INTERVALS,

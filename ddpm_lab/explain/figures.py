@@ -49,7 +49,7 @@ _MORE: dict[str, tuple[tuple[Callable[[Study], Figure | None], str, str], ...]] 
         (figure_scaling.efficiency, "efficiency", "Parallel efficiency: the speed-up divided by the number of ranks."),
         (figure_scaling.by_ranks, "ranks", "Time for 50,000 images, and throughput, against the number of ranks."),
         (figure_scaling.by_batch, "batch", "Time for 50,000 images, and throughput, against the batch size."),
-        (figure_scaling.layouts, "devices", "Throughput of equal work on CPU, one GPU, several, and nodes."),
+        (figure_scaling.layouts, "devices", "Throughput of equal work on CPU, one GPU, several, and hosts."),
         (figure_machine.over_the_run, "machine", "What neighbours took, and the memory of each configuration's ranks."),
     ),
     "amp": ((extras.throughput, "throughput", "Throughput of each precision in images per second."),),

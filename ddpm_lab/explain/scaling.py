@@ -31,16 +31,18 @@ def named(row: Mapping[str, Any]) -> Row:
     return {**row, "family": row["family"] if WEAK in row["family"] else f"{row['family']}, strong scaling"}
 
 
-def nodes(config: RunConfig) -> int:
-    """Machines that a configuration runs on."""
-    return int(getattr(config, "nodes", 1))
-
-
 def layout(config: RunConfig) -> str:
-    """On what a configuration runs: "1 CPU rank", "4 GPUs", "2 nodes of 4 GPUs"."""
-    unit, count = ("GPU" if config.device == "cuda" else "CPU rank"), nodes(config)
-    each = phrases.plural(config.world_size // count, unit)
-    return each if count == 1 else f"{phrases.plural(count, 'node')} of {each}"
+    """On what a configuration runs: "1 CPU rank", "4 GPUs", "8 GPUs on 2 hosts"."""
+    words = phrases.plural(config.world_size, "GPU" if config.device == "cuda" else "CPU rank")
+    return words if config.nodes == 1 else f"{words} on {phrases.plural(config.nodes, 'host')}"
+
+
+def shared_cores(study: Study, measured: Sequence[Row]) -> str:
+    """What CPU ranks share, without a full stop."""
+    cores = phrases.plural(study.records[-1].environment.machine.usable_cores, "core")
+    if any(r["config"].nodes > 1 for r in measured):
+        return f"All ranks of a host share its {cores}"
+    return f"All ranks share the same {cores}"
 
 
 def efficiency(row: Mapping[str, Any]) -> str:
@@ -69,8 +71,7 @@ def answer(study: Study, measured: Sequence[Row]) -> tuple[str, str, Row]:
         said = "not measured." if kind not in leads else _claim(by_kind[kind], leads[kind], study.bands)
         told.append(f"{kind.capitalize()} scaling ({stays}): {said}")
     if any(r["config"].device == "cpu" for r in measured):
-        cores = study.records[-1].environment.machine.usable_cores
-        told.append(f"All ranks share the same {phrases.plural(cores, 'core')}: expect no efficiency near 100 %.")
+        told.append(f"{shared_cores(study, measured)}: expect no efficiency near 100 %.")
     if len(leads) == 1:
         ((kind, only),) = leads.items()
         return _headline(by_kind[kind], only), " ".join(told), only
@@ -106,7 +107,7 @@ def _claim(found: Sequence[Row], lead: Row, bands: Bands) -> str:
     family = [r for r in found if (r["family"], r["baseline_id"]) == (lead["family"], lead["baseline_id"])]
     each = [
         f"{efficiency(r)} with {r['label']} ({_band(r, bands)})"
-        for r in sorted(family, key=lambda r: (r["ranks"], nodes(r["config"])))
+        for r in sorted(family, key=lambda r: (r["ranks"], r["config"].nodes))
     ]
     text += f" Parallel efficiency: {phrases.joined(each)}, by {whose(bands)} bands"
     if asked := _asked(lead, bands):
@@ -129,7 +130,7 @@ def _asked(row: Row, bands: Bands) -> str:
     ends = ("efficiency_low", "efficiency_high")
     if any(math.isnan(row[end]) for end in ends):
         return ""
-    said = {bands.verdict(row[end], nodes(row["config"])) for end in ends}
+    said = {bands.verdict(row[end], row["config"].nodes) for end in ends}
     return said.pop() if len(said) == 1 else "the interval does not decide whether this is good scaling"
 
 
