@@ -11,7 +11,7 @@ from matplotlib.text import Text
 from test_scaling import ONE, lost, strong, study, weak
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import figure_scaling, figure_style, figures
+from ddpm_lab.explain import figure_scaling, figure_style, findings
 from ddpm_lab.explain.bands import S000
 from ddpm_lab.explain.frames import Study
 
@@ -119,15 +119,16 @@ def test_each_device_has_a_bar_where_equal_work_was_measured() -> None:
 def test_hosts_are_named_where_there_are_several() -> None:
     two = {"8 GPUs on 2 hosts": (replace(ONE, world_size=8, nodes=2), 6.3)}
     one = {"4 GPUs": (replace(ONE, world_size=4), 3.4)}
-    values = {"baseline": ONE, "baseline_label": "1 GPU", "experiment": "multi_gpu", "family": "seed, batch 64"}
-    of = study(make.on(make.GPUS, make.sets({**one, **two}, **values)))
+    family = "seed, batch 64"
+    records = make.sets({**one, **two}, baseline=ONE, baseline_label="1 GPU", experiment="multi_gpu", family=family)
+    of = study(make.on(make.GPUS, records))
     with figure_style.style():
         ranks, bars = figure_scaling.by_ranks(of), figure_scaling.layouts(of)
     assert ranks is not None
     assert bars is not None
     assert [t.get_text() for t in ranks.axes[0].get_xticklabels()] == ["1", "4", "8\n2 hosts"]
     assert "8 GPUs on 2 hosts" in words(bars)
-    said = figures.finding(of).claim
+    said = findings.finding(of).claim
     assert "8 GPUs on 2 hosts (good), by S001's bands; 8 GPUs on 2 hosts: good scaling on several nodes" in said
 
 

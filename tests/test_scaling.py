@@ -38,7 +38,9 @@ def lost() -> list[RunRecord]:
     return _sets(off, two, f"seed, batch 64{LOST}")
 
 
-def _sets(candidates: dict[str, tuple[RunConfig, float]], base: RunConfig, family: str, **values: Any) -> Any:
+def _sets(
+    candidates: dict[str, tuple[RunConfig, float]], base: RunConfig, family: str, **values: Any
+) -> list[RunRecord]:
     label = f"{base.world_size} GPU{'s' if base.world_size > 1 else ''}"
     found = make.sets(candidates, baseline=base, baseline_label=label, experiment="multi_gpu", family=family, **values)
     return make.on(make.GPUS, found)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ddpm_lab.explain import phrases, scaling, sentences, stats
+from ddpm_lab.explain import machine_state, phrases, scaling, sentences, stats
 from ddpm_lab.explain.frames import Study
 
 SINGLE, MULTI, MEASURE, NOT_RESOLVED = "single", "multi", "measure", stats.NOT_RESOLVED
@@ -130,6 +130,6 @@ def strategy(study: Study | None, *, network: str | None, parameters: int, batch
         low=lead["low"],
         high=lead["high"],
         sets=int(lead["sets"]),
-        where=f"{study.hardware}, {study.date}",
+        where=f"{study.hardware}, {study.date}" + "; the machine was busy" * bool(machine_state.busy(study)),
         **common,
     )
