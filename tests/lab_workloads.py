@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.workload import RankContext, Unsupported
@@ -194,7 +195,8 @@ class Exchanging:
         torch.manual_seed(0)
         self.network = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
         self.ddp = torch.nn.parallel.DistributedDataParallel(self.network, bucket_cap_mb=0.3)
-        context.watch(self.ddp)
+        hook = bf16_compress_hook if config.option("hook", False) else None
+        context.watch(self.ddp, hook and (lambda _, bucket: hook(None, bucket)))  # type: ignore[arg-type]
         self.images = torch.randn(256, 256, generator=torch.Generator().manual_seed(context.rank))
 
     def batches(self) -> Iterator[Any]:

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpm_lab.config import CHECK, DiffusionConfig, ExchangeConfig, OptimizerConfig, RunConfig
+from ddpm_lab.config import CHECK, DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.data.loader import Batch
+from ddpm_lab.exchange_settings import ExchangeConfig
 from ddpm_lab.explain.gradients import Verdict, verdict
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version

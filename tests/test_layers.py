@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "ddpm_lab"
 ROWS = (
     ("ddpm_lab",),
     ("checks",),
+    ("exchange_settings",),
     ("config",),
     ("plan", "settings_file", "stopping"),
     ("record", "run_folder", "workload"),
@@ -21,7 +22,7 @@ ROWS = (
     ("data.progress", "data.folder", "data.draws", "data.pixels"),
     ("data.archives", "data.decode_pool", "data.held_out", "data.prepared", "data.synthetic", "data.uploads"),
     ("data.packed", "data.loader"),
-    ("data.resident",),
+    ("data.resident", "data.still"),
     # model: what is trained
     ("model.fused", "model.diffusion", "model.step"),
     ("model.held_out_loss",),
@@ -105,7 +106,7 @@ TORCH = {
     *("model.sampling", "model.step", "model.train", "model.training", "model.unet"),
     "model.gradient_check",
     "planted",
-    *("data.draws", "data.loader", "data.pixels", "data.resident", "data.uploads"),
+    *("data.draws", "data.loader", "data.pixels", "data.resident", "data.still", "data.uploads"),
     *("measure.meeting", "measure.phases", "measure.profiling", "measure.rank"),
 }
 EXPLAINING = {"pandas", "scipy", "matplotlib", "seaborn", "papermill", "nbconvert", "nbformat", "IPython"}
