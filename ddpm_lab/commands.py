@@ -65,10 +65,13 @@ def _grid(name: str, options: argparse.Namespace) -> dict[str, Any]:
     from ddpm_lab.measure import hardware  # noqa: PLC0415
 
     grid: dict[str, Any] = {}
-    for option, owner in (("parts", "peers"), ("trainers", "peers"), ("candidates", "quality"), *_TRIALS):
+    owned = (("parts", "peers"), ("trainers", "peers"), ("candidates", "quality"), ("lost_scaling", "multi_gpu"))
+    for option, owner in (*owned, *_TRIALS):
         if (given := getattr(options, option)) is not None:
             if name != owner:
-                raise ConfigError(f"--{option}: the experiment {name} has none; only {owner} takes it")
+                raise ConfigError(
+                    f"--{option.replace('_', '-')}: the experiment {name} has none; only {owner} takes it"
+                )
             grid[option] = [word.strip() for word in given.split(",")] if isinstance(given, str) else given
     if options.mode and name in ("peers", "quality"):
         raise ConfigError(f"--mode: the experiment {name} chooses its ranks itself; leave it out")

@@ -36,6 +36,7 @@ def groups(study: Study) -> list[Group]:
         counts = row["sets"] and row["role"] in ("baseline", "candidate") and row["config"].workload == DDPM
         # Those have other losses, implementations of the same step, or another average of the weights.
         counts = counts and row["experiment"] not in ("peers", "quality")
+        counts = counts and row["config"].exchange.enabled  # else each rank trains a network of its own
         worse = row["equivalence"] is not None and row["equivalence"].verdict == quality.WORSE
         if not counts or worse or row["verdict"] == stats.NOT_TRUSTED:
             continue
