@@ -103,8 +103,9 @@ def _run_options(subparsers: Any) -> None:
         "experiments",
         nargs="+",
         metavar="EXPERIMENT",
-        help="profile, multi_gpu, amp, workers, torch_compile, batch_size (the largest batch that fits), peers "
-        "(this trainer beside others, and the limits of the machine) or quality (what each setting costs in loss)",
+        help="profile, multi_gpu, amp, workers, torch_compile, batch_size (the largest batch that fits), exchange (how "
+        "ranks exchange gradients), peers (this trainer beside others, and the limits of the machine) or quality (what "
+        "each setting costs in loss)",
     )
     _common_options(run)
     _data_options(run)
@@ -120,7 +121,13 @@ def _run_options(subparsers: Any) -> None:
     run.add_argument("--device", choices=DEVICES, help="default: the GPU where there is one")
     run.add_argument("--batch-size", type=int, help="global batch size")
     run.add_argument(
-        "--parts", help="peers: some of peers,fp32,sampling,limits,levers,exchange (default: the first four; full: all)"
+        "--parts", help="peers: some of peers,fp32,sampling,limits,levers (default: the first four; full: all)"
+    )
+    run.add_argument(
+        "--lost-scaling",
+        action="store_true",
+        default=None,
+        help="multi_gpu: also where the rest of the ideal speed-up went (default: in full)",
     )
     run.add_argument("--trainers", help="peers: names of other trainers, with commas between (default: all)")
     run.add_argument("--candidates", help="quality: settings to try, with commas between (default: the preset's)")

@@ -24,7 +24,8 @@ WITNESSED = frozenset(
         *("unlisted_modules", "precision", "autocast_scaler", "compile", "compiled_frames", "graphs", "graph_breaks"),
         *("recompiles", "parameters", "weights_device", "data_sha256", "loader", "loader_workers", "prefetch_batches"),
         *("implementation", "channels_last", "kernels", "attention_axis", "adam", "ema", "read_loss", "exchange"),
-        *("exchange_enabled", "sampler", "sampler_steps", "flop_per_image", "flop", "bytes", "work", "dtype"),
+        *("exchange_enabled", "exchange_hook", "nccl", "sampler", "sampler_steps", "flop_per_image", "flop", "bytes"),
+        *("work", "dtype"),
         *("data_device", "images", "steps", "indices_sha256", "device_used_bytes", "device_total_bytes"),
     }
 )

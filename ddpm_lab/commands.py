@@ -70,10 +70,13 @@ def _grid(name: str, options: argparse.Namespace, weighed: Strategy | None) -> d
     from ddpm_lab.strategy import most_ranks, several_ranks, usual_device  # noqa: PLC0415
 
     grid: dict[str, Any] = {}
-    for option, owner in (("parts", "peers"), ("trainers", "peers"), ("candidates", "quality"), *_TRIALS, *_SCALED):
+    owned = (("parts", "peers"), ("trainers", "peers"), ("candidates", "quality"), ("lost_scaling", "multi_gpu"))
+    for option, owner in (*owned, *_TRIALS, *_SCALED):
         if (given := getattr(options, option)) is not None:
             if name != owner:
-                raise ConfigError(f"--{option}: the experiment {name} has none; only {owner} takes it")
+                raise ConfigError(
+                    f"--{option.replace('_', '-')}: the experiment {name} has none; only {owner} takes it"
+                )
             listed = isinstance(given, str) and option != "scaling"
             grid[option] = [word.strip() for word in given.split(",")] if listed else given
     if options.mode and name in ("peers", "quality"):

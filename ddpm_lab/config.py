@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddpm_lab.checks import ConfigError, choice, known, number, several, whole
+from ddpm_lab.exchange_settings import ExchangeConfig
 
 PURPOSES = ("timing", "profile", "quality", "check")
 DEVICES = ("cpu", "cuda")
@@ -24,7 +25,8 @@ KERNELS = ("aten", "fused")
 ATTENTION_AXES = ("channels", "positions")
 ADAMS = ("fused", "foreach", "loop")
 EMAS = ("foreach", "loop")
-LOADERS = ("packed", "files", "resident")
+LOADERS = ("packed", "files", "resident", "still")
+"""``still`` hands out its first batch at every step: no work of loading is left, and nothing worth learning."""
 NETWORKS = {"tiny": 4, "seed": 4, "ddpm": 8, "s000": 4}
 """Names of the networks, and what the image size must be a multiple of."""
 SEED_FAMILY = ("seed", "s000")
@@ -99,27 +101,6 @@ class OptimizerConfig:
         choice("optimizer.ema", self.ema, EMAS)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExchangeConfig:
-    """How DistributedDataParallel exchanges gradients; without effect on one rank, where they may not be set.
-
-    ``bucket_view`` lets gradients live in the buckets that are exchanged, which saves a copy; ``static_graph`` promises
-    that every step uses the same weights; ``bucket_mb`` is the size of a bucket in MiB. Without ``enabled`` nothing is
-    exchanged: every rank trains a network of its own, which shows what the exchange costs and is no training.
-    """
-
-    enabled: bool = True
-    bucket_view: bool = True
-    static_graph: bool = False
-    bucket_mb: int = 25
-
-    def __post_init__(self) -> None:
-        choice("exchange.enabled", self.enabled, (True, False))
-        choice("exchange.bucket_view", self.bucket_view, (True, False))
-        choice("exchange.static_graph", self.static_graph, (True, False))
-        whole("exchange.bucket_mb", self.bucket_mb, 1)
-
-
 PARTS = (("diffusion", DiffusionConfig), ("optimizer", OptimizerConfig), ("exchange", ExchangeConfig))
 LATER: dict[str, Any] = {
     "compile_mode": "default",
@@ -128,8 +109,10 @@ LATER: dict[str, Any] = {
     "attention_axis": "channels",
     "read_loss": False,
     "nodes": 1,
-    "exchange": {"enabled": True, "bucket_view": True, "static_graph": False, "bucket_mb": 25},
+    "exchange": {"enabled": True, "bucket_view": True, "static_graph": False, "bucket_mb": 25}
+    | {"hook": "none", "nccl": "default"},
     "optimizer": {"adam": "fused", "ema": "foreach"},
+    "threads": 0,
 }
 """Settings that came later, and what was done before: left out of the run id, so that earlier records keep theirs."""
 
@@ -154,6 +137,7 @@ class RunConfig(_Remembered):
     ``implementation`` "plain" is the network as its paper's code is usually written, in NCHW and einsum; ``kernels``
     "fused" joins normalisation and what follows it in one pass (CPU only). ``attention_axis`` is over what the seed
     family's middle attention normalises. ``read_loss`` makes every step wait for its loss, as printing it would.
+    ``threads`` are the compute threads of a rank; 0 gives each its share of the usable cores.
     """
 
     purpose: str = "timing"
@@ -182,6 +166,7 @@ class RunConfig(_Remembered):
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     seed: int = 0
     oversubscribe: bool = False
+    threads: int = 0
     options: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
@@ -204,6 +189,7 @@ class RunConfig(_Remembered):
         whole("loader_workers", self.loader_workers, 0)
         whole("seed", self.seed, 0)
         whole("image_size", self.image_size, 1)
+        whole("threads", self.threads, 0)
         for place, kind in PARTS:
             if not isinstance(getattr(self, place), kind):
                 names = ", ".join(f.name for f in dataclasses.fields(kind))
@@ -258,11 +244,25 @@ class RunConfig(_Remembered):
             raise ConfigError("compile is 'regional', which compiles the lab's own blocks: use whole for 'plain'")
         if self.world_size == 1 and self.exchange != ExchangeConfig():
             raise ConfigError("exchange has settings, but one rank exchanges nothing: leave it out, or use more ranks")
+        if self.exchange.nccl != "default" and self.device != "cuda":
+            raise ConfigError(
+                f"exchange.nccl is {self.exchange.nccl!r} on {self.device}, where gloo exchanges gradients and not "
+                "NCCL: leave it out, or use GPUs"
+            )
+        if self.loader == "still" and self.purpose in ("quality", "check"):
+            raise ConfigError(
+                "loader is 'still', which repeats one batch and shows what loading costs: to train, use packed, files "
+                "or resident"
+            )
 
     @property
     def rank_batch_size(self) -> int:
         """Images of one optimizer step on one rank."""
         return self.global_batch_size // self.world_size
+
+    def rank_threads(self, usable_cores: int) -> int:
+        """Compute threads of a rank on hosts with so many usable cores each."""
+        return self.threads or max(1, usable_cores // self.node_size)
 
     @property
     def node_size(self) -> int:

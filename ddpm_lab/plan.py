@@ -69,6 +69,10 @@ def preset(name: str) -> Preset:
     return PRESETS[name]
 
 
+MOST_CANDIDATES = 5
+"""In one set of a family whose candidates are compared one by one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """Configurations that are compared with one baseline, in the same sets.
@@ -76,7 +80,8 @@ class Family:
     ``candidates`` come in order of importance: where time is short the last ones are left out first. A family that only
     shows that a mechanism works (``mechanism``) needs one set. With ``search_up_to`` the largest global batch size that
     fits into memory, up to this one, is searched first, and larger candidates are left out. A family that is measured
-    ``last`` waits until all others are complete, and gets the time that they leave.
+    ``last`` waits until all others are complete, and gets the time that they leave. ``together`` puts all candidates
+    into each set, however many they are: what is computed from several of them needs them side by side.
     """
 
     name: str
@@ -86,6 +91,12 @@ class Family:
     mechanism: bool = False
     search_up_to: int = 0
     last: bool = False
+    together: bool = False
+
+    @property
+    def at_once(self) -> int:
+        """The most candidates in one set."""
+        return max(1, len(self.candidates)) if self.together else MOST_CANDIDATES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,12 +138,25 @@ BOTH_FP32 = ", both fp32"
 LEVERS = ", one lever at a time"
 SAMPLING = ", a step of sampling"
 EXCHANGE = ", exchange of gradients"
+"""In records of before the exchange had a question of its own."""
 LIMITS = "limits of this machine"
 
 # Families of the experiment "multi_gpu": a name without either is strong scaling.
 SCALINGS = ("strong", "weak", "both")
 WEAK = ", weak scaling"
 LOST = ", lost scaling"
+# Configurations from whose differences the lost scaling is computed. One of all ranks is named as elsewhere, such as
+# "2 ranks".
+NO_EXCHANGE = "no exchange"
+READY_BATCHES = "ready batches"
+NO_RANK_ZERO = "without work of rank 0 alone"
+ALL_OFF = "all of these off"
+ONE_RANK = "one rank"
+ONE_READY = "one rank, ready batches"
+ONE_NO_RANK_ZERO = "one rank without work of rank 0 alone"
+ONE_OFF = "one rank, all of these off"
+ONE_SMALL = "one rank, batch of a rank"
+ONE_SMALL_THREADS = "one rank, batch and threads of a rank"
 
 
 def scaling(family: str) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ddpm_lab.checks import choice, several, whole
 from ddpm_lab.config import CHECK, DDPM, TRAINING, OptimizerConfig, RunConfig
+from ddpm_lab.exchange_settings import ExchangeConfig
 from ddpm_lab.plan import Experiment, Family, Trial
 from ddpm_lab.setting import Setup
 
@@ -82,6 +83,8 @@ def settings_of(base: RunConfig, setup: Setup) -> dict[str, RunConfig]:
     changes |= {"compiled": {"compile": "whole"}, f"batch {2 * batch}": {"global_batch_size": 2 * batch}}
     if setup.most_ranks > 1 and batch % 2 == 0:
         changes["2 GPUs" if setup.device == "cuda" else "2 ranks"] = {"world_size": 2}
+        changes["bf16 exchange"] = {"world_size": 2, "exchange": ExchangeConfig(hook="bf16")}
+        changes["fp16 exchange"] = {"world_size": 2, "exchange": ExchangeConfig(hook="fp16")}
     if batch % 2 == 0:
         changes["2 micro-batches"] = {"accumulation": 2}
     changes["EMA every 10 steps"] = {"optimizer": replace(base.optimizer, ema_every=10)}

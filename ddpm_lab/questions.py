@@ -12,6 +12,8 @@ from typing import Any
 
 from ddpm_lab.checks import ConfigError, choice, several, whole
 from ddpm_lab.config import LOADER_ALONE
+from ddpm_lab.exchange import exchange
+from ddpm_lab.lost_scaling import lost_scaling as lost_scaling_of
 from ddpm_lab.plan import SCALINGS, WEAK, Experiment, Family
 from ddpm_lab.quality import WORKLOADS as TRAINED
 from ddpm_lab.quality import identity_trials, quality
@@ -56,11 +58,14 @@ def multi_gpu(
     global_batch_sizes: Sequence[int] | None = None,
     precision: str = "fp32",
     scaling: str | None = None,
+    lost_scaling: bool | None = None,
 ) -> Experiment:
     """Do more ranks or GPUs train faster? Strong scaling: the ranks share the batch. Weak: each rank brings its own.
 
     Weak scaling takes ``global_batch_sizes`` as those of one rank: n ranks take n times as many images. ``scaling``
     None is both; in ``smoke`` strong alone, in ``quick`` weak of the first batch size, last, if there is time.
+    ``lost_scaling`` measures where the rest of the ideal went, for the most ranks and the smallest batch that they can
+    share; None does so in ``full``.
     """
     full = setup.preset == "full"
     usual = _powers_of_two(setup.most_ranks) if full or setup.device == "cuda" else [1, 2]
@@ -90,7 +95,22 @@ def multi_gpu(
         left_out += [(f.name, label, f"this machine has one {have}; each rank needs its own") for f in families]
         if setup.device == "cuda" and setup.usable_cores >= 2:
             families.append(_mechanism(setup, precision))
-    return Experiment(name="multi_gpu", families=tuple(families), left_out=tuple(left_out))
+    wanted = full if lost_scaling is None else lost_scaling
+    shared = next((batch for batch in sorted(batches) if ranks and batch % ranks[-1] == 0), None)
+    profiles = []
+    if wanted and shared is not None:
+        lost = lost_scaling_of(
+            setup.config(global_batch_size=shared, precision=precision),
+            ranks[-1],
+            name=setup.family_name(shared, ranks[-1]),
+            ranks_label=setup.ranks_label(ranks[-1]),
+            usable_cores=setup.usable_cores,
+            nodes=setup.nodes(ranks[-1]),
+        )
+        families.append(lost)
+        label, config = lost.candidates[0]
+        profiles.append((lost.name, label, dataclasses.replace(config, purpose="profile")))
+    return Experiment(name="multi_gpu", families=tuple(families), left_out=tuple(left_out), profiles=tuple(profiles))
 
 
 def _strong(setup: Setup, batch: int, ranks: Sequence[int], precision: str) -> Family:
@@ -295,5 +315,5 @@ LONG = ("peers", "quality")
 WORKLOADS = {"peers": TRAINERS, "quality": TRAINED}
 """What a question runs beside the lab's own trainer; one code version covers all of it."""
 QUESTIONS: dict[str, Callable[..., Experiment]] = {
-    f.__name__: f for f in (profile, multi_gpu, amp, workers, torch_compile, batch_size, peers, quality)
+    f.__name__: f for f in (profile, multi_gpu, amp, workers, torch_compile, batch_size, exchange, peers, quality)
 }

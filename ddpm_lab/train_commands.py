@@ -102,7 +102,7 @@ def train_command(options: argparse.Namespace) -> int:
                 progress=progress,
             )
             sweep()
-            threads = max(1, hardware.usable_cores() // config.node_size)
+            threads = config.rank_threads(hardware.usable_cores())
             outcome = train(config, schedule, folder, threads=threads, stop=stop, progress=progress)
     except Stopped as stopped:
         print(

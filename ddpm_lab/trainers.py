@@ -8,7 +8,7 @@ from typing import Any
 
 from ddpm_lab import plan
 from ddpm_lab.checks import ConfigError, choice, several, whole
-from ddpm_lab.config import DDPM, SAMPLING, SEED_FAMILY, DiffusionConfig, ExchangeConfig, OptimizerConfig, RunConfig
+from ddpm_lab.config import DDPM, SAMPLING, SEED_FAMILY, DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.plan import BOTH_FP32, LEVERS, LIMITS, OURS, TUNED, Experiment, Family, Plan
 from ddpm_lab.setting import DEFAULTS, Setup
 
@@ -22,7 +22,7 @@ WORKLOADS = (DDPM, DDPT, DIFFUSERS, SAMPLING, PRODUCT, CONVOLUTION, COPY)
 PUBLISHED = "the published code"
 PEERS = {PUBLISHED: DDPM, "denoising-diffusion-pytorch": DDPT, "diffusers": DIFFUSERS}
 """Other trainers by name; the published code is the seed network as it was first written, by the lab's own step."""
-PARTS = ("peers", "fp32", "sampling", "limits", "levers", "exchange")
+PARTS = ("peers", "fp32", "sampling", "limits", "levers")
 
 SAMPLED = 16
 """Images sampled at once."""
@@ -75,8 +75,6 @@ def peers(
     long = setup.preset == "full" or parts is not None
     if "levers" in wanted and long:
         families.append(_levers(ours, f"{name}{LEVERS}", setup))
-    if "exchange" in wanted and long and setup.most_ranks > 1 and batch % 2 == 0:
-        families.append(_exchange(ours, f"{setup.family_name(batch, 2)}{plan.EXCHANGE}"))
     return Experiment(name="peers", families=tuple(families))
 
 
@@ -132,19 +130,6 @@ def _sampling(ours: RunConfig, setup: Setup) -> Family:
             ),
         ),
     )
-
-
-def _exchange(ours: RunConfig, name: str) -> Family:
-    """Two ranks, with what their exchange of gradients can be set to, and without any."""
-    pair = dataclasses.replace(ours, world_size=2)
-    settings = (
-        ("no exchange", ExchangeConfig(enabled=False)),
-        ("no bucket view", ExchangeConfig(bucket_view=False)),
-        ("static graph", ExchangeConfig(static_graph=True)),
-        ("buckets of 5 MiB", ExchangeConfig(bucket_mb=5)),
-    )
-    rows = tuple((label, dataclasses.replace(pair, exchange=exchange)) for label, exchange in settings)
-    return Family(name=name, baseline=pair, baseline_label="as by default", candidates=rows)
 
 
 def _levers(ours: RunConfig, name: str, setup: Setup) -> Family:

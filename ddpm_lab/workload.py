@@ -16,7 +16,13 @@ class Unsupported(RuntimeError):  # noqa: N818 - a state of the machine that bec
 
 
 def _nothing(*_: Any) -> None:
-    """Spans and exchanges are of interest only where a time budget is taken."""
+    """Spans are of interest only where a time budget is taken."""
+
+
+def _unwatched(ddp: Any, hook: Any = None) -> None:
+    """When gradients are exchanged is of interest only where a time budget is taken; how they are is the workload's."""
+    if hook is not None:
+        ddp.register_comm_hook(None, hook)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +34,8 @@ class RankContext:
     "data"; "copy" (host to device), "forward", "backward", "optimizer", "ema" and "communication" (or "all-reduce")
     are the workload's, and any other name is shown as it is. ``span(name, start, end)`` reports what ran beside these
     phases, in seconds of ``time.perf_counter``; any thread may call it. ``watch(ddp)`` does so for the gradient
-    exchange of a DistributedDataParallel module: once, before its first step. Both do nothing where no budget is taken.
+    exchange of a DistributedDataParallel module: once, before its first step; ``watch(ddp, hook)`` where that is done
+    by a communication hook, which it registers. No time is noted where no budget is taken.
     ``device`` is a torch device string.
     """
 
@@ -38,7 +45,7 @@ class RankContext:
     threads: int
     mark: Callable[[str], None]
     span: Callable[[str, float, float], None] = _nothing
-    watch: Callable[[Any], None] = _nothing
+    watch: Callable[..., None] = _unwatched
 
 
 class Workload(Protocol):

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.workload import RankContext, Unsupported
@@ -202,7 +203,8 @@ class Exchanging:
         torch.manual_seed(0)
         self.network = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
         self.ddp = torch.nn.parallel.DistributedDataParallel(self.network, bucket_cap_mb=0.3)
-        context.watch(self.ddp)
+        hook = bf16_compress_hook if config.option("hook", False) else None
+        context.watch(self.ddp, hook and (lambda _, bucket: hook(None, bucket)))  # type: ignore[arg-type]
         self.images = torch.randn(256, 256, generator=torch.Generator().manual_seed(context.rank))
 
     def batches(self) -> Iterator[Any]:
@@ -234,3 +236,46 @@ class Exchanging:
 def exchanging(config: RunConfig, context: RankContext) -> Exchanging:
     """Make the workload that exchanges gradients."""
     return Exchanging(config, context)
+
+
+class Waiting:
+    """A step of timed waits, so that ranks do not fight for cores: what is lost to more ranks is planted, in seconds.
+
+    A step takes ``fixed`` and for each image of the rank ``image``; ``loader`` unless batches are ready, ``exchange``
+    where gradients are exchanged, ``rank_zero`` on rank 0 and ``slow`` on rank 1.
+    """
+
+    def __init__(self, config: RunConfig, context: RankContext) -> None:
+        self.config, self.context = config, context
+        self.gradients = torch.ones(1000)
+
+    def wait(self, name: str, times: int = 1) -> None:
+        time.sleep(times * float(self.config.option(name, 0.0)))
+
+    def batches(self) -> Iterator[Any]:
+        for step in itertools.count():
+            if self.config.loader != "still":
+                self.wait("loader")
+            yield step
+
+    def step(self, batch: Any) -> float:
+        del batch
+        self.wait("fixed")
+        self.wait("image", self.config.rank_batch_size)
+        if self.context.rank < 2:
+            self.wait(("rank_zero", "slow")[self.context.rank])
+        if self.context.world_size > 1 and self.config.exchange.enabled:
+            dist.all_reduce(self.gradients)
+            self.wait("exchange")
+        return 0.0
+
+    def witness(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def waiting(config: RunConfig, context: RankContext) -> Waiting:
+    """Make the workload of timed waits."""
+    return Waiting(config, context)

@@ -21,7 +21,7 @@ from ddpm_lab.measure.campaign import Campaign, Target
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument, Member
-from ddpm_lab.plan import Experiment, Family, Plan
+from ddpm_lab.plan import MOST_CANDIDATES, Experiment, Family, Plan
 from ddpm_lab.record import RunRecord, Window
 
 WINDOW = Window(
@@ -321,10 +321,15 @@ def test_many_candidates_are_spread_over_sets(lab: Lab) -> None:
     before = lab.campaign(asked, sets=2)
     assert before.forecast() > 0
     lab.run(asked, sets=2)
-    assert all(labels[:2] == BOTH and len(labels) <= 2 + campaign.MOST_CANDIDATES for _, labels in lab.sets)
+    assert all(labels[:2] == BOTH and len(labels) <= 2 + MOST_CANDIDATES for _, labels in lab.sets)
     measured = Counter(label for _, labels in lab.sets for label in labels[2:])
     assert measured == {f"c{i}": 2 for i in range(1, 8)}
     assert len(lab.sets) == 4
+
+
+def test_candidates_that_belong_together_are_in_every_set(lab: Lab) -> None:
+    lab.run(experiment(dataclasses.replace(family("f", 7), together=True)), sets=2)
+    assert lab.sets == [("f", [*BOTH, *(f"c{i}" for i in range(1, 8))])] * 2
 
 
 def test_a_family_without_candidates_is_measured_against_its_twin(lab: Lab) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import LATER, DiffusionConfig, ExchangeConfig, OptimizerConfig, RunConfig
+from ddpm_lab.config import LATER, DiffusionConfig, OptimizerConfig, RunConfig
+from ddpm_lab.exchange_settings import ExchangeConfig
 from ddpm_lab.plan import PRESETS, Experiment, Family, Plan, preset
 
 # For every field a value that differs from ``START`` and is valid beside it.
@@ -41,6 +42,7 @@ OTHER: dict[str, Any] = {
     "exchange": ExchangeConfig(bucket_mb=1),
     "seed": 1,
     "oversubscribe": True,
+    "threads": 3,
     "options": (("micro_steps", 7),),
 }
 NEEDS: dict[str, dict[str, Any]] = {
@@ -77,8 +79,16 @@ NESTED: list[tuple[str, Any]] = [
     ),
     *(
         ("exchange", ExchangeConfig(**values))
-        for values in ({"enabled": False}, {"bucket_view": False}, {"static_graph": True}, {"bucket_mb": 1})
+        for values in (
+            {"enabled": False},
+            {"bucket_view": False},
+            {"static_graph": True},
+            {"bucket_mb": 1},
+            {"hook": "bf16"},
+            {"hook": "fp16"},
+        )
     ),
+    ("exchange", ExchangeConfig(nccl="pcie")),
 ]
 
 
@@ -116,6 +126,10 @@ def test_a_setting_that_came_later_leaves_the_identity_of_earlier_records_alone(
         {"kernels": "fused", "network": "seed", "implementation": "plain"},
         {"compile": "regional", "network": "seed", "implementation": "plain"},
         {"exchange": ExchangeConfig(static_graph=True)},
+        {"exchange": ExchangeConfig(hook="bf16")},
+        {"exchange": ExchangeConfig(nccl="pcie"), "world_size": 2},
+        {"exchange": ExchangeConfig(nccl="pcie"), "device": "cuda"},
+        {"loader": "still", "purpose": "quality"},
     ],
 )
 def test_a_setting_that_would_have_no_effect_is_refused(settings: dict[str, Any]) -> None:
@@ -124,8 +138,8 @@ def test_a_setting_that_would_have_no_effect_is_refused(settings: dict[str, Any]
 
 
 def test_settings_of_diffusion_and_optimizer_are_part_of_the_identity() -> None:
-    ids = [RunConfig(world_size=2, **{name: value}).run_id for name, value in NESTED]
-    assert len({RunConfig(world_size=2).run_id, *ids}) == len(NESTED) + 1
+    ids = [RunConfig(world_size=2, device="cuda", **{name: value}).run_id for name, value in NESTED]
+    assert len({RunConfig(world_size=2, device="cuda").run_id, *ids}) == len(NESTED) + 1
     walked = {(name, f.name) for name, value in NESTED for f in dataclasses.fields(value)}
     changed = {
         (name, f.name)
@@ -163,7 +177,7 @@ def test_round_trip_through_json(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "value"), NESTED)
 def test_nested_settings_survive_json(name: str, value: Any) -> None:
-    config = RunConfig(world_size=2, **{name: value})
+    config = RunConfig(world_size=2, device="cuda", **{name: value})
     assert RunConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config
 
 
@@ -208,6 +222,11 @@ REFUSED: list[tuple[type, dict[str, Any], list[str]]] = [
     (RunConfig, {"loader": "resident", "loader_workers": 2}, ["loader_workers", "2", "'resident'", "loader 'files'"]),
     (RunConfig, {"precision": "tf32"}, ["'tf32'", "CUDA", "fp32 or bf16"]),
     (RunConfig, {"precision": "fp16"}, ["'fp16'", "CUDA", "fp32 or bf16"]),
+    (RunConfig, {"threads": -1}, ["threads", "-1", "at least 0"]),
+    (RunConfig, {"loader": "still", "purpose": "check"}, ["'still'", "packed, files or resident"]),
+    (ExchangeConfig, {"hook": "int8"}, ["exchange.hook", "'int8'", "none, bf16, fp16"]),
+    (ExchangeConfig, {"nccl": "nvlink"}, ["exchange.nccl", "'nvlink'", "default, pcie"]),
+    (ExchangeConfig, {"enabled": False, "hook": "bf16"}, ["exchange.hook", "'bf16'", "exchange.enabled", "leave it"]),
     (DiffusionConfig, {"schedule": "quadratic"}, ["diffusion.schedule", "'quadratic'", "linear, cosine"]),
     (DiffusionConfig, {"objective": "score"}, ["diffusion.objective", "'score'", "noise, x0, v"]),
     (DiffusionConfig, {"loss": "l3"}, ["diffusion.loss", "'l3'", "l1, l2"]),

@@ -20,6 +20,7 @@ from ddpm_lab.data.loader import Batch, PackedLoader, Plan
 from ddpm_lab.data.packed import PackedImages, open_packed, prepare
 from ddpm_lab.data.pixels import ModelRange, PixelRows
 from ddpm_lab.data.resident import ResidentLoader
+from ddpm_lab.data.still import StillLoader
 from ddpm_lab.data.synthetic import generate
 from ddpm_lab.data.uploads import BUFFERS, Rotation
 from ddpm_lab.workload import Unsupported
@@ -280,3 +281,18 @@ def test_on_a_gpu_a_set_that_does_not_fit_is_refused(packed: PackedImages, monke
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (1_000, 2_000))
     with pytest.raises(Unsupported, match="cuda:0 has 0 MiB free"):
         ResidentLoader(packed, plan_for(packed), device="cuda:0")
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_a_still_loader_repeats_its_first_batch(packed: PackedImages, channels_last: bool) -> None:
+    plan = plan_for(packed, world_size=3, rank=1)
+    batches = StillLoader(packed, plan, channels_last=channels_last)
+    assert (batches.kind, batches.prefetch_batches, batches.live_workers()) == ("still", 0, 0)
+    first = next(PackedLoader(packed, plan, channels_last=channels_last))
+    taken = list(islice(batches, 4))
+    assert [batch.step for batch in taken] == [0, 1, 2, 3], "noise and timesteps are drawn by the step"
+    for batch in taken:
+        assert torch.equal(batch.images, first.images)
+        assert batch.images.stride() == first.images.stride()
+        assert np.array_equal(batch.indices, first.indices)
+    assert len({batch.images.data_ptr() for batch in taken}) == 1

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpm_lab.config import CHECK, DiffusionConfig, ExchangeConfig, OptimizerConfig, RunConfig
+from ddpm_lab.config import CHECK, DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.data.loader import Batch
+from ddpm_lab.exchange_settings import ExchangeConfig
 from ddpm_lab.explain.gradients import Verdict, verdict
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
@@ -281,3 +282,19 @@ def test_two_ranks_are_as_expected_and_without_exchange_they_are_not(
     assert not verdict(alone).as_expected
     assert alone["worst"]["gradient_error"] > 0.1
     assert "the gradients of two ranks differ" in verdict(alone).sentence
+
+
+@pytest.mark.slow
+def test_gradients_exchanged_in_two_bytes_are_rounded_as_their_format_explains(
+    config: RunConfig, instrument: Instrument
+) -> None:
+    config = dataclasses.replace(config, world_size=2, oversubscribe=True)
+    bf16, fp16 = (
+        checked(dataclasses.replace(config, exchange=ExchangeConfig(hook=hook)), instrument)
+        for hook in ("bf16", "fp16")
+    )
+    assert verdict(bf16).as_expected, verdict(bf16).sentence
+    assert not verdict({**bf16, "hook": "none"}).as_expected, "nothing was rounded"
+    assert fp16["worst"]["gradient_error"] < bf16["worst"]["gradient_error"] / 3
+    assert bf16["worst"]["ranks_error"] == fp16["worst"]["ranks_error"] == 0
+    assert bf16["worst"]["loss_error"] < 1e-6

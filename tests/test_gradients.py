@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpm_lab.config import PRECISIONS
-from ddpm_lab.explain.gradients import BOUNDS, FLIPS, verdict
+from ddpm_lab.exchange_settings import HOOKS as ALL_HOOKS
+from ddpm_lab.explain.gradients import BOUNDS, FLIPS, HOOKS, verdict
 
 
 def step(
@@ -46,6 +47,7 @@ def answer(*steps: dict[str, Any], precision: str = "fp32", loss: str = "l2", no
 
 def test_every_precision_has_bounds_and_fewer_bits_have_wider_ones() -> None:
     assert set(BOUNDS) == set(PRECISIONS)
+    assert set(HOOKS) == set(ALL_HOOKS)
     for kind in ("loss", "gradient", "layer"):
         bounds = [getattr(BOUNDS[precision], kind) for precision in ("fp32", "tf32", "bf16")]
         assert bounds == sorted(set(bounds))
@@ -65,6 +67,18 @@ def test_a_step_beyond_a_bound_is_named(precision: str, kind: str) -> None:
     what = {"loss": "the loss", "gradient": "the gradient", "layer": "the gradient of stem.bias"}[kind]
     assert beyond.sentence.startswith(f"not as expected: {what} is off by ")
     assert f"and {precision} explains " in beyond.sentence
+
+
+@pytest.mark.parametrize("hook", ["bf16", "fp16"])
+def test_a_hook_may_add_its_own_rounding_and_no_more(hook: str) -> None:
+    bound = HOOKS[hook].gradient
+    for off, expected in ((0.9 * bound, True), (1.1 * bound, False)):
+        found = verdict({**answer(step(off), step(off)), "hook": hook})
+        assert found.as_expected == expected
+        assert f"fp32 with gradients exchanged in {hook}" in found.sentence
+        assert not verdict({**answer(step(off)), "hook": "none"}).as_expected
+    assert not verdict({**answer(step(loss=1e-4)), "hook": hook}).as_expected, "no hook has a part in the loss"
+    assert verdict(answer(step())) == verdict({**answer(step()), "hook": "none"}), "as in records without a hook"
 
 
 def test_a_flipped_sign_is_excused_in_one_step_of_an_l1_loss_alone() -> None:

@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "ddpm_lab"
 ROWS = (
     ("ddpm_lab",),
     ("checks",),
+    ("exchange_settings",),
     ("config",),
     ("plan", "settings_file", "stopping"),
     ("record", "run_folder", "workload"),
@@ -21,7 +22,7 @@ ROWS = (
     ("data.progress", "data.folder", "data.draws", "data.pixels"),
     ("data.archives", "data.decode_pool", "data.held_out", "data.prepared", "data.synthetic", "data.uploads"),
     ("data.packed", "data.loader"),
-    ("data.resident",),
+    ("data.resident", "data.still"),
     # model: what is trained
     ("model.fused", "model.diffusion", "model.step"),
     ("model.held_out_loss",),
@@ -62,7 +63,8 @@ ROWS = (
     ("explain.phrases", "explain.ranking"),
     ("explain.calibration",),
     ("explain.batch_sizes", "explain.budget", "explain.compiling", "explain.limits", "explain.machine_state"),
-    ("explain.operators", "explain.peers"),
+    ("explain.exchange", "explain.lost_scaling"),
+    ("explain.lost_scaling_table", "explain.operators", "explain.peers"),
     ("explain.trained",),
     ("explain.sentences",),
     ("explain.scaling",),
@@ -72,6 +74,7 @@ ROWS = (
         "explain.figure_budget",
         "explain.figure_calibration",
         "explain.figure_costs",
+        "explain.figure_lost_scaling",
         "explain.figure_machine",
         "explain.figure_peers",
         "explain.figure_quality",
@@ -83,7 +86,7 @@ ROWS = (
     ("explain.answers", "explain.show"),
     # both together
     ("anonymous", "checkup", "planted", "setting", "training_run"),
-    ("quality", "trainers"),
+    ("exchange", "lost_scaling", "quality", "trainers"),
     ("sampling_run", "training_plan"),
     ("questions",),
     ("planning",),
@@ -109,7 +112,7 @@ TORCH = {
     *("model.sampling", "model.step", "model.train", "model.training", "model.unet"),
     "model.gradient_check",
     "planted",
-    *("data.draws", "data.loader", "data.pixels", "data.resident", "data.uploads"),
+    *("data.draws", "data.loader", "data.pixels", "data.resident", "data.still", "data.uploads"),
     *("measure.meeting", "measure.phases", "measure.profiling", "measure.rank"),
 }
 EXPLAINING = {"pandas", "scipy", "matplotlib", "seaborn", "papermill", "nbconvert", "nbformat", "IPython"}

@@ -82,6 +82,7 @@ def test_the_module_runs_like_the_command() -> None:
         ("run amp --batch-size 0", ["global_batch_size", "0", "at least 1"]),
         ("run multi_gpu --batch-size -8", ["global_batch_sizes", "-8", "at least 1"]),
         ("run multi_gpu --mode multi --batch-size 3", ["3", "2 ranks", "multiple"]),
+        ("run amp --lost-scaling", ["--lost-scaling", "amp", "only multi_gpu takes it"]),
         ("run batch_size --batch-size 8", ["--batch-size", "batch_size", "leave it out"]),
         ("run amp workers --mode multi", ["--mode multi", "workers", "one rank", "--mode single"]),
         ("run profile --mode multi --batch-size 3", ["3", "2 ranks", "multiple"]),

@@ -106,10 +106,11 @@ def test_a_timed_run_carries_no_phase_clock() -> None:
 
 
 @pytest.mark.slow
-def test_communication_of_two_ranks_is_seen_and_stays_the_default() -> None:
+@pytest.mark.parametrize("hook", [False, True])
+def test_communication_of_two_ranks_is_seen_and_stays_as_it_was(hook: bool) -> None:
     weights = []
     for purpose in ("timing", "profile"):
-        with group("exchanging", 2, purpose) as g:
+        with group("exchanging", 2, purpose, hook=hook) as g:
             if purpose == "profile":
                 ranks = take(g)
             else:

@@ -23,13 +23,14 @@ def setup(machine: str = "2 cores", preset: str = "quick", **changes: Any) -> Se
 
 
 def labels(experiment: Experiment) -> list[list[str]]:
-    """Baseline and candidates of each family."""
-    return [[f.baseline_label, *(label for label, _ in f.candidates)] for f in experiment.families]
+    """Baseline and candidates of each family that answers the question."""
+    shown = [f for f in experiment.families if not f.together]
+    return [[f.baseline_label, *(label for label, _ in f.candidates)] for f in shown]
 
 
 def batches(experiment: Experiment) -> list[int]:
-    """Global batch size of each family."""
-    return [f.baseline.global_batch_size for f in experiment.families]
+    """Global batch size of each family that answers the question."""
+    return [f.baseline.global_batch_size for f in experiment.families if not f.together]
 
 
 def of_kind(experiment: Experiment, kind: str) -> tuple[Family, ...]:
@@ -58,7 +59,8 @@ def test_every_default_grid_can_run_and_compares_like_with_like(name: str, prese
         assert len(set(ids)) == len(ids), "a candidate is the baseline, or there twice"
         if scaling(family.name) == "weak":
             assert len({config.rank_batch_size for config in members(family)}) == 1
-        elif name != "quality":  # which trains equal images in batches of several sizes
+        # Equal images in batches of several sizes: trained, exchanged less often, or as large as a rank's.
+        elif name not in ("quality", "exchange") and not family.together:
             assert (len({config.global_batch_size for config in members(family)}) == 1) == (name != "batch_size")
         assert len({family.baseline_label, *(label for label, _ in family.candidates)}) == len(ids)
         for config in members(family):
@@ -99,7 +101,8 @@ def test_multi_gpu_grids(machine: str, preset: str, sizes: list[int], ranks: lis
     assert [f.baseline.global_batch_size for f in weak] == {"smoke": [], "quick": sizes[:1], "full": sizes}[preset]
     assert all(f.last == (preset == "quick") for f in weak)
     assert not any(f.last for f in strong.families)
-    for family, found in zip(experiment.families, labels(experiment), strict=True):
+    asked = dataclasses.replace(experiment, families=(*strong.families, *weak))
+    for family, found in zip(asked.families, labels(asked), strict=True):
         left_out = [label for name, label, _ in experiment.left_out if name == family.name]
         assert sorted(found + left_out) == sorted(ranks)
         assert [f"{c.world_size} {'GPU' if c.device == 'cuda' else 'rank'}" for c in members(family)] == [

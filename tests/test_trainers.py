@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.plan import BOTH_FP32, EXCHANGE, LEVERS, LIMITS, SAMPLING, Family
+from ddpm_lab.plan import BOTH_FP32, LEVERS, LIMITS, SAMPLING, Family
 from ddpm_lab.setting import DEFAULTS, Images, Setup
 from ddpm_lab.trainers import PARTS, PEERS, PUBLISHED, peers
 
@@ -60,20 +60,12 @@ def test_each_lever_is_put_back_alone(device: str, gpus: int) -> None:
         assert len(changed - {"kernels"}) == 1 or changed == {"kernels"}
 
 
-def test_levers_and_exchange_are_measured_in_full_or_when_asked_for() -> None:
-    ends = (LEVERS, EXCHANGE)
+def test_levers_are_measured_in_full_or_when_asked_for() -> None:
     for changes, parts, there in (({}, None, True), ({"preset": "quick"}, None, False)):
         names = [f.name for f in peers(setup(**changes), parts=parts).families]
-        assert all(any(name.endswith(end) for name in names) == there for end in ends)
-    asked = peers(setup(preset="quick"), parts=["levers", "exchange"]).families
-    assert [next(end for end in ends if f.name.endswith(end)) for f in asked] == list(ends)
-
-
-def test_the_exchange_is_set_on_two_ranks_of_one_batch() -> None:
-    found = family(EXCHANGE)
-    assert all(c.world_size == 2 and c.global_batch_size == 32 for _, c in found.candidates)
-    assert not dict(found.candidates)["no exchange"].exchange.enabled
-    assert not [f for f in peers(setup(usable_cores=1)).families if f.name.endswith(EXCHANGE)]
+        assert any(name.endswith(LEVERS) for name in names) == there
+    (asked,) = peers(setup(preset="quick"), parts=["levers"]).families
+    assert asked.name.endswith(LEVERS)
 
 
 def test_sampling_compares_one_network_in_two_samplers() -> None:

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from ddpm_lab.config import RunConfig
+from ddpm_lab.exchange_settings import NCCL
+from ddpm_lab.measure.rank import nccl_seen
 from ddpm_lab.measure.witness import mismatches
 
 TWO_GPUS = RunConfig(
@@ -62,6 +64,8 @@ def saw_on_cpu(rank: int) -> dict[str, Any]:
         ({"data_sha256": "xyz"}, "data_sha256 abc, rank 1 ran with xyz"),
         ({"loader": "packed"}, "loader files, rank 1 ran with packed"),
         ({"images": 159}, "16 images a step on a rank, 160 in 10 steps, rank 1 used 159"),
+        ({"exchange_hook": "bf16"}, "exchange_hook none, rank 1 ran with bf16"),
+        ({"nccl": "pcie"}, "nccl default, rank 1 ran with pcie"),
         ({"images": 320}, "160 in 10 steps, rank 1 used 320"),
         ({"indices_sha256": "share 0"}, "2 ranks share each batch, some of them used the same images"),
         ({"unlisted_modules": ["helper", "other"]}, "rank 1 loaded helper, other, which no import statement"),
@@ -71,6 +75,25 @@ def test_each_lie_is_named_with_its_rank(lie: dict[str, Any], words: str) -> Non
     (sentence,) = mismatches(TWO_GPUS, [saw(0), saw(1, **lie)])
     assert words in sentence
     assert "\n" not in sentence
+
+
+def test_threads_are_judged_where_they_were_asked_for() -> None:
+    """Else they are what the machine had."""
+    seen = {**saw_on_cpu(0), "world_size": 1, "threads": 2}
+    assert mismatches(RunConfig(), [seen]) == mismatches(RunConfig(threads=2), [seen]) == []
+    assert mismatches(RunConfig(threads=1), [seen]) == ["the label says threads 1, rank 0 ran with 2"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "seen"),
+    [({}, "pcie"), ({"NCCL_ALGO": "Ring"}, "default"), ({"NCCL_SOCKET_IFNAME": "eth0"}, "pcie")],
+)
+def test_the_settings_of_nccl_are_read_back_from_the_environment(changes: dict[str, str], seen: str) -> None:
+    environment = {"PATH": "/bin", **NCCL["pcie"], **changes}
+    said = nccl_seen(environment)
+    assert said["nccl"] == seen
+    assert said["nccl_environment"] == {**NCCL["pcie"], **changes}
+    assert nccl_seen({"PATH": "/bin"}) == {"nccl": "default", "nccl_environment": {}}
 
 
 def test_fp16_without_a_scaler_is_named() -> None:

@@ -16,6 +16,7 @@ import pandas as pd
 from ddpm_lab.config import LOADER_ALONE, RunConfig
 from ddpm_lab.explain import quality, stats
 from ddpm_lab.explain.frames import Study, peak_memory, seconds_per_image
+from ddpm_lab.plan import LOST
 from ddpm_lab.record import RunRecord, burst_log, set_log_ratio
 
 PROJECTED_IMAGES = 50_000
@@ -46,7 +47,9 @@ _KNOWN: WeakKeyDictionary[Study, pd.DataFrame] = WeakKeyDictionary()
 def _comparisons(of: Study) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     trials = quality.Trials(of.trials)
-    ordered = sorted((r for r in of.records if r.role in COMPARED), key=lambda r: r.experiment)
+    # The parts of the lost scaling are no answers to be compared: see lost_scaling.
+    shown = (r for r in of.records if r.role in COMPARED and not r.family.endswith(LOST))
+    ordered = sorted(shown, key=lambda r: r.experiment)
     for _, group in groupby(ordered, key=lambda r: r.experiment):
         block = [row for family in _families(list(group)) for row in _family_rows(family, of.resolution)]
         _judge(block)

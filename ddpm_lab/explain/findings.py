@@ -12,6 +12,7 @@ from ddpm_lab.explain import (
     batch_sizes,
     budget,
     compiling,
+    exchange,
     machine_state,
     operators,
     peers,
@@ -120,6 +121,8 @@ def _comparison(study: Study) -> Finding:
     ending += _where(study, sentences.quality(rows))
     if study.experiment == batch_sizes.EXPERIMENT:
         ending = f"{batch_sizes.sentence(study)}{ending}"
+    if study.experiment == exchange.EXPERIMENT:
+        training = [r for r in training if exchange.trains(r)]
     if study.experiment == peers.EXPERIMENT:
         training = [r for r in training if not r["family"].startswith(LIMITS)]
     if not training:
@@ -195,6 +198,8 @@ def _extra(study: Study, rows: Sequence[Mapping[str, Any]], lead: Mapping[str, A
     """What an experiment says beside the ratio."""
     if study.experiment == "torch_compile":
         return f" {compiling.sentence(study, lead)}"
+    if study.experiment == exchange.EXPERIMENT:
+        return exchange.sentence(rows)
     if study.experiment == "workers":
         size = lead["config"].image_size
         shown = [r for r in rows if r["sets"] and r["role"] != "twin" and r["config"].image_size == size]

@@ -41,6 +41,19 @@ The gradients of two halves of a large batch may differ by less than bf16 explai
 shows in the same configuration in fp32.
 """
 
+HOOKS = {
+    "none": Bounds(loss=0.0, gradient=0.0, layer=0.0),
+    "bf16": Bounds(loss=0.0, gradient=0.01, layer=0.05),
+    "fp16": Bounds(loss=0.0, gradient=0.002, layer=0.02),
+}
+"""What an exchange by a hook may add to these: it rounds each rank's gradient, and their sum.
+
+Measured with two gloo ranks in fp32, the networks tiny and seed, both losses, batches of 8 and 64, after 10 and 100
+steps. bf16: the gradient was off by 2.3e-3 to 2.4e-3, the worst layer's by up to 7e-3. fp16: the gradient by 3e-4, but
+where a layer's gradient falls below what fp16 can hold, that layer's by 0.03 to 0.8 (tiny, in each of four runs): no
+scaler guards an exchange. That is a defect for which there is no room here.
+"""
+
 RANKS = 1e-6
 """The most by which ranks' gradients differ, in any precision: all of them get the same sum, to the last bit."""
 
@@ -67,7 +80,7 @@ def verdict(answer: Mapping[str, Any]) -> Verdict:
 
     Steps that the gradient scaler skipped are named and not judged; at least one has to be left.
     """
-    precision, steps = answer["precision"], answer["steps"]
+    precision, steps = _arithmetic(answer), answer["steps"]
     taken = [step for step in steps if not step["skipped"]]
     faults = _faults(answer, taken)
     if faults:
@@ -93,7 +106,7 @@ def _faults(answer: Mapping[str, Any], taken: Sequence[Mapping[str, Any]]) -> li
         return ["the reference has no loss or no gradient to compare with"]
     if any(step["ranks_error"] is None for step in taken):
         return ["a rank's gradient is infinite or no number, and rank 0's is not"]
-    bounds, precision = BOUNDS[answer["precision"]], answer["precision"]
+    own, hook, precision = BOUNDS[answer["precision"]], HOOKS[answer.get("hook", "none")], _arithmetic(answer)
     layers = [step["worst_layer"] for step in taken]
     layer = max(layers, key=lambda layer: float(layer["error"]))
     found = []
@@ -101,9 +114,9 @@ def _faults(answer: Mapping[str, Any], taken: Sequence[Mapping[str, Any]]) -> li
     if apart > RANKS:
         found.append(f"the gradients of two ranks differ by {_share(apart)}, and after an exchange they are the same")
     for what, errors, bound, flips in (
-        ("the loss", [s["loss_error"] for s in taken], bounds.loss, FLIPS.loss),
-        ("the gradient", [s["gradient_error"] for s in taken], bounds.gradient, FLIPS.gradient),
-        (f"the gradient of {layer['name']}", [x["error"] for x in layers], bounds.layer, FLIPS.layer),
+        ("the loss", [s["loss_error"] for s in taken], own.loss + hook.loss, FLIPS.loss),
+        ("the gradient", [s["gradient_error"] for s in taken], own.gradient + hook.gradient, FLIPS.gradient),
+        (f"the gradient of {layer['name']}", [x["error"] for x in layers], own.layer + hook.layer, FLIPS.layer),
     ):
         l1 = answer["loss"] == "l1"
         often, once = statistics.median_low(errors), max(errors)
@@ -118,6 +131,12 @@ def _faults(answer: Mapping[str, Any], taken: Sequence[Mapping[str, Any]]) -> li
             f"{worst['cosine']:.3g})"
         )
     return found
+
+
+def _arithmetic(answer: Mapping[str, Any]) -> str:
+    """In what a step computes, such as "fp32", or "fp32 with gradients exchanged in bf16"."""
+    hook = answer.get("hook", "none")
+    return str(answer["precision"]) + ("" if hook == "none" else f" with gradients exchanged in {hook}")
 
 
 def _count(steps: int) -> str:

@@ -10,6 +10,7 @@ from ddpm_lab.config import DDPM, LOADER_ALONE, SAMPLING, RunConfig
 from ddpm_lab.explain import stats
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.plan import LOST
 
 QUESTIONS = {
     "profile": "Where does the time of a training step go?",
@@ -18,6 +19,7 @@ QUESTIONS = {
     "workers": "How many loader workers are worth having?",
     "torch_compile": "Is torch.compile worth its compile time?",
     "batch_size": "How large a batch fits, and does a larger one train faster?",
+    "exchange": "How should ranks exchange gradients?",
     "peers": "How fast is this trainer beside others, and how far from the limit?",
     "quality": "Does any setting cost quality?",
     "compare": "Which of the two is faster?",
@@ -131,6 +133,8 @@ def context(study: Study, *, batch: bool = True) -> str:
     )
     if not shown:
         return "the ledger holds no record for this question"
+    # Parts of the lost scaling stand beside an answer, and have a figure of their own.
+    shown = [r for r in shown if not r.family.endswith(LOST)] or shown
     configs = [r.config for r in shown]
     sizes = _values(f"{s}\N{MULTIPLICATION SIGN}{s}" for s in sorted({c.image_size for c in configs}))
     ours = any(c.workload in (DDPM, LOADER_ALONE, SAMPLING) for c in configs)

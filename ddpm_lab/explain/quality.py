@@ -183,7 +183,7 @@ def work_of(config: RunConfig, *, loosely: bool = False) -> str:
     same: dict[str, Any] = {"purpose": "timing", "seed": 0, "data": "", "oversubscribe": False, "options": ()}
     if config.workload == TRAINING:
         same["workload"] = DDPM
-    if loosely:
+    if loosely and config.loader != "still":  # which repeats one batch
         same |= {"loader": "packed", "loader_workers": 0}
         same["optimizer"] = dataclasses.replace(config.optimizer, ema_every=1)
     return dataclasses.replace(config, **same).run_id

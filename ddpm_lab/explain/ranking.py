@@ -39,6 +39,7 @@ def groups(study: Study) -> list[Group]:
         counts = counts and row["experiment"] not in ("peers", "quality")
         # A ratio of weak scaling is one between batches; other families ask what no training would use.
         counts = counts and (row["experiment"] != "multi_gpu" or scaling(row["family"]) == "strong")
+        counts = counts and row["config"].exchange.enabled  # else each rank trains a network of its own
         worse = row["equivalence"] is not None and row["equivalence"].verdict == quality.WORSE
         if not counts or worse or row["verdict"] == stats.NOT_TRUSTED:
             continue

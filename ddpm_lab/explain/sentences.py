@@ -15,6 +15,7 @@ _SENTENCES = {
     "multi_gpu": "{label} {verb} {ratio} times as fast as {base}",
     "workers": "training with {label} runs {ratio} times as fast as with {base}",
     "torch_compile": "{label} training runs {ratio} times as fast as {base} training",
+    "exchange": "{label} trains {ratio} times as fast as the {base}",
     "batch_size": "training with {label} takes {ratio} times as many images a second as with {base}",
 }
 

@@ -12,6 +12,8 @@ from ddpm_lab.explain import (
     budget,
     compiling,
     limits,
+    lost_scaling,
+    lost_scaling_table,
     machine_state,
     operators,
     peers,
@@ -58,6 +60,9 @@ def more(study: Study) -> list[tuple[str, pd.DataFrame]]:
         ]
     if study.experiment == trained.EXPERIMENT:
         found.append(("Loss and gradient of a step against fp32 on the same batch.", trained.check_table(study)))
+    if study.experiment == lost_scaling.EXPERIMENT:
+        said = " ".join(lost_scaling_table.sentence(split) for split in lost_scaling.splits(study))
+        found.append((f"Where the lost scaling went. {said}", lost_scaling_table.table(study)))
     found = [(caption, frame) for caption, frame in found if not frame.empty]
     state = machine_state.table(study) if study.experiment in ("profile", "multi_gpu") else pd.DataFrame()
     return found if state.empty else [*found, ("What the machine did meanwhile.", state)]

@@ -31,7 +31,6 @@ PLACE_SECONDS, TRIAL_SECONDS = 5.0, 30.0
 """Forecast for one configuration in one set, and for one trial, until the first has shown better."""
 COMPILE_SECONDS = 60.0
 SEARCH_SECONDS = 60.0
-MOST_CANDIDATES = 5
 TRIES = 2
 """A failure that may pass is met so often before a run leaves it to the next run."""
 
@@ -161,7 +160,7 @@ class Campaign:
             # Those that lack most come first, so that all end with equally many.
             lacking = [row for row in lacking if row[0] == most]
         lacking.sort(key=lambda row: -row[0])
-        return [(label, c) for missing, label, c in lacking if missing][:MOST_CANDIDATES]
+        return [(label, c) for missing, label, c in lacking if missing][: family.at_once]
 
     def _sets_missing(self, families: Sequence[Family], least: int | None = None) -> int:
         """About how many sets are to come."""
@@ -169,7 +168,7 @@ class Campaign:
         for family in families:
             members = family.candidates or ((family.baseline_label, family.baseline),)
             counts = sorted((self._missing(family, c, least) for _, c in members), reverse=True)
-            total += sum(counts[::MOST_CANDIDATES])
+            total += sum(counts[:: family.at_once])
         return total
 
     def _next(self, families: Sequence[Family]) -> tuple[Family, list[tuple[str, RunConfig]]] | None:
@@ -188,9 +187,7 @@ class Campaign:
         return places * (max(known, default=PLACE_SECONDS) if seen is None else seen)
 
     def _forecast(self, families: Sequence[Family]) -> float:
-        return sum(
-            self._sets_missing([f]) * self._set_seconds(f, min(len(f.candidates), MOST_CANDIDATES)) for f in families
-        )
+        return sum(self._sets_missing([f]) * self._set_seconds(f, min(len(f.candidates), f.at_once)) for f in families)
 
     def _fit(self, families: list[Family]) -> list[Family]:
         """Leave candidates out, the last ones first, until six sets fit into the time or each family has one left."""

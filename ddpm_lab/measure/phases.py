@@ -98,12 +98,12 @@ class PhaseClock:
 
     # Communication
 
-    def watch(self, ddp: DistributedDataParallel) -> None:
-        """Note when ``ddp`` exchanges gradients; the exchange itself stays torch's default. Once, before any step."""
+    def watch(self, ddp: DistributedDataParallel, hook: Any = None) -> None:
+        """Note when ``ddp`` exchanges gradients, by ``hook`` or as torch does by default. Once, before any step."""
         # A function with annotations as text would be refused: DDP compares them with types.
-        ddp.register_comm_hook(None, lambda _, bucket: self._all_reduce(bucket))
+        ddp.register_comm_hook(None, lambda _, bucket: self._all_reduce(bucket, hook))
 
-    def _all_reduce(self, bucket: Any) -> Future[torch.Tensor]:
+    def _all_reduce(self, bucket: Any, hook: Any) -> Future[torch.Tensor]:
         # Imported with the first exchange, so that no other rank's start pays for it.
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook  # noqa: PLC0415
 
@@ -112,7 +112,7 @@ class PhaseClock:
         if waiting or (bucket.is_last() and not self.tracing):
             self.mark(COMMUNICATION)
         start = self._event() or time.perf_counter()
-        exchange: Any = allreduce_hook  # its annotation leaves out that None means all ranks
+        exchange: Any = hook or allreduce_hook  # its annotation leaves out that None means all ranks
 
         def done(future: Future[torch.Tensor]) -> torch.Tensor:
             # On a GPU this runs when the exchange is queued, on a stream that waits for it: the event is its end.

@@ -10,7 +10,7 @@ import gc
 import importlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -21,6 +21,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from ddpm_lab.exchange_settings import NCCL
 from ddpm_lab.measure.code_version import unlisted
 from ddpm_lab.measure.meeting import store_at
 from ddpm_lab.measure.phases import UNNAMED, PhaseClock, mean
@@ -71,8 +72,9 @@ class Rank:
 
     def build(self) -> None:
         """Set the process up and make the workload; nothing here is timed as training."""
-        os.environ.update(self.job.environment)
         config = self.job.config
+        # NCCL reads its settings when a group's first communicator is made.
+        os.environ.update({**self.job.environment, **NCCL[config.exchange.nccl]})
         torch.set_num_threads(self.job.threads)
         torch.manual_seed(config.seed)
         self.cuda = config.device == "cuda"
@@ -209,6 +211,8 @@ class Rank:
             "unlisted_modules": unlisted(self.job.modules),
             **self.workload.witness(),
         }
+        if dist.get_backend() == "nccl":
+            seen |= nccl_seen(os.environ)
         if self.cuda:
             free, total = torch.cuda.mem_get_info(self.device)
             seen["device_used_bytes"], seen["device_total_bytes"] = total - free, total
@@ -294,6 +298,13 @@ class Rank:
         )
         if self.job.config.world_size == 1:
             dist.destroy_process_group()
+
+
+def nccl_seen(environment: Mapping[str, str]) -> dict[str, Any]:
+    """The settings of NCCL in an environment: by their name in ``NCCL``, and every one that is set."""
+    names = [name for name, values in NCCL.items() if values.items() <= environment.items()]
+    own = {name: value for name, value in environment.items() if name.startswith("NCCL_")}
+    return {"nccl": names[-1], "nccl_environment": own}  # the default, which sets nothing, comes first
 
 
 def _peak_rss_bytes() -> int | None:

@@ -112,7 +112,7 @@ class Seat:
         environment, self._filled = self._compile_cache()
         self.group = group = Group(
             config,
-            threads=max(1, instrument.usable_cores // config.node_size),
+            threads=config.rank_threads(instrument.usable_cores),
             modules=instrument.code.modules,
             environment=environment,
             start_method=instrument.start_method,

@@ -14,6 +14,7 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
     A workload that says nothing of a setting is not judged on it.
     """
     found = []
+    exchange = dataclasses.asdict(config.exchange)
     expected = {
         "world_size": config.world_size,
         "precision": config.precision,
@@ -28,8 +29,11 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
         "read_loss": config.read_loss,
         "adam": config.optimizer.adam,
         "ema": config.optimizer.ema,
-        "exchange": dataclasses.asdict(config.exchange),
+        "exchange": {name: exchange[name] for name in ("enabled", "bucket_view", "static_graph", "bucket_mb")},
         "exchange_enabled": config.exchange.enabled,
+        "exchange_hook": config.exchange.hook,
+        "nccl": config.exchange.nccl,
+        **({"threads": config.threads} if config.threads else {}),
     }
     for seen in ranks:
         for name, label in expected.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from ddpm_lab.data.draws import EpochStream
 from ddpm_lab.data.loader import Batch, FileLoader, Loader, PackedLoader, Plan
 from ddpm_lab.data.prepared import open_packed
 from ddpm_lab.data.resident import ResidentLoader
+from ddpm_lab.data.still import StillLoader
 from ddpm_lab.workload import RankContext
 
 
@@ -35,8 +36,9 @@ class Feed:
             pin, workers = config.device == "cuda", config.loader_workers
             self.loader = FileLoader(packed, plan, workers=workers, pin_memory=pin, channels_last=config.channels_last)
         else:
-            kind = PackedLoader if config.loader == "packed" else ResidentLoader
-            self.loader = kind(packed, plan, device=context.device, channels_last=config.channels_last)
+            kinds: dict[str, Callable[..., Loader]]
+            kinds = {"packed": PackedLoader, "resident": ResidentLoader, "still": StillLoader}
+            self.loader = kinds[config.loader](packed, plan, device=context.device, channels_last=config.channels_last)
         self.device: torch.device | None = None
         self.images = 0
         self.indices = hashlib.sha256()

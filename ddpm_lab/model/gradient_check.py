@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddpm_lab.config import ExchangeConfig, RunConfig
+from ddpm_lab.config import RunConfig
 from ddpm_lab.data.loader import Batch
+from ddpm_lab.exchange_settings import ExchangeConfig
 from ddpm_lab.model.step import allow_tf32
 from ddpm_lab.model.train import Trainer
 from ddpm_lab.workload import RankContext
@@ -58,8 +59,8 @@ class GradientCheck(Trainer):
         group whose ranks do not learn the same, rank 0 answers for its own weights.
 
         Returns:
-            ``precision`` and ``loss`` of the configuration; ``steps``, a list of what ``compared`` returns with
-            ``step``, ``loss``, ``reference_loss``, ``loss_error`` (relative), ``ranks_error`` (the L2 norm of the
+            ``precision``, ``loss`` and ``hook`` of the configuration; ``steps``, a list of what ``compared`` returns
+            with ``step``, ``loss``, ``reference_loss``, ``loss_error`` (relative), ``ranks_error`` (the L2 norm of the
             difference between a rank's gradient and rank 0's over that of rank 0's, of the rank where it is largest)
             and ``skipped`` (by the gradient scaler; what is computed from the gradient is then None); ``worst``, the
             worst of these over all steps, with ``nonfinite`` and ``skipped`` added up.
@@ -92,7 +93,13 @@ class GradientCheck(Trainer):
             return None
         exact.close()
         config = self.config
-        return {"precision": config.precision, "loss": config.diffusion.loss, "steps": answer, "worst": worst(answer)}
+        return {
+            "precision": config.precision,
+            "loss": config.diffusion.loss,
+            "hook": config.exchange.hook,
+            "steps": answer,
+            "worst": worst(answer),
+        }
 
     def witness(self) -> dict[str, Any]:
         """What runs; ``images`` are those of the steps that the rank made, which knows nothing of those compared."""

@@ -84,7 +84,9 @@ class Trainer:
                 static_graph=config.exchange.static_graph,
                 bucket_cap_mb=config.exchange.bucket_mb,
             )
-            context.watch(self.ddp)
+            # A function with annotations as text would be refused: DDP compares them with types.
+            hook = None if config.exchange.hook == "none" else lambda _, bucket: self._compressed(bucket)
+            context.watch(self.ddp, hook)
             self.model = self.ddp
         if config.compile == "whole":
             self.model = torch.compile(self.model, mode=config.compile_mode)
@@ -92,6 +94,7 @@ class Trainer:
         self.losses_read = start_step if config.read_loss else 0
         self.fused_before = fused.uses()
         self.ema_seen: str | None = None
+        self.hook_seen = "none"
         self.precision = PrecisionWatch(
             self.network, self.device, eager=config.compile == "off", run=self._forward_once
         )
@@ -154,6 +157,15 @@ class Trainer:
             self.losses_read += 1
         return total
 
+    def _compressed(self, bucket: Any) -> Any:
+        """Exchange a bucket of gradients in two bytes a value; returns its future."""
+        # Imported with the first exchange, so that no other rank's start pays for it.
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # noqa: PLC0415
+
+        hook = getattr(default_hooks, f"{self.config.exchange.hook}_compress_hook")
+        self.hook_seen = hook.__name__.removesuffix("_compress_hook")
+        return hook(None, bucket)
+
     @torch.no_grad()
     def update_ema(self) -> None:
         """Move the averaged weights towards the trained ones: ema <- decay ema + (1 - decay) weights."""
@@ -206,6 +218,8 @@ class Trainer:
                 "static_graph": self.ddp.static_graph,
                 "bucket_mb": self.ddp.bucket_bytes_cap // 2**20,
             }
+            if self.steps:
+                seen["exchange_hook"] = self.hook_seen
         return seen
 
     def _forward_once(self) -> None:

@@ -1,0 +1,80 @@
+"""How should ranks exchange gradients? Several ranks as by default, and with each setting of the exchange alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import RunConfig
+from ddpm_lab.exchange_settings import ExchangeConfig
+from ddpm_lab.plan import Experiment, Family
+from ddpm_lab.setting import Setup
+
+BASELINE = "default"
+NO_EXCHANGE = "no exchange (no training)"
+_SETTINGS: dict[str, dict[str, Any]] = {
+    NO_EXCHANGE: {"enabled": False},
+    "bf16 hook": {"hook": "bf16"},
+    "fp16 hook": {"hook": "fp16"},
+    "buckets of 5 MiB": {"bucket_mb": 5},
+    "static graph": {"static_graph": True},
+    "no bucket view": {"bucket_view": False},
+    "buckets of 100 MiB": {"bucket_mb": 100},
+    "buckets of 1 MiB": {"bucket_mb": 1},
+}
+_ONE_IN_TWO = "one exchange in 2 micro-batches"
+
+
+def exchange(
+    setup: Setup,
+    *,
+    world_sizes: Sequence[int] | None = None,
+    global_batch_size: int | None = None,
+    precision: str = "fp32",
+) -> Experiment:
+    """What is each setting of the exchange worth, and what does the exchange cost at all?
+
+    Two ranks, on a GPU as many as there are; ``smoke`` measures the first two settings. NCCL's settings need GPUs.
+    """
+    usual = [setup.most_ranks] if setup.device == "cuda" else [2]
+    asked = setup.world_sizes(world_sizes, [n for n in usual if n > 1])
+    if world_sizes is not None and 1 in asked:
+        raise ConfigError("world_sizes has 1, and one rank exchanges nothing: give 2 or more")
+    families = []
+    for ranks in asked:
+        batch = setup.batch_size(global_batch_size, ranks)
+        base = setup.config(global_batch_size=batch, world_size=ranks, precision=precision)
+        families.append(
+            Family(
+                name=setup.family_name(batch, ranks),
+                baseline=base,
+                baseline_label=BASELINE,
+                candidates=_candidates(base)[: 2 if setup.preset == "smoke" else None],
+            )
+        )
+    if families:
+        return Experiment(name="exchange", families=tuple(families))
+    have = "GPU" if setup.device == "cuda" else "usable core"
+    alone = Family(
+        name=setup.family_name(batch := setup.batch_size(global_batch_size), 1),
+        baseline=setup.config(global_batch_size=batch, precision=precision),
+        baseline_label=setup.ranks_label(1),
+        candidates=(),
+        mechanism=True,
+    )
+    reason = f"this machine has one {have}; each rank needs its own"
+    return Experiment(name="exchange", families=(alone,), left_out=((alone.name, setup.ranks_label(2), reason),))
+
+
+def _candidates(base: RunConfig) -> tuple[tuple[str, RunConfig], ...]:
+    settings = dict(_SETTINGS)
+    if base.device == "cuda":
+        settings["NCCL for PCIe"] = {"nccl": "pcie"}
+    rows = [
+        (label, dataclasses.replace(base, exchange=ExchangeConfig(**changes))) for label, changes in settings.items()
+    ]
+    # The micro-batches stay as large: half as many exchanges for equal images, in batches twice as large.
+    twice = dataclasses.replace(base, global_batch_size=2 * base.global_batch_size, accumulation=2)
+    return (*rows, (_ONE_IN_TWO, twice))

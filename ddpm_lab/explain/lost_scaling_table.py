@@ -1,0 +1,104 @@
+"""The lost scaling in words: a sentence, and a table of its parts."""
+
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+
+from ddpm_lab.explain import phrases, stats
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.lost_scaling import RANK_ZERO, Seconds, Split, splits
+
+_NONE = phrases.DASH
+
+
+def milliseconds(split: Split, seconds: Seconds, *, sign: bool = False) -> str:
+    """Such as "1.20 ms (1.05 to 1.35)", with as many decimals as the step of this split deserves."""
+    if not seconds.known:
+        return "not measured"
+    digits = _digits(split)
+    value, low, high = (
+        f"{round(1e3 * x, digits) + 0.0:{'+' if sign else ''}.{digits}f}"  # a zero has no sign of its own
+        for x in (seconds.value, seconds.low, seconds.high)
+    )
+    return f"{value} ms" if math.isnan(seconds.low) else f"{value} ms ({low} to {high})"
+
+
+def _digits(split: Split) -> int:
+    size = 1e3 * (split.measured.value if split.measured.known else split.all_off.value)
+    return max(0, 2 - math.floor(math.log10(size))) if size > 0 and math.isfinite(size) else 2
+
+
+def rate(split: Split, seconds: Seconds) -> str:
+    """Images a second of a step of the whole batch."""
+    return f"{phrases.significant(split.batch / seconds.value)} images/s"
+
+
+def sentence(split: Split) -> str:
+    """What is lost, to what, and whether the split holds."""
+    step = f"{split.unit} take {milliseconds(split, split.measured)} for a batch of {split.batch}"
+    text = f"{step}; one rank's time divided by {split.ranks} is {milliseconds(split, split.ideal)}."
+    if not split.loss.known:
+        return f"{text} The loss is not measured."
+    lost = milliseconds(split, split.loss)
+    if split.loss.sets < stats.LEAST_SETS:
+        text += f" {phrases.plural(split.loss.sets, 'set')} only: a claim needs {stats.LEAST_SETS}."
+    elif not split.loss.low > 0:
+        return f"{text} No loss is resolved: {lost}."
+    parts = sorted((p for p in split.parts if p.seconds.low > 0), key=lambda p: -p.seconds.value)
+    named = [f"{p.name}{f' ({p.note})' if p.note else ''} {milliseconds(split, p.seconds)}" for p in parts]
+    text += f" Lost: {lost}, of which {phrases.joined(named)}." if named else f" Lost: {lost}; no part is resolved."
+    gains = [f"{p.name} {milliseconds(split, p.seconds, sign=True)}" for p in split.parts if p.seconds.high < 0]
+    text += f" Gained: {phrases.joined(gains)}." if gains else ""
+    if split.overlapped.known:
+        text += f" Of the exchange {milliseconds(split, split.overlapped)} more lie under the backward pass."
+    if split.interaction.known:
+        text += f" The parts add up to all but {milliseconds(split, split.interaction, sign=True)}, their interaction"
+        text += "." if split.reliable else ": above a third of the loss, so the split is unreliable."
+    return text
+
+
+def table(study: Study) -> pd.DataFrame:
+    """One row a part: how it was measured, its seconds in a step, and its share of the loss."""
+    found = []
+    for split in splits(study):
+        several = {"Family": split.family}
+        rows: list[tuple[str, str, Seconds, str]] = [
+            ("ideal", f"one rank's time divided by {split.ranks}", split.ideal, ""),
+            *((p.name, p.how, p.seconds, p.note) for p in split.parts),
+        ]
+        if all(p.name != RANK_ZERO for p in split.parts):
+            rows.append((RANK_ZERO, "none: every rank does the same", Seconds(value=0.0), ""))
+        rows += [
+            ("sum of the parts", "", split.total, ""),
+            ("interaction", "the loss less the sum", split.interaction, "" if split.reliable else "split unreliable"),
+            ("loss", "measured less ideal", split.loss, ""),
+            ("measured", f"{split.unit} as they train", split.measured, ""),
+            ("exchange, loading off", f"{split.unit}, all of these off together", split.all_off, ""),
+            ("overlapped communication", "the exchange in a profile, less what is exposed", split.overlapped, ""),
+        ]
+        lossy = {p.name for p in split.parts} | {"sum of the parts", "interaction"}
+        found += [
+            {
+                **several,
+                "Part": name,
+                "How it is measured": how,
+                "Time in a step": milliseconds(split, seconds) if name != RANK_ZERO or seconds.sets else "0",
+                "Share of the loss": _share(seconds, split.loss) if name in lossy else _NONE,
+                "Sets": str(seconds.sets) if seconds.sets else _NONE,
+                "Note": note,
+            }
+            for name, how, seconds, note in rows
+        ]
+    frame = pd.DataFrame(found)
+    if frame.empty:
+        return frame
+    frame = frame.drop(columns="Family") if frame["Family"].nunique() == 1 else frame
+    return frame if frame["Note"].any() else frame.drop(columns="Note")
+
+
+def _share(seconds: Seconds, loss: Seconds) -> str:
+    if not (seconds.known and loss.known and loss.low > 0):
+        return _NONE
+    return f"{100 * seconds.value / loss.value:.0f} %"

@@ -1,0 +1,47 @@
+"""The question how ranks should exchange gradients: each setting alone, and where there is nothing to exchange."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from test_lost_scaling import setup
+
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.exchange import NO_EXCHANGE, exchange
+from ddpm_lab.exchange_settings import HOOKS, NCCL, ExchangeConfig
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (8, 8)])
+def test_each_setting_is_changed_alone(gpus: int, ranks: int) -> None:
+    (family,) = exchange(setup("quick", gpus)).families
+    assert family.baseline.world_size == ranks
+    assert family.baseline.exchange == ExchangeConfig()
+    *settings, (_, twice) = family.candidates
+    usual = dataclasses.asdict(ExchangeConfig())
+    for _, config in settings:
+        assert set(family.baseline.differences(config)) == {"exchange"}
+        assert sum(usual[name] != value for name, value in dataclasses.asdict(config.exchange).items()) == 1
+    assert not dict(settings)[NO_EXCHANGE].exchange.enabled
+    assert {config.exchange.hook for _, config in settings} == set(HOOKS)
+    assert {config.exchange.nccl for _, config in settings} == (set(NCCL) if gpus else {"default"})
+    micro_batch = family.baseline.global_batch_size // ranks
+    assert twice.accumulation == 2
+    assert twice.rank_batch_size // twice.accumulation == micro_batch, "half the exchanges for equal images"
+
+
+def test_ranks_and_batch_can_be_chosen_and_smoke_is_short() -> None:
+    two, four = exchange(setup(), world_sizes=[2, 4], global_batch_size=16).families
+    assert [f.baseline.world_size for f in (two, four)] == [2, 4]
+    assert {f.baseline.global_batch_size for f in (two, four)} == {16}
+    (family,) = exchange(setup("smoke")).families
+    assert [label for label, _ in family.candidates] == [NO_EXCHANGE, "bf16 hook"]
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    alone = exchange(setup(cores=1))
+    assert [f.candidates for f in alone.families] == [()]
+    ((_, label, reason),) = alone.left_out
+    assert (label, reason) == ("2 ranks", "this machine has one usable core; each rank needs its own")
+    with pytest.raises(ConfigError, match="world_sizes has 1, and one rank exchanges nothing: give 2 or more"):
+        exchange(setup(), world_sizes=[1, 2])

@@ -1,0 +1,44 @@
+"""What is said of the exchange: its cost from ranks that exchange nothing, which are never the fastest setting."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import records as make
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.exchange import BASELINE, NO_EXCHANGE
+from ddpm_lab.exchange_settings import ExchangeConfig
+from ddpm_lab.explain import ranking
+from ddpm_lab.explain.findings import finding
+from ddpm_lab.explain.frames import RECOMMENDATION, Study
+
+BASE = RunConfig(world_size=2)
+
+
+def with_exchange(**changes: Any) -> RunConfig:
+    return dataclasses.replace(BASE, exchange=ExchangeConfig(**changes))
+
+
+def study(ratio: float, experiment: str = "exchange") -> Study:
+    rows = {NO_EXCHANGE: (with_exchange(enabled=False), ratio), "bf16 hook": (with_exchange(hook="bf16"), 1.1)}
+    records = make.sets(
+        rows, baseline=BASE, baseline_label=BASELINE, experiment="exchange", family="tiny, batch 32, 2 ranks"
+    )
+    return make.study(records, experiment)
+
+
+def test_the_cost_of_the_exchange_is_what_a_step_takes_less_without() -> None:
+    found = finding(study(1.25))
+    assert found.headline.startswith("bf16 hook trains 1.10 times as fast as the default")
+    assert "Without exchange a step of tiny, batch 32, 2 ranks is 20." in found.claim or "is 19." in found.claim
+    assert "shorter (" in found.claim
+    assert "exposed communication" in found.claim
+    assert "not called shorter (ratio 1.00" in finding(study(1.0)).claim
+
+
+def test_ranks_without_exchange_are_not_recommended() -> None:
+    group = ranking.fastest(study(1.9, RECOMMENDATION))
+    assert group is not None
+    assert [row["label"] for row in group.rows] == ["bf16 hook", BASELINE]

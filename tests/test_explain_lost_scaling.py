@@ -1,0 +1,228 @@
+"""The lost scaling from records in which each part of it is planted, alone and together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import records as make
+from matplotlib.patches import Rectangle
+
+from ddpm_lab import plan
+from ddpm_lab.config import RunConfig
+from ddpm_lab.explain import figure_lost_scaling, figure_style, figures, lost_scaling_table, phrases, tables
+from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.lost_scaling import Split, splits
+from ddpm_lab.lost_scaling import lost_scaling
+from ddpm_lab.record import RunRecord
+
+ONE = RunConfig(global_batch_size=16)
+RANKS, IMAGE = 2, 1.0
+FAMILY = lost_scaling(ONE, RANKS, name="tiny, batch 16, 2 ranks", ranks_label="2 ranks", usable_cores=2)
+WITH_RANK_ZERO = lost_scaling(
+    ONE, RANKS, name="tiny, batch 16, 2 ranks", ranks_label="2 ranks", usable_cores=2, without_rank_zero={"logs": False}
+)
+PARTS = {
+    "communication": "exposed communication",
+    "data": "waiting for data",
+    "rank_zero": "work of rank 0 alone",
+    "slow": "slowest rank",
+    "fixed": "smaller batch of a rank",
+    "threads": "fewer threads for a rank",
+    "shared": "shared memory and cores",
+    "interaction": "interaction",
+}
+
+
+def steps(**plants: float) -> dict[str, float]:
+    """Milliseconds of a step of each configuration, with planted losses; ``fixed`` is what no batch makes smaller."""
+    p = {**dict.fromkeys(PARTS, 0.0), **plants}
+    small = p["fixed"] + IMAGE * ONE.global_batch_size / RANKS
+    off = small + p["threads"] + p["shared"] + p["slow"]
+    many = off + p["communication"] + p["data"] + p["rank_zero"] + p["interaction"]
+    one_off = p["fixed"] + IMAGE * ONE.global_batch_size
+    return {
+        "2 ranks": many,
+        plan.NO_EXCHANGE: many - p["communication"],
+        plan.READY_BATCHES: many - p["data"],
+        plan.NO_RANK_ZERO: many - p["rank_zero"],
+        plan.ALL_OFF: off,
+        plan.ONE_OFF: one_off,
+        plan.ONE_RANK: one_off + p["data"] + p["rank_zero"],
+        plan.ONE_READY: one_off + p["rank_zero"],
+        plan.ONE_NO_RANK_ZERO: one_off + p["data"],
+        plan.ONE_SMALL: small,
+        plan.ONE_SMALL_THREADS: small + p["threads"],
+    }
+
+
+def measured(family: plan.Family, count: int = 6, /, **plants: float) -> list[RunRecord]:
+    """Records of a family with planted losses, in milliseconds."""
+    times = steps(**plants)
+    base = times[plan.ONE_OFF]
+    candidates = {
+        label: (config, base * config.global_batch_size / ONE.global_batch_size / times[label])
+        for label, config in family.candidates
+    }
+    values: dict[str, Any] = {"baseline": family.baseline, "baseline_label": plan.ONE_OFF, "experiment": "multi_gpu"}
+    found = make.sets(candidates, family=family.name, count=count, step_seconds=base / 1e3, set_noise=0.001, **values)
+    share = 1 - plants.get("slow", 0.0) / times[plan.ALL_OFF]
+    return [_uneven(r, share) if r.label == plan.ALL_OFF else r for r in found]
+
+
+def _uneven(record: RunRecord, share: float) -> RunRecord:
+    """Rank 1 takes as long as the window, rank 0 a ``share`` of it."""
+    windows = [dataclasses.replace(w, rank_seconds=(share * w.seconds, w.seconds)) for w in record.windows]
+    return dataclasses.replace(record, windows=tuple(windows))
+
+
+def study(records: Sequence[RunRecord]) -> Study:
+    return make.study(list(records), "multi_gpu")
+
+
+def split(family: plan.Family = FAMILY, **plants: float) -> Split:
+    (found,) = splits(study(measured(family, **plants)))
+    return found
+
+
+def parts(found: Split) -> Mapping[str, Any]:
+    return {**{part.name: part.seconds for part in found.parts}, "interaction": found.interaction}
+
+
+# One rank pays for its data and for rank 0's work too, so that half of them is no loss; half of what is fixed is one.
+LOST = {"data": 0.5, "rank_zero": 0.5, "fixed": 0.5}
+
+
+@pytest.mark.parametrize("plant", PARTS)
+def test_a_planted_loss_is_found_by_its_own_part_and_by_no_other(plant: str) -> None:
+    family = WITH_RANK_ZERO if plant == "rank_zero" else FAMILY
+    found = split(family, **{plant: 4.0})
+    expected = {name: 4.0 * LOST.get(key, 1.0) if key == plant else 0.0 for key, name in PARTS.items()}
+    for name, seconds in parts(found).items():
+        assert 1e3 * seconds.value == pytest.approx(expected[name], abs=0.15), name
+        half = (seconds.high - seconds.low) / 2
+        assert abs(seconds.value - expected[name] / 1e3) <= 2 * half, f"{name} is far outside its interval"
+        assert half < 0.2e-3
+    assert 1e3 * found.loss.value == pytest.approx(sum(expected.values()), abs=0.15)
+    assert 1e3 * found.ideal.value == pytest.approx(steps(**{plant: 4.0})[plan.ONE_RANK] / 2, rel=0.02)
+
+
+def test_all_losses_together_add_up_to_the_loss() -> None:
+    planted = {"communication": 3.0, "data": 2.0, "rank_zero": 1.0, "slow": 2.5, "fixed": 2.0, "threads": 1.5}
+    found = split(WITH_RANK_ZERO, **planted, shared=0.5, interaction=0.7)
+    assert len(found.parts) == len(PARTS) - 1
+    total = sum(part.seconds.value for part in found.parts)
+    for name, seconds in parts(found).items():
+        key = next(key for key, part in PARTS.items() if part == name)
+        expected = {**planted, "shared": 0.5, "interaction": 0.7}[key] * LOST.get(key, 1.0)
+        assert 1e3 * seconds.value == pytest.approx(expected, abs=0.2), name
+    assert found.total.value == pytest.approx(total, rel=1e-9)
+    assert found.loss.value == pytest.approx(total + found.interaction.value, rel=1e-9)
+    assert found.measured.value - found.ideal.value == pytest.approx(found.loss.value, rel=1e-9)
+    assert 1e3 * found.all_off.value == pytest.approx(steps(**planted, shared=0.5)[plan.ALL_OFF], rel=0.02)
+    assert found.reliable
+
+
+def test_the_sentence_names_the_largest_part_first_and_the_slowest_rank() -> None:
+    said = lost_scaling_table.sentence(split(communication=2.0, slow=4.0))
+    assert said.startswith("2 ranks take 14.")
+    assert "Lost: 6.0 ms (" in said
+    assert said.index("slowest rank (rank 1) ") < said.index("exposed communication ")
+    assert "unreliable" not in said
+
+
+def test_an_interaction_above_a_third_makes_the_split_unreliable() -> None:
+    fine, bad = (split(communication=4.0, interaction=x) for x in (1.0, 3.0))
+    assert fine.reliable
+    assert not bad.reliable
+    assert "above a third of the loss, so the split is unreliable" in lost_scaling_table.sentence(bad)
+    shown = lost_scaling_table.table(study(measured(FAMILY, communication=4.0, interaction=3.0)))
+    assert list(shown[shown["Part"] == "interaction"]["Note"]) == ["split unreliable"]
+
+
+def test_where_nothing_is_lost_nothing_is_claimed() -> None:
+    said = lost_scaling_table.sentence(split())
+    assert "No loss is resolved" in said
+    assert "of which" not in said
+    few = study(measured(FAMILY, 2, communication=4.0))
+    assert "2 sets only: a claim needs 6" in lost_scaling_table.sentence(splits(few)[0])
+
+
+def test_a_part_that_could_not_be_measured_says_why_and_the_others_stay() -> None:
+    records = [r for r in measured(FAMILY, communication=4.0) if r.label != plan.READY_BATCHES]
+    config = dict(FAMILY.candidates)[plan.READY_BATCHES]
+    values = {"family": FAMILY.name, "baseline_id": FAMILY.baseline.run_id, "experiment": "multi_gpu"}
+    records.append(
+        make.record(config, role="candidate", label=plan.READY_BATCHES, status="oom", reason="no memory", **values)
+    )
+    of = study(records)
+    (found,) = splits(of)
+    by_name = {part.name: part for part in found.parts}
+    assert 1e3 * by_name["exposed communication"].seconds.value == pytest.approx(4.0, abs=0.15)
+    assert not by_name["waiting for data"].seconds.known
+    assert by_name["waiting for data"].note == f"not measured: {plan.READY_BATCHES} (no memory)"
+    assert not found.total.known
+    shown = lost_scaling_table.table(of).set_index("Part")
+    for name in ("waiting for data", "interaction"):
+        assert str(shown.loc[name, "Time in a step"]) == "not measured"
+    assert figure_lost_scaling.figure(of) is None, "a waterfall with a gap does not arrive"
+
+
+def test_overlapped_communication_is_what_a_profile_saw_beyond_the_exposed() -> None:
+    config = dataclasses.replace(dict(FAMILY.candidates)["2 ranks"], purpose="profile")
+    spans = [{"communication": {"seconds": s, "overlapped_seconds": 0.0}} for s in (0.009, 0.007)]
+    ranks = [{"unsynchronised": {"spans": found}} for found in spans]
+    profile = {"budget": {"ranks": ranks}}
+    values: dict[str, Any] = {"experiment": "multi_gpu", "set_id": "", "baseline_id": "", "family": FAMILY.name}
+    told = make.record(config, role="profile", label="2 ranks", profile=profile, **values)
+    (found,) = splits(study([*measured(FAMILY, communication=4.0), told]))
+    assert found.communication == 0.007, "the rank that waits least for the other"
+    assert 1e3 * found.overlapped.value == pytest.approx(3.0, abs=0.15)
+    assert found.overlapped.low < found.overlapped.value < found.overlapped.high
+    assert not split(communication=4.0).overlapped.known
+
+
+def test_the_parts_are_no_comparisons_of_the_question() -> None:
+    main = make.sets({"2 ranks": (RunConfig(world_size=2), 1.5)}, experiment="multi_gpu", baseline_label="1 rank")
+    alone, beside = (comparisons(study(r)) for r in (main, [*main, *measured(FAMILY, communication=4.0)]))
+    assert list(beside["label"]) == list(alone["label"])
+    assert list(beside["p_holm"].dropna()) == list(alone["p_holm"].dropna())
+
+
+def test_the_question_shows_figure_table_and_sentence() -> None:
+    main = make.sets({"2 ranks": (RunConfig(world_size=2), 1.5)}, experiment="multi_gpu", baseline_label="1 rank")
+    of = study([*main, *measured(FAMILY, communication=4.0)])
+    captions = [caption for caption, _ in tables.more(of)]
+    assert any(c.startswith("Where the lost scaling went. 2 ranks take") for c in captions)
+    assert "lost_scaling" in [name for _, _, name in figures.more(of)]
+    assert phrases.context(of) == phrases.context(study(main)), "the question's batches, not those of the parts"
+    assert "lost_scaling" not in [name for _, _, name in figures.more(study(main))]
+    shown = lost_scaling_table.table(of).set_index("Part")
+    assert shown.loc["work of rank 0 alone", "How it is measured"] == "none: every rank does the same"
+    assert shown.loc["exposed communication", "Share of the loss"] in ("99 %", "100 %", "101 %")
+
+
+def test_the_waterfall_leads_from_the_ideal_to_the_measured() -> None:
+    planted = {"communication": 3.0, "data": 2.0, "slow": 2.5, "fixed": 2.0, "threads": 1.5, "interaction": -1.0}
+    of = study(measured(FAMILY, **planted))
+    with figure_style.style():
+        drawn = figure_lost_scaling.figure(of)
+    assert drawn is not None
+    (ax,) = drawn.axes
+    bars = sorted((p for p in ax.patches if isinstance(p, Rectangle)), key=lambda p: p.get_y())
+    assert [label.get_text() for label in ax.get_yticklabels()] == [
+        "ideal",
+        *(part.name for part in splits(of)[0].parts),
+        "interaction",
+        "measured",
+    ]
+    reached = 0.0
+    for bar in bars[:-1]:
+        assert bar.get_x() == pytest.approx(reached)
+        reached += bar.get_width()
+    assert bars[-1].get_x() == 0
+    assert bars[-1].get_width() == pytest.approx(reached, rel=1e-9)
+    assert reached == pytest.approx(steps(**planted)["2 ranks"], rel=0.02)

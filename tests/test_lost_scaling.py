@@ -1,0 +1,109 @@
+"""The configurations of the lost scaling, and what is planted in real ranks and found again."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import records as make
+
+from ddpm_lab import plan
+from ddpm_lab.config import RunConfig
+from ddpm_lab.explain.lost_scaling import splits
+from ddpm_lab.lost_scaling import lost_scaling
+from ddpm_lab.measure import hardware
+from ddpm_lab.measure.code_version import code_version
+from ddpm_lab.measure.seat import Instrument, Member
+from ddpm_lab.measure.sets import measure_set
+from ddpm_lab.plan import Plan
+from ddpm_lab.questions import multi_gpu
+from ddpm_lab.setting import Images, Setup
+
+
+def setup(preset: str = "quick", gpus: int = 0, cores: int = 4) -> Setup:
+    images = Images(folder="somewhere", sha256="abc", name="5,000 synthetic images")
+    device = "cuda" if gpus else "cpu"
+    return Setup(preset=preset, network="tiny", images=images, device=device, gpus=gpus, usable_cores=cores)
+
+
+@pytest.mark.parametrize(("device", "threads"), [("cpu", 2), ("cuda", 0)])
+def test_each_configuration_has_its_own_thing_off(device: str, threads: int) -> None:
+    one = RunConfig(device=device, global_batch_size=16, loader="files", loader_workers=2)
+    family = lost_scaling(one, 2, name="work", ranks_label="2 ranks", usable_cores=4)
+    rows = dict(family.candidates)
+    assert family.together
+    assert family.baseline == dataclasses.replace(one, loader="still", loader_workers=0)
+    assert set(rows["2 ranks"].differences(one)) == {"world_size"}
+    assert set(rows[plan.NO_EXCHANGE].differences(rows["2 ranks"])) == {"exchange"}
+    assert set(rows[plan.READY_BATCHES].differences(rows["2 ranks"])) == {"loader", "loader_workers"}
+    assert set(rows[plan.ALL_OFF].differences(rows["2 ranks"])) == {"exchange", "loader", "loader_workers"}
+    assert rows[plan.ONE_RANK] == one
+    assert rows[plan.ONE_SMALL] == dataclasses.replace(family.baseline, global_batch_size=8)
+    assert (plan.ONE_SMALL_THREADS in rows) == bool(threads)
+    if threads:
+        assert rows[plan.ONE_SMALL_THREADS] == dataclasses.replace(rows[plan.ONE_SMALL], threads=threads)
+
+
+def test_work_of_rank_zero_is_switched_off_where_a_workload_has_some() -> None:
+    one = RunConfig(workload="mine:step", global_batch_size=16, options=(("logs", True), ("size", 3)))
+    family = lost_scaling(one, 2, name="work", ranks_label="2 ranks", usable_cores=4, without_rank_zero={"logs": False})
+    quiet = [label for label, config in family.candidates if not config.option("logs", True)]
+    assert set(quiet) == {
+        *(plan.ALL_OFF, plan.ONE_SMALL, plan.ONE_SMALL_THREADS, plan.NO_RANK_ZERO, plan.ONE_NO_RANK_ZERO),
+    }
+    assert not family.baseline.option("logs", True)
+    assert all(config.option("size", 0) == 3 for _, config in family.candidates)
+
+
+def test_it_is_measured_in_full_or_when_asked_for_with_a_profile_of_all_ranks() -> None:
+    for preset, asked, there in (("full", None, True), ("full", False, False), ("quick", None, False)):
+        found = multi_gpu(setup(preset), lost_scaling=asked)
+        assert any(f.name.endswith(plan.LOST) for f in found.families) == there
+        assert len(found.profiles) == there
+    found = multi_gpu(setup(gpus=8), lost_scaling=True, global_batch_sizes=[4, 64, 32])
+    (family,) = (f for f in found.families if f.together)
+    label, config = family.candidates[0]
+    assert (label, config.world_size, config.global_batch_size) == ("8 GPUs", 8, 32), "the smallest that 8 can share"
+    assert found.profiles == ((family.name, label, dataclasses.replace(config, purpose="profile")),)
+    others = {f.baseline.run_id for f in found.families if f is not family}
+    assert family.baseline.run_id not in others, "sets of the question would count as sets of the split"
+    assert not multi_gpu(setup(cores=1), lost_scaling=True).profiles
+
+
+@pytest.mark.slow
+def test_what_is_planted_in_real_ranks_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits of known length, so that ranks do not fight for cores; each is of its own size."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    workload = "lab_workloads:waiting"
+    planted = {"image": 0.008, "fixed": 0.040, "loader": 0.048, "slow": 0.032, "exchange": 0.072}
+    one = RunConfig(workload=workload, global_batch_size=8, oversubscribe=True, options=tuple(planted.items()))
+    family = lost_scaling(one, 2, name="waits", ranks_label="2 ranks", usable_cores=hardware.usable_cores())
+    instrument = Instrument(
+        code=code_version(workload), cache=tmp_path, usable_cores=hardware.usable_cores(), data_name="none"
+    )
+    members = [
+        Member("baseline", family.baseline_label, family.baseline),
+        *(Member("candidate", label, config) for label, config in family.candidates),
+    ]
+    short = Plan(turns=3, window_seconds=0.1, window_steps=2, warmup_steps=5)
+    records = [
+        # Ranks that wait do not share a core: what several of them show is a speed here.
+        dataclasses.replace(r, mechanism_only=False)
+        for _ in range(2)
+        for r in measure_set(instrument, experiment="multi_gpu", family=family.name, plan=short, members=members)
+    ]
+    assert {r.status for r in records} == {"ok"}
+    (found,) = splits(make.study(records, "multi_gpu"))
+    expected = {
+        "exposed communication": planted["exchange"],
+        "waiting for data": planted["loader"] / 2,
+        "slowest rank": planted["slow"],
+        "smaller batch of a rank": planted["fixed"] / 2,
+        "fewer threads for a rank": 0.0,
+        "shared memory and cores": 0.0,
+    }
+    room = planted["fixed"] / 4  # what busy neighbours of the tests add to a step: below half of any part
+    assert {p.name: p.seconds.value for p in found.parts} == pytest.approx(expected, abs=room)
+    assert found.loss.value == pytest.approx(sum(expected.values()), abs=2 * room)
+    assert abs(found.interaction.value) < 2 * room
