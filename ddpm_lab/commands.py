@@ -153,7 +153,9 @@ def _print_summaries(measured: Sequence[Any]) -> None:
     from ddpm_lab.experiments import records_of  # noqa: PLC0415
 
     for one in measured:
-        for summary in summary_lines.of_records(records_of(one)):
+        configurations = [c for c in one.experiment.configurations if c.data]
+        images = {c.data_sha256: summary_lines.train_count(c) for c in configurations}
+        for summary in summary_lines.of_records(records_of(one), images):
             print(*summary_lines.lines(summary), sep="\n", file=sys.stderr)
 
 

@@ -29,6 +29,7 @@ SUBMISSION = "submission.json"
 ARGUMENTS, STATE = "arguments", "state"
 COMMANDS = ("run", "train", "compare", "calibrate")
 """Commands whose results go to an --output-dir, and that a job can run."""
+MANY_NODES = ("run", "train")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +192,9 @@ def submit(tasks: Sequence[Task], request: Request, folder: Path, *, requeue: bo
     Raises:
         ConfigError: SLURM or the job scripts are not here, the folder cannot be written, or sbatch refused the job.
     """
+    for task in tasks:
+        if request.nodes > 1:
+            choice("the command of a job on several nodes", task.arguments[0], MANY_NODES)
     sbatch = shutil.which("sbatch")
     if sbatch is None:
         raise ConfigError("there is no sbatch here: submit from a login node of a SLURM cluster")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import itertools
 import json
+import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -14,7 +18,7 @@ from ddpm_lab.config import RunConfig, digest
 from ddpm_lab.ledger import Head, Ledger, load
 from ddpm_lab.plan import Plan
 from ddpm_lab.planning import LEDGER
-from ddpm_lab.record import JOB, Environment, Machine, RunRecord
+from ddpm_lab.record import JOB, Environment, LedgerError, Machine, RunRecord
 from ddpm_lab.slurm import STATE, SUBMISSION, Submission, read_submission
 from ddpm_lab.slurm_jobs import Ending, SlurmSilentError, Told, ask, ending, tail
 
@@ -58,9 +62,29 @@ def collect(folder: Path, output: Path) -> list[Collected]:
     """
     ledger = Ledger(output / LEDGER)
     collected = []
-    for submission in submissions(folder):
-        if submission.job_id is None:
-            continue  # sbatch was interrupted: nothing was accepted
+    found = submissions(folder)
+    with _one_at_a_time(ledger.path.parent):
+        for submission in found:
+            collected += _collect(submission, ledger)
+    return collected
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Wait for others who collect into the same ledger: what one has looked for, the other may be adding."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".collecting").open("w")
+    except OSError as error:
+        raise LedgerError(f"cannot write to {folder}: {error.strerror}; choose another --output-dir") from error
+    with file:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _collect(submission: Submission, ledger: Ledger) -> Iterator[Collected]:
+    if submission.job_id is not None:  # else sbatch was interrupted: nothing was accepted
         told: dict[str, Told] = {}
         silent = ""
         try:
@@ -68,8 +92,7 @@ def collect(folder: Path, output: Path) -> list[Collected]:
         except SlurmSilentError as error:
             silent = str(error)
         for number in range(len(submission.tasks)):
-            collected.append(_task(submission, number, told, silent, ledger))
-    return collected
+            yield _task(submission, number, told, silent, ledger)
 
 
 def _task(submission: Submission, number: int, told: dict[str, Told], silent: str, ledger: Ledger) -> Collected:
@@ -95,19 +118,29 @@ def _task(submission: Submission, number: int, told: dict[str, Told], silent: st
 def whole_sets(path: Path) -> list[RunRecord]:
     """The records of a ledger without those of a set that was not written as a whole.
 
-    The lines of a set are written together. Where one is damaged, as by a full disk or while it is being written, the
-    set of the line before it may lack members; a set without baseline and twin does.
+    The lines of a set are written together. Where one is damaged, as by a full disk or while it is being written, its
+    set lacks a member (that of the line before it, where it does not say); so does one without baseline and twin.
     """
     heads, damaged = Ledger(path).heads()
     records, more = load(heads)
     bad = {(d.path, d.line) for d in more}
     lines = {h.line: r for h, r in zip([h for h in heads if (h.path, h.line) not in bad], records, strict=True)}
-    torn = {before.set_id for d in (*damaged, *more) if (before := lines.get(d.line - 1))}
+    torn = {
+        _set_of(path, d.line) or (lines[d.line - 1].set_id if d.line - 1 in lines else "") for d in (*damaged, *more)
+    }
     roles: dict[str, set[str]] = {}
     for r in records:
         roles.setdefault(r.set_id, set()).add(r.role)
     torn |= {s for s, found in roles.items() if found & set(SET_ROLES) and not {"baseline", "twin"} <= found}
     return [r for r in records if r.role not in SET_ROLES or r.set_id not in torn]
+
+
+def _set_of(path: Path, number: int) -> str | None:
+    """The set that a line names at its beginning, however it goes on."""
+    with path.open("rb") as file:
+        line = next(itertools.islice(file, number - 1, None), b"")
+    named = re.match(rb'\{"set_id":"([^"\\]*)"', line)
+    return named[1].decode(errors="replace") if named else None
 
 
 def missing(records: Sequence[RunRecord], ledger: Ledger) -> list[RunRecord]:

@@ -24,7 +24,7 @@ LOSS, UTILISATION = "Best validation loss", "GPU-Util"
 NOT_CLAIMED = "not claimed"
 MECHANISM = "more ranks than cores, or CPU ranks on a GPU machine"
 _NAMED_APART = ("network", "global_batch_size", "image_size", "options")
-_SHARED = ("data", "data_sha256", "purpose", "seed", "device", "world_size", "oversubscribe")
+_SHARED = ("data", "data_sha256", "purpose", "seed", "device", "world_size", "nodes", "oversubscribe")
 """Settings that are not part of a configuration's name in a log: repeats of one configuration, and its sizes."""
 
 
@@ -108,29 +108,30 @@ def of_training(config: RunConfig, folder: Path, gpu_percent: float | None) -> S
     return _summary(config, seconds=seconds, epochs=epochs, loss=best, gpu_percent=gpu_percent)
 
 
-def of_records(records: Iterable[RunRecord]) -> list[Summary]:
+def of_records(records: Iterable[RunRecord], images: Mapping[str, int]) -> list[Summary]:
     """One summary for each configuration that was timed in sets or trained for its loss, in the order of the records.
 
-    Seconds and images of a set's windows that were not disturbed; the second baseline is the first again.
+    Seconds and images of a set's windows that were not disturbed; the second baseline is the first again. ``images``
+    says by their ``data_sha256`` how many images an epoch has.
     """
     by_run: dict[str, list[RunRecord]] = defaultdict(list)
     for r in records:
         if r.status == "ok" and r.role in ("baseline", "candidate", "quality"):
             by_run[r.run_id].append(r)
-    return [_measured(found) for found in by_run.values()]
+    return [_measured(found, images) for found in by_run.values()]
 
 
-def _measured(records: list[RunRecord]) -> Summary:
+def _measured(records: list[RunRecord], known: Mapping[str, int]) -> Summary:
     config = records[0].config
     windows = [w for r in records for w in r.windows if not w.dropped]
     looks = [look["loss"] for r in records for look in (r.quality or {}).get("held_out") or ()]
     busy = [value for w in windows if (value := w.state.get("gpu_utilisation_percent")) is not None]
     images = sum(w.images for w in windows)
-    epochs = images / train_count(config) if images and config.data else None
+    epoch = known.get(config.data_sha256)
     return _summary(
         config,
         seconds=sum(w.seconds for w in windows) if windows else None,
-        epochs=epochs,
+        epochs=images / epoch if images and epoch else None,
         loss=min(looks, default=None),
         gpu_percent=fmean(busy) if busy else None,
         note=MECHANISM if any(r.mechanism_only for r in records) else "",
@@ -145,18 +146,12 @@ def _summary(config: RunConfig, *, seconds: float | None, epochs: float | None, 
         configuration=name_of(config),
         gpus=config.world_size if config.device == "cuda" else 0,
         ranks=config.world_size,
-        nodes=nodes_of(config),
+        nodes=config.nodes,
         epochs=epochs,
         seconds=seconds,
         epoch_seconds=seconds / epochs if seconds and epochs else None,
         **values,
     )
-
-
-def nodes_of(config: RunConfig) -> int:
-    """Machines that a configuration's ranks run on."""
-    del config
-    return 1
 
 
 def train_count(config: RunConfig) -> int:
@@ -165,8 +160,8 @@ def train_count(config: RunConfig) -> int:
 
 
 def watched(config: RunConfig) -> Utilisation:
-    """A watch over the GPUs of a run."""
-    gpus = hardware.gpus()[: config.world_size] if config.device == "cuda" else ()
+    """A watch over the GPUs that a run uses on this host."""
+    gpus = hardware.gpus()[: config.node_size] if config.device == "cuda" else ()
     return Utilisation([gpu.uuid for gpu in gpus if gpu.uuid])
 
 

@@ -53,17 +53,19 @@ if ((nodes > 1)); then
   port=$((15000 + SLURM_JOB_ID % 15000))
   address=${DDPM_LAB_ADDRESS:-$(first_address)}
   echo "rendezvous: ${DDPM_LAB_RDZV:-static} at $address:$port"
-  # srun takes these from its own options only.
-  command=(srun --nodes="$nodes" --ntasks="$nodes" --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --kill-on-bad-exit=1
-    bash "$here/node.sh" "$address" "$port" "${arguments[@]}")
+  # A step does not take over the cores of a task by itself.
+  command=(srun --nodes="$nodes" --ntasks="$nodes" ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}
+    --kill-on-bad-exit=1 bash "$here/node.sh" "$address" "$port" "${arguments[@]}")
 else
   command=("$DDPM_LAB_PYTHON" -m ddpm_lab "${arguments[@]}")
 fi
 
 # The lab saves what it has at the first SIGTERM. srun would kill its tasks at once: they are told by way of SLURM.
 stopping=
+child=
 forward() {
   stopping=1
+  if [[ -z $child ]]; then exit 143; fi
   echo "ddpm-lab job: SIGTERM, as before the time limit: the lab is told to save and stop" >&2
   echo "signalled $(date -Is)" >>"$state"
   if ((nodes > 1)); then
@@ -72,9 +74,9 @@ forward() {
     kill -TERM "$child" 2>/dev/null || true
   fi
 }
+trap forward TERM
 "${command[@]}" &
 child=$!
-trap forward TERM
 while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done # a signal ends a wait, and not the lab
 code=0
 wait "$child" || code=$?

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Many nodes with all their GPUs, one torchrun on each: sbatch slurm/many_nodes.sh run multi_gpu --nodes 2
+# Many nodes with all their GPUs, one torchrun on each: sbatch slurm/many_nodes.sh run multi_gpu --preset full
 # What follows the script is a command of ddpm-lab. Submit from the folder that holds slurm/ and outputs/; a copy of both
 # will do. Without GPUs: sbatch --gres=none slurm/many_nodes.sh ...
 

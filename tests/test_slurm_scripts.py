@@ -21,19 +21,9 @@ from ddpm_lab.data.packed import prepare
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.planning import CHECKOUT, LEDGER
 from ddpm_lab.record import JOB
+from ddpm_lab.slurm_logs import read_log
 
 ODD = """it's a "job" $(touch made) %j;x"""
-TESTS = Path(__file__).parent
-# torchrun runs the stand-in in the place of the lab's ranks.
-STAND_IN = f"""\
-#!/bin/bash
-words=()
-while (($#)); do
-  if [[ "$1 ${{2-}} ${{3-}}" == "-m ddpm_lab rank" ]]; then words+=("{TESTS}/rank_stand_in.py"); shift 3
-  else words+=("$1"); shift; fi
-done
-exec {sys.executable} "${{words[@]}}"
-"""
 LOOPS = """
 import time
 def before(seconds=0.004):
@@ -89,7 +79,6 @@ def collected(call: Call, output: Path) -> dict[str, Any]:
 def test_jobs_from_submission_to_ledger(
     call: Call, cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = time.monotonic()
     work = tmp_path / ODD
     (work / "outputs").mkdir(parents=True)
     monkeypatch.chdir(work)
@@ -101,9 +90,9 @@ def test_jobs_from_submission_to_ledger(
     # First, since a time limit is a whole minute, and looked at every thirty seconds.
     monkeypatch.setattr(sys, "executable", executable(tmp_path / "frozen", FROZEN))
     late = submitted(call, "--time", 1, "--", "run", "amp")
-    monkeypatch.setattr(sys, "executable", executable(tmp_path / "python", STAND_IN))
-    both = submitted(call, "--nodes", 2, "--time", 5, "--", *COMPARE)
     monkeypatch.setattr(sys, "executable", lab)
+    train = ("train", "--data", tmp_path / "data", "--image-size", 8, "--global-batch-size", 4, "--sample-every", 0)
+    both = submitted(call, "--nodes", 2, "--time", 5, "--", *train, "--world-size", 2, "--steps", 4)
     Path("good.toml").write_text("sets = 1\n")
     Path("bad.toml").write_text('sets = 1\ndevice = "cuda"\n')
     files = ("--array", "good.toml", "bad.toml")
@@ -112,8 +101,8 @@ def test_jobs_from_submission_to_ledger(
     shutil.copytree(CHECKOUT / "slurm", "slurm")
     monkeypatch.setenv("DDPM_LAB_PYTHON", lab)
     monkeypatch.setenv("DDPM_LAB_REQUEUE", "1")
-    train = ("train", "--data", tmp_path / "data", "--image-size", 8, "--steps", 10**6, "--output-dir", "a run")
-    by_hand = scheduler("sbatch", "--parsable", "--time=1", "--gres=none", "slurm/one_gpu.sh", *train).strip()
+    sbatch = ("sbatch", "--parsable", "--time=1", "--gres=none", "slurm/one_gpu.sh")
+    by_hand = scheduler(*sbatch, *train, "--steps", 10**6, "--output-dir", "a run").strip()
 
     names = [late["job_id"], both["job_id"], f"{array['job_id']}_0", f"{array['job_id']}_1"]
     first = collected(call, tmp_path)
@@ -125,38 +114,46 @@ def test_jobs_from_submission_to_ledger(
         return all(job["status"] for job in collected(call, tmp_path).values())
 
     slurm_cluster.wait_for(ended, cluster, 270)
-    Path("/tmp/w/times").write_text(
-        f"{time.monotonic() - begun}\n" + scheduler("scontrol", "show", "job") + (cluster / "slurmctld.log").read_text()
-    )
-    late_row, both_row, good, bad = collected(call, tmp_path).values()
-    assert [row["status"] for row in (late_row, both_row, good, bad)] == ["timed out", "ok", "ok", "crashed"]
-    assert late_row["reason"] == "reached its time limit of 00:01:00"
-    assert "Job hangs here" in late_row["log_tail"]
-    assert {"rank 0 met 1 other", "rank 1 met 1 other"} <= set(both_row["log_tail"])
+    found = collected(call, tmp_path)
+    told_how_they_ended(*found.values())
+    assert not list(tmp_path.rglob("made")), "a shell has read a name"
+    kept_once(call, tmp_path, names, found)
+    went_back_into_the_queue(by_hand)
+
+
+def told_how_they_ended(late: dict[str, Any], both: dict[str, Any], good: dict[str, Any], bad: dict[str, Any]) -> None:
+    assert [job["status"] for job in (late, both, good, bad)] == ["timed out", "ok", "ok", "crashed"]
+    assert late["reason"] == "reached its time limit of 00:01:00"
+    assert "Job hangs here" in late["log_tail"]
+    assert (Path(both["results"]) / "checkpoints" / "step-00000004.pt").is_file()
+    (row,) = read_log(Path(both["results"]).parent / f"slurm-{both['job_id']}.out")
+    assert (row.summary.job_id, row.summary.ranks, row.summary.gpus) == (both["job_id"], 2, 0)
+    assert row.summary.seconds is not None
     assert "this machine has 0" in bad["reason"]
     assert bad["log_tail"][-1] in bad["reason"]
-    assert not list(tmp_path.rglob("made")), "a shell has read a name"
 
-    # Everything that was measured is in one ledger, once, each record with its job; each failure is a row.
-    ledger = Ledger(tmp_path / LEDGER)
+
+def kept_once(call: Call, output: Path, names: list[str], found: dict[str, Any]) -> None:
+    """All that was measured is in one ledger, once, each record with its job; each failure is a row."""
+    ledger = Ledger(output / LEDGER)
     records, damaged = ledger.read()
     assert damaged == []
     measured = [r for r in records if r.role != JOB]
-    assert {r.role for r in measured} == {"baseline", "twin", "candidate"}
-    assert {r.environment.slurm_job_id for r in measured} == {both["job_id"], str(int(array["job_id"]) + 1)} | {
-        r.environment.slurm_job_id for r in measured
-    }
-    assert len(measured) == both_row["records"] + good["records"] == 6
+    assert sorted(r.role for r in measured) == ["baseline", "candidate", "twin"]
+    assert len(measured) == found[names[2]]["records"]
+    assert all(r.environment.slurm_job_id for r in measured)
     rows = {r.witness["slurm_job_id"]: r for r in records if r.role == JOB}
     assert {name: row.status for name, row in rows.items()} == {names[0]: "timed out", names[3]: "crashed"}
     assert rows[names[3]].witness["configuration"] == str(Path("bad.toml").absolute())
-    assert rows[names[3]].witness["log_tail"] == bad["log_tail"]
+    assert rows[names[3]].witness["log_tail"] == found[names[3]]["log_tail"]
     before = ledger.path.read_bytes()
-    assert all(job["added"] == 0 for job in collected(call, tmp_path).values())
+    assert all(job["added"] == 0 for job in collected(call, output).values())
     assert ledger.path.read_bytes() == before
 
-    # The job by hand saved at the warning before its time limit, and waits for its next turn.
-    log = Path(f"outputs/slurm-{by_hand}.out").read_text()
+
+def went_back_into_the_queue(job: str) -> None:
+    """It saved at the warning before its time limit."""
+    log = Path(f"outputs/slurm-{job}.out").read_text()
     step = int(re.findall(r"SIGTERM, saved after step ([\d,]+)", log)[0].replace(",", ""))
     assert [p.name for p in Path("a run", "checkpoints").iterdir()] == [f"step-{step:08d}.pt"]
-    assert re.search(r"JobState=PENDING .*\n.*Restarts=1 ", scheduler("scontrol", "show", "job", by_hand))
+    assert re.search(r"JobState=PENDING .*\n.*Restarts=1 ", scheduler("scontrol", "show", "job", job))
