@@ -143,11 +143,11 @@ def tasks_of(command: Sequence[str], files: Sequence[Path]) -> list[Task]:
                 break
             choice("experiment", name, QUESTIONS)
     if any(word == "--output-dir" or word.startswith("--output-dir=") for word in command):
-        raise ConfigError(
-            "--output-dir: every task has a results folder of its own; give slurm submit --folder instead"
-        )
+        raise ConfigError("--output-dir: every task has a results folder of its own; leave it out, or give --folder")
     tasks = [
-        Task(arguments=(*command, *more), configuration=str(f)) for f in files for more in _settings(command[0], f)
+        Task(arguments=(*command, *more), configuration=str(file.absolute()))
+        for file in files
+        for more in _settings(command[0], file)
     ]
     return tasks or [Task(arguments=tuple(command))]
 

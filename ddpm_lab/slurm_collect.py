@@ -151,7 +151,8 @@ def missing(records: Sequence[RunRecord], ledger: Ledger) -> list[RunRecord]:
         return [h for h in heads if _told(h) in wanted or h.role == JOB]
 
     held = {_identity(r) for r in ledger.read(alike)[0]}
-    return [r for r in records if _identity(r) not in held]
+    new = {_identity(r): r for r in records}
+    return [r for identity, r in new.items() if identity not in held]
 
 
 def _told(record: RunRecord | Head) -> tuple[object, ...]:

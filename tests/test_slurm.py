@@ -82,7 +82,9 @@ def test_an_array_has_a_task_for_each_configuration(call: Call, sbatch: Path) ->
         '[[task]]\nbatch_size = 8\nskip_bad = true\n[[task]]\nparts = ["peers", "levers"]\njson = false\n'
     )
     Path("one.toml").write_text('held_out = "-x"\n')
-    code, out, err = call("slurm", "submit", "--json", "--array", "two.toml", "one.toml", "--", "run", "peers")
+    code, out, err = call(
+        "slurm", "submit", "--json", "--folder", "jobs", "--array", "two.toml", "one.toml", "--", "run", "peers"
+    )
     assert (code, err) == (0, "")
     place = Path(json.loads(out)["folder"])
     words, _ = told(sbatch)
@@ -102,7 +104,9 @@ def test_an_array_has_a_task_for_each_configuration(call: Call, sbatch: Path) ->
 def test_settings_of_a_training_run_stay_as_they_were(call: Call, sbatch: Path) -> None:
     for name, rate in (("a.toml", 1e-4), ("b.toml", 2e-4)):
         Path(name).write_text(f"[optimizer]\nlearning_rate = {rate}\n")
-    code, out, err = call("slurm", "submit", "--json", "--array", "a.toml", "b.toml", "--", "train", "--steps", 5)
+    code, out, err = call(
+        "slurm", "submit", "--json", "--folder", "jobs", "--array", "a.toml", "b.toml", "--", "train", "--steps", 5
+    )
     assert (code, err) == (0, "")
     place = Path(json.loads(out)["folder"])
     Path("b.toml").write_text("changed since")

@@ -63,8 +63,8 @@ def submitted(call: Call, *arguments: object) -> dict[str, Any]:
     return found
 
 
-def scheduler(*words: object) -> str:
-    done = subprocess.run([*map(str, words)], capture_output=True, text=True, check=False)
+def scheduler(*words: object, cwd: Path | None = None) -> str:
+    done = subprocess.run([*map(str, words)], cwd=cwd, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -98,11 +98,13 @@ def test_jobs_from_submission_to_ledger(
     files = ("--array", "good.toml", "bad.toml")
     array = submitted(call, "--name", ODD, "--time", 5, "--gpus-per-node", 1, *files, "--", *COMPARE)
     # By hand, from a copy of the folder.
-    shutil.copytree(CHECKOUT / "slurm", "slurm")
+    by_hand = tmp_path / "by hand"
+    (by_hand / "outputs").mkdir(parents=True)
+    shutil.copytree(CHECKOUT / "slurm", by_hand / "slurm")
     monkeypatch.setenv("DDPM_LAB_PYTHON", lab)
     monkeypatch.setenv("DDPM_LAB_REQUEUE", "1")
     sbatch = ("sbatch", "--parsable", "--time=1", "--gres=none", "slurm/one_gpu.sh")
-    by_hand = scheduler(*sbatch, *train, "--steps", 10**6, "--output-dir", "a run").strip()
+    queued = scheduler(*sbatch, *train, "--steps", 10**6, "--output-dir", "a run", cwd=by_hand).strip()
 
     names = [late["job_id"], both["job_id"], f"{array['job_id']}_0", f"{array['job_id']}_1"]
     first = collected(call, tmp_path)
@@ -118,7 +120,7 @@ def test_jobs_from_submission_to_ledger(
     told_how_they_ended(*found.values())
     assert not list(tmp_path.rglob("made")), "a shell has read a name"
     kept_once(call, tmp_path, names, found)
-    went_back_into_the_queue(by_hand)
+    went_back_into_the_queue(by_hand, queued)
 
 
 def told_how_they_ended(late: dict[str, Any], both: dict[str, Any], good: dict[str, Any], bad: dict[str, Any]) -> None:
@@ -151,9 +153,9 @@ def kept_once(call: Call, output: Path, names: list[str], found: dict[str, Any])
     assert ledger.path.read_bytes() == before
 
 
-def went_back_into_the_queue(job: str) -> None:
+def went_back_into_the_queue(folder: Path, job: str) -> None:
     """It saved at the warning before its time limit."""
-    log = Path(f"outputs/slurm-{job}.out").read_text()
+    log = (folder / f"outputs/slurm-{job}.out").read_text()
     step = int(re.findall(r"SIGTERM, saved after step ([\d,]+)", log)[0].replace(",", ""))
-    assert [p.name for p in Path("a run", "checkpoints").iterdir()] == [f"step-{step:08d}.pt"]
+    assert [p.name for p in (folder / "a run" / "checkpoints").iterdir()] == [f"step-{step:08d}.pt"]
     assert re.search(r"JobState=PENDING .*\n.*Restarts=1 ", scheduler("scontrol", "show", "job", job))
