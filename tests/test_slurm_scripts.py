@@ -103,7 +103,7 @@ def test_jobs_from_submission_to_ledger(
     shutil.copytree(CHECKOUT / "slurm", by_hand / "slurm")
     monkeypatch.setenv("DDPM_LAB_PYTHON", lab)
     monkeypatch.setenv("DDPM_LAB_REQUEUE", "1")
-    sbatch = ("sbatch", "--parsable", "--time=1", "--gres=none", "slurm/one_gpu.sh")
+    sbatch = ("sbatch", "--parsable", "--time=2", "--gres=none", "slurm/one_gpu.sh")
     queued = scheduler(*sbatch, *train, "--steps", 10**6, "--output-dir", "a run", cwd=by_hand).strip()
 
     names = [late["job_id"], both["job_id"], f"{array['job_id']}_0", f"{array['job_id']}_1"]
