@@ -60,7 +60,8 @@ else
   command=("$DDPM_LAB_PYTHON" -m ddpm_lab "${arguments[@]}")
 fi
 
-# The lab saves what it has at the first SIGTERM. srun would kill its tasks at once: they are told by way of SLURM.
+# The lab saves what it has at the first SIGTERM. srun would kill its tasks at once: they are told by way of SLURM, and
+# torchrun gives them 30 seconds.
 stopping=
 child=
 forward() {

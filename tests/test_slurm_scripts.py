@@ -93,6 +93,9 @@ def test_jobs_from_submission_to_ledger(
     monkeypatch.setattr(sys, "executable", lab)
     train = ("train", "--data", tmp_path / "data", "--image-size", 8, "--global-batch-size", 4, "--sample-every", 0)
     both = submitted(call, "--nodes", 2, "--time", 5, "--", *train, "--world-size", 2, "--steps", 4)
+    monkeypatch.setenv("DDPM_LAB_RDZV", "c10d")
+    other = submitted(call, "--nodes", 2, "--time", 5, "--", *train, "--world-size", 2, "--steps", 4)
+    monkeypatch.delenv("DDPM_LAB_RDZV")
     Path("good.toml").write_text("sets = 1\n")
     Path("bad.toml").write_text('sets = 1\ndevice = "cuda"\n')
     files = ("--array", "good.toml", "bad.toml")
@@ -106,7 +109,7 @@ def test_jobs_from_submission_to_ledger(
     sbatch = ("sbatch", "--parsable", "--time=2", "--gres=none", "slurm/one_gpu.sh")
     queued = scheduler(*sbatch, *train, "--steps", 10**6, "--output-dir", "a run", cwd=by_hand).strip()
 
-    names = [late["job_id"], both["job_id"], f"{array['job_id']}_0", f"{array['job_id']}_1"]
+    names = [late["job_id"], both["job_id"], other["job_id"], f"{array['job_id']}_0", f"{array['job_id']}_1"]
     first = collected(call, tmp_path)
     assert list(first) == names
     assert first[late["job_id"]]["status"] is None, "a job that runs is no failure"
@@ -118,21 +121,34 @@ def test_jobs_from_submission_to_ledger(
     slurm_cluster.wait_for(ended, cluster, 270)
     found = collected(call, tmp_path)
     told_how_they_ended(*found.values())
+    both_nodes_trained(found[both["job_id"]], "static")
+    both_nodes_trained(found[other["job_id"]], "c10d")
     assert not list(tmp_path.rglob("made")), "a shell has read a name"
     kept_once(call, tmp_path, names, found)
     went_back_into_the_queue(by_hand, queued)
 
 
-def told_how_they_ended(late: dict[str, Any], both: dict[str, Any], good: dict[str, Any], bad: dict[str, Any]) -> None:
-    assert [job["status"] for job in (late, both, good, bad)] == ["timed out", "ok", "ok", "crashed"]
+def told_how_they_ended(*jobs: dict[str, Any]) -> None:
+    late, _, _, _, bad = jobs
+    assert [job["status"] for job in jobs] == ["timed out", "ok", "ok", "ok", "crashed"]
     assert late["reason"] == "reached its time limit of 00:01:00"
     assert "Job hangs here" in late["log_tail"]
-    assert (Path(both["results"]) / "checkpoints" / "step-00000004.pt").is_file()
-    (row,) = read_log(Path(both["results"]).parent / f"slurm-{both['job_id']}.out")
-    assert (row.summary.job_id, row.summary.ranks, row.summary.gpus) == (both["job_id"], 2, 0)
-    assert row.summary.seconds is not None
     assert "this machine has 0" in bad["reason"]
     assert bad["log_tail"][-1] in bad["reason"]
+
+
+def both_nodes_trained(job: dict[str, Any], rendezvous: str) -> None:
+    results = Path(job["results"])
+    assert (results / "checkpoints" / "step-00000004.pt").is_file()
+    log = results.parent / f"slurm-{job['job_id']}.out"
+    assert f"rendezvous: {rendezvous} at " in log.read_text()
+    (row,) = read_log(log)
+    assert (row.summary.job_id, row.summary.ranks, row.summary.gpus) == (job["job_id"], 2, 0)
+    assert row.summary.seconds is not None
+
+
+def saved(log: str) -> int:
+    return int(re.findall(r"SIGTERM, saved after step ([\d,]+)", log)[0].replace(",", ""))
 
 
 def kept_once(call: Call, output: Path, names: list[str], found: dict[str, Any]) -> None:
@@ -142,12 +158,12 @@ def kept_once(call: Call, output: Path, names: list[str], found: dict[str, Any])
     assert damaged == []
     measured = [r for r in records if r.role != JOB]
     assert sorted(r.role for r in measured) == ["baseline", "candidate", "twin"]
-    assert len(measured) == found[names[2]]["records"]
+    assert len(measured) == found[names[3]]["records"]
     assert all(r.environment.slurm_job_id for r in measured)
     rows = {r.witness["slurm_job_id"]: r for r in records if r.role == JOB}
-    assert {name: row.status for name, row in rows.items()} == {names[0]: "timed out", names[3]: "crashed"}
-    assert rows[names[3]].witness["configuration"] == str(Path("bad.toml").absolute())
-    assert rows[names[3]].witness["log_tail"] == found[names[3]]["log_tail"]
+    assert {name: row.status for name, row in rows.items()} == {names[0]: "timed out", names[4]: "crashed"}
+    assert rows[names[4]].witness["configuration"] == str(Path("bad.toml").absolute())
+    assert rows[names[4]].witness["log_tail"] == found[names[4]]["log_tail"]
     before = ledger.path.read_bytes()
     assert all(job["added"] == 0 for job in collected(call, output).values())
     assert ledger.path.read_bytes() == before
@@ -156,6 +172,6 @@ def kept_once(call: Call, output: Path, names: list[str], found: dict[str, Any])
 def went_back_into_the_queue(folder: Path, job: str) -> None:
     """It saved at the warning before its time limit."""
     log = (folder / f"outputs/slurm-{job}.out").read_text()
-    step = int(re.findall(r"SIGTERM, saved after step ([\d,]+)", log)[0].replace(",", ""))
+    step = saved(log)
     assert [p.name for p in (folder / "a run" / "checkpoints").iterdir()] == [f"step-{step:08d}.pt"]
     assert re.search(r"JobState=PENDING .*\n.*Restarts=1 ", scheduler("scontrol", "show", "job", job))
