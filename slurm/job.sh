@@ -81,7 +81,7 @@ child=$!
 while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done # a signal ends a wait, and not the lab
 code=0
 wait "$child" || code=$?
-if [[ -n $stopping && ${DDPM_LAB_REQUEUE:-0} == 1 && ${arguments[0]} == train ]] && ((code > 128)); then
+if [[ -n $stopping && ${DDPM_LAB_REQUEUE:-0} == 1 && ${arguments[0]} == train ]] && ((code)); then
   echo "requeued $(date -Is)" >>"$state"
   scontrol requeue "$SLURM_JOB_ID"
 fi
