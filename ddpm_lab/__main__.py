@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ddpm_lab import __version__, commands, strategy_commands, train_commands
+from ddpm_lab import __version__, commands, slurm_commands, strategy_commands, train_commands
 from ddpm_lab.checks import LabError
 from ddpm_lab.config import DEVICES, NETWORKS, START_METHODS
 from ddpm_lab.explain.bands import DEFAULT, NAMED
@@ -75,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         "words", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="run, train or sample with its options"
     )
     rank.set_defaults(command=functools.partial(commands.rank, main=main))
+    slurm_commands.add_options(subparsers, parser)
     report = subparsers.add_parser("report", help="execute the notebooks and write their pages")
     _common_options(report)
     _data_options(report)

@@ -161,6 +161,7 @@ def run(options: argparse.Namespace) -> int:
     ]
     measured = [one.measure() for one in planned]
     results = [_answer(one, table) for one in measured]
+    _print_summaries(measured)
     if options.json:
         print(json.dumps(results, indent=1))
     else:
@@ -168,6 +169,18 @@ def run(options: argparse.Namespace) -> int:
             print(f"{result['experiment']}: {result['finding']}")
         print(f"records: {results[-1]['ledger']}")
     return 0 if all(one.completed for one in measured) else 1
+
+
+def _print_summaries(measured: Sequence[Any]) -> None:
+    """The lines that a log is searched for, one block for each configuration, whatever else is printed."""
+    from ddpm_lab import summary_lines  # noqa: PLC0415
+    from ddpm_lab.experiments import records_of  # noqa: PLC0415
+
+    for one in measured:
+        configurations = [c for c in one.experiment.configurations if c.data]
+        images = {c.data_sha256: summary_lines.train_count(c) for c in configurations}
+        for summary in summary_lines.of_records(records_of(one), images):
+            print(*summary_lines.lines(summary), sep="\n", file=sys.stderr)
 
 
 def _answer(measured: Any, bands: Bands) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.plan import PRESETS
 from ddpm_lab.planning import CHECKOUT, LEDGER, Measured, output_folder, plan_question
 from ddpm_lab.questions import LONG, QUESTIONS
+from ddpm_lab.record import RunRecord
 
 if TYPE_CHECKING:
     from ddpm_lab.explain.frames import Study
@@ -104,6 +105,17 @@ def study_of(measured: Measured) -> Study:
     ]
     answer = dataclasses.replace(parts[0], records=tuple(r for part in parts for r in part.records))
     return dataclasses.replace(answer, measured_sets=measured.measured_sets)
+
+
+def records_of(measured: Measured) -> list[RunRecord]:
+    """Every record of the configurations that were asked for, of this machine, code and plan."""
+    machine, code, _, plan = measured.cohort
+    wanted = {c.run_id: c.data_sha256 for c in measured.experiment.configurations}
+    cohorts = {(machine, code, data, plan) for data in wanted.values()}
+    records, _ = Ledger(measured.ledger).read(
+        lambda heads: [h for h in heads if h.experiment == measured.experiment.name and h.cohort in cohorts]
+    )
+    return [r for r in records if r.run_id in wanted]
 
 
 def recommendation(

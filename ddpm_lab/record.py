@@ -18,7 +18,9 @@ from ddpm_lab.plan import Plan
 
 SCHEMA = 3
 Cohort = tuple[str, str, str, str]
-STATUSES = ("ok", "oom", "unsupported", "diverged", "crashed", "timed out", "refused", "left out")
+STATUSES = ("ok", "oom", "unsupported", "diverged", "crashed", "timed out", "refused", "left out", "cancelled")
+JOB = "job"
+"""Role of a SLURM job that failed: what it measured before has records of its own."""
 LASTING = ("oom", "diverged", "refused")
 """Failures that another try on the same machine and code would meet again; what is unsupported can be installed."""
 
@@ -142,8 +144,9 @@ class RunRecord:
 
     ``role`` is baseline, twin (the baseline again), candidate, cold (a cold compile, measured alone), profile, choice
     (a network chosen for this machine), search (a size tried for the largest batch that fits, alone), largest (how that
-    search ended, its limit as the label; both belong to no set), or note (a configuration that was left out before any
-    set).
+    search ended, its limit as the label; both belong to no set), note (a configuration that was left out before any
+    set), or job (a SLURM job that failed: its command as the label, its log's end in the witness; the configuration
+    says nothing).
     ``baseline_id`` is the run id of the set's baseline. ``stages`` are seconds: start, build, compile (the first step,
     compiled configurations only), warmup, steady, teardown.
     """

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -114,6 +115,21 @@ class RunFolder:
         """See the logs onto the disk: a checkpoint must not outlive the rows before it."""
         for file in self._files:
             os.fsync(file.fileno())
+
+
+def trained(folder: Path, global_batch_size: int) -> tuple[int, float, float | None]:
+    """Steps in a run's log, the seconds they took, and the lowest held-out loss (None: never measured).
+
+    What lies between steps (held-out loss, samples, checkpoints, starting) takes no part in the seconds.
+    """
+    steps, seconds, losses = 0, 0.0, []
+    for row in _rows(folder / LOG, sys.maxsize):
+        steps += 1
+        if rate := row.get("images_per_second"):
+            seconds += global_batch_size / rate
+        if "held_out_loss" in row:
+            losses.append(row["held_out_loss"])
+    return steps, seconds, min(losses, default=None)
 
 
 def _rows(path: Path, last: int) -> Any:

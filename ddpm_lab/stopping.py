@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import signal
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+REPEAT_SECONDS = 3.0
+"""A scheduler sends SIGTERM to every process of a job, and torchrun passes it on: for so long it is one signal."""
 
 
 class Stopped(BaseException):
@@ -23,6 +27,7 @@ class Stop:
     def __init__(self) -> None:
         self.number: int | None = None
         self.gentle = False
+        self._noted = -math.inf
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stop:
@@ -37,9 +42,11 @@ class Stop:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
+        if number == signal.SIGTERM and self.number == number and time.monotonic() - self._noted < REPEAT_SECONDS:
+            return
         if self.number is not None or not self.gentle:
             raise Stopped(number)
-        self.number = number
+        self.number, self._noted = number, time.monotonic()
 
 
 def signal_name(number: int) -> str:

@@ -78,7 +78,8 @@ def add_options(subparsers: Any) -> None:
 
 def train_command(options: argparse.Namespace) -> int:
     """Train, or go on; 128 and the signal's number if one ended it."""
-    from ddpm_lab.measure import hardware  # noqa: PLC0415 - commands load what they need
+    from ddpm_lab import summary_lines  # noqa: PLC0415 - commands load what they need
+    from ddpm_lab.measure import hardware  # noqa: PLC0415
     from ddpm_lab.measure.group_folder import sweep  # noqa: PLC0415
     from ddpm_lab.measure.progress import Progress  # noqa: PLC0415
     from ddpm_lab.planning import output_folder  # noqa: PLC0415
@@ -103,7 +104,8 @@ def train_command(options: argparse.Namespace) -> int:
             )
             sweep()
             threads = config.rank_threads(hardware.usable_cores())
-            outcome = train(config, schedule, folder, threads=threads, stop=stop, progress=progress)
+            with summary_lines.watched(config) as gpus:
+                outcome = train(config, schedule, folder, threads=threads, stop=stop, progress=progress)
     except Stopped as stopped:
         print(
             f"\nddpm-lab: {signal_name(stopped.number)}, stopped at once; the same command goes on from the last "
@@ -125,6 +127,7 @@ def train_command(options: argparse.Namespace) -> int:
         where = f"saved after step {outcome.step:,}" if outcome.step else "before the first step"
         print(f"{name}, {where}: the same command goes on from there", file=sys.stderr)
         return 128 + stop.number
+    print(*summary_lines.lines(summary_lines.of_training(config, folder, gpus.percent)), sep="\n", file=sys.stderr)
     print(outcome.checkpoint)
     return 0
 

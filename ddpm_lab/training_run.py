@@ -199,7 +199,7 @@ class _Run:
         rate = steps * self.config.global_batch_size / seconds
         losses = [statistics.fmean(each) for each in zip(*(r["losses"] for r in reports), strict=True)]
         rows = [
-            {"step": self.step + i, "loss": loss, "images_per_second": round(rate, 2)}
+            {"step": self.step + i, "loss": loss, "images_per_second": float(f"{rate:.6g}")}
             for i, loss in enumerate(losses, start=1)
         ]
         bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)

@@ -16,7 +16,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from ddpm_lab.config import LOADER_ALONE, ExchangeConfig, RunConfig
+from ddpm_lab.config import LOADER_ALONE, RunConfig
+from ddpm_lab.exchange_settings import ExchangeConfig
 from ddpm_lab.explain import figure_style, figures
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import LOST, WEAK

@@ -264,7 +264,7 @@ def test_a_cohort_is_machine_code_data_and_plan() -> None:
 
 def test_a_failure_lasts_or_may_pass() -> None:
     assert set(LASTING) < set(STATUSES)
-    assert set(STATUSES) - set(LASTING) == {"ok", "unsupported", "crashed", "timed out", "left out"}
+    assert set(STATUSES) - set(LASTING) == {"ok", "unsupported", "crashed", "timed out", "left out", "cancelled"}
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ class Nvml:
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
     yield
-    machine_watch._device.cache_clear()
+    machine_watch.nvml_device.cache_clear()
 
 
 @pytest.fixture

@@ -5,11 +5,13 @@ import signal
 
 import pytest
 
+from ddpm_lab import stopping
 from ddpm_lab.stopping import Stop, Stopped, signal_name
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_first_signal_is_noted_and_the_second_ends(number: int) -> None:
+def test_the_first_signal_is_noted_and_the_second_ends(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "REPEAT_SECONDS", 0.0)
     before = signal.getsignal(number)
     with Stop() as stop:
         stop.gentle = True
@@ -26,6 +28,17 @@ def test_a_signal_before_there_is_anything_to_save_ends_at_once() -> None:
         os.kill(os.getpid(), signal.SIGINT)
     assert caught.value.number == signal.SIGINT
     assert not isinstance(caught.value, Exception), "no handler of errors may swallow it"
+
+
+def test_a_signal_that_is_passed_on_is_one_signal() -> None:
+    """A scheduler tells every process of a job, and torchrun tells its own once more."""
+    with Stop() as stop:
+        stop.gentle = True
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.number == signal.SIGTERM
+        with pytest.raises(Stopped):
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_names() -> None:

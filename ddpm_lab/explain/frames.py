@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 import pandas as pd
 
 from ddpm_lab.explain.bands import DEFAULT, NAMED, Bands
-from ddpm_lab.record import Cohort, LedgerError, Machine, RunRecord, Window
+from ddpm_lab.record import JOB, Cohort, LedgerError, Machine, RunRecord, Window
 
 RECOMMENDATION = "recommendation"
 TRIAL = "quality"
@@ -128,7 +128,7 @@ T = TypeVar("T", bound=Told)
 
 def chosen(told: Sequence[T], experiment: str, *, machine: str | None = None, cohort: Cohort | None = None) -> list[T]:
     """Those of the records, or heads of records, that ``study`` shows; see there. Trials come last."""
-    found = list(told)
+    found = [r for r in told if r.role != JOB]
     if found:
         key = _machine_key(found, machine)
         found = [r for r in found if r.machine.key == key]

@@ -145,7 +145,7 @@ def _gpu_state(gpus: list[_Gpu]) -> State:
 
 
 @cache
-def _device(uuid: str) -> tuple[Any, Any] | None:
+def nvml_device(uuid: str) -> tuple[Any, Any] | None:
     """NVML and its handle of a GPU or MIG device; NVML stays open, since opening it before every window takes long."""
     try:
         import pynvml  # noqa: PLC0415 - optional on a bare node
@@ -165,7 +165,7 @@ class _Gpu:
 
     def __init__(self, uuid: str, pid: int) -> None:
         self.pid = pid
-        device: tuple[Any, Any] | None = _device(uuid)
+        device: tuple[Any, Any] | None = nvml_device(uuid)
         self.known = device is not None
         self.nvml: Any = device[0] if device else None
         self.handle: Any = device[1] if device else None

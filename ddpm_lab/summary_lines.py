@@ -1,0 +1,171 @@
+"""The lines that a run ends with: few, stable, and found by grep in any log; ``slurm_logs`` reads them back."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.data.prepared import read_manifest
+from ddpm_lab.measure import hardware
+from ddpm_lab.measure.utilisation import Utilisation
+from ddpm_lab.record import RunRecord
+from ddpm_lab.run_folder import trained
+
+JOB, CONFIGURATION, GPUS, RANKS, NODES = "Job ID", "Configuration", "GPUs", "Ranks", "Nodes"
+EPOCHS, TIME, EPOCH_TIME = "Epochs", "Total training time", "Time per epoch"
+LOSS, UTILISATION = "Best validation loss", "GPU-Util"
+NOT_CLAIMED = "not claimed"
+MECHANISM = "more ranks than cores, or CPU ranks on a GPU machine"
+_NAMED_APART = ("network", "global_batch_size", "image_size", "options")
+_SHARED = ("data", "data_sha256", "purpose", "seed", "device", "world_size", "nodes", "oversubscribe")
+"""Settings that are not part of a configuration's name in a log: repeats of one configuration, and its sizes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What a run's last lines say; None is unknown, and never 0.
+
+    ``seconds`` is the time spent in training steps over ``epochs`` passes through the training images, ``loss`` the
+    lowest held-out loss, ``gpu_percent`` the mean utilisation of its GPUs. ``note`` says why there is no time.
+    """
+
+    job_id: str | None = None
+    configuration: str | None = None
+    gpus: int | None = None
+    ranks: int | None = None
+    nodes: int | None = None
+    epochs: float | None = None
+    seconds: float | None = None
+    epoch_seconds: float | None = None
+    loss: float | None = None
+    gpu_percent: float | None = None
+    note: str = ""
+
+    @property
+    def devices(self) -> int | None:
+        """What trained side by side: GPUs, or the ranks of a run without any."""
+        return self.gpus or self.ranks
+
+
+def lines(summary: Summary) -> list[str]:
+    """The summary as it is printed, one line for each value."""
+    time = f"{NOT_CLAIMED} ({summary.note})" if summary.note else _told(summary.seconds, "seconds")
+    shown = (
+        (CONFIGURATION, summary.configuration),
+        (GPUS, summary.gpus),
+        (RANKS, summary.ranks),
+        (NODES, summary.nodes),
+        (EPOCHS, _told(summary.epochs)),
+        (TIME, time),
+        (EPOCH_TIME, _told(summary.epoch_seconds, "seconds")),
+        (LOSS, _told(summary.loss)),
+        (UTILISATION, "not available" if summary.gpu_percent is None else f"{summary.gpu_percent:.0f} %"),
+    )
+    return [
+        *([f"{JOB}: {summary.job_id}"] if summary.job_id else ()),
+        *(f"{name}: {'unknown' if value is None else value}" for name, value in shown),
+    ]
+
+
+def _told(value: float | None, unit: str = "") -> str:
+    if value is None or not math.isfinite(value):
+        return "not measured"
+    text = f"{value:.2f}" if unit and value >= 10 else f"{value:.6g}"
+    return f"{text} {unit}".rstrip()
+
+
+def job_id() -> str | None:
+    """The SLURM job this process runs in, an array's task as ``array_task``; None outside of SLURM."""
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
+
+
+def name_of(config: RunConfig) -> str:
+    """What is trained and how, but for seed and number of ranks: equal names are repeats, at any world size."""
+    usual = RunConfig()
+    words = [config.network, f"batch {config.global_batch_size}"]
+    words += [f"{config.image_size}x{config.image_size} pixels"] if config.image_size != usual.image_size else []
+    for name, (value, before) in config.differences(usual).items():
+        if isinstance(value, dict) and name not in _NAMED_APART:
+            words += [f"{name}.{k} {v}" for k, v in value.items() if before[k] != v]
+        elif name not in (*_NAMED_APART, *_SHARED):
+            words.append(f"{name} {value}" if not isinstance(value, bool) else f"{'' if value else 'no '}{name}")
+    words += [f"{name} {value}" for name, value in config.options if name != "checkpoint"]
+    return ", ".join(words)
+
+
+def of_training(config: RunConfig, folder: Path, gpu_percent: float | None) -> Summary:
+    """The summary of a training run from its folder: all its steps, those of earlier starts included."""
+    steps, seconds, best = trained(folder, config.global_batch_size)
+    epochs = steps * config.global_batch_size / train_count(config)
+    return _summary(config, seconds=seconds, epochs=epochs, loss=best, gpu_percent=gpu_percent)
+
+
+def of_records(records: Iterable[RunRecord], images: Mapping[str, int]) -> list[Summary]:
+    """One summary for each configuration that was timed in sets or trained for its loss, in the order of the records.
+
+    Seconds and images of a set's windows that were not disturbed; the second baseline is the first again. ``images``
+    says by their ``data_sha256`` how many images an epoch has.
+    """
+    by_run: dict[str, list[RunRecord]] = defaultdict(list)
+    for r in records:
+        if r.status == "ok" and r.role in ("baseline", "candidate", "quality"):
+            by_run[r.run_id].append(r)
+    return [_measured(found, images) for found in by_run.values()]
+
+
+def _measured(records: list[RunRecord], known: Mapping[str, int]) -> Summary:
+    config = records[0].config
+    windows = [w for r in records for w in r.windows if not w.dropped]
+    looks = [look["loss"] for r in records for look in (r.quality or {}).get("held_out") or ()]
+    busy = [value for w in windows if (value := w.state.get("gpu_utilisation_percent")) is not None]
+    images = sum(w.images for w in windows)
+    epoch = known.get(config.data_sha256)
+    return _summary(
+        config,
+        seconds=sum(w.seconds for w in windows) if windows else None,
+        epochs=images / epoch if images and epoch else None,
+        loss=min(looks, default=None),
+        gpu_percent=fmean(busy) if busy else None,
+        note=MECHANISM if any(r.mechanism_only for r in records) else "",
+    )
+
+
+def _summary(config: RunConfig, *, seconds: float | None, epochs: float | None, **values: Any) -> Summary:
+    note = values.get("note", "")
+    seconds = None if note else seconds
+    return Summary(
+        job_id=job_id(),
+        configuration=name_of(config),
+        gpus=config.world_size if config.device == "cuda" else 0,
+        ranks=config.world_size,
+        nodes=config.nodes,
+        epochs=epochs,
+        seconds=seconds,
+        epoch_seconds=seconds / epochs if seconds and epochs else None,
+        **values,
+    )
+
+
+def train_count(config: RunConfig) -> int:
+    """Images of an epoch."""
+    return read_manifest(Path(config.data)).train_count
+
+
+def watched(config: RunConfig) -> Utilisation:
+    """A watch over the GPUs that a run uses on this host."""
+    gpus = hardware.gpus()[: config.node_size] if config.device == "cuda" else ()
+    return Utilisation([gpu.uuid for gpu in gpus if gpu.uuid])
+
+
+def as_json(summary: Summary) -> Mapping[str, Any]:
+    """Plain values; a loss that is not finite becomes None, since JSON has no such number."""
+    values = {name: getattr(summary, name) for name in Summary.__slots__}
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

@@ -1,0 +1,22 @@
+#!/bin/bash
+# One GPU: sbatch slurm/one_gpu.sh run amp --preset full
+# What follows the script is a command of ddpm-lab. Submit from the folder that holds slurm/ and outputs/; a copy of both
+# will do. Without GPUs: sbatch --gres=none slurm/one_gpu.sh ...
+
+# Edit these for your site; a line counts with one # in front.
+##SBATCH --partition=NAME
+##SBATCH --account=NAME
+#SBATCH --time=01:00:00
+#SBATCH --nodes=1
+#SBATCH --gres=gpu:1
+#SBATCH --cpus-per-task=4
+
+# Leave these: one task a node, a log that a requeued job goes on with, and a minute to save before the time is over.
+#SBATCH --job-name=ddpm-lab
+#SBATCH --ntasks-per-node=1
+#SBATCH --output=outputs/slurm-%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:TERM@60
+set -euo pipefail
+source "${DDPM_LAB_SLURM:-$SLURM_SUBMIT_DIR/slurm}/job.sh"

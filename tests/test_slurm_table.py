@@ -1,0 +1,137 @@
+"""The table and the speed-up block: literal values of a published guide, and properties of the arithmetic."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import pytest
+from conftest import Call
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpm_lab.explain.bands import S001
+from ddpm_lab.slurm_logs import Row
+from ddpm_lab.slurm_table import ACCURACY, COLUMNS, cells, speed_up_block, speed_ups, table
+from ddpm_lab.summary_lines import Summary
+
+PUBLISHED = (("1 GPU", 1, 1, 362.45, 0.1187), ("4 GPUs", 4, 1, 95.23, 0.1192), ("8 GPUs", 8, 2, 57.14, 0.1190))
+
+
+def row(seconds: float | None, **values: object) -> Row:
+    told = {"configuration": "tiny", "gpus": 1, "nodes": 1, **values}
+    return Row(log="a.out", summary=Summary(seconds=seconds, **told))  # type: ignore[arg-type]
+
+
+def published() -> list[Row]:
+    return [
+        row(
+            seconds,
+            configuration=name,
+            gpus=gpus,
+            nodes=nodes,
+            loss=loss,
+            job_id=str(12345 + i),
+            epoch_seconds=seconds / 50,
+        )
+        for i, (name, gpus, nodes, seconds, loss) in enumerate(PUBLISHED)
+    ]
+
+
+def test_the_published_speed_ups() -> None:
+    assert speed_up_block(speed_ups(published())) == [
+        "Baseline (Single GPU): 362.45 seconds",
+        "",
+        "4 GPUs:",
+        "  Average time: 95.23 seconds",
+        "  Speed-up: 3.81x",
+        "  Parallel efficiency: 95.2 % (excellent)",
+        "",
+        "8 GPUs:",
+        "  Average time: 57.14 seconds",
+        "  Speed-up: 6.34x",
+        "  Parallel efficiency: 79.3 % (good)",
+    ]
+
+
+def test_the_published_table() -> None:
+    shown = [[cell.strip() for cell in line.split("|")] for line in table(published())]
+    assert shown[0] == list(COLUMNS)
+    assert shown[2:] == [
+        ["12345", "1 GPU", "1", "1", "362.45", "7.25", "0.1187", ACCURACY],
+        ["12346", "4 GPUs", "4", "1", "95.23", "1.90", "0.1192", ACCURACY],
+        ["12347", "8 GPUs", "8", "2", "57.14", "1.14", "0.1190", ACCURACY],
+    ]
+    assert len({line.index("|") for line in table(published()) if "|" in line}) == 1
+
+
+TIMES = st.lists(st.floats(0.1, 1e4), min_size=1, max_size=5)
+
+
+@given(TIMES, TIMES, st.integers(2, 64), st.floats(0.1, 100), st.randoms())
+def test_ratios_are_averaged_geometrically(
+    single: list[float], several: list[float], gpus: int, scale: float, shuffle: object
+) -> None:
+    """So the speed-up is the mean over all pairs of jobs, in any order, and no unit of time changes it."""
+    rows = [row(s) for s in single] + [row(s, gpus=gpus) for s in several]
+    (one,) = speed_ups(rows).compared
+    assert one.speed_up is not None
+    pairs = [math.log(a / b) for a in single for b in several]
+    assert math.log(one.speed_up) == pytest.approx(sum(pairs) / len(pairs), abs=1e-9)
+    assert one.efficiency == pytest.approx(one.speed_up / gpus)
+    assert one.seconds == pytest.approx(sum(several) / len(several))
+    shuffle.shuffle(rows)  # type: ignore[attr-defined]
+    rescaled = [row((r.summary.seconds or 0) * scale, gpus=r.summary.gpus) for r in rows]
+    assert speed_ups(rescaled).compared[0].speed_up == pytest.approx(one.speed_up)
+    assert f"({S001.name(one.speed_up / gpus)})" in speed_up_block(speed_ups(rows))[-1]
+
+
+def test_a_configuration_is_compared_with_its_own_single_device() -> None:
+    rows = [row(10.0, configuration="a"), row(30.0, configuration="b"), row(20.0, configuration="b", gpus=2)]
+    found = speed_ups([*rows, row(5.0, configuration="c", gpus=2), row(4.0, configuration="a", gpus=0, ranks=2)])
+    assert [one.configuration for one in found.compared] == ["b", "c", "a"]
+    assert [one.speed_up for one in found.compared] == [pytest.approx(1.5), None, None]
+    assert "2 configurations ran on a single GPU, and none is this one" in found.compared[1].missing
+    assert "no run on a single CPU rank" in found.compared[2].missing
+    block = speed_up_block(found)
+    assert block[:2] == ["Baseline (Single GPU; a): 10.00 seconds", "Baseline (Single GPU; b): 30.00 seconds"]
+    assert "  Speed-up: unknown (no run on a single CPU rank)" in block
+
+
+def test_different_amounts_of_work_are_compared_by_the_epoch() -> None:
+    rows = [row(100.0, epochs=10.0, epoch_seconds=10.0), row(24.0, gpus=2, epochs=4.0, epoch_seconds=6.0)]
+    found = speed_ups(rows)
+    assert found.per_epoch
+    assert found.compared[0].speed_up == pytest.approx(10 / 6)
+    assert speed_up_block(found)[0] == "Baseline (Single GPU): 10.00 seconds per epoch"
+
+
+def test_a_speed_that_is_not_claimed_takes_no_part() -> None:
+    rows = [row(10.0, gpus=0, ranks=1), row(None, gpus=0, ranks=8, note="more ranks than cores")]
+    assert speed_up_block(speed_ups(rows)) == []
+    assert cells(rows[1])[4] == "unknown"
+    assert rows[1].remark == "speed not claimed: more ranks than cores"
+
+
+def test_the_command(call: Call, tmp_path: Path) -> None:
+    good, bad = tmp_path / "slurm-5.out", tmp_path / "slurm-6.out"
+    good.write_text('Configuration: one, "two"\nGPUs: 1\nTotal training time: 5.5 seconds\nBest validation loss: nan\n')
+    bad.write_text("srun: error\n")
+    code, out, err = call("slurm", "logs", good, bad, "--csv", tmp_path / "table.csv")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[0].startswith("Job ID | Configuration")
+    assert "no summary found; its last line: srun: error" in out.splitlines()[3]
+    with (tmp_path / "table.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows[0]["Configuration"] == 'one, "two"'
+    assert [(r["Job ID"], r["Time (s)"], r["Nodes"]) for r in rows] == [("5", "5.5", ""), ("6", "", "")]
+    code, out, _ = call("slurm", "logs", good, "--json")
+    found = json.loads(out)
+    assert found["runs"][0]["seconds"] == 5.5
+    assert found["runs"][0]["loss"] is None
+    assert found["accuracy"] == ACCURACY
+    code, out, err = call("slurm", "logs", bad)
+    assert (code, err) == (1, "ddpm-lab: no log tells of a run that ended\n")
+    assert call("slurm", "logs", tmp_path / "none")[0] == 2
