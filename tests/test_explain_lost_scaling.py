@@ -147,6 +147,8 @@ def test_where_nothing_is_lost_nothing_is_claimed() -> None:
     said = lost_scaling_table.sentence(split())
     assert "No loss is resolved" in said
     assert "of which" not in said
+    one = lost_scaling_table.sentence(splits(study(measured(FAMILY, 1, communication=4.0)))[0])
+    assert one.endswith("1 set only: a claim needs 6. No loss is resolved: 4.0 ms.")
     few = study(measured(FAMILY, 2, communication=4.0))
     assert "2 sets only: a claim needs 6" in lost_scaling_table.sentence(splits(few)[0])
 

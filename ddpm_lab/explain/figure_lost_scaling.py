@@ -16,7 +16,7 @@ from ddpm_lab.explain.lost_scaling import Seconds, Split, splits
 from ddpm_lab.explain.lost_scaling_table import milliseconds, rate
 from ddpm_lab.plan import LOST
 
-_ROW, _RIGHT = 0.36, 2.45
+_ROW, _RIGHT = 0.38, 2.3
 _WHOLE, _LOSS, _GAIN, _REST = fs.PALETTE[0], fs.PALETTE[3], fs.PALETTE[2], fs.FAINT
 
 
@@ -53,31 +53,27 @@ def _rows(split: Split) -> list[tuple[str, Seconds]]:
 def _waterfall(ax: Axes, split: Split) -> None:
     to = ax.get_yaxis_transform()
     rows, notes = _rows(split), {part.name: part.note for part in split.parts}
-    reached, edge = 0.0, 0.0
+    reached, edges = 0.0, [0.0]
     for y, (name, seconds) in enumerate(rows):
         whole = name in ("ideal", "measured")
         start = 0.0 if whole else reached
-        end = start + 1e3 * seconds.value
+        reached = start + 1e3 * seconds.value
         colour = _WHOLE if whole else _REST if name == "interaction" else _LOSS if seconds.value >= 0 else _GAIN
-        ax.barh(y, end - start, left=start, height=0.62, color=colour, alpha=0.85, lw=0)
-        beyond = end
+        ax.barh(y, reached - start, left=start, height=0.62, color=colour, alpha=0.85, lw=0)
+        edges.append(reached)
         if not math.isnan(seconds.low):
-            ends = [start + 1e3 * seconds.low, start + 1e3 * seconds.high]
-            ax.plot(ends, [y, y], color=fs.INK, lw=1.6, solid_capstyle="butt")
-            beyond = max(end, *ends)
+            edges += [start + 1e3 * seconds.low, start + 1e3 * seconds.high]
+            ax.plot(edges[-2:], [y, y], color=fs.INK, lw=1.6, solid_capstyle="butt")
         if y + 1 < len(rows):
-            ax.plot([end, end], [y + 0.31, y + 0.69], color=fs.SOFT, lw=1)
+            ax.plot([reached, reached], [y + 0.31, y + 0.69], color=fs.SOFT, lw=1)
         text = milliseconds(split, seconds, sign=not whole)
-        first = notes.get(name, "")
-        beside = rate(split, seconds) if whole else first
-        bold = "bold" if whole else "normal"
-        ax.text(1.02, y, text, transform=to, va="center_baseline", fontsize=fs.SMALL_POINTS, fontweight=bold)
-        if beside:
-            ax.text(beyond, y, f"  {beside}", va="center_baseline", fontsize=fs.SMALL_POINTS, color=fs.SOFT)
-        reached, edge = end, max(edge, beyond)
+        below = rate(split, seconds) if whole else notes.get(name, "")
+        up, bold = (-0.2 if below else 0.0), "bold" if whole else "normal"
+        ax.text(1.02, y + up, text, transform=to, va="center_baseline", fontsize=fs.SMALL_POINTS, fontweight=bold)
+        ax.text(1.02, y + 0.24, below, transform=to, va="center_baseline", fontsize=fs.SMALL_POINTS, color=fs.SOFT)
     ax.set_yticks(range(len(rows)), [name for name, _ in rows])
     ax.set_ylim(len(rows) - 0.4, -0.6)
-    ax.set_xlim(0, 1.24 * edge)
+    ax.set_xlim(1.03 * min(edges), 1.03 * max(edges))
     ax.grid(visible=False, axis="y")
     ax.tick_params(axis="y", length=0)
     ax.xaxis.set_major_locator(MaxNLocator(6))

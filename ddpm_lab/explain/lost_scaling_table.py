@@ -44,7 +44,7 @@ def sentence(split: Split) -> str:
     lost = milliseconds(split, split.loss)
     if split.loss.sets < stats.LEAST_SETS:
         text += f" {phrases.plural(split.loss.sets, 'set')} only: a claim needs {stats.LEAST_SETS}."
-    elif not split.loss.low > 0:
+    if not split.loss.low > 0:
         return f"{text} No loss is resolved: {lost}."
     parts = sorted((p for p in split.parts if p.seconds.low > 0), key=lambda p: -p.seconds.value)
     named = [f"{p.name}{f' ({p.note})' if p.note else ''} {milliseconds(split, p.seconds)}" for p in parts]
