@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ddpm_lab import __version__, commands, train_commands
+from ddpm_lab import __version__, commands, predict_command, train_commands
 from ddpm_lab.checks import LabError
 from ddpm_lab.config import DEVICES, NETWORKS, START_METHODS
 from ddpm_lab.plan import PRESETS
@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     _run_options(subparsers)
     _compare_options(subparsers)
     train_commands.add_options(subparsers)
+    predict_command.add_options(subparsers)
     report = subparsers.add_parser("report", help="execute the notebooks and write their pages")
     _common_options(report)
     _data_options(report)
@@ -90,8 +91,9 @@ def _run_options(subparsers: Any) -> None:
         "experiments",
         nargs="+",
         metavar="EXPERIMENT",
-        help="profile, multi_gpu, amp, workers, torch_compile, batch_size (the largest batch that fits), peers "
-        "(this trainer beside others, and the limits of the machine) or quality (what each setting costs in loss)",
+        help="profile, multi_gpu, amp, workers, torch_compile, batch_size (the largest batch that fits), all_reduce "
+        "(how fast ranks exchange), peers (this trainer beside others, and the limits of the machine) or quality (what "
+        "each setting costs in loss)",
     )
     _common_options(run)
     _data_options(run)

@@ -31,7 +31,7 @@ ROWS = (
     ("model.network", "model.reference_sampling"),
     ("model.checkpoint", "model.inference"),
     ("model.generation",),
-    ("model.denoising", "model.limits", "model.peers", "model.train"),
+    ("model.allreduce", "model.denoising", "model.limits", "model.peers", "model.train"),
     ("model.gradient_check", "model.training"),
     # measure: what runs it and times it
     (
@@ -55,10 +55,11 @@ ROWS = (
     ("explain.bands", "explain.figure_style", "explain.frames", "explain.gradients", "explain.pages", "explain.stats"),
     ("explain.quality",),
     ("explain.comparisons",),
-    ("explain.phrases", "explain.ranking"),
+    ("explain.phrases", "explain.prediction", "explain.ranking"),
     ("explain.calibration",),
     ("explain.batch_sizes", "explain.budget", "explain.compiling", "explain.limits", "explain.machine_state"),
-    ("explain.operators", "explain.peers"),
+    ("explain.links", "explain.operators", "explain.peers"),
+    ("explain.predicted",),
     ("explain.trained",),
     ("explain.sentences", "explain.tables"),
     ("explain.findings",),
@@ -68,6 +69,7 @@ ROWS = (
         "explain.figure_costs",
         "explain.figure_machine",
         "explain.figure_peers",
+        "explain.figure_prediction",
         "explain.figure_quality",
         "explain.figure_ratios",
     ),
@@ -76,14 +78,14 @@ ROWS = (
     ("explain.answers", "explain.show"),
     # both together
     ("anonymous", "checkup", "planted", "setting", "training_run"),
-    ("quality", "trainers"),
+    ("collectives", "quality", "trainers"),
     ("sampling_run", "training_plan"),
     ("questions",),
     ("planning",),
     ("calibrate", "experiments", "report_lines"),
     ("comparison", "notebooks", "published"),
     ("report",),
-    ("commands", "train_commands"),
+    ("commands", "predict_command", "train_commands"),
     ("__main__",),
 )
 PLACE = {name: row for row, names in enumerate(ROWS) for name in names}
@@ -96,7 +98,15 @@ STRANGERS = {
 # A rank imports torch; the process that it becomes must not have done so before. So process imports rank when it runs.
 UPWARDS = {("measure.process", "measure.rank")}
 TORCH = {
-    *("model.blocks", "model.checkpoint", "model.denoising", "model.diffusion", "model.feed", "model.fused"),
+    *(
+        "model.allreduce",
+        "model.blocks",
+        "model.checkpoint",
+        "model.denoising",
+        "model.diffusion",
+        "model.feed",
+        "model.fused",
+    ),
     *("model.generation", "model.held_out_loss"),
     *("model.inference", "model.limits", "model.network", "model.peers", "model.reference", "model.reference_sampling"),
     *("model.sampling", "model.step", "model.train", "model.training", "model.unet"),

@@ -19,6 +19,7 @@ from ddpm_lab.explain import (
     figure_costs,
     figure_machine,
     figure_peers,
+    figure_prediction,
     figure_quality,
     figure_ratios,
     operators,
@@ -33,7 +34,7 @@ from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY
 from ddpm_lab.explain.figure_style import png, save
 from ddpm_lab.explain.findings import finding
-from ddpm_lab.explain.frames import RECOMMENDATION, Study
+from ddpm_lab.explain.frames import ALL_REDUCE, RECOMMENDATION, Study
 from ddpm_lab.record import RunRecord
 
 __all__ = ["alt_text", "figure", "more", "png", "save"]
@@ -47,6 +48,11 @@ _MORE: dict[str, tuple[tuple[Callable[[Study], Figure | None], str, str], ...]] 
         (extras.speed_up, "speedup", "Speed-up against the number of ranks, with the ideal line."),
         (extras.efficiency, "efficiency", "Parallel efficiency: the speed-up divided by the number of ranks."),
         (extras.time_by_batch, "batch", "Time for 50,000 images against the batch size, a projection."),
+        (
+            figure_prediction.steps,
+            "predicted",
+            "Predicted, not measured: the step with more ranks, from links and compute.",
+        ),
         (figure_machine.over_the_run, "machine", "What neighbours took, and the memory of each configuration's ranks."),
     ),
     "amp": ((extras.throughput, "throughput", "Throughput of each precision in images per second."),),
@@ -79,6 +85,15 @@ _MORE: dict[str, tuple[tuple[Callable[[Study], Figure | None], str, str], ...]] 
 }
 
 
+_ANSWERS: dict[str, Callable[[Study, str], Figure | None]] = {
+    batch_sizes.EXPERIMENT: batch_sizes.figure,
+    peers.EXPERIMENT: figure_peers.figure,
+    trained.EXPERIMENT: figure_quality.figure,
+    ALL_REDUCE: figure_prediction.exchange,
+}
+"""Questions whose answer is drawn in a way of its own, from the study and the title, where it has what that needs."""
+
+
 def figure(study: Study) -> Figure:
     """The figure that answers a study's question; it always says something, if only why there is nothing to draw."""
     with fs.style():
@@ -86,13 +101,9 @@ def figure(study: Study) -> Figure:
             return _recommendation(study)
         if study.experiment == "profile":
             return _profile(study)
-        if study.experiment == batch_sizes.EXPERIMENT and (drawn := batch_sizes.figure(study, finding(study).headline)):
-            return drawn
-        if study.experiment == peers.EXPERIMENT and (drawn := figure_peers.figure(study, finding(study).headline)):
-            return drawn
-        if study.experiment == trained.EXPERIMENT and (drawn := figure_quality.figure(study, finding(study).headline)):
-            return drawn
-        return figure_ratios.ratios(study)
+        draw = _ANSWERS.get(study.experiment)
+        drawn = draw(study, finding(study).headline) if draw else None
+        return drawn or figure_ratios.ratios(study)
 
 
 def more(study: Study) -> list[tuple[str, Figure, str]]:
@@ -132,6 +143,8 @@ def alt_text(study: Study) -> str:
         body = figure_peers.describe(study)
     elif study.experiment == trained.EXPERIMENT:
         body = figure_quality.describe(study)
+    elif study.experiment == ALL_REDUCE:
+        body = figure_prediction.describe(study)
     else:
         draw = batch_sizes if study.experiment == batch_sizes.EXPERIMENT else figure_ratios
         body = draw.describe(study)

@@ -12,6 +12,7 @@ from ddpm_lab.explain import (
     batch_sizes,
     budget,
     compiling,
+    links,
     machine_state,
     operators,
     peers,
@@ -23,7 +24,7 @@ from ddpm_lab.explain import (
 )
 from ddpm_lab.explain.bands import THRESHOLD, band
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, QUALITY, comparisons
-from ddpm_lab.explain.frames import RECOMMENDATION, Study
+from ddpm_lab.explain.frames import ALL_REDUCE, RECOMMENDATION, Study
 from ddpm_lab.explain.quality import NOT_ENOUGH
 from ddpm_lab.explain.tables import table
 from ddpm_lab.plan import LIMITS
@@ -88,6 +89,10 @@ def _finding(study: Study) -> Finding:
         return _profile(study)
     if study.experiment == trained.EXPERIMENT:
         return _trained(study)
+    if study.experiment == ALL_REDUCE and (answer := links.answer(study)) is not None:
+        short, evidence = answer
+        ending = machine_state.busy(study) + _where(study, "no training, so no quality")
+        return _plain(study, short, f"{evidence}{ending}", ANSWERED, "measured")
     return _comparison(study)
 
 

@@ -33,6 +33,7 @@ NAMES = {
     "workers": "04_workers",
     "torch_compile": "05_torch_compile",
     "batch_size": "batch_size",
+    "all_reduce": "all_reduce",
     "peers": "07_peers",
     "quality": "08_quality",
     "recommendation": "06_recommendation",

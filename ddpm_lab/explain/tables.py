@@ -8,9 +8,21 @@ from typing import Any
 
 import pandas as pd
 
-from ddpm_lab.explain import budget, compiling, limits, machine_state, operators, peers, phrases, ranking, trained
+from ddpm_lab.explain import (
+    budget,
+    compiling,
+    limits,
+    links,
+    machine_state,
+    operators,
+    peers,
+    phrases,
+    predicted,
+    ranking,
+    trained,
+)
 from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.frames import RECOMMENDATION, Study
+from ddpm_lab.explain.frames import ALL_REDUCE, RECOMMENDATION, SCALING, Study
 
 TOP_OPERATORS = 12
 _NONE = "\N{EN DASH}"
@@ -28,6 +40,8 @@ def table(study: Study) -> pd.DataFrame:
         return peers.table(study)
     if study.experiment == trained.EXPERIMENT:
         return trained.table(study)
+    if study.experiment == ALL_REDUCE:
+        return links.table(study)
     return _comparison(study)
 
 
@@ -47,6 +61,8 @@ def more(study: Study) -> list[tuple[str, pd.DataFrame]]:
         ]
     if study.experiment == trained.EXPERIMENT:
         found.append(("Loss and gradient of a step against fp32 on the same batch.", trained.check_table(study)))
+    if study.experiment == SCALING:
+        found.append(predicted.further(study))
     found = [(caption, frame) for caption, frame in found if not frame.empty]
     state = machine_state.table(study) if study.experiment in ("profile", "multi_gpu") else pd.DataFrame()
     return found if state.empty else [*found, ("What the machine did meanwhile.", state)]
