@@ -42,6 +42,8 @@ def predict_command(options: argparse.Namespace) -> int:
             whole(f"--{name.replace('_', '-')}", value, 1)
     output = output_folder(options.output_dir)
     files = [Path(f).expanduser() for f in options.ledger or [output / LEDGER]]
+    if options.ledger is None:  # nothing measured is what the refusal below is about
+        files = [f for f in files if f.exists()]
     records, damaged = read_all(files, lambda heads: chosen(heads, SCALING, machine=options.machine))
     for line in damaged:
         print(f"note: {line}")

@@ -67,7 +67,7 @@ def test_measured_steps_are_held_against_what_all_others_predict() -> None:
     errors = {(p.ranks, p.rank_batch): p.seconds / seconds - 1 for seconds, p in found.checks}
     assert set(errors) == {(2, 16), (2, 32), (4, 8), (4, 16)}
     assert errors[4, 16] == pytest.approx(step(4, 16, True) / slow_at_four(4, 16, True) - 1, abs=0.02)
-    assert "4 ranks -2" in predicted.check(found)
+    assert "4 ranks of 16 images -2" in predicted.check(found)
     assert "(outside of its interval)" in predicted.check(found)
 
 
@@ -86,15 +86,17 @@ def test_ranks_that_share_cores_are_held_against_their_own_compute_alone() -> No
 @pytest.mark.parametrize(
     ("records", "words"),
     [
-        (make.scaled(step), "measure it with ddpm-lab run all_reduce"),
-        ([*make.scaled(step, count=1), *all_reduces()], "measure it with ddpm-lab run multi_gpu"),
+        ([], "measure them with ddpm-lab run all_reduce multi_gpu"),
+        (make.scaled(step), "measure them with ddpm-lab run all_reduce"),
+        (all_reduces(), "measure them with ddpm-lab run multi_gpu"),
+        ([*make.scaled(step, count=1), *all_reduces()], "measure them with ddpm-lab run multi_gpu"),
         ([*make.scaled(step), *all_reduces(messages=(1024,))], "several sizes"),
         (
             [*(dataclasses.replace(r, witness={}) for r in make.scaled(step)), *all_reduces()],
             "how many weights",
         ),
     ],
-    ids=["no links", "no intervals", "one message", "no weights"],
+    ids=["nothing", "no links", "no training", "no intervals", "one message", "no weights"],
 )
 def test_what_is_missing_is_said(records: list[RunRecord], words: str) -> None:
     with pytest.raises(NotEnoughData, match=words):
@@ -135,7 +137,7 @@ def ledger(tmp_path: Path) -> Path:
 def test_the_command_prints_step_interval_and_label(call: Call, ledger: Path) -> None:
     code, out, err = call("predict", "--world-sizes", "2, 8,64", "--ledger", ledger)
     assert (code, err) == (0, "")
-    lines = [line for line in out.splitlines() if " ranks " in line and "images" not in line]
+    lines = [line for line in out.splitlines() if line.endswith(("predicted", "extrapolation"))]
     assert [line.split()[0] for line in lines] == ["2", "8", "64"]
     assert [line.split()[-1] for line in lines] == ["predicted", "predicted", "extrapolation"]
     code, out, _ = call("predict", "--world-sizes", "8", "--ledger", ledger, "--batch-size", "256", "--json")
@@ -162,4 +164,4 @@ def test_the_command_refuses_in_one_sentence(call: Call, ledger: Path, arguments
 def test_an_empty_ledger_is_refused_with_the_command_that_measures(call: Call, tmp_path: Path) -> None:
     code, _, err = call("predict", "--output-dir", tmp_path)
     assert code == 2
-    assert "ddpm-lab run" in err
+    assert "measure them with ddpm-lab run all_reduce multi_gpu" in err

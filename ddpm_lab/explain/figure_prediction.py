@@ -74,7 +74,7 @@ def exchange(study: Study, title: str) -> Figure | None:
 def describe(study: Study) -> str:
     """The figure of exchanges in words, with its numbers."""
     listed = "; ".join(
-        f"{phrases.plural(e.ranks, 'rank')}, {e.message}: {phrases.seconds(e.seconds)}, "
+        f"{phrases.plural(e.ranks, 'rank')}, {e.message}: {links.duration(e.seconds)}, "
         f"{links.bandwidth(e.bus_bandwidth)}"
         for e in links.exchanges(study)
     )
@@ -84,8 +84,8 @@ def describe(study: Study) -> str:
 def _link(link: prediction.Link) -> list[str]:
     (a_low, a_high), (b_low, b_high) = link.interval()
     return [
-        f"latency {phrases.seconds(link.alpha)}",
-        f"  ({phrases.seconds(a_low)} to {phrases.seconds(a_high)})",
+        f"latency {links.duration(link.alpha)}",
+        f"  ({links.duration(a_low)} to {links.duration(a_high)})",
         f"bandwidth {links.bandwidth(1 / link.beta)}",
         f"  ({links.bandwidth(1 / b_high)} to {links.bandwidth(1 / b_low)})",
     ]
@@ -137,7 +137,7 @@ def steps(study: Study) -> Figure | None:
         f"{phrases.context(study, batch=False)} \N{MIDDLE DOT} each rank keeps {ring.rank_batch} images",
         [1.75, 1.75, 1.75],
         headings=["Step", "Throughput", "Efficiency: images a second of each rank, one rank alone is 100 %"],
-        left=0.95,
+        left=1.15,
         right=_RIGHT,
         gap=0.22,
         note=f"{ring.assumptions()} Bands: 90 % prediction intervals. {predicted.rule()}",
@@ -156,7 +156,7 @@ def steps(study: Study) -> Figure | None:
         measured = [(1, ring.own_seconds), *((p.ranks, seconds) for seconds, p in ring.checks if _comparable(ring, p))]
         for ranks, seconds in measured:
             ax.plot([ranks], [view(ranks, seconds)], "o", color=fs.INK, ms=6.5, zorder=4)
-        _across(ax, made["ring"])
+        _across(ax, made["ring"], 0.06 if ax is axes[-1] else 0.96)
     _legend(axes[0], list(made))
     axes[0].set_ylabel("milliseconds")
     axes[1].set_ylabel("images per second")
@@ -165,7 +165,8 @@ def steps(study: Study) -> Figure | None:
     for ax in axes[:2]:
         ax.tick_params(axis="x", labelbottom=False)
         ax.set_yscale("log")
-        ax.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0), numticks=9))
+        low, high = ax.get_ylim()
+        ax.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0) if high < 50 * low else (1.0,), numticks=9))
         ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: fs.number(value)))
         ax.yaxis.set_minor_locator(NullLocator())
     axes[2].set_xlabel("ranks")
@@ -181,8 +182,8 @@ def _comparable(ring: Basis, made: Prediction) -> bool:
     return made.rank_batch == ring.rank_batch and ring.config.device == "cuda"
 
 
-def _across(ax: Axes, found: Sequence[Prediction]) -> None:
-    """The axis of ranks, with what is extrapolated shaded."""
+def _across(ax: Axes, found: Sequence[Prediction], height: float) -> None:
+    """The axis of ranks, with what is extrapolated shaded, and named at a height where no line is."""
     ax.set_xscale("log", base=2)
     ax.set_xlim(0.85, 1.25 * found[-1].ranks)
     ax.xaxis.set_major_locator(FixedLocator([1, *(p.ranks for p in found)]))
@@ -194,10 +195,10 @@ def _across(ax: Axes, found: Sequence[Prediction]) -> None:
         ax.axvspan(start, 1.25 * found[-1].ranks, color=fs.BAND, alpha=0.55, lw=0, zorder=0)
         ax.text(
             start * 1.06,
-            0.96,
+            height,
             "extrapolation",
             transform=ax.get_xaxis_transform(),
-            va="top",
+            va="top" if height > 0.5 else "bottom",
             color=fs.SOFT,
             fontsize=fs.SMALL_POINTS,
             zorder=5,

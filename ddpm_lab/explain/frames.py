@@ -150,7 +150,7 @@ def chosen(told: Sequence[T], experiment: str, *, machine: str | None = None, co
         shown = _one_cohort([r for r in found if r.experiment == experiment], cohort)
     data = {r.cohort[2] for r in shown} or {r.cohort[2] for r in trials}
     same = [r for r in trials if r.cohort[2] in data]
-    if experiment == SCALING and shown:
+    if experiment == SCALING:
         shown = shown + _one_cohort([r for r in found if r.experiment == ALL_REDUCE], None)
     return shown + [r for group in _by_experiment(same) for r in _one_code(group)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -69,30 +69,36 @@ class Fitted:
 
 
 def exchanges(study: Study) -> list[Exchange]:
-    """Measured all-reduces of a study, its own or those that came with it, by ranks and size."""
-    records = study.records if study.experiment == ALL_REDUCE else study.exchanges
-    hosts = {r.run_id: _hosts(r) for r in records}
+    """Measured all-reduces of a study, its own or those that came with it, by hosts, ranks and size."""
+    by_hosts: dict[int, list[RunRecord]] = defaultdict(list)
+    for r in study.records if study.experiment == ALL_REDUCE else study.exchanges:
+        by_hosts[_hosts(r)].append(r)
+    found = [
+        exchange
+        for hosts, records in by_hosts.items()
+        for exchange in _exchanges(dataclasses.replace(study, experiment=ALL_REDUCE, records=tuple(records)), hosts)
+    ]
+    return sorted(found, key=lambda e: (e.hosts, e.ranks, e.message_bytes))
+
+
+def _exchanges(study: Study, hosts: int) -> Iterable[Exchange]:
     by_set: dict[str, dict[str, float]] = defaultdict(dict)
-    for r in records:
+    for r in study.records:
         if r.role != "twin" and (kept := kept_seconds(r)):
             by_set[r.run_id][r.set_id] = r.config.global_batch_size * median(kept.values())
-    found = []
-    for row in comparisons(dataclasses.replace(study, experiment=ALL_REDUCE, records=records)).to_dict("records"):
+    for row in comparisons(study).to_dict("records"):
         if row["experiment"] == ALL_REDUCE and row["sets"] and row["role"] != "twin" and row["ranks"] > 1:
             low, high = (row["batch"] / row[f"images_per_second_{end}"] for end in ("high", "low"))
-            found.append(
-                Exchange(
-                    ranks=row["ranks"],
-                    hosts=hosts[row["run_id"]],
-                    message_bytes=row["config"].option("message_bytes", 0),
-                    message=row["label"],
-                    seconds=row["step_seconds"],
-                    low=low,
-                    high=high,
-                    by_set=by_set[row["run_id"]],
-                )
+            yield Exchange(
+                ranks=row["ranks"],
+                hosts=hosts,
+                message_bytes=row["config"].option("message_bytes", 0),
+                message=row["label"],
+                seconds=row["step_seconds"],
+                low=low,
+                high=high,
+                by_set=by_set[row["run_id"]],
             )
-    return sorted(found, key=lambda e: (e.ranks, e.message_bytes))
 
 
 def _hosts(record: RunRecord) -> int:
@@ -149,7 +155,7 @@ def answer(study: Study) -> tuple[str, str] | None:
     least = min((e for k in kinds.values() for e in k.exchanges if e.ranks == most.ranks), key=lambda e: e.seconds)
     short = (
         f"{phrases.plural(most.ranks, 'rank')} exchange at up to {bandwidth(most.bus_bandwidth)} of bus bandwidth, and "
-        f"in no less than {phrases.seconds(least.seconds)}"
+        f"in no less than {duration(least.seconds)}"
     )
     said = [
         f"The most is reached with {most.message}, the least time takes a message of "
@@ -165,8 +171,8 @@ def sentence(kind: Fitted) -> str:
         return f"A link {kind.where}: not enough data ({kind.reason})."
     (a_low, a_high), (b_low, b_high) = kind.link.interval()
     text = (
-        f"A link {kind.where} has a latency of {phrases.seconds(kind.link.alpha)} ({phrases.seconds(a_low)} to "
-        f"{phrases.seconds(a_high)}) and passes {bandwidth(1 / kind.link.beta)} ({bandwidth(1 / b_high)} to "
+        f"A link {kind.where} has a latency of {duration(kind.link.alpha)} ({duration(a_low)} to "
+        f"{duration(a_high)}) and passes {bandwidth(1 / kind.link.beta)} ({bandwidth(1 / b_high)} to "
         f"{bandwidth(1 / b_low)}; 90 % intervals of a fit to {phrases.plural(len(kind.exchanges), 'all-reduce')}, "
         f"which it misses by {100 * kind.link.spread:.0f} %)."
     )
@@ -181,6 +187,13 @@ def check(kind: Fitted) -> str:
     error = float(np.median([abs(h.error) for h in kind.held]))
     counts = phrases.joined([str(n) for n in sorted({h.timing.ranks for h in kind.held})])
     return f"Predicted from the others, the times of {counts} ranks are off by {100 * error:.0f} % in the median."
+
+
+def duration(seconds: float) -> str:
+    """A short time for people: microseconds below a millisecond."""
+    if 0 < seconds < 1e-3:
+        return f"{phrases.significant(1e6 * seconds)} \N{MICRO SIGN}s"
+    return phrases.seconds(seconds)
 
 
 def bandwidth(bytes_per_second: float) -> str:
@@ -198,18 +211,18 @@ def table(study: Study) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     for where, kind in kinds.items():
         for e in kind.exchanges:
-            span = "" if math.isnan(e.low) else f" ({phrases.seconds(e.low)} to {phrases.seconds(e.high)})"
+            span = "" if math.isnan(e.low) else f" ({duration(e.low)} to {duration(e.high)})"
             other = held.get((where, e.ranks, e.message_bytes))
             rows.append(
                 {
                     "Configuration": f"{phrases.plural(e.ranks, 'rank')}, {where}",
                     "Message": e.message,
-                    "Time": f"{phrases.seconds(e.seconds)}{span}",
+                    "Time": f"{duration(e.seconds)}{span}",
                     "Bus bandwidth": bandwidth(e.bus_bandwidth),
                     "Predicted from the other numbers of ranks": "not enough data"
                     if other is None
-                    else f"{phrases.seconds(other.seconds)}, off by {100 * other.error:+.0f} % "
-                    f"({phrases.seconds(other.low)} to {phrases.seconds(other.high)})",
+                    else f"{duration(other.seconds)}, off by {100 * other.error:+.0f} % "
+                    f"({duration(other.low)} to {duration(other.high)})",
                     "Sets": str(e.sets),
                 }
             )

@@ -85,14 +85,14 @@ class Basis:
 
 def basis(study: Study, *, algorithm: str = "ring", ranks_per_host: int | None = None) -> Basis:
     """What the records allow to predict. Raises NotEnoughData, whose message says what is missing and how to get it."""
-    kinds = links.fitted(study, algorithm)
-    if not kinds:
-        raise NotEnoughData("no all-reduce of this machine is in the ledger: measure it with ddpm-lab run all_reduce")
-    rows = _training(study)
+    kinds, rows = links.fitted(study, algorithm), _training(study)
     alone = [r for r in rows if r["ranks"] == 1 and _log_error(r)]
-    if not alone:
+    wanted = [("all-reduces", "all_reduce")] * (not kinds)
+    wanted += [("training steps of one rank in several sets", SCALING)] * (not alone)
+    if wanted:
         raise NotEnoughData(
-            "no training step of one rank with an interval is in the ledger: measure it with ddpm-lab run multi_gpu"
+            f"the ledger holds no {' and no '.join(what for what, _ in wanted)}: measure them with ddpm-lab run "
+            + " ".join(name for _, name in wanted)
         )
     compute = Compute(speeds=_speeds(alone))
     inner, outer = (kinds[k].link if k in kinds else None for k in ("on one host", "between hosts"))
@@ -269,11 +269,11 @@ def check(found: Basis) -> str:
     """How far measured steps of several ranks lay from their predictions."""
     if not found.checks:
         return "No measured step of several ranks can be held against a prediction here."
-    said = [
-        f"{made.ranks} ranks {100 * (made.seconds / seconds - 1):+.0f} %"
-        + ("" if made.low <= seconds <= made.high else " (outside of its interval)")
-        for seconds, made in found.checks
-    ]
+    said = []
+    for seconds, made in found.checks:
+        images = phrases.plural(f"{made.rank_batch:g}", "image")
+        outside = "" if made.low <= seconds <= made.high else " (outside of its interval)"
+        said.append(f"{made.ranks} ranks of {images} {100 * (made.seconds / seconds - 1):+.0f} %{outside}")
     return f"Predicted against measured, each from all but its own number of ranks: {phrases.joined(said)}."
 
 
