@@ -18,7 +18,7 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "tests")]
 
-from emulated_links import MESSAGES, STEPS, measure, median_error, outcomes  # noqa: E402
+from emulated_links import EXCHANGES, STEPS, measure, median_error, outcomes  # noqa: E402
 from namespaces import Link, why_no_shaping  # noqa: E402
 
 FITTED = (
@@ -40,10 +40,11 @@ def main() -> None:
     options = parser.parse_args()
     if (reason := why_no_shaping()) is not None:
         sys.exit(f"benchmarks/prediction.py: {reason}")
-    alone = [{"message_bytes": size} for size in MESSAGES]
-    fitted = {link: measure(link, FITTED_RANKS, alone, options.steps) for link in FITTED}
-    held_out = {link: measure(link, HELD_OUT_RANKS, STEPS, options.steps) for link in (*FITTED, *HELD_OUT)}
-    found = list(outcomes(fitted, held_out))
+    held_out = dict.fromkeys(HELD_OUT_RANKS, STEPS)
+    known = {**dict.fromkeys(FITTED_RANKS, EXCHANGES), **held_out}
+    measured = {link: measure(link, known, options.steps) for link in FITTED}
+    measured |= {link: measure(link, held_out, options.steps) for link in HELD_OUT}
+    found = list(outcomes(measured, FITTED_RANKS))
     print("delay ms  Mbit/s  ranks  wait ms  KiB x buckets  measured ms  predicted ms (90 % interval)   error")
     for o in found:
         p, kib = o.predicted, o.step["message_bytes"] / 2**10
@@ -62,10 +63,10 @@ def main() -> None:
     target = CHECKOUT / "benchmarks" / "results" / "prediction.json"
     target.parent.mkdir(exist_ok=True)
     raw = {
-        "messages": MESSAGES,
-        "fitted": [[dataclasses.asdict(link), rows] for link, rows in fitted.items()],
+        "exchanges": EXCHANGES,
         "steps": STEPS,
-        "held_out": [[dataclasses.asdict(link), rows] for link, rows in held_out.items()],
+        "fitted_ranks": FITTED_RANKS,
+        "seconds": [[dataclasses.asdict(link), rows] for link, rows in measured.items()],
     }
     target.write_text(json.dumps(raw, indent=1))
     print(f"raw numbers: {target.relative_to(CHECKOUT)}")

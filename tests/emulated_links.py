@@ -10,19 +10,20 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from namespaces import Link, hosts
 
-from ddpm_lab.explain import prediction
-from ddpm_lab.explain.prediction import Cluster, Compute, Exchanged, Prediction, Speed, Timing
+from ddpm_lab.explain.link_fit import Timing, fit_link
+from ddpm_lab.explain.prediction import Cluster, Compute, Exchanged, Prediction, Speed, predict
 
 HERE = Path(__file__).resolve().parent
 MESSAGES = (2**10, 2**14, 2**16, 2**18)
-STEPS = (
+EXCHANGES: tuple[dict[str, float], ...] = tuple({"message_bytes": size} for size in MESSAGES)
+STEPS: tuple[dict[str, float], ...] = (
     {"message_bytes": 2**18, "buckets": 1, "compute_seconds": 0.02},
     {"message_bytes": 2**20, "buckets": 4, "compute_seconds": 0.03},
     {"message_bytes": 2**20, "buckets": 1, "compute_seconds": 0.05},
@@ -45,13 +46,13 @@ class Outcome:
         return self.predicted.seconds / self.measured - 1
 
 
-def measure(
-    link: Link, ranks: Sequence[int], options: Sequence[dict[str, float]], steps: int
-) -> dict[int, list[float]]:
-    """Median seconds of a step with each of the options, by number of ranks, all over links of one kind."""
-    job = {"options": list(options), "steps": steps}
-    jobs = "".join(json.dumps({**job, "ranks": count}) + "\n" for count in ranks)
-    with hosts([link] * max(ranks)) as made:
+def measure(link: Link, groups: Mapping[int, Sequence[Mapping[str, float]]], steps: int) -> dict[int, list[float]]:
+    """Median seconds of a step with each of the options of a group, by number of ranks, over links of one kind."""
+    jobs = "".join(
+        json.dumps({"ranks": ranks, "options": [dict(each) for each in options], "steps": steps}) + "\n"
+        for ranks, options in groups.items()
+    )
+    with hosts([link] * max(groups)) as made:
         places = json.dumps([[host.namespace, host.address] for host in made])
         command = [sys.executable, str(HERE / "rank_groups.py"), places]
         path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
@@ -66,39 +67,40 @@ def measure(
         )
     if run.returncode:
         raise RuntimeError(run.stderr)
-    return {count: json.loads(line) for count, line in zip(ranks, run.stdout.splitlines(), strict=True)}
+    return {count: json.loads(line) for count, line in zip(groups, run.stdout.splitlines(), strict=True)}
 
 
-def outcomes(
-    fitted: dict[Link, dict[int, list[float]]], held_out: dict[Link, dict[int, list[float]]]
-) -> Iterator[Outcome]:
+def outcomes(measured: Mapping[Link, Mapping[int, list[float]]], fitted_ranks: Sequence[int]) -> Iterator[Outcome]:
     """Predictions for every step that was held out.
 
-    ``fitted`` holds the seconds of MESSAGES, ``held_out`` those of STEPS. A link of which nothing was fitted is
-    predicted from its delay and rate, by how latency and bandwidth of the fitted ones follow from theirs.
+    ``measured`` holds the seconds of EXCHANGES for ``fitted_ranks``, and those of STEPS for other ranks. A link of
+    which nothing was fitted is predicted from its delay and rate, by how latency and bandwidth of the fitted ones
+    follow from theirs.
     """
     links = {
-        link: prediction.fit_link(
+        link: fit_link(
             [
                 Timing(ranks=n, message_bytes=size, seconds=seconds)
-                for n, row in by_ranks.items()
-                for size, seconds in zip(MESSAGES, row, strict=True)
+                for n in fitted_ranks
+                for size, seconds in zip(MESSAGES, by_ranks[n], strict=True)
             ]
         )
-        for link, by_ranks in fitted.items()
+        for link, by_ranks in measured.items()
+        if by_ranks.keys() >= set(fitted_ranks)
     }
     slope, overhead = np.polyfit([k.delay_seconds for k in links], [v.alpha for v in links.values()], 1)
     stretch = np.mean([v.beta * _rate(k) for k, v in links.items()])
-    for link, by_ranks in held_out.items():
+    for link, by_ranks in measured.items():
         known = links.get(link) or replace(
             max(links.values(), key=lambda v: v.spread),
             alpha=float(overhead + slope * link.delay_seconds),
             beta=float(stretch / _rate(link)),
         )
-        for (ranks, row), i in itertools.product(by_ranks.items(), range(len(STEPS))):
+        held_out = {n: row for n, row in by_ranks.items() if n not in fitted_ranks}
+        for (ranks, row), i in itertools.product(held_out.items(), range(len(STEPS))):
             step = STEPS[i]
             compute = Compute(speeds=(Speed(rank_batch=1, seconds=step["compute_seconds"], log_error=0.0, freedom=1),))
-            found = prediction.predict(
+            found = predict(
                 Cluster(inner=known),
                 compute,
                 Exchanged(message_bytes=step["message_bytes"], buckets=int(step["buckets"])),

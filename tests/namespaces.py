@@ -197,7 +197,7 @@ def _tap(name: str) -> int:
 def _relay(links: dict[int, tuple[float, float | None]]) -> None:
     """Frames leave a host one after the other at the rate of its link, and arrive after its delay, as with netem."""
     with contextlib.suppress(OSError):  # it stands for hardware, which does not wait for a busy core
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(2))
     outgoing: dict[int, tuple[int, float, float]] = {}
     incoming: dict[int, int] = {}
     for index, (delay, rate) in links.items():

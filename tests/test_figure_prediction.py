@@ -8,6 +8,7 @@ import records as make
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from scaled_records import all_reduces, scaled
 
 from ddpm_lab.explain import figures
 from ddpm_lab.explain.figure_prediction import exchange, steps
@@ -24,7 +25,8 @@ def step(ranks: int, images: int, exchanged: bool) -> float:
 
 
 def words(figure: Figure) -> str:
-    return " ".join(t.get_text() for part in (figure, *figure.axes) for t in part.texts).replace("\n", " ")
+    texts = [*figure.texts, *(t for ax in figure.axes for t in ax.texts)]
+    return " ".join(t.get_text() for t in texts).replace("\n", " ")
 
 
 def lines(ax: Axes, keep: Callable[[str], bool]) -> list[int]:
@@ -37,12 +39,12 @@ def lines(ax: Axes, keep: Callable[[str], bool]) -> list[int]:
 
 
 @pytest.fixture
-def scaled() -> list[RunRecord]:
-    return make.scaled(step)
+def training() -> list[RunRecord]:
+    return scaled(step)
 
 
 def test_every_measured_exchange_is_a_point_in_both_panels_with_its_fitted_link() -> None:
-    shown = make.study(make.all_reduces(ring, ranks=(2, 4), machine=make.GPUS))
+    shown = make.study(all_reduces(ring, ranks=(2, 4), machine=make.GPUS))
     drawn = exchange(shown, "a title")
     assert drawn is not None
     for ax in drawn.axes:
@@ -57,14 +59,14 @@ def test_every_measured_exchange_is_a_point_in_both_panels_with_its_fitted_link(
 
 
 def test_a_link_that_cannot_be_fitted_leaves_its_measurements() -> None:
-    drawn = exchange(make.study(make.all_reduces(ring, messages=(2**10, 2**20))), "a title")
+    drawn = exchange(make.study(all_reduces(ring, messages=(2**10, 2**20))), "a title")
     assert drawn is not None
     assert "not enough data to fit a link" in words(drawn)
     assert lines(drawn.axes[0], lambda style: style.startswith("--")) == []
 
 
-def test_predictions_are_dashed_and_hollow_and_measurements_filled(scaled: list[RunRecord]) -> None:
-    drawn = steps(study([*scaled, *make.all_reduces(ring, ranks=(2, 4), machine=make.GPUS)], "multi_gpu"))
+def test_predictions_are_dashed_and_hollow_and_measurements_filled(training: list[RunRecord]) -> None:
+    drawn = steps(study([*training, *all_reduces(ring, ranks=(2, 4), machine=make.GPUS)], "multi_gpu"))
     assert drawn is not None
     assert len(drawn.axes) == 3
     for ax in drawn.axes:
@@ -86,15 +88,15 @@ def test_predictions_are_dashed_and_hollow_and_measurements_filled(scaled: list[
     assert drawn.texts[0].get_text().startswith("Predicted for 16 ranks")
 
 
-def test_it_stands_under_more_where_links_were_measured_and_is_absent_where_not(scaled: list[RunRecord]) -> None:
-    links = make.all_reduces(ring, ranks=(2, 4), machine=make.GPUS)
-    found = {name: caption for caption, _, name in figures.more(study([*scaled, *links], "multi_gpu"))}
+def test_it_stands_under_more_where_links_were_measured_and_is_absent_where_not(training: list[RunRecord]) -> None:
+    links = all_reduces(ring, ranks=(2, 4), machine=make.GPUS)
+    found = {name: caption for caption, _, name in figures.more(study([*training, *links], "multi_gpu"))}
     assert found["predicted"].startswith("Predicted, not measured")
-    assert "predicted" not in {name for _, _, name in figures.more(study(scaled, "multi_gpu"))}
+    assert "predicted" not in {name for _, _, name in figures.more(study(training, "multi_gpu"))}
 
 
-def test_records_that_do_not_suffice_are_told_in_place_of_a_figure(scaled: list[RunRecord]) -> None:
-    few = make.all_reduces(ring, messages=(2**10,), machine=make.GPUS)
-    drawn = steps(study([*scaled, *few], "multi_gpu"))
+def test_records_that_do_not_suffice_are_told_in_place_of_a_figure(training: list[RunRecord]) -> None:
+    few = all_reduces(ring, messages=(2**10,), machine=make.GPUS)
+    drawn = steps(study([*training, *few], "multi_gpu"))
     assert drawn is not None
     assert "not enough data" in words(drawn)

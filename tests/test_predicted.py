@@ -3,14 +3,17 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import records as make
 from conftest import Call
+from scaled_records import all_reduces, scaled
 
 from ddpm_lab.explain import predicted
 from ddpm_lab.explain.frames import Study, study
-from ddpm_lab.explain.prediction import NotEnoughData, Prediction
+from ddpm_lab.explain.link_fit import NotEnoughData
+from ddpm_lab.explain.prediction import Prediction
 from ddpm_lab.explain.tables import more
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.record import RunRecord
@@ -33,15 +36,15 @@ def answer(*records: RunRecord) -> Study:
     return study(records, "multi_gpu")
 
 
-def all_reduces(**values: object) -> list[RunRecord]:
-    return make.all_reduces(exchange, ranks=(2, 4, 8), machine=make.GPUS, **values)  # type: ignore[arg-type]
+def exchanges(**values: Any) -> list[RunRecord]:
+    return all_reduces(exchange, ranks=(2, 4, 8), machine=make.GPUS, **values)
 
 
-CALM = {"set_noise": 0.001, "turn_noise": 0.001, "drift": 0.0}
+CALM: dict[str, Any] = {"set_noise": 0.001, "turn_noise": 0.001, "drift": 0.0}
 
 
 def test_a_step_is_predicted_from_compute_links_and_the_measured_overlap() -> None:
-    found = predicted.basis(answer(*make.scaled(step, **CALM), *all_reduces(**CALM)))
+    found = predicted.basis(answer(*scaled(step, **CALM), *exchanges(**CALM)))
     assert found.rank_batch == 64
     for ranks in (8, 16, 32):
         assert found.at(ranks).seconds == pytest.approx(step(ranks, 64, True), rel=0.01)
@@ -52,7 +55,7 @@ def test_a_step_is_predicted_from_compute_links_and_the_measured_overlap() -> No
 
 
 def test_without_a_measured_overlap_a_prediction_reaches_from_none_to_full() -> None:
-    found = predicted.basis(answer(*make.scaled(step, silent=False, **CALM), *all_reduces(**CALM)))
+    found = predicted.basis(answer(*scaled(step, silent=False, **CALM), *exchanges(**CALM)))
     made = found.at(8)
     assert made.low < 68e-3 * 1.005
     assert made.high > 68e-3 + exchange(8) * 0.99
@@ -63,7 +66,7 @@ def test_measured_steps_are_held_against_what_all_others_predict() -> None:
     def slow_at_four(ranks: int, images: int, exchanged: bool) -> float:
         return step(ranks, images, exchanged) * (1.3 if ranks == 4 and exchanged else 1.0)
 
-    found = predicted.basis(answer(*make.scaled(slow_at_four, **CALM), *all_reduces(**CALM)))
+    found = predicted.basis(answer(*scaled(slow_at_four, **CALM), *exchanges(**CALM)))
     errors = {(p.ranks, p.rank_batch): p.seconds / seconds - 1 for seconds, p in found.checks}
     assert set(errors) == {(2, 16), (2, 32), (4, 8), (4, 16)}
     assert errors[4, 16] == pytest.approx(step(4, 16, True) / slow_at_four(4, 16, True) - 1, abs=0.02)
@@ -75,8 +78,8 @@ def test_ranks_that_share_cores_are_held_against_their_own_compute_alone() -> No
     def shared(ranks: int, images: int, exchanged: bool) -> float:
         return ranks * step(ranks, images, exchanged)
 
-    records = make.scaled(shared, ranks=(2,), machine=make.CPU, **CALM)
-    links = make.all_reduces(exchange, ranks=(2,), **CALM)
+    records = scaled(shared, ranks=(2,), machine=make.CPU, **CALM)
+    links = all_reduces(exchange, ranks=(2,), **CALM)
     found = predicted.basis(answer(*records, *links))
     assert len(found.checks) == 2
     silent = [r for r in records if r.config.exchange.enabled]
@@ -87,40 +90,41 @@ def test_ranks_that_share_cores_are_held_against_their_own_compute_alone() -> No
     ("records", "words"),
     [
         ([], "measure them with ddpm-lab run all_reduce multi_gpu"),
-        (make.scaled(step), "measure them with ddpm-lab run all_reduce"),
-        (all_reduces(), "measure them with ddpm-lab run multi_gpu"),
-        ([*make.scaled(step, count=1), *all_reduces()], "measure them with ddpm-lab run multi_gpu"),
-        ([*make.scaled(step), *all_reduces(messages=(1024,))], "several sizes"),
+        (scaled(step), "measure them with ddpm-lab run all_reduce"),
+        (exchanges(), "measure them with ddpm-lab run multi_gpu"),
+        ([*scaled(step, count=2), *exchanges()], "measure them with ddpm-lab run multi_gpu"),
+        ([*scaled(step), *exchanges(messages=(1024,))], "several sizes"),
+        ([*scaled(step, count=3, drift=6.0), *exchanges()], "measure more sets, or on a quieter machine"),
         (
-            [*(dataclasses.replace(r, witness={}) for r in make.scaled(step)), *all_reduces()],
+            [*(dataclasses.replace(r, witness={}) for r in scaled(step)), *exchanges()],
             "how many weights",
         ),
     ],
-    ids=["nothing", "no links", "no training", "no intervals", "one message", "no weights"],
+    ids=["nothing", "no links", "no training", "no intervals", "one message", "too wide", "no weights"],
 )
 def test_what_is_missing_is_said(records: list[RunRecord], words: str) -> None:
     with pytest.raises(NotEnoughData, match=words):
-        predicted.basis(answer(*records))
+        predicted.predictions(predicted.basis(answer(*records)), [2])
     caption, frame = predicted.further(answer(*records))
     assert words in caption
     assert frame.empty
 
 
 def test_hosts_need_a_link_between_them_and_what_one_host_holds_is_told_all_the_same() -> None:
-    found = predicted.basis(answer(*make.scaled(step), *all_reduces()), ranks_per_host=4)
+    found = predicted.basis(answer(*scaled(step), *exchanges()), ranks_per_host=4)
     made = predicted.predictions(found, [2, 4, 8])
     assert isinstance(made[4], Prediction)
-    assert made[8] == "not enough data: no all-reduce between hosts was measured"
+    assert str(made[8]).startswith("not enough data: the ledger holds no all-reduce between hosts: measure")
     assert predicted.table(found, made)["Label"].iloc[-1] == made[8]
     with pytest.raises(NotEnoughData, match="between hosts"):
         predicted.predictions(found, [8])
 
 
 def test_notebook_tables_hold_the_predictions_only_where_links_were_measured() -> None:
-    scaled = make.scaled(step)
-    captions = [caption for caption, _ in more(answer(*scaled))]
+    training = scaled(step)
+    captions = [caption for caption, _ in more(answer(*training))]
     assert not any(c.startswith("Predicted") for c in captions)
-    caption, frame = next(t for t in more(answer(*scaled, *all_reduces())) if t[0].startswith("Predicted"))
+    caption, frame = next(t for t in more(answer(*training, *exchanges())) if t[0].startswith("Predicted"))
     assert "not measured" in caption
     assert frame["Configuration"].iloc[-1] == "1,024 ranks"
     assert frame["Label"].iloc[[0, -1]].tolist() == ["predicted", "extrapolation"]
@@ -130,7 +134,7 @@ def test_notebook_tables_hold_the_predictions_only_where_links_were_measured() -
 def ledger(tmp_path: Path) -> Path:
     path = tmp_path / "trace_output" / "ledger.jsonl"
     path.parent.mkdir()
-    Ledger(path).append([*make.scaled(step, **CALM), *all_reduces(**CALM)])
+    Ledger(path).append([*scaled(step, **CALM), *exchanges(**CALM)])
     return path
 
 

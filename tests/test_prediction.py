@@ -1,100 +1,21 @@
 """Steps at numbers of ranks that were not measured: planted links and compute come back, and intervals cover."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from planted_links import ALPHA, BETA, link, timings, truth
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.explain.prediction import (
-    Cluster,
-    Compute,
-    Exchanged,
-    Link,
-    NotEnoughData,
-    Prediction,
-    Speed,
-    Timing,
-    costs,
-    fit_link,
-    leave_one_out,
-    predict,
-)
-
-ALPHA, BETA = 50e-6, 1e-9
-MESSAGES = [2.0**power for power in range(10, 27, 4)]
-RANKS = (2, 4, 8)
-
-
-def truth(ranks: int, size: float, algorithm: str = "ring", alpha: float = ALPHA, beta: float = BETA) -> float:
-    """Another way to the same number: hops played one after the other, and trees by their depth."""
-    if algorithm == "tree":
-        return 2 * (math.ceil(math.log2(ranks)) * alpha + size * beta)
-    at = [0.0] * ranks  # when each rank has finished its last hop
-    for _ in range(2 * (ranks - 1)):  # reduce-scatter, then all-gather
-        sent = [t + alpha + size / ranks * beta for t in at]
-        at = [max(sent[rank - 1], sent[rank]) for rank in range(ranks)]
-    return max(at)
-
-
-def timings(
-    rng: np.random.Generator, noise: float = 0.03, ranks: Sequence[int] = RANKS, algorithm: str = "ring"
-) -> list[Timing]:
-    return [
-        Timing(ranks=n, message_bytes=size, seconds=truth(n, size, algorithm) * math.exp(noise * rng.normal()))
-        for n in ranks
-        for size in MESSAGES
-    ]
-
-
-def link(algorithm: str = "ring", **changes: float) -> Link:
-    """A link that is known almost exactly."""
-    found = fit_link(timings(np.random.default_rng(0), 1e-6, algorithm=algorithm), algorithm)
-    return replace(found, **changes)  # type: ignore[arg-type]
+from ddpm_lab.explain.link_fit import NotEnoughData, fit_link
+from ddpm_lab.explain.prediction import Cluster, Compute, Exchanged, Prediction, Speed, predict
 
 
 def compute(log_error: float = 0.0, per_image: float = 1e-3, fixed: float = 5e-3) -> Compute:
     """Straight in the batch, known for four of them."""
     points = [(batch, fixed + per_image * batch) for batch in (4, 8, 16, 32)]
     return Compute(speeds=tuple(Speed(rank_batch=b, seconds=s, log_error=log_error, freedom=5) for b, s in points))
-
-
-def step(found: Prediction) -> tuple[float, float, float]:
-    return found.low, found.seconds, found.high
-
-
-@pytest.mark.parametrize("algorithm", ["ring", "tree"])
-@pytest.mark.parametrize("ranks", [2, 3, 4, 7, 16])
-def test_the_formula_is_what_hops_played_out_one_by_one_take(algorithm: str, ranks: int) -> None:
-    latencies, passed = costs(ranks, 1e6, algorithm)
-    assert latencies * ALPHA + passed * BETA == pytest.approx(truth(ranks, 1e6, algorithm))
-
-
-@pytest.mark.parametrize("algorithm", ["ring", "tree"])
-def test_one_rank_exchanges_nothing(algorithm: str) -> None:
-    assert [float(v) for v in costs(1, 1e6, algorithm)] == [0.0, 0.0]
-
-
-def test_a_tree_pays_latency_by_its_depth_and_a_ring_by_its_length() -> None:
-    assert float(costs(1024, 0, "tree")[0]) == 20
-    assert float(costs(1024, 0, "ring")[0]) == 2046
-
-
-@pytest.mark.parametrize("algorithm", ["ring", "tree"])
-def test_a_planted_link_comes_back(algorithm: str) -> None:
-    found = link(algorithm)
-    assert (found.alpha, found.beta) == pytest.approx((ALPHA, BETA), rel=1e-4)
-
-
-def test_one_timing_far_off_hardly_moves_the_link_and_widens_its_intervals() -> None:
-    clean = timings(np.random.default_rng(1), 0.01)
-    off = [replace(clean[0], seconds=5 * clean[0].seconds), *clean[1:]]
-    found, before = fit_link(off), fit_link(clean)
-    assert found.alpha == pytest.approx(ALPHA, rel=0.1)
-    assert found.beta == pytest.approx(BETA, rel=0.1)
-    assert found.spread > 5 * before.spread
 
 
 @pytest.mark.slow
@@ -127,32 +48,6 @@ def test_intervals_cover_what_was_planted_in_nine_cases_of_ten() -> None:
             inside[f"{ranks} ranks"].append(made.low <= step <= made.high)
     covered = {name: float(np.mean(hits)) for name, hits in inside.items()}
     assert all(0.85 <= share <= 0.95 for share in covered.values()), covered
-
-
-def test_each_number_of_ranks_is_predicted_from_the_others_alone() -> None:
-    clean = timings(np.random.default_rng(3), 0.01)
-    wrong = [replace(t, seconds=2 * t.seconds) if t.ranks == 8 else t for t in clean]
-    errors = {h.timing.ranks: h.error for h in leave_one_out(wrong)}
-    assert errors[8] == pytest.approx(-0.5, abs=0.03)
-    assert {h.timing.ranks for h in leave_one_out(clean)} == set(RANKS)
-    assert max(abs(h.error) for h in leave_one_out(clean)) < 0.05
-    assert leave_one_out([t for t in clean if t.ranks == 2]) == []
-
-
-@pytest.mark.parametrize(
-    ("few", "words"),
-    [
-        ([], "0 all-reduces"),
-        ([Timing(ranks=n, message_bytes=1e6, seconds=1.0) for n in range(2, 9)], "several sizes"),
-        (
-            [Timing(ranks=2, message_bytes=4.0 * n, seconds=truth(2, 4.0 * n)) for n in range(1, 9)],
-            "do not tell latency from bandwidth",
-        ),
-    ],
-)
-def test_too_little_to_fit_is_said(few: list[Timing], words: str) -> None:
-    with pytest.raises(NotEnoughData, match=words):
-        fit_link(few)
 
 
 def test_hosts_exchange_over_their_own_link_and_their_ranks_within_them() -> None:
@@ -218,13 +113,3 @@ def test_buckets_pay_the_latency_each() -> None:
         for n in (1, 4)
     )
     assert four - one == pytest.approx(3 * 14 * ALPHA, rel=0.02)
-
-
-def test_what_all_timings_share_widens_every_interval() -> None:
-    known = timings(np.random.default_rng(4), 0.001)
-    plain, shaken = fit_link(known), fit_link(known, shared=0.1**2)
-    (low, high), _ = shaken.interval()
-    assert math.log(high / low) == pytest.approx(2 * 1.65 * 0.1, rel=0.2)
-    draws = [np.log(each.draws(8, 1e6, 1, np.random.default_rng(0))).std() for each in (plain, shaken)]
-    assert draws[1] == pytest.approx(math.sqrt(2) * 0.1, rel=0.15)
-    assert draws[0] < 0.01

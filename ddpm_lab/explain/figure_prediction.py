@@ -11,11 +11,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from ddpm_lab.explain import figure_style as fs
-from ddpm_lab.explain import links, phrases, predicted, prediction
+from ddpm_lab.explain import link_fit, links, phrases, predicted
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.link_fit import NotEnoughData
 from ddpm_lab.explain.links import Exchange
 from ddpm_lab.explain.predicted import WORLD_SIZES, Basis
-from ddpm_lab.explain.prediction import NotEnoughData, Prediction
+from ddpm_lab.explain.prediction import Prediction
 
 _MARKERS = "osD^vPX*"
 _RIGHT, _PANEL = 2.15, 2.5  # inches beside the panels, and their height
@@ -81,7 +82,7 @@ def describe(study: Study) -> str:
     return f"Chart of time and bus bandwidth of an all-reduce against its message. {listed}."
 
 
-def _link(link: prediction.Link) -> list[str]:
+def _link(link: link_fit.Link) -> list[str]:
     (a_low, a_high), (b_low, b_high) = link.interval()
     return [
         f"latency {links.duration(link.alpha)}",
@@ -94,7 +95,7 @@ def _link(link: prediction.Link) -> list[str]:
 def _curve(
     ax: Axes,
     shown: Sequence[Exchange],
-    link: prediction.Link | None,
+    link: link_fit.Link | None,
     look: dict[str, Any],
     value: Callable[[Exchange, float], float],
 ) -> None:
@@ -125,10 +126,10 @@ def steps(study: Study) -> Figure | None:
         return None
     title = "Predicted: the step with more ranks than were measured"
     try:
-        known = {algorithm: predicted.basis(study, algorithm=algorithm) for algorithm in prediction.ALGORITHMS}
+        known = {algorithm: predicted.basis(study, algorithm=algorithm) for algorithm in link_fit.ALGORITHMS}
+        made = {name: [found.at(n) for n in WORLD_SIZES] for name, found in known.items()}
     except NotEnoughData as missing:
         return fs.message(f"{title}: not enough data", phrases.context(study), f"Not enough data: {missing}.")
-    made = {name: [found.at(n) for n in WORLD_SIZES] for name, found in known.items()}
     ring = known["ring"]
     first = next((p for p in reversed(made["ring"]) if p.label == "predicted"), made["ring"][0])
     figure, axes = fs.sheet(
@@ -165,8 +166,8 @@ def steps(study: Study) -> Figure | None:
     for ax in axes[:2]:
         ax.tick_params(axis="x", labelbottom=False)
         ax.set_yscale("log")
-        low, high = ax.get_ylim()
-        ax.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0) if high < 50 * low else (1.0,), numticks=9))
+        bottom, top = ax.get_ylim()
+        ax.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0) if top < 50 * bottom else (1.0,), numticks=9))
         ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: fs.number(value)))
         ax.yaxis.set_minor_locator(NullLocator())
     axes[2].set_xlabel("ranks")

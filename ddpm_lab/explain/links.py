@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ddpm_lab.explain import phrases, prediction
+from ddpm_lab.explain import link_fit, phrases
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import ALL_REDUCE, Study
-from ddpm_lab.explain.prediction import Held, Link, NotEnoughData, Timing
+from ddpm_lab.explain.link_fit import Held, Link, NotEnoughData, Timing
 from ddpm_lab.record import RunRecord, kept_seconds
 
 
@@ -54,7 +54,7 @@ class Exchange:
     @property
     def passed_bytes(self) -> float:
         """Bytes that no all-reduce can avoid to pass over each link."""
-        return float(prediction.costs(self.ranks, self.message_bytes)[1])
+        return float(link_fit.costs(self.ranks, self.message_bytes)[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,10 +120,10 @@ def _fitted(where: str, found: Sequence[Exchange], algorithm: str) -> Fitted:
     timings, shared = [e.timing for e in found], shared_variance(found)
     link, reason = None, ""
     try:
-        link = prediction.fit_link(timings, algorithm, shared=shared)
+        link = link_fit.fit_link(timings, algorithm, shared=shared)
     except NotEnoughData as missing:
         reason = str(missing)
-    held = tuple(prediction.leave_one_out(timings, algorithm, shared=shared))
+    held = tuple(link_fit.leave_one_out(timings, algorithm, shared=shared))
     return Fitted(where=where, exchanges=tuple(found), link=link, reason=reason, held=held)
 
 

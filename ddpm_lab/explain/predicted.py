@@ -16,18 +16,19 @@ from ddpm_lab.config import DDPM, ExchangeConfig, RunConfig
 from ddpm_lab.explain import links, phrases, prediction
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import SCALING, Study
+from ddpm_lab.explain.link_fit import NotEnoughData
 from ddpm_lab.explain.prediction import (
     EXTRAPOLATION,
     Cluster,
     Compute,
     Exchanged,
-    NotEnoughData,
     Prediction,
     Speed,
 )
 from ddpm_lab.explain.stats import LEVEL
 
 WORLD_SIZES = tuple(2**power for power in range(1, 11))
+LEAST_SETS = 3
 _GRADIENT_BYTES = 4
 
 Row = dict[str, Any]
@@ -88,7 +89,7 @@ def basis(study: Study, *, algorithm: str = "ring", ranks_per_host: int | None =
     kinds, rows = links.fitted(study, algorithm), _training(study)
     alone = [r for r in rows if r["ranks"] == 1 and _log_error(r)]
     wanted = [("all-reduces", "all_reduce")] * (not kinds)
-    wanted += [("training steps of one rank in several sets", SCALING)] * (not alone)
+    wanted += [("training steps of one rank in three sets", SCALING)] * (not alone)
     if wanted:
         raise NotEnoughData(
             f"the ledger holds no {' and no '.join(what for what, _ in wanted)}: measure them with ddpm-lab run "
@@ -131,9 +132,9 @@ def _training(study: Study) -> list[Row]:
 
 
 def _log_error(row: Row) -> float:
-    """Standard error of ln seconds over sets, from the 95 % interval; 0 without one."""
+    """Standard error of ln seconds over sets, from the 95 % interval; 0 with fewer sets than tell one."""
     low, high = row["images_per_second_low"], row["images_per_second_high"]
-    if math.isnan(low) or row["sets"] < 2:
+    if math.isnan(low) or row["sets"] < LEAST_SETS:
         return 0.0
     return float(math.log(high / low) / 2 / special.stdtrit(row["sets"] - 1, (1 + LEVEL) / 2))
 
@@ -215,12 +216,13 @@ def further(study: Study) -> tuple[str, pd.DataFrame]:
     """Caption and table of what is predicted, without rows where it cannot be."""
     try:
         found = basis(study)
+        made = predictions(found, WORLD_SIZES)
     except NotEnoughData as missing:
         return f"Predicted steps: not enough data ({missing}).", pd.DataFrame()
     caption = (
         f"Predicted, not measured: {found.rank_batch} images a rank. {found.assumptions()} {check(found)} {rule()}"
     )
-    return caption, table(found, predictions(found, WORLD_SIZES))
+    return caption, table(found, made)
 
 
 def predictions(

@@ -1,8 +1,7 @@
 """How long a step takes with numbers of ranks that nobody measured: a rank's compute, and an exchange over its links.
 
-A link passes a message of n bytes in alpha + n beta seconds: latency and inverse bandwidth (Hockney 1994). Both are
-fitted to measured all-reduces by robust least squares on the logarithm of time. What is predicted from them has a 90 %
-interval, drawn from the joint uncertainty of the fit and of the compute, that holds for one more measurement.
+What is predicted has a 90 % interval that holds for one more measurement, drawn from the joint uncertainty of links,
+compute and overlap.
 """
 
 from __future__ import annotations
@@ -13,176 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy import optimize
 
-from ddpm_lab.checks import ConfigError, choice
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.explain.link_fit import DRAWS, Array, Link, NotEnoughData, bounds
 
-LEVEL = 0.90
-ALGORITHMS = ("ring", "tree")
 EXTRAPOLATION = 4
 """Beyond so many times the largest measured number of ranks, or of hosts, a prediction is called an extrapolation."""
 HIDING_SHARE = 2 / 3
 """Share of the compute that an exchange can hide behind: the backward pass does twice the work of the forward pass."""
-LEAST_TIMINGS = 4
-_DRAWS = 4000
-
-Array = npt.NDArray[np.float64]
-
-
-class NotEnoughData(ConfigError):  # noqa: N818 - an answer, not a defect
-    """What was measured does not suffice for a prediction; the message says what is missing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """One measured all-reduce: ranks, bytes of the message, seconds (over several sets their mean)."""
-
-    ranks: int
-    message_bytes: float
-    seconds: float
-
-
-def costs(ranks: npt.ArrayLike, message_bytes: npt.ArrayLike, algorithm: str = "ring") -> tuple[Array, Array]:
-    """How many times an all-reduce of n bytes over N ranks pays a link's latency, and how many bytes pass a link.
-
-    ring: 2 (N - 1) and 2 (N - 1) / N n (Thakur et al. 2005; Patarasuk & Yuan 2009, who show that no algorithm passes
-    fewer bytes). tree: 2 ceil(log2 N) and 2 n, for two binary trees that reduce and broadcast half of the message
-    each, in a pipeline whose filling is left out (Sanders et al. 2009). One rank pays nothing.
-    """
-    choice("algorithm", algorithm, ALGORITHMS)
-    count, size = np.asarray(ranks, dtype=float), np.asarray(message_bytes, dtype=float)
-    if algorithm == "tree":
-        return 2 * np.ceil(np.log2(count)), 2 * size * (count > 1)
-    return 2 * (count - 1), 2 * (count - 1) / count * size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Link:
-    """A fitted link: alpha in seconds, beta in seconds per byte.
-
-    ``covariance`` is that of (ln alpha, ln beta), ``spread`` the standard deviation of the residuals of ln seconds with
-    ``freedom`` degrees of freedom, ``shared`` the variance of what all of them share, ``most_ranks`` the largest number
-    of ranks measured.
-    """
-
-    alpha: float
-    beta: float
-    covariance: Array
-    spread: float
-    shared: float
-    freedom: int
-    most_ranks: int
-    algorithm: str
-
-    def interval(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """90 % intervals of alpha and of beta, by Student's t."""
-        draws = self._parameters(np.random.default_rng(0), _DRAWS * 5)[0]
-        low, high = np.exp(np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0))
-        return (float(low[0]), float(high[0])), (float(low[1]), float(high[1]))
-
-    def seconds(self, ranks: int, message_bytes: float) -> float:
-        """Seconds of an all-reduce."""
-        latencies, passed = costs(ranks, message_bytes, self.algorithm)
-        return float(latencies * self.alpha + passed * self.beta)
-
-    def draws(self, ranks: int, message_bytes: float, buckets: int, rng: np.random.Generator) -> Array:
-        """Draws of the seconds that ``buckets`` all-reduces of one message between them would be measured to take."""
-        logs, scale = self._parameters(rng, _DRAWS)
-        latencies, passed = costs(ranks, message_bytes, self.algorithm)
-        seconds = np.exp(logs) @ np.array([buckets * latencies, passed])
-        noise = np.hypot(self.spread * scale, math.sqrt(self.shared)) * rng.standard_normal(_DRAWS)
-        return np.asarray(seconds * np.exp(noise))
-
-    def _parameters(self, rng: np.random.Generator, count: int) -> tuple[Array, Array]:
-        """Draws of (ln alpha, ln beta) from a multivariate t, and of the factor by which their scale was drawn."""
-        scale = np.sqrt(self.freedom / rng.chisquare(self.freedom, count))
-        normal = rng.multivariate_normal([0.0, 0.0], self.covariance, count, method="svd")
-        return np.log([self.alpha, self.beta]) + scale[:, None] * normal, scale
-
-
-def fit_link(timings: Sequence[Timing], algorithm: str = "ring", *, shared: float = 0.0) -> Link:
-    """Latency and bandwidth from all-reduces of several sizes, by least squares on ln seconds with a soft L1 loss.
-
-    The covariance is Huber's (1981, section 7.6), scaled by the residuals: whatever the formula cannot follow widens
-    all intervals. What slows all timings alike is not seen in residuals: ``shared`` is the variance of ln seconds that
-    it adds, as far as it is known otherwise. Raises NotEnoughData for fewer than four timings, or where they do not
-    tell latency from bandwidth.
-    """
-    if len(timings) < LEAST_TIMINGS or len({t.message_bytes for t in timings}) < 2:
-        raise NotEnoughData(
-            f"{len(timings)} all-reduces were measured: latency and bandwidth need at least {LEAST_TIMINGS}, of "
-            "several sizes"
-        )
-    measured = np.log([t.seconds for t in timings])
-    latencies, passed = costs([t.ranks for t in timings], [t.message_bytes for t in timings], algorithm)
-    # A start from below: each of the two terms alone takes no longer than the whole.
-    start = np.array([np.min(measured - np.log(latencies)), np.min(measured - np.log(passed))])
-
-    def residuals(logs: Array) -> Array:
-        return np.asarray(np.logaddexp(np.log(latencies) + logs[0], np.log(passed) + logs[1]) - measured)
-
-    def slopes(logs: Array) -> Array:
-        terms = np.array([latencies, passed]) * np.exp(logs)[:, None]
-        return np.asarray((terms / terms.sum(axis=0)).T)
-
-    cut = 0.1
-    for _ in range(3):
-        start = optimize.least_squares(residuals, start, jac=slopes, loss="soft_l1", f_scale=cut).x
-        rest = residuals(start)
-        cut = max(2 * 1.4826 * float(np.median(np.abs(rest))), 1e-6)
-    normal = slopes(start).T @ slopes(start)
-    if np.linalg.cond(normal) > 1e8:
-        raise NotEnoughData("the measured messages do not tell latency from bandwidth: measure smaller and larger ones")
-    bent = 1 + (rest / cut) ** 2
-    freedom = len(timings) - 2
-    influence = float(np.sum(rest**2 / bent)) / freedom / float(np.mean(bent**-1.5)) ** 2
-    return Link(
-        alpha=math.exp(start[0]),
-        beta=math.exp(start[1]),
-        covariance=np.asarray(influence * np.linalg.inv(normal) + shared, dtype=float),
-        spread=math.sqrt(float(np.sum(rest**2)) / freedom),
-        shared=shared,
-        freedom=freedom,
-        most_ranks=max(t.ranks for t in timings),
-        algorithm=algorithm,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """A timing that was not used to fit, and what the others predict for it."""
-
-    timing: Timing
-    seconds: float
-    low: float
-    high: float
-
-    @property
-    def error(self) -> float:
-        """Predicted over measured, less 1."""
-        return self.seconds / self.timing.seconds - 1
-
-
-def leave_one_out(timings: Sequence[Timing], algorithm: str = "ring", *, shared: float = 0.0) -> list[Held]:
-    """Each number of ranks predicted from all others; empty where these do not suffice."""
-    found = []
-    for ranks in sorted({t.ranks for t in timings}):
-        try:
-            link = fit_link([t for t in timings if t.ranks != ranks], algorithm, shared=shared)
-        except NotEnoughData:
-            continue
-        for timing in timings:
-            if timing.ranks == ranks:
-                draws = link.draws(ranks, timing.message_bytes, 1, np.random.default_rng(0))
-                low, high = _bounds(draws)
-                seconds = link.seconds(ranks, timing.message_bytes)
-                found.append(Held(timing=timing, seconds=seconds, low=low, high=high))
-    return found
-
-
-def _bounds(draws: Array) -> tuple[float, float]:
-    low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)
+WIDEST = 10
+"""An interval whose ends are further apart than this factor is no prediction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,30 +36,38 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """Seconds of compute against the images of a rank: straight lines between measured points, and beyond them."""
+    """Seconds of compute against the images of a rank: straight lines between measured points, and beyond them.
+
+    ``speeds`` come in the order of their batches.
+    """
 
     speeds: tuple[Speed, ...]
 
+    def seconds(self, rank_batch: float) -> float:
+        """Raises NotEnoughData for another batch where only one was measured."""
+        return float(self._between([np.array([s.seconds]) for s in self.speeds], rank_batch)[0])
+
     def draws(self, rank_batch: float, rng: np.random.Generator) -> Array:
-        """Draws of what would be measured. Raises NotEnoughData for another batch where only one was measured."""
-        points = sorted(self.speeds, key=lambda s: s.rank_batch)
-        batches = np.array([s.rank_batch for s in points])
-        # Once for the error of the point, and once for that of the measurement that is predicted.
-        seconds = [
-            s.seconds * np.exp(s.log_error * math.sqrt(2) * rng.standard_t(max(1, s.freedom), _DRAWS)) for s in points
-        ]
+        """Draws of what would be measured: each point has its error, and the measurement that is predicted another."""
+        errors = [np.clip(2**0.5 * s.log_error * rng.standard_t(s.freedom, DRAWS), -9, 9) for s in self.speeds]
+        return self._between([s.seconds * np.exp(e) for s, e in zip(self.speeds, errors, strict=True)], rank_batch)
+
+    def _between(self, seconds: Sequence[Array], rank_batch: float) -> Array:
+        """Seconds at a batch, from those at the measured ones."""
+        batches = [s.rank_batch for s in self.speeds]
         if rank_batch in batches:
-            return np.asarray(seconds[int(np.argmax(batches == rank_batch))])
-        if len(points) < 2:
+            return seconds[batches.index(rank_batch)]
+        if len(batches) < 2:
             raise NotEnoughData(
                 f"compute was measured for {batches[0]:g} images a rank alone, and {rank_batch:g} are asked for"
             )
-        right = int(np.clip(np.searchsorted(batches, rank_batch), 1, len(points) - 1))
+        right = int(np.clip(np.searchsorted(batches, rank_batch), 1, len(batches) - 1))
         share = (rank_batch - batches[right - 1]) / (batches[right] - batches[right - 1])
         line = seconds[right - 1] + share * (seconds[right] - seconds[right - 1])
         # A step of fewer images never costs less than in proportion, nor of more images less than that of fewer.
-        least = seconds[0] * rank_batch / batches[0] if rank_batch < batches[0] else seconds[right - 1]
-        return np.asarray(np.maximum(line, least) if not batches[0] <= rank_batch <= batches[-1] else line)
+        if rank_batch < batches[0]:
+            return np.asarray(np.maximum(line, seconds[0] * rank_batch / batches[0]))
+        return np.asarray(np.maximum(line, seconds[-1])) if rank_batch > batches[-1] else line
 
     def beyond(self, rank_batch: float) -> float:
         """How many doublings a batch lies outside of what was measured; 0 inside."""
@@ -247,20 +94,31 @@ class Cluster:
             raise ConfigError(f"{ranks} ranks do not fill hosts of {self.ranks_per_host}: give a multiple")
         return self.ranks_per_host, ranks // self.ranks_per_host
 
-    def draws(self, ranks: int, message_bytes: float, buckets: int, rng: np.random.Generator) -> Array:
-        """Draws of the exchange: a ring within each host, and one between the hosts, of which each has one link.
+    def seconds(self, ranks: int, message_bytes: float, buckets: int) -> float:
+        """Seconds of the exchange: a ring within each host, and one between the hosts, of which each has one link.
 
         Each of R ranks on a host exchanges 1 / R of the message with its like on the other hosts, all over that link.
         Raises NotEnoughData for a kind of link that was not measured.
         """
+        return sum(link.seconds(count, message_bytes, buckets) for count, link in self._parts(ranks))
+
+    def draws(self, ranks: int, message_bytes: float, buckets: int, rng: np.random.Generator) -> Array:
+        """Draws of the seconds that it would be measured to take."""
+        parts = [link.draws(count, message_bytes, buckets, rng) for count, link in self._parts(ranks)]
+        return np.sum(parts, axis=0) if parts else np.zeros(DRAWS)
+
+    def _parts(self, ranks: int) -> list[tuple[int, Link]]:
+        """How many exchange over each kind of link."""
         local, hosts = self.shape(ranks)
-        total = np.zeros(_DRAWS)
+        found = []
         for count, link, where in ((local, self.inner, "on one host"), (hosts, self.outer, "between hosts")):
             if count > 1:
                 if link is None:
-                    raise NotEnoughData(f"no all-reduce {where} was measured")
-                total = total + link.draws(count, message_bytes, buckets, rng)
-        return total
+                    raise NotEnoughData(
+                        f"the ledger holds no all-reduce {where}: measure the question all_reduce with its ranks there"
+                    )
+                found.append((count, link))
+        return found
 
     def beyond(self, ranks: int) -> float:
         """How many doublings a number of ranks lies above four times what was measured; 0 below that."""
@@ -284,7 +142,7 @@ class Exchanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A step at a number of ranks: median and 90 % interval in seconds; ``label`` is predicted or extrapolation."""
+    """A step at a number of ranks: seconds with their 90 % interval; ``label`` is predicted or extrapolation."""
 
     ranks: int
     rank_batch: float
@@ -296,6 +154,11 @@ class Prediction:
     label: str
 
 
+def _step(alone: npt.ArrayLike, exchange: npt.ArrayLike, share: npt.ArrayLike) -> Array:
+    alone, exchange, share = np.asarray(alone), np.asarray(exchange), np.asarray(share)
+    return np.asarray(alone + exchange - np.minimum(share * exchange, HIDING_SHARE * alone))
+
+
 def predict(cluster: Cluster, compute: Compute, exchanged: Exchanged, ranks: int, rank_batch: float) -> Prediction:
     """A step of ``ranks`` ranks with ``rank_batch`` images each.
 
@@ -303,15 +166,20 @@ def predict(cluster: Cluster, compute: Compute, exchanged: Exchanged, ranks: int
     measured number of ranks, and outside of the measured batches, it is an extrapolation: each end of the interval then
     lies 1 + d times as far from the prediction, in logarithm, d being the doublings beyond. Raises NotEnoughData.
     """
-    rng = np.random.default_rng(ranks)
-    alone = compute.draws(rank_batch, rng)
-    exchange = cluster.draws(ranks, exchanged.message_bytes, exchanged.buckets, rng)
-    ends = []
+    message = (ranks, exchanged.message_bytes, exchanged.buckets)
+    alone, exchange = compute.seconds(rank_batch), cluster.seconds(*message)
+    rng = np.random.default_rng(0)
+    alone_draws, exchange_draws = compute.draws(rank_batch, rng), cluster.draws(*message, rng)
+    middles, ends = [], []
     for hidden in (0.0, 1.0) if exchanged.hidden is None else (exchanged.hidden,):
-        share = np.resize(np.asarray(hidden, dtype=float), len(exchange))
-        ends.append(alone + exchange - np.minimum(share * exchange, HIDING_SHARE * alone))
-    low, high = _bounds(ends[-1])[0], _bounds(ends[0])[1]
-    seconds = math.sqrt(float(np.median(ends[0])) * float(np.median(ends[-1])))
+        share = np.resize(np.asarray(hidden, dtype=float), DRAWS)
+        middles.append(float(_step(alone, exchange, np.median(share))))
+        ends.append(bounds(_step(alone_draws, exchange_draws, share)))
+    seconds, low, high = math.sqrt(middles[0] * middles[-1]), ends[-1][0], ends[0][1]
+    if high > WIDEST * low:
+        raise NotEnoughData(
+            f"a step of {ranks} ranks may take {low:.2g} to {high:.2g} s: measure more sets, or on a quieter machine"
+        )
     doublings = cluster.beyond(ranks) + compute.beyond(rank_batch)
     return Prediction(
         ranks=ranks,
@@ -319,7 +187,7 @@ def predict(cluster: Cluster, compute: Compute, exchanged: Exchanged, ranks: int
         seconds=seconds,
         low=seconds * (low / seconds) ** (1 + doublings),
         high=seconds * (high / seconds) ** (1 + doublings),
-        compute_seconds=float(np.median(alone)),
-        exchange_seconds=float(np.median(exchange)),
+        compute_seconds=alone,
+        exchange_seconds=exchange,
         label="extrapolation" if doublings else "predicted",
     )
