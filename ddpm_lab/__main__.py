@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ddpm_lab import __version__, commands, slurm_commands, strategy_commands, train_commands
+from ddpm_lab import __version__, commands, predict_command, slurm_commands, strategy_commands, train_commands
 from ddpm_lab.checks import LabError
 from ddpm_lab.config import DEVICES, NETWORKS, START_METHODS
 from ddpm_lab.explain.bands import DEFAULT, NAMED
@@ -76,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     rank.set_defaults(command=functools.partial(commands.rank, main=main))
     slurm_commands.add_options(subparsers, parser)
+    predict_command.add_options(subparsers)
     report = subparsers.add_parser("report", help="execute the notebooks and write their pages")
     _common_options(report)
     _data_options(report)
@@ -105,7 +106,8 @@ def _run_options(subparsers: Any) -> None:
         nargs="+",
         metavar="EXPERIMENT",
         help="profile, multi_gpu, amp, workers, torch_compile, batch_size (the largest batch that fits), exchange (how "
-        "ranks exchange gradients), peers (this trainer beside others, and the limits of the machine) or quality (what "
+        "ranks exchange gradients), all_reduce (how fast their links are), peers (this trainer beside others, and the "
+        "limits of the machine) or quality (what "
         "each setting costs in loss)",
     )
     _common_options(run)

@@ -81,8 +81,9 @@ def _grid(name: str, options: argparse.Namespace, weighed: Strategy | None) -> d
             grid[option] = [word.strip() for word in given.split(",")] if listed else given
     if options.mode and name in ("peers", "quality"):
         raise ConfigError(f"--mode: the experiment {name} chooses its ranks itself; leave it out")
-    if options.batch_size is not None and name == "batch_size":
-        raise ConfigError("--batch-size: the experiment batch_size varies it; leave it out")
+    if options.batch_size is not None and name in ("batch_size", "all_reduce"):
+        why = "varies it" if name == "batch_size" else "has no images"
+        raise ConfigError(f"--batch-size: the experiment {name} {why}; leave it out")
     if options.batch_size is not None:
         grid |= (
             {"global_batch_sizes": [options.batch_size]}

@@ -83,11 +83,12 @@ def _published(name: str, output: Path) -> Study:
 
 def study_of(measured: Measured) -> Study:
     """The records that answer what was measured."""
-    from ddpm_lab.explain.frames import TRIAL, study  # noqa: PLC0415 - not on a bare GPU node
+    from ddpm_lab.explain.frames import ALL_REDUCE, SCALING, TRIAL, study  # noqa: PLC0415 - not on a bare GPU node
 
     key, name = measured.cohort[0], measured.experiment.name
+    names = {name, ALL_REDUCE} if name == SCALING else {name}
     records, damaged = Ledger(measured.ledger).read(
-        lambda heads: [h for h in heads if h.machine.key == key and (h.experiment == name or h.role == TRIAL)]
+        lambda heads: [h for h in heads if h.machine.key == key and (h.experiment in names or h.role == TRIAL)]
     )
     for line in damaged:
         print(f"note: {line}")

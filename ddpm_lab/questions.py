@@ -10,7 +10,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ddpm_lab import collectives
 from ddpm_lab.checks import ConfigError, choice, several, whole
+from ddpm_lab.collectives import all_reduce
 from ddpm_lab.config import LOADER_ALONE
 from ddpm_lab.exchange import exchange
 from ddpm_lab.lost_scaling import lost_scaling as lost_scaling_of
@@ -308,12 +310,13 @@ def batch_size(
     return Experiment(name="batch_size", families=(family,))
 
 
-PLANS = {"peers": PLAN}
+PLANS = {"peers": PLAN, "all_reduce": collectives.PLAN}
 """How a set is measured where it is not as the preset says."""
 LONG = ("peers", "quality")
 """Questions that take too long to be measured beside the others: notebooks do so in the preset ``full`` only."""
-WORKLOADS = {"peers": TRAINERS, "quality": TRAINED}
+WORKLOADS = {"peers": TRAINERS, "quality": TRAINED, "all_reduce": collectives.WORKLOADS}
 """What a question runs beside the lab's own trainer; one code version covers all of it."""
 QUESTIONS: dict[str, Callable[..., Experiment]] = {
-    f.__name__: f for f in (profile, multi_gpu, amp, workers, torch_compile, batch_size, exchange, peers, quality)
+    f.__name__: f
+    for f in (profile, multi_gpu, amp, workers, torch_compile, batch_size, exchange, all_reduce, peers, quality)
 }

@@ -196,7 +196,10 @@ def _tap(name: str) -> int:
 
 def _relay(links: dict[int, tuple[float, float | None]]) -> None:
     """Frames leave a host one after the other at the rate of its link, and arrive after its delay, as with netem."""
-    outgoing, incoming = {}, {}
+    with contextlib.suppress(OSError):  # it stands for hardware, which does not wait for a busy core
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(2))
+    outgoing: dict[int, tuple[int, float, float]] = {}
+    incoming: dict[int, int] = {}
     for index, (delay, rate) in links.items():
         host, port = _tap(f"host{index}"), _tap(f"port{index}")
         outgoing[host] = (port, delay, 0.0 if rate is None else 8 / rate)
@@ -214,8 +217,8 @@ def _relay(links: dict[int, tuple[float, float | None]]) -> None:
         for device in readable:
             with contextlib.suppress(BlockingIOError):
                 frame = os.read(device, 1 << 16)
-                if (host := incoming.get(device)) is not None:
-                    _send(host, frame)
+                if device in incoming:
+                    _send(incoming[device], frame)
                     continue
                 port, delay, seconds_per_byte = outgoing[device]
                 now = time.monotonic()

@@ -32,7 +32,7 @@ ROWS = (
     ("model.network", "model.reference_sampling"),
     ("model.checkpoint", "model.inference"),
     ("model.generation",),
-    ("model.denoising", "model.limits", "model.peers", "model.train"),
+    ("model.allreduce", "model.denoising", "model.limits", "model.peers", "model.train"),
     ("model.gradient_check", "model.training"),
     # measure: what runs it and times it
     (
@@ -60,11 +60,18 @@ ROWS = (
     ("explain.figure_style", "explain.frames", "explain.gradients", "explain.pages", "explain.stats"),
     ("explain.quality",),
     ("explain.comparisons",),
-    ("explain.phrases", "explain.ranking"),
+    ("explain.link_fit", "explain.phrases", "explain.ranking"),
     ("explain.calibration",),
     ("explain.batch_sizes", "explain.budget", "explain.compiling", "explain.limits", "explain.machine_state"),
     ("explain.exchange", "explain.lost_scaling"),
-    ("explain.lost_scaling_table", "explain.operators", "explain.peers"),
+    (
+        "explain.links",
+        "explain.lost_scaling_table",
+        "explain.operators",
+        "explain.peers",
+        "explain.prediction",
+    ),
+    ("explain.predicted",),
     ("explain.trained",),
     ("explain.sentences",),
     ("explain.scaling",),
@@ -77,6 +84,7 @@ ROWS = (
         "explain.figure_lost_scaling",
         "explain.figure_machine",
         "explain.figure_peers",
+        "explain.figure_prediction",
         "explain.figure_quality",
         "explain.figure_ratios",
     ),
@@ -86,14 +94,14 @@ ROWS = (
     ("explain.answers", "explain.show"),
     # both together
     ("anonymous", "checkup", "planted", "setting", "summary_lines", "training_run"),
-    ("exchange", "lost_scaling", "quality", "slurm_logs", "trainers"),
+    ("collectives", "exchange", "lost_scaling", "quality", "slurm_logs", "trainers"),
     ("sampling_run", "slurm_jobs", "slurm_table", "training_plan"),
     ("questions",),
     ("planning",),
     ("calibrate", "experiments", "report_lines", "slurm"),
     ("comparison", "notebooks", "published", "slurm_collect", "strategy"),
     ("report",),
-    ("commands", "slurm_commands", "strategy_commands", "train_commands"),
+    ("commands", "predict_command", "slurm_commands", "strategy_commands", "train_commands"),
     ("__main__",),
 )
 PLACE = {name: row for row, names in enumerate(ROWS) for name in names}
@@ -106,7 +114,15 @@ STRANGERS = {
 # A rank imports torch; the process that it becomes must not have done so before. So process imports rank when it runs.
 UPWARDS = {("measure.process", "measure.rank")}
 TORCH = {
-    *("model.blocks", "model.checkpoint", "model.denoising", "model.diffusion", "model.feed", "model.fused"),
+    *(
+        "model.allreduce",
+        "model.blocks",
+        "model.checkpoint",
+        "model.denoising",
+        "model.diffusion",
+        "model.feed",
+        "model.fused",
+    ),
     *("model.generation", "model.held_out_loss"),
     *("model.inference", "model.limits", "model.network", "model.peers", "model.reference", "model.reference_sampling"),
     *("model.sampling", "model.step", "model.train", "model.training", "model.unet"),

@@ -99,6 +99,7 @@ def test_what_a_killed_process_left_is_removed() -> None:
     holding = "from namespaces import *\nwith hosts([Link()]): print('made', flush=True); input()"
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-S", "-c", holding], cwd=Path(__file__).parent, **pipes) as process:
+        assert process.stdout is not None
         assert process.stdout.readline() == b"made\n"
         process.kill()
     assert f"{PREFIX}-{process.pid}-" in _left()

@@ -20,6 +20,7 @@ from ddpm_lab.explain import (
     figure_lost_scaling,
     figure_machine,
     figure_peers,
+    figure_prediction,
     figure_quality,
     figure_ratios,
     figure_scaling,
@@ -35,7 +36,7 @@ from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY
 from ddpm_lab.explain.figure_style import png, save
 from ddpm_lab.explain.findings import finding
-from ddpm_lab.explain.frames import RECOMMENDATION, Study
+from ddpm_lab.explain.frames import ALL_REDUCE, RECOMMENDATION, Study
 from ddpm_lab.record import RunRecord
 
 __all__ = ["alt_text", "figure", "more", "png", "save"]
@@ -55,6 +56,11 @@ _MORE: dict[str, tuple[tuple[Callable[[Study], Figure | None], str, str], ...]] 
             figure_lost_scaling.figure,
             "lost_scaling",
             "Where the lost scaling went, from the ideal step to the measured.",
+        ),
+        (
+            figure_prediction.steps,
+            "predicted",
+            "Predicted, not measured: the step with more ranks, from links and compute.",
         ),
         (figure_machine.over_the_run, "machine", "What neighbours took, and the memory of each configuration's ranks."),
     ),
@@ -88,6 +94,15 @@ _MORE: dict[str, tuple[tuple[Callable[[Study], Figure | None], str, str], ...]] 
 }
 
 
+_ANSWERS: dict[str, Callable[[Study, str], Figure | None]] = {
+    batch_sizes.EXPERIMENT: batch_sizes.figure,
+    peers.EXPERIMENT: figure_peers.figure,
+    trained.EXPERIMENT: figure_quality.figure,
+    ALL_REDUCE: figure_prediction.exchange,
+}
+"""Questions whose answer is drawn in a way of its own, from the study and the title, where it has what that needs."""
+
+
 def figure(study: Study) -> Figure:
     """The figure that answers a study's question; it always says something, if only why there is nothing to draw."""
     with fs.style():
@@ -95,13 +110,9 @@ def figure(study: Study) -> Figure:
             return _recommendation(study)
         if study.experiment == "profile":
             return _profile(study)
-        if study.experiment == batch_sizes.EXPERIMENT and (drawn := batch_sizes.figure(study, finding(study).headline)):
-            return drawn
-        if study.experiment == peers.EXPERIMENT and (drawn := figure_peers.figure(study, finding(study).headline)):
-            return drawn
-        if study.experiment == trained.EXPERIMENT and (drawn := figure_quality.figure(study, finding(study).headline)):
-            return drawn
-        return figure_ratios.ratios(study)
+        draw = _ANSWERS.get(study.experiment)
+        drawn = draw(study, finding(study).headline) if draw else None
+        return drawn or figure_ratios.ratios(study)
 
 
 def more(study: Study) -> list[tuple[str, Figure, str]]:
@@ -141,6 +152,8 @@ def alt_text(study: Study) -> str:
         body = figure_peers.describe(study)
     elif study.experiment == trained.EXPERIMENT:
         body = figure_quality.describe(study)
+    elif study.experiment == ALL_REDUCE:
+        body = figure_prediction.describe(study)
     else:
         draw = batch_sizes if study.experiment == batch_sizes.EXPERIMENT else figure_ratios
         body = draw.describe(study)

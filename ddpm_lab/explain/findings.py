@@ -13,6 +13,7 @@ from ddpm_lab.explain import (
     budget,
     compiling,
     exchange,
+    links,
     machine_state,
     operators,
     peers,
@@ -24,7 +25,7 @@ from ddpm_lab.explain import (
     trained,
 )
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, QUALITY, comparisons
-from ddpm_lab.explain.frames import RECOMMENDATION, Study
+from ddpm_lab.explain.frames import ALL_REDUCE, RECOMMENDATION, Study
 from ddpm_lab.explain.quality import NOT_ENOUGH
 from ddpm_lab.explain.tables import table
 from ddpm_lab.plan import LIMITS
@@ -89,6 +90,10 @@ def _finding(study: Study) -> Finding:
         return _profile(study)
     if study.experiment == trained.EXPERIMENT:
         return _trained(study)
+    if study.experiment == ALL_REDUCE and (answer := links.answer(study)) is not None:
+        short, evidence = answer
+        ending = machine_state.busy(study) + _where(study, "no training, so no quality")
+        return _plain(study, short, f"{evidence}{ending}", ANSWERED, "measured")
     return _comparison(study)
 
 

@@ -16,6 +16,8 @@ from ddpm_lab.explain.bands import DEFAULT, NAMED, Bands
 from ddpm_lab.record import JOB, Cohort, LedgerError, Machine, RunRecord, Window
 
 RECOMMENDATION = "recommendation"
+ALL_REDUCE, SCALING = "all_reduce", "multi_gpu"
+"""The question whose records say how fast links are, and the one whose answer they carry on to more ranks."""
 TRIAL = "quality"
 """Role of a record that trained for the weights."""
 
@@ -28,6 +30,7 @@ class Study:
     ``resolution`` is the smallest relative difference that its comparisons are asked to find. ``published`` records
     came with the checkout: they were not measured here. ``trials`` are training runs of any experiment on the same
     machine and data, which say what a configuration learns and nothing of its speed. ``bands`` name its efficiencies.
+    ``exchanges`` are the all-reduces measured on the same machine, beside the records of training with several ranks.
     """
 
     experiment: str
@@ -38,6 +41,7 @@ class Study:
     published: bool = False
     trials: tuple[RunRecord, ...] = ()
     bands: Bands = NAMED[DEFAULT]
+    exchanges: tuple[RunRecord, ...] = ()
 
     @property
     def hardware(self) -> str:
@@ -75,11 +79,19 @@ def study(
         LedgerError: ``machine`` names none or several, or is needed because the records come from several.
     """
     told = chosen(list(records), experiment, machine=machine, cohort=cohort)
-    found = [r for r in told if r.role != TRIAL]
+    trials = tuple(r for r in told if r.role == TRIAL)
+    beside = {ALL_REDUCE} if experiment == SCALING else set()
+    exchanges = tuple(r for r in told if r.experiment in beside and r.role != TRIAL)
+    found = [r for r in told if r.role != TRIAL and r.experiment not in beside]
     if run_ids is not None:
         found = _asked(found, set(run_ids))
-    trials = tuple(r for r in told if r.role == TRIAL)
-    return Study(experiment=experiment, records=tuple(found), output_dir=Path(output_dir), trials=trials)
+    return Study(
+        experiment=experiment,
+        records=tuple(found),
+        output_dir=Path(output_dir),
+        trials=trials,
+        exchanges=exchanges,
+    )
 
 
 def _asked(records: Sequence[RunRecord], wanted: set[str]) -> list[RunRecord]:
@@ -140,6 +152,8 @@ def chosen(told: Sequence[T], experiment: str, *, machine: str | None = None, co
         shown = _one_cohort([r for r in found if r.experiment == experiment], cohort)
     data = {r.cohort[2] for r in shown} or {r.cohort[2] for r in trials}
     same = [r for r in trials if r.cohort[2] in data]
+    if experiment == SCALING:
+        shown = shown + _one_cohort([r for r in found if r.experiment == ALL_REDUCE], None)
     return shown + [r for group in _by_experiment(same) for r in _one_code(group)]
 
 

@@ -18,6 +18,7 @@ QUESTIONS = {
     "amp": "Does mixed precision speed up training?",
     "workers": "How many loader workers are worth having?",
     "torch_compile": "Is torch.compile worth its compile time?",
+    "all_reduce": "How fast do ranks exchange gradients?",
     "batch_size": "How large a batch fits, and does a larger one train faster?",
     "exchange": "How should ranks exchange gradients?",
     "peers": "How fast is this trainer beside others, and how far from the limit?",

@@ -34,6 +34,7 @@ NAMES = {
     "torch_compile": "05_torch_compile",
     "batch_size": "batch_size",
     "exchange": "exchange",
+    "all_reduce": "all_reduce",
     "peers": "07_peers",
     "quality": "08_quality",
     "recommendation": "06_recommendation",

@@ -12,18 +12,20 @@ from ddpm_lab.explain import (
     budget,
     compiling,
     limits,
+    links,
     lost_scaling,
     lost_scaling_table,
     machine_state,
     operators,
     peers,
     phrases,
+    predicted,
     ranking,
     scaling,
     trained,
 )
 from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.frames import RECOMMENDATION, Study
+from ddpm_lab.explain.frames import ALL_REDUCE, RECOMMENDATION, SCALING, Study
 
 TOP_OPERATORS = 12
 _NONE = "\N{EN DASH}"
@@ -41,6 +43,8 @@ def table(study: Study) -> pd.DataFrame:
         return peers.table(study)
     if study.experiment == trained.EXPERIMENT:
         return trained.table(study)
+    if study.experiment == ALL_REDUCE:
+        return links.table(study)
     return _comparison(study)
 
 
@@ -63,6 +67,8 @@ def more(study: Study) -> list[tuple[str, pd.DataFrame]]:
     if study.experiment == lost_scaling.EXPERIMENT:
         said = " ".join(lost_scaling_table.sentence(split) for split in lost_scaling.splits(study))
         found.append((f"Where the lost scaling went. {said}", lost_scaling_table.table(study)))
+    if study.experiment == SCALING:
+        found.append(predicted.further(study))
     found = [(caption, frame) for caption, frame in found if not frame.empty]
     state = machine_state.table(study) if study.experiment in ("profile", "multi_gpu") else pd.DataFrame()
     return found if state.empty else [*found, ("What the machine did meanwhile.", state)]

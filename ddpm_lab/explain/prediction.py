@@ -1,0 +1,193 @@
+"""How long a step takes with numbers of ranks that nobody measured: a rank's compute, and an exchange over its links.
+
+What is predicted has a 90 % interval that holds for one more measurement, drawn from the joint uncertainty of links,
+compute and overlap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.explain.link_fit import DRAWS, Array, Link, NotEnoughData, bounds
+
+EXTRAPOLATION = 4
+"""Beyond so many times the largest measured number of ranks, or of hosts, a prediction is called an extrapolation."""
+HIDING_SHARE = 2 / 3
+"""Share of the compute that an exchange can hide behind: the backward pass does twice the work of the forward pass."""
+WIDEST = 10
+"""An interval whose ends are further apart than this factor is no prediction."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Measured compute of a rank without any exchange: images of its share, seconds, standard error of ln seconds."""
+
+    rank_batch: float
+    seconds: float
+    log_error: float
+    freedom: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """Seconds of compute against the images of a rank: straight lines between measured points, and beyond them.
+
+    ``speeds`` come in the order of their batches.
+    """
+
+    speeds: tuple[Speed, ...]
+
+    def seconds(self, rank_batch: float) -> float:
+        """Raises NotEnoughData for another batch where only one was measured."""
+        return float(self._between([np.array([s.seconds]) for s in self.speeds], rank_batch)[0])
+
+    def draws(self, rank_batch: float, rng: np.random.Generator) -> Array:
+        """Draws of what would be measured: each point has its error, and the measurement that is predicted another."""
+        errors = [np.clip(2**0.5 * s.log_error * rng.standard_t(s.freedom, DRAWS), -9, 9) for s in self.speeds]
+        return self._between([s.seconds * np.exp(e) for s, e in zip(self.speeds, errors, strict=True)], rank_batch)
+
+    def _between(self, seconds: Sequence[Array], rank_batch: float) -> Array:
+        """Seconds at a batch, from those at the measured ones."""
+        batches = [s.rank_batch for s in self.speeds]
+        if rank_batch in batches:
+            return seconds[batches.index(rank_batch)]
+        if len(batches) < 2:
+            raise NotEnoughData(
+                f"compute was measured for {batches[0]:g} images a rank alone, and {rank_batch:g} are asked for"
+            )
+        right = int(np.clip(np.searchsorted(batches, rank_batch), 1, len(batches) - 1))
+        share = (rank_batch - batches[right - 1]) / (batches[right] - batches[right - 1])
+        line = seconds[right - 1] + share * (seconds[right] - seconds[right - 1])
+        # A step of fewer images never costs less than in proportion, nor of more images less than that of fewer.
+        if rank_batch < batches[0]:
+            return np.asarray(np.maximum(line, seconds[0] * rank_batch / batches[0]))
+        return np.asarray(np.maximum(line, seconds[-1])) if rank_batch > batches[-1] else line
+
+    def beyond(self, rank_batch: float) -> float:
+        """How many doublings a batch lies outside of what was measured; 0 inside."""
+        low, high = (pick(s.rank_batch for s in self.speeds) for pick in (min, max))
+        return max(0.0, math.log2(rank_batch / high), math.log2(low / rank_batch))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Links of ranks on one host and, where it was measured, between hosts; how many ranks share a host.
+
+    Without ``ranks_per_host`` every link is like ``inner``.
+    """
+
+    inner: Link | None
+    outer: Link | None = None
+    ranks_per_host: int | None = None
+
+    def shape(self, ranks: int) -> tuple[int, int]:
+        """Ranks on a host, and hosts. Raises ConfigError where the ranks do not fill the hosts."""
+        if self.ranks_per_host is None or ranks <= self.ranks_per_host:
+            return ranks, 1
+        if ranks % self.ranks_per_host:
+            raise ConfigError(f"{ranks} ranks do not fill hosts of {self.ranks_per_host}: give a multiple")
+        return self.ranks_per_host, ranks // self.ranks_per_host
+
+    def seconds(self, ranks: int, message_bytes: float, buckets: int) -> float:
+        """Seconds of the exchange: a ring within each host, and one between the hosts, of which each has one link.
+
+        Each of R ranks on a host exchanges 1 / R of the message with its like on the other hosts, all over that link.
+        Raises NotEnoughData for a kind of link that was not measured.
+        """
+        return sum(link.seconds(count, message_bytes, buckets) for count, link in self._parts(ranks))
+
+    def draws(self, ranks: int, message_bytes: float, buckets: int, rng: np.random.Generator) -> Array:
+        """Draws of the seconds that it would be measured to take."""
+        parts = [link.draws(count, message_bytes, buckets, rng) for count, link in self._parts(ranks)]
+        return np.sum(parts, axis=0) if parts else np.zeros(DRAWS)
+
+    def _parts(self, ranks: int) -> list[tuple[int, Link]]:
+        """How many exchange over each kind of link."""
+        local, hosts = self.shape(ranks)
+        found = []
+        for count, link, where in ((local, self.inner, "on one host"), (hosts, self.outer, "between hosts")):
+            if count > 1:
+                if link is None:
+                    raise NotEnoughData(
+                        f"the ledger holds no all-reduce {where}: measure the question all_reduce with its ranks there"
+                    )
+                found.append((count, link))
+        return found
+
+    def beyond(self, ranks: int) -> float:
+        """How many doublings a number of ranks lies above four times what was measured; 0 below that."""
+        local, hosts = self.shape(ranks)
+        ratios = [count / link.most_ranks for count, link in ((local, self.inner), (hosts, self.outer)) if link]
+        return max(0.0, math.log2(max(ratios, default=1.0) / EXTRAPOLATION))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchanged:
+    """What a step exchanges: bytes, in so many all-reduces, and the share of their time that compute hides.
+
+    ``hidden`` None is unknown: then predictions reach from none to all that the backward pass can hide. Draws of a
+    share that was measured carry its error.
+    """
+
+    message_bytes: float
+    buckets: int = 1
+    hidden: float | tuple[float, ...] | None = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A step at a number of ranks: seconds with their 90 % interval; ``label`` is predicted or extrapolation."""
+
+    ranks: int
+    rank_batch: float
+    seconds: float
+    low: float
+    high: float
+    compute_seconds: float
+    exchange_seconds: float
+    label: str
+
+
+def _step(alone: npt.ArrayLike, exchange: npt.ArrayLike, share: npt.ArrayLike) -> Array:
+    alone, exchange, share = np.asarray(alone), np.asarray(exchange), np.asarray(share)
+    return np.asarray(alone + exchange - np.minimum(share * exchange, HIDING_SHARE * alone))
+
+
+def predict(cluster: Cluster, compute: Compute, exchanged: Exchanged, ranks: int, rank_batch: float) -> Prediction:
+    """A step of ``ranks`` ranks with ``rank_batch`` images each.
+
+    seconds = compute + exchange - min(hidden x exchange, two thirds of the compute). Beyond four times the largest
+    measured number of ranks, and outside of the measured batches, it is an extrapolation: each end of the interval then
+    lies 1 + d times as far from the prediction, in logarithm, d being the doublings beyond. Raises NotEnoughData.
+    """
+    message = (ranks, exchanged.message_bytes, exchanged.buckets)
+    alone, exchange = compute.seconds(rank_batch), cluster.seconds(*message)
+    rng = np.random.default_rng(0)
+    alone_draws, exchange_draws = compute.draws(rank_batch, rng), cluster.draws(*message, rng)
+    middles, ends = [], []
+    for hidden in (0.0, 1.0) if exchanged.hidden is None else (exchanged.hidden,):
+        share = np.resize(np.asarray(hidden, dtype=float), DRAWS)
+        middles.append(float(_step(alone, exchange, np.median(share))))
+        ends.append(bounds(_step(alone_draws, exchange_draws, share)))
+    seconds, low, high = math.sqrt(middles[0] * middles[-1]), ends[-1][0], ends[0][1]
+    if high > WIDEST * low:
+        raise NotEnoughData(
+            f"a step of {ranks} ranks may take {low:.2g} to {high:.2g} s: measure more sets, or on a quieter machine"
+        )
+    doublings = cluster.beyond(ranks) + compute.beyond(rank_batch)
+    return Prediction(
+        ranks=ranks,
+        rank_batch=rank_batch,
+        seconds=seconds,
+        low=seconds * (low / seconds) ** (1 + doublings),
+        high=seconds * (high / seconds) ** (1 + doublings),
+        compute_seconds=alone,
+        exchange_seconds=exchange,
+        label="extrapolation" if doublings else "predicted",
+    )

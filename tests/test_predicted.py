@@ -1,0 +1,171 @@
+"""Predicted training steps from records: what was planted comes back, and what is missing is said with its command."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import records as make
+from conftest import Call
+from scaled_records import all_reduces, scaled
+
+from ddpm_lab.explain import predicted
+from ddpm_lab.explain.frames import Study, study
+from ddpm_lab.explain.link_fit import NotEnoughData
+from ddpm_lab.explain.prediction import Prediction
+from ddpm_lab.explain.tables import more
+from ddpm_lab.ledger import Ledger
+from ddpm_lab.record import RunRecord
+
+ALPHA, BETA = 1e-4, 1e-9
+BYTES = 4 * 2**20
+HIDDEN = 0.6
+
+
+def exchange(ranks: int, size: float = BYTES) -> float:
+    return 2 * (ranks - 1) * (ALPHA + size / ranks * BETA)
+
+
+def step(ranks: int, images: int, exchanged: bool) -> float:
+    """A rank computes 4 ms and 1 ms for each image, and hides 60 % of its exchange."""
+    return 4e-3 + 1e-3 * images + (1 - HIDDEN) * exchange(ranks) * exchanged
+
+
+def answer(*records: RunRecord) -> Study:
+    return study(records, "multi_gpu")
+
+
+def exchanges(**values: Any) -> list[RunRecord]:
+    return all_reduces(exchange, ranks=(2, 4, 8), machine=make.GPUS, **values)
+
+
+CALM: dict[str, Any] = {"set_noise": 0.001, "turn_noise": 0.001, "drift": 0.0}
+
+
+def test_a_step_is_predicted_from_compute_links_and_the_measured_overlap() -> None:
+    found = predicted.basis(answer(*scaled(step, **CALM), *exchanges(**CALM)))
+    assert found.rank_batch == 64
+    for ranks in (8, 16, 32):
+        assert found.at(ranks).seconds == pytest.approx(step(ranks, 64, True), rel=0.01)
+        assert found.at(ranks, 48).seconds == pytest.approx(step(ranks, 48, True), rel=0.01)
+    assert found.exchanged.message_bytes == BYTES
+    assert "compute hides 60 % of the exchange, as measured" in found.assumptions()
+    assert found.efficiency(found.at(8)) == pytest.approx(step(1, 64, False) / step(8, 64, True), rel=0.01)
+
+
+def test_without_a_measured_overlap_a_prediction_reaches_from_none_to_full() -> None:
+    found = predicted.basis(answer(*scaled(step, silent=False, **CALM), *exchanges(**CALM)))
+    made = found.at(8)
+    assert made.low < 68e-3 * 1.005
+    assert made.high > 68e-3 + exchange(8) * 0.99
+    assert "from none to full" in found.assumptions()
+
+
+def test_measured_steps_are_held_against_what_all_others_predict() -> None:
+    def slow_at_four(ranks: int, images: int, exchanged: bool) -> float:
+        return step(ranks, images, exchanged) * (1.3 if ranks == 4 and exchanged else 1.0)
+
+    found = predicted.basis(answer(*scaled(slow_at_four, **CALM), *exchanges(**CALM)))
+    errors = {(p.ranks, p.rank_batch): p.seconds / seconds - 1 for seconds, p in found.checks}
+    assert set(errors) == {(2, 16), (2, 32), (4, 8), (4, 16)}
+    assert errors[4, 16] == pytest.approx(step(4, 16, True) / slow_at_four(4, 16, True) - 1, abs=0.02)
+    assert "4 ranks of 16 images -2" in predicted.check(found)
+    assert "(outside of its interval)" in predicted.check(found)
+
+
+def test_ranks_that_share_cores_are_held_against_their_own_compute_alone() -> None:
+    def shared(ranks: int, images: int, exchanged: bool) -> float:
+        return ranks * step(ranks, images, exchanged)
+
+    records = scaled(shared, ranks=(2,), machine=make.CPU, **CALM)
+    links = all_reduces(exchange, ranks=(2,), **CALM)
+    found = predicted.basis(answer(*records, *links))
+    assert len(found.checks) == 2
+    silent = [r for r in records if r.config.exchange.enabled]
+    assert predicted.basis(answer(*silent, *links)).checks == ()
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        ([], "measure them with ddpm-lab run all_reduce multi_gpu"),
+        (scaled(step), "measure them with ddpm-lab run all_reduce"),
+        (exchanges(), "measure them with ddpm-lab run multi_gpu"),
+        ([*scaled(step, count=2), *exchanges()], "measure them with ddpm-lab run multi_gpu"),
+        ([*scaled(step), *exchanges(messages=(1024,))], "several sizes"),
+        ([*scaled(step, count=3, drift=6.0), *exchanges()], "measure more sets, or on a quieter machine"),
+        (
+            [*(dataclasses.replace(r, witness={}) for r in scaled(step)), *exchanges()],
+            "how many weights",
+        ),
+    ],
+    ids=["nothing", "no links", "no training", "no intervals", "one message", "too wide", "no weights"],
+)
+def test_what_is_missing_is_said(records: list[RunRecord], words: str) -> None:
+    with pytest.raises(NotEnoughData, match=words):
+        predicted.predictions(predicted.basis(answer(*records)), [2])
+    caption, frame = predicted.further(answer(*records))
+    assert words in caption
+    assert frame.empty
+
+
+def test_hosts_need_a_link_between_them_and_what_one_host_holds_is_told_all_the_same() -> None:
+    found = predicted.basis(answer(*scaled(step), *exchanges()), ranks_per_host=4)
+    made = predicted.predictions(found, [2, 4, 8])
+    assert isinstance(made[4], Prediction)
+    assert str(made[8]).startswith("not enough data: the ledger holds no all-reduce between hosts: measure")
+    assert predicted.table(found, made)["Label"].iloc[-1] == made[8]
+    with pytest.raises(NotEnoughData, match="between hosts"):
+        predicted.predictions(found, [8])
+
+
+def test_notebook_tables_hold_the_predictions_only_where_links_were_measured() -> None:
+    training = scaled(step)
+    captions = [caption for caption, _ in more(answer(*training))]
+    assert not any(c.startswith("Predicted") for c in captions)
+    caption, frame = next(t for t in more(answer(*training, *exchanges())) if t[0].startswith("Predicted"))
+    assert "not measured" in caption
+    assert frame["Configuration"].iloc[-1] == "1,024 ranks"
+    assert frame["Label"].iloc[[0, -1]].tolist() == ["predicted", "extrapolation"]
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Path:
+    path = tmp_path / "trace_output" / "ledger.jsonl"
+    path.parent.mkdir()
+    Ledger(path).append([*scaled(step, **CALM), *exchanges(**CALM)])
+    return path
+
+
+def test_the_command_prints_step_interval_and_label(call: Call, ledger: Path) -> None:
+    code, out, err = call("predict", "--world-sizes", "2, 8,64", "--ledger", ledger)
+    assert (code, err) == (0, "")
+    lines = [line for line in out.splitlines() if line.endswith(("predicted", "extrapolation"))]
+    assert [line.split()[0] for line in lines] == ["2", "8", "64"]
+    assert [line.split()[-1] for line in lines] == ["predicted", "predicted", "extrapolation"]
+    code, out, _ = call("predict", "--world-sizes", "8", "--ledger", ledger, "--batch-size", "256", "--json")
+    assert json.loads(out)["8"]["seconds"] == pytest.approx(step(8, 32, True), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--world-sizes", "2,x"], "--world-sizes is '2,x': give numbers of ranks"),
+        (["--world-sizes", "0"], "--world-sizes is '0'"),
+        (["--ranks-per-node", "0"], "--ranks-per-node is 0"),
+        (["--batch-size", "-1"], "--batch-size is -1"),
+        (["--algorithm", "star"], "algorithm is 'star': choose one of ring, tree"),
+        (["--world-sizes", "12", "--ranks-per-node", "8"], "12 ranks do not fill hosts of 8"),
+    ],
+)
+def test_the_command_refuses_in_one_sentence(call: Call, ledger: Path, arguments: list[str], words: str) -> None:
+    code, out, err = call("predict", "--ledger", ledger, *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert words in err
+
+
+def test_an_empty_ledger_is_refused_with_the_command_that_measures(call: Call, tmp_path: Path) -> None:
+    code, _, err = call("predict", "--output-dir", tmp_path)
+    assert code == 2
+    assert "measure them with ddpm-lab run all_reduce multi_gpu" in err
