@@ -57,15 +57,13 @@ def prepare(options: argparse.Namespace) -> int:
     return 0
 
 
-_TRIALS = (("seeds", "quality"), ("images", "quality"))
-
-
 def _grid(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """What --mode and --batch-size mean for an experiment."""
     from ddpm_lab.measure import hardware  # noqa: PLC0415
 
     grid: dict[str, Any] = {}
-    for option, owner in (("parts", "peers"), ("trainers", "peers"), ("candidates", "quality"), *_TRIALS):
+    grid |= {name: value for name in ("seeds", "images") if (value := getattr(options, name)) is not None}
+    for option, owner in (("parts", "peers"), ("trainers", "peers"), ("candidates", "quality")):
         if (given := getattr(options, option)) is not None:
             if name != owner:
                 raise ConfigError(f"--{option}: the experiment {name} has none; only {owner} takes it")

@@ -12,9 +12,9 @@ from typing import Any
 
 from ddpm_lab.checks import ConfigError, choice, several, whole
 from ddpm_lab.config import LOADER_ALONE
-from ddpm_lab.plan import Experiment, Family
+from ddpm_lab.plan import WITH_TRIALS, Experiment, Family
 from ddpm_lab.quality import WORKLOADS as TRAINED
-from ddpm_lab.quality import identity_trials, quality
+from ddpm_lab.quality import identity_trials, quality, with_trials
 from ddpm_lab.setting import Setup
 from ddpm_lab.trainers import PLAN, peers
 from ddpm_lab.trainers import WORKLOADS as TRAINERS
@@ -187,7 +187,8 @@ def workers(
             for n in asked
             if n > setup.usable_cores
         ]
-    trials = identity_trials(families[0])
+    # What a loader changes is nothing: shown in seconds, and to the last bit.
+    trials = tuple(t for f in families if f.baseline.workload != LOADER_ALONE for t in identity_trials(f))
     return Experiment(name="workers", families=tuple(families), left_out=tuple(left_out), trials=trials)
 
 
@@ -275,3 +276,15 @@ WORKLOADS = {"peers": TRAINERS, "quality": TRAINED}
 QUESTIONS: dict[str, Callable[..., Experiment]] = {
     f.__name__: f for f in (profile, multi_gpu, amp, workers, torch_compile, batch_size, peers, quality)
 }
+
+
+def ask(name: str, setup: Setup, *, seeds: int | None = None, images: int | None = None, **grid: Any) -> Experiment:
+    """The experiment that answers a question; ``seeds`` and ``images`` are those of the runs that are for quality."""
+    trained = {option: value for option, value in (("seeds", seeds), ("images", images)) if value is not None}
+    if name in WITH_TRIALS:
+        return with_trials(QUESTIONS[name](setup, **grid), setup, seeds=seeds, images=images)
+    for option, value in trained.items():
+        if name != "quality":
+            able = ", ".join((*WITH_TRIALS, "quality"))
+            raise ConfigError(f"{option} is {value!r}, and {name} trains no runs for quality: only {able} do")
+    return QUESTIONS[name](setup, **grid, **trained)

@@ -145,7 +145,7 @@ class RunRecord:
     search ended, its limit as the label; both belong to no set), or note (a configuration that was left out before any
     set).
     ``baseline_id`` is the run id of the set's baseline. ``stages`` are seconds: start, build, compile (the first step,
-    compiled configurations only), warmup, steady, teardown.
+    compiled configurations only), warmup, steady, teardown; of a trial training.
     """
 
     set_id: str

@@ -46,7 +46,9 @@ _KNOWN: WeakKeyDictionary[Study, pd.DataFrame] = WeakKeyDictionary()
 def _comparisons(of: Study) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     trials = quality.Trials(of.trials)
-    ordered = sorted((r for r in of.records if r.role in COMPARED), key=lambda r: r.experiment)
+    # What is noted of a trial is no row: its configuration has one of its own.
+    compared = [r for r in of.records if r.role in COMPARED and r.config.purpose != "quality"]
+    ordered = sorted(compared, key=lambda r: r.experiment)
     for _, group in groupby(ordered, key=lambda r: r.experiment):
         block = [row for family in _families(list(group)) for row in _family_rows(family, of.resolution)]
         _judge(block)

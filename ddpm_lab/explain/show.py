@@ -57,7 +57,7 @@ def _show_table(frame: pd.DataFrame) -> None:
 
 def finding(study: Study) -> None:
     """Show the computed answer, and attach its values to the output for the index of the report."""
-    found = findings.finding(study)
+    found, how = findings.finding(study), findings.how_to_judge(study)
     last = study.records[-1] if study.records else None
     values = {
         "experiment": found.experiment,
@@ -82,7 +82,7 @@ def finding(study: Study) -> None:
         "Sets": str(found.sets) if found.sets else "",
         "Hardware": found.hardware + " (published records, not measured here)" * study.published,
         "Measured": " to ".join(spoken_date(day) for day in found.date.split(" to ")),
-        "Quality": found.quality.removeprefix("quality "),
+        "Quality": found.quality.removeprefix("quality ") + (f"; {how} measures it" if how else ""),
     }
     lines = [found.claim, "", *(f"- {name}: {value}" for name, value in facts.items() if value)]
     marked = [f"**{_literal(found.headline)}**", "", *map(_literal, lines[:2])]

@@ -11,6 +11,7 @@ import pandas as pd
 from ddpm_lab.explain import budget, compiling, limits, machine_state, operators, peers, phrases, ranking, trained
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import RECOMMENDATION, Study
+from ddpm_lab.plan import WITH_TRIALS
 
 TOP_OPERATORS = 12
 _NONE = "\N{EN DASH}"
@@ -47,6 +48,8 @@ def more(study: Study) -> list[tuple[str, pd.DataFrame]]:
         ]
     if study.experiment == trained.EXPERIMENT:
         found.append(("Loss and gradient of a step against fp32 on the same batch.", trained.check_table(study)))
+    if study.experiment in WITH_TRIALS:
+        found += trained.tables(study)
     found = [(caption, frame) for caption, frame in found if not frame.empty]
     state = machine_state.table(study) if study.experiment in ("profile", "multi_gpu") else pd.DataFrame()
     return found if state.empty else [*found, ("What the machine did meanwhile.", state)]
@@ -70,7 +73,12 @@ def _comparison(study: Study) -> pd.DataFrame:
     for column in ("Note", "Dropped turns"):
         if column in shown and shown[column].isin(["", "0"]).all():
             shown = shown.drop(columns=column)
-    return shown
+    return _without_empty(shown)
+
+
+def _without_empty(frame: pd.DataFrame) -> pd.DataFrame:
+    """The table without columns of losses where none is known."""
+    return frame.drop(columns=[c for c in phrases.LOSS if c in frame and frame[c].eq(_NONE).all()])
 
 
 def _label(row: Mapping[Any, Any]) -> str:
@@ -106,6 +114,7 @@ def _speed(study: Study, row: Mapping[Any, Any]) -> dict[str, str]:
         "Sets \N{MULTIPLICATION SIGN} turns": f"{row['sets']} \N{MULTIPLICATION SIGN} {row['turns']}",
         "Dropped turns": str(row["turns_dropped"]),
         "Quality": str(row["quality"]) if measured and not _own(row) else _NONE,
+        **phrases.loss(row),
         "Note": _note(row),
     }
 
@@ -175,9 +184,10 @@ def _recommendation(study: Study) -> pd.DataFrame:
                     "Experiment": str(row["experiment"]),
                     "Sets": str(row["sets"]),
                     "Quality": str(row["quality"]),
+                    **phrases.loss(row),
                 }
             )
     if not rows:
         return pd.DataFrame(columns=["Settings", "Images/s", "Verdict"])
-    shown = pd.DataFrame(rows)
+    shown = _without_empty(pd.DataFrame(rows))
     return shown.drop(columns="Work") if shown["Work"].nunique() == 1 else shown
