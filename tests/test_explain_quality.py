@@ -168,6 +168,23 @@ def test_only_the_same_code_speaks_and_the_longest_trials_count() -> None:
     assert judged([*records, *longer]).verdict == WORSE
 
 
+def test_a_trial_speaks_for_every_code_that_holds_its_trainer() -> None:
+    """Beside other trainers the code of a speed is another, and the trainer in it is the same."""
+    records = make.trials({"bf16": (BF16, 0.0)})
+    told = [replace(r, quality={**(r.quality or {}), "codes": ["peers-code"]}) for r in records]
+    assert judged(told, code="peers-code").verdict == NOT_WORSE
+    assert judged(told, code="code-2").verdict == NOT_MEASURED
+
+
+def test_a_verdict_in_full_holds_difference_interval_and_margin() -> None:
+    found = judged(make.trials({"bf16": (BF16, 0.0)}))
+    low, high = f"{found.low:+.2g}", f"{found.high:+.2g}"
+    assert quality.full(found) == (
+        f"not worse (8 seeds; loss {found.difference:+.2g} ({low} to {high}), margin {found.margin:.2g})"
+    )
+    assert quality.full(judged([], BF16)) == "not measured"
+
+
 def test_trials_with_another_loader_speak_for_both() -> None:
     base, narrow = (replace(c, optimizer=EVERY) for c in (BASE, BF16))
     records = make.trials({"bf16": (narrow, 0.0)}, baseline=base)

@@ -114,6 +114,7 @@ def describe(study: Study) -> str:
     parts = []
     for found in sizes(study):
         points = [f"{r['label']}: {phrases.throughput(r)}" for r in found.rows]
+        points += [f"{w.label}: time to loss {found.loss:.4f} {w.words()}" for w in found.ways]
         parts.append(f"{found.family}: {'; '.join([*points, found.words()])}.")
     return f"Chart of images per second against the global batch size. {' '.join(parts)}"
 

@@ -224,7 +224,9 @@ def _extra(study: Study, rows: Sequence[Mapping[str, Any]], lead: Mapping[str, A
 
 def how_to_judge(study: Study) -> str:
     """The command that measures what a question's settings cost in quality; empty where it is known, or none does."""
-    if study.experiment not in WITH_TRIALS[:-1] or finding(study).quality != f"quality {QUALITY}":
+    found = finding(study)
+    able = study.experiment in WITH_TRIALS and study.experiment != peers.EXPERIMENT  # which is about other trainers
+    if not able or not found.sets or found.quality != f"quality {QUALITY}":
         return ""
     own = any(r.data_name and "synthetic" not in r.data_name for r in study.records)
     return f"ddpm-lab run {study.experiment} --seeds 8{' --data DATA' if own else ''}"

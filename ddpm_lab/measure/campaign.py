@@ -17,7 +17,7 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.gradients import compare_gradients
 from ddpm_lab.measure.hardware import environment
-from ddpm_lab.measure.held import Held
+from ddpm_lab.measure.held import held_of
 from ddpm_lab.measure.largest_batch import largest_batch, search_ended
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument, Member
@@ -68,7 +68,8 @@ class Campaign:
         self.for_trials = trials or instrument
         self.ledger, self.traces = ledger, traces
         self.machine_key = environment().machine.key
-        self.held = Held(self._mine())
+        codes = (instrument.code.key, self.for_trials.code.key)
+        self.held = held_of(ledger, experiment, target.plan, machine_key=self.machine_key, codes=codes)
         self.trials = Trials(experiment.trials, self.held)
         self.measured_sets = 0
         self.begun = time.monotonic()
@@ -134,24 +135,7 @@ class Campaign:
         alone = compiles * COMPILE_SECONDS + profiles * PLACE_SECONDS + searches * SEARCH_SECONDS + trials
         return self._forecast(list(self.experiment.families)) + alone
 
-    # What the ledger has
-
-    def _mine(self) -> list[RunRecord]:
-        """Records of this experiment, machine, code, data and plan, and its trials, whichever question made them."""
-        data = {c.data_sha256 for c in self.experiment.configurations}
-        code, plan = self.instrument.code.key, self.target.plan.key
-        cohorts = {(self.machine_key, code, sha256, plan) for sha256 in data}
-        trained = {(self.machine_key, self.for_trials.code.key, sha256) for sha256 in data}
-        wanted = {t.config.run_id for t in self.experiment.trials}
-        found = self.ledger.read(
-            lambda heads: [
-                h
-                for h in heads
-                if (h.role == "quality" and h.cohort[:3] in trained and wanted)
-                or (h.role != "quality" and h.experiment == self.experiment.name and h.cohort in cohorts)
-            ]
-        )[0]
-        return [r for r in found if r.role != "quality" or r.run_id in wanted]
+    # What the ledger lacks
 
     def _hopeless(self, config: RunConfig) -> bool:
         """Whether a configuration is not tried again: its failure lasts, or this run has met it often enough."""
@@ -226,8 +210,8 @@ class Campaign:
 
     # Doing it
 
-    def _append(self, records: list[RunRecord], instrument: Instrument | None = None) -> None:
-        (instrument or self.instrument).code.check_unchanged()
+    def _append(self, records: list[RunRecord], by: Instrument | None = None) -> None:
+        (by or self.instrument).code.check_unchanged()
         self.ledger.append(records)
         self.held.add(records)
 
@@ -256,41 +240,31 @@ class Campaign:
             self.failed[run_id] += TRIES if status == "unsupported" else 1
 
     def _alone(
-        self,
-        family: str,
-        member: Member,
-        *,
-        work: Work = warm_up_alone,
-        instrument: Instrument | None = None,
-        **told: str,
+        self, family: str, member: Member, *, work: Work = warm_up_alone, by: Instrument | None = None, **told: str
     ) -> RunRecord:
         """Measure one group on its own and append its record, with the fields that only the experiment can tell."""
         record = measure_alone(
-            instrument or self.instrument,
+            by or self.instrument,
             experiment=self.experiment.name,
             family=family,
             plan=self.target.plan,
             member=member,
             work=work,
         )
-        self._append([record := dataclasses.replace(record, **told)], instrument)  # type: ignore[arg-type]
+        self._append([record := dataclasses.replace(record, **told)], by)  # type: ignore[arg-type]
         self.measured_sets += 1
         return record
 
     def _train(self, families: Sequence[Family], progress: Progress) -> None:
         """Train for quality what has a speed, as far as the time allows."""
         compared = [c for f in families if f.candidates for c in (f.baseline, *(c for _, c in f.candidates))]
-        kept = {c.run_id for c in compared if not self._hopeless(c)}
-        wanted = [t for t in self.experiment.trials if t.timed is None or t.timed.run_id in kept]
-        ids = {t.config.run_id for t in wanted}
-        missing = [t for t in self.trials.missing() if t.config.run_id in ids]
+        wanted = self.trials.of({c.run_id for c in compared if not self._hopeless(c)})
 
         def train(trial: Trial) -> None:
-            member = Member("quality", trial.label, trial.config)
-            told = {"baseline_id": trial.baseline.run_id}
-            self._alone(trial.family, member, work=train_once, instrument=self.for_trials, **told)
+            member, told = Member("quality", trial.label, trial.config), {"baseline_id": trial.baseline.run_id}
+            self._alone(trial.family, member, work=train_once, by=self.for_trials, **told)
 
-        left = self.trials.run(missing, progress, self.seconds_left, train)
+        left = self.trials.run(self.trials.missing(wanted), progress, self.seconds_left, train)
         for trial, reason in short_of(wanted, left):
             self._note(trial.family, trial.label, trial.config, trial.baseline, reason)
 

@@ -6,6 +6,8 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
+from ddpm_lab.ledger import Head, Ledger
+from ddpm_lab.plan import Experiment, Plan
 from ddpm_lab.record import LASTING, RunRecord, kept_seconds, set_log_ratio
 
 
@@ -113,6 +115,25 @@ class Held:
         whole = any({"baseline", "twin"} <= {role for role, _ in roles} for roles in sets)
         found = any(r.role == "largest" and r.status == "ok" for r in self.searched)
         return whole or found or bool(self._profiles - self.lasting) or bool(self._cold)
+
+
+def held_of(ledger: Ledger, experiment: Experiment, plan: Plan, *, machine_key: str, codes: tuple[str, str]) -> Held:
+    """What a ledger holds of an experiment on a machine, and its trials, whichever question made them.
+
+    ``codes`` are the keys of the code of its sets and of its trials; of a trial the plan of a set is no part.
+    """
+    data = {c.data_sha256 for c in experiment.configurations}
+    sets = {(machine_key, codes[0], sha256, plan.key) for sha256 in data}
+    trials = {(machine_key, codes[1], sha256) for sha256 in data}
+    wanted = {t.config.run_id for t in experiment.trials}
+
+    def mine(head: Head) -> bool:
+        if head.role == "quality":
+            return bool(wanted) and head.cohort[:3] in trials
+        return head.experiment == experiment.name and head.cohort in sets
+
+    found, _ = ledger.read(lambda heads: [h for h in heads if mine(h)])
+    return Held(r for r in found if r.role != "quality" or r.run_id in wanted)
 
 
 def note_key(record: RunRecord) -> tuple[object, ...]:

@@ -23,10 +23,14 @@ class Trials:
         for trial in trials:
             self._alike.setdefault(_work(trial), []).append(trial.config.run_id)
 
-    def missing(self) -> list[Trial]:
-        """Those that are still to be made: neither here, nor known to fail."""
-        done = self._held
-        return [t for t in self._trials if not done.trained(t.config.run_id) and t.config.run_id not in done.lasting]
+    def of(self, timed: set[str]) -> list[Trial]:
+        """Those of configurations that are timed under these run ids: what has no speed is not trained either."""
+        return [t for t in self._trials if t.timed is None or t.timed.run_id in timed]
+
+    def missing(self, trials: Sequence[Trial] | None = None) -> list[Trial]:
+        """Those of ``trials``, or of all, that are still to be made: neither here, nor known to fail."""
+        asked, done = self._trials if trials is None else trials, self._held
+        return [t for t in asked if not done.trained(t.config.run_id) and t.config.run_id not in done.lasting]
 
     def seconds(self, trials: Sequence[Trial]) -> float:
         """What ``trials`` will take."""
