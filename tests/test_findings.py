@@ -162,7 +162,12 @@ def test_a_verdict_on_quality_is_told_for_each_family_that_differs() -> None:
     for batch, worse in ((16, 0.0), (32, 0.03)):
         base = RunConfig(global_batch_size=batch)
         two = {"2 ranks": replace(base, world_size=2)}
-        named = {"baseline": base, "baseline_label": "1 rank", "experiment": "multi_gpu", "family": f"batch {batch}"}
+        named: dict[str, Any] = {
+            "baseline": base,
+            "baseline_label": "1 rank",
+            "experiment": "multi_gpu",
+            "family": f"batch {batch}",
+        }
         sets += make.sets({"4 ranks": (replace(base, world_size=4), 2.0), "2 ranks": (two["2 ranks"], 1.5)}, **named)
         trials += make.trials({"2 ranks": (two["2 ranks"], worse)}, baseline=base)
     claim = finding(replace(make.study(sets), trials=tuple(trials))).claim

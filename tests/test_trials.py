@@ -116,7 +116,12 @@ def campaign(folder: Path, experiment: Experiment, code: str = "amp-code", trial
 def test_another_question_made_them_already(tmp_path: Path) -> None:
     """By what they are: the same work, machine, data and code of the trials, whatever the plan of a set."""
     trials = planned().trials
-    here = {"environment": environment(), "experiment": "quality", "plan": Plan(turns=2), "code_version": "trials-code"}
+    here: dict[str, Any] = {
+        "environment": environment(),
+        "experiment": "quality",
+        "plan": Plan(turns=2),
+        "code_version": "trials-code",
+    }
     Ledger(tmp_path / "ledger.jsonl").append([made(t, **here) for t in trials[:4]])
     Ledger(tmp_path / "ledger.jsonl").append([made(t, **{**here, "code_version": "older"}) for t in trials[4:]])
     found = campaign(tmp_path, planned())
