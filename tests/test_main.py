@@ -72,7 +72,7 @@ def test_the_module_runs_like_the_command() -> None:
         ("run amp --sets 0", ["sets", "0", "at least 1"]),
         ("run amp --seeds -1", ["seeds", "-1", "at least 0"]),
         ("run amp --images 400", ["images", "400", "give seeds"]),
-        ("run amp workers --seeds 8", ["seeds", "8", "workers", "multi_gpu, amp"]),
+        ("run workers --seeds 8", ["seeds", "8", "workers", "multi_gpu, amp"]),
         ("run amp --seed -1", ["seed", "-1", "at least 0"]),
         ("run amp --seed 99999999999999999999", ["seed", "99999999999999999999", "below 2**63"]),
         ("run amp --image-size 30", ["image_size", "30", "multiple of 4"]),

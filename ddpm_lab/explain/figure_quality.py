@@ -141,7 +141,7 @@ def losses(study: Study) -> Figure | None:
         "Training loss of each setting",
         "Training loss",
         smoothed,
-        f"Each point is the mean over an equal share of the images, at most a {_POINTS}th. ",
+        f"Each point is the mean over one of up to {_POINTS} equal shares of the images. ",
     )
 
 
@@ -160,6 +160,7 @@ def _overlaid(
     if not found:
         return None
     several = len(found) > 1
+    seeds = {phrases.plural(len(learned.baseline_trials(rows[1:])), "seed") for rows in found}
     heads = [f"{rows[0]['family']}: {heading[0].lower()}{heading[1:]}" if several else heading for rows in found]
     figure, axes = fs.sheet(
         title,
@@ -169,9 +170,9 @@ def _overlaid(
         left=0.95,
         right=2.4,
         gap=0.5 if several else 0.3,
-        note=f"{note}Lines: mean over seeds; shade: lowest and highest seed. Differences are between runs with the "
-        "same seed; those of settings that are worse are left to the upper panel, since beside them no other could be "
-        "seen.",
+        note=f"{note}Lines: mean over {seeds.pop() if len(seeds) == 1 else 'seeds'}; shade: lowest and highest seed. "
+        "Differences are between runs with the same seed; those of settings that are worse are left to the upper "
+        "panel, since beside them no other could be seen.",
     )
     for rows, above, below in zip(found, axes[::2], axes[1::2], strict=True):
         lead, *others = learned.tried(study, rows)

@@ -67,10 +67,10 @@ def equivalence(differences: npt.ArrayLike, margin: float) -> Equivalence:
     if n == 0:
         return Equivalence(verdict=NOT_MEASURED)
     mean = float(values.mean())
+    if n == 1:  # from which no margin can be known
+        return Equivalence(verdict=NOT_ENOUGH, difference=mean, margin=margin, seeds=1, seeds_needed=LEAST_SEEDS)
     if not margin > 0:  # nor a number at all
         return Equivalence(verdict=NOT_ENOUGH, difference=mean, seeds=n, reason="the baseline leaves no margin")
-    if n == 1:
-        return Equivalence(verdict=NOT_ENOUGH, difference=mean, margin=margin, seeds=1, seeds_needed=LEAST_SEEDS)
     spread = float(values.std(ddof=1))
     half = _half(n, spread)
     found = Equivalence(verdict=NOT_ENOUGH, difference=mean, low=mean - half, high=mean + half, margin=margin, seeds=n)

@@ -115,7 +115,8 @@ def untrained(study: Study) -> str:
     for (family, label), reason in lacking.items():
         several = len({f for (f, name), why in lacking.items() if name == label and why}) > 1
         by_reason.setdefault(reason, []).append(f"{label} of {family}" if several else label)
-    return "".join(f" Of {phrases.joined(names)} {reason}." for reason, names in by_reason.items() if reason)
+    each = {reason: " each" if len(names) > 1 else "" for reason, names in by_reason.items()}
+    return "".join(f" Of {phrases.joined(names)}{each[why]} {why}." for why, names in by_reason.items() if why)
 
 
 def left_over(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -178,5 +178,5 @@ def _html(frame: pd.DataFrame) -> str:
 def _numbers(column: pd.Series[Any]) -> bool:
     """Whether a column holds numbers, with units and intervals or not: each value begins with a digit or is a dash."""
     return all(re.match(r"(below )?[-+\N{MINUS SIGN}]?\d|\N{EN DASH}?$", str(value)) for value in column) and any(
-        str(value)[:1].isdigit() for value in column
+        re.match(r"[-+\N{MINUS SIGN}]?\d", str(value)) for value in column
     )
