@@ -97,6 +97,14 @@ def test_an_earlier_run_tells_what_a_trial_takes() -> None:
     assert Trials(trials, earlier).seconds([trials[1]]) == 40.0, "the best that is known"
 
 
+def test_what_the_sets_leave_out_is_not_trained() -> None:
+    wide = replace(FAMILY, candidates=(*FAMILY.candidates, ("2 ranks", replace(BASE, world_size=2))))
+    trials = Trials(planned(families=[wide]).trials, Held())
+    assert {t.label for t in trials.of({BASE.run_id, BF16.run_id})} == {"fp32", "bf16"}
+    assert trials.of(set()) == []
+    assert {t.label for t in trials.missing()} == {"fp32", "bf16", "2 ranks"}
+
+
 def test_a_failure_that_lasts_is_not_repeated() -> None:
     trials = planned().trials
     held = Held([made(trials[0], status="diverged"), made(trials[1], status="crashed")])
