@@ -79,7 +79,11 @@ def test_who_does_not_arrive_has_no_time() -> None:
     assert math.isnan(large.times)
     claim = finding(studied(1.2)).claim
     assert "batch 16 did not reach it with 8 of 8 seeds" in claim
-    assert "fastest to loss 0.4900: batch 8" in claim
+    assert "; fastest to loss 0.4900 of those that reached it: batch 8." in claim, "1.5 times the images might do"
+    slow = studied(1.2, speed=1.05)
+    (_, large) = ways(slow)
+    assert 1 < large.times_low < 8_000 / 7_200 / 1.05, "so long at least, by the images that it was trained on"
+    assert "; fastest to loss 0.4900: batch 8." in finding(slow).claim
 
 
 def test_a_difference_within_both_intervals_names_nobody() -> None:
