@@ -134,8 +134,13 @@ def _run_options(subparsers: Any) -> None:
     )
     run.add_argument("--trainers", help="peers: names of other trainers, with commas between (default: all)")
     run.add_argument("--candidates", help="quality: settings to try, with commas between (default: the preset's)")
-    run.add_argument("--seeds", type=int, help="quality: runs of each configuration (default: 2, 4 or 8)")
-    run.add_argument("--images", type=int, help="quality: images that a run trains on")
+    run.add_argument(
+        "--seeds",
+        type=int,
+        help="train each configuration for quality from so many seeds, beside its speed; not for profile and workers "
+        "(default: none; 8 in full; 2, 4 or 8 for the experiment quality)",
+    )
+    run.add_argument("--images", type=int, help="images that each of these runs trains on (default: the preset's)")
     run.add_argument("--image-size", type=int, default=32, help="side of the images in pixels (default: 32)")
     run.add_argument("--sets", type=int, help="sets per comparison (default: the preset's)")
     _resolution(run, "(default: the planned number of sets)")

@@ -61,17 +61,14 @@ def prepare(options: argparse.Namespace) -> int:
     return 0
 
 
-_TRIALS = (("seeds", "quality"), ("images", "quality"))
-_SCALED = (("scaling", "multi_gpu"),)
-
-
 def _grid(name: str, options: argparse.Namespace, weighed: Strategy | None) -> dict[str, Any]:
     """What --mode and --batch-size mean for an experiment; ``weighed`` is what --mode auto rests on."""
     from ddpm_lab.strategy import most_ranks, several_ranks, usual_device  # noqa: PLC0415
 
     grid: dict[str, Any] = {}
-    owned = (("parts", "peers"), ("trainers", "peers"), ("candidates", "quality"), ("lost_scaling", "multi_gpu"))
-    for option, owner in (*owned, *_TRIALS, *_SCALED):
+    grid |= {name: value for name in ("seeds", "images") if (value := getattr(options, name)) is not None}
+    owned = (("parts", "peers"), ("trainers", "peers"), ("candidates", "quality"))
+    for option, owner in (*owned, ("lost_scaling", "multi_gpu"), ("scaling", "multi_gpu")):
         if (given := getattr(options, option)) is not None:
             if name != owner:
                 raise ConfigError(

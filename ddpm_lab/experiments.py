@@ -104,7 +104,11 @@ def study_of(measured: Measured) -> Study:
         )
         for data in dict.fromkeys(c.data_sha256 for c in configurations)
     ]
-    answer = dataclasses.replace(parts[0], records=tuple(r for part in parts for r in part.records))
+    answer = dataclasses.replace(
+        parts[0],
+        records=tuple(r for part in parts for r in part.records),
+        trials=tuple(r for part in parts for r in part.trials),
+    )
     return dataclasses.replace(answer, measured_sets=measured.measured_sets)
 
 

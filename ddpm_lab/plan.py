@@ -101,12 +101,16 @@ class Family:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A run that trains for the weights, with one seed: what it learns is compared with the baseline's of that seed."""
+    """A run that trains for the weights, with one seed: what it learns is compared with the baseline's of that seed.
+
+    ``timed`` is the configuration of the family whose quality it tells: a trial of what the sets leave out is none.
+    """
 
     family: str
     label: str
     baseline: RunConfig
     config: RunConfig
+    timed: RunConfig | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +134,15 @@ class Experiment:
         )
         return (*compared, *others)
 
+
+def scaled(config: RunConfig, baseline: RunConfig) -> RunConfig:
+    """``config`` with the learning rate of ``baseline`` times the ratio of their batches (Goyal et al. 2017)."""
+    rate = baseline.optimizer.learning_rate * config.global_batch_size / baseline.global_batch_size
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, learning_rate=rate))
+
+
+WITH_TRIALS = ("multi_gpu", "amp", "torch_compile", "batch_size", "peers")
+"""Questions about speed whose configurations can be trained for quality besides."""
 
 # Names in the experiment "peers" that the questions write and the explaining half reads.
 OURS = "this trainer"

@@ -24,7 +24,8 @@ from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument
 from ddpm_lab.plan import Experiment, Plan
 from ddpm_lab.plan import preset as preset_called
-from ddpm_lab.questions import PLANS, QUESTIONS, WORKLOADS
+from ddpm_lab.quality import WORKLOADS as TRAINED
+from ddpm_lab.questions import PLANS, QUESTIONS, WORKLOADS, ask
 from ddpm_lab.record import LedgerError
 from ddpm_lab.setting import Images, Setup
 
@@ -119,8 +120,18 @@ def plan_question(
         name, preset=preset, output=output, instrument=instrument, ledger=ledger, target=target, **settings
     )
     instrument = dataclasses.replace(instrument, data_name=images.name)
-    campaign = Campaign(experiment, target, instrument, ledger, output / "trace_output")
+    campaign = Campaign(
+        experiment, target, instrument, ledger, output / "trace_output", trials=_for_trials(instrument, experiment)
+    )
     return Planned(campaign=campaign, output=output, progress=progress)
+
+
+def _for_trials(instrument: Instrument, experiment: Experiment) -> Instrument | None:
+    """What trials are measured with: one code for all questions, so that one run serves them all; None without any."""
+    if not experiment.trials:
+        return None
+    keys = {code_version(*workloads).key for workloads in ((DDPM,), *WORKLOADS.values())}
+    return dataclasses.replace(instrument, code=code_version(*TRAINED), codes=tuple(sorted(keys)))
 
 
 def plan_experiment(
@@ -215,7 +226,7 @@ def prepare_experiment(
 ) -> tuple[Experiment, Images]:
     """Settle what None leaves open, prepare the images, and make the experiment's configurations.
 
-    ``image_sizes`` makes one part of the experiment for each size. ``grid`` goes to the function in ``questions``.
+    ``image_sizes`` makes one part of the experiment for each size. ``grid`` goes to ``questions.ask``.
     """
     visible = hardware.gpus()
     device = device or ("cuda" if visible else "cpu")
@@ -243,7 +254,7 @@ def prepare_experiment(
             hosts=len(fleet.hosts) if fleet else 1,
             places=fleet.node_size if fleet else 0,
         )
-        QUESTIONS[name](setup, **grid)  # refuses a bad size or grid before an image is decoded or anything is tried
+        ask(name, setup, **grid)  # refuses a bad size or grid before an image is decoded or anything is tried
         images = _images(
             data, held_out=held_out, skip_bad=skip_bad, size=size, output=output, progress=instrument.progress
         )
@@ -251,7 +262,7 @@ def prepare_experiment(
         if chosen is None:
             chosen = _network(name, setup, instrument, ledger, target)
             setup = dataclasses.replace(setup, network=chosen)
-        parts.append(QUESTIONS[name](setup, **grid))
+        parts.append(ask(name, setup, **grid))
     merged = Experiment(
         name=name,
         families=tuple(f for part in parts for f in part.families),

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ddpm_lab.checks import choice, several, whole
+from ddpm_lab.checks import ConfigError, choice, several, whole
 from ddpm_lab.config import CHECK, DDPM, TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.exchange_settings import ExchangeConfig
-from ddpm_lab.plan import Experiment, Family, Trial
+from ddpm_lab.plan import Experiment, Family, Trial, scaled
 from ddpm_lab.setting import Setup
 
 WORKLOADS = (DDPM, TRAINING, CHECK)
@@ -37,7 +37,7 @@ def quality(
     cuda = setup.device == "cuda"
     batch = setup.batch_size(global_batch_size) if cuda or global_batch_size else 8
     count = _SEEDS[setup.preset] if seeds is None else seeds
-    amount = (_CUDA_IMAGES if cuda else _IMAGES)[setup.preset] if images is None else images
+    amount = _images(setup, images)
     whole("seeds", count, 1)
     whole("images", amount, batch)
     base = setup.config(global_batch_size=batch, optimizer=OptimizerConfig(ema_every=1))
@@ -51,9 +51,8 @@ def quality(
     ]
     rows = tuple((name, known[name]) for name in asked)
     family = Family(name=setup.family_name(batch), baseline=base, baseline_label="fp32", candidates=rows)
-    options = {"images": amount, "draws": _DRAWS[setup.preset]}
     trials = [
-        trial(family, label, config, setup.seed + i, **options)
+        trial(family, label, config, setup.seed + i, images=amount, draws=_DRAWS[setup.preset])
         for i in range(count)
         for label, config in (("fp32", base), *rows)
     ]
@@ -66,6 +65,10 @@ def quality(
 
 
 _SMOKE = ("bf16", "2 micro-batches")
+
+
+def _images(setup: Setup, asked: int | None) -> int:
+    return (_CUDA_IMAGES if setup.device == "cuda" else _IMAGES)[setup.preset] if asked is None else asked
 
 
 def settings_of(base: RunConfig, setup: Setup) -> dict[str, RunConfig]:
@@ -91,7 +94,70 @@ def settings_of(base: RunConfig, setup: Setup) -> dict[str, RunConfig]:
     return {name: replace(base, **change) for name, change in changes.items()}
 
 
-def trial(family: Family, label: str, config: RunConfig, seed: int, *, images: int, draws: int) -> Trial:
+def with_trials(experiment: Experiment, setup: Setup, *, seeds: int | None, images: int | None) -> Experiment:
+    """An experiment with trials of its families besides: what their settings cost in quality.
+
+    ``seeds`` and ``images`` are as in ``quality``; None is no trial at all, except in ``full``, which has the time.
+    The families come one after the other, so that the first has a verdict where time is short. Raises ConfigError.
+    """
+    count = (_SEEDS["full"] if setup.preset == "full" else 0) if seeds is None else seeds
+    whole("seeds", count, 0)
+    if not count and images is not None:
+        raise ConfigError(f"images is {images!r}, and without seeds no run is trained on them: give seeds, such as 8")
+    amount = _images(setup, images)
+    found = [t for f in experiment.families for t in (_trials(f, setup, count, amount) if count else ())]
+    others = [config for f in experiment.families for _, config in f.candidates]
+    if seeds and others and not any(map(_trains, others)):
+        raise ConfigError(
+            f"seeds is {seeds!r}, and only other trainers are asked for, which are not trained here: leave it out, or "
+            "add the parts levers or exchange"
+        )
+    once = {t.config.run_id: t for t in (*experiment.trials, *found)}
+    return replace(experiment, trials=tuple(once.values()))
+
+
+def _trials(family: Family, setup: Setup, seeds: int, images: int) -> list[Trial]:
+    """Trials of a family's baseline and of the candidates that are this trainer; none where there is none of them.
+
+    Batches of several sizes are trained on equally many images; larger ones besides, and last, with a learning rate
+    that grows as they do. What differs in its loader alone is trained for a few steps: it must learn the very same.
+    """
+    rows = [row for row in family.candidates if _trains(row[1])]
+    if family.mechanism or not _trains(family.baseline) or not rows:
+        return []
+    base = _tried(family.baseline)
+    sizes = {config.global_batch_size for _, config in (("", base), *rows)}
+    whole("images", images, most := max(sizes))
+    amount = -(-images // most) * most if len(sizes) > 1 else images
+    learners = [row for row in rows if _tried(row[1]) != base]
+    equal = [(family.baseline_label, base, family.baseline)] if learners else []
+    equal += [(label, _tried(config), config) for label, config in learners]
+    larger = [row for row in equal if row[1].global_batch_size > base.global_batch_size]
+    again = [(f"{label}, scaled learning rate", scaled(config, base), timed) for label, config, timed in larger]
+    found = [
+        trial(family, label, config, setup.seed + i, images=amount, draws=_DRAWS[setup.preset], timed=timed)
+        for part in (equal, again)
+        for i in range(seeds)
+        for label, config, timed in part
+    ]
+    loaders = tuple(row for row in rows if row not in learners)
+    return [*found, *(identity_trials(replace(family, candidates=loaders)) if loaders else ())]
+
+
+def _trains(config: RunConfig) -> bool:
+    """Whether a configuration is this trainer, and trains: its ranks exchange what they have learned."""
+    return config.workload == DDPM and config.implementation == "lab" and config.exchange.enabled
+
+
+def _tried(config: RunConfig) -> RunConfig:
+    """A configuration as it is tried: a loader changes nothing, and a short run moves its averages at every step."""
+    optimizer = replace(config.optimizer, ema_every=1)
+    return replace(config, loader="packed", loader_workers=0, optimizer=optimizer)
+
+
+def trial(
+    family: Family, label: str, config: RunConfig, seed: int, *, images: int, draws: int, timed: RunConfig | None = None
+) -> Trial:
     """One run of a configuration on so many images; without ``draws`` only its final weights are looked at."""
     return Trial(
         family=family.name,
@@ -104,6 +170,7 @@ def trial(family: Family, label: str, config: RunConfig, seed: int, *, images: i
             seed=seed,
             options=(("images", images), ("draws", draws)),
         ),
+        timed=timed or config,
     )
 
 

@@ -16,9 +16,9 @@ from ddpm_lab.collectives import all_reduce
 from ddpm_lab.config import LOADER_ALONE
 from ddpm_lab.exchange import exchange
 from ddpm_lab.lost_scaling import lost_scaling as lost_scaling_of
-from ddpm_lab.plan import SCALINGS, WEAK, Experiment, Family
+from ddpm_lab.plan import SCALINGS, WEAK, WITH_TRIALS, Experiment, Family
 from ddpm_lab.quality import WORKLOADS as TRAINED
-from ddpm_lab.quality import identity_trials, quality
+from ddpm_lab.quality import identity_trials, quality, with_trials
 from ddpm_lab.setting import Setup
 from ddpm_lab.trainers import PLAN, peers
 from ddpm_lab.trainers import WORKLOADS as TRAINERS
@@ -231,7 +231,8 @@ def workers(
             for n in asked
             if n > setup.usable_cores
         ]
-    trials = identity_trials(families[0])
+    # What a loader changes is nothing: shown in seconds, and to the last bit.
+    trials = tuple(t for f in families if f.baseline.workload != LOADER_ALONE for t in identity_trials(f))
     return Experiment(name="workers", families=tuple(families), left_out=tuple(left_out), trials=trials)
 
 
@@ -320,3 +321,15 @@ QUESTIONS: dict[str, Callable[..., Experiment]] = {
     f.__name__: f
     for f in (profile, multi_gpu, amp, workers, torch_compile, batch_size, exchange, all_reduce, peers, quality)
 }
+
+
+def ask(name: str, setup: Setup, *, seeds: int | None = None, images: int | None = None, **grid: Any) -> Experiment:
+    """The experiment that answers a question; ``seeds`` and ``images`` are those of the runs that are for quality."""
+    trained = {option: value for option, value in (("seeds", seeds), ("images", images)) if value is not None}
+    if name in WITH_TRIALS:
+        return with_trials(QUESTIONS[name](setup, **grid), setup, seeds=seeds, images=images)
+    for option, value in trained.items():
+        if name != "quality":
+            able = ", ".join((*WITH_TRIALS, "quality"))
+            raise ConfigError(f"{option} is {value!r}, and {name} trains no runs for quality: only {able} do")
+    return QUESTIONS[name](setup, **grid, **trained)

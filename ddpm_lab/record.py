@@ -148,7 +148,7 @@ class RunRecord:
     set), or job (a SLURM job that failed: its command as the label, its log's end in the witness; the configuration
     says nothing).
     ``baseline_id`` is the run id of the set's baseline. ``stages`` are seconds: start, build, compile (the first step,
-    compiled configurations only), warmup, steady, teardown.
+    compiled configurations only), warmup, steady, teardown; of a trial training.
     """
 
     set_id: str

@@ -21,6 +21,7 @@ from ddpm_lab.measure.campaign import Campaign, Target
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument, Member
+from ddpm_lab.measure.trials import COMPILE_SECONDS
 from ddpm_lab.plan import MOST_CANDIDATES, Experiment, Family, Plan
 from ddpm_lab.record import RunRecord, Window
 
@@ -410,7 +411,7 @@ def test_the_forecast_counts_profiles_and_compiles(lab: Lab) -> None:
     assert lab.campaign(Experiment(name="profile", families=(), profiles=(profile,))).forecast() > 0
     with_compiles = lab.campaign(experiment(compiled)).forecast()
     without = lab.campaign(experiment(compiled), cold_compiles=0).forecast()
-    assert with_compiles - without == 2 * campaign.COMPILE_SECONDS
+    assert with_compiles - without == 2 * COMPILE_SECONDS
 
 
 # --- alone: cold compiles, profiles; and notes -----------------------------------------------------------------------

@@ -15,8 +15,13 @@ from conftest import alive
 
 from ddpm_lab import experiments
 from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import DDPM
 from ddpm_lab.data.folder import DataError
+from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.ledger import Ledger
+from ddpm_lab.measure.code_version import code_version
+from ddpm_lab.planning import plan_question
+from ddpm_lab.questions import WORKLOADS
 from ddpm_lab.record import LedgerError
 
 
@@ -43,6 +48,20 @@ def test_a_question_is_measured_once(tmp_path: Path) -> None:
     more = experiments.run("amp", preset="smoke", sets=2, output_dir=tmp_path)
     assert more.measured_sets == 1
     assert len({r.set_id for r in more.records if r.set_id}) == 2
+
+    tried = experiments.run("amp", preset="smoke", sets=2, seeds=1, images=80, output_dir=tmp_path)
+    assert tried.measured_sets == 2
+    assert sorted((r.label, r.status) for r in tried.trials) == [("bf16", "ok"), ("fp32", "ok")]
+    (judged,) = comparisons(tried).query("role == 'candidate'")["quality"]
+    assert judged.startswith("not enough data (1 seed")
+    held = {code_version(*workloads).key for workloads in ((DDPM,), *WORKLOADS.values())}
+    assert all(held <= {*(r.quality or {})["codes"]} for r in tried.trials), (
+        "it speaks for the speeds of every question"
+    )
+    beside = plan_question(
+        "quality", preset="smoke", seeds=1, images=80, candidates=["bf16"], output_dir=tmp_path, quiet=True
+    )
+    assert beside.campaign.trials.missing() == [], "another question does not train them again"
 
 
 @pytest.mark.slow

@@ -118,7 +118,8 @@ def test_few_seeds_say_nothing_and_tell_how_many_would() -> None:
     assert found.verdict == NOT_ENOUGH
     assert found.seeds_needed == 5
     assert quality.sentence(found) == "not enough data (4 seeds, 5 would do)"
-    assert judged(make.trials({"bf16": (BF16, 0.0)}, seeds=1)).verdict == NOT_ENOUGH
+    alone = judged(make.trials({"bf16": (BF16, 0.0)}, seeds=1))
+    assert quality.sentence(alone) == "not enough data (1 seed, 5 would do)"
 
 
 def test_pairs_share_a_seed() -> None:
@@ -166,6 +167,23 @@ def test_only_the_same_code_speaks_and_the_longest_trials_count() -> None:
     assert judged(records, code="code-2").verdict == NOT_MEASURED
     longer = make.trials({"bf16": (BF16, 0.05)}, images=16_000)
     assert judged([*records, *longer]).verdict == WORSE
+
+
+def test_a_trial_speaks_for_every_code_that_holds_its_trainer() -> None:
+    """Beside other trainers the code of a speed is another, and the trainer in it is the same."""
+    records = make.trials({"bf16": (BF16, 0.0)})
+    told = [replace(r, quality={**(r.quality or {}), "codes": ["peers-code"]}) for r in records]
+    assert judged(told, code="peers-code").verdict == NOT_WORSE
+    assert judged(told, code="code-2").verdict == NOT_MEASURED
+
+
+def test_a_verdict_in_full_holds_difference_interval_and_margin() -> None:
+    found = judged(make.trials({"bf16": (BF16, 0.0)}))
+    low, high = f"{found.low:+.2g}", f"{found.high:+.2g}"
+    assert quality.full(found) == (
+        f"not worse (8 seeds; loss {found.difference:+.2g} ({low} to {high}), margin {found.margin:.2g})"
+    )
+    assert quality.full(judged([], BF16)) == "not measured"
 
 
 def test_trials_with_another_loader_speak_for_both() -> None:

@@ -20,7 +20,7 @@ from ddpm_lab.config import LOADER_ALONE, RunConfig
 from ddpm_lab.exchange_settings import ExchangeConfig
 from ddpm_lab.explain import figure_style, figures
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.plan import LOST, WEAK
+from ddpm_lab.plan import LEVERS, LOST, WEAK, scaled
 
 BF16 = RunConfig(precision="bf16")
 REASON = "the process ended with signal 9 while it was building the network; the kernel log may say more " * 3
@@ -196,6 +196,45 @@ def trained(seeds: int) -> Study:
     return replace(timed, trials=tuple(make.trials(losses, seeds=seeds)))
 
 
+def learned() -> Study:
+    """Batches of two sizes, one of them with a scaled learning rate too, with speeds and trials; long names."""
+    base = RunConfig(global_batch_size=8)
+    sizes = {f"batch {n}": replace(base, global_batch_size=n) for n in (16, 32)}
+    speeds = {name: (config, 1 + i) for i, (name, config) in enumerate(sizes.items(), 1)}
+    losses = {name: (config, 0.005 * i) for i, (name, config) in enumerate(sizes.items(), 1)}
+    losses["batch 16, scaled learning rate"] = (scaled(sizes["batch 16"], base), 0.001)
+    timed = make.sets(speeds, baseline=base, baseline_label="batch 8", experiment="batch_size")
+    made = make.trials(losses, baseline=base)
+    return replace(make.study(timed, "batch_size"), trials=tuple(made))
+
+
+def two_families() -> Study:
+    """A question with trials in two families, one verdict that is worse."""
+    found = []
+    trials = []
+    for size in (16, 32):
+        base = RunConfig(global_batch_size=size)
+        pair = replace(base, world_size=2)
+        found += make.sets(
+            {"2 ranks": (pair, 1.5)},
+            baseline=base,
+            baseline_label="1 rank",
+            experiment="multi_gpu",
+            family=f"batch {size}",
+        )
+        trials += make.trials({"2 ranks": (pair, 0.03 if size == 32 else 0.0)}, baseline=base)
+    return replace(make.study(found, "multi_gpu"), trials=tuple(trials))
+
+
+def levers() -> Study:
+    config = RunConfig(precision="bf16")
+    rows = {"fp32": (RunConfig(), 0.6), "every loss read": (replace(config, read_loss=True), 0.9)}
+    family = f"seed, batch 32{LEVERS}"
+    timed = make.sets(rows, baseline=config, baseline_label="as by default", experiment="peers", family=family)
+    made = make.trials({"every loss read": (rows["every loss read"][0], 0.0)}, baseline=config)
+    return replace(make.study(timed, "peers"), trials=tuple(made))
+
+
 def diverged() -> Study:
     of = trained(6)
     lost = [r if r.label == "fp32" else replace(r, status="diverged", quality=None) for r in of.trials]
@@ -234,6 +273,9 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "quality": lambda: trained(8),
     "quality, few seeds": lambda: trained(2),
     "quality, all diverged": diverged,
+    "batches, learned": learned,
+    "two families, learned": two_families,
+    "levers, learned": levers,
     "nothing": lambda: replace(amp(), records=()),
 }
 

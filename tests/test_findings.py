@@ -156,6 +156,25 @@ def test_a_sentence_about_one_of_several_families_names_it() -> None:
     assert "Failed: 4 ranks (crashed: lost) and 3 ranks of tiny, batch 32 (out of memory: no room)." in claim
 
 
+def test_a_verdict_on_quality_is_told_for_each_family_that_differs() -> None:
+    sets, trials = [], []
+    for batch, worse in ((16, 0.0), (32, 0.03)):
+        base = RunConfig(global_batch_size=batch)
+        two = {"2 ranks": replace(base, world_size=2)}
+        named: dict[str, Any] = {
+            "baseline": base,
+            "baseline_label": "1 rank",
+            "experiment": "multi_gpu",
+            "family": f"batch {batch}",
+        }
+        sets += make.sets({"4 ranks": (replace(base, world_size=4), 2.0), "2 ranks": (two["2 ranks"], 1.5)}, **named)
+        trials += make.trials({"2 ranks": (two["2 ranks"], worse)}, baseline=base)
+    claim = finding(replace(make.study(sets), trials=tuple(trials))).claim
+    assert "2 ranks of batch 16 not worse (8 seeds; loss " in claim
+    assert "2 ranks of batch 32 worse (8 seeds; loss +0.03 (" in claim
+    assert claim.endswith("; of 4 ranks not measured.")
+
+
 def test_a_lone_baseline_is_compared_with_nobody() -> None:
     for candidates, words in (
         ({}, "nothing else that does equal work was measured"),

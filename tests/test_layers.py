@@ -53,6 +53,7 @@ ROWS = (
     ("measure.gradients", "measure.time_budget", "measure.trial"),
     ("measure.sets",),
     ("measure.held", "measure.largest_batch"),
+    ("measure.trials",),
     ("measure.campaign",),
     ("measure.network_choice",),
     # explain: what reads the ledger
@@ -61,7 +62,7 @@ ROWS = (
     ("explain.quality",),
     ("explain.comparisons",),
     ("explain.link_fit", "explain.phrases", "explain.ranking"),
-    ("explain.calibration",),
+    ("explain.calibration", "explain.learned"),
     ("explain.batch_sizes", "explain.budget", "explain.compiling", "explain.limits", "explain.machine_state"),
     ("explain.exchange", "explain.lost_scaling"),
     (

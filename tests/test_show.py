@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
-from records import sets, study, time_budget
+from records import sets, study, time_budget, trials
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import findings, show
@@ -63,6 +63,32 @@ def test_further_figures_have_a_line_and_a_file_each(amp: Study) -> None:
     assert all(line.data["text/markdown"] for line in lines)
     assert all(image.metadata["image/png"]["alt"] for image in images)
     assert len(list((amp.output_dir / "image_output").glob("03_amp_*.png"))) == len(images)
+
+
+@pytest.mark.usefixtures("shell")
+def test_a_quality_that_is_not_measured_comes_with_its_command(amp: Study) -> None:
+    said = shown(show.finding, amp)[0].data["text/plain"]
+    assert "- Quality: not measured; ddpm-lab run amp --seeds 8 measures it" in said
+    own = replace(amp, records=tuple(replace(r, data_name="500 images from my/photos") for r in amp.records))
+    assert "ddpm-lab run amp --seeds 8 --data DATA measures it" in shown(show.finding, own)[0].data["text/plain"]
+    judged = replace(amp, trials=tuple(trials({"bf16": (replace(BASE, precision="bf16"), 0.0)})))
+    assert "- Quality: not worse (8 seeds)\n" in shown(show.finding, judged)[0].data["text/plain"] + "\n"
+    nothing = study(sets({}, failures={"bf16": (replace(BASE, precision="bf16"), "crashed", "gone")}))
+    assert "--seeds" not in shown(show.finding, replace(nothing, output_dir=amp.output_dir))[0].data["text/plain"]
+
+
+@pytest.mark.usefixtures("shell")
+def test_the_table_says_what_a_verdict_rests_on(amp: Study) -> None:
+    judged = replace(amp, trials=tuple(trials({"bf16": (replace(BASE, precision="bf16"), 0.0)})))
+    (row,) = (r for r in findings.table(judged).to_dict("records") if r["Configuration"] == "bf16")
+    assert row["Quality"] == "not worse (8 seeds)"
+    assert " to " in row["Loss difference (90 % interval)"]
+    assert float(row["Margin"]) > 0
+    assert "Margin" not in findings.table(amp), "a column without a value"
+    assert "quality: bf16 not worse (8 seeds; loss " in findings.finding(judged).claim
+    further = [o.data["text/plain"] for o in shown(show.more, judged)]
+    assert any(text.startswith("Quality beside speed") for text in further)
+    assert any(text.startswith("Training loss of every step") for text in further)
 
 
 @pytest.mark.usefixtures("shell")

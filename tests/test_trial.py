@@ -96,6 +96,7 @@ def test_a_trial_records_every_loss_and_looks_on_the_way(
     assert all(len(look["by_time"]) == quality_strata(look) for look in found["held_out"])
     assert found["held_out"][-1]["loss"] < found["held_out"][0]["loss"]
     assert record.windows == (), "a trial supplies no speed"
+    assert record.stages["training"] > 0, "what it took says when the next one would end"
     assert RunRecord.from_dict(record.as_dict()) == record
 
 

@@ -47,9 +47,10 @@ _KNOWN: WeakKeyDictionary[Study, pd.DataFrame] = WeakKeyDictionary()
 def _comparisons(of: Study) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     trials = quality.Trials(of.trials)
-    # The parts of the lost scaling are no answers to be compared: see lost_scaling.
-    shown = (r for r in of.records if r.role in COMPARED and not r.family.endswith(LOST))
-    ordered = sorted(shown, key=lambda r: r.experiment)
+    # The parts of the lost scaling are no answers to be compared: see lost_scaling. What is noted of a trial is no row:
+    # its configuration has one of its own.
+    compared = (r for r in of.records if r.role in COMPARED and r.config.purpose != "quality")
+    ordered = sorted((r for r in compared if not r.family.endswith(LOST)), key=lambda r: r.experiment)
     for _, group in groupby(ordered, key=lambda r: r.experiment):
         block = [row for family in _families(list(group)) for row in _family_rows(family, of.resolution)]
         _judge(block)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ddpm_lab.explain import figure_style as fs
-from ddpm_lab.explain import limits, peers, phrases
+from ddpm_lab.explain import limits, peers, phrases, quality
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import LIMITS, SAMPLING, TUNED
 
@@ -49,17 +49,18 @@ def levers(study: Study) -> Figure | None:
     if not rows:
         return None
     names = [str(r["label"]) for r in rows]
+    beside = [_beside(r) for r in rows]
     figure, (ax,) = fs.sheet(
         "What each setting of the trainer is worth here",
         _context(study),
-        [_ROW * len(rows) + 0.1],
+        [(_ROW + fs.LINE * (max(text.count("\n") for text in beside) - 1)) * len(rows) + 0.1],
         left=0.3 + max(fs.width(name, fs.TEXT_POINTS) for name in names),
         right=_VERSUS,
         note="Speed of the trainer with one setting put back, relative to the trainer as it is by default: below 1 the "
         "default is faster. Point and bar: geometric mean and 95 % interval over sets; grey: the noise floor.",
     )
     noise = (rows[0]["noise_low"], rows[0]["noise_high"])
-    _draw(ax, rows, names, [_beside(r) for r in rows], None if math.isnan(noise[0]) else noise)
+    _draw(ax, rows, names, beside, None if math.isnan(noise[0]) else noise)
     ax.set_xlabel("speed relative to the default settings")
     return figure
 
@@ -119,7 +120,12 @@ def _name(row: dict[str, Any]) -> str:
 
 def _beside(row: dict[str, Any]) -> str:
     first = f"{phrases.throughput(row)}, {phrases.peak_memory(row)}"
-    return "\n".join(fs.fit(line, _VERSUS - 0.25, 1) for line in (first, phrases.outcome(row)))
+    lines = [fs.fit(line, _VERSUS - 0.25, 1) for line in (first, phrases.outcome(row))]
+    judged = row["equivalence"]
+    if judged is not None and judged.seeds:
+        told = [f"quality {quality.sentence(judged)}", f"loss {quality.evidence(judged)}"]
+        lines += [fs.fit(line, _VERSUS - 0.25, 2) for line in told[: 1 + bool(quality.evidence(judged))]]
+    return "\n".join(lines)
 
 
 def _context(study: Study) -> str:

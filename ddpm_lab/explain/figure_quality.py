@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ddpm_lab.explain import figure_style as fs
-from ddpm_lab.explain import phrases, quality, trained
+from ddpm_lab.explain import learned, phrases, quality, trained
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.learned import Array
+from ddpm_lab.record import RunRecord
 
 _COLOURS = {
     quality.IDENTICAL: fs.PALETTE[2],
@@ -21,6 +24,7 @@ _COLOURS = {
     quality.NOT_ENOUGH: fs.FAINT,
 }
 _BESIDE = 3.1
+_POINTS = 50
 
 
 def figure(study: Study, title: str) -> Figure | None:
@@ -115,59 +119,108 @@ def _rows(ax: Axes, count: int) -> None:
 
 def curves(study: Study) -> Figure | None:
     """Held-out loss against images, and each setting's difference from the baseline; None without trials."""
-    lead = trained.base(study)
-    if lead is None or not (base := trained.baseline_trials(study)):
+
+    def looks(records: Sequence[RunRecord], base: RunRecord) -> tuple[Array, Array]:
+        images, _ = quality.curve(base)
+        return images, learned.held_out(records, images)
+
+    return _overlaid(study, "What each setting has learned, on the way", "Held-out loss of the averaged weights", looks)
+
+
+def losses(study: Study) -> Figure | None:
+    """Training loss against images, and each setting's difference from the baseline; None without trials."""
+
+    def smoothed(records: Sequence[RunRecord], base: RunRecord) -> tuple[Array, Array]:
+        batches = [r.config.global_batch_size for r in (base, *records)]
+        images = min(len((r.quality or {})["losses"]) * n for r, n in zip((base, *records), batches, strict=True))
+        points = min(_POINTS, images // max(batches))
+        return (np.arange(points) + 0.5) * images / points, learned.training(records, images, points)
+
+    return _overlaid(
+        study,
+        "Training loss of each setting",
+        "Training loss",
+        smoothed,
+        f"Each point is the mean over one of up to {_POINTS} equal shares of the images. ",
+    )
+
+
+def _overlaid(
+    study: Study,
+    title: str,
+    heading: str,
+    series: Callable[[Sequence[RunRecord], RunRecord], tuple[Array, Array]],
+    note: str = "",
+) -> Figure | None:
+    """Two panels for each family with trials: a loss against images, and its difference from the baseline's.
+
+    ``series`` gives images (n,) and losses (trials, n) of trials beside one of the baseline's.
+    """
+    found = _families(study)
+    if not found:
         return None
-    figure, (above, below) = fs.sheet(
-        "What each setting has learned, on the way",
+    several = len(found) > 1
+    seeds = {phrases.plural(len(learned.baseline_trials(rows[1:])), "seed") for rows in found}
+    heads = [f"{rows[0]['family']}: {heading[0].lower()}{heading[1:]}" if several else heading for rows in found]
+    figure, axes = fs.sheet(
+        title,
         _context(study),
-        [2.6, 1.9],
-        headings=["Held-out loss of the averaged weights", "Difference from the baseline with the same seed"],
+        [height for _ in found for height in (2.6, 1.9)],
+        headings=[text for head in heads for text in (head, "Difference from the baseline with the same seed")],
         left=0.95,
         right=2.4,
-        gap=0.3,
-        note="Lines: mean over seeds; shade: lowest and highest seed. Differences are between runs with the same seed; "
-        "those of settings that are worse are left to the upper panel, since beside them no other could be seen.",
+        gap=0.5 if several else 0.3,
+        note=f"{note}Lines: mean over {seeds.pop() if len(seeds) == 1 else 'seeds'}; shade: lowest and highest seed. "
+        "Differences are between runs with the same seed; those of settings that are worse are left to the upper "
+        "panel, since beside them no other could be seen.",
     )
-    images, _ = quality.curve(base[0])
-    losses = trained.curves(base, images)
-    above.plot(images, losses.mean(0), color=fs.INK, lw=2.2, label=str(lead["label"]))
-    above.fill_between(images, losses.min(0), losses.max(0), color=fs.INK, alpha=0.12, lw=0)
-    below.axhline(0, color=fs.INK, lw=1)
-    wide = _hide(trained.rows(study))
-    for i, row in enumerate(trained.rows(study)):
-        pairs = trained.pairs_of(row, int(images[-1]))
-        if not pairs:
-            continue
-        colour = fs.PALETTE[i % len(fs.PALETTE)]
-        theirs, mine = (trained.curves([pair[side] for pair in pairs], images) for side in (0, 1))
-        above.plot(images, mine.mean(0), color=colour, lw=1.6, label=fs.fit(str(row["label"]), 1.9, 2))
-        if row["run_id"] in wide:
-            continue
-        apart = mine - theirs
-        below.plot(images, apart.mean(0), color=colour, lw=1.6)
-        below.fill_between(images, apart.min(0), apart.max(0), color=colour, alpha=0.12, lw=0)
-    above.legend(loc="upper left", bbox_to_anchor=(1.01, 1.03), frameon=False, fontsize=fs.SMALL_POINTS)
-    above.tick_params(labelbottom=False)
-    below.set_xlabel("images trained on")
-    for ax in (above, below):
-        ax.yaxis.set_major_locator(MaxNLocator(5))
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
-        ax.set_xlim(0, images[-1])
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: fs.number(value)))
+    for rows, above, below in zip(found, axes[::2], axes[1::2], strict=True):
+        lead, *others = learned.tried(study, rows)
+        base = learned.baseline_trials(rows[1:])
+        images, values = series(base, base[0])
+        above.plot(images, values.mean(0), color=fs.INK, lw=2.2, label=fs.fit(str(lead["label"]), 1.9, 2))
+        above.fill_between(images, values.min(0), values.max(0), color=fs.INK, alpha=0.12, lw=0)
+        below.axhline(0, color=fs.INK, lw=1)
+        wide = _hide(others)
+        for i, row in enumerate(others):
+            pairs = learned.pairs_of(row, learned.images_of(rows[1:]))
+            colour = fs.PALETTE[i % len(fs.PALETTE)]
+            (images, theirs), (_, mine) = (series([p[side] for p in pairs], pairs[0][1 - side]) for side in (0, 1))
+            above.plot(images, mine.mean(0), color=colour, lw=1.6, label=fs.fit(str(row["label"]), 1.9, 2))
+            if str(row["label"]) in wide:
+                continue
+            apart = mine - theirs
+            below.plot(images, apart.mean(0), color=colour, lw=1.6)
+            below.fill_between(images, apart.min(0), apart.max(0), color=colour, alpha=0.12, lw=0)
+        above.legend(loc="upper left", bbox_to_anchor=(1.01, 1.03), frameon=False, fontsize=fs.SMALL_POINTS)
+        above.tick_params(labelbottom=False)
+        for ax in (above, below):
+            ax.yaxis.set_major_locator(MaxNLocator(5))
+            ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
+            ax.set_xlim(0, learned.images_of(rows[1:]))
+            ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: fs.number(value)))
+    axes[-1].set_xlabel("images trained on")
     return figure
 
 
+def _families(study: Study) -> list[list[dict[str, Any]]]:
+    """Families with trials; of the question quality the one that it is about."""
+    if study.experiment != trained.EXPERIMENT:
+        return learned.families(study)
+    lead, rows = trained.base(study), trained.rows(study)
+    return [[lead, *rows]] if lead is not None and learned.images_of(rows) else []
+
+
 def _hide(rows: list[dict[str, Any]]) -> set[str]:
-    """Run ids of settings that are worse, beside which no other could be seen; none where all are."""
-    worse = {str(r["run_id"]) for r in rows if r["equivalence"].verdict == quality.WORSE}
+    """Names of settings that are worse, beside which no other could be seen; none where all are."""
+    worse = {str(r["label"]) for r in rows if r["equivalence"].verdict == quality.WORSE}
     return worse if len(worse) < len(rows) else set()
 
 
 def by_time(study: Study) -> Figure | None:
     """Where in the noise a setting is better or worse: the difference of the final loss by timestep; None without."""
     lead = trained.base(study)
-    if lead is None or not (base := trained.baseline_trials(study)):
+    if lead is None or not (base := learned.baseline_trials(trained.rows(study))):
         return None
     figure, (ax,) = fs.sheet(
         "At which timesteps a setting learns more or less",
@@ -183,7 +236,7 @@ def by_time(study: Study) -> Figure | None:
     images = int(base[0].config.option("images", 0))
     wide = _hide(trained.rows(study))
     for i, row in enumerate(trained.rows(study)):
-        if row["run_id"] not in wide and (pairs := trained.pairs_of(row, images)):
+        if str(row["label"]) not in wide and (pairs := learned.pairs_of(row, images)):
             apart = trained.by_time([b for _, b in pairs]) - trained.by_time([a for a, _ in pairs])
             label = fs.fit(str(row["label"]), 1.9, 2)
             ax.plot(at, apart.mean(0), color=fs.PALETTE[i % len(fs.PALETTE)], lw=1.6, marker="o", ms=3.5, label=label)

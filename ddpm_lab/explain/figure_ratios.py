@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from ddpm_lab.explain import figure_style as fs
-from ddpm_lab.explain import phrases, scaling, sentences, stats
+from ddpm_lab.explain import phrases, quality, scaling, sentences, stats
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, comparisons
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
@@ -194,12 +194,17 @@ def _point(ax: Axes, y: int, row: Row, height: float) -> None:
 
 
 def _words(row: Row) -> str:
-    """The verdict beside a measured row."""
+    """The verdicts beside a measured row, on speed and on quality."""
     if row["role"] != "twin":
         text = phrases.outcome(row)
     else:
         text = "instrument not trusted" if row["verdict"] == stats.NOT_TRUSTED else "baseline against itself"
-    return fs.fit(text, _RIGHT - 0.25, 3)
+    lines = [fs.fit(text, _RIGHT - 0.25, 3)]
+    if row["role"] == "candidate" and (judged := row["equivalence"]) is not None and judged.seeds:
+        lines.append(fs.fit(f"quality {quality.sentence(judged)}", _RIGHT - 0.25, 3))
+        if rests_on := quality.evidence(judged):
+            lines.append(fs.fit(f"loss {rests_on}", _RIGHT - 0.25, 3))
+    return "\n".join(lines)
 
 
 def _absent(ax: Axes, y: int, row: Row) -> None:
@@ -233,7 +238,10 @@ def describe(study: Study) -> str:
         for row in _drawn(rows):
             name = "baseline against itself" if row["role"] == "twin" else str(row["label"])
             if row["sets"]:
-                points.append(f"{name} {phrases.ratio(row)} ({phrases.evidence(row)}), {phrases.outcome(row)}")
+                judged = row["equivalence"]
+                learned = f", {quality.full(judged)}" if judged is not None and judged.seeds else ""
+                said = f"{phrases.evidence(row)}), {phrases.outcome(row)}{learned}"
+                points.append(f"{name} {phrases.ratio(row)} ({said}")
             else:
                 points.append(f"{name}: {phrases.failure(row)}")
         parts.append(f"{rows[0]['family']}: {'; '.join(points)}.")

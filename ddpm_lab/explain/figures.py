@@ -37,6 +37,7 @@ from ddpm_lab.explain.comparisons import MECHANISM_ONLY
 from ddpm_lab.explain.figure_style import png, save
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import ALL_REDUCE, RECOMMENDATION, Study
+from ddpm_lab.plan import WITH_TRIALS
 from ddpm_lab.record import RunRecord
 
 __all__ = ["alt_text", "figure", "more", "png", "save"]
@@ -45,6 +46,10 @@ TOP_OPERATORS = 10
 TOP_CONFIGURATIONS = 12
 _NAME, _VERSUS = 2.65, 2.45  # inches for an operator's name, and for what stands beside a configuration
 
+_LEARNED: tuple[tuple[Callable[[Study], Figure | None], str, str], ...] = (
+    (figure_quality.curves, "curves", "Held-out loss on the way, and its difference from the baseline's."),
+    (figure_quality.losses, "losses", "Training loss of every step, smoothed, and its difference from the baseline's."),
+)
 _MORE: dict[str, tuple[tuple[Callable[[Study], Figure | None], str, str], ...]] = {
     "multi_gpu": (
         (figure_scaling.speed_up, "speedup", "Speed-up against the number of ranks, with the ideal line."),
@@ -85,7 +90,7 @@ _MORE: dict[str, tuple[tuple[Callable[[Study], Figure | None], str, str], ...]] 
         (figure_peers.levers, "levers", "What each setting of the trainer is worth on this machine."),
     ),
     trained.EXPERIMENT: (
-        (figure_quality.curves, "curves", "Held-out loss on the way, and its difference from the baseline's."),
+        *_LEARNED,
         (figure_quality.by_time, "timesteps", "The difference of the final loss by timestep."),
     ),
     RECOMMENDATION: (
@@ -119,7 +124,8 @@ def more(study: Study) -> list[tuple[str, Figure, str]]:
     """Further figures as (caption, figure, name for its file); those without data are left out."""
     found = []
     with fs.style():
-        for draw, name, caption in _MORE.get(study.experiment, ()):
+        learned = _LEARNED if study.experiment in WITH_TRIALS else ()
+        for draw, name, caption in (*_MORE.get(study.experiment, ()), *learned):
             drawn = draw(study)
             if drawn is not None:
                 found.append((caption, drawn, name))

@@ -18,6 +18,7 @@ from ddpm_lab.explain import (
     operators,
     peers,
     phrases,
+    quality,
     ranking,
     scaling,
     sentences,
@@ -26,9 +27,8 @@ from ddpm_lab.explain import (
 )
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, QUALITY, comparisons
 from ddpm_lab.explain.frames import ALL_REDUCE, RECOMMENDATION, Study
-from ddpm_lab.explain.quality import NOT_ENOUGH
 from ddpm_lab.explain.tables import table
-from ddpm_lab.plan import LIMITS
+from ddpm_lab.plan import LIMITS, WITH_TRIALS
 from ddpm_lab.record import RunRecord
 
 __all__ = ["Finding", "finding", "headline", "table"]
@@ -122,8 +122,9 @@ def _comparison(study: Study) -> Finding:
     others = [r for r in rows if r["role"] not in ("baseline", "twin")]
     measured = [r for r in others if r["sets"]]
     training = [r for r in measured if not r["loader_alone"]] or measured
-    ending = sentences.left_over(rows) + machine_state.unknown(study) + machine_state.busy(study)
-    ending += _where(study, sentences.quality(rows))
+    ending = sentences.left_over(rows) + sentences.untrained(study)
+    ending += machine_state.unknown(study) + machine_state.busy(study)
+    ending += _where(study, sentences.quality(rows, evidence=True))
     if study.experiment == batch_sizes.EXPERIMENT:
         ending = f"{batch_sizes.sentence(study)}{ending}"
     if study.experiment == exchange.EXPERIMENT:
@@ -162,6 +163,8 @@ def _comparison(study: Study) -> Finding:
         text = f"{prefix}{sentences.faster(lead)} ({phrases.evidence(lead)}{sentences.noise(lead)})."
     else:
         short, text = sentences.unresolved(lead, len(training), lead["family"] if several else "")
+    if study.experiment == batch_sizes.EXPERIMENT and (to := batch_sizes.fastest(study)):
+        short = f"{short}; {to}"
     text += sentences.tally(training, lead) + _extra(study, rows, lead) + machine_state.peaks(rows, lead) + ending
     return _about(study, lead, short, text, ANSWERED if resolved else stats.NOT_RESOLVED)
 
@@ -173,9 +176,10 @@ def _trained(study: Study) -> Finding:
     if not judged:
         return _comparison(study)
     short, lead = trained.headline(rows)
-    ending = f"{trained.unsound(study)}{machine_state.busy(study)} {trained.method(study)}"
+    ending = f"{trained.to_the_loss(study)}{trained.unsound(study)}{sentences.untrained(study)}"
+    ending += f"{machine_state.busy(study)} {trained.method(study)}"
     ending += _where(study, sentences.quality(rows))
-    status = ANSWERED if trained.answered(rows) else NOT_ENOUGH
+    status = ANSWERED if trained.answered(rows) else quality.NOT_ENOUGH
     return _about(study, lead, short, f"{short}. {trained.evidence(rows)}{ending}", status)
 
 
@@ -217,9 +221,19 @@ def _extra(study: Study, rows: Sequence[Mapping[str, Any]], lead: Mapping[str, A
     return ""
 
 
-def _where(study: Study, quality: str = f"quality {QUALITY}") -> str:
+def how_to_judge(study: Study) -> str:
+    """The command that measures what a question's settings cost in quality; empty where it is known, or none does."""
+    found = finding(study)
+    able = study.experiment in WITH_TRIALS and study.experiment != peers.EXPERIMENT  # which is about other trainers
+    if not able or not found.sets or found.quality != f"quality {QUALITY}":
+        return ""
+    own = any(r.data_name and "synthetic" not in r.data_name for r in study.records)
+    return f"ddpm-lab run {study.experiment} --seeds 8{' --data DATA' if own else ''}"
+
+
+def _where(study: Study, judged: str = f"quality {QUALITY}") -> str:
     measured = "Published records, not measured here but" if study.published else "Measured"
-    return f" {measured} on {study.hardware}, {study.date}; {quality}."
+    return f" {measured} on {study.hardware}, {study.date}; {judged}."
 
 
 def _nothing_to_compare(
@@ -284,7 +298,8 @@ def _recommendation(study: Study) -> Finding:
             f" Against its own baseline {best['baseline_label']} it reads {phrases.ratio(best)} "
             f"({phrases.evidence(best)}): {phrases.status(best['verdict'])}."
         )
-    text += f" Quality: {best['quality']}"
+    judged = best["equivalence"]
+    text += f" Quality: {best['quality'] if judged is None else quality.full(judged)}"
     text += ", so this is no recommendation at equal quality." if best["quality"] == QUALITY else "."
     text += f"{machine_state.busy(study)} Measured on {study.hardware}, {study.date}."
     resolved = best["verdict"] == stats.FASTER

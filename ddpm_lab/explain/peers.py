@@ -158,10 +158,13 @@ def lever_table(study: Study) -> pd.DataFrame:
             "Verdict": phrases.outcome(row) if row["sets"] else phrases.failure(row),
             "Images/s": phrases.significant(row["images_per_second"]) if row["sets"] else _NONE,
             "Peak memory": phrases.peak_memory(row) if row["sets"] else _NONE,
+            "Quality": str(row["quality"]) if row["sets"] else _NONE,
+            **phrases.loss(row),
         }
         for row in levers(study)
     ]
-    return pd.DataFrame(found)
+    frame = pd.DataFrame(found)
+    return frame.drop(columns=[c for c in phrases.LOSS if c in frame and frame[c].eq(_NONE).all()])
 
 
 def _twins(study: Study) -> list[Row]:

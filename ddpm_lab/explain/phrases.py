@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ddpm_lab.config import DDPM, LOADER_ALONE, SAMPLING, RunConfig
-from ddpm_lab.explain import stats
+from ddpm_lab.explain import quality, stats
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import LOST
@@ -164,6 +164,19 @@ def outcome(row: Mapping[str, Any]) -> str:
     if row["verdict"] == stats.NOT_RESOLVED and row["sets"] < stats.LEAST_SETS:
         return f"not resolved ({plural(int(row['sets']), 'set')})"
     return status(str(row["verdict"]))
+
+
+LOSS = ("Loss difference (90 % interval)", "Margin")
+"""Columns of a table that say what a verdict on quality rests on."""
+
+
+def loss(row: Mapping[str, Any]) -> dict[str, str]:
+    """The columns LOSS of a row: how much more a configuration loses than its baseline, and how much counts as none."""
+    found = row["equivalence"]
+    if found is None or math.isnan(found.low):
+        return dict.fromkeys(LOSS, DASH)
+    margin = DASH if math.isnan(found.margin) else f"{found.margin:.2g}"
+    return dict(zip(LOSS, (quality.interval(found), margin), strict=True))
 
 
 def failure(row: Mapping[str, Any]) -> str:

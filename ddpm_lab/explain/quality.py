@@ -67,10 +67,10 @@ def equivalence(differences: npt.ArrayLike, margin: float) -> Equivalence:
     if n == 0:
         return Equivalence(verdict=NOT_MEASURED)
     mean = float(values.mean())
+    if n == 1:  # from which no margin can be known
+        return Equivalence(verdict=NOT_ENOUGH, difference=mean, margin=margin, seeds=1, seeds_needed=LEAST_SEEDS)
     if not margin > 0:  # nor a number at all
         return Equivalence(verdict=NOT_ENOUGH, difference=mean, seeds=n, reason="the baseline leaves no margin")
-    if n == 1:
-        return Equivalence(verdict=NOT_ENOUGH, difference=mean, margin=margin, seeds=1, seeds_needed=LEAST_SEEDS)
     spread = float(values.std(ddof=1))
     half = _half(n, spread)
     found = Equivalence(verdict=NOT_ENOUGH, difference=mean, low=mean - half, high=mean + half, margin=margin, seeds=n)
@@ -211,14 +211,16 @@ class Trials:
             base, ours = work_of(baseline, loosely=loosely), work_of(candidate, loosely=loosely)
             if base == ours or (loosely and baseline.optimizer.ema_every != candidate.optimizer.ema_every):
                 continue
-            found = compare(*([r for r in known.get(key, ()) if _speaks_for(r, code_version)] for key in (base, ours)))
+            found = compare(*([r for r in known.get(key, ()) if speaks_for(r, code_version)] for key in (base, ours)))
             if found.verdict != NOT_MEASURED:
                 return found
         return found
 
 
-def _speaks_for(record: RunRecord, code_version: str) -> bool:
-    return code_version in (record.code_version, (record.quality or {}).get("trainer"))
+def speaks_for(record: RunRecord, code_version: str) -> bool:
+    """Whether a trial was made with the very trainer that ``code_version`` holds, among whatever else."""
+    found = record.quality or {}
+    return code_version in (record.code_version, found.get("trainer"), *found.get("codes", ()))
 
 
 def sentence(found: Equivalence) -> str:
@@ -230,6 +232,12 @@ def sentence(found: Equivalence) -> str:
     seeds = f"{found.seeds} seed{'s' if found.seeds != 1 else ''}"
     need = f", {found.seeds_needed} would do" if found.seeds_needed else ""
     return f"{found.verdict} ({seeds}{need})"
+
+
+def full(found: Equivalence) -> str:
+    """A verdict with what it rests on: ``not worse (8 seeds; loss +0.0001 (-0.0001 to +0.0003), margin 0.006)``."""
+    said, rests_on = sentence(found), evidence(found)
+    return f"{said.removesuffix(')')}; loss {rests_on})" if rests_on and not found.reason else said
 
 
 def interval(found: Equivalence) -> str:

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddpm_lab.explain import phrases, stats
+from ddpm_lab.explain import quality as equivalence
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, QUALITY
+from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import WEAK
 
 _SENTENCES = {
@@ -92,15 +94,44 @@ def tally(rows: Sequence[Mapping[str, Any]], lead: Mapping[str, Any]) -> str:
     return f" Of {len(rows)} comparisons {phrases.joined(words)}."
 
 
-def quality(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What is known of the quality of the configurations, such as "quality: bf16 not worse (8 seeds)"."""
+def quality(rows: Sequence[Mapping[str, Any]], *, evidence: bool = False) -> str:
+    """What is known of the quality of the configurations, such as "quality: bf16 not worse (8 seeds)".
+
+    With ``evidence`` each verdict comes with its difference, interval and margin. A configuration of which families
+    say different things is named with its family.
+    """
     known = [r for r in rows if r["role"] == "candidate" and r["sets"]]
-    judged = {str(r["label"]): str(r["quality"]) for r in known if r["quality"] != QUALITY}
-    if not judged:
+    said = [QUALITY if r["quality"] == QUALITY else _judged(r, evidence=evidence) for r in known]
+    if set(said) <= {QUALITY}:
         return f"quality {QUALITY}"
-    others = list(dict.fromkeys(str(r["label"]) for r in known if str(r["label"]) not in judged))
-    text = f"quality: {phrases.joined([f'{label} {found}' for label, found in judged.items()])}"
+    different: dict[str, set[str]] = {}
+    for r, text in zip(known, said, strict=True):
+        different.setdefault(str(r["label"]), set()).add(text)
+    told: dict[str, str] = {}
+    for r, text in zip(known, said, strict=True):
+        told[f"{r['label']} of {r['family']}" if len(different[str(r["label"])]) > 1 else str(r["label"])] = text
+    text = f"quality: {phrases.joined([f'{name} {found}' for name, found in told.items() if found != QUALITY])}"
+    others = [name for name, found in told.items() if found == QUALITY]
     return f"{text}; of {phrases.joined(others)} {QUALITY}" if others else text
+
+
+def _judged(row: Mapping[str, Any], *, evidence: bool) -> str:
+    return equivalence.full(row["equivalence"]) if evidence else str(row["quality"])
+
+
+def untrained(study: Study) -> str:
+    """Which configurations were not trained for quality as often as was planned, after a space; empty without any."""
+    lacking: dict[tuple[str, str], str] = {}
+    for r in study.records:
+        if r.role == "note" and r.config.purpose == "quality":
+            done = any(t.run_id == r.run_id and equivalence.speaks_for(t, r.code_version) for t in study.trials)
+            lacking |= {(r.family, r.label): "" if done else str(r.reason)}
+    by_reason: dict[str, list[str]] = {}
+    for (family, label), reason in lacking.items():
+        several = len({f for (f, name), why in lacking.items() if name == label and why}) > 1
+        by_reason.setdefault(reason, []).append(f"{label} of {family}" if several else label)
+    each = {reason: " each" if len(names) > 1 else "" for reason, names in by_reason.items()}
+    return "".join(f" Of {phrases.joined(names)}{each[why]} {why}." for why, names in by_reason.items() if why)
 
 
 def left_over(rows: Sequence[Mapping[str, Any]]) -> str:

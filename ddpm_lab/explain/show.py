@@ -59,7 +59,7 @@ def _show_table(frame: pd.DataFrame) -> None:
 
 def finding(study: Study) -> None:
     """Show the computed answer, and attach its values to the output for the index of the report."""
-    found = findings.finding(study)
+    found, how = findings.finding(study), findings.how_to_judge(study)
     last = study.records[-1] if study.records else None
     values = {
         "experiment": found.experiment,
@@ -84,7 +84,7 @@ def finding(study: Study) -> None:
         "Sets": str(found.sets) if found.sets else "",
         "Hardware": found.hardware + " (published records, not measured here)" * study.published,
         "Measured": " to ".join(spoken_date(day) for day in found.date.split(" to ")),
-        "Quality": found.quality.removeprefix("quality "),
+        "Quality": found.quality.removeprefix("quality ") + (f"; {how} measures it" if how else ""),
     }
     lines = [found.claim, "", *(f"- {name}: {value}" for name, value in facts.items() if value)]
     marked = [f"**{_literal(found.headline)}**", "", *map(_literal, lines[:2])]
@@ -180,5 +180,5 @@ def _html(frame: pd.DataFrame) -> str:
 def _numbers(column: pd.Series[Any]) -> bool:
     """Whether a column holds numbers, with units and intervals or not: each value begins with a digit or is a dash."""
     return all(re.match(r"(below )?[-+\N{MINUS SIGN}]?\d|\N{EN DASH}?$", str(value)) for value in column) and any(
-        str(value)[:1].isdigit() for value in column
+        re.match(r"[-+\N{MINUS SIGN}]?\d", str(value)) for value in column
     )

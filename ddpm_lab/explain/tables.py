@@ -26,6 +26,7 @@ from ddpm_lab.explain import (
 )
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import ALL_REDUCE, RECOMMENDATION, SCALING, Study
+from ddpm_lab.plan import WITH_TRIALS
 
 TOP_OPERATORS = 12
 _NONE = "\N{EN DASH}"
@@ -64,6 +65,8 @@ def more(study: Study) -> list[tuple[str, pd.DataFrame]]:
         ]
     if study.experiment == trained.EXPERIMENT:
         found.append(("Loss and gradient of a step against fp32 on the same batch.", trained.check_table(study)))
+    if study.experiment in WITH_TRIALS:
+        found += trained.tables(study)
     if study.experiment == lost_scaling.EXPERIMENT:
         said = " ".join(lost_scaling_table.sentence(split) for split in lost_scaling.splits(study))
         found.append((f"Where the lost scaling went. {said}", lost_scaling_table.table(study)))
@@ -92,7 +95,12 @@ def _comparison(study: Study) -> pd.DataFrame:
     for column in ("Note", "Dropped turns"):
         if column in shown and shown[column].isin(["", "0"]).all():
             shown = shown.drop(columns=column)
-    return shown
+    return _without_empty(shown)
+
+
+def _without_empty(frame: pd.DataFrame) -> pd.DataFrame:
+    """The table without columns of losses where none is known."""
+    return frame.drop(columns=[c for c in phrases.LOSS if c in frame and frame[c].eq(_NONE).all()])
 
 
 def _label(row: Mapping[Any, Any]) -> str:
@@ -131,6 +139,7 @@ def _speed(study: Study, row: Mapping[Any, Any]) -> dict[str, str]:
         "Sets \N{MULTIPLICATION SIGN} turns": f"{row['sets']} \N{MULTIPLICATION SIGN} {row['turns']}",
         "Dropped turns": str(row["turns_dropped"]),
         "Quality": str(row["quality"]) if measured and not _own(row) else _NONE,
+        **phrases.loss(row),
         "Note": _note(row),
     }
 
@@ -200,9 +209,10 @@ def _recommendation(study: Study) -> pd.DataFrame:
                     "Experiment": str(row["experiment"]),
                     "Sets": str(row["sets"]),
                     "Quality": str(row["quality"]),
+                    **phrases.loss(row),
                 }
             )
     if not rows:
         return pd.DataFrame(columns=["Settings", "Images/s", "Verdict"])
-    shown = pd.DataFrame(rows)
+    shown = _without_empty(pd.DataFrame(rows))
     return shown.drop(columns="Work") if shown["Work"].nunique() == 1 else shown

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
-from scipy import special
 
-from ddpm_lab.explain import gradients, phrases, quality, stats
+from ddpm_lab.explain import gradients, learned, phrases, quality, stats
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.learned import Array, Row, baseline_trials, images_of, pairs_of
 from ddpm_lab.record import RunRecord
 
 EXPERIMENT = "quality"
-TARGET_SHARE = 0.9
-"""The target is the loss that the baseline has reached on average after this share of its images."""
 _NONE = "\N{EN DASH}"
 GOOD = (quality.IDENTICAL, quality.NOT_WORSE)
-
-Row = dict[str, Any]
-Pairs = tuple[tuple[RunRecord, RunRecord], ...]
-Array = npt.NDArray[np.float64]
 
 
 def rows(study: Study) -> list[Row]:
@@ -42,31 +34,6 @@ def _family(study: Study) -> list[Row]:
     latest = next((r.baseline_id for r in reversed(study.records) if r.role == "baseline"), None)
     frame = comparisons(study)
     return [{str(k): v for k, v in r.items()} for r in frame.to_dict("records") if r["baseline_id"] == latest]
-
-
-def pairs_of(row: Row, images: int) -> Pairs:
-    """The trials behind a row's verdict, the baseline's first; none if they were trained on fewer ``images``."""
-    found: Pairs = row["equivalence"].pairs if row["equivalence"] is not None else ()
-    return found if found and found[0][0].config.option("images", 0) == images else ()
-
-
-def images_of(found: Sequence[Row]) -> int:
-    """Images of the longest trials that any verdict rests on."""
-    pairs = [r["equivalence"].pairs for r in found if r["equivalence"] is not None and r["equivalence"].pairs]
-    return max((int(p[0][0].config.option("images", 0)) for p in pairs), default=0)
-
-
-def baseline_trials(study: Study) -> list[RunRecord]:
-    """The baseline's trials that verdicts rest on, in the order of their seeds."""
-    found = rows(study)
-    images = images_of(found)
-    by_seed = {a.config.seed: a for r in found for a, _ in pairs_of(r, images)}
-    return [by_seed[seed] for seed in sorted(by_seed)]
-
-
-def curves(records: Sequence[RunRecord], at: Array) -> Array:
-    """Held-out loss of each trial after so many images (trials, n), between its looks by straight lines."""
-    return np.array([np.interp(at, *quality.curve(r)) for r in records])
 
 
 def by_time(records: Sequence[RunRecord]) -> Array:
@@ -123,7 +90,7 @@ def _detail(row: Row) -> str:
 
 def method(study: Study) -> str:
     """How the verdicts were found: images, seeds, how far the loss fell."""
-    records = baseline_trials(study)
+    records = baseline_trials(rows(study))
     if not records:
         return ""
     ends = np.array([quality.curve(r)[1][[0, -1]] for r in records]).mean(0)
@@ -150,58 +117,59 @@ def unsound(study: Study) -> str:
     return f" {text[0].upper()}{text[1:]}." if text else ""
 
 
-def target(study: Study) -> float:
-    """The held-out loss to be reached; NaN where the baseline has no trials."""
-    records = baseline_trials(study)
-    if not records:
-        return math.nan
-    return float(curves(records, np.array([TARGET_SHARE * images_of(rows(study))])).mean())
-
-
-def time_to(row: Row, records: Sequence[RunRecord], loss: float) -> tuple[float, float, float]:
-    """Seconds of training to a held-out loss, and their 95 % interval: images over seeds, seconds an image over sets.
-
-    NaN where a trial did not get there or no speed is known; without an interval for one trial.
-    """
-    needed = np.array([quality.images_to_reach(r, loss) for r in records])
-    if not len(needed) or not np.isfinite(needed).all() or not row["sets"]:
-        return math.nan, math.nan, math.nan
-    mean, n = float(needed.mean()), len(needed)
-    rate = (row["images_per_second"], row["images_per_second_low"], row["images_per_second_high"])
-    if n < 2:
-        return mean / rate[0], math.nan, math.nan
-    half = float(special.stdtrit(n - 1, (1 + stats.LEVEL) / 2) * needed.std(ddof=1) / math.sqrt(n))
-    low, high = stats.quotient_interval((mean, mean - half, mean + half), rate)
-    return mean / rate[0], low, high
+def to_the_loss(study: Study) -> str:
+    """What other batches take to the same loss, after a space; empty where none has a verdict and a speed."""
+    found = rows(study)
+    if (lead := base(study)) is None or not baseline_trials(found):
+        return ""
+    first, *others = learned.ways(study, [lead, *found])
+    larger = [w for w in others if w.row["batch"] != lead["batch"]]
+    text = learned.answer([first, *larger], learned.target(found)) if larger else ""
+    return f" {text}" if text else ""
 
 
 def table(study: Study) -> pd.DataFrame:
     """One row a configuration: speed, verdict on quality with its evidence, and time to the target."""
     lead, found = base(study), rows(study)
-    aim, images = target(study), images_of(found)
-    shown = []
-    for row in ([lead] if lead else []) + found:
-        equal = row["equivalence"]
-        records = baseline_trials(study) if row is lead else [b for _, b in pairs_of(row, images)]
-        seconds, low, high = time_to(row, records, aim)
-        span = "" if math.isnan(low) else f" ({phrases.seconds(low)} to {phrases.seconds(high)})"
-        interval = phrases.interval(row)
-        judged = equal is not None and not math.isnan(equal.low)
-        final = curves(records, np.array([images])).mean() if records else math.nan
-        shown.append(
-            {
-                "Configuration": f"{row['label']} (baseline)" if row is lead else row["label"],
-                "Speed": (phrases.ratio(row) if row["sets"] else _NONE) + (f" ({interval})" if interval else ""),
-                "Verdict on speed": phrases.outcome(row),
-                "Quality": "baseline" if row is lead else quality.sentence(equal),
-                "Held-out loss": f"{final:.4f}" if records else _NONE,
-                "Difference (90 % interval)": quality.interval(equal) if judged else _NONE,
-                "Margin": f"{equal.margin:.2g}" if judged and not math.isnan(equal.margin) else _NONE,
-                f"Time to loss {aim:.4f}": _NONE if math.isnan(seconds) else f"{phrases.seconds(seconds)}{span}",
-                "Seeds": str(len(records)),
-            }
-        )
+    shown = _table(study, [lead, *found] if lead else found)
     return pd.DataFrame(shown) if shown else pd.DataFrame(columns=["Configuration", "Speed", "Quality"])
+
+
+def tables(study: Study) -> list[tuple[str, pd.DataFrame]]:
+    """What the configurations of each family have learned, as (caption, table)."""
+    told = "Quality beside speed, and the time to the loss that the baseline has after 90 % of its images"
+    return [(f"{told}: {found[0]['family']}.", pd.DataFrame(_table(study, found))) for found in learned.families(study)]
+
+
+def _table(study: Study, family: Sequence[Row]) -> list[dict[str, str]]:
+    found = [r for r in family if r["role"] == "candidate"]
+    images, time = images_of(found), f"Time to loss {learned.target(found):.4f}"
+    ways = learned.ways(study, family) if images else []
+    shown = []
+    for row in family:
+        own = [w for w in ways if w.row["run_id"] == row["run_id"]]
+        if not own or own[0].row is not row:  # without trials of its own
+            shown.append(_cells(row, [], images, {time: _NONE}))
+        for way in own:
+            lead = way.row["role"] == "baseline"
+            records = baseline_trials(found) if lead else [b for _, b in pairs_of(way.row, images)]
+            shown.append(_cells(way.row, records, images, {time: way.words()}))
+    return shown
+
+
+def _cells(row: Row, records: Sequence[RunRecord], images: int, time: dict[str, str]) -> dict[str, str]:
+    equal, lead, interval = row["equivalence"], row["role"] == "baseline", phrases.interval(row)
+    final = learned.held_out(records, np.array([images])).mean() if records else math.nan
+    return {
+        "Configuration": f"{row['label']} (baseline)" if lead else str(row["label"]),
+        "Speed": (phrases.ratio(row) if row["sets"] else _NONE) + (f" ({interval})" if interval else ""),
+        "Verdict on speed": phrases.outcome(row),
+        "Quality": "baseline" if lead else quality.sentence(equal),
+        "Held-out loss": f"{final:.4f}" if records else _NONE,
+        **phrases.loss(row),
+        **time,
+        "Seeds": str(len(records)),
+    }
 
 
 def check_table(study: Study) -> pd.DataFrame:

@@ -17,19 +17,19 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.gradients import compare_gradients
 from ddpm_lab.measure.hardware import environment
-from ddpm_lab.measure.held import Held
+from ddpm_lab.measure.held import held_of
 from ddpm_lab.measure.largest_batch import largest_batch, search_ended
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import Work, measure_alone, measure_set, profile_alone, warm_up_alone
 from ddpm_lab.measure.trial import train_once
-from ddpm_lab.plan import Experiment, Family, Plan
+from ddpm_lab.measure.trials import COMPILE_SECONDS, Trials, short_of
+from ddpm_lab.plan import Experiment, Family, Plan, Trial
 from ddpm_lab.record import RunRecord
 
 SETS_FOR_A_VERDICT = 6
-PLACE_SECONDS, TRIAL_SECONDS = 5.0, 30.0
-"""Forecast for one configuration in one set, and for one trial, until the first has shown better."""
-COMPILE_SECONDS = 60.0
+PLACE_SECONDS = 5.0
+"""Forecast for one configuration in one set, until the first has shown better."""
 SEARCH_SECONDS = 60.0
 TRIES = 2
 """A failure that may pass is met so often before a run leaves it to the next run."""
@@ -54,12 +54,22 @@ class Campaign:
     """The measuring of one experiment; ``measured_sets`` counts what it added to the ledger."""
 
     def __init__(
-        self, experiment: Experiment, target: Target, instrument: Instrument, ledger: Ledger, traces: Path
+        self,
+        experiment: Experiment,
+        target: Target,
+        instrument: Instrument,
+        ledger: Ledger,
+        traces: Path,
+        *,
+        trials: Instrument | None = None,
     ) -> None:
         self.experiment, self.target, self.instrument = experiment, target, instrument
+        self.for_trials = trials or instrument
         self.ledger, self.traces = ledger, traces
         self.machine_key = environment().machine.key
-        self.held = Held(self._mine())
+        codes = (instrument.code.key, self.for_trials.code.key)
+        self.held = held_of(ledger, experiment, target.plan, machine_key=self.machine_key, codes=codes)
+        self.trials = Trials(experiment.trials, self.held)
         self.measured_sets = 0
         self.begun = time.monotonic()
         self.costs: dict[str, list[float]] = {}
@@ -98,7 +108,7 @@ class Campaign:
             if left is not None and not fitted and all(known):
                 families, fitted = self._fit(families), True
                 total = done + self._sets_missing(families)
-        self._trials(progress)
+        self._train(families, progress)
         unfinished = self._sets_missing(families)
         progress.prefix = ""
         progress.expect(None)
@@ -121,20 +131,11 @@ class Campaign:
         searches = sum(
             bool(f.search_up_to) and not search_ended(self.held.searched, f.baseline) for f in self.experiment.families
         )
-        trials = sum(not self.held.trained(t.config.run_id) for t in self.experiment.trials) * TRIAL_SECONDS
+        trials = self.trials.seconds(self.trials.missing())
         alone = compiles * COMPILE_SECONDS + profiles * PLACE_SECONDS + searches * SEARCH_SECONDS + trials
         return self._forecast(list(self.experiment.families)) + alone
 
-    # What the ledger has
-
-    def _mine(self) -> list[RunRecord]:
-        """Records of this experiment, machine, code, data and plan."""
-        data = {c.data_sha256 for c in self.experiment.configurations}
-        code, plan = self.instrument.code.key, self.target.plan.key
-        cohorts = {(self.machine_key, code, sha256, plan) for sha256 in data}
-        return self.ledger.read(
-            lambda heads: [h for h in heads if h.experiment == self.experiment.name and h.cohort in cohorts]
-        )[0]
+    # What the ledger lacks
 
     def _hopeless(self, config: RunConfig) -> bool:
         """Whether a configuration is not tried again: its failure lasts, or this run has met it often enough."""
@@ -206,8 +207,8 @@ class Campaign:
 
     # Doing it
 
-    def _append(self, records: list[RunRecord]) -> None:
-        self.instrument.code.check_unchanged()
+    def _append(self, records: list[RunRecord], by: Instrument | None = None) -> None:
+        (by or self.instrument).code.check_unchanged()
         self.ledger.append(records)
         self.held.add(records)
 
@@ -235,40 +236,34 @@ class Campaign:
         for run_id, status in {(r.run_id, r.status) for r in records if r.status != "ok"}:
             self.failed[run_id] += TRIES if status == "unsupported" else 1
 
-    def _alone(self, family: str, member: Member, *, work: Work = warm_up_alone, **told: str) -> RunRecord:
+    def _alone(
+        self, family: str, member: Member, *, work: Work = warm_up_alone, by: Instrument | None = None, **told: str
+    ) -> RunRecord:
         """Measure one group on its own and append its record, with the fields that only the experiment can tell."""
         record = measure_alone(
-            self.instrument,
+            by or self.instrument,
             experiment=self.experiment.name,
             family=family,
             plan=self.target.plan,
             member=member,
             work=work,
         )
-        self._append([record := dataclasses.replace(record, **told)])  # type: ignore[arg-type]
+        self._append([record := dataclasses.replace(record, **told)], by)  # type: ignore[arg-type]
         self.measured_sets += 1
         return record
 
-    def _trials(self, progress: Progress) -> None:
-        """Train for quality, seed after seed, as far as the time allows."""
-        missing = [t for t in self.experiment.trials if not self.held.trained(t.config.run_id)]
-        seconds: dict[str, float] = {}
-        for i, trial in enumerate(missing):
-            if trial.config.run_id in self.held.lasting:
-                continue
-            left = self.seconds_left()
-            expected = max(seconds.get(trial.label, 0.0), max(seconds.values(), default=0.0) / 2)
-            if left is not None and left < expected:
-                progress.prefix = ""
-                progress.always(f"{len(missing) - i} trials did not fit into the time")
-                return
-            progress.prefix = f"trial {i + 1} of {len(missing)},"
-            known = sum(seconds.values()) / len(seconds) if seconds else TRIAL_SECONDS
-            progress.expect(known * (len(missing) - i))
-            begun = time.monotonic()
-            member = Member("quality", trial.label, trial.config)
-            self._alone(trial.family, member, work=train_once, baseline_id=trial.baseline.run_id)
-            seconds[trial.label] = time.monotonic() - begun
+    def _train(self, families: Sequence[Family], progress: Progress) -> None:
+        """Train for quality what has a speed, as far as the time allows."""
+        compared = [c for f in families if f.candidates for c in (f.baseline, *(c for _, c in f.candidates))]
+        wanted = self.trials.of({c.run_id for c in compared if not self._hopeless(c)})
+
+        def train(trial: Trial) -> None:
+            member, told = Member("quality", trial.label, trial.config), {"baseline_id": trial.baseline.run_id}
+            self._alone(trial.family, member, work=train_once, by=self.for_trials, **told)
+
+        left = self.trials.run(self.trials.missing(wanted), progress, self.seconds_left, train)
+        for trial, reason in short_of(wanted, left):
+            self._note(trial.family, trial.label, trial.config, trial.baseline, reason)
 
     def _profile(self, family: str, label: str, config: RunConfig, progress: Progress) -> None:
         if self.held.profiled(config.run_id):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from ddpm_lab.record import LASTING, RunRecord, set_log_ratio
+from ddpm_lab.ledger import Head, Ledger
+from ddpm_lab.plan import Experiment, Plan
+from ddpm_lab.record import LASTING, RunRecord, kept_seconds, set_log_ratio
 
 
 class Held:
@@ -17,7 +20,7 @@ class Held:
         # baseline -> set -> (role, run id) -> what it did
         self._sets: dict[str, dict[str, dict[tuple[str, str], RunRecord]]] = defaultdict(lambda: defaultdict(dict))
         self._profiles: set[str] = set()
-        self._trials: set[str] = set()
+        self._trials: dict[str, float] = {}
         self._checks: set[str] = set()
         self._cold: Counter[str] = Counter()
         self._notes: set[tuple[object, ...]] = set()
@@ -41,7 +44,7 @@ class Held:
             elif r.role == "check" and (r.status == "ok" or r.status in LASTING):
                 self._checks.add(r.run_id)
             elif r.role == "quality" and r.status == "ok":
-                self._trials.add(r.run_id)
+                self._trials[r.run_id] = sum(r.stages.values())
             elif r.role == "cold" and r.status == "ok" and r.compile_cache == "cold":
                 self._cold[r.run_id] += 1
             elif r.role in ("baseline", "twin", "candidate") and r.status == "ok":
@@ -81,6 +84,19 @@ class Held:
         """Whether a trial is here."""
         return run_id in self._trials
 
+    def trial_seconds(self, run_id: str) -> float | None:
+        """What a trial took; None where it is not here."""
+        return self._trials.get(run_id)
+
+    def image_seconds(self, run_id: str) -> float | None:
+        """Seconds of an image in the latest set of a configuration; None where it has no windows."""
+        for sets in self._sets.values():
+            for held in reversed(sets.values()):
+                for (_, found), record in held.items():
+                    if found == run_id and (seconds := kept_seconds(record).values()):
+                        return statistics.median(seconds)
+        return None
+
     def cold_compiles(self, run_id: str) -> int:
         """Compiles of a configuration from empty caches."""
         return self._cold[run_id]
@@ -91,11 +107,33 @@ class Held:
 
     @property
     def any(self) -> bool:
-        """Whether anything was completed: a whole set, a profile, a cold compile or a search that found something."""
+        """Whether anything was completed: a whole set, a profile, a cold compile or a search that found something.
+
+        A trial alone answers nothing: without a speed there is no row that it could stand beside.
+        """
         sets = (roles for family in self._sets.values() for roles in family.values())
         whole = any({"baseline", "twin"} <= {role for role, _ in roles} for roles in sets)
         found = any(r.role == "largest" and r.status == "ok" for r in self.searched)
-        return whole or found or bool(self._profiles - self.lasting) or bool(self._cold) or bool(self._trials)
+        return whole or found or bool(self._profiles - self.lasting) or bool(self._cold)
+
+
+def held_of(ledger: Ledger, experiment: Experiment, plan: Plan, *, machine_key: str, codes: tuple[str, str]) -> Held:
+    """What a ledger holds of an experiment on a machine, and its trials, whichever question made them.
+
+    ``codes`` are the keys of the code of its sets and of its trials; of a trial the plan of a set is no part.
+    """
+    data = {c.data_sha256 for c in experiment.configurations}
+    sets = {(machine_key, codes[0], sha256, plan.key) for sha256 in data}
+    trials = {(machine_key, codes[1], sha256) for sha256 in data}
+    wanted = {t.config.run_id for t in experiment.trials}
+
+    def mine(head: Head) -> bool:
+        if head.role == "quality":
+            return bool(wanted) and head.cohort[:3] in trials
+        return head.experiment == experiment.name and head.cohort in sets
+
+    found, _ = ledger.read(lambda heads: [h for h in heads if mine(h)])
+    return Held(r for r in found if r.role != "quality" or r.run_id in wanted)
 
 
 def note_key(record: RunRecord) -> tuple[object, ...]:

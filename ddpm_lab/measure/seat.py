@@ -32,7 +32,10 @@ CACHE_DAYS = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instrument:
-    """What measuring needs to know of this machine and this run, the same for every set."""
+    """What measuring needs to know of this machine and this run, the same for every set.
+
+    ``codes`` are keys of code versions that hold the same trainer: what is learned with ``code`` speaks for them too.
+    """
 
     code: CodeVersion
     cache: Path
@@ -41,6 +44,7 @@ class Instrument:
     start_method: str = "forkserver"
     limits: Limits = field(default_factory=Limits)
     progress: Progress = lambda _: None
+    codes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

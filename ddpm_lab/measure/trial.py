@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -21,8 +22,9 @@ def train_once(seat: Seat) -> dict[str, Any]:
     """Train on ``images`` images (an option of the configuration) and compute the held-out loss with ``draws`` draws.
 
     Returns the record's ``quality``: the mean loss of every step over ranks, the held-out losses with the images and
-    steps they came after, the hash of the final weights, and the version of the trainer's code. Raises GroupFailed
-    where a loss is no longer finite, or ranks of one group end with different weights.
+    steps they came after, the hash of the final weights, and the versions of code that hold this trainer. The stage
+    ``training`` counts the looks too. Raises GroupFailed where a loss is no longer finite, or ranks of one group end
+    with different weights.
     """
     config = seat.config
     steps = max(1, config.option("images", 0) // config.global_batch_size)
@@ -42,6 +44,7 @@ def train_once(seat: Seat) -> dict[str, Any]:
             if not math.isfinite(answer["loss"]):
                 raise GroupFailed("diverged", f"the held-out loss is no longer finite after step {step}")
 
+    begun = time.monotonic()
     look(0)
     for before, after in pairwise(looks):
         for start in range(before, after, CHUNK):
@@ -51,6 +54,7 @@ def train_once(seat: Seat) -> dict[str, Any]:
                 raise GroupFailed("diverged", f"the training loss is no longer finite after step {len(losses)}")
             say(f"{seat.member.label}: seed {config.seed}, step {len(losses)} of {steps}")
         look(after)
+    seat.stages["training"] = time.monotonic() - begun
     seat.hear_witness()
     hashes = group.call("weights_sha256", limit)
     if len(set(hashes)) > 1 and config.exchange.enabled:
@@ -62,5 +66,6 @@ def train_once(seat: Seat) -> dict[str, Any]:
             "held_out": held_out,
             "weights_sha256": hashes[0],
             "trainer": code_version(DDPM).key,
+            "codes": list(seat.instrument.codes),
         }
     }

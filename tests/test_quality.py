@@ -1,0 +1,134 @@
+"""Trials: which configurations are trained for quality, on what, and which need not be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import TRAINING, RunConfig
+from ddpm_lab.plan import WITH_TRIALS, Experiment, Trial, scaled
+from ddpm_lab.questions import QUESTIONS, ask
+from ddpm_lab.setting import Images, Setup
+
+HERE = Setup(
+    preset="quick",
+    network="tiny",
+    images=Images(folder="somewhere", sha256="abc", name="synthetic images"),
+    device="cpu",
+    gpus=0,
+    usable_cores=2,
+)
+GPUS = replace(HERE, device="cuda", gpus=2, usable_cores=16)
+
+
+def judged(experiment: Experiment) -> list[Trial]:
+    """Trials that look at what was learned, and not at the weights alone."""
+    return [t for t in experiment.trials if t.config.workload == TRAINING]
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_only_full_trains_for_quality_without_being_asked(name: str) -> None:
+    for preset in ("smoke", "quick"):
+        here = replace(HERE, preset=preset, network="seed")
+        assert not judged(ask(name, here)) or name == "quality"
+    full = ask(name, replace(HERE, preset="full", network="seed"))
+    assert bool(judged(full)) == (name in (*WITH_TRIALS, "quality"))
+    assert {t.config.option("images", 0) for t in judged(full)} <= {8_000, 8_192}
+    assert {t.config.seed for t in judged(full)} <= set(range(8))
+    if name in WITH_TRIALS:
+        assert ask(name, replace(HERE, preset="full", network="seed"), seeds=0).trials == ()
+
+
+def test_one_run_serves_every_question_that_needs_it() -> None:
+    """The trials of precision are those of the question quality; two families share their common baseline."""
+    mine = {t.config.run_id: t for t in ask("amp", HERE, seeds=3, images=400).trials}
+    theirs = {t.config.run_id for t in ask("quality", HERE, seeds=3, images=400).trials}
+    assert len(mine) == 2 * 3
+    assert mine.keys() < theirs
+    assert {t.config.optimizer.ema_every for t in mine.values()} == {1}
+    assert {t.label for t in mine.values()} == {"fp32", "bf16"}
+    ranks = ask("multi_gpu", HERE, seeds=2, images=400, global_batch_sizes=[8])
+    assert {t.config.run_id for t in ranks.trials if t.label == "1 rank"} < mine.keys()
+
+
+@pytest.mark.parametrize("name", [*WITH_TRIALS, "workers", "quality"])
+@pytest.mark.parametrize("here", [HERE, GPUS, replace(HERE, usable_cores=1), replace(GPUS, gpus=1)])
+def test_a_trial_trains_what_is_timed(name: str, here: Setup) -> None:
+    setup = replace(here, preset="full", network="seed" if name == "peers" else "tiny")
+    experiment = ask(name, setup)
+    timed = {
+        (f.name, c.run_id)
+        for f in experiment.families
+        for c in (f.baseline, *(c for _, c in f.candidates))
+        if not f.mechanism
+    }
+    ids = [t.config.run_id for t in experiment.trials]
+    assert len(set(ids)) == len(ids), "trained twice"
+    for t in experiment.trials:
+        assert t.timed is not None
+        assert (t.family, t.timed.run_id) in timed
+        assert t.config.exchange.enabled, "ranks that exchange nothing do not train"
+        assert t.config.implementation == "lab", "another trainer"
+        if name == "batch_size":
+            assert t.config.option("images", 0) % t.config.global_batch_size == 0, (
+                "equal images, or nothing is compared"
+            )
+        changed = set(t.config.differences(t.timed))
+        looks = t.config.workload == TRAINING
+        allowed = {
+            "purpose",
+            "seed",
+            "options",
+            *(["workload", "optimizer", "loader", "loader_workers"] if looks else []),
+        }
+        assert changed <= allowed
+        if looks and not t.label.endswith("scaled learning rate"):
+            assert replace(t.config.optimizer, ema_every=1) == replace(t.timed.optimizer, ema_every=1)
+
+
+def test_larger_batches_are_trained_at_the_same_rate_first_and_then_at_a_scaled_one() -> None:
+    experiment = ask("batch_size", HERE, seeds=2, images=1000, global_batch_sizes=[8, 16, 48])
+    labels = [t.label for t in experiment.trials]
+    assert labels[:6] == ["batch 8", "batch 16", "batch 48"] * 2
+    assert labels[6:] == ["batch 16, scaled learning rate", "batch 48, scaled learning rate"] * 2
+    rates = {t.label: t.config.optimizer.learning_rate for t in experiment.trials}
+    assert rates["batch 8"] == rates["batch 16"] == rates["batch 48"] == 2e-4
+    assert rates["batch 48, scaled learning rate"] == pytest.approx(2e-4 * 6)
+    assert {t.config.option("images", 0) for t in experiment.trials} == {1008}, "a multiple of every batch, for all"
+    base, large = RunConfig(global_batch_size=8), RunConfig(global_batch_size=16)
+    assert scaled(large, base).optimizer.learning_rate == 2 * base.optimizer.learning_rate
+
+
+def test_what_differs_in_its_loader_alone_must_learn_the_very_same() -> None:
+    levers = ask("peers", replace(HERE, network="seed"), parts=["levers"], seeds=2).trials
+    alone = [t for t in levers if t.config.workload != TRAINING]
+    assert {t.label for t in alone} == {"as by default", "files, no workers"}
+    assert {t.config.option("draws", 1) for t in alone} == {0}
+    assert "files, no workers" not in {t.label for t in levers if t not in alone}
+    both = ask("workers", replace(HERE, preset="full"))
+    assert {t.config.precision for t in both.trials} == {"fp32", "bf16"}, (
+        "each family's loader is shown to change nothing"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "grid", "words"),
+    [
+        ("amp", {"seeds": -1}, ["seeds", "-1"]),
+        ("amp", {"images": 400}, ["images", "400", "give seeds"]),
+        ("amp", {"seeds": 8, "images": 4}, ["images", "4", "at least 8"]),
+        ("multi_gpu", {"seeds": 2, "images": 16, "global_batch_sizes": [64]}, ["images", "16", "64"]),
+        ("workers", {"seeds": 8}, ["seeds", "8", "workers", "amp"]),
+        ("profile", {"images": 400}, ["images", "400", "profile"]),
+        ("peers", {"seeds": 8}, ["seeds", "8", "levers"]),
+        ("quality", {"seeds": 0}, ["seeds", "0"]),
+    ],
+)
+def test_wrong_trials_are_refused_in_a_sentence(name: str, grid: dict[str, int], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        ask(name, replace(HERE, network="seed" if name == "peers" else "tiny"), **grid)
+    assert "\n" not in str(refusal.value)
+    for word in words:
+        assert word in str(refusal.value)
