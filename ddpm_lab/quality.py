@@ -9,7 +9,7 @@ from typing import Any
 from ddpm_lab.checks import ConfigError, choice, several, whole
 from ddpm_lab.config import CHECK, DDPM, TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.exchange_settings import ExchangeConfig
-from ddpm_lab.plan import Experiment, Family, Trial, scaled
+from ddpm_lab.plan import LOST, Experiment, Family, Trial, scaled
 from ddpm_lab.setting import Setup
 
 WORKLOADS = (DDPM, TRAINING, CHECK)
@@ -123,7 +123,8 @@ def _trials(family: Family, setup: Setup, seeds: int, images: int) -> list[Trial
     that grows as they do. What differs in its loader alone is trained for a few steps: it must learn the very same.
     """
     rows = [row for row in family.candidates if _trains(row[1])]
-    if family.mechanism or not _trains(family.baseline) or not rows:
+    apart = family.mechanism or family.name.endswith(LOST)  # no answers whose quality anybody would ask for
+    if apart or not _trains(family.baseline) or not rows:
         return []
     base = _tried(family.baseline)
     sizes = {config.global_batch_size for _, config in (("", base), *rows)}
