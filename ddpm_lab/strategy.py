@@ -97,6 +97,7 @@ def measure(found: Strategy, mode: str, *, output_dir: str | Path | None = None,
         global_batch_sizes=[found.batch],
         world_sizes=sorted({2, several_ranks(found.device)}) if several else [1],
         scaling="strong",
+        lost_scaling=False,
         output_dir=output_dir,
         **settings,
     )

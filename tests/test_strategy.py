@@ -200,6 +200,7 @@ def test_auto_measures_several_unless_the_answer_is_one(
         "global_batch_sizes": [32],
         "world_sizes": world_sizes,
         "scaling": "strong",
+        "lost_scaling": False,
         "output_dir": tmp_path,
         "preset": "smoke",
     }

@@ -58,7 +58,10 @@ def speed_up(study: Study) -> Figure | None:
             ax.set_ylim(0, ceiling)
         ax.plot([1, ranks[-1]], [1, ranks[-1]], "--", color=fs.SOFT, lw=1.4, zorder=1)
         at = 1 + 0.72 * (min(ranks[-1], ceiling) - 1)
-        ax.text(at, at + 0.03 * ceiling, "ideal", color=fs.SOFT, ha="right", va="bottom")
+        # On the side of the line where the points are not.
+        above = all(r["ratio"] <= r["ranks"] for r in every)
+        beside, side, edge = (0.03, "right", "bottom") if above else (-0.03, "left", "top")
+        ax.text(at, at + beside * ceiling, "ideal", color=fs.SOFT, ha=side, va=edge)
         _lines(
             ax,
             height,
@@ -242,7 +245,7 @@ def _shared_cores(study: Study, kinds: dict[str, Lines]) -> str:
     if _unit(kinds) == "GPUs":
         return ""
     rows = [r for lines in kinds.values() for rows in lines.values() for r in rows]
-    return f"{scaling.shared_cores(study, rows)}: the ideal is not within reach. "
+    return f"{scaling.shared_cores(study, rows)}; the ideal is that of ranks with devices of their own. "
 
 
 def _rank_axis(ax: Axes, rows: Rows) -> list[int]:
