@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from ddpm_lab.checks import choice, several, whole
+from ddpm_lab.checks import ConfigError, choice, several, whole
 from ddpm_lab.config import CHECK, DDPM, TRAINING, OptimizerConfig, RunConfig
+from ddpm_lab.data.prepared import read_manifest
 from ddpm_lab.exchange_settings import ExchangeConfig
-from ddpm_lab.plan import Experiment, Family, Trial
+from ddpm_lab.inception import plan_fid
+from ddpm_lab.plan import Experiment, Family, Fid, Trial
 from ddpm_lab.setting import Setup
 
 WORKLOADS = (DDPM, TRAINING, CHECK)
@@ -19,6 +22,8 @@ _SEEDS = {"smoke": 2, "quick": 4, "full": 8}
 _IMAGES = {"smoke": 320, "quick": 4_000, "full": 8_000}
 _CUDA_IMAGES = {"smoke": 2_560, "quick": 64_000, "full": 640_000}
 _DRAWS = {"smoke": 64, "quick": 512, "full": 512}
+_FID_IMAGES = {"smoke": 64, "quick": 2_500, "full": 10_000}
+"""Of a FID, where the data has so many to train on; with fewer than 2,049 the covariance is singular."""
 
 
 def quality(
@@ -28,11 +33,15 @@ def quality(
     images: int | None = None,
     seeds: int | None = None,
     candidates: Sequence[str] | None = None,
+    inception: str | None = None,
+    fid_images: int | None = None,
 ) -> Experiment:
     """What does each setting cost in quality, and what does it gain in speed? fp32, eager, one rank is the baseline.
 
     ``images`` are those that one run trains on, ``seeds`` the runs of each configuration; ``candidates`` are names of
     ``settings_of``, and None is the preset's choice. The average of the weights is moved at every step: runs are short.
+    The first seed of each configuration draws images. Where a file of the Inception's weights is given, their FID is
+    measured, of ``fid_images`` images against as many training images.
     """
     cuda = setup.device == "cuda"
     batch = setup.batch_size(global_batch_size) if cuda or global_batch_size else 8
@@ -52,8 +61,9 @@ def quality(
     rows = tuple((name, known[name]) for name in asked)
     family = Family(name=setup.family_name(batch), baseline=base, baseline_label="fp32", candidates=rows)
     options = {"images": amount, "draws": _DRAWS[setup.preset]}
+    fid = _fid(setup, inception, fid_images)
     trials = [
-        trial(family, label, config, setup.seed + i, **options)
+        replace(trial(family, label, config, setup.seed + i, **options), draw=i == 0, fid=None if i else fid)
         for i in range(count)
         for label, config in (("fp32", base), *rows)
     ]
@@ -66,6 +76,16 @@ def quality(
 
 
 _SMOKE = ("bf16", "2 micro-batches")
+
+
+def _fid(setup: Setup, inception: str | None, images: int | None) -> Fid | None:
+    if inception is None:
+        if images is not None:
+            raise ConfigError(f"fid_images is {images!r}, and no FID is measured: give the file inception too")
+        return None
+    manifest = read_manifest(Path(setup.images.folder)) if setup.images.folder else None
+    usual = _FID_IMAGES[setup.preset] if manifest is None else min(_FID_IMAGES[setup.preset], manifest.train_count)
+    return plan_fid(inception, usual if images is None else images, manifest)
 
 
 def settings_of(base: RunConfig, setup: Setup) -> dict[str, RunConfig]:

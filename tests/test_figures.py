@@ -201,6 +201,13 @@ def diverged() -> Study:
     return replace(of, trials=tuple(lost))
 
 
+def with_samples() -> Study:
+    of = trained(6)
+    images = np.zeros((16, 32, 32, 3), dtype=np.uint8)
+    found = [make.drew(r, images, fid=123.4) if r.config.seed == 0 else r for r in of.trials]
+    return replace(of, trials=tuple(found))
+
+
 STUDIES: dict[str, Callable[[], Study]] = {
     "resolved": amp,
     "one set": lambda: amp(count=1, turns=2),
@@ -233,6 +240,7 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "quality": lambda: trained(8),
     "quality, few seeds": lambda: trained(2),
     "quality, all diverged": diverged,
+    "quality, with samples": with_samples,
     "nothing": lambda: replace(amp(), records=()),
 }
 

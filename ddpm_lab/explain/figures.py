@@ -22,6 +22,7 @@ from ddpm_lab.explain import (
     figure_peers,
     figure_quality,
     figure_ratios,
+    figure_samples,
     figure_scaling,
     operators,
     peers,
@@ -81,6 +82,7 @@ _MORE: dict[str, tuple[tuple[Callable[[Study], Figure | None], str, str], ...]] 
     trained.EXPERIMENT: (
         (figure_quality.curves, "curves", "Held-out loss on the way, and its difference from the baseline's."),
         (figure_quality.by_time, "timesteps", "The difference of the final loss by timestep."),
+        (figure_samples.figure, "samples", "What each setting draws from the same noise."),
     ),
     RECOMMENDATION: (
         (batch_sizes.beside, "batch_size", "The largest batch that fits, and the speed and memory of each size."),

@@ -18,6 +18,7 @@ from ddpm_lab.explain import (
     peers,
     phrases,
     ranking,
+    samples,
     scaling,
     sentences,
     stats,
@@ -169,6 +170,7 @@ def _trained(study: Study) -> Finding:
         return _comparison(study)
     short, lead = trained.headline(rows)
     ending = f"{trained.unsound(study)}{machine_state.busy(study)} {trained.method(study)}"
+    ending += f" FID: {samples.fid_sentence(known)}." if (known := trained.fids(study)) else ""
     ending += _where(study, sentences.quality(rows))
     status = ANSWERED if trained.answered(rows) else NOT_ENOUGH
     return _about(study, lead, short, f"{short}. {trained.evidence(rows)}{ending}", status)

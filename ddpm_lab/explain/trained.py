@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pandas as pd
 from scipy import special
 
-from ddpm_lab.explain import gradients, phrases, quality, stats
+from ddpm_lab.explain import gradients, phrases, quality, samples, stats
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.record import RunRecord
@@ -62,6 +62,20 @@ def baseline_trials(study: Study) -> list[RunRecord]:
     images = images_of(found)
     by_seed = {a.config.seed: a for r in found for a, _ in pairs_of(r, images)}
     return [by_seed[seed] for seed in sorted(by_seed)]
+
+
+def trials_of(study: Study, row: Row) -> list[RunRecord]:
+    """The trials of a row that verdicts rest on, in the order of their seeds."""
+    if row["role"] == "baseline":
+        return baseline_trials(study)
+    return [b for _, b in pairs_of(row, images_of(rows(study)))]
+
+
+def fids(study: Study) -> list[tuple[str, Mapping[str, Any]]]:
+    """The FIDs that were asked for, by label, the baseline's first."""
+    lead = base(study)
+    asked = [(r["label"], samples.fid(trials_of(study, r))) for r in ([lead] if lead else []) + rows(study)]
+    return [(label, found) for label, found in asked if found]
 
 
 def curves(records: Sequence[RunRecord], at: Array) -> Array:
@@ -182,7 +196,8 @@ def table(study: Study) -> pd.DataFrame:
     shown = []
     for row in ([lead] if lead else []) + found:
         equal = row["equivalence"]
-        records = baseline_trials(study) if row is lead else [b for _, b in pairs_of(row, images)]
+        records = trials_of(study, row)
+        distance = samples.fid(records)
         seconds, low, high = time_to(row, records, aim)
         span = "" if math.isnan(low) else f" ({phrases.seconds(low)} to {phrases.seconds(high)})"
         interval = phrases.interval(row)
@@ -195,13 +210,15 @@ def table(study: Study) -> pd.DataFrame:
                 "Verdict on speed": phrases.outcome(row),
                 "Quality": "baseline" if row is lead else quality.sentence(equal),
                 "Held-out loss": f"{final:.4f}" if records else _NONE,
+                "FID": samples.fid_words(distance) if distance else _NONE,
                 "Difference (90 % interval)": quality.interval(equal) if judged else _NONE,
                 "Margin": f"{equal.margin:.2g}" if judged and not math.isnan(equal.margin) else _NONE,
                 f"Time to loss {aim:.4f}": _NONE if math.isnan(seconds) else f"{phrases.seconds(seconds)}{span}",
                 "Seeds": str(len(records)),
             }
         )
-    return pd.DataFrame(shown) if shown else pd.DataFrame(columns=["Configuration", "Speed", "Quality"])
+    frame = pd.DataFrame(shown) if shown else pd.DataFrame(columns=["Configuration", "Speed", "Quality"])
+    return frame if fids(study) else frame.drop(columns="FID", errors="ignore")
 
 
 def check_table(study: Study) -> pd.DataFrame:

@@ -22,7 +22,7 @@ from ddpm_lab.measure.largest_batch import largest_batch, search_ended
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import Work, measure_alone, measure_set, profile_alone, warm_up_alone
-from ddpm_lab.measure.trial import train_once
+from ddpm_lab.measure.trial import work_of
 from ddpm_lab.plan import Experiment, Family, Plan
 from ddpm_lab.record import RunRecord
 
@@ -121,7 +121,7 @@ class Campaign:
         searches = sum(
             bool(f.search_up_to) and not search_ended(self.held.searched, f.baseline) for f in self.experiment.families
         )
-        trials = sum(not self.held.trained(t.config.run_id) for t in self.experiment.trials) * TRIAL_SECONDS
+        trials = sum(not self.held.trained(t.config.run_id, t.fid) for t in self.experiment.trials) * TRIAL_SECONDS
         alone = compiles * COMPILE_SECONDS + profiles * PLACE_SECONDS + searches * SEARCH_SECONDS + trials
         return self._forecast(list(self.experiment.families)) + alone
 
@@ -251,7 +251,7 @@ class Campaign:
 
     def _trials(self, progress: Progress) -> None:
         """Train for quality, seed after seed, as far as the time allows."""
-        missing = [t for t in self.experiment.trials if not self.held.trained(t.config.run_id)]
+        missing = [t for t in self.experiment.trials if not self.held.trained(t.config.run_id, t.fid)]
         seconds: dict[str, float] = {}
         for i, trial in enumerate(missing):
             if trial.config.run_id in self.held.lasting:
@@ -267,7 +267,7 @@ class Campaign:
             progress.expect(known * (len(missing) - i))
             begun = time.monotonic()
             member = Member("quality", trial.label, trial.config)
-            self._alone(trial.family, member, work=train_once, baseline_id=trial.baseline.run_id)
+            self._alone(trial.family, member, work=work_of(trial), baseline_id=trial.baseline.run_id)
             seconds[trial.label] = time.monotonic() - begun
 
     def _profile(self, family: str, label: str, config: RunConfig, progress: Progress) -> None:

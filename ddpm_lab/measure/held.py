@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
+from ddpm_lab.plan import Fid
 from ddpm_lab.record import LASTING, RunRecord, set_log_ratio
 
 
@@ -18,6 +19,7 @@ class Held:
         self._sets: dict[str, dict[str, dict[tuple[str, str], RunRecord]]] = defaultdict(lambda: defaultdict(dict))
         self._profiles: set[str] = set()
         self._trials: set[str] = set()
+        self._fids: set[tuple[str, str, int]] = set()  # run id, hash of the Inception, images
         self._checks: set[str] = set()
         self._cold: Counter[str] = Counter()
         self._notes: set[tuple[object, ...]] = set()
@@ -42,6 +44,8 @@ class Held:
                 self._checks.add(r.run_id)
             elif r.role == "quality" and r.status == "ok":
                 self._trials.add(r.run_id)
+                if "fid" in (found := (r.quality or {}).get("fid", {})):
+                    self._fids.add((r.run_id, found["inception_sha256"], found["images"]))
             elif r.role == "cold" and r.status == "ok" and r.compile_cache == "cold":
                 self._cold[r.run_id] += 1
             elif r.role in ("baseline", "twin", "candidate") and r.status == "ok":
@@ -77,9 +81,9 @@ class Held:
         """Whether a check of a configuration's gradient is here, or a reason why there can be none."""
         return run_id in self._checks
 
-    def trained(self, run_id: str) -> bool:
-        """Whether a trial is here."""
-        return run_id in self._trials
+    def trained(self, run_id: str, fid: Fid | None = None) -> bool:
+        """Whether a trial is here, and with it the FID that is asked for."""
+        return run_id in self._trials and (fid is None or (run_id, fid.sha256, fid.images) in self._fids)
 
     def cold_compiles(self, run_id: str) -> int:
         """Compiles of a configuration from empty caches."""
