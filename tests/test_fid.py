@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from conftest import Instrument
 from PIL import Image
 
 from ddpm_lab.config import TRAINING, OptimizerConfig, RunConfig
@@ -19,7 +18,7 @@ from ddpm_lab.data.prepared import open_packed
 from ddpm_lab.explain import samples
 from ddpm_lab.inception import plan_fid
 from ddpm_lab.measure.code_version import code_version
-from ddpm_lab.measure.seat import Member
+from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import measure_alone
 from ddpm_lab.measure.trial import MOST_IMAGES, work_of
 from ddpm_lab.model.fid import Fid, inception_metric
