@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -86,7 +85,7 @@ def test_only_torch_fidelitys_inception_is_taken(inception: str, tmp_path: Path)
     state = torch.load(good, weights_only=True)
     state.pop("Mixed_7c.branch1x1.conv.weight")
     torch.save(state, files["missing"])
-    files["malicious"].write_bytes(pickle.dumps(Malicious(tmp_path / "harm")))
+    torch.save({**state, "harm": Malicious(tmp_path / "harm")}, files["malicious"])
     for file in files.values():
         with pytest.raises(ConfigError, match="does not hold the weights of torch-fidelity's Inception: give its file"):
             inception_sha256(str(file))
