@@ -141,6 +141,13 @@ def _run_options(subparsers: Any) -> None:
         "(default: none; 8 in full; 2, 4 or 8 for the experiment quality)",
     )
     run.add_argument("--images", type=int, help="images that each of these runs trains on (default: the preset's)")
+    run.add_argument("--inception", metavar="FILE", help="quality: weights of torch-fidelity's Inception, for a FID")
+    run.add_argument(
+        "--fid-images",
+        type=int,
+        metavar="N",
+        help="quality: images of a FID (default: 64, 2,500 or 10,000, where there are as many to train on)",
+    )
     run.add_argument("--image-size", type=int, default=32, help="side of the images in pixels (default: 32)")
     run.add_argument("--sets", type=int, help="sets per comparison (default: the preset's)")
     _resolution(run, "(default: the planned number of sets)")

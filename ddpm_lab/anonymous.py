@@ -96,7 +96,15 @@ def _record(record: RunRecord, configs: Mapping[str, RunConfig], names: Mapping[
         ranks=tuple(dataclasses.replace(r, device_uuid=gpus.get(r.device_uuid or "")) for r in record.ranks),
         witness={} if ranks is None else {"ranks": _plain(seen, exact)},
         profile=_plain(record.profile, exact),
+        quality=_quality(record, exact),
     )
+
+
+def _quality(record: RunRecord, exact: Mapping[str, str]) -> dict[str, Any] | None:
+    """What a trial found; the images that it drew are pixels and no text."""
+    if record.quality is None:
+        return None
+    return {key: value if key == "samples" else _plain(value, exact) for key, value in record.quality.items()}
 
 
 def _config(config: RunConfig, names: Mapping[str, str]) -> RunConfig:

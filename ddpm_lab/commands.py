@@ -61,6 +61,9 @@ def prepare(options: argparse.Namespace) -> int:
     return 0
 
 
+_LISTS = ("parts", "trainers", "candidates")
+
+
 def _grid(name: str, options: argparse.Namespace, weighed: Strategy | None) -> dict[str, Any]:
     """What --mode and --batch-size mean for an experiment; ``weighed`` is what --mode auto rests on."""
     from ddpm_lab.strategy import most_ranks, several_ranks, usual_device  # noqa: PLC0415
@@ -71,11 +74,9 @@ def _grid(name: str, options: argparse.Namespace, weighed: Strategy | None) -> d
     for option, owner in (*owned, ("lost_scaling", "multi_gpu"), ("scaling", "multi_gpu")):
         if (given := getattr(options, option)) is not None:
             if name != owner:
-                raise ConfigError(
-                    f"--{option.replace('_', '-')}: the experiment {name} has none; only {owner} takes it"
-                )
-            listed = isinstance(given, str) and option != "scaling"
-            grid[option] = [word.strip() for word in given.split(",")] if listed else given
+                flag = option.replace("_", "-")
+                raise ConfigError(f"--{flag}: the experiment {name} has none; only {owner} takes it")
+            grid[option] = [word.strip() for word in given.split(",")] if option in _LISTS else given
     if options.mode and name in ("peers", "quality"):
         raise ConfigError(f"--mode: the experiment {name} chooses its ranks itself; leave it out")
     if options.batch_size is not None and name in ("batch_size", "all_reduce"):

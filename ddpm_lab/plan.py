@@ -100,10 +100,23 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fid:
+    """A FID that is asked for: of how many images, and the Inception's file of weights with its SHA-256.
+
+    It changes nothing of what is trained, and so it is no part of a configuration.
+    """
+
+    inception: str
+    sha256: str
+    images: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """A run that trains for the weights, with one seed: what it learns is compared with the baseline's of that seed.
 
     ``timed`` is the configuration of the family whose quality it tells: a trial of what the sets leave out is none.
+    With ``draw`` its averaged weights draw images at the end, and their ``fid`` is measured if one is asked for.
     """
 
     family: str
@@ -111,6 +124,8 @@ class Trial:
     baseline: RunConfig
     config: RunConfig
     timed: RunConfig | None = None
+    draw: bool = False
+    fid: Fid | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ddpm_lab.checks import ConfigError, choice, several, whole
 from ddpm_lab.config import CHECK, DDPM, TRAINING, OptimizerConfig, RunConfig
+from ddpm_lab.data.prepared import read_manifest
 from ddpm_lab.exchange_settings import ExchangeConfig
-from ddpm_lab.plan import LOST, Experiment, Family, Trial, scaled
+from ddpm_lab.inception import plan_fid
+from ddpm_lab.plan import LOST, Experiment, Family, Fid, Trial, scaled
 from ddpm_lab.setting import Setup
 
 WORKLOADS = (DDPM, TRAINING, CHECK)
@@ -19,6 +22,8 @@ _SEEDS = {"smoke": 2, "quick": 4, "full": 8}
 _IMAGES = {"smoke": 320, "quick": 4_000, "full": 8_000}
 _CUDA_IMAGES = {"smoke": 2_560, "quick": 64_000, "full": 640_000}
 _DRAWS = {"smoke": 64, "quick": 512, "full": 512}
+_FID_IMAGES = {"smoke": 64, "quick": 2_500, "full": 10_000}
+"""Of a FID, where the data has so many to train on; with fewer than 2,049 the covariance is singular."""
 
 
 def quality(
@@ -28,11 +33,15 @@ def quality(
     images: int | None = None,
     seeds: int | None = None,
     candidates: Sequence[str] | None = None,
+    inception: str | None = None,
+    fid_images: int | None = None,
 ) -> Experiment:
     """What does each setting cost in quality, and what does it gain in speed? fp32, eager, one rank is the baseline.
 
     ``images`` are those that one run trains on, ``seeds`` the runs of each configuration; ``candidates`` are names of
     ``settings_of``, and None is the preset's choice. The average of the weights is moved at every step: runs are short.
+    The first seed of each configuration draws images. Where a file of the Inception's weights is given, their FID is
+    measured, of ``fid_images`` images against as many training images.
     """
     cuda = setup.device == "cuda"
     batch = setup.batch_size(global_batch_size) if cuda or global_batch_size else 8
@@ -51,8 +60,12 @@ def quality(
     ]
     rows = tuple((name, known[name]) for name in asked)
     family = Family(name=setup.family_name(batch), baseline=base, baseline_label="fp32", candidates=rows)
+    fid = _fid(setup, inception, fid_images)
+    draws = _DRAWS[setup.preset]
     trials = [
-        trial(family, label, config, setup.seed + i, images=amount, draws=_DRAWS[setup.preset])
+        replace(
+            trial(family, label, config, setup.seed + i, images=amount, draws=draws, draw=not i), fid=None if i else fid
+        )
         for i in range(count)
         for label, config in (("fp32", base), *rows)
     ]
@@ -69,6 +82,16 @@ _SMOKE = ("bf16", "2 micro-batches")
 
 def _images(setup: Setup, asked: int | None) -> int:
     return (_CUDA_IMAGES if setup.device == "cuda" else _IMAGES)[setup.preset] if asked is None else asked
+
+
+def _fid(setup: Setup, inception: str | None, images: int | None) -> Fid | None:
+    if inception is None:
+        if images is not None:
+            raise ConfigError(f"fid_images is {images!r}, and no FID is measured: give the file inception too")
+        return None
+    manifest = read_manifest(Path(setup.images.folder)) if setup.images.folder else None
+    usual = _FID_IMAGES[setup.preset] if manifest is None else min(_FID_IMAGES[setup.preset], manifest.train_count)
+    return plan_fid(inception, usual if images is None else images, manifest)
 
 
 def settings_of(base: RunConfig, setup: Setup) -> dict[str, RunConfig]:
@@ -136,7 +159,7 @@ def _trials(family: Family, setup: Setup, seeds: int, images: int) -> list[Trial
     larger = [row for row in equal if row[1].global_batch_size > base.global_batch_size]
     again = [(f"{label}, scaled learning rate", scaled(config, base), timed) for label, config, timed in larger]
     found = [
-        trial(family, label, config, setup.seed + i, images=amount, draws=_DRAWS[setup.preset], timed=timed)
+        trial(family, label, config, setup.seed + i, images=amount, draws=_DRAWS[setup.preset], timed=timed, draw=not i)
         for part in (equal, again)
         for i in range(seeds)
         for label, config, timed in part
@@ -157,9 +180,20 @@ def _tried(config: RunConfig) -> RunConfig:
 
 
 def trial(
-    family: Family, label: str, config: RunConfig, seed: int, *, images: int, draws: int, timed: RunConfig | None = None
+    family: Family,
+    label: str,
+    config: RunConfig,
+    seed: int,
+    *,
+    images: int,
+    draws: int,
+    timed: RunConfig | None = None,
+    draw: bool = False,
 ) -> Trial:
-    """One run of a configuration on so many images; without ``draws`` only its final weights are looked at."""
+    """One run of a configuration on so many images; without ``draws`` only its final weights are looked at.
+
+    With ``draw`` its averaged weights draw images at the end.
+    """
     return Trial(
         family=family.name,
         label=label,
@@ -172,6 +206,7 @@ def trial(
             options=(("images", images), ("draws", draws)),
         ),
         timed=timed or config,
+        draw=draw,
     )
 
 

@@ -5,17 +5,27 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
+
 from ddpm_lab.checks import ConfigError, choice, whole
 from ddpm_lab.config import RunConfig
+from ddpm_lab.data.packed import resolve
+from ddpm_lab.data.prepared import read_manifest
+from ddpm_lab.inception import plan_fid
 from ddpm_lab.measure import hardware
+from ddpm_lab.measure.fid import distance
 from ddpm_lab.measure.fleet import spread
 from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.measure.progress import Progress
+from ddpm_lab.plan import Fid
 from ddpm_lab.run_folder import RunFailed
 from ddpm_lab.setting import DEFAULTS, check_ranks
 
@@ -130,6 +140,52 @@ def _make(config: RunConfig, missing: int, count: int, threads: int, progress: P
         advice = "; a smaller --batch-size needs less" if failed.status == "oom" else ""
         raise RunFailed(f"{where}{failed.reason}{advice}; the images that were made stay") from failed
     progress.done(f"made {missing:,} images, {missing / (time.monotonic() - begun):.3g} images/s")
+
+
+def plan_sample_fid(
+    checkpoint: Path,
+    inception: str,
+    data: str,
+    count: int,
+    *,
+    cache: Path,
+    held_out: str | None,
+    skip_bad: bool,
+    progress: Progress,
+) -> tuple[Fid, Path]:
+    """A FID of ``count`` images of a checkpoint, and the prepared folder of ``data`` that it is measured against.
+
+    Raises:
+        ConfigError: what it needs is missing, or there are fewer images to train on.
+        CheckpointError: the checkpoint cannot be used.
+        DataError: the images cannot be used.
+    """
+    plan_fid(inception, count, None)  # before any image is decoded
+    from ddpm_lab.model.checkpoint import read  # noqa: PLC0415 - torch only where one is read
+
+    size = read(checkpoint).config.image_size
+    folder = resolve(data, cache, image_size=size, held_out=held_out, skip_bad=skip_bad, progress=progress)
+    return plan_fid(inception, count, read_manifest(folder)), folder
+
+
+def sample_fid(
+    paths: Sequence[Path], fid: Fid, data: Path, *, device: str | None, progress: Progress
+) -> dict[str, Any]:
+    """The FID of image files, as ``measure.fid`` gives it. Raises RunFailed."""
+    with tempfile.TemporaryDirectory(prefix="ddpm_lab-fid-") as folder:
+        generated = Path(folder, "generated.npy")
+        np.save(generated, np.stack([np.asarray(Image.open(path).convert("RGB")) for path in paths]))
+        try:
+            return distance(
+                fid,
+                generated,
+                data=str(data),
+                device=device or ("cuda" if hardware.gpus() else "cpu"),
+                threads=hardware.usable_cores(),
+                progress=lambda text: progress(f"FID, {text}"),
+            )
+        except GroupFailed as failed:
+            raise RunFailed(f"no FID: {failed.reason}; the images that were made stay") from failed
 
 
 def _claim(folder: Path, settings: dict[str, Any]) -> None:

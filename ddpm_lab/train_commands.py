@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import COMPILE, DEVICES, NETWORKS, PRECISIONS
 
 TRAINED_BY = (
@@ -70,6 +71,12 @@ def add_options(subparsers: Any) -> None:
     sample.add_argument("--weights", choices=("ema", "trained"), default="ema", help="averaged or last (default: ema)")
     sample.add_argument("--output-dir", help="folder of the images (default: named after the checkpoint, beside it)")
     sample.add_argument("--grid", action="store_true", help="write all images as one, grid.png, too")
+    sample.add_argument(
+        "--inception", metavar="FILE", help="weights of torch-fidelity's Inception: the images' FID too"
+    )
+    sample.add_argument("--data", help="images that a FID is measured against: a folder, an archive, or synthetic")
+    sample.add_argument("--held-out", metavar="FOLDER", help="images not to measure against (default: 5 %% of them)")
+    sample.add_argument("--skip-bad", action="store_true", help="leave damaged images out, and list them")
     sample.add_argument("--world-size", type=int, default=1, help="ranks (default: 1)")
     sample.add_argument("--batch-size", type=int, default=64, help="images that a rank makes at once (default: 64)")
     sample.add_argument("--device", choices=DEVICES, help="default: the GPU where there is one")
@@ -136,16 +143,32 @@ def sample_command(options: argparse.Namespace) -> int:
     """Draw the images that are missing."""
     from ddpm_lab.measure.group_folder import sweep  # noqa: PLC0415
     from ddpm_lab.measure.progress import Progress  # noqa: PLC0415
+    from ddpm_lab.planning import output_folder  # noqa: PLC0415
     from ddpm_lab.run_folder import RunFailed  # noqa: PLC0415
-    from ddpm_lab.sampling_run import Sampling, sample  # noqa: PLC0415
+    from ddpm_lab.sampling_run import Sampling, plan_sample_fid, sample, sample_fid  # noqa: PLC0415
     from ddpm_lab.stopping import Stop, Stopped, signal_name  # noqa: PLC0415
 
+    if bool(options.inception) != bool(options.data):
+        given, lacking = ("--inception", "--data") if options.inception else ("--data", "--inception")
+        raise ConfigError(f"{given} is for a FID, which needs {lacking} too: give both, or neither")
+    progress = Progress("sample")
     checkpoint = Path(options.checkpoint).expanduser()
     folder = Path(options.output_dir).expanduser() if options.output_dir else checkpoint.with_suffix("")
     sampling = Sampling(sampler=options.sampler, steps=options.steps, seed=options.seed, weights=options.weights)
     try:
         with Stop():
             sweep()
+            if options.inception:
+                fid, data = plan_sample_fid(
+                    checkpoint,
+                    options.inception,
+                    options.data,
+                    options.count,
+                    cache=output_folder(None) / "data" / "prepared",
+                    held_out=options.held_out,
+                    skip_bad=options.skip_bad,
+                    progress=progress,
+                )
             paths = sample(
                 checkpoint,
                 folder,
@@ -154,8 +177,11 @@ def sample_command(options: argparse.Namespace) -> int:
                 device=options.device,
                 world_size=options.world_size,
                 batch_size=options.batch_size,
-                progress=Progress("sample"),
+                progress=progress,
             )
+            if options.inception:
+                found = sample_fid(paths, fid, data, device=options.device, progress=progress)
+                print(_fid_line(found, fid.sha256))
             if options.grid:
                 from ddpm_lab.model.generation import write_grid  # noqa: PLC0415
 
@@ -169,3 +195,10 @@ def sample_command(options: argparse.Namespace) -> int:
         return 1
     print(folder / "grid.png" if options.grid else folder)
     return 0
+
+
+def _fid_line(found: dict[str, Any], sha256: str) -> str:
+    from ddpm_lab.explain import samples  # noqa: PLC0415
+
+    few = f"; {samples.FEW}" if found["images"] < samples.LEAST else ""
+    return f"FID {samples.fid_words(found)} against as many training images, Inception {sha256[:8]}{few}"

@@ -72,6 +72,32 @@ def synthetic(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     return RunConfig(data=str(folder), data_sha256=manifest.content_hash, global_batch_size=8)
 
 
+@pytest.fixture(scope="session")
+def inception(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file of torch-fidelity's Inception with random weights, of which nothing vanishes on the way."""
+    pytest.importorskip("torchmetrics", reason="torchmetrics is not installed: make fid")
+    module = pytest.importorskip(
+        "torch_fidelity.feature_extractor_inceptionv3", reason="torch-fidelity is not installed: make fid"
+    )
+    import torch  # noqa: PLC0415 - after the number of threads is set
+
+    class Blank(module.FeatureExtractorInceptionV3):  # type: ignore[misc, name-defined]
+        """The architecture alone: there is no file of weights yet."""
+
+        def load_state_dict(self, *_: Any, **__: Any) -> None:
+            """Keep what torch has drawn."""
+
+    path = tmp_path_factory.mktemp("inception") / "random.pth"
+    torch.save({}, path)
+    torch.manual_seed(0)
+    network = Blank("random", ["2048"], feature_extractor_weights_path=str(path))
+    for layer in network.modules():
+        if isinstance(layer, torch.nn.Conv2d):
+            torch.nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+    torch.save(network.state_dict(), path)
+    return str(path)
+
+
 def busy_config(world_size: int = 1, **options: Any) -> RunConfig:
     """A busy run with planted options."""
     values = tuple({"micro_steps": 20, **options}.items())

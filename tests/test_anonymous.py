@@ -16,6 +16,7 @@ from ddpm_lab.record import RunRecord
 
 UUIDS = ("GPU-1f0e7a62-aaaa-bbbb-cccc-0123456789ab", "GPU-2f0e7a62-aaaa-bbbb-cccc-0123456789ab")
 FOLDER = "/home/alice/my secret pictures/prepared"
+PNG = "iVBORw0KGgo-" * 5_000
 SECRETS = (
     *("alice", "secret", "pictures", "holiday", "nightowl", "example.org", "1f0e7a62", "2f0e7a62", "4711", "31337"),
     *("10.1.2.3", "fe80", "6.1.0-private", "/home", "/scratch", "/tmp", "/mnt", "train_it.py", "hunter2"),
@@ -89,6 +90,7 @@ def personal() -> list[RunRecord]:
         "ranks": ranks,
         "data_name": "4,750 images from holiday snaps",
         "profile": profile,
+        "quality": {"samples": {"png": PNG}, "fid": {"reason": f"cannot read {FOLDER}/weights.pth", "images": 64}},
         "baseline_id": config.run_id,
     }
     return [
@@ -136,6 +138,7 @@ def test_what_was_measured_stays() -> None:
         assert new.witness["ranks"][0]["parameters"] == 44332
         assert new.profile is not None
         assert new.profile["operators"][0] == {"name": "aten::add", "calls": 4.0}
+        assert new.quality == {"samples": {"png": PNG}, "fid": {"reason": "cannot read <path>", "images": 64}}
         # The option's path is gone from the configuration, so the record links to the changed baseline.
         assert new.config.option("depth", 0) == 3
         assert new.baseline_id == new.run_id != old.run_id

@@ -241,6 +241,13 @@ def diverged() -> Study:
     return replace(of, trials=tuple(lost))
 
 
+def with_samples() -> Study:
+    of = trained(6)
+    images = np.zeros((16, 32, 32, 3), dtype=np.uint8)
+    found = [make.drew(r, images, fid=123.4) if r.config.seed == 0 else r for r in of.trials]
+    return replace(of, trials=tuple(found))
+
+
 STUDIES: dict[str, Callable[[], Study]] = {
     "resolved": amp,
     "one set": lambda: amp(count=1, turns=2),
@@ -276,6 +283,7 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "batches, learned": learned,
     "two families, learned": two_families,
     "levers, learned": levers,
+    "quality, with samples": with_samples,
     "nothing": lambda: replace(amp(), records=()),
 }
 

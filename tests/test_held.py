@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import records as make
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.held import Held
+from ddpm_lab.plan import Fid
 
 BASE, FAST = RunConfig(), RunConfig(precision="bf16")
 SETS = make.sets({"bf16": (FAST, 1.5)}, count=3)
@@ -61,3 +63,17 @@ def test_the_same_note_is_known() -> None:
     assert held.noted(note)
     assert not held.noted(dataclasses.replace(note, reason="did not fit"))
     assert not held.any
+
+
+def test_a_trial_without_the_fid_that_is_asked_for_is_not_there() -> None:
+    trial = make.trials({}, seeds=1)[0]
+    plain, measured = Held([trial]), Held([make.drew(trial, np.zeros((1, 4, 4, 3), dtype=np.uint8), fid=1.0)])
+    asked = Fid(inception="weights.pth", sha256="ab" * 32, images=2_500)
+    assert plain.trained(trial.run_id)
+    assert not plain.trained(trial.run_id, asked)
+    assert measured.trained(trial.run_id, asked)
+    assert measured.trained(trial.run_id, dataclasses.replace(asked, inception="elsewhere.pth"))
+    assert not measured.trained(trial.run_id, dataclasses.replace(asked, images=5_000))
+    assert not measured.trained(trial.run_id, dataclasses.replace(asked, sha256="cd" * 32))
+    failed = dataclasses.replace(trial, quality={**(trial.quality or {}), "fid": {"images": 2_500, "reason": "oom"}})
+    assert not Held([failed]).trained(trial.run_id, asked)

@@ -12,10 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
-from records import sets, study, time_budget, trials
+from records import drew, sets, study, time_budget, trials
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import findings, show
@@ -180,3 +181,15 @@ def test_names_that_begin_with_a_digit_are_words(tmp_path: Path) -> None:
     sides = {cell[0].strip(): cell[1] for cell in Table(output.data["text/html"]).rows[0]}
     assert "left" in sides["Configuration"]
     assert "right" in sides["Speed"]
+
+
+@pytest.mark.usefixtures("shell")
+@pytest.mark.parametrize(
+    ("fid", "words"), [(None, "not measured: give --inception FILE"), (98.76, "fp32 98.8 (2,500 images), bf16 98.8")]
+)
+def test_a_page_says_its_fid_or_what_is_missing(tmp_path: Path, fid: float | None, words: str) -> None:
+    bf16, images = replace(BASE, precision="bf16"), np.zeros((2, 8, 8, 3), dtype=np.uint8)
+    timed = study(sets({"bf16": (bf16, 1.62)}, experiment="quality"), "quality")
+    tried = tuple(drew(r, images, fid=fid) for r in trials({"bf16": (bf16, 0.0)}))
+    (output,) = shown(show.finding, replace(timed, trials=tried, output_dir=tmp_path))
+    assert f"- FID: {words}" in output.data["text/plain"]

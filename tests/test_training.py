@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import io
 import itertools
 import math
 import os
@@ -16,7 +18,7 @@ from PIL import Image
 
 from ddpm_lab.config import TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.data.packed import prepare
-from ddpm_lab.model.checkpoint import SECTIONS, Checkpoint, read
+from ddpm_lab.model.checkpoint import SECTIONS, Checkpoint, empty_network, read
 from ddpm_lab.model.training import Training, training
 from ddpm_lab.workload import RankContext
 
@@ -194,3 +196,54 @@ def test_only_rank_0_writes_and_evaluates(config: RunConfig, tmp_path: Path) -> 
     assert trainer.samples(path=str(tmp_path / "a.png"), count=1, steps=1) is None
     assert trainer.held_out_loss(draws=10) is None
     assert list(tmp_path.iterdir()) == []
+
+
+def images_of(png: str | None) -> np.ndarray[Any, Any]:
+    """The images (N, 8, 8, 3) of a row."""
+    assert png is not None
+    return np.asarray(Image.open(io.BytesIO(base64.urlsafe_b64decode(png)))).reshape(8, -1, 8, 3).swapaxes(0, 1)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"precision": "bf16", "kernels": "fused"}, {"channels_last": False}, {"accumulation": 4}]
+)
+def test_what_weights_draw_is_drawn_alike_whatever_they_were_trained_in(
+    config: RunConfig, settings: dict[str, Any]
+) -> None:
+    """The same averages, so that only who draws could make a difference: to the last bit there is none."""
+    trainers = [start(config), start(dataclasses.replace(config, **settings))]
+    for trainer in trainers:
+        grow(trainer, 1)
+    found, other = (images_of(trainer.draw_png(count=3, steps=8)) for trainer in trainers)
+    assert (found == other).all()
+    assert (found[0] != found[1]).any()
+    assert np.mean((found > 0) & (found < 255)) > 0.05, "pixels that could tell a difference"
+    grow(trainers[0], 2)
+    assert (images_of(trainers[0].draw_png(count=3, steps=8)) != found).any(), "other weights draw something else"
+
+
+@torch.no_grad()
+def grow(trainer: Training, seed: int) -> None:
+    """Move the averages, so that the network predicts something: a new one predicts nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    for average, shape in zip(trainer.averages, shapes(trainer), strict=True):
+        average.add_(torch.randn(shape, generator=generator).reshape(average.shape), alpha=0.1)
+
+
+def shapes(trainer: Training) -> list[torch.Size]:
+    """Shapes of the lab's own network, whatever implementation trains."""
+    return [p.shape for p in empty_network(trainer.config).parameters()]
+
+
+def test_many_images_begin_with_the_first_few(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddpm_lab.model.training._DRAWN", 2)
+    trainer = start(config)
+    path = tmp_path / "generated.npy"
+    trainer.draw_pixels(path=str(path), count=5, steps=3)
+    many = np.load(path)
+    assert many.shape == (5, 8, 8, 3)
+    assert abs(many[:3].astype(int) - images_of(trainer.draw_png(count=3, steps=3))).max() <= 1
+    trainer.context = dataclasses.replace(trainer.context, rank=1)
+    assert trainer.draw_png(count=3, steps=3) is None

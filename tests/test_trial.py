@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ from torch import Tensor
 
 from ddpm_lab.config import TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.data.loader import Batch
-from ddpm_lab.explain import quality
+from ddpm_lab.explain import quality, samples
 from ddpm_lab.explain.quality import IDENTICAL, NOT_WORSE, WORSE
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import measure_alone
-from ddpm_lab.measure.trial import LOOKS, train_once
+from ddpm_lab.measure.trial import LOOKS, MOST_BYTES, MOST_IMAGES, SAMPLER_STEPS, train_once
 from ddpm_lab.model.training import Training
 from ddpm_lab.plan import Plan
 from ddpm_lab.record import RunRecord
@@ -62,10 +63,10 @@ def config(synthetic: RunConfig) -> RunConfig:
 
 
 @pytest.fixture
-def tried(tmp_path: Path) -> Callable[[RunConfig], RunRecord]:
+def tried(tmp_path: Path) -> Callable[..., RunRecord]:
     """Runs one trial of a configuration and returns its record."""
 
-    def run(config: RunConfig) -> RunRecord:
+    def run(config: RunConfig, **asked: Any) -> RunRecord:
         instrument = Instrument(
             code=code_version(config.workload, BUSY),
             cache=tmp_path / "cache",
@@ -74,7 +75,12 @@ def tried(tmp_path: Path) -> Callable[[RunConfig], RunRecord]:
         )
         member = Member("quality", "trial", config)
         return measure_alone(
-            instrument, experiment="quality", family="trials", plan=Plan(), member=member, work=train_once
+            instrument,
+            experiment="quality",
+            family="trials",
+            plan=Plan(),
+            member=member,
+            work=partial(train_once, **asked),
         )
 
     return run
@@ -86,10 +92,8 @@ def learned(record: RunRecord) -> dict[str, Any]:
     return record.quality
 
 
-def test_a_trial_records_every_loss_and_looks_on_the_way(
-    config: RunConfig, tried: Callable[[RunConfig], RunRecord]
-) -> None:
-    record = tried(config)
+def test_a_trial_records_every_loss_and_looks_on_the_way(config: RunConfig, tried: Callable[..., RunRecord]) -> None:
+    record = tried(config, draw=True)
     found = learned(record)
     assert found["steps"] == len(found["losses"]) == 20
     assert [look["images"] for look in found["held_out"]] == sorted({8 * round(share * 20) for share in LOOKS})
@@ -97,6 +101,13 @@ def test_a_trial_records_every_loss_and_looks_on_the_way(
     assert found["held_out"][-1]["loss"] < found["held_out"][0]["loss"]
     assert record.windows == (), "a trial supplies no speed"
     assert record.stages["training"] > 0, "what it took says when the next one would end"
+    told = found["samples"]
+    assert samples.pixels(record).shape == (MOST_IMAGES, 32, 32, 3)
+    assert {k: v for k, v in told.items() if k != "png"} == {
+        **{"images": MOST_IMAGES, "seed": config.seed, "sampler": "ddim", "steps": SAMPLER_STEPS}
+    }
+    assert len(told["png"]) < 1.4 * MOST_BYTES
+    assert record.run_id == config.run_id, "what is drawn at the end is no part of what is trained"
     assert RunRecord.from_dict(record.as_dict()) == record
 
 

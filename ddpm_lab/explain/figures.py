@@ -23,6 +23,7 @@ from ddpm_lab.explain import (
     figure_prediction,
     figure_quality,
     figure_ratios,
+    figure_samples,
     figure_scaling,
     operators,
     peers,
@@ -92,6 +93,7 @@ _MORE: dict[str, tuple[tuple[Callable[[Study], Figure | None], str, str], ...]] 
     trained.EXPERIMENT: (
         *_LEARNED,
         (figure_quality.by_time, "timesteps", "The difference of the final loss by timestep."),
+        (figure_samples.figure, "samples", "What each setting draws from the same noise."),
     ),
     RECOMMENDATION: (
         (batch_sizes.beside, "batch_size", "The largest batch that fits, and the speed and memory of each size."),

@@ -20,6 +20,7 @@ from ddpm_lab.explain import (
     phrases,
     quality,
     ranking,
+    samples,
     scaling,
     sentences,
     stats,
@@ -178,6 +179,7 @@ def _trained(study: Study) -> Finding:
     short, lead = trained.headline(rows)
     ending = f"{trained.to_the_loss(study)}{trained.unsound(study)}{sentences.untrained(study)}"
     ending += f"{machine_state.busy(study)} {trained.method(study)}"
+    ending += f" FID: {samples.fid_sentence(known)}." if (known := trained.fids(study)) else ""
     ending += _where(study, sentences.quality(rows))
     status = ANSWERED if trained.answered(rows) else quality.NOT_ENOUGH
     return _about(study, lead, short, f"{short}. {trained.evidence(rows)}{ending}", status)

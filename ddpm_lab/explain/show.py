@@ -19,7 +19,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 from matplotlib.figure import Figure
 
-from ddpm_lab.explain import figures, findings, machine_state, operators, phrases, tables
+from ddpm_lab.explain import figures, findings, machine_state, operators, phrases, samples, tables, trained
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.pages import METADATA, spoken_date
@@ -85,6 +85,7 @@ def finding(study: Study) -> None:
         "Hardware": found.hardware + " (published records, not measured here)" * study.published,
         "Measured": " to ".join(spoken_date(day) for day in found.date.split(" to ")),
         "Quality": found.quality.removeprefix("quality ") + (f"; {how} measures it" if how else ""),
+        "FID": samples.fid_sentence(trained.fids(study)) if study.experiment == trained.EXPERIMENT else "",
     }
     lines = [found.claim, "", *(f"- {name}: {value}" for name, value in facts.items() if value)]
     marked = [f"**{_literal(found.headline)}**", "", *map(_literal, lines[:2])]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from ddpm_lab.explain import gradients, learned, phrases, quality, stats
+from ddpm_lab.explain import gradients, learned, phrases, quality, samples, stats
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.learned import Array, Row, baseline_trials, images_of, pairs_of
@@ -34,6 +35,21 @@ def _family(study: Study) -> list[Row]:
     latest = next((r.baseline_id for r in reversed(study.records) if r.role == "baseline"), None)
     frame = comparisons(study)
     return [{str(k): v for k, v in r.items()} for r in frame.to_dict("records") if r["baseline_id"] == latest]
+
+
+def trials_of(study: Study, row: Row) -> list[RunRecord]:
+    """The trials of a row that verdicts rest on, in the order of their seeds."""
+    found = rows(study)
+    if row["role"] == "baseline":
+        return baseline_trials(found)
+    return [b for _, b in pairs_of(row, images_of(found))]
+
+
+def fids(study: Study) -> list[tuple[str, Mapping[str, Any]]]:
+    """The FIDs that were asked for, by label, the baseline's first."""
+    lead = base(study)
+    asked = [(r["label"], samples.fid(trials_of(study, r))) for r in ([lead] if lead else []) + rows(study)]
+    return [(label, found) for label, found in asked if found]
 
 
 def by_time(records: Sequence[RunRecord]) -> Array:
@@ -132,13 +148,17 @@ def table(study: Study) -> pd.DataFrame:
     """One row a configuration: speed, verdict on quality with its evidence, and time to the target."""
     lead, found = base(study), rows(study)
     shown = _table(study, [lead, *found] if lead else found)
-    return pd.DataFrame(shown) if shown else pd.DataFrame(columns=["Configuration", "Speed", "Quality"])
+    frame = pd.DataFrame(shown) if shown else pd.DataFrame(columns=["Configuration", "Speed", "Quality"])
+    return frame if fids(study) else frame.drop(columns="FID", errors="ignore")
 
 
 def tables(study: Study) -> list[tuple[str, pd.DataFrame]]:
     """What the configurations of each family have learned, as (caption, table)."""
     told = "Quality beside speed, and the time to the loss that the baseline has after 90 % of its images"
-    return [(f"{told}: {found[0]['family']}.", pd.DataFrame(_table(study, found))) for found in learned.families(study)]
+    return [
+        (f"{told}: {found[0]['family']}.", pd.DataFrame(_table(study, found)).drop(columns="FID", errors="ignore"))
+        for found in learned.families(study)
+    ]
 
 
 def _table(study: Study, family: Sequence[Row]) -> list[dict[str, str]]:
@@ -166,6 +186,7 @@ def _cells(row: Row, records: Sequence[RunRecord], images: int, time: dict[str, 
         "Verdict on speed": phrases.outcome(row),
         "Quality": "baseline" if lead else quality.sentence(equal),
         "Held-out loss": f"{final:.4f}" if records else _NONE,
+        "FID": samples.fid_words(distance) if (distance := samples.fid(records)) else _NONE,
         **phrases.loss(row),
         **time,
         "Seeds": str(len(records)),

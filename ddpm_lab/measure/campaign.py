@@ -22,7 +22,7 @@ from ddpm_lab.measure.largest_batch import largest_batch, search_ended
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import Work, measure_alone, measure_set, profile_alone, warm_up_alone
-from ddpm_lab.measure.trial import train_once
+from ddpm_lab.measure.trial import work_of
 from ddpm_lab.measure.trials import COMPILE_SECONDS, Trials, short_of
 from ddpm_lab.plan import Experiment, Family, Plan, Trial
 from ddpm_lab.record import RunRecord
@@ -259,7 +259,7 @@ class Campaign:
 
         def train(trial: Trial) -> None:
             member, told = Member("quality", trial.label, trial.config), {"baseline_id": trial.baseline.run_id}
-            self._alone(trial.family, member, work=train_once, by=self.for_trials, **told)
+            self._alone(trial.family, member, work=work_of(trial), by=self.for_trials, **told)
 
         left = self.trials.run(self.trials.missing(wanted), progress, self.seconds_left, train)
         for trial, reason in short_of(wanted, left):

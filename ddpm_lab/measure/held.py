@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from ddpm_lab.ledger import Head, Ledger
-from ddpm_lab.plan import Experiment, Plan
+from ddpm_lab.plan import Experiment, Fid, Plan
 from ddpm_lab.record import LASTING, RunRecord, kept_seconds, set_log_ratio
 
 
@@ -21,6 +21,7 @@ class Held:
         self._sets: dict[str, dict[str, dict[tuple[str, str], RunRecord]]] = defaultdict(lambda: defaultdict(dict))
         self._profiles: set[str] = set()
         self._trials: dict[str, float] = {}
+        self._fids: set[tuple[str, str, int]] = set()  # run id, hash of the Inception, images
         self._checks: set[str] = set()
         self._cold: Counter[str] = Counter()
         self._notes: set[tuple[object, ...]] = set()
@@ -45,6 +46,8 @@ class Held:
                 self._checks.add(r.run_id)
             elif r.role == "quality" and r.status == "ok":
                 self._trials[r.run_id] = sum(r.stages.values())
+                if "fid" in (found := (r.quality or {}).get("fid", {})):
+                    self._fids.add((r.run_id, found["inception_sha256"], found["images"]))
             elif r.role == "cold" and r.status == "ok" and r.compile_cache == "cold":
                 self._cold[r.run_id] += 1
             elif r.role in ("baseline", "twin", "candidate") and r.status == "ok":
@@ -80,9 +83,9 @@ class Held:
         """Whether a check of a configuration's gradient is here, or a reason why there can be none."""
         return run_id in self._checks
 
-    def trained(self, run_id: str) -> bool:
-        """Whether a trial is here."""
-        return run_id in self._trials
+    def trained(self, run_id: str, fid: Fid | None = None) -> bool:
+        """Whether a trial is here, and with it the FID that is asked for."""
+        return run_id in self._trials and (fid is None or (run_id, fid.sha256, fid.images) in self._fids)
 
     def trial_seconds(self, run_id: str) -> float | None:
         """What a trial took; None where it is not here."""

@@ -30,7 +30,7 @@ class Trials:
     def missing(self, trials: Sequence[Trial] | None = None) -> list[Trial]:
         """Those of ``trials``, or of all, that are still to be made: neither here, nor known to fail."""
         asked, done = self._trials if trials is None else trials, self._held
-        return [t for t in asked if not done.trained(t.config.run_id) and t.config.run_id not in done.lasting]
+        return [t for t in asked if not done.trained(t.config.run_id, t.fid) and t.config.run_id not in done.lasting]
 
     def seconds(self, trials: Sequence[Trial]) -> float:
         """What ``trials`` will take."""

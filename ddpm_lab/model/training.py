@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from PIL import Image
 from torch import Tensor
 
 from ddpm_lab.config import RunConfig
@@ -14,10 +19,14 @@ from ddpm_lab.model.checkpoint import Checkpoint, CheckpointError, Tensors, empt
 from ddpm_lab.model.generation import generate, image_generators, restore, sampler_steps, write_png
 from ddpm_lab.model.held_out_loss import held_out_loss
 from ddpm_lab.model.inference import Inference
-from ddpm_lab.model.network import configured_network
+from ddpm_lab.model.network import AnyUNet, configured_network
+from ddpm_lab.model.sampling import image_grid
 from ddpm_lab.model.step import allow_tf32
 from ddpm_lab.model.train import Trainer
 from ddpm_lab.workload import RankContext
+
+_DRAWN = 64
+"""Images that are drawn at once."""
 
 
 def training(config: RunConfig, context: RankContext) -> Training:
@@ -116,14 +125,51 @@ class Training(Trainer):
         """Loss of the averaged weights on held-out images, and of ten ranges of timesteps; None but on rank 0."""
         if self.context.rank:
             return None
-        # In the lab's network with torch's own kernels, so that no kernel judges itself.
-        plain = {"implementation": "lab", "kernels": "aten", "channels_last": False, "compile": "off"}
-        config = dataclasses.replace(self.config, **plain, compile_mode="default")  # type: ignore[arg-type]
-        network = configured_network(config, self.device)
-        with torch.no_grad():
-            for weight, average in zip(network.parameters(), self.averages, strict=True):
-                weight.copy_(average.reshape(weight.shape))
+        network, _ = self._plain()
         allow_tf32(False)
         loss, by_time = held_out_loss(network, self.data.packed, self.diffusion, self.device, draws=draws)
         allow_tf32(self.config.precision == "tf32")
         return {"step": self.steps, "loss": loss, "by_time": by_time}
+
+    def _plain(self) -> tuple[AnyUNet, RunConfig]:
+        """The averaged weights in the lab's network with torch's own kernels, fp32 and eager, and its configuration.
+
+        So no kernel and no number format judges itself.
+        """
+        plain = {"implementation": "lab", "kernels": "aten", "channels_last": False, "compile": "off"}
+        config = dataclasses.replace(self.config, **plain, compile_mode="default", precision="fp32")  # type: ignore[arg-type]
+        network = configured_network(config, self.device)
+        with torch.no_grad():
+            for weight, average in zip(network.parameters(), self.averages, strict=True):
+                weight.copy_(average.reshape(weight.shape))
+        return network, config
+
+    def draw_png(self, *, count: int, steps: int) -> str | None:
+        """The first ``count`` images of the averaged weights in a row, PNG in URL-safe base64; None but on rank 0."""
+        if self.context.rank:
+            return None
+        stream = io.BytesIO()
+        row = np.concatenate(list(self._drawn(range(count), steps)), axis=1)
+        Image.fromarray(row).save(stream, format="PNG", optimize=True)
+        return base64.urlsafe_b64encode(stream.getvalue()).decode("ascii")
+
+    def draw_pixels(self, *, path: str, count: int, steps: int) -> None:
+        """Write the first ``count`` images of the averaged weights to a .npy file, uint8 (N, S, S, 3), on rank 0."""
+        if self.context.rank:
+            return
+        parts = [range(start, min(start + _DRAWN, count)) for start in range(0, count, _DRAWN)]
+        np.save(path, np.concatenate([self._drawn(part, steps) for part in parts]))
+
+    def _drawn(self, numbers: range, steps: int) -> npt.NDArray[np.uint8]:
+        """Images (N, S, S, 3) of these numbers by DDIM, whatever the weights were trained in: see ``_plain``."""
+        network, config = self._plain()
+        images = generate(
+            Inference(network, config, self.device),
+            sampler_steps(self.diffusion, "ddim", steps),
+            image_generators(self.config.seed, numbers),
+            image_size=self.config.image_size,
+            device=self.device,
+            mark=self.context.mark,
+        )
+        allow_tf32(self.config.precision == "tf32")
+        return np.stack([image_grid(image[None]) for image in images])

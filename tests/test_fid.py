@@ -1,0 +1,128 @@
+"""FID of a real trial against its closed formula on features computed apart; a set has none from itself."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from PIL import Image
+
+from ddpm_lab.config import TRAINING, OptimizerConfig, RunConfig
+from ddpm_lab.data.packed import prepare
+from ddpm_lab.data.prepared import open_packed
+from ddpm_lab.explain import samples
+from ddpm_lab.inception import plan_fid
+from ddpm_lab.measure.code_version import code_version
+from ddpm_lab.measure.seat import Instrument, Member
+from ddpm_lab.measure.sets import measure_alone
+from ddpm_lab.measure.trial import MOST_IMAGES, work_of
+from ddpm_lab.model.fid import Fid, inception_metric
+from ddpm_lab.plan import Plan, Trial
+from ddpm_lab.workload import RankContext
+
+Array = npt.NDArray[np.float64]
+Pixels = npt.NDArray[np.uint8]
+
+
+def features(weights: str, images: Pixels) -> Array:
+    """Pooled features (N, 2048) by torch-fidelity itself, without torchmetrics."""
+    from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3  # noqa: PLC0415
+
+    network = FeatureExtractorInceptionV3("inception-v3-compat", ["2048"], feature_extractor_weights_path=weights)
+    (found,) = network(torch.from_numpy(np.ascontiguousarray(images)).permute(0, 3, 1, 2))
+    return np.asarray(found, dtype=np.float64)
+
+
+def closed_formula(one: Array, two: Array) -> float:
+    """|m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)); the last trace is the sum of the singular values of X1 X2^T."""
+    spread = [(x - x.mean(0)) / np.sqrt(len(x) - 1) for x in (one, two)]
+    squares = sum(float((x**2).sum()) for x in spread)
+    cross = float(np.linalg.svd(spread[0] @ spread[1].T, compute_uv=False).sum())
+    return float(((one.mean(0) - two.mean(0)) ** 2).sum()) + squares - 2 * cross
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> RunConfig:
+    """As many training images as a trial keeps of those it draws, and a few that are held out."""
+    rng = np.random.default_rng(0)
+    for folder, count in (("train", MOST_IMAGES), ("held-out", 3)):
+        (tmp_path / folder).mkdir()
+        for n in range(count):
+            coarse = rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)
+            Image.fromarray(coarse).resize((32, 32)).save(tmp_path / folder / f"{n}.png")
+    manifest = prepare(tmp_path / "train", tmp_path / "prepared", held_out=tmp_path / "held-out")
+    assert manifest.train_count == MOST_IMAGES
+    return RunConfig(data=str(tmp_path / "prepared"), data_sha256=manifest.content_hash, global_batch_size=8)
+
+
+@pytest.mark.slow
+def test_a_trials_fid_is_the_closed_formula(data: RunConfig, inception: str, instrument: Instrument) -> None:
+    config = replace(
+        data,
+        purpose="quality",
+        workload=TRAINING,
+        optimizer=OptimizerConfig(ema_every=1),
+        options=(("images", 16), ("draws", 10)),
+    )
+    fid = plan_fid(inception, MOST_IMAGES, None)
+    trial = Trial(family="trials", label="fp32", baseline=config, config=config, draw=True, fid=fid)
+    record = measure_alone(
+        replace(instrument, code=code_version(TRAINING), limits=replace(instrument.limits, build_seconds=180)),
+        experiment="quality",
+        family="trials",
+        plan=Plan(),
+        member=Member("quality", "fp32", config),
+        work=work_of(trial),
+    )
+    assert record.status == "ok", record.reason
+    found = samples.fid([record])
+    assert found is not None
+    assert "reason" not in found
+    packed = open_packed(Path(data.data))
+    drawn, real = samples.pixels(record), packed.images[packed.train_indices]
+    expected = closed_formula(features(inception, drawn), features(inception, real))
+    assert found["fid"] == pytest.approx(expected, rel=1e-3)
+    assert expected > 1
+    assert (found["images"], found["training_images"]) == (MOST_IMAGES, MOST_IMAGES)
+    assert found["inception_sha256"] == hashlib.sha256(Path(inception).read_bytes()).hexdigest()
+
+
+@pytest.mark.slow
+def test_what_is_kept_of_the_training_images_is_what_was_found(data: RunConfig, inception: str, tmp_path: Path) -> None:
+    sha256 = hashlib.sha256(Path(inception).read_bytes()).hexdigest()
+    config = replace(data, options=(("inception", inception), ("sha256", sha256)))
+    np.save(tmp_path / "generated.npy", np.zeros((2, 32, 32, 3), dtype=np.uint8))
+    asked = {"generated": str(tmp_path / "generated.npy"), "cache": str(tmp_path / "cache")}
+    seen: list[str] = []
+    context = RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=seen.append)
+    first, second, other = (Fid(config, context) for _ in range(3))
+    for each in (first, second, other):
+        each.metric.compute = lambda: torch.tensor(0.0)  # takes longest, and is tested above
+    first.distance(count=2, **asked)
+    assert "training images" in seen
+    seen.clear()
+    second.distance(count=2, **asked)
+    assert "training images" not in seen
+    for name in ("real_features_sum", "real_features_cov_sum", "real_features_num_samples"):
+        assert torch.equal(getattr(first.metric, name), getattr(second.metric, name))
+    (kept,) = (tmp_path / "cache").iterdir()
+    kept.write_bytes(b"torn")
+    seen.clear()
+    other.distance(count=2, **asked)
+    assert "training images" in seen
+    assert torch.equal(first.metric.real_features_sum, other.metric.real_features_sum)
+
+
+@pytest.mark.slow
+def test_a_set_has_no_distance_from_itself(inception: str) -> None:
+    images = torch.randint(0, 256, (12, 3, 8, 8), generator=torch.Generator().manual_seed(0)).byte()
+    metric = inception_metric(Path(inception), hashlib.sha256(Path(inception).read_bytes()).hexdigest())
+    metric.update(images, real=True)
+    metric.update(images.flip(0), real=False)
+    moved = float(((metric.real_features_sum / 12) ** 2).sum())
+    assert abs(float(metric.compute())) < 1e-4 * moved

@@ -1,0 +1,103 @@
+"""The figure of what was drawn: every pixel as it was, in the same columns, and only from the same noise."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import records as make
+from matplotlib.text import Text
+from PIL import Image
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.explain import figure_samples, figure_style
+from ddpm_lab.explain.findings import finding, table
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.record import RunRecord
+
+BF16, LARGE = RunConfig(precision="bf16"), RunConfig(global_batch_size=64)
+Pixels = np.ndarray[Any, Any]
+
+
+def drawing(of: RunRecord, count: int = 16, side: int = 32, **values: Any) -> RunRecord:
+    return make.drew(of, images(of.label, count, side), **values)
+
+
+def images(label: str, count: int = 16, side: int = 32) -> Pixels:
+    seed = sum(label.encode())
+    return np.random.default_rng(seed).integers(0, 255, (count, side, side, 3), dtype=np.uint8)
+
+
+def studied(**values: Any) -> Study:
+    speeds = make.sets({"bf16": (BF16, 1.6), "batch 64": (LARGE, 1.2)}, experiment="quality")
+    trials = make.trials({"bf16": (BF16, 0.0), "batch 64": (LARGE, 0.05)})
+    found = [drawing(r, **values) if r.config.seed == 0 else r for r in trials]
+    return replace(make.study(speeds, "quality"), trials=tuple(found))
+
+
+def rendered(study: Study) -> tuple[Pixels, list[str]]:
+    with figure_style.style():
+        figure = figure_samples.figure(study)
+    assert figure is not None
+    pixels = np.asarray(Image.open(io.BytesIO(figure_style.png(figure))).convert("RGB"))
+    return pixels, [t.get_text() for t in figure.findobj(Text) if isinstance(t, Text)]
+
+
+def rows_of(pixels: Pixels, label: str, times: int, side: int = 32) -> list[tuple[int, int]]:
+    """Where the first image of a configuration stands in the picture, magnified: (top, left)."""
+    tile = images(label, side=side)[0].repeat(times, axis=0).repeat(times, axis=1)
+    tops, lefts = np.nonzero((pixels == tile[0, 0]).all(-1))
+    height = width = side * times
+    return [
+        (t, x)
+        for t, x in zip(tops.tolist(), lefts.tolist(), strict=True)
+        if np.array_equal(pixels[t : t + height, x : x + width], tile)
+    ]
+
+
+@pytest.mark.parametrize(("side", "times"), [(32, 2), (64, 1), (16, 4)])
+def test_every_pixel_is_there_magnified_and_not_smoothed(side: int, times: int) -> None:
+    pixels, _ = rendered(studied(side=side))
+    places = [rows_of(pixels, label, times, side) for label in ("fp32", "bf16", "batch 64")]
+    assert [len(found) for found in places] == [1, 1, 1]
+    (first,), (second,), (third,) = places
+    assert first[1] == second[1] == third[1], "one noise, one column"
+    assert first[0] < second[0] < third[0], "the baseline comes first"
+
+
+def test_a_row_says_its_loss_its_verdict_and_its_fid() -> None:
+    _, texts = rendered(studied(fid=123.4))
+    losses = {r.label: r.quality["held_out"][-1]["loss"] for r in studied().trials if r.quality and not r.config.seed}
+    told = [" ".join(t.split()) for t in texts]
+    fid = "FID 123.4 (2,500 images)"
+    assert f"fp32 (baseline): held-out loss {losses['fp32']:.4f}, {fid}" in told
+    assert f"bf16: held-out loss {losses['bf16']:.4f}, not worse (8 seeds), {fid}" in told
+    assert f"batch 64: held-out loss {losses['batch 64']:.4f}, worse (8 seeds), {fid}" in told
+    (note,) = (t for t in told if "DDIM, 50 steps" in t)
+    assert "Same noise" in note
+    assert "trained on 8,000 images with seed 0" in note
+
+
+def test_only_what_came_from_the_same_noise_stands_beside_it() -> None:
+    of = studied()
+    other = [drawing(r, steps=25) if r.label == "bf16" and r.config.seed == 0 else r for r in of.trials]
+    pixels, texts = rendered(replace(of, trials=tuple(other)))
+    assert not any(t.startswith("bf16: held-out") for t in texts)
+    assert rows_of(pixels, "bf16", 2) == []
+    late = [replace(r, quality={k: v for k, v in (r.quality or {}).items() if k != "samples"}) for r in of.trials]
+    drawn_later = [drawing(r) if r.label == "bf16" and r.config.seed == 3 else r for r in late]
+    with figure_style.style():
+        assert figure_samples.figure(replace(of, trials=tuple(drawn_later))) is None, "the baseline drew nothing"
+        assert figure_samples.figure(replace(of, trials=())) is None
+
+
+def test_the_table_has_fids_where_there_are_any_and_the_verdict_stays() -> None:
+    plain, measured = table(studied()), table(studied(fid=123.4))
+    assert "FID" not in plain
+    assert list(measured["FID"]) == ["123.4 (2,500 images)"] * 3
+    assert list(measured["Quality"]) == list(plain["Quality"])
+    assert "FID: fp32 123.4 (2,500 images), bf16 123.4" in finding(studied(fid=123.4)).claim
+    assert "FID" not in finding(studied()).claim
