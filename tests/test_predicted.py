@@ -51,7 +51,7 @@ def test_a_step_is_predicted_from_compute_links_and_the_measured_overlap() -> No
         assert found.at(ranks, 48).seconds == pytest.approx(step(ranks, 48, True), rel=0.01)
     assert found.exchanged.message_bytes == BYTES
     assert "compute hides 60 % of the exchange, as measured" in found.assumptions()
-    assert found.efficiency(found.at(8)) == pytest.approx(step(1, 64, False) / step(8, 64, True), rel=0.01)
+    assert found.at(8).efficiency == pytest.approx(step(1, 64, False) / step(8, 64, True), rel=0.01)
 
 
 def test_without_a_measured_overlap_a_prediction_reaches_from_none_to_full() -> None:
@@ -115,7 +115,7 @@ def test_hosts_need_a_link_between_them_and_what_one_host_holds_is_told_all_the_
     made = predicted.predictions(found, [2, 4, 8])
     assert isinstance(made[4], Prediction)
     assert str(made[8]).startswith("not enough data: the ledger holds no all-reduce between hosts: measure")
-    assert predicted.table(found, made)["Label"].iloc[-1] == made[8]
+    assert predicted.table(made)["Label"].iloc[-1] == made[8]
     with pytest.raises(NotEnoughData, match="between hosts"):
         predicted.predictions(found, [8])
 

@@ -54,12 +54,7 @@ class Basis:
     def at(self, ranks: int, rank_batch: float | None = None) -> Prediction:
         """The predicted step of so many ranks. Raises NotEnoughData, or ConfigError."""
         batch = self.rank_batch if rank_batch is None else rank_batch
-        return prediction.predict(self.cluster, self.compute, self.exchanged, ranks, batch)
-
-    def efficiency(self, found: Prediction, of: float | None = None) -> float:
-        """Images a second of each rank over those of one rank alone with the batch of ``rank_batch``."""
-        seconds = found.seconds if of is None else of
-        return found.rank_batch / seconds / (self.rank_batch / self.own_seconds)
+        return prediction.predict(self.cluster, self.compute, self.exchanged, ranks, batch, own_batch=self.rank_batch)
 
     def assumptions(self) -> str:
         """What every prediction takes for granted, in sentences."""
@@ -81,7 +76,7 @@ class Basis:
         buckets = phrases.plural(self.exchanged.buckets, "bucket")
         return (
             f"Assumed: {link.algorithm}, {where}; {size} in {buckets}; {overlap}; each rank as fast as the one "
-            "measured alone."
+            f"measured alone{', with as many cores' if self.config.device == 'cpu' else ''}."
         )
 
 
@@ -223,7 +218,7 @@ def further(study: Study) -> tuple[str, pd.DataFrame]:
     caption = (
         f"Predicted, not measured: {found.rank_batch} images a rank. {found.assumptions()} {check(found)} {rule()}"
     )
-    return caption, table(found, made)
+    return caption, table(made)
 
 
 def predictions(
@@ -244,7 +239,7 @@ def predictions(
     return made
 
 
-def table(found: Basis, made: Mapping[int, Prediction | str]) -> pd.DataFrame:
+def table(made: Mapping[int, Prediction | str]) -> pd.DataFrame:
     """Predictions as strings, one row for each number of ranks."""
     rows = []
     for ranks, p in made.items():
@@ -260,7 +255,8 @@ def table(found: Basis, made: Mapping[int, Prediction | str]) -> pd.DataFrame:
                 "Compute": phrases.seconds(p.compute_seconds),
                 "Exchange": phrases.seconds(p.exchange_seconds),
                 "Images/s": phrases.significant(ranks * p.rank_batch / p.seconds),
-                "Efficiency": f"{100 * found.efficiency(p):.0f} %",
+                "Efficiency": f"{100 * p.efficiency:.0f} % ({100 * p.efficiency_low:.0f} to "
+                f"{100 * p.efficiency_high:.0f} %)",
                 "Label": p.label,
             }
         )
@@ -284,5 +280,5 @@ def rule() -> str:
     """When a prediction is an extrapolation, and what that does to its interval."""
     return (
         f"Extrapolation: beyond {EXTRAPOLATION} times the largest measured number of ranks, or outside the measured "
-        "batches; each doubling beyond adds the interval's half-width once more, in logarithm."
+        "batches; each doubling beyond adds the error of the exchange, or of the compute, once more, in logarithm."
     )
