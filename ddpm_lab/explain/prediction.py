@@ -111,11 +111,14 @@ class Cluster:
         """How many exchange over each kind of link."""
         local, hosts = self.shape(ranks)
         found = []
-        for count, link, where in ((local, self.inner, "on one host"), (hosts, self.outer, "between hosts")):
+        for count, link, where, how in (
+            (local, self.inner, "on one host", "several ranks of a host"),
+            (hosts, self.outer, "between hosts", "one rank on each host"),
+        ):
             if count > 1:
                 if link is None:
                     raise NotEnoughData(
-                        f"the ledger holds no all-reduce {where}: measure the question all_reduce with its ranks there"
+                        f"the ledger holds no all-reduce {where}: measure the question all_reduce with {how}"
                     )
                 found.append((count, link))
         return found
