@@ -54,7 +54,7 @@ def predict_command(options: argparse.Namespace) -> int:
         rows = [p if isinstance(p, str) else dataclasses.asdict(p) for p in shown.values()]
         print(json.dumps(dict(zip(shown, rows, strict=True)), indent=1))
         return 0
-    print(predicted.table(found, shown).to_string(index=False))
+    print(predicted.table(shown).to_string(index=False))
     print(found.assumptions(), predicted.check(found), predicted.rule(), sep="\n")
     print(f"Predicted from records of {answer.hardware}, {answer.date}; nothing of this was measured.")
     return 0

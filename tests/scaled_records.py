@@ -61,6 +61,7 @@ def scaled(
     batches: Sequence[int] = (32, 64),
     silent: bool = True,
     parameters: int = 2**20,
+    nodes_of: Callable[[int], int] = lambda _: 1,
     machine: Machine = GPUS,
     **values: Any,
 ) -> list[RunRecord]:
@@ -75,7 +76,7 @@ def scaled(
         alone = seconds(1, batch, False)
         rows = {}
         for n in ranks:
-            many = replace(base, world_size=n)
+            many = replace(base, world_size=n, nodes=nodes_of(n))
             rows[f"{n} ranks"] = (many, alone / seconds(n, batch // n, True))
             if silent:
                 quiet = replace(many, exchange=ExchangeConfig(enabled=False))

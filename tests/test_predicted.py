@@ -51,7 +51,7 @@ def test_a_step_is_predicted_from_compute_links_and_the_measured_overlap() -> No
         assert found.at(ranks, 48).seconds == pytest.approx(step(ranks, 48, True), rel=0.01)
     assert found.exchanged.message_bytes == BYTES
     assert "compute hides 60 % of the exchange, as measured" in found.assumptions()
-    assert found.efficiency(found.at(8)) == pytest.approx(step(1, 64, False) / step(8, 64, True), rel=0.01)
+    assert found.at(8).efficiency == pytest.approx(step(1, 64, False) / step(8, 64, True), rel=0.01)
 
 
 def test_without_a_measured_overlap_a_prediction_reaches_from_none_to_full() -> None:
@@ -115,9 +115,25 @@ def test_hosts_need_a_link_between_them_and_what_one_host_holds_is_told_all_the_
     made = predicted.predictions(found, [2, 4, 8])
     assert isinstance(made[4], Prediction)
     assert str(made[8]).startswith("not enough data: the ledger holds no all-reduce between hosts: measure")
-    assert predicted.table(found, made)["Label"].iloc[-1] == made[8]
+    assert predicted.table(made)["Label"].iloc[-1] == made[8]
     with pytest.raises(NotEnoughData, match="between hosts"):
         predicted.predictions(found, [8])
+
+
+def test_steps_on_several_hosts_are_held_against_the_link_between_them() -> None:
+    def far(ranks: int, images: int, exchanged: bool) -> float:
+        return step(1, images, False) + 20 * exchange(ranks) * exchanged
+
+    training = scaled(far, ranks=(2, 4), machine=make.CPU, silent=False, nodes_of=lambda n: n, **CALM)
+    between = all_reduces(lambda n, size: 20 * exchange(n, size), ranks=(2, 4), hosts_of=lambda n: n, **CALM)
+    near = all_reduces(exchange, ranks=(3,), **CALM)
+    found = predicted.basis(answer(*training, *between, *near), ranks_per_host=1)
+    steps = {(p.ranks, p.rank_batch): (seconds, p) for seconds, p in found.checks}
+    assert set(steps) == {(2, 16), (2, 32), (4, 8), (4, 16)}
+    for seconds, made in steps.values():
+        assert made.exchange_seconds == pytest.approx(20 * exchange(made.ranks), rel=0.01)
+        assert made.low <= seconds <= made.high * 1.01
+    assert found.at(2).exchange_seconds == pytest.approx(20 * exchange(2), rel=0.01)
 
 
 def test_notebook_tables_hold_the_predictions_only_where_links_were_measured() -> None:

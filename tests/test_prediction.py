@@ -68,15 +68,30 @@ def test_hosts_exchange_over_their_own_link_and_their_ranks_within_them() -> Non
 
 
 def test_beyond_four_times_the_measured_ranks_it_is_an_extrapolation_and_wider_by_the_rule() -> None:
-    cluster = Cluster(inner=link(spread=0.05))
-    found = {n: predict(cluster, compute(0.01), Exchanged(message_bytes=1e6), n, 16) for n in (8, 32, 64, 256, 1024)}
+    idle = Compute(speeds=(Speed(rank_batch=16, seconds=1e-9, log_error=0.0, freedom=5),))
+    cluster = Cluster(inner=link(spread=0.02))
+    found = {n: predict(cluster, idle, Exchanged(message_bytes=1e6), n, 16) for n in (8, 32, 64, 256, 1024)}
     assert [p.label for p in found.values()] == ["predicted"] * 2 + ["extrapolation"] * 3
     wide = {n: math.log(p.high / p.low) for n, p in found.items()}
     assert list(wide.values()) == sorted(wide.values())
-    known = Cluster(inner=link(spread=0.05, most_ranks=1024))
-    plain = predict(known, compute(0.01), Exchanged(message_bytes=1e6), 256, 16)
-    assert wide[256] == pytest.approx((1 + 3) * math.log(plain.high / plain.low))
+    known = Cluster(inner=link(spread=0.02, most_ranks=1024))
+    plain = predict(known, idle, Exchanged(message_bytes=1e6), 256, 16)
+    assert wide[256] == pytest.approx((1 + 3) * math.log(plain.high / plain.low), rel=1e-3)
     assert found[256].seconds == plain.seconds
+
+
+def test_what_is_not_known_of_the_compute_is_in_the_step_and_not_in_the_efficiency() -> None:
+    made = predict(Cluster(inner=link()), compute(0.1), Exchanged(message_bytes=1e6), 8, 16)
+    assert made.efficiency == pytest.approx(21e-3 / (21e-3 + truth(8, 1e6)), rel=0.01)
+    assert math.log(made.high / made.low) > 0.3
+    assert math.log(made.efficiency_high / made.efficiency_low) < 0.1
+    other = predict(Cluster(inner=link()), compute(), Exchanged(message_bytes=1e6), 8, 16, own_batch=32)
+    assert other.efficiency == pytest.approx(made.efficiency * (37e-3 / 32) / (21e-3 / 16), rel=0.01)
+
+
+def test_an_interval_that_spans_a_factor_of_ten_is_no_prediction() -> None:
+    with pytest.raises(NotEnoughData, match="a step of 8 ranks may take"):
+        predict(Cluster(inner=link()), compute(1.0), Exchanged(message_bytes=1e6), 8, 16)
 
 
 def test_compute_lies_on_straight_lines_and_outside_of_them_it_is_an_extrapolation() -> None:

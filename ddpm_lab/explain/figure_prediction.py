@@ -127,14 +127,15 @@ def steps(study: Study) -> Figure | None:
     title = "Predicted: the step with more ranks than were measured"
     try:
         known = {algorithm: predicted.basis(study, algorithm=algorithm) for algorithm in link_fit.ALGORITHMS}
-        made = {name: [found.at(n) for n in WORLD_SIZES] for name, found in known.items()}
+        predictions = {name: predicted.predictions(found, WORLD_SIZES).values() for name, found in known.items()}
     except NotEnoughData as missing:
         return fs.message(f"{title}: not enough data", phrases.context(study), f"Not enough data: {missing}.")
+    made = {name: [p for p in each if isinstance(p, Prediction)] for name, each in predictions.items()}
     ring = known["ring"]
     first = next((p for p in reversed(made["ring"]) if p.label == "predicted"), made["ring"][0])
     figure, axes = fs.sheet(
-        f"Predicted for {first.ranks} ranks: {_percent(ring, first, first.seconds)} efficiency "
-        f"({_percent(ring, first, first.high)} to {_percent(ring, first, first.low)})",
+        f"Predicted for {first.ranks} ranks: {100 * first.efficiency:.0f} % efficiency "
+        f"({100 * first.efficiency_low:.0f} to {100 * first.efficiency_high:.0f} %)",
         f"{phrases.context(study, batch=False)} \N{MIDDLE DOT} each rank keeps {ring.rank_batch} images",
         [1.75, 1.75, 1.75],
         headings=["Step", "Throughput", "Efficiency: images a second of each rank, one rank alone is 100 %"],
@@ -148,16 +149,19 @@ def steps(study: Study) -> Figure | None:
         lambda ranks, seconds: ranks * ring.rank_batch / seconds,
         lambda _, seconds: 100 * ring.own_seconds / seconds,
     )
+    measured = [(1, ring.own_seconds), *((p.ranks, seconds) for seconds, p in ring.checks if _comparable(ring, p))]
     for ax, view in zip(axes, views, strict=True):
         for i, (name, found) in enumerate(made.items()):
             x = [p.ranks for p in found]
             low, middle, high = ([view(p.ranks, getattr(p, n)) for p in found] for n in ("low", "seconds", "high"))
+            if ax is axes[-1]:
+                names = ("efficiency_low", "efficiency", "efficiency_high")
+                low, middle, high = ([100 * getattr(p, n) for p in found] for n in names)
             ax.fill_between(x, low, high, color=fs.PALETTE[i], alpha=0.14, lw=0, zorder=1)
             ax.plot(x, middle, color=fs.PALETTE[i], ls=_DASHES[name], lw=1.5, marker=_MARKERS[i], ms=5.5, mfc="white")
-        measured = [(1, ring.own_seconds), *((p.ranks, seconds) for seconds, p in ring.checks if _comparable(ring, p))]
         for ranks, seconds in measured:
             ax.plot([ranks], [view(ranks, seconds)], "o", color=fs.INK, ms=6.5, zorder=4)
-        _across(ax, made["ring"], 0.06 if ax is axes[-1] else 0.96)
+        _across(ax, max(made.values(), key=len), 0.06 if ax is axes[-1] else 0.96)
     _legend(axes[0], list(made))
     axes[0].set_ylabel("milliseconds")
     axes[1].set_ylabel("images per second")
@@ -172,10 +176,6 @@ def steps(study: Study) -> Figure | None:
         ax.yaxis.set_minor_locator(NullLocator())
     axes[2].set_xlabel("ranks")
     return figure
-
-
-def _percent(found: Basis, made: Prediction, seconds: float) -> str:
-    return f"{100 * found.efficiency(made, seconds):.0f} %"
 
 
 def _comparable(ring: Basis, made: Prediction) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from ddpm_lab.exchange_settings import ExchangeConfig
 from ddpm_lab.explain import links, phrases, prediction
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import SCALING, Study
-from ddpm_lab.explain.link_fit import NotEnoughData
+from ddpm_lab.explain.link_fit import Array, NotEnoughData
 from ddpm_lab.explain.prediction import (
     EXTRAPOLATION,
     Cluster,
@@ -54,18 +55,13 @@ class Basis:
     def at(self, ranks: int, rank_batch: float | None = None) -> Prediction:
         """The predicted step of so many ranks. Raises NotEnoughData, or ConfigError."""
         batch = self.rank_batch if rank_batch is None else rank_batch
-        return prediction.predict(self.cluster, self.compute, self.exchanged, ranks, batch)
-
-    def efficiency(self, found: Prediction, of: float | None = None) -> float:
-        """Images a second of each rank over those of one rank alone with the batch of ``rank_batch``."""
-        seconds = found.seconds if of is None else of
-        return found.rank_batch / seconds / (self.rank_batch / self.own_seconds)
+        return prediction.predict(self.cluster, self.compute, self.exchanged, ranks, batch, own_batch=self.rank_batch)
 
     def assumptions(self) -> str:
         """What every prediction takes for granted, in sentences."""
-        link = self.cluster.outer or self.cluster.inner
-        assert link is not None
         per_host = self.cluster.ranks_per_host
+        link = self.cluster.inner or self.cluster.outer
+        assert link is not None
         where = (
             "every link as the measured one"
             if per_host is None
@@ -81,7 +77,7 @@ class Basis:
         buckets = phrases.plural(self.exchanged.buckets, "bucket")
         return (
             f"Assumed: {link.algorithm}, {where}; {size} in {buckets}; {overlap}; each rank as fast as the one "
-            "measured alone."
+            f"measured alone{', with as many cores' if self.config.device == 'cpu' else ''}."
         )
 
 
@@ -101,7 +97,7 @@ def basis(study: Study, *, algorithm: str = "ring", ranks_per_host: int | None =
     if inner is None and outer is None:
         raise NotEnoughData("; ".join(kind.reason for kind in kinds.values()))
     # Ranks with hosts of their own are what a link between hosts says something of.
-    cluster = Cluster(inner=inner or outer, outer=outer if ranks_per_host else None, ranks_per_host=ranks_per_host)
+    cluster = Cluster(inner=inner or outer, outer=outer, ranks_per_host=ranks_per_host)
     parameters = _parameters(study, {r["run_id"] for r in rows})
     if parameters is None:
         raise NotEnoughData("the records do not say how many weights the network has: measure them again")
@@ -127,7 +123,9 @@ def _training(study: Study) -> list[Row]:
     for row in comparisons(study).to_dict("records"):
         config = row["config"]
         if row["experiment"] == SCALING and row["sets"] and row["role"] != "twin" and config.workload == DDPM:
-            alike = replace(config, world_size=1, global_batch_size=1, accumulation=1, exchange=ExchangeConfig())
+            alike = replace(
+                config, world_size=1, nodes=1, global_batch_size=1, accumulation=1, exchange=ExchangeConfig()
+            )
             groups[alike.run_id].append({str(k): v for k, v in row.items()})
     return max(groups.values(), key=lambda rows: len({r["batch"] for r in rows if r["ranks"] == 1}), default=[])
 
@@ -161,11 +159,21 @@ def _parameters(study: Study, run_ids: set[str]) -> int | None:
 
 def _pairs(rows: Sequence[Row]) -> Iterable[tuple[Row, Row]]:
     """Steps of several ranks with and without their exchange, all else alike."""
-    silent = {(r["ranks"], r["batch"]): r for r in rows if not r["config"].exchange.enabled and _log_error(r)}
+    silent = {_work(r): r for r in rows if not r["config"].exchange.enabled and _log_error(r)}
     for row in rows:
-        other = silent.get((row["ranks"], row["batch"]))
+        other = silent.get(_work(row))
         if row["ranks"] > 1 and other is not None and row["config"].exchange == ExchangeConfig() and _log_error(row):
             yield row, other
+
+
+def _work(row: Row) -> tuple[int, int, int]:
+    return row["ranks"], row["config"].nodes, row["batch"]
+
+
+def _laid_out(row: Row, cluster: Cluster) -> Cluster:
+    """The links with the ranks of a row on its hosts."""
+    nodes = row["config"].nodes
+    return replace(cluster, ranks_per_host=row["ranks"] // nodes if nodes > 1 else None)
 
 
 def _hidden(
@@ -180,12 +188,19 @@ def _hidden(
     for row, silent in _pairs(rows):
         if row["ranks"] == without:
             continue
-        whole = cluster.draws(row["ranks"], exchanged.message_bytes, exchanged.buckets, rng)
-        seconds = [
-            r["step_seconds"] * np.exp(_log_error(r) * rng.standard_t(r["sets"] - 1, len(whole))) for r in (row, silent)
-        ]
-        found.append(np.clip(1 - (seconds[0] - seconds[1]) / whole, 0.0, 1.0))
+        with contextlib.suppress(NotEnoughData):  # a kind of link that was not measured
+            here = _laid_out(row, cluster)
+            whole = here.draws(row["ranks"], exchanged.message_bytes, exchanged.buckets, rng)
+            found.append(_share(row, silent, whole, rng))
     return tuple(float(v) for v in np.mean(found, axis=0)) if found else None
+
+
+def _share(row: Row, silent: Row, whole: Array, rng: np.random.Generator) -> Array:
+    """Draws of the hidden share from one pair of steps."""
+    seconds = [
+        r["step_seconds"] * np.exp(_log_error(r) * rng.standard_t(r["sets"] - 1, len(whole))) for r in (row, silent)
+    ]
+    return np.asarray(np.clip(1 - (seconds[0] - seconds[1]) / whole, 0.0, 1.0))
 
 
 def _checks(
@@ -196,18 +211,19 @@ def _checks(
     Compute is that of the same ranks without exchange where it was measured: ranks that share the cores of a machine
     are slower than one alone, so of those nothing else is predicted.
     """
-    silent = {(row["ranks"], row["batch"]): other for row, other in _pairs(rows)}
+    silent = {_work(row): other for row, other in _pairs(rows)}
     for row in rows:
         if row["ranks"] == 1 or row["config"].exchange != ExchangeConfig():
             continue
-        other = silent.get((row["ranks"], row["batch"]))
-        if other is None and row["config"].device == "cpu":
+        other = silent.get(_work(row))
+        if other is None and row["config"].device == "cpu" and row["config"].nodes < row["ranks"]:
             continue
         known = compute if other is None else Compute(speeds=_speeds([other]))
         hidden = _hidden(rows, cluster, exchanged, without=row["ranks"])
         batch = row["batch"] / row["ranks"]
         try:
-            found = prediction.predict(cluster, known, replace(exchanged, hidden=hidden), row["ranks"], batch)
+            here = _laid_out(row, cluster)
+            found = prediction.predict(here, known, replace(exchanged, hidden=hidden), row["ranks"], batch)
         except NotEnoughData:
             continue
         yield row["step_seconds"], found
@@ -223,7 +239,7 @@ def further(study: Study) -> tuple[str, pd.DataFrame]:
     caption = (
         f"Predicted, not measured: {found.rank_batch} images a rank. {found.assumptions()} {check(found)} {rule()}"
     )
-    return caption, table(found, made)
+    return caption, table(made)
 
 
 def predictions(
@@ -244,7 +260,7 @@ def predictions(
     return made
 
 
-def table(found: Basis, made: Mapping[int, Prediction | str]) -> pd.DataFrame:
+def table(made: Mapping[int, Prediction | str]) -> pd.DataFrame:
     """Predictions as strings, one row for each number of ranks."""
     rows = []
     for ranks, p in made.items():
@@ -260,7 +276,8 @@ def table(found: Basis, made: Mapping[int, Prediction | str]) -> pd.DataFrame:
                 "Compute": phrases.seconds(p.compute_seconds),
                 "Exchange": phrases.seconds(p.exchange_seconds),
                 "Images/s": phrases.significant(ranks * p.rank_batch / p.seconds),
-                "Efficiency": f"{100 * found.efficiency(p):.0f} %",
+                "Efficiency": f"{100 * p.efficiency:.0f} % ({100 * p.efficiency_low:.0f} to "
+                f"{100 * p.efficiency_high:.0f} %)",
                 "Label": p.label,
             }
         )
@@ -284,5 +301,5 @@ def rule() -> str:
     """When a prediction is an extrapolation, and what that does to its interval."""
     return (
         f"Extrapolation: beyond {EXTRAPOLATION} times the largest measured number of ranks, or outside the measured "
-        "batches; each doubling beyond adds the interval's half-width once more, in logarithm."
+        "batches; each doubling beyond adds the error of the exchange, or of the compute, once more, in logarithm."
     )

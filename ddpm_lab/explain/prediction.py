@@ -111,11 +111,14 @@ class Cluster:
         """How many exchange over each kind of link."""
         local, hosts = self.shape(ranks)
         found = []
-        for count, link, where in ((local, self.inner, "on one host"), (hosts, self.outer, "between hosts")):
+        for count, link, where, how in (
+            (local, self.inner, "on one host", "several ranks of a host"),
+            (hosts, self.outer, "between hosts", "one rank on each host"),
+        ):
             if count > 1:
                 if link is None:
                     raise NotEnoughData(
-                        f"the ledger holds no all-reduce {where}: measure the question all_reduce with its ranks there"
+                        f"the ledger holds no all-reduce {where}: measure the question all_reduce with {how}"
                     )
                 found.append((count, link))
         return found
@@ -142,52 +145,84 @@ class Exchanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A step at a number of ranks: seconds with their 90 % interval; ``label`` is predicted or extrapolation."""
+    """A step at a number of ranks: seconds with their 90 % interval; ``label`` is predicted or extrapolation.
+
+    ``efficiency``, with its interval, is the images a second of each rank over those of one rank alone. What is not
+    known of the compute is in both and cancels.
+    """
 
     ranks: int
     rank_batch: float
     seconds: float
     low: float
     high: float
+    efficiency: float
+    efficiency_low: float
+    efficiency_high: float
     compute_seconds: float
     exchange_seconds: float
     label: str
 
 
-def _step(alone: npt.ArrayLike, exchange: npt.ArrayLike, share: npt.ArrayLike) -> Array:
-    alone, exchange, share = np.asarray(alone), np.asarray(exchange), np.asarray(share)
-    return np.asarray(alone + exchange - np.minimum(share * exchange, HIDING_SHARE * alone))
-
-
-def predict(cluster: Cluster, compute: Compute, exchanged: Exchanged, ranks: int, rank_batch: float) -> Prediction:
-    """A step of ``ranks`` ranks with ``rank_batch`` images each.
+def predict(
+    cluster: Cluster,
+    compute: Compute,
+    exchanged: Exchanged,
+    ranks: int,
+    rank_batch: float,
+    *,
+    own_batch: float | None = None,
+) -> Prediction:
+    """A step of ``ranks`` ranks with ``rank_batch`` images each; efficiency is against one with ``own_batch`` of them.
 
     seconds = compute + exchange - min(hidden x exchange, two thirds of the compute). Beyond four times the largest
-    measured number of ranks, and outside of the measured batches, it is an extrapolation: each end of the interval then
-    lies 1 + d times as far from the prediction, in logarithm, d being the doublings beyond. Raises NotEnoughData.
+    measured number of ranks, and outside of the measured batches, it is an extrapolation: draws of the exchange, or of
+    the compute, then lie 1 + d times as far from their middle, in logarithm, d being the doublings beyond. Raises
+    NotEnoughData, also where the ends of the interval lie further apart than a factor of ten.
     """
     message = (ranks, exchanged.message_bytes, exchanged.buckets)
     alone, exchange = compute.seconds(rank_batch), cluster.seconds(*message)
-    rng = np.random.default_rng(0)
-    alone_draws, exchange_draws = compute.draws(rank_batch, rng), cluster.draws(*message, rng)
-    middles, ends = [], []
+    beyond = (compute.beyond(rank_batch), cluster.beyond(ranks))
+    alone_draws = _widened(compute.draws(rank_batch, np.random.default_rng(0)), alone, beyond[0])
+    exchange_draws = _widened(cluster.draws(*message, np.random.default_rng(1)), exchange, beyond[1])
+    own_batch = rank_batch if own_batch is None else own_batch
+    # The same seed gives the same errors of the measured points, so that they cancel.
+    per_image = compute.seconds(own_batch) / own_batch
+    per_image_draws = compute.draws(own_batch, np.random.default_rng(0)) / own_batch
+    middles, ends, shares = [], [], []
     for hidden in (0.0, 1.0) if exchanged.hidden is None else (exchanged.hidden,):
         share = np.resize(np.asarray(hidden, dtype=float), DRAWS)
         middles.append(float(_step(alone, exchange, np.median(share))))
-        ends.append(bounds(_step(alone_draws, exchange_draws, share)))
+        steps = _step(alone_draws, exchange_draws, share)
+        ends.append(bounds(steps))
+        shares.append(bounds(rank_batch * per_image_draws / steps))
     seconds, low, high = math.sqrt(middles[0] * middles[-1]), ends[-1][0], ends[0][1]
     if high > WIDEST * low:
         raise NotEnoughData(
             f"a step of {ranks} ranks may take {low:.2g} to {high:.2g} s: measure more sets, or on a quieter machine"
         )
-    doublings = cluster.beyond(ranks) + compute.beyond(rank_batch)
     return Prediction(
         ranks=ranks,
         rank_batch=rank_batch,
         seconds=seconds,
-        low=seconds * (low / seconds) ** (1 + doublings),
-        high=seconds * (high / seconds) ** (1 + doublings),
+        low=low,
+        high=high,
+        efficiency=rank_batch * per_image / seconds,
+        efficiency_low=shares[0][0],
+        efficiency_high=shares[-1][1],
         compute_seconds=alone,
         exchange_seconds=exchange,
-        label="extrapolation" if doublings else "predicted",
+        label="extrapolation" if any(beyond) else "predicted",
     )
+
+
+def _widened(draws: Array, middle: float, doublings: float) -> Array:
+    """Draws so many times as far from their middle, in logarithm, as the rule of extrapolation says."""
+    if not doublings or not middle:
+        return draws
+    return np.asarray(middle * np.exp(np.clip((1 + doublings) * np.log(draws / middle), -50, 50)))
+
+
+def _step(alone: npt.ArrayLike, exchange: npt.ArrayLike, share: npt.ArrayLike) -> Array:
+    alone, exchange, share = np.asarray(alone), np.asarray(exchange), np.asarray(share)
+    return np.asarray(alone + exchange - np.minimum(share * exchange, HIDING_SHARE * alone))
