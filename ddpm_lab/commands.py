@@ -62,6 +62,12 @@ def prepare(options: argparse.Namespace) -> int:
 
 
 _LISTS = ("parts", "trainers", "candidates")
+_OWNED = {
+    **dict.fromkeys(("parts", "trainers"), "peers"),
+    **dict.fromkeys(("candidates", "inception", "fid_images"), "quality"),
+    **dict.fromkeys(("scaling", "lost_scaling"), "multi_gpu"),
+}
+"""Options that one experiment alone takes."""
 
 
 def _grid(name: str, options: argparse.Namespace, weighed: Strategy | None) -> dict[str, Any]:
@@ -70,8 +76,7 @@ def _grid(name: str, options: argparse.Namespace, weighed: Strategy | None) -> d
 
     grid: dict[str, Any] = {}
     grid |= {name: value for name in ("seeds", "images") if (value := getattr(options, name)) is not None}
-    owned = (("parts", "peers"), ("trainers", "peers"), ("candidates", "quality"))
-    for option, owner in (*owned, ("lost_scaling", "multi_gpu"), ("scaling", "multi_gpu")):
+    for option, owner in _OWNED.items():
         if (given := getattr(options, option)) is not None:
             if name != owner:
                 flag = option.replace("_", "-")
