@@ -39,7 +39,8 @@ test: setup ## run the fast tests, two at a time (ARGS='-n 0': one by one)
 	@.venv/bin/python -m pytest -n 2 --dist worksteal -m 'not slow and not gpu' $(ARGS)
 
 test-slow: setup ## run the other tests (those that need a GPU skip themselves without one)
-	@.venv/bin/python -m pytest -m 'slow or gpu' $(ARGS)
+	@.venv/bin/python -m pytest -n 2 --dist worksteal -m '(slow or gpu) and not alone' $(ARGS)
+	@.venv/bin/python -m pytest -m alone $(ARGS)
 
 lint: setup ## check style and types
 	.venv/bin/ruff check

@@ -153,7 +153,7 @@ def _run_options(subparsers: Any) -> None:
     _resolution(run, "(default: the planned number of sets)")
     run.add_argument("--seed", type=int, default=0, help="seed of weights, data order and noise (default: 0)")
     run.add_argument(
-        "--oversubscribe", action="store_true", help="allow more CPU ranks than cores; speed is not claimed"
+        "--oversubscribe", action="store_true", help="allow more ranks than cores or GPUs; speed is not claimed"
     )
     run.add_argument("--start-method", choices=START_METHODS, default="forkserver", help="how ranks are started")
     run.add_argument("--json", action="store_true", help="print JSON")

@@ -137,7 +137,8 @@ class RunConfig(_Remembered):
     ``implementation`` "plain" is the network as its paper's code is usually written, in NCHW and einsum; ``kernels``
     "fused" joins normalisation and what follows it in one pass (CPU only). ``attention_axis`` is over what the seed
     family's middle attention normalises. ``read_loss`` makes every step wait for its loss, as printing it would.
-    ``threads`` are the compute threads of a rank; 0 gives each its share of the usable cores.
+    ``threads`` are the compute threads of a rank; 0 gives each its share of the usable cores. With ``oversubscribe``
+    there are more ranks than cores, or GPUs, which they share by gloo: that shows that it works, and no speed.
     """
 
     purpose: str = "timing"
@@ -244,7 +245,7 @@ class RunConfig(_Remembered):
             raise ConfigError("compile is 'regional', which compiles the lab's own blocks: use whole for 'plain'")
         if self.world_size == 1 and self.exchange != ExchangeConfig():
             raise ConfigError("exchange has settings, but one rank exchanges nothing: leave it out, or use more ranks")
-        if self.exchange.nccl != "default" and self.device != "cuda":
+        if self.exchange.nccl != "default" and (self.device != "cuda" or self.oversubscribe):
             raise ConfigError(
                 f"exchange.nccl is {self.exchange.nccl!r} on {self.device}, where gloo exchanges gradients and not "
                 "NCCL: leave it out, or use GPUs"

@@ -27,6 +27,8 @@ RECORDS = Path("trace_output", "published")
 README = "README.md"
 BEGIN = "<!-- answers: written by ddpm-lab figures --publish -->"
 END = "<!-- end of answers -->"
+BAR = "\\|"
+"""A bar that ends no cell of a Markdown table."""
 _LEVELS = 30
 
 
@@ -83,35 +85,55 @@ def publish(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[
     for old in folder.glob("*.png"):
         old.unlink()
     drawn = _draw(_studies(Ledger(target).read()[0], None, output), folder)
-    readme = output / README
-    if readme.is_file():
-        readme.write_text(_with_answers(readme.read_text(), output))
+    for path, text in _pages(output).items():
+        path.write_text(text)
     return drawn
 
 
-def _with_answers(text: str, output: Path) -> str:
-    """The README's text with the lines between its marks computed from the published records, GPUs first."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    if not after:
-        return text
-    blocks = []
+def _pages(output: Path) -> dict[Path, str]:
+    """What is written from the published records: the README's answers, and a page of evidence beside the figures."""
+    pages, blocks = {}, []
     for ledger in sorted((output / RECORDS).glob("*.jsonl")):
         records = Ledger(ledger).read()[0]
         if not records:  # ``check`` names such a file
             continue
+        folder = FIGURES / ledger.stem
         studies = {s.experiment: s for s in _studies(records, None, output)}
         shown = studies[RECOMMENDATION]
-        picture = FIGURES / ledger.stem / f"{NAMES[RECOMMENDATION]}.png"
-        lines = [f"![{figures.alt_text(shown)}]({picture.as_posix()})", "", f"{shown.hardware}, {shown.date}:", ""]
-        lines += ["| question | answer |", "| --- | --- |"]
+        pages[output / folder / README] = _evidence(list(studies.values()), output / folder)
+        where = f"{shown.hardware}, {shown.date}"
+        lines = [
+            f"![{figures.alt_text(shown)}]({(folder / f'{NAMES[RECOMMENDATION]}.png').as_posix()})",
+            *("", f"{where} ([every figure, and the evidence in full]({(folder / README).as_posix()})):", ""),
+            *("| question | answer | ratio, 95 % interval | quality |", "| --- | --- | --- | --- |"),
+        ]
         for answer in studies.values():
             found = findings.finding(answer)
-            claim = found.claim.replace("|", "\\|")
-            lines.append(f"| {found.question} | {claim} |")
+            linked = f"[{found.question}]({(folder / f'{NAMES[answer.experiment]}.png').as_posix()})"
+            cells = (linked, found.headline, found.evidence(), found.quality.removeprefix("quality "))
+            lines.append(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |")
         blocks.append((not shown.records[-1].environment.machine.gpus, "\n".join(lines)))
-    answers = "\n\n".join(block for _, block in sorted(blocks)) or "No measurements are published yet."
-    return f"{before}{BEGIN}\n{answers}\n{END}{after}"
+    readme = output / README
+    text = readme.read_text() if readme.is_file() else ""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    if after:
+        answers = "\n\n".join(block for _, block in sorted(blocks)) or "No measurements are published yet."
+        pages[readme] = f"{before}{BEGIN}\n{answers}\n{END}{after}"
+    return pages
+
+
+def _evidence(studies: Sequence[Study], folder: Path) -> str:
+    """A page with each answer in full and its figures, for the folder that holds them."""
+    lines = [f"# {studies[0].hardware}", "", "Written by `ddpm-lab figures --publish` from the published records.", ""]
+    for answer in studies:
+        found, stem = findings.finding(answer), NAMES[answer.experiment]
+        lines += [f"## {found.question}", "", found.claim.replace("|", BAR), ""]
+        lines += [f"![{figures.alt_text(answer)}]({stem}.png)", ""]
+        for name, caption in figures.captions(answer.experiment).items():
+            if (folder / f"{stem}_{name}.png").exists():  # without data there is none
+                lines += [caption, "", f"![{caption}]({stem}_{name}.png)", ""]
+    return "\n".join(lines)
 
 
 def check(output: Path) -> list[str]:
@@ -150,9 +172,9 @@ def check(output: Path) -> list[str]:
             f"every figure differs: Matplotlib {mpl.__version__} here may draw text in another way than the "
             "locked version does; check in the environment of make setup"
         )
-    readme = output / README
-    if ledgers and readme.is_file() and readme.read_text() != _with_answers(readme.read_text(), output):
-        problems.append(f"{readme} does not say what the published records do: run ddpm-lab figures --publish")
+    for path, text in (_pages(output) if ledgers else {}).items():
+        if not path.is_file() or path.read_text() != text:
+            problems.append(f"{path} does not say what the published records do: run ddpm-lab figures --publish")
     return problems
 
 

@@ -59,7 +59,7 @@ class Setup:
         }
         settings = {"nodes": self.nodes(settings.get("world_size", 1)), **settings}
         config = RunConfig(**{**common, **settings})
-        over = config.device == "cpu" and config.node_size > self.usable_cores
+        over = config.node_size > (self.gpus if config.device == "cuda" else self.usable_cores)
         return dataclasses.replace(config, oversubscribe=True) if over and self.oversubscribe else config
 
     @property
@@ -88,8 +88,7 @@ class Setup:
     def world_sizes(self, asked: Sequence[int] | None, usual: Sequence[int]) -> list[int]:
         """The world sizes asked for, checked; or those of ``usual`` that this machine can run."""
         if asked is None:
-            over = self.device == "cpu" and self.oversubscribe
-            return [n for n in usual if (n <= self.most_ranks or over) and n % self.nodes(n) == 0]
+            return [n for n in usual if (n <= self.most_ranks or self.oversubscribe) and n % self.nodes(n) == 0]
         several("world_sizes", asked)
         for ranks in asked:
             whole("world_sizes", ranks, 1)
@@ -122,11 +121,16 @@ class Setup:
 
 
 def check_ranks(device: str, ranks: int, gpus: int, usable_cores: int, oversubscribe: bool = False) -> None:
-    """Raise ConfigError for more ranks than there are GPUs, or usable cores, to give each one of its own."""
-    if device == "cuda" and ranks > gpus:
-        raise ConfigError(f"{ranks} ranks need {ranks} GPUs, this machine has {gpus}: give at most {gpus}")
-    if device == "cpu" and ranks > usable_cores and not oversubscribe:
-        raise ConfigError(
-            f"{ranks} CPU ranks need {ranks} cores, {usable_cores} are usable here: give at most {usable_cores}, or "
-            "set oversubscribe (such records show that it works, and nothing about speed)"
-        )
+    """Raise ConfigError for more ranks than there are GPUs, or usable cores, to give each one of its own.
+
+    With ``oversubscribe`` ranks share them, but for a machine without any GPU.
+    """
+    most = gpus if device == "cuda" else usable_cores
+    if ranks <= most or (oversubscribe and most):
+        return
+    need = f"{ranks} ranks need {ranks} GPUs, this machine has {gpus}"
+    if device == "cpu":
+        need = f"{ranks} CPU ranks need {ranks} cores, {usable_cores} are usable here"
+    raise ConfigError(
+        f"{need}: give at most {most}, or set oversubscribe (such records show that it works, and nothing about speed)"
+    )

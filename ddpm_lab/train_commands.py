@@ -49,7 +49,7 @@ def add_options(subparsers: Any) -> None:
     train.add_argument("--world-size", type=int, help="ranks, each with a GPU or a core of its own (default: 1)")
     train.add_argument("--device", choices=DEVICES, help="default: the GPU where there is one")
     train.add_argument("--seed", type=int, help="seed of weights, data order and noise (default: 0)")
-    train.add_argument("--oversubscribe", action="store_true", help="allow more CPU ranks than cores")
+    train.add_argument("--oversubscribe", action="store_true", help="allow more ranks than cores or GPUs")
     train.add_argument("--save-every", type=int, metavar="N", help="steps between checkpoints (default: 1000)")
     train.add_argument("--sample-every", type=int, metavar="N", help="between sample grids (default: 1000; 0: none)")
     train.add_argument(

@@ -83,6 +83,7 @@ def test_options_that_cannot_be_run_are_refused(options: dict[str, Any], words: 
         made(**options)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_two_ranks_are_measured_in_sets_as_any_workload_and_a_larger_message_takes_longer(
     instrument: Instrument, short_plan: Plan

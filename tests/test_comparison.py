@@ -133,6 +133,7 @@ def test_an_edited_file_is_measured_again_and_an_unchanged_one_is_not(mine: Path
     assert len({r.code_version for r in Ledger(out / "trace_output" / "ledger.jsonl").read()[0]}) == 2
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_twice_the_work_is_slower_and_everything_is_said(mine: Path, tmp_path: Path) -> None:
     found = compare(f"{mine.stem}:baseline", "mine:candidate", resolution=0.3, output_dir=tmp_path, quiet=True, sets=14)

@@ -8,6 +8,7 @@ FITTED = (Link(delay_seconds=1e-3, bits_per_second=1e8), Link(delay_seconds=3e-3
 OTHER = Link(delay_seconds=2e-3, bits_per_second=1.5e8)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.skipif(why_no_shaping() is not None, reason=str(why_no_shaping()))
 def test_steps_at_held_out_ranks_and_over_a_link_never_fitted_are_predicted_within_a_tenth() -> None:

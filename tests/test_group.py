@@ -13,15 +13,18 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 from conftest import alive, busy_config
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.group import Group, GroupFailed, Limits
 from ddpm_lab.measure.group_folder import sweep
+from ddpm_lab.measure.witness import mismatches
 
 MODULES = code_version("lab_workloads:busy").modules
 
@@ -60,6 +63,43 @@ def test_two_ranks_work_and_leave_nothing() -> None:
     )
     assert alive(pids) == []
     assert not folder.exists()
+
+
+def test_ranks_listen_to_this_host_alone() -> None:
+    with group(busy_config(2)) as g:
+        listening = [
+            c.laddr.ip
+            for pid in g.pids
+            for c in psutil.Process(pid).net_connections("tcp")
+            if c.status == psutil.CONN_LISTEN
+        ]
+        g.window(settle=0, steps=1, limit=30, stage="testing")
+    assert listening, "gloo connects its ranks by sockets"
+    assert set(listening) <= {"127.0.0.1", "::1"}
+
+
+def _on_gpu(world_size: int, **settings: Any) -> RunConfig:
+    values = {"loader": "resident", **settings}
+    return RunConfig(workload="ddpm_lab.model.train:ddpm", device="cuda", world_size=world_size, **values)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("ranks", "backend"), [(1, "nccl"), (2, "gloo")])
+def test_nccl_on_a_gpu_of_its_own_and_gloo_where_two_ranks_share_one(
+    synthetic: RunConfig, ranks: int, backend: str
+) -> None:
+    config = _on_gpu(ranks, data=synthetic.data, data_sha256=synthetic.data_sha256, oversubscribe=ranks > 1)
+    version = code_version(config.workload)
+    with Group(config, threads=1, modules=version.modules, environment={}) as g:
+        g.window(settle=1, steps=3, limit=120, stage="testing")
+        witness = g.witness()
+        hashes = g.call("weights_sha256", 60)
+        g.finish()
+    assert {w["backend"] for w in witness} == {backend}
+    assert {w["device"] for w in witness} == {"cuda:0"}
+    assert mismatches(config, witness) == []
+    assert len(set(hashes)) == 1, "the ranks train one network"
 
 
 @pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])

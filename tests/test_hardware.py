@@ -300,6 +300,7 @@ def others_beside(command: list[str]) -> float | None:
     return before.others_cores(after, seconds)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_busy_stranger_is_seen_and_a_busy_child_is_not() -> None:
     mine = others_beside([sys.executable, "-c", SPIN])

@@ -236,6 +236,7 @@ def hungry(batch: int, **options: Any) -> RunConfig:
     return dataclasses.replace(config, workload="lab_workloads:hungry", global_batch_size=batch)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_real_groups_find_the_planted_size_and_a_kill_costs_one_try(
     tmp_path: Path, instrument: Instrument, short_plan: Plan, monkeypatch: pytest.MonkeyPatch
@@ -287,6 +288,7 @@ def test_real_groups_find_the_planted_size_and_a_kill_costs_one_try(
     assert len(ledger.read()[0]) == len(records)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_real_resident_set_is_predicted(
     tmp_path: Path, instrument: Instrument, short_plan: Plan, monkeypatch: pytest.MonkeyPatch

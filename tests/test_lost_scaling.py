@@ -71,6 +71,7 @@ def test_it_is_measured_in_full_or_when_asked_for_with_a_profile_of_all_ranks() 
     assert not multi_gpu(setup(cores=1), lost_scaling=True).profiles
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_what_is_planted_in_real_ranks_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits of known length, so that ranks do not fight for cores; each is of its own size."""

@@ -71,12 +71,14 @@ def error(known: Known, found: Callable[[dict[str, Any]], float], true: Callable
     return statistics.median(abs(found(window) / true(truth) - 1) for window, truth in known)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["data", "copy", "forward", "backward", "communication", "optimizer", "ema"])
 def test_each_phase_comes_back_within_two_percent(known: Known, phase: str) -> None:
     assert error(known, lambda window: window["phases"][phase], lambda truth: truth[phase]) < 0.02
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_overlap_comes_back_within_two_percent(known: Known) -> None:
     assert all(truth["overlapped"] < 0.95 * truth["exchange"] for _, truth in known), "nothing to tell apart"
@@ -84,6 +86,7 @@ def test_overlap_comes_back_within_two_percent(known: Known) -> None:
         assert error(known, lambda w, f=field: w["spans"]["communication"][f], lambda t, n=true: t[n]) < 0.02  # type: ignore[misc]
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_the_residual_is_the_time_that_no_mark_names(known: Known) -> None:
     off = []
@@ -105,6 +108,7 @@ def test_a_timed_run_carries_no_phase_clock() -> None:
 # Two ranks that exchange gradients
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("hook", [False, True])
 def test_communication_of_two_ranks_is_seen_and_stays_as_it_was(hook: bool) -> None:
@@ -130,6 +134,7 @@ def test_communication_of_two_ranks_is_seen_and_stays_as_it_was(hook: bool) -> N
             assert abs(window["residual_seconds"]) < 0.03 * window["step_seconds"]
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_the_others_wait_for_a_slow_rank_in_communication() -> None:
     with group("exchanging", 2, slow_rank=1) as g:
@@ -228,6 +233,7 @@ def test_mean_counts_what_a_window_lacks_as_nothing() -> None:
 # What it costs
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_marks_cost_less_than_one_percent_of_a_step(tmp_path: Path) -> None:
     """Bare, watched and recorded steps of the smallest network alternate inside one process.

@@ -151,13 +151,29 @@ def test_an_empty_published_ledger_is_named_and_the_rest_stands(output: Path) ->
     (output / "README.md").write_text(f"above\n{published.BEGIN}\n{published.END}\nbelow\n")
     published.publish([output / published.RECORDS / f"{SLUG}.jsonl"], None, output)
     text = (output / "README.md").read_text()
-    assert "bf16 trains 1.50 times as fast as fp32" in text
+    (row,) = [line for line in text.splitlines() if "bf16 trains 1.50 times as fast as fp32" in line]
+    assert f"(image_output/published/{SLUG}/03_amp.png)" in row
+    assert "1.50 (" in row, "the ratio stands beside the answer, with its interval"
     empty = output / published.RECORDS / "another-machine.jsonl"
     empty.touch()
     (problem,) = published.check(output)
     assert problem == f"{empty} holds no records: delete it, or publish that machine's records again"
     published.publish([output / published.RECORDS / f"{SLUG}.jsonl"], None, output)
     assert (output / "README.md").read_text() == text
+
+
+def test_the_evidence_of_each_answer_lies_beside_its_figures(output: Path) -> None:
+    ledger = output / published.RECORDS / f"{SLUG}.jsonl"
+    drawn = published.publish([ledger], None, output)
+    page = output / published.FIGURES / SLUG / "README.md"
+    text = page.read_text()
+    for _, answer in drawn:
+        assert answer.claim in text
+    linked = re.findall(r"\]\((.*?\.png)\)", text)
+    assert sorted(linked) == sorted(path.name for path in page.parent.glob("*.png")), "every figure, and no other"
+    page.write_text(text.replace("1.50", "1.60"))
+    (problem,) = published.check(output)
+    assert problem == f"{page} does not say what the published records do: run ddpm-lab figures --publish"
 
 
 def test_without_any_record_the_readme_says_so(output: Path) -> None:

@@ -151,8 +151,8 @@ def test_ranks_asked_for_by_name_are_measured_or_refused() -> None:
         multi_gpu(setup("64 cores"), world_sizes=[1, 3], global_batch_sizes=[32])
     with pytest.raises(ConfigError, match="9 ranks need 9 GPUs, this machine has 8: give at most 8"):
         multi_gpu(setup("8 GPUs"), world_sizes=[9])
-    with pytest.raises(ConfigError, match="9 ranks need 9 GPUs"):
-        multi_gpu(setup("8 GPUs", oversubscribe=True), world_sizes=[9])
+    shared = multi_gpu(setup("8 GPUs", oversubscribe=True), world_sizes=[8, 16], scaling="strong")
+    assert [c.oversubscribe for c in members(shared.families[0])] == [False, False, True]
     with pytest.raises(ConfigError, match=r"4 CPU ranks need 4 cores, 2 are usable here.*oversubscribe"):
         multi_gpu(setup(), world_sizes=[4])
     over = multi_gpu(setup(oversubscribe=True), world_sizes=[2, 4])

@@ -146,6 +146,7 @@ def test_without_a_baseline_nothing_else_is_kept(instrument: Instrument, short_p
     assert {r.role for r in records} <= {"baseline", "twin"}
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_planted_work_shows_in_the_ratio(instrument: Instrument) -> None:
     """Half as much work again takes half as long again; a wide tolerance, since one set is no measurement."""

@@ -1,5 +1,6 @@
 """The witness: every way in which a label can lie is named."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -39,6 +40,17 @@ def saw(rank: int, **changes: Any) -> dict[str, Any]:
         "indices_sha256": f"share {rank}",
         **changes,
     }
+
+
+def _on(uuid: str, rank: int) -> dict[str, Any]:
+    return {"rank": rank, "device": "cuda:0", "device_uuid": uuid}
+
+
+def test_ranks_share_a_gpu_only_where_the_label_says_so() -> None:
+    config = RunConfig(device="cuda", world_size=2)
+    (found,) = mismatches(config, [_on("GPU-1", 0), _on("GPU-1", 1)])
+    assert "2 ranks ran on 1 distinct GPUs" in found
+    assert mismatches(dataclasses.replace(config, oversubscribe=True), [_on("GPU-1", 0), _on("GPU-1", 1)]) == []
 
 
 def test_honest_labels_pass() -> None:

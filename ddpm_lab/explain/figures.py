@@ -124,16 +124,21 @@ def figure(study: Study) -> Figure:
 
 def more(study: Study) -> list[tuple[str, Figure, str]]:
     """Further figures as (caption, figure, name for its file); those without data are left out."""
-    found = []
     with fs.style():
-        learned = _LEARNED if study.experiment in WITH_TRIALS else ()
-        for draw, name, caption in (*_MORE.get(study.experiment, ()), *learned):
-            drawn = draw(study)
-            if drawn is not None:
-                found.append((caption, drawn, name))
-        if study.experiment == "profile" and (drawn := _operators_beside(study)) is not None:
-            found.append(("Operators of profiled steps, each second counted once.", drawn, "operators"))
-    return found
+        drawn = [(caption, draw(study), name) for draw, name, caption in _further(study.experiment)]
+    return [(caption, figure, name) for caption, figure, name in drawn if figure is not None]
+
+
+def captions(experiment: str) -> dict[str, str]:
+    """What the further figures of a question show, by the name for their files."""
+    return {name: caption for _, name, caption in _further(experiment)}
+
+
+def _further(experiment: str) -> tuple[tuple[Callable[[Study], Figure | None], str, str], ...]:
+    if experiment == "profile":
+        own = ((_operators_beside, "operators", "Operators of profiled steps, each second counted once."),)
+        return (*_MORE.get(experiment, ()), *own)
+    return (*_MORE.get(experiment, ()), *(_LEARNED if experiment in WITH_TRIALS else ()))
 
 
 def alt_text(study: Study) -> str:

@@ -65,6 +65,14 @@ class Finding:
     noise_high: float = math.nan
     quality: str = f"quality {QUALITY}"
 
+    def evidence(self) -> str:
+        """Ratio, interval and sets of the comparison that the answer is about; a dash where it is about none."""
+        if not self.sets:
+            return "\N{EN DASH}"
+        row = {"ratio": self.ratio, "low": self.low, "high": self.high, "sets": self.sets}
+        between = f" ({phrases.interval(row)})" if phrases.interval(row) else ""
+        return f"{phrases.ratio(row)}{between}, {phrases.plural(self.sets, 'set')}"
+
 
 def headline(study: Study) -> str:
     """The finding in one line, for titles."""

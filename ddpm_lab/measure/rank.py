@@ -78,12 +78,13 @@ class Rank:
         torch.set_num_threads(self.job.threads)
         torch.manual_seed(config.seed)
         self.cuda = config.device == "cuda"
-        self.device = f"cuda:{self.job.device_index}" if self.cuda else "cpu"
+        self.device = f"cuda:{self._device_index()}" if self.cuda else "cpu"
         if self.cuda:
             torch.cuda.set_device(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
         dist.init_process_group(
-            "nccl" if self.cuda else "gloo",
+            # NCCL refuses two ranks on one GPU.
+            "nccl" if self.cuda and not config.oversubscribe else "gloo",
             store=self._store(),
             rank=self.job.rank,
             world_size=config.world_size,
@@ -106,6 +107,11 @@ class Rank:
         # What exists now lives as long as the rank. Left to the collector, it would be searched before every window.
         gc.collect()
         gc.freeze()
+
+    def _device_index(self) -> int:
+        """The rank's own GPU; one of those that are here where ranks share them."""
+        index, shared = self.job.device_index, self.job.config.oversubscribe
+        return index % torch.cuda.device_count() if shared else index
 
     def _store(self) -> Any:
         """Where the ranks of the group find each other, and nobody else finds them."""
