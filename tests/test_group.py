@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -76,6 +78,24 @@ def test_ranks_listen_to_this_host_alone() -> None:
         g.window(settle=0, steps=1, limit=30, stage="testing")
     assert listening, "gloo connects its ranks by sockets"
     assert set(listening) <= {"127.0.0.1", "::1"}
+
+
+@pytest.mark.slow
+def test_one_to_four_ranks_train_the_same(synthetic: RunConfig) -> None:
+    """Beyond the cores too, where nothing is said of speed: the images, timesteps and noise are those of the batch."""
+    version = code_version(synthetic.workload)
+    losses = []
+    for ranks in (1, 2, 3, 4):
+        config = dataclasses.replace(synthetic, global_batch_size=12, world_size=ranks, oversubscribe=True)
+        with Group(config, threads=1, modules=version.modules, environment={}) as g:
+            found = g.advance(6, 120)
+            witness = g.witness()
+            g.finish()
+        assert mismatches(config, witness) == []
+        assert sum(w["images"] for w in witness) == 6 * 12
+        losses.append([statistics.fmean(each) for each in zip(*(r["losses"] for r in found), strict=True)])
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], rel=1e-4)
 
 
 def _on_gpu(world_size: int, **settings: Any) -> RunConfig:
