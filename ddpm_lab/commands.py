@@ -176,7 +176,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print_summaries(measured: Sequence[Any]) -> None:
-    """The lines that a log is searched for, one block for each configuration, whatever else is printed."""
+    """The lines that a log is searched for, one block for each configuration; nobody needs them on a terminal."""
+    if sys.stderr.isatty():
+        return
     from ddpm_lab import summary_lines  # noqa: PLC0415
     from ddpm_lab.experiments import records_of  # noqa: PLC0415
 

@@ -108,9 +108,10 @@ def settings_of(base: RunConfig, setup: Setup) -> dict[str, RunConfig]:
         changes |= {"bf16 with joined kernels": {"precision": "bf16", "kernels": "fused"}}
     changes |= {"compiled": {"compile": "whole"}, f"batch {2 * batch}": {"global_batch_size": 2 * batch}}
     if setup.most_ranks > 1 and batch % 2 == 0:
-        changes["2 GPUs" if setup.device == "cuda" else "2 ranks"] = {"world_size": 2}
-        changes["bf16 exchange"] = {"world_size": 2, "exchange": ExchangeConfig(hook="bf16")}
-        changes["fp16 exchange"] = {"world_size": 2, "exchange": ExchangeConfig(hook="fp16")}
+        two = {"world_size": 2, "nodes": setup.nodes(2)}
+        changes["2 GPUs" if setup.device == "cuda" else "2 ranks"] = two
+        changes["bf16 exchange"] = {**two, "exchange": ExchangeConfig(hook="bf16")}
+        changes["fp16 exchange"] = {**two, "exchange": ExchangeConfig(hook="fp16")}
     if batch % 2 == 0:
         changes["2 micro-batches"] = {"accumulation": 2}
     changes["EMA every 10 steps"] = {"optimizer": replace(base.optimizer, ema_every=10)}

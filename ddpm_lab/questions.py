@@ -95,7 +95,7 @@ def multi_gpu(
         have = "GPU" if setup.device == "cuda" else "usable core"
         label = setup.ranks_label(2)
         left_out += [(f.name, label, f"this machine has one {have}; each rank needs its own") for f in families]
-        if setup.device == "cuda" and setup.usable_cores >= 2:
+        if setup.device == "cuda" and setup.usable_cores >= 2 and setup.places != 1:
             families.append(_mechanism(setup, precision))
     wanted = full if lost_scaling is None else lost_scaling
     shared = next((batch for batch in sorted(batches) if ranks and batch % ranks[-1] == 0), None)

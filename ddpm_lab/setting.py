@@ -75,7 +75,7 @@ class Setup:
 
     def nodes(self, ranks: int) -> int:
         """Over how many hosts so many ranks are spread: as few as have room for them."""
-        return fewest_hosts(ranks, self.hosts, self.places)
+        return fewest_hosts(ranks, self.hosts, self.node_size if self.places else 0)
 
     def batch_size(self, asked: int | None, ranks: int = 1) -> int:
         """The global batch size asked for, or the preset's: 128, and 8 on a CPU except in ``full``."""

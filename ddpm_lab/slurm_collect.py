@@ -119,7 +119,8 @@ def whole_sets(path: Path) -> list[RunRecord]:
     """The records of a ledger without those of a set that was not written as a whole.
 
     The lines of a set are written together. Where one is damaged, as by a full disk or while it is being written, its
-    set lacks a member (that of the line before it, where it does not say); so does one without baseline and twin.
+    set lacks a member (that of the line before it, where it does not say); so does one without baseline and twin,
+    unless it is the row of a baseline that failed, beside which nothing is kept.
     """
     heads, damaged = Ledger(path).heads()
     records, more = load(heads)
@@ -131,7 +132,9 @@ def whole_sets(path: Path) -> list[RunRecord]:
     roles: dict[str, set[str]] = {}
     for r in records:
         roles.setdefault(r.set_id, set()).add(r.role)
-    torn |= {s for s, found in roles.items() if found & set(SET_ROLES) and not {"baseline", "twin"} <= found}
+    failed = {r.set_id for r in records if r.role in ("baseline", "twin") and r.status != "ok"}
+    whole = {s for s, found in roles.items() if {"baseline", "twin"} <= found} | failed
+    torn |= {s for s, found in roles.items() if found & set(SET_ROLES)} - whole
     return [r for r in records if r.role not in SET_ROLES or r.set_id not in torn]
 
 

@@ -34,6 +34,7 @@ _SAID_IN_LOG = (
 FORGOTTEN = {
     "KILLED": "was killed before its script could end, and SLURM has forgotten it",
     "FORGOTTEN": "never started, and SLURM has forgotten it",
+    "NOT AGAIN": "was put back into the queue and did not run again, and SLURM has forgotten it",
 }
 TAIL_LINES, TAIL_BYTES = 10, 1 << 16
 
@@ -153,7 +154,7 @@ def ending(told: Told | None, silent: str, state_file: Path, log_tail: Sequence[
 def _recalled(events: Mapping[str, str], log_tail: Sequence[str], *, certain: bool) -> Told | None:
     """What a job's script and its log tell of its state; None where it may run still."""
     if "requeued" in events:
-        return Told(state="REQUEUED") if certain else None
+        return Told(state="NOT AGAIN") if certain else None
     if "ended" in events:
         return Told(state="FAILED" if int(events["ended"]) else "COMPLETED", exit_code=f"{events['ended']}:0")
     said = next((name for line in reversed(log_tail) for form, name in _SAID_IN_LOG if form.search(line)), None)
@@ -170,7 +171,7 @@ def _meaning(told: Told, signalled: bool, log_tail: Sequence[str]) -> tuple[str,
     if told.state in ENDED_BY_SLURM:
         status, reason = ENDED_BY_SLURM[told.state]
         return status, reason + (limit if told.state == "TIMEOUT" else "")
-    if signalled:
+    if signalled and told.state not in FORGOTTEN:
         return "timed out", f"was told to stop, as before its time limit{limit}"
     code, _, number = told.exit_code.partition(":")
     how = f"was killed by signal {number}" if number not in ("", "0") else f"failed with exit code {code or 'unknown'}"

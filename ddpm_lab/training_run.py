@@ -159,6 +159,8 @@ class _Run:
         self.stop.gentle = True
         try:
             with self._ranks(threads) as group:
+                if self.config.nodes > 1:  # each host has its own copy of the images, for all that is known here
+                    self._check_images(group)
                 while self.step < self.schedule.steps and self.stop.number is None:
                     self._advance(group)
                 if self.saved < self.step:
@@ -175,6 +177,13 @@ class _Run:
             loss=self.loss,
             held_out_loss=self.held_out,
         )
+
+    def _check_images(self, group: Group) -> None:
+        """Raise GroupFailed if a rank sees other images than the rest."""
+        for rank, seen in enumerate(group.witness()):
+            if seen["data_sha256"] != self.config.data_sha256:
+                sentence = f"rank {rank} sees other images than its configuration names: prepare them alike everywhere"
+                raise GroupFailed("refused", sentence)
 
     def _ranks(self, threads: int) -> Group:
         """The group, whose processes never get SIGTERM: a signal to all of them is the parent's to handle."""

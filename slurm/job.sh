@@ -55,7 +55,7 @@ if ((nodes > 1)); then
   echo "rendezvous: ${DDPM_LAB_RDZV:-static} at $address:$port"
   # A step does not take over the cores of a task by itself.
   command=(srun --nodes="$nodes" --ntasks="$nodes" ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}
-    --kill-on-bad-exit=1 bash "$here/node.sh" "$address" "$port" "${arguments[@]}")
+    --kill-on-bad-exit=0 bash "$here/node.sh" "$address" "$port" "${arguments[@]}")
 else
   command=("$DDPM_LAB_PYTHON" -m ddpm_lab "${arguments[@]}")
 fi
@@ -70,7 +70,7 @@ forward() {
   echo "ddpm-lab job: SIGTERM, as before the time limit: the lab is told to save and stop" >&2
   echo "signalled $(date -Is)" >>"$state"
   if ((nodes > 1)); then
-    scancel --signal=TERM "$SLURM_JOB_ID" || true
+    scancel --signal=TERM "$job" || true # not SLURM_JOB_ID, which for one task of an array names them all
   else
     kill -TERM "$child" 2>/dev/null || true
   fi
@@ -81,8 +81,11 @@ child=$!
 while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done # a signal ends a wait, and not the lab
 code=0
 wait "$child" || code=$?
-if [[ -n $stopping && ${DDPM_LAB_REQUEUE:-0} == 1 && ${arguments[0]} == train ]] && ((code)); then
-  echo "requeued $(date -Is)" >>"$state"
-  scontrol requeue "$SLURM_JOB_ID"
+# A job that is being cancelled is told by SIGTERM too, and is not to come back: it is no longer RUNNING then.
+running() { [[ $(scontrol show job -o "$job") == *JobState=RUNNING* ]]; }
+if [[ -n $stopping && ${DDPM_LAB_REQUEUE:-0} == 1 && ${arguments[0]} == train ]] && ((code)) && running; then
+  requeued="requeued $(date -Is)"
+  echo "$requeued" >>"$state" # before: this script may not live to see the answer
+  scontrol requeue "$job" || sed -i "/^$requeued\$/d" "$state"
 fi
 exit "$code"

@@ -13,12 +13,14 @@
 #SBATCH --gres=gpu:4
 #SBATCH --cpus-per-task=16
 
-# Leave these: one task a node, a log that a requeued job goes on with, and a minute to save before the time is over.
+# Leave these: one task a node, a log that a requeued job goes on with, a minute to save before the time is over, and a
+# lost node ends what needs it and not the job.
 #SBATCH --job-name=ddpm-lab
 #SBATCH --ntasks-per-node=1
 #SBATCH --output=outputs/slurm-%j.out
 #SBATCH --open-mode=append
 #SBATCH --requeue
+#SBATCH --no-kill
 #SBATCH --signal=B:TERM@60
 set -euo pipefail
 source "${DDPM_LAB_SLURM:-$SLURM_SUBMIT_DIR/slurm}/job.sh"

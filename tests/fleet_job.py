@@ -14,9 +14,26 @@ from typing import Any
 import psutil
 from conftest import busy_config
 
+from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import fleet, host
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.group import Group, GroupFailed, Limits
+
+
+def start(config: RunConfig) -> Group:
+    modules = code_version(config.workload).modules
+    return Group(config, threads=1, modules=modules, environment={}, limits=Limits(build_seconds=60))
+
+
+def lost_beside(group: Group, other: Group) -> str:
+    """What is said of a group that slept while a process of its ranks was lost in another's window."""
+    for awake in (group, other):
+        begun = time.monotonic()
+        try:
+            awake.window(settle=0, steps=4, limit=600, stage="testing")
+        except GroupFailed as failure:
+            said = f"{failure.reason} after {time.monotonic() - begun:.0f} s"
+    return said
 
 
 def run(name: str, ranks: int, nodes: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -25,23 +42,21 @@ def run(name: str, ranks: int, nodes: int, options: dict[str, Any]) -> dict[str,
     found: dict[str, Any] = {"name": name, "status": "ok"}
     begun = time.monotonic()
     try:
-        with Group(
-            config,
-            threads=1,
-            modules=code_version(config.workload).modules,
-            environment={},
-            limits=Limits(build_seconds=60),
-        ) as group:
+        with contextlib.ExitStack() as stack:
+            group = stack.enter_context(start(config))
             found["listening"] = [
                 c.laddr.ip
                 for process in (psutil.Process(), *(psutil.Process(pid) for pid in group.pids))
                 for c in process.net_connections("tcp")
                 if c.status == psutil.CONN_LISTEN
             ]
+            other = stack.enter_context(start(config)) if "beside" in options else None
             endless = options.get("micro_steps", 0) > 10**6
             if endless:
                 print(json.dumps({"at work": name, "pids": group.pids}), flush=True)
             begun = time.monotonic()
+            if other:
+                found["other"] = lost_beside(group, other)
             windows = group.window(settle=1, steps=4, limit=600 if endless else 3, stage="testing")
             found["windows"] = [(w["start"], w["end"]) for w in windows]
             found["watched"] = group.watched_elsewhere()

@@ -275,7 +275,8 @@ def test_two_hosts_work_as_one_and_each_fault_is_named_until_the_network_is_cut(
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["serving process", "leader"])
 def test_a_process_of_the_job_that_is_killed_leaves_nothing(victim: str) -> None:
-    rows = [("at work", 2, 2, {"micro_steps": 10**9}), ("goes on", 1, 1, {})]
+    beside = {"beside": True} if victim == "serving process" else {}
+    rows = [("at work", 2, 2, {"micro_steps": 10**9, **beside}), ("goes on", 1, 1, {})]
     with job(rows) as running:
         assert next(running.rows)["at work"] == "at work"
         os.kill(running.leader if victim == "leader" else running.serving[0], signal.SIGKILL)
@@ -284,6 +285,8 @@ def test_a_process_of_the_job_that_is_killed_leaves_nothing(victim: str) -> None
         else:
             found = next(running.rows)
             assert "was lost: its process on that host has ended" in found["reason"]
+            assert found["other"].startswith("rank 1 (host"), "a group that slept meanwhile blames somebody else"
+            assert "its process on that host has ended" in found["other"]
             assert found["seconds"] < FOUND_SECONDS
             assert next(running.rows)["status"] == "ok"
         assert running.left(0) == []

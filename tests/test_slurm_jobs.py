@@ -104,7 +104,7 @@ BEFORE = f"{STARTED}{SIGNALLED}requeued 2026-01-01T00:00:01\nended 2026-01-01T00
         (f"{STARTED}{SIGNALLED}ended 2026-01-01T00:00:02 143\n", [], "", ("timed out", "told to stop")),
         (f"{STARTED}ended 2026-01-01T00:00:02 0\n", [], "no scontrol here", ("ok", "completed")),
         (f"{BEFORE}{STARTED}ended 2026-01-01T00:00:02 0\n", [], "", ("ok", "completed")),
-        (BEFORE, [], "", (None, "requeued")),
+        (BEFORE, [], "", ("crashed", "put back into the queue and did not run again")),
         (BEFORE, [], "no scontrol here", (None, "no scontrol here")),
         (STARTED, [], "", ("crashed", "was killed before its script could end, and SLURM has forgotten it")),
         (STARTED, [], "no scontrol here", (None, "unknown: no scontrol here")),

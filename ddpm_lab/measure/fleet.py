@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import socket
+import struct
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ class Process:
                 hosts=int(environment["GROUP_WORLD_SIZE"]),
                 master_address=environment["MASTER_ADDR"],
                 master_port=int(environment["MASTER_PORT"]),
-                run_id=f"{environment['TORCHELASTIC_RUN_ID']}/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+                run_id=environment["TORCHELASTIC_RUN_ID"],
             )
         except (KeyError, ValueError) as error:
             raise ConfigError(
@@ -187,19 +188,27 @@ def leading(process: Process, interface: str | None = None) -> Iterator[Fleet]:
 
 
 def join(process: Process) -> Wire:
-    """Join the job's leader. Raises ConfigError if it cannot be found or reached."""
-    try:
-        told = json.loads(process.store().get("leader"))
-        joined = socket.create_connection((told["address"], told["port"]), timeout=JOIN_SECONDS)
-    except (OSError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            f"rank {process.rank} on {socket.gethostname()} cannot reach the leading process: {reason}; "
-            "is its address one that this host can reach (ddpm-lab rank --interface)?"
-        ) from error
-    wire = Wire(joined)
-    wire.send(**dataclasses.asdict(Introduction.of(process, told["token"])))
-    return wire
+    """Join the job's leader. Raises ConfigError if it cannot be found or reached.
+
+    What the store says may be of a leader that has ended, where torchrun has started the job again: so ask again.
+    """
+    deadline = time.monotonic() + JOIN_SECONDS
+    while True:
+        try:
+            told = json.loads(process.store().get("leader"))
+            left = max(1.0, deadline - time.monotonic())
+            wire = Wire(socket.create_connection((told["address"], told["port"]), timeout=left))
+            wire.send(**dataclasses.asdict(Introduction.of(process, told["token"])))
+            return wire
+        except (OSError, RuntimeError) as error:
+            if time.monotonic() < deadline and isinstance(error, ConnectionError):
+                time.sleep(1)
+                continue
+            reason = " ".join(str(error).split())[:200]
+            raise ConfigError(
+                f"rank {process.rank} on {socket.gethostname()} cannot reach the leading process: {reason}; "
+                "is its address one that this host can reach (ddpm-lab rank --interface)?"
+            ) from error
 
 
 def _gather(process: Process, interface: str | None) -> Fleet:
@@ -237,22 +246,25 @@ def _accept(listener: socket.socket, count: int, token: str) -> list[tuple[Wire,
     while len(found) < count:
         listener.settimeout(max(0.01, deadline - time.monotonic()))
         try:
-            wire = Wire(listener.accept()[0])
+            knocking = listener.accept()[0]
         except TimeoutError:
             _send_home([wire for wire, _ in found])
             raise ConfigError(
                 f"{len(found)} of {count} other processes joined within {JOIN_SECONDS:.0f} s: do all hosts run the "
                 f"same command, and can they reach {listener.getsockname()[0]} (ddpm-lab rank --interface)?"
             ) from None
+        # Whoever connects and says nothing, or half a word, must not keep the others waiting.
+        knocking.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 10, 0))
+        wire = Wire(knocking)
         try:
-            said = Introduction(**wire.receive()) if wire.connection.poll(10) else None
-            invited = said is not None and hmac.compare_digest(str(said.token).encode(), token.encode())
+            said = Introduction(**wire.receive())
+            invited = hmac.compare_digest(str(said.token).encode(), token.encode())
         except (OSError, EOFError, TypeError):
             invited = False
         if not invited:
             wire.close()
             continue
-        assert said is not None
+        wire.wait_for_ever()
         found.append((wire, said))
     return found
 
@@ -279,6 +291,15 @@ def addresses() -> dict[str, str]:
 def interface_of(address: str) -> str | None:
     """The name of the network interface that has an address of this host; None is unknown."""
     return addresses().get(address.split("%", maxsplit=1)[0])
+
+
+def network_settings(address: str) -> dict[str, str]:
+    """Environment that has ranks exchange gradients by the interface of an address, unless the user chose another."""
+    own = interface_of(address)
+    if own is None:
+        return {}
+    names = {"GLOO_SOCKET_IFNAME": own, "NCCL_SOCKET_IFNAME": f"={own}"}  # NCCL would take eth1 for eth10 too
+    return {name: value for name, value in names.items() if name not in os.environ}
 
 
 def own_address(process: Process, interface: str | None) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ddpm_lab.checks import choice
 from ddpm_lab.config import START_METHODS, RunConfig
-from ddpm_lab.measure.fleet import Fleet, current, interface_of
+from ddpm_lab.measure.fleet import Fleet, current, network_settings
 from ddpm_lab.measure.group_folder import GroupFolder
 from ddpm_lab.measure.local_rank import LocalRank
 from ddpm_lab.measure.process import Meeting, RankJob
@@ -104,8 +104,6 @@ class Group:
     def _start_on(self, fleet: Fleet, common: dict[str, Any], environment: dict[str, str], start_method: str) -> None:
         """Start each rank in its place; they meet at an address of this host that only they are told."""
         token, name = secrets.token_hex(16), secrets.token_hex(8)
-        own = interface_of(fleet.address)
-        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if own else ()
         with fleet.listen() as listener:
             address, port = listener.getsockname()[:2]
             for rank, slot in enumerate(fleet.places(self.config)):
@@ -114,7 +112,7 @@ class Group:
                     **common,
                     rank=rank,
                     device_index=slot.device_index,
-                    environment={**(dict.fromkeys(names, str(own)) if here else {}), **environment},
+                    environment={**(network_settings(fleet.address) if here else {}), **environment},
                     meeting=Meeting(address=address, port=port, token=token, listener=listener if here else None),
                 )
                 self._ranks.append(LocalRank(job, start_method) if here else RemoteRank(job, slot, name))

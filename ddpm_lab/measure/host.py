@@ -9,15 +9,15 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from pathlib import Path
 from typing import Any
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.code_version import code_version
-from ddpm_lab.measure.fleet import interface_of
-from ddpm_lab.measure.group_folder import GroupFolder
+from ddpm_lab.measure.fleet import network_settings
+from ddpm_lab.measure.group_folder import GroupFolder, sweep
 from ddpm_lab.measure.local_rank import LEFT, LocalRank
 from ddpm_lab.measure.machine_watch import Watch
 from ddpm_lab.measure.process import Meeting, RankJob
@@ -29,8 +29,12 @@ LIFE_SECONDS = 1.0
 
 def serve(wire: Wire, start_method: str = "forkserver") -> int:
     """Serve ranks until the leader sends this process home (0), or is gone (1)."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # sent to every process of a job: what they mean is the leader's to say
+    # Sent to every process of a job: what they mean is the leader's to say. SIGTERM is blocked, since loader workers
+    # handle it in a way of their own.
+    resource_tracker.ensure_running()  # it would let SIGTERM through again
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sweep()
     served: dict[str, _Served] = {}
     try:
         while True:
@@ -79,15 +83,13 @@ class _Served:
             raise ConfigError("the code here is another than the leader's: bring both checkouts to the same state")
         if config.data and not Path(config.data).is_dir():
             raise ConfigError(
-                f"{config.data} does not exist here: give an --output-dir that all hosts share, or prepare the images "
-                "there on each (ddpm-lab prepare)"
+                f"{config.data} does not exist here: put the images where all hosts see them, or prepare them there "
+                "too (ddpm-lab prepare)"
             )
-        own = interface_of(wire.own_address)
-        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if own else ()
         told = start_of(message) | {
             "config": config,
             "modules": tuple(message["modules"]),
-            "environment": {**dict.fromkeys(names, own), **message["environment"]},
+            "environment": {**network_settings(wire.own_address), **message["environment"]},
             "meeting": Meeting(**message["meeting"]),
         }
         self.group: str = message["group"]

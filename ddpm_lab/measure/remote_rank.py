@@ -65,6 +65,8 @@ class RemoteRank:
 
     def hear(self) -> str | None:
         """The word that the rank has said, ``LEFT`` if it will say no more, None if it is still at it."""
+        if self.slot.lost and not self._ending:  # noticed by another group, whose ranks are on the same wire
+            self._lose(self.slot.lost)
         if self._ending:
             return LEFT
         while message := self._next():

@@ -226,8 +226,9 @@ class Seat:
 
     def watched(self) -> Watch:
         """A watch over this host, and over its GPUs that the ranks said they are on."""
-        pids = zip(self.witness, self.alive.pids, strict=False)  # the first ranks are this process's own
-        gpus = {rank["device_uuid"]: pid for rank, pid in pids if rank.get("device_uuid")}
+        pids, seen = self.alive.pids, [rank.get("device_uuid") for rank in self.witness]
+        # Of ranks on other hosts nothing is known here, and so it is not of all GPUs of the group together.
+        gpus = {uuid: pid for uuid, pid in zip(seen, pids, strict=True) if uuid} if len(pids) == len(seen) else {}
         fleet = current()
         return Watch(gpus, fleet.relatives if fleet else ())
 

@@ -7,7 +7,9 @@ idle peer, and gives up on one that acknowledges nothing.
 from __future__ import annotations
 
 import json
+import os
 import socket
+import struct
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -48,6 +50,11 @@ class Wire:
     def waiting(self) -> bool:
         """Whether there is something to read, be it only the end."""
         return self.connection.poll()
+
+    def wait_for_ever(self) -> None:
+        """Let reading take as long as it does, whatever was set before."""
+        with socket.socket(fileno=os.dup(self.connection.fileno())) as same:
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
 
     def close(self) -> None:
         """Close this end."""
