@@ -338,6 +338,7 @@ def test_no_text_is_shortened(name: str) -> None:
 @pytest.mark.parametrize("name", STUDIES)
 def test_no_mark_lies_outside_its_panel(name: str) -> None:
     for figure in drawn_once(name):
+        figure.draw_without_rendering()  # limits that follow the data are found when something is drawn
         for ax in figure.axes:
             for line in ax.lines:
                 if line.get_transform() == ax.transData and line.get_marker() != "None" and line.get_clip_on():
