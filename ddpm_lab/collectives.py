@@ -43,6 +43,7 @@ def all_reduce(
                 baseline_label=named[0][0],
                 baseline=named[0][1],
                 candidates=tuple(named[1:]) if ranks else (),
+                together=True,  # what slows a whole set is told from what all its messages share
             )
         )
     if not ranks:

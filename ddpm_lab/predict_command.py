@@ -16,7 +16,10 @@ def add_options(subparsers: Any) -> None:
     predict = subparsers.add_parser("predict", help="the step with numbers of ranks that were not measured")
     predict.add_argument("--world-sizes", metavar="N,N,...", help="numbers of ranks (default: 2,4,8,...,1024)")
     predict.add_argument(
-        "--ranks-per-node", type=int, metavar="N", help="ranks on a host (default: every link as the measured one)"
+        "--ranks-per-node",
+        type=int,
+        metavar="N",
+        help="ranks on a host (default: as measured on several hosts, else all on one)",
     )
     predict.add_argument(
         "--batch-size", type=int, help="global batch that the ranks share (default: each keeps the largest measured)"

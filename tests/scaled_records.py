@@ -10,7 +10,8 @@ from records import CPU, GPUS, on, sets
 
 from ddpm_lab import collectives
 from ddpm_lab.config import RunConfig
-from ddpm_lab.exchange_settings import ExchangeConfig
+from ddpm_lab.lost_scaling import lost_scaling
+from ddpm_lab.plan import Family
 from ddpm_lab.record import Machine, RunRecord
 
 
@@ -67,28 +68,34 @@ def scaled(
 ) -> list[RunRecord]:
     """Sets of training steps that take ``seconds(ranks, images of a rank, exchanged)``, the ranks sharing each batch.
 
-    With ``silent`` each also without its exchange, in which a network of so many ``parameters`` would take part.
+    With ``silent`` each number of ranks is measured for the lost scaling too, so also without its exchange, in which a
+    network of so many ``parameters`` would take part.
     """
     device = "cuda" if machine.gpus else "cpu"
     found = []
     for batch in batches:
         base = RunConfig(device=device, global_batch_size=batch)
-        alone = seconds(1, batch, False)
-        rows = {}
-        for n in ranks:
-            many = replace(base, world_size=n, nodes=nodes_of(n))
-            rows[f"{n} ranks"] = (many, alone / seconds(n, batch // n, True))
-            if silent:
-                quiet = replace(many, exchange=ExchangeConfig(enabled=False))
-                rows[f"{n} ranks, no exchange"] = (quiet, alone / seconds(n, batch // n, False))
-        found += sets(
-            rows,
-            baseline=base,
-            baseline_label="1 rank",
-            experiment="multi_gpu",
-            family=f"tiny, batch {batch}",
-            step_seconds=alone,
-            seed=batch,
-            **values,
-        )
+        many = tuple((f"{n} ranks", replace(base, world_size=n, nodes=nodes_of(n))) for n in ranks)
+        families = [Family(name=f"tiny, batch {batch}", baseline=base, baseline_label="1 rank", candidates=many)]
+        for label, config in many if silent else ():
+            name, cores = f"tiny, batch {batch}, {label}", machine.usable_cores
+            lost: dict[str, Any] = {"name": name, "ranks_label": label, "usable_cores": cores, "nodes": config.nodes}
+            families.append(lost_scaling(base, config.world_size, **lost))
+        for family in families:
+            alone = seconds(1, batch, False)
+            found += sets(
+                {label: (c, alone * c.global_batch_size / batch / _step(seconds, c)) for label, c in family.candidates},
+                baseline=family.baseline,
+                baseline_label=family.baseline_label,
+                experiment="multi_gpu",
+                family=family.name,
+                step_seconds=alone,
+                seed=batch,
+                **values,
+            )
     return on(machine, [replace(r, witness={"ranks": [{"rank": 0, "parameters": parameters}]}) for r in found])
+
+
+def _step(seconds: Callable[[int, int, bool], float], config: RunConfig) -> float:
+    exchanged = config.world_size > 1 and config.exchange.enabled
+    return seconds(config.world_size, config.rank_batch_size, exchanged)

@@ -36,6 +36,12 @@ def test_messages_go_over_decades_the_smallest_and_the_largest_first(preset: str
     assert found[2:] == sorted(found[2:])
 
 
+@pytest.mark.parametrize("preset", ["smoke", "quick", "full"])
+def test_all_messages_of_a_number_of_ranks_take_turns_in_the_same_sets(preset: str) -> None:
+    for family in all_reduce(setup(preset, cores=8)).families:
+        assert family.at_once == len(family.candidates)
+
+
 @pytest.mark.parametrize(
     ("gpus", "cores", "ranks"), [(0, 2, [2]), (0, 6, [2, 4, 6]), (8, 64, [2, 4, 8]), (0, 1, [1]), (1, 16, [1])]
 )

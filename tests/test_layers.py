@@ -72,6 +72,7 @@ ROWS = (
         "explain.peers",
         "explain.prediction",
     ),
+    ("explain.overlap",),
     ("explain.predicted", "explain.samples"),
     ("explain.trained",),
     ("explain.sentences",),

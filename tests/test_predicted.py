@@ -10,12 +10,14 @@ import records as make
 from conftest import Call
 from scaled_records import all_reduces, scaled
 
+from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import predicted
 from ddpm_lab.explain.frames import Study, study
 from ddpm_lab.explain.link_fit import NotEnoughData
 from ddpm_lab.explain.prediction import Prediction
 from ddpm_lab.explain.tables import more
 from ddpm_lab.ledger import Ledger
+from ddpm_lab.plan import LOST, NO_EXCHANGE
 from ddpm_lab.record import RunRecord
 
 ALPHA, BETA = 1e-4, 1e-9
@@ -79,11 +81,48 @@ def test_ranks_that_share_cores_are_held_against_their_own_compute_alone() -> No
         return ranks * step(ranks, images, exchanged)
 
     records = scaled(shared, ranks=(2,), machine=make.CPU, **CALM)
-    links = all_reduces(exchange, ranks=(2,), **CALM)
+    links = all_reduces(exchange, ranks=(3, 4), **CALM)
     found = predicted.basis(answer(*records, *links))
     assert len(found.checks) == 2
-    silent = [r for r in records if r.config.exchange.enabled]
-    assert predicted.basis(answer(*silent, *links)).checks == ()
+    for seconds, made in found.checks:
+        assert made.compute_seconds == pytest.approx(shared(2, round(made.rank_batch), False), rel=0.01)
+        assert made.low <= seconds <= made.high
+    plain = [r for r in records if not r.family.endswith(LOST)]
+    assert predicted.basis(answer(*plain, *links)).checks == ()
+
+
+def test_a_check_uses_no_all_reduce_of_its_own_number_of_ranks() -> None:
+    def crooked(ranks: int, size: float) -> float:
+        return exchange(ranks, size) * (3 if ranks == 4 else 1)
+
+    links = all_reduces(crooked, ranks=(2, 4, 8), machine=make.GPUS, **CALM)
+    found = predicted.basis(answer(*scaled(step, **CALM), *links))
+    of_four = [made for _, made in found.checks if made.ranks == 4]
+    assert [made.exchange_seconds for made in of_four] == pytest.approx([exchange(4)] * 2, rel=0.02)
+    assert "each without the all-reduces and the overlap of its own number of ranks" in predicted.check(found)
+
+
+def test_ranks_of_which_nothing_else_is_known_are_named_and_not_checked() -> None:
+    links = all_reduces(exchange, ranks=(2,), machine=make.GPUS, **CALM)
+    found = predicted.basis(answer(*scaled(step, **CALM), *links))
+    assert {made.ranks for _, made in found.checks} == {4}
+    assert "Without the all-reduces and the overlap of 2 ranks there is not enough data" in predicted.check(found)
+    found = predicted.basis(answer(*scaled(step, ranks=(2,), **CALM), *links))
+    assert found.checks == ()
+    assert predicted.check(found).startswith("No measured step of several ranks can be held against")
+    assert "2 ranks there is not enough data" in predicted.check(found)
+
+
+def test_steps_that_show_a_mechanism_alone_say_nothing_of_overlap() -> None:
+    records = scaled(step, **CALM)
+    shown = [dataclasses.replace(r, mechanism_only=r.label == NO_EXCHANGE) for r in records]
+    assert predicted.basis(answer(*shown, *exchanges(**CALM))).exchanged.hidden is None
+    other = [dataclasses.replace(r, config=_slower(r)) if r.family.endswith(LOST) else r for r in records]
+    assert predicted.basis(answer(*other, *exchanges(**CALM))).exchanged.hidden is None, "of another precision"
+
+
+def _slower(record: RunRecord) -> RunConfig:
+    return dataclasses.replace(record.config, precision="bf16")
 
 
 @pytest.mark.parametrize(
@@ -116,8 +155,48 @@ def test_hosts_need_a_link_between_them_and_what_one_host_holds_is_told_all_the_
     assert isinstance(made[4], Prediction)
     assert str(made[8]).startswith("not enough data: the ledger holds no all-reduce between hosts: measure")
     assert predicted.table(made)["Label"].iloc[-1] == made[8]
-    with pytest.raises(NotEnoughData, match="between hosts"):
+    with pytest.raises(NotEnoughData, match=r"between hosts.*ddpm-lab run all_reduce"):
         predicted.predictions(found, [8])
+
+
+def eight_a_host(ranks: int) -> int:
+    return -(-ranks // 8)
+
+
+@pytest.mark.parametrize("measured", ["steps", "all-reduces"])
+def test_ranks_beyond_those_of_a_host_are_never_predicted_over_the_link_within_it(measured: str) -> None:
+    training = scaled(step, ranks=(8, 16) if measured == "steps" else (8,), nodes_of=eight_a_host, **CALM)
+    both = all_reduces(exchange, ranks=(4, 16), hosts_of=eight_a_host, machine=make.GPUS, **CALM)
+    within = both if measured == "all-reduces" else exchanges(**CALM)
+    found = predicted.basis(answer(*training, *within))
+    made = predicted.predictions(found, [8, 16])
+    assert isinstance(made[8], Prediction)
+    assert "no all-reduce between hosts: measure it with ddpm-lab run all_reduce" in str(made[16])
+    assert "8 ranks a host" in found.assumptions()
+    assert 16 not in {p.ranks for _, p in found.checks}
+    apart = all_reduces(lambda n, size: 5 * exchange(n, size), hosts_of=lambda n: n, machine=make.GPUS, **CALM)
+    known = predicted.basis(answer(*training, *within, *apart))
+    assert known.at(8).exchange_seconds == pytest.approx(exchange(8), rel=0.02)
+    assert known.at(16).exchange_seconds == pytest.approx(exchange(8) + 5 * exchange(2), rel=0.02)
+
+
+def test_ranks_that_do_not_fill_the_hosts_are_a_row_that_says_so() -> None:
+    made = predicted.predictions(predicted.basis(answer(*scaled(step), *exchanges()), ranks_per_host=3), [2, 4])
+    assert isinstance(made[2], Prediction)
+    assert made[4] == "4 ranks do not fill hosts of 3: give a multiple"
+
+
+def test_ranks_that_share_a_batch_are_held_against_one_rank_with_all_of_it() -> None:
+    found = predicted.basis(answer(*scaled(step, **CALM), *exchanges(**CALM)))
+    made = predicted.predictions(found, [4, 64], 32)
+    assert made[64] == "32 images cannot be shared by 64 ranks"
+    assert isinstance(made[4], Prediction)
+    assert made[4].efficiency == pytest.approx(step(1, 32, False) / 4 / step(4, 8, True), rel=0.02)
+    large = predicted.predictions(found, [4], 256)[4]
+    assert isinstance(large, Prediction)
+    assert large.label == "extrapolation", "one rank with 256 images was not measured"
+    with pytest.raises(NotEnoughData, match="32 images cannot be shared by 64 ranks"):
+        predicted.predictions(found, [64, 128], 32)
 
 
 def test_steps_on_several_hosts_are_held_against_the_link_between_them() -> None:

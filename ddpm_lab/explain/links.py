@@ -117,14 +117,18 @@ def fitted(study: Study, algorithm: str = "ring") -> dict[str, Fitted]:
 
 
 def _fitted(where: str, found: Sequence[Exchange], algorithm: str) -> Fitted:
-    timings, shared = [e.timing for e in found], shared_variance(found)
     link, reason = None, ""
     try:
-        link = link_fit.fit_link(timings, algorithm, shared=shared)
+        link = fit(found, algorithm)
     except NotEnoughData as missing:
         reason = str(missing)
-    held = tuple(link_fit.leave_one_out(timings, algorithm, shared=shared))
+    held = tuple(link_fit.leave_one_out([e.timing for e in found], algorithm, shared=shared_variance(found)))
     return Fitted(where=where, exchanges=tuple(found), link=link, reason=reason, held=held)
+
+
+def fit(found: Sequence[Exchange], algorithm: str) -> Link:
+    """The link of these exchanges, which are of one kind. Raises NotEnoughData."""
+    return link_fit.fit_link([e.timing for e in found], algorithm, shared=shared_variance(found))
 
 
 def shared_variance(found: Sequence[Exchange]) -> float:

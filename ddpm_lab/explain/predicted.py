@@ -13,12 +13,14 @@ import numpy as np
 import pandas as pd
 from scipy import special
 
+from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.exchange_settings import ExchangeConfig
 from ddpm_lab.explain import links, phrases, prediction
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import SCALING, Study
-from ddpm_lab.explain.link_fit import Array, NotEnoughData
+from ddpm_lab.explain.link_fit import Link, NotEnoughData
+from ddpm_lab.explain.overlap import LEAST_SETS, Pair, hidden, pairs
 from ddpm_lab.explain.prediction import (
     EXTRAPOLATION,
     Cluster,
@@ -30,7 +32,6 @@ from ddpm_lab.explain.prediction import (
 from ddpm_lab.explain.stats import LEVEL
 
 WORLD_SIZES = tuple(2**power for power in range(1, 11))
-LEAST_SETS = 3
 _GRADIENT_BYTES = 4
 
 Row = dict[str, Any]
@@ -41,7 +42,8 @@ class Basis:
     """What predictions rest on: one training configuration, its measured compute, its exchange, the links.
 
     ``rank_batch`` is what a rank is taken to keep where nothing else is said, and ``own_seconds`` its measured step on
-    one rank. ``checks`` are measured steps of several ranks, each with what was predicted of it from all others.
+    one rank. ``checks`` are measured steps of several ranks, each with what was predicted of it without the all-reduces
+    and the overlap of as many ranks; for ``unchecked`` numbers of ranks these do not suffice.
     """
 
     config: RunConfig
@@ -51,11 +53,15 @@ class Basis:
     rank_batch: int
     own_seconds: float
     checks: tuple[tuple[float, Prediction], ...]
+    unchecked: tuple[int, ...]
 
-    def at(self, ranks: int, rank_batch: float | None = None) -> Prediction:
-        """The predicted step of so many ranks. Raises NotEnoughData, or ConfigError."""
+    def at(self, ranks: int, rank_batch: float | None = None, *, own_batch: float | None = None) -> Prediction:
+        """The predicted step of so many ranks; its efficiency is against one rank with ``own_batch``, or their batch.
+
+        Raises NotEnoughData, or ConfigError.
+        """
         batch = self.rank_batch if rank_batch is None else rank_batch
-        return prediction.predict(self.cluster, self.compute, self.exchanged, ranks, batch, own_batch=self.rank_batch)
+        return prediction.predict(self.cluster, self.compute, self.exchanged, ranks, batch, own_batch=own_batch)
 
     def assumptions(self) -> str:
         """What every prediction takes for granted, in sentences."""
@@ -82,7 +88,10 @@ class Basis:
 
 
 def basis(study: Study, *, algorithm: str = "ring", ranks_per_host: int | None = None) -> Basis:
-    """What the records allow to predict. Raises NotEnoughData, whose message says what is missing and how to get it."""
+    """What the records allow to predict. Raises NotEnoughData, whose message says what is missing and how to get it.
+
+    ``ranks_per_host`` None takes the most that were measured on one host, where anything was measured on several.
+    """
     kinds, rows = links.fitted(study, algorithm), _training(study)
     alone = [r for r in rows if r["ranks"] == 1 and _log_error(r)]
     wanted = [("all-reduces", "all_reduce")] * (not kinds)
@@ -93,11 +102,11 @@ def basis(study: Study, *, algorithm: str = "ring", ranks_per_host: int | None =
             + " ".join(name for _, name in wanted)
         )
     compute = Compute(speeds=_speeds(alone))
-    inner, outer = (kinds[k].link if k in kinds else None for k in ("on one host", "between hosts"))
-    if inner is None and outer is None:
+    if ranks_per_host is None:
+        ranks_per_host = _ranks_per_host((r["config"] for r in rows), links.exchanges(study))
+    cluster = _cluster(kinds, algorithm, ranks_per_host)
+    if cluster.inner is None and cluster.outer is None:
         raise NotEnoughData("; ".join(kind.reason for kind in kinds.values()))
-    # Ranks with hosts of their own are what a link between hosts says something of.
-    cluster = Cluster(inner=inner or outer, outer=outer, ranks_per_host=ranks_per_host)
     parameters = _parameters(study, {r["run_id"] for r in rows})
     if parameters is None:
         raise NotEnoughData("the records do not say how many weights the network has: measure them again")
@@ -105,15 +114,18 @@ def basis(study: Study, *, algorithm: str = "ring", ranks_per_host: int | None =
     mib = alone[0]["config"].exchange.bucket_mb
     exchanged = Exchanged(message_bytes=size, buckets=max(1, math.ceil(size / 2**20 / mib)), hidden=None)
     own = max(alone, key=lambda r: r["batch"])
-    shared = replace(exchanged, hidden=_hidden(rows, cluster, exchanged))
+    measured = [p for p in pairs(study) if _alike(p.config) == _alike(own["config"])]
+    without = {n: _cluster(kinds, algorithm, without=n) for n in {r["ranks"] for r in rows}}
+    held = list(_checks(rows, measured, compute, exchanged, without))
     return Basis(
         config=own["config"],
         compute=compute,
-        exchanged=shared,
+        exchanged=replace(exchanged, hidden=hidden(measured, cluster, exchanged)),
         cluster=cluster,
         rank_batch=own["batch"],
         own_seconds=own["step_seconds"],
-        checks=tuple(_checks(rows, cluster, compute, exchanged)),
+        checks=tuple((row["step_seconds"], made) for row, made in held if made is not None),
+        unchecked=tuple(sorted({row["ranks"] for row, made in held if made is None})),
     )
 
 
@@ -123,10 +135,7 @@ def _training(study: Study) -> list[Row]:
     for row in comparisons(study).to_dict("records"):
         config = row["config"]
         if row["experiment"] == SCALING and row["sets"] and row["role"] != "twin" and config.workload == DDPM:
-            alike = replace(
-                config, world_size=1, nodes=1, global_batch_size=1, accumulation=1, exchange=ExchangeConfig()
-            )
-            groups[alike.run_id].append({str(k): v for k, v in row.items()})
+            groups[_alike(config)].append({str(k): v for k, v in row.items()})
     return max(groups.values(), key=lambda rows: len({r["batch"] for r in rows if r["ranks"] == 1}), default=[])
 
 
@@ -157,76 +166,57 @@ def _parameters(study: Study, run_ids: set[str]) -> int | None:
     return None
 
 
-def _pairs(rows: Sequence[Row]) -> Iterable[tuple[Row, Row]]:
-    """Steps of several ranks with and without their exchange, all else alike."""
-    silent = {_work(r): r for r in rows if not r["config"].exchange.enabled and _log_error(r)}
-    for row in rows:
-        other = silent.get(_work(row))
-        if row["ranks"] > 1 and other is not None and row["config"].exchange == ExchangeConfig() and _log_error(row):
-            yield row, other
+def _alike(config: RunConfig) -> str:
+    """What a configuration has in common with those of other ranks and batches."""
+    alone = replace(config, world_size=1, nodes=1, global_batch_size=1, accumulation=1, exchange=ExchangeConfig())
+    return alone.run_id
 
 
-def _work(row: Row) -> tuple[int, int, int]:
-    return row["ranks"], row["config"].nodes, row["batch"]
+def _ranks_per_host(configs: Iterable[RunConfig], exchanges: Sequence[links.Exchange]) -> int | None:
+    """The most ranks that were measured on one host; None where nothing was measured on several."""
+    spread = [(c.node_size, c.nodes) for c in configs] + [(e.ranks // e.hosts, e.hosts) for e in exchanges]
+    return max(size for size, _ in spread) if any(hosts > 1 for _, hosts in spread) else None
 
 
-def _laid_out(row: Row, cluster: Cluster) -> Cluster:
-    """The links with the ranks of a row on its hosts."""
-    nodes = row["config"].nodes
-    return replace(cluster, ranks_per_host=row["ranks"] // nodes if nodes > 1 else None)
-
-
-def _hidden(
-    rows: Sequence[Row], cluster: Cluster, exchanged: Exchanged, without: int | None = None
-) -> tuple[float, ...] | None:
-    """Draws of the share of the exchange that compute hides: 1 - (step - step without exchange) / exchange.
-
-    Over all numbers of ranks but ``without``; None where nothing was measured without its exchange.
-    """
-    found = []
-    rng = np.random.default_rng(0)
-    for row, silent in _pairs(rows):
-        if row["ranks"] == without:
-            continue
-        with contextlib.suppress(NotEnoughData):  # a kind of link that was not measured
-            here = _laid_out(row, cluster)
-            whole = here.draws(row["ranks"], exchanged.message_bytes, exchanged.buckets, rng)
-            found.append(_share(row, silent, whole, rng))
-    return tuple(float(v) for v in np.mean(found, axis=0)) if found else None
-
-
-def _share(row: Row, silent: Row, whole: Array, rng: np.random.Generator) -> Array:
-    """Draws of the hidden share from one pair of steps."""
-    seconds = [
-        r["step_seconds"] * np.exp(_log_error(r) * rng.standard_t(r["sets"] - 1, len(whole))) for r in (row, silent)
-    ]
-    return np.asarray(np.clip(1 - (seconds[0] - seconds[1]) / whole, 0.0, 1.0))
+def _cluster(
+    kinds: Mapping[str, links.Fitted], algorithm: str, ranks_per_host: int | None = None, without: int | None = None
+) -> Cluster:
+    """The links fitted to all all-reduces but those of ``without`` ranks."""
+    found: dict[str, Link] = {}
+    for where, kind in kinds.items():
+        with contextlib.suppress(NotEnoughData):
+            found[where] = links.fit([e for e in kind.exchanges if e.ranks != without], algorithm)
+    return Cluster(inner=found.get("on one host"), outer=found.get("between hosts"), ranks_per_host=ranks_per_host)
 
 
 def _checks(
-    rows: Sequence[Row], cluster: Cluster, compute: Compute, exchanged: Exchanged
-) -> Iterable[tuple[float, Prediction]]:
-    """Each measured step of several ranks, with what is predicted of it from everything but steps of as many ranks.
+    rows: Sequence[Row], pairs: Sequence[Pair], compute: Compute, exchanged: Exchanged, without: Mapping[int, Cluster]
+) -> Iterable[tuple[Row, Prediction | None]]:
+    """Each measured step of several ranks, with what is predicted of it; None where the rest does not suffice.
 
-    Compute is that of the same ranks without exchange where it was measured: ranks that share the cores of a machine
-    are slower than one alone, so of those nothing else is predicted.
+    Links, of ``without``, and overlap are fitted to everything but its own number of ranks. Compute is that of the same
+    ranks without exchange where it was measured: ranks that share the cores of a machine are slower than one alone, so
+    of those nothing else is predicted.
     """
-    silent = {_work(row): other for row, other in _pairs(rows)}
+    silent = {_work(pair.config): pair for pair in pairs}
     for row in rows:
-        if row["ranks"] == 1 or row["config"].exchange != ExchangeConfig():
+        ranks, config = row["ranks"], row["config"]
+        if ranks == 1 or config.exchange != ExchangeConfig():
             continue
-        other = silent.get(_work(row))
-        if other is None and row["config"].device == "cpu" and row["config"].nodes < row["ranks"]:
+        pair = silent.get(_work(config))
+        if pair is None and config.device == "cpu" and config.nodes < ranks:
             continue
-        known = compute if other is None else Compute(speeds=_speeds([other]))
-        hidden = _hidden(rows, cluster, exchanged, without=row["ranks"])
-        batch = row["batch"] / row["ranks"]
+        known = compute if pair is None else Compute(speeds=(pair.compute(),))
+        here = without[ranks].spread(ranks, config.nodes)
+        share = hidden([p for p in pairs if p.config.world_size != ranks], without[ranks], exchanged)
         try:
-            here = _laid_out(row, cluster)
-            found = prediction.predict(here, known, replace(exchanged, hidden=hidden), row["ranks"], batch)
+            yield row, prediction.predict(here, known, replace(exchanged, hidden=share), ranks, row["batch"] / ranks)
         except NotEnoughData:
-            continue
-        yield row["step_seconds"], found
+            yield row, None
+
+
+def _work(config: RunConfig) -> tuple[int, int, int]:
+    return config.world_size, config.nodes, config.global_batch_size
 
 
 def further(study: Study) -> tuple[str, pd.DataFrame]:
@@ -247,14 +237,23 @@ def predictions(
 ) -> dict[int, Prediction | str]:
     """A prediction for each number of ranks, or why there is none; without a global batch each keeps its own.
 
-    Raises NotEnoughData where there is none for any.
+    Ranks that share a global batch have the efficiency of strong scaling, against one rank with all of it. Raises
+    NotEnoughData where there is no prediction for any.
     """
     made: dict[int, Prediction | str] = {}
     for ranks in world_sizes:
         try:
-            made[ranks] = found.at(ranks, global_batch_size / ranks if global_batch_size else None)
+            if global_batch_size is None:
+                made[ranks] = found.at(ranks)
+            elif global_batch_size % ranks:
+                shared = f"{phrases.plural(global_batch_size, 'image')} cannot be shared by"
+                made[ranks] = f"{shared} {phrases.plural(ranks, 'rank')}"
+            else:
+                made[ranks] = found.at(ranks, global_batch_size // ranks, own_batch=global_batch_size)
         except NotEnoughData as missing:
             made[ranks] = f"not enough data: {missing}"
+        except ConfigError as refused:
+            made[ranks] = str(refused)
     if all(isinstance(p, str) for p in made.values()):
         raise NotEnoughData(str(next(iter(made.values()))))
     return made
@@ -287,14 +286,22 @@ def table(made: Mapping[int, Prediction | str]) -> pd.DataFrame:
 
 def check(found: Basis) -> str:
     """How far measured steps of several ranks lay from their predictions."""
+    few = ""
+    if found.unchecked:
+        counts = phrases.joined([f"{n:,}" for n in found.unchecked])
+        few = f" Without the all-reduces and the overlap of {counts} ranks there is not enough data to predict theirs."
     if not found.checks:
-        return "No measured step of several ranks can be held against a prediction here."
+        return f"No measured step of several ranks can be held against a prediction here.{few}"
     said = []
     for seconds, made in found.checks:
         images = phrases.plural(f"{made.rank_batch:g}", "image")
         outside = "" if made.low <= seconds <= made.high else " (outside of its interval)"
         said.append(f"{made.ranks} ranks of {images} {100 * (made.seconds / seconds - 1):+.0f} %{outside}")
-    return f"Predicted against measured, each from all but its own number of ranks: {phrases.joined(said)}."
+    return (
+        "Predicted against measured, each without the all-reduces and the overlap of its own number of ranks (compute "
+        "is that of these ranks without exchange, or of one rank where that was not measured): "
+        f"{phrases.joined(said)}.{few}"
+    )
 
 
 def rule() -> str:

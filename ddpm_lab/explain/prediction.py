@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -86,6 +86,10 @@ class Cluster:
     outer: Link | None = None
     ranks_per_host: int | None = None
 
+    def spread(self, ranks: int, nodes: int) -> Cluster:
+        """The same links for a step of so many ranks, spread evenly over so many hosts."""
+        return replace(self, ranks_per_host=ranks // nodes if nodes > 1 else None)
+
     def shape(self, ranks: int) -> tuple[int, int]:
         """Ranks on a host, and hosts. Raises ConfigError where the ranks do not fill the hosts."""
         if self.ranks_per_host is None or ranks <= self.ranks_per_host:
@@ -118,7 +122,7 @@ class Cluster:
             if count > 1:
                 if link is None:
                     raise NotEnoughData(
-                        f"the ledger holds no all-reduce {where}: measure the question all_reduce with {how}"
+                        f"the ledger holds no all-reduce {where}: measure it with ddpm-lab run all_reduce, {how}"
                     )
                 found.append((count, link))
         return found
@@ -176,19 +180,20 @@ def predict(
     """A step of ``ranks`` ranks with ``rank_batch`` images each; efficiency is against one with ``own_batch`` of them.
 
     seconds = compute + exchange - min(hidden x exchange, two thirds of the compute). Beyond four times the largest
-    measured number of ranks, and outside of the measured batches, it is an extrapolation: draws of the exchange, or of
-    the compute, then lie 1 + d times as far from their middle, in logarithm, d being the doublings beyond. Raises
-    NotEnoughData, also where the ends of the interval lie further apart than a factor of ten.
+    measured number of ranks, and outside of the measured batches, ``own_batch`` too, it is an extrapolation: draws of
+    the exchange, or of the compute, then lie 1 + d times as far from their middle, in logarithm, d being the doublings
+    beyond. Raises NotEnoughData, also where the ends of the interval lie further apart than a factor of ten.
     """
     message = (ranks, exchanged.message_bytes, exchanged.buckets)
     alone, exchange = compute.seconds(rank_batch), cluster.seconds(*message)
-    beyond = (compute.beyond(rank_batch), cluster.beyond(ranks))
+    own_batch = rank_batch if own_batch is None else own_batch
+    beyond = (compute.beyond(rank_batch), cluster.beyond(ranks), compute.beyond(own_batch))
     alone_draws = _widened(compute.draws(rank_batch, np.random.default_rng(0)), alone, beyond[0])
     exchange_draws = _widened(cluster.draws(*message, np.random.default_rng(1)), exchange, beyond[1])
-    own_batch = rank_batch if own_batch is None else own_batch
     # The same seed gives the same errors of the measured points, so that they cancel.
-    per_image = compute.seconds(own_batch) / own_batch
-    per_image_draws = compute.draws(own_batch, np.random.default_rng(0)) / own_batch
+    own = compute.seconds(own_batch)
+    per_image = own / own_batch
+    per_image_draws = _widened(compute.draws(own_batch, np.random.default_rng(0)), own, beyond[2]) / own_batch
     middles, ends, shares = [], [], []
     for hidden in (0.0, 1.0) if exchanged.hidden is None else (exchanged.hidden,):
         share = np.resize(np.asarray(hidden, dtype=float), DRAWS)
