@@ -37,6 +37,8 @@ def exchange(
     """What is each setting of the exchange worth, and what does the exchange cost at all?
 
     Two ranks, on a GPU as many as there are; ``smoke`` measures the first two settings. NCCL's settings need GPUs.
+    One exchange in 2 micro-batches halves the updates of weights too, so no ratio to the default says what it is worth:
+    what the exchange costs there is measured against the same steps without it, last.
     """
     usual = [setup.most_ranks] if setup.device == "cuda" else [2]
     asked = setup.world_sizes(world_sizes, [n for n in usual if n > 1])
@@ -54,6 +56,8 @@ def exchange(
                 candidates=_candidates(base)[: 2 if setup.preset == "smoke" else None],
             )
         )
+        if setup.preset != "smoke":
+            families.append(_half_as_often(setup, base))
     if families:
         return Experiment(name="exchange", families=tuple(families))
     have = "GPU" if setup.device == "cuda" else "usable core"
@@ -72,9 +76,18 @@ def _candidates(base: RunConfig) -> tuple[tuple[str, RunConfig], ...]:
     settings = dict(_SETTINGS)
     if base.device == "cuda":
         settings["NCCL for PCIe"] = {"nccl": "pcie"}
-    rows = [
+    return tuple(
         (label, dataclasses.replace(base, exchange=ExchangeConfig(**changes))) for label, changes in settings.items()
-    ]
-    # The micro-batches stay as large: half as many exchanges for equal images, in batches twice as large.
+    )
+
+
+def _half_as_often(setup: Setup, base: RunConfig) -> Family:
+    """The same micro-batches, two to a step: half as many exchanges for equal images, in batches twice as large."""
     twice = dataclasses.replace(base, global_batch_size=2 * base.global_batch_size, accumulation=2)
-    return (*rows, (_ONE_IN_TWO, twice))
+    return Family(
+        name=f"{setup.family_name(twice.global_batch_size, base.world_size)}, {_ONE_IN_TWO}",
+        baseline=twice,
+        baseline_label=BASELINE,
+        candidates=((NO_EXCHANGE, dataclasses.replace(twice, exchange=ExchangeConfig(enabled=False))),),
+        last=True,
+    )

@@ -14,15 +14,14 @@ from ddpm_lab.plan import Family
 
 def lost_scaling(
     one: RunConfig,
-    ranks: int,
+    many: RunConfig,
     *,
     name: str,
     ranks_label: str,
     usable_cores: int,
-    nodes: int = 1,
     without_rank_zero: Mapping[str, Any] | None = None,
 ) -> Family:
-    """Configurations of strong scaling from ``one`` rank to ``ranks`` at the same global batch, all in each set.
+    """Configurations of strong scaling from ``one`` rank to ``many`` at the same global batch, all in each set.
 
     With all ranks: as they train, without exchange of gradients, with batches that are ready, and with all of these
     off. With one rank: as it trains, with ready batches, with the batch of a rank, and on a CPU with its threads too.
@@ -36,8 +35,7 @@ def lost_scaling(
         quiet = {"options": tuple({**dict(one.options), **without_rank_zero}.items())}
     alone = ExchangeConfig(enabled=False)
     still: dict[str, Any] = {"loader": "still", "loader_workers": 0}
-    many = dataclasses.replace(one, world_size=ranks, nodes=nodes)
-    small = dataclasses.replace(one, **still, **quiet, global_batch_size=one.global_batch_size // ranks)
+    small = dataclasses.replace(one, **still, **quiet, global_batch_size=many.rank_batch_size)
     rows = [
         (ranks_label, many),
         (plan.NO_EXCHANGE, dataclasses.replace(many, exchange=alone)),

@@ -103,11 +103,10 @@ def multi_gpu(
     if wanted and shared is not None:
         lost = lost_scaling_of(
             setup.config(global_batch_size=shared, precision=precision),
-            ranks[-1],
+            setup.config(global_batch_size=shared, precision=precision, world_size=ranks[-1]),
             name=setup.family_name(shared, ranks[-1]),
             ranks_label=setup.ranks_label(ranks[-1]),
             usable_cores=setup.usable_cores,
-            nodes=setup.nodes(ranks[-1]),
         )
         families.append(lost)
         label, config = lost.candidates[0]

@@ -14,10 +14,10 @@ from ddpm_lab.exchange_settings import HOOKS, NCCL, ExchangeConfig
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (8, 8)])
 def test_each_setting_is_changed_alone(gpus: int, ranks: int) -> None:
-    (family,) = exchange(setup("quick", gpus)).families
+    family, halved = exchange(setup("quick", gpus)).families
     assert family.baseline.world_size == ranks
     assert family.baseline.exchange == ExchangeConfig()
-    *settings, (_, twice) = family.candidates
+    settings = family.candidates
     usual = dataclasses.asdict(ExchangeConfig())
     for _, config in settings:
         assert set(family.baseline.differences(config)) == {"exchange"}
@@ -25,15 +25,19 @@ def test_each_setting_is_changed_alone(gpus: int, ranks: int) -> None:
     assert not dict(settings)[NO_EXCHANGE].exchange.enabled
     assert {config.exchange.hook for _, config in settings} == set(HOOKS)
     assert {config.exchange.nccl for _, config in settings} == (set(NCCL) if gpus else {"default"})
-    micro_batch = family.baseline.global_batch_size // ranks
+    twice = halved.baseline
     assert twice.accumulation == 2
-    assert twice.rank_batch_size // twice.accumulation == micro_batch, "half the exchanges for equal images"
+    assert twice.rank_batch_size // twice.accumulation == family.baseline.rank_batch_size, "half the exchanges an image"
+    ((label, silent),) = halved.candidates
+    assert (label, set(twice.differences(silent))) == (NO_EXCHANGE, {"exchange"}), "updates of weights are as many"
 
 
 def test_ranks_and_batch_can_be_chosen_and_smoke_is_short() -> None:
-    two, four = exchange(setup(), world_sizes=[2, 4], global_batch_size=16).families
-    assert [f.baseline.world_size for f in (two, four)] == [2, 4]
-    assert {f.baseline.global_batch_size for f in (two, four)} == {16}
+    found = exchange(setup(), world_sizes=[2, 4], global_batch_size=16).families
+    assert [(f.baseline.world_size, f.baseline.global_batch_size, f.last) for f in found] == [
+        *((2, 16, False), (2, 32, True)),
+        *((4, 16, False), (4, 32, True)),
+    ]
     (family,) = exchange(setup("smoke")).families
     assert [label for label, _ in family.candidates] == [NO_EXCHANGE, "bf16 hook"]
 

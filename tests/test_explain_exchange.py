@@ -42,3 +42,13 @@ def test_ranks_without_exchange_are_not_recommended() -> None:
     group = ranking.fastest(study(1.9, RECOMMENDATION))
     assert group is not None
     assert [row["label"] for row in group.rows] == ["bf16 hook", BASELINE]
+
+
+def test_fewer_exchanges_are_weighed_in_a_sentence_of_their_own_and_never_lead() -> None:
+    twice = dataclasses.replace(BASE, global_batch_size=64, accumulation=2)
+    silent = {NO_EXCHANGE: (dataclasses.replace(twice, exchange=ExchangeConfig(enabled=False)), 1.9)}
+    values: dict[str, Any] = {"baseline_label": BASELINE, "experiment": "exchange"}
+    records = make.sets(silent, baseline=twice, family="tiny, batch 64, 2 ranks, one exchange in 2", **values)
+    found = finding(make.study([*study(1.25).records, *records], "exchange"))
+    assert found.headline.startswith("bf16 hook trains 1.10 times as fast as the default")
+    assert "Without exchange a step of tiny, batch 64, 2 ranks, one exchange in 2 is 47." in found.claim

@@ -27,10 +27,14 @@ def setup(preset: str = "quick", gpus: int = 0, cores: int = 4) -> Setup:
     return Setup(preset=preset, network="tiny", images=images, device=device, gpus=gpus, usable_cores=cores)
 
 
+def on_two(one: RunConfig) -> RunConfig:
+    return dataclasses.replace(one, world_size=2)
+
+
 @pytest.mark.parametrize(("device", "threads"), [("cpu", 2), ("cuda", 0)])
 def test_each_configuration_has_its_own_thing_off(device: str, threads: int) -> None:
     one = RunConfig(device=device, global_batch_size=16, loader="files", loader_workers=2)
-    family = lost_scaling(one, 2, name="work", ranks_label="2 ranks", usable_cores=4)
+    family = lost_scaling(one, on_two(one), name="work", ranks_label="2 ranks", usable_cores=4)
     rows = dict(family.candidates)
     assert family.together
     assert family.baseline == dataclasses.replace(one, loader="still", loader_workers=0)
@@ -47,7 +51,8 @@ def test_each_configuration_has_its_own_thing_off(device: str, threads: int) -> 
 
 def test_work_of_rank_zero_is_switched_off_where_a_workload_has_some() -> None:
     one = RunConfig(workload="mine:step", global_batch_size=16, options=(("logs", True), ("size", 3)))
-    family = lost_scaling(one, 2, name="work", ranks_label="2 ranks", usable_cores=4, without_rank_zero={"logs": False})
+    many, off = on_two(one), {"logs": False}
+    family = lost_scaling(one, many, name="work", ranks_label="2 ranks", usable_cores=4, without_rank_zero=off)
     quiet = [label for label, config in family.candidates if not config.option("logs", True)]
     assert set(quiet) == {
         *(plan.ALL_OFF, plan.ONE_SMALL, plan.ONE_SMALL_THREADS, plan.NO_RANK_ZERO, plan.ONE_NO_RANK_ZERO),
@@ -71,6 +76,14 @@ def test_it_is_measured_in_full_or_when_asked_for_with_a_profile_of_all_ranks() 
     assert not multi_gpu(setup(cores=1), lost_scaling=True).profiles
 
 
+def test_ranks_that_share_cores_say_so_in_every_part_and_in_the_profile() -> None:
+    sharing = dataclasses.replace(setup(cores=2), oversubscribe=True)
+    found = multi_gpu(sharing, world_sizes=[4], lost_scaling=True)
+    assert found.profiles
+    assert any(f.together for f in found.families)
+    assert {(c.world_size, c.oversubscribe) for c in found.configurations} == {(1, False), (4, True)}
+
+
 @pytest.mark.alone
 @pytest.mark.slow
 def test_what_is_planted_in_real_ranks_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,10 +92,9 @@ def test_what_is_planted_in_real_ranks_is_found(tmp_path: Path, monkeypatch: pyt
     workload = "lab_workloads:waiting"
     planted = {"image": 0.008, "fixed": 0.040, "loader": 0.048, "slow": 0.032, "exchange": 0.072}
     one = RunConfig(workload=workload, global_batch_size=8, oversubscribe=True, options=tuple(planted.items()))
-    family = lost_scaling(one, 2, name="waits", ranks_label="2 ranks", usable_cores=hardware.usable_cores())
-    instrument = Instrument(
-        code=code_version(workload), cache=tmp_path, usable_cores=hardware.usable_cores(), data_name="none"
-    )
+    cores = hardware.usable_cores()
+    family = lost_scaling(one, on_two(one), name="waits", ranks_label="2 ranks", usable_cores=cores)
+    instrument = Instrument(code=code_version(workload), cache=tmp_path, usable_cores=cores, data_name="none")
     members = [
         Member("baseline", family.baseline_label, family.baseline),
         *(Member("candidate", label, config) for label, config in family.candidates),

@@ -59,8 +59,8 @@ def test_every_default_grid_can_run_and_compares_like_with_like(name: str, prese
         assert len(set(ids)) == len(ids), "a candidate is the baseline, or there twice"
         if scaling(family.name) == "weak":
             assert len({config.rank_batch_size for config in members(family)}) == 1
-        # Equal images in batches of several sizes: trained, exchanged less often, or as large as a rank's.
-        elif name not in ("quality", "exchange") and not family.together:
+        # Equal images in batches of several sizes: trained, or as large as a rank's.
+        elif name != "quality" and not family.together:
             assert (len({config.global_batch_size for config in members(family)}) == 1) == (name != "batch_size")
         assert len({family.baseline_label, *(label for label, _ in family.candidates)}) == len(ids)
         for config in members(family):
