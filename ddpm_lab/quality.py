@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,17 +39,16 @@ def quality(
 ) -> Experiment:
     """What does each setting cost in quality, and what does it gain in speed? fp32, eager, one rank is the baseline.
 
-    ``images`` are those that one run trains on, ``seeds`` the runs of each configuration; ``candidates`` are names of
-    ``settings_of``, and None is the preset's choice. The average of the weights is moved at every step: runs are short.
+    ``images`` are those that one run trains on, rounded up to whole steps of every batch size; ``seeds`` the runs of
+    each configuration; ``candidates`` are names of ``settings_of``, and None is the preset's choice. The average of the
+    weights is moved at every step: runs are short.
     The first seed of each configuration draws images. Where a file of the Inception's weights is given, their FID is
     measured, of ``fid_images`` images against as many training images.
     """
     cuda = setup.device == "cuda"
     batch = setup.batch_size(global_batch_size) if cuda or global_batch_size else 8
     count = _SEEDS[setup.preset] if seeds is None else seeds
-    amount = _images(setup, images)
     whole("seeds", count, 1)
-    whole("images", amount, batch)
     base = setup.config(global_batch_size=batch, optimizer=OptimizerConfig(ema_every=1))
     known = settings_of(base, setup)
     if candidates is not None:
@@ -59,6 +59,7 @@ def quality(
         n for n in known if (n in candidates if candidates is not None else setup.preset != "smoke" or n in _SMOKE)
     ]
     rows = tuple((name, known[name]) for name in asked)
+    amount = _equal_images(_images(setup, images), [base, *(config for _, config in rows)])
     family = Family(name=setup.family_name(batch), baseline=base, baseline_label="fp32", candidates=rows)
     fid = _fid(setup, inception, fid_images)
     draws = _DRAWS[setup.preset]
@@ -82,6 +83,14 @@ _SMOKE = ("bf16", "2 micro-batches")
 
 def _images(setup: Setup, asked: int | None) -> int:
     return (_CUDA_IMAGES if setup.device == "cuda" else _IMAGES)[setup.preset] if asked is None else asked
+
+
+def _equal_images(images: int, configs: Sequence[RunConfig]) -> int:
+    """So many images, or the next number that batches of every size make up in whole steps. Raises ConfigError."""
+    sizes = {config.global_batch_size for config in configs}
+    whole("images", images, max(sizes))
+    step = math.lcm(*sizes)
+    return -(-images // step) * step if len(sizes) > 1 else images
 
 
 def _fid(setup: Setup, inception: str | None, images: int | None) -> Fid | None:
@@ -151,9 +160,7 @@ def _trials(family: Family, setup: Setup, seeds: int, images: int) -> list[Trial
     if apart or not _trains(family.baseline) or not rows:
         return []
     base = _tried(family.baseline)
-    sizes = {config.global_batch_size for _, config in (("", base), *rows)}
-    whole("images", images, most := max(sizes))
-    amount = -(-images // most) * most if len(sizes) > 1 else images
+    amount = _equal_images(images, [base, *(config for _, config in rows)])
     learners = [row for row in rows if _tried(row[1]) != base]
     equal = [(family.baseline_label, base, family.baseline)] if learners else []
     equal += [(label, _tried(config), config) for label, config in learners]

@@ -9,6 +9,7 @@ from ddpm_lab import experiments
 from ddpm_lab.checks import ConfigError, choice, whole
 from ddpm_lab.config import DEVICES, NETWORKS
 from ddpm_lab.measure import hardware
+from ddpm_lab.measure.fleet import current
 from ddpm_lab.planning import Measured
 
 if TYPE_CHECKING:
@@ -29,16 +30,20 @@ def usual_device(device: str | None) -> str:
 
 
 def most_ranks(device: str) -> tuple[int, str]:
-    """How many ranks can have a device of their own here, and that number in words."""
+    """How many ranks can have a device of their own, on all hosts of a job, and whose devices these are, in words."""
     count, unit = (len(hardware.gpus()), "GPU") if device == "cuda" else (hardware.usable_cores(), "usable core")
-    return count, f"{count} {unit}"
+    if (fleet := current()) is None:
+        return count, f"this machine has {count} {unit}"
+    hosts = len(fleet.hosts)
+    most = hosts * min(count, fleet.node_size)
+    return most, f"this job has room for {most} rank{'s' * (most != 1)} on {hosts} host{'s' * (hosts != 1)}"
 
 
 def several_ranks(device: str, *, oversubscribe: bool = False) -> int:
     """The number of ranks that mode multi asks for; raises NoRanksError where there can be only one."""
     most, have = most_ranks(device)
     if most < 2 and not (oversubscribe and device == "cpu"):
-        raise NoRanksError(f"--mode multi needs two ranks, and this machine has {have}: use --mode single")
+        raise NoRanksError(f"--mode multi needs two ranks, and {have}: use --mode single")
     return most if device == "cuda" else 2
 
 

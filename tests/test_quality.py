@@ -101,6 +101,21 @@ def test_larger_batches_are_trained_at_the_same_rate_first_and_then_at_a_scaled_
     assert scaled(large, base).optimizer.learning_rate == 2 * base.optimizer.learning_rate
 
 
+@pytest.mark.parametrize("batch", [8, 32, 48])
+def test_batches_of_every_size_are_trained_on_equal_images(batch: int) -> None:
+    trials = ask("quality", HERE, seeds=1, images=4_000, global_batch_size=batch).trials
+    assert {t.config.global_batch_size for t in trials} == {batch, 2 * batch}
+    (amount,) = {t.config.option("images", 0) for t in trials}
+    assert amount % (2 * batch) == 0
+    assert 4_000 <= amount < 4_000 + 2 * batch
+    alone = ask("quality", HERE, seeds=1, images=4_000, global_batch_size=batch, candidates=["bf16"]).trials
+    assert {t.config.option("images", 0) for t in alone} == {4_000}, "one size: nothing to make equal"
+    odd = ask("batch_size", HERE, seeds=1, images=1_000, global_batch_sizes=[24, 32]).trials
+    assert {t.config.option("images", 0) for t in odd} == {1_056}, "whole steps of 24 and of 32"
+    full = ask("quality", replace(HERE, preset="full")).trials
+    assert {t.config.option("images", 0) for t in full} == {8_000}, "whole steps already: its records stay valid"
+
+
 def test_what_differs_in_its_loader_alone_must_learn_the_very_same() -> None:
     levers = ask("peers", replace(HERE, network="seed"), parts=["levers"], seeds=2).trials
     alone = [t for t in levers if t.config.workload != TRAINING]

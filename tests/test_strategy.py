@@ -17,7 +17,8 @@ from ddpm_lab.config import NETWORKS, RunConfig
 from ddpm_lab.explain import strategy as explained
 from ddpm_lab.explain.strategy import MEASURE, MULTI, PRIOR, SINGLE, Strategy, prior
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.measure import hardware
+from ddpm_lab.measure import fleet, hardware
+from ddpm_lab.measure.fleet import Slot
 from ddpm_lab.record import RunRecord
 
 ONE = RunConfig(device="cuda", network="seed", global_batch_size=64)
@@ -131,8 +132,22 @@ def test_the_nearest_batch_is_named_where_this_one_was_not_measured() -> None:
 
 def test_records_of_another_network_or_device_decide_nothing() -> None:
     records = gpus({2: 0.5})
+    assert ask(records).source == "measured"
     assert ask(records, network="ddpm").source == PRIOR
     assert ask(records, device="cpu").source == PRIOR
+
+
+@pytest.mark.parametrize(
+    "setting", [{"precision": "bf16"}, {"precision": "tf32"}, {"compile": "whole"}, {"channels_last": False}]
+)
+def test_records_of_another_step_decide_nothing(setting: dict[str, Any]) -> None:
+    """The question is about fp32, eager; in bf16 the same ranks may well be slower."""
+    other = [replace(r, config=replace(r.config, **setting)) for r in gpus({2: 0.5})]
+    other = [replace(r, baseline_id=other[0].run_id) for r in other]
+    assert ask(other).source == PRIOR
+    assert ask(gpus({2: 1.7}), other).answer == ask(other, gpus({2: 1.7})).answer == MULTI
+    assert ", batch 64, fp32: 2 GPUs train 1.7" in ask(gpus({2: 1.7}), other).sentence()
+    assert "fp32" not in ask(other).sentence(), "the prior knows no precision"
 
 
 def test_what_has_no_speed_decides_nothing() -> None:
@@ -220,6 +235,37 @@ def test_several_ranks_where_there_is_one_device(monkeypatch: pytest.MonkeyPatch
     assert asked["world_sizes"] == [1], "auto takes what there is"
 
 
+@pytest.mark.parametrize(
+    ("device", "layout", "most", "words"),
+    [
+        ("cuda", (2, 1), 2, "this job has room for 2 ranks on 2 hosts"),
+        ("cuda", (4, 8), 16, "this job has room for 16 ranks on 4 hosts"),
+        ("cpu", (2, 1), 2, "this job has room for 2 ranks on 2 hosts"),
+        ("cpu", (1, 1), 1, "this job has room for 1 rank on 1 host"),
+    ],
+)
+def test_the_ranks_of_a_job_are_those_of_all_its_hosts(
+    monkeypatch: pytest.MonkeyPatch, device: str, layout: tuple[int, int], most: int, words: str
+) -> None:
+    """Places that torchrun started, no more of them on a host than it has devices: here four GPUs, and one core."""
+    monkeypatch.setattr(hardware, "gpus", lambda: ("Example GPU X",) * 4)
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 1)
+    hosts, places = layout
+    slots = [
+        [Slot(number=places * h + n, device_index=n, host=f"h{h}", pid=0, wire=None) for n in range(places)]
+        for h in range(hosts)
+    ]
+    alone = strategy.most_ranks(device)[0]
+    monkeypatch.setattr(fleet, "_current", fleet.Fleet(slots, "127.0.0.1"))
+    assert strategy.most_ranks(device) == (most, words)
+    assert alone == (4 if device == "cuda" else 1)
+    if most > 1:
+        assert strategy.several_ranks(device) == (most if device == "cuda" else 2)
+    else:
+        with pytest.raises(strategy.NoRanksError, match=words):
+            strategy.several_ranks(device)
+
+
 @pytest.mark.usefixtures("two_cores")
 @pytest.mark.parametrize(
     ("arguments", "words"),
@@ -244,7 +290,7 @@ def test_the_command_prints_answer_and_values(tmp_path: Path, call: Call) -> Non
     here(tmp_path, 1.6)
     code, out, _ = call("strategy", "--output-dir", tmp_path)
     assert code == 0
-    assert out.startswith("multi for tiny (44,332 parameters), batch 32: 2 ranks train 1.")
+    assert out.startswith("multi for tiny (44,332 parameters), batch 32, fp32: 2 ranks train 1.")
     assert "  1 rank: 3," in out
     values = json.loads(call("strategy", "--output-dir", tmp_path, "--json")[1])
     assert values["answer"] == "multi"

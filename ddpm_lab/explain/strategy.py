@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import machine_state, phrases, scaling, sentences, stats
 from ddpm_lab.explain.frames import Study
 
@@ -15,6 +16,9 @@ PARAMETERS = {"tiny": 44_332, "seed": 10_050_819, "ddpm": 35_746_307, "s000": 39
 """Trained parameters of each network, which do not depend on the size of its images."""
 LEAST, SMALL, LARGE = 1_000_000, 5_000_000, 10_000_000
 SMALL_BATCH, LARGE_BATCH = 128, 64
+PLAIN = RunConfig()
+"""The step that ``--mode`` measures: in fp32, eager, with the lab's own kernels and loader."""
+_VARIES = {"network", "device", "global_batch_size", "world_size", "nodes", "data_sha256", "image_size", "seed"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,7 @@ class Strategy:
     def sentence(self) -> str:
         """The answer in one sentence, with its reason and what it rests on."""
         work = f"{self.network or 'a network'} ({self.parameters:,} parameters), batch {self.batch}"
+        work += f", {PLAIN.precision}" * (self.measured_batch is not None)
         return f"{self.answer} for {work}: {self.reason} [{self.source}]"
 
     def text(self) -> str:
@@ -80,8 +85,8 @@ def prior(parameters: int, batch: int) -> tuple[str, str]:
 def strategy(study: Study | None, *, network: str | None, parameters: int, batch: int, device: str) -> Strategy:
     """The answer for a network and a global batch size.
 
-    Strong scaling that was measured with this network on this kind of device decides: at this batch, else at the
-    nearest one. Only where there is none does the prior speak.
+    Strong scaling of the plain step (fp32, eager) that was measured with this network on this kind of device decides:
+    at this batch, else at the nearest one. Only where there is none does the prior speak.
 
     Args:
         study: records of the experiment multi_gpu of one machine, or None without any.
@@ -97,6 +102,7 @@ def strategy(study: Study | None, *, network: str | None, parameters: int, batch
         for r in (scaling.rows(study) if study is not None else [])
         if r["scaling"] == "strong" and r["sets"] and r["role"] in ("baseline", "candidate")
         if r["config"].network == network and r["config"].device == device
+        if r["config"].differences(PLAIN).keys() <= _VARIES
     ]
     compared = [r for r in told if r["role"] == "candidate"]
     if not compared:
