@@ -101,6 +101,9 @@ def test_an_efficiency_is_called_good_only_if_its_whole_interval_is() -> None:
     wide = claim(strong({2: 1.7}, set_noise=0.15))
     assert "good; its interval: overhead to " in wide
     assert "the interval does not decide whether this is good scaling" in wide
+    between = claim(strong({2: 1.46}, set_noise=0.07))
+    assert "overhead to good" in between
+    assert "2 GPUs: short of good scaling on one node (above 85 %)" in between, "neither end is good"
     once = claim(strong({2: 1.99}, count=1))
     assert "(excellent, no interval)" in once or "(perfect, no interval)" in once
     assert "good scaling" not in once

@@ -31,13 +31,17 @@ class Bands:
         shown = round(efficiency, 2)
         return next((name for name, bound in self.table if shown >= bound), self.table[-1][0])
 
+    def good(self, efficiency: float, nodes: int = 1) -> bool:
+        """Whether an efficiency is above what the table asks of good scaling on so many nodes."""
+        return self.asks is not None and round(efficiency, 2) > self.asks[nodes > 1]
+
     def verdict(self, efficiency: float, nodes: int = 1) -> str:
         """What the table asks of good scaling on so many nodes, and whether it is met; empty where it asks nothing."""
         if self.asks is None:
             return ""
         bound = self.asks[nodes > 1]
         where = f"on {'several nodes' if nodes > 1 else 'one node'} (above {share(bound)})"
-        if round(efficiency, 2) > bound:
+        if self.good(efficiency, nodes):
             return f"good scaling {where}"
         if self.poor is not None and round(efficiency, 2) < self.poor:
             return f"poor scaling (below {share(self.poor)})"

@@ -130,8 +130,11 @@ def _asked(row: Row, bands: Bands) -> str:
     ends = ("efficiency_low", "efficiency_high")
     if any(math.isnan(row[end]) for end in ends):
         return ""
-    said = {bands.verdict(row[end], row["config"].nodes) for end in ends}
-    return said.pop() if len(said) == 1 else "the interval does not decide whether this is good scaling"
+    nodes = row["config"].nodes
+    low, high = (bands.verdict(row[end], nodes) for end in ends)
+    if low == high or not bands.good(row["efficiency_high"], nodes):  # short of good at its best
+        return high
+    return "the interval does not decide whether this is good scaling"
 
 
 def whose(bands: Bands) -> str:
