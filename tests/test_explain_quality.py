@@ -169,6 +169,28 @@ def test_only_the_same_code_speaks_and_the_longest_trials_count() -> None:
     assert judged([*records, *longer]).verdict == WORSE
 
 
+def test_pairs_share_their_held_out_draws_and_more_draws_count() -> None:
+    """Other draws of noise have another loss, by far more than what a setting costs; the last record does not win."""
+
+    def drawn(records: list[RunRecord], draws: int, apart: float = 0.0) -> list[RunRecord]:
+        found = []
+        for r in records:
+            options = (("images", r.config.option("images", 0)), ("draws", draws))
+            looks = [{**look, "loss": look["loss"] + apart} for look in (r.quality or {})["held_out"]]
+            config, told = replace(r.config, options=options), {**(r.quality or {}), "held_out": looks}
+            found.append(replace(r, config=config, quality=told))
+        return found
+
+    records = make.trials({"bf16": (BF16, 0.0)})
+    many, few = drawn(records, 512), drawn([r for r in records if r.label == "bf16"], 64, apart=0.3)
+    for order in ([*many, *few], [*few, *many]):
+        assert judged(order).verdict == NOT_WORSE
+        assert {r.config.option("draws", 0) for pair in judged(order).pairs for r in pair} == {512}
+    assert judged([*drawn([r for r in records if r.label == "fp32"], 512), *few]).verdict == NOT_MEASURED
+    longer = drawn(make.trials({"bf16": (BF16, 0.05)}, images=16_000), 64)
+    assert judged([*many, *longer]).verdict == NOT_WORSE, "more draws before more images"
+
+
 def test_a_trial_speaks_for_every_code_that_holds_its_trainer() -> None:
     """Beside other trainers the code of a speed is another, and the trainer in it is the same."""
     records = make.trials({"bf16": (BF16, 0.0)})

@@ -10,7 +10,7 @@ import pytest
 import records as make
 
 from ddpm_lab.config import OptimizerConfig, RunConfig
-from ddpm_lab.explain import learned
+from ddpm_lab.explain import learned, stats
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import scaled
@@ -88,8 +88,57 @@ def test_who_does_not_arrive_has_no_time() -> None:
 
 def test_a_difference_within_both_intervals_names_nobody() -> None:
     found = finding(studied(1.1, speed=1.1))
-    assert "none is shown to be faster to loss" in found.claim or "is not resolved" in found.claim
+    assert "which is fastest to loss 0.4900 is not resolved between batch" in found.claim
     assert "fastest to loss 0.4900: batch" not in found.claim
+
+
+def three(first: float, second: float) -> Study:
+    """Batches of 16 and 32 that need as many images as the baseline, and are so many times as fast."""
+    both = {"batch 16": (LARGE, first), "batch 32": (RunConfig(), second)}
+    speeds = make.sets(both, baseline=BASE, baseline_label="batch 8", experiment="batch_size")
+    made = make.trials({name: (config, 0.0) for name, (config, _) in both.items()}, baseline=BASE, seed_noise=0.0)
+    return replace(make.study(speeds), trials=tuple(made))
+
+
+def test_the_fastest_is_shown_to_be_faster_than_every_other() -> None:
+    """Both are half as fast again as the baseline, and within their intervals as fast as each other."""
+    said = finding(three(1.5, 1.505)).claim
+    assert said.count("is not resolved between batch 32 and batch 16") == 2, "per image, and to the loss"
+    clear = finding(three(1.5, 1.6)).claim
+    assert "Fastest per image: batch 32; fastest to loss" in clear
+    assert learned.fastest(ways(three(1.5, 1.6)), 0.45).endswith(": batch 32")
+
+
+def test_what_withholds_a_verdict_on_speed_withholds_the_fastest() -> None:
+    sure = ways(studied(1.1))
+    assert learned.fastest(sure, 0.49) == "fastest to loss 0.4900: batch 16"
+    not_resolved = "which is fastest to loss 0.4900 is not resolved between batch 16 and batch 8"
+    few = ways(studied(1.1, sets=4))
+    assert few[1].times_high < 1
+    assert learned.fastest(few, 0.49) == f"{not_resolved} (4 sets with batch 16)"
+    of = studied(1.1, seed_noise=0.0)
+    fewer = ways(replace(of, trials=tuple(r for r in of.trials if r.config.seed < 4)))
+    assert learned.fastest(fewer, 0.49) == f"{not_resolved} (4 seeds with batch 16)"
+    for verdict, why in ((stats.NOT_TRUSTED, stats.NOT_TRUSTED), (stats.BURSTS, "bursts with batch 16")):
+        doubted = replace(sure[1], row={**sure[1].row, "verdict": verdict})
+        assert learned.fastest([sure[0], doubted], 0.49) == f"{not_resolved} ({why})"
+    slowed = replace(sure[1], row={**sure[1].row, "bursts": 1.5})
+    assert learned.fastest([sure[0], slowed], 0.49) == not_resolved, "faster by image all the same, but not to the loss"
+    lost = ways(studied(1.2))
+    assert learned.fastest(lost, 0.49) == "fastest to loss 0.4900 of those that reached it: batch 8"
+    doubted = replace(lost[1], row={**lost[1].row, "verdict": stats.NOT_TRUSTED})
+    assert learned.fastest([lost[0], doubted], 0.49).endswith("is not resolved (instrument not trusted here)")
+
+
+def test_trials_with_other_draws_are_no_part_of_a_family() -> None:
+    """Losses of other draws lie elsewhere: the target, and who reaches it, are those of one extent."""
+    of = three(1.5, 1.6)
+    other = [r for r in of.trials if r.label == "batch 32"]
+    other = [replace(r, config=replace(r.config, options=(("images", 8_000), ("draws", 512)))) for r in other]
+    base = [r for r in make.trials({}, baseline=BASE, seed_noise=0.0) if r.label == "fp32"]
+    more = [replace(r, config=replace(r.config, options=(("images", 8_000), ("draws", 512)))) for r in base]
+    both = replace(of, trials=(*[r for r in of.trials if r.label != "batch 32"], *more, *other))
+    assert [w.label for w in ways(both)] == ["batch 8", "batch 32"]
 
 
 def test_one_set_and_one_seed_give_no_interval() -> None:

@@ -259,7 +259,7 @@ def _judge(rows: Sequence[dict[str, Any]]) -> None:
             row["verdict"] = stats.verdict(row["estimate"], row["p_holm"], len(tested))
             turned = (row["ratio"] - 1) * (row["ratio"] / row["bursts"] - 1) <= 0
             if turned and row["verdict"] in (stats.FASTER, stats.SLOWER):
-                row["verdict"] = f"{stats.NOT_RESOLVED} (bursts)"
+                row["verdict"] = stats.BURSTS
 
 
 def _weigh(rows: Sequence[dict[str, Any]], trials: quality.Trials) -> None:

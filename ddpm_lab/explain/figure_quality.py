@@ -183,7 +183,7 @@ def _overlaid(
         below.axhline(0, color=fs.INK, lw=1)
         wide = _hide(others)
         for i, row in enumerate(others):
-            pairs = learned.pairs_of(row, learned.images_of(rows[1:]))
+            pairs = learned.pairs_of(row, learned.extent_of(rows[1:]))
             colour = fs.PALETTE[i % len(fs.PALETTE)]
             (images, theirs), (_, mine) = (series([p[side] for p in pairs], pairs[0][1 - side]) for side in (0, 1))
             above.plot(images, mine.mean(0), color=colour, lw=1.6, label=fs.fit(str(row["label"]), 1.9, 2))
@@ -233,10 +233,10 @@ def by_time(study: Study) -> Figure | None:
     )
     ax.axhline(0, color=fs.INK, lw=1)
     at = (np.arange(10) + 0.5) / 10 * lead["config"].diffusion.timesteps
-    images = int(base[0].config.option("images", 0))
+    extent = quality.extent(base[0])
     wide = _hide(trained.rows(study))
     for i, row in enumerate(trained.rows(study)):
-        if str(row["label"]) not in wide and (pairs := learned.pairs_of(row, images)):
+        if str(row["label"]) not in wide and (pairs := learned.pairs_of(row, extent)):
             apart = trained.by_time([b for _, b in pairs]) - trained.by_time([a for a, _ in pairs])
             label = fs.fit(str(row["label"]), 1.9, 2)
             ax.plot(at, apart.mean(0), color=fs.PALETTE[i % len(fs.PALETTE)], lw=1.6, marker="o", ms=3.5, label=label)

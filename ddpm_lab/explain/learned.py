@@ -34,22 +34,27 @@ def families(study: Study) -> list[list[Row]]:
     return [rows for rows in found.values() if rows[0]["role"] == "baseline" and images_of(rows[1:])]
 
 
-def pairs_of(row: Row, images: int) -> Pairs:
-    """The trials behind a row's verdict, the baseline's first; none if they were trained on fewer ``images``."""
+def pairs_of(row: Row, extent: tuple[int, int]) -> Pairs:
+    """The trials behind a row's verdict, the baseline's first; none if they are of another ``extent``."""
     pairs: Pairs = row["equivalence"].pairs if row["equivalence"] is not None else ()
-    return pairs if pairs and pairs[0][0].config.option("images", 0) == images else ()
+    return pairs if pairs and quality.extent(pairs[0][0]) == extent else ()
+
+
+def extent_of(rows: Sequence[Row]) -> tuple[int, int]:
+    """The largest ``quality.extent`` of trials that any verdict rests on; zeros without any."""
+    pairs = [r["equivalence"].pairs for r in rows if r["equivalence"] is not None and r["equivalence"].pairs]
+    return max((quality.extent(p[0][0]) for p in pairs), default=(0, 0))
 
 
 def images_of(rows: Sequence[Row]) -> int:
-    """Images of the longest trials that any verdict rests on; 0 without any."""
-    pairs = [r["equivalence"].pairs for r in rows if r["equivalence"] is not None and r["equivalence"].pairs]
-    return max((int(p[0][0].config.option("images", 0)) for p in pairs), default=0)
+    """Images of those trials; 0 without any."""
+    return extent_of(rows)[1]
 
 
 def baseline_trials(rows: Sequence[Row]) -> list[RunRecord]:
     """The baseline's trials that the verdicts of ``rows`` rest on, in the order of their seeds."""
-    images = images_of(rows)
-    by_seed = {a.config.seed: a for r in rows for a, _ in pairs_of(r, images)}
+    extent = extent_of(rows)
+    by_seed = {a.config.seed: a for r in rows for a, _ in pairs_of(r, extent)}
     return [by_seed[seed] for seed in sorted(by_seed)]
 
 
@@ -106,6 +111,20 @@ class Way:
         """Whether every seed reached the loss, and the speed is known."""
         return not math.isnan(self.seconds)
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The ends of ``times``, wider by what windows that a median leaves out may add; 1 for the baseline."""
+        if self.row["role"] == "baseline":
+            return 1.0, 1.0
+        bursts = self.row["bursts"]
+        return self.times_low * min(1.0, bursts), self.times_high * max(1.0, bursts)
+
+    @property
+    def doubt(self) -> str:
+        """Why nobody can be called faster or slower by it, such as "3 seeds"; empty where its interval decides."""
+        few = phrases.plural(self.seeds, "seed") if self.seeds < quality.LEAST_SEEDS else ""
+        return _doubt(self.row) or (few and f"{few} with {self.label}")
+
     def words(self) -> str:
         """Such as "12 s (11 to 13 s)", "not reached (3 of 8 seeds)"; a dash where nothing is known."""
         if self.lost:
@@ -123,29 +142,29 @@ class Way:
 
 
 def tried(study: Study, rows: Sequence[Row]) -> list[Row]:
-    """The baseline's row and those of candidates with trials on as many images as any.
+    """The baseline's row and those of candidates with trials of the same extent.
 
     A larger batch whose learning rate was tried scaled with it has a second row: its speed is the same.
     """
-    lead, images = rows[0], images_of(rows[1:])
+    lead, extent = rows[0], extent_of(rows[1:])
     trials = quality.Trials(study.trials)
     found = [lead]
     for row in rows[1:]:
-        if pairs_of(row, images):
+        if pairs_of(row, extent):
             found.append(row)
         if row["config"].global_batch_size > lead["config"].global_batch_size:
             other = trials.verdict(lead["config"], scaled(row["config"], lead["config"]), row["code_version"])
-            if pairs := pairs_of(again := {**row, "equivalence": other}, images):
+            if pairs := pairs_of(again := {**row, "equivalence": other}, extent):
                 found.append({**again, "label": pairs[0][1].label})
     return found
 
 
 def ways(study: Study, rows: Sequence[Row]) -> list[Way]:
     """The ways of a family's configurations to its target, the baseline's first."""
-    loss, images = target(rows[1:]), images_of(rows[1:])
+    loss, extent = target(rows[1:]), extent_of(rows[1:])
     lead, *others = tried(study, rows)
     own = tuple((r, r) for r in baseline_trials(rows[1:]))
-    return [way(lead, own, loss), *(way(row, pairs_of(row, images), loss) for row in others)]
+    return [way(lead, own, loss), *(way(row, pairs_of(row, extent), loss) for row in others)]
 
 
 def way(row: Row, pairs: Pairs, loss: float) -> Way:
@@ -186,26 +205,53 @@ def _mean(values: Array) -> tuple[float, float]:
 
 
 def fastest(found: Sequence[Way], loss: float) -> str:
-    """Who gets to a loss in the least time, such as "fastest to loss 0.4600: batch 8"; empty where nobody does."""
+    """Who gets to a loss in the least time, such as "fastest to loss 0.4600: batch 8"; empty where nobody does.
+
+    Somebody is named only if the whole interval of its time lies below that of every other, and if nothing withholds a
+    verdict: an instrument that is not trusted, too few sets or seeds, bursts.
+    """
     arrived = [w for w in found if w.arrives]
     if not arrived or arrived[0] is not found[0]:
         return ""
-    lead, best, to = found[0], min(arrived, key=lambda w: w.seconds), f"loss {loss:.4f}"
-    most = 1.0 if best is lead else best.times_high
-    if any(w.lost and not w.times_low > most for w in found):  # with more images it might have been first
+    best, to = min(arrived, key=lambda w: w.times), f"loss {loss:.4f}"
+    beside = [w for w in found if w is not best and (best.doubt or w.doubt or not best.bounds[1] < w.bounds[0])]
+    if any(w.lost for w in beside):  # with more images it might have been first
         to += " of those that reached it"
-    if best is not lead:
-        return f"fastest to {to}: {best.label}" if most < 1 else f"which is fastest to {to} is not resolved"
-    if all(w.times_low > 1 for w in arrived[1:]):
-        return f"fastest to {to}: {lead.label}"
-    return f"none is shown to be faster to {to} than {lead.label}"
+    rivals = [w for w in beside if w.arrives]
+    untrusted = next((w.doubt for w in found if w.row["verdict"] == stats.NOT_TRUSTED), "")
+    doubt = untrusted or next((w.doubt for w in (best, *rivals) if w.doubt), "")
+    if not rivals and not doubt:
+        return f"fastest to {to}: {best.label}"
+    return f"which is fastest to {to} is not resolved{_between([w.label for w in (best, *rivals)], doubt)}"
+
+
+def _doubt(row: Row) -> str:
+    """Why a speed has no verdict, whatever its interval; empty where that decides."""
+    if row["verdict"] == stats.NOT_TRUSTED:
+        return stats.NOT_TRUSTED
+    if row["verdict"] == stats.BURSTS:
+        return f"bursts with {row['label']}"
+    return f"{phrases.plural(int(row['sets']), 'set')} with {row['label']}" if row["sets"] < stats.LEAST_SETS else ""
+
+
+def _between(labels: Sequence[str], doubt: str) -> str:
+    pair = f" between {phrases.joined(labels)}" if len(labels) > 1 else ""
+    return pair + (f" ({doubt})" if doubt else "")
 
 
 def _fastest_per_image(found: Sequence[Way]) -> str:
-    others = [w.row for w in found[1:]]
+    # A scaled learning rate changes no speed: it has the row of its batch.
+    others = list({w.row["run_id"]: w.row for w in reversed(found[1:]) if w.row["sets"]}.values())
     if faster := [r for r in others if r["verdict"] == stats.FASTER]:
-        return f"fastest per image: {max(faster, key=lambda r: r['ratio'])['label']}"
-    if all(r["verdict"] == stats.SLOWER for r in others):
+        best = max(faster, key=lambda r: r["ratio"])
+        least = best["low"] / max(1.0, best["bursts"])
+        rivals = [r for r in others if r is not best and (_doubt(r) or not r["high"] / min(1.0, r["bursts"]) < least)]
+        if not rivals:
+            return f"fastest per image: {best['label']}"
+        doubt = next((_doubt(r) for r in rivals if _doubt(r)), "")
+        labels = [r["label"] for r in (best, *rivals)]
+        return f"which is fastest per image is not resolved{_between(labels, doubt)}"
+    if others and all(r["verdict"] == stats.SLOWER for r in others):
         return f"fastest per image: {found[0].label}"
     return "which is fastest per image is not resolved"
 

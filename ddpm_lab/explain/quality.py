@@ -52,7 +52,7 @@ class Equivalence:
     seeds_needed: int | None = None
     reason: str = ""
     pairs: tuple[tuple[RunRecord, RunRecord], ...] = ()
-    """The trials that were compared, the baseline's first: all of one length, in the order of their seeds."""
+    """The trials that were compared, the baseline's first: all of one extent, in the order of their seeds."""
 
 
 def equivalence(differences: npt.ArrayLike, margin: float) -> Equivalence:
@@ -104,12 +104,15 @@ def margin_of(final: npt.ArrayLike, before: npt.ArrayLike) -> float:
 def compare(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> Equivalence:
     """The verdict on ``candidate``'s trials against ``baseline``'s, paired by seed.
 
-    Only trials on as many images count, the longest ones that both have. Without held-out losses the final weights of
-    equal seeds decide: identical or not. Where a baseline's loss stopped being finite there is no verdict.
+    Only trials of one extent count: those with the most held-out draws that both have, of them the longest. Without
+    held-out losses the final weights of equal seeds decide: identical or not. Where a baseline's loss stopped being
+    finite there is no verdict.
     """
-    for images in sorted({_images(r) for r in candidate}, reverse=True):
-        ours = {r.config.seed: r for r in candidate if _images(r) == images and r.status in ("ok", DIVERGED)}
-        base = {r.config.seed: r for r in baseline if _images(r) == images and r.status in ("ok", DIVERGED)}
+    for size in sorted({extent(r) for r in candidate}, reverse=True):
+        ours, base = (
+            {r.config.seed: r for r in side if extent(r) == size and r.status in ("ok", DIVERGED)}
+            for side in (candidate, baseline)
+        )
         seeds = sorted(ours.keys() & base.keys())
         if not seeds:
             continue
@@ -155,8 +158,9 @@ def _sha(record: RunRecord) -> str:
     return str(record.quality["weights_sha256"])
 
 
-def _images(record: RunRecord) -> int:
-    return int(record.config.option("images", 0))
+def extent(record: RunRecord) -> tuple[int, int]:
+    """Draws of noise that a trial's held-out losses are of, and its images: losses of other draws are not compared."""
+    return int(record.config.option("draws", 0)), int(record.config.option("images", 0))
 
 
 def images_to_reach(record: RunRecord, target: float) -> float:

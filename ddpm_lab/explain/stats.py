@@ -25,6 +25,8 @@ FASTER = "faster"
 SLOWER = "slower"
 NOT_RESOLVED = "not resolved"
 NOT_TRUSTED = "instrument not trusted here"
+BURSTS = f"{NOT_RESOLVED} (bursts)"
+"""A verdict that windows far slower than most, which the median leaves out, would turn."""
 
 Array = npt.NDArray[np.float64]
 

@@ -12,7 +12,7 @@ import pandas as pd
 from ddpm_lab.explain import gradients, learned, phrases, quality, samples, stats
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.learned import Array, Row, baseline_trials, images_of, pairs_of
+from ddpm_lab.explain.learned import Array, Row, baseline_trials, extent_of, images_of, pairs_of
 from ddpm_lab.record import RunRecord
 
 EXPERIMENT = "quality"
@@ -42,7 +42,7 @@ def trials_of(study: Study, row: Row) -> list[RunRecord]:
     found = rows(study)
     if row["role"] == "baseline":
         return baseline_trials(found)
-    return [b for _, b in pairs_of(row, images_of(found))]
+    return [b for _, b in pairs_of(row, extent_of(found))]
 
 
 def fids(study: Study) -> list[tuple[str, Mapping[str, Any]]]:
@@ -141,7 +141,7 @@ def to_the_loss(study: Study) -> str:
     first, *others = learned.ways(study, [lead, *found])
     larger = [w for w in others if w.row["batch"] != lead["batch"]]
     text = learned.answer([first, *larger], learned.target(found)) if larger else ""
-    return f" {text}" if text else ""
+    return f" Among the batch sizes, {text[0].lower()}{text[1:]}" if text else ""
 
 
 def table(study: Study) -> pd.DataFrame:
@@ -172,7 +172,7 @@ def _table(study: Study, family: Sequence[Row]) -> list[dict[str, str]]:
             shown.append(_cells(row, [], images, {time: _NONE}))
         for way in own:
             lead = way.row["role"] == "baseline"
-            records = baseline_trials(found) if lead else [b for _, b in pairs_of(way.row, images)]
+            records = baseline_trials(found) if lead else [b for _, b in pairs_of(way.row, extent_of(found))]
             shown.append(_cells(way.row, records, images, {time: way.words()}))
     return shown
 
