@@ -12,7 +12,16 @@ from matplotlib.patches import Rectangle
 
 from ddpm_lab import plan
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import figure_lost_scaling, figure_style, figures, lost_scaling_table, phrases, tables
+from ddpm_lab.explain import (
+    figure_lost_scaling,
+    figure_ratios,
+    figure_style,
+    figures,
+    lost_scaling_table,
+    machine_state,
+    phrases,
+    tables,
+)
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.lost_scaling import Split, splits
@@ -21,9 +30,10 @@ from ddpm_lab.record import RunRecord
 
 ONE = RunConfig(global_batch_size=16)
 RANKS, IMAGE = 2, 1.0
-FAMILY = lost_scaling(ONE, RANKS, name="tiny, batch 16, 2 ranks", ranks_label="2 ranks", usable_cores=2)
+MANY = dataclasses.replace(ONE, world_size=RANKS)
+FAMILY = lost_scaling(ONE, MANY, name="tiny, batch 16, 2 ranks", ranks_label="2 ranks", usable_cores=2)
 WITH_RANK_ZERO = lost_scaling(
-    ONE, RANKS, name="tiny, batch 16, 2 ranks", ranks_label="2 ranks", usable_cores=2, without_rank_zero={"logs": False}
+    ONE, MANY, name="tiny, batch 16, 2 ranks", ranks_label="2 ranks", usable_cores=2, without_rank_zero={"logs": False}
 )
 PARTS = {
     "communication": "exposed communication",
@@ -59,7 +69,7 @@ def steps(**plants: float) -> dict[str, float]:
     }
 
 
-def measured(family: plan.Family, count: int = 6, /, **plants: float) -> list[RunRecord]:
+def measured(family: plan.Family, count: int = 6, /, twin_ratio: float = 1.0, **plants: float) -> list[RunRecord]:
     """Records of a family with planted losses, in milliseconds."""
     times = steps(**plants)
     base = times[plan.ONE_OFF]
@@ -68,6 +78,7 @@ def measured(family: plan.Family, count: int = 6, /, **plants: float) -> list[Ru
         for label, config in family.candidates
     }
     values: dict[str, Any] = {"baseline": family.baseline, "baseline_label": plan.ONE_OFF, "experiment": "multi_gpu"}
+    values["twin_ratio"] = twin_ratio
     found = make.sets(candidates, family=family.name, count=count, step_seconds=base / 1e3, set_noise=0.001, **values)
     share = 1 - plants.get("slow", 0.0) / times[plan.ALL_OFF]
     return [_uneven(r, share) if r.label == plan.ALL_OFF else r for r in found]
@@ -147,10 +158,64 @@ def test_where_nothing_is_lost_nothing_is_claimed() -> None:
     said = lost_scaling_table.sentence(split())
     assert "No loss is resolved" in said
     assert "of which" not in said
-    one = lost_scaling_table.sentence(splits(study(measured(FAMILY, 1, communication=4.0)))[0])
-    assert one.endswith("1 set only: a claim needs 6. No loss is resolved: 4.0 ms.")
-    few = study(measured(FAMILY, 2, communication=4.0))
-    assert "2 sets only: a claim needs 6" in lost_scaling_table.sentence(splits(few)[0])
+
+
+def heading(of: Study) -> str:
+    with figure_style.style():
+        drawn = figure_lost_scaling.figure(of)
+    assert drawn is not None
+    (found,) = [text.get_text() for text in drawn.texts if text.get_text().startswith("tiny, batch 16, 2 ranks")]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("count", "twin_ratio", "doubt"),
+    [(3, 1.0, "3 sets only: a claim needs 6"), (6, 1.05, "instrument not trusted here")],
+)
+def test_without_sets_or_trust_the_parts_are_shown_and_no_loss_is_claimed(
+    count: int, twin_ratio: float, doubt: str
+) -> None:
+    of = study(measured(FAMILY, count, twin_ratio=twin_ratio, communication=4.0, slow=3.0))
+    (found,) = splits(of)
+    assert found.loss.low > 0, "an interval alone would claim it"
+    said = lost_scaling_table.sentence(found)
+    assert f"{doubt}, so no loss is claimed; it reads 7." in said.lower()
+    assert "Lost" not in said
+    assert "rank 1" not in said
+    shown = lost_scaling_table.table(of).set_index("Part")
+    assert shown.loc["loss", "Note"] == doubt
+    assert str(shown.loc["exposed communication", "Time in a step"]).startswith("4.")
+    assert set(shown["Share of the loss"]) == {phrases.DASH}
+    assert doubt in heading(of)
+    assert "(" not in heading(study(measured(FAMILY, communication=4.0, slow=3.0)))
+
+
+def test_a_question_that_is_not_trusted_does_not_vouch_for_its_parts() -> None:
+    values: dict[str, Any] = {"experiment": "multi_gpu", "baseline_label": "1 rank", "twin_ratio": 1.05}
+    main = make.sets({"2 ranks": (RunConfig(world_size=2), 1.5)}, **values)
+    (found,) = splits(study([*main, *measured(FAMILY, communication=4.0)]))
+    assert found.doubt == "instrument not trusted here"
+
+
+def test_one_set_says_what_it_lacks() -> None:
+    (found,) = splits(study(measured(FAMILY, 1, communication=4.0)))
+    said = lost_scaling_table.sentence(found)
+    assert said.endswith("1 set only: a claim needs 6, so no loss is claimed; it reads 4.0 ms.")
+    assert {p.note for p in found.parts if not p.seconds.known} == {"needs a second set"}
+
+
+def test_ranks_that_share_cores_show_no_loss_and_are_not_listed_beside_the_answer() -> None:
+    shared = [dataclasses.replace(r, mechanism_only=r.config.world_size > 1) for r in measured(FAMILY, communication=4)]
+    (found,) = splits(study(shared))
+    assert lost_scaling_table.sentence(found) == "2 ranks for a batch of 16: mechanism tested, speed not claimed."
+    assert {p.note for p in found.parts} == {""}
+    assert figure_lost_scaling.figure(study(shared)) is None
+    main = make.sets({"2 ranks": (RunConfig(world_size=2), 1.5)}, experiment="multi_gpu", baseline_label="1 rank")
+    alone, beside = study(main), study([*main, *shared])
+    with figure_style.style():
+        notes = [[text.get_text() for text in figure_ratios.ratios(of).texts] for of in (alone, beside)]
+    assert notes[0] == notes[1]
+    assert machine_state.table(alone).equals(machine_state.table(beside))
 
 
 def test_a_part_that_could_not_be_measured_says_why_and_the_others_stay() -> None:

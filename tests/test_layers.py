@@ -61,7 +61,7 @@ ROWS = (
     ("explain.figure_style", "explain.frames", "explain.gradients", "explain.pages", "explain.stats"),
     ("explain.quality",),
     ("explain.comparisons",),
-    ("explain.link_fit", "explain.phrases", "explain.ranking"),
+    ("explain.link_fit", "explain.phrases", "explain.ranking", "explain.straggler"),
     ("explain.calibration", "explain.learned"),
     ("explain.batch_sizes", "explain.budget", "explain.compiling", "explain.limits", "explain.machine_state"),
     ("explain.exchange", "explain.lost_scaling"),

@@ -52,11 +52,17 @@ def _comparisons(of: Study) -> pd.DataFrame:
     compared = (r for r in of.records if r.role in COMPARED and r.config.purpose != "quality")
     ordered = sorted((r for r in compared if not r.family.endswith(LOST)), key=lambda r: r.experiment)
     for _, group in groupby(ordered, key=lambda r: r.experiment):
-        block = [row for family in _families(list(group)) for row in _family_rows(family, of.resolution)]
-        _judge(block)
+        block = judged(list(group), of.resolution)
         _weigh(block, trials)
         rows += block
     return pd.DataFrame(rows, columns=list(_COLUMNS))
+
+
+def judged(records: Sequence[RunRecord], resolution: float) -> list[dict[str, Any]]:
+    """Rows of the families of one experiment, all of roles that are COMPARED, each with its verdict on speed."""
+    rows = [row for family in _families(records) for row in _family_rows(family, resolution)]
+    _judge(rows)
+    return rows
 
 
 _COLUMNS = (

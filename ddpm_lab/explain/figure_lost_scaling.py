@@ -31,13 +31,13 @@ def figure(study: Study) -> Figure | None:
         "Where the lost scaling went",
         phrases.context(replace(study, records=records), batch=False),
         [_ROW * len(_rows(split)) + 0.1 for split in found],
-        headings=[split.family for split in found],
+        headings=[f"{split.family}{f' ({split.doubt})' if split.doubt else ''}" for split in found],
         left=0.3 + max(fs.width(name, fs.TEXT_POINTS) for name in names),
         right=_RIGHT,
         gap=0.62,
         note="Each part is what a step gains where it alone is switched off, with its 95 % interval over sets; the "
         "interaction is what all of them together gain more or less. Ideal: one rank's time for the whole batch, "
-        "divided by the number of ranks.",
+        "divided by the number of ranks. Intervals that rest on which rank is the slowest are corrected for it.",
     )
     for ax, split in zip(axes, found, strict=True):
         _waterfall(ax, split)

@@ -16,6 +16,7 @@ from ddpm_lab.explain import phrases, quality, scaling, sentences, stats
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, comparisons
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.plan import LOST
 
 Row = Mapping[str, Any]
 
@@ -110,7 +111,7 @@ def _note(study: Study, panels: Sequence[Sequence[Row]]) -> str:
         text += "Grey band: the baseline measured against itself. "
     said = sentences.quality([row for rows in panels for row in rows])
     text += f"{said[0].upper()}{said[1:]}."
-    hidden = {r.label for r in study.records if r.mechanism_only and r.role != "twin"}
+    hidden = {r.label for r in study.records if r.mechanism_only and r.role != "twin" and not r.family.endswith(LOST)}
     if hidden:
         text += f" Not shown: {phrases.joined(sorted(hidden))} ({MECHANISM_ONLY})."
     return text

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ddpm_lab import plan
-from ddpm_lab.explain import phrases, stats
+from ddpm_lab.explain import phrases, stats, straggler
+from ddpm_lab.explain.comparisons import COMPARED, MECHANISM_ONLY, comparisons, judged
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.record import RunRecord, kept_seconds, set_log_ratio
 
@@ -43,8 +44,8 @@ class Seconds:
 
     @property
     def resolved(self) -> bool:
-        """Whether the interval leaves 0 out."""
-        return self.low > 0 or self.high < 0
+        """Whether there are sets enough for a claim, and the interval leaves 0 out."""
+        return self.sets >= stats.LEAST_SETS and (self.low > 0 or self.high < 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +57,23 @@ class Part:
     seconds: Seconds
     note: str = ""
 
+    @property
+    def lost(self) -> bool:
+        """Whether it may be called a loss: it is resolved, and of a slowest rank it is known which one that is."""
+        return self.seconds.resolved and self.seconds.value > 0 and (self.name != STRAGGLER or bool(self.note))
+
+    @property
+    def gained(self) -> bool:
+        """Whether it may be called a gain, which a slowest rank is never."""
+        return self.seconds.resolved and self.seconds.value < 0 and self.name != STRAGGLER
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """The lost scaling of one piece of work. ``communication`` are seconds of the exchange itself, in a profile."""
+    """The lost scaling of one piece of work. ``communication`` are seconds of the exchange itself, in a profile.
+
+    ``doubt`` says why no loss is claimed, whatever the numbers; it is empty where one may be.
+    """
 
     family: str
     unit: str
@@ -74,6 +88,7 @@ class Split:
     all_off: Seconds
     communication: float
     overlapped: Seconds
+    doubt: str
 
     @property
     def reliable(self) -> bool:
@@ -87,10 +102,28 @@ def splits(study: Study) -> list[Split]:
     for r in study.records:
         if r.family.endswith(plan.LOST) and r.role in ("baseline", "candidate", "note"):
             groups.setdefault((r.family, r.baseline_id), []).append(r)
-    return [found for records in groups.values() if (found := _split(records, study.records)) is not None]
+    trusted = _trusted(study) if groups else True
+    return [found for records in groups.values() if (found := _split(records, study.records, trusted)) is not None]
 
 
-def _split(records: Sequence[RunRecord], beside: Sequence[RunRecord]) -> Split | None:
+def _trusted(study: Study) -> bool:
+    """Whether no baseline differs from its twin, by the rule of all comparisons: neither here nor in the question."""
+    own = [r for r in study.records if r.family.endswith(plan.LOST) and r.role in COMPARED]
+    verdicts = [*(row["verdict"] for row in judged(own, study.resolution)), *comparisons(study)["verdict"]]
+    return stats.NOT_TRUSTED not in verdicts
+
+
+def _doubt(records: Sequence[RunRecord], loss: Seconds, trusted: bool) -> str:
+    if any(r.mechanism_only for r in records):
+        return MECHANISM_ONLY
+    if not trusted:
+        return stats.NOT_TRUSTED
+    if loss.known and loss.sets < stats.LEAST_SETS:
+        return f"{phrases.plural(loss.sets, 'set')} only: a claim needs {stats.LEAST_SETS}"
+    return ""
+
+
+def _split(records: Sequence[RunRecord], beside: Sequence[RunRecord], trusted: bool) -> Split | None:
     sets = _sets(records)
     many = next((r for r in records if r.role == "candidate" and r.config.world_size > 1), None)
     if many is None or not sets:
@@ -99,20 +132,30 @@ def _split(records: Sequence[RunRecord], beside: Sequence[RunRecord]) -> Split |
     off = (plan.NO_EXCHANGE, plan.READY_BATCHES, plan.ALL_OFF, plan.NO_RANK_ZERO)
     all_ranks = next((r for r in records if r.config.world_size == n and r.label not in off), many).label
     trained = next((r for r in records if r.label == all_ranks), many).config
-    straggler = _slowest_rank(sets)
     times = [_times(found) for found in sets]
-    waits = [_wait(found, seconds, straggler) for found, seconds in zip(sets, times, strict=True)]
+    all_off = [(t, found[plan.ALL_OFF]) for t, found in zip(times, sets, strict=True) if plan.ALL_OFF in found]
+    alone = [r for _, r in all_off]
+    for (t, _), share in zip(all_off, straggler.excess_shares(alone), strict=True):
+        t[_WAIT] = share * t[plan.ALL_OFF]
 
-    def over_sets(value: Callable[[Times], float]) -> Seconds:
-        return _estimate([_or_nan(value, {**t, _WAIT: wait}) for t, wait in zip(times, waits, strict=True)])
+    def over_sets(value: Callable[[Times], float], choices: int = 1) -> Seconds:
+        return _estimate([_or_nan(value, t) for t in times], choices)
 
     ranks = phrases.plural(n, "GPU" if many.config.device == "cuda" else "rank")
     terms = _terms(all_ranks, n, sets)
+    loss = over_sets(lambda t: t[all_ranks] - t[plan.ONE_RANK] / n)
+    doubt = _doubt(records, loss, trusted)
+    slowest = "" if doubt else straggler.named(alone)
     parts = tuple(
-        Part(name=name, how=how, seconds=over_sets(value), note=_lacking(records, labels))
+        Part(
+            name=name,
+            how=how,
+            # The two that need all of it off rest on a choice, of the slowest among the ranks.
+            seconds=over_sets(value, n if plan.ALL_OFF in labels else 1),
+            note=_lacking(records, labels) or (slowest if name == STRAGGLER else ""),
+        )
         for name, how, labels, value in terms
     )
-    parts = tuple(_named(part, straggler, trained.device) if part.name == STRAGGLER else part for part in parts)
     communication = _communication([r for r in beside if r.run_id == replace(trained, purpose="profile").run_id])
     return Split(
         family=many.family.removesuffix(plan.LOST),
@@ -121,13 +164,14 @@ def _split(records: Sequence[RunRecord], beside: Sequence[RunRecord]) -> Split |
         batch=many.config.global_batch_size,
         ideal=over_sets(lambda t: t[plan.ONE_RANK] / n),
         measured=over_sets(lambda t: t[all_ranks]),
-        loss=over_sets(lambda t: t[all_ranks] - t[plan.ONE_RANK] / n),
+        loss=loss,
         parts=parts,
         total=over_sets(lambda t: sum(value(t) for *_, value in terms)),
         interaction=over_sets(lambda t: t[all_ranks] - t[plan.ONE_RANK] / n - sum(value(t) for *_, value in terms)),
         all_off=over_sets(lambda t: t[plan.ALL_OFF]),
         communication=communication,
         overlapped=_under(communication, parts[0].seconds),
+        doubt=doubt,
     )
 
 
@@ -219,31 +263,6 @@ def _times(found: Mapping[str, RunRecord]) -> dict[str, float]:
     }
 
 
-def _rank_seconds(record: RunRecord) -> list[float]:
-    """Each rank's own seconds of a step, from the barrier before a window to its own end: the median over turns."""
-    windows = [w for w in record.windows if not w.dropped]
-    by_rank = zip(*([s / w.steps for s in w.rank_seconds] for w in windows), strict=True)
-    return [statistics.median(seconds) for seconds in by_rank]
-
-
-def _slowest_rank(sets: Sequence[Mapping[str, RunRecord]]) -> int | None:
-    """The rank that took longest on its own, over all sets: chosen once, so that chance chooses in none."""
-    seconds = [own for found in sets if plan.ALL_OFF in found if (own := _rank_seconds(found[plan.ALL_OFF]))]
-    if not seconds:
-        return None
-    means = [statistics.fmean(of_rank) for of_rank in zip(*seconds, strict=True)]
-    return means.index(max(means))
-
-
-def _wait(found: Mapping[str, RunRecord], times: Times, straggler: int | None) -> float:
-    """Seconds of a step that the slowest rank takes longer than the mean of the others."""
-    own = _rank_seconds(found[plan.ALL_OFF]) if plan.ALL_OFF in found else []
-    if straggler is None or not own:
-        return math.nan
-    others = statistics.fmean(s for rank, s in enumerate(own) if rank != straggler)
-    return times[plan.ALL_OFF] * (own[straggler] - others) / max(own)
-
-
 def _or_nan(value: Callable[[Times], float], times: Times) -> float:
     try:
         return value(times)
@@ -251,11 +270,11 @@ def _or_nan(value: Callable[[Times], float], times: Times) -> float:
         return math.nan
 
 
-def _estimate(values: Sequence[float]) -> Seconds:
+def _estimate(values: Sequence[float], choices: int) -> Seconds:
     known = [v for v in values if math.isfinite(v)]
     if not known:
         return Seconds(value=math.nan)
-    mean, half = statistics.fmean(known), stats.half_width(known)
+    mean, half = statistics.fmean(known), stats.half_width(known, choices)
     low, high = (mean - half, mean + half) if math.isfinite(half) else (math.nan, math.nan)
     return Seconds(value=mean, low=low, high=high, sets=len(known))
 
@@ -267,14 +286,8 @@ def _lacking(records: Sequence[RunRecord], labels: Sequence[str]) -> str:
         if label not in ran:
             last = next((r for r in reversed(records) if r.label == label), None)
             return f"not measured: {label} ({last.reason})" if last else f"not measured: {label}"
-    return ""
-
-
-def _named(part: Part, straggler: int | None, device: str) -> Part:
-    """The straggler's part with its rank, where there is one."""
-    if straggler is None or not part.seconds.resolved:
-        return part
-    return replace(part, note=f"rank {straggler}" + (f" on cuda:{straggler}" if device == "cuda" else ""))
+    once = sum(r.label == plan.ALL_OFF and bool(r.windows) and not r.mechanism_only for r in records) == 1
+    return "needs a second set" if once and plan.ALL_OFF in labels else ""
 
 
 def _communication(records: Sequence[RunRecord]) -> float:

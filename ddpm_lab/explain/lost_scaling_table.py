@@ -6,7 +6,8 @@ import math
 
 import pandas as pd
 
-from ddpm_lab.explain import phrases, stats
+from ddpm_lab.explain import phrases
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.lost_scaling import RANK_ZERO, Seconds, Split, splits
 
@@ -37,19 +38,21 @@ def rate(split: Split, seconds: Seconds) -> str:
 
 def sentence(split: Split) -> str:
     """What is lost, to what, and whether the split holds."""
+    if split.doubt == MECHANISM_ONLY:
+        return f"{split.unit} for a batch of {split.batch}: {MECHANISM_ONLY}."
     step = f"{split.unit} take {milliseconds(split, split.measured)} for a batch of {split.batch}"
     text = f"{step}; one rank's time divided by {split.ranks} is {milliseconds(split, split.ideal)}."
     if not split.loss.known:
         return f"{text} The loss is not measured."
     lost = milliseconds(split, split.loss)
-    if split.loss.sets < stats.LEAST_SETS:
-        text += f" {phrases.plural(split.loss.sets, 'set')} only: a claim needs {stats.LEAST_SETS}."
+    if split.doubt:
+        return f"{text} {split.doubt[0].upper()}{split.doubt[1:]}, so no loss is claimed; it reads {lost}."
     if not split.loss.low > 0:
         return f"{text} No loss is resolved: {lost}."
-    parts = sorted((p for p in split.parts if p.seconds.low > 0), key=lambda p: -p.seconds.value)
+    parts = sorted((p for p in split.parts if p.lost), key=lambda p: -p.seconds.value)
     named = [f"{p.name}{f' ({p.note})' if p.note else ''} {milliseconds(split, p.seconds)}" for p in parts]
     text += f" Lost: {lost}, of which {phrases.joined(named)}." if named else f" Lost: {lost}; no part is resolved."
-    gains = [f"{p.name} {milliseconds(split, p.seconds, sign=True)}" for p in split.parts if p.seconds.high < 0]
+    gains = [f"{p.name} {milliseconds(split, p.seconds, sign=True)}" for p in split.parts if p.gained]
     text += f" Gained: {phrases.joined(gains)}." if gains else ""
     if split.overlapped.known:
         text += f" Of the exchange {milliseconds(split, split.overlapped)} more lie under the backward pass."
@@ -73,7 +76,7 @@ def table(study: Study) -> pd.DataFrame:
         rows += [
             ("sum of the parts", "", split.total, ""),
             ("interaction", "the loss less the sum", split.interaction, "" if split.reliable else "split unreliable"),
-            ("loss", "measured less ideal", split.loss, ""),
+            ("loss", "measured less ideal", split.loss, split.doubt),
             ("measured", f"{split.unit} as they train", split.measured, ""),
             ("exchange, loading off", f"{split.unit}, all of these off together", split.all_off, ""),
             ("overlapped communication", "the exchange in a profile, less what is exposed", split.overlapped, ""),
@@ -85,7 +88,7 @@ def table(study: Study) -> pd.DataFrame:
                 "Part": name,
                 "How it is measured": how,
                 "Time in a step": milliseconds(split, seconds) if name != RANK_ZERO or seconds.sets else "0",
-                "Share of the loss": _share(seconds, split.loss) if name in lossy else _NONE,
+                "Share of the loss": _share(seconds, split) if name in lossy else _NONE,
                 "Sets": str(seconds.sets) if seconds.sets else _NONE,
                 "Note": note,
             }
@@ -98,7 +101,7 @@ def table(study: Study) -> pd.DataFrame:
     return frame if frame["Note"].any() else frame.drop(columns="Note")
 
 
-def _share(seconds: Seconds, loss: Seconds) -> str:
-    if not (seconds.known and loss.known and loss.low > 0):
+def _share(seconds: Seconds, split: Split) -> str:
+    if split.doubt or not (seconds.known and split.loss.low > 0):
         return _NONE
-    return f"{100 * seconds.value / loss.value:.0f} %"
+    return f"{100 * seconds.value / split.loss.value:.0f} %"

@@ -14,6 +14,7 @@ import pandas as pd
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain.comparisons import peak_rss
 from ddpm_lab.explain.frames import Study, peak_memory
+from ddpm_lab.plan import LOST
 from ddpm_lab.record import RunRecord
 
 NOT_AVAILABLE = "not available"
@@ -61,6 +62,8 @@ def _moments(study: Study) -> list[Moment]:
     first: dict[str, int] = {}
     turns = 0
     for r in study.records:
+        if r.family.endswith(LOST):  # beside the answer, and nothing that anybody would train with
+            continue
         if r.windows and r.set_id not in first:
             first[r.set_id] = turns
             turns += 1 + max(w.turn for w in r.windows)

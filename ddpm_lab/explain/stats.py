@@ -148,13 +148,16 @@ def sets_to_come(log_ratios: npt.ArrayLike, effect: float = RESOLUTION) -> int:
     return max(1, least - len(values), needed - len(values))
 
 
-def half_width(log_ratios: npt.ArrayLike) -> float:
-    """Half the width of the 95 % interval of the mean log ratio; infinite for fewer than two sets."""
+def half_width(log_ratios: npt.ArrayLike, comparisons: int = 1) -> float:
+    """Half the width of the 95 % interval of the mean log ratio; infinite for fewer than two sets.
+
+    Of one of several ``comparisons`` that was chosen, it is as much wider as Bonferroni's correction asks.
+    """
     values = np.asarray(log_ratios, dtype=float)
     n = len(values)
     if n < 2:
         return math.inf
-    return float(special.stdtrit(n - 1, (1 + LEVEL) / 2) * values.std(ddof=1) / math.sqrt(n))
+    return float(special.stdtrit(n - 1, 1 - (1 - LEVEL) / 2 / comparisons) * values.std(ddof=1) / math.sqrt(n))
 
 
 def smallest_effect(spread: float, sets: int) -> float:

@@ -1,0 +1,82 @@
+"""The slowest of several ranks: no bias and no name among identical ones, and its place where there is one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import records as make
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.explain.straggler import excess_shares, named
+from ddpm_lab.record import RunRecord, Window
+
+NOISE = 0.01
+
+
+def records(seconds: npt.NDArray[np.float64], config: RunConfig, hosts: Sequence[str] = ()) -> list[RunRecord]:
+    """A record for each row of (sets, ranks) own seconds; ``hosts`` are the ranks' in order."""
+    local = config.node_size
+    ranks = tuple(
+        dataclasses.replace(make.rank_record(rank), rank=rank, device=f"cuda:{rank % local}" if hosts else "cpu")
+        for rank in range(config.world_size)
+    )
+    seen = [{"rank": rank, "host": host} for rank, host in enumerate(hosts)]
+    base = make.record(config, ranks=ranks, witness={"ranks": seen})
+    found = []
+    for own in seconds:
+        window = Window(
+            turn=0,
+            position=0,
+            start_seconds=0.0,
+            seconds=max(own),
+            images=16,
+            steps=1,
+            rank_seconds=tuple(own),
+            step_seconds=(),
+            data_seconds=(),
+        )
+        found.append(dataclasses.replace(base, windows=(window,)))
+    return found
+
+
+def noisy(rng: np.random.Generator, sets: int, ranks: int) -> npt.NDArray[np.float64]:
+    return np.exp(rng.normal(0, NOISE, (sets, ranks)) + rng.normal(0, 0.1, (sets, 1)))
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_identical_ranks_have_no_excess_and_are_rarely_named(ranks: int) -> None:
+    rng = np.random.default_rng(ranks)
+    config = RunConfig(world_size=ranks, global_batch_size=ranks)
+    trials = [records(noisy(rng, 6, ranks), config) for _ in range(600)]
+    means = np.array([np.mean(excess_shares(found)) for found in trials])
+    assert abs(means.mean()) < 3 * means.std() / len(means) ** 0.5
+    assert abs(means.mean()) < NOISE / 10, "chosen where it is measured, it would be half the noise"
+    assert np.mean([named(found) != "" for found in trials]) <= 0.05
+
+
+def test_a_slower_rank_is_named_with_its_excess() -> None:
+    seconds = noisy(np.random.default_rng(0), 6, 8)
+    seconds[:, 5] *= 1.1
+    found = records(seconds, RunConfig(world_size=8, global_batch_size=8))
+    assert named(found) == "rank 5"
+    assert np.mean(excess_shares(found)) == pytest.approx(1 - 1 / 1.1, abs=NOISE)
+    assert named(found[:5]) == "", "a claim needs six sets"
+    assert np.isnan(excess_shares(found[:1])).all(), "no other set to say which it is"
+
+
+def test_its_place_is_what_the_ranks_reported() -> None:
+    seconds = noisy(np.random.default_rng(0), 6, 16)
+    seconds[:, 12] *= 1.1
+    spread = RunConfig(device="cuda", world_size=16, nodes=2, global_batch_size=16)
+    hosts = ["f3"] * 8 + ["0a"] * 8
+    found = records(seconds, spread, hosts)
+    assert named(found) == "rank 12 on cuda:4 of host 2"
+    moved = [*found[:3], *records(seconds[3:], spread, ["f3"] * 8 + ["77"] * 8)]
+    assert named(moved) == "rank 12", "it is slow on more than one host"
+    together = dataclasses.replace(spread, nodes=1)
+    assert named(records(seconds, together, ["f3"] * 16)) == "rank 12 on cuda:12"
+    assert named([dataclasses.replace(r, witness={}) for r in found]) == "rank 12 on cuda:4", "unknown, so unsaid"
