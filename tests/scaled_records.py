@@ -79,8 +79,7 @@ def scaled(
         families = [Family(name=f"tiny, batch {batch}", baseline=base, baseline_label="1 rank", candidates=many)]
         for label, config in many if silent else ():
             name, cores = f"tiny, batch {batch}, {label}", machine.usable_cores
-            lost: dict[str, Any] = {"name": name, "ranks_label": label, "usable_cores": cores, "nodes": config.nodes}
-            families.append(lost_scaling(base, config.world_size, **lost))
+            families.append(lost_scaling(base, config, name=name, ranks_label=label, usable_cores=cores))
         for family in families:
             alone = seconds(1, batch, False)
             found += sets(

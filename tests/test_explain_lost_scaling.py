@@ -208,6 +208,7 @@ def test_ranks_that_share_cores_show_no_loss_and_are_not_listed_beside_the_answe
     shared = [dataclasses.replace(r, mechanism_only=r.config.world_size > 1) for r in measured(FAMILY, communication=4)]
     (found,) = splits(study(shared))
     assert lost_scaling_table.sentence(found) == "2 ranks for a batch of 16: mechanism tested, speed not claimed."
+    assert {p.note for p in found.parts} == {""}
     assert figure_lost_scaling.figure(study(shared)) is None
     main = make.sets({"2 ranks": (RunConfig(world_size=2), 1.5)}, experiment="multi_gpu", baseline_label="1 rank")
     alone, beside = study(main), study([*main, *shared])

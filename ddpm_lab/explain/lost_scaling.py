@@ -286,7 +286,8 @@ def _lacking(records: Sequence[RunRecord], labels: Sequence[str]) -> str:
         if label not in ran:
             last = next((r for r in reversed(records) if r.label == label), None)
             return f"not measured: {label} ({last.reason})" if last else f"not measured: {label}"
-    return "needs a second set" if plan.ALL_OFF in labels and len({r.set_id for r in records if r.windows}) == 1 else ""
+    once = sum(r.label == plan.ALL_OFF and bool(r.windows) and not r.mechanism_only for r in records) == 1
+    return "needs a second set" if once and plan.ALL_OFF in labels else ""
 
 
 def _communication(records: Sequence[RunRecord]) -> float:
