@@ -142,6 +142,7 @@ def test_peak_memory_is_the_ranks_own_and_not_its_parents(method: str) -> None:
         ("exit", "crashed", "rank 1 ended with exit code 3"),
         ("oom", "oom", "rank 1: OutOfMemoryError"),
         ("unsupported", "unsupported", "install g++"),
+        ("full disk", "crashed", "rank 1: OSError: [Errno 27] File too large"),
     ],
 )
 def test_a_failing_rank_is_named_with_its_own_reason(fault: str, status: str, words: str, place: str) -> None:
@@ -176,6 +177,15 @@ def test_a_frozen_rank_is_found() -> None:
         os.kill(g.pids[0], signal.SIGSTOP)
         with pytest.raises(GroupFailed, match="rank 0 showed no sign of life"):
             g.window(settle=0, steps=1, limit=1, stage="testing")
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_frozen_while_it_is_built_is_not_waited_for() -> None:
+    config = busy_config(2, fault="stop", fault_rank=1, fault_place="build")
+    begun = time.monotonic()
+    with pytest.raises(GroupFailed, match="rank 1 was stopped by a signal while building"), group(config):
+        pass
+    assert time.monotonic() - begun < 45  # three times the fifteen seconds that are promised; the limit is 60
 
 
 def test_leaving_the_context_kills_a_group_at_work() -> None:

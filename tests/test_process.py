@@ -30,6 +30,7 @@ def _fresh(path: Path) -> Heartbeat:
     return Heartbeat(path)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_reader_never_sees_half_a_mark(tmp_path: Path) -> None:
     """A torn mark would look like a rank that has been silent since the machine started."""

@@ -123,6 +123,7 @@ def _gradients(rank: int, world_size: int, config: RunConfig, folder: str, kind:
         torch.save({"gradient": flat, "loss": float(loss) / world_size}, f"{folder}/{world_size}.pt")
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(("kind", "bound"), [(Trainer, 1e-5), (DoublePrecision, 1e-9)])
