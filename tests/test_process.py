@@ -12,17 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import alive
+from fresh_processes import write_marks
 
 from ddpm_lab.measure import process
 from ddpm_lab.measure.process import BEAT, Heartbeat, kill, start_ticks
-
-
-def _write(path: Path, seconds: float) -> None:
-    beat = Heartbeat(path)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        beat.steps += 1
-        beat.mark("forward" if beat.steps % 2 else "backward")
 
 
 def _fresh(path: Path) -> Heartbeat:
@@ -30,12 +23,11 @@ def _fresh(path: Path) -> Heartbeat:
     return Heartbeat(path)
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_a_reader_never_sees_half_a_mark(tmp_path: Path) -> None:
     """A torn mark would look like a rank that has been silent since the machine started."""
     beat = _fresh(tmp_path / "beat")
-    writer = multiprocessing.get_context("spawn").Process(target=_write, args=(tmp_path / "beat", 2.0))
+    writer = multiprocessing.get_context("spawn").Process(target=write_marks, args=(tmp_path / "beat", 2.0))
     writer.start()
     seen = 0
     while writer.is_alive():

@@ -7,32 +7,26 @@ import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from fresh_processes import DoublePrecision, context, gradients
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
 from ddpm_lab.config import DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.data.draws import noise_and_timesteps
-from ddpm_lab.data.loader import Batch
 from ddpm_lab.data.prepared import open_packed
 from ddpm_lab.model.feed import LoaderAlone
-from ddpm_lab.model.network import configured_network
 from ddpm_lab.model.train import Trainer
 from ddpm_lab.model.unet import build_network
-from ddpm_lab.workload import RankContext, Unsupported
+from ddpm_lab.workload import Unsupported
 
 
 @pytest.fixture(scope="module")
 def config(synthetic: RunConfig) -> RunConfig:
     return synthetic
-
-
-def context(rank: int = 0, world_size: int = 1) -> RankContext:
-    return RankContext(rank=rank, world_size=world_size, device="cpu", threads=1, mark=lambda _: None)
 
 
 def train(trainer: Trainer, steps: int) -> list[float]:
@@ -90,40 +84,6 @@ def test_accumulation_changes_nothing_but_rounding(config: RunConfig, accumulati
     torch.testing.assert_close(weights(whole.network), weights(parts.network), rtol=1e-3, atol=2e-5)
 
 
-class DoublePrecision(Trainer):
-    """The same trainer, whose images and weights are in float64."""
-
-    def __init__(self, config: RunConfig, context: RankContext) -> None:
-        def network(config: RunConfig, device: torch.device) -> nn.Module:
-            return configured_network(config, device).double()
-
-        with mock.patch("ddpm_lab.model.train.configured_network", network):
-            super().__init__(config, context)
-
-    def loss(self, batch: Batch, part: slice) -> Tensor:
-        return super().loss(dataclasses.replace(batch, images=batch.images.double()), part)
-
-
-def _gradients(rank: int, world_size: int, config: RunConfig, folder: str, kind: type[Trainer]) -> None:
-    """The averaged gradients of one step, written by rank 0."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous{world_size}", rank=rank, world_size=world_size
-    )
-    trainer = kind(dataclasses.replace(config, world_size=world_size), context(rank, world_size))
-    torch.manual_seed(1)  # a new network ends in zeros
-    for parameter in trainer.network.parameters():
-        nn.init.normal_(parameter, std=0.05)
-    seen: list[Tensor] = []
-    trainer.optimizer.step = lambda: seen.extend(p.grad.clone() for p in trainer.parameters if p.grad is not None)  # type: ignore[assignment,method-assign,misc]
-    loss = trainer.step(next(trainer.batches()))
-    torch.distributed.all_reduce(loss)
-    if rank == 0:
-        flat = torch.cat([g.reshape(-1) for g in seen])
-        torch.save({"gradient": flat, "loss": float(loss) / world_size}, f"{folder}/{world_size}.pt")
-
-
-@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(("kind", "bound"), [(Trainer, 1e-5), (DoublePrecision, 1e-9)])
@@ -132,7 +92,7 @@ def test_two_ranks_equal_one_on_the_same_global_batch(
 ) -> None:
     run = dataclasses.replace(config, accumulation=accumulation, optimizer=OptimizerConfig(clip_norm=None))
     for world_size in (1, 2):
-        start_processes(_gradients, args=(world_size, run, str(tmp_path), kind), nprocs=world_size)  # type: ignore[no-untyped-call]
+        start_processes(gradients, args=(world_size, run, str(tmp_path), kind), nprocs=world_size)  # type: ignore[no-untyped-call]
     one, two = (torch.load(tmp_path / f"{n}.pt") for n in (1, 2))
     assert two["loss"] == pytest.approx(one["loss"], rel=bound / 10)
     assert one["gradient"].dtype == (torch.float64 if kind is DoublePrecision else torch.float32)
