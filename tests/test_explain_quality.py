@@ -243,3 +243,13 @@ def test_the_verdict_stands_beside_every_speed() -> None:
     assert row["quality"] == "not worse (8 seeds)"
     without = comparisons(make.study(make.sets({"bf16": (BF16, 1.6)}))).set_index("role").loc["candidate"]
     assert without["quality"] == "not measured"
+
+
+def test_what_is_identical_rests_on_no_margin() -> None:
+    same = quality.Equivalence(
+        verdict=quality.IDENTICAL, difference=0.0, low=0.0, high=0.0, seeds=1, reason="after 20 steps"
+    )
+    assert quality.evidence(same) == ""
+    assert quality.full(same) == "identical (after 20 steps)"
+    found = quality.Equivalence(verdict=quality.NOT_WORSE, difference=0.0, low=-0.1, high=0.1, margin=0.2, seeds=8)
+    assert quality.evidence(found) == "+0 (-0.1 to +0.1), margin 0.2"

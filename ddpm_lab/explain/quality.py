@@ -250,5 +250,5 @@ def interval(found: Equivalence) -> str:
 
 
 def evidence(found: Equivalence) -> str:
-    """Difference, interval and margin of a verdict; empty without an interval."""
-    return interval(found) and f"{interval(found)}, margin {found.margin:.2g}"
+    """Difference, interval and margin of a verdict; empty without an interval or, as of the identical, a margin."""
+    return "" if math.isnan(found.low + found.margin) else f"{interval(found)}, margin {found.margin:.2g}"
