@@ -123,10 +123,12 @@ class Setup:
 def check_ranks(device: str, ranks: int, gpus: int, usable_cores: int, oversubscribe: bool = False) -> None:
     """Raise ConfigError for more ranks than there are GPUs, or usable cores, to give each one of its own.
 
-    With ``oversubscribe`` ranks share them, but for a machine without any GPU.
+    With ``oversubscribe`` ranks share them.
     """
+    if device == "cuda" and not gpus:
+        raise ConfigError("device is 'cuda', but no GPU is visible: use device cpu, or check the driver (nvidia-smi)")
     most = gpus if device == "cuda" else usable_cores
-    if ranks <= most or (oversubscribe and most):
+    if ranks <= most or oversubscribe:
         return
     need = f"{ranks} ranks need {ranks} GPUs, this machine has {gpus}"
     if device == "cpu":

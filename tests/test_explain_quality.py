@@ -253,3 +253,12 @@ def test_what_is_identical_rests_on_no_margin() -> None:
     assert quality.full(same) == "identical (after 20 steps)"
     found = quality.Equivalence(verdict=quality.NOT_WORSE, difference=0.0, low=-0.1, high=0.1, margin=0.2, seeds=8)
     assert quality.evidence(found) == "+0 (-0.1 to +0.1), margin 0.2"
+
+
+def test_nothing_is_said_of_runs_that_have_hardly_learned() -> None:
+    """Weights that have not moved lose as much in any setting."""
+    short = judged(make.trials({"bf16": (BF16, 0.0)}, gain=0.0004, seed_noise=0.0001, pair_noise=1e-6))
+    assert short.verdict == NOT_ENOUGH
+    assert short.reason == "the baseline has hardly learned: loss 0.458 to 0.45"
+    longer = judged(make.trials({"bf16": (BF16, 0.0)}, gain=0.001, seed_noise=0.0001, pair_noise=1e-6))
+    assert longer.verdict == NOT_WORSE

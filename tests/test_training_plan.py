@@ -85,7 +85,7 @@ def test_what_ran_can_be_run_again(data: Path, tmp_path: Path) -> None:
         ("", {"steps": 0}, {}, "steps is 0"),
         ("", {"steps": 5, "keep": 0}, {}, "keep is 0"),
         ("", None, {"world_size": 4}, "4 CPU ranks need 4 cores"),
-        ("", None, {"device": "cuda", "network": "tiny"}, "need 1 GPUs, this machine has 0"),
+        ("", None, {"device": "cuda", "network": "tiny"}, "no GPU is visible"),
         ("", None, {"device": "tpu"}, "device is 'tpu'"),
         ("", None, {"precision": "fp16"}, "needs a CUDA device"),
         ("", None, {"global_batch_size": 0}, "global_batch_size is 0"),

@@ -32,6 +32,8 @@ LEVEL = 0.90
 LEAST_SEEDS = 5
 """With fewer seeds the difference is shown and no verdict is given: their spread, and so the margin, is not known."""
 MOST_SEEDS = 1000
+HARDLY = 0.98
+"""With more than this share of its untrained loss left a baseline has learned too little for anything to cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +133,10 @@ def compare(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> Eq
             continue
         margin = margin_of([_loss_at(r, 1.0) for r in base.values()], [_loss_at(r, 0.95) for r in base.values()])
         found = equivalence([_loss_at(b, 1.0) - _loss_at(a, 1.0) for a, b in pairs], margin)
+        first, last = (float(np.mean([_loss_at(a, share) for a, _ in pairs])) for share in (0.0, 1.0))
+        if found.verdict == NOT_WORSE and last > HARDLY * first:
+            reason = f"the baseline has hardly learned: loss {first:.3g} to {last:.3g}"
+            found = dataclasses.replace(found, verdict=NOT_ENOUGH, reason=reason)
         return dataclasses.replace(found, pairs=pairs)
     return Equivalence(verdict=NOT_MEASURED)
 
