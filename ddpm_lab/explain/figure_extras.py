@@ -33,11 +33,19 @@ def throughput(study: Study) -> Figure | None:
         return None
     alone = any(r["loader_alone"] for rows in panels for r in rows)
     title = "Images per second: training, and the loader alone" if alone else "Images per second in training"
+    headings = [str(rows[0]["family"]) for rows in panels]
+    return throughput_bars(title, study, panels, headings, lambda r: 2 if r["loader_alone"] else 0)
+
+
+def throughput_bars(
+    title: str, study: Study, panels: Sequence[Rows], headings: list[str], colour: Callable[[dict[str, Any]], int]
+) -> Figure:
+    """Images per second as bars, all panels on one scale; ``colour`` is a number in the palette."""
     figure, axes = fs.sheet(
         title,
         phrases.context(study),
         heights(panels),
-        headings=[str(rows[0]["family"]) for rows in panels],
+        headings=headings,
         left=left(panels),
         right=2.0,
         gap=0.16,
@@ -46,8 +54,7 @@ def throughput(study: Study) -> Figure | None:
     )
     most = max(max(r["images_per_second"], known(r["images_per_second_high"], 0)) for rows in panels for r in rows)
     for ax, rows in zip(axes, panels, strict=True):
-        colours = [fs.PALETTE[2] if r["loader_alone"] else fs.PALETTE[0] for r in rows]
-        bars(ax, rows, colours, "images_per_second", lambda r: f"{phrases.throughput(r)}")
+        bars(ax, rows, [fs.PALETTE[colour(r)] for r in rows], "images_per_second", phrases.throughput)
         ax.set_xlim(0, most * 1.02)
         ax.tick_params(axis="x", labelbottom=ax is axes[-1])
     axes[-1].set_xlabel("images per second")

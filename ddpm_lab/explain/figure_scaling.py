@@ -11,7 +11,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import phrases, scaling
-from ddpm_lab.explain.figure_extras import Rows, bars, heights, known, left, measured, spread
+from ddpm_lab.explain.figure_extras import Rows, bars, heights, known, left, measured, spread, throughput_bars
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.scaling import KINDS, Row
 
@@ -168,25 +168,8 @@ def layouts(study: Study) -> Figure | None:
     panels = [_told_apart(list(rows.values())) for rows in groups.values() if len(rows) > 1]
     if not panels:
         return None
-    figure, axes = fs.sheet(
-        "Images per second of equal work on each device",
-        phrases.context(study),
-        heights(panels),
-        headings=[f"{r['config'].network}, batch {r['batch']}, {_pixels(r)}" for r, *_ in panels],
-        left=left(panels),
-        right=2.0,
-        gap=0.16,
-        note="Bar: geometric mean over sets of the set's median. Line: 95 % interval over sets. "
-        "Compare by the paired ratios: throughputs also hold what changed between sets.",
-    )
-    most = max(max(r["images_per_second"], known(r["images_per_second_high"], 0)) for rows in panels for r in rows)
-    for ax, rows in zip(axes, panels, strict=True):
-        colours = [fs.PALETTE[_colour(r)] for r in rows]
-        bars(ax, rows, colours, "images_per_second", phrases.throughput)
-        ax.set_xlim(0, 1.02 * most)
-        ax.tick_params(axis="x", labelbottom=ax is axes[-1])
-    axes[-1].set_xlabel("images per second")
-    return figure
+    headings = [f"{r['config'].network}, batch {r['batch']}, {_pixels(r)}" for r, *_ in panels]
+    return throughput_bars("Images per second of equal work on each device", study, panels, headings, _colour)
 
 
 def _told_apart(rows: Rows) -> Rows:
