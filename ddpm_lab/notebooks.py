@@ -164,12 +164,14 @@ def execute(
             transport="ipc",
             connection_file=f"{private}/kernel.json",
         )
-        lines = Path(private) / "progress"
+        lines, complaints = Path(private) / "progress", Path(private) / "stderr"
         environment = {**os.environ, PROGRESS: str(lines), "IPYTHONDIR": f"{private}/ipython"}
         finished = threading.Event()
         follower = threading.Thread(target=_follow, args=(lines, say, stop, finished), daemon=True)
         try:
-            run_sync(kernel.start_kernel)(env=environment)
+            # Errors of cells come with their outputs. This is what a kernel says of its own end.
+            with complaints.open("wb") as stderr:
+                run_sync(kernel.start_kernel)(env=environment, stderr=stderr)
             stop.process = getattr(kernel.provisioner, "process", None)
             follower.start()
             papermill.execute_notebook(
@@ -179,9 +181,9 @@ def execute(
         except PapermillExecutionError as failure:
             error = f"{failure.ename}: {failure.evalue}".strip().partition("\n")[0]
         except DeadKernelError:
-            error = "The kernel died: it was killed, or the machine was out of memory."
+            error = "The kernel died: it was killed, or the machine was out of memory." + _last_line(complaints)
         except (RuntimeError, OSError) as failure:
-            error = f"The kernel could not be used: {failure}"
+            error = f"The kernel could not be used: {failure}" + _last_line(complaints)
         finally:
             finished.set()
             stop.process = None
@@ -194,6 +196,13 @@ def execute(
     if not target.exists():
         target.write_bytes(notebook.read_bytes())
     return error
+
+
+def _last_line(complaints: Path) -> str:
+    """What a kernel said at last, as a sentence to append, or ""."""
+    said = complaints.read_text(errors="replace").split("\n") if complaints.exists() else []
+    last = next((line.strip() for line in reversed(said) if line.strip()), "")
+    return f" It last said: {last}" if last else ""
 
 
 def _follow(lines: Path, say: Callable[[str], None], stop: Stop, finished: threading.Event) -> None:

@@ -133,7 +133,7 @@ def told_how_they_ended(*jobs: dict[str, Any]) -> None:
     assert [job["status"] for job in jobs] == ["timed out", "ok", "ok", "ok", "crashed"]
     assert late["reason"] == "reached its time limit of 00:01:00"
     assert "Job hangs here" in late["log_tail"]
-    assert "this machine has 0" in bad["reason"]
+    assert "no GPU is visible" in bad["reason"]
     assert bad["log_tail"][-1] in bad["reason"]
 
 
