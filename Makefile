@@ -1,7 +1,7 @@
 # Every target sets .venv up first if uv.lock or pyproject.toml changed since the last time (scripts/setup.sh).
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers fid report lab test test-slow lint lock clean
+.PHONY: help setup peers fid trackers report lab test test-slow lint lock clean
 .NOTPARALLEL:
 
 # Passed through the environment, so that any path survives the shell.
@@ -52,6 +52,9 @@ peers: setup ## install the trainers that notebook 07 compares with (denoising-d
 
 fid: setup ## install what measures a FID from weights that are already here (torchmetrics, torch-fidelity)
 	.boot/uv sync --frozen --inexact --group fid --quiet
+
+trackers: setup ## install the experiment tracker that train, run and compare can log to (comet-ml)
+	.boot/uv sync --frozen --inexact --group trackers --quiet
 
 lock: setup ## bring uv.lock, requirements.lock and environment.yml in step with pyproject.toml
 	.venv/bin/python scripts/lock.py

@@ -13,6 +13,7 @@ from ddpm_lab.checks import LabError
 from ddpm_lab.config import DEVICES, NETWORKS, START_METHODS
 from ddpm_lab.explain.bands import DEFAULT, NAMED
 from ddpm_lab.plan import PRESETS, SCALINGS
+from ddpm_lab.tracker_option import add_tracker_option
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -156,6 +157,7 @@ def _run_options(subparsers: Any) -> None:
         "--oversubscribe", action="store_true", help="allow more ranks than cores or GPUs; speed is not claimed"
     )
     run.add_argument("--start-method", choices=START_METHODS, default="forkserver", help="how ranks are started")
+    add_tracker_option(run)
     run.add_argument("--json", action="store_true", help="print JSON")
     run.set_defaults(command=commands.run)
 
@@ -172,6 +174,7 @@ def _compare_options(subparsers: Any) -> None:
     compare.add_argument("--sets", type=int, help="the most sets to measure (default: 100)")
     compare.add_argument("--device", choices=DEVICES, help="default: the GPU where there is one")
     compare.add_argument("--output-dir", help="folder that receives all results (default: this checkout)")
+    add_tracker_option(compare)
     compare.add_argument("--gate", action="store_true", help="exit 1 if B is slower, not only if it fails: a gate")
     compare.add_argument("--json", action="store_true", help="print JSON")
     compare.set_defaults(command=commands.compare)

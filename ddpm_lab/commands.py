@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_lab.checks import ConfigError, percent
+from ddpm_lab.tracker_option import chosen, track
 
 if TYPE_CHECKING:
     from ddpm_lab.explain.bands import Bands
@@ -132,6 +133,7 @@ def run(options: argparse.Namespace) -> int:
     from ddpm_lab.questions import QUESTIONS  # noqa: PLC0415
     from ddpm_lab.strategy import NoRanksError  # noqa: PLC0415
 
+    tracker = chosen(options.tracker)
     table = bands(options.bands, "--bands")
     for name in options.experiments:
         choice("experiment", name, QUESTIONS)
@@ -171,7 +173,9 @@ def run(options: argparse.Namespace) -> int:
     else:
         for result in results:
             print(f"{result['experiment']}: {result['finding']}")
-        print(f"records: {results[-1]['ledger']}")
+        print(f"records: {results[-1]['ledger']}", flush=True)
+    for one in measured if tracker else ():
+        track(tracker, one)
     return 0 if all(one.completed for one in measured) else 1
 
 
@@ -229,6 +233,7 @@ def compare(options: argparse.Namespace) -> int:
     from ddpm_lab import comparison  # noqa: PLC0415
     from ddpm_lab.planning import MOST_SETS  # noqa: PLC0415
 
+    tracker = chosen(options.tracker)
     resolution = percent(options.resolution) if options.resolution else comparison.RESOLUTION
     measured = comparison.measure(
         options.baseline,
@@ -240,7 +245,9 @@ def compare(options: argparse.Namespace) -> int:
         output_dir=options.output_dir,
     )
     found = comparison.answer(measured, resolution)
-    print(json.dumps(found.as_dict(), indent=1) if options.json else found)
+    print(json.dumps(found.as_dict(), indent=1) if options.json else found, flush=True)
+    if tracker:
+        track(tracker, measured)
     # A side that failed has no speed, and a gate must not let it through.
     measured_both = {"baseline", "candidate"} <= {r.role for r in found.study.records if r.status == "ok"}
     return int(not measured_both or (options.gate and found.verdict == "slower"))

@@ -132,6 +132,11 @@ def trained(folder: Path, global_batch_size: int) -> tuple[int, float, float | N
     return steps, seconds, min(losses, default=None)
 
 
+def logged_losses(folder: Path, last: int) -> list[tuple[int, float]]:
+    """Steps in a run's log up to the step ``last``, each with its loss."""
+    return [(row["step"], row["loss"]) for row in _rows(folder / LOG, last)]
+
+
 def _rows(path: Path, last: int) -> Any:
     """Rows of a log up to the step ``last``, each step once."""
     following = 0

@@ -9,6 +9,7 @@ from typing import Any
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import COMPILE, DEVICES, NETWORKS, PRECISIONS
+from ddpm_lab.tracker_option import add_tracker_option, chosen
 
 TRAINED_BY = (
     ("data", "data"),
@@ -58,6 +59,7 @@ def add_options(subparsers: Any) -> None:
     train.add_argument("--keep", type=int, metavar="N", help="checkpoints that stay (default: 3)")
     train.add_argument("--held-out", metavar="FOLDER", help="images never to train on (default: 5 %% of the data)")
     train.add_argument("--skip-bad", action="store_true", help="leave damaged images out, and list them")
+    add_tracker_option(train)
     train.set_defaults(command=train_command)
 
     sample = subparsers.add_parser("sample", help="draw images from a checkpoint; the same command goes on")
@@ -98,6 +100,7 @@ def train_command(options: argparse.Namespace) -> int:
     given = vars(options)
     folder = Path(options.output_dir).expanduser().absolute()
     progress = Progress("train")
+    tracker = chosen(given.get("tracker"))
     try:
         with Stop() as stop:
             config, schedule = plan_training(
@@ -112,7 +115,9 @@ def train_command(options: argparse.Namespace) -> int:
             sweep()
             threads = config.rank_threads(hardware.usable_cores())
             with summary_lines.watched(config) as gpus:
-                outcome = train(config, schedule, folder, threads=threads, stop=stop, progress=progress)
+                outcome = train(
+                    config, schedule, folder, threads=threads, stop=stop, progress=progress, tracker=tracker
+                )
     except Stopped as stopped:
         print(
             f"\nddpm-lab: {signal_name(stopped.number)}, stopped at once; the same command goes on from the last "

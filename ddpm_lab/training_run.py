@@ -21,6 +21,7 @@ from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.run_folder import RunFailed, RunFolder, checkpoints_in
 from ddpm_lab.stopping import Stop
+from ddpm_lab.tracking import TrackedTraining
 
 if TYPE_CHECKING:
     from ddpm_lab.model.checkpoint import Checkpoint
@@ -102,11 +103,19 @@ def newest_readable(paths: list[Path]) -> tuple[Checkpoint | None, list[str]]:
 
 
 def train(
-    config: RunConfig, schedule: Schedule, folder: Path, *, threads: int, stop: Stop, progress: Progress
+    config: RunConfig,
+    schedule: Schedule,
+    folder: Path,
+    *,
+    threads: int,
+    stop: Stop,
+    progress: Progress,
+    tracker: str | None = None,
 ) -> Outcome:
     """Train up to the last step, from the newest readable checkpoint in ``folder`` if there is one.
 
-    Ends early, with everything saved, when ``stop`` notes a signal. ``threads`` are those of each rank.
+    Ends early, with everything saved, when ``stop`` notes a signal. ``threads`` are those of each rank; ``tracker`` is
+    comet or comet-offline, or None for neither.
 
     Raises:
         ConfigError: the folder cannot be used, or holds checkpoints of a run that learns something else.
@@ -138,15 +147,29 @@ def train(
         step = start.step if start else 0
         del start
         run.open_logs(step)
-        run.write_settings(config, dataclasses.asdict(schedule))
-        return _Run(config, schedule, run, stop, progress).train(step, threads)
+        times = dataclasses.asdict(schedule)
+        run.write_settings(config, times)
+        if tracker is None:
+            return _Run(config, schedule, run, stop, progress).train(step, threads)
+        with TrackedTraining(tracker, folder, config, schedule=times, step=step, say=progress.done) as tracked:
+            return _Run(config, schedule, run, stop, progress, tracked=tracked).train(step, threads)
 
 
 class _Run:
     """A run while it trains."""
 
-    def __init__(self, config: RunConfig, schedule: Schedule, run: RunFolder, stop: Stop, progress: Progress) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        schedule: Schedule,
+        run: RunFolder,
+        stop: Stop,
+        progress: Progress,
+        *,
+        tracked: TrackedTraining | None = None,
+    ) -> None:
         self.config, self.schedule, self.run, self.stop, self.progress = config, schedule, run, stop, progress
+        self.tracked = tracked
         self.step = self.saved = self.chunks = 0
         self.step_seconds = math.inf
         self.loss: float | None = None
@@ -213,7 +236,7 @@ class _Run:
         ]
         bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
         if bad is not None:
-            self.run.log(rows[:bad])
+            self._log(rows[:bad])
             raise self._diverged("the loss", self.step + bad + 1)
         self.step += steps
         self.loss = statistics.fmean(losses)
@@ -230,13 +253,18 @@ class _Run:
                 raise self._diverged("the held-out loss", self.step)
             self.held_out = found["loss"]
             rows[-1] |= {"held_out_loss": found["loss"], "held_out_by_time": found["by_time"]}
-        self.run.log(rows)
+        self._log(rows)
         if due(self.schedule.save_every, self.step):
             self._save(group)
         if due(self.schedule.sample_every, self.step):
             self.progress.always(f"step {self.step:,}: samples")
             path = str(self.run.samples / f"step-{self.step:08d}.png")
             self._call(group, "samples", path=path, count=GRID_IMAGES, steps=GRID_STEPS)
+
+    def _log(self, rows: list[dict[str, Any]]) -> None:
+        self.run.log(rows)
+        if self.tracked is not None:
+            self.tracked.steps(rows)
 
     def _save(self, group: Group) -> None:
         self.run.sync_logs()

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "ddpm_lab"
 # Lowest row first. A module imports only from rows below its own; modules of one row do not know each other. A new
 # module is given a place here.
 ROWS = (
-    ("ddpm_lab",),
+    ("comet_process", "ddpm_lab"),
     ("checks",),
     ("exchange_settings",),
     ("config",),
@@ -96,14 +96,17 @@ ROWS = (
     ("explain.figures",),
     ("explain.answers", "explain.show"),
     # both together
-    ("anonymous", "checkup", "inception", "planted", "setting", "summary_lines", "training_run"),
+    ("anonymous", "checkup", "inception", "planted", "setting", "summary_lines"),
+    ("tracking",),
+    ("training_run",),
     ("collectives", "exchange", "lost_scaling", "quality", "slurm_logs", "trainers"),
     ("sampling_run", "slurm_jobs", "slurm_table", "training_plan"),
     ("questions",),
     ("planning",),
+    ("tracked",),
     ("calibrate", "experiments", "report_lines", "slurm"),
     ("comparison", "notebooks", "published", "slurm_collect", "strategy"),
-    ("report",),
+    ("report", "tracker_option"),
     ("commands", "predict_command", "slurm_commands", "strategy_commands", "train_commands"),
     ("__main__",),
 )

@@ -1,0 +1,77 @@
+"""Tell a tracker what sets have shown, from their records alone and after the last of them: one experiment a question.
+
+Ratios, intervals, verdicts and speeds of its comparisons, what the machine did meanwhile, the settings, and the figure.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from ddpm_lab.explain import figures, findings
+from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.planning import LEDGER
+from ddpm_lab.tracking import STATE, Tracker, environment, settings
+
+NUMBERS = (
+    *("ratio", "low", "high", "images_per_second", "images_per_second_low", "images_per_second_high", "step_seconds"),
+    *("peak_memory_bytes", "peak_rss_bytes", "sets", "turns_dropped", "efficiency"),
+)
+WORDS = ("role", "status", "verdict", "quality")
+"""Columns of ``comparisons``: numbers, and words. A reason is not told, since it may name files of the user."""
+
+
+def tell(kind: str, study: Study) -> None:
+    """Tell of a study; the same records are the same experiment, however often they are told."""
+    rows: list[dict[str, Any]] = [{str(k): v for k, v in row.items()} for row in comparisons(study).to_dict("records")]
+    finding = findings.finding(study)
+    sets = "\n".join(sorted({f"{r.experiment} {r.set_id}" for r in study.records}))
+    with tempfile.TemporaryDirectory(prefix="ddpm_lab-") as place:
+        picture = Path(place) / f"{study.experiment}.png"
+        picture.write_bytes(figures.png(figures.figure(study)))
+        with Tracker(
+            kind,
+            (study.output_dir / LEDGER).parent / "comet",
+            sha256(sets.encode()).hexdigest()[:32],
+            name=study.experiment,
+            say=lambda sentence: print(sentence, file=sys.stderr),
+        ) as tracker:
+            tracker.log_parameters(_settings(rows))
+            where = environment(study.records[-1].environment) if study.records else {}
+            tracker.log_others({**where, "question": finding.question, "answer": finding.headline})
+            for row in rows:
+                name = _name(row, rows)
+                values = {column: float(row[column]) for column in NUMBERS} | _state(study, row)
+                tracker.log_metrics({f"{name}/{key}": value for key, value in values.items()})
+                tracker.log_others({f"{name}/{column}": str(row[column]) for column in WORDS})
+            tracker.log_figure(picture, study.experiment)
+
+
+def _name(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """A configuration's label, with its family where there are several."""
+    label = f"{row['label']} (twin)" if row["role"] == "twin" else str(row["label"])
+    return f"{row['family']}/{label}" if len({r["family"] for r in rows}) > 1 else label
+
+
+def _settings(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Settings that all configurations share by their name, the others by configuration and name."""
+    each = {_name(row, rows): settings(row["config"]) for row in rows if row["role"] != "twin"}
+    shared = set.intersection(*({(k, repr(v)) for k, v in found.items()} for found in each.values())) if each else set()
+    return {
+        (key if (key, repr(value)) in shared else f"{name}/{key}"): value
+        for name, found in each.items()
+        for key, value in found.items()
+    }
+
+
+def _state(study: Study, row: Mapping[str, Any]) -> dict[str, float]:
+    """Mean over a configuration's windows of what the machine did in them."""
+    same = [r for r in study.records if (r.role, r.run_id) == (row["role"], row["run_id"])]
+    known = {key: [v for r in same for w in r.windows if (v := w.state.get(key)) is not None] for key in STATE}
+    return {key: fmean(values) for key, values in known.items() if values}
