@@ -54,9 +54,8 @@ def tell(kind: str, study: Study) -> None:
 
 
 def _name(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """A configuration's label, with its family where there are several."""
-    label = f"{row['label']} (twin)" if row["role"] == "twin" else str(row["label"])
-    return f"{row['family']}/{label}" if len({r["family"] for r in rows}) > 1 else label
+    """A configuration's label, with its family where there are several; the twin has a label of its own."""
+    return f"{row['family']}/{row['label']}" if len({r["family"] for r in rows}) > 1 else str(row["label"])
 
 
 def _settings(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

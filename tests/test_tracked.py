@@ -1,0 +1,62 @@
+"""What a tracker is told of sets: numbers, verdicts and the figure that the records give."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import io
+import zipfile
+from pathlib import Path
+
+import pytest
+import records as make
+from comet_archive import messages, metric, others
+from PIL import Image
+
+from ddpm_lab import tracker_option
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import RunConfig
+from ddpm_lab.explain import figures
+from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.frames import Study, study
+from ddpm_lab.tracked import NUMBERS, tell
+
+
+@pytest.fixture
+def answer(tmp_path: Path) -> Study:
+    configs = {"bf16": (dataclasses.replace(RunConfig(), precision="bf16"), 1.3)}
+    broken = {"fp16": (dataclasses.replace(RunConfig(), precision="fp16"), "crashed", "/home/me/secret.py failed")}
+    found = study(make.sets(configs, failures=broken), "amp", output_dir=tmp_path)
+    return dataclasses.replace(found, output_dir=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("comet_ml") is None, reason="make trackers")
+def test_an_archive_holds_every_comparison_and_the_figure(answer: Study, tmp_path: Path) -> None:
+    tell("comet-offline", answer)
+    (archive,) = (tmp_path / "trace_output" / "comet").glob("*.zip")
+    for row in comparisons(answer).to_dict("records"):
+        name = row["label"]
+        known = [(column, row[column]) for column in NUMBERS if row[column] == row[column]]
+        assert known
+        for column, value in known:
+            assert [v for _, v in metric(archive, f"{name}/{column}")] == [value]
+        assert others(archive)[f"{name}/verdict"] == row["verdict"]
+    assert others(archive)["host_name"] == answer.records[-1].environment.hostname
+    with zipfile.ZipFile(archive) as file:
+        (picture,) = (m["payload"]["file_path"] for m in messages(archive) if m["type"] == "file_upload")
+        data = file.read(Path(picture).name)
+        assert b"secret" not in b"".join(map(file.read, file.namelist()))
+    assert data == figures.png(figures.figure(answer))
+    assert Image.open(io.BytesIO(data)).format == "PNG"
+
+
+def test_the_tracker_is_the_option_or_follows_from_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COMET_API_KEY", raising=False)
+    assert tracker_option.chosen(None) is None
+    assert tracker_option.chosen("comet-offline") == "comet-offline"
+    with pytest.raises(ConfigError, match="COMET_API_KEY"):
+        tracker_option.chosen("comet")
+    monkeypatch.setenv("COMET_API_KEY", "key")
+    assert tracker_option.chosen(None) == tracker_option.chosen("comet") == "comet"
+    assert tracker_option.chosen("none") is None
