@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any, TextIO
 
 OFF = {
@@ -70,6 +71,8 @@ def _log(where: dict[str, Any], calls: TextIO, heard: TextIO, errors: _FirstErro
 
     logging.getLogger("comet_ml").addHandler(errors)
     signal.alarm(where["connect_seconds"])
+    if not where["online"]:
+        Path(where["folder"]).mkdir(parents=True, exist_ok=True)
     experiment: Any = comet_ml.start(
         online=where["online"],
         mode="get_or_create",

@@ -174,8 +174,9 @@ def run(options: argparse.Namespace) -> int:
         for result in results:
             print(f"{result['experiment']}: {result['finding']}")
         print(f"records: {results[-1]['ledger']}", flush=True)
-    for one in measured if tracker else ():
-        track(tracker, one)
+    if tracker:
+        for one in measured:
+            track(tracker, one)
     return 0 if all(one.completed for one in measured) else 1
 
 

@@ -26,7 +26,7 @@ def metric(archive: Path, name: str) -> list[tuple[int, float]]:
 
 def others(archive: Path) -> dict[str, Any]:
     """What is neither hyper-parameter nor metric, by name."""
-    return {m["payload"]["key"]: m["payload"]["val"] for m in messages(archive) if m["type"] == "log_other"}
+    return {m["payload"]["key"]: m["payload"]["value"] for m in messages(archive) if m["type"] == "log_other"}
 
 
 def read_by_comet(archive: Path) -> list[dict[str, str]]:

@@ -72,12 +72,12 @@ def parameters(notebook: Path) -> str:
 @pytest.mark.parametrize("span", spans(-1))
 def test_every_test_exists(span: str) -> None:
     file, _, name = span.partition("::")
-    assert not name or name in tests_in(file)
-    assert tests_in(file)
+    assert not name or name in named_tests(file)
+    assert named_tests(file)
 
 
 @cache
-def tests_in(file: str) -> set[str]:
+def named_tests(file: str) -> set[str]:
     """Names of the tests in a file."""
     tree = ast.parse((CHECKOUT / file).read_text())
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}

@@ -113,6 +113,10 @@ def test_a_killed_run_leaves_its_archive_and_comet_adds_nothing_of_its_own(tmp_p
     assert metric(archive, "loss") == [(3, 0.5)]
     assert {m["type"] for m in messages(archive)} == {"metric_msg", "parameter_msg", "log_other"}
     assert others(archive).keys() == {"mine", "Name", "offline_experiment"}
+    counted = {"curr_step", "curr_epoch", "process duration"}  # of its own, and of nobody's interest
+    assert {row["name"] for row in read_by_comet(archive) if row["section"] in ("param", "metric")} - counted == {
+        *("loss", "a"),
+    }
     with zipfile.ZipFile(archive) as file:
         text = b"".join(map(file.read, file.namelist())).decode()
     for private in (str(Path.home()), str(tmp_path), socket.gethostname(), sys.executable):

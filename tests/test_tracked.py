@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import io
+import os
 import zipfile
 from pathlib import Path
 
 import pytest
 import records as make
 from comet_archive import messages, metric, others
+from conftest import Call
 from PIL import Image
 
 from ddpm_lab import tracker_option
@@ -25,7 +27,7 @@ from ddpm_lab.tracked import NUMBERS, tell
 @pytest.fixture
 def answer(tmp_path: Path) -> Study:
     configs = {"bf16": (dataclasses.replace(RunConfig(), precision="bf16"), 1.3)}
-    broken = {"fp16": (dataclasses.replace(RunConfig(), precision="fp16"), "crashed", "/home/me/secret.py failed")}
+    broken = {"fused": (dataclasses.replace(RunConfig(), kernels="fused"), "crashed", "/home/me/secret.py failed")}
     found = study(make.sets(configs, failures=broken), "amp", output_dir=tmp_path)
     return dataclasses.replace(found, output_dir=tmp_path)
 
@@ -49,6 +51,35 @@ def test_an_archive_holds_every_comparison_and_the_figure(answer: Study, tmp_pat
         assert b"secret" not in b"".join(map(file.read, file.namelist()))
     assert data == figures.png(figures.figure(answer))
     assert Image.open(io.BytesIO(data)).format == "PNG"
+
+
+STEPS = """
+import time
+
+def one():
+    while True:
+        time.sleep(0.01)
+        yield
+
+def two():
+    yield from one()
+"""
+
+
+@pytest.mark.slow
+def test_a_command_tells_what_it_has_measured_and_fails_for_no_tracker(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(STEPS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    (tmp_path / "comet_ml.py").write_text("raise ModuleNotFoundError('x', name='comet_ml')")
+    words = ("compare", "mine:one", "mine:two", "--sets", 1, "--output-dir", tmp_path, "--tracker", "comet-offline")
+    code, out, err = call(*words)
+    assert code == 0, err
+    assert out.startswith("Not resolved")
+    (note,) = (line for line in err.splitlines() if line.startswith("tracker:"))
+    assert "comet_ml is not installed: run make trackers" in note
 
 
 def test_the_tracker_is_the_option_or_follows_from_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
