@@ -21,15 +21,20 @@ from ddpm_lab.tracking import STATE, Tracker, environment, settings
 
 NUMBERS = (
     *("ratio", "low", "high", "images_per_second", "images_per_second_low", "images_per_second_high", "step_seconds"),
-    *("peak_memory_bytes", "peak_rss_bytes", "sets", "turns_dropped", "efficiency"),
+    *("peak_memory_bytes", "peak_rss_bytes", "sets", "turns_dropped"),
 )
 WORDS = ("role", "status", "verdict", "quality")
 """Columns of ``comparisons``: numbers, and words. A reason is not told, since it may name files of the user."""
 
 
 def tell(kind: str, study: Study) -> None:
-    """Tell of a study; the same records are the same experiment, however often they are told."""
+    """Tell of a study, if it has records; the same records are the same experiment, however often they are told."""
+    if not study.records:
+        return
     rows: list[dict[str, Any]] = [{str(k): v for k, v in row.items()} for row in comparisons(study).to_dict("records")]
+    several = len({row["family"] for row in rows}) > 1
+    for row in rows:  # the twin has a label of its own
+        row["name"] = f"{row['family']}/{row['label']}" if several else row["label"]
     finding = findings.finding(study)
     sets = "\n".join(sorted({f"{r.experiment} {r.set_id}" for r in study.records}))
     with tempfile.TemporaryDirectory(prefix="ddpm_lab-") as place:
@@ -42,25 +47,22 @@ def tell(kind: str, study: Study) -> None:
             name=study.experiment,
             say=lambda sentence: print(sentence, file=sys.stderr),
         ) as tracker:
-            tracker.log_parameters(_settings(rows))
-            where = environment(study.records[-1].environment) if study.records else {}
+            # A note has no configuration of its own: it was left out.
+            ran = [row for row in rows if row["role"] != "note"]
+            tracker.log_parameters(_settings(ran) or settings(study.records[-1].config))
+            where = environment(study.records[-1].environment)
             tracker.log_others({**where, "question": finding.question, "answer": finding.headline})
-            for row in rows:
-                name = _name(row, rows)
+            for row in ran:
                 values = {column: float(row[column]) for column in NUMBERS} | _state(study, row)
-                tracker.log_metrics({f"{name}/{key}": value for key, value in values.items()})
-                tracker.log_others({f"{name}/{column}": str(row[column]) for column in WORDS})
+                tracker.log_metrics({f"{row['name']}/{key}": value for key, value in values.items()})
+            for row in rows:
+                tracker.log_others({f"{row['name']}/{column}": str(row[column]) for column in WORDS})
             tracker.log_figure(picture, study.experiment)
-
-
-def _name(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """A configuration's label, with its family where there are several; the twin has a label of its own."""
-    return f"{row['family']}/{row['label']}" if len({r["family"] for r in rows}) > 1 else str(row["label"])
 
 
 def _settings(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Settings that all configurations share by their name, the others by configuration and name."""
-    each = {_name(row, rows): settings(row["config"]) for row in rows if row["role"] != "twin"}
+    each = {row["name"]: settings(row["config"]) for row in rows if row["role"] != "twin"}
     shared = set.intersection(*({(k, repr(v)) for k, v in found.items()} for found in each.values())) if each else set()
     return {
         (key if (key, repr(value)) in shared else f"{name}/{key}"): value

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import records as make
-from comet_archive import messages, metric, others
+from comet_archive import messages, metric, others, read_by_comet
 from conftest import Call
 from PIL import Image
 
@@ -28,8 +28,8 @@ from ddpm_lab.tracked import NUMBERS, tell
 def answer(tmp_path: Path) -> Study:
     configs = {"bf16": (dataclasses.replace(RunConfig(), precision="bf16"), 1.3)}
     broken = {"fused": (dataclasses.replace(RunConfig(), kernels="fused"), "crashed", "/home/me/secret.py failed")}
-    found = study(make.sets(configs, failures=broken), "amp", output_dir=tmp_path)
-    return dataclasses.replace(found, output_dir=tmp_path)
+    note = make.record(RunConfig(), role="note", label="tf32", status="left out", set_id="")
+    return study([*make.sets(configs, failures=broken), note], "amp", output_dir=tmp_path)
 
 
 @pytest.mark.slow
@@ -37,13 +37,23 @@ def answer(tmp_path: Path) -> Study:
 def test_an_archive_holds_every_comparison_and_the_figure(answer: Study, tmp_path: Path) -> None:
     tell("comet-offline", answer)
     (archive,) = (tmp_path / "trace_output" / "comet").glob("*.zip")
-    for row in comparisons(answer).to_dict("records"):
+    rows = comparisons(answer).to_dict("records")
+    assert [row["role"] for row in rows] == ["baseline", "twin", "candidate", "candidate", "note"]
+    for row in rows[:3]:
         name = row["label"]
         known = [(column, row[column]) for column in NUMBERS if row[column] == row[column]]
         assert known
         for column, value in known:
             assert [v for _, v in metric(archive, f"{name}/{column}")] == [value]
         assert others(archive)[f"{name}/verdict"] == row["verdict"]
+    settings = {row["name"]: row["value"] for row in read_by_comet(archive) if row["section"] == "param"}
+    assert {name for name in settings if "/" in name} == {
+        *(f"{label}/precision" for label in ("fp32", "bf16", "fused")),
+        *(f"{label}/kernels" for label in ("fp32", "bf16", "fused")),
+    }
+    assert (settings["bf16/precision"], settings["network"]) == ("bf16", "tiny")
+    assert not [m for m in messages(archive) if "tf32/" in str(m) and m["type"] != "log_other"]
+    assert others(archive)["tf32/status"] == "left out"
     assert others(archive)["host_name"] == answer.records[-1].environment.hostname
     with zipfile.ZipFile(archive) as file:
         (picture,) = (m["payload"]["file_path"] for m in messages(archive) if m["type"] == "file_upload")
