@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -153,12 +154,13 @@ def test_a_run_goes_on_in_the_same_experiment(stage: Stage) -> None:
 
 
 def test_without_being_asked_nothing_is_started(stage: Stage) -> None:
-    stage.plant(text="open('imported', 'w')")
+    imported = stage.place / "imported"
+    stage.plant(text=f"open({str(imported)!r}, 'w')")
     stage.run(stage.config(), 5, None)
     usual = {".lock", "checkpoints", "config.toml", "log.csv", "log.jsonl", "samples"}
     assert {p.name for p in stage.folder.iterdir()} == usual
     assert stage.notes() == []
-    assert not Path("imported").exists()
+    assert not imported.exists()
     assert "comet_ml" not in sys.modules
 
 
@@ -224,3 +226,25 @@ def test_what_comes_too_fast_is_dropped_and_counted(stage: Stage, monkeypatch: p
     dropped = int(line.partition("; ")[2].split()[0].replace(",", ""))
     assert dropped + len(stage.calls("log_metrics")) == 10_000
     assert dropped > 1_000
+
+
+KILLED = """
+import os, pathlib, sys
+from ddpm_lab import tracking
+tracking.CONNECT_SECONDS = tracking.END_SECONDS = 1
+tracker = tracking.Tracker("comet", pathlib.Path(sys.argv[1]), "0" * 32, name="x", say=print)
+print(tracker._process.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("planted", [{"start": "time.sleep(600)"}, {"trouble": "time.sleep(600)"}])
+def test_nothing_outlives_a_killed_run(stage: Stage, planted: dict[str, str]) -> None:
+    stage.plant(**planted)
+    words = [sys.executable, "-c", KILLED, str(stage.place)]
+    pid = int(subprocess.run(words, capture_output=True, text=True, check=False, timeout=60).stdout)
+    deadline = time.monotonic() + 30
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, "it outlives the run"
+            time.sleep(0.05)
