@@ -96,6 +96,7 @@ def _record(record: RunRecord, configs: Mapping[str, RunConfig], names: Mapping[
         ranks=tuple(dataclasses.replace(r, device_uuid=gpus.get(r.device_uuid or "")) for r in record.ranks),
         witness={} if ranks is None else {"ranks": _plain(seen, exact)},
         profile=_plain(record.profile, exact),
+        space=_plain(record.space, exact),
         quality=_quality(record, exact),
     )
 

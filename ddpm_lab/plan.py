@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from ddpm_lab.checks import ConfigError, choice, number, whole
 from ddpm_lab.config import RunConfig, digest
+from ddpm_lab.space import Space
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +131,10 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """One question: families of configurations, and what was left out of them before any measuring, with reasons."""
+    """One question: families of configurations, and what was left out of them before any measuring, with reasons.
+
+    A search has a ``space`` that its one family's candidates are all combinations of.
+    """
 
     name: str
     families: tuple[Family, ...]
@@ -138,6 +142,7 @@ class Experiment:
     profiles: tuple[tuple[str, str, RunConfig], ...] = ()  # (family, label, configuration): they supply no time
     trials: tuple[Trial, ...] = ()
     checks: tuple[Trial, ...] = ()  # of loss and gradient, which come first and take seconds
+    space: Space | None = None
 
     @property
     def configurations(self) -> tuple[RunConfig, ...]:
@@ -158,6 +163,10 @@ def scaled(config: RunConfig, baseline: RunConfig) -> RunConfig:
 
 WITH_TRIALS = ("multi_gpu", "amp", "torch_compile", "batch_size", "peers")
 """Questions about speed whose configurations can be trained for quality besides."""
+SEARCH, RECOMMENDATION = "search", "recommendation"
+"""Short sets of a search, and the sets that measure again what it found."""
+START = "baseline"
+"""What a search sets out from: a plain step as in the other questions, where it is not told otherwise."""
 
 # Names in the experiment "peers" that the questions write and the explaining half reads.
 OURS = "this trainer"

@@ -25,7 +25,7 @@ from ddpm_lab.measure.seat import Instrument
 from ddpm_lab.plan import Experiment, Plan
 from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.quality import WORKLOADS as TRAINED
-from ddpm_lab.questions import PLANS, QUESTIONS, WORKLOADS, ask
+from ddpm_lab.questions import PLANS, QUESTIONS, STAGES, WORKLOADS, ask
 from ddpm_lab.record import LedgerError
 from ddpm_lab.setting import Images, Setup
 
@@ -107,7 +107,7 @@ def plan_question(
     **settings: Any,
 ) -> Planned:
     """Check a question and prepare its images; see ``measure`` for the arguments and what is raised."""
-    choice("experiment", name, QUESTIONS)
+    choice("experiment", name, (*QUESTIONS, *STAGES))
     scope = preset_called(preset)
     output, progress = output_folder(output_dir), Progress(name, quiet=quiet)
     plan = PLANS.get(name, scope.plan)
@@ -270,6 +270,7 @@ def prepare_experiment(
         profiles=tuple(row for part in parts for row in part.profiles),
         trials=tuple(row for part in parts for row in part.trials),
         checks=tuple(row for part in parts for row in part.checks),
+        space=parts[0].space,
     )
     return merged, images
 

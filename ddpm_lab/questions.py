@@ -16,9 +16,10 @@ from ddpm_lab.collectives import all_reduce
 from ddpm_lab.config import LOADER_ALONE
 from ddpm_lab.exchange import exchange
 from ddpm_lab.lost_scaling import lost_scaling as lost_scaling_of
-from ddpm_lab.plan import SCALINGS, WEAK, WITH_TRIALS, Experiment, Family
+from ddpm_lab.plan import RECOMMENDATION, SCALINGS, SEARCH, WEAK, WITH_TRIALS, Experiment, Family
 from ddpm_lab.quality import WORKLOADS as TRAINED
 from ddpm_lab.quality import identity_trials, quality, with_trials
+from ddpm_lab.search_space import SEARCH_PLAN, recommendation, search
 from ddpm_lab.setting import Setup
 from ddpm_lab.trainers import PLAN, peers
 from ddpm_lab.trainers import WORKLOADS as TRAINERS
@@ -310,7 +311,7 @@ def batch_size(
     return Experiment(name="batch_size", families=(family,))
 
 
-PLANS = {"peers": PLAN, "all_reduce": collectives.PLAN}
+PLANS = {"peers": PLAN, "all_reduce": collectives.PLAN, SEARCH: SEARCH_PLAN}
 """How a set is measured where it is not as the preset says."""
 LONG = ("peers", "quality")
 """Questions that take too long to be measured beside the others: notebooks do so in the preset ``full`` only."""
@@ -321,12 +322,17 @@ QUESTIONS: dict[str, Callable[..., Experiment]] = {
     for f in (profile, multi_gpu, amp, workers, torch_compile, batch_size, exchange, all_reduce, peers, quality)
 }
 
+STAGES: dict[str, Callable[..., Experiment]] = {f.__name__: f for f in (search, recommendation)}
+"""What ``recommend`` measures in the course of its answer; nobody asks for one alone."""
+
 
 def ask(name: str, setup: Setup, *, seeds: int | None = None, images: int | None = None, **grid: Any) -> Experiment:
     """The experiment that answers a question; ``seeds`` and ``images`` are those of the runs that are for quality."""
     trained = {option: value for option, value in (("seeds", seeds), ("images", images)) if value is not None}
-    if name in WITH_TRIALS:
-        return with_trials(QUESTIONS[name](setup, **grid), setup, seeds=seeds, images=images)
+    if name in (*WITH_TRIALS, RECOMMENDATION):
+        return with_trials({**QUESTIONS, **STAGES}[name](setup, **grid), setup, seeds=seeds, images=images)
+    if name == SEARCH:
+        return search(setup, **grid)
     for option, value in trained.items():
         if name != "quality":
             able = ", ".join((*WITH_TRIALS, "quality"))

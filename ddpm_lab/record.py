@@ -145,8 +145,8 @@ class RunRecord:
     ``role`` is baseline, twin (the baseline again), candidate, cold (a cold compile, measured alone), profile, choice
     (a network chosen for this machine), search (a size tried for the largest batch that fits, alone), largest (how that
     search ended, its limit as the label; both belong to no set), note (a configuration that was left out before any
-    set), or job (a SLURM job that failed: its command as the label, its log's end in the witness; the configuration
-    says nothing).
+    set), space (what a search could choose from, and by its family the sets that measured again what it found), or job
+    (a SLURM job that failed: its command as the label, its log's end in the witness; the configuration says nothing).
     ``baseline_id`` is the run id of the set's baseline. ``stages`` are seconds: start, build, compile (the first step,
     compiled configurations only), warmup, steady, teardown; of a trial training.
     """
@@ -173,6 +173,7 @@ class RunRecord:
     witness: dict[str, Any] = field(default_factory=dict)
     profile: dict[str, Any] | None = None
     quality: dict[str, Any] | None = None
+    space: dict[str, Any] | None = None
     schema: int = SCHEMA
 
     @property

@@ -17,7 +17,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """The trainer's settings for speed by kind of device; Adam in one kernel and EMA in one call are the same on both.
 
-What each is worth on a machine is measured by notebook 07; the search for the best set is the recommendation's.
+What each is worth on a machine is measured by notebook 07; the best combination is what ``recommend`` searches.
 """
 
 

@@ -77,3 +77,15 @@ def test_a_trial_without_the_fid_that_is_asked_for_is_not_there() -> None:
     assert not measured.trained(trial.run_id, dataclasses.replace(asked, sha256="cd" * 32))
     failed = dataclasses.replace(trial, quality={**(trial.quality or {}), "fid": {"images": 2_500, "reason": "oom"}})
     assert not Held([failed]).trained(trial.run_id, asked)
+
+
+def test_sets_count_together_only_in_their_own_family_and_where_all_took_part() -> None:
+    bf16, two = RunConfig(precision="bf16"), RunConfig(world_size=2)
+    one = make.sets({"bf16": (bf16, 1.5)}, family="one", count=6, turns=2)
+    both = make.sets({"bf16": (bf16, 1.5), "2 ranks": (two, 1.2)}, family="both", count=2, turns=2)
+    held = Held([*one, *both, *make.sets({"2 ranks": (two, 1.2)}, family="both", count=3, turns=2, seed=1)])
+    base, ids = RunConfig().run_id, (bf16.run_id, two.run_id)
+    assert held.sets(base, bf16.run_id) == 8
+    assert held.sets_together("both", base, ids) == 2
+    assert held.sets_together("one", base, ids) == 0
+    assert held.sets_together("one", base, ids[:1]) == 6

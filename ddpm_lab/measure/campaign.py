@@ -101,7 +101,7 @@ class Campaign:
             progress.prefix = f"{places},"
             progress.expect(forecast)
             progress.always(f"{family.name}: starting")
-            self._measure(family, candidates)
+            self.measure(family, candidates)
             done += 1
             # What fits is decided once, when the cost of every family is known.
             known = (f.name in self.costs or f.last or not self._wanted(f) for f in families)
@@ -146,7 +146,11 @@ class Campaign:
         if self._hopeless(config) or self._hopeless(family.baseline):
             return 0
         wanted = 1 if family.mechanism else self.target.sets
-        have = self.held.sets(family.baseline.run_id, config.run_id)
+        if family.together:
+            able = (c.run_id for _, c in family.candidates if not self._hopeless(c))
+            have = self.held.sets_together(family.name, family.baseline.run_id, able)
+        else:
+            have = self.held.sets(family.baseline.run_id, config.run_id)
         missing = max(0, (wanted if least is None else min(least, wanted)) - have)
         if least is None and missing and self.target.sets_to_come and not family.mechanism:
             return min(missing, self.target.sets_to_come(self.held.log_ratios(family.baseline.run_id, config.run_id)))
@@ -212,7 +216,8 @@ class Campaign:
         self.ledger.append(records)
         self.held.add(records)
 
-    def _measure(self, family: Family, candidates: list[tuple[str, RunConfig]]) -> None:
+    def measure(self, family: Family, candidates: Sequence[tuple[str, RunConfig]]) -> list[RunRecord]:
+        """Measure one set of a family and append its records, which it returns."""
         members = [
             Member("baseline", family.baseline_label, family.baseline),
             Member("twin", f"{family.baseline_label} again", family.baseline),
@@ -230,6 +235,7 @@ class Campaign:
         self.measured_sets += 1
         self.costs.setdefault(family.name, []).append((time.monotonic() - begun) / len(members))
         self._count_failures(records)
+        return records
 
     def _count_failures(self, records: Sequence[RunRecord]) -> None:
         """A crash or a hang may pass and is tried again at once; what is not supported is left to the next run."""

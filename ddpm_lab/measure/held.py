@@ -59,6 +59,12 @@ class Held:
         """Complete sets, with baseline and twin, that hold a configuration."""
         return len(self._complete(baseline_id, run_id))
 
+    def sets_together(self, family: str, baseline_id: str, run_ids: Iterable[str]) -> int:
+        """Complete sets of a family that hold all of these configurations."""
+        wanted = {("baseline", baseline_id), ("twin", baseline_id), *(("candidate", run_id) for run_id in run_ids)}
+        sets = self._sets.get(baseline_id, {}).values()
+        return sum(wanted <= held.keys() and held["baseline", baseline_id].family == family for held in sets)
+
     def log_ratios(self, baseline_id: str, run_id: str) -> list[float]:
         """The log ratio of each complete set in the order they were measured; for the baseline its twin's."""
         pairs = self._complete(baseline_id, run_id)

@@ -1,0 +1,91 @@
+"""What a search may choose from: settings with their values, and every configuration that they make together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import RunConfig
+
+BATCH, LOADER = "batch", "loader"
+Cell = tuple[int, ...]
+"""One value of each setting, by its place; the baseline is all zeros."""
+
+
+class Value(NamedTuple):
+    """A value of a setting: its short name for a command line, its name for people, and what it changes."""
+
+    key: str
+    label: str
+    changes: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """Settings in order, each with its values, the baseline's own first, and what was left out with the reason.
+
+    ``guess`` is what is thought to be fast, and tried first. ``any_batch`` lets a search choose any batch, although
+    another batch is another training.
+    """
+
+    baseline: RunConfig
+    settings: Mapping[str, tuple[Value, ...]]
+    guess: Cell = ()
+    left_out: tuple[tuple[str, str], ...] = ()  # (label, reason)
+    any_batch: bool = False
+
+    @property
+    def start(self) -> Cell:
+        """The baseline."""
+        return (0,) * len(self.settings)
+
+    def cells(self) -> dict[Cell, RunConfig]:
+        """Every combination that is a configuration of its own: what excludes itself is not there."""
+        found: dict[Cell, RunConfig] = {}
+        seen = set()
+        for cell in product(*(range(len(values)) for values in self.settings.values())):
+            changes: dict[str, Any] = {}
+            for value in self.values(cell):
+                changes |= value.changes
+            try:
+                config = dataclasses.replace(self.baseline, **changes)
+            except ConfigError:
+                continue
+            if config.run_id not in seen:
+                seen.add(config.run_id)
+                found[cell] = config
+        return found
+
+    def values(self, cell: Cell) -> list[Value]:
+        """The values of a cell, one for each setting."""
+        return [values[i] for values, i in zip(self.settings.values(), cell, strict=True)]
+
+    def changed(self, cell: Cell, since: Cell) -> str:
+        """What a cell has that another has not, in words: "bf16, 2 ranks"."""
+        pairs = zip(self.values(cell), cell, since, strict=True)
+        return ", ".join(value.label for value, mine, others in pairs if mine != others)
+
+    def setting(self, name: str, cell: Cell) -> int:
+        """Which value of a setting a cell has; 0 for a setting that is not varied."""
+        return dict(zip(self.settings, cell, strict=True)).get(name, 0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON, without the baseline."""
+        values = {name: [list(value) for value in values] for name, values in self.settings.items()}
+        rest = {"guess": list(self.guess), "left_out": [list(row) for row in self.left_out]}
+        return {"settings": values, **rest, "any_batch": self.any_batch}
+
+    @classmethod
+    def from_dict(cls, baseline: RunConfig, values: Mapping[str, Any]) -> Space:
+        """What ``as_dict`` gave, with its baseline."""
+        return cls(
+            baseline=baseline,
+            settings={name: tuple(Value(*value) for value in found) for name, found in values["settings"].items()},
+            guess=tuple(values["guess"]),
+            left_out=tuple((label, reason) for label, reason in values["left_out"]),
+            any_batch=values["any_batch"],
+        )

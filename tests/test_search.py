@@ -1,0 +1,285 @@
+"""The search: what sets say of all combinations, which come next, and how often the best is found."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import records as make
+
+from ddpm_lab import search
+from ddpm_lab.config import RunConfig
+from ddpm_lab.search import TWIN, Ratios, believe, race
+from ddpm_lab.space import Cell, Space, Value
+
+NOISE: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "noise.json").read_text())
+CHANGES: dict[str, tuple[Any, ...]] = {
+    "seed": (0, 1, 2, 3),
+    "threads": (0, 1, 2),
+    "image_size": (32, 64, 128),
+    "global_batch_size": (32, 64, 128),
+    "read_loss": (False, True),
+}
+SETS, TURNS = 6, 0.57
+"""A verdict's sets for each cell of a grid, and what a short set takes of a long one's time."""
+
+
+def space(*counts: int) -> Space:
+    """Settings with so many values each; what they stand for is nobody's business here."""
+    settings = {}
+    for (name, values), count in zip(CHANGES.items(), counts, strict=False):
+        settings[name] = tuple(Value(str(v), f"{name} {v}", {name: v}) for v in values[:count])
+    return Space(baseline=RunConfig(), settings=settings, guess=(1,) * len(counts))
+
+
+class Machine:
+    """A machine whose every cell has a planted speed, and sets whose noise was recorded on a real one."""
+
+    def __init__(self, rng: np.random.Generator, where: Space, kind: str = "quiet", pair: float = 0.1) -> None:
+        self.runs = {cell: config.run_id for cell, config in where.cells().items()}
+        self.rng, self.cells = rng, list(self.runs)
+        codes = np.array(self.cells)
+        speeds = rng.normal(0, 0.03, len(codes))
+        for f in range(codes.shape[1]):
+            speeds += rng.normal(0, 0.2, codes[:, f].max() + 1)[codes[:, f]]
+        for f, g in combinations(range(codes.shape[1]), 2):
+            table = rng.normal(0, pair, (codes[:, f].max() + 1, codes[:, g].max() + 1))
+            speeds += table[codes[:, f], codes[:, g]]
+        self.speeds = dict(zip(self.cells, speeds - speeds[0], strict=True))
+        # A twin's ratio is the noise of two; half the turns have twice its variance.
+        self.pool = np.log(np.concatenate([np.array(run) for run in NOISE[kind]["null_ratios"]]))
+        self.places, self.sets = 0, 0
+
+    def measure(self, cells: Sequence[Cell]) -> Ratios:
+        self.places += len(cells) + 2
+        self.sets += 1
+        base, twin, *others = self.rng.choice(self.pool, len(cells) + 2) * self.rng.choice([-1, 1], len(cells) + 2)
+        found = {self.runs[c]: self.speeds[c] + noise - base for c, noise in zip(cells, others, strict=True)}
+        return {TWIN: twin - base, **found}
+
+    @property
+    def share(self) -> float:
+        """The search's time as a share of a grid's: five cells, baseline and twin in each of its sets."""
+        return self.places * TURNS / ((len(self.cells) - 1) / 5 * 7 * SETS)
+
+
+def run(machine: Machine, where: Space, **changes: Any) -> search.Belief:
+    settings: dict[str, Any] = {
+        "seconds_of": lambda _: 1.0,
+        "seconds_left": lambda _: math.inf,
+        "most_sets": search.most_sets(len(machine.cells)),
+        **changes,
+    }
+    return race(where, settings.pop("found", []), machine.cells, machine.measure, **settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "counts", "count"),
+    [
+        ("quiet", (2, 2, 3, 2), 200),
+        pytest.param("busy", (2, 2, 3, 2), 200, marks=pytest.mark.slow),
+        pytest.param("quiet", (4, 3, 2, 3, 2), 20, marks=pytest.mark.slow),
+    ],
+)
+def test_the_best_is_found_in_a_fraction_of_the_grids_time(kind: str, counts: tuple[int, ...], count: int) -> None:
+    """200 machines with planted effects and interactions: within 3 % of the best in nine of ten, in a third at most."""
+    where, lost, shares = space(*counts), [], []
+    rng = np.random.default_rng(11)
+    for _ in range(count):
+        machine = Machine(rng, where, kind)
+        winner = run(machine, where).winner(machine.cells)
+        lost.append(max(machine.speeds.values()) - machine.speeds[winner])
+        shares.append(machine.share)
+    assert np.mean(np.array(lost) <= math.log(1.03)) >= 0.9
+    assert max(shares) <= 1 / 3
+    assert np.mean(shares) <= 1 / 5
+
+
+def test_a_strong_interaction_is_found_that_no_setting_shows_alone() -> None:
+    where = space(2, 2, 2)
+    machine = Machine(np.random.default_rng(0), where)
+    machine.speeds = dict.fromkeys(machine.cells, 0.0)
+    machine.speeds |= {(0, 1, 1): 0.25, (0, 1, 0): -0.05, (0, 0, 1): -0.05}
+    assert run(machine, where).winner(machine.cells) == (0, 1, 1)
+
+
+def test_what_was_measured_decides_what_comes_next_and_nothing_else() -> None:
+    """A search that was killed after any set goes on as if it had not been."""
+    where = space(2, 2, 3, 2)
+    whole: list[Ratios] = []
+    machine = Machine(np.random.default_rng(3), where, "busy")
+    asked: list[list[Cell]] = []
+
+    def measure(cells: list[Cell]) -> Ratios:
+        asked.append(cells)
+        return machine.measure(cells)
+
+    settings: dict[str, Any] = {"seconds_of": lambda _: 1.0, "seconds_left": lambda _: math.inf, "most_sets": 40}
+    done = race(where, whole, machine.cells, measure, **settings)
+    assert len(whole) == len(asked) >= 3
+    for count, cells in enumerate(asked):
+        belief = believe(where, whole[:count])
+        assert belief.next_cells(machine.cells, lambda _: 1.0, math.inf) == cells
+    again = believe(where, json.loads(json.dumps(whole)))
+    assert again.winner(machine.cells) == done.winner(machine.cells)
+
+
+def test_each_setting_is_tried_alone_first_and_what_compiles_only_where_there_is_time() -> None:
+    where = space(2, 2, 2)
+    belief = believe(where, [])
+    cells = list(where.cells())
+
+    def seconds_of(cell: Cell) -> float:
+        return 61.0 if cell[2] else 1.0
+
+    short = belief.next_cells(cells, seconds_of, 60)
+    assert short == [(0, 1, 0), (1, 0, 0)]
+    assert belief.next_cells(cells, seconds_of, 600) == [(0, 1, 0), (1, 0, 0), (1, 1, 1), (0, 0, 1)]
+    machine = Machine(np.random.default_rng(1), where)
+    left = iter([60.0] * 5 + [0.0] * 50)
+    found = run(machine, where, seconds_of=seconds_of, seconds_left=lambda _: next(left))
+    assert not any(cell[2] for cell in found.sets)
+    assert run(machine, where, seconds_left=lambda _: 0.0, found=[]).sets, "one set is always measured"
+
+
+def test_what_fails_is_tried_twice_at_most_and_never_wins() -> None:
+    where = space(2, 3)
+    machine = Machine(np.random.default_rng(2), where)
+    machine.speeds |= {(1, 0): 1.0, (0, 1): 0.5, (1, 1): 2.0}
+    tries: dict[Cell, int] = {}
+
+    def measure(cells: list[Cell]) -> Ratios:
+        for cell in cells:
+            tries[cell] = tries.get(cell, 0) + 1
+        broken = {machine.runs[c]: math.nan if c == (1, 1) else -math.inf for c in cells if c in ((1, 0), (1, 1))}
+        return {**machine.measure(cells), **broken}
+
+    found: list[Ratios] = []
+    settings: dict[str, Any] = {"seconds_of": lambda _: 1.0, "seconds_left": lambda _: math.inf, "most_sets": 40}
+    belief = race(where, found, machine.cells, measure, **settings)
+    assert belief.lost == {(1, 0), (1, 1)}
+    assert (tries[1, 0], tries[1, 1]) == (1, 2), "a failure that lasts is not tried again, another once"
+    assert belief.winner(machine.cells) == (0, 1)
+
+
+def test_the_belief_is_that_of_a_linear_model_with_normal_weights() -> None:
+    """The same from the other side: weights of values, pairs and cells, found by ridge regression."""
+    where = space(2, 3, 2)
+    rng = np.random.default_rng(5)
+    machine = Machine(rng, where)
+    cells = machine.cells
+    found = [machine.measure(cells[1:4]), machine.measure(cells[3:7])]
+    codes = np.array(cells)
+    columns, scales = [], []
+    for f in range(3):
+        for v in range(codes[:, f].max() + 1):
+            columns.append(codes[:, f] == v)
+            scales.append(search.MAIN)
+    for f, g in combinations(range(3), 2):
+        for v in range(codes[:, f].max() + 1):
+            for w in range(codes[:, g].max() + 1):
+                columns.append((codes[:, f] == v) & (codes[:, g] == w))
+                scales.append(search.PAIR)
+    features = np.hstack([np.array(columns).T.astype(float) * np.array(scales), search.OWN * np.eye(len(cells))])
+    belief = believe(where, found)
+    seen = [(n, cells.index(c), s[machine.runs[c]]) for n, s in enumerate(found) for c in cells if machine.runs[c] in s]
+    design = np.vstack([features[0] * 1e6, *(features[i] for _, i, _ in seen)])
+    values = np.array([0.0, *(y for _, _, y in seen)])
+    # Each set has an unknown of its own, the noise of its baseline.
+    sets = np.zeros((len(values), len(found)))
+    for row, (n, _, _) in enumerate(seen, 1):
+        sets[row, n] = belief.noise
+    weight = np.diag([1.0, *[belief.noise**-2] * len(seen)])
+    both = np.hstack([design, sets])
+    weights = np.linalg.solve(both.T @ weight @ both + np.eye(both.shape[1]), both.T @ weight @ values)
+    assert belief.mean == pytest.approx(features @ weights[: features.shape[1]], abs=2e-4)
+
+
+def test_losses_and_gains_are_those_of_draws() -> None:
+    where = space(2, 3)
+    machine = Machine(np.random.default_rng(8), where)
+    belief = believe(where, [machine.measure(machine.cells[1:3])])
+    draws = np.random.default_rng(0).multivariate_normal(belief.mean, belief.covariance, 200_000, method="eigh")
+    lead = int(belief.mean.argmax())
+    assert sum(belief.losses(machine.cells).values()) == pytest.approx(
+        (draws.max(axis=1) - draws[:, lead]).mean(), rel=0.3
+    )
+    one, other = machine.cells[4], machine.cells[1]
+    apart = draws[:, 4] - draws[:, 1]
+    assert belief.gain(one, other)[0] == pytest.approx(apart.mean(), abs=0.01)
+    assert belief.gain(one, other)[1] == pytest.approx(apart.std(), rel=0.02)
+    assert belief.expected_gain(one, other) == pytest.approx(np.maximum(apart, 0).mean(), rel=0.02)
+    assert belief.chance(one, other, 1.03) == pytest.approx((apart > math.log(1.03)).mean(), abs=0.01)
+
+
+def test_twins_that_scatter_make_it_doubt() -> None:
+    where = space(2, 2)
+    run_id = where.cells()[1, 0].run_id
+    calm, wild = (believe(where, [{TWIN: twin, run_id: 0.1}] * 4) for twin in (0.001, 0.1))
+    assert wild.noise > 3 * calm.noise
+    assert wild.gain((1, 0), (0, 0))[1] > 1.5 * calm.gain((1, 0), (0, 0))[1]
+
+
+def test_of_equals_the_simplest_wins() -> None:
+    where = space(2, 2)
+    runs = {cell: config.run_id for cell, config in where.cells().items()}
+    same = {TWIN: 0.0, runs[1, 0]: 0.2, runs[0, 1]: 0.0, runs[1, 1]: 0.203}
+    assert believe(where, [same] * 6).winner(list(runs)) == (1, 0)
+    assert believe(where, [{**same, runs[1, 1]: 0.25}] * 6).winner(list(runs)) == (1, 1)
+
+
+def test_a_path_has_one_change_more_in_each_step_the_largest_gain_first_and_the_batch_last() -> None:
+    where = space(2, 2, 2)
+    runs = {cell: config.run_id for cell, config in where.cells().items()}
+    gains = {cell: 0.05 * cell[0] + 0.2 * cell[1] + 0.4 * cell[2] for cell in runs}
+    belief = believe(where, [{TWIN: 0.0, **{runs[c]: gain for c, gain in gains.items() if any(c)}}] * 3)
+    found = search.path(belief, (1, 1, 1), last=2)
+    assert found == [(0, 0, 0), (0, 1, 0), (1, 1, 0), (1, 1, 1)]
+    assert search.path(belief, (1, 1, 1)) == [(0, 0, 0), (0, 0, 1), (0, 1, 1), (1, 1, 1)]
+    assert search.path(belief, (0, 0, 0)) == [(0, 0, 0)]
+    for one, other in pairwise(found):
+        assert sum(a != b for a, b in zip(one, other, strict=True)) == 1
+    alone = replace(belief, lost=frozenset({(1, 0, 0), (0, 1, 0)}))
+    assert search.path(alone, (1, 1, 0)) == [(0, 0, 0), (1, 1, 0)], "what only works together comes together"
+
+
+VERDICTS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"precision": "bf16"}, "worse"),
+    ({"global_batch_size": 64}, "not worse"),
+    ({"global_batch_size": 128}, "not enough data"),
+)
+
+
+def test_quality_says_what_may_win() -> None:
+    batches = tuple(Value(str(n), f"batch {n}", {"global_batch_size": n}) for n in (32, 64, 128))
+    precision = (Value("fp32", "fp32", {}), Value("bf16", "bf16", {"precision": "bf16"}))
+    where = Space(baseline=RunConfig(), settings={"precision": precision, "batch": batches})
+    known = {replace(RunConfig(), **changes).run_id: word for changes, word in VERDICTS}
+
+    def verdict(config: RunConfig) -> str:
+        return known.get(config.run_id, "not measured")
+
+    nothing: Callable[[RunConfig], str] = lambda _: ""  # noqa: E731
+    assert search.admissible(where, verdict) == [(0, 0), (0, 1)], "neither what is worse nor a batch that is not known"
+    assert search.admissible(where, nothing) == [(0, 0), (1, 0)]
+    assert search.admissible(replace(where, any_batch=True), nothing) == list(where.cells())
+
+
+def test_observations_are_those_of_complete_sets_in_order() -> None:
+    base, bf16, two = RunConfig(), RunConfig(precision="bf16"), RunConfig(world_size=2)
+    noiseless: dict[str, Any] = {"experiment": "search", "set_noise": 0, "turn_noise": 0, "count": 2}
+    records = make.sets({"bf16": (bf16, 1.5)}, failures={"2 ranks": (two, "oom", "no room")}, **noiseless)
+    found = search.observations(records, base.run_id)
+    assert found == [{TWIN: pytest.approx(0), bf16.run_id: pytest.approx(math.log(1.5)), two.run_id: -math.inf}] * 2
+    crashed = [replace(r, status="crashed") if r.config == two else r for r in records]
+    assert math.isnan(search.observations(crashed, base.run_id)[0][two.run_id])
+    assert search.observations(records, bf16.run_id) == []
+    lost = [replace(r, status="crashed") if r.role == "baseline" else r for r in records]
+    assert search.observations(lost, base.run_id) == []
