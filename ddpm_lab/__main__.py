@@ -8,7 +8,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ddpm_lab import __version__, commands, predict_command, slurm_commands, strategy_commands, train_commands
+from ddpm_lab import (
+    __version__,
+    commands,
+    predict_command,
+    recommend_command,
+    slurm_commands,
+    strategy_commands,
+    train_commands,
+)
 from ddpm_lab.checks import LabError
 from ddpm_lab.config import DEVICES, NETWORKS, START_METHODS
 from ddpm_lab.explain.bands import DEFAULT, NAMED
@@ -78,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     rank.set_defaults(command=functools.partial(commands.rank, main=main))
     slurm_commands.add_options(subparsers, parser)
     predict_command.add_options(subparsers)
+    recommend_command.add_options(subparsers)
     report = subparsers.add_parser("report", help="execute the notebooks and write their pages")
     _common_options(report)
     _data_options(report)

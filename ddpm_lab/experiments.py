@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpm_lab.checks import choice
+from ddpm_lab.checks import choice, whole
 from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
 from ddpm_lab.ledger import Ledger, read_all
@@ -18,13 +18,16 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.plan import PRESETS
 from ddpm_lab.planning import CHECKOUT, LEDGER, Measured, output_folder, plan_question
 from ddpm_lab.questions import LONG, QUESTIONS
+from ddpm_lab.recommend import LEAST_MINUTES, recommend
 from ddpm_lab.record import RunRecord
 
 if TYPE_CHECKING:
     from ddpm_lab.explain.frames import Study
 
+SEARCH_SECONDS = 1800.0
+"""Forecast for a search with the trials of what it finds: how long it takes is known when it ends."""
 LAST = "batch_size"
-"""Measured by the recommendation itself, in the preset ``full``."""
+"""Measured by the recommendation too, in the preset ``full``."""
 
 
 def run(
@@ -126,27 +129,61 @@ def records_of(measured: Measured) -> list[RunRecord]:
 def recommendation(
     *,
     preset: str = "quick",
+    minutes: float | None = None,
+    global_batch_size: int | None = None,
+    only: Mapping[str, Sequence[object]] | None = None,
+    any_batch: bool = False,
+    seeds: int | None = None,
+    images: int | None = None,
+    train_images: int | None = None,
     output_dir: str | Path | None = None,
     ledger: Sequence[str | Path] | str | Path | None = None,
     machine: str | None = None,
     **settings: Any,
 ) -> Study:
-    """All experiments' records of one machine: by default of this one, from the ledger of the output folder.
+    """The fastest configuration that a search finds, with all experiments' records of one machine.
 
-    The preset ``full`` first measures what no other notebook asks, the largest batch that fits; ``settings`` are those
-    of ``measure``, and the errors too.
+    The preset ``smoke`` tries a handful; ``quick`` searches where it is given ``minutes``, and else shows the last
+    search of this machine, or without one what all questions measured: a report has no time for a search beside them.
+    ``full`` first measures the largest batch that fits. What is recommended is written into ``recommended.toml`` too.
+    With ``ledger`` or ``machine`` nothing is measured; "all" machines are pooled only where that is asked for.
+    ``train_images`` are those of the full training that is projected; the other settings are those of
+    ``recommend.recommend``, and the errors too.
     """
-    from ddpm_lab.explain.frames import RECOMMENDATION, study  # noqa: PLC0415 - as above
+    from ddpm_lab import recommended_file  # noqa: PLC0415 - the explaining half is not on a bare GPU node
+    from ddpm_lab.explain.frames import RECOMMENDATION, study  # noqa: PLC0415
 
     choice("preset", preset, PRESETS)
-    if ledger is None and machine is None:
+    if train_images is not None:
+        whole("train_images", train_images, 1)
+    output, reads = output_folder(output_dir), ledger is not None or machine is not None
+    searches = not reads and (preset != "quick" or minutes is not None)
+    if searches:
+        settings = {"preset": preset, "output_dir": output_dir, **settings}
         if preset == "full":
-            measure(LAST, preset=preset, output_dir=output_dir, **settings)
+            largest = {k: v for k, v in settings.items() if k not in ("sets", "resolution")}
+            measure(LAST, minutes=None if minutes is None else minutes / 3, **largest)
+            minutes = None if minutes is None else minutes * 2 / 3
+        if preset == "full" and minutes is not None and minutes < LEAST_MINUTES:
+            print("note: what is left of the time is too short for a search")
+        else:
+            recommend(
+                minutes=minutes,
+                global_batch_size=global_batch_size,
+                only=only,
+                any_batch=any_batch,
+                seeds=seeds,
+                images=images,
+                **settings,
+            )
+    if not reads:
         machine = hardware.machine().key
-        path = output_folder(output_dir) / LEDGER
-        if not any(head.machine.key == machine for head in Ledger(path).heads()[0]):
-            return study([], RECOMMENDATION, output_dir=output_folder(output_dir))
-    return _stored(RECOMMENDATION, output_dir, ledger, machine)
+        if not any(head.machine.key == machine for head in Ledger(output / LEDGER).heads()[0]):
+            return study([], RECOMMENDATION, output_dir=output)
+    answer = dataclasses.replace(_stored(RECOMMENDATION, output_dir, ledger, machine), train_images=train_images)
+    if not reads:
+        recommended_file.write(answer)
+    return answer
 
 
 def _stored(
@@ -211,6 +248,10 @@ def measure(
 
 def forecast(name: str, *, preset: str = "quick", output_dir: str | Path | None = None, **settings: Any) -> float:
     """Seconds that measuring what is missing will take, from earlier sets on this machine where there are any."""
-    name = LAST if name == "recommendation" else name
+    if name == "recommendation":
+        known = ("data", "held_out", "skip_bad", "network", "device", "image_size", "minutes")
+        settings = {k: v for k, v in settings.items() if k in known}
+        first = plan_question(LAST, preset=preset, output_dir=output_dir, quiet=True, **settings).campaign.forecast()
+        return first + SEARCH_SECONDS
     settings = {k: v for k, v in settings.items() if k not in ("ledger", "machine", "bands")}
     return plan_question(name, preset=preset, output_dir=output_dir, quiet=True, **settings).campaign.forecast()

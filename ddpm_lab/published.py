@@ -20,8 +20,11 @@ from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.frames import RECOMMENDATION, Study, study
 from ddpm_lab.explain.show import NAMES
 from ddpm_lab.ledger import Head, Ledger, read_all
+from ddpm_lab.plan import SEARCH
 from ddpm_lab.record import LedgerError, RunRecord
 
+SHOWN = {*NAMES, SEARCH}
+"""Experiments whose records some figure shows: the questions, and the search behind the recommendation."""
 FIGURES = Path("image_output", "published")
 RECORDS = Path("trace_output", "published")
 README = "README.md"
@@ -70,7 +73,7 @@ def publish(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[
     records of anything but the lab's own questions.
     """
     records, _ = read_all(ledgers, lambda heads: _shown(heads, machine))
-    questions = [r for r in records if r.experiment in NAMES]
+    questions = [r for r in records if r.experiment in SHOWN]
     studies = _studies(questions, machine, output)
     chosen = list({id(r): r for s in studies for r in (*s.records, *s.trials)}.values())
     if not chosen:
@@ -194,7 +197,7 @@ def same_picture(one: bytes, other: bytes) -> bool:
 
 def _shown(heads: Sequence[Head], machine: str | None) -> list[Head]:
     """Heads of the records that some figure shows, in their order."""
-    wanted = {id(h) for h in frames.chosen(heads, RECOMMENDATION, machine=machine) if h.experiment in NAMES}
+    wanted = {id(h) for h in frames.chosen(heads, RECOMMENDATION, machine=machine) if h.experiment in SHOWN}
     return [h for h in heads if id(h) in wanted]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+import planted_search
 import pytest
 import records as make
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -277,6 +278,8 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "batch sizes, searched only": lambda: batches(0),
     "profile": lambda: make.study([make.profile(RunConfig(purpose="profile"))]),
     "recommendation": lambda: make.study([*amp().records, *compiled(1.2).records], "recommendation"),
+    "recommendation, searched": lambda: planted_search.study(planted_search.searched()),
+    "recommendation, one set": lambda: planted_search.study(planted_search.searched(sets=1)),
     "quality": lambda: trained(8),
     "quality, few seeds": lambda: trained(2),
     "quality, all diverged": diverged,

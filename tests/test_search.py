@@ -140,8 +140,8 @@ def test_each_setting_is_tried_alone_first_and_what_compiles_only_where_there_is
         return 61.0 if cell[2] else 1.0
 
     short = belief.next_cells(cells, seconds_of, 60)
-    assert short == [(0, 1, 0), (1, 0, 0)]
-    assert belief.next_cells(cells, seconds_of, 600) == [(0, 1, 0), (1, 0, 0), (1, 1, 1), (0, 0, 1)]
+    assert short == [(1, 0, 0), (0, 1, 0)]
+    assert belief.next_cells(cells, seconds_of, 600) == [(1, 0, 0), (0, 1, 0), (1, 1, 1), (0, 0, 1)]
     machine = Machine(np.random.default_rng(1), where)
     left = iter([60.0] * 5 + [0.0] * 50)
     found = run(machine, where, seconds_of=seconds_of, seconds_left=lambda _: next(left))

@@ -23,12 +23,14 @@ from ddpm_lab.explain import (
     figure_prediction,
     figure_quality,
     figure_ratios,
+    figure_recommendation,
     figure_samples,
     figure_scaling,
     operators,
     peers,
     phrases,
     ranking,
+    recommended,
     stats,
     trained,
 )
@@ -36,7 +38,7 @@ from ddpm_lab.explain import figure_extras as extras
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY
 from ddpm_lab.explain.figure_style import png, save
-from ddpm_lab.explain.findings import finding
+from ddpm_lab.explain.findings import fastest_measured, finding
 from ddpm_lab.explain.frames import ALL_REDUCE, RECOMMENDATION, Study
 from ddpm_lab.plan import WITH_TRIALS
 from ddpm_lab.record import RunRecord
@@ -113,8 +115,10 @@ _ANSWERS: dict[str, Callable[[Study, str], Figure | None]] = {
 def figure(study: Study) -> Figure:
     """The figure that answers a study's question; it always says something, if only why there is nothing to draw."""
     with fs.style():
+        if study.experiment == RECOMMENDATION and (searched := recommended.recommendation(study)) is not None:
+            return figure_recommendation.figure(searched, finding(study).headline)
         if study.experiment == RECOMMENDATION:
-            return _recommendation(study)
+            return _fastest(study)
         if study.experiment == "profile":
             return _profile(study)
         draw = _ANSWERS.get(study.experiment)
@@ -135,6 +139,9 @@ def captions(experiment: str) -> dict[str, str]:
 
 
 def _further(experiment: str) -> tuple[tuple[Callable[[Study], Figure | None], str, str], ...]:
+    if experiment == RECOMMENDATION:
+        own = ((_fastest_beside, "measured", "Everything measured that did equal work, fastest first."),)
+        return (*own, *_MORE[experiment])
     if experiment == "profile":
         own = ((_operators_beside, "operators", "Operators of profiled steps, each second counted once."),)
         return (*_MORE.get(experiment, ()), *own)
@@ -146,7 +153,9 @@ def alt_text(study: Study) -> str:
     found = finding(study)
     if not study.records:
         return f"{found.claim} There is nothing to draw."
-    if study.experiment == RECOMMENDATION:
+    if study.experiment == RECOMMENDATION and (searched := recommended.recommendation(study)) is not None:
+        body = figure_recommendation.describe(searched)
+    elif study.experiment == RECOMMENDATION:
         group = ranking.fastest(study)
         rows = group.rows[:TOP_CONFIGURATIONS] if group else ()
         listed = "; ".join(f"{phrases.settings(r['config'])}: {phrases.throughput(r)}" for r in rows)
@@ -190,6 +199,11 @@ def _operators_beside(study: Study) -> Figure | None:
     if record is None or budget.budget(record) is None or operators.operators(record).empty:
         return None
     return _operators(study, record)
+
+
+def _fastest_beside(study: Study) -> Figure | None:
+    """What all questions measured, where the answer is a search."""
+    return _fastest(study) if recommended.recommendation(study) and ranking.fastest(study) else None
 
 
 def _operators(study: Study, record: RunRecord) -> Figure:
@@ -252,8 +266,9 @@ def _two_lines(name: str) -> str:
     return first + "\n" + next(dots + name[n:] for n in range(len(name)) if fs.width(dots + name[n:]) <= _NAME)
 
 
-def _recommendation(study: Study) -> Figure:
-    found = finding(study)
+def _fastest(study: Study) -> Figure:
+    """Everything measured that did equal work, fastest first."""
+    found = fastest_measured(study)
     group = ranking.fastest(study)
     if group is None:
         return fs.message(found.headline, phrases.context(study), found.claim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from ddpm_lab.explain import (
     phrases,
     quality,
     ranking,
+    recommended,
+    recommended_words,
     samples,
     scaling,
     sentences,
@@ -291,34 +294,25 @@ def _mechanism(record: RunRecord) -> str:
 
 
 def _recommendation(study: Study) -> Finding:
+    """What a search found, by the sets that measured it again; without one the fastest of what was measured."""
+    searched = recommended.recommendation(study)
+    if searched is None:
+        return fastest_measured(study)
+    where = dataclasses.replace(study, records=searched.study.records)
+    short, text, lead = recommended_words.answer(searched)
+    text += f"{machine_state.busy(where)} Measured on {where.hardware}, {where.date}."
+    if lead is None:
+        return _plain(where, short, text.removeprefix(f"{short}. "), ANSWERED)
+    unanswered = stats.NOT_TRUSTED if lead["verdict"] == stats.NOT_TRUSTED else stats.NOT_RESOLVED
+    return _about(where, lead, short, text, ANSWERED if searched.count else unanswered)
+
+
+def fastest_measured(study: Study) -> Finding:
+    """What the records of all questions say of equal work; a search says more."""
     group = ranking.fastest(study)
     if group is None:
         return _plain(study, "Nothing is measured yet on this machine", _how_to("amp"), NOT_MEASURED)
-    best = group.rows[0]
-    short = f"Fastest measured: {phrases.settings(best['config'])}, at {phrases.throughput(best)}"
-    text = f"{short} ({group.name})."
-    if best["role"] == "baseline":
-        text += f" It is the baseline of {best['experiment']}: {_slower(len(group.rows) - 1)}."
-    elif best["verdict"] in (stats.FASTER, stats.SLOWER):
-        text += (
-            f" Against its own baseline it is {best['verdict']}: {sentences.faster(best)} ({phrases.evidence(best)})."
-        )
-    else:
-        text += (
-            f" Against its own baseline {best['baseline_label']} it reads {phrases.ratio(best)} "
-            f"({phrases.evidence(best)}): {phrases.status(best['verdict'])}."
-        )
-    judged = best["equivalence"]
-    text += f" Quality: {best['quality'] if judged is None else quality.full(judged)}"
-    text += ", so this is no recommendation at equal quality." if best["quality"] == QUALITY else "."
+    short, text = recommended_words.fastest_measured(group)
     text += f"{machine_state.busy(study)} Measured on {study.hardware}, {study.date}."
-    resolved = best["verdict"] == stats.FASTER
-    return _about(study, best, short, text, ANSWERED if resolved else stats.NOT_RESOLVED)
-
-
-def _slower(others: int) -> str:
-    if others == 0:
-        return "nothing else that does equal work was measured"
-    if others == 1:
-        return "the other one measured did not run faster"
-    return f"none of {others} others measured ran faster"
+    resolved = group.rows[0]["verdict"] == stats.FASTER
+    return _about(study, group.rows[0], short, text, ANSWERED if resolved else stats.NOT_RESOLVED)

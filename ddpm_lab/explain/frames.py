@@ -12,12 +12,15 @@ from typing import Protocol, TypeVar
 
 import pandas as pd
 
+from ddpm_lab import plan
 from ddpm_lab.explain.bands import DEFAULT, NAMED, Bands
 from ddpm_lab.record import JOB, Cohort, LedgerError, Machine, RunRecord, Window
 
-RECOMMENDATION = "recommendation"
+RECOMMENDATION = plan.RECOMMENDATION
 ALL_REDUCE, SCALING = "all_reduce", "multi_gpu"
 """The question whose records say how fast links are, and the one whose answer they carry on to more ranks."""
+ALL_MACHINES = "all"
+"""In place of a machine's name: the records of all machines, which are refused together unless this asks for it."""
 TRIAL = "quality"
 """Role of a record that trained for the weights."""
 
@@ -30,6 +33,7 @@ class Study:
     ``resolution`` is the smallest relative difference that its comparisons are asked to find. ``published`` records
     came with the checkout: they were not measured here. ``trials`` are training runs of any experiment on the same
     machine and data, which say what a configuration learns and nothing of its speed. ``bands`` name its efficiencies.
+    ``train_images`` are those of the full training that a recommendation is projected to; None is its own choice.
     ``exchanges`` are the all-reduces measured on the same machine, beside the records of training with several ranks.
     """
 
@@ -42,11 +46,13 @@ class Study:
     trials: tuple[RunRecord, ...] = ()
     bands: Bands = NAMED[DEFAULT]
     exchanges: tuple[RunRecord, ...] = ()
+    train_images: int | None = None
 
     @property
     def hardware(self) -> str:
-        """Name of the machine, empty where nothing is recorded."""
-        return self.records[-1].environment.machine.name if self.records else ""
+        """Name of the machine, or of all whose records are pooled; empty where nothing is recorded."""
+        names = list({r.machine.key: r.machine.name for r in reversed(self.records)}.values())
+        return names[0] if len(names) == 1 else f"{len(names)} machines: {'; '.join(names)}" if names else ""
 
     @property
     def date(self) -> str:
@@ -70,7 +76,8 @@ def study(
     Args:
         records: everything the ledger holds, in any order.
         experiment: its name, or "recommendation" for the records of all experiments.
-        machine: name, key, or a part of the name that only one machine has; None takes the only machine.
+        machine: name, key, or a part of the name that only one machine has; None takes the only machine, and "all"
+            pools the sets of all of them, each compared within itself.
         run_ids: keep only comparisons whose baseline and configuration are among these.
         cohort: machine key, code version, data and plan; None takes the cohort measured last.
         output_dir: where figures of the study go.
@@ -141,15 +148,16 @@ T = TypeVar("T", bound=Told)
 def chosen(told: Sequence[T], experiment: str, *, machine: str | None = None, cohort: Cohort | None = None) -> list[T]:
     """Those of the records, or heads of records, that ``study`` shows; see there. Trials come last."""
     found = [r for r in told if r.role != JOB]
-    if found:
+    mixed = machine == ALL_MACHINES
+    if found and not mixed:
         key = _machine_key(found, machine)
         found = [r for r in found if r.machine.key == key]
     trials = [r for r in found if r.role == TRIAL]
     found = [r for r in found if r.role != TRIAL]
     if experiment == RECOMMENDATION:
-        shown = [r for group in _by_experiment(found) for r in _one_cohort(group, None)]
+        shown = [r for group in _by_experiment(found) for r in _one_cohort(group, None, mixed=mixed)]
     else:
-        shown = _one_cohort([r for r in found if r.experiment == experiment], cohort)
+        shown = _one_cohort([r for r in found if r.experiment == experiment], cohort, mixed=mixed)
     data = {r.cohort[2] for r in shown} or {r.cohort[2] for r in trials}
     same = [r for r in trials if r.cohort[2] in data]
     if experiment == SCALING:
@@ -167,7 +175,10 @@ def _machine_key(records: Sequence[Told], wanted: str | None) -> str:
     if wanted is None:
         if len(machines) == 1:
             return next(iter(machines))
-        raise LedgerError(f"the records come from {len(machines)} machines: choose one by name or key: {listed}")
+        raise LedgerError(
+            f"the records come from {len(machines)} machines: choose one by name or key, or {ALL_MACHINES} to pool "
+            f"them: {listed}"
+        )
     for matches in (
         [key for key, m in machines.items() if wanted in (key, m.name)],
         [key for key, m in machines.items() if wanted.lower() in m.name.lower()],
@@ -179,14 +190,15 @@ def _machine_key(records: Sequence[Told], wanted: str | None) -> str:
     raise LedgerError(f"machine {wanted!r} is not in the records: choose one by name or key: {listed}")
 
 
-def _one_cohort(records: Sequence[T], cohort: Cohort | None) -> list[T]:
+def _one_cohort(records: Sequence[T], cohort: Cohort | None, *, mixed: bool = False) -> list[T]:
+    """Records of one cohort, or, ``mixed``, of all machines with its code, data and plan."""
     if not records:
         return []
     if cohort is None:
         # A note alone does not say which measurements are the latest.
         measured = [r for r in records if r.role != "note"] or records
         cohort = max(measured, key=_moment).cohort
-    return [r for r in records if r.cohort == cohort]
+    return [r for r in records if r.cohort[mixed:] == cohort[mixed:]]
 
 
 def _one_code(trials: Sequence[T]) -> list[T]:

@@ -10,7 +10,7 @@ from ddpm_lab.config import DDPM
 from ddpm_lab.explain import quality, stats
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.plan import scaling
+from ddpm_lab.plan import SEARCH, scaling
 from ddpm_lab.record import RunRecord
 
 
@@ -35,8 +35,9 @@ def groups(study: Study) -> list[Group]:
     for row in comparisons(study).to_dict("records"):
         # Only the lab's own training step does the work that the names of settings stand for.
         counts = row["sets"] and row["role"] in ("baseline", "candidate") and row["config"].workload == DDPM
-        # Those have other losses, implementations of the same step, or another average of the weights.
-        counts = counts and row["experiment"] not in ("peers", "quality")
+        # Those have other losses, implementations of the same step, or another average of the weights; a search has
+        # short sets, and measures again what it finds.
+        counts = counts and row["experiment"] not in ("peers", "quality", SEARCH)
         # A ratio of weak scaling is one between batches; other families ask what no training would use.
         counts = counts and (row["experiment"] != "multi_gpu" or scaling(row["family"]) == "strong")
         counts = counts and row["config"].exchange.enabled  # else each rank trains a network of its own

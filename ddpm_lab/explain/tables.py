@@ -21,6 +21,8 @@ from ddpm_lab.explain import (
     phrases,
     predicted,
     ranking,
+    recommended,
+    recommended_words,
     scaling,
     trained,
 )
@@ -35,7 +37,8 @@ _NONE = "\N{EN DASH}"
 def table(study: Study) -> pd.DataFrame:
     """The answer of a study as a table of strings: one row a configuration (in a profile a phase or an operator)."""
     if study.experiment == RECOMMENDATION:
-        return _recommendation(study)
+        searched = recommended.recommendation(study)
+        return _fastest(study) if searched is None else recommended_words.table(searched)
     if study.experiment == "profile":
         record = operators.latest_profile(study.records)
         taken = budget.budget(record) if record else None
@@ -62,6 +65,11 @@ def more(study: Study) -> list[tuple[str, pd.DataFrame]]:
                 limits.table(study, peers.own(study)),
             ),
             ("What each setting of the trainer is worth here.", peers.lever_table(study)),
+        ]
+    if study.experiment == RECOMMENDATION and (searched := recommended.recommendation(study)) is not None:
+        found += [
+            ("What the search tried, by what all its short sets say.", recommended_words.tried_table(searched)),
+            ("Everything measured that did equal work, fastest first.", _fastest(study)),
         ]
     if study.experiment == trained.EXPERIMENT:
         found.append(("Loss and gradient of a step against fp32 on the same batch.", trained.check_table(study)))
@@ -189,7 +197,7 @@ def _share(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def _recommendation(study: Study) -> pd.DataFrame:
+def _fastest(study: Study) -> pd.DataFrame:
     rows = []
     for group in ranking.groups(study):
         for row in group.rows:

@@ -1,0 +1,313 @@
+"""The recommendation of a search: what measuring again gave, step by step, what it costs, and what to try next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.explain import phrases, quality, stats
+from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.plan import SEARCH
+from ddpm_lab.record import RunRecord, set_log_ratio
+from ddpm_lab.search import SIMPLER, Belief, admissible, believe, observations
+from ddpm_lab.space import BATCH, Cell, Space
+
+STEPS = 800_000
+"""Of a full training, where nobody says how long it is: the steps of Ho et al. (2020) on CIFAR-10."""
+AHEAD = 1.03
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One configuration on the way from the baseline to what was found.
+
+    ``row`` compares it with the baseline, ``gain`` with the step before, in the same sets, with the ``verdict`` on
+    that. ``judged`` is the verdict on the quality of all changes so far. A compiled step took ``cold_seconds`` to
+    compile, NaN where that is not known, and earns it back after ``pays_off_steps``.
+    """
+
+    label: str
+    cell: Cell
+    row: Row
+    gain: stats.Estimate
+    verdict: str
+    judged: quality.Equivalence
+    cold_seconds: float = 0.0
+    pays_off_steps: float = 0.0
+
+    @property
+    def config(self) -> RunConfig:
+        """The whole configuration."""
+        config: RunConfig = self.row["config"]
+        return config
+
+    @property
+    def quality(self) -> str:
+        """The verdict in a few words."""
+        return quality.sentence(self.judged)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Next:
+    """A change that may be worth trying: its gain over the recommended, expected and within 95 %, and the command."""
+
+    label: str
+    gain: float
+    low: float
+    high: float
+    sets: int
+    command: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Recommendation:
+    """What a search found: ``steps`` from the baseline on, of which the first ``count`` are recommended.
+
+    ``study`` holds the sets that measured them again, ``twin`` the baseline against itself there.
+    """
+
+    study: Study
+    baseline: Row
+    twin: Row
+    steps: tuple[Step, ...]
+    count: int
+    space: Space
+    belief: Belief
+    among: tuple[Cell, ...]
+    search_sets: int
+    failures: tuple[str, ...]
+
+    @property
+    def best(self) -> Row:
+        """The row of what is recommended: the last of its steps, or the baseline."""
+        return self.steps[self.count - 1].row if self.count else self.baseline
+
+    @property
+    def cell(self) -> Cell:
+        """What is recommended, in the space."""
+        return self.steps[self.count - 1].cell if self.count else self.space.start
+
+    @property
+    def judged(self) -> quality.Equivalence:
+        """The verdict on its quality."""
+        same = quality.Equivalence(verdict=quality.IDENTICAL, reason="nothing is changed")
+        return self.steps[self.count - 1].judged if self.count else same
+
+    @property
+    def config(self) -> RunConfig:
+        """What is recommended."""
+        config: RunConfig = self.best["config"]
+        return config
+
+
+def recommendation(study: Study) -> Recommendation | None:
+    """The answer of the last search in a study of all experiments; None without one that was measured again."""
+    if study not in _KNOWN:
+        _KNOWN[study] = _recommendation(study)
+    return _KNOWN[study]
+
+
+_KNOWN: WeakKeyDictionary[Study, Recommendation | None] = WeakKeyDictionary()
+"""A study does not change, and its figure, table and sentence all ask for the same."""
+
+
+def _recommendation(study: Study) -> Recommendation | None:
+    told = [r for r in study.records if r.role == "space" and r.space is not None]
+    if not told:
+        return None
+    last = told[-1]
+    space = Space.from_dict(last.config, last.space or {})
+    mine = [r for r in study.records if (r.experiment, r.family, r.baseline_id) == _whose(last) and r.role != "space"]
+    fresh = replace(study, records=tuple(mine))
+    rows = [{str(k): v for k, v in row.items()} for row in comparisons(fresh).to_dict("records")]
+    of_role = {role: [r for r in rows if r["role"] == role and r["sets"]] for role in ("baseline", "twin", "candidate")}
+    if not (of_role["baseline"] and of_role["twin"]):
+        return None
+    searched = [r for r in study.records if r.experiment == SEARCH and r.baseline_id == last.baseline_id]
+    found = observations(searched, last.baseline_id)
+    trials = quality.Trials(study.trials)
+    among = admissible(space, lambda c: trials.verdict(space.baseline, c, last.code_version).verdict)
+    steps = _steps(fresh, space, of_role["candidate"], trials)
+    return Recommendation(
+        study=fresh,
+        baseline=of_role["baseline"][0],
+        twin=of_role["twin"][0],
+        steps=steps,
+        count=_recommended(steps, space),
+        space=space,
+        belief=believe(space, found),
+        among=tuple(among),
+        search_sets=len(found),
+        failures=tuple(dict.fromkeys(f"{r.label} ({phrases.failure(_failed(r))})" for r in searched if _broke(r))),
+    )
+
+
+def _whose(record: RunRecord) -> tuple[str, str, str]:
+    return record.experiment, record.family, record.baseline_id
+
+
+def _broke(record: RunRecord) -> bool:
+    return record.role == "candidate" and record.status != "ok"
+
+
+def _failed(record: RunRecord) -> dict[str, Any]:
+    return {"status": record.status, "reason": record.reason}
+
+
+def _steps(study: Study, space: Space, rows: Sequence[Row], trials: quality.Trials) -> tuple[Step, ...]:
+    """The measured candidates by the number of their changes, each compared with the one before in the same sets."""
+    cells = {config.run_id: cell for cell, config in space.cells().items()}
+    known = sorted((r for r in rows if r["run_id"] in cells), key=lambda r: sum(map(bool, cells[r["run_id"]])))
+    by_set: dict[str, dict[str, RunRecord]] = {}
+    for r in study.records:
+        if r.role in ("baseline", "candidate") and r.status == "ok" and r.windows:
+            by_set.setdefault(r.set_id, {})[r.run_id] = r
+    before = [space.baseline.run_id, *(r["run_id"] for r in known)]
+    gains = [
+        stats.geometric_estimate(
+            [set_log_ratio(s[a], s[r["run_id"]]) for s in by_set.values() if {a, r["run_id"]} <= s.keys()]
+        )
+        for a, r in zip(before, known, strict=False)
+    ]
+    adjusted = stats.holm([g.p for g in gains])
+    found: list[Step] = []
+    for row, gain, p in zip(known, gains, adjusted, strict=True):
+        last = found[-1].cell if found else space.start
+        cell = cells[row["run_id"]]
+        verdict = stats.NOT_TRUSTED if row["verdict"] == stats.NOT_TRUSTED else stats.verdict(gain, p, len(gains))
+        previous = found[-1].config if found else space.baseline
+        cold, pays_off = _compiling(study, row, gain, previous)
+        found.append(
+            Step(
+                label=space.changed(cell, last),
+                cell=cell,
+                row=row,
+                gain=gain,
+                verdict=verdict,
+                judged=_judged(row, trials, previous, found),
+                cold_seconds=cold,
+                pays_off_steps=pays_off,
+            )
+        )
+    return tuple(found)
+
+
+def _judged(row: Row, trials: quality.Trials, before: RunConfig, steps: Sequence[Step]) -> quality.Equivalence:
+    """The verdict against the baseline, or that of the step before where this one is shown to learn the very same."""
+    own: quality.Equivalence | None = row["equivalence"]
+    if own is not None and own.verdict != quality.NOT_MEASURED:
+        return own
+    same = trials.verdict(before, row["config"], row["code_version"])
+    if same.verdict == quality.IDENTICAL:
+        return steps[-1].judged if steps else same
+    return quality.Equivalence(verdict=quality.NOT_MEASURED)
+
+
+def _compiling(study: Study, row: Row, gain: stats.Estimate, before: RunConfig) -> tuple[float, float]:
+    """Seconds of a cold compile, and the steps after which they are earned back; 0 where nothing new is compiled."""
+    config: RunConfig = row["config"]
+    if config.compile == "off" or (config.compile, config.compile_mode) == (before.compile, before.compile_mode):
+        return 0.0, 0.0
+    cold = [r.stages["compile"] for r in study.records if r.run_id == row["run_id"] and r.compile_cache == "cold"]
+    seconds = stats.geometric_mean(cold)
+    return seconds, stats.break_even_steps(seconds, row["step_seconds"] * gain.value, gain.value)
+
+
+def _recommended(steps: Sequence[Step], space: Space) -> int:
+    """How many steps are recommended: as many as end in what is faster than the baseline, and may be chosen."""
+    able = [i for i, step in enumerate(steps, 1) if step.row["verdict"] == stats.FASTER and _allowed(step, space)]
+    while len(able) > 1 and able[-1] and steps[able[-1] - 1].verdict == stats.SLOWER:
+        able.pop()
+    return able[-1] if able else 0
+
+
+def _allowed(step: Step, space: Space) -> bool:
+    if step.judged.verdict == quality.WORSE:
+        return False
+    other_batch = step.config.global_batch_size != space.baseline.global_batch_size
+    return not other_batch or space.any_batch or step.judged.verdict in (quality.NOT_WORSE, quality.IDENTICAL)
+
+
+def next_change(found: Recommendation) -> Next | None:
+    """The change of one setting that may gain most over what is recommended; None where none is expected to."""
+    belief, here = found.belief, found.cell
+    known = {step.cell for step in found.steps[: found.count]}
+    after = {step.cell: step for step in found.steps[found.count : found.count + 1] if step.gain.sets > 1}
+    near = [
+        c
+        for c in belief.cells
+        if sum(a != b for a, b in zip(c, here, strict=True)) == 1 and c not in {*belief.lost, found.space.start}
+    ]
+    worse = {step.cell for step in found.steps if step.judged.verdict == quality.WORSE}
+    other_batch = {c for c in near if found.space.setting(BATCH, c) and c not in found.among}
+    open_ = [c for c in near if c not in known | worse and (c in found.among or c in other_batch)]
+    if not open_ or not found.search_sets:
+        return None
+    best = max(open_, key=lambda c: belief.expected_gain(c, here))
+    if belief.expected_gain(best, here) < SIMPLER:
+        return None
+    mean, spread = belief.gain(best, here)
+    ends = [math.exp(mean + side * spread) for side in (0, -1.96, 1.96)]
+    if best in after:  # measured again too, though not to be recommended
+        ends = [after[best].gain.value, after[best].gain.low, after[best].gain.high]
+    return Next(
+        label=found.space.changed(best, here),
+        gain=ends[0],
+        low=ends[1],
+        high=ends[2],
+        sets=belief.sets.get(best, 0),
+        command=command(found, _tries(found.space, best, here) + " --any-batch --seeds 8" * (best in other_batch)),
+    )
+
+
+def _tries(space: Space, cell: Cell, over: Cell) -> str:
+    """The options that hold every setting at what a cell has, but for what another has, which is where to set out."""
+    pairs = zip(space.settings, space.values(over), space.values(cell), strict=True)
+    return " ".join(f"--only {name}={','.join(dict.fromkeys((a.key, b.key)))}" for name, a, b in pairs)
+
+
+def command(found: Recommendation, options: str) -> str:
+    """The command that goes on from here."""
+    base = found.space.baseline
+    words = ["ddpm-lab recommend", options, f"--network {base.network}"]
+    words += [] if "batch=" in options else [f"--batch-size {base.global_batch_size}"]
+    own = any(r.data_name and "synthetic" not in r.data_name for r in found.study.records)
+    return " ".join(word for word in (*words, "--data DATA" if own else "") if word)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """A full training at a measured speed: seconds with their interval, and joules, NaN where no power was measured."""
+
+    images: int
+    seconds: float
+    low: float
+    high: float
+    joules: float
+
+
+def forecast(found: Recommendation, row: Row, compile_seconds: float = 0.0) -> Forecast:
+    """Time and energy of a full training with a configuration; the compiling counts once."""
+    images = found.study.train_images or STEPS * found.space.baseline.global_batch_size
+    rate, low, high = (row[f"images_per_second{end}"] for end in ("", "_low", "_high"))
+    once = 0.0 if math.isnan(compile_seconds) else compile_seconds
+    joules = images * _joules_per_image(found.study, row["run_id"])
+    return Forecast(
+        images=images, seconds=once + images / rate, low=once + images / high, high=once + images / low, joules=joules
+    )
+
+
+def _joules_per_image(study: Study, run_id: str) -> float:
+    """Of the GPUs of a configuration, from the power that they drew in its windows; NaN where none was measured."""
+    windows = [w for r in study.records if r.run_id == run_id and r.status == "ok" for w in r.windows if w.images]
+    watts = [w.state.get("gpu_power_watts") for w in windows]
+    if not windows or any(power is None for power in watts):
+        return math.nan
+    return fmean(float(power or 0) * w.seconds / w.images for power, w in zip(watts, windows, strict=True))

@@ -1,0 +1,104 @@
+"""The command that searches the fastest configuration, from its options to an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from ddpm_lab.checks import ConfigError, percent
+from ddpm_lab.config import DEVICES, NETWORKS
+from ddpm_lab.plan import PRESETS
+
+MINUTES = {"quick": 10.0, "full": 60.0}
+"""Where no budget is given."""
+
+
+def add_options(subparsers: Any) -> None:
+    """Add the command to the command line."""
+    parser = subparsers.add_parser(
+        "recommend", help="search the fastest configuration whose quality is not worse, and measure it again"
+    )
+    parser.add_argument("--preset", default="quick", help=f"how much is run: {', '.join(PRESETS)} (default: quick)")
+    parser.add_argument("--minutes", type=float, help="time budget (default: 10; 60 in full)")
+    parser.add_argument("--data", default="synthetic", help="images: a folder, an archive, or synthetic (the default)")
+    parser.add_argument("--held-out", metavar="FOLDER", help="images never to train on (default: 5 %% of the data)")
+    parser.add_argument("--skip-bad", action="store_true", help="leave damaged images out, and list them")
+    parser.add_argument("--network", help=f"{', '.join(NETWORKS)} (default: the preset's choice for this machine)")
+    parser.add_argument("--device", choices=DEVICES, help="default: the GPU where there is one")
+    parser.add_argument("--batch-size", type=int, help="global batch size to set out from (default: the preset's)")
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="NAME=VALUE,...",
+        help="hold a setting to these values, such as precision=bf16 or loader=packed,files-2 (may be repeated); the "
+        "first is where the search sets out; settings: precision, memory, compile, ranks, loader, batch",
+    )
+    parser.add_argument(
+        "--any-batch",
+        action="store_true",
+        help="choose any batch size, although another is another training (default: one that trials call not worse)",
+    )
+    parser.add_argument(
+        "--seeds", type=int, help="trials of what is found, from so many seeds (default: none; full: 8)"
+    )
+    parser.add_argument("--images", type=int, help="images that each trial trains on (default: the preset's)")
+    parser.add_argument("--sets", type=int, help="sets that measure again what is found (default: the preset's)")
+    parser.add_argument("--resolution", metavar="SHARE", help="or until a difference such as 2%% would be found")
+    parser.add_argument(
+        "--train-images", type=int, metavar="N", help="of the full training that is projected (default: 800,000 steps)"
+    )
+    parser.add_argument("--ledger", nargs="+", metavar="FILE", help="measure nothing, and read these records")
+    parser.add_argument("--machine", metavar="NAME", help="whose records to read: a name, a part of it, a key, or all")
+    parser.add_argument("--output-dir", help="folder that receives all results (default: this checkout)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(command=recommend_command)
+
+
+def recommend_command(options: argparse.Namespace) -> int:
+    """Search and answer; 1 where nothing could be recommended."""
+    from ddpm_lab import experiments  # noqa: PLC0415 - commands load what they need
+
+    names = ("preset", "data", "held_out", "skip_bad", "network", "device", "any_batch", "seeds", "images", "sets")
+    settings = {name: getattr(options, name) for name in (*names, "train_images", "ledger", "machine", "output_dir")}
+    reads = options.ledger is not None or options.machine is not None
+    minutes = options.minutes if options.minutes is not None or reads else MINUTES.get(options.preset)
+    try:
+        study = experiments.recommendation(
+            minutes=minutes,
+            resolution=percent(options.resolution) if options.resolution else None,
+            global_batch_size=options.batch_size,
+            only=_only(options.only or ()),
+            **settings,
+        )
+    except ModuleNotFoundError as missing:
+        print(f"measured; {missing.name} is not installed here: take the ledger elsewhere, ddpm-lab recommend --ledger")
+        return 0
+    from ddpm_lab.explain import figures, findings, tables  # noqa: PLC0415
+    from ddpm_lab.explain.show import NAMES  # noqa: PLC0415
+    from ddpm_lab.recommended_file import NAME  # noqa: PLC0415
+
+    found, path = findings.finding(study), study.output_dir / NAME
+    if options.json:
+        row = {"verdict": found.verdict, "status": found.status, "claim": found.claim, "sets": found.sets}
+        ratio = {name: None if (v := getattr(found, name)) != v else v for name in ("ratio", "low", "high")}
+        print(
+            json.dumps({**row, **ratio, "quality": found.quality, "settings": None if reads else str(path)}, indent=1)
+        )
+    else:
+        print(tables.table(study).to_string(index=False), found.claim, sep="\n")
+        if not reads:
+            image = study.output_dir / "image_output" / f"{NAMES[study.experiment]}.png"
+            figures.save(figures.figure(study), image)
+            print(f"figure: {image}", f"settings: {path}" if path.exists() else "no search was made", sep="\n")
+    return 0 if study.records else 1
+
+
+def _only(given: Any) -> dict[str, list[str]]:
+    found = {}
+    for text in given:
+        name, sign, values = text.partition("=")
+        if not sign or not values:
+            raise ConfigError(f"--only is {text!r}: give a setting and its values, such as precision=fp32,bf16")
+        found[name.strip()] = [value.strip() for value in values.split(",")]
+    return found

@@ -1,0 +1,81 @@
+"""Records of a search with planted speeds, as ``recommend`` leaves them in a ledger."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import records as make
+
+from ddpm_lab import search
+from ddpm_lab.config import RunConfig
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.plan import RECOMMENDATION, SEARCH, START, Plan
+from ddpm_lab.record import RunRecord
+from ddpm_lab.space import BATCH, Space, Value
+
+BASE = RunConfig(global_batch_size=8)
+SPACE = Space(
+    baseline=BASE,
+    settings={
+        "precision": (Value("fp32", "fp32", {}), Value("bf16", "bf16", {"precision": "bf16"})),
+        "ranks": (Value("1", "1 rank", {}), Value("2", "2 ranks", {"world_size": 2})),
+        "memory": (Value("channels_last", "channels_last", {}), Value("fused", "joined kernels", {"kernels": "fused"})),
+        BATCH: (Value("8", "batch 8", {}), Value("16", "batch 16", {"global_batch_size": 16})),
+    },
+    left_out=(("tf32", "needs a CUDA device"), ("fp16", "needs a CUDA device")),
+)
+GAINS = {"bf16": 1.2, "2 ranks": 1.5, "joined kernels": 0.8, "batch 16": 1.3}
+TOGETHER = 0.9
+"""bf16 and two ranks give less together than the product of what each gives."""
+
+
+def speed(space: Space, cell: tuple[int, ...], gains: Mapping[str, float]) -> float:
+    words = space.changed(cell, space.start).split(", ")
+    found = math.prod(gains.get(word, 1.0) for word in words)
+    return found * (TOGETHER if {"bf16", "2 ranks"} <= set(words) else 1.0)
+
+
+def searched(
+    space: Space = SPACE,
+    gains: Mapping[str, float] = GAINS,
+    *,
+    sets: int = 6,
+    noise: float = 0.003,
+    winner: tuple[int, ...] | None = None,
+    among: list[tuple[int, ...]] | None = None,
+    seed: int = 0,
+    **values: Any,
+) -> list[RunRecord]:
+    """A search of ``space`` to its end, its winner measured again in ``sets`` sets, and the record of the space."""
+    cells = space.cells()
+    common: dict[str, Any] = {"baseline": space.baseline, "baseline_label": START, "set_noise": noise, **values}
+    records: list[RunRecord] = []
+
+    def of(cell: tuple[int, ...]) -> tuple[RunConfig, float]:
+        return cells[cell], speed(space, cell, gains)
+
+    def measure(chosen: list[tuple[int, ...]]) -> search.Ratios:
+        rows = {space.changed(c, space.start): of(c) for c in chosen}
+        new = make.sets(
+            rows, count=1, turns=4, experiment=SEARCH, seed=seed + 100 + len(records), plan=Plan(turns=6), **common
+        )
+        records.extend(new)
+        return search.observations(new, space.baseline.run_id)[0]
+
+    may = among if among is not None else search.admissible(space, lambda _: "")
+    settings: dict[str, Any] = {"seconds_of": lambda _: 1.0, "seconds_left": lambda _: math.inf, "most_sets": 20}
+    belief = search.race(space, [], may, measure, **settings)
+    steps = search.path(belief, winner or belief.winner(may), last=len(space.settings) - 1)[1:]
+    rows = {space.changed(c, space.start): of(c) for c in (*steps[-1:], *steps[:-1])}
+    family = "tiny, batch 8, found"
+    records += make.sets(rows, count=sets, experiment=RECOMMENDATION, family=family, seed=seed, **common)
+    told = next(r for r in records if r.experiment == RECOMMENDATION)
+    space_record = replace(told, role="space", set_id="", windows=(), ranks=(), space=space.as_dict())
+    return [*records, space_record]
+
+
+def study(records: list[RunRecord], **changes: Any) -> Study:
+    return replace(make.study(records, RECOMMENDATION), **changes)

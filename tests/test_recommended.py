@@ -1,0 +1,232 @@
+"""What a search's records say: each step's gain, what is recommended, what comes next, how long a training takes."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import planted_search as planted
+import pytest
+import records as make
+
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import RunConfig
+from ddpm_lab.explain import findings, recommended_words, show, stats, tables
+from ddpm_lab.explain.frames import study
+from ddpm_lab.explain.recommended import Recommendation, forecast, next_change, recommendation
+from ddpm_lab.ledger import Ledger
+from ddpm_lab.recommended_file import write
+from ddpm_lab.record import LedgerError
+from ddpm_lab.space import Value
+from ddpm_lab.training_plan import plan_training
+
+BF16, TWO = {"precision": "bf16"}, {"world_size": 2}
+
+
+def of(records: list[Any], **changes: Any) -> Recommendation:
+    found = recommendation(planted.study(records, **changes))
+    assert found is not None
+    return found
+
+
+def trials(changes: dict[str, Any], worse: float, **values: Any) -> list[Any]:
+    return make.trials({"it": (replace(planted.BASE, **changes), worse)}, baseline=planted.BASE, images=800, **values)
+
+
+def test_each_step_is_compared_with_the_one_before_in_the_same_sets() -> None:
+    records = planted.searched(noise=0.02)
+    found = of(records)
+    assert [step.label for step in found.steps] == ["2 ranks", "bf16"]
+    assert found.space.changed(found.cell, found.space.start) == "bf16, 2 ranks"
+    # A known answer, and an independent one: throughput over throughput, set by set.
+    assert [s.gain.value for s in found.steps] == pytest.approx([1.5, 1.2 * planted.TOGETHER], rel=0.03)
+    sets: dict[str, dict[str, float]] = {}
+    for r in records:
+        if r.experiment == "recommendation" and r.windows and r.role != "twin":
+            sets.setdefault(r.set_id, {})[r.run_id] = float(np.median([w.seconds_per_image for w in r.windows]))
+    one, both = (planted.SPACE.cells()[c].run_id for c in (found.steps[0].cell, found.steps[1].cell))
+    by_hand = np.exp(np.mean([math.log(s[one] / s[both]) for s in sets.values()]))
+    assert found.steps[1].gain.value == pytest.approx(by_hand, rel=0.01)
+    assert found.best["ratio"] == pytest.approx(math.prod(s.gain.value for s in found.steps), rel=0.02)
+    assert [s.gain.sets for s in found.steps] == [6, 6]
+
+
+def test_the_winners_own_sets_give_the_ratio_and_not_those_that_chose_it() -> None:
+    records = planted.searched()
+    slower = [
+        replace(r, windows=tuple(replace(w, seconds=w.seconds * 1.1) for w in r.windows))
+        if r.experiment == "recommendation" and r.config.precision == "bf16"
+        else r
+        for r in records
+    ]
+    assert of(slower).best["ratio"] < of(records).best["ratio"]
+    more = [
+        replace(r, windows=tuple(replace(w, seconds=w.seconds / 2) for w in r.windows))
+        if r.experiment == "search" and r.role == "candidate"
+        else r
+        for r in records
+    ]
+    assert of(more).best["ratio"] == of(records).best["ratio"]
+
+
+def test_what_is_worse_is_not_recommended_nor_is_another_batch_that_is_not_judged() -> None:
+    assert of(planted.searched()).count == 2
+    worse = of(planted.searched(), trials=tuple(trials({**BF16, **TWO}, 0.02)))
+    assert worse.steps[-1].judged.verdict == "worse"
+    assert (worse.count, worse.steps[worse.count - 1].label) == (1, "2 ranks")
+    batch = {**BF16, **TWO, "global_batch_size": 16}
+    other = planted.searched(winner=(1, 1, 0, 1), among=list(planted.SPACE.cells()))
+    assert [s.label for s in of(other).steps] == ["2 ranks", "bf16", "batch 16"], "the batch comes last"
+    assert of(other).count == 2
+    assert of(other, trials=tuple(trials(batch, 0.0))).count == 3
+    assert of(other, trials=tuple(trials(batch, 0.02))).count == 2
+    any_batch = planted.searched(replace(planted.SPACE, any_batch=True), winner=(1, 1, 0, 1))
+    assert of(any_batch).count == 3
+    assert of(any_batch, trials=tuple(trials(batch, 0.02))).count == 2
+
+
+def test_a_loader_that_learns_the_same_has_the_quality_of_the_step_before() -> None:
+    loader = (Value("packed", "packed", {}), Value("files", "files", {"loader": "files"}))
+    space = replace(planted.SPACE, settings={"loader": loader, **planted.SPACE.settings})
+    records = planted.searched(space, {**planted.GAINS, "files": 1.4}, winner=(1, 0, 0, 0, 0))
+    assert of(records).judged.verdict == "not measured"
+    pair = make.trials(
+        {"files": (replace(planted.BASE, loader="files"), 0.0)}, baseline=planted.BASE, seeds=1, images=160
+    )
+    same = [
+        replace(
+            t,
+            config=replace(t.config, workload=RunConfig().workload, options=(("images", 160), ("draws", 0))),
+            quality={"steps": 20, "weights_sha256": "x", "trainer": "code-1"},
+        )
+        for t in pair
+    ]
+    assert of(records, trials=tuple(same)).judged.verdict == "identical"
+
+
+def test_one_set_resolves_nothing_and_recommends_nothing() -> None:
+    found = of(planted.searched(sets=1))
+    said = findings.finding(planted.study(planted.searched(sets=1)))
+    assert found.count == 0
+    assert said.status == stats.NOT_RESOLVED
+    assert said.headline == "Not resolved (1 set): bf16, 2 ranks against the baseline"
+    nothing = planted.searched(gains={"bf16": 0.8, "2 ranks": 0.7, "joined kernels": 0.9, "batch 16": 0.9})
+    assert of(nothing).steps == ()
+    kept = findings.finding(planted.study(nothing))
+    assert (kept.headline, kept.status) == ("Keep the baseline: a search found nothing faster", findings.ANSWERED)
+
+
+def test_the_finding_says_what_was_tried_what_not_and_what_comes_next() -> None:
+    answer = planted.study(planted.searched(), train_images=1_000_000)
+    said = findings.finding(answer)
+    assert said.headline.startswith("Use bf16, 2 ranks: 1.6")
+    assert "quality not measured" in said.headline
+    assert "Left out: tf32 (needs a CUDA device) and fp16 (needs a CUDA device)." in said.claim
+    assert "Not tried: batch 16 (another batch is another training)." in said.claim
+    assert "ddpm-lab recommend --seeds 8 --network tiny --batch-size 8 measures it" in said.claim
+    assert "Projected to 1,000,000 images" in said.claim
+    assert "power was not measured, so energy is not" in said.claim
+    assert said.ratio == pytest.approx(1.62, rel=0.03)
+    assert said.sets == 6
+    shown = tables.table(answer)
+    assert list(shown["Configuration"]) == ["baseline", "+ 2 ranks", "+ bf16"]
+    assert list(shown["Recommended"]) == ["", "", "yes"]
+    captions = [caption for caption, _ in tables.more(answer)]
+    assert any("search tried" in caption for caption in captions)
+
+
+def test_the_next_change_is_the_one_that_is_expected_to_gain_most() -> None:
+    change = next_change(of(planted.searched()))
+    assert change is not None
+    assert (change.label, change.sets) == ("batch 16", 0)
+    assert change.low < 1 < change.high
+    assert change.command == (
+        "ddpm-lab recommend --only precision=bf16 --only ranks=2 --only memory=channels_last --only batch=8,16 "
+        "--any-batch --seeds 8 --network tiny"
+    )
+    tried = planted.searched(replace(planted.SPACE, any_batch=True))
+    not_judged = [replace(r, space={**(r.space or {}), "any_batch": False}) if r.role == "space" else r for r in tried]
+    known = next_change(of(not_judged, trials=()))
+    assert known is not None
+    assert known.label == "batch 16"
+    assert known.low < planted.GAINS["batch 16"] < known.high
+    assert known.sets
+    done = {"bf16": 1.2, "2 ranks": 1.5, "joined kernels": 0.5, "batch 16": 0.5}
+    assert next_change(of(planted.searched(replace(planted.SPACE, any_batch=True), done))) is None
+
+
+def test_a_training_takes_its_images_over_the_speed_and_pays_compiling_once() -> None:
+    found = of(planted.searched(), train_images=1_000_000)
+    plain, best = forecast(found, found.baseline), forecast(found, found.best, 100.0)
+    assert plain.seconds == pytest.approx(1e6 * 0.010 / 8, rel=0.05)
+    assert best.seconds - 100 == pytest.approx(plain.seconds / found.best["ratio"], rel=0.02)
+    assert best.low < best.seconds < best.high
+    assert forecast(of(planted.searched()), found.baseline).images == 800_000 * 8
+    assert math.isnan(plain.joules)
+    powered = [make.with_state([r], gpu_power_watts=400.0)[0] if r.windows else r for r in planted.searched()]
+    joules = forecast(of(powered, train_images=1_000_000), found.baseline).joules
+    assert joules == pytest.approx(400 * 1e6 * 0.010 / 8, rel=0.05)
+    assert "kWh of its GPUs" in recommended_words.answer(of(powered))[1]
+
+
+def test_compiling_pays_off_after_its_seconds_over_what_a_step_saves() -> None:
+    compiles = (Value("off", "eager", {}), Value("whole", "compiled", {"compile": "whole"}))
+    space = replace(planted.SPACE, settings={"compile": compiles, **planted.SPACE.settings})
+    records = planted.searched(space, {"compiled": 1.25}, winner=(1, 0, 0, 0, 0), noise=1e-4)
+    told = next(r for r in records if r.role == "space")
+    config = space.cells()[1, 0, 0, 0, 0]
+    colds = make.cold(config, [30.0], experiment="recommendation", family=told.family, baseline_id=told.baseline_id)
+    (step,) = of([*records, *colds]).steps
+    assert step.cold_seconds == pytest.approx(30)
+    assert step.pays_off_steps == pytest.approx(30 / (0.010 * (1 - 1 / 1.25)), rel=0.05)
+    assert "Compiling takes 30.0 s and pays off after" in recommended_words.answer(of([*records, *colds]))[1]
+    assert "Compiling takes unknown" in recommended_words.answer(of(records))[1]
+
+
+def test_records_of_several_machines_are_refused_unless_they_are_asked_for() -> None:
+    here, there = planted.searched(), make.on(make.GPUS, planted.searched(seed=9))
+    with pytest.raises(LedgerError, match=r"come from 2 machines: choose one by name or key, or all to pool them: "):
+        study([*here, *there], "recommendation")
+    one = study([*here, *there], "recommendation", machine="Example CPU 9000, 2 cores")
+    both = study([*here, *there], "recommendation", machine="all")
+    assert [of(list(s.records)).best["sets"] for s in (one, both)] == [6, 12]
+    assert findings.finding(both).hardware.startswith("2 machines: ")
+
+
+@pytest.mark.parametrize("sets", [6, 1])
+def test_the_file_is_what_train_takes(tmp_path: Path, synthetic: RunConfig, sets: int) -> None:
+    space = replace(planted.SPACE, baseline=synthetic)
+    answer = planted.study(planted.searched(space, sets=sets), output_dir=tmp_path)
+    path = write(answer)
+    assert path == tmp_path / "recommended.toml"
+    settings = tomllib.loads(path.read_text())
+    assert settings["train"] == {"steps": 800_000}
+    assert (settings["precision"], settings["world_size"]) == (("bf16", 2) if sets == 6 else ("fp32", 1))
+    config, schedule = plan_training({"oversubscribe": True}, {}, file=path, cache=tmp_path / "cache")
+    wanted = of(list(answer.records)).config
+    assert config.differences(wanted).keys() <= {"purpose", "workload", "oversubscribe"}
+    assert config.data == synthetic.data
+    assert schedule.steps == 800_000
+    assert write(make.study(make.sets({}), "recommendation")) is None
+    (tmp_path / "recommended.toml").write_text(path.read_text().replace('"bf16"', '"half"').replace('"fp32"', '"half"'))
+    with pytest.raises(ConfigError, match="precision is 'half'"):
+        plan_training({}, {}, file=path, cache=tmp_path / "cache")
+
+
+def test_without_a_search_the_fastest_of_all_questions_is_told() -> None:
+    said = findings.finding(make.study(make.sets({"bf16": (RunConfig(precision="bf16"), 1.5)}), "recommendation"))
+    assert said.headline.startswith("Fastest measured: 1 CPU rank, bf16")
+    assert "ddpm-lab recommend" in said.claim
+
+
+def test_a_ledger_keeps_the_space(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "l.jsonl")
+    ledger.append(planted.searched())
+    records, damaged = ledger.read()
+    assert not damaged
+    assert of(records).best["ratio"] == of(planted.searched()).best["ratio"]
+    assert show.NAMES["recommendation"] == "06_recommendation"
