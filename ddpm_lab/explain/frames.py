@@ -18,6 +18,8 @@ from ddpm_lab.record import JOB, Cohort, LedgerError, Machine, RunRecord, Window
 RECOMMENDATION = "recommendation"
 ALL_REDUCE, SCALING = "all_reduce", "multi_gpu"
 """The question whose records say how fast links are, and the one whose answer they carry on to more ranks."""
+CLAIMS = "claims"
+"""The question whose answer rests on the records of all others too."""
 TRIAL = "quality"
 """Role of a record that trained for the weights."""
 
@@ -31,6 +33,7 @@ class Study:
     came with the checkout: they were not measured here. ``trials`` are training runs of any experiment on the same
     machine and data, which say what a configuration learns and nothing of its speed. ``bands`` name its efficiencies.
     ``exchanges`` are the all-reduces measured on the same machine, beside the records of training with several ranks.
+    ``beside`` are the records of all other questions on the same machine, beside those of the claims.
     """
 
     experiment: str
@@ -42,6 +45,7 @@ class Study:
     trials: tuple[RunRecord, ...] = ()
     bands: Bands = NAMED[DEFAULT]
     exchanges: tuple[RunRecord, ...] = ()
+    beside: tuple[RunRecord, ...] = ()
 
     @property
     def hardware(self) -> str:
@@ -80,9 +84,9 @@ def study(
     """
     told = chosen(list(records), experiment, machine=machine, cohort=cohort)
     trials = tuple(r for r in told if r.role == TRIAL)
-    beside = {ALL_REDUCE} if experiment == SCALING else set()
-    exchanges = tuple(r for r in told if r.experiment in beside and r.role != TRIAL)
-    found = [r for r in told if r.role != TRIAL and r.experiment not in beside]
+    untrained = [r for r in told if r.role != TRIAL]
+    beside = [r for r in untrained if r.experiment != experiment and experiment in (SCALING, CLAIMS)]
+    found = [r for r in untrained if r.experiment == experiment or not beside]
     if run_ids is not None:
         found = _asked(found, set(run_ids))
     return Study(
@@ -90,7 +94,8 @@ def study(
         records=tuple(found),
         output_dir=Path(output_dir),
         trials=trials,
-        exchanges=exchanges,
+        exchanges=tuple(beside) if experiment == SCALING else (),
+        beside=tuple(beside) if experiment == CLAIMS else (),
     )
 
 
@@ -150,6 +155,9 @@ def chosen(told: Sequence[T], experiment: str, *, machine: str | None = None, co
         shown = [r for group in _by_experiment(found) for r in _one_cohort(group, None)]
     else:
         shown = _one_cohort([r for r in found if r.experiment == experiment], cohort)
+    if experiment == CLAIMS:
+        others = _by_experiment([r for r in found if r.experiment != CLAIMS])
+        shown = shown + [r for group in others for r in _one_cohort(group, None)]
     data = {r.cohort[2] for r in shown} or {r.cohort[2] for r in trials}
     same = [r for r in trials if r.cohort[2] in data]
     if experiment == SCALING:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import CHECK, RunConfig
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.gradients import compare_gradients
 from ddpm_lab.measure.hardware import environment
@@ -24,6 +24,8 @@ from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import Work, measure_alone, measure_set, profile_alone, warm_up_alone
 from ddpm_lab.measure.trial import work_of
 from ddpm_lab.measure.trials import COMPILE_SECONDS, Trials, short_of
+from ddpm_lab.measure.wrong_ways import WORKLOAD as WRONG
+from ddpm_lab.measure.wrong_ways import run_wrong_ways
 from ddpm_lab.plan import Experiment, Family, Plan, Trial
 from ddpm_lab.record import RunRecord
 
@@ -33,6 +35,8 @@ PLACE_SECONDS = 5.0
 SEARCH_SECONDS = 60.0
 TRIES = 2
 """A failure that may pass is met so often before a run leaves it to the next run."""
+_CHECKS: dict[str, tuple[str, Work]] = {CHECK: ("check", compare_gradients), WRONG: ("wrong", run_wrong_ways)}
+"""What comes first and takes seconds: its role, and what its group does, by its workload."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +85,9 @@ class Campaign:
         self._note_left_out()
         for check in self.experiment.checks:
             if not self.held.checked(check.config.run_id):
-                member = Member("check", check.label, check.config)
-                self._alone(check.family, member, work=compare_gradients, baseline_id=check.baseline.run_id)
+                role, work = _CHECKS[check.config.workload]
+                member = Member(role, check.label, check.config)
+                self._alone(check.family, member, work=work, baseline_id=check.baseline.run_id)
         for family_label, label, config in self.experiment.profiles:
             self._profile(family_label, label, config, progress)
         for family in self.experiment.families:
