@@ -139,7 +139,9 @@ def test_a_gpu_says_how_busy_it_was(share: float, expected: str) -> None:
     config = {"config": replace(CUDA, purpose="check")}
     ways = [
         replace(r, config=replace(config["config"], seed=i), ranks=())
-        for i, r in enumerate(claimed.wrong(phases_waited_for=lambda i: {**answers, **on_gpu, "seconds": 0.2 + 0.0001 * i}))
+        for i, r in enumerate(
+            claimed.wrong(phases_waited_for=lambda i: {**answers, **on_gpu, "seconds": 0.2 + 0.0001 * i})
+        )
     ]
     assert verdict(claimed.study(ways, machine=ONE_GPU), "S002-2") == expected
 

@@ -15,6 +15,7 @@ from ddpm_lab.explain import budget, compiling, operators, phrases, quality, sta
 from ddpm_lab.explain.claim_evidence import Evidence, Row, said
 from ddpm_lab.explain.faults import Fault
 from ddpm_lab.explain.frames import CLAIMS
+from ddpm_lab.plan import scaling
 
 CONFIRMED, REFUTED, UNTESTABLE = "confirmed", "refuted", "not testable on this machine"
 NOT_MEASURED = "not measured here"
@@ -68,18 +69,19 @@ def faster(row: Row) -> Judged:
     return _if_resolved(row, row["verdict"] == stats.FASTER, f"it is resolved as {row['verdict']}")
 
 
-def several(count: int, ratio: float) -> Callable[[Evidence], Judged]:
-    """So many GPUs against one."""
+def several(count: int, ratio: float, *, nodes: int = 1, kind: str = "strong") -> Callable[[Evidence], Judged]:
+    """So many GPUs on so many hosts against one, in the scaling that was published if it was measured."""
 
     def judge(e: Evidence) -> Judged:
-        row = e.first(lambda r: r["ranks"] == count and r["config"].device == "cuda", "multi_gpu")
-        if row is not None:
+        rows = sorted(e.rows("multi_gpu", CLAIMS), key=lambda r: scaling(r["family"]) != kind)
+        asked = (r for r in rows if _on_gpu(r) and (r["ranks"], r["config"].nodes) == (count, nodes))
+        if (row := next(asked, None)) is not None:
             return near(row, ratio)
-        two = e.first(lambda r: r["ranks"] == 2, "multi_gpu", CLAIMS)
-        here = said(two) if two else phrases.DASH
-        if e.gpus < count:
-            return _no_gpu(e, count, here=here, command="ddpm-lab run multi_gpu --preset full")
-        return _unmeasured("ddpm-lab run multi_gpu --preset full", here)
+        here = next((said(r) for r in rows if r["ranks"] == 2), phrases.DASH)
+        command = "ddpm-lab run multi_gpu --preset full"
+        if e.gpus * nodes < count:
+            return _no_gpu(e, count, here=here, command=command)
+        return _unmeasured(f"{command} on {nodes} hosts" if nodes > 1 else command, here)
 
     return judge
 

@@ -37,7 +37,7 @@ PUBLISHED: tuple[Claim, ...] = (
         text="8 GPUs train so many times as fast as one",
         published="6.45 times, 80.6 % efficiency",
         wrong=("single", "cold"),
-        judge=verdicts.several(8, 6.45),
+        judge=verdicts.several(8, 6.45, kind="weak"),
     ),
     Claim(
         key="S000-2",
@@ -58,7 +58,7 @@ PUBLISHED: tuple[Claim, ...] = (
         text="8 GPUs on 2 nodes against one",
         published="6.34 times (362.45 / 57.14 s), 79.3 %",
         wrong=("single",),
-        judge=verdicts.several(8, 6.34),
+        judge=verdicts.several(8, 6.34, nodes=2),
     ),
     Claim(
         key="S001-2",

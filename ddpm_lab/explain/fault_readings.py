@@ -226,8 +226,8 @@ def nested(seen: Seen) -> Reading | None:
         ratio=ratio,
         reads=phrases.seconds(wrong),
         truth=f"counted once {phrases.seconds(right)}",
-        did=f"The events of {phrases.plural(answers[0]['steps'], 'step')} add up to {phrases.seconds(wrong)}; with each "
-        f"second counted once there are {phrases.seconds(right)}.",
+        did=f"The events of {phrases.plural(answers[0]['steps'], 'step')} add up to {phrases.seconds(wrong)}; with "
+        f"each second counted once there are {phrases.seconds(right)}.",
     )
 
 
