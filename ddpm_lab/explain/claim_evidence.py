@@ -9,7 +9,7 @@ from typing import Any
 from ddpm_lab.explain import faults, phrases
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import CLAIMS, Study
-from ddpm_lab.explain.wrong_ways import Seen
+from ddpm_lab.explain.wrong_ways import Seen, times
 
 _WHERE = {"multi_gpu": "notebook 02", "amp": "notebook 03", "workers": "notebook 04", "torch_compile": "notebook 05"}
 _WHERE |= {"quality": "notebook 08", CLAIMS: "this notebook"}
@@ -57,7 +57,8 @@ class Evidence:
 
 def said(row: Row) -> str:
     """A row in words: "bf16 0.74 (0.62 to 0.88) times as fast as fp32, 6 sets, notebook 03"."""
-    between = f" ({phrases.interval(row)})" if phrases.interval(row) else ""
-    where = f", {_WHERE[row['experiment']]}" if row["experiment"] in _WHERE else ""
-    sets = phrases.plural(int(row["sets"]), "set")
-    return f"{row['label']} {phrases.ratio(row)}{between} times as fast as {row['baseline_label']}, {sets}{where}"
+    grown = row["batch"] != row["base"].global_batch_size
+    base = f"batch {row['base'].global_batch_size}" if grown and row["ranks"] == 1 else row["baseline_label"]
+    words = [f"{row['label']} {times(row)} times as fast as {base}", phrases.plural(int(row["sets"]), "set")]
+    words += ["weak scaling"] if grown and row["ranks"] > 1 else []
+    return ", ".join([*words, _WHERE.get(row["experiment"], str(row["experiment"]))])

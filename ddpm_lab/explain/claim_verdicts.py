@@ -18,7 +18,7 @@ from ddpm_lab.explain.frames import CLAIMS
 from ddpm_lab.plan import scaling
 
 CONFIRMED, REFUTED, UNTESTABLE = "confirmed", "refuted", "not testable on this machine"
-NOT_MEASURED = "not measured here"
+NOT_MEASURED = "not measured"
 LIKE = 0.10
 """A published ratio without an interval is met by one that comes so near to it."""
 PARAMETERS = 13e6
@@ -44,7 +44,7 @@ def _if_resolved(row: Row, holds: bool, why: str) -> Judged:
 
 def _no_gpu(e: Evidence, count: int = 1, *, here: str = phrases.DASH, command: str = "") -> Judged:
     need = "a GPU" if count == 1 else f"{count} GPUs"
-    what = f"; {command} measures it there" if command else ""
+    what = f"; there {command} measures it" if command else ""
     return Judged(verdict=UNTESTABLE, here=here, why=f"needs {need}, {e.machine}{what}")
 
 
@@ -150,7 +150,7 @@ def _only(row: Row, name: str) -> bool:
 
 def other_models(e: Evidence) -> Judged:
     del e
-    return _unmeasured("ddpm-lab run quality --network seed --preset full --data DATA, once for each network,")
+    return _unmeasured("ddpm-lab run quality --preset full --data DATA --network NAME, once for each network,")
 
 
 def step_budget(e: Evidence) -> Judged:

@@ -210,17 +210,17 @@ def table(study: Study) -> pd.DataFrame:
 
 
 def _wrong(behind: list[Fault]) -> str:
-    shown = [f"{f.name.lower()} reads {f.reads}" for f in behind if f.shown]
+    shown = [f"{f.name}: {f.reads}" for f in behind if f.shown]
     return "; ".join(shown) or phrases.DASH
 
 
 def headline(study: Study) -> str:
     """How many claims are confirmed, refuted, and not testable, in one line."""
     counts = Counter(answer.verdict for _, answer in judged(study))
-    words = [f"{counts[v]} {v}" for v in (verdicts.CONFIRMED, verdicts.REFUTED) if counts[v]] or ["none decided"]
-    words += [f"{counts[v]} {v}" for v in (stats.NOT_RESOLVED, verdicts.NOT_MEASURED) if counts[v]]
+    words = [f"{counts[verdicts.CONFIRMED]} are confirmed here"]
+    words += [f"{counts[v]} {v}" for v in (verdicts.REFUTED, stats.NOT_RESOLVED, verdicts.NOT_MEASURED) if counts[v]]
     words += [f"{counts[verdicts.UNTESTABLE]} not testable"] if counts[verdicts.UNTESTABLE] else []
-    return f"Of {len(PUBLISHED)} published claims {phrases.joined(words)} here"
+    return f"Of {len(PUBLISHED)} published claims {phrases.joined(words)}"
 
 
 def evidence(study: Study) -> str:
@@ -236,6 +236,6 @@ def evidence(study: Study) -> str:
     shown = [f for f in faults.faults(study) if f.shown and math.isfinite(f.ratio)]
     worst = sorted(shown, key=lambda f: -abs(math.log(f.ratio)))[:3]
     if worst:
-        listed = phrases.joined([f"{f.name.lower()} ({phrases.significant(f.ratio)})" for f in worst])
+        listed = phrases.joined([f"{f.name[0].lower()}{f.name[1:]} ({phrases.significant(f.ratio)})" for f in worst])
         told.append(f"What the wrong way reads, over what is true: {listed}.")
     return " ".join(told)

@@ -187,13 +187,13 @@ def share(seen: Seen) -> Reading | None:
         answers = [a for a in seen.of("phases_waited_for") if a.get("gpu_utilisation_percent")]
         shares = [_compute(a) for a in answers]
         used = [a["gpu_utilisation_percent"] / 100 for a in answers]
-        where, what = "", "NVML says that the GPU was in use"
+        where, what, device = "", "a kernel runs on the GPU", "the time"
     else:
         cores = seen.study.records[-1].machine.usable_cores
         answers = seen.of("one_thread")
         shares = [_compute(a) for a in answers]
         used = [a["cpu_seconds"] / a["seconds"] / cores for a in answers]
-        where, what = f"With one thread on {phrases.plural(cores, 'core')} ", "this process uses the processor"
+        where, what, device = f"With one thread on {phrases.plural(cores, 'core')} ", "training uses", "the processor"
     if not answers:
         return None
     ratio = over([share / busy for share, busy in zip(shares, used, strict=True)])
@@ -203,17 +203,15 @@ def share(seen: Seen) -> Reading | None:
     return Reading(
         ratio=ratio,
         reads=f"{percent(share)}",
-        truth=f"in use {percent(busy)} of the time",
-        did=f"{begun} reads {percent(share)}, while {what} {percent(busy)} of what it could.",
+        truth=f"{percent(busy)} of it in use",
+        did=f"{begun} reads {percent(share)}, while {what} {percent(busy)} of {device}.",
     )
 
 
 def _compute(answer: Mapping[str, Any]) -> float:
     """Share of the wall time in forward, backward, optimizer and averaging."""
-    return (
-        sum(s for name, s in answer["phases"].items() if class_of("EMA" if name == "ema" else name) == COMPUTE)
-        / answer["seconds"]
-    )
+    phases = {"EMA" if name == "ema" else name: float(seconds) for name, seconds in answer["phases"].items()}
+    return sum(s for name, s in phases.items() if class_of(name) == COMPUTE) / float(answer["seconds"])
 
 
 def nested(seen: Seen) -> Reading | None:

@@ -14,7 +14,8 @@ from ddpm_lab.explain.fault_readings import MULTIPLIED, Reading
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.wrong_ways import Seen
 
-NEEDS_GPU = "needs a GPU: on a CPU the call that computes is the call that waits, so there is nothing to see"
+NEEDS_GPU = "needs a GPU"
+WHY_GPU = "on a CPU the call that computes is the call that waits, so there is nothing to see"
 NOT_HERE = "not measured here"
 
 
@@ -22,6 +23,7 @@ NOT_HERE = "not measured here"
 class Fault:
     """One fault: what is done wrong, what that did here, and how it is done right, each in a sentence or two.
 
+    ``brief`` is what is done wrong in a few words.
     ``reads`` is the number of the wrong way and ``truth`` that of the right one, in words; ``ratio`` is the first over
     the second with its 95 % interval over repeats and sets. Infinite where nothing is right but 0; NaN, with the reason
     in ``missing``, where there is nothing to see.
@@ -29,6 +31,7 @@ class Fault:
 
     key: str
     name: str
+    brief: str
     group: str
     seen_in: str
     done: str
@@ -63,6 +66,7 @@ class _Kind:
 
     key: str
     name: str
+    brief: str
     group: str
     seen_in: str
     done: str
@@ -75,6 +79,7 @@ _KINDS: tuple[_Kind, ...] = (
     _Kind(
         key="multiplied",
         name="A short run, multiplied",
+        brief=f"six steps with start-up, times {MULTIPLIED}",
         group=_TIME,
         seen_in="S004",
         done=f"Six steps are timed from the start of their process and multiplied by {MULTIPLIED} to be drawn.",
@@ -84,6 +89,7 @@ _KINDS: tuple[_Kind, ...] = (
     _Kind(
         key="cold",
         name="No warm-up",
+        brief="the first six steps of a process",
         group=_TIME,
         seen_in="S004",
         done="The first six steps of a process are timed, and their mean is called the time of a step.",
@@ -93,6 +99,7 @@ _KINDS: tuple[_Kind, ...] = (
     _Kind(
         key="compiling",
         name="Compiling inside the step time",
+        brief="compilation divided by the steps",
         group=_TIME,
         seen_in="S004",
         done="A short compiled run is timed with its compilation, and divided by its steps.",
@@ -102,6 +109,7 @@ _KINDS: tuple[_Kind, ...] = (
     _Kind(
         key="profiler",
         name="Profiler inside the timer",
+        brief="shapes, memory, stacks recorded",
         group=_TIME,
         seen_in="S004",
         done="torch.profiler records shapes, memory and stacks while the clock runs, and the whole block is reported.",
@@ -111,6 +119,7 @@ _KINDS: tuple[_Kind, ...] = (
     _Kind(
         key="unequal",
         name="Bars of unequal work",
+        brief="six small steps, one large",
         group=_BARS,
         seen_in="S004",
         done="Each bar does the whole steps that fit into six of the smaller batch, so that the larger one leaves "
@@ -121,6 +130,7 @@ _KINDS: tuple[_Kind, ...] = (
     _Kind(
         key="single",
         name="Single runs",
+        brief="one process each, no repeats",
         group=_BARS,
         seen_in="S000, S001, S004",
         done="Each bar is one run: no repeats, no turns, no error bars.",
@@ -130,6 +140,7 @@ _KINDS: tuple[_Kind, ...] = (
     _Kind(
         key="label",
         name="One labelled two",
+        brief="the label says two, one ran",
         group=_BARS,
         seen_in="S004",
         done="CUDA_VISIBLE_DEVICES is changed in a process that uses CUDA already, cuda:0 is used again, and the label "
@@ -140,6 +151,7 @@ _KINDS: tuple[_Kind, ...] = (
     _Kind(
         key="gradient",
         name="Backward called communication",
+        brief="time around the gradient call",
         group=_NAMES,
         seen_in="S003",
         done="The clock is read before and after the call that computes gradients, and the difference is called "
@@ -150,6 +162,7 @@ _KINDS: tuple[_Kind, ...] = (
     _Kind(
         key="share",
         name="Compute share as utilisation",
+        brief="forward, backward and optimizer",
         group=_NAMES,
         seen_in="S002",
         done="The share of a step in forward, backward and optimizer is called the utilisation of the device.",
@@ -159,6 +172,7 @@ _KINDS: tuple[_Kind, ...] = (
     _Kind(
         key="nested",
         name="Nested events added up",
+        brief="each with all that runs inside it",
         group=_NAMES,
         seen_in="S004",
         done="Durations of profiler events are added, although an event lasts as long as all that runs inside it.",
@@ -168,6 +182,7 @@ _KINDS: tuple[_Kind, ...] = (
     _Kind(
         key="percentiles",
         name="Percentiles as an interval",
+        brief="2.5th to 97.5th of short runs",
         group=_NAMES,
         seen_in="S003",
         done="The 2.5th and 97.5th percentiles of short runs are called the 95 % interval of their mean.",
@@ -177,6 +192,7 @@ _KINDS: tuple[_Kind, ...] = (
     _Kind(
         key="unsynchronised",
         name="No synchronisation",
+        brief="the clock stops before the GPU",
         group=_GPU,
         seen_in="common",
         done="The clock stops when the last step has been launched, while the GPU still computes.",
@@ -187,6 +203,7 @@ _KINDS: tuple[_Kind, ...] = (
     _Kind(
         key="loss_read",
         name="Waiting for every loss",
+        brief="loss.item() in every step",
         group=_GPU,
         seen_in="S004",
         done="Every timed step calls loss.item(), so that host and GPU wait for each other as training need not.",
@@ -197,6 +214,7 @@ _KINDS: tuple[_Kind, ...] = (
     _Kind(
         key="phase_sums",
         name="Phases waited for, summed",
+        brief="the device waited for after each",
         group=_GPU,
         seen_in="S002",
         done="The device is waited for after each phase, and the sum of the phases is called the time of a step.",
@@ -219,11 +237,12 @@ _KNOWN: WeakKeyDictionary[Study, list[Fault]] = WeakKeyDictionary()
 
 
 def _fault(seen: Seen, kind: _Kind) -> Fault:
-    same = {name: getattr(kind, name) for name in ("key", "name", "group", "seen_in", "done", "right")}
+    same = {name: getattr(kind, name) for name in ("key", "name", "brief", "group", "seen_in", "done", "right")}
     found = kind.ask(seen)
     if found is None or math.isnan(found.ratio.value):
         missing = NEEDS_GPU if kind.needs_gpu and not seen.cuda else NOT_HERE
-        return Fault(**same, did=f"{missing[0].upper()}{missing[1:]}.", missing=missing)
+        did = f"{missing[0].upper()}{missing[1:]}{f': {WHY_GPU}' * (missing == NEEDS_GPU)}."
+        return Fault(**same, did=did, missing=missing)
     ratio = found.ratio
     return Fault(
         **same,

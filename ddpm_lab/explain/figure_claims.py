@@ -11,10 +11,10 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import phrases
-from ddpm_lab.explain.faults import Fault, faults
+from ddpm_lab.explain.faults import NEEDS_GPU, WHY_GPU, Fault, faults
 from ddpm_lab.explain.frames import Study
 
-_ROW, _LEFT, _RIGHT = 0.5, 2.35, 3.05  # inches: of a row, of the names, and of what stands beside the points
+_ROW, _LEFT, _RIGHT = 0.58, 2.62, 3.0  # inches: of a row, of the names, and of what stands beside the points
 _NEAR = 0.05
 """A number so near to the truth is drawn as true."""
 
@@ -24,18 +24,24 @@ def figure(study: Study, title: str) -> Figure | None:
     found = faults(study)
     if not any(f.shown for f in found):
         return None
+    known = [f.ratio for f in found if f.shown and math.isfinite(f.ratio)]
+    least, most = min(known, default=1.0), max(known, default=1.0)
+    note = (
+        "What a wrong way of measuring reads, divided by what the sets of this machine say: point and bar are the "
+        "geometric mean over repeats and sets and its 95 % interval. At 1 the wrong way would be right. The table "
+        "under More tells each fault in full."
+    )
+    note += f" Needs a GPU: {WHY_GPU}." if any(f.missing == NEEDS_GPU for f in found) else ""
     panels = [[f for f in found if f.group == group] for group in dict.fromkeys(f.group for f in found)]
     drawn, axes = fs.sheet(
-        title,
+        f"{title}; wrong ways read {_number(least)} to {_number(most)} times what is true",
         phrases.context(study),
         [_ROW * len(rows) + 0.06 for rows in panels],
         headings=[rows[0].group for rows in panels],
         left=_LEFT,
         right=_RIGHT,
         gap=0.12,
-        note="What a wrong way of measuring reads, divided by what the sets of this machine say: point and bar are the "
-        "geometric mean over repeats and sets and its 95 % interval. At 1 the wrong way would be right. What was done "
-        "wrong, and how it is done right, stands in the table under More.",
+        note=note,
     )
     low, high = _limits(found)
     for ax, rows in zip(axes, panels, strict=True):
@@ -78,8 +84,13 @@ def _panel(ax: Axes, rows: Sequence[Fault], low: float, high: float, *, last: bo
     ax.set_ylim(len(rows) - 0.5, -0.55)
     ax.grid(visible=False, axis="y")
     ax.axvline(1, color=fs.SOFT, lw=1.2, zorder=1)
-    ax.set_yticks(range(len(rows)), [fs.fit(f.name, _LEFT - 0.35, 2, fs.TEXT_POINTS) for f in rows])
-    ax.tick_params(axis="y", length=0)
+    ax.set_yticks([])
+    for y, fault in enumerate(rows):
+        to = ax.get_yaxis_transform()
+        ax.text(-0.03, y - 0.02, fault.name, transform=to, ha="right", va="bottom")
+        ax.text(
+            -0.03, y + 0.04, fault.brief, transform=to, ha="right", va="top", fontsize=fs.SMALL_POINTS, color=fs.SOFT
+        )
     ax.spines["left"].set_visible(False)
     ax.spines["bottom"].set_visible(last)
     for y, fault in enumerate(rows):
