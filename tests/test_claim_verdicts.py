@@ -157,7 +157,7 @@ def quality(**differences: float) -> Study:
 def test_losses_are_judged_by_trials_over_seeds() -> None:
     same = quality(**{"2 ranks": 0.0, "bf16": 0.0, "batch 32": 0.05})
     assert verdict(same, "S001-2") == CONFIRMED
-    assert "seeds end" in answer(same, "S001-2").why
+    assert "seeds of one configuration end" in answer(same, "S001-2").why
     assert verdict(same, "S004-5", "precision") == CONFIRMED
     assert verdict(same, "S004-5", "larger batches") == REFUTED
     worse = quality(**{"2 ranks": 0.05, "bf16": 0.0})

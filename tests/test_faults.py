@@ -90,7 +90,8 @@ def test_a_profiler_in_the_timer_turns_precision_around() -> None:
     found = fault("profiler", records)
     assert found.ratio == pytest.approx(10, rel=0.01)
     assert "90 % of the reported time lies outside the steps" in found.did
-    assert "bf16 against fp32 reads 1.20 times as fast, and is 0.80" in found.did
+    assert "bf16 reads 1.20 times as fast as fp32, and is 0.80" in found.did
+    assert found.compared == "bf16 reads 1.20 times as fast as fp32"
 
 
 def test_bars_of_unequal_work() -> None:
@@ -180,7 +181,7 @@ def test_one_repeat_has_no_interval_and_no_record_no_number() -> None:
 
 
 def test_wrong_ways_of_another_network_are_left_out() -> None:
-    other = [replace(r, baseline_id="another") for r in claimed.wrong(profiled=profiled(6.0))]
+    other = [replace(r, baseline_id="another") for r in claimed.wrong(repeats=9, profiled=profiled(6.0))]
     records = [*other, *claimed.sets(), *claimed.wrong(profiled=profiled(0.6))]
     assert fault("profiler", records).ratio == pytest.approx(10, rel=0.01)
 

@@ -106,7 +106,8 @@ def same_loss(e: Evidence) -> Judged:
         return _unmeasured("ddpm-lab run quality --preset full --data DATA")
     found: quality.Equivalence = row["equivalence"]
     ends = [loss for base, _ in found.pairs if (loss := quality.final_loss(base)) is not None]
-    apart = f"; of one configuration alone, seeds end {max(ends) - min(ends):.2g} apart" if len(ends) > 1 else ""
+    spread = f"{max(ends, default=0.0) - min(ends, default=0.0):.2g}"
+    apart = f"; one run each could not show it: seeds of one configuration end {spread} apart" if len(ends) > 1 else ""
     return _quality([row], f"at equal images and an equal global batch{apart}")
 
 

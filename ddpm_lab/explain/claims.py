@@ -210,7 +210,7 @@ def table(study: Study) -> pd.DataFrame:
 
 
 def _wrong(behind: list[Fault]) -> str:
-    shown = [f"{f.name}: {f.reads}" for f in behind if f.shown]
+    shown = [f"{f.name}: {f.compared or f.reads}" for f in behind if f.shown]
     return "; ".join(shown) or phrases.DASH
 
 

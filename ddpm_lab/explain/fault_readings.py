@@ -25,12 +25,16 @@ MULTIPLIED = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What a fault did here; a ratio, and the numbers and the sentence that say it."""
+    """What a fault did here; a ratio, and the numbers and the sentence that say it.
+
+    ``compared`` is what it makes of a comparison, where the wrong number is one side of that.
+    """
 
     ratio: Estimate
     reads: str
     truth: str
     did: str
+    compared: str = ""
 
 
 def multiplied(seen: Seen) -> Reading | None:
@@ -78,13 +82,15 @@ def compile_time(seen: Seen) -> Reading | None:
     right, eager = step_of(row), step_of(seen.base)
     earned = compiling.pays_off(compiling.break_even(seen.study, row), row)
     earned = f"compiling pays off {earned}" if earned.startswith(("after", "never")) else f"the break-even is {earned}"
+    looks = f"{plain(eager.value / wrong.value)} times as fast as eager"
     return Reading(
         ratio=quotient(wrong, right),
         reads=f"{phrases.seconds(wrong.value)} a step",
         truth=f"a compiled one takes {phrases.seconds(right.value)}",
         did=f"{phrases.plural(runs[-1].warmup_steps, 'step')} with the compilation read {phrases.seconds(wrong.value)} "
-        f"each, so that compiled looks {plain(eager.value / wrong.value)} times as fast as eager. Once compiled it "
+        f"each, so that compiled looks {looks}. Once compiled it "
         f"is {times(row)} times as fast; {earned}.",
+        compared=f"compiled looks {looks}",
     )
 
 
@@ -98,17 +104,18 @@ def profiler(seen: Seen) -> Reading | None:
         f"A step reads {phrases.seconds(wrong.value)}, and takes {phrases.seconds(right.value)}; {percent(outside)} of "
         "the reported time lies outside the steps."
     )
+    compared = ""
     pairs, row = seen.pairs("profiled", "fp32", seen.narrow), seen.rows.get(seen.narrow)
     if pairs and row is not None:
         read = over([a["seconds"] / b["seconds"] for a, b in pairs])
-        did += (
-            f" {seen.narrow} against fp32 reads {phrases.significant(read.value)} times as fast, and is {times(row)}."
-        )
+        compared = f"{seen.narrow} reads {phrases.significant(read.value)} times as fast as fp32"
+        did += f" {compared}, and is {times(row)}."
     return Reading(
         ratio=quotient(wrong, right),
         reads=f"{phrases.seconds(wrong.value)} a step",
         truth=f"it takes {phrases.seconds(right.value)}",
         did=did,
+        compared=compared,
     )
 
 

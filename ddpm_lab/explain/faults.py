@@ -39,6 +39,7 @@ class Fault:
     right: str
     reads: str = ""
     truth: str = ""
+    compared: str = ""
     ratio: float = math.nan
     low: float = math.nan
     high: float = math.nan
@@ -249,6 +250,7 @@ def _fault(seen: Seen, kind: _Kind) -> Fault:
         did=found.did,
         reads=found.reads,
         truth=found.truth,
+        compared=found.compared,
         ratio=ratio.value,
         low=ratio.low,
         high=ratio.high,

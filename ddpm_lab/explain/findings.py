@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -181,7 +181,8 @@ def _comparison(study: Study) -> Finding:
 
 def _claims(study: Study) -> Finding:
     ending = machine_state.busy(study) + _where(study, "quality where a claim is about it")
-    return _plain(study, claims.headline(study), f"{claims.evidence(study)}{ending}", ANSWERED, "judged")
+    found = _plain(study, claims.headline(study), f"{claims.evidence(study)}{ending}", ANSWERED, "judged")
+    return replace(found, quality="quality in the table, where a claim is about it")
 
 
 def _trained(study: Study) -> Finding:
