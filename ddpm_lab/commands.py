@@ -83,7 +83,7 @@ def _grid(name: str, options: argparse.Namespace, weighed: Strategy | None) -> d
                 flag = option.replace("_", "-")
                 raise ConfigError(f"--{flag}: the experiment {name} has none; only {owner} takes it")
             grid[option] = [word.strip() for word in given.split(",")] if option in _LISTS else given
-    if options.mode and name in ("peers", "quality"):
+    if options.mode and name in ("peers", "quality", "claims"):
         raise ConfigError(f"--mode: the experiment {name} chooses its ranks itself; leave it out")
     if options.batch_size is not None and name in ("batch_size", "all_reduce"):
         why = "varies it" if name == "batch_size" else "has no images"

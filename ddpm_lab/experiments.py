@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ddpm_lab.checks import choice, whole
 from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
-from ddpm_lab.ledger import Ledger, read_all
+from ddpm_lab.ledger import Head, Ledger, read_all
 from ddpm_lab.measure import hardware
 from ddpm_lab.plan import PRESETS
 from ddpm_lab.planning import CHECKOUT, LEDGER, Measured, output_folder, plan_question
@@ -86,13 +86,15 @@ def _published(name: str, output: Path) -> Study:
 
 def study_of(measured: Measured) -> Study:
     """The records that answer what was measured."""
-    from ddpm_lab.explain.frames import ALL_REDUCE, SCALING, TRIAL, study  # noqa: PLC0415 - not on a bare GPU node
+    from ddpm_lab.explain.frames import ALL_REDUCE, CLAIMS, SCALING, TRIAL, study  # noqa: PLC0415 - not on a bare GPU node
 
     key, name = measured.cohort[0], measured.experiment.name
     names = {name, ALL_REDUCE} if name == SCALING else {name}
-    records, damaged = Ledger(measured.ledger).read(
-        lambda heads: [h for h in heads if h.machine.key == key and (h.experiment in names or h.role == TRIAL)]
-    )
+
+    def mine(head: Head) -> bool:
+        return head.machine.key == key and (head.experiment in names or head.role == TRIAL or name == CLAIMS)
+
+    records, damaged = Ledger(measured.ledger).read(lambda heads: [h for h in heads if mine(h)])
     for line in damaged:
         print(f"note: {line}")
     machine, code, _, plan = measured.cohort

@@ -141,7 +141,7 @@ class Experiment:
     left_out: tuple[tuple[str, str, str], ...] = ()  # (family, label, reason)
     profiles: tuple[tuple[str, str, RunConfig], ...] = ()  # (family, label, configuration): they supply no time
     trials: tuple[Trial, ...] = ()
-    checks: tuple[Trial, ...] = ()  # of loss and gradient, which come first and take seconds
+    checks: tuple[Trial, ...] = ()  # of loss and gradient, or wrong ways to measure: they come first and take seconds
     space: Space | None = None
 
     @property

@@ -12,6 +12,8 @@ from typing import Any
 
 from ddpm_lab import collectives
 from ddpm_lab.checks import ConfigError, choice, several, whole
+from ddpm_lab.claims import WORKLOADS as CLAIMED
+from ddpm_lab.claims import claims
 from ddpm_lab.collectives import all_reduce
 from ddpm_lab.config import LOADER_ALONE
 from ddpm_lab.exchange import exchange
@@ -313,13 +315,13 @@ def batch_size(
 
 PLANS = {"peers": PLAN, "all_reduce": collectives.PLAN, SEARCH: SEARCH_PLAN}
 """How a set is measured where it is not as the preset says."""
-LONG = ("peers", "quality")
+LONG = ("peers", "quality", "claims")
 """Questions that take too long to be measured beside the others: notebooks do so in the preset ``full`` only."""
-WORKLOADS = {"peers": TRAINERS, "quality": TRAINED, "all_reduce": collectives.WORKLOADS}
+WORKLOADS = {"peers": TRAINERS, "quality": TRAINED, "all_reduce": collectives.WORKLOADS, "claims": CLAIMED}
 """What a question runs beside the lab's own trainer; one code version covers all of it."""
 QUESTIONS: dict[str, Callable[..., Experiment]] = {
     f.__name__: f
-    for f in (profile, multi_gpu, amp, workers, torch_compile, batch_size, exchange, all_reduce, peers, quality)
+    for f in (profile, multi_gpu, amp, workers, torch_compile, batch_size, exchange, all_reduce, peers, quality, claims)
 }
 
 STAGES: dict[str, Callable[..., Experiment]] = {f.__name__: f for f in (search, recommendation)}

@@ -144,7 +144,8 @@ class RunRecord:
 
     ``role`` is baseline, twin (the baseline again), candidate, cold (a cold compile, measured alone), profile, choice
     (a network chosen for this machine), search (a size tried for the largest batch that fits, alone), largest (how that
-    search ended, its limit as the label; both belong to no set), note (a configuration that was left out before any
+    search ended, its limit as the label; both belong to no set), check (of a gradient), wrong (a wrong way to measure,
+    run to be shown; its numbers are in the profile and no speed), note (a configuration that was left out before any
     set), space (what a search could choose from, and by its family the sets that measured again what it found), or job
     (a SLURM job that failed: its command as the label, its log's end in the witness; the configuration says nothing).
     ``baseline_id`` is the run id of the set's baseline. ``stages`` are seconds: start, build, compile (the first step,

@@ -35,11 +35,11 @@ from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.report_lines import clock, command, words
 
 LAST = "06_recommendation"
-LONG = (LAST, "07_peers", "08_quality")
+LONG = (LAST, "07_peers", "08_quality", "09_claims")
 """They show what the others measured, or what was measured before, and get time to measure only in ``full``."""
 WEIGHTS = {
     **{"01_profile": 1, "02_multi_gpu": 17, "03_amp": 8, "04_workers": 13, "05_torch_compile": 13},
-    **{LAST: 150, "07_peers": 100, "08_quality": 200},
+    **{LAST: 150, "07_peers": 100, "08_quality": 200, "09_claims": 25},
 }
 """How a budget is divided: about the seconds that each notebook takes for ``quick``, by ten; LONG ones for ``full``."""
 NOTEBOOK_SECONDS = 6.0

@@ -23,6 +23,7 @@ CALLS = {
     "06_recommendation": None,
     "07_peers": "peers",
     "08_quality": "quality",
+    "09_claims": "claims",
 }
 FORM = ["markdown", "code", "code", "code", "code", "code", "code", "markdown", "code", "markdown"]
 SHOWN = {4: "show.figure(study)", 5: "show.table(study)", 6: "show.finding(study)", 8: "show.more(study)"}

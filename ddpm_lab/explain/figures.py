@@ -16,6 +16,7 @@ from ddpm_lab.explain import (
     batch_sizes,
     budget,
     figure_budget,
+    figure_claims,
     figure_costs,
     figure_lost_scaling,
     figure_machine,
@@ -39,7 +40,7 @@ from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY
 from ddpm_lab.explain.figure_style import png, save
 from ddpm_lab.explain.findings import fastest_measured, finding
-from ddpm_lab.explain.frames import ALL_REDUCE, RECOMMENDATION, Study
+from ddpm_lab.explain.frames import ALL_REDUCE, CLAIMS, RECOMMENDATION, Study
 from ddpm_lab.plan import WITH_TRIALS
 from ddpm_lab.record import RunRecord
 
@@ -107,6 +108,7 @@ _ANSWERS: dict[str, Callable[[Study, str], Figure | None]] = {
     batch_sizes.EXPERIMENT: batch_sizes.figure,
     peers.EXPERIMENT: figure_peers.figure,
     trained.EXPERIMENT: figure_quality.figure,
+    CLAIMS: figure_claims.figure,
     ALL_REDUCE: figure_prediction.exchange,
 }
 """Questions whose answer is drawn in a way of its own, from the study and the title, where it has what that needs."""
@@ -174,6 +176,8 @@ def alt_text(study: Study) -> str:
         body = figure_peers.describe(study)
     elif study.experiment == trained.EXPERIMENT:
         body = figure_quality.describe(study)
+    elif study.experiment == CLAIMS:
+        body = figure_claims.describe(study)
     elif study.experiment == ALL_REDUCE:
         body = figure_prediction.describe(study)
     else:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from ddpm_lab.explain import (
     batch_sizes,
     budget,
+    claims,
     compiling,
     exchange,
     links,
@@ -100,8 +101,8 @@ def _finding(study: Study) -> Finding:
         return _plain(study, "Nothing is measured yet", _how_to(study.experiment), NOT_MEASURED)
     if study.experiment == "profile":
         return _profile(study)
-    if study.experiment == trained.EXPERIMENT:
-        return _trained(study)
+    if study.experiment in (trained.EXPERIMENT, claims.EXPERIMENT):
+        return _trained(study) if study.experiment == trained.EXPERIMENT else _claims(study)
     if study.experiment == ALL_REDUCE and (answer := links.answer(study)) is not None:
         short, evidence = answer
         ending = machine_state.busy(study) + _where(study, "no training, so no quality")
@@ -179,6 +180,12 @@ def _comparison(study: Study) -> Finding:
         short = f"{short}; {to}"
     text += sentences.tally(training, lead) + _extra(study, rows, lead) + machine_state.peaks(rows, lead) + ending
     return _about(study, lead, short, text, ANSWERED if resolved else stats.NOT_RESOLVED)
+
+
+def _claims(study: Study) -> Finding:
+    ending = machine_state.busy(study) + _where(study, "quality where a claim is about it")
+    found = _plain(study, claims.headline(study), f"{claims.evidence(study)}{ending}", ANSWERED, "judged")
+    return replace(found, quality="quality in the table, where a claim is about it")
 
 
 def _trained(study: Study) -> Finding:

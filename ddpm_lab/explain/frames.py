@@ -21,6 +21,8 @@ ALL_REDUCE, SCALING = "all_reduce", "multi_gpu"
 """The question whose records say how fast links are, and the one whose answer they carry on to more ranks."""
 ALL_MACHINES = "all"
 """In place of a machine's name: the records of all machines, which are refused together unless this asks for it."""
+CLAIMS = "claims"
+"""The question whose answer rests on the records of all others too."""
 TRIAL = "quality"
 """Role of a record that trained for the weights."""
 
@@ -35,6 +37,7 @@ class Study:
     machine and data, which say what a configuration learns and nothing of its speed. ``bands`` name its efficiencies.
     ``train_images`` are those of the full training that a recommendation is projected to; None is its own choice.
     ``exchanges`` are the all-reduces measured on the same machine, beside the records of training with several ranks.
+    ``beside`` are the records of all other questions on the same machine, beside those of the claims.
     """
 
     experiment: str
@@ -47,6 +50,7 @@ class Study:
     bands: Bands = NAMED[DEFAULT]
     exchanges: tuple[RunRecord, ...] = ()
     train_images: int | None = None
+    beside: tuple[RunRecord, ...] = ()
 
     @property
     def hardware(self) -> str:
@@ -87,9 +91,9 @@ def study(
     """
     told = chosen(list(records), experiment, machine=machine, cohort=cohort)
     trials = tuple(r for r in told if r.role == TRIAL)
-    beside = {ALL_REDUCE} if experiment == SCALING else set()
-    exchanges = tuple(r for r in told if r.experiment in beside and r.role != TRIAL)
-    found = [r for r in told if r.role != TRIAL and r.experiment not in beside]
+    untrained = [r for r in told if r.role != TRIAL]
+    beside = [r for r in untrained if r.experiment != experiment and experiment in (SCALING, CLAIMS)]
+    found = [r for r in untrained if r.experiment == experiment or not beside]
     if run_ids is not None:
         found = _asked(found, set(run_ids))
     return Study(
@@ -97,7 +101,8 @@ def study(
         records=tuple(found),
         output_dir=Path(output_dir),
         trials=trials,
-        exchanges=exchanges,
+        exchanges=tuple(beside) if experiment == SCALING else (),
+        beside=tuple(beside) if experiment == CLAIMS else (),
     )
 
 
@@ -158,6 +163,9 @@ def chosen(told: Sequence[T], experiment: str, *, machine: str | None = None, co
         shown = [r for group in _by_experiment(found) for r in _one_cohort(group, None, mixed=mixed)]
     else:
         shown = _one_cohort([r for r in found if r.experiment == experiment], cohort, mixed=mixed)
+    if experiment == CLAIMS:
+        others = _by_experiment([r for r in found if r.experiment != CLAIMS])
+        shown = shown + [r for group in others for r in _one_cohort(group, None)]
     data = {r.cohort[2] for r in shown} or {r.cohort[2] for r in trials}
     same = [r for r in trials if r.cohort[2] in data]
     if experiment == SCALING:

@@ -23,6 +23,7 @@ QUESTIONS = {
     "exchange": "How should ranks exchange gradients?",
     "peers": "How fast is this trainer beside others, and how far from the limit?",
     "quality": "Does any setting cost quality?",
+    "claims": "Which published claims hold here?",
     "compare": "Which of the two is faster?",
     "recommendation": "Which settings should I use on this machine?",
 }
@@ -129,9 +130,9 @@ def _values(values: Iterable[Any]) -> str:
 
 def context(study: Study, *, batch: bool = True) -> str:
     """Subtitle of a figure: hardware, network, batch, data, date, sets and turns."""
-    shown = [r for r in study.records if r.role not in ("note", "choice", "search", "largest", "check")] or list(
-        study.records
-    )
+    shown = [
+        r for r in study.records if r.role not in ("note", "choice", "search", "largest", "check", "wrong")
+    ] or list(study.records)
     if not shown:
         return "the ledger holds no record for this question"
     # Parts of the lost scaling stand beside an answer, and have a figure of their own.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pandas as pd
 
 from ddpm_lab.explain import (
     budget,
+    claims,
     compiling,
+    faults,
     limits,
     links,
     lost_scaling,
@@ -43,13 +45,7 @@ def table(study: Study) -> pd.DataFrame:
         record = operators.latest_profile(study.records)
         taken = budget.budget(record) if record else None
         return _profile(study) if taken is None else budget.table(taken)
-    if study.experiment == peers.EXPERIMENT:
-        return peers.table(study)
-    if study.experiment == trained.EXPERIMENT:
-        return trained.table(study)
-    if study.experiment == ALL_REDUCE:
-        return links.table(study)
-    return _comparison(study)
+    return _OWN.get(study.experiment, _comparison)(study)
 
 
 def more(study: Study) -> list[tuple[str, pd.DataFrame]]:
@@ -71,6 +67,14 @@ def more(study: Study) -> list[tuple[str, pd.DataFrame]]:
             ("What the search tried, by what all its short sets say.", recommended_words.tried_table(searched)),
             ("Everything measured that did equal work, fastest first.", _fastest(study)),
         ]
+    if study.experiment == claims.EXPERIMENT:
+        found.append(
+            (
+                "Each fault: what is done wrong, what that did to a number here, how it is done right.",
+                faults.table(study),
+            )
+        )
+        found.append(("What the right way rests on: the sets of this notebook.", _comparison(study)))
     if study.experiment == trained.EXPERIMENT:
         found.append(("Loss and gradient of a step against fp32 on the same batch.", trained.check_table(study)))
     if study.experiment in WITH_TRIALS:
@@ -224,3 +228,12 @@ def _fastest(study: Study) -> pd.DataFrame:
         return pd.DataFrame(columns=["Settings", "Images/s", "Verdict"])
     shown = _without_empty(pd.DataFrame(rows))
     return shown.drop(columns="Work") if shown["Work"].nunique() == 1 else shown
+
+
+_OWN: dict[str, Callable[[Study], pd.DataFrame]] = {
+    peers.EXPERIMENT: peers.table,
+    trained.EXPERIMENT: trained.table,
+    claims.EXPERIMENT: claims.table,
+    ALL_REDUCE: links.table,
+}
+"""Questions whose answer is a table of its own kind."""

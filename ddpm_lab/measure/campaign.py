@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import CHECK, RunConfig
 from ddpm_lab.ledger import Ledger
+from ddpm_lab.measure import wrong_ways
 from ddpm_lab.measure.gradients import compare_gradients
 from ddpm_lab.measure.hardware import environment
 from ddpm_lab.measure.held import held_of
@@ -33,6 +34,8 @@ PLACE_SECONDS = 5.0
 SEARCH_SECONDS = 60.0
 TRIES = 2
 """A failure that may pass is met so often before a run leaves it to the next run."""
+_WRONG = ("wrong", wrong_ways.run_wrong_ways)
+_CHECKS: dict[str, tuple[str, Work]] = {CHECK: ("check", compare_gradients), wrong_ways.WORKLOAD: _WRONG}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +84,9 @@ class Campaign:
         self._note_left_out()
         for check in self.experiment.checks:
             if not self.held.checked(check.config.run_id):
-                member = Member("check", check.label, check.config)
-                self._alone(check.family, member, work=compare_gradients, baseline_id=check.baseline.run_id)
+                role, work = _CHECKS[check.config.workload]
+                member = Member(role, check.label, check.config)
+                self._alone(check.family, member, work=work, baseline_id=check.baseline.run_id)
         for family_label, label, config in self.experiment.profiles:
             self._profile(family_label, label, config, progress)
         for family in self.experiment.families:
@@ -95,11 +99,9 @@ class Campaign:
             left = self.seconds_left()
             if left is not None and left < self._set_seconds(family, len(candidates)) and done:
                 break
-            places = f"set {done + 1} of {total}"
             forecast = self._forecast(families)
-            forecast = forecast if left is None else min(forecast, left)
-            progress.prefix = f"{places},"
-            progress.expect(forecast)
+            progress.prefix = f"set {done + 1} of {total},"
+            progress.expect(forecast if left is None else min(forecast, left))
             progress.always(f"{family.name}: starting")
             self.measure(family, candidates)
             done += 1
@@ -147,7 +149,7 @@ class Campaign:
             return 0
         wanted = 1 if family.mechanism else self.target.sets
         if family.together:
-            able = (c.run_id for _, c in family.candidates if not self._hopeless(c))
+            able = [c.run_id for _, c in family.candidates if not self._hopeless(c)]
             have = self.held.sets_together(family.name, family.baseline.run_id, able)
         else:
             have = self.held.sets(family.baseline.run_id, config.run_id)

@@ -42,7 +42,7 @@ class Held:
                 self.lasting.add(r.run_id)
             if r.role == "profile" and (r.status == "ok" or r.status in LASTING):
                 self._profiles.add(r.run_id)
-            elif r.role == "check" and (r.status == "ok" or r.status in LASTING):
+            elif r.role in ("check", "wrong") and (r.status == "ok" or r.status in LASTING):
                 self._checks.add(r.run_id)
             elif r.role == "quality" and r.status == "ok":
                 self._trials[r.run_id] = sum(r.stages.values())
@@ -86,7 +86,7 @@ class Held:
         return run_id in self._profiles
 
     def checked(self, run_id: str) -> bool:
-        """Whether a check of a configuration's gradient is here, or a reason why there can be none."""
+        """Whether a check of a configuration, or its wrong ways, are here, or a reason why there can be none."""
         return run_id in self._checks
 
     def trained(self, run_id: str, fid: Fid | None = None) -> bool:
