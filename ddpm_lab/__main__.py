@@ -8,7 +8,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ddpm_lab import __version__, commands, predict_command, slurm_commands, strategy_commands, train_commands
+from ddpm_lab import (
+    __version__,
+    bottleneck_command,
+    commands,
+    predict_command,
+    slurm_commands,
+    strategy_commands,
+    train_commands,
+)
 from ddpm_lab.checks import LabError
 from ddpm_lab.config import DEVICES, NETWORKS, START_METHODS
 from ddpm_lab.explain.bands import DEFAULT, NAMED
@@ -66,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     _run_options(subparsers)
     _compare_options(subparsers)
     strategy_commands.add_options(subparsers)
+    bottleneck_command.add_options(subparsers)
     train_commands.add_options(subparsers)
     rank = subparsers.add_parser(
         "rank",

@@ -15,7 +15,7 @@ ROWS = (
     ("checks",),
     ("exchange_settings",),
     ("config",),
-    ("plan", "settings_file", "stopping"),
+    ("changes", "plan", "settings_file", "stopping"),
     ("record", "run_folder", "workload"),
     ("ledger",),
     # data
@@ -57,7 +57,7 @@ ROWS = (
     ("measure.campaign",),
     ("measure.network_choice",),
     # explain: what reads the ledger
-    ("explain.bands",),
+    ("explain.bands", "explain.targets"),
     ("explain.figure_style", "explain.frames", "explain.gradients", "explain.pages", "explain.stats"),
     ("explain.quality",),
     ("explain.comparisons",),
@@ -76,8 +76,11 @@ ROWS = (
     ("explain.predicted", "explain.samples"),
     ("explain.trained",),
     ("explain.sentences",),
-    ("explain.scaling",),
-    ("explain.strategy", "explain.tables"),
+    ("explain.bounds", "explain.scaling"),
+    ("explain.change_phrases",),
+    ("explain.advice",),
+    ("explain.bottleneck",),
+    ("explain.bottleneck_report", "explain.strategy", "explain.tables"),
     ("explain.findings",),
     (
         "explain.figure_budget",
@@ -99,7 +102,7 @@ ROWS = (
     ("anonymous", "checkup", "inception", "planted", "setting", "summary_lines"),
     ("tracking",),
     ("training_run",),
-    ("collectives", "exchange", "lost_scaling", "quality", "slurm_logs", "trainers"),
+    ("bottleneck", "collectives", "exchange", "lost_scaling", "quality", "slurm_logs", "trainers"),
     ("sampling_run", "slurm_jobs", "slurm_table", "training_plan"),
     ("questions",),
     ("planning",),
@@ -107,7 +110,7 @@ ROWS = (
     ("calibrate", "experiments", "report_lines", "slurm"),
     ("comparison", "notebooks", "published", "slurm_collect", "strategy"),
     ("report", "tracker_option"),
-    ("commands", "predict_command", "slurm_commands", "strategy_commands", "train_commands"),
+    ("bottleneck_command", "commands", "predict_command", "slurm_commands", "strategy_commands", "train_commands"),
     ("__main__",),
 )
 PLACE = {name: row for row, names in enumerate(ROWS) for name in names}

@@ -37,6 +37,7 @@ NAMES = {
     "all_reduce": "all_reduce",
     "peers": "07_peers",
     "quality": "08_quality",
+    "bottleneck": "bottleneck",
     "recommendation": "06_recommendation",
 }
 NAMING = ("Configuration", "Family", "Operator", "Settings", "Work")
