@@ -12,7 +12,7 @@ from ddpm_lab.changes import NO_EXCHANGE, batch_sizes, changes
 from ddpm_lab.config import RunConfig
 from ddpm_lab.exchange_settings import ExchangeConfig
 from ddpm_lab.explain import batch_sizes as sizes
-from ddpm_lab.explain import bounds, change_phrases, compiling, phrases, quality, sentences, stats, straggler
+from ddpm_lab.explain import bounds, change_phrases, compiling, learned, phrases, quality, sentences, stats, straggler
 from ddpm_lab.explain.bounds import Row, Subject, subject
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.targets import S002 as TARGETS
@@ -69,6 +69,11 @@ class Advice:
         """Where it stands: what is resolved first, by the lower end of its interval; then bounds; then the rest."""
         gain = self.most if self.status == BOUND else self.ratio if math.isnan(self.low) else self.low
         return _TIERS.get(self.status, len(_TIERS)), 0.0 if math.isnan(gain) else -gain
+
+    @property
+    def quality_word(self) -> str:
+        """The verdict on quality alone."""
+        return self.quality.partition(" (")[0].partition(".")[0]
 
     def expected(self) -> str:
         """Such as "1.48 times as fast (1.39 to 1.59)", or "at most 2.5 times as fast: a bound, not measured"."""
@@ -158,7 +163,7 @@ def _of_row(study: Study, about: Subject, row: Row, name: str) -> Advice:
     judged = row["equivalence"]
     said = row["quality"] if judged is None else quality.full(judged)
     if row["batch"] != about.config.global_batch_size:
-        said = f"{said}. {sizes.CAVEAT.removesuffix('.')}"
+        said = f"{said}. {sizes.CAVEAT}{_to_the_loss(study, row)}".removesuffix(".")
     worse = judged is not None and judged.verdict == quality.WORSE
     return replace(
         base,
@@ -167,6 +172,16 @@ def _of_row(study: Study, about: Subject, row: Row, name: str) -> Advice:
         quality=said,
         **{end: float(row[end]) for end in ("ratio", "low", "high")},
     )
+
+
+def _to_the_loss(study: Study, row: Row) -> str:
+    """How long another batch takes to the loss of the present one, after a space; empty without trials."""
+    for family in learned.families(study):
+        if family[0]["run_id"] == row["baseline_id"]:
+            found = next((w for w in learned.ways(study, family) if w.row["run_id"] == row["run_id"]), None)
+            if found is not None and not math.isnan(found.times):
+                return f" To the same held-out loss it takes {found.compared()}."
+    return ""
 
 
 def _status(row: Row) -> str:
@@ -209,7 +224,8 @@ def _elsewhere(study: Study, about: Subject, other: RunConfig) -> dict[str, Any]
 def _slow_rank(study: Study, about: Subject) -> Advice:
     """What a rank that takes longer on its own costs the others, from their own times where nothing is exchanged."""
     silent = replace(about.config, exchange=ExchangeConfig(enabled=False))
-    of_sets = [r for r in study.records if r.baseline_id == about.config.run_id and r.status == "ok" and r.windows]
+    same = (about.config.run_id, about.profile.code_version, "ok")
+    of_sets = [r for r in study.records if (r.baseline_id, r.code_version, r.status) == same and r.windows]
     base = {r.set_id: r for r in of_sets if r.role == "baseline"}
     alone = [r for r in of_sets if r.run_id == silent.run_id and r.set_id in base and not r.mechanism_only]
     known = Advice(
@@ -249,11 +265,10 @@ def table(study: Study) -> pd.DataFrame:
     rows = [
         {
             "Change": a.title,
-            "Now": a.current,
-            "Then": a.recommended,
+            "Setting": a.recommended,
             "Expected speed": a.expected(),
             "Status": a.status,
-            "Quality": a.quality.partition(" (")[0],
+            "Quality": a.quality_word,
             "Command": a.command,
         }
         for a in advice(study)

@@ -6,7 +6,18 @@ import math
 from collections.abc import Sequence
 
 from ddpm_lab.explain import advice as adv
-from ddpm_lab.explain import bottleneck, bounds, change_phrases, limits, machine_state, phrases, quality, stats
+from ddpm_lab.explain import (
+    bottleneck,
+    bounds,
+    change_phrases,
+    limits,
+    lost_scaling,
+    lost_scaling_table,
+    machine_state,
+    phrases,
+    quality,
+    stats,
+)
 from ddpm_lab.explain import budget as bd
 from ddpm_lab.explain.advice import Advice
 from ddpm_lab.explain.bounds import Subject
@@ -92,7 +103,11 @@ def _configuration(about: Subject) -> str:
             "images",
             f"{about.profile.data_name}, {config.image_size}\N{MULTIPLICATION SIGN}{config.image_size}",
         ),
-        ("training", "batch", f"{config.global_batch_size}, {config.accumulation} micro-batch(es) a rank"),
+        (
+            "training",
+            "batch",
+            f"{phrases.plural(config.global_batch_size, 'image')} a step, accumulation {config.accumulation}",
+        ),
         ("training", "settings", phrases.settings(config)),
         ("training", "kernels", f"{config.kernels}, {'channels_last' if config.channels_last else 'NCHW'}"),
         (
@@ -116,10 +131,7 @@ def _configuration(about: Subject) -> str:
 def _recommendations(study: Study, about: Subject, found: Sequence[Advice]) -> list[str]:
     if not found:
         return ["None: nothing that was measured, or that the time budget allows, would make a step faster."]
-    rows = [
-        (str(i), a.title, a.impact, a.expected(), a.status, a.quality.partition(" (")[0])
-        for i, a in enumerate(found, 1)
-    ]
+    rows = [(str(i), a.title, a.impact, a.expected(), a.status, a.quality_word) for i, a in enumerate(found, 1)]
     parts = [_table(("", "Change", "Impact", "Expected speed", "Rests on", "Quality"), rows)]
     for i, a in enumerate(found[:TOLD], 1):
         told = [
@@ -160,7 +172,7 @@ def _result(about: Subject, a: Advice) -> str:
 
 
 def _why(study: Study, about: Subject) -> list[str]:
-    line, config = about.taken.running, about.config
+    config = about.config
     parts = [f"{bottleneck.speed(about)}. {bd.evidence(about.taken)}."]
     if peak := bounds.roofline(study, about):
         parts.append(limits.sentence_of(peak))
@@ -179,9 +191,10 @@ def _why(study: Study, about: Subject) -> list[str]:
         ]
     else:
         parts.append(f"Other batch sizes are not measured; `{change_phrases.command(study, config)}` measures them.")
-    if exchange := line.phases.get("communication"):
-        parts.append(f"Waiting for gradients takes {phrases.seconds(exchange)} of a step.")
-    return parts
+    splits = [
+        s for s in lost_scaling.splits(study) if (s.ranks, s.batch) == (config.world_size, config.global_batch_size)
+    ]
+    return [*parts, *map(lost_scaling_table.sentence, splits)]
 
 
 def _speed(row: bounds.Row) -> str:

@@ -74,8 +74,9 @@ def same_code(row: Row, record: RunRecord) -> bool:
 def bound(study: Study, about: Subject, other: RunConfig) -> float:
     """How many times as fast a change can make a step at most: its phases take no time at all, or n ranks 1/n.
 
-    For computing in the same format also what the machine's peaks allow, where they were measured. NaN where nothing
-    bounds it: such as for another batch, of which a single budget says nothing.
+    What leaves less than a twentieth of the step bounds nothing. For computing in the same format also what the
+    machine's peaks allow, where they were measured. NaN where nothing bounds it: such as for another batch, of which a
+    single budget says nothing.
     """
     line, changed = about.taken.running, other.differences(about.config).keys()
     if "world_size" in changed:
@@ -85,10 +86,11 @@ def bound(study: Study, about: Subject, other: RunConfig) -> float:
     if not phases or not about.taken.explained or changed & {"global_batch_size", "read_loss"}:
         return math.nan
     rest = 1 - sum(line.phases.get(phase, 0.0) for phase in phases) / line.step_seconds
-    most = 1 / rest if rest > 0 else math.inf
+    most = 1 / rest if rest >= 0.05 else math.nan
     if phases != set(_COMPUTE) or "precision" in changed or (peak := roofline(study, about)) is None:
         return most
-    return max(1.0, min(most, peak.measured_seconds / peak.fused_seconds))
+    allowed = max(1.0, peak.measured_seconds / peak.fused_seconds)
+    return allowed if math.isnan(most) else min(most, allowed)
 
 
 def roofline(study: Study, about: Subject) -> limits.Roofline | None:
