@@ -82,8 +82,8 @@ def write(study: Study, folder: Path) -> Path:
     about = bounds.subject(study)
     folder.mkdir(parents=True, exist_ok=True)
     shown = []
-    parts = {"profile": (about.profile,) if about else ()}
-    parts["bottleneck"] = tuple(r for r in study.records if r.experiment == "bottleneck" and r.role != "profile")
+    changed = tuple(r for r in study.records if r.experiment == "bottleneck" and r.role != "profile")
+    parts = {"profile": (about.profile,) if about else (), "bottleneck": changed}
     for name, records in parts.items():
         if records:
             part = dataclasses.replace(study, experiment=name, records=records)

@@ -302,7 +302,9 @@ class Levers(Waiting):
         factor *= float(config.option("compiled", 1.0)) if config.compile != "off" else 1.0
         slow = float(config.option("slow", 0.0)) if self.context.rank == 1 else 0.0
         images = factor * config.rank_batch_size * float(config.option("image", 0.0))
-        time.sleep(float(config.option("fixed", 0.0)) + images + slow)
+        time.sleep(images + slow)
+        self.context.mark("optimizer")
+        self.wait("fixed")
         if config.world_size > 1 and config.exchange.enabled:
             self.context.mark("communication")
             dist.all_reduce(self.gradients)

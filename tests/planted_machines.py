@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import records as make
@@ -22,14 +22,14 @@ COSTS = {"loader": 0.0, "fixed": 0.002, "image": 0.001, "narrow": 1.1, "compiled
 class Planted:
     """A configuration in question with planted ``costs``; ``cure`` is the change that must come first.
 
-    ``beside`` is another change, which is measured too. A cure without a name is none that a setting could make.
+    ``beside`` is another change that is measured, if any. A cure without a name is none that a setting could make.
     """
 
     settings: Mapping[str, Any]
     costs: Mapping[str, float]
     cure: str
-    beside: str
-    title: str = field(default="")
+    title: str
+    beside: str = ""
 
     @property
     def config(self) -> RunConfig:
@@ -42,7 +42,7 @@ class Planted:
         """The changes that are measured, by name."""
         config = self.config
         offered = {**changes(config, usable_cores=2, most_ranks=2), **batch_sizes(config)}
-        return {name: offered[name] for name in (self.cure or NO_EXCHANGE, self.beside)}
+        return {name: offered[name] for name in (self.cure or NO_EXCHANGE, self.beside) if name}
 
     @property
     def gain(self) -> float:
@@ -79,17 +79,13 @@ MACHINES = {
         settings={"global_batch_size": 8},
         costs={"fixed": 0.020},
         cure="batch 64",
-        beside="bf16",
         title="Use batches of 64 images",
     ),
-    "accidental fp32": Planted(
-        settings={}, costs={"narrow": 0.6}, cure="bf16", beside="batch 32", title="Train in bf16"
-    ),
+    "accidental fp32": Planted(settings={}, costs={"narrow": 0.6}, cure="bf16", title="Train in bf16"),
     "compile that never pays off": Planted(
         settings={"compile": "whole"},
         costs={"compiled": 1.4},
         cure="eager",
-        beside="bf16",
         title="Switch torch.compile off",
     ),
     "straggler": Planted(

@@ -12,7 +12,7 @@ from planted_machines import profiled, study, told
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import advice as adv
 from ddpm_lab.explain import bottleneck, bounds
-from ddpm_lab.explain.bottleneck import MET, MISSED, UNKNOWN
+from ddpm_lab.explain.bottleneck import MET, MISSED, NO_TARGET, UNKNOWN
 from ddpm_lab.explain.bottleneck_report import markdown
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.targets import S002
@@ -94,7 +94,7 @@ def test_targets_are_met_missed_or_not_measured() -> None:
     assert status(study(budget)) == {
         "compute share": MET,
         "I/O share": MET,
-        "memory in use": UNKNOWN,
+        "memory in use": NO_TARGET,
         "CPU utilisation": UNKNOWN,
         epoch: UNKNOWN,
     }
@@ -103,9 +103,9 @@ def test_targets_are_met_missed_or_not_measured() -> None:
     assert status(measured(BUSY, bf16=1.4))[epoch] == MISSED
     assert status(measured(BUSY, bf16=0.7))[epoch] == MET
     known = status(study(with_memory(budget, 0.5, 90.0)))
-    assert (known["memory in use"], known["CPU utilisation"]) == (MET, MET)
+    assert (known["memory in use"], known["CPU utilisation"]) == (NO_TARGET, MET)
     known = status(study(with_memory(budget, 0.1, 50.0)))
-    assert (known["memory in use"], known["CPU utilisation"]) == (MISSED, MISSED)
+    assert (known["memory in use"], known["CPU utilisation"]) == (NO_TARGET, MISSED)
 
 
 def test_names_of_shares_are_the_published_bands() -> None:

@@ -138,16 +138,26 @@ def measured(study: Study, about: Subject) -> dict[str, dict[str, Any]]:
 def _base(study: Study, about: Subject, other: RunConfig, name: str) -> Advice:
     """What is known of a change before anything was measured; without a ``name`` it has no command of its own."""
     before, after = change_phrases.settings(other, about.config)
+    judged = quality.Trials(study.trials).verdict(about.config, other, about.profile.code_version)
     return Advice(
         title=change_phrases.title(other, about.config),
-        status=NOT_MEASURED,
+        status=WORSE if judged.verdict == quality.WORSE else NOT_MEASURED,
         current=before,
         recommended=after,
         rationale=bounds.rationale(about, other),
         evidence="",
         command=change_phrases.command(study, about.config, *([name] if name else [])),
+        quality=_judged(study, about, other, judged),
         config=other,
     )
+
+
+def _judged(study: Study, about: Subject, other: RunConfig, found: quality.Equivalence) -> str:
+    """The verdict on quality with what it rests on; of another batch also what equal images do not say."""
+    said = quality.full(found)
+    if other.global_batch_size == about.config.global_batch_size:
+        return said
+    return f"{said}. {sizes.CAVEAT}{_to_the_loss(study, about.config, other)}".removesuffix(".")
 
 
 def _of_row(study: Study, about: Subject, row: Row, name: str) -> Advice:
@@ -160,25 +170,21 @@ def _of_row(study: Study, about: Subject, row: Row, name: str) -> Advice:
         told += f"; {phrases.outcome(row)}"
     if row["config"].compile != "off" and about.config.compile == "off":
         told += f". {compiling.sentence(study, row).removesuffix('.')}"
-    judged = row["equivalence"]
-    said = row["quality"] if judged is None else quality.full(judged)
-    if row["batch"] != about.config.global_batch_size:
-        said = f"{said}. {sizes.CAVEAT}{_to_the_loss(study, row)}".removesuffix(".")
-    worse = judged is not None and judged.verdict == quality.WORSE
     return replace(
         base,
-        status=WORSE if worse else _status(row),
+        status=WORSE if base.status == WORSE else _status(row),
         evidence=told,
-        quality=said,
-        **{end: float(row[end]) for end in ("ratio", "low", "high")},
+        ratio=float(row["ratio"]),
+        low=float(row["low"]),
+        high=float(row["high"]),
     )
 
 
-def _to_the_loss(study: Study, row: Row) -> str:
+def _to_the_loss(study: Study, config: RunConfig, other: RunConfig) -> str:
     """How long another batch takes to the loss of the present one, after a space; empty without trials."""
     for family in learned.families(study):
-        if family[0]["run_id"] == row["baseline_id"]:
-            found = next((w for w in learned.ways(study, family) if w.row["run_id"] == row["run_id"]), None)
+        if family[0]["run_id"] == config.run_id:
+            found = next((w for w in learned.ways(study, family) if w.row["run_id"] == other.run_id), None)
             if found is not None and not math.isnan(found.times):
                 return f" To the same held-out loss it takes {found.compared()}."
     return ""
@@ -200,8 +206,8 @@ def _unmeasured(study: Study, about: Subject, other: RunConfig, name: str) -> Ad
     if near := _elsewhere(study, about, other):
         where = phrases.settings(near["baseline"])
         told += f"; from other ones ({where}) it reads {phrases.ratio(near)} ({phrases.evidence(near)})"
-    if math.isnan(most):
-        return replace(base, status=NOT_MEASURED, evidence=told)
+    if base.status == WORSE or math.isnan(most):
+        return replace(base, evidence=told)
     status = BOUND if most >= 1 + study.resolution else NO_GAIN
     return replace(base, status=status, evidence=told, most=most)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ddpm_lab.explain import advice as adv
 from ddpm_lab.explain import bounds, phrases
@@ -16,13 +16,15 @@ from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.targets import S002 as TARGETS
 
 HOW = "ddpm-lab bottleneck"
-MET, MISSED, UNKNOWN = "met", "missed", "not measured"
+DIFFERS = 0.10
+"""By which a step in sets and in its time budget may differ unsaid."""
+MET, MISSED, UNKNOWN, NO_TARGET = "met", "missed", "not measured", "no target on a CPU"
 LONG = {bd.TRANSFER: "memory transfer", bd.OTHER: "phases of the workload's own"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A target of the table, what is reached, and whether that is enough: met, missed, or not measured."""
+    """A target of the table, what is reached, and its status: met, missed, not measured, or no target on a CPU."""
 
     name: str
     target: str
@@ -38,13 +40,15 @@ def summary(study: Study) -> list[str]:
     found = adv.advice(study)
     told = [verdict(about), f"{speed(about)}."]
     if found:
-        told.append(f"First recommendation: {_first(found[0])}.")
+        sure = found[0].status in (adv.FASTER, adv.DERIVED)
+        told.append(f"{'First recommendation' if sure else 'First to be measured'}: {_first(found[0])}.")
     else:
         told.append("Nothing that was measured, or that the time budget allows, would make it faster.")
     table = targets(study, about, found)
     missed = [t.name for t in table if t.status == MISSED]
     unknown = [t.name for t in table if t.status == UNKNOWN]
-    text = f"{sum(t.status == MET for t in table)} of {phrases.plural(len(table), 'target')} are met"
+    count = sum(t.status != NO_TARGET for t in table)
+    text = f"{sum(t.status == MET for t in table)} of {phrases.plural(count, 'target')} are met"
     text += f"; missed: {phrases.joined(missed)}" if missed else ""
     told.append(f"{text}; not measured: {phrases.joined(unknown)}." if unknown else f"{text}.")
     if about.taken.disturbance:
@@ -79,10 +83,11 @@ def targets(study: Study, about: Subject, found: Sequence[Advice]) -> list[Targe
     used, device = _utilisation(about)
     first = next((a for a in found if a.status == adv.FASTER), None)
     epoch = about.step_seconds * PROJECTED_IMAGES / about.config.global_batch_size
+    held = _target(f"memory in use, of {of}", f"{100 * low:.0f} to {bd.percent(high)}", memory, low, high)
     return [
         _target("compute share", f"above {bd.percent(TARGETS.compute)}", line.share(bd.COMPUTE), TARGETS.compute, 1.01),
         _target("I/O share", f"below {bd.percent(TARGETS.io)}", line.share(bd.IO), -1.0, TARGETS.io),
-        _target(f"memory in use, of {of}", f"{100 * low:.0f} to {bd.percent(high)}", memory, low, high),
+        replace(held, status=NO_TARGET) if about.config.device == "cpu" else held,
         _target(f"{device} utilisation", f"above {bd.percent(TARGETS.utilisation)}", used, TARGETS.utilisation, 1.01),
         Target(
             name=f"time of {PROJECTED_IMAGES:,} images",
@@ -127,7 +132,11 @@ def speed(about: Subject) -> str:
     batch = phrases.plural(about.config.global_batch_size, "image")
     text = f"A step of {batch} takes {phrases.seconds(about.step_seconds)}"
     if about.speed:
-        return f"{text} ({phrases.throughput(about.speed)}, {phrases.plural(about.speed['sets'], 'set')})"
+        text = f"{text} ({phrases.throughput(about.speed)}, {phrases.plural(about.speed['sets'], 'set')})"
+        times = about.step_seconds / about.taken.running.step_seconds
+        if abs(math.log(times)) > math.log1p(DIFFERS):
+            text += f", {times:.2f} times as long as while its time budget was taken"
+        return text
     rate = phrases.significant(about.config.global_batch_size / about.step_seconds)
     return f"{text} ({rate} images/s by the time budget; no set measured its speed)"
 

@@ -25,8 +25,6 @@ from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.targets import S002 as TARGETS
 
 TITLE = "Bottleneck report"
-TOLD = 8
-"""Recommendations that are told in full; the others are rows of a table."""
 
 
 def markdown(study: Study, figures: Sequence[tuple[str, str]] = ()) -> str:
@@ -133,7 +131,7 @@ def _recommendations(study: Study, about: Subject, found: Sequence[Advice]) -> l
         return ["None: nothing that was measured, or that the time budget allows, would make a step faster."]
     rows = [(str(i), a.title, a.impact, a.expected(), a.status, a.quality_word) for i, a in enumerate(found, 1)]
     parts = [_table(("", "Change", "Impact", "Expected speed", "Rests on", "Quality"), rows)]
-    for i, a in enumerate(found[:TOLD], 1):
+    for i, a in enumerate((a for a in found if a.status != adv.NOT_MEASURED), 1):
         told = [
             f"**Impact:** {a.impact}",
             f"**Now:** `{a.current}`. **Recommended:** `{a.recommended}`",
@@ -146,6 +144,9 @@ def _recommendations(study: Study, about: Subject, found: Sequence[Advice]) -> l
             f"**Expected result:** {_result(about, a)}",
         ]
         parts += [f"### {i}. {a.title}", _items(told)]
+    if any(a.status == adv.NOT_MEASURED for a in found):
+        how = change_phrases.command(study, about.config)
+        parts.append(f"Of what is not measured the time budget says nothing; `{how}` measures it.")
     return parts
 
 
