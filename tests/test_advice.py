@@ -130,6 +130,22 @@ def test_what_is_resolved_goes_before_bounds_and_these_before_what_is_not() -> N
     assert by_title(adv.declined(shown), "Use batches of 16 images").status == adv.SLOWER
 
 
+def test_a_single_set_settles_nothing() -> None:
+    config = RunConfig()
+    ratios = {
+        "bf16": (replace(config, precision="bf16"), 0.5),
+        "batch 64": (replace(config, global_batch_size=64), 1.6),
+    }
+    shown = study(profiled(config, {"forward": 80.0, "optimizer": 20.0}), *told(config, ratios, count=1))
+    found = adv.advice(shown)
+    assert {a.title for a in found if a.status == adv.NOT_RESOLVED} == {"Train in bf16", "Use batches of 64 images"}
+    assert found[-1].title == "Train in bf16", "it reads slower, and nobody knows"
+    assert "not resolved" in found[-1].expected()
+    about = bounds.subject(shown)
+    assert about is not None
+    assert bottleneck.targets(shown, about, found)[-1].status == bottleneck.UNKNOWN
+
+
 def test_what_is_known_to_cost_quality_is_not_recommended_and_said() -> None:
     config = RunConfig()
     bf16 = replace(config, precision="bf16")

@@ -66,9 +66,13 @@ class Advice:
 
     @property
     def rank(self) -> tuple[int, float]:
-        """Where it stands: what is resolved first, by the lower end of its interval; then bounds; then the rest."""
+        """Where it stands: what is resolved first, by the lower end of its interval; then bounds; then the rest.
+
+        What reads slower, and is not resolved, comes after what was not measured at all.
+        """
         gain = self.most if self.status == BOUND else self.ratio if math.isnan(self.low) else self.low
-        return _TIERS.get(self.status, len(_TIERS)), 0.0 if math.isnan(gain) else -gain
+        tier = len(_TIERS) if self.ratio <= 1 else _TIERS.get(self.status, len(_TIERS))
+        return tier, 0.0 if math.isnan(gain) else -gain
 
     @property
     def quality_word(self) -> str:
@@ -83,7 +87,8 @@ class Advice:
             return NOT_MEASURED
         row = {"ratio": self.ratio, "low": self.low, "high": self.high}
         span = phrases.interval(row)
-        return f"{phrases.ratio(row)} times as fast{f' ({span})' if span else ''}"
+        text = f"{phrases.ratio(row)} times as fast{f' ({span})' if span else ''}"
+        return f"{text}, not resolved" if self.status == NOT_RESOLVED else text
 
 
 def advice(study: Study) -> tuple[Advice, ...]:
@@ -195,8 +200,7 @@ def _status(row: Row) -> str:
         return str(row["verdict"])
     if row["verdict"] == stats.NOT_TRUSTED:
         return NOT_RESOLVED
-    none = row["high"] < 1 + row["resolution"] if row["sets"] >= stats.LEAST_SETS else row["ratio"] <= 1
-    return NO_GAIN if none else NOT_RESOLVED
+    return NO_GAIN if row["sets"] >= stats.LEAST_SETS and row["high"] < 1 + row["resolution"] else NOT_RESOLVED
 
 
 def _unmeasured(study: Study, about: Subject, other: RunConfig, name: str) -> Advice:

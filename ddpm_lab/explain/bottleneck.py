@@ -91,9 +91,9 @@ def targets(study: Study, about: Subject, found: Sequence[Advice]) -> list[Targe
         _target(f"{device} utilisation", f"above {bd.percent(TARGETS.utilisation)}", used, TARGETS.utilisation, 1.01),
         Target(
             name=f"time of {PROJECTED_IMAGES:,} images",
-            target=phrases.seconds(epoch / first.ratio) if first else "no measured change is faster",
+            target=phrases.seconds(epoch / first.ratio) if first else "no change is known to be faster",
             now=phrases.seconds(epoch),
-            status=MISSED if first else MET if about.speed and _measured_any(study) else UNKNOWN,
+            status=MISSED if first else MET if _settled(study) else UNKNOWN,
         ),
     ]
 
@@ -104,8 +104,10 @@ def _target(name: str, target: str, value: float, low: float, high: float) -> Ta
     return Target(name=name, target=target, now=bd.percent(value), status=MET if low < value < high else MISSED)
 
 
-def _measured_any(study: Study) -> bool:
-    return any(not math.isnan(a.ratio) for a in adv.considered(study))
+def _settled(study: Study) -> bool:
+    """Whether changes were measured, and what was measured is resolved."""
+    known = [a.status for a in adv.considered(study) if not math.isnan(a.ratio)]
+    return bool(known) and adv.NOT_RESOLVED not in known
 
 
 def _memory(about: Subject) -> tuple[float, str]:

@@ -131,7 +131,8 @@ def _recommendations(study: Study, about: Subject, found: Sequence[Advice]) -> l
         return ["None: nothing that was measured, or that the time budget allows, would make a step faster."]
     rows = [(str(i), a.title, a.impact, a.expected(), a.status, a.quality_word) for i, a in enumerate(found, 1)]
     parts = [_table(("", "Change", "Impact", "Expected speed", "Rests on", "Quality"), rows)]
-    for i, a in enumerate((a for a in found if a.status != adv.NOT_MEASURED), 1):
+    told_in_full = [a for a in found if a.status == adv.BOUND or a.ratio > 1]
+    for i, a in enumerate(told_in_full, 1):
         told = [
             f"**Impact:** {a.impact}",
             f"**Now:** `{a.current}`. **Recommended:** `{a.recommended}`",
