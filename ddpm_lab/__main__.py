@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from ddpm_lab import (
     __version__,
+    bottleneck_command,
     commands,
     predict_command,
     recommend_command,
@@ -74,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     _run_options(subparsers)
     _compare_options(subparsers)
     strategy_commands.add_options(subparsers)
+    bottleneck_command.add_options(subparsers)
     train_commands.add_options(subparsers)
     rank = subparsers.add_parser(
         "rank",

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from ddpm_lab.changes import NO_EXCHANGE
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.exchange_settings import ExchangeConfig
@@ -13,7 +14,6 @@ from ddpm_lab.plan import Experiment, Family
 from ddpm_lab.setting import Setup
 
 BASELINE = "default"
-NO_EXCHANGE = "no exchange (no training)"
 _SETTINGS: dict[str, dict[str, Any]] = {
     NO_EXCHANGE: {"enabled": False},
     "bf16 hook": {"hook": "bf16"},

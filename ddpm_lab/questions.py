@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ddpm_lab import collectives
+from ddpm_lab.bottleneck import bottleneck
 from ddpm_lab.checks import ConfigError, choice, several, whole
 from ddpm_lab.claims import WORKLOADS as CLAIMED
 from ddpm_lab.claims import claims
@@ -321,7 +322,10 @@ WORKLOADS = {"peers": TRAINERS, "quality": TRAINED, "all_reduce": collectives.WO
 """What a question runs beside the lab's own trainer; one code version covers all of it."""
 QUESTIONS: dict[str, Callable[..., Experiment]] = {
     f.__name__: f
-    for f in (profile, multi_gpu, amp, workers, torch_compile, batch_size, exchange, all_reduce, peers, quality, claims)
+    for f in (
+        *(profile, multi_gpu, amp, workers, torch_compile, batch_size, exchange, all_reduce, peers, quality),
+        *(bottleneck, claims),
+    )
 }
 
 STAGES: dict[str, Callable[..., Experiment]] = {f.__name__: f for f in (search, recommendation)}

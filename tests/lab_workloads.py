@@ -279,3 +279,38 @@ class Waiting:
 def waiting(config: RunConfig, context: RankContext) -> Waiting:
     """Make the workload of timed waits."""
     return Waiting(config, context)
+
+
+class Levers(Waiting):
+    """A step of timed waits on which the lab's settings act as planted.
+
+    ``loader`` is waited where files are read, ``narrow`` and ``compiled`` are what the time of an image is multiplied
+    by in bf16 and where the step is compiled, and ``slow`` comes on rank 1.
+    """
+
+    def batches(self) -> Iterator[Any]:
+        for step in itertools.count():
+            if self.config.loader == "files":
+                self.wait("loader")
+            yield step
+
+    def step(self, batch: Any) -> float:
+        del batch
+        config = self.config
+        self.context.mark("forward")
+        factor = float(config.option("narrow", 1.0)) if config.precision == "bf16" else 1.0
+        factor *= float(config.option("compiled", 1.0)) if config.compile != "off" else 1.0
+        slow = float(config.option("slow", 0.0)) if self.context.rank == 1 else 0.0
+        images = factor * config.rank_batch_size * float(config.option("image", 0.0))
+        time.sleep(images + slow)
+        self.context.mark("optimizer")
+        self.wait("fixed")
+        if config.world_size > 1 and config.exchange.enabled:
+            self.context.mark("communication")
+            dist.all_reduce(self.gradients)
+        return 0.0
+
+
+def levers(config: RunConfig, context: RankContext) -> Levers:
+    """Make the workload on which settings act."""
+    return Levers(config, context)

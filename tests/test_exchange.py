@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 from test_lost_scaling import setup
 
+from ddpm_lab.changes import NO_EXCHANGE
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.exchange import NO_EXCHANGE, exchange
+from ddpm_lab.exchange import exchange
 from ddpm_lab.exchange_settings import HOOKS, NCCL, ExchangeConfig
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import records as make
 
+from ddpm_lab.changes import NO_EXCHANGE
 from ddpm_lab.config import RunConfig
-from ddpm_lab.exchange import BASELINE, NO_EXCHANGE
+from ddpm_lab.exchange import BASELINE
 from ddpm_lab.exchange_settings import ExchangeConfig
 from ddpm_lab.explain import ranking
 from ddpm_lab.explain.findings import finding

@@ -16,7 +16,7 @@ ROWS = (
     ("exchange_settings",),
     ("config",),
     ("space",),
-    ("plan", "settings_file", "stopping"),
+    ("changes", "plan", "settings_file", "stopping"),
     ("record", "run_folder", "workload"),
     ("ledger", "search"),
     # data
@@ -58,7 +58,7 @@ ROWS = (
     ("measure.campaign",),
     ("measure.network_choice",),
     # explain: what reads the ledger
-    ("explain.bands",),
+    ("explain.bands", "explain.targets"),
     ("explain.figure_style", "explain.frames", "explain.gradients", "explain.pages", "explain.stats"),
     ("explain.quality",),
     ("explain.comparisons",),
@@ -82,8 +82,11 @@ ROWS = (
     ("explain.claim_evidence",),
     ("explain.claim_verdicts",),
     ("explain.claims",),
-    ("explain.recommended_words", "explain.scaling"),
-    ("explain.strategy", "explain.tables"),
+    ("explain.bounds", "explain.recommended_words", "explain.scaling"),
+    ("explain.change_phrases",),
+    ("explain.advice",),
+    ("explain.bottleneck",),
+    ("explain.bottleneck_report", "explain.strategy", "explain.tables"),
     ("explain.findings",),
     (
         "explain.figure_budget",
@@ -107,7 +110,7 @@ ROWS = (
     ("anonymous", "checkup", "inception", "planted", "setting", "summary_lines"),
     ("tracking",),
     ("training_run",),
-    ("claims", "collectives", "exchange", "lost_scaling", "quality", "slurm_logs", "trainers"),
+    ("bottleneck", "claims", "collectives", "exchange", "lost_scaling", "quality", "slurm_logs", "trainers"),
     ("sampling_run", "search_space", "slurm_jobs", "slurm_table", "training_plan"),
     ("questions",),
     ("planning",),
@@ -116,7 +119,8 @@ ROWS = (
     ("calibrate", "experiments", "report_lines", "slurm"),
     ("comparison", "notebooks", "published", "slurm_collect", "strategy"),
     ("report", "tracker_option"),
-    ("commands", "predict_command", "recommend_command", "slurm_commands", "strategy_commands", "train_commands"),
+    ("bottleneck_command", "commands", "predict_command", "recommend_command"),
+    ("slurm_commands", "strategy_commands", "train_commands"),
     ("__main__",),
 )
 PLACE = {name: row for row, names in enumerate(ROWS) for name in names}

@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from ddpm_lab.explain import phrases
+from ddpm_lab.explain.targets import S002 as TARGETS
 from ddpm_lab.record import RunRecord
 
 IO, TRANSFER, COMPUTE, OTHER = "I/O", "transfer", "compute", "other"
@@ -32,7 +33,6 @@ UNEXPLAINED = 0.10
 """Share of a step in no phase above which a budget explains nothing."""
 STRAGGLES = 1.10
 DISTURBED = 0.1
-GOOD_COMPUTE, GOOD_IO = 0.80, 0.15
 _NONE = float("nan")
 
 
@@ -186,7 +186,7 @@ def headline(found: Budget) -> str:
     data, exchange = line.share("data"), line.share("communication")
     if top == "data":
         return f"Waiting for data takes {percent(data)} of a step: the loader is the limit"
-    ends = ["the loader is not the limit" if data < GOOD_IO else f"waiting for data takes {percent(data)}"]
+    ends = ["the loader is not the limit" if data < TARGETS.io else f"waiting for data takes {percent(data)}"]
     if top != "communication" and exchange >= UNEXPLAINED:
         ends.insert(0, f"waiting for gradients takes {percent(exchange)}")
     return f"{top[0].upper()}{top[1:]} takes {percent(line.share(top))} of a step; {', '.join(ends)}"
@@ -200,8 +200,8 @@ def evidence(found: Budget) -> str:
     parts = [
         f"A step{whose} takes {phrases.seconds(line.step_seconds)}: {phrases.joined(shares)}; "
         f"{percent(line.residual_share)} lies in no phase",
-        f"Compute share {percent(line.share(COMPUTE))} (above {percent(GOOD_COMPUTE)} counts as good), "
-        f"I/O {percent(line.share(IO))} (below {percent(GOOD_IO)})",
+        f"Compute share {percent(line.share(COMPUTE))} (above {percent(TARGETS.compute)} counts as good), "
+        f"I/O {percent(line.share(IO))} (below {percent(TARGETS.io)})",
     ]
     parts += [found.straggler] if found.straggler else []
     parts += [f"Beside the phases: {phrases.joined(beside(found))}"] if beside(found) else []

@@ -136,8 +136,11 @@ def flop_per_image(study: Study) -> float | None:
 def sentence(study: Study, own: Mapping[str, Any] | None) -> str:
     """How far from the limit, in one sentence; empty where it was not measured."""
     line = roofline(study, own)
-    if line is None:
-        return ""
+    return "" if line is None else sentence_of(line)
+
+
+def sentence_of(line: Roofline) -> str:
+    """How far from the limit, in one sentence."""
     percent = f"{100 * line.flop_share:.0f} %"
     most = line.measured_seconds / line.fused_seconds
     return (

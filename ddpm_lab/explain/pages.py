@@ -11,7 +11,9 @@ from typing import Any
 
 import nbformat
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 from nbconvert import HTMLExporter
+from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
 from ddpm_lab import __version__
 
@@ -206,6 +208,22 @@ def write_index(
         ledger=ledger,
         calibration=calibration,
         version=__version__,
+    )
+    replace_text(target, html)
+
+
+def write_markdown(text: str, target: Path) -> None:
+    """Write Markdown as a page: its first line is the title, and pictures beside ``target`` are put into the page.
+
+    Raises OSError if the file cannot be written.
+    """
+    renderer = IPythonRenderer(exclude_anchor_links=True, embed_images=True, path=str(target.parent))
+    body = MarkdownWithMath(renderer=renderer).render(text)
+    for tag, wrapped in (("<table>", '<div class="scroll" tabindex="0"><table>'), ("</table>", "</table></div>")):
+        body = body.replace(tag, wrapped)
+    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined)
+    html = environment.get_template("markdown.html.j2").render(
+        title=text.partition("\n")[0].lstrip("# "), body=Markup(body), version=__version__
     )
     replace_text(target, html)
 

@@ -22,6 +22,7 @@ QUESTIONS = {
     "batch_size": "How large a batch fits, and does a larger one train faster?",
     "exchange": "How should ranks exchange gradients?",
     "peers": "How fast is this trainer beside others, and how far from the limit?",
+    "bottleneck": "What should be changed next?",
     "quality": "Does any setting cost quality?",
     "claims": "Which published claims hold here?",
     "compare": "Which of the two is faster?",

@@ -38,6 +38,7 @@ NAMES = {
     "peers": "07_peers",
     "quality": "08_quality",
     "claims": "09_claims",
+    "bottleneck": "bottleneck",
     "recommendation": "06_recommendation",
 }
 NAMING = ("Configuration", "Family", "Operator", "Settings", "Work")

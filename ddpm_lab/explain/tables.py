@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from ddpm_lab.explain import (
+    advice,
     budget,
     claims,
     compiling,
@@ -84,6 +85,8 @@ def more(study: Study) -> list[tuple[str, pd.DataFrame]]:
         found.append((f"Where the lost scaling went. {said}", lost_scaling_table.table(study)))
     if study.experiment == SCALING:
         found.append(predicted.further(study))
+    if study.experiment == "profile":
+        found.append(("What to change next: measured, or at most what this budget allows.", advice.table(study)))
     found = [(caption, frame) for caption, frame in found if not frame.empty]
     state = machine_state.table(study) if study.experiment in ("profile", "multi_gpu") else pd.DataFrame()
     return found if state.empty else [*found, ("What the machine did meanwhile.", state)]

@@ -1,0 +1,68 @@
+"""What should be changed next in a configuration? Its time budget, and each change of one setting, measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from ddpm_lab.changes import batch_sizes, changes
+from ddpm_lab.checks import ConfigError, choice, known, several, whole
+from ddpm_lab.config import RunConfig
+from ddpm_lab.plan import Experiment, Family
+from ddpm_lab.setting import Setup
+
+BASELINE = "the present settings"
+SIZES = ", batch sizes"
+_FIXED = ("purpose", "workload", "data", "data_sha256", "options", "nodes")
+"""Settings of a configuration that a question does not take."""
+
+
+def bottleneck(
+    setup: Setup,
+    *,
+    global_batch_size: int | None = None,
+    world_size: int = 1,
+    only: Sequence[str] | None = None,
+    **settings: Any,
+) -> Experiment:
+    """What takes the time of a step, and which change of one setting makes it faster?
+
+    ``settings`` are those of ``RunConfig`` that the configuration in question has; what is left out is as there. Each
+    change that the machine can run is measured against it; ``only`` names some of them. ``smoke`` measures the first
+    three, and twice the batch.
+    """
+    known("a configuration", settings, RunConfig)
+    for name in _FIXED:
+        if name in settings:
+            raise ConfigError(f"{name} is {settings[name]!r}: the lab sets it itself here; leave it out")
+    whole("world_size", world_size, 1)
+    setup.check_ranks(world_size)
+    batch = setup.batch_size(global_batch_size, world_size)
+    config = setup.config(global_batch_size=batch, world_size=world_size, **settings)
+    if config.loader_workers > setup.usable_cores:
+        raise ConfigError(
+            f"loader_workers is {config.loader_workers}: {setup.usable_cores} cores are usable, give at most that"
+        )
+    one, sizes = changes(config, usable_cores=setup.usable_cores, most_ranks=setup.node_size), batch_sizes(config)
+    if only is not None:
+        several("changes", only)
+        for name in only:
+            choice("changes", name, (*one, *sizes))
+    elif setup.preset == "smoke":
+        only = [*list(one)[:3], f"batch {2 * batch}"]
+    name = setup.family_name(batch, world_size)
+    families = [
+        Family(
+            name=f"{name}{what}",
+            baseline=config,
+            baseline_label=BASELINE,
+            candidates=tuple((label, other) for label, other in offered.items() if only is None or label in only),
+        )
+        for what, offered in ((", one change at a time", one), (SIZES, sizes))
+    ]
+    return Experiment(
+        name="bottleneck",
+        families=tuple(f for f in families if f.candidates),
+        profiles=((name, BASELINE, dataclasses.replace(config, purpose="profile")),),
+    )

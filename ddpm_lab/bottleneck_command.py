@@ -1,0 +1,165 @@
+"""The command that says what to change next in a configuration, from its options to a report."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpm_lab.checks import ConfigError, percent
+from ddpm_lab.config import COMPILE, DEVICES, LOADERS, NETWORKS, PARTS, PRECISIONS
+from ddpm_lab.plan import PRESETS
+from ddpm_lab.settings_file import configuration, read_settings
+
+if TYPE_CHECKING:
+    from ddpm_lab.explain.frames import Study
+
+STEM = "bottleneck_report"
+_PRESENT = ("precision", "loader", "loader_workers", "compile", "world_size", "seed", "image_size", "network", "device")
+
+
+def add_options(subparsers: Any) -> None:
+    """Add the command to the command line. Settings that are not given are absent, so that a file can say them."""
+    parser = subparsers.add_parser(
+        "bottleneck", help="what takes the time of a step, and which change of a setting makes it faster: a report"
+    )
+    absent = argparse.SUPPRESS
+    parser.add_argument("--config", metavar="FILE", help="TOML file with the present settings, by names of RunConfig")
+    parser.add_argument("--network", choices=NETWORKS, default=absent, help="default: the preset's for this machine")
+    parser.add_argument("--batch-size", type=int, help="global batch size (default: 128 on a GPU, 8 on a CPU)")
+    parser.add_argument("--precision", choices=PRECISIONS, default=absent, help="present number format (default: fp32)")
+    parser.add_argument("--world-size", type=int, default=absent, help="present number of ranks (default: 1)")
+    parser.add_argument("--loader", choices=LOADERS, default=absent, help="present loader (default: packed)")
+    parser.add_argument("--loader-workers", type=int, default=absent, help="present loader workers (default: 0)")
+    parser.add_argument("--compile", choices=COMPILE, default=absent, help="present torch.compile (default: off)")
+    parser.add_argument("--image-size", type=int, default=absent, help="side of the images in pixels (default: 32)")
+    parser.add_argument("--seed", type=int, default=absent, help="seed of weights, data order and noise (default: 0)")
+    parser.add_argument("--device", choices=DEVICES, default=absent, help="default: the GPU where there is one")
+    parser.add_argument("--data", help="images: a folder, an archive, or synthetic (the default)")
+    parser.add_argument("--held-out", metavar="FOLDER", help="images never to train on (default: 5 %% of the data)")
+    parser.add_argument("--skip-bad", action="store_true", help="leave damaged images out, and list them")
+    parser.add_argument("--changes", metavar="NAME,...", help="only these changes, by the names in the report")
+    parser.add_argument("--preset", default="quick", help=f"how much is run: {', '.join(PRESETS)} (default: quick)")
+    parser.add_argument("--minutes", type=float, help="time budget")
+    parser.add_argument("--sets", type=int, help="sets per comparison (default: the preset's)")
+    parser.add_argument("--resolution", metavar="SHARE", help="smallest difference to be found, such as 2%%")
+    parser.add_argument("--ledger", nargs="+", metavar="FILE", help="report from these records, and measure nothing")
+    parser.add_argument("--machine", metavar="NAME", help="whose records: a name, a part of it, or a key")
+    parser.add_argument("--output-dir", help="folder that receives all results (default: this checkout)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(command=bottleneck_command)
+
+
+def bottleneck_command(options: argparse.Namespace) -> int:
+    """Measure what is missing, write the report, and print its summary; 1 where there is nothing to report."""
+    from ddpm_lab.explain import advice, bottleneck, bounds  # noqa: PLC0415 - commands load what they need
+    from ddpm_lab.planning import output_folder  # noqa: PLC0415
+
+    output = output_folder(options.output_dir)
+    study = _stored(options, output) if options.ledger or options.machine else _measured(options, output)
+    lines = bottleneck.summary(study)
+    if bounds.subject(study) is None:
+        print(*lines, sep="\n")
+        return 1
+    report = write(study, output / "reports")
+    if options.json:
+        told = [_plain(a) for a in advice.advice(study)]
+        print(json.dumps({"summary": lines, "advice": told, "report": str(report)}, indent=1))
+    else:
+        print(*lines, f"report: {report}", f"page: {report.with_suffix('.html')}", sep="\n")
+    return 0
+
+
+def write(study: Study, folder: Path) -> Path:
+    """Write the report with its pictures into ``folder``, as Markdown and as a page; returns the former."""
+    from ddpm_lab.explain import bounds, figures, pages  # noqa: PLC0415
+    from ddpm_lab.explain.bottleneck_report import markdown  # noqa: PLC0415
+
+    about = bounds.subject(study)
+    folder.mkdir(parents=True, exist_ok=True)
+    shown = []
+    changed = tuple(r for r in study.records if r.experiment == "bottleneck" and r.role != "profile")
+    parts = {"profile": (about.profile,) if about else (), "bottleneck": changed}
+    for name, records in parts.items():
+        if records:
+            part = dataclasses.replace(study, experiment=name, records=records)
+            path = folder / f"{STEM}_{name}.png"
+            figures.save(figures.figure(part), path)
+            shown.append((figures.alt_text(part), path.name))
+    text = markdown(study, shown)
+    target = folder / f"{STEM}.md"
+    pages.replace_text(target, text)
+    pages.write_markdown(text, target.with_suffix(".html"))
+    return target
+
+
+def _measured(options: argparse.Namespace, output: Path) -> Study:
+    """Every record of this machine that can say something, after measuring what the question lacks."""
+    from ddpm_lab import planning  # noqa: PLC0415
+    from ddpm_lab.experiments import study_of  # noqa: PLC0415
+
+    settings = _settings(options)
+    measured = planning.plan_question(
+        "bottleneck",
+        preset=options.preset,
+        minutes=options.minutes,
+        sets=options.sets,
+        resolution=percent(options.resolution) if options.resolution else None,
+        output_dir=options.output_dir,
+        held_out=options.held_out,
+        skip_bad=options.skip_bad,
+        only=[name.strip() for name in options.changes.split(",")] if options.changes else None,
+        **settings,
+    ).measure()
+    asked = study_of(measured)
+    every = _read([measured.ledger], measured.cohort[0], output)
+    others = tuple(r for r in every.records if r.experiment != asked.experiment)
+    return dataclasses.replace(every, records=(*others, *asked.records), measured_sets=measured.measured_sets)
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    """What is measured, from the file and the options, which go first."""
+    given = vars(options)
+    found = read_settings(Path(options.config).expanduser(), "--config") if options.config else {}
+    for name in ("train", "data_sha256"):  # how long a run is, and what its images were
+        found.pop(name, None)
+    if found.get("nodes") == 1:
+        del found["nodes"]
+    found |= {name: given[name] for name in _PRESENT if name in given}
+    if options.batch_size is not None:
+        found["global_batch_size"] = options.batch_size
+    if options.data is not None:
+        found["data"] = options.data
+    for place, _ in PARTS:
+        if place in found:  # alone, since what the others say is settled later; an exchange needs two ranks
+            found[place] = getattr(configuration({"world_size": 2, place: found[place]}, "--config"), place)
+    return found
+
+
+def _stored(options: argparse.Namespace, output: Path) -> Study:
+    from ddpm_lab.planning import LEDGER  # noqa: PLC0415
+
+    if options.changes or options.config:
+        raise ConfigError("--changes and --config are about measuring, and --ledger and --machine measure nothing")
+    return _read([Path(f).expanduser() for f in options.ledger or [output / LEDGER]], options.machine, output)
+
+
+def _read(files: Sequence[Path], machine: str | None, output: Path) -> Study:
+    from ddpm_lab.explain.frames import RECOMMENDATION, chosen, study  # noqa: PLC0415
+    from ddpm_lab.ledger import read_all  # noqa: PLC0415
+
+    records, damaged = read_all(files, lambda heads: chosen(heads, RECOMMENDATION, machine=machine))
+    for line in damaged:
+        print(f"note: {line}")
+    return study(records, RECOMMENDATION, machine=machine, output_dir=output)
+
+
+def _plain(one: Any) -> dict[str, Any]:
+    """A piece of advice as plain values; what is unknown is null."""
+    values = {f.name: getattr(one, f.name) for f in dataclasses.fields(one) if f.name != "config"}
+    known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+    return {**known, "impact": one.impact, "expected": one.expected()}

@@ -1,0 +1,285 @@
+"""The bottleneck report as Markdown, in the order of S002's: every sentence is computed from a study's records."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ddpm_lab.explain import advice as adv
+from ddpm_lab.explain import (
+    bottleneck,
+    bounds,
+    change_phrases,
+    limits,
+    lost_scaling,
+    lost_scaling_table,
+    machine_state,
+    phrases,
+    quality,
+    stats,
+)
+from ddpm_lab.explain import budget as bd
+from ddpm_lab.explain.advice import Advice
+from ddpm_lab.explain.bounds import Subject
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.targets import S002 as TARGETS
+
+TITLE = "Bottleneck report"
+
+
+def markdown(study: Study, figures: Sequence[tuple[str, str]] = ()) -> str:
+    """The whole report; ``figures`` are (text alternative, file name) of pictures that lie beside it."""
+    about = bounds.subject(study)
+    if about is None:
+        return f"# {TITLE}\n\n{bottleneck.summary(study)[0]}\n"
+    found, left = adv.advice(study), adv.declined(study)
+    pictures = [f"![{alt}]({name})" for alt, name in figures]
+    sections = {
+        "Executive summary": [_items(bottleneck.summary(study))],
+        "Bottleneck identification": [
+            _phases(about),
+            f"**Verdict.** {bottleneck.verdict(about)}",
+            *([f"Beside the phases: {phrases.joined(bd.beside(about.taken))}."] if bd.beside(about.taken) else []),
+            *pictures,
+        ],
+        "Current configuration": [_configuration(about)],
+        "Recommendations": _recommendations(study, about, found),
+        "Why the present speed is good or not": _why(study, about),
+        "Action plan": [_numbered(_actions(study, found))],
+        "Targets": [_targets(study, about, found)],
+        "Conclusion": _conclusion(study, about, found, left),
+        "Method": [_items(_method(study, about))],
+    }
+    record = about.profile
+    context = [record.machine.name, record.family, record.data_name, record.date[:10]]
+    context += ["published records, not measured here"] * study.published
+    parts = [f"# {TITLE}", " \N{MIDDLE DOT} ".join(context)]
+    for name, body in sections.items():
+        parts += [f"## {name}", *(text for text in body if text)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _items(lines: Sequence[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _numbered(lines: Sequence[str]) -> str:
+    return "\n".join(f"{i}. {line}" for i, line in enumerate(lines, 1))
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _phases(about: Subject) -> str:
+    line = about.taken.running
+    names = {bd.TRANSFER: "memory transfer", bd.COMPUTE: "GPU compute" if about.taken.on_device else "compute"}
+    rows = [
+        (bd.LONG.get(name, name), phrases.seconds(s), bd.percent(line.share(name)), names.get(kind, kind))
+        for name, s in line.phases.items()
+        for kind in [bd.class_of(name)]
+    ]
+    rows.append(("in no phase", phrases.seconds(line.residual_seconds), bd.percent(line.residual_share), "residual"))
+    whole = f"whole step{f' of rank {about.taken.rank}, the slowest' if about.taken.others else ''}"
+    rows.append((whole, phrases.seconds(line.step_seconds), "100 %", "wall time"))
+    return _table(("Component", "Time per batch", "Share", "Class"), rows)
+
+
+def _configuration(about: Subject) -> str:
+    config, environment, seen = about.config, about.profile.environment, about.profile.witness.get("ranks") or [{}]
+    machine, optimizer = environment.machine, about.config.optimizer
+    weights = f", {seen[0]['parameters']:,} parameters" if "parameters" in seen[0] else ""
+    memory = phrases.memory(environment.ram_bytes) if environment.ram_bytes else "unknown"
+    versions = [f"{name} {version}" for name, version in sorted(environment.packages.items())]
+    rows = [
+        ("hardware", "machine", machine.name),
+        ("hardware", "memory of the machine", memory),
+        ("training", "network", f"{config.network}{weights}"),
+        (
+            "training",
+            "images",
+            f"{about.profile.data_name}, {config.image_size}\N{MULTIPLICATION SIGN}{config.image_size}",
+        ),
+        (
+            "training",
+            "batch",
+            f"{phrases.plural(config.global_batch_size, 'image')} a step, accumulation {config.accumulation}",
+        ),
+        ("training", "settings", phrases.settings(config)),
+        ("training", "kernels", f"{config.kernels}, {'channels_last' if config.channels_last else 'NCHW'}"),
+        (
+            "training",
+            "optimizer",
+            f"Adam ({optimizer.adam}), learning rate {optimizer.learning_rate:g}, EMA ({optimizer.ema})",
+        ),
+        (
+            "training",
+            "objective",
+            f"{config.diffusion.objective}, {config.diffusion.loss}, {config.diffusion.schedule}",
+        ),
+        ("software", "Python", environment.python),
+        ("software", "packages", ", ".join(versions)),
+        ("software", "CUDA, driver", f"{environment.cuda or 'none'}, {machine.driver or 'none'}"),
+        ("software", "git commit", environment.git_commit or "unknown"),
+    ]
+    return _table(("", "", "Value"), rows)
+
+
+def _recommendations(study: Study, about: Subject, found: Sequence[Advice]) -> list[str]:
+    if not found:
+        return ["None: nothing that was measured, or that the time budget allows, would make a step faster."]
+    rows = [(str(i), a.title, a.impact, a.expected(), a.status, a.quality_word) for i, a in enumerate(found, 1)]
+    parts = [_table(("", "Change", "Impact", "Expected speed", "Rests on", "Quality"), rows)]
+    told_in_full = [a for a in found if a.status == adv.BOUND or a.ratio > 1]
+    for i, a in enumerate(told_in_full, 1):
+        told = [
+            f"**Impact:** {a.impact}",
+            f"**Now:** `{a.current}`. **Recommended:** `{a.recommended}`",
+            f"**Rationale:** {a.rationale}.",
+            f"**Evidence:** {a.evidence}.",
+            f"**Expected improvement:** {a.expected()}.",
+            f"**Quality:** {a.quality}.",
+            f"**Command:** `{a.command}`",
+            f"**Test plan:** {_test(study, a)}",
+            f"**Expected result:** {_result(about, a)}",
+        ]
+        parts += [f"### {i}. {a.title}", _items(told)]
+    if any(a.status == adv.NOT_MEASURED for a in found):
+        how = change_phrases.command(study, about.config)
+        parts.append(f"Of what is not measured the time budget says nothing; `{how}` measures it.")
+    return parts
+
+
+def _test(study: Study, a: Advice) -> str:
+    sets = f"at least {phrases.plural(stats.LEAST_SETS, 'set')} of both sides in turns"
+    if a.status == adv.DERIVED:
+        return "compare the rank's clocks, temperature, neighbours and data with the others'; then the command again."
+    if a.status != adv.FASTER:
+        return f"the command measures it, {sets}; adopt it where the whole interval lies above 1."
+    if a.quality.startswith(quality.NOT_MEASURED):
+        return f"before it is adopted, its quality: `{change_phrases.quality_command(study)}`."
+    return f"set it, and give the command again with it as the present setting: {sets}."
+
+
+def _result(about: Subject, a: Advice) -> str:
+    now = about.step_seconds / about.config.global_batch_size
+    if math.isnan(a.ratio) and math.isnan(a.most):
+        return "unknown until it is measured."
+    per = f"{phrases.seconds(now)} for an image now"
+    if a.status == adv.BOUND:
+        return f"no less than {phrases.seconds(now / a.most)} for an image ({per})."
+    span = "" if math.isnan(a.low) else f" ({phrases.seconds(now / a.high)} to {phrases.seconds(now / a.low)})"
+    return f"{phrases.seconds(now / a.ratio)} for an image{span}; {per}."
+
+
+def _why(study: Study, about: Subject) -> list[str]:
+    config = about.config
+    parts = [f"{bottleneck.speed(about)}. {bd.evidence(about.taken)}."]
+    if peak := bounds.roofline(study, about):
+        parts.append(limits.sentence_of(peak))
+    else:
+        how = f"ddpm-lab run peers --network {config.network} --parts limits"
+        parts.append(f"How far it is from the machine's peaks is not measured; `{how}` measures the peaks.")
+    sizes = [r for r in _sweep(study, about) if r["sets"]]
+    if len(sizes) > 1:
+        rows = [
+            (str(r["batch"]), phrases.throughput(r), phrases.seconds(r["step_seconds"]), _speed(r), phrases.outcome(r))
+            for r in sizes
+        ]
+        parts += [
+            "Other batch sizes, for equal images:",
+            _table(("Batch", "Images/s", "Step", "Speed", "Verdict"), rows),
+        ]
+    else:
+        parts.append(f"Other batch sizes are not measured; `{change_phrases.command(study, config)}` measures them.")
+    splits = [
+        s for s in lost_scaling.splits(study) if (s.ranks, s.batch) == (config.world_size, config.global_batch_size)
+    ]
+    return [*parts, *map(lost_scaling_table.sentence, splits)]
+
+
+def _speed(row: bounds.Row) -> str:
+    return f"{phrases.ratio(row)}" + (f" ({phrases.interval(row)})" if phrases.interval(row) else "")
+
+
+def _sweep(study: Study, about: Subject) -> list[bounds.Row]:
+    """Rows of the present configuration and of those that differ from it in the batch alone, the smallest first."""
+    found = [
+        r
+        for r in adv.measured(study, about).values()
+        if r["config"].differences(about.config).keys() == {"global_batch_size"}
+    ]
+    return sorted([*([about.speed] if about.speed else []), *found], key=lambda r: r["batch"])
+
+
+def _actions(study: Study, found: Sequence[Advice]) -> list[str]:
+    sure = [a for a in found if a.status in (adv.FASTER, adv.DERIVED)]
+    told = [f"{a.title}: `{a.recommended}` ({a.expected()})." for a in sure]
+    if len(sure) > 1:
+        told.append("Change one at a time and measure again after each: gains of separate changes do not multiply.")
+    if any(a.quality.startswith(quality.NOT_MEASURED) for a in sure):
+        told.append(f"Measure what they cost in quality: `{change_phrases.quality_command(study)}`.")
+    open_ = [a for a in found if a not in sure]
+    told += [f"Measure: {a.title[:1].lower()}{a.title[1:]} ({a.expected()}): `{a.command}`." for a in open_[:3]]
+    return told or ["Nothing to do here."]
+
+
+def _targets(study: Study, about: Subject, found: Sequence[Advice]) -> str:
+    rows = [(t.name, t.target, t.now, t.status) for t in bottleneck.targets(study, about, found)]
+    return _table(("Target", "Wanted", "Now", "Status"), rows)
+
+
+def _conclusion(study: Study, about: Subject, found: Sequence[Advice], left: Sequence[Advice]) -> list[str]:
+    parts = [bottleneck.verdict(about)]
+    sure = [a for a in found if a.status in (adv.FASTER, adv.DERIVED)]
+    parts.append(f"The largest sure gain: {sure[0].title}, {sure[0].expected()}." if sure else "No gain is sure yet.")
+    open_ = [a for a in found if a not in sure]
+    if open_:
+        parts.append(f"Not yet sure: {phrases.joined([a.title[:1].lower() + a.title[1:] for a in open_])}.")
+    parts += ["### Next steps", _numbered([f"`{c}`" for c in _next(study, about, sure, open_)])]
+    return [*parts, "### No action needed for", _items(_fine(about, left) or ["Nothing that was looked at."])]
+
+
+def _next(study: Study, about: Subject, sure: Sequence[Advice], open_: Sequence[Advice]) -> list[str]:
+    every = change_phrases.command(study, about.config)
+    told = [every] if open_ else []
+    told += [change_phrases.command(study, sure[0].config)] if sure and sure[0].config else []
+    return told or [every]
+
+
+def _fine(about: Subject, left: Sequence[Advice]) -> list[str]:
+    line = about.taken.running
+    told = [
+        f"{bd.LONG.get(name, name)}: {bd.percent(line.share(name))} of a step"
+        for name in line.phases
+        if bd.class_of(name) != bd.COMPUTE and line.share(name) < TARGETS.io and about.taken.explained
+    ]
+    for a in left:
+        why = a.expected() if not math.isnan(a.ratio) else f"at most {phrases.significant(a.most)} times as fast"
+        why = {adv.WORSE: f"worse quality, {a.quality}", adv.FAILED: a.evidence}.get(a.status, why)
+        told.append(f"{a.title}: {a.evidence if math.isnan(a.ratio) and math.isnan(a.most) else why} ({a.status})")
+    return told
+
+
+def _method(study: Study, about: Subject) -> list[str]:
+    record, taken = about.profile, about.taken
+    compute = ", ".join(f"{name} from {bd.percent(b)}" for name, b in TARGETS.compute_names if b)
+    io = ", ".join(f"{name} up to {bd.percent(b)}" for name, b in TARGETS.io_names[:-1])
+    impacts = ", ".join(f"{name} from {b:.2f} times as fast" for name, b in TARGETS.impacts if b)
+    told = [
+        f"Time budget: {phrases.plural(taken.steps, 'step')} of a fresh process group, each phase timed where it "
+        "begins and ends, the wall time by a clock of its own. One with more than "
+        f"{bd.percent(bd.UNEXPLAINED)} in no phase names no bottleneck.",
+        "Speeds: fresh process groups take turns in sets, the present settings twice. Ratios are paired by turn, "
+        "intervals are 95 % over sets, and verdicts are corrected for all comparisons of an experiment (Holm).",
+        "A bound is what a step would gain if the phases that a change acts on took no time, or n ranks took 1/n: it "
+        "is no measurement, and hardly ever reached.",
+        f"Targets and names of shares are those of {TARGETS.whose}: compute {compute}, else poor; I/O {io}, else poor. "
+        f"Impact by the lower end of the interval: {impacts}, else low.",
+        "Compute share is the part of the wall time in forward, backward, optimizer and weight averaging. It is not "
+        "the utilisation of the device, which is read from the machine.",
+        f"Code version {record.code_version}, run {record.run_id}, measured {study.date}.",
+    ]
+    busy = machine_state.busy(study).strip()
+    return [*told, busy] if busy else told

@@ -1,0 +1,84 @@
+"""A change of a configuration in words: its title, its settings as a file gives them, and the command that tries it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.explain import phrases
+from ddpm_lab.explain.frames import Study
+
+_TITLES: dict[str, Callable[[Any], str]] = {
+    "loader": lambda kind: f"use {kind} data" if kind != "files" else "read files",
+    "loader_workers": lambda count: f"use {phrases.plural(count, 'loader worker')}",
+    "precision": lambda kind: f"train in {kind}",
+    "compile": lambda how: "switch torch.compile off" if how == "off" else "compile the step",
+    "kernels": lambda kind: "use the joined kernels" if kind == "fused" else "use torch's own kernels",
+    "global_batch_size": lambda batch: f"use batches of {phrases.plural(batch, 'image')}",
+    "world_size": lambda ranks: f"train with {phrases.plural(ranks, 'rank')}",
+    "channels_last": lambda _: "use the channels_last memory format",
+    "read_loss": lambda _: "do not wait for each loss",
+    "optimizer": lambda _: "update all weights at once",
+    "exchange": lambda new: f"exchange gradients in {new['hook']}" if new["hook"] != "none" else "set exchange",
+}
+_FOLLOWS = {
+    "loader": ("loader_workers",),
+    "compile": ("kernels", "compile_mode"),
+    "world_size": ("nodes", "exchange"),
+}
+"""Settings that change with another because they must."""
+OPTIONS = ("precision", "world_size", "loader", "loader_workers", "compile", "image_size", "seed")
+"""Settings that are options of the command."""
+
+
+def title(change: RunConfig, now: RunConfig) -> str:
+    """Such as "Train in bf16"."""
+    changed = change.differences(now)
+    follow = {other for name in changed for other in _FOLLOWS.get(name, ())}
+    left = [(name, new) for name, (new, _) in changed.items() if name not in follow]
+    text = phrases.joined([_TITLES[name](new) if name in _TITLES else f"set {name}" for name, new in left])
+    return text[:1].upper() + text[1:]
+
+
+def settings(change: RunConfig, now: RunConfig) -> tuple[str, str]:
+    """What is set now, and what the change sets, as a file of settings says it: ``precision = "fp32"``."""
+    changed = change.differences(now)
+    before, after = [], []
+    for name, (new, old) in changed.items():
+        parts = [k for k in new if new[k] != old[k]] if isinstance(new, Mapping) else [""]
+        for part in parts:
+            dotted = f"{name}.{part}" if part else name
+            before.append(_setting(dotted, old[part] if part else old))
+            after.append(_setting(dotted, new[part] if part else new))
+    return ", ".join(before), ", ".join(after)
+
+
+def _setting(name: str, value: Any) -> str:
+    return f"{name} = {json.dumps(value)}"
+
+
+def command(study: Study, config: RunConfig, *only: str) -> str:
+    """The command that measures ``config`` beside its changes, or beside ``only`` some of them, by name."""
+    plain = RunConfig(network=config.network, device=config.device, global_batch_size=config.global_batch_size)
+    words = ["ddpm-lab", "bottleneck", *data(study), "--network", config.network]
+    words += ["--batch-size", str(config.global_batch_size)]
+    changed = {n: new for n, (new, _) in config.differences(plain).items() if n not in ("data_sha256", "nodes")}
+    for name in [name for name in changed if name in OPTIONS]:
+        words += [f"--{name.replace('_', '-')}", str(changed.pop(name))]
+    words += ["--config", "FILE"] if changed else []
+    words += ["--changes", ",".join(only), "--resolution", "2%"] if only else []
+    return shlex.join(words)
+
+
+def data(study: Study) -> list[str]:
+    """The option that names the images, where they are the user's own."""
+    own = any(r.data_name and "synthetic" not in r.data_name for r in study.records)
+    return ["--data", "DATA"] if own else []
+
+
+def quality_command(study: Study) -> str:
+    """The command that measures what settings cost in quality."""
+    return shlex.join(["ddpm-lab", "run", "quality", *data(study), "--seeds", "8"])

@@ -1,0 +1,113 @@
+"""Machines on which one thing is wrong: the configuration in question, what it costs, and the change that cures it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import records as make
+
+from ddpm_lab.changes import NO_EXCHANGE, batch_sizes, changes
+from ddpm_lab.config import RunConfig
+from ddpm_lab.explain.frames import RECOMMENDATION, Study
+from ddpm_lab.record import RunRecord
+
+LEVERS = "lab_workloads:levers"
+COSTS = {"loader": 0.0, "fixed": 0.002, "image": 0.001, "narrow": 1.1, "compiled": 1.0, "slow": 0.0}
+"""Seconds, and factors, by the names of the options of the workload."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planted:
+    """A configuration in question with planted ``costs``; ``cure`` is the change that must come first.
+
+    ``beside`` is another change that is measured, if any. A cure without a name is none that a setting could make.
+    """
+
+    settings: Mapping[str, Any]
+    costs: Mapping[str, float]
+    cure: str
+    title: str
+    beside: str = ""
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration in question."""
+        options = tuple({**COSTS, **self.costs}.items())
+        values = {"global_batch_size": 16, "oversubscribe": True, **self.settings}
+        return RunConfig(workload=LEVERS, options=options, **values)
+
+    def changes(self) -> dict[str, RunConfig]:
+        """The changes that are measured, by name."""
+        config = self.config
+        offered = {**changes(config, usable_cores=2, most_ranks=2), **batch_sizes(config)}
+        return {name: offered[name] for name in (self.cure or NO_EXCHANGE, self.beside) if name}
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast a step is with the cure, for equal images, by the planted costs."""
+        config = self.config
+        cured = self.changes()[self.cure] if self.cure else replace(config, options=_without(config, "slow"))
+        return seconds(config) / config.global_batch_size / (seconds(cured) / cured.global_batch_size)
+
+
+def _without(config: RunConfig, name: str) -> tuple[tuple[str, Any], ...]:
+    return tuple({**dict(config.options), name: 0.0}.items())
+
+
+def seconds(config: RunConfig) -> float:
+    """What a step is planted to take."""
+    costs = dict(config.options)
+    factor = (costs["narrow"] if config.precision == "bf16" else 1) * (
+        costs["compiled"] if config.compile != "off" else 1
+    )
+    loading = costs["loader"] if config.loader == "files" else 0.0
+    slow = costs["slow"] if config.world_size > 1 else 0.0
+    return float(loading + costs["fixed"] + slow + factor * costs["image"] * config.rank_batch_size)
+
+
+MACHINES = {
+    "slow loader": Planted(
+        settings={"loader": "files"},
+        costs={"loader": 0.030},
+        cure="packed data",
+        beside="bf16",
+        title="Use packed data",
+    ),
+    "tiny batch": Planted(
+        settings={"global_batch_size": 8},
+        costs={"fixed": 0.020},
+        cure="batch 64",
+        title="Use batches of 64 images",
+    ),
+    "accidental fp32": Planted(settings={}, costs={"narrow": 0.6}, cure="bf16", title="Train in bf16"),
+    "compile that never pays off": Planted(
+        settings={"compile": "whole"},
+        costs={"compiled": 1.4},
+        cure="eager",
+        title="Switch torch.compile off",
+    ),
+    "straggler": Planted(
+        settings={"world_size": 2},
+        costs={"image": 0.002, "slow": 0.010},
+        cure="",
+        beside="bf16",
+        title="Find out why rank 1 is slow",
+    ),
+}
+
+
+def profiled(config: RunConfig, *ranks: Mapping[str, float], **values: Any) -> RunRecord:
+    """The time budget of a configuration: milliseconds of each phase of each rank."""
+    made = make.time_budget(*ranks, **values)
+    return replace(made, config=replace(config, purpose="profile"), experiment="bottleneck")
+
+
+def told(config: RunConfig, ratios: Mapping[str, tuple[RunConfig, float]], **values: Any) -> list[RunRecord]:
+    """Sets of changes of a configuration."""
+    return make.sets(ratios, baseline=config, experiment="bottleneck", family="one change at a time", **values)
+
+
+def study(*records: RunRecord, trials: Sequence[RunRecord] = ()) -> Study:
+    return replace(make.study(records, RECOMMENDATION), trials=tuple(trials))
