@@ -149,7 +149,8 @@ def test_a_profile_tells_the_state_of_its_time_budget() -> None:
     assert found["CPU utilisation"] == "75 % on average"
     assert "Dropped turns" not in found
     captions = [caption for caption, _ in tables.more(make.study([record]))]
-    assert captions == ["The operators in numbers.", "What the machine did meanwhile."]
+    assert captions[0] == "The operators in numbers."
+    assert captions[-1] == "What the machine did meanwhile."
 
 
 def test_host_memory_is_named_as_such_wherever_memory_is_told() -> None:
