@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,9 @@ from ddpm_lab.data.packed import resolve
 from ddpm_lab.data.prepared import read_manifest
 from ddpm_lab.experiments import study_of
 from ddpm_lab.measure import hardware
+from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.plan import Experiment, Family, Plan
-from ddpm_lab.planning import MOST_SETS, Measured, output_folder, plan_experiment
+from ddpm_lab.planning import MOST_SETS, Measured, Planned, output_folder, plan_experiment
 from ddpm_lab.setting import check_ranks
 from ddpm_lab.settings_file import configuration, read_settings
 
@@ -51,6 +52,11 @@ class Comparison:
     def verdict(self) -> str:
         """faster, slower or not resolved: the candidate's, against the baseline."""
         return self.finding.verdict
+
+    @property
+    def complete(self) -> bool:
+        """Whether both sides ran: one that failed has no speed, and passes no gate."""
+        return {"baseline", "candidate"} <= {r.role for r in self.study.records if r.status == "ok"}
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; what is unknown is null."""
@@ -130,19 +136,46 @@ def measure(
 ) -> Measured:
     """The measuring half of ``compare``, which needs no pandas: it appends to the ledger."""
     output = output_folder(output_dir)
-    device = device or ("cuda" if hardware.gpus() else "cpu")
-    one = _side(baseline, "baseline", device, output, quiet)
-    two = _side(candidate, "candidate", device, output, quiet)
-    for config in (one, two):
-        check_ranks(config.device, config.world_size, len(hardware.gpus()), hardware.usable_cores())
-    if one.data_sha256 and two.data_sha256 and one.data_sha256 != two.data_sha256:
-        raise ConfigError("the two sides train on different images: give both the same data, or it is not equal work")
+    one, two = (
+        side(given, place, device, output, quiet) for given, place in ((baseline, "baseline"), (candidate, "candidate"))
+    )
     if one.run_id == two.run_id:
         raise ConfigError(
             f"both sides are {_name(candidate, two)} with the same settings: every comparison measures its baseline "
             "against itself anyway, as the noise floor, and ddpm-lab calibrate tells how finely this machine measures"
         )
-    names = _labels(_name(baseline, one), _name(candidate, two))
+    return plan_pair(
+        (one, two),
+        _labels(_name(baseline, one), _name(candidate, two)),
+        resolution=resolution,
+        minutes=minutes,
+        sets=sets,
+        output=output,
+        quiet=quiet,
+    ).measure()
+
+
+def plan_pair(
+    pair: tuple[RunConfig, RunConfig],
+    names: tuple[str, str],
+    *,
+    code: CodeVersion | None = None,
+    resolution: float,
+    minutes: float | None,
+    sets: int,
+    output: Path,
+    quiet: bool,
+) -> Planned:
+    """Make two configurations, the baseline first, ready to be measured in the same sets.
+
+    ``code`` is what they run; None is what lies here. Raises ConfigError where this machine cannot, or the work is not
+    equal.
+    """
+    one, two = pair
+    for config in pair:
+        check_ranks(config.device, config.world_size, len(hardware.gpus()), hardware.usable_cores())
+    if one.data_sha256 and two.data_sha256 and one.data_sha256 != two.data_sha256:
+        raise ConfigError("the two sides train on different images: give both the same data, or it is not equal work")
     family = Family(
         name=f"{names[1]} against {names[0]}",
         baseline=one,
@@ -159,7 +192,8 @@ def measure(
         minutes=minutes,
         output=output,
         quiet=quiet,
-    ).measure()
+        code=code,
+    )
 
 
 def answer(measured: Measured, resolution: float) -> Comparison:
@@ -174,7 +208,9 @@ def answer(measured: Measured, resolution: float) -> Comparison:
     return Comparison(study=study, finding=findings.finding(study), figure=figure)
 
 
-def _side(given: Side, place: str, device: str, output: Path, quiet: bool) -> RunConfig:
+def side(given: Side, place: str, device: str | None, output: Path, quiet: bool) -> RunConfig:
+    """The configuration that a side names. Raises ConfigError, which names the ``place``."""
+    device = device or ("cuda" if hardware.gpus() else "cpu")
     if isinstance(given, RunConfig):
         return given
     if callable(given):
@@ -209,9 +245,13 @@ def _importable(config: RunConfig) -> RunConfig:
 
 
 def _from_file(path: Path, place: str, device: str, output: Path, quiet: bool) -> RunConfig:
-    values = read_settings(path, place)
-    values.setdefault("device", device)
-    config = configuration(values, f"{place}, {path}")
+    return from_settings(read_settings(path, place), f"{place}, {path}", device, output, quiet)
+
+
+def from_settings(values: Mapping[str, Any], place: str, device: str | None, output: Path, quiet: bool) -> RunConfig:
+    """The configuration of a training step with these settings, with its images; without any, the lab's own trainer."""
+    usual = device or ("cuda" if hardware.gpus() else "cpu")
+    config = configuration({"device": usual, **values}, place)
     if config.workload != DDPM and not config.data:
         return _importable(config)
     say = (lambda _: None) if quiet else (lambda line: print(line, file=sys.stderr))

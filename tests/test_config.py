@@ -43,6 +43,7 @@ OTHER: dict[str, Any] = {
     "seed": 1,
     "oversubscribe": True,
     "threads": 3,
+    "revision": "1234567890ab",
     "options": (("micro_steps", 7),),
 }
 NEEDS: dict[str, dict[str, Any]] = {
