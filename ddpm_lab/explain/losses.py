@@ -41,7 +41,9 @@ def first_losses(study: Study) -> Losses:
         return Losses(NOT_MEASURED, f"{NOT_MEASURED}: no set is complete")
     silent = [r.label for r in (whole[0]["baseline"], whole[0]["candidate"]) if not any(map(any, _losses(r)))]
     if silent:
-        return Losses(NOT_MEASURED, f"{NOT_MEASURED}: {phrases.joined(silent)} gives no loss")
+        return Losses(
+            NOT_MEASURED, f"{NOT_MEASURED}: {phrases.joined(silent)} {'give' if len(silent) > 1 else 'gives'} no loss"
+        )
     steps = min(len(rank) for held in whole for record in held.values() for rank in _losses(record))
     base, label = whole[0]["baseline"].label, whole[0]["candidate"].label
     ranks = {record.config.world_size for record in whole[0].values()}
