@@ -29,8 +29,8 @@ from ddpm_lab.tracker_option import add_tracker_option
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit code.
 
-    0 is success, 1 no answer, a run that failed or a change that must not pass, 2 wrong input, 3 and 4 a gate that cannot
-    tell (see docs/gate.md), and 128 + n the signal n that ended it.
+    0 is success, 1 no answer, a run that failed or a change that must not pass, 2 wrong input, 3 and 4 a gate that
+    cannot tell (see docs/gate.md), and 128 + n the signal n that ended it.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
