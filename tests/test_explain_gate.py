@@ -66,9 +66,7 @@ def test_few_sets_a_baseline_unlike_itself_and_a_side_that_failed_let_nothing_pa
 
 def test_windows_that_a_median_leaves_out_let_nothing_pass() -> None:
     """A change that saves a checkpoint now and then is as fast as before in most windows."""
-    made = make.sets(
-        {"working tree": (TREE, 1.0)}, baseline=MAIN, baseline_label="main", experiment="compare", count=8, turns=12
-    )
+    made = list(study(1.0, turns=12).records)
     slow = [
         dataclasses.replace(
             r,

@@ -33,7 +33,8 @@ def state(folder: Path) -> tuple[str, ...]:
 
 
 def test_a_worktree_holds_the_revision_and_the_users_repository_stays_as_it_is(mine: Path) -> None:
-    before, index = state(mine), (mine / ".git" / "index").stat().st_mtime_ns
+    before = state(mine)
+    index = (mine / ".git" / "index").stat().st_mtime_ns
     own = Repository.around(mine)
     (mine / ".git" / "hooks").mkdir(exist_ok=True)
     hook = mine / ".git" / "hooks" / "post-checkout"
@@ -45,8 +46,8 @@ def test_a_worktree_holds_the_revision_and_the_users_repository_stays_as_it_is(m
         assert not (folder / "hooked").exists()
         assert (mine / "mine.py").read_text() == "x = 2\n"
     assert not folder.parent.exists()
+    assert (mine / ".git" / "index").stat().st_mtime_ns == index, "not even refreshed"
     assert state(mine) == before
-    assert (mine / ".git" / "index").stat().st_mtime_ns == index
 
 
 def test_a_folder_below_is_of_the_repository_and_one_beside_is_not(mine: Path, tmp_path: Path) -> None:
