@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,7 +137,8 @@ def measure(
     """The measuring half of ``compare``, which needs no pandas: it appends to the ledger."""
     output = output_folder(output_dir)
     one, two = (
-        side(given, place, device, output, quiet) for given, place in ((baseline, "baseline"), (candidate, "candidate"))
+        with_images(side(given, place, device), output, quiet)
+        for given, place in ((baseline, "baseline"), (candidate, "candidate"))
     )
     if one.run_id == two.run_id:
         raise ConfigError(
@@ -208,8 +209,8 @@ def answer(measured: Measured, resolution: float) -> Comparison:
     return Comparison(study=study, finding=findings.finding(study), figure=figure)
 
 
-def side(given: Side, place: str, device: str | None, output: Path, quiet: bool) -> RunConfig:
-    """The configuration that a side names. Raises ConfigError, which names the ``place``."""
+def side(given: Side, place: str, device: str | None) -> RunConfig:
+    """The configuration that a side names, its images not prepared. Raises ConfigError, which names the ``place``."""
     device = device or ("cuda" if hardware.gpus() else "cpu")
     if isinstance(given, RunConfig):
         return given
@@ -217,7 +218,8 @@ def side(given: Side, place: str, device: str | None, output: Path, quiet: bool)
         return _importable(RunConfig(workload=_workload_of(given, place), device=device, global_batch_size=1))
     text = str(given)
     if text.endswith(".toml"):
-        return _from_file(Path(text).expanduser(), place, device, output, quiet)
+        values = {"device": device, **read_settings(path := Path(text).expanduser(), place)}
+        return _importable(configuration(values, f"{place}, {path}"))
     if ":" not in text:
         raise ConfigError(f"{place} is {text!r}: name a workload as module:function, or a file that ends in .toml")
     return _importable(RunConfig(workload=text, device=device, global_batch_size=1))
@@ -244,16 +246,10 @@ def _importable(config: RunConfig) -> RunConfig:
     return config
 
 
-def _from_file(path: Path, place: str, device: str, output: Path, quiet: bool) -> RunConfig:
-    return from_settings(read_settings(path, place), f"{place}, {path}", device, output, quiet)
-
-
-def from_settings(values: Mapping[str, Any], place: str, device: str | None, output: Path, quiet: bool) -> RunConfig:
-    """The configuration of a training step with these settings, with its images; without any, the lab's own trainer."""
-    usual = device or ("cuda" if hardware.gpus() else "cpu")
-    config = configuration({"device": usual, **values}, place)
-    if config.workload != DDPM and not config.data:
-        return _importable(config)
+def with_images(config: RunConfig, output: Path, quiet: bool) -> RunConfig:
+    """A configuration with its images prepared, where it names some or is of the lab's own trainer."""
+    if config.data_sha256 or (config.workload != DDPM and not config.data):
+        return config
     say = (lambda _: None) if quiet else (lambda line: print(line, file=sys.stderr))
     folder = resolve(
         config.data or "synthetic",
@@ -263,7 +259,7 @@ def from_settings(values: Mapping[str, Any], place: str, device: str | None, out
         skip_bad=False,
         progress=say,
     )
-    return _importable(dataclasses.replace(config, data=str(folder), data_sha256=read_manifest(folder).content_hash))
+    return dataclasses.replace(config, data=str(folder), data_sha256=read_manifest(folder).content_hash)
 
 
 def _name(given: Side, config: RunConfig) -> str:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.comparison import RESOLUTION, from_settings, plan_pair, side
+from ddpm_lab.comparison import RESOLUTION, plan_pair, side, with_images
 from ddpm_lab.config import RunConfig
+from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import CodeVersion, Tree, code_version, in_repository, is_library
 from ddpm_lab.measure.worktree import Repository, tree_of
 from ddpm_lab.planning import MOST_SETS, Measured, output_folder
@@ -64,16 +65,12 @@ def measure(
     commit = repository.commit(against)
     output = output_folder(output_dir)
 
-    def settings(source: str | None, place: str) -> RunConfig:
-        if source is None:
-            return from_settings({}, "the lab's own trainer", device, output, quiet)
-        return side(source, place, device, output, quiet)
-
-    ours = settings(given, "the step")
+    trainer = RunConfig(device=device or ("cuda" if hardware.gpus() else "cpu"))
+    ours = side(given or trainer, "the step", device)
     mine = code_version(ours.workload)
     _refuse_strangers(repository, mine)
     with repository.worktree(commit) as folder:
-        base = settings(_counterpart(given, repository.root, folder), f"the step in {against}")
+        base = side(_counterpart(given, repository.root, folder) or trainer, f"the step in {against}", device)
         tree = tree_of(repository, commit, folder, mine.modules)
         try:
             theirs = code_version(base.workload, tree=tree)
@@ -83,7 +80,7 @@ def measure(
                 f"{against} ({tree.revision}) does not hold what is to be measured: {why}; name a step that both have"
             ) from error
         changed = _changed(mine, theirs)
-        if not changed and ours.run_id == base.run_id and not always:
+        if not changed and ours == base and not always:
             return Unchanged(
                 f"{ours.workload} and all that it imports are the same in the {WORKING_TREE} and in {against} "
                 f"({tree.revision}), so nothing was measured; files that it reads are not looked at (--always measures)"
@@ -96,7 +93,7 @@ def measure(
             what = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
             print(f"{WORKING_TREE} against {against} ({tree.revision}): {what or 'no module'} changed", file=sys.stderr)
         return plan_pair(
-            (base, ours),
+            (with_images(base, output, quiet), with_images(ours, output, quiet)),
             (against, WORKING_TREE),
             code=mine.with_revision(theirs),
             resolution=resolution,
