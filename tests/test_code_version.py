@@ -227,8 +227,11 @@ def test_a_revision_is_read_in_its_own_folders_and_nowhere_in_the_working_tree(r
     assert all(str(s.file).startswith(folder) for m, s in there.sources.items() if not m.startswith("ddpm_lab"))
     same = {m for m, s in there.sources.items() if here.sources[m].sha256 == s.sha256}
     assert here.sources.keys() - same == {"helper", "inner.sibling"}
-    with pytest.raises(ConfigError, match=r"no module 'inner\.sibling'"):
-        code_version("inner.sibling:one", tree=revision)
+    (Path(revision.apart) / "only_here.py").write_text("def f(): ...\n")
+    code_version("only_here:f")
+    for module in ("inner.sibling", "only_here"):
+        with pytest.raises(ConfigError, match=f"there is no module '{module}'"):
+            code_version(f"{module}:f", tree=revision)
 
 
 def test_an_edit_of_either_side_is_noticed(revision: Tree, write: Write) -> None:
