@@ -12,6 +12,7 @@ from ddpm_lab import (
     __version__,
     bottleneck_command,
     commands,
+    compare_command,
     predict_command,
     recommend_command,
     slurm_commands,
@@ -28,7 +29,8 @@ from ddpm_lab.tracker_option import add_tracker_option
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit code.
 
-    0 is success, 1 no answer or a run that failed, 2 wrong input, and 128 + n the signal n that ended it.
+    0 is success, 1 no answer, a run that failed or a change that must not pass, 2 wrong input, 3 and 4 a gate that
+    cannot tell (see docs/gate.md), and 128 + n the signal n that ended it.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -73,7 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     prepare.set_defaults(command=commands.prepare)
 
     _run_options(subparsers)
-    _compare_options(subparsers)
+    compare_command.add_options(subparsers)
+    _calibrate_options(subparsers)
     strategy_commands.add_options(subparsers)
     bottleneck_command.add_options(subparsers)
     train_commands.add_options(subparsers)
@@ -173,23 +176,7 @@ def _run_options(subparsers: Any) -> None:
     run.set_defaults(command=commands.run)
 
 
-def _compare_options(subparsers: Any) -> None:
-    """Commands that measure any training step, and the instrument itself."""
-    compare = subparsers.add_parser("compare", help="which of two training steps is faster?")
-    compare.add_argument(
-        "baseline", metavar="A", help="module:function, or a TOML file of settings: the side that is 1"
-    )
-    compare.add_argument("candidate", metavar="B", help="module:function, or a TOML file of settings")
-    _resolution(compare, "(default: 3%%)")
-    compare.add_argument("--minutes", type=float, help="time budget")
-    compare.add_argument("--sets", type=int, help="the most sets to measure (default: 100)")
-    compare.add_argument("--device", choices=DEVICES, help="default: the GPU where there is one")
-    compare.add_argument("--output-dir", help="folder that receives all results (default: this checkout)")
-    add_tracker_option(compare)
-    compare.add_argument("--gate", action="store_true", help="exit 1 if B is slower, not only if it fails: a gate")
-    compare.add_argument("--json", action="store_true", help="print JSON")
-    compare.set_defaults(command=commands.compare)
-
+def _calibrate_options(subparsers: Any) -> None:
     calibrate = subparsers.add_parser(
         "calibrate", help="the instrument checks itself: noise, drift, what it can resolve"
     )

@@ -52,7 +52,7 @@ def number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def percent(text: str) -> float:
+def percent(text: str, place: str = "a share") -> float:
     """``2%``, ``2 %`` or ``0.02`` as a share. Raises ConfigError for anything else."""
     bare = text.strip()
     try:
@@ -60,5 +60,5 @@ def percent(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < 1:
-        raise ConfigError(f"a share is {text!r}: give more than 0 and less than 100 %, such as 2% or 0.02")
+        raise ConfigError(f"{place} is {text!r}: give more than 0 and less than 100 %, such as 2% or 0.02")
     return value

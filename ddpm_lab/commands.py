@@ -229,31 +229,6 @@ def rank(options: argparse.Namespace, main: Callable[[Sequence[str]], int]) -> i
         return main(options.words)
 
 
-def compare(options: argparse.Namespace) -> int:
-    """Measure two training steps against each other."""
-    from ddpm_lab import comparison  # noqa: PLC0415
-    from ddpm_lab.planning import MOST_SETS  # noqa: PLC0415
-
-    tracker = chosen(options.tracker)
-    resolution = percent(options.resolution) if options.resolution else comparison.RESOLUTION
-    measured = comparison.measure(
-        options.baseline,
-        options.candidate,
-        resolution=resolution,
-        minutes=options.minutes,
-        sets=options.sets or MOST_SETS,
-        device=options.device,
-        output_dir=options.output_dir,
-    )
-    found = comparison.answer(measured, resolution)
-    print(json.dumps(found.as_dict(), indent=1) if options.json else found, flush=True)
-    if tracker:
-        track(tracker, measured)
-    # A side that failed has no speed, and a gate must not let it through.
-    measured_both = {"baseline", "candidate"} <= {r.role for r in found.study.records if r.status == "ok"}
-    return int(not measured_both or (options.gate and found.verdict == "slower"))
-
-
 def calibrate(options: argparse.Namespace) -> int:
     """Check the instrument, twice if it fails once."""
     from ddpm_lab.calibrate import calibrate as measure  # noqa: PLC0415

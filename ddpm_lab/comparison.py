@@ -19,8 +19,9 @@ from ddpm_lab.data.packed import resolve
 from ddpm_lab.data.prepared import read_manifest
 from ddpm_lab.experiments import study_of
 from ddpm_lab.measure import hardware
+from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.plan import Experiment, Family, Plan
-from ddpm_lab.planning import MOST_SETS, Measured, output_folder, plan_experiment
+from ddpm_lab.planning import MOST_SETS, Measured, Planned, output_folder, plan_experiment
 from ddpm_lab.setting import check_ranks
 from ddpm_lab.settings_file import configuration, read_settings
 
@@ -51,6 +52,11 @@ class Comparison:
     def verdict(self) -> str:
         """faster, slower or not resolved: the candidate's, against the baseline."""
         return self.finding.verdict
+
+    @property
+    def complete(self) -> bool:
+        """Whether both sides ran: one that failed has no speed, and passes no gate."""
+        return {"baseline", "candidate"} <= {r.role for r in self.study.records if r.status == "ok"}
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; what is unknown is null."""
@@ -130,19 +136,47 @@ def measure(
 ) -> Measured:
     """The measuring half of ``compare``, which needs no pandas: it appends to the ledger."""
     output = output_folder(output_dir)
-    device = device or ("cuda" if hardware.gpus() else "cpu")
-    one = _side(baseline, "baseline", device, output, quiet)
-    two = _side(candidate, "candidate", device, output, quiet)
-    for config in (one, two):
-        check_ranks(config.device, config.world_size, len(hardware.gpus()), hardware.usable_cores())
-    if one.data_sha256 and two.data_sha256 and one.data_sha256 != two.data_sha256:
-        raise ConfigError("the two sides train on different images: give both the same data, or it is not equal work")
+    one, two = (
+        with_images(side(given, place, device), output, quiet)
+        for given, place in ((baseline, "baseline"), (candidate, "candidate"))
+    )
     if one.run_id == two.run_id:
         raise ConfigError(
             f"both sides are {_name(candidate, two)} with the same settings: every comparison measures its baseline "
             "against itself anyway, as the noise floor, and ddpm-lab calibrate tells how finely this machine measures"
         )
-    names = _labels(_name(baseline, one), _name(candidate, two))
+    return plan_pair(
+        (one, two),
+        _labels(_name(baseline, one), _name(candidate, two)),
+        resolution=resolution,
+        minutes=minutes,
+        sets=sets,
+        output=output,
+        quiet=quiet,
+    ).measure()
+
+
+def plan_pair(
+    pair: tuple[RunConfig, RunConfig],
+    names: tuple[str, str],
+    *,
+    code: CodeVersion | None = None,
+    resolution: float,
+    minutes: float | None,
+    sets: int,
+    output: Path,
+    quiet: bool,
+) -> Planned:
+    """Make two configurations, the baseline first, ready to be measured in the same sets.
+
+    ``code`` is what they run; None is what lies here. Raises ConfigError where this machine cannot, or the work is not
+    equal.
+    """
+    one, two = pair
+    for config in pair:
+        check_ranks(config.device, config.world_size, len(hardware.gpus()), hardware.usable_cores())
+    if one.data_sha256 and two.data_sha256 and one.data_sha256 != two.data_sha256:
+        raise ConfigError("the two sides train on different images: give both the same data, or it is not equal work")
     family = Family(
         name=f"{names[1]} against {names[0]}",
         baseline=one,
@@ -159,7 +193,8 @@ def measure(
         minutes=minutes,
         output=output,
         quiet=quiet,
-    ).measure()
+        code=code,
+    )
 
 
 def answer(measured: Measured, resolution: float) -> Comparison:
@@ -174,14 +209,17 @@ def answer(measured: Measured, resolution: float) -> Comparison:
     return Comparison(study=study, finding=findings.finding(study), figure=figure)
 
 
-def _side(given: Side, place: str, device: str, output: Path, quiet: bool) -> RunConfig:
+def side(given: Side, place: str, device: str | None) -> RunConfig:
+    """The configuration that a side names, its images not prepared. Raises ConfigError, which names the ``place``."""
+    device = device or ("cuda" if hardware.gpus() else "cpu")
     if isinstance(given, RunConfig):
         return given
     if callable(given):
         return _importable(RunConfig(workload=_workload_of(given, place), device=device, global_batch_size=1))
     text = str(given)
     if text.endswith(".toml"):
-        return _from_file(Path(text).expanduser(), place, device, output, quiet)
+        values = {"device": device, **read_settings(path := Path(text).expanduser(), place)}
+        return _importable(configuration(values, f"{place}, {path}"))
     if ":" not in text:
         raise ConfigError(f"{place} is {text!r}: name a workload as module:function, or a file that ends in .toml")
     return _importable(RunConfig(workload=text, device=device, global_batch_size=1))
@@ -208,12 +246,10 @@ def _importable(config: RunConfig) -> RunConfig:
     return config
 
 
-def _from_file(path: Path, place: str, device: str, output: Path, quiet: bool) -> RunConfig:
-    values = read_settings(path, place)
-    values.setdefault("device", device)
-    config = configuration(values, f"{place}, {path}")
-    if config.workload != DDPM and not config.data:
-        return _importable(config)
+def with_images(config: RunConfig, output: Path, quiet: bool) -> RunConfig:
+    """A configuration with its images prepared, where it names some or is of the lab's own trainer."""
+    if config.data_sha256 or (config.workload != DDPM and not config.data):
+        return config
     say = (lambda _: None) if quiet else (lambda line: print(line, file=sys.stderr))
     folder = resolve(
         config.data or "synthetic",
@@ -223,7 +259,7 @@ def _from_file(path: Path, place: str, device: str, output: Path, quiet: bool) -
         skip_bad=False,
         progress=say,
     )
-    return _importable(dataclasses.replace(config, data=str(folder), data_sha256=read_manifest(folder).content_hash))
+    return dataclasses.replace(config, data=str(folder), data_sha256=read_manifest(folder).content_hash)
 
 
 def _name(given: Side, config: RunConfig) -> str:

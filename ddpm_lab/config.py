@@ -113,6 +113,7 @@ LATER: dict[str, Any] = {
     | {"hook": "none", "nccl": "default"},
     "optimizer": {"adam": "fused", "ema": "foreach"},
     "threads": 0,
+    "revision": "",
 }
 """Settings that came later, and what was done before: left out of the run id, so that earlier records keep theirs."""
 
@@ -139,6 +140,7 @@ class RunConfig(_Remembered):
     family's middle attention normalises. ``read_loss`` makes every step wait for its loss, as printing it would.
     ``threads`` are the compute threads of a rank; 0 gives each its share of the usable cores. With ``oversubscribe``
     there are more ranks than cores, or GPUs, which they share by gloo: that shows that it works, and no speed.
+    ``revision`` is the commit whose sources run; none is the code as it lies here.
     """
 
     purpose: str = "timing"
@@ -168,6 +170,7 @@ class RunConfig(_Remembered):
     seed: int = 0
     oversubscribe: bool = False
     threads: int = 0
+    revision: str = ""
     options: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
@@ -304,6 +307,10 @@ class RunConfig(_Remembered):
         if isinstance(values.get("options"), Mapping):
             values["options"] = tuple(values["options"].items())
         return cls(**values)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For another process by name, as in a record: the lab may be of another revision there, with more settings."""
+        return RunConfig.from_dict, (_without_later(self.as_dict()),)
 
     def differences(self, other: RunConfig) -> dict[str, tuple[Any, Any]]:
         """Settings whose values differ, as name -> (mine, other's); ``data`` is left out as in the run id."""

@@ -16,7 +16,7 @@ from ddpm_lab.data.prepared import read_manifest
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import Campaign, Target
-from ddpm_lab.measure.code_version import code_version
+from ddpm_lab.measure.code_version import CodeVersion, code_version
 from ddpm_lab.measure.fleet import current
 from ddpm_lab.measure.group_folder import sweep
 from ddpm_lab.measure.network_choice import choose_network
@@ -146,11 +146,16 @@ def plan_experiment(
     output: Path,
     quiet: bool = False,
     start_method: str = "forkserver",
+    code: CodeVersion | None = None,
 ) -> Planned:
-    """Make an experiment of any workloads ready; one code version covers the sources of all of them."""
+    """Make an experiment of any workloads ready; one code version covers the sources of all of them.
+
+    ``code`` is that version where it is known; None finds it.
+    """
     target = _target(plan, sets, minutes, resolution)
     progress = Progress(experiment.name, quiet=quiet)
-    instrument = dataclasses.replace(instrument_for(workloads, output, progress, start_method), data_name=data_name)
+    instrument = instrument_for(workloads, output, progress, start_method, code)
+    instrument = dataclasses.replace(instrument, data_name=data_name)
     campaign = Campaign(experiment, target, instrument, Ledger(output / LEDGER), output / "trace_output")
     return Planned(campaign=campaign, output=output, progress=progress)
 
@@ -191,12 +196,16 @@ def _target(
 
 
 def instrument_for(
-    workloads: Sequence[str], output: Path, progress: Callable[[str], None], start_method: str = "forkserver"
+    workloads: Sequence[str],
+    output: Path,
+    progress: Callable[[str], None],
+    start_method: str = "forkserver",
+    code: CodeVersion | None = None,
 ) -> Instrument:
     """What measuring workloads with results in ``output`` needs to know. Raises LedgerError if it is not writable."""
     _check_writable(output)
     return Instrument(
-        code=code_version(*workloads),
+        code=code or code_version(*workloads),
         cache=output / "trace_output" / "cache",
         usable_cores=hardware.usable_cores(),
         data_name="",

@@ -32,6 +32,8 @@ def read_settings(path: Path, place: str) -> dict[str, Any]:
 
 def configuration(values: Mapping[str, Any], place: str) -> RunConfig:
     """The configuration with these settings. Raises ConfigError, which names ``place``."""
+    if values.get("revision"):
+        raise ConfigError(f"{place}: revision is {values['revision']!r}: leave it out, and use compare --against")
     try:
         return RunConfig.from_dict(values)
     except (ConfigError, TypeError) as error:

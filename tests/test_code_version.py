@@ -11,7 +11,7 @@ import pytest
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM
-from ddpm_lab.measure.code_version import RANK_MODULE, code_version, is_library, unlisted
+from ddpm_lab.measure.code_version import RANK_MODULE, Tree, code_version, is_library, unlisted
 
 WORKLOAD = '''
 """A workload."""
@@ -202,6 +202,62 @@ def test_a_function_that_the_module_lacks_is_named(write: Write) -> None:
         code_version(f"mine:{name}")
     with pytest.raises(ConfigError, match=r"workload 'mine:stop': .*mine\.py defines no 'stop'"):
         code_version("mine:stop")
+
+
+@pytest.fixture
+def revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Write) -> Tree:
+    """Another revision of FILES: without inner/sibling.py, and with a helper of its own."""
+    root = tmp_path / "apart"
+    write("apart/helper.py", "factor = 3\n")
+    for name, text in FILES.items():
+        if name not in ("inner/sibling.py", "helper.py"):
+            write(f"apart/{name}", text)
+    working = tmp_path / "working"
+    for name, text in FILES.items():
+        write(f"working/{name}", text)
+        (tmp_path / name).unlink()
+    monkeypatch.syspath_prepend(working)
+    return Tree(revision="1234567890ab", folders=(str(root),), apart=str(working.resolve()))
+
+
+def test_a_revision_is_read_in_its_own_folders_and_nowhere_in_the_working_tree(revision: Tree) -> None:
+    here, there = code_version("planted_workload:train"), code_version("planted_workload:train", tree=revision)
+    assert {m for m in there.modules if not m.startswith("ddpm_lab")} == COUNTED - {"inner.sibling"}
+    (folder,) = revision.folders
+    assert all(str(s.file).startswith(folder) for m, s in there.sources.items() if not m.startswith("ddpm_lab"))
+    same = {m for m, s in there.sources.items() if here.sources[m].sha256 == s.sha256}
+    assert here.sources.keys() - same == {"helper", "inner.sibling"}
+    (Path(revision.apart) / "only_here.py").write_text("def f(): ...\n")
+    code_version("only_here:f")
+    for module in ("inner.sibling", "only_here"):
+        with pytest.raises(ConfigError, match=f"there is no module '{module}'"):
+            code_version(f"{module}:f", tree=revision)
+
+
+def test_an_edit_of_either_side_is_noticed(revision: Tree, write: Write) -> None:
+    here, there = code_version("planted_workload:train"), code_version("planted_workload:train", tree=revision)
+    both = here.with_revision(there)
+    assert len({here.key, there.key, both.key}) == 3
+    assert both.of("") is both
+    assert both.of("1234567890ab") is there
+    both.check_unchanged()
+    for side, text in (("apart", "factor = 3\n"), ("working", FILES["helper.py"])):
+        write(f"{side}/helper.py", "factor = 4\n")
+        with pytest.raises(ConfigError, match="edited while it was measured"):
+            both.check_unchanged()
+        write(f"{side}/helper.py", text)
+    both.check_unchanged()
+
+
+@pytest.mark.usefixtures("write")
+def test_a_module_from_the_working_tree_is_seen_in_the_process(tmp_path: Path) -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import helper, json\n"
+        "from ddpm_lab.measure.code_version import astray\n"
+        f"print(astray({str(tmp_path.resolve())!r}), astray({str(tmp_path.resolve() / 'inner')!r}))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "['helper'] []"
 
 
 def test_two_workloads_share_a_version_that_either_changes(write: Write) -> None:

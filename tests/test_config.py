@@ -1,7 +1,9 @@
 """Configurations: an identity that holds, a round trip through JSON, and refusals in one sentence."""
 
+import copy
 import dataclasses
 import json
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -43,6 +45,7 @@ OTHER: dict[str, Any] = {
     "seed": 1,
     "oversubscribe": True,
     "threads": 3,
+    "revision": "1234567890ab",
     "options": (("micro_steps", 7),),
 }
 NEEDS: dict[str, dict[str, Any]] = {
@@ -179,6 +182,15 @@ def test_round_trip_through_json(name: str) -> None:
 def test_nested_settings_survive_json(name: str, value: Any) -> None:
     config = RunConfig(world_size=2, device="cuda", **{name: value})
     assert RunConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(RunConfig)])
+def test_a_configuration_goes_to_another_process_by_name(name: str) -> None:
+    """So that an older version of the lab, which runs a revision, puts no value in another setting's place."""
+    config = dataclasses.replace(START, **{**NEEDS.get(name, {}), name: OTHER[name]})
+    assert pickle.loads(pickle.dumps(config)) == config == copy.deepcopy(config)
+    _, (told,) = RunConfig().__reduce__()
+    assert not told.keys() & {later for later, value in LATER.items() if not isinstance(value, dict)}
 
 
 def test_an_option_has_its_value_or_the_default() -> None:

@@ -48,7 +48,7 @@ ROWS = (
     ),
     ("measure.machine_watch", "measure.phases", "measure.process", "measure.wire"),
     ("measure.fleet", "measure.group_folder", "measure.local_rank", "measure.rank"),
-    ("measure.remote_rank",),
+    ("measure.remote_rank", "measure.worktree"),
     ("measure.group", "measure.host", "measure.utilisation"),
     ("measure.fid", "measure.seat"),
     ("measure.gradients", "measure.time_budget", "measure.trial", "measure.wrong_ways"),
@@ -65,7 +65,7 @@ ROWS = (
     ("explain.link_fit", "explain.phrases", "explain.ranking", "explain.straggler"),
     ("explain.calibration", "explain.learned"),
     ("explain.batch_sizes", "explain.budget", "explain.compiling", "explain.limits", "explain.machine_state"),
-    ("explain.exchange", "explain.lost_scaling"),
+    ("explain.exchange", "explain.losses", "explain.lost_scaling"),
     (
         "explain.links",
         "explain.lost_scaling_table",
@@ -105,7 +105,7 @@ ROWS = (
     ("explain.figure_extras",),
     ("explain.figure_scaling",),
     ("explain.figures",),
-    ("explain.answers", "explain.show"),
+    ("explain.answers", "explain.gate", "explain.show"),
     # both together
     ("anonymous", "checkup", "inception", "planted", "setting", "summary_lines"),
     ("tracking",),
@@ -118,8 +118,8 @@ ROWS = (
     ("recommend", "recommended_file"),
     ("calibrate", "experiments", "report_lines", "slurm"),
     ("comparison", "notebooks", "published", "slurm_collect", "strategy"),
-    ("report", "tracker_option"),
-    ("bottleneck_command", "commands", "predict_command", "recommend_command"),
+    ("gate", "report", "tracker_option"),
+    ("bottleneck_command", "commands", "compare_command", "predict_command", "recommend_command"),
     ("slurm_commands", "strategy_commands", "train_commands"),
     ("__main__",),
 )

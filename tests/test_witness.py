@@ -89,6 +89,14 @@ def test_each_lie_is_named_with_its_rank(lie: dict[str, Any], words: str) -> Non
     assert "\n" not in sentence
 
 
+def test_a_revision_that_ran_the_working_trees_modules_is_named() -> None:
+    label = RunConfig(revision="1234567890ab")
+    seen = {**saw_on_cpu(0), "world_size": 1, "astray_modules": ["mine", "pack.inner"]}
+    (sentence,) = mismatches(label, [seen])
+    assert "the label says revision 1234567890ab, rank 0 loaded mine, pack.inner from the working tree" in sentence
+    assert mismatches(label, [{**seen, "astray_modules": []}]) == []
+
+
 def test_threads_are_judged_where_they_were_asked_for() -> None:
     """Else they are what the machine had."""
     seen = {**saw_on_cpu(0), "world_size": 1, "threads": 2}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import math
 import re
 from html import escape
@@ -13,6 +14,7 @@ from ddpm_lab.explain import figures, phrases
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.losses import first_losses
 from ddpm_lab.record import RunRecord
 
 
@@ -21,7 +23,7 @@ def _rows(study: Study) -> list[dict[str, Any]]:
 
 
 def answer_text(study: Study, finding: Finding) -> str:
-    """Verdict, ratio, interval, noise floor, memory, disturbance and what really ran, one line each."""
+    """Verdict, ratio, interval, noise floor, memory, disturbance, losses and what really ran, one line each."""
     repeats = finding.claim.lower().startswith(finding.verdict.lower())
     lines = [finding.claim if repeats else f"{finding.verdict}: {finding.claim}"]
     for row in _rows(study):
@@ -32,6 +34,7 @@ def answer_text(study: Study, finding: Finding) -> str:
                 f"{phrases.plural(int(row['sets']), 'set')} of {phrases.plural(int(row['turns']), 'turn')}, "
                 f"{row['turns_dropped']} dropped"
             )
+    lines.append(f"  losses: {first_losses(study).sentence}")
     lines += [f"  {line}" for line in _witnesses(study)]
     return "\n".join(lines)
 
@@ -58,7 +61,8 @@ def answer_values(study: Study, finding: Finding) -> dict[str, Any]:
         }
         for row in _rows(study)
     ]
-    return {**values, "resolution": study.resolution, "sides": sides, "quality": finding.quality}
+    losses = dataclasses.asdict(first_losses(study))
+    return {**values, "resolution": study.resolution, "sides": sides, "quality": finding.quality, "losses": losses}
 
 
 def mime_bundle(study: Study, finding: Finding) -> dict[str, str]:

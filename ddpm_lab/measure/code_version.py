@@ -5,6 +5,8 @@ lies outside the standard library and site-packages. Comments, docstrings and la
 imported directly count by name and version. A rank checks after its warm-up that it loaded no other source
 (``unlisted``), so an import hidden from this walk is refused and not overlooked. A C++ or CUDA source that bears a
 module's name and lies beside it counts with the module, comments included.
+
+The sources are those that this process would import, or those of a ``Tree``: a revision in a folder of its own.
 """
 
 from __future__ import annotations
@@ -17,9 +19,12 @@ import site
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
+from importlib.machinery import PathFinder
+from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 from ddpm_lab.checks import ConfigError
 
@@ -28,18 +33,68 @@ SITE_MODULES = ("sitecustomize", "usercustomize")
 """Python runs them at every start, where an administrator put them: they belong to the machine, not to a workload."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tree:
+    """A revision's sources: the commit, the folders that hold its modules, and the repository they are not taken from.
+
+    ``apart`` is the root of the working tree: nothing that a rank of the revision runs may lie there.
+    """
+
+    revision: str
+    folders: tuple[str, ...]
+    apart: str
+
+    @property
+    def path(self) -> list[str]:
+        """The Python path of its ranks: its own folders, then what does not belong to the working tree."""
+        return [*self.folders, *(p for p in sys.path if not in_repository(p, self.apart))]
+
+
+class Source(NamedTuple):
+    """A module's file, and the hash of what counts in it."""
+
+    file: Path
+    sha256: str
+
+
 @dataclass(frozen=True, slots=True)
 class CodeVersion:
-    """``key`` identifies the code of ``workloads``; ``modules`` are the sources that count, ``packages`` versions."""
+    """``key`` identifies the code of ``workloads``; ``modules`` are the sources that count, ``packages`` versions.
+
+    They lie in ``tree``; None is wherever this process finds them. ``beside`` is the version of a revision that is
+    measured in the same sets: the key then covers both.
+    """
 
     key: str
     modules: tuple[str, ...]
     packages: dict[str, str]
     workloads: tuple[str, ...] = ()
+    sources: Mapping[str, Source] = field(default_factory=dict)
+    tree: Tree | None = None
+    beside: CodeVersion | None = None
+
+    def with_revision(self, other: CodeVersion) -> CodeVersion:
+        """The same with the version of a revision, whose sources lie in a tree of their own, beside it."""
+        both = hashlib.sha256(f"{self.key}\0{other.key}".encode()).hexdigest()[:12]
+        return replace(self, key=both, beside=other)
+
+    def of(self, revision: str) -> CodeVersion:
+        """The version that a configuration of ``revision`` runs. Raises ConfigError where its sources are not here."""
+        if not revision:
+            return self
+        if self.beside is None or self.beside.tree is None or self.beside.tree.revision != revision:
+            raise ConfigError(f"revision is {revision!r}: its sources are here only in ddpm-lab compare --against")
+        return self.beside
 
     def check_unchanged(self) -> None:
         """Raise ConfigError if the sources are others by now: ranks read them when they start, each for itself."""
-        if self.workloads and code_version(*self.workloads).key != self.key:
+        if not self.workloads:
+            return
+        now = code_version(*self.workloads, tree=self.tree)
+        if self.beside is not None:
+            self.beside.check_unchanged()
+            now = now.with_revision(self.beside)
+        if now.key != self.key:
             raise ConfigError(
                 "the code was edited while it was measured, so what ran last is not kept: give the same command again"
             )
@@ -57,26 +112,37 @@ def is_library(file: str) -> bool:
     return str(Path(file).resolve()).startswith(_library_folders())
 
 
-def _source(module: str) -> Path | None:
+def in_repository(file: str | Path, root: str) -> bool:
+    """Whether a file or folder belongs to the repository at ``root``: no library in it, and no repository of its own.
+
+    The empty name is the working folder, as on the Python path.
+    """
+    path = Path(file).resolve()
+    if not path.is_relative_to(root) or is_library(str(path / "_")):  # a folder of libraries is one too
+        return False
+    below = takewhile(lambda folder: folder != Path(root), (path, *path.parents))
+    return not any((folder / ".git").exists() for folder in below)
+
+
+def _source(module: str, tree: Tree | None) -> Path | None:
     """The file of a module that counts, or None for a built-in, a library, or a name that is no module.
 
     Found by its path, not by ``find_spec`` of the whole name, which would run the packages above it.
     """
     top, *rest = module.split(".")
     try:
-        spec = None if top in sys.stdlib_module_names else importlib.util.find_spec(top)
+        own = PathFinder.find_spec(top, list(tree.folders)) if tree else None
+        spec = None if top in sys.stdlib_module_names else own or importlib.util.find_spec(top)
     except (ImportError, ValueError):
         return None
     if spec is None or (spec.origin and is_library(spec.origin)):
         return None
-    if not rest:
-        return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
-    for location in spec.submodule_search_locations or ():
+    files = [Path(spec.origin)] if not rest and spec.origin and spec.origin.endswith(".py") else []
+    for location in (spec.submodule_search_locations or ()) if rest else ():
         folder = Path(location).joinpath(*rest[:-1])
-        for file in (folder / f"{rest[-1]}.py", folder / rest[-1] / "__init__.py"):
-            if file.is_file() and not is_library(str(file)):
-                return file
-    return None
+        files += [folder / f"{rest[-1]}.py", folder / rest[-1] / "__init__.py"]
+    found = (file for file in files if file.is_file() and not is_library(str(file)))
+    return next((file for file in found if not (tree and in_repository(file, tree.apart))), None)
 
 
 def _imports(tree: ast.AST, module: str, is_package: bool) -> Iterable[str]:
@@ -124,8 +190,8 @@ def _parents(module: str) -> list[str]:
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
-def code_version(*workloads: str) -> CodeVersion:
-    """The version of the code that ranks run for these workloads (``module:function`` each).
+def code_version(*workloads: str, tree: Tree | None = None) -> CodeVersion:
+    """The version of the code that ranks run for these workloads (``module:function`` each); in a ``tree``, that one's.
 
     Two workloads that are compared share one version: an edit of either asks for new sets of both, since they are
     measured in the same sets. Raises ConfigError if a module does not exist or has a syntax error.
@@ -133,40 +199,42 @@ def code_version(*workloads: str) -> CodeVersion:
     waiting = _parents(RANK_MODULE)
     for workload in workloads:
         module = workload.partition(":")[0]
-        if _source(module) is None:
+        if _source(module, tree) is None:
             raise ConfigError(
                 f"workload {workload!r}: there is no module {module!r}; is its folder on the Python path?"
             )
         waiting += _parents(module)
     named = " and ".join(repr(w) for w in dict.fromkeys(workloads))
     sources: dict[str, str] = {}
+    files: dict[str, Path] = {}
     top_level: set[str] = set()
     while waiting:
         name = waiting.pop()
         if name in sources:
             continue
-        file = _source(name)
+        file = _source(name, tree)
         if file is None:
             top_level.add(name.partition(".")[0])
             continue
         try:
-            tree = ast.parse(file.read_bytes())
+            parsed = ast.parse(file.read_bytes())
         except SyntaxError as error:
             raise ConfigError(f"workload {named}: {file}, line {error.lineno}: {error.msg}") from error
-        for imported in _imports(tree, name, file.name == "__init__.py"):
+        for imported in _imports(parsed, name, file.name == "__init__.py"):
             waiting += _parents(imported)
         for workload in workloads:
             module, _, function = workload.partition(":")
-            if module == name and not _binds(tree, function):
+            if module == name and not _binds(parsed, function):
                 raise ConfigError(f"workload {workload!r}: {file} defines no {function!r}")
-        sources[name] = _without_docstrings(tree) + _beside(file)
+        sources[name], files[name] = _without_docstrings(parsed) + _beside(file), file
     packages = _versions(top_level - {name.partition(".")[0] for name in sources} - set(sys.stdlib_module_names))
     digest = hashlib.sha256()
     for name in sorted(sources):
         digest.update(f"{name}\0{sources[name]}\0".encode())
     for name in sorted(packages):
         digest.update(f"{name}=={packages[name]}\0".encode())
-    return CodeVersion(digest.hexdigest()[:12], tuple(sorted(sources)), packages, workloads)
+    hashes = {name: Source(files[name], hashlib.sha256(text.encode()).hexdigest()) for name, text in sources.items()}
+    return CodeVersion(digest.hexdigest()[:12], tuple(sorted(sources)), packages, workloads, hashes, tree)
 
 
 def _beside(file: Path) -> str:
@@ -212,3 +280,9 @@ def unlisted(version_modules: Iterable[str]) -> list[str]:
         if source and name not in listed and name not in SITE_MODULES and not name.startswith("__"):
             found.append(name)
     return sorted(found)
+
+
+def astray(apart: str) -> list[str]:
+    """Modules loaded in this process from the repository at ``apart``, of which it runs another revision."""
+    files = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
+    return sorted(name for name, file in files.items() if Path(file).is_absolute() and in_repository(file, apart))

@@ -17,6 +17,7 @@ from typing import Any
 
 from ddpm_lab.checks import choice
 from ddpm_lab.config import START_METHODS, RunConfig
+from ddpm_lab.measure.code_version import Tree
 from ddpm_lab.measure.fleet import Fleet, current, network_settings
 from ddpm_lab.measure.group_folder import GroupFolder
 from ddpm_lab.measure.local_rank import LocalRank
@@ -62,6 +63,7 @@ class Group:
         threads: int,
         modules: tuple[str, ...],
         environment: dict[str, str],
+        tree: Tree | None = None,
         start_method: str = "forkserver",
         limits: Limits | None = None,
         progress: Progress = lambda _: None,
@@ -93,6 +95,7 @@ class Group:
                         rank=rank,
                         device_index=places[rank].device_index if places else rank,
                         environment={"GLOO_SOCKET_IFNAME": "lo", **environment},
+                        tree=tree,
                     )
                     self._ranks.append(LocalRank(job, start_method))
             self._wait("built", self.limits.build_seconds, "building")

@@ -48,20 +48,22 @@ class Ending(NamedTuple):
 
 
 @contextlib.contextmanager
-def _fresh_start() -> Iterator[None]:
-    """What a starting process inherits: the lab's threading environment, and no ``__main__``.
+def _fresh_start(path: list[str]) -> Iterator[None]:
+    """What a starting process inherits: the Python path, the lab's threading environment, and no ``__main__``.
 
-    multiprocessing would run the parent's main module again in every rank; ranks need none of it, and a script
-    without a ``__main__`` guard would start itself over and over.
+    multiprocessing hands the path on before it unpickles anything, so that a rank finds even the lab itself there; it
+    would run the parent's main module again in every rank; ranks need none of it, and a script without a
+    ``__main__`` guard would start itself over and over.
     """
-    real, before = sys.modules["__main__"], dict(os.environ)
+    real, before, here = sys.modules["__main__"], dict(os.environ), sys.path
     sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.path = path
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.update({name: value for name, value in THREADING.items() if name not in os.environ})
     try:
         yield
     finally:
-        sys.modules["__main__"] = real
+        sys.modules["__main__"], sys.path = real, here
         for name in THREADING.keys() - before.keys():
             os.environ.pop(name, None)
 
@@ -88,7 +90,7 @@ class LocalRank:
         try:
             name = f"ddpm_lab rank {job.rank}"
             self._process = context.Process(target=rank_main, args=(job, theirs, end), name=name)  # type: ignore[attr-defined]
-            with _fresh_start():
+            with _fresh_start(job.tree.path if job.tree else sys.path):
                 self._process.start()
             self._started = start_ticks(self._process.pid)
         finally:

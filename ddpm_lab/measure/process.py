@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddpm_lab.config import RunConfig, digest
+from ddpm_lab.measure.code_version import Tree
 from ddpm_lab.workload import Unsupported
 
 THREADING = {"GOMP_SPINCOUNT": "10000"}
@@ -57,7 +58,7 @@ class RankJob:
     """What the parent tells a rank at its start.
 
     ``threads`` are the rank's own compute threads, ``device_index`` the number of its GPU on its host. Without a
-    ``meeting`` all ranks are on this host and meet in the folder.
+    ``meeting`` all ranks are on this host and meet in the folder. The sources of a revision lie in a ``tree``.
     """
 
     config: RunConfig
@@ -69,6 +70,7 @@ class RankJob:
     environment: dict[str, str] = field(default_factory=dict)
     device_index: int = 0
     meeting: Meeting | None = None
+    tree: Tree | None = None
 
 
 class Beat(NamedTuple):

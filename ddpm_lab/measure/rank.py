@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ddpm_lab.exchange_settings import NCCL
-from ddpm_lab.measure.code_version import unlisted
+from ddpm_lab.measure.code_version import astray, unlisted
 from ddpm_lab.measure.meeting import store_at
 from ddpm_lab.measure.phases import UNNAMED, PhaseClock, mean
 from ddpm_lab.measure.plain import make_workload
@@ -215,6 +215,7 @@ class Rank:
             "threads": torch.get_num_threads(),
             "threads_wait": {name: os.environ.get(name) for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")},
             "unlisted_modules": unlisted(self.job.modules),
+            **({"astray_modules": astray(self.job.tree.apart)} if self.job.tree else {}),
             **self.workload.witness(),
         }
         if dist.get_backend() == "nccl":

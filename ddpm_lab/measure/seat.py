@@ -22,6 +22,8 @@ from ddpm_lab.plan import Plan
 from ddpm_lab.record import RankRecord, Window
 
 CHUNK = 5
+FIRST_LOSSES = 20
+"""Losses of the first steps that a record keeps to the last bit, so that two sides can be compared by them."""
 STEADY = 0.1
 WARMUP_SECONDS = 3.0
 """On a disturbed machine steps never look steady: after this long they are as warm as they get."""
@@ -73,6 +75,7 @@ class Seat:
         self.windows: list[Window] = []
         self.ranks: list[RankRecord] = []
         self._losses: list[list[float]] = [[] for _ in range(member.config.world_size)]
+        self._first_losses: list[list[float]] = []
 
     @property
     def config(self) -> RunConfig:
@@ -111,14 +114,15 @@ class Seat:
     def start(self) -> None:
         """Start a group that has not made a step yet. Raises GroupFailed."""
         config, instrument = self.config, self.instrument
-        say = instrument.progress
+        code, say = instrument.code.of(config.revision), instrument.progress
         say(f"{self.member.label}: starting")
         environment, self._filled = self._compile_cache()
         self.group = group = Group(
             config,
             threads=config.rank_threads(instrument.usable_cores),
-            modules=instrument.code.modules,
+            modules=code.modules,
             environment=environment,
+            tree=code.tree,
             start_method=instrument.start_method,
             limits=instrument.limits,
             progress=lambda text: say(f"{self.member.label}: {text}"),
@@ -132,6 +136,8 @@ class Seat:
         if self._filled is not None:  # whoever has made steps by now has compiled
             self._filled.touch()
         self.witness = self.alive.witness()
+        for rank, losses in zip(self.witness, self._first_losses, strict=False):  # none of a group that did not warm up
+            rank["first_losses"] = losses if all(map(math.isfinite, losses)) else []
         wrong = mismatches(self.config, self.witness)
         if wrong:
             raise GroupFailed("refused", "; ".join(wrong))
@@ -173,15 +179,17 @@ class Seat:
         limit = self.instrument.limits.build_seconds
         compiled = self.config.compile != "off"
         begun = time.monotonic()
-        first = slowest(group.window(settle=0, steps=1, limit=limit, stage="compiling" if compiled else "warming up"))[
-            0
-        ]
+        reports = group.window(settle=0, steps=1, limit=limit, stage="compiling" if compiled else "warming up")
+        self._first_losses = [rank["losses"] for rank in reports]
+        first = slowest(reports)[0]
         done, last = 1, first
         stepping = time.monotonic()
         while True:
-            chunk = slowest(group.window(settle=0, steps=CHUNK, limit=limit, stage="warming up"))
+            reports = group.window(settle=0, steps=CHUNK, limit=limit, stage="warming up")
+            for losses, rank in zip(self._first_losses, reports, strict=True):
+                losses.extend(rank["losses"][: FIRST_LOSSES - len(losses)])
             done += CHUNK
-            step = statistics.median(chunk)
+            step = statistics.median(slowest(reports))
             steady = abs(step - last) <= STEADY * last
             last = step
             enough = steady or time.monotonic() - stepping >= WARMUP_SECONDS

@@ -49,6 +49,12 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
                 f"rank {seen['rank']} loaded {', '.join(seen['unlisted_modules'])}, which no import statement of the "
                 "workload names, so its version is unknown: import it by a plain import statement"
             )
+        if seen.get("astray_modules"):
+            found.append(
+                f"the label says revision {config.revision}, rank {seen['rank']} loaded "
+                f"{', '.join(seen['astray_modules'])} from the working tree: take out what puts that folder on the "
+                "Python path while it runs, such as sys.path.insert or an import hook"
+            )
     if sorted(seen["rank"] for seen in ranks) != list(range(config.world_size)):
         found.append(f"the label says {config.world_size} ranks, these ran: {[seen['rank'] for seen in ranks]}")
     hosts = {seen["host"] for seen in ranks if seen.get("host")}

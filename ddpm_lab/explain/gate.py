@@ -1,0 +1,94 @@
+"""May a change pass? A comparison's answer against the slowdown that is allowed, as a sentence and an exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ddpm_lab.explain import phrases, stats
+from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.findings import finding
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.losses import first_losses
+
+PASSED = "passed"
+IDENTICAL = "identical code"
+SLOWER = "failed"
+NO_RESULT = "no result"
+EXIT_CODES = {PASSED: 0, IDENTICAL: 0, SLOWER: 1, NO_RESULT: 1, stats.NOT_TRUSTED: 3, stats.NOT_RESOLVED: 0}
+STRICT = 4
+"""The exit code of what is not resolved, where that is not enough to pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Whether a change passes: one of EXIT_CODES, and a sentence without a full stop that begins with it."""
+
+    status: str
+    sentence: str
+
+    def exit_code(self, *, strict: bool = False) -> int:
+        """0 passed, 1 failed or no result, 3 not trusted; not resolved is 0, or 4 where ``strict``."""
+        return STRICT if strict and self.status == stats.NOT_RESOLVED else EXIT_CODES[self.status]
+
+
+def outcome(study: Study, threshold: float) -> Outcome:
+    """Judge a study of one candidate: ``threshold`` is the share of the baseline's speed that it may lose.
+
+    *Failed*: the candidate is called slower, and the whole 95 % interval of its ratio lies below 1 - threshold. One
+    that loses just the threshold fails in some 3 % of cases; one that loses as much again as the resolution, in 97 %.
+    *Passed*: the whole interval lies above. Anything else is *not resolved*. With a threshold of 0 what is called
+    slower fails.
+    """
+    rows: list[dict[str, Any]] = [{str(k): v for k, v in r.items()} for r in comparisons(study).to_dict("records")]
+    row = next((r for r in rows if r["role"] == "candidate" and r["sets"]), None)
+    if row is None:
+        return _said(NO_RESULT, finding(study).headline)
+    if row["verdict"] == stats.NOT_TRUSTED:
+        return _said(stats.NOT_TRUSTED, f"{row['baseline_label']} differs from itself, so no verdict is given")
+    if row["sets"] < stats.LEAST_SETS:
+        text = f"{phrases.plural(int(row['sets']), 'set')}, and a verdict needs {stats.LEAST_SETS}"
+        return _said(stats.NOT_RESOLVED, text)
+    return _judged(row, threshold)
+
+
+def _judged(row: Mapping[str, Any], threshold: float) -> Outcome:
+    least, pair = 1 - threshold, f"{row['label']} {{}} slower than {row['baseline_label']}"
+    allowed = f"{_share(threshold)} is allowed" if threshold else "none is allowed"
+    if row["verdict"] == stats.SLOWER and row["high"] < least:
+        how = f"by {_share(1 - row['ratio'])}, and at least by {_share(1 - row['high'])}, where {allowed}"
+        return _said(SLOWER, f"{pair.format('is')} {how}")
+    if row["verdict"] == stats.BURSTS or row["ratio"] / row["bursts"] < least < row["low"]:
+        text = f"windows far slower than most, which a ratio of medians leaves out, make the time of {row['label']}"
+        return _said(stats.NOT_RESOLVED, f"{text} {row['bursts']:.3g} times as long, against {row['baseline_label']}")
+    if row["low"] >= 1:
+        return _said(PASSED, pair.format("is not"))
+    if row["low"] > least:
+        return _said(PASSED, f"{pair.format('is')} by at most {_share(1 - row['low'])}, where {allowed}")
+    text = f"{pair.format('may be')} by up to {_share(1 - row['low'])}, where {allowed}"
+    return _said(stats.NOT_RESOLVED, f"{text}: measure longer, or on a quieter machine")
+
+
+def _said(status: str, text: str) -> Outcome:
+    return Outcome(status=status, sentence=f"{status}: {text}")
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.2g} %"
+
+
+def summary(study: Study, judged: Outcome, threshold: float) -> str:
+    """A few lines of Markdown for the page of a job: what was decided, and what it rests on."""
+    found = finding(study)
+    row = {
+        "gate": judged.status,
+        "ratio, 95 % interval": found.evidence(),
+        "noise floor": phrases.interval({"ratio": 1.0, "low": found.noise_low, "high": found.noise_high})
+        or phrases.DASH,
+        "slowdown allowed": _share(threshold),
+        "losses": first_losses(study).verdict,
+    }
+    table = [row.keys(), ["---"] * len(row), row.values()]
+    lines = [f"### {judged.sentence}", "", *(f"| {' | '.join(cells)} |" for cells in table), "", found.claim]
+    return "\n".join([*lines, "", f"Losses: {first_losses(study).sentence}.", ""])

@@ -1,0 +1,172 @@
+"""A gate for other people's changes: the working tree against a revision of its repository, in the same sets.
+
+Each side is whole: its own sources, found first on the Python path of its own ranks, and its own file of settings. What
+times them is one and the same, or nothing is measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.comparison import RESOLUTION, plan_pair, side, with_images
+from ddpm_lab.config import RunConfig
+from ddpm_lab.measure import hardware
+from ddpm_lab.measure.code_version import CodeVersion, Tree, code_version, in_repository, is_library
+from ddpm_lab.measure.worktree import Repository, tree_of
+from ddpm_lab.planning import MOST_SETS, Measured, output_folder
+
+WORKING_TREE = "working tree"
+INSTRUMENT = "ddpm_lab.measure."
+
+
+@dataclass(frozen=True, slots=True)
+class Unchanged:
+    """Nothing was measured, since both sides run the same code; the sentence says so, without a full stop."""
+
+    sentence: str
+
+
+def measure(
+    given: str | None,
+    against: str,
+    *,
+    always: bool = False,
+    resolution: float = RESOLUTION,
+    minutes: float | None = None,
+    sets: int = MOST_SETS,
+    device: str | None = None,
+    output_dir: str | Path | None = None,
+    quiet: bool = False,
+) -> Measured | Unchanged:
+    """Measure a training step as it is in the working tree against a revision of the repository that one works in.
+
+    Args:
+        given: ``module:function``, or a TOML file of settings; None is the lab's own trainer with its defaults.
+        against: any revision that git knows here: a branch, a tag, a commit. It is the baseline.
+        always: measure identical code too.
+        resolution: the smallest relative difference to be found; it and the others are those of ``compare``.
+        minutes: time budget; None is no limit.
+        sets: the most sets to measure.
+        device: cpu or cuda; None is the GPU where there is one.
+        output_dir: folder that receives the records; None is the checkout of the lab, or the working folder.
+        quiet: show no progress.
+
+    Raises:
+        ConfigError: there is no such repository or revision, a side cannot be run, or what would time the two differs.
+    """
+    repository = Repository.around(Path.cwd())
+    commit = repository.commit(against)
+    output = output_folder(output_dir)
+
+    trainer = RunConfig(device=device or ("cuda" if hardware.gpus() else "cpu"))
+    ours = side(given or trainer, "the step", device)
+    mine = code_version(ours.workload)
+    _refuse_strangers(repository, mine)
+    with repository.worktree(commit) as folder:
+        base = side(_counterpart(given, repository.root, folder) or trainer, f"the step in {against}", device)
+        tree = tree_of(repository, commit, folder, mine.modules)
+        try:
+            theirs = code_version(base.workload, tree=tree)
+        except ConfigError as error:
+            why = str(error).partition(";")[0]
+            raise ConfigError(
+                f"{against} ({tree.revision}) does not hold what is to be measured: {why}; name a step that both have"
+            ) from error
+        changed = _changed(mine, theirs)
+        if not changed and ours == base and not always:
+            return Unchanged(
+                f"{ours.workload} and all that it imports are the same in the {WORKING_TREE} and in {against} "
+                f"({tree.revision}), so nothing was measured; files that it reads are not looked at (--always measures)"
+            )
+        _refuse_two_instruments(changed, against)
+        base = dataclasses.replace(base, revision=tree.revision)
+        if any(module.startswith("ddpm_lab.") for module in changed):
+            _refuse_other_settings(base, tree, against)
+        if not quiet:
+            what = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
+            print(f"{WORKING_TREE} against {against} ({tree.revision}): {what or 'no module'} changed", file=sys.stderr)
+        return plan_pair(
+            (with_images(base, output, quiet), with_images(ours, output, quiet)),
+            (against, WORKING_TREE),
+            code=mine.with_revision(theirs),
+            resolution=resolution,
+            minutes=minutes,
+            sets=sets,
+            output=output,
+            quiet=quiet,
+        ).measure()
+
+
+def _counterpart(given: str | None, root: Path, folder: Path) -> str | None:
+    """A file of settings as the revision has it; one that it has not, or that lies elsewhere, counts for both sides."""
+    if given is None or not given.endswith(".toml"):
+        return given
+    path = Path(given).expanduser().resolve()
+    if not in_repository(path, str(root)):
+        return given
+    there = folder / path.relative_to(root)
+    return str(there) if there.is_file() else given
+
+
+def _changed(mine: CodeVersion, theirs: CodeVersion) -> list[str]:
+    """Modules of which the two sides have different sources, or which only one of them has."""
+    names = mine.sources.keys() | theirs.sources.keys()
+    hashes = ({name: source.sha256 for name, source in version.sources.items()} for version in (mine, theirs))
+    ours, others = hashes
+    return sorted(name for name in names if ours.get(name) != others.get(name))
+
+
+def _refuse_strangers(repository: Repository, mine: CodeVersion) -> None:
+    """Raise ConfigError where no revision of the repository could change what is run, or a part would not be seen."""
+    workload = mine.workloads[0]
+    files = {name: source.file for name, source in mine.sources.items()}
+    root = str(repository.root)
+    if not any(in_repository(file, root) for file in files.values()):
+        place = files[workload.partition(":")[0]]
+        raise ConfigError(
+            f"nothing that {workload} imports belongs to the repository {root} (it lies in {place}): name a step of "
+            "this repository as module:function, or change to the repository that it belongs to"
+        )
+    for name, file in files.items():
+        below = file.resolve().is_relative_to(root) and not is_library(str(file))
+        if below and not in_repository(file, root) and (submodule := repository.submodule_of(file)):
+            raise ConfigError(
+                f"module {name} lies in the submodule {submodule} of {root}, which a revision names and does not hold: "
+                "change to the submodule, and compare revisions of it there"
+            )
+
+
+def _refuse_two_instruments(changed: list[str], against: str) -> None:
+    """Raise ConfigError where the code that times the two sides is not the same: their ratio would hold its change."""
+    other = [module for module in changed if module.startswith(INSTRUMENT)]
+    if other:
+        raise ConfigError(
+            f"the measuring code itself is another in {against} ({', '.join(other)}), and two instruments give no "
+            "ratio: compare with a revision since that change, or see with ddpm-lab calibrate whether it measures alike"
+        )
+
+
+def _refuse_other_settings(config: RunConfig, tree: Tree, against: str) -> None:
+    """Raise ConfigError where the revision's own lab does not read these settings as the same work."""
+    code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).run_id)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(tree.path)}
+    asked = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        input=pickle.dumps(config),
+        capture_output=True,
+        check=False,
+        env=environment,
+    )
+    if asked.returncode or asked.stdout.decode().strip() != config.run_id:
+        said = asked.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["they name other work there"]
+        raise ConfigError(
+            f"the lab in {against} does not know these settings as this one does: {said[0]}; compare with a revision "
+            "since they came, or name a step as module:function"
+        )

@@ -1,0 +1,279 @@
+"""The working tree against a revision, in real repositories: what is refused, what runs where, how it exits."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from conftest import Call
+from git_repository import commit, git, repository, write
+
+import ddpm_lab
+from ddpm_lab import comparison
+from ddpm_lab.ledger import Ledger
+from ddpm_lab.measure import hardware
+from ddpm_lab.measure.code_version import CodeVersion
+from ddpm_lab.plan import Plan
+
+MINE = """
+import torch
+
+from pack.inner import work
+
+def step():
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    while True:
+        work()
+        loss = model(torch.ones(4, 8)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss
+"""
+WORK = "def work():\n    for _ in range({}):\n        sum(range(20_000))\n"
+FILES = {"mine.py": MINE, "pack/__init__.py": "", "pack/inner.py": WORK.format(10)}
+FILES |= {"settings.toml": 'workload = "mine:step"\nglobal_batch_size = 1\n', ".gitignore": "__pycache__/\n"}
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Somebody's repository, in which they work; what they type puts their folder on the Python path."""
+    folder = repository(tmp_path / "mine", FILES).resolve()
+    monkeypatch.syspath_prepend(folder)  # and takes away again what the command adds
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(hardware, "gpus", tuple)
+    return folder
+
+
+def against(call: Call, out: Path, *words: str, sets: int = 1) -> tuple[int, str, str]:
+    return call("compare", *words, "--sets", sets, "--output-dir", out)
+
+
+# --- without a rank --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("mine:step --against nowhere", ["--against is 'nowhere'", "give a branch, a tag or a commit"]),
+        ("mine:stop --against main", ["mine.py defines no 'stop'"]),
+        ("mine:fresh --against main", ["main (", "mine.py defines no 'fresh'; name a step that both have"]),
+        ("new:step --against main", ["main (", "there is no module 'new'; name a step that both have"]),
+        ("nowhere:step --against main", ["there is no module 'nowhere'"]),
+        ("typo.toml --against main", ["the step, typo.toml", "has no setting 'netwrok'"]),
+        ("revised.toml --against main", ["revision is 'main'", "use compare --against"]),
+        ("--against main", ["nothing that ddpm_lab.model.train:ddpm imports belongs to", "name a step of this"]),
+        ("mine:step mine:step --against main", ["--against main takes one step", "leave out mine:step"]),
+        ("mine:step", ["needs two sides", "--against"]),
+        ("mine:step mine:fresh --strict", ["--strict", "--threshold"]),
+        ("mine:step mine:fresh --always", ["--always", "--against"]),
+        ("mine:step --against main --threshold 150%", ["--threshold is '150%'", "less than 100 %"]),
+        ("mine:step --against main --threshold=-3%", ["--threshold", "'-3%'"]),
+        ("mine:step --against main --threshold three", ["--threshold is 'three'"]),
+        ("mine:step --against main --resolution 0", ["--resolution is '0'"]),
+    ],
+)
+def test_what_cannot_be_decided_is_refused_in_a_sentence(
+    mine: Path, tmp_path: Path, call: Call, words: str, said: list[str]
+) -> None:
+    write(mine, {"mine.py": f"{MINE}\ndef fresh():\n    yield\n", "new.py": MINE})
+    write(mine, {"typo.toml": 'netwrok = "tiny"\n', "revised.toml": 'workload = "mine:step"\nrevision = "main"\n'})
+    before = git(mine, "worktree", "list")
+    code, out, err = against(call, tmp_path / "out", *words.split())
+    assert (code, out) == (2, "")
+    assert err.startswith("ddpm-lab: ")
+    assert err.count("\n") == 1
+    for word in said:
+        assert word in err
+    assert git(mine, "worktree", "list") == before
+    assert not (tmp_path / "out" / "trace_output" / "ledger.jsonl").exists()
+
+
+def test_outside_of_a_repository_the_sentence_says_so(
+    mine: Path, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = against(call, tmp_path / "out", f"{(mine / 'mine.py').stem}:step", "--against", "main")
+    assert code == 2
+    assert "--against compares the working tree of a git repository" in err
+
+
+def test_code_in_a_submodule_is_refused_and_one_that_nothing_imports_is_no_obstacle(
+    mine: Path, tmp_path: Path, call: Call
+) -> None:
+    sub = repository(tmp_path / "sub", {"__init__.py": "", "part.py": "x = 1\n"})
+    git(mine, "submodule", "--quiet", "add", str(sub), "vendor")
+    git(mine, "commit", "--quiet", "--message", "with a submodule")
+    write(mine, {"vendor/part.py": "x = 2\n"})
+    assert against(call, tmp_path / "out", "mine:step", "--against", "main")[0] == 0
+    write(mine, {"mine.py": f"import vendor.part\n{MINE}"})
+    code, _, err = against(call, tmp_path / "out", "mine:step", "--against", "main")
+    assert code == 2
+    assert " lies in the submodule vendor of" in err
+    assert "change to the submodule" in err
+
+
+def test_identical_code_passes_unmeasured_and_a_comment_is_none(
+    mine: Path, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(mine, {"pack/inner.py": f"# as fast as it gets\n{FILES['pack/inner.py']}", "README": "new"})
+    page = tmp_path / "page.md"
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(page))
+    code, out, _ = against(call, tmp_path / "out", "mine:step", "--against", "main")
+    assert code == 0
+    assert out.startswith("identical code: mine:step and all that it imports are the same in the working tree and in")
+    assert page.read_text().startswith("### identical code\n")
+    code, out, _ = against(call, tmp_path / "out", "settings.toml", "--against", "main", "--json")
+    assert (code, json.loads(out)["gate"]["status"]) == (0, "identical code")
+    assert not (tmp_path / "out" / "trace_output" / "ledger.jsonl").exists()
+
+
+def test_the_labs_own_checkout_is_refused_where_the_instrument_itself_changed(tmp_path: Path) -> None:
+    lab = lab_checkout(tmp_path)
+    with (lab / "ddpm_lab" / "measure" / "phases.py").open("a") as file:
+        file.write("\nANOTHER = 1\n")
+    code, _, err = lab_command(lab, "--against", "main")
+    assert code == 2
+    assert err.startswith("ddpm-lab: the measuring code itself is another in main (ddpm_lab.measure.phases)")
+    git(lab, "restore", ".")
+    config = lab / "ddpm_lab" / "config.py"
+    config.write_text(config.read_text().replace('network: str = "tiny"', 'netz: int = 0\n    network: str = "tiny"'))
+    code, _, err = lab_command(lab, "--against", "main")
+    assert code == 2
+    assert "the lab in main does not know these settings as this one does: " in err
+    assert "no setting 'netz'" in err
+
+
+def lab_checkout(folder: Path) -> Path:
+    """The lab's own package in a repository of its own."""
+    lab = folder / "lab"
+    shutil.copytree(Path(ddpm_lab.__file__).parent, lab / "ddpm_lab", ignore=shutil.ignore_patterns("__pycache__"))
+    return repository(lab, {".gitignore": "__pycache__/\nout/\n"})
+
+
+def lab_command(lab: Path, *words: str, **variables: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-P", "-m", "ddpm_lab", "compare", *words, "--output-dir", "out", "--device", "cpu"]
+    environment = {**os.environ, "PYTHONPATH": str(lab), **variables}
+    done = subprocess.run(command, cwd=lab, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+# --- with ranks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets that cost two seconds."""
+    monkeypatch.setattr(comparison, "Plan", partial(Plan, turns=4, window_seconds=0.05))
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+@pytest.mark.usefixtures("short")
+def test_more_work_fails_and_less_passes(mine: Path, tmp_path: Path, call: Call) -> None:
+    write(mine, {"pack/inner.py": WORK.format(20)})
+    page, asked = tmp_path / "page.md", ("settings.toml", "--threshold", "10%", "--json", "--summary")
+    code, out, err = against(call, tmp_path / "out", *asked, page, "--against", "main", sets=6)  # type: ignore[arg-type]
+    said = json.loads(out)
+    assert "pack.inner changed" in err
+    assert 0.4 < said["ratio"] < 0.65
+    # By design one null in twenty is called different, and then no verdict is given.
+    assert (code, said["gate"]["status"]) in ((1, "failed"), (3, "instrument not trusted here"))
+    assert said["losses"]["verdict"] == "identical"
+    assert said["gate"]["sentence"] in page.read_text()
+    slow = commit(mine, {"pack/inner.py": WORK.format(20)})
+    write(mine, {"pack/inner.py": WORK.format(10)})
+    code, out, _ = against(call, tmp_path / "out", "mine:step", "--against", slow, "--threshold", "10%", sets=6)
+    assert (code, "\npassed: working tree is not slower than" in out) in ((0, True), (3, False))
+    code, out, _ = against(call, tmp_path / "out", "mine:step", "--against", "main~1")
+    assert (code, out[:15]) == (0, "identical code:")
+    assert git(mine, "status", "--porcelain") == "M pack/inner.py"
+    assert len(git(mine, "worktree", "list").splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short")
+def test_each_side_runs_its_own_sources_and_settings(mine: Path, tmp_path: Path, call: Call) -> None:
+    trace = tmp_path / "trace"
+
+    def version(number: int) -> dict[str, str]:
+        note = f"open({str(trace)!r}, 'a').write(__file__ + ' {number}\\n')\n"
+        return {
+            "pack/inner.py": WORK.format(number) + note,
+            "settings.toml": f"{FILES['settings.toml']}seed = {number}\n",
+        }
+
+    commit(mine, version(2))
+    write(mine, version(3))
+    code, out, _ = against(call, tmp_path / "out", "settings.toml", "--against", "main", "--strict")
+    assert code == 4
+    assert "not resolved: 1 set, and a verdict needs 6" in out
+    assert "losses: differs" in out, "other seeds give other weights"
+    ran = [line.split() for line in trace.read_text().splitlines()]
+    assert [number for file, number in ran if file == str(mine / "pack" / "inner.py")] == ["3"]
+    assert [number for file, number in ran if file != str(mine / "pack" / "inner.py")] == ["2", "2"]
+    records = Ledger(tmp_path / "out" / "trace_output" / "ledger.jsonl").read()[0]
+    assert {(r.role, r.config.seed, bool(r.config.revision)) for r in records} == {
+        ("baseline", 2, True),
+        ("twin", 2, True),
+        ("candidate", 3, False),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short")
+def test_a_module_from_the_wrong_tree_is_refused(mine: Path, tmp_path: Path, call: Call) -> None:
+    commit(mine, {"mine.py": f"import sys\nsys.path.insert(0, {str(mine)!r})\n{MINE}"})
+    write(mine, {"pack/inner.py": WORK.format(12)})
+    code, out, _ = against(call, tmp_path / "out", "mine:step", "--against", "main")
+    assert code == 1
+    assert "rank 0 loaded pack, pack.inner from the working tree: take out what puts that folder" in out
+    assert "\nno result: " in out
+
+
+@pytest.mark.slow
+def test_a_killed_gate_leaves_nothing_behind_the_next_one(mine: Path, tmp_path: Path, call: Call) -> None:
+    git(mine, "checkout", "--quiet", "-b", "topic")
+    write(mine, {"pack/inner.py": WORK.format(12)})
+    words = ["compare", "mine:step", "--against", "main", "--output-dir", str(tmp_path / "out")]
+    with subprocess.Popen([sys.executable, "-m", "ddpm_lab", *words], cwd=mine, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 60
+        while len(git(mine, "worktree", "list").splitlines()) == 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+    left = Path(git(mine, "worktree", "list").splitlines()[1].split()[0])
+    write(mine, {"pack/inner.py": WORK.format(10)})
+    assert against(call, tmp_path / "out", "mine:step", "--against", "main")[0] == 0
+    assert len(git(mine, "worktree", "list").splitlines()) == 1
+    assert not left.parent.exists()
+    assert git(mine, "branch", "--show-current") == "topic"
+    assert git(mine, "status", "--porcelain") == ""
+
+
+@pytest.mark.slow
+def test_two_revisions_of_the_lab_itself_run_whole(tmp_path: Path) -> None:
+    lab, trace = lab_checkout(tmp_path), tmp_path / "trace"
+    planted = lab / "ddpm_lab" / "planted.py"
+    note = "__import__('pathlib').Path(__import__('os').environ['TRACE']).open('a').write(__file__ + '\\n')"
+    planted.write_text(f"{planted.read_text()}\n{note}\n")
+    words = ("ddpm_lab.planted:pieces", "--against", "main", "--sets", "1")
+    code, _, err = lab_command(lab, *words, TRACE=str(trace))
+    assert code == 0, err
+    assert "ddpm_lab.planted changed" in err
+    assert trace.read_text().splitlines() == [str(planted.resolve())], "the revision's ranks have their own lab"
+
+
+def test_sources_of_a_revision_are_here_only_in_its_comparison() -> None:
+    assert CodeVersion("k", (), {}).of("") == CodeVersion("k", (), {})
+    with pytest.raises(ValueError, match=r"revision is 'abc': its sources are here only in .*compare --against"):
+        CodeVersion("k", (), {}).of("abc")

@@ -1,0 +1,174 @@
+"""A revision in a folder of its own: what it holds, what of the repository is left alone, and what is removed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from git_repository import commit, git, repository, write
+
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.measure import code_version as sources
+from ddpm_lab.measure.code_version import in_repository
+from ddpm_lab.measure.worktree import Repository, tree_of
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A repository whose working tree differs from its only commit."""
+    folder = repository(tmp_path / "mine", {"mine.py": "x = 1\n", "notes.txt": "old\n"})
+    write(folder, {"mine.py": "x = 2\n", "new.py": ""})
+    git(folder, "add", "mine.py")
+    return folder
+
+
+def state(folder: Path) -> tuple[str, ...]:
+    """What a user would notice: branch, index, files, and what git remembers of worktrees."""
+    words = ("status --porcelain --branch", "ls-files --stage", "branch --all -vv", "worktree list", "stash list")
+    return tuple(git(folder, *line.split()) for line in words)
+
+
+def test_a_worktree_holds_the_revision_and_the_users_repository_stays_as_it_is(mine: Path) -> None:
+    before = state(mine)
+    index = (mine / ".git" / "index").stat().st_mtime_ns
+    own = Repository.around(mine)
+    (mine / ".git" / "hooks").mkdir(exist_ok=True)
+    hook = mine / ".git" / "hooks" / "post-checkout"
+    hook.write_text("#!/bin/sh\ntouch hooked\n")
+    hook.chmod(0o755)
+    with own.worktree(own.commit("main")) as folder:
+        assert (folder / "mine.py").read_text() == "x = 1\n"
+        assert not (folder / "new.py").exists()
+        assert not (folder / "hooked").exists()
+        assert (mine / "mine.py").read_text() == "x = 2\n"
+    assert not folder.parent.exists()
+    assert (mine / ".git" / "index").stat().st_mtime_ns == index, "not even refreshed"
+    assert state(mine) == before
+
+
+def test_a_folder_below_is_of_the_repository_and_one_beside_is_not(mine: Path, tmp_path: Path) -> None:
+    (mine / "below").mkdir()
+    assert Repository.around(mine / "below") == Repository(mine.resolve())
+    with pytest.raises(ConfigError, match=r"--against compares .* and .* is in none: change to its folder"):
+        Repository.around(tmp_path)
+
+
+def test_variables_of_a_hook_lead_to_no_other_repository(
+    mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = repository(tmp_path / "other", {"other.py": ""})
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(other / ".git" / "index"))
+    assert Repository.around(mine).root == mine.resolve()
+
+
+def test_every_name_of_a_commit_is_known(mine: Path) -> None:
+    git(mine, "tag", "v1")
+    git(mine, "tag", "--annotate", "--message", "one", "v1a")
+    own, head = Repository.around(mine), git(mine, "rev-parse", "HEAD")
+    assert {own.commit(name) for name in ("main", "HEAD", "v1", "v1a", head, head[:9])} == {head}
+
+
+@pytest.mark.parametrize("revision", ["nowhere", "", "--all", "main:mine.py", "main~1"])
+def test_what_is_no_commit_is_refused(mine: Path, revision: str) -> None:
+    with pytest.raises(ConfigError, match=r"--against is '.*', which .* does not have: give a branch, a tag"):
+        Repository.around(mine).commit(revision)
+
+
+def test_a_shallow_clone_is_told_from_a_wrong_name(mine: Path, tmp_path: Path) -> None:
+    first = git(mine, "rev-parse", "HEAD")
+    commit(mine, {"mine.py": "x = 3\n"})
+    git(tmp_path, "clone", "--quiet", "--depth", "1", f"file://{mine}", "shallow")
+    with pytest.raises(ConfigError, match=r"this clone is shallow: .*git fetch --unshallow, or fetch-depth: 0"):
+        Repository.around(tmp_path / "shallow").commit(first)
+
+
+def test_without_git_the_sentence_says_so(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match=r"--against needs git.*No such file.*: install it"):
+        Repository.around(mine)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from ddpm_lab.measure.worktree import Repository
+own = Repository.around(Path(sys.argv[1]))
+with own.worktree(own.commit("main")) as folder:
+    print(folder, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_leaves_is_removed_by_the_next_and_nothing_else_is(mine: Path, tmp_path: Path) -> None:
+    git(mine, "worktree", "add", "--quiet", "--detach", str(tmp_path / "on a stick"))
+    (tmp_path / "on a stick").rename(tmp_path / "not plugged in")
+    before = state(mine)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(mine)], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    left = Path(done.stdout.strip())
+    assert (left / "mine.py").is_file()
+    assert state(mine) != before
+    own = Repository.around(mine)
+    with own.worktree(own.commit("main")) as folder:
+        assert not left.parent.exists()
+        assert str(left) not in git(mine, "worktree", "list")
+        assert folder != left
+    assert state(mine) == before, "the user's own worktree is still known"
+
+
+def test_a_worktree_that_lives_is_left_to_its_owner(mine: Path) -> None:
+    own = Repository.around(mine)
+    with own.worktree(own.commit("main")) as one, own.worktree(own.commit("main")) as two:
+        assert one != two
+        assert (one / "mine.py").is_file()
+
+
+# --- where modules are found -----------------------------------------------------------------------------------------
+
+
+def test_folders_on_the_path_have_counterparts_and_libraries_have_none(
+    mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(mine, {"src/pack/__init__.py": "", "generated/made.py": ""})
+    root, there = mine.resolve(), tmp_path / "there"
+    (there / "src").mkdir(parents=True)
+    libraries = sysconfig.get_paths()["purelib"]
+    for folder in ("generated", "src"):
+        monkeypatch.syspath_prepend(root / folder)
+    monkeypatch.chdir(mine)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    tree = tree_of(Repository(root), "1234567890abcdef", there, ["pack"])
+    assert tree.revision == "1234567890ab"
+    assert list(tree.folders) == [str(there), str(there / "src")]
+    assert tree.path[:2] == list(tree.folders)
+    assert not {str(root / "src"), str(root / "generated"), ""} & set(tree.path), "also what the revision has not"
+    assert libraries in tree.path
+
+
+def test_a_library_and_another_repository_below_the_root_are_not_of_it(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = str(mine.resolve())
+    repository(mine / "clone", {"a.py": ""})
+    write(mine, {"venv/lib/b.py": "", "pack/c.py": ""})
+    monkeypatch.setattr(sources, "_library_folders", lambda: (f"{root}/venv/lib/",))
+    assert in_repository(mine, root)
+    assert in_repository(mine / "pack" / "c.py", root)
+    for other in ("clone", "clone/a.py", "venv/lib", "venv/lib/b.py", "..", "/"):
+        assert not in_repository(mine / other, root), other
+
+
+def test_a_submodule_is_named_and_a_clone_of_ones_own_is_not(mine: Path, tmp_path: Path) -> None:
+    sub = repository(tmp_path / "sub", {"a.py": ""})
+    git(mine, "submodule", "--quiet", "add", str(sub), "vendor/sub")
+    git(mine, "commit", "--quiet", "--message", "with a submodule")
+    repository(mine / "clone", {"a.py": ""})
+    own = Repository.around(mine)
+    assert own.submodule_of(mine / "vendor" / "sub" / "a.py") == "vendor/sub"
+    assert own.submodule_of(mine / "clone" / "a.py") == ""
+    assert own.submodule_of(mine / "mine.py") == ""
