@@ -14,6 +14,7 @@ from ddpm_lab import (
     commands,
     predict_command,
     recommend_command,
+    report_commands,
     slurm_commands,
     strategy_commands,
     train_commands,
@@ -76,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     _compare_options(subparsers)
     strategy_commands.add_options(subparsers)
     bottleneck_command.add_options(subparsers)
+    report_commands.add_options(subparsers)
     train_commands.add_options(subparsers)
     rank = subparsers.add_parser(
         "rank",
