@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab.checks import ConfigError, several, whole
-from ddpm_lab.data.packed import resolve
-from ddpm_lab.measure.progress import Progress
 from ddpm_lab.plan import Experiment
 from ddpm_lab.planning import Measured, Planned, output_folder, plan_question
 from ddpm_lab.strategy import USUAL, most_ranks, several_ranks, strategy, usual_device
@@ -109,7 +107,6 @@ def _single(asked: Benchmark, batch: int) -> bool:
 
 def plan(asked: Benchmark, output: Path) -> list[Planned]:
     """Everything that is to be measured, checked before the first of it starts."""
-    images = resolve(asked.data, output_folder(None) / "data" / "prepared", progress=Progress("images"))
     grids = parts(asked)
     count = sum(len(grid["global_batch_sizes"]) for grid in grids)
     return [
@@ -121,7 +118,8 @@ def plan(asked: Benchmark, output: Path) -> list[Planned]:
             output_dir=output,
             network=asked.network,
             device=asked.device,
-            data=str(images),
+            data=asked.data,
+            cache=output_folder(None) / "data" / "prepared",  # one for all folders of results
             lost_scaling=False,
             loader_workers=asked.loader_workers,
             **grid,

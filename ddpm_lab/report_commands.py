@@ -202,7 +202,7 @@ def summary_command(options: argparse.Namespace) -> int:
 
     told: list[summary.Row] = []
     apart: list[summary.Row] = []
-    found = []
+    found: list[summary.SpeedUps] = []
     for path in map(Path, options.sources or [str(output_folder(None) / LEDGER)]):
         source = path.expanduser()
         if source.suffix == ".jsonl":
@@ -264,7 +264,7 @@ def _run(given: str, place: str, ledgers: Sequence[str] | None) -> Run:
     path = Path(given).expanduser()
     if path.is_dir() or path.suffix == ".toml":
         return Run(name=given, config=_settings(path, place))
-    files = [Path(f).expanduser() for f in ledgers or [output_folder(None) / LEDGER]]
+    files = [Path(f).expanduser() for f in ledgers or [str(output_folder(None) / LEDGER)]]
     name, _, label = given.partition(":")
     records, _ = read_all([f for f in files if ledgers or f.exists()])
     fits = [r for r in records if (r.set_id == name and r.label == label if label else r.run_id == name)]

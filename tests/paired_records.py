@@ -54,3 +54,9 @@ def alone(*, single: bool) -> Study:
     label = "1 GPU" if single else "8 GPUs"
     found = make.sets({}, baseline=base, baseline_label=label, experiment="multi_gpu", family="seed, batch 256")
     return make.study(make.on(make.GPUS, found))
+
+
+def nothing_ran(reason: str) -> Study:
+    """A study whose every configuration crashed."""
+    lost: dict[str, Any] = {"status": "crashed", "reason": reason, "windows": (), "ranks": ()}
+    return make.study([replace(r, **lost) for r in family(64, 1.6)])

@@ -15,7 +15,7 @@ from conftest import Call
 from paired_records import paired
 from test_results_file import SCHEMA
 
-from ddpm_lab import report_commands, strategy
+from ddpm_lab import experiments, planning, report_commands, strategy
 from ddpm_lab.benchmark import Benchmark, parts, request
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
@@ -26,6 +26,7 @@ from ddpm_lab.questions import multi_gpu
 from ddpm_lab.run_folder import RunFolder
 from ddpm_lab.setting import Images, Setup
 
+GPU = hardware.Gpu(name="Example GPU X", uuid=None, memory_bytes=None)
 FILES = {
     DASHBOARD,
     TABLE,
@@ -45,7 +46,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "gpus", lambda: (object(),) * 8)
+    monkeypatch.setattr(hardware, "gpus", lambda: (GPU,) * 8)
 
 
 def ask(**values: Any) -> Benchmark:
@@ -73,8 +74,9 @@ def test_one_side_alone() -> None:
 
 
 @pytest.mark.usefixtures("eight_gpus")
-def test_auto_asks_for_each_batch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_asks_for_each_batch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """S003's thresholds: a network of ten million parameters wants several devices from batch 64 on."""
+    monkeypatch.setattr(experiments, "measured_here", lambda *_: None)
     asked = ask(mode="auto", batch_size=64, batch_sizes=[32, 64, 128], network="seed")
     assert [(p["scaling"], p["global_batch_sizes"], p["world_sizes"]) for p in parts(asked)] == [
         ("weak", [64], [1, 8]),
@@ -111,14 +113,14 @@ def test_what_cannot_be_is_refused(values: dict[str, Any], words: str) -> None:
 
 
 def test_a_default_that_cannot_be_shared_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "gpus", lambda: (object(),) * 3)
+    monkeypatch.setattr(hardware, "gpus", lambda: (GPU,) * 3)
     assert ask().batch_sizes == (96,), "16, 32, 64 and 128 are no multiples of 3"
 
 
 def test_workers_and_several_alone_are_settings_of_the_question() -> None:
     images = Images(folder="f", sha256="a" * 64, name="images")
     setup = Setup(preset="quick", network="tiny", images=images, device="cpu", gpus=0, usable_cores=4)
-    common = {"scaling": "weak", "global_batch_sizes": [8], "lost_scaling": False}
+    common: dict[str, Any] = {"scaling": "weak", "global_batch_sizes": [8], "lost_scaling": False}
     (family,) = multi_gpu(setup, world_sizes=[1, 2], loader_workers=3, **common).families
     assert {(c.loader, c.loader_workers) for c in (family.baseline, family.candidates[0][1])} == {("files", 3)}
     (lone,) = multi_gpu(setup, world_sizes=[2], alone=True, **common).families
@@ -230,6 +232,7 @@ def test_a_demo_is_measured_once_and_goes_on(call: Call, tmp_path: Path, monkeyp
     monkeypatch.undo()
     if hardware.gpus() or hardware.usable_cores() < 2:
         pytest.skip("needs two cores and no GPU")
+    monkeypatch.setattr(planning, "CHECKOUT", tmp_path)  # where prepared images are kept
     monkeypatch.setitem(report_commands.DEMO, "sets", 1)
     monkeypatch.chdir(tmp_path)
     code, out, err = call("demo")

@@ -8,11 +8,10 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from paired_records import alone, family, paired
-from records import on, study
+from paired_records import alone, family, nothing_ran, paired
+from records import study
 
 from ddpm_lab.explain.pairs import Mean, banner, layout, means, pairs, recommendation
-from ddpm_lab.record import Machine
 
 SHARED = {256: 1.6, 128: 1.05, 64: 0.8}
 
@@ -116,12 +115,13 @@ def test_the_banner_of_cpu_ranks_names_no_gpu() -> None:
 def test_the_banner_claims_nothing_that_is_not_resolved() -> None:
     told = banner(paired({}, {32: 1.0}))
     assert "not resolved)" in told[1]
+    assert "not resolved, " in told[2]
+    assert "S000" not in told[2], "what is not resolved has no band"
     (few,) = {line for line in banner(paired({}, {32: 6.45}, count=1)) if line.startswith("Time")}
     assert few.endswith("(1 set, no interval, not resolved)")
     single = banner(alone(single=True))
     assert single[1] == "Time Speedup: not measured"
-    failed = study(on(Machine(cpu="x", usable_cores=1), family(64, 1.0, failed=("oom", "90 GiB"), count=0)))
-    assert banner(failed)[0].startswith("BENCHMARK INCOMPLETE")
+    assert banner(nothing_ran("signal 9")) == ["BENCHMARK INCOMPLETE: nothing was measured", "crashed: signal 9"]
 
 
 ONE = alone(single=True)

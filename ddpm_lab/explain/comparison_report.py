@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ddpm_lab.explain import findings, phrases, scaling, sentences
 from ddpm_lab.explain.bands import S000
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.grids import Grid, markdown
+from ddpm_lab.explain.grids import Grid, literal, markdown
 from ddpm_lab.explain.pairs import (
     EPOCH,
     RECOMMENDATIONS,
@@ -17,6 +18,7 @@ from ddpm_lab.explain.pairs import (
     means,
     pairs,
     quality,
+    rating,
     recommendation,
     speed_up,
     unit,
@@ -39,15 +41,15 @@ def report(study: Study, figure: str = "") -> str:
     """The whole report; ``figure`` is the file name of a picture beside it."""
     found = pairs(study)
     strong, weak = ([p for p in found if p.kind == kind] for kind in ("strong", "weak"))
-    parts = [f"# {title(study)}", where(study), f"**Conclusion.** {conclusion(found)}"]
+    parts = [f"# {title(study)}", literal(where(study)), f"**Conclusion.** {literal(conclusion(found))}"]
     if strong:
         parts += ["## The same batch, shared", markdown(_strong(strong)), _mean_sentences(strong), _thresholds(found)]
     if weak:
         parts += ["## The same batch on each", markdown(_weak(weak)), _bands(found)]
     if figure:
         parts.append(f"![{describe(study)}]({figure})")
-    answer = findings.finding(study)
-    parts += ["## What the numbers rest on", answer.claim, *_rests_on(study)]
+    answer = findings.finding(replace(study, bands=S000))
+    parts += ["## What the numbers rest on", literal(answer.claim), *_rests_on(study)]
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
@@ -115,7 +117,7 @@ def _weak(found: Sequence[Pair]) -> Grid:
     rows = []
     for pair in found:
         row = pair.compared
-        efficiency = phrases.DASH if row is None else scaling.rated(row, S000)
+        efficiency = phrases.DASH if row is None else f"{scaling.efficiency(row)} ({rating(row, S000)})"
         total = pair.multi["batch"] if pair.multi else pair.batch
         epochs = [_epoch(pair.single), _epoch(pair.multi, layout=several_layouts(found))]
         rows.append([pair.batch, total, *epochs, *_speed_up(pair), efficiency, *_rest(pair)])

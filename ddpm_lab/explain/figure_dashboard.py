@@ -10,11 +10,23 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ddpm_lab.explain import figure_style as fs
-from ddpm_lab.explain import phrases, scaling
+from ddpm_lab.explain import phrases, scaling, sentences
 from ddpm_lab.explain.bands import S000
 from ddpm_lab.explain.comparisons import PROJECTED_IMAGES
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.pairs import EPOCH, Pair, known, means, pairs, recommendation, speed_up, unit, where
+from ddpm_lab.explain.pairs import (
+    EPOCH,
+    Pair,
+    known,
+    layout,
+    means,
+    pairs,
+    recommendation,
+    resolved,
+    speed_up,
+    unit,
+    where,
+)
 from ddpm_lab.explain.scaling import Row
 
 _HEIGHT, _LEFT, _BETWEEN, _RIGHT = 2.5, 0.95, 0.95, 0.25  # inches
@@ -38,16 +50,19 @@ def _why(found: Sequence[Pair]) -> str:
 
 
 def _dashboard(study: Study, found: Sequence[Pair], hidden: int) -> Figure:
+    quality = sentences.quality([r for p in found for r in p.sides])
     figure, rows = fs.sheet(
         headline(found),
         where(study),
         [_HEIGHT, _HEIGHT],
+        headings=["", ""],  # room for those of the halves
         left=_LEFT,
         right=_RIGHT,
-        gap=1.02,
-        bottom=0.72,
+        gap=0.62,
+        bottom=0.66,
         note="Bars: geometric mean over sets; lines: 95 % interval over sets. Batch N each: each device has N images "
-        f"a step; batch N: they share N. {EPOCH}" + (f" {hidden} more in the table." if hidden > 0 else ""),
+        f"a step; batch N: they share N. {EPOCH} {quality[0].upper()}{quality[1:]}."
+        + (f" {hidden} more in the table." if hidden > 0 else ""),
     )
     time, rate, gain, memory = (ax for row in rows for ax in _halves(figure, row))
     longest = max(r["projected_seconds"] for p in found for r in p.sides if r["sets"])
@@ -62,8 +77,8 @@ def _dashboard(study: Study, found: Sequence[Pair], hidden: int) -> Figure:
     _bars(rate, found, "Throughput, images per second", throughput)
     _gains(gain, found)
     gpu = unit(found) == "GPU"
-    field, of = ("peak_memory_bytes", "its GPU") if gpu else ("peak_rss_bytes", "the host (RSS)")
-    _bars(memory, found, f"Peak memory of a rank in {of}, GiB", lambda r: (r[field] / 2**30, math.nan, math.nan))
+    field, of = ("peak_memory_bytes", "a GPU") if gpu else ("peak_rss_bytes", "a rank (RSS)")
+    _bars(memory, found, f"Peak memory of {of}, GiB", lambda r: (r[field] / 2**30, math.nan, math.nan))
     _legend(time, found)
     return figure
 
@@ -74,13 +89,14 @@ def throughput(row: Row) -> tuple[float, float, float]:
 
 
 def headline(found: Sequence[Pair]) -> str:
-    """What the picture shows, in a line: the weak speed-up, which S000 asks for, and the mean of the shared batches."""
-    told = [
-        f"{scaling.layout(p.compared['config'])} {speed_up(p.compared)}, {phrases.outcome(p.compared)}, {p.name}"
-        for p in found
-        if p.kind == "weak" and p.compared
-    ]
-    told += [f"{m.devices} {m.value:.2f}x on average where they share a batch" for m in means(found)]
+    """What the pictures show, in a line: the speed-up with a batch for each, and the mean of the shared batches."""
+    told = []
+    weak = next((p for p in found if p.kind == "weak" and p.compared), None)
+    if weak is not None and (row := weak.compared) is not None:
+        devices, single = scaling.layout(row["config"]), layout(found)[0]
+        speed = f"{speed_up(row)} as fast as {single}" if resolved(row) else f"{phrases.outcome(row)} against {single}"
+        told.append(f"{devices} {speed} with {weak.name}")
+    told += [f"{m.devices} {m.value:.2f}x{m.between()} on average where they share a batch" for m in means(found)]
     return "; ".join(told) or f"{next(scaling.layout(r['config']) for p in found for r in p.sides if r['sets'])} alone"
 
 
@@ -132,15 +148,12 @@ _LOOKS = ((fs.PALETTE[1], ""), (fs.PALETTE[0], "///"))
 
 
 def _legend(ax: Axes, found: Sequence[Pair]) -> None:
-    """What the two kinds of bars are, once, above the first panel's right end."""
-    sides = [(p.single, p.multi) for p in found]
-    for i, (colour, hatch) in enumerate(_LOOKS):
-        layouts = dict.fromkeys(scaling.layout(side[i]["config"]) for side in sides if side[i] is not None)  # type: ignore[index]
-        if layouts:
-            ax.bar([0], [0], color=colour, hatch=hatch, edgecolor="white", lw=0, label=phrases.joined(list(layouts)))
-    ax.legend(
-        loc="upper left", bbox_to_anchor=(-0.02, -0.24), ncols=2, frameon=False, fontsize=fs.SMALL_POINTS, borderpad=0
-    )
+    """What the two kinds of bars are, above them."""
+    for (colour, hatch), rows in zip(_LOOKS, ([p.single for p in found], [p.multi for p in found]), strict=True):
+        if names := list(dict.fromkeys(scaling.layout(row["config"]) for row in rows if row)):
+            ax.bar([0], [0], color=colour, hatch=hatch, edgecolor="white", lw=0, label=phrases.joined(names))
+    ax.legend(loc="upper right", ncols=2, frameon=False, fontsize=fs.SMALL_POINTS, borderpad=0, borderaxespad=0)
+    ax.set_ylim(0, 1.15 * ax.get_ylim()[1])
 
 
 def _gains(ax: Axes, found: Sequence[Pair]) -> None:
@@ -154,10 +167,18 @@ def _gains(ax: Axes, found: Sequence[Pair]) -> None:
         ax.plot([x - 0.38, x + 0.38], [row["ranks"]] * 2, "--", color=fs.SOFT, lw=1.4)
         if known(row["low"]):
             ax.plot([x, x], [row["low"], row["high"]], color=fs.PALETTE[0], lw=3, solid_capstyle="butt")
-        ax.plot([x], [row["ratio"]], "o", ms=6.5, color=fs.PALETTE[0])
+        ax.plot([x], [row["ratio"]], "o", ms=5, color=fs.PALETTE[0], zorder=5)
         above = row["high"] if known(row["high"]) else row["ratio"]
         label = f"{speed_up(row)}\n{scaling.efficiency(row)}"
-        ax.annotate(label, (x, above), (0, 4), textcoords="offset points", ha="center", fontsize=fs.SMALL_POINTS)
+        ax.annotate(
+            label,
+            (x, above),
+            (0, 5),
+            textcoords="offset points",
+            ha="center",
+            fontsize=fs.SMALL_POINTS,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
+        )
         top = max(top, row["ranks"], above)
     ax.axhline(1, color=fs.INK, lw=1)
     _ticks(ax, found, "Speed-up and efficiency (dashed: ideal)")
@@ -186,7 +207,7 @@ def _line(pair: Pair, row: Row) -> tuple[str, ...]:
     if row is pair.compared:
         between = f" ({phrases.interval(row)})" if phrases.interval(row) else ""
         gain = f"{speed_up(row)}{between} {phrases.outcome(row)}"
-        efficiency = f"{scaling.efficiency(row)}, {S000.name(row['efficiency'])}"
+        efficiency = scaling.efficiency(row) + (f", {S000.name(row['efficiency'])}" if resolved(row) else "")
         quality = str(row["quality"])
     took = phrases.seconds(row["projected_seconds"])
     rate = phrases.significant(row["images_per_second"])

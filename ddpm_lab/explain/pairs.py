@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ddpm_lab.explain import phrases, scaling, stats
+from ddpm_lab.explain import machine_state, phrases, scaling, stats
 from ddpm_lab.explain.bands import S000, Bands
 from ddpm_lab.explain.comparisons import PROJECTED_IMAGES
 from ddpm_lab.explain.frames import Study
@@ -69,7 +69,8 @@ def _of_family(rows: Sequence[Row]) -> Iterator[Pair]:
     single = next((r for r in rows if r["role"] == "baseline" and r["ranks"] == 1), None)
     several = [r for r in rows if r["ranks"] > 1]
     kind = rows[0]["scaling"]
-    for multi in several or [None]:
+    sides: list[Row | None] = [*several] or [None]
+    for multi in sides:
         of = multi or single
         if of is not None:
             batch = of["config"].rank_batch_size if kind == "weak" else of["batch"]
@@ -101,8 +102,8 @@ def recommendation(pair: Pair, thresholds: Bands = RECOMMENDATIONS) -> str:
     if row is None:
         return next((phrases.without_speed(r) for r in pair.sides if not r["sets"]), NOT_MEASURED)
     names = [in_words(thresholds.name(row[end]), [pair]) for end in ("ratio", "low", "high") if known(row[end])]
-    if row["verdict"] not in (stats.FASTER, stats.SLOWER):
-        inside = len(set(names)) == 1 and row["sets"] >= stats.LEAST_SETS
+    if not resolved(row):
+        inside = len(set(names)) == 1 and row["verdict"] == stats.NOT_RESOLVED and row["sets"] >= stats.LEAST_SETS
         return phrases.outcome(row) + (f" (the whole interval: {names[0]})" if inside else "")
     return names[0] if len(set(names)) == 1 else f"{names[0]} (interval: {' to '.join(dict.fromkeys(names[1:]))})"
 
@@ -124,9 +125,13 @@ class Mean:
 
     def sentence(self) -> str:
         """The mean in a sentence that says which mean it is."""
-        between = f"95 % interval {self.low:.2f} to {self.high:.2f}" if known(self.low) else "no interval"
         over = phrases.plural(self.batches, "batch size")
-        return f"Geometric mean speed-up of {self.devices} over {over}: {self.value:.2f}x ({between})."
+        between = self.between().replace("(", "(95 % interval ") or " (no interval)"
+        return f"Geometric mean speed-up of {self.devices} over {over}: {self.value:.2f}x{between}."
+
+    def between(self) -> str:
+        """The interval in brackets, after a space; empty without one."""
+        return f" ({self.low:.2f} to {self.high:.2f})" if known(self.low) else ""
 
 
 def means(found: Sequence[Pair]) -> list[Mean]:
@@ -165,6 +170,17 @@ def evidence(row: Mapping[str, Any]) -> str:
     return f"{phrases.evidence(row)}, {outcome}"
 
 
+def resolved(row: Mapping[str, Any]) -> bool:
+    """Whether a comparison has an answer."""
+    return row["verdict"] in (stats.FASTER, stats.SLOWER)
+
+
+def rating(row: Mapping[str, Any], bands: Bands) -> str:
+    """The band of an efficiency and its interval: "good by S000, 80 to 82 %"; none where nothing is resolved."""
+    name = f"{bands.name(row['efficiency'])} by {bands.whose}" if resolved(row) else stats.NOT_RESOLVED
+    return ", ".join(part for part in (name, scaling.interval(row)) if part)
+
+
 def where(study: Study) -> str:
     """Hardware, data, day and sets in a line."""
     return phrases.context(study, batch=False)
@@ -180,14 +196,12 @@ def banner(study: Study, bands: Bands = S000) -> list[str]:
     lines = ["BENCHMARK COMPLETE!"]
     if (row := lead.compared) is not None:
         lines.append(f"Time Speedup: {speed_up(row)} ({evidence(row)})")
-        between = f", {span}" if (span := scaling.interval(row)) else ""
-        lines.append(
-            f"{of}: {100 * row['efficiency']:.1f}% ({bands.name(row['efficiency'])} by {bands.whose}{between})"
-        )
+        lines.append(f"{of}: {100 * row['efficiency']:.1f}% ({rating(row, bands)})")
     else:
         why = recommendation(lead)
         lines += [f"Time Speedup: {why}", f"{of}: {why}"]
-    return [*lines, *(f"  {line}" for line in _sides(lead)), f"Measured on {where(study)}"]
+    busy = [said] if (said := machine_state.busy(study).strip()) else []
+    return [*lines, *(f"  {line}" for line in _sides(lead)), f"Measured on {where(study)}", *busy]
 
 
 def _sides(pair: Pair) -> Iterator[str]:

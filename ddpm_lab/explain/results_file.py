@@ -17,7 +17,7 @@ from ddpm_lab.explain.bands import S000
 from ddpm_lab.explain.comparisons import PROJECTED_IMAGES
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.grids import Grid
-from ddpm_lab.explain.pairs import Pair, means, pairs, recommendation, records_of
+from ddpm_lab.explain.pairs import Pair, means, pairs, recommendation, records_of, resolved
 from ddpm_lab.explain.scaling import Row
 from ddpm_lab.explain.strategy import PARAMETERS
 from ddpm_lab.record import RunRecord
@@ -163,7 +163,7 @@ def _comparison(pair: Pair) -> dict[str, Any]:
         "devices": pair.multi["ranks"] if pair.multi else None,
         "speedup": _interval(*ratio),
         "efficiency": _interval(*efficiency),
-        "band": None if row is None else S000.name(row["efficiency"]),
+        "band": S000.name(row["efficiency"]) if row is not None and resolved(row) else None,
         "verdict": phrases.status(row["verdict"]) if row is not None else None,
         "recommendation": recommendation(pair) if pair.kind == "strong" else None,
         "sets": 0 if row is None else int(row["sets"]),

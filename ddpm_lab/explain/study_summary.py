@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpm_lab.explain import phrases, scaling
+from ddpm_lab.explain import machine_state, phrases, scaling
+from ddpm_lab.explain.bands import S001
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, PROJECTED_IMAGES
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.pairs import EPOCH, evidence, known, records_of, where
+from ddpm_lab.explain.pairs import EPOCH, evidence, known, rating, records_of, where
 from ddpm_lab.explain.scaling import Row
 from ddpm_lab.explain.summary import Row as Run
 from ddpm_lab.explain.summary import Scaling, SpeedUps, Summary
@@ -27,7 +28,7 @@ def of_study(study: Study, source: str = "") -> tuple[list[Run], SpeedUps]:
         per_epoch=True,
         baselines=tuple(one for one in lone if one.devices == 1),
         compared=tuple(one for one in sizes if one.devices > 1),
-        notes=(f"{METHOD} {EPOCH}", f"Measured on {where(study)}.") if rows else (),
+        notes=(f"{METHOD} {EPOCH}", f"Measured on {where(study)}.{machine_state.busy(study)}") if rows else (),
     )
 
 
@@ -86,5 +87,5 @@ def _size(row: Row) -> Scaling:
         speed_up=ratio,
         missing="no run on a single device beside it" if ratio is None else "",
         evidence=evidence(row) if ratio is not None else "",
-        between=scaling.interval(row) if ratio is not None else "",
+        rating=rating(row, S001) if ratio is not None else "",
     )

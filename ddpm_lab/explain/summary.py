@@ -127,7 +127,7 @@ class Scaling:
     """The jobs of one configuration at one size: mean seconds; the speed-up is a ratio of geometric means.
 
     ``missing`` says why there is no speed-up. Of records the speed-up is the paired one: ``evidence`` is its interval,
-    sets and verdict, ``between`` the interval of its efficiency.
+    sets and verdict, ``rating`` the band of its efficiency with its interval.
     """
 
     configuration: str | None
@@ -138,7 +138,7 @@ class Scaling:
     speed_up: float | None = None
     missing: str = ""
     evidence: str = ""
-    between: str = ""
+    rating: str = ""
 
     @property
     def seconds(self) -> float:
@@ -172,7 +172,7 @@ class Scaling:
             "speed_up": self.speed_up,
             "evidence": self.evidence or None,
             "efficiency": self.efficiency,
-            "band": None if self.efficiency is None else S001.name(self.efficiency),
+            "band": None if self.efficiency is None else self.rating or S001.name(self.efficiency),
             "missing": self.missing or None,
         }
 
@@ -239,8 +239,7 @@ def speed_up_block(found: SpeedUps) -> list[str]:
             lines.append(f"  Speed-up: {UNKNOWN} ({one.missing})")
             continue
         lines.append(f"  Speed-up: {one.speed_up:.2f}x" + (f" ({one.evidence})" if one.evidence else ""))
-        band = S001.name(one.efficiency) + (f"; {one.between}" if one.between else "")
-        lines.append(f"  Parallel efficiency: {100 * one.efficiency:.1f} % ({band})")
+        lines.append(f"  Parallel efficiency: {100 * one.efficiency:.1f} % ({one.rating or S001.name(one.efficiency)})")
     return [*lines, "", *found.notes] if found.notes else lines
 
 
