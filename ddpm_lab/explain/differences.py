@@ -112,7 +112,7 @@ def sentence(found: Sequence[Difference], only: Sequence[str] | None) -> str:
         return "Nothing differs: both do the same work."
     wrong = unexpected(found, only)
     allowed = f"only {joined(list(only))} may differ" if only else "nothing may differ"
-    expected = "how it is trained may differ" if only is None else allowed
+    expected = "only how it is trained may differ" if only is None else allowed
     fine = [d.setting for d in found if d not in wrong]
     if not wrong:
         return f"Only what should differ does: {joined(fine)} ({expected})."

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 Grid = Sequence[Sequence[object]]
 """Rows of cells; the first row holds the names of the columns."""
-_NUMBER = re.compile(r"[-+\N{MINUS SIGN}]?\d[\d,.]*( |$)|\N{EN DASH}?$")
+_NUMBER = re.compile(r"[-+\N{MINUS SIGN}]?\d[\d,.]*( ?%|x)?$|\N{EN DASH}?$")
 
 
 def show(grid: Grid) -> None:
