@@ -82,6 +82,22 @@ def test_another_training_is_told() -> None:
     assert ["world_size", "1", "2", "how it is trained"] in [list(r) for r in rows]
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(BASE, seed=1),
+        replace(BASE, network="seed"),
+        replace(BASE, image_size=64),
+        replace(BASE, data_sha256="a" * 64),
+        replace(BASE, diffusion=DiffusionConfig(objective="v")),
+        replace(BASE, optimizer=OptimizerConfig(ema_every=1)),
+    ],
+)
+def test_what_is_trained_should_not_differ(other: RunConfig) -> None:
+    found = differences(run(BASE), run(other))
+    assert [d.kind for d in unexpected(found, None)] == ["what"]
+
+
 def test_where_both_ran_counts_and_the_place_of_the_images_does_not() -> None:
     here = make.record(replace(BASE, data="/one"))
     there = replace(

@@ -81,6 +81,17 @@ def test_the_values_are_those_of_the_comparisons() -> None:
     assert [m["batches"] for m in found["geometric_means"]] == [2]
 
 
+def test_what_is_not_known_is_null() -> None:
+    failed = results_file.document(STUDIES["failed"])
+    lost = next(c for c in failed["configurations"] if c["status"] == "oom")
+    assert lost["images_per_second"] == lost["epoch_seconds"] == {"value": None, "low": None, "high": None}
+    assert (lost["step_seconds"], lost["sets"], lost["runs"]) == (None, 0, [])
+    assert [c["speedup"]["value"] is None for c in failed["comparisons"]] == [False, True]
+    one = results_file.document(STUDIES["one set"])["comparisons"][0]
+    assert one["speedup"]["value"] is not None
+    assert (one["speedup"]["low"], one["speedup"]["high"], one["noise_floor"]) == (None, None, None)
+
+
 def test_one_side_is_told_without_the_other() -> None:
     for side, devices in (("single", 1), ("multi", 8)):
         found = results_file.document(STUDIES["gpus"], side=side)

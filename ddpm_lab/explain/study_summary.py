@@ -35,7 +35,8 @@ def of_study(study: Study, source: str = "") -> tuple[list[Run], SpeedUps]:
 def _run(study: Study, row: Row, rows: Iterable[Row], source: str) -> Run:
     config = row["config"]
     records = records_of(study, row)
-    kept = [w for r in records if r.status == "ok" for w in r.windows if not w.dropped]
+    lost = {(r.set_id, w.turn) for r in study.records for w in r.windows if w.dropped}  # for all of a set
+    kept = [w for r in records if r.status == "ok" for w in r.windows if (r.set_id, w.turn) not in lost]
     busy = [p for w in kept if (p := w.state.get("gpu_utilisation_percent")) is not None]
     sets = bool(row["sets"])
     told = Summary(
