@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -150,7 +151,8 @@ def _benchmark(options: argparse.Namespace, asked: dict[str, Any], ledger: Seque
     except strategy.NoRanksError as error:
         print(f"ddpm-lab: {error}", file=sys.stderr)
         return 1
-    seconds = sum(one.campaign.forecast() for one in planned)
+    budgets = [one.campaign.target.seconds for one in planned]
+    seconds = sum(min(one.campaign.forecast(), most or math.inf) for one, most in zip(planned, budgets, strict=True))
     again = f"the same command with --output-dir {shlex.quote(str(folder))} goes on"
     print(f"results go to {folder}; about {max(1, round(seconds / 60))} min; stopped, {again}", file=sys.stderr)
     try:
