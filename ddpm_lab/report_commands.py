@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ddpm_lab.explain.differences import Run
     from ddpm_lab.explain.frames import Study
 
-DEMO: dict[str, Any] = {"batch_size": 8, "batch_sizes": [16], "minutes": 0.75, "preset": "smoke"}
+DEMO: dict[str, Any] = {"batch_size": 8, "batch_sizes": [16], "minutes": 0.85, "preset": "smoke"}
 
 
 def add_options(subparsers: Any) -> None:
