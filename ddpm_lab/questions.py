@@ -86,7 +86,7 @@ def multi_gpu(
     small = (128, 512) if setup.device == "cuda" else (16, 32)
     batches = global_batch_sizes or (FULL_BATCH_SIZES if full else small if setup.preset == "quick" else small[:1])
     families, left_out = [], []
-    settings = {"precision": precision, **({} if loader_workers is None else _files(setup, loader_workers))}
+    settings = {"precision": precision, **({} if loader_workers is None else setup.files(loader_workers))}
     for batch in batches:
         whole("global_batch_sizes", batch, 1)
         if scaling != "weak":
@@ -123,15 +123,6 @@ def multi_gpu(
         label, config = lost.candidates[0]
         profiles.append((lost.name, label, dataclasses.replace(config, purpose="profile")))
     return Experiment(name="multi_gpu", families=tuple(families), left_out=tuple(left_out), profiles=tuple(profiles))
-
-
-def _files(setup: Setup, loader_workers: int) -> dict[str, Any]:
-    """Settings of a loader that decodes each file when it is needed."""
-    whole("loader_workers", loader_workers, 0)
-    if loader_workers > setup.usable_cores:
-        most = setup.usable_cores
-        raise ConfigError(f"loader_workers is {loader_workers}: {most} cores are usable, give at most that")
-    return {"loader": "files", "loader_workers": loader_workers}
 
 
 def _alone(family: Family) -> Family:
@@ -272,7 +263,7 @@ def torch_compile(
     count = loader_workers
     if count is None:
         count = min(4, setup.usable_cores) if setup.preset == "full" else 0
-    loader = _files(setup, count) if count else {"loader": "packed"}
+    loader = setup.files(count) if count else {"loader": "packed"}
     usual = sorted({1, setup.most_ranks}) if setup.preset == "full" else [1]
     families = []
     for ranks in setup.world_sizes(world_sizes, usual):

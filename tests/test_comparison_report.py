@@ -113,6 +113,6 @@ def test_the_page_is_one_file_that_shows_the_same(tmp_path: Path) -> None:
     source = image["src"] or ""
     assert base64.b64decode(source.partition("base64,")[2]) == (tmp_path / "figure.png").read_bytes()
     assert image["alt"]
-    pages.write_report("# Title\n\n<script>alert(1)</script> and <b>bold</b>\n", tmp_path / "own.html")
+    pages.write_markdown("# Title\n\n<script>alert(1)</script> and <b>bold</b>\n", tmp_path / "own.html")
     assert "&lt;script&gt;" in (tmp_path / "own.html").read_text()
     assert "http" not in re.sub(r"data:[^\"]+", "", text), "the page asks for nothing"
