@@ -15,6 +15,7 @@ from ddpm_lab import (
     compare_command,
     predict_command,
     recommend_command,
+    report_commands,
     slurm_commands,
     strategy_commands,
     train_commands,
@@ -79,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     _calibrate_options(subparsers)
     strategy_commands.add_options(subparsers)
     bottleneck_command.add_options(subparsers)
+    report_commands.add_options(subparsers)
     train_commands.add_options(subparsers)
     rank = subparsers.add_parser(
         "rank",

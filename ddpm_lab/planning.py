@@ -231,11 +231,13 @@ def prepare_experiment(
     image_sizes: Sequence[int] | None = None,
     seed: int = 0,
     oversubscribe: bool = False,
+    cache: Path | None = None,
     **grid: Any,
 ) -> tuple[Experiment, Images]:
     """Settle what None leaves open, prepare the images, and make the experiment's configurations.
 
-    ``image_sizes`` makes one part of the experiment for each size. ``grid`` goes to ``questions.ask``.
+    ``image_sizes`` makes one part of the experiment for each size. ``cache`` keeps prepared images, by default in the
+    output folder. ``grid`` goes to ``questions.ask``.
     """
     visible = hardware.gpus()
     device = device or ("cuda" if visible else "cpu")
@@ -265,7 +267,12 @@ def prepare_experiment(
         )
         ask(name, setup, **grid)  # refuses a bad size or grid before an image is decoded or anything is tried
         images = _images(
-            data, held_out=held_out, skip_bad=skip_bad, size=size, output=output, progress=instrument.progress
+            data,
+            held_out=held_out,
+            skip_bad=skip_bad,
+            size=size,
+            cache=cache or output / "data" / "prepared",
+            progress=instrument.progress,
         )
         setup = dataclasses.replace(setup, images=images)
         if chosen is None:
@@ -306,10 +313,8 @@ def _network(name: str, setup: Setup, instrument: Instrument, ledger: Ledger, ta
     return choose_network(candidates, instrument, ledger, target, budget_seconds=budget * 60)
 
 
-def _images(data: str, *, held_out: str | None, skip_bad: bool, size: int, output: Path, progress: Any) -> Images:
-    folder = resolve(
-        data, output / "data" / "prepared", image_size=size, held_out=held_out, skip_bad=skip_bad, progress=progress
-    )
+def _images(data: str, *, held_out: str | None, skip_bad: bool, size: int, cache: Path, progress: Any) -> Images:
+    folder = resolve(data, cache, image_size=size, held_out=held_out, skip_bad=skip_bad, progress=progress)
     manifest = read_manifest(folder)
     kind = (
         "synthetic images"

@@ -65,13 +65,16 @@ def multi_gpu(
     precision: str = "fp32",
     scaling: str | None = None,
     lost_scaling: bool | None = None,
+    loader_workers: int | None = None,
+    alone: bool = False,
 ) -> Experiment:
     """Do more ranks or GPUs train faster? Strong scaling: the ranks share the batch. Weak: each rank brings its own.
 
     Weak scaling takes ``global_batch_sizes`` as those of one rank: n ranks take n times as many images. ``scaling``
     None is both; in ``smoke`` strong alone, in ``quick`` weak of the first batch size, last, if there is time.
     ``lost_scaling`` measures where the rest of the ideal went, for the most ranks and the smallest batch that they can
-    share; None does so in ``full``.
+    share; None does so in ``full``. ``loader_workers`` decode files while they are needed; None packs the images
+    beforehand. ``alone`` measures the most ranks without one rank beside them, and so no ratio.
     """
     full = setup.preset == "full"
     usual = _powers_of_two(setup.most_ranks) if full or setup.device == "cuda" else [1, 2]
@@ -83,18 +86,22 @@ def multi_gpu(
     small = (128, 512) if setup.device == "cuda" else (16, 32)
     batches = global_batch_sizes or (FULL_BATCH_SIZES if full else small if setup.preset == "quick" else small[:1])
     families, left_out = [], []
+    settings = {"precision": precision, **({} if loader_workers is None else setup.files(loader_workers))}
     for batch in batches:
         whole("global_batch_sizes", batch, 1)
         if scaling != "weak":
             uneven = [n for n in ranks if batch % n]
             if uneven and world_sizes is not None:
                 raise ConfigError(f"a global batch of {batch} cannot be shared by {uneven[0]} ranks: give a multiple")
-            families.append(_strong(setup, batch, [n for n in ranks if n not in uneven], precision))
+            families.append(_scaled(setup, batch, [n for n in ranks if n not in uneven], settings))
             reason = "{} images cannot be shared by {}"
             left_out += [(families[-1].name, setup.ranks_label(n), reason.format(batch, n)) for n in uneven]
     weak = batches if full or scaling else batches[:1] if setup.preset == "quick" else ()
     if scaling == "weak" or (ranks and scaling != "strong"):
-        families += [_weak(setup, batch, ranks, precision, last=not full and scaling is None) for batch in weak]
+        last = not full and scaling is None
+        families += [_scaled(setup, batch, ranks, settings, weak=True, last=last) for batch in weak]
+    if alone:
+        families = [_alone(family) for family in families]
     if not ranks and world_sizes is None:
         have = "GPU" if setup.device == "cuda" else "usable core"
         label = setup.ranks_label(2)
@@ -106,8 +113,8 @@ def multi_gpu(
     profiles = []
     if wanted and shared is not None:
         lost = lost_scaling_of(
-            setup.config(global_batch_size=shared, precision=precision),
-            setup.config(global_batch_size=shared, precision=precision, world_size=ranks[-1]),
+            setup.config(global_batch_size=shared, **settings),
+            setup.config(global_batch_size=shared, world_size=ranks[-1], **settings),
             name=setup.family_name(shared, ranks[-1]),
             ranks_label=setup.ranks_label(ranks[-1]),
             usable_cores=setup.usable_cores,
@@ -118,27 +125,24 @@ def multi_gpu(
     return Experiment(name="multi_gpu", families=tuple(families), left_out=tuple(left_out), profiles=tuple(profiles))
 
 
-def _strong(setup: Setup, batch: int, ranks: Sequence[int], precision: str) -> Family:
-    """The same global batch on each number of ranks."""
-    one = setup.config(global_batch_size=batch, precision=precision)
-    shared = [(n, setup.config(global_batch_size=batch, precision=precision, world_size=n)) for n in ranks]
-    return Family(
-        name=setup.family_name(batch),
-        baseline_label=setup.ranks_label(1),
-        baseline=one,
-        candidates=tuple((setup.ranks_label(n), config) for n, config in shared),
-    )
+def _alone(family: Family) -> Family:
+    """The most ranks of a family as its only configuration."""
+    if not family.candidates:
+        return family
+    label, most = family.candidates[-1]
+    return dataclasses.replace(family, baseline=most, baseline_label=label, candidates=())
 
 
-def _weak(setup: Setup, batch: int, ranks: Sequence[int], precision: str, *, last: bool) -> Family:
-    """The same batch on each rank, so that the global batch grows with the ranks; compared over equal images."""
-    one = setup.config(global_batch_size=batch, precision=precision)
-    grown = [(n, setup.config(global_batch_size=n * batch, precision=precision, world_size=n)) for n in ranks]
+def _scaled(
+    setup: Setup, batch: int, ranks: Sequence[int], settings: dict[str, Any], *, weak: bool = False, last: bool = False
+) -> Family:
+    """Strong: the same global batch on each number of ranks. Weak: the same batch on each rank, over equal images."""
+    many = [(n, setup.config(global_batch_size=n * batch if weak else batch, world_size=n, **settings)) for n in ranks]
     return Family(
-        name=f"{setup.family_name(batch, per_rank=True)}{WEAK}",
+        name=f"{setup.family_name(batch, per_rank=True)}{WEAK}" if weak else setup.family_name(batch),
         baseline_label=setup.ranks_label(1),
-        baseline=one,
-        candidates=tuple((setup.ranks_label(n), config) for n, config in grown),
+        baseline=setup.config(global_batch_size=batch, **settings),
+        candidates=tuple((setup.ranks_label(n), config) for n, config in many),
         last=last,
     )
 
@@ -259,10 +263,7 @@ def torch_compile(
     count = loader_workers
     if count is None:
         count = min(4, setup.usable_cores) if setup.preset == "full" else 0
-    whole("loader_workers", count, 0)
-    if count > setup.usable_cores:
-        raise ConfigError(f"loader_workers is {count}: {setup.usable_cores} cores are usable, give at most that")
-    loader = {"loader": "files", "loader_workers": count} if count else {"loader": "packed"}
+    loader = setup.files(count) if count else {"loader": "packed"}
     usual = sorted({1, setup.most_ranks}) if setup.preset == "full" else [1]
     families = []
     for ranks in setup.world_sizes(world_sizes, usual):

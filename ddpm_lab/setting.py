@@ -102,6 +102,14 @@ class Setup:
             raise ConfigError(f"{ranks} ranks cannot be spread evenly over {nodes} hosts: give a multiple of {nodes}")
         check_ranks(self.device, ranks // nodes, self.gpus, self.usable_cores, self.oversubscribe)
 
+    def files(self, loader_workers: int) -> dict[str, Any]:
+        """Settings of a loader that decodes each file when it is needed; raises ConfigError for too many workers."""
+        whole("loader_workers", loader_workers, 0)
+        if loader_workers > self.usable_cores:
+            most = self.usable_cores
+            raise ConfigError(f"loader_workers is {loader_workers}: {most} cores are usable, give at most that")
+        return {"loader": "files", "loader_workers": loader_workers}
+
     def ranks_label(self, ranks: int) -> str:
         """``2 GPUs``, ``2 ranks`` or ``8 GPUs on 2 hosts``."""
         hosts = f" on {self.nodes(ranks)} hosts" if self.nodes(ranks) > 1 else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import io
 import json
 import shlex
@@ -128,25 +127,11 @@ def collect_command(options: argparse.Namespace) -> int:
 
 def logs_command(options: argparse.Namespace) -> int:
     """Print the table and the speed-ups; 1 if no log told of a run."""
-    from ddpm_lab import slurm_table  # noqa: PLC0415
+    from ddpm_lab.explain import summary  # noqa: PLC0415
     from ddpm_lab.slurm_logs import read_log  # noqa: PLC0415
 
     rows = [row for log in options.logs for row in read_log(Path(log).expanduser())]
-    found = slurm_table.speed_ups(rows)
-    if options.csv:
-        try:
-            with Path(options.csv).expanduser().open("w", newline="") as file:
-                table = csv.writer(file, lineterminator="\n")
-                table.writerow([*slurm_table.COLUMNS, "GPU-Util (%)", "Note", "Log"])
-                table.writerows(slurm_table.plain(row) for row in rows)
-        except OSError as error:
-            raise ConfigError(f"--csv: cannot write {options.csv}: {error.strerror}") from error
-    if options.json:
-        print(json.dumps(slurm_table.as_json(rows, found), indent=1, allow_nan=False))
-    else:
-        print(*slurm_table.table(rows), sep="\n")
-        if block := slurm_table.speed_up_block(found):
-            print("", *block, sep="\n")
+    summary.show(rows, [summary.speed_ups(rows)], csv=options.csv, as_json=options.json)
     if not any(row.found for row in rows):
         print("ddpm-lab: no log tells of a run that ended", file=sys.stderr)
     return int(not any(row.found for row in rows))

@@ -10,36 +10,12 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.summary_lines import NOT_CLAIMED, Summary
-
-NO_SUMMARY = "no summary found"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """A run in a log, or (``summary`` without seconds and loss) a log of which no run could be read."""
-
-    log: str
-    summary: Summary
-    note: str = ""
-
-    @property
-    def found(self) -> bool:
-        """Whether the log told anything of a run's time or loss."""
-        return self.summary.seconds is not None or self.summary.loss is not None or bool(self.summary.note)
-
-    @property
-    def remark(self) -> str:
-        """What a reader must know of the row."""
-        claimed = f"speed {NOT_CLAIMED}: {self.summary.note}" if self.summary.note else ""
-        return "; ".join(text for text in (claimed, self.note) if text)
-
+from ddpm_lab.explain.summary import NO_SUMMARY, NOT_CLAIMED, Row, Summary
 
 # --- what a line says ------------------------------------------------------------------------------------------------
 

@@ -6,13 +6,14 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from ddpm_lab.config import RunConfig
+from ddpm_lab.data.folder import DataError
 from ddpm_lab.data.prepared import read_manifest
+from ddpm_lab.explain.summary import NOT_CLAIMED, Summary
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.utilisation import Utilisation
 from ddpm_lab.record import RunRecord
@@ -21,37 +22,10 @@ from ddpm_lab.run_folder import trained
 JOB, CONFIGURATION, GPUS, RANKS, NODES = "Job ID", "Configuration", "GPUs", "Ranks", "Nodes"
 EPOCHS, TIME, EPOCH_TIME = "Epochs", "Total training time", "Time per epoch"
 LOSS, UTILISATION = "Best validation loss", "GPU-Util"
-NOT_CLAIMED = "not claimed"
 MECHANISM = "more ranks than cores, or CPU ranks on a GPU machine"
 _NAMED_APART = ("network", "global_batch_size", "image_size", "options")
 _SHARED = ("data", "data_sha256", "purpose", "seed", "device", "world_size", "nodes", "oversubscribe")
 """Settings that are not part of a configuration's name in a log: repeats of one configuration, and its sizes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """What a run's last lines say; None is unknown, and never 0.
-
-    ``seconds`` is the time spent in training steps over ``epochs`` passes through the training images, ``loss`` the
-    lowest held-out loss, ``gpu_percent`` the mean utilisation of its GPUs. ``note`` says why there is no time.
-    """
-
-    job_id: str | None = None
-    configuration: str | None = None
-    gpus: int | None = None
-    ranks: int | None = None
-    nodes: int | None = None
-    epochs: float | None = None
-    seconds: float | None = None
-    epoch_seconds: float | None = None
-    loss: float | None = None
-    gpu_percent: float | None = None
-    note: str = ""
-
-    @property
-    def devices(self) -> int | None:
-        """What trained side by side: GPUs, or the ranks of a run without any."""
-        return self.gpus or self.ranks
 
 
 def lines(summary: Summary) -> list[str]:
@@ -104,7 +78,10 @@ def name_of(config: RunConfig) -> str:
 def of_training(config: RunConfig, folder: Path, gpu_percent: float | None) -> Summary:
     """The summary of a training run from its folder: all its steps, those of earlier starts included."""
     steps, seconds, best = trained(folder, config.global_batch_size)
-    epochs = steps * config.global_batch_size / train_count(config)
+    try:
+        epochs = steps * config.global_batch_size / train_count(config)
+    except DataError:  # a run that is looked at later, when its images are gone
+        epochs = None
     return _summary(config, seconds=seconds, epochs=epochs, loss=best, gpu_percent=gpu_percent)
 
 
@@ -163,9 +140,3 @@ def watched(config: RunConfig) -> Utilisation:
     """A watch over the GPUs that a run uses on this host."""
     gpus = hardware.gpus()[: config.node_size] if config.device == "cuda" else ()
     return Utilisation([gpu.uuid for gpu in gpus if gpu.uuid])
-
-
-def as_json(summary: Summary) -> Mapping[str, Any]:
-    """Plain values; a loss that is not finite becomes None, since JSON has no such number."""
-    values = {name: getattr(summary, name) for name in Summary.__slots__}
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

@@ -314,22 +314,27 @@ def drawn_once(name: str) -> list[Figure]:
     return drawn(STUDIES[name]())
 
 
+def check_texts(figure: Figure) -> None:
+    """Fail if a text is cut by the edge of a figure, or lies on another."""
+    with figure_style.style():
+        figure.draw_without_rendering()
+        shown = [(text.get_text(), text.get_window_extent()) for text in texts(figure)]
+    width, height = figure.bbox.size
+    for words, b in shown:
+        assert b.x0 >= 0, words
+        assert b.x1 <= width, words
+        assert b.y0 >= 0, words
+        assert b.y1 <= height, words
+    for i, (first, a) in enumerate(shown):
+        for second, b in shown[i + 1 :]:
+            apart = a.x1 <= b.x0 + 1 or b.x1 <= a.x0 + 1 or a.y1 <= b.y0 + 1 or b.y1 <= a.y0 + 1
+            assert apart, f"{first!r} lies on {second!r}"
+
+
 @pytest.mark.parametrize("name", STUDIES)
 def test_no_text_is_cut_or_lies_on_another(name: str) -> None:
     for figure in drawn_once(name):
-        with figure_style.style():
-            figure.draw_without_rendering()
-            shown = [(text.get_text(), text.get_window_extent()) for text in texts(figure)]
-        width, height = figure.bbox.size
-        for words, b in shown:
-            assert b.x0 >= 0, words
-            assert b.x1 <= width, words
-            assert b.y0 >= 0, words
-            assert b.y1 <= height, words
-        for i, (first, a) in enumerate(shown):
-            for second, b in shown[i + 1 :]:
-                apart = a.x1 <= b.x0 + 1 or b.x1 <= a.x0 + 1 or a.y1 <= b.y0 + 1 or b.y1 <= a.y0 + 1
-                assert apart, f"{first!r} lies on {second!r}"
+        check_texts(figure)
 
 
 @pytest.mark.parametrize("name", STUDIES)

@@ -28,7 +28,7 @@ def test_the_commands_are_listed(call: Call) -> None:
 
 
 def test_a_login_node_needs_no_torch_and_no_pandas() -> None:
-    modules = "ddpm_lab.slurm, ddpm_lab.slurm_collect, ddpm_lab.slurm_table, ddpm_lab.slurm_commands"
+    modules = "ddpm_lab.slurm, ddpm_lab.slurm_collect, ddpm_lab.explain.summary, ddpm_lab.slurm_commands"
     script = f"import sys, {modules}; sys.exit(str({{'torch', 'pandas', 'matplotlib'}} & set(sys.modules) or ''))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stderr.strip() == ""

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.slurm_logs import NO_SUMMARY, Row, read_log, text_lines
-from ddpm_lab.summary_lines import Summary, lines
+from ddpm_lab.explain.summary import NO_SUMMARY, Row, Summary
+from ddpm_lab.slurm_logs import read_log, text_lines
+from ddpm_lab.summary_lines import lines
 
 S001 = """\
 ==========================================

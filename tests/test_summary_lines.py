@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from ddpm_lab import summary_lines
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.packed import prepare
+from ddpm_lab.explain.summary import Summary
 from ddpm_lab.record import Window
 from ddpm_lab.run_folder import RunFolder, trained
 from ddpm_lab.slurm_logs import read_log
-from ddpm_lab.summary_lines import Summary, job_id, lines, name_of, of_records, of_training
+from ddpm_lab.summary_lines import job_id, lines, name_of, of_records, of_training
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from ddpm_lab.explain import figures, findings, machine_state, operators, phrases, samples, tables, trained
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.grids import literal
 from ddpm_lab.explain.pages import METADATA, spoken_date
 
 __all__ = ["figure", "finding", "more", "table"]
@@ -90,8 +91,8 @@ def finding(study: Study) -> None:
         "FID": samples.fid_sentence(trained.fids(study)) if study.experiment == trained.EXPERIMENT else "",
     }
     lines = [found.claim, "", *(f"- {name}: {value}" for name, value in facts.items() if value)]
-    marked = [f"**{_literal(found.headline)}**", "", *map(_literal, lines[:2])]
-    marked += [f"- **{name}:** {_literal(value)}" for name, value in facts.items() if value]
+    marked = [f"**{literal(found.headline)}**", "", *map(literal, lines[:2])]
+    marked += [f"- **{name}:** {literal(value)}" for name, value in facts.items() if value]
     _display({"text/markdown": "\n".join(marked), "text/plain": "\n".join(lines)}, {METADATA: values})
 
 
@@ -149,11 +150,6 @@ def _evidence(found: Finding) -> str:
         if interval := phrases.interval(values):
             pieces.append(f"{name} {interval}")
     return ", ".join(pieces)
-
-
-def _literal(text: str) -> str:
-    """Text that Markdown shows as it is: names such as ``_foreach_mul_`` hold its marks."""
-    return re.sub(r"([\\`*_<>\[\]|~$#])", r"\\\1", text)
 
 
 def _html(frame: pd.DataFrame) -> str:

@@ -1,0 +1,183 @@
+"""S003's comparison report: one device against several for each batch, with what each number rests on, as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ddpm_lab.explain import findings, phrases, scaling, sentences
+from ddpm_lab.explain.bands import S000
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.grids import Grid, literal, markdown
+from ddpm_lab.explain.pairs import (
+    EPOCH,
+    RECOMMENDATIONS,
+    Pair,
+    in_words,
+    layout,
+    means,
+    pairs,
+    quality,
+    rating,
+    recommendation,
+    speed_up,
+    unit,
+    where,
+)
+from ddpm_lab.explain.scaling import Row
+
+_MORE = ("95 % interval", "Sets", "Quality")
+ARITHMETIC = "S003's mean speed-up is arithmetic and favours large ratios: of 2x and 0.5x it makes 1.25x, ours 1x."
+
+
+def title(study: Study) -> str:
+    """Such as "1 GPU against 8 GPUs: seed"."""
+    single, several = layout(pairs(study))
+    networks = phrases.joined(list(dict.fromkeys(r.config.network for r in study.records)))
+    return f"{single} against {several}: {networks}"
+
+
+def report(study: Study, figure: str = "") -> str:
+    """The whole report; ``figure`` is the file name of a picture beside it."""
+    found = pairs(study)
+    strong, weak = ([p for p in found if p.kind == kind] for kind in ("strong", "weak"))
+    parts = [f"# {title(study)}", literal(where(study)), f"**Conclusion.** {literal(conclusion(found))}"]
+    if strong:
+        parts += ["## The same batch, shared", markdown(_strong(strong)), _mean_sentences(strong), _thresholds(found)]
+    if weak:
+        parts += ["## The same batch on each", markdown(_weak(weak)), _bands(found)]
+    if figure:
+        parts.append(f"![{describe(study)}]({figure})")
+    answer = findings.finding(replace(study, bands=S000))
+    parts += ["## What the numbers rest on", literal(answer.claim), *_rests_on(study)]
+    return "\n\n".join(part.strip() for part in parts if part) + "\n"
+
+
+def _rests_on(study: Study) -> list[str]:
+    rows = scaling.rows(study)
+    twins = [r for r in rows if r["role"] == "twin" and r["sets"]]
+    floor = [f"{r['family']}: {phrases.interval(r)}" for r in twins if phrases.interval(r)]
+    lines = [
+        "Every speed-up is paired: in each set both sides run in fresh processes and take turns. The interval is "
+        "Student's t over sets; a verdict needs six sets and is corrected for the number of comparisons (Holm)."
+    ]
+    if floor:
+        lines.append(f"Noise floor, one {unit(pairs(study))} against itself: {'; '.join(floor)}.")
+    if sentences.quality(rows) == "quality not measured":
+        lines.append("Quality is not measured: `--seeds 8` with `ddpm-lab run multi_gpu` does so.")
+    return lines
+
+
+def conclusion(found: Sequence[Pair]) -> str:
+    """What the shared batches come to, by S003's words; of batches on each device where nothing was shared."""
+    strong = [p for p in found if p.kind == "strong"]
+    if not any(p.compared for p in found):
+        return f"Nothing was compared: {recommendation(found[0])}." if found else "Nothing was measured."
+    told: dict[str, list[str]] = {}
+    for pair in strong:
+        told.setdefault(recommendation(pair).partition(" (")[0], []).append(str(pair.batch))
+    words = [f"{name} at batch {phrases.joined(batches)}" for name, batches in told.items()]
+    text = f"With the batch shared: {'; '.join(words)}." if words else ""
+    weak = [p for p in found if p.kind == "weak" and p.compared]
+    each = [f"{speed_up(p.multi)} at batch {p.batch} each, {_outcome(p.multi)}" for p in weak if p.multi]
+    return " ".join(part for part in (text, f"With a batch of its own: {'; '.join(each)}." if each else "") if part)
+
+
+def _outcome(row: Row) -> str:
+    return phrases.outcome(row).partition(" (corrected")[0]
+
+
+def _strong(found: Sequence[Pair]) -> Grid:
+    single, multi = _sides(found)
+    head = ["Batch Size", single, multi, "Speedup", "Recommendation", *_MORE]
+    return [
+        head,
+        *(
+            [
+                pair.batch,
+                _step(pair.single),
+                _step(pair.multi, layout=several_layouts(found)),
+                *_speed_up(pair),
+                recommendation(pair),
+                *_rest(pair),
+            ]
+            for pair in found
+        ),
+    ]
+
+
+def several_layouts(found: Sequence[Pair]) -> bool:
+    """Whether pairs are of several numbers of devices, so that each says its own."""
+    return len({scaling.layout(p.multi["config"]) for p in found if p.multi}) > 1
+
+
+def _weak(found: Sequence[Pair]) -> Grid:
+    single, multi = _sides(found)
+    head = [f"Batch Size per {unit(found)}", "In all", f"{single}, epoch", f"{multi}, epoch", "Speedup", "Efficiency"]
+    rows = []
+    for pair in found:
+        row = pair.compared
+        efficiency = phrases.DASH if row is None else f"{scaling.efficiency(row)} ({rating(row, S000)})"
+        total = pair.multi["batch"] if pair.multi else pair.batch
+        epochs = [_epoch(pair.single), _epoch(pair.multi, layout=several_layouts(found))]
+        rows.append([pair.batch, total, *epochs, *_speed_up(pair), efficiency, *_rest(pair)])
+    return [[*head, *_MORE], *rows]
+
+
+def _sides(found: Sequence[Pair]) -> tuple[str, str]:
+    return ("Single GPU", "Multi GPU") if unit(found) == "GPU" else ("Single CPU rank", "Several CPU ranks")
+
+
+def _step(row: Row | None, *, layout: bool = False) -> str:
+    return _cell(row, "step_seconds", "a step", layout)
+
+
+def _epoch(row: Row | None, *, layout: bool = False) -> str:
+    return _cell(row, "projected_seconds", "", layout)
+
+
+def _cell(row: Row | None, name: str, of: str, layout: bool) -> str:
+    if row is None:
+        return "not asked for"
+    if not row["sets"]:
+        return phrases.without_speed(row)
+    text = f"{phrases.seconds(row[name])} {of}".strip()
+    return f"{text} ({scaling.layout(row['config'])})" if layout else text
+
+
+def _speed_up(pair: Pair) -> list[str]:
+    return [phrases.DASH if pair.compared is None else speed_up(pair.compared)]
+
+
+def _rest(pair: Pair) -> list[str]:
+    row = pair.compared
+    if row is None:
+        return [phrases.DASH, str(max((int(r["sets"]) for r in pair.sides), default=0)), quality(pair)]
+    return [phrases.interval(row) or "no interval", str(int(row["sets"])), quality(pair)]
+
+
+def _mean_sentences(found: Sequence[Pair]) -> str:
+    told = [mean.sentence() for mean in means(found)]
+    return " ".join([*told, ARITHMETIC]) if told else ""
+
+
+def _thresholds(found: Sequence[Pair]) -> str:
+    names = [in_words(name, found) for name, _ in RECOMMENDATIONS.table]
+    (_, high), (_, low), _ = RECOMMENDATIONS.table
+    return (
+        f"Recommendation, by S003's table: {names[0]} from {high:g}x, {names[1]} from {low:g}x, {names[2]} below, and "
+        "only where the speed-up is resolved: it is faster or slower beyond what the sets leave open."
+    )
+
+
+def _bands(found: Sequence[Pair]) -> str:
+    return (
+        f"Each {unit(found)} keeps its batch, so several take larger steps and fewer of them: speeds compare equal "
+        f"numbers of images, and the trainings are not the same. {EPOCH} Efficiency by S000's bands: {S000.sentence()}."
+    )
+
+
+def describe(study: Study) -> str:
+    """The dashboard in words."""
+    told = [f"{p.name}: {speed_up(p.compared)}, {_outcome(p.compared)}" for p in pairs(study) if p.compared]
+    return f"Time of an epoch, throughput, speed-up and memory. {'; '.join(told)}".replace("|", " ").strip()
