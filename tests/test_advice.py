@@ -23,6 +23,7 @@ from ddpm_lab.planning import plan_experiment
 from ddpm_lab.record import RunRecord
 
 FILES = RunConfig(loader="files")
+OVERSHOOT = 1.06
 
 
 def by_title(found: Sequence[Advice], title: str) -> Advice:
@@ -232,5 +233,5 @@ def test_a_planted_machine_is_measured_and_cured(name: str, tmp_path: Path) -> N
     first = adv.advice(study(*records))[0]
     assert first.title == planted.title
     assert first.status in (adv.FASTER, adv.DERIVED)
-    # A wait lasts a little longer than it should, which is planted nowhere: 2 % of the ratio.
-    assert first.low / 1.02 <= planted.gain <= first.high * 1.02
+    # A wait of 10 ms ends up to half a millisecond late on a busy machine, which is planted nowhere.
+    assert first.low / OVERSHOOT <= planted.gain <= first.high * OVERSHOOT
