@@ -196,6 +196,11 @@ def _common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", default="quick", help=f"how much is run: {', '.join(PRESETS)} (default: quick)")
     parser.add_argument("--data", default="synthetic", help="images: a folder, an archive, or synthetic (the default)")
     parser.add_argument("--network", help=f"{', '.join(NETWORKS)} (default: the preset's choice for this machine)")
+    parser.add_argument(
+        "--workload",
+        metavar="MODULE:FUNCTION",
+        help="a training of your own in place of the lab's DDPM (docs/your_own_model.md)",
+    )
     parser.add_argument("--minutes", type=float, help="time budget")
     parser.add_argument("--output-dir", help="folder that receives all results (default: this checkout)")
 

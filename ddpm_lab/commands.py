@@ -115,6 +115,8 @@ def _weighed(options: argparse.Namespace) -> Strategy | None:
     """What --mode auto rests on; it settles the network, so that what is weighed is what is measured."""
     if options.mode != "auto":
         return None
+    if options.workload is not None:
+        raise ConfigError(f"--mode auto weighs the lab's own networks: with {options.workload} use single or multi")
     from ddpm_lab.strategy import strategy  # noqa: PLC0415
 
     found = strategy(
@@ -161,6 +163,7 @@ def run(options: argparse.Namespace) -> int:
             image_size=options.image_size,
             seed=options.seed,
             oversubscribe=options.oversubscribe,
+            workload=options.workload,
             **grid,
         )
         for name, grid in grids.items()
@@ -268,6 +271,7 @@ def report(options: argparse.Namespace) -> int:
         data=options.data,
         held_out=options.held_out,
         network=options.network,
+        workload=options.workload,
         minutes=options.minutes,
         output_dir=options.output_dir,
         notebooks=options.notebook,

@@ -20,6 +20,7 @@ from ddpm_lab.data.prepared import read_manifest
 from ddpm_lab.experiments import study_of
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import CodeVersion
+from ddpm_lab.own_workload import find_here
 from ddpm_lab.plan import Experiment, Family, Plan
 from ddpm_lab.planning import MOST_SETS, Measured, Planned, output_folder, plan_experiment
 from ddpm_lab.setting import check_ranks
@@ -239,10 +240,7 @@ def _workload_of(function: Callable[..., Any], place: str) -> str:
 
 
 def _importable(config: RunConfig) -> RunConfig:
-    """The folder one works in may hold the module: a script finds it there, a command does not by itself."""
-    here = str(Path.cwd())
-    if "" not in sys.path and here not in sys.path:
-        sys.path.insert(0, here)  # first, as for a script: train.py and test.py are common names
+    find_here()
     return config
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from ddpm_lab.checks import ConfigError, choice, known, number, several, whole
 from ddpm_lab.exchange_settings import ExchangeConfig
+from ddpm_lab.own_settings import ABLE, OWN, OWN_LOADER, TRIED
 
 PURPOSES = ("timing", "profile", "quality", "check")
 DEVICES = ("cpu", "cuda")
@@ -186,14 +187,9 @@ class RunConfig(_Remembered):
         choice("read_loss", self.read_loss, (True, False))
         choice("loader", self.loader, LOADERS)
         choice("network", self.network, NETWORKS)
-        whole("world_size", self.world_size, 1)
-        whole("nodes", self.nodes, 1)
-        whole("global_batch_size", self.global_batch_size, 1)
-        whole("accumulation", self.accumulation, 1)
-        whole("loader_workers", self.loader_workers, 0)
-        whole("seed", self.seed, 0)
-        whole("image_size", self.image_size, 1)
-        whole("threads", self.threads, 0)
+        least = dict.fromkeys(("world_size", "nodes", "global_batch_size", "accumulation", "image_size"), 1)
+        for name in (*least, "loader_workers", "seed", "threads"):
+            whole(name, getattr(self, name), least.get(name, 0))
         for place, kind in PARTS:
             if not isinstance(getattr(self, place), kind):
                 names = ", ".join(f.name for f in dataclasses.fields(kind))
@@ -232,6 +228,8 @@ class RunConfig(_Remembered):
                 f"compile_mode is {self.compile_mode!r} with compile {self.compile!r} on {self.device}: it needs a "
                 "compiled step on a CUDA device; leave it at default"
             )
+        for name, able in ABLE.items() if self.is_own else ():
+            choice(f"{name} of {self.work_name}", getattr(self, name), able)
         seed_family = self.network in SEED_FAMILY
         if not seed_family and (self.implementation == "plain" or self.attention_axis != "channels"):
             raise ConfigError(
@@ -258,6 +256,26 @@ class RunConfig(_Remembered):
                 "loader is 'still', which repeats one batch and shows what loading costs: to train, use packed, files "
                 "or resident"
             )
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a training of the user's is run."""
+        return self.workload in (OWN, OWN_LOADER)
+
+    @property
+    def work_name(self) -> str:
+        """What is trained, for people: the network, or the user's workload as module:function."""
+        return str(self.option("make", self.workload)) if self.is_own else self.network
+
+    @property
+    def own_options(self) -> tuple[tuple[str, Any], ...]:
+        """The options that say which training of the user's it is; none of the lab's own trainer."""
+        return tuple((k, v) for k, v in self.options if k not in TRIED) if self.is_own else ()
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Every ``module:function`` whose code a rank runs."""
+        return tuple(dict.fromkeys((self.workload, self.work_name))) if self.is_own else (self.workload,)
 
     @property
     def rank_batch_size(self) -> int:

@@ -20,6 +20,7 @@ from ddpm_lab.planning import CHECKOUT, LEDGER, Measured, output_folder, plan_qu
 from ddpm_lab.questions import LONG, QUESTIONS
 from ddpm_lab.recommend import LEAST_MINUTES, recommend
 from ddpm_lab.record import RunRecord
+from ddpm_lab.setting import OWN_DATA, own_data
 
 if TYPE_CHECKING:
     from ddpm_lab.explain.frames import Study
@@ -51,7 +52,7 @@ def run(
     choice("experiment", name, QUESTIONS)
     table = bands_called(bands)
     if ledger is not None or machine is not None:
-        answer = _stored(name, output_dir, ledger, machine)
+        answer = _stored(name, output_dir, ledger, machine, settings.get("workload"))
     elif published or (published is None and name in LONG and settings.get("preset") != "full"):
         answer = _published(name, output_folder(output_dir))
     else:
@@ -62,7 +63,8 @@ def run(
 def measured_here(name: str, output_dir: str | Path | None) -> Study | None:
     """The records of this machine that answer a question, or None where its ledger has none."""
     output, here = output_folder(output_dir), hardware.machine().key
-    if any(head.experiment == name and head.machine.key == here for head in Ledger(output / LEDGER).heads()[0]):
+    heads = of_training(Ledger(output / LEDGER).heads()[0], None)
+    if any(head.experiment == name and head.machine.key == here for head in heads):
         return _stored(name, output, None, here)
     return None
 
@@ -141,6 +143,7 @@ def recommendation(
     output_dir: str | Path | None = None,
     ledger: Sequence[str | Path] | str | Path | None = None,
     machine: str | None = None,
+    workload: str | None = None,
     **settings: Any,
 ) -> Study:
     """The fastest configuration that a search finds, with all experiments' records of one machine.
@@ -151,6 +154,7 @@ def recommendation(
     With ``ledger`` or ``machine`` nothing is measured; "all" machines are pooled only where that is asked for.
     ``train_images`` are those of the full training that is projected; the other settings are those of
     ``recommend.recommend``, and the errors too.
+    ``workload`` is a training of the user's, in place of the lab's own trainer.
     """
     from ddpm_lab import recommended_file  # noqa: PLC0415 - the explaining half is not on a bare GPU node
     from ddpm_lab.explain.frames import RECOMMENDATION, study  # noqa: PLC0415
@@ -161,7 +165,7 @@ def recommendation(
     output, reads = output_folder(output_dir), ledger is not None or machine is not None
     searches = not reads and (preset != "quick" or minutes is not None)
     if searches:
-        settings = {"preset": preset, "output_dir": output_dir, **settings}
+        settings = {"preset": preset, "output_dir": output_dir, "workload": workload, **settings}
         if preset == "full":
             largest = {k: v for k, v in settings.items() if k not in ("sets", "resolution")}
             measure(LAST, minutes=None if minutes is None else minutes / 3, **largest)
@@ -180,16 +184,27 @@ def recommendation(
             )
     if not reads:
         machine = hardware.machine().key
-        if not any(head.machine.key == machine for head in Ledger(output / LEDGER).heads()[0]):
+        if not any(head.machine.key == machine for head in of_training(Ledger(output / LEDGER).heads()[0], workload)):
             return study([], RECOMMENDATION, output_dir=output)
-    answer = dataclasses.replace(_stored(RECOMMENDATION, output_dir, ledger, machine), train_images=train_images)
+    answer = _stored(RECOMMENDATION, output_dir, ledger, machine, workload)
+    answer = dataclasses.replace(answer, train_images=train_images)
     if not reads:
         recommended_file.write(answer)
     return answer
 
 
+def of_training(heads: Sequence[Head], workload: str | None) -> list[Head]:
+    """Heads of records of a training of the user's; without a name, of everything but such."""
+    begin = OWN_DATA if workload is None else own_data(workload)
+    return [head for head in heads if head.cohort[2].startswith(begin) == (workload is not None)]
+
+
 def _stored(
-    name: str, output_dir: str | Path | None, ledger: Sequence[str | Path] | str | Path | None, machine: str | None
+    name: str,
+    output_dir: str | Path | None,
+    ledger: Sequence[str | Path] | str | Path | None,
+    machine: str | None,
+    workload: str | None = None,
 ) -> Study:
     from ddpm_lab.explain.frames import chosen, study  # noqa: PLC0415 - as above
 
@@ -198,7 +213,7 @@ def _stored(
         ledger = [output / LEDGER]
     paths = [ledger] if isinstance(ledger, str | Path) else list(ledger)
     files = [Path(p).expanduser() for p in paths]
-    records, damaged = read_all(files, lambda heads: chosen(heads, name, machine=machine))
+    records, damaged = read_all(files, lambda heads: chosen(of_training(heads, workload), name, machine=machine))
     for line in damaged:
         print(f"note: {line}")
     return study(records, name, machine=machine, output_dir=output)

@@ -143,6 +143,7 @@ class Experiment:
     trials: tuple[Trial, ...] = ()
     checks: tuple[Trial, ...] = ()  # of loss and gradient, or wrong ways to measure: they come first and take seconds
     space: Space | None = None
+    asked: RunConfig | None = None  # what the question was asked of, where nothing of it can be measured
 
     @property
     def configurations(self) -> tuple[RunConfig, ...]:
@@ -152,7 +153,7 @@ class Experiment:
             *(config for _, _, config in self.profiles),
             *(trial.config for trial in (*self.checks, *self.trials)),
         )
-        return (*compared, *others)
+        return (*compared, *others) or ((self.asked,) if self.asked else ())
 
 
 def scaled(config: RunConfig, baseline: RunConfig) -> RunConfig:
@@ -173,6 +174,8 @@ OURS = "this trainer"
 TUNED = ", tuned"
 BOTH_FP32 = ", both fp32"
 LEVERS = ", one lever at a time"
+WHOLE_QUESTION = "the whole question"
+"""Label of what is left out where nothing of a question can be asked."""
 SAMPLING = ", a step of sampling"
 EXCHANGE = ", exchange of gradients"
 """In records of before the exchange had a question of its own."""

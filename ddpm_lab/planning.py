@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddpm_lab.checks import ConfigError, choice, several, whole
 from ddpm_lab.config import DDPM, DEVICES, NETWORKS
@@ -22,15 +22,13 @@ from ddpm_lab.measure.group_folder import sweep
 from ddpm_lab.measure.network_choice import choose_network
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument
+from ddpm_lab.own_workload import check_brought, code_of_own, made_otherwise, with_own
 from ddpm_lab.plan import Experiment, Plan
 from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.quality import WORKLOADS as TRAINED
 from ddpm_lab.questions import PLANS, QUESTIONS, STAGES, WORKLOADS, ask
 from ddpm_lab.record import LedgerError
 from ddpm_lab.setting import Images, Setup
-
-if TYPE_CHECKING:
-    pass
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 LEDGER = Path("trace_output", "ledger.jsonl")
@@ -115,7 +113,9 @@ def plan_question(
         plan = dataclasses.replace(plan, turns=scope.plan.turns)
     target = _target(plan, sets, minutes, resolution, planned=scope.sets, cold_compiles=scope.cold_compiles)
     ledger = Ledger(output / LEDGER)
-    instrument = instrument_for(WORKLOADS.get(name, (DDPM,)), output, progress, start_method)
+    workload = settings.get("workload")
+    runs = WORKLOADS.get(name, (DDPM,)) if workload is None else code_of_own(name, workload)
+    instrument = instrument_for(runs, output, progress, start_method)
     experiment, images = prepare_experiment(
         name, preset=preset, output=output, instrument=instrument, ledger=ledger, target=target, **settings
     )
@@ -127,8 +127,11 @@ def plan_question(
 
 
 def _for_trials(instrument: Instrument, experiment: Experiment) -> Instrument | None:
-    """What trials are measured with: one code for all questions, so that one run serves them all; None without any."""
-    if not experiment.trials:
+    """What trials are measured with: one code for all questions, so that one run serves them all; None without any.
+
+    Those of the user's training are measured with its own.
+    """
+    if not experiment.trials or experiment.trials[0].config.is_own:
         return None
     keys = {code_version(*workloads).key for workloads in ((DDPM,), *WORKLOADS.values())}
     return dataclasses.replace(instrument, code=code_version(*TRAINED), codes=tuple(sorted(keys)))
@@ -232,12 +235,14 @@ def prepare_experiment(
     seed: int = 0,
     oversubscribe: bool = False,
     cache: Path | None = None,
+    workload: str | None = None,
     **grid: Any,
 ) -> tuple[Experiment, Images]:
     """Settle what None leaves open, prepare the images, and make the experiment's configurations.
 
     ``image_sizes`` makes one part of the experiment for each size. ``cache`` keeps prepared images, by default in the
-    output folder. ``grid`` goes to ``questions.ask``.
+    output folder. ``workload`` is a training of the user's, which brings its own data and model. ``grid`` goes to
+    ``questions.ask``.
     """
     visible = hardware.gpus()
     device = device or ("cuda" if visible else "cpu")
@@ -249,6 +254,9 @@ def prepare_experiment(
     if image_sizes is not None:
         several("image_sizes", image_sizes)
     whole("seed", seed, 0)
+    if workload is not None:
+        brought = {"data": data, "held_out": held_out, "skip_bad": skip_bad, "network": network}
+        check_brought(workload, {**brought, "image_size": image_size, "image_sizes": image_sizes})
     parts = []
     chosen = network
     fleet = current()
@@ -266,16 +274,20 @@ def prepare_experiment(
             places=fleet.node_size if fleet else 0,
         )
         ask(name, setup, **grid)  # refuses a bad size or grid before an image is decoded or anything is tried
-        images = _images(
-            data,
-            held_out=held_out,
-            skip_bad=skip_bad,
-            size=size,
-            cache=cache or output / "data" / "prepared",
-            progress=instrument.progress,
-        )
-        setup = dataclasses.replace(setup, images=images)
-        if chosen is None:
+        if workload is not None:
+            setup = with_own(setup, workload, instrument)
+            images = setup.images
+        else:
+            images = _images(
+                data,
+                held_out=held_out,
+                skip_bad=skip_bad,
+                size=size,
+                cache=cache or output / "data" / "prepared",
+                progress=instrument.progress,
+            )
+            setup = dataclasses.replace(setup, images=images)
+        if chosen is None and workload is None:
             chosen = _network(name, setup, instrument, ledger, target)
             setup = dataclasses.replace(setup, network=chosen)
         parts.append(ask(name, setup, **grid))
@@ -287,7 +299,11 @@ def prepare_experiment(
         trials=tuple(row for part in parts for row in part.trials),
         checks=tuple(row for part in parts for row in part.checks),
         space=parts[0].space,
+        asked=parts[0].asked,
     )
+    if setup.own and (told := made_otherwise(setup.own, ledger, instrument.code.key)):
+        family = next((f.name for f in merged.families), setup.own.name)
+        merged = dataclasses.replace(merged, left_out=(*merged.left_out, (family, "earlier sets", told)))
     return merged, images
 
 

@@ -13,6 +13,7 @@ from ddpm_lab.config import CHECK, DDPM, TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.data.prepared import read_manifest
 from ddpm_lab.exchange_settings import ExchangeConfig
 from ddpm_lab.inception import plan_fid
+from ddpm_lab.own_settings import OWN
 from ddpm_lab.plan import LOST, Experiment, Family, Fid, Trial, scaled
 from ddpm_lab.setting import Setup
 
@@ -133,7 +134,10 @@ def with_trials(experiment: Experiment, setup: Setup, *, seeds: int | None, imag
     ``seeds`` and ``images`` are as in ``quality``; None is no trial at all, except in ``full``, which has the time.
     The families come one after the other, so that the first has a verdict where time is short. Raises ConfigError.
     """
-    count = (_SEEDS["full"] if setup.preset == "full" else 0) if seeds is None else seeds
+    judged = not setup.own or "held_out_loss" in setup.own.offers
+    if setup.own and seeds and not judged:
+        raise ConfigError(f"seeds is {seeds!r}, and {setup.own.name} gives no held_out_loss that would judge its runs")
+    count = (_SEEDS["full"] if setup.preset == "full" and judged else 0) if seeds is None else seeds
     whole("seeds", count, 0)
     if not count and images is not None:
         raise ConfigError(f"images is {images!r}, and without seeds no run is trained on them: give seeds, such as 8")
@@ -164,27 +168,31 @@ def _trials(family: Family, setup: Setup, seeds: int, images: int) -> list[Trial
     learners = [row for row in rows if _tried(row[1]) != base]
     equal = [(family.baseline_label, base, family.baseline)] if learners else []
     equal += [(label, _tried(config), config) for label, config in learners]
+    draws = 1 if base.is_own else _DRAWS[setup.preset]  # how much it looks at is the user's affair
     larger = [row for row in equal if row[1].global_batch_size > base.global_batch_size]
     again = [(f"{label}, scaled learning rate", scaled(config, base), timed) for label, config, timed in larger]
     found = [
-        trial(family, label, config, setup.seed + i, images=amount, draws=_DRAWS[setup.preset], timed=timed, draw=not i)
+        trial(
+            family, label, config, setup.seed + i, images=amount, draws=draws, timed=timed, draw=not (i or base.is_own)
+        )
         for part in (equal, again)
         for i in range(seeds)
         for label, config, timed in part
     ]
-    loaders = tuple(row for row in rows if row not in learners)
+    loaders = tuple(row for row in rows if row not in learners and not base.is_own)
     return [*found, *(identity_trials(replace(family, candidates=loaders)) if loaders else ())]
 
 
 def _trains(config: RunConfig) -> bool:
     """Whether a configuration is this trainer, and trains: its ranks exchange what they have learned."""
-    return config.workload == DDPM and config.implementation == "lab" and config.exchange.enabled
+    ours = config.workload in (DDPM, OWN) and config.implementation == "lab"
+    return ours and config.exchange.enabled
 
 
 def _tried(config: RunConfig) -> RunConfig:
     """A configuration as it is tried: a loader changes nothing, and a short run moves its averages at every step."""
     optimizer = replace(config.optimizer, ema_every=1)
-    return replace(config, loader="packed", loader_workers=0, optimizer=optimizer)
+    return replace(config, loader=config.loader if config.is_own else "packed", loader_workers=0, optimizer=optimizer)
 
 
 def trial(
@@ -209,9 +217,9 @@ def trial(
         config=replace(
             config,
             purpose="quality",
-            workload=TRAINING if draws else config.workload,
+            workload=TRAINING if draws and not config.is_own else config.workload,
             seed=seed,
-            options=(("images", images), ("draws", draws)),
+            options=(*config.own_options, ("images", images), ("draws", draws)),
         ),
         timed=timed or config,
         draw=draw,

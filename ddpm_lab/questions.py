@@ -16,9 +16,10 @@ from ddpm_lab.checks import ConfigError, choice, several, whole
 from ddpm_lab.claims import WORKLOADS as CLAIMED
 from ddpm_lab.claims import claims
 from ddpm_lab.collectives import all_reduce
-from ddpm_lab.config import LOADER_ALONE
+from ddpm_lab.config import DDPM, LOADER_ALONE
 from ddpm_lab.exchange import exchange
 from ddpm_lab.lost_scaling import lost_scaling as lost_scaling_of
+from ddpm_lab.own_workload import nothing_asked
 from ddpm_lab.plan import RECOMMENDATION, SCALINGS, SEARCH, WEAK, WITH_TRIALS, Experiment, Family
 from ddpm_lab.quality import WORKLOADS as TRAINED
 from ddpm_lab.quality import identity_trials, quality, with_trials
@@ -52,7 +53,7 @@ def profile(
         precision=precision,
         world_size=world_size,
     )
-    label = f"{precision}, {setup.ranks_label(world_size)}"
+    label = f"{setup.precision_name(precision)}, {setup.ranks_label(world_size)}"
     family = setup.family_name(config.global_batch_size, world_size)
     return Experiment(name="profile", families=(), profiles=((family, label, config),))
 
@@ -106,9 +107,9 @@ def multi_gpu(
         have = "GPU" if setup.device == "cuda" else "usable core"
         label = setup.ranks_label(2)
         left_out += [(f.name, label, f"this machine has one {have}; each rank needs its own") for f in families]
-        if setup.device == "cuda" and setup.usable_cores >= 2 and setup.places != 1:
+        if setup.device == "cuda" and setup.usable_cores >= 2 and setup.places != 1 and not setup.own:
             families.append(_mechanism(setup, precision))
-    wanted = full if lost_scaling is None else lost_scaling
+    wanted = setup.splits_scaling(lost_scaling)
     shared = next((batch for batch in sorted(batches) if ranks and batch % ranks[-1] == 0), None)
     profiles = []
     if wanted and shared is not None:
@@ -211,7 +212,7 @@ def workers(
         whole("worker_counts", count, 0)
     asked = tuple(dict.fromkeys(worker_counts or usual))
     able = CUDA_PRECISIONS if setup.device == "cuda" else CPU_PRECISIONS
-    formats = tuple(precisions or (("fp32", "bf16") if setup.preset == "full" else ("fp32",)))
+    formats = tuple(dict.fromkeys(precisions or ("fp32", setup.usual_precision if setup.preset == "full" else "fp32")))
     for precision in formats:
         choice("precisions", precision, able)
     batch = setup.batch_size(global_batch_size)
@@ -219,10 +220,11 @@ def workers(
     others = others[-1:] + others[:-1]  # the most workers are the most telling
     families, left_out = [], []
     kinds: list[tuple[str, dict[str, Any]]] = [
-        (f"training, {setup.family_name(batch)}, {precision}", {"precision": precision}) for precision in formats
+        (f"training, {setup.family_name(batch)}, {setup.precision_name(precision)}", {"precision": precision})
+        for precision in formats
     ]
     if setup.preset != "quick":  # it would take the time that the other questions need for a verdict
-        kinds.append((f"loader alone, {setup.images_name(batch)}", {"workload": LOADER_ALONE}))
+        kinds.append((f"loader alone, {setup.loader_name(batch)}", {"workload": LOADER_ALONE}))
     for name, settings in kinds:
         base = setup.config(global_batch_size=batch, loader="files", loader_workers=first, **settings)
         families.append(
@@ -238,8 +240,8 @@ def workers(
             for n in asked
             if n > setup.usable_cores
         ]
-    # What a loader changes is nothing: shown in seconds, and to the last bit.
-    trials = tuple(t for f in families if f.baseline.workload != LOADER_ALONE for t in identity_trials(f))
+    # What a loader changes is nothing: shown in seconds, and to the last bit. A user's dataset may draw in its workers.
+    trials = tuple(t for f in families if f.baseline.workload == DDPM for t in identity_trials(f))
     return Experiment(name="workers", families=tuple(families), left_out=tuple(left_out), trials=trials)
 
 
@@ -259,7 +261,7 @@ def torch_compile(
 
     In ``full`` block by block too, which compiles less and leaves what lies between the blocks eager.
     """
-    precision = precision or "bf16"
+    precision = precision or setup.usual_precision
     count = loader_workers
     if count is None:
         count = min(4, setup.usable_cores) if setup.preset == "full" else 0
@@ -271,13 +273,13 @@ def torch_compile(
         eager = setup.config(global_batch_size=batch, world_size=ranks, precision=precision, **loader)
         families.append(
             Family(
-                name=f"{setup.family_name(batch, ranks)}, {precision}",
+                name=f"{setup.family_name(batch, ranks)}, {setup.precision_name(precision)}",
                 baseline_label="eager",
                 baseline=eager,
                 candidates=tuple(
                     (label, dataclasses.replace(eager, compile=how))
                     for label, how in (("compiled", "whole"), ("compiled block by block", "regional"))
-                    if how == "whole" or setup.preset == "full"
+                    if how == "whole" or (setup.preset == "full" and not setup.own)
                 ),
             )
         )
@@ -306,7 +308,7 @@ def batch_size(
     most = 2 * max(usual) if setup.preset == "smoke" else MOST_CUDA if cuda else MOST_CPU
     base = setup.config(global_batch_size=smallest, precision=precision, world_size=world_size)
     family = Family(
-        name=f"{setup.family_name(None, world_size)}, {precision}",
+        name=f"{setup.family_name(None, world_size)}, {setup.precision_name(precision)}",
         baseline=base,
         baseline_label=f"batch {smallest}",
         candidates=tuple((f"batch {n}", dataclasses.replace(base, global_batch_size=n)) for n in larger),
@@ -335,6 +337,8 @@ STAGES: dict[str, Callable[..., Experiment]] = {f.__name__: f for f in (search, 
 
 def ask(name: str, setup: Setup, *, seeds: int | None = None, images: int | None = None, **grid: Any) -> Experiment:
     """The experiment that answers a question; ``seeds`` and ``images`` are those of the runs that are for quality."""
+    if setup.own and (reason := setup.own.lacks(name)):
+        return nothing_asked(name, setup, reason)
     trained = {option: value for option, value in (("seeds", seeds), ("images", images)) if value is not None}
     if name in (*WITH_TRIALS, RECOMMENDATION):
         return with_trials({**QUESTIONS, **STAGES}[name](setup, **grid), setup, seeds=seeds, images=images)

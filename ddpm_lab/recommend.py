@@ -69,8 +69,11 @@ def recommend(
     asked: dict[str, Any] = {"only": only, "any_batch": any_batch, "global_batch_size": global_batch_size}
     planned = plan_question(SEARCH, preset=preset, **asked, **settings)
     campaign, space = planned.campaign, planned.campaign.experiment.space
-    assert space is not None
-    settings = {**settings, "network": space.baseline.network, "device": space.baseline.device}
+    if space is None:  # of the user's training, which does its own steps
+        raise ConfigError("; ".join(reason for _, _, reason in campaign.experiment.left_out))
+    settings = {**settings, "device": space.baseline.device}
+    if not space.baseline.is_own:
+        settings["network"] = space.baseline.network
     again: dict[str, Any] = {"preset": preset, "sets": sets, "resolution": resolution, "space": space}
     again |= {"seeds": seeds, "images": images}
     plan_question(RECOMMENDATION, steps=[space.start], **again, **settings)  # what it refuses is refused now

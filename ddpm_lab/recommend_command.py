@@ -25,6 +25,9 @@ def add_options(subparsers: Any) -> None:
     parser.add_argument("--held-out", metavar="FOLDER", help="images never to train on (default: 5 %% of the data)")
     parser.add_argument("--skip-bad", action="store_true", help="leave damaged images out, and list them")
     parser.add_argument("--network", help=f"{', '.join(NETWORKS)} (default: the preset's choice for this machine)")
+    parser.add_argument(
+        "--workload", metavar="MODULE:FUNCTION", help="a training of your own in place of the lab's DDPM"
+    )
     parser.add_argument("--device", choices=DEVICES, help="default: the GPU where there is one")
     parser.add_argument("--batch-size", type=int, help="global batch size to set out from (default: the preset's)")
     parser.add_argument(
@@ -59,7 +62,19 @@ def recommend_command(options: argparse.Namespace) -> int:
     """Search and answer; 1 where nothing could be recommended."""
     from ddpm_lab import experiments  # noqa: PLC0415 - commands load what they need
 
-    names = ("preset", "data", "held_out", "skip_bad", "network", "device", "any_batch", "seeds", "images", "sets")
+    names = (
+        "preset",
+        "data",
+        "held_out",
+        "skip_bad",
+        "network",
+        "workload",
+        "device",
+        "any_batch",
+        "seeds",
+        "images",
+        "sets",
+    )
     settings = {name: getattr(options, name) for name in (*names, "train_images", "ledger", "machine", "output_dir")}
     reads = options.ledger is not None or options.machine is not None
     minutes = options.minutes if options.minutes is not None or reads else MINUTES.get(options.preset)
@@ -90,7 +105,9 @@ def recommend_command(options: argparse.Namespace) -> int:
         if not reads:
             image = study.output_dir / "image_output" / f"{NAMES[study.experiment]}.png"
             figures.save(figures.figure(study), image)
-            print(f"figure: {image}", f"settings: {path}" if path.exists() else "no search was made", sep="\n")
+            print(f"figure: {image}")
+            if options.workload is None:  # a file is for ddpm-lab train
+                print(f"settings: {path}" if path.exists() else "no search was made")
     return 0 if study.records else 1
 
 

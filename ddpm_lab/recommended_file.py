@@ -17,11 +17,13 @@ NAME = "recommended.toml"
 def write(study: Study) -> Path | None:
     """Write what the last search in a study recommends into its output folder; None where there was no search.
 
+    Nor is one written of the user's own training, whose settings the answer names.
+
     Where nothing was shown to be faster that is the baseline. The steps are those of the projected training. Raises
     LedgerError if the folder cannot be written.
     """
     found = recommendation(study)
-    if found is None:
+    if found is None or found.config.is_own:  # which ddpm-lab train does not train
         return None
     here = Path(found.config.data).is_dir()
     values = {name: value for name, value in found.config.as_dict().items() if name not in OWN}

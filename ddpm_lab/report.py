@@ -21,6 +21,7 @@ from ddpm_lab.explain import calibration, figure_calibration, pages
 from ddpm_lab.explain.pages import DONE, FAILED, METADATA, NOT_RUN, STOPPED, Page, Section
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
+from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.notebooks import (
     CHECKOUT,
     NUMBERED,
@@ -31,6 +32,7 @@ from ddpm_lab.notebooks import (
     parameter_names,
     stop_on_signals,
 )
+from ddpm_lab.own_workload import check_brought, code_of_own
 from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.report_lines import clock, command, words
 
@@ -74,6 +76,7 @@ def report(
     data: str = "synthetic",
     held_out: str | None = None,
     network: str | None = None,
+    workload: str | None = None,
     minutes: float | None = None,
     output_dir: str | Path | None = None,
     notebooks: Sequence[str | Path] | None = None,
@@ -91,6 +94,7 @@ def report(
         data: "synthetic", a folder of images, or an archive.
         held_out: a folder of images that are never trained on.
         network: tiny, seed, ddpm or s000; None is the preset's choice for the machine.
+        workload: a training of your own as module:function; then the notebooks run that can be asked of it.
         minutes: budget of all notebooks together; None is the preset's, which ``full`` does not have.
         output_dir: folder that receives ``reports/``, ``image_output/`` and ``trace_output/``; None is the checkout.
         notebooks: names (03_amp or amp) or paths; None is every numbered notebook of the checkout.
@@ -100,7 +104,7 @@ def report(
     Raises:
         NotebookError: a notebook or a parameter does not exist.
         ReportError: the output folder cannot be written, or ``minutes`` is not above 0.
-        ConfigError: there is no such preset or network.
+        ConfigError: there is no such preset, network or workload.
         DataError: there are no images where ``data`` or ``held_out`` says.
     """
     chosen = preset_called(preset)
@@ -108,16 +112,24 @@ def report(
         raise ReportError(f"minutes is {minutes!r}: give a number above 0")
     if network is not None:
         choice("network", network, NETWORKS)
+    parameters = dict(parameters or {})
+    workload = parameters.pop("workload", workload)
     files = choose(notebooks)
     _check_data(data, held_out)
-    given = {"preset": preset, "data": data, "held_out": held_out, "network": network}
+    given = {"preset": preset, "data": data, "held_out": held_out, "network": network, "workload": workload}
     given["output_dir"] = None if output_dir is None else str(output_dir)
     known = {file: parameter_names(file) for file in files}
-    check_parameters(known, parameters or {})
+    if workload is not None:
+        code_version(*code_of_own("profile", workload))  # refused here rather than in each notebook
+        check_brought(workload, {**{name: given[name] for name in ("data", "held_out", "network")}, **parameters})
+        if not notebooks:  # the others are about the lab's own trainer
+            known = {file: names for file, names in known.items() if "workload" in names}
+            files = list(known)
+    check_parameters(known, parameters)
     values = {
         file: {
             **{name: value for name, value in given.items() if value is not None and name in names},
-            **{name: value for name, value in (parameters or {}).items() if name in names},
+            **{name: value for name, value in parameters.items() if name in names},
         }
         for file, names in known.items()
     }
@@ -125,8 +137,9 @@ def report(
         folder=_writable(Path(output_dir) if output_dir is not None else CHECKOUT),
         preset=preset,
         progress=progress or _print,
-        command=command({**given, "minutes": minutes}, parameters or {}, notebooks or ()),
-        data=data,
+        command=command({**given, "minutes": minutes}, parameters, notebooks or ()),
+        data="of its own" if workload else data,
+        workload=workload or "",
         measuring=[
             file
             for file, names in known.items()
@@ -135,7 +148,7 @@ def report(
         seconds=None if (total := minutes if minutes is not None else chosen.minutes) is None else total * 60,
     )
     if data != "synthetic":  # once, and refused here rather than in each notebook
-        options = {name: value for name, value in (parameters or {}).items() if name in ("image_size", "skip_bad")}
+        options = {name: value for name, value in parameters.items() if name in ("image_size", "skip_bad")}
         cache = run.folder.parent / "data" / "prepared"
         resolve(data, cache, held_out=held_out, progress=run.progress, **options)
     run.collect(files)
@@ -156,6 +169,7 @@ class _Run:
     folder: Path
     preset: str
     data: str
+    workload: str
     command: str
     progress: Callable[[str], None]
     measuring: list[Path]
@@ -263,6 +277,7 @@ class _Run:
         pages.write_index(
             list(self.pages.values()),
             target,
+            subject=self.workload or "a diffusion model",
             facts=self.facts(),
             notice=notice,
             command=self.command,
@@ -283,6 +298,7 @@ class _Run:
             ("Machine", of("hardware")),
             ("Report made", pages.spoken_date(datetime.now().astimezone().isoformat(timespec="seconds"))),
             ("Preset", self.preset),
+            ("Training", self.workload),
             ("Images", of("data") or self.data),
             ("Time taken", words(self.elapsed)),
             (

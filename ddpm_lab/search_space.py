@@ -60,26 +60,31 @@ def search(
 
 def _settings(setup: Setup, batch: int) -> tuple[dict[str, tuple[Value, ...]], list[tuple[str, str]]]:
     """All settings with the values that this machine can run, the plain step's first; and the others, with reasons."""
-    cuda, preset = setup.device == "cuda", setup.preset
+    cuda, preset, own = setup.device == "cuda", setup.preset, setup.own
     able = [p for p in _PRECISIONS if cuda or p not in CUDA_ONLY]
     left_out = [(p, CUDA_ONLY[p]) for p in _PRECISIONS if p not in able]
     compiles = [Value("off", "eager", {"compile": "off"}), Value("whole", "compiled", {"compile": "whole"})]
     memory = [Value("channels_last", "channels_last", {"channels_last": True, "kernels": "aten"})]
     memory.append(Value("nchw", "NCHW", {"channels_last": False, "kernels": "aten"}))
+    if own:  # it is trained as it is written, and loads its own samples
+        memory.reverse()
+        able = able if "loss" in own.offers else ["fp32"]
     loaders = [Value("packed", "packed data", {"loader": "packed", "loader_workers": 0})]
     modes = {"reduce-overhead": "compiled, CUDA graphs", "max-autotune": "compiled, max-autotune"}
-    if preset == "full":
+    if preset == "full" and not own:
         compiles.append(Value("regional", "compiled block by block", {"compile": "regional"}))
-    if cuda:
+    if own:
+        loaders = [] if "dataset" in own.offers else [Value("own", "batches of its own", {})]
+    elif cuda:
         loaders.append(Value("resident", "images on the GPU", {"loader": "resident", "loader_workers": 0}))
         left_out.append(("joined kernels", "are written for CPUs"))
-        if preset == "full":
-            compiles += [Value(m, label, {"compile": "whole", "compile_mode": m}) for m, label in modes.items()]
     else:
         memory.append(Value("fused", "joined kernels", {"channels_last": True, "kernels": "fused"}))
         left_out += [("images on the GPU", "need a CUDA device"), *((v, "need a GPU") for v in modes.values())]
-    for count in _WORKERS[preset]:
-        label = f"files, {count} worker{'s' * (count != 1)}"
+    if cuda and preset == "full":
+        compiles += [Value(m, label, {"compile": "whole", "compile_mode": m}) for m, label in modes.items()]
+    for count in _WORKERS[preset] if not own or "dataset" in own.offers else ():
+        label = f"{'' if own else 'files, '}{count} worker{'s' * (count != 1)}"
         if count > setup.usable_cores:
             left_out.append((label, f"more than the {setup.usable_cores} usable cores"))
         else:
@@ -142,7 +147,7 @@ def recommendation(setup: Setup, *, space: Space, steps: Sequence[Cell]) -> Expe
     rows = [(space.changed(cell, space.start), cells[cell]) for cell in steps[1:]]
     trials: tuple[Trial, ...] = ()
     for (label, config), before in zip(rows, steps, strict=False):
-        if config.differences(cells[before]).keys() <= {"loader", "loader_workers"}:
+        if config.differences(cells[before]).keys() <= {"loader", "loader_workers"} and not setup.own:
             pair = Family(name=name, baseline=cells[before], baseline_label=START, candidates=((label, config),))
             trials += identity_trials(pair)
     family = Family(

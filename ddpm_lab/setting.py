@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpm_lab.checks import ConfigError, several, whole
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import LOADER_ALONE, OptimizerConfig, RunConfig, digest
 from ddpm_lab.measure.fleet import fewest_hosts
+from ddpm_lab.own_settings import OWN, OWN_LOADER
 
+OWN_DATA = "own-"
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"precision": "bf16", "channels_last": True, "kernels": "fused", "compile": "off", "loader": "packed"},
     "cuda": {"precision": "bf16", "channels_last": True, "kernels": "aten", "compile": "whole", "loader": "resident"},
@@ -32,6 +34,52 @@ class Images:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Own:
+    """A training of the user's, as found when it was looked at: its name, and what identifies it beside its code.
+
+    ``offers`` are some of dataset, loss, held_out_loss and training; nothing is known of a loop that only yields.
+    """
+
+    name: str
+    place: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
+    offers: tuple[str, ...] = ()
+
+    @property
+    def sha256(self) -> str:
+        """What stands for its data: only what was made alike is compared."""
+        return own_data(self.name) + digest(dict(self.options))
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that every configuration of it has: it is trained as its code is written."""
+        return {
+            "workload": OWN,
+            "options": (("make", self.name), *self.options),
+            "loader": "files",
+            "channels_last": False,
+            "optimizer": OptimizerConfig(clip_norm=None, ema_every=1),
+        }
+
+    def lacks(self, question: str) -> str:
+        """Why a question cannot be asked of it; empty where it can."""
+        if question != "profile" and "training" not in self.offers:
+            return (
+                f"{self.name} does its own steps, in which nothing can be set: let it return a "
+                "ddpm_lab.workload.Training, or compare two versions of it with ddpm-lab compare"
+            )
+        if question == "amp" and "loss" not in self.offers:
+            return f"{self.name} has a step of its own, whose number format is its own too: give a loss in place of it"
+        if question == "workers" and "dataset" not in self.offers:
+            return f"{self.name} gives ready batches and no dataset, so there is nothing for loader workers to load"
+        return ""
+
+
+def own_data(name: str) -> str:
+    """How the data hash of a user's training begins."""
+    return f"{OWN_DATA}{digest(name)[:6]}-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """What all configurations of an experiment have in common, and what the machine offers."""
 
@@ -46,6 +94,8 @@ class Setup:
     hosts: int = 1
     places: int = 0
     """Hosts that can be used, and the ranks that a job has a place for on each; 0 is as many as there are devices."""
+    own: Own | None = None
+    """A training of the user's, in place of the network and the images."""
 
     def config(self, **settings: Any) -> RunConfig:
         """A configuration of this set-up."""
@@ -57,6 +107,13 @@ class Setup:
             "image_size": self.images.image_size,
             "seed": self.seed,
         }
+        if self.own:
+            common |= self.own.settings()
+            settings |= {"loader": "files"}
+            if settings.get("workload") == LOADER_ALONE:
+                settings["workload"] = OWN_LOADER
+            if "loss" not in self.own.offers and settings.get("precision", "fp32") != "fp32":
+                raise ConfigError(f"precision is {settings['precision']!r}: {self.own.lacks('amp')}")
         settings = {"nodes": self.nodes(settings.get("world_size", 1)), **settings}
         config = RunConfig(**{**common, **settings})
         over = config.node_size > (self.gpus if config.device == "cuda" else self.usable_cores)
@@ -117,8 +174,31 @@ class Setup:
 
     def family_name(self, batch: int | None, ranks: int | None = None, *, per_rank: bool = False) -> str:
         """A family's name for people: what everything in it has in common."""
-        words = [self.network, self.images_name(batch, per_rank=per_rank), self.ranks_label(ranks) if ranks else ""]
+        words = [
+            self.own.name if self.own else self.network,
+            self.images_name(batch, per_rank=per_rank),
+            self.ranks_label(ranks) if ranks else "",
+        ]
         return ", ".join(word for word in words if word)
+
+    @property
+    def usual_precision(self) -> str:
+        """In which the preset compiles: bf16, unless the number format is not the lab's to set."""
+        return "fp32" if self.own and "loss" not in self.own.offers else "bf16"
+
+    def precision_name(self, precision: str) -> str:
+        """A number format for people."""
+        return "own number format" if self.own and "loss" not in self.own.offers else precision
+
+    def splits_scaling(self, asked: bool | None) -> bool:
+        """Whether the lost scaling is split into its causes; None does so in ``full``, where it can be."""
+        if self.own and asked:
+            raise ConfigError(f"lost_scaling splits the step of the lab's own trainer, not that of {self.own.name}")
+        return self.preset == "full" and not self.own if asked is None else asked
+
+    def loader_name(self, batch: int) -> str:
+        """What a loader alone loads, for people."""
+        return self.family_name(batch) if self.own else self.images_name(batch)
 
     def images_name(self, batch: int | None, *, per_rank: bool = False) -> str:
         """How many images a step takes, and their size where it is not CIFAR's: ``batch 8, 64x64 pixels``."""

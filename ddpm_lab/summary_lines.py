@@ -64,14 +64,15 @@ def job_id() -> str | None:
 def name_of(config: RunConfig) -> str:
     """What is trained and how, but for seed and number of ranks: equal names are repeats, at any world size."""
     usual = RunConfig()
-    words = [config.network, f"batch {config.global_batch_size}"]
+    words = [config.work_name, f"batch {config.global_batch_size}"]
     words += [f"{config.image_size}x{config.image_size} pixels"] if config.image_size != usual.image_size else []
     for name, (value, before) in config.differences(usual).items():
         if isinstance(value, dict) and name not in _NAMED_APART:
             words += [f"{name}.{k} {v}" for k, v in value.items() if before[k] != v]
         elif name not in (*_NAMED_APART, *_SHARED):
             words.append(f"{name} {value}" if not isinstance(value, bool) else f"{'' if value else 'no '}{name}")
-    words += [f"{name} {value}" for name, value in config.options if name != "checkpoint"]
+    own = (("checkpoint", config.option("checkpoint", "")), *config.own_options)
+    words += [f"{name} {value}" for name, value in config.options if (name, value) not in own]
     return ", ".join(words)
 
 
@@ -104,7 +105,7 @@ def _measured(records: list[RunRecord], known: Mapping[str, int]) -> Summary:
     looks = [look["loss"] for r in records for look in (r.quality or {}).get("held_out") or ()]
     busy = [value for w in windows if (value := w.state.get("gpu_utilisation_percent")) is not None]
     images = sum(w.images for w in windows)
-    epoch = known.get(config.data_sha256)
+    epoch = known.get(config.data_sha256) or config.option("samples", None)
     return _summary(
         config,
         seconds=sum(w.seconds for w in windows) if windows else None,

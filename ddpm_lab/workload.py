@@ -1,14 +1,19 @@
 """The thing being trained, as the lab sees it: a small protocol, so that any training step can be measured.
 
 A workload is named ``module:function`` in the configuration. Every rank calls ``function(config, context)`` once, in a
-fresh process, and then alternates ``next(batches)`` and ``step(batch)``.
+fresh process, and then alternates ``next(batches)`` and ``step(batch)``. A ``Training`` is all that a user has to give;
+``model.own`` makes such a workload of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
+
+from ddpm_lab.config import RunConfig
 
 
 class Unsupported(RuntimeError):  # noqa: N818 - a state of the machine that becomes a row, not a defect
@@ -70,3 +75,62 @@ class Workload(Protocol):
     def close(self) -> None:
         """Stop whatever was started."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """A training of your own: what only you can know. Precision, compilation, ranks and loading are the lab's to set.
+
+    A function ``make()``, or ``make(config, context)``, returns it. Every rank calls that once, in a fresh process with
+    seeded generators (torch, numpy, random). The lab moves the model to the device and wraps it, so ``loss`` and
+    ``step`` must call the model that they are given.
+
+    Args:
+        model: the network, a ``torch.nn.Module``, on the CPU.
+        data: a map-style dataset (``len(data)``, ``data[i]`` one sample), which the lab shuffles, shares between ranks
+            and makes batches of; or an iterable of ready batches of ``config.rank_batch_size`` samples for this rank,
+            which begins anew when it ends.
+        loss: ``loss(model, batch)`` is the mean loss of a batch on the device, a tensor of one number; the backward
+            pass and the optimizer's step are the lab's. In place of it ``step``.
+        step: ``step(model, batch)`` is a whole step, backward pass and optimizer included, and returns its loss. The
+            number format is then your own, and the lab does not set it.
+        optimizer: a ``torch.optim.Optimizer`` of ``model.parameters()``; None is Adam with the learning rate of
+            ``config.optimizer``. A ``step`` brings its own.
+        collate: makes a batch of a list of samples; None is torch's ``default_collate``.
+        held_out_loss: ``held_out_loss(model)`` is a loss on data that is never trained on, a number, of the model in
+            eval mode, without gradients, on the device. Without it nothing is said about quality.
+    """
+
+    model: Any
+    data: Any
+    loss: Callable[[Any, Any], Any] | None = None
+    step: Callable[[Any, Any], Any] | None = None
+    optimizer: Any = None
+    collate: Callable[[list[Any]], Any] | None = None
+    held_out_loss: Callable[[Any], Any] | None = None
+
+
+def call_maker(function: Callable[..., Any], name: str, config: RunConfig, context: RankContext) -> Any:
+    """What ``function(config, context)``, or ``function()``, returns. Raises TypeError for one with other arguments."""
+    takes = arguments_taken(function)
+    if takes not in (0, 2):
+        raise TypeError(f"workload {name} takes {takes} arguments: write it to take none, or (config, context)")
+    return function(config, context) if takes == 2 else function()
+
+
+def arguments_taken(function: Callable[..., Any]) -> int:
+    """How many arguments a function cannot be called without."""
+    found: Iterable[inspect.Parameter] = inspect.signature(function).parameters.values()
+    return sum(p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD for p in found)
+
+
+def place_of(function: Any) -> str:
+    """Where a function is written, such as "mine.py, line 12"; empty where that cannot be told."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{Path(code.co_filename).name}, line {code.co_firstlineno}" if code else ""
+
+
+def named(name: str, function: Any) -> str:
+    """A workload's name for a sentence about it, with the place of the function that the sentence is about."""
+    place = place_of(function)
+    return f"{name} ({place})" if place else name

@@ -80,8 +80,8 @@ def test_a_workload_is_taken_as_it_is() -> None:
     ("function", "words"),
     [
         (lambda _a: None, "takes 1 arguments: write it to take none, or (config, context)"),
-        (lambda: 5, "mine:f returned int: let it yield after every step"),
-        (lambda: None, "mine:f returned NoneType"),
+        (lambda: 5, "mine:f (test_plain.py, line 83) returned int: let it yield after every step"),
+        (lambda: None, "line 84) returned NoneType"),
     ],
 )
 def test_anything_else_is_refused_in_a_sentence(function: Callable[..., Any], words: str) -> None:

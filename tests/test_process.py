@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import time
@@ -14,6 +15,8 @@ import pytest
 from conftest import alive
 from fresh_processes import write_marks
 
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import process
 from ddpm_lab.measure.process import BEAT, Heartbeat, kill, start_ticks
 
@@ -97,3 +100,15 @@ def test_the_start_of_a_process_is_the_kernels() -> None:
 )
 def test_whoever_allocates_out_of_memory_is_out_of_memory(error: Exception, expected: bool) -> None:
     assert process._out_of_memory(error) == expected
+
+
+def test_an_error_names_the_last_line_of_the_users_own_code(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import json\n\n\ndef broken():\n    json.loads('{')\n")
+    with pytest.raises(ValueError, match="Expecting") as failed:
+        runpy.run_path(str(file))["broken"]()
+    assert process._one_line(failed.value).endswith("(char 1) (mine.py, line 5)")
+    with pytest.raises(ConfigError) as refused:
+        RunConfig(device="tpu")
+    error = refused.value.with_traceback(refused.value.__traceback__ and refused.value.__traceback__.tb_next)
+    assert process._one_line(error) == f"ConfigError: {error}", "the lab's own lines are no place to look"

@@ -18,7 +18,7 @@ from torch.multiprocessing.spawn import start_processes
 from ddpm_lab.config import DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.data.draws import noise_and_timesteps
 from ddpm_lab.data.prepared import open_packed
-from ddpm_lab.model.feed import LoaderAlone
+from ddpm_lab.model.feed import Feed, LoaderAlone
 from ddpm_lab.model.train import Trainer
 from ddpm_lab.model.unet import build_network
 from ddpm_lab.workload import Unsupported
@@ -155,7 +155,7 @@ def test_without_headers_compile_is_unsupported(config: RunConfig, monkeypatch: 
 
 
 def test_the_loader_alone_consumes_the_same_images(config: RunConfig) -> None:
-    alone, trainer = LoaderAlone(config, context()), Trainer(config, context())
+    alone, trainer = LoaderAlone(Feed(config, context())), Trainer(config, context())
     for batch in itertools.islice(alone.batches(), 3):
         assert alone.step(batch) == 0.0
     train(trainer, 3)

@@ -1,21 +1,17 @@
 """Two loaders that give the same batches: one gathers from the packed array, one decodes file by file in workers."""
 
 import itertools
-import multiprocessing
 import os
-import threading
-import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
+from ddpm_lab.data.dataset_loader import DatasetLoader
 from ddpm_lab.data.draws import EpochStream, rank_share
 from ddpm_lab.data.folder import DataError, decode
 from ddpm_lab.data.pixels import ModelRange, PixelRows
@@ -24,10 +20,8 @@ from ddpm_lab.data.uploads import CudaUploads, Upload
 
 __all__ = ["Batch", "FileLoader", "Loader", "PackedLoader", "Plan"]
 
-PREFETCH_FACTOR = 2
 BLOCK_POSITIONS = 4096
 Draws = tuple[int, npt.NDArray[np.int64], npt.NDArray[np.bool_]]
-ORPHAN_CHECK_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,9 +172,6 @@ class PackedLoader:
 class FileLoader:
     """Decodes each image from its file, in ``workers`` processes (0: in the training process), as is usual.
 
-    The workers start with the loader and live until ``close``; each has at most two batches under way. A worker whose
-    training process dies ends within about a second.
-
     Raises:
         DataError: the files that the prepared folder was made from are gone or have changed.
         ValueError: ``workers`` is negative.
@@ -197,36 +188,21 @@ class FileLoader:
         pin_memory: bool = False,
         channels_last: bool = False,
     ) -> None:
-        if workers < 0:
-            raise ValueError(f"{workers} loader workers are impossible; give 0 or more")
         files = packed.files
         if files is None:
             raise DataError(
                 f"the files that {packed.dest} was prepared from are gone or have changed ({packed.manifest.source}); "
                 "put them back, prepare them again, or use the packed loader"
             )
-        self.prefetch_batches = PREFETCH_FACTOR * workers
         self._step = plan.start_step
-        self._workers: list[BaseProcess] = []
-        loader = DataLoader(
+        self._batches = DatasetLoader(
             _Files(files, packed.manifest.image_size),
-            batch_sampler=_PlannedBatches(plan),
-            num_workers=workers,
-            collate_fn=_Collate(packed.manifest.image_size, channels_last),
-            pin_memory=pin_memory and torch.cuda.is_available(),
-            prefetch_factor=PREFETCH_FACTOR if workers else None,
-            worker_init_fn=_ExitWithParent(os.getpid()) if workers else None,
-            multiprocessing_context="fork" if workers else None,
-            # Else the loader would draw from torch's global generator, and the choice of a loader change the run.
-            generator=torch.Generator(),
+            _PlannedBatches(plan),
+            workers=workers,
+            collate=_Collate(packed.manifest.image_size, channels_last),
+            pin_memory=pin_memory,
         )
-        before = set(multiprocessing.active_children())
-        with warnings.catch_warnings():
-            # Python 3.12 warns of any fork beside threads; these children only decode and never use a thread pool.
-            warnings.filterwarnings("ignore", message=r".*multi-threaded.*fork", category=DeprecationWarning)
-            self._batches: Iterator[tuple[torch.Tensor, torch.Tensor]] | None = iter(loader)
-        if workers:
-            self._workers = [child for child in multiprocessing.active_children() if child not in before]
+        self.prefetch_batches = self._batches.prefetch_batches
 
     def __iter__(self) -> Self:
         """Return itself: a loader goes on where it stopped."""
@@ -234,8 +210,6 @@ class FileLoader:
 
     def __next__(self) -> Batch:
         """Give the batch of the next step."""
-        if self._batches is None:
-            raise StopIteration
         images, indices = next(self._batches)
         batch = Batch(images=images, indices=indices.numpy(), step=self._step)
         self._step += 1
@@ -243,20 +217,11 @@ class FileLoader:
 
     def live_workers(self) -> int:
         """Return the number of loader worker processes that are alive now."""
-        return sum(worker.is_alive() for worker in self._workers)
+        return self._batches.live_workers()
 
     def close(self) -> None:
         """End the workers and wait for them."""
-        # torch's iterator ends its workers when it is dropped, but the traceback of an error may still hold it.
-        shut_down = getattr(self._batches, "_shutdown_workers", None)
-        if shut_down is not None:
-            shut_down()
-        self._batches = None
-        for worker in self._workers:
-            worker.join(timeout=5)
-            if worker.is_alive():
-                worker.kill()
-                worker.join()
+        self._batches.close()
 
 
 class _PlannedBatches:
@@ -297,21 +262,3 @@ class _Collate:
     def __call__(self, samples: list[tuple[npt.NDArray[np.uint8], int]]) -> tuple[torch.Tensor, torch.Tensor]:
         pixels = torch.from_numpy(np.stack([pixels for pixels, _ in samples])).flatten(1)
         return self._scale(pixels), torch.tensor([index for _, index in samples])
-
-
-class _ExitWithParent:
-    """Makes a loader worker end soon after its training process, however that dies.
-
-    torch's own watch looks every 5 seconds and only while the worker waits for work.
-    """
-
-    def __init__(self, parent: int) -> None:
-        self._parent = parent
-
-    def __call__(self, worker_id: int) -> None:
-        threading.Thread(target=self._watch, name=f"orphan watch {worker_id}", daemon=True).start()
-
-    def _watch(self) -> None:
-        while os.getppid() == self._parent:
-            time.sleep(ORPHAN_CHECK_SECONDS)
-        os._exit(1)

@@ -16,6 +16,7 @@ import pandas as pd
 from ddpm_lab.config import LOADER_ALONE, RunConfig
 from ddpm_lab.explain import quality, stats
 from ddpm_lab.explain.frames import Study, peak_memory, seconds_per_image
+from ddpm_lab.own_settings import OWN_LOADER
 from ddpm_lab.plan import LOST
 from ddpm_lab.record import RunRecord, burst_log, set_log_ratio
 
@@ -208,7 +209,7 @@ def _row(
         "peak_rss_bytes": max((peak_rss(r) for r in ok), default=math.nan),
         "ranks": ranks,
         "batch": batch,
-        "loader_alone": last.config.workload == LOADER_ALONE,
+        "loader_alone": last.config.workload in (LOADER_ALONE, OWN_LOADER),
         "efficiency": 1.0 if baseline else estimate.value / gain,
         "efficiency_low": estimate.low / gain,
         "efficiency_high": estimate.high / gain,

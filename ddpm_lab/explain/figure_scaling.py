@@ -160,7 +160,7 @@ def layouts(study: Study) -> Figure | None:
     groups: dict[tuple[object, ...], dict[tuple[str, str], Row]] = {}
     for row in (r for rows in measured(study) for r in rows if r["scaling"] == "strong"):
         config = row["config"]
-        work = (config.network, config.image_size, config.global_batch_size, config.data_sha256)
+        work = (config.work_name, config.image_size, config.global_batch_size, config.data_sha256)
         name = scaling.layout(config)
         known_row = groups.setdefault(work, {}).get((name, config.precision))
         if known_row is None or row["sets"] > known_row["sets"]:
@@ -168,7 +168,7 @@ def layouts(study: Study) -> Figure | None:
     panels = [_told_apart(list(rows.values())) for rows in groups.values() if len(rows) > 1]
     if not panels:
         return None
-    headings = [f"{r['config'].network}, batch {r['batch']}, {_pixels(r)}" for r, *_ in panels]
+    headings = [f"{r['config'].work_name}, batch {r['batch']}{_pixels(r)}" for r, *_ in panels]
     return throughput_bars("Images per second of equal work on each device", study, panels, headings, _colour)
 
 
@@ -187,7 +187,7 @@ def _colour(row: Row) -> int:
 
 def _pixels(row: Row) -> str:
     size = row["config"].image_size
-    return f"{size}\N{MULTIPLICATION SIGN}{size} images"
+    return "" if row["config"].is_own else f", {size}\N{MULTIPLICATION SIGN}{size} images"
 
 
 def _by_family(study: Study) -> dict[str, Lines]:

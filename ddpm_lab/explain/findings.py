@@ -15,6 +15,7 @@ from ddpm_lab.explain import (
     claims,
     compiling,
     exchange,
+    leaks,
     links,
     machine_state,
     operators,
@@ -33,7 +34,7 @@ from ddpm_lab.explain import (
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, QUALITY, comparisons
 from ddpm_lab.explain.frames import ALL_REDUCE, RECOMMENDATION, Study
 from ddpm_lab.explain.tables import table
-from ddpm_lab.plan import LIMITS, WITH_TRIALS
+from ddpm_lab.plan import LIMITS, WHOLE_QUESTION, WITH_TRIALS
 from ddpm_lab.record import RunRecord
 
 __all__ = ["Finding", "finding", "headline", "table"]
@@ -136,7 +137,7 @@ def _comparison(study: Study) -> Finding:
     measured = [r for r in others if r["sets"]]
     training = [r for r in measured if not r["loader_alone"]] or measured
     ending = sentences.left_over(rows) + sentences.untrained(study)
-    ending += machine_state.unknown(study) + machine_state.busy(study)
+    ending += leaks.sentence(study) + machine_state.unknown(study) + machine_state.busy(study)
     ending += _where(study, sentences.quality(rows, evidence=True))
     if study.experiment == batch_sizes.EXPERIMENT:
         ending = f"{batch_sizes.sentence(study)}{ending}"
@@ -247,8 +248,14 @@ def how_to_judge(study: Study) -> str:
     able = study.experiment in WITH_TRIALS and study.experiment != peers.EXPERIMENT  # which is about other trainers
     if not able or not found.sets or found.quality != f"quality {QUALITY}":
         return ""
+    command = f"ddpm-lab run {study.experiment} --seeds 8"
+    last = study.records[-1]
+    if last.config.is_own:
+        offers = [o for r in study.records for rank in r.witness.get("ranks", ()) for o in rank.get("offers", ())]
+        give = "" if "held_out_loss" in offers else "a held_out_loss and then "
+        return f"{give}{command} --workload {last.config.work_name}"
     own = any(r.data_name and "synthetic" not in r.data_name for r in study.records)
-    return f"ddpm-lab run {study.experiment} --seeds 8{' --data DATA' if own else ''}"
+    return f"{command}{' --data DATA' if own else ''}"
 
 
 def _where(study: Study, judged: str = f"quality {QUALITY}") -> str:
@@ -259,6 +266,9 @@ def _where(study: Study, judged: str = f"quality {QUALITY}") -> str:
 def _nothing_to_compare(
     study: Study, rows: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], ending: str
 ) -> Finding:
+    if (whole := next((r for r in rows if r["label"] == WHOLE_QUESTION), None)) is not None:
+        short = f"Left out: this cannot be asked of {whole['config'].work_name}"
+        return _plain(study, short, f"{whole['reason']}.", NOT_MEASURED)
     bases = [r for r in rows if r["role"] == "baseline"]
     failed_base = [r for r in bases if not r["sets"] and not r["mechanism_only"]]
     failed = [r for r in others if not r["mechanism_only"] and r["status"] not in ("ok", "left out")]

@@ -274,7 +274,7 @@ def runs(records: Iterable[RunRecord]) -> pd.DataFrame:
             "compile": r.config.compile,
             "loader": r.config.loader,
             "loader_workers": r.config.loader_workers,
-            "network": r.config.network,
+            "network": r.config.work_name,
             "image_size": r.config.image_size,
             "data": r.data_name,
             "code_version": r.code_version,

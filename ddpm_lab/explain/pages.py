@@ -18,7 +18,7 @@ from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from ddpm_lab import __version__
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
-TITLE = "Which settings train a diffusion model fastest on this machine?"
+TITLE = "Which settings train {} fastest on this machine?"
 NOT_RUN, DONE, FAILED, STOPPED = "not run", "done", "failed", "stopped"
 METADATA = "ddpm_lab"
 """Where an executed notebook keeps what the index reads back: in its own metadata and in those of its finding."""
@@ -186,6 +186,7 @@ def write_index(
     pages: Sequence[Page],
     target: Path,
     *,
+    subject: str = "a diffusion model",
     facts: Sequence[tuple[str, str]] = (),
     notice: str = "",
     command: str = "ddpm-lab report",
@@ -194,13 +195,14 @@ def write_index(
 ) -> None:
     """Write the index: every question with its answer, figure and status, what was run, and how to run it again.
 
-    ``facts`` are pairs of a term and a value for the head of the page; ``notice`` says what is missing from an
-    incomplete report; ``ledger`` is the path of the ledger relative to the page; ``calibration`` says how finely this
-    machine measures, if it was asked. Raises OSError if the file cannot be written.
+    ``subject`` is what is trained. ``facts`` are pairs of a term and a value for the head of the page; ``notice`` says
+    what is missing from an incomplete report; ``ledger`` is the path of the ledger relative to the page;
+    ``calibration`` says how finely this machine measures, if it was asked. Raises OSError if the file cannot be
+    written.
     """
     environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined)
     html = environment.get_template("index.html.j2").render(
-        title=TITLE,
+        title=TITLE.format(subject),
         pages=pages,
         facts=facts,
         notice=notice,

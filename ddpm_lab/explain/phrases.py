@@ -120,9 +120,20 @@ def settings(config: RunConfig) -> str:
     unit = "GPU" if config.device == "cuda" else "CPU rank"
     words = [plural(config.world_size, unit), config.precision]
     words += ["compiled"] if config.compile != "off" else []
+    if config.is_own:
+        formats = [] if config.option("number_format", "") else [config.precision]
+        loads = [] if config.option("samples", None) is None else [plural(config.loader_workers, "worker")]
+        compiled = ["compiled"] if config.compile != "off" else []
+        return ", ".join([plural(config.world_size, unit), *formats, *compiled, *loads])
     files = config.loader == "files"
     loader = f"files, {plural(config.loader_workers, 'worker')}" if files else f"{config.loader} data"
     return ", ".join([*words, loader])
+
+
+def work(config: RunConfig) -> str:
+    """What is trained: "tiny", or of a training of the user's its name and size, "mine:make (21,000 parameters)"."""
+    parameters = config.option("parameters", None) if config.is_own else None
+    return config.work_name if parameters is None else f"{config.work_name} ({parameters:,} parameters)"
 
 
 def _values(values: Iterable[Any]) -> str:
@@ -143,7 +154,9 @@ def context(study: Study, *, batch: bool = True) -> str:
     ours = any(c.workload in (DDPM, LOADER_ALONE, SAMPLING) for c in configs)
     parts = [study.hardware]
     parts += [f"{_values(c.network for c in configs)} network, {sizes} images"] if ours else []
-    if batch and ours:
+    own = [c for c in configs if c.is_own]
+    parts += [_values(map(work, own))] if own else []
+    if batch and (ours or own):
         parts.append(f"batch {_values(sorted({c.global_batch_size for c in configs}))}")
     parts += [_values(r.data_name for r in shown if r.data_name), study.date]
     measured = [r for r in shown if r.role == "baseline" and r.windows]

@@ -190,7 +190,8 @@ def work_of(config: RunConfig, *, loosely: bool = False) -> str:
     ``loosely`` leaves out how images are loaded, which changes nothing, and how often the averaged weights are moved:
     trials are short and move them at every step.
     """
-    same: dict[str, Any] = {"purpose": "timing", "seed": 0, "data": "", "oversubscribe": False, "options": ()}
+    same: dict[str, Any] = {"purpose": "timing", "seed": 0, "data": "", "oversubscribe": False}
+    same["options"] = config.own_options
     if config.workload == TRAINING:
         same["workload"] = DDPM
     if loosely and config.loader != "still":  # which repeats one batch

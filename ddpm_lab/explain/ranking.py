@@ -10,6 +10,7 @@ from ddpm_lab.config import DDPM
 from ddpm_lab.explain import quality, stats
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.own_settings import OWN
 from ddpm_lab.plan import SEARCH, scaling
 from ddpm_lab.record import RunRecord
 
@@ -33,8 +34,8 @@ def groups(study: Study) -> list[Group]:
     by_work: dict[tuple[str, ...], dict[str, dict[str, Any]]] = defaultdict(dict)
     experiments: dict[tuple[str, ...], set[str]] = defaultdict(set)
     for row in comparisons(study).to_dict("records"):
-        # Only the lab's own training step does the work that the names of settings stand for.
-        counts = row["sets"] and row["role"] in ("baseline", "candidate") and row["config"].workload == DDPM
+        # Only the lab's own training step, and the user's, do the work that the names of settings stand for.
+        counts = row["sets"] and row["role"] in ("baseline", "candidate") and row["config"].workload in (DDPM, OWN)
         # Those have other losses, implementations of the same step, or another average of the weights; a search has
         # short sets, and measures again what it finds.
         counts = counts and row["experiment"] not in ("peers", "quality", SEARCH)
@@ -53,7 +54,7 @@ def groups(study: Study) -> list[Group]:
             by_work[work][row["run_id"]] = {str(k): v for k, v in row.items()}
     found = [
         Group(
-            name=f"{w[0]} network, {w[1]}\N{MULTIPLICATION SIGN}{w[1]} images, batch {w[2]}, {w[3]}",
+            name=f"{w[0]}, batch {w[1]}, {w[2]}",
             rows=tuple(sorted(rows.values(), key=lambda r: -r["images_per_second"])),
             experiments=len(experiments[w]),
         )
@@ -71,5 +72,13 @@ def fastest(study: Study) -> Group | None:
 
 def _work(record: RunRecord) -> tuple[str, ...]:
     config = record.config
-    size, batch = str(config.image_size), str(config.global_batch_size)
-    return (config.network, size, batch, record.data_name, config.data_sha256, record.code_version)
+    size = config.image_size
+    lab = f"{config.network} network, {size}\N{MULTIPLICATION SIGN}{size} images"
+    batch = str(config.global_batch_size)
+    return (
+        config.work_name if config.is_own else lab,
+        batch,
+        record.data_name,
+        config.data_sha256,
+        record.code_version,
+    )

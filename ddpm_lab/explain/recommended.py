@@ -276,9 +276,10 @@ def _tries(space: Space, cell: Cell, over: Cell) -> str:
 def command(found: Recommendation, options: str) -> str:
     """The command that goes on from here."""
     base = found.space.baseline
-    words = ["ddpm-lab recommend", options, f"--network {base.network}"]
+    work = f"--workload {base.work_name}" if base.is_own else f"--network {base.network}"
+    words = ["ddpm-lab recommend", options, work]
     words += [] if "batch=" in options else [f"--batch-size {base.global_batch_size}"]
-    own = any(r.data_name and "synthetic" not in r.data_name for r in found.study.records)
+    own = not base.is_own and any(r.data_name and "synthetic" not in r.data_name for r in found.study.records)
     return " ".join(word for word in (*words, "--data DATA" if own else "") if word)
 
 

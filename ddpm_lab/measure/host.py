@@ -79,7 +79,7 @@ class _Served:
 
     def __init__(self, message: dict[str, Any], wire: Wire, start_method: str) -> None:
         config = RunConfig.from_dict(message["config"])
-        if code_version(config.workload).key != message["code"]:
+        if code_version(*config.sources).key != message["code"]:
             raise ConfigError("the code here is another than the leader's: bring both checkouts to the same state")
         if config.data and not Path(config.data).is_dir():
             raise ConfigError(

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.workload import RankContext, Workload
+from ddpm_lab.workload import RankContext, Training, Workload, call_maker, named
 
 
 class LoopEnded(RuntimeError):  # noqa: N818 - it names what happened
@@ -28,8 +28,8 @@ class LoopEnded(RuntimeError):  # noqa: N818 - it names what happened
 class Plain:
     """A loop without batches, device or witness of its own: what it runs on is its own affair."""
 
-    def __init__(self, step: Callable[[], Any], config: RunConfig) -> None:
-        self._step, self.config = step, config
+    def __init__(self, step: Callable[[], Any], config: RunConfig, context: RankContext) -> None:
+        self._step, self.config, self._mark = step, config, context.mark
         self.steps = 0
 
     def batches(self) -> Iterator[Any]:
@@ -39,6 +39,7 @@ class Plain:
     def step(self, batch: Any) -> Any:
         """One step; what it gives is its loss if it is a number, and otherwise nothing is known of its loss."""
         del batch
+        self._mark("whole step")
         result = self._step()
         self.steps += 1
         if hasattr(result, "detach"):
@@ -58,26 +59,19 @@ def make_workload(function: Callable[..., Any], name: str, config: RunConfig, co
 
     Raises TypeError, in one sentence, for anything else.
     """
-    takes = len(
-        [
-            p
-            for p in inspect.signature(function).parameters.values()
-            if p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD
-        ]
-    )
-    if takes not in (0, 2):
-        raise TypeError(f"workload {name} takes {takes} arguments: write it to take none, or (config, context)")
-    made = function(config, context) if takes == 2 else function()
+    made = call_maker(function, name, config, context)
     if all(hasattr(made, method) for method in ("batches", "step", "witness", "close")):
         workload: Workload = made
         return workload
     if inspect.isgenerator(made):
-        return Plain(_endless(made, name), config)
+        return Plain(_endless(made, name), config, context)
     if callable(made):
-        return Plain(made, config)
+        return Plain(made, config, context)
+    if isinstance(made, Training):
+        raise TypeError(f"workload {name} returned a Training, which is for ddpm-lab run --workload {name}")
     raise TypeError(
-        f"workload {name} returned {type(made).__name__}: let it yield after every step, or return a function that "
-        "does one step"
+        f"workload {named(name, function)} returned {type(made).__name__}: let it yield after every step, or return a "
+        "function that does one step, or a Training"
     )
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddpm_lab.config import RunConfig, digest
-from ddpm_lab.measure.code_version import Tree
+from ddpm_lab.measure.code_version import Tree, is_library
 from ddpm_lab.workload import Unsupported
 
 THREADING = {"GOMP_SPINCOUNT": "10000"}
@@ -37,6 +37,7 @@ THREADING = {"GOMP_SPINCOUNT": "10000"}
 By default they spin for milliseconds, and a step of two threads slows down manyfold as soon as a neighbour wants one of
 the cores. It must be in the environment before torch is imported, and it is the same for every configuration."""
 
+PACKAGE = Path(__file__).resolve().parents[1]
 BEAT = struct.Struct("<dqq24s")  # monotonic seconds, steps done, marks made, what the rank is about to do
 
 
@@ -162,7 +163,19 @@ def _error(status: str, message: str) -> dict[str, Any]:
 
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:400] if text else type(error).__name__
+    return (f"{type(error).__name__}: {text}"[:400] if text else type(error).__name__) + _where(error)
+
+
+def _where(error: BaseException) -> str:
+    """The last line of the user's own code that an error passed through, in brackets; empty where there is none."""
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not is_library(frame.filename) and not Path(frame.filename).is_relative_to(PACKAGE)
+    ]
+    # A syntax error names the line of a file that was never run.
+    known = [f"{Path(f.filename).name}, line {f.lineno}" for f in own if Path(f.filename).is_file()]
+    return f" ({known[-1]})" if known and known[-1] not in str(error) else ""
 
 
 def _out_of_memory(error: BaseException) -> bool:

@@ -102,7 +102,7 @@ class Rank:
         self.clock = clock = PhaseClock(self.beat.mark, self.device)
         if config.purpose == "profile":  # a run that is timed carries nothing of the phase clock
             context = replace(context, mark=clock.mark, span=clock.span, watch=clock.watch)
-        self.workload = make_workload(make, config.workload, config, context)
+        self.workload = make_workload(make, config.sources[-1], config, context)
         self.batches = self.workload.batches()
         # What exists now lives as long as the rank. Left to the collector, it would be searched before every window.
         gc.collect()

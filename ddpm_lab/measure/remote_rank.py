@@ -43,7 +43,7 @@ class RemoteRank:
             environment=job.environment,
             device_index=slot.device_index,
             meeting={"address": meeting.address, "port": meeting.port, "token": meeting.token},
-            code=code_version(job.config.workload).key,
+            code=code_version(*job.config.sources).key,
             relatives=slot.relatives if slot.watches else None,
         )
 

@@ -154,7 +154,9 @@ class Seat:
         if not version.exists():
             _remove_unused(version.parent)
         trial = self.config.purpose == "quality"  # its seeds share one cache, with the runs that are timed
-        work = replace(self.config, purpose="timing", workload=DDPM, seed=0, options=()) if trial else self.config
+        trained = self.config.workload if self.config.is_own else DDPM
+        same = {"workload": trained, "seed": 0, "options": self.config.own_options}
+        work = replace(self.config, purpose="timing", **same) if trial else self.config  # type: ignore[arg-type]
         folder = version / work.run_id
         if self.member.role == "cold" and (folder / "filled").exists():
             self._throwaway = folder = folder.with_name(f"{folder.name}-{time.time_ns()}")

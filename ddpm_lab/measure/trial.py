@@ -78,7 +78,7 @@ def train_once(seat: Seat, *, draw: bool = False, fid: Fid | None = None) -> dic
             "losses": [round(loss, 6) for loss in losses],
             "held_out": held_out,
             "weights_sha256": hashes[0],
-            "trainer": code_version(DDPM).key,
+            "trainer": code_version(*(config.sources if config.is_own else (DDPM,))).key,
             "codes": list(seat.instrument.codes),
             **(_samples(seat) if draw else {}),
             **(_fid(seat, fid) if fid else {}),

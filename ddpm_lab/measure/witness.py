@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from ddpm_lab.config import RunConfig
+from ddpm_lab.own_settings import MADE
 
 
 def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
@@ -36,6 +37,7 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
         **({"threads": config.threads} if config.threads else {}),
     }
     for seen in ranks:
+        found += _changed(config, seen)
         for name, label in expected.items():
             if name in seen and seen[name] != label:
                 found.append(f"the label says {name} {label}, rank {seen['rank']} ran with {seen[name]}")
@@ -67,6 +69,18 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
     if len(set(shares)) != len(shares):
         found.append(f"the label says {config.world_size} ranks share each batch, some of them used the same images")
     return found
+
+
+def _changed(config: RunConfig, seen: dict[str, Any]) -> list[str]:
+    """What the user's own training made otherwise than when it was first looked at; the label holds that."""
+    if not config.is_own:
+        return []
+    return [
+        f"{config.work_name} ({seen['maker']}) is not the same each time it is called: {name} {before} when it was "
+        f"looked at, {seen[name]} in rank {seen['rank']}; let it depend on nothing but its code"
+        for name in MADE
+        if name in seen and (before := config.option(name, seen[name])) != seen[name]
+    ]
 
 
 def consumption(config: RunConfig, seen: dict[str, Any]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -62,17 +62,31 @@ class Feed:
         }
 
 
+class AnyFeed(Protocol):
+    """Batches, and what was consumed of them."""
+
+    loader: Any
+
+    def note(self, batch: Any) -> None:
+        """Remember what was used."""
+        ...
+
+    def witness(self) -> dict[str, Any]:
+        """What was used so far."""
+        ...
+
+
 class LoaderAlone:
     """Takes batches and does nothing with them."""
 
-    def __init__(self, config: RunConfig, context: RankContext) -> None:
-        self.data = Feed(config, context)
+    def __init__(self, data: AnyFeed) -> None:
+        self.data = data
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[Any]:
         """Endless batches."""
         return iter(self.data.loader)
 
-    def step(self, batch: Batch) -> float:
+    def step(self, batch: Any) -> float:
         """Nothing is trained: the loss is 0."""
         self.data.note(batch)
         return 0.0

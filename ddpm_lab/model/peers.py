@@ -19,17 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.loader import Batch
 from ddpm_lab.model.feed import Feed
-from ddpm_lab.model.step import (
-    PrecisionWatch,
-    adam,
-    adam_seen,
-    allow_tf32,
-    autocast,
-    channels_last_seen,
-    compile_counters,
-    descend,
-    require,
-)
+from ddpm_lab.model.loss_step import LossStep
+from ddpm_lab.model.step import adam, adam_seen
 from ddpm_lab.model.unet import NETWORKS
 from ddpm_lab.workload import RankContext, Unsupported
 
@@ -143,28 +134,19 @@ class Peer:
     """One rank of a peer's training run."""
 
     def __init__(self, config: RunConfig, context: RankContext, parts: Parts) -> None:
-        require(config)
-        self.config, self.mark = config, context.mark
+        self.config, self.mark, self.parts = config, context.mark, parts
         self.device = torch.device(context.device)
-        allow_tf32(config.precision == "tf32")
         self.data = Feed(config, context)
-        self.parts = parts
-        self.network = parts.model.to(memory_format=torch.channels_last) if config.channels_last else parts.model
-        self.parameters = [p for p in self.network.parameters() if p.requires_grad]
-        self.model: Callable[..., Any] = self.network
-        if config.compile == "whole":
-            self.model = torch.compile(self.network, mode=config.compile_mode)
-        self.optimizer = adam(self.parameters, config.optimizer)
-        self.scaler = torch.amp.GradScaler(self.device.type) if config.precision == "fp16" else None
-        self.steps = self.losses_read = 0
-        self.precision = PrecisionWatch(
-            self.network, self.device, eager=config.compile == "off", run=self._forward_once
+        self.optimizer = adam([p for p in parts.model.parameters() if p.requires_grad], config.optimizer)
+        self.training = LossStep(
+            config,
+            context,
+            parts.model,
+            lambda model, images: parts.loss(images, model),
+            self.optimizer,
+            clip_norm=config.optimizer.clip_norm,
+            update=self._update,
         )
-
-    def _forward_once(self) -> None:
-        size = self.config.image_size
-        with autocast(self.config, self.device):
-            self.parts.loss(torch.zeros(1, 3, size, size, device=self.device), self.network)
 
     def batches(self) -> Iterator[Batch]:
         """Endless batches, the same as the lab's own trainer has."""
@@ -175,40 +157,15 @@ class Peer:
         self.data.note(batch)
         self.mark("copy")
         images = batch.images.to(self.device, non_blocking=True)
-        if not self.config.channels_last:
-            images = images.contiguous()
-        self.mark("forward")
-        with autocast(self.config, self.device):
-            loss = self.parts.loss(images, self.model)
-        self.mark("backward")
-        scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        scaled.backward()  # type: ignore[no-untyped-call]
-        if self.config.read_loss:
-            loss.item()
-            self.losses_read += 1
-        self.mark("optimizer")
-        descend(self.optimizer, self.parameters, self.scaler, self.config.optimizer.clip_norm)
-        self.mark("ema")
+        return self.training.step(images if self.config.channels_last else images.contiguous())
+
+    def _update(self) -> None:
         self.parts.update()
-        self.steps += 1
-        return loss.detach()
 
     def witness(self) -> dict[str, Any]:
         """What runs, read back from the objects that run, and the size of the network."""
-        counters = compile_counters(self.config)
-        seen: dict[str, Any] = {
-            "precision": self.precision.seen(),
-            "compile": "whole" if counters.get("compiled_frames", 0) else "off",
-            "channels_last": channels_last_seen(self.network),
-            "adam": adam_seen(self.optimizer),
-            "parameters": sum(p.numel() for p in self.parameters),
-            "flop_per_image": self._count_flop(),
-            **counters,
-            **self.data.witness(),
-        }
-        if self.steps:
-            seen["read_loss"] = self.losses_read == self.steps
-        return seen
+        own = {"adam": adam_seen(self.optimizer), "flop_per_image": self._count_flop()}
+        return {**self.training.witness(), **own, **self.data.witness()}
 
     def _count_flop(self) -> int:
         """FLOP of forward and backward for one image, counted on the meta device."""

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ddpm_lab.config import OptimizerConfig, RunConfig
-from ddpm_lab.workload import Unsupported
+from ddpm_lab.workload import RankContext, Unsupported
 
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -80,15 +81,47 @@ def descend(
     optimizer.zero_grad(set_to_none=True)
 
 
+def distributed(network: nn.Module, config: RunConfig, context: RankContext) -> DistributedDataParallel | None:
+    """A network whose ranks exchange gradients as the configuration says; None where they exchange none."""
+    if context.world_size == 1 or not config.exchange.enabled:
+        return None
+    return DistributedDataParallel(
+        network,
+        device_ids=[torch.device(context.device)] if config.device == "cuda" else None,
+        gradient_as_bucket_view=config.exchange.bucket_view,
+        static_graph=config.exchange.static_graph,
+        bucket_cap_mb=config.exchange.bucket_mb,
+    )
+
+
+def exchange_seen(ddp: DistributedDataParallel | None, context: RankContext) -> dict[str, Any]:
+    """Whether and how ranks exchange gradients, read back; nothing where there is one rank."""
+    seen: dict[str, Any] = {} if context.world_size == 1 else {"exchange_enabled": ddp is not None}
+    if ddp:
+        seen["exchange"] = {
+            "enabled": True,
+            "bucket_view": ddp.gradient_as_bucket_view,
+            "static_graph": ddp.static_graph,
+            "bucket_mb": ddp.bucket_bytes_cap // 2**20,
+        }
+    return seen
+
+
 def adam_seen(optimizer: torch.optim.Adam) -> str:
     """How an optimizer computes its step, read back from it."""
     group = optimizer.param_groups[0]
     return "fused" if group["fused"] else "foreach" if group["foreach"] else "loop"
 
 
-def channels_last_seen(network: nn.Module) -> bool:
-    """Whether the weights of a network's first real convolution lie in the channels-last format."""
-    weight = next(m.weight for m in network.modules() if isinstance(m, nn.Conv2d) and m.kernel_size[0] > 1)
+def channels_last_seen(network: nn.Module) -> bool | None:
+    """Whether the weights of a network's first real convolution lie in the channels-last format; None without any.
+
+    Those of one channel, or of one pixel, lie in both formats.
+    """
+    layers = (m for m in network.modules() if isinstance(m, nn.Conv2d))
+    weight = next((m.weight for m in layers if m.kernel_size[0] > 1 and m.weight.shape[1] > 1), None)
+    if weight is None:
+        return None
     return weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
 
 
@@ -107,31 +140,34 @@ def compile_counters(config: RunConfig) -> dict[str, int]:
 
 
 class PrecisionWatch:
-    """Notes the number format in which the first convolution of ``network`` ran.
+    """Notes the number format in which a network's first convolution ran, or its first linear layer if it has none.
 
     Where ``eager`` the first real step is watched. A compiled step would run the hook inside its graph, so there
     ``run``, an eager forward pass in the same context, is watched when the witness is asked for.
     """
 
     def __init__(self, network: nn.Module, device: torch.device, *, eager: bool, run: Callable[[], object]) -> None:
-        self.convolution = next(m for m in network.modules() if isinstance(m, nn.Conv2d))
+        convolutions = [m for m in network.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+        self.layers: list[nn.Module] = [*convolutions] or [m for m in network.modules() if isinstance(m, nn.Linear)]
         self.device, self.run = device, run
         self.dtype: torch.dtype | None = None
         if eager:
-            self._register()
+            self.watch()
 
-    def _register(self) -> None:
-        self._hook = self.convolution.register_forward_hook(self._see)
+    def watch(self) -> None:
+        """Watch whatever the network computes next."""
+        self._hooks = [layer.register_forward_hook(self._see) for layer in self.layers]
 
     def _see(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
         del module, inputs
         self.dtype = output.dtype
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def seen(self) -> str:
         """fp32, tf32, fp16 or bf16."""
         if self.dtype is None:
-            self._register()
+            self.watch()
             with torch.no_grad():
                 self.run()
         if self.dtype == torch.float32 and self.device.type == "cuda":

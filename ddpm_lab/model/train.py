@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.draws import noise_and_timesteps, rank_share
@@ -27,6 +26,8 @@ from ddpm_lab.model.step import (
     autocast,
     compile_counters,
     descend,
+    distributed,
+    exchange_seen,
     require,
 )
 from ddpm_lab.workload import RankContext
@@ -39,7 +40,7 @@ def ddpm(config: RunConfig, context: RankContext) -> Trainer:
 
 def loader_alone(config: RunConfig, context: RankContext) -> LoaderAlone:
     """The loader without training: how many images per second it could deliver."""
-    return LoaderAlone(config, context)
+    return LoaderAlone(Feed(config, context))
 
 
 class Trainer:
@@ -74,16 +75,8 @@ class Trainer:
         if config.compile == "regional":
             compile_stages(self.network, config.compile_mode)
         self.model: Callable[[Tensor, Tensor], Tensor] = self.network
-        self.ddp: DistributedDataParallel | None = None
-        if context.world_size > 1 and config.exchange.enabled:
-            devices = [self.device] if self.device.type == "cuda" else None
-            self.ddp = DistributedDataParallel(
-                self.network,
-                device_ids=devices,
-                gradient_as_bucket_view=config.exchange.bucket_view,
-                static_graph=config.exchange.static_graph,
-                bucket_cap_mb=config.exchange.bucket_mb,
-            )
+        self.ddp = distributed(self.network, config, context)
+        if self.ddp:
             # A function with annotations as text would be refused: DDP compares them with types.
             hook = None if config.exchange.hook == "none" else lambda _, bucket: self._compressed(bucket)
             context.watch(self.ddp, hook)
@@ -209,18 +202,9 @@ class Trainer:
             seen["read_loss"] = self.losses_read == self.steps
         if self.ema_seen:
             seen["ema"] = self.ema_seen
-        if self.context.world_size > 1:
-            seen["exchange_enabled"] = self.ddp is not None
-        if self.ddp:
-            seen["exchange"] = {
-                "enabled": True,
-                "bucket_view": self.ddp.gradient_as_bucket_view,
-                "static_graph": self.ddp.static_graph,
-                "bucket_mb": self.ddp.bucket_bytes_cap // 2**20,
-            }
-            if self.steps:
-                seen["exchange_hook"] = self.hook_seen
-        return seen
+        if self.ddp and self.steps:
+            seen["exchange_hook"] = self.hook_seen
+        return seen | exchange_seen(self.ddp, self.context)
 
     def _forward_once(self) -> None:
         size = self.config.image_size

@@ -1,0 +1,136 @@
+"""A training of the user's, looked at before anything is measured: what it offers, and what identifies it.
+
+One rank makes it and does one step. What cannot be imported, returns the wrong thing or fails in its first step is
+refused here in one sentence, with the line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import RunConfig
+from ddpm_lab.ledger import Ledger
+from ddpm_lab.measure.group import Group, GroupFailed
+from ddpm_lab.measure.hardware import machine
+from ddpm_lab.measure.seat import Instrument
+from ddpm_lab.measure.witness import mismatches
+from ddpm_lab.own_settings import MADE, OWN
+from ddpm_lab.plan import RECOMMENDATION, SEARCH, WHOLE_QUESTION, Experiment
+from ddpm_lab.setting import Own, Setup, own_data
+
+FOR_OWN = ("profile", "multi_gpu", "amp", "workers", "torch_compile", "batch_size")
+"""Questions that can be asked of a training of the user's."""
+BATCH_SIZE = 8
+"""Images of the one step."""
+
+
+def find_here() -> None:
+    """The folder one works in may hold the module: a script finds it there, a command does not by itself."""
+    here = str(Path.cwd())
+    if "" not in sys.path and here not in sys.path:
+        sys.path.insert(0, here)  # first, as for a script: train.py and test.py are common names
+
+
+def code_of_own(question: str, name: object) -> tuple[str, str]:
+    """What ranks run of a user's training, each as module:function. Raises ConfigError for what cannot be asked."""
+    module, _, function = name.partition(":") if isinstance(name, str) else ("", "", "")
+    if not module or not function.isidentifier():
+        raise ConfigError(f"workload is {name!r}: name the function that makes your training as module:function")
+    if question not in (*FOR_OWN, SEARCH, RECOMMENDATION):
+        raise ConfigError(
+            f"workload is {name!r}, and the experiment {question} is about the lab's own trainer: leave it out, or ask "
+            f"some of {', '.join(FOR_OWN)}"
+        )
+    find_here()
+    return OWN, str(name)
+
+
+def look_at(name: str, instrument: Instrument, *, device: str, seed: int) -> Own:
+    """Make the training of ``name`` in a rank of its own and do one step. Raises ConfigError where that fails."""
+    instrument.progress(f"looking at {name}")
+    own = Own(name=name)
+    config = RunConfig(**own.settings(), device=device, seed=seed, global_batch_size=BATCH_SIZE)
+    limit = instrument.limits.build_seconds
+    try:
+        with Group(
+            config,
+            threads=config.rank_threads(instrument.usable_cores),
+            modules=instrument.code.modules,
+            environment={},
+            start_method=instrument.start_method,
+            limits=instrument.limits,
+            progress=lambda text: instrument.progress(f"{name}: {text}"),
+        ) as group:
+            group.advance(1, limit)
+            seen = group.witness()[0]
+    except GroupFailed as failed:
+        raise ConfigError(f"workload {name!r} cannot be measured: {failed.reason}") from failed
+    if wrong := mismatches(config, [seen]):
+        raise ConfigError(f"workload {name!r} cannot be measured: {'; '.join(wrong)}")
+    if "offers" not in seen:
+        return Own(name=name, options=(("number_format", "own"),))
+    options = [(key, seen[key]) for key in MADE]
+    if "loss" not in seen["offers"]:
+        options.append(("number_format", "own"))
+    return Own(name=name, place=seen["maker"], options=tuple(options), offers=("training", *seen["offers"]))
+
+
+def check_brought(name: str, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for settings of the lab's own data and network, beside a training that brings both."""
+    usual = {"data": "synthetic", "held_out": None, "skip_bad": False, "network": None, "image_size": 32}
+    usual |= {"image_sizes": None}
+    for place, value in given.items():
+        if place in usual and value != usual[place]:
+            raise ConfigError(f"{place} is {value!r}, and {name} brings its own data and model: leave it out")
+
+
+def with_own(setup: Setup, name: str, instrument: Instrument) -> Setup:
+    """The set-up of a training of the user's. Raises ConfigError where that cannot be measured."""
+    own = look_at(name, instrument, device=setup.device, seed=setup.seed)
+    samples = dict(own.options).get("samples")
+    told = "data of its own" if samples is None else f"{samples:,} samples"
+    images = dataclasses.replace(setup.images, sha256=own.sha256, name=told)
+    return dataclasses.replace(setup, own=own, images=images)
+
+
+def nothing_asked(question: str, setup: Setup, reason: str) -> Experiment:
+    """An experiment of which nothing is measured, and that says why."""
+    left_out = ((setup.family_name(None), WHOLE_QUESTION, reason),)
+    return Experiment(name=question, families=(), left_out=left_out, asked=setup.config())
+
+
+def made_otherwise(own: Own, ledger: Ledger, code_version: str) -> str:
+    """A sentence where the same code made another training in earlier sets on this machine; empty where it did not."""
+    here, begin = machine().key, own_data(own.name)
+    earlier, _ = ledger.read(
+        lambda heads: [
+            h
+            for h in heads
+            if h.machine.key == here
+            and h.cohort[1] == code_version
+            and h.cohort[2].startswith(begin)
+            and h.cohort[2] != own.sha256
+            and h.role != "note"
+        ][-1:]
+    )
+    if not earlier:
+        return ""
+    before, now = earlier[-1].config, dict(own.options)
+    changes = [
+        f"{key} {_value(before.option(key, None))} then and {_value(now.get(key))} now"
+        for key in MADE
+        if before.option(key, None) != now.get(key)
+    ]
+    return (
+        f"{own.name} ({own.place}) does not make the same each time, and its code is the same: {', '.join(changes)}; "
+        f"the sets of {earlier[-1].date[:10]} are left aside"
+    )
+
+
+def _value(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,296 @@
+"""A user's training as a workload: what the lab sets is what runs, what it is given is used as it is, and in order."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import own_modules
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.measure.witness import mismatches
+from ddpm_lab.model.own import OwnTraining, described, images_of, loader_alone, moved, own
+from ddpm_lab.setting import Own
+from ddpm_lab.workload import RankContext
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Write a module and make the training of one of its functions."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a file that is written twice within a second
+
+    def made(more: str = "", function: str = "make", *, rank: int = 0, ranks: int = 1, **settings: Any) -> Any:
+        own_modules.write(tmp_path, more)
+        sys.modules.pop("mine", None)
+        importlib.invalidate_caches()
+        return own(config(function, world_size=ranks, **settings), context(rank, ranks))
+
+    yield made
+    sys.modules.pop("mine", None)
+
+
+def config(function: str = "make", **settings: Any) -> RunConfig:
+    return RunConfig(**{**Own(name=f"mine:{function}").settings(), "global_batch_size": 8, **settings})
+
+
+def context(rank: int = 0, ranks: int = 1) -> RankContext:
+    return RankContext(rank=rank, world_size=ranks, device="cpu", threads=1, mark=lambda _: None)
+
+
+def train(workload: Any, steps: int) -> list[float]:
+    return [float(workload.step(batch)) for batch in itertools.islice(workload.batches(), steps)]
+
+
+def seen(workload: OwnTraining, steps: int) -> dict[str, Any]:
+    return {"rank": 0, "device": "cpu", "steps": steps, **workload.witness()}
+
+
+def test_it_is_the_loop_that_the_user_would_have_written(made: Make) -> None:
+    """The same losses as five lines of torch on the same batches."""
+    workload = made()
+    batches = list(itertools.islice(made().batches(), 20))
+    mine = sys.modules["mine"]
+    torch.manual_seed(0)
+    model = mine.Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = []
+    for images, labels in batches:
+        loss = cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        expected.append(loss.item())
+    assert train(workload, 20) == pytest.approx(expected, rel=1e-6)
+    assert workload.held_out_loss(draws=1)["loss"] < expected[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"precision": "bf16"}, {"channels_last": True}, {"loader_workers": 1}, {"precision": "bf16", "seed": 3}],
+    ids=str,
+)
+def test_the_label_is_what_ran(made: Make, settings: dict[str, Any]) -> None:
+    label = config(**settings)
+    with closing(made(**settings)) as workload:
+        losses = train(workload, 3)
+        found = seen(workload, 3)
+    assert all(0 < loss < 5 for loss in losses)
+    assert mismatches(label, [found]) == []
+    assert found["images"] == 24
+    assert found["offers"] == ["dataset", "loss", "held_out_loss"]
+    others: list[dict[str, Any]] = [{"precision": "fp32" if "precision" in settings else "bf16"}]
+    others += [{"channels_last": not label.channels_last}, {"loader_workers": 2}, {"global_batch_size": 16}]
+    for other in others:
+        assert mismatches(dataclasses.replace(label, **other), [found]), other
+
+
+@pytest.mark.slow
+def test_what_is_compiled_is_witnessed(made: Make) -> None:
+    workload = made(compile="whole", precision="bf16")
+    train(workload, 2)
+    found = seen(workload, 2)
+    assert mismatches(config(compile="whole", precision="bf16"), [found]) == []
+    assert found["compiled_frames"] > 0
+
+
+def test_every_sample_is_used_once_an_epoch_whatever_the_ranks_and_workers(made: Make) -> None:
+    def epoch(**settings: Any) -> list[float]:
+        with closing(made(**settings)) as workload:
+            steps = 64 // (8 // settings.get("ranks", 1)) // settings.get("ranks", 1)
+            return [float(x) for images, _ in itertools.islice(workload.batches(), steps) for x in images[:, 0, 0, 0]]
+
+    one = epoch()
+    assert len(set(one)) == 64
+    assert one == epoch(loader_workers=2)
+    # Without a group there is no exchange to wrap; the batches alone are asked for.
+    off = dataclasses.replace(config().exchange, enabled=False)
+    two = [epoch(ranks=2, rank=rank, exchange=off) for rank in (0, 1)]
+    halves = [zip(*[iter(part)] * 4, strict=True) for part in two]
+    assert [x for pair in zip(*halves, strict=True) for part in pair for x in part] == one
+    assert one != epoch(seed=1)
+
+
+def test_seeds_set_weights_and_ranks_draw_noise_of_their_own(made: Make) -> None:
+    off = dataclasses.replace(config().exchange, enabled=False)
+
+    def drawn(**settings: Any) -> tuple[str, float]:
+        return made(**settings).weights_sha256(), float(torch.rand(()))
+
+    first, second = (drawn(ranks=2, rank=rank, exchange=off) for rank in (0, 1))
+    assert first[0] == second[0]
+    assert first[1] != second[1]
+    assert drawn(seed=1)[0] != drawn(seed=0)[0] == drawn(seed=0)[0]
+
+
+BATCHES = """
+def ready(config, context):
+    model = Net()
+    images, labels = data().tensors
+    size = config.rank_batch_size
+    batches = [(images[i : i + size], labels[i : i + size]) for i in range(0, 32, size)]
+    return Training(model=model, data=batches, loss=loss)
+
+def once():
+    return Training(model=Net(), data=iter([data()[:8]] * 3), loss=loss)
+"""
+
+
+def test_ready_batches_begin_anew(made: Make) -> None:
+    workload = made(BATCHES, "ready")
+    train(workload, 10)
+    found = seen(workload, 10)
+    assert found["offers"] == ["loss"]
+    assert found["adam"] == "fused"
+    assert mismatches(config("ready"), [found]) == []
+    with pytest.raises(RuntimeError, match=r"the batches of mine:once \(mine.py, line \d+\) ended after 3: give"):
+        train(made(BATCHES, "once"), 4)
+
+
+STEP = """
+def stepping():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            value = loss(model, batch)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        return value.item()
+
+    return Training(model=model, data=data(), step=step)
+"""
+
+
+def test_of_a_whole_step_the_number_format_is_left_to_it(made: Make) -> None:
+    workload = made(STEP, "stepping")
+    losses = train(workload, 24)
+    assert np.mean(losses[-8:]) < np.mean(losses[:8])
+    found = seen(workload, 24)
+    assert "precision" not in found
+    assert found["offers"] == ["dataset"]
+    assert mismatches(config("stepping"), [found]) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("return 5", "mine:bad (mine.py, line DEF) returned int: let it return a ddpm_lab.workload.Training"),
+        ("return Training(model=7, data=data(), loss=loss)", "model is int: give a torch.nn.Module"),
+        ("return Training(model=Net(), data=data())", "give either a loss(model, batch) or a step(model, batch)"),
+        ("return Training(model=Net(), data=7, loss=loss)", "data is int: give a dataset with len(data)"),
+        ("return Training(model=Net(), data=TensorDataset(torch.ones(0)), loss=loss)", "data holds no sample"),
+        ("return Training(model=Net(), data=data(), loss=loss, optimizer='sgd')", "optimizer is str: give a torch"),
+        ("return Training(model=nn.ReLU(), data=data(), loss=loss)", "no parameter of the model requires a gradient"),
+        (
+            "return Training(model=Net(), data=data(), loss=lambda model, batch: model(batch[0]))",
+            "the loss of mine:bad (mine.py, line BODY) returned float32 8x10: let it return the mean loss of the batch",
+        ),
+        (
+            "return Training(model=Net(), data=data(), step=lambda model, batch: None)",
+            "the step of mine:bad (mine.py, line BODY) returned nothing: let it return the mean loss of the batch",
+        ),
+        (
+            "return Training(model=Net(), data=data(), loss=loss, collate=len)",
+            "a batch is int, without a tensor whose length is its images",
+        ),
+    ],
+)
+def test_what_is_no_training_is_told_with_its_name_and_line(made: Make, tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as refusal:
+        train(made(f"\n\ndef bad():\n    {text}\n", "bad"), 1)
+    line = own_modules.line_of(tmp_path / "mine.py", "def bad")
+    assert words.replace("DEF", str(line)).replace("BODY", str(line + 1)) in str(refusal.value)
+    assert "mine:bad" in str(refusal.value)
+
+
+def test_a_training_that_is_not_the_same_is_refused_with_its_line(made: Make) -> None:
+    label = config(options=(("make", "mine:make"), ("parameters", 999), ("samples", 64), ("sample", "float32 3")))
+    workload = made()
+    train(workload, 1)
+    parameters, sample = mismatches(label, [seen(workload, 1)])
+    line = "mine:make (mine.py, line 32) is not the same each time it is called"
+    assert parameters == (
+        f"{line}: parameters 999 when it was looked at, 314 in rank 0; let it depend on nothing but its code"
+    )
+    assert "sample float32 3 when it was looked at, (float32 3x8x8, int64) in rank 0" in sample
+
+
+def test_the_held_out_loss_changes_nothing_and_draws_alike(made: Make) -> None:
+    noisy = """
+def noisy():
+    return Training(
+        model=nn.Sequential(Net(), nn.Dropout(0.5)), data=data(), loss=loss,
+        held_out_loss=lambda model: model(data()[:8][0] + torch.randn(8, 3, 8, 8)).mean(),
+    )
+"""
+    looked, alone = made(noisy, "noisy"), made(noisy, "noisy")
+    batches = list(itertools.islice(alone.batches(), 4))
+    torch.manual_seed(5)
+    before = looked.held_out_loss(draws=1)
+    torch.manual_seed(6)
+    assert looked.held_out_loss(draws=1) == before, "trials of other seeds draw the same"
+    torch.manual_seed(0)
+    losses = [float(alone.step(batch)) for batch in batches]
+    torch.manual_seed(0)
+    found = []
+    for batch, loss in zip(batches, losses, strict=True):
+        first, second = (looked.held_out_loss(draws=1) for _ in range(2))
+        assert first == second
+        found.append(first["loss"])
+        assert float(looked.step(batch)) == loss
+    assert len(set(found)) == 4
+
+
+def test_a_look_before_the_first_step_is_not_what_is_witnessed(made: Make) -> None:
+    """The held-out loss is computed in fp32, whatever the network is trained in."""
+    label = config(precision="bf16")
+    workload = made(precision="bf16")
+    workload.held_out_loss(draws=1)
+    train(workload, 1)
+    assert mismatches(label, [seen(workload, 1)]) == []
+
+
+def test_a_larger_learning_rate_scales_the_users(made: Make) -> None:
+    scaled = dataclasses.replace(config().optimizer, learning_rate=4 * config().optimizer.learning_rate)
+    assert made(optimizer=scaled).optimizer.param_groups[0]["lr"] == pytest.approx(0.4)
+
+
+def test_the_loader_alone_consumes_the_same(made: Make) -> None:
+    workload = made()
+    train(workload, 3)
+    with closing(loader_alone(config(loader_workers=1), context())) as alone:
+        assert train(alone, 3) == [0.0] * 3
+        assert alone.witness()["indices_sha256"] == workload.witness()["indices_sha256"]
+
+
+def test_batches_of_any_form_are_counted_moved_and_described() -> None:
+    from typing import NamedTuple  # noqa: PLC0415
+
+    class Pair(NamedTuple):
+        images: torch.Tensor
+        name: str
+
+    images = torch.rand(4, 3, 2, 2)
+    batch = {"pair": Pair(images, "x"), "labels": [torch.arange(4)], "nothing": None}
+    assert images_of(batch) == 4
+    assert images_of(("no", {"tensor": torch.tensor(1.0)})) is None
+    there = moved(batch, torch.device("cpu"), channels_last=True)
+    assert isinstance(there["pair"], Pair)
+    assert there["pair"].images.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(there["pair"].images, images)
+    assert described(batch) == "pair: (float32 4x3x2x2, str), labels: (int64 4), nothing: nothing"

@@ -1,0 +1,308 @@
+"""A user's training from its file to an answer: what is refused, left out, told, and what is measured of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import own_modules
+import pytest
+import records as make
+from conftest import Call
+
+from ddpm_lab import experiments
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.explain import findings
+from ddpm_lab.explain.tables import table
+from ddpm_lab.ledger import Ledger
+from ddpm_lab.measure import hardware
+from ddpm_lab.measure.code_version import code_version
+from ddpm_lab.measure.seat import Instrument
+from ddpm_lab.own_settings import OWN, OWN_LOADER
+from ddpm_lab.own_workload import FOR_OWN, check_brought, code_of_own, look_at, made_otherwise
+from ddpm_lab.plan import Experiment
+from ddpm_lab.questions import QUESTIONS, ask
+from ddpm_lab.record import RunRecord
+from ddpm_lab.setting import Images, Own, Setup
+
+WHOLE = Own(
+    name="mine:make",
+    place="mine.py, line 32",
+    options=(("parameters", 314), ("samples", 64), ("sample", "(float32 3x8x8, int64)")),
+    offers=("training", "dataset", "loss", "held_out_loss"),
+)
+STEPPING = dataclasses.replace(
+    WHOLE, options=(*WHOLE.options, ("number_format", "own")), offers=("training", "dataset", "held_out_loss")
+)
+BATCHES = dataclasses.replace(WHOLE, offers=("training", "loss"))
+LOOP = Own(name="mine:loop", options=(("number_format", "own"),))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder that one works in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hardware, "gpus", tuple)
+    before = list(sys.path)
+    yield tmp_path
+    sys.path[:] = before
+    sys.modules.pop("mine", None)
+
+
+def setup(own: Own, preset: str = "quick") -> Setup:
+    images = Images(folder="", sha256=own.sha256, name="64 samples")
+    return Setup(preset=preset, network="tiny", images=images, device="cpu", gpus=0, usable_cores=2, own=own)
+
+
+# What is refused before anything starts
+
+
+@pytest.mark.parametrize("name", ["mine", "mine:", ":make", "mine:make()", 7, ""])
+def test_a_name_that_is_none_is_refused(name: object) -> None:
+    with pytest.raises(ConfigError, match="name the function that makes your training as module:function"):
+        code_of_own("amp", name)
+
+
+@pytest.mark.parametrize("question", sorted(set(QUESTIONS) - set(FOR_OWN)))
+def test_a_question_about_the_labs_own_trainer_is_refused(call: Call, here: Path, question: str) -> None:
+    own_modules.write(here)
+    code, _, said = call("run", question, "--workload", "mine:make", "--output-dir", here / "out")
+    assert code == 2
+    assert f"the experiment {question} is about the lab's own trainer" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--data", "photos"], "data is 'photos', and mine:make brings its own data and model: leave it out"),
+        (["--network", "seed"], "network is 'seed', and mine:make"),
+        (["--image-size", "64"], "image_size is 64, and mine:make"),
+        (["--held-out", "kept"], "held_out is 'kept'"),
+        (["--skip-bad"], "skip_bad is True"),
+        (["--mode", "auto"], "--mode auto weighs the lab's own networks"),
+        (["--workload", "nowhere:make"], "there is no module 'nowhere'; is its folder on the Python path?"),
+        (["--workload", "mine:other"], "mine.py defines no 'other'"),
+        (["--workload", "broken:make"], "broken.py, line 1"),
+    ],
+)
+def test_what_means_nothing_beside_it_is_refused_in_a_sentence(
+    call: Call, here: Path, options: list[str], words: str
+) -> None:
+    own_modules.write(here)
+    (here / "broken.py").write_text("def make(:\n")
+    code, _, said = call("run", "amp", "--workload", "mine:make", *options, "--output-dir", here / "out")
+    assert code == 2
+    assert words in said
+    assert len(said.strip().splitlines()) == 1
+    assert not (here / "out" / "trace_output" / "ledger.jsonl").exists()
+
+
+def test_nothing_is_refused_where_nothing_is_given() -> None:
+    check_brought("mine:make", {"data": "synthetic", "network": None, "image_size": 32, "preset": "full", "sets": 4})
+
+
+# What is left out, and why
+
+
+def test_every_configuration_is_the_users_and_names_it() -> None:
+    for question in FOR_OWN:
+        asked = ask(question, setup(WHOLE, "full"))
+        assert all("own" not in reason for _, _, reason in asked.left_out)
+        assert asked.families or asked.profiles
+        for config in asked.configurations:
+            assert config.workload in (OWN, OWN_LOADER)
+            assert config.work_name == "mine:make"
+            assert config.data_sha256 == WHOLE.sha256
+            assert config.optimizer.clip_norm is None
+            assert not config.channels_last
+        assert all("mine:make" in f.name for f in asked.families)
+
+
+@pytest.mark.parametrize(
+    ("own", "question", "reason"),
+    [
+        (STEPPING, "amp", "mine:make has a step of its own, whose number format is its own too"),
+        (BATCHES, "workers", "mine:make gives ready batches and no dataset"),
+        *((LOOP, question, "mine:loop does its own steps, in which nothing can be set") for question in FOR_OWN[1:]),
+    ],
+)
+def test_what_it_does_not_offer_is_left_out_with_the_reason(own: Own, question: str, reason: str) -> None:
+    asked = ask(question, setup(own))
+    assert asked.families == ()
+    assert reason in asked.left_out[0][2]
+    assert [c.work_name for c in asked.configurations] == [own.name]
+
+
+def test_a_number_format_of_its_own_is_never_set() -> None:
+    for question in set(FOR_OWN) - {"amp"}:
+        asked = ask(question, setup(STEPPING, "full"))
+        assert {c.precision for c in asked.configurations} == {"fp32"}
+        assert not [f.name for f in asked.families if "fp32" in f.name]
+    with pytest.raises(ConfigError, match=r"precision is 'bf16': mine:make has a step of its own"):
+        ask("profile", setup(STEPPING), precision="bf16")
+
+
+def test_trials_are_the_users_and_need_its_held_out_loss() -> None:
+    asked = ask("amp", setup(WHOLE), seeds=2)
+    assert {t.config.workload for t in asked.trials} == {OWN}
+    assert not any(t.draw for t in asked.trials)
+    assert {t.config.option("make", "") for t in asked.trials} == {"mine:make"}
+    with pytest.raises(ConfigError, match=r"seeds is 2, and mine:make gives no held_out_loss"):
+        ask("amp", setup(BATCHES), seeds=2)
+    assert ask("amp", setup(BATCHES, "full")).trials == ()
+
+
+def test_its_lost_scaling_is_not_split() -> None:
+    with pytest.raises(
+        ConfigError, match="lost_scaling splits the step of the lab's own trainer, not that of mine:make"
+    ):
+        ask("multi_gpu", setup(WHOLE), lost_scaling=True)
+
+
+@pytest.mark.parametrize("setting", [{"kernels": "fused"}, {"compile": "regional"}, {"loader": "still"}])
+def test_settings_of_the_labs_own_trainer_are_refused(setting: dict[str, str]) -> None:
+    config = setup(WHOLE).config(channels_last=True)
+    with pytest.raises(ConfigError, match=f"{next(iter(setting))} of mine:make is "):
+        dataclasses.replace(config, **setting)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("own", [WHOLE, STEPPING, BATCHES])
+def test_a_search_varies_what_can_be_set_and_sets_out_from_the_code_as_it_is(own: Own) -> None:
+    found = ask("search", setup(own, "full")).space
+    assert found is not None
+    assert found.baseline == setup(own).config(global_batch_size=found.baseline.global_batch_size)
+    varied = {name: [v.key for v in values] for name, values in found.settings.items() if len(values) > 1}
+    assert varied["memory"] == ["nchw", "channels_last"]
+    assert varied["compile"] == ["off", "whole"]
+    assert varied.get("precision") == (None if own is STEPPING else ["fp32", "bf16"])
+    assert varied.get("loader") == (None if own is BATCHES else ["files-0", "files-1", "files-2"])
+    assert len(found.cells()) == math.prod(map(len, varied.values()))
+
+
+# What changes between runs
+
+
+def earlier(ledger: Ledger, own: Own, code: str = "code-1") -> RunRecord:
+    config = setup(own).config(global_batch_size=8)
+    record = make.record(config, environment=make.environment(hardware.machine()), code_version=code)
+    ledger.append([record])
+    return record
+
+
+def test_a_training_that_changed_without_its_code_is_told(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    assert made_otherwise(WHOLE, ledger, "code-1") == ""
+    earlier(ledger, WHOLE)
+    earlier(ledger, dataclasses.replace(WHOLE, name="mine:other", options=()))
+    assert made_otherwise(WHOLE, ledger, "code-1") == ""
+    wide = dataclasses.replace(WHOLE, options=(("parameters", 21_000), *WHOLE.options[1:]))
+    assert made_otherwise(wide, ledger, "edited") == ""
+    assert made_otherwise(wide, ledger, "code-1") == (
+        "mine:make (mine.py, line 32) does not make the same each time, and its code is the same: parameters 314 then "
+        "and 21,000 now; the sets of 2026-01-03 are left aside"
+    )
+
+
+def test_another_training_is_another_configuration_and_no_earlier_run_id_changes() -> None:
+    one, two = (setup(dataclasses.replace(WHOLE, options=(("parameters", n),))).config() for n in (1, 2))
+    assert one.run_id != two.run_id
+    assert one.data_sha256 != two.data_sha256
+
+
+# From a file to an answer
+
+
+@pytest.fixture
+def looked(here: Path, instrument: Instrument) -> Callable[..., Own]:
+    def looked(more: str = "", function: str = "make") -> Own:
+        own_modules.write(here, more)
+        name = code_of_own("profile", f"mine:{function}")[1]
+        return look_at(name, dataclasses.replace(instrument, code=code_version(OWN, name)), device="cpu", seed=0)
+
+    return looked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("import nothing_like_this\n", "ModuleNotFoundError: No module named 'nothing_like_this' (mine.py, line 42)"),
+        ("\ndef make():\n    return [1]\n", "mine:make (mine.py, line 43) returned list"),
+        ("\ndef make():\n    return Net().missing\n", "'Net' object has no attribute 'missing' (mine.py, line 44)"),
+        (
+            "\ndef loss(model, batch):\n    return model(batch[9])\n",
+            "IndexError: list index out of range (mine.py, line 44)",
+        ),
+        ("\ndef make(settings):\n    return 1\n", "takes 1 arguments: write it to take none, or (config, context)"),
+        (
+            "\ndef make():\n    return Training(model=Net(), data=[data()[:5]], loss=loss)\n",
+            "the label says 8 images a step on a rank, 8 in 1 steps, rank 0 used 5",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_with_its_name_and_line(
+    looked: Callable[..., Own], more: str, words: str
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        looked(more)
+    assert str(refusal.value).startswith("workload 'mine:make' cannot be measured: ")
+    assert words in str(refusal.value)
+
+
+@pytest.mark.slow
+def test_what_is_looked_at_is_what_was_written(looked: Callable[..., Own]) -> None:
+    found = looked()
+    assert dataclasses.replace(found, offers=tuple(sorted(found.offers))) == dataclasses.replace(
+        WHOLE, offers=tuple(sorted(WHOLE.offers))
+    )
+    loop = "\ndef loop():\n    while True:\n        yield 1.0\n"
+    assert looked(loop, "loop") == LOOP
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_from_a_file_to_an_answer(call: Call, here: Path) -> None:
+    """Speeds, a left-out question, and quality, of a file in the folder one works in; an edit is measured again."""
+    own_modules.write(
+        here,
+        "\ndef batches(config, context):\n    ready = data()[: config.rank_batch_size]\n"
+        "    return Training(model=Net(), data=[ready], loss=loss)\n",
+    )
+    out = here / "out"
+    asked = ("--preset", "smoke", "--workload", "mine:make", "--output-dir", out)
+    code, said, _ = call("run", "amp", *asked, "--seeds", "1", "--json")
+    assert code == 0, said
+    assert {r["measured_sets"] > 0 for r in json.loads(said)} == {True}
+    code, said, _ = call("run", "amp", *asked, "--seeds", "1", "--json")
+    assert json.loads(said)[0]["measured_sets"] == 0
+    study = experiments.run("amp", preset="smoke", workload="mine:make", output_dir=out, seeds=1, quiet=True)
+    assert {r.config.work_name for r in (*study.records, *study.trials)} == {"mine:make"}
+    assert {r.status for r in study.trials} == {"ok"}
+    assert "tiny" not in findings.finding(study).claim + table(study).to_string()
+    own_modules.write(here, width=12)
+    code, said, _ = call("run", "amp", *asked, "--json")
+    assert json.loads(said)[0]["measured_sets"] == 1
+    own_modules.write(here, "\ndef make():\n    return Training(model=Net(), data=[data()[:8]], loss=loss)\n")
+    code, said, _ = call("run", "workers", *asked)
+    assert code == 1
+    assert "mine:make gives ready batches and no dataset" in said
+
+
+def test_the_recommendation_keeps_trainings_apart(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "trace_output" / "ledger.jsonl")
+    mine = earlier(ledger, WHOLE)
+    ours = dataclasses.replace(mine, config=make.sets({})[0].config, family="ours")
+    ledger.append([ours])
+    for workload, family in (("mine:make", mine.family), (None, "ours")):
+        found = experiments.recommendation(output_dir=tmp_path, workload=workload)
+        assert {r.family for r in found.records} == {family}
+    assert experiments.recommendation(output_dir=tmp_path, workload="mine:nothing").records == ()
+
+
+def test_an_experiment_that_asks_nothing_stands_for_what_it_was_asked_of() -> None:
+    config = setup(LOOP).config()
+    assert Experiment(name="amp", families=(), asked=config).configurations == (config,)
