@@ -39,7 +39,7 @@ def test_no_capability_is_missing() -> None:
 def test_the_readme_leads_there() -> None:
     assert "(docs/capabilities.md)" in README
     named = {tuple(shlex.split(span)[1:2]) for span in spans(-2) if span.startswith("ddpm-lab ")}
-    assert [name for (name,) in sorted(named) if not re.search(rf"ddpm-lab {name}\b|`{name}`", README)] == []
+    assert [name for (name,) in sorted(named) if not re.search(rf"ddpm[-_]lab {name}\b|`{name}`", README)] == []
 
 
 @pytest.mark.parametrize("span", spans(-2))
