@@ -277,7 +277,12 @@ def prepare_experiment(
         if workload is not None:
             setup = with_own(setup, workload, instrument)
         else:
-            options = {"held_out": held_out, "skip_bad": skip_bad, "size": size, "progress": instrument.progress}
+            options: dict[str, Any] = {
+                "held_out": held_out,
+                "skip_bad": skip_bad,
+                "size": size,
+                "progress": instrument.progress,
+            }
             images = _images(data, cache=cache or output / "data" / "prepared", **options)
             setup = dataclasses.replace(setup, images=images)
         if chosen is None and workload is None:
