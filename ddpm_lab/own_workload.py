@@ -98,10 +98,19 @@ def with_own(setup: Setup, name: str, instrument: Instrument) -> Setup:
     return dataclasses.replace(setup, own=own, images=images)
 
 
-def nothing_asked(question: str, setup: Setup, reason: str) -> Experiment:
+def nothing_asked(question: str, setup: Setup) -> Experiment:
     """An experiment of which nothing is measured, and that says why."""
+    reason = setup.own.lacks(question) if setup.own else ""
     left_out = ((setup.family_name(None), WHOLE_QUESTION, reason),)
     return Experiment(name=question, families=(), left_out=left_out, asked=setup.config())
+
+
+def with_changes(experiment: Experiment, own: Own | None, ledger: Ledger, code_version: str) -> Experiment:
+    """An experiment that tells where earlier sets of the same code were of another training."""
+    if not own or not (told := made_otherwise(own, ledger, code_version)):
+        return experiment
+    family = next((f.name for f in experiment.families), own.name)
+    return dataclasses.replace(experiment, left_out=(*experiment.left_out, (family, "earlier sets", told)))
 
 
 def made_otherwise(own: Own, ledger: Ledger, code_version: str) -> str:

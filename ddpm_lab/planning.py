@@ -22,7 +22,7 @@ from ddpm_lab.measure.group_folder import sweep
 from ddpm_lab.measure.network_choice import choose_network
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument
-from ddpm_lab.own_workload import check_brought, code_of_own, made_otherwise, with_own
+from ddpm_lab.own_workload import check_brought, code_of_own, with_changes, with_own
 from ddpm_lab.plan import Experiment, Plan
 from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.quality import WORKLOADS as TRAINED
@@ -276,16 +276,14 @@ def prepare_experiment(
         ask(name, setup, **grid)  # refuses a bad size or grid before an image is decoded or anything is tried
         if workload is not None:
             setup = with_own(setup, workload, instrument)
-            images = setup.images
         else:
-            images = _images(
-                data,
-                held_out=held_out,
-                skip_bad=skip_bad,
-                size=size,
-                cache=cache or output / "data" / "prepared",
-                progress=instrument.progress,
-            )
+            options: dict[str, Any] = {
+                "held_out": held_out,
+                "skip_bad": skip_bad,
+                "size": size,
+                "progress": instrument.progress,
+            }
+            images = _images(data, cache=cache or output / "data" / "prepared", **options)
             setup = dataclasses.replace(setup, images=images)
         if chosen is None and workload is None:
             chosen = _network(name, setup, instrument, ledger, target)
@@ -301,10 +299,7 @@ def prepare_experiment(
         space=parts[0].space,
         asked=parts[0].asked,
     )
-    if setup.own and (told := made_otherwise(setup.own, ledger, instrument.code.key)):
-        family = next((f.name for f in merged.families), setup.own.name)
-        merged = dataclasses.replace(merged, left_out=(*merged.left_out, (family, "earlier sets", told)))
-    return merged, images
+    return with_changes(merged, setup.own, ledger, instrument.code.key), setup.images
 
 
 def _network(name: str, setup: Setup, instrument: Instrument, ledger: Ledger, target: Target) -> str:

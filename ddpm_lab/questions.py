@@ -220,8 +220,7 @@ def workers(
     others = others[-1:] + others[:-1]  # the most workers are the most telling
     families, left_out = [], []
     kinds: list[tuple[str, dict[str, Any]]] = [
-        (f"training, {setup.family_name(batch)}, {setup.precision_name(precision)}", {"precision": precision})
-        for precision in formats
+        (f"training, {setup.family_name(batch)}, {setup.precision_name(p)}", {"precision": p}) for p in formats
     ]
     if setup.preset != "quick":  # it would take the time that the other questions need for a verdict
         kinds.append((f"loader alone, {setup.loader_name(batch)}", {"workload": LOADER_ALONE}))
@@ -337,8 +336,8 @@ STAGES: dict[str, Callable[..., Experiment]] = {f.__name__: f for f in (search, 
 
 def ask(name: str, setup: Setup, *, seeds: int | None = None, images: int | None = None, **grid: Any) -> Experiment:
     """The experiment that answers a question; ``seeds`` and ``images`` are those of the runs that are for quality."""
-    if setup.own and (reason := setup.own.lacks(name)):
-        return nothing_asked(name, setup, reason)
+    if setup.own and setup.own.lacks(name):
+        return nothing_asked(name, setup)
     trained = {option: value for option, value in (("seeds", seeds), ("images", images)) if value is not None}
     if name in (*WITH_TRIALS, RECOMMENDATION):
         return with_trials({**QUESTIONS, **STAGES}[name](setup, **grid), setup, seeds=seeds, images=images)

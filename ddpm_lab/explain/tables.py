@@ -85,7 +85,7 @@ def more(study: Study) -> list[tuple[str, pd.DataFrame]]:
         found.append((f"Where the lost scaling went. {said}", lost_scaling_table.table(study)))
     if study.experiment == SCALING:
         found.append(predicted.further(study))
-    if study.experiment == "profile":
+    if study.experiment == "profile" and not any(r.config.is_own for r in study.records):  # whose changes are others
         found.append(("What to change next: measured, or at most what this budget allows.", advice.table(study)))
     found = [(caption, frame) for caption, frame in found if not frame.empty]
     state = machine_state.table(study) if study.experiment in ("profile", "multi_gpu") else pd.DataFrame()
