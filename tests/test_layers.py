@@ -83,6 +83,7 @@ ROWS = (
     ),
     ("explain.overlap",),
     ("explain.predicted", "explain.samples"),
+    ("explain.predicted_words",),
     ("explain.trained",),
     ("explain.recommended", "explain.sentences", "explain.wrong_ways"),
     ("explain.fault_readings",),
