@@ -61,13 +61,11 @@ def predict_command(options: argparse.Namespace) -> int:
     shown = predicted.predictions(found, sizes, options.batch_size)
     measured = predicted.beside(found, shown, options.batch_size)
     if options.json:
-        rows = {n: p if isinstance(p, str) else _values(p) for n, p in shown.items()}
-        for n, row in measured.items():
-            rows[n] |= {"measured": _values(row)}
+        rows = {n: p if isinstance(p, str) else _values(p, measured.get(n)) for n, p in shown.items()}
         print(json.dumps(rows, indent=1))
         return 0
     print(predicted_words.table(shown, measured).to_string(index=False))
-    ranks = [n for n, p in shown.items() if isinstance(p, predicted.Prediction)]
+    ranks = [n for n, p in shown.items() if not isinstance(p, str | predicted.Measured)]
     if not ranks:
         print(f"Measured on {answer.hardware}, {answer.date}; nothing here had to be predicted.")
         return 0
@@ -81,7 +79,8 @@ def predict_command(options: argparse.Namespace) -> int:
     return 0
 
 
-def _values(row: Any) -> dict[str, Any]:
-    """Plain values; what is not known is null."""
+def _values(row: Any, measured: Any = None) -> dict[str, Any]:
+    """Plain values, with what was measured of the same; what is not known is null."""
     values = dataclasses.asdict(row).items()
-    return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in values}
+    shown = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in values}
+    return shown if measured is None else {**shown, "measured": _values(measured)}

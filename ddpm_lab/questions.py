@@ -94,13 +94,16 @@ def multi_gpu(
             uneven = [n for n in ranks if batch % n]
             if uneven and world_sizes is not None:
                 raise ConfigError(f"a global batch of {batch} cannot be shared by {uneven[0]} ranks: give a multiple")
-            families.append(_scaled(setup, batch, [n for n in ranks if n not in uneven], settings))
-            reason = "{} images cannot be shared by {}"
-            left_out += [(families[-1].name, setup.ranks_label(n), reason.format(batch, n)) for n in uneven]
+            family = _scaled(setup, batch, [n for n in ranks if n not in uneven], settings)
+            families += [family] if family.candidates or not uneven else []  # one rank alone compares with nothing
+            images = f"{batch} image{'s' * (batch != 1)} cannot be shared by"
+            left_out += [(family.name, setup.ranks_label(n), f"{images} {setup.ranks_label(n)}") for n in uneven]
     weak = batches if full or scaling else batches[:1] if setup.preset == "quick" else ()
     if scaling == "weak" or (ranks and scaling != "strong"):
         last = not full and scaling is None
         families += [_scaled(setup, batch, ranks, settings, weak=True, last=last) for batch in weak]
+    if not families:
+        raise ConfigError(f"{left_out[0][2]}, so nothing can be compared: give a batch size that they can share")
     if alone:
         families = [_alone(family) for family in families]
     if not ranks and world_sizes is None:

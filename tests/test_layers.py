@@ -139,7 +139,7 @@ ROWS = (
     ("recommend", "recommended_file"),
     ("calibrate", "experiments", "report_lines", "slurm"),
     ("comparison", "notebooks", "published", "slurm_collect", "strategy"),
-    ("benchmark", "gate", "report", "tracker_option"),
+    ("benchmark", "gate", "report", "run_grid", "tracker_option"),
     ("bottleneck_command", "commands", "compare_command", "predict_command", "recommend_command", "report_commands"),
     ("slurm_commands", "strategy_commands", "train_commands"),
     ("__main__",),

@@ -11,7 +11,7 @@ from conftest import Call
 from scaled_records import all_reduces, scaled
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import predicted, predicted_words
+from ddpm_lab.explain import phrases, predicted, predicted_words
 from ddpm_lab.explain.frames import Study, study
 from ddpm_lab.explain.link_fit import NotEnoughData
 from ddpm_lab.explain.prediction import Prediction
@@ -282,7 +282,7 @@ def test_ranks_of_a_cpu_are_predicted_on_cores_of_their_own_beside_what_they_mea
     assert code == 0
     assert one.endswith(f"measured, {cores} cores a rank"), "one rank is no prediction"
     assert predicted_row.endswith("predicted")
-    assert beside.endswith(f"measured, {cores / 2:g} cores a rank")
+    assert beside.endswith(f"measured, {phrases.plural(f'{cores / 2:g}', 'core')} a rank")
     assert f"each rank on {cores} cores of its own: {2 * cores} cores for 2 ranks" in out
     assert "nothing of this was measured" not in out
     assert "Extrapolation:" not in out
