@@ -133,11 +133,12 @@ def steps(study: Study) -> Figure | None:
     made = {name: [p for p in each if isinstance(p, Prediction)] for name, each in predictions.items()}
     ring, shown = known["ring"], {p.ranks: p for each in made.values() for p in each}
     most = max(shown)
+    own = "" if ring.cores is None else f" and has {phrases.plural(ring.cores, 'core')} of its own"
     first = next((p for p in reversed(made["ring"]) if p.label == "predicted"), made["ring"][0])
     figure, axes = fs.sheet(
         f"Predicted for {first.ranks} ranks: {100 * first.efficiency:.0f} % efficiency "
         f"({100 * first.efficiency_low:.0f} to {100 * first.efficiency_high:.0f} %)",
-        f"{phrases.context(study, batch=False)} \N{MIDDLE DOT} each rank keeps {ring.rank_batch} images",
+        f"{phrases.context(study, batch=False)} \N{MIDDLE DOT} each rank keeps {ring.rank_batch} images{own}",
         [1.75, 1.75, 1.75],
         headings=["Step", "Throughput", "Efficiency: images a second of each rank, one rank alone is 100 %"],
         left=1.15,
