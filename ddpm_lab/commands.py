@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpm_lab.checks import percent
+from ddpm_lab.checks import ConfigError, percent
 from ddpm_lab.run_grid import grid
 from ddpm_lab.tracker_option import chosen, track
 

@@ -306,7 +306,7 @@ def test_a_time_below_zero_says_what_it_means() -> None:
     below = {p.name for p in found.parts if p.seconds.value < 0 and not p.seconds.resolved}
     assert below, "noise falls on both sides"
     shown = lost_scaling_table.table(study(noisy)).set_index("Part")
-    assert set(shown.loc[sorted(below), "Note"]) == {"below zero: noise, not resolved"}
+    assert set(shown.loc[sorted(below), "Note"]) == {"below zero: not resolved"}
 
 
 def test_the_run_that_asks_for_it_prints_it(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,10 +117,10 @@ def _frame(shown: Sequence[Split]) -> pd.DataFrame:
 
 
 def _negative(split: Split, part: Part) -> str:
-    """What a time below zero says: a gain where it is resolved, and else nothing that differs from none."""
+    """What a time below zero says: a gain where it is resolved, and else no known difference from none."""
     if not part.seconds.value < 0:
         return ""
-    return "a gain" if part.gained and not split.doubt else "below zero: noise, not resolved"
+    return "a gain" if part.gained and not split.doubt else "below zero: not resolved"
 
 
 def _share(seconds: Seconds, split: Split) -> str:
