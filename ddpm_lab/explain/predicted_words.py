@@ -32,7 +32,7 @@ def table(made: Mapping[int, Made], measured: Mapping[int, Measured] | None = No
     for ranks, p in made.items():
         rows += [_cells(ranks, p), *(_cells(ranks, m) for n, m in (measured or {}).items() if n == ranks)]
     order = ("Configuration", "Images a rank", "Step", "Compute", "Exchange", "Images/s", "Efficiency", "Label")
-    return pd.DataFrame(rows, columns=list(order)).fillna(phrases.DASH)
+    return pd.DataFrame([[row.get(name, phrases.DASH) for name in order] for row in rows], columns=list(order))
 
 
 def _cells(ranks: int, p: Made) -> dict[str, str]:
