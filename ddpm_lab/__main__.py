@@ -141,6 +141,9 @@ def _run_options(subparsers: Any) -> None:
     run.add_argument("--device", choices=DEVICES, help="default: the GPU where there is one")
     run.add_argument("--batch-size", type=int, help="global batch size")
     run.add_argument(
+        "--world-sizes", metavar="N,N,...", help="numbers of ranks, such as 1,2,4 (default: the experiment's choice)"
+    )
+    run.add_argument(
         "--parts", help="peers: some of peers,fp32,sampling,limits,levers (default: the first four; full: all)"
     )
     run.add_argument(

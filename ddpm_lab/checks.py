@@ -33,6 +33,14 @@ def whole(place: str, value: object, least: int) -> None:
         raise ConfigError(f"{place} is {value!r}: give a whole number of at least {least}, and below 2**63")
 
 
+def whole_numbers(place: str, text: str) -> list[int]:
+    """Whole numbers from 1 with commas between. Raises ConfigError for anything else."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise ConfigError(f"{place} is {text!r}: give numbers of ranks with commas between, such as 2,8,64")
+    return [int(word) for word in words]
+
+
 def several(place: str, value: object) -> None:
     """Raise ConfigError unless ``value`` is a list (or tuple) with at least one entry."""
     if not isinstance(value, list | tuple) or not value:

@@ -25,6 +25,8 @@ def all_reduce(
     usual = [2**power for power in range(1, 11) if 2**power <= setup.most_ranks]
     usual += [setup.most_ranks] * (setup.most_ranks not in usual)
     ranks = [n for n in setup.world_sizes(world_sizes, usual) if n > 1]
+    if world_sizes is not None and not ranks:
+        raise ConfigError("world_sizes has 1 alone, and one rank exchanges nothing: give 2 or more")
     if message_bytes is not None:
         several("message_bytes", message_bytes)
         for size in message_bytes:

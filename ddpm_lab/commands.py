@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_lab.checks import ConfigError, percent
+from ddpm_lab.run_grid import grid
 from ddpm_lab.tracker_option import chosen, track
 
 if TYPE_CHECKING:
@@ -62,55 +63,6 @@ def prepare(options: argparse.Namespace) -> int:
     return 0
 
 
-_LISTS = ("parts", "trainers", "candidates")
-_OWNED = {
-    **dict.fromkeys(("parts", "trainers"), "peers"),
-    **dict.fromkeys(("candidates", "inception", "fid_images"), "quality"),
-    **dict.fromkeys(("scaling", "lost_scaling"), "multi_gpu"),
-}
-"""Options that one experiment alone takes."""
-
-
-def _grid(name: str, options: argparse.Namespace, weighed: Strategy | None) -> dict[str, Any]:
-    """What --mode and --batch-size mean for an experiment; ``weighed`` is what --mode auto rests on."""
-    from ddpm_lab.strategy import most_ranks, several_ranks, usual_device  # noqa: PLC0415
-
-    grid: dict[str, Any] = {}
-    grid |= {name: value for name in ("seeds", "images") if (value := getattr(options, name)) is not None}
-    for option, owner in _OWNED.items():
-        if (given := getattr(options, option)) is not None:
-            if name != owner:
-                flag = option.replace("_", "-")
-                raise ConfigError(f"--{flag}: the experiment {name} has none; only {owner} takes it")
-            grid[option] = [word.strip() for word in given.split(",")] if option in _LISTS else given
-    if options.mode and name in ("peers", "quality", "claims"):
-        raise ConfigError(f"--mode: the experiment {name} chooses its ranks itself; leave it out")
-    if options.batch_size is not None and name in ("batch_size", "all_reduce"):
-        why = "varies it" if name == "batch_size" else "has no images"
-        raise ConfigError(f"--batch-size: the experiment {name} {why}; leave it out")
-    if options.batch_size is not None:
-        grid |= (
-            {"global_batch_sizes": [options.batch_size]}
-            if name == "multi_gpu"
-            else {"global_batch_size": options.batch_size}
-        )
-    if options.mode == "multi" and name == "workers":
-        raise ConfigError(
-            "--mode multi: the experiment workers trains with one rank; leave it out or use --mode single"
-        )
-    if options.mode and name != "workers":
-        device = usual_device(options.device)
-        most = most_ranks(device)[0]
-        if weighed is not None and name == "multi_gpu":
-            grid["global_batch_sizes"] = [weighed.batch]
-            if weighed.answer != "single" and most > 1:
-                return grid  # one rank and several
-        multi = options.mode == "multi" or (weighed is not None and weighed.answer == "multi" and most > 1)
-        ranks = several_ranks(device, oversubscribe=options.oversubscribe) if multi else 1
-        grid |= {"world_size": ranks} if name in ("profile", "batch_size") else {"world_sizes": [ranks]}
-    return grid
-
-
 def _weighed(options: argparse.Namespace) -> Strategy | None:
     """What --mode auto rests on; it settles the network, so that what is weighed is what is measured."""
     if options.mode != "auto":
@@ -132,6 +84,7 @@ def run(options: argparse.Namespace) -> int:
     from ddpm_lab import planning  # noqa: PLC0415
     from ddpm_lab.checks import choice  # noqa: PLC0415
     from ddpm_lab.explain.bands import bands  # noqa: PLC0415
+    from ddpm_lab.explain.grids import show  # noqa: PLC0415
     from ddpm_lab.questions import QUESTIONS  # noqa: PLC0415
     from ddpm_lab.strategy import NoRanksError  # noqa: PLC0415
 
@@ -141,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
         choice("experiment", name, QUESTIONS)
     try:
         weighed = _weighed(options)
-        grids = {name: _grid(name, options, weighed) for name in options.experiments}
+        grids = {name: grid(name, options, weighed) for name in options.experiments}
     except NoRanksError as error:
         print(f"ddpm-lab: {error}", file=sys.stderr)
         return 1
@@ -176,6 +129,9 @@ def run(options: argparse.Namespace) -> int:
     else:
         for result in results:
             print(f"{result['experiment']}: {result['finding']}")
+            for split in result.get("lost_scaling", ()):
+                print(f"where the lost scaling went, {split['family']}: {split['sentence']}")
+                show([list(split["parts"][0]), *(list(row.values()) for row in split["parts"])])
         print(f"records: {results[-1]['ledger']}", flush=True)
     if tracker:
         for one in measured:
@@ -205,14 +161,17 @@ def _answer(measured: Any, bands: Bands) -> dict[str, Any]:
         "ledger": str(measured.ledger),
     }
     try:
-        from ddpm_lab.explain import findings  # noqa: PLC0415
+        from ddpm_lab.explain import findings, lost_scaling_table  # noqa: PLC0415
     except ModuleNotFoundError as missing:
         advice = f"measured; {missing.name} is not installed here, so take the ledger elsewhere: ddpm-lab figures"
         return {**values, "finding": f"{advice} --ledger {measured.ledger.name}"}
     from ddpm_lab.experiments import study_of  # noqa: PLC0415
 
-    found = findings.finding(dataclasses.replace(study_of(measured), bands=bands))
-    return {**values, "finding": found.claim, "verdict": found.verdict, "status": found.status}
+    study = dataclasses.replace(study_of(measured), bands=bands)
+    found = findings.finding(study)
+    values |= {"finding": found.claim, "verdict": found.verdict, "status": found.status}
+    lost = lost_scaling_table.as_values(study)
+    return {**values, "lost_scaling": lost} if lost else values
 
 
 MANY_HOSTS = ("run", "train", "sample")

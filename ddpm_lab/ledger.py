@@ -212,7 +212,7 @@ def _damage(path: Path, number: int, error: Exception) -> Damaged:
 def read_all(paths: Sequence[Path | str], select: Select | None = None) -> tuple[list[RunRecord], list[Damaged]]:
     """Records of several ledgers, in order; ``select`` chooses from all their heads, None wants all.
 
-    Raises LedgerError if a file does not exist.
+    Raises LedgerError if a file does not exist, or has lines and none of them is a record.
     """
     heads: list[Head] = []
     damaged: list[Damaged] = []
@@ -220,6 +220,9 @@ def read_all(paths: Sequence[Path | str], select: Select | None = None) -> tuple
         if not Path(path).is_file():
             raise LedgerError(f"there is no ledger {path}: give a .jsonl file written by this lab")
         more, bad = Ledger(path).heads()
+        if bad and not more:
+            lines = f"none of its {len(bad)} lines is a record" if len(bad) > 1 else "its only line is not a record"
+            raise LedgerError(f"{path} is no ledger, {lines}: give a .jsonl file written by this lab")
         heads += more
         damaged += bad
     records, bad = load(heads if select is None else select(heads))

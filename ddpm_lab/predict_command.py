@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
+import shlex
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab.checks import ConfigError, whole
+from ddpm_lab.checks import whole, whole_numbers
 
 
 def add_options(subparsers: Any) -> None:
@@ -34,12 +36,13 @@ def add_options(subparsers: Any) -> None:
 
 def predict_command(options: argparse.Namespace) -> int:
     """Print what the ledger's records predict; refuse where they do not suffice."""
-    from ddpm_lab.explain import predicted  # noqa: PLC0415 - commands load what they need
+    from ddpm_lab.explain import predicted, predicted_words  # noqa: PLC0415 - commands load what they need
     from ddpm_lab.explain.frames import SCALING, chosen, study  # noqa: PLC0415
     from ddpm_lab.ledger import read_all  # noqa: PLC0415
     from ddpm_lab.planning import LEDGER, output_folder  # noqa: PLC0415
 
-    sizes = _world_sizes(options.world_sizes) or list(predicted.WORLD_SIZES)
+    asked = options.world_sizes
+    sizes = list(predicted.WORLD_SIZES) if asked is None else whole_numbers("--world-sizes", asked)
     for name in ("ranks_per_node", "batch_size"):
         if (value := getattr(options, name)) is not None:
             whole(f"--{name.replace('_', '-')}", value, 1)
@@ -51,22 +54,33 @@ def predict_command(options: argparse.Namespace) -> int:
     for line in damaged:
         print(f"note: {line}")
     answer = study(records, SCALING, machine=options.machine, output_dir=output)
-    found = predicted.basis(answer, algorithm=options.algorithm, ranks_per_host=options.ranks_per_node)
+    # What is missing belongs into the ledger that was read, where that is one the lab would write.
+    written = next((f.absolute().parents[1] for f in files if f.parts[-2:] == LEDGER.parts), output)
+    carried = [] if written == output_folder(None) else ["--output-dir", shlex.quote(str(written))]
+    found = predicted.basis(answer, algorithm=options.algorithm, ranks_per_host=options.ranks_per_node, carried=carried)
     shown = predicted.predictions(found, sizes, options.batch_size)
+    measured = predicted.beside(found, shown, options.batch_size)
     if options.json:
-        rows = [p if isinstance(p, str) else dataclasses.asdict(p) for p in shown.values()]
-        print(json.dumps(dict(zip(shown, rows, strict=True)), indent=1))
+        rows = {n: p if isinstance(p, str) else _values(p, measured.get(n)) for n, p in shown.items()}
+        print(json.dumps(rows, indent=1))
         return 0
-    print(predicted.table(shown).to_string(index=False))
-    print(found.assumptions(), predicted.check(found), predicted.rule(), sep="\n")
-    print(f"Predicted from records of {answer.hardware}, {answer.date}; nothing of this was measured.")
+    print(predicted_words.table(shown, measured).to_string(index=False))
+    ranks = [n for n, p in shown.items() if not isinstance(p, str | predicted.Measured)]
+    if not ranks:
+        print(f"Measured on {answer.hardware}, {answer.date}; nothing here had to be predicted.")
+        return 0
+    said = (found.assumptions(max(ranks)), predicted_words.check(found), predicted_words.rule(shown))
+    print(*(text for text in said if text), sep="\n")
+    kept = "what is labelled measured was measured there" if measured or len(ranks) < len(shown) else ""
+    print(
+        f"Predicted from records of {answer.hardware}, {answer.date}; {kept or 'nothing of this was measured'}. "
+        "Notebook 02_multi_gpu draws the predictions: ddpm-lab report --notebook 02_multi_gpu."
+    )
     return 0
 
 
-def _world_sizes(text: str | None) -> list[int]:
-    if text is None:
-        return []
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise ConfigError(f"--world-sizes is {text!r}: give numbers of ranks with commas between, such as 2,8,64")
-    return [int(word) for word in words]
+def _values(row: Any, measured: Any = None) -> dict[str, Any]:
+    """Plain values, with what was measured of the same; what is not known is null."""
+    values = dataclasses.asdict(row).items()
+    shown = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in values}
+    return shown if measured is None else {**shown, "measured": _values(measured)}

@@ -86,7 +86,7 @@ def multi_gpu(
         several("global_batch_sizes", global_batch_sizes)
     small = (128, 512) if setup.device == "cuda" else (16, 32)
     batches = global_batch_sizes or (FULL_BATCH_SIZES if full else small if setup.preset == "quick" else small[:1])
-    families, left_out = [], []
+    families, left_out, profiles = [], [], []
     settings = {"precision": precision, **({} if loader_workers is None else setup.files(loader_workers))}
     for batch in batches:
         whole("global_batch_sizes", batch, 1)
@@ -94,13 +94,15 @@ def multi_gpu(
             uneven = [n for n in ranks if batch % n]
             if uneven and world_sizes is not None:
                 raise ConfigError(f"a global batch of {batch} cannot be shared by {uneven[0]} ranks: give a multiple")
-            families.append(_scaled(setup, batch, [n for n in ranks if n not in uneven], settings))
-            reason = "{} images cannot be shared by {}"
-            left_out += [(families[-1].name, setup.ranks_label(n), reason.format(batch, n)) for n in uneven]
+            family = _scaled(setup, batch, [n for n in ranks if n not in uneven], settings)
+            families += [family] if family.candidates or not uneven else []  # one rank alone compares with nothing
+            images = f"{batch} image{'s' * (batch != 1)} cannot be shared by"
+            left_out += [(family.name, setup.ranks_label(n), f"{images} {setup.ranks_label(n)}") for n in uneven]
     weak = batches if full or scaling else batches[:1] if setup.preset == "quick" else ()
     if scaling == "weak" or (ranks and scaling != "strong"):
-        last = not full and scaling is None
-        families += [_scaled(setup, batch, ranks, settings, weak=True, last=last) for batch in weak]
+        families += [_scaled(setup, b, ranks, settings, weak=True, last=not full and scaling is None) for b in weak]
+    if not families:
+        raise ConfigError(f"{left_out[0][2]}, so nothing can be compared: give a batch size that they can share")
     if alone:
         families = [_alone(family) for family in families]
     if not ranks and world_sizes is None:
@@ -109,10 +111,8 @@ def multi_gpu(
         left_out += [(f.name, label, f"this machine has one {have}; each rank needs its own") for f in families]
         if setup.device == "cuda" and setup.usable_cores >= 2 and setup.places != 1 and not setup.own:
             families.append(_mechanism(setup, precision))
-    wanted = setup.splits_scaling(lost_scaling)
     shared = next((batch for batch in sorted(batches) if ranks and batch % ranks[-1] == 0), None)
-    profiles = []
-    if wanted and shared is not None:
+    if setup.splits_scaling(lost_scaling) and shared is not None:
         lost = lost_scaling_of(
             setup.config(global_batch_size=shared, **settings),
             setup.config(global_batch_size=shared, world_size=ranks[-1], **settings),

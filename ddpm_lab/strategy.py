@@ -11,6 +11,7 @@ from ddpm_lab.config import DEVICES, NETWORKS
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.fleet import current
 from ddpm_lab.planning import Measured
+from ddpm_lab.setting import check_ranks
 
 if TYPE_CHECKING:
     from ddpm_lab.explain.strategy import Strategy
@@ -69,6 +70,7 @@ def strategy(
         ) from missing
     device = usual_device(device)
     choice("device", device, DEVICES)
+    check_ranks(device, 1, len(hardware.gpus()), hardware.usable_cores())
     usual_network, usual_batch = USUAL[device]
     batch = usual_batch if batch_size is None else batch_size
     whole("batch_size", batch, 1)

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import math
+import shlex
 import sys
 from typing import Any
 
@@ -61,5 +62,6 @@ def strategy_command(options: argparse.Namespace) -> int:
         known = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in values}
         print(json.dumps(known, indent=1))
     else:
-        print(found.text())
+        given = {"--device": options.device, "--output-dir": options.output_dir}
+        print(found.text(" ".join(f"{name} {shlex.quote(value)}" for name, value in given.items() if value)))
     return 0 if completed else 1

@@ -5,6 +5,7 @@ by one that it moves.
 """
 
 import dataclasses
+import re
 from collections import Counter
 from itertools import accumulate
 from pathlib import Path
@@ -270,6 +271,23 @@ def test_a_baseline_that_crashes_once_costs_one_set(lab: Lab) -> None:
     lab.passing = True
     assert lab.run(experiment(family("f", 1))).held.any
     assert len(lab.sets) == 4
+
+
+@pytest.mark.parametrize(("status", "ending"), [("crashed", "measured again"), ("oom", "not tried again now")])
+def test_a_lost_set_is_told_with_its_reason_and_counted(
+    lab: Lab, capsys: pytest.CaptureFixture[str], status: str, ending: str
+) -> None:
+    lab.failures = {config(0).run_id: status}
+    lab.passing = status == "crashed"
+    lab.campaign(experiment(family("a", 1), family("b", 1, first=20)), sets=2).run(Progress("test"))
+    said = capsys.readouterr().err.splitlines()
+    (told,) = [line for line in said if "lost: " in line]
+    assert f"base {status} (" in told
+    assert told.endswith(ending)
+    counts = [tuple(map(int, re.findall(r"set (\d+) of (\d+),", line)[0])) for line in said if "starting" in line]
+    assert [done for done, _ in counts] == list(range(1, len(lab.sets) + 1))
+    assert all(done <= total for done, total in counts)
+    assert counts[-1][0] == counts[-1][1]
 
 
 def test_a_campaign_in_which_all_fails_holds_nothing(lab: Lab) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import records as make
+from conftest import Call
 from matplotlib.patches import Rectangle
 
-from ddpm_lab import plan
+from ddpm_lab import experiments, plan, planning
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import (
     figure_lost_scaling,
@@ -293,3 +296,34 @@ def test_the_waterfall_leads_from_the_ideal_to_the_measured() -> None:
     assert bars[-1].get_x() == 0
     assert bars[-1].get_width() == pytest.approx(reached, rel=1e-9)
     assert reached == pytest.approx(steps(**planted)["2 ranks"], rel=0.02)
+
+
+def test_a_time_below_zero_says_what_it_means() -> None:
+    gained = lost_scaling_table.table(study(measured(FAMILY, communication=-1.0))).set_index("Part")
+    assert gained.loc["exposed communication", "Note"] == "a gain"
+    noisy = measured(FAMILY)
+    (found,) = splits(study(noisy))
+    below = {p.name for p in found.parts if p.seconds.value < 0 and not p.seconds.resolved}
+    assert below, "noise falls on both sides"
+    shown = lost_scaling_table.table(study(noisy)).set_index("Part")
+    assert set(shown.loc[sorted(below), "Note"]) == {"below zero: not resolved"}
+
+
+def test_the_run_that_asks_for_it_prints_it(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = study(measured(FAMILY, communication=4.0))
+    answered = SimpleNamespace(
+        experiment=SimpleNamespace(name="multi_gpu", configurations=()),
+        measured_sets=0,
+        ledger="ledger.jsonl",
+        completed=True,
+    )
+    monkeypatch.setattr(planning, "plan_question", lambda *_, **__: SimpleNamespace(measure=lambda: answered))
+    monkeypatch.setattr(experiments, "study_of", lambda _: of)
+    monkeypatch.setattr(experiments, "records_of", lambda _: [])
+    _, out, _ = call("run", "multi_gpu", "--lost-scaling")
+    said = lost_scaling_table.sentence(splits(of)[0])
+    assert f"where the lost scaling went, tiny, batch 16, 2 ranks: {said}" in out
+    assert any(line.startswith("exposed communication") for line in out.splitlines())
+    (shown,) = json.loads(call("run", "multi_gpu", "--lost-scaling", "--json")[1])
+    assert shown["lost_scaling"][0]["sentence"] == said
+    assert "exposed communication" in [row["Part"] for row in shown["lost_scaling"][0]["parts"]]

@@ -227,6 +227,26 @@ def test_recommendation_names_the_fastest_of_equal_work() -> None:
     assert said.ratio == pytest.approx(1.62, rel=0.02)
 
 
+def test_what_one_set_on_a_busy_machine_says_is_not_called_fastest_without_that() -> None:
+    records = make.sets({"bf16": (BF16, 1.62)}, count=1)
+    assert finding(make.study(records, "recommendation")).headline.endswith("(1 set, no interval)")
+    busy = [replace(r, windows=tuple(replace(w, others_cores=64.0) for w in r.windows)) for r in records]
+    found = finding(make.study(busy, "recommendation"))
+    assert found.headline.endswith("(1 set, no interval; the machine was busy)")
+    several = finding(make.study(make.sets({"bf16": (BF16, 1.62)}), "recommendation"))
+    assert "1 set" not in several.headline
+
+
+def test_sets_that_were_lost_are_told_beside_those_that_were_not() -> None:
+    records = make.sets({"bf16": (BF16, 1.62)})
+    dead = next(r for r in records if r.label == "bf16")
+    dead = replace(dead, set_id="lost", status="crashed", reason="rank 0 was ended by signal 9", windows=())
+    said = finding(make.study([dead, *records])).claim
+    assert "Lost on the way, in 1 set: bf16 (crashed" in said
+    assert "signal 9" in said
+    assert "Lost" not in finding(make.study(records)).claim
+
+
 def test_recommendation_does_not_use_an_untrusted_experiment() -> None:
     records = make.sets({"bf16": (BF16, 1.62)}, twin_ratio=1.05)
     best = ranking.fastest(make.study(records, "recommendation"))

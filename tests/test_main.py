@@ -110,7 +110,18 @@ def test_the_module_runs_like_the_command() -> None:
         ("prepare EMPTY DEST", ["EMPTY"]),
         ("prepare synthetic DEST --image-size 0", ["0"]),
         ("prepare synthetic FILE/below", ["FILE/below"]),
+        ("run multi_gpu --batch-size 7 --preset smoke", ["7 images cannot be shared by 2 ranks", "nothing can be"]),
+        ("run multi_gpu --batch-size 1 --scaling strong", ["1 image cannot be shared by 2 ranks"]),
+        ("run exchange --mode single", ["--mode single", "exchange nothing to measure"]),
+        ("run all_reduce --mode single", ["--mode single", "all_reduce nothing to measure"]),
+        ("run all_reduce --world-sizes 1", ["world_sizes has 1", "give 2 or more"]),
+        ("run profile --world-sizes 2", ["--world-sizes", "profile has none", "multi_gpu, amp"]),
+        ("run amp --world-sizes 2 --mode single", ["--world-sizes", "--mode single"]),
+        ("run amp --world-sizes two", ["--world-sizes is 'two'"]),
+        ("run multi_gpu --world-sizes 1,4", ["4 CPU ranks need 4 cores", "oversubscribe"]),
         ("figures --ledger nowhere.jsonl", ["nowhere.jsonl", "no ledger"]),
+        ("figures --ledger TEXT", ["TEXT", "none of its 2 lines is a record"]),
+        ("predict --ledger TEXT", ["TEXT", "none of its 2 lines is a record"]),
         ("figures --ledger LEDGER --machine cray", ["'cray'", "Example CPU 9000"]),
         ("figures --check --publish", ["--publish", "--check"]),
     ],
@@ -123,6 +134,7 @@ def test_a_wrong_value_exits_2_with_one_line(
     monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "FILE").touch()
+    (tmp_path / "TEXT").write_text("# A page\n\nand no record\n")
     Ledger(tmp_path / "LEDGER").append([make.record(RunConfig())])
     given = arguments.split()
     if given[:1] in (["run"], ["report"], ["figures"]) and "--output-dir" not in given:
@@ -167,6 +179,8 @@ def test_a_defect_keeps_its_traceback_and_an_interrupt_says_how_to_go_on(
         ("multi_gpu --mode multi --batch-size 64", {"world_sizes": [2], "global_batch_sizes": [64]}),
         ("multi_gpu --mode single", {"world_sizes": [1]}),
         ("multi_gpu --scaling weak", {"scaling": "weak"}),
+        ("multi_gpu --world-sizes 1,2,4 --oversubscribe", {"world_sizes": [1, 2, 4], "oversubscribe": True}),
+        ("torch_compile --world-sizes 2 --batch-size 64", {"world_sizes": [2], "global_batch_size": 64}),
         # The tiny network is too small for several, at any batch, as long as nothing is measured.
         ("multi_gpu --mode auto", {"world_sizes": [1], "global_batch_sizes": [32], "network": "tiny"}),
         ("multi_gpu --mode auto --network seed --batch-size 64", {"global_batch_sizes": [64], "network": "seed"}),
@@ -262,7 +276,7 @@ def test_figures_of_what_is_no_ledger_of_questions_are_refused(call: Call, tmp_p
     (tmp_path / "file.txt").write_text("hi\n")
     code, out, err = call("figures", "--ledger", tmp_path / "file.txt", "--output-dir", tmp_path)
     assert (code, out) == (2, "")
-    assert "file.txt is a record of this lab" in err
+    assert "file.txt is no ledger, its only line is not a record" in err
     Ledger(tmp_path / "compare.jsonl").append(make.sets({}, experiment="compare", count=1, turns=2))
     code, out, err = call("figures", "--ledger", tmp_path / "compare.jsonl", "--output-dir", tmp_path)
     assert (code, out) == (2, "")

@@ -11,7 +11,7 @@ from conftest import Call
 from scaled_records import all_reduces, scaled
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import predicted
+from ddpm_lab.explain import phrases, predicted, predicted_words
 from ddpm_lab.explain.frames import Study, study
 from ddpm_lab.explain.link_fit import NotEnoughData
 from ddpm_lab.explain.prediction import Prediction
@@ -52,7 +52,7 @@ def test_a_step_is_predicted_from_compute_links_and_the_measured_overlap() -> No
         assert found.at(ranks).seconds == pytest.approx(step(ranks, 64, True), rel=0.01)
         assert found.at(ranks, 48).seconds == pytest.approx(step(ranks, 48, True), rel=0.01)
     assert found.exchanged.message_bytes == BYTES
-    assert "compute hides 60 % of the exchange, as measured" in found.assumptions()
+    assert "compute hides 60 % of the exchange, as measured" in found.assumptions(8)
     assert found.at(8).efficiency == pytest.approx(step(1, 64, False) / step(8, 64, True), rel=0.01)
 
 
@@ -61,7 +61,7 @@ def test_without_a_measured_overlap_a_prediction_reaches_from_none_to_full() -> 
     made = found.at(8)
     assert made.low < 68e-3 * 1.005
     assert made.high > 68e-3 + exchange(8) * 0.99
-    assert "from none to full" in found.assumptions()
+    assert "from none to full" in found.assumptions(8)
 
 
 def test_measured_steps_are_held_against_what_all_others_predict() -> None:
@@ -72,8 +72,8 @@ def test_measured_steps_are_held_against_what_all_others_predict() -> None:
     errors = {(p.ranks, p.rank_batch): p.seconds / seconds - 1 for seconds, p in found.checks}
     assert set(errors) == {(2, 16), (2, 32), (4, 8), (4, 16)}
     assert errors[4, 16] == pytest.approx(step(4, 16, True) / slow_at_four(4, 16, True) - 1, abs=0.02)
-    assert "4 ranks of 16 images -2" in predicted.check(found)
-    assert "(outside of its interval)" in predicted.check(found)
+    assert "4 ranks of 16 images -2" in predicted_words.check(found)
+    assert "(outside of its interval)" in predicted_words.check(found)
 
 
 def test_ranks_that_share_cores_are_held_against_their_own_compute_alone() -> None:
@@ -99,18 +99,18 @@ def test_a_check_uses_no_all_reduce_of_its_own_number_of_ranks() -> None:
     found = predicted.basis(answer(*scaled(step, **CALM), *links))
     of_four = [made for _, made in found.checks if made.ranks == 4]
     assert [made.exchange_seconds for made in of_four] == pytest.approx([exchange(4)] * 2, rel=0.02)
-    assert "each without the all-reduces and the overlap of its own number of ranks" in predicted.check(found)
+    assert "each without the all-reduces and the overlap of its own number of ranks" in predicted_words.check(found)
 
 
 def test_ranks_of_which_nothing_else_is_known_are_named_and_not_checked() -> None:
     links = all_reduces(exchange, ranks=(2,), machine=make.GPUS, **CALM)
     found = predicted.basis(answer(*scaled(step, **CALM), *links))
     assert {made.ranks for _, made in found.checks} == {4}
-    assert "Without the all-reduces and the overlap of 2 ranks there is not enough data" in predicted.check(found)
+    assert "Without the all-reduces and the overlap of 2 ranks there is not enough data" in predicted_words.check(found)
     found = predicted.basis(answer(*scaled(step, ranks=(2,), **CALM), *links))
     assert found.checks == ()
-    assert predicted.check(found).startswith("No measured step of several ranks can be held against")
-    assert "2 ranks there is not enough data" in predicted.check(found)
+    assert predicted_words.check(found).startswith("No measured step of several ranks can be held against")
+    assert "2 ranks there is not enough data" in predicted_words.check(found)
 
 
 def test_steps_that_show_a_mechanism_alone_say_nothing_of_overlap() -> None:
@@ -144,7 +144,7 @@ def _slower(record: RunRecord) -> RunConfig:
 def test_what_is_missing_is_said(records: list[RunRecord], words: str) -> None:
     with pytest.raises(NotEnoughData, match=words):
         predicted.predictions(predicted.basis(answer(*records)), [2])
-    caption, frame = predicted.further(answer(*records))
+    caption, frame = predicted_words.further(answer(*records))
     assert words in caption
     assert frame.empty
 
@@ -154,7 +154,7 @@ def test_hosts_need_a_link_between_them_and_what_one_host_holds_is_told_all_the_
     made = predicted.predictions(found, [2, 4, 8])
     assert isinstance(made[4], Prediction)
     assert str(made[8]).startswith("not enough data: the ledger holds no all-reduce between hosts: measure")
-    assert predicted.table(made)["Label"].iloc[-1] == made[8]
+    assert predicted_words.table(made)["Label"].iloc[-1] == made[8]
     with pytest.raises(NotEnoughData, match=r"between hosts.*ddpm-lab run all_reduce"):
         predicted.predictions(found, [8])
 
@@ -172,7 +172,7 @@ def test_ranks_beyond_those_of_a_host_are_never_predicted_over_the_link_within_i
     made = predicted.predictions(found, [8, 16])
     assert isinstance(made[8], Prediction)
     assert "no all-reduce between hosts: measure it with ddpm-lab run all_reduce" in str(made[16])
-    assert "8 ranks a host" in found.assumptions()
+    assert "8 ranks a host" in found.assumptions(8)
     assert 16 not in {p.ranks for _, p in found.checks}
     apart = all_reduces(lambda n, size: 5 * exchange(n, size), hosts_of=lambda n: n, machine=make.GPUS, **CALM)
     known = predicted.basis(answer(*training, *within, *apart))
@@ -264,3 +264,40 @@ def test_an_empty_ledger_is_refused_with_the_command_that_measures(call: Call, t
     code, _, err = call("predict", "--output-dir", tmp_path)
     assert code == 2
     assert "measure them with ddpm-lab run all_reduce multi_gpu" in err
+
+
+def test_ranks_of_a_cpu_are_predicted_on_cores_of_their_own_beside_what_they_measured_on_fewer(
+    call: Call, tmp_path: Path
+) -> None:
+    def shared(ranks: int, images: int, exchanged: bool) -> float:
+        return ranks * step(ranks, images, exchanged)
+
+    path = tmp_path / "cpu.jsonl"
+    training = scaled(shared, ranks=(2,), batches=(16, 32), machine=make.CPU, **CALM)
+    Ledger(path).append([*training, *all_reduces(exchange, **CALM)])
+    cores = make.CPU.usable_cores
+    arguments = ("predict", "--world-sizes", "1,2", "--batch-size", 32, "--ledger", path)
+    code, out, _ = call(*arguments)
+    one, predicted_row, beside = (line for line in out.splitlines() if line.lstrip()[:1].isdecimal())
+    assert code == 0
+    assert one.endswith(f"measured, {cores} cores a rank"), "one rank is no prediction"
+    assert predicted_row.endswith("predicted")
+    assert beside.endswith(f"measured, {phrases.plural(f'{cores / 2:g}', 'core')} a rank")
+    assert f"each rank on {cores} cores of its own: {2 * cores} cores for 2 ranks" in out
+    assert "nothing of this was measured" not in out
+    assert "Extrapolation:" not in out
+    assert "notebook 02_multi_gpu" in out
+    found = json.loads(call(*arguments, "--json")[1])
+    assert found["1"]["label"] == "measured"
+    assert found["2"]["measured"]["seconds"] == pytest.approx(shared(2, 16, True), rel=0.01)
+    assert found["2"]["measured"]["efficiency"] == pytest.approx(step(1, 32, False) / 2 / shared(2, 16, True), rel=0.01)
+    assert "nothing here had to be predicted" in call("predict", "--world-sizes", 1, "--ledger", path)[1]
+
+
+def test_too_few_sets_are_completed_where_the_records_lie(call: Call, tmp_path: Path) -> None:
+    own = tmp_path / "a folder" / "trace_output" / "ledger.jsonl"
+    Ledger(own).append([*scaled(step, count=2), *exchanges()])
+    for where in (("--ledger", own), ("--output-dir", own.parents[1])):
+        code, _, err = call("predict", *where)
+        assert code == 2
+        assert f"ddpm-lab run multi_gpu --sets 3 --output-dir '{own.parents[1]}'" in err

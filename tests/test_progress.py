@@ -108,3 +108,16 @@ def test_every_line_says_how_long_it_still_takes(
         "amp: takes longer than forecast; turn",
         "amp: turn",
     ]
+
+
+def test_a_line_that_stays_is_whole_and_the_next_one_comes_below_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    progress = Progress("amp")
+    progress.always("turn 1")
+    progress.stay("lost: " + "x" * 300)
+    progress.always("turn 2")
+    shown = capsys.readouterr().err
+    assert "x" * 300 + "\n" in shown
+    assert shown.endswith("amp: turn 2")

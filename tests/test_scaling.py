@@ -105,9 +105,22 @@ def test_an_efficiency_is_called_good_only_if_its_whole_interval_is() -> None:
     assert "overhead to good" in between
     assert "2 GPUs: short of good scaling on one node (above 85 %)" in between, "neither end is good"
     once = claim(strong({2: 1.99}, count=1))
-    assert "(excellent, no interval)" in once or "(perfect, no interval)" in once
+    assert "(no interval, so no band)" in once
+    (cell,) = tables.table(study(strong({2: 1.99}, count=1)))["Efficiency, by S001's bands"].tolist()[-1:]
+    assert "no interval" in cell
     assert "good scaling" not in once
     assert "Not resolved (1 set)" in findings.finding(study(strong({2: 1.99}, count=1))).headline
+
+
+def test_more_than_the_ranks_can_give_has_no_band_and_says_what_it_may_be() -> None:
+    beyond = claim(strong({2: 2.5}))
+    assert "all of it above 100 %, which more ranks alone cannot give" in beyond
+    assert "perfect" not in beyond
+    assert "the machine was busy)" not in beyond
+    records = strong({2: 2.5})
+    crowded = [replace(r, windows=tuple(replace(w, others_cores=64.0) for w in r.windows)) for r in records]
+    assert "; the machine was busy)" in claim(crowded)
+    assert "perfect" in claim(strong({2: 2.01}, set_noise=0.02)), "an interval that holds 100 % has its band"
 
 
 def test_ranks_of_a_cpu_share_its_cores() -> None:

@@ -275,6 +275,7 @@ def test_the_ranks_of_a_job_are_those_of_all_its_hosts(
         ("--parameters 7000000 --mode auto", ["7,000,000", "--network"]),
         ("--network seed --parameters 7", ["--parameters", "--network"]),
         ("--mode double", ["double"]),
+        ("--device cuda", ["'cuda'", "no GPU is visible"]),
     ],
 )
 def test_a_wrong_value_is_refused(tmp_path: Path, call: Call, arguments: str, words: list[str]) -> None:
@@ -295,6 +296,10 @@ def test_the_command_prints_answer_and_values(tmp_path: Path, call: Call) -> Non
     values = json.loads(call("strategy", "--output-dir", tmp_path, "--json")[1])
     assert values["answer"] == "multi"
     assert values["ratio"] == pytest.approx(1.6, rel=0.02)
+    other = call("strategy", "--output-dir", tmp_path, "--device", "cpu", "--batch-size", 64)[1]
+    assert (
+        f"ddpm-lab strategy --network tiny --batch-size 64 --device cpu --output-dir {tmp_path} --mode multi" in other
+    )
     empty = json.loads(call("strategy", "--output-dir", tmp_path, "--json", "--network", "seed")[1])
     assert (empty["source"], empty["ratio"], empty["sets"]) == (PRIOR, None, 0)
 

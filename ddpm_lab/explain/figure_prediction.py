@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from ddpm_lab.explain import figure_style as fs
-from ddpm_lab.explain import link_fit, links, phrases, predicted
+from ddpm_lab.explain import link_fit, links, phrases, predicted, predicted_words
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.link_fit import NotEnoughData
 from ddpm_lab.explain.links import Exchange
@@ -131,18 +131,20 @@ def steps(study: Study) -> Figure | None:
     except NotEnoughData as missing:
         return fs.message(f"{title}: not enough data", phrases.context(study), f"Not enough data: {missing}.")
     made = {name: [p for p in each if isinstance(p, Prediction)] for name, each in predictions.items()}
-    ring = known["ring"]
+    ring, shown = known["ring"], {p.ranks: p for each in made.values() for p in each}
+    most = max(shown)
+    own = "" if ring.cores is None else f" and has {phrases.plural(ring.cores, 'core')} of its own"
     first = next((p for p in reversed(made["ring"]) if p.label == "predicted"), made["ring"][0])
     figure, axes = fs.sheet(
         f"Predicted for {first.ranks} ranks: {100 * first.efficiency:.0f} % efficiency "
         f"({100 * first.efficiency_low:.0f} to {100 * first.efficiency_high:.0f} %)",
-        f"{phrases.context(study, batch=False)} \N{MIDDLE DOT} each rank keeps {ring.rank_batch} images",
+        f"{phrases.context(study, batch=False)} \N{MIDDLE DOT} each rank keeps {ring.rank_batch} images{own}",
         [1.75, 1.75, 1.75],
         headings=["Step", "Throughput", "Efficiency: images a second of each rank, one rank alone is 100 %"],
         left=1.15,
         right=_RIGHT,
         gap=0.22,
-        note=f"{ring.assumptions()} Bands: 90 % prediction intervals. {predicted.rule()}",
+        note=f"{ring.assumptions(most)} Bands: 90 % prediction intervals. {predicted_words.rule(shown)}".strip(),
     )
     views: tuple[Callable[[int, float], float], ...] = (
         lambda _, seconds: 1e3 * seconds,

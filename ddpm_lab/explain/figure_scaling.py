@@ -96,13 +96,20 @@ def efficiency(study: Study) -> Figure | None:
     )
     most = max(1.05, *(known(r["efficiency_high"], r["efficiency"]) for rows in panels for r in rows))
     for ax, rows in zip(axes, panels, strict=True):
-        percent = [{**r, **{k: 100 * r[k] for k in ("efficiency", "efficiency_low", "efficiency_high")}} for r in rows]
+        percent = [
+            {
+                **r,
+                "band": scaling.band(r, bands),
+                **{k: 100 * r[k] for k in ("efficiency", "efficiency_low", "efficiency_high")},
+            }
+            for r in rows
+        ]
         bars(
             ax,
             percent,
             [fs.PALETTE[0]] * len(rows),
             "efficiency",
-            lambda r: f"{r['efficiency']:.0f} %, {bands.name(r['efficiency'] / 100)}",
+            lambda r: f"{r['efficiency']:.0f} %, {r['band']}",
         )
         for i, (_, bound) in enumerate(bands.table):
             above = bands.table[i - 1][1] if i else 1.02 * most

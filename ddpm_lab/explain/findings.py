@@ -137,7 +137,8 @@ def _comparison(study: Study) -> Finding:
     measured = [r for r in others if r["sets"]]
     training = [r for r in measured if not r["loader_alone"]] or measured
     ending = sentences.left_over(rows) + sentences.untrained(study)
-    ending += leaks.sentence(study) + machine_state.unknown(study) + machine_state.busy(study)
+    ending += sentences.lost(study, rows) + leaks.sentence(study)
+    ending += machine_state.unknown(study) + machine_state.busy(study)
     ending += _where(study, sentences.quality(rows, evidence=True))
     if study.experiment == batch_sizes.EXPERIMENT:
         ending = f"{batch_sizes.sentence(study)}{ending}"
@@ -329,7 +330,9 @@ def fastest_measured(study: Study) -> Finding:
     group = ranking.fastest(study)
     if group is None:
         return _plain(study, "Nothing is measured yet on this machine", _how_to("amp"), NOT_MEASURED)
-    short, text = recommended_words.fastest_measured(group)
-    text += f"{machine_state.busy(study)} Measured on {study.hardware}, {study.date}."
+    own = tuple(r for r in study.records if r.run_id == group.rows[0]["run_id"])
+    busy = machine_state.busy(replace(study, records=own))
+    short, text = recommended_words.fastest_measured(group, busy=bool(busy))
+    text += f"{busy or machine_state.busy(study)} Measured on {study.hardware}, {study.date}."
     resolved = group.rows[0]["verdict"] == stats.FASTER
     return _about(study, group.rows[0], short, text, ANSWERED if resolved else stats.NOT_RESOLVED)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pandas as pd
 
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.lost_scaling import RANK_ZERO, Seconds, Split, splits
+from ddpm_lab.explain.lost_scaling import RANK_ZERO, Part, Seconds, Split, splits
 
 _NONE = phrases.DASH
 
@@ -62,14 +64,27 @@ def sentence(split: Split) -> str:
     return text
 
 
-def table(study: Study) -> pd.DataFrame:
-    """One row a part: how it was measured, its seconds in a step, and its share of the loss."""
+def as_values(study: Study) -> list[dict[str, Any]]:
+    """Each split as plain values: the work, the sentence, and the rows of its table."""
     found = []
     for split in splits(study):
+        rows = _frame([split]).to_dict("records")
+        found.append({"family": split.family, "sentence": sentence(split), "parts": rows})
+    return found
+
+
+def table(study: Study) -> pd.DataFrame:
+    """One row a part: how it was measured, its seconds in a step, and its share of the loss."""
+    return _frame(splits(study))
+
+
+def _frame(shown: Sequence[Split]) -> pd.DataFrame:
+    found = []
+    for split in shown:
         several = {"Family": split.family}
         rows: list[tuple[str, str, Seconds, str]] = [
             ("ideal", f"one rank's time divided by {split.ranks}", split.ideal, ""),
-            *((p.name, p.how, p.seconds, p.note) for p in split.parts),
+            *((p.name, p.how, p.seconds, p.note or _negative(split, p)) for p in split.parts),
         ]
         if all(p.name != RANK_ZERO for p in split.parts):
             rows.append((RANK_ZERO, "none: every rank does the same", Seconds(value=0.0), ""))
@@ -99,6 +114,13 @@ def table(study: Study) -> pd.DataFrame:
         return frame
     frame = frame.drop(columns="Family") if frame["Family"].nunique() == 1 else frame
     return frame if frame["Note"].any() else frame.drop(columns="Note")
+
+
+def _negative(split: Split, part: Part) -> str:
+    """What a time below zero says: a gain where it is resolved, and else no known difference from none."""
+    if not part.seconds.value < 0:
+        return ""
+    return "a gain" if part.gained and not split.doubt else "below zero: not resolved"
 
 
 def _share(seconds: Seconds, split: Split) -> str:

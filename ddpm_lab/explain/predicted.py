@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from scipy import special
 
 from ddpm_lab.checks import ConfigError
@@ -22,7 +21,6 @@ from ddpm_lab.explain.frames import SCALING, Study
 from ddpm_lab.explain.link_fit import Link, NotEnoughData
 from ddpm_lab.explain.overlap import LEAST_SETS, Pair, hidden, pairs
 from ddpm_lab.explain.prediction import (
-    EXTRAPOLATION,
     Cluster,
     Compute,
     Exchanged,
@@ -30,6 +28,7 @@ from ddpm_lab.explain.prediction import (
     Speed,
 )
 from ddpm_lab.explain.stats import LEVEL
+from ddpm_lab.plan import scaling
 
 WORLD_SIZES = tuple(2**power for power in range(1, 11))
 _GRADIENT_BYTES = 4
@@ -38,12 +37,35 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A measured step, to stand beside predicted ones: seconds and efficiency with their 95 % intervals over sets.
+
+    ``global_batch`` says whether the efficiency is of ranks that share a batch, else of ranks that keep their own.
+    ``cores`` are the cores that all ranks shared; None on GPUs.
+    """
+
+    ranks: int
+    rank_batch: float
+    global_batch: bool
+    seconds: float
+    low: float
+    high: float
+    efficiency: float
+    efficiency_low: float
+    efficiency_high: float
+    cores: int | None
+    sets: int
+    label: str = "measured"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Basis:
     """What predictions rest on: one training configuration, its measured compute, its exchange, the links.
 
     ``rank_batch`` is what a rank is taken to keep where nothing else is said, and ``own_seconds`` its measured step on
     one rank. ``checks`` are measured steps of several ranks, each with what was predicted of it without the all-reduces
-    and the overlap of as many ranks; for ``unchecked`` numbers of ranks these do not suffice.
+    and the overlap of as many ranks; for ``unchecked`` numbers of ranks these do not suffice. ``measured`` are all
+    measured steps of this configuration; ``cores`` are those of the one rank on a CPU, and None on GPUs.
     """
 
     config: RunConfig
@@ -54,6 +76,8 @@ class Basis:
     own_seconds: float
     checks: tuple[tuple[float, Prediction], ...]
     unchecked: tuple[int, ...]
+    measured: tuple[Measured, ...] = ()
+    cores: int | None = None
 
     def at(self, ranks: int, rank_batch: float | None = None, *, own_batch: float | None = None) -> Prediction:
         """The predicted step of so many ranks; its efficiency is against one rank with ``own_batch``, or their batch.
@@ -63,8 +87,15 @@ class Basis:
         batch = self.rank_batch if rank_batch is None else rank_batch
         return prediction.predict(self.cluster, self.compute, self.exchanged, ranks, batch, own_batch=own_batch)
 
-    def assumptions(self) -> str:
-        """What every prediction takes for granted, in sentences."""
+    def beside(self, ranks: int, global_batch_size: int | None = None) -> Measured | None:
+        """What was measured of so many ranks with this batch, shared or, for None, each its own; None for nothing."""
+        shared = global_batch_size is not None
+        batch = global_batch_size / ranks if global_batch_size is not None else self.rank_batch
+        found = [m for m in self.measured if m.ranks == ranks and m.rank_batch == batch]
+        return max(found, key=lambda m: (m.ranks == 1 or m.global_batch == shared, m.sets), default=None)
+
+    def assumptions(self, most: int) -> str:
+        """What every prediction of up to ``most`` ranks takes for granted, in sentences."""
         per_host = self.cluster.ranks_per_host
         link = self.cluster.inner or self.cluster.outer
         assert link is not None
@@ -83,14 +114,23 @@ class Basis:
         buckets = phrases.plural(self.exchanged.buckets, "bucket")
         return (
             f"Assumed: {link.algorithm}, {where}; {size} in {buckets}; {overlap}; each rank as fast as the one "
-            f"measured alone{', with as many cores' if self.config.device == 'cpu' else ''}."
+            f"measured alone{self._own_cores(most)}."
         )
 
+    def _own_cores(self, most: int) -> str:
+        if self.cores is None:
+            return ""
+        each, total = phrases.plural(self.cores, "core"), phrases.plural(most * self.cores, "core")
+        return f", so each rank on {each} of its own: {total} for {phrases.plural(most, 'rank')}"
 
-def basis(study: Study, *, algorithm: str = "ring", ranks_per_host: int | None = None) -> Basis:
+
+def basis(
+    study: Study, *, algorithm: str = "ring", ranks_per_host: int | None = None, carried: Sequence[str] = ()
+) -> Basis:
     """What the records allow to predict. Raises NotEnoughData, whose message says what is missing and how to get it.
 
     ``ranks_per_host`` None takes the most that were measured on one host, where anything was measured on several.
+    ``carried`` are options that the command which measures what is missing needs to write beside these records.
     """
     kinds, rows = links.fitted(study, algorithm), _training(study)
     alone = [r for r in rows if r["ranks"] == 1 and _log_error(r)]
@@ -99,7 +139,7 @@ def basis(study: Study, *, algorithm: str = "ring", ranks_per_host: int | None =
     if wanted:
         raise NotEnoughData(
             f"the ledger holds no {' and no '.join(what for what, _ in wanted)}: measure them with ddpm-lab run "
-            + " ".join(name for _, name in wanted)
+            + " ".join([*(name for _, name in wanted), f"--sets {LEAST_SETS}", *carried])
         )
     compute = Compute(speeds=_speeds(alone))
     if ranks_per_host is None:
@@ -116,6 +156,7 @@ def basis(study: Study, *, algorithm: str = "ring", ranks_per_host: int | None =
     own = max(alone, key=lambda r: r["batch"])
     measured = [p for p in pairs(study) if _alike(p.config) == _alike(own["config"])]
     without = {n: _cluster(kinds, algorithm, without=n) for n in {r["ranks"] for r in rows}}
+    cores = study.records[-1].environment.machine.usable_cores if own["config"].device == "cpu" else None
     held = list(_checks(rows, measured, compute, exchanged, without))
     return Basis(
         config=own["config"],
@@ -126,6 +167,28 @@ def basis(study: Study, *, algorithm: str = "ring", ranks_per_host: int | None =
         own_seconds=own["step_seconds"],
         checks=tuple((row["step_seconds"], made) for row, made in held if made is not None),
         unchecked=tuple(sorted({row["ranks"] for row, made in held if made is None})),
+        measured=tuple(_measured(row, cores) for row in rows if row["config"].exchange == ExchangeConfig()),
+        cores=cores,
+    )
+
+
+def _measured(row: Row, cores: int | None) -> Measured:
+    """A row of ``comparisons`` as a step; ``cores`` are those of a host."""
+    rates = (row["images_per_second_high"], row["images_per_second_low"])
+    kind = scaling(row["family"])
+    shown = kind is not None and row["role"] == "candidate"
+    return Measured(
+        ranks=row["ranks"],
+        rank_batch=row["batch"] / row["ranks"],
+        global_batch=kind == "strong",
+        seconds=row["step_seconds"],
+        low=row["batch"] / rates[0],
+        high=row["batch"] / rates[1],
+        efficiency=row["efficiency"] if shown else math.nan,
+        efficiency_low=row["efficiency_low"] if shown else math.nan,
+        efficiency_high=row["efficiency_high"] if shown else math.nan,
+        cores=None if cores is None else cores * row["config"].nodes,
+        sets=int(row["sets"]),
     )
 
 
@@ -219,31 +282,29 @@ def _work(config: RunConfig) -> tuple[int, int, int]:
     return config.world_size, config.nodes, config.global_batch_size
 
 
-def further(study: Study) -> tuple[str, pd.DataFrame]:
-    """Caption and table of what is predicted, without rows where it cannot be."""
-    try:
-        found = basis(study)
-        made = predictions(found, WORLD_SIZES)
-    except NotEnoughData as missing:
-        return f"Predicted steps: not enough data ({missing}).", pd.DataFrame()
-    caption = (
-        f"Predicted, not measured: {found.rank_batch} images a rank. {found.assumptions()} {check(found)} {rule()}"
-    )
-    return caption, table(made)
+Made = Prediction | Measured | str
 
 
-def predictions(
-    found: Basis, world_sizes: Sequence[int], global_batch_size: int | None = None
-) -> dict[int, Prediction | str]:
+def beside(found: Basis, made: Mapping[int, Made], global_batch_size: int | None = None) -> dict[int, Measured]:
+    """What was measured of the same ranks and batch as what is predicted."""
+    rows = {n: found.beside(n, global_batch_size) for n, p in made.items() if isinstance(p, Prediction)}
+    return {n: row for n, row in rows.items() if row is not None}
+
+
+def predictions(found: Basis, world_sizes: Sequence[int], global_batch_size: int | None = None) -> dict[int, Made]:
     """A prediction for each number of ranks, or why there is none; without a global batch each keeps its own.
+
+    One rank with a batch that was measured exchanges nothing, so there is nothing to predict: it is that measurement.
 
     Ranks that share a global batch have the efficiency of strong scaling, against one rank with all of it. Raises
     NotEnoughData where there is no prediction for any.
     """
-    made: dict[int, Prediction | str] = {}
+    made: dict[int, Made] = {}
     for ranks in world_sizes:
         try:
-            if global_batch_size is None:
+            if ranks == 1 and (alone := found.beside(1, global_batch_size)) is not None:
+                made[ranks] = alone
+            elif global_batch_size is None:
                 made[ranks] = found.at(ranks)
             elif global_batch_size % ranks:
                 shared = f"{phrases.plural(global_batch_size, 'image')} cannot be shared by"
@@ -257,56 +318,3 @@ def predictions(
     if all(isinstance(p, str) for p in made.values()):
         raise NotEnoughData(str(next(iter(made.values()))))
     return made
-
-
-def table(made: Mapping[int, Prediction | str]) -> pd.DataFrame:
-    """Predictions as strings, one row for each number of ranks."""
-    rows = []
-    for ranks, p in made.items():
-        name = {"Configuration": phrases.plural(ranks, "rank")}
-        if isinstance(p, str):
-            rows.append({**name, "Label": p})
-            continue
-        rows.append(
-            {
-                **name,
-                "Images a rank": f"{p.rank_batch:g}",
-                "Step": f"{phrases.seconds(p.seconds)} ({phrases.seconds(p.low)} to {phrases.seconds(p.high)})",
-                "Compute": phrases.seconds(p.compute_seconds),
-                "Exchange": phrases.seconds(p.exchange_seconds),
-                "Images/s": phrases.significant(ranks * p.rank_batch / p.seconds),
-                "Efficiency": f"{100 * p.efficiency:.0f} % ({100 * p.efficiency_low:.0f} to "
-                f"{100 * p.efficiency_high:.0f} %)",
-                "Label": p.label,
-            }
-        )
-    order = ("Configuration", "Images a rank", "Step", "Compute", "Exchange", "Images/s", "Efficiency", "Label")
-    return pd.DataFrame(rows, columns=list(order)).fillna(phrases.DASH)
-
-
-def check(found: Basis) -> str:
-    """How far measured steps of several ranks lay from their predictions."""
-    few = ""
-    if found.unchecked:
-        counts = phrases.joined([f"{n:,}" for n in found.unchecked])
-        few = f" Without the all-reduces and the overlap of {counts} ranks there is not enough data to predict theirs."
-    if not found.checks:
-        return f"No measured step of several ranks can be held against a prediction here.{few}"
-    said = []
-    for seconds, made in found.checks:
-        images = phrases.plural(f"{made.rank_batch:g}", "image")
-        outside = "" if made.low <= seconds <= made.high else " (outside of its interval)"
-        said.append(f"{made.ranks} ranks of {images} {100 * (made.seconds / seconds - 1):+.0f} %{outside}")
-    return (
-        "Predicted against measured, each without the all-reduces and the overlap of its own number of ranks (compute "
-        "is that of these ranks without exchange, or of one rank where that was not measured): "
-        f"{phrases.joined(said)}.{few}"
-    )
-
-
-def rule() -> str:
-    """When a prediction is an extrapolation, and what that does to its interval."""
-    return (
-        f"Extrapolation: beyond {EXTRAPOLATION} times the largest measured number of ranks, or outside the measured "
-        "batches; each doubling beyond adds the error of the exchange, or of the compute, once more, in logarithm."
-    )

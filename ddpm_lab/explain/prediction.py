@@ -18,6 +18,7 @@ from ddpm_lab.explain.link_fit import DRAWS, Array, Link, NotEnoughData, bounds
 
 EXTRAPOLATION = 4
 """Beyond so many times the largest measured number of ranks, or of hosts, a prediction is called an extrapolation."""
+EXTRAPOLATED = "extrapolation"
 HIDING_SHARE = 2 / 3
 """Share of the compute that an exchange can hide behind: the backward pass does twice the work of the forward pass."""
 WIDEST = 10
@@ -217,7 +218,7 @@ def predict(
         efficiency_high=shares[-1][1],
         compute_seconds=alone,
         exchange_seconds=exchange,
-        label="extrapolation" if any(beyond) else "predicted",
+        label=EXTRAPOLATED if any(beyond) else "predicted",
     )
 
 

@@ -23,10 +23,15 @@ def answer(found: Recommendation) -> tuple[str, str, dict[str, Any] | None]:
     return short, f"{short}. {_evidence(found)}", {**lead, "quality": judged}
 
 
-def fastest_measured(group: ranking.Group) -> tuple[str, str]:
-    """The fastest configuration of equal work in one line, and with what it rests on."""
+def fastest_measured(group: ranking.Group, *, busy: bool = False) -> tuple[str, str]:
+    """The fastest configuration of equal work in one line, and with what it rests on.
+
+    A single set is no evidence, least of all on a machine that was ``busy`` meanwhile; the line says both.
+    """
     best = group.rows[0]
     short = f"Fastest measured: {phrases.settings(best['config'])}, at {phrases.throughput(best)}"
+    if best["sets"] < 2:
+        short += f" (1 set, no interval{'; the machine was busy' if busy else ''})"
     text = f"{short} ({group.name})."
     if best["role"] == "baseline":
         others = len(group.rows) - 1

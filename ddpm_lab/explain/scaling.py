@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import phrases, sentences, stats
+from ddpm_lab.explain import machine_state, phrases, sentences, stats
 from ddpm_lab.explain.bands import Bands, share
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
@@ -59,7 +59,17 @@ def interval(row: Mapping[str, Any]) -> str:
 def rated(row: Mapping[str, Any], bands: Bands) -> str:
     """An efficiency with its band and its interval: "80 %, good (78 to 82 %)"."""
     span = f" ({found})" if (found := interval(row)) else ""
-    return f"{efficiency(row)}, {bands.name(row['efficiency'])}{span}"
+    return f"{efficiency(row)}, {band(row, bands)}{span}"
+
+
+BEYOND = "above 100 %"
+
+
+def band(row: Mapping[str, Any], bands: Bands) -> str:
+    """The name of an efficiency; without an interval, or where all of it lies above 100 %, why it has none."""
+    if math.isnan(row["efficiency_low"]):
+        return "no interval"
+    return BEYOND if row["efficiency_low"] > 1 else bands.name(row["efficiency"])
 
 
 def answer(study: Study, measured: Sequence[Row]) -> tuple[str, str, Row]:
@@ -68,7 +78,7 @@ def answer(study: Study, measured: Sequence[Row]) -> tuple[str, str, Row]:
     leads = {kind: sentences.lead(found) for kind, found in by_kind.items() if found}
     told = []
     for kind, stays in KINDS.items():
-        said = "not measured." if kind not in leads else _claim(by_kind[kind], leads[kind], study.bands)
+        said = "not measured." if kind not in leads else _claim(study, by_kind[kind], leads[kind])
         told.append(f"{kind.capitalize()} scaling ({stays}): {said}")
     if any(r["config"].device == "cpu" for r in measured):
         told.append(f"{shared_cores(study, measured)}: expect no efficiency near 100 %.")
@@ -95,8 +105,9 @@ def _short(lead: Row) -> str:
     return pair if lead["verdict"] in (stats.FASTER, stats.SLOWER) else f"{lead['label']} {phrases.outcome(lead)}"
 
 
-def _claim(found: Sequence[Row], lead: Row, bands: Bands) -> str:
+def _claim(study: Study, found: Sequence[Row], lead: Row) -> str:
     """The best comparison of one kind, the efficiency of every number of ranks beside it, and how the others ended."""
+    bands = study.bands
     where = lead["family"].replace(WEAK, "") if _several(found) else ""
     if lead["verdict"] in (stats.FASTER, stats.SLOWER):
         evidence = f"({phrases.evidence(lead)}{sentences.noise(lead)})."
@@ -105,8 +116,9 @@ def _claim(found: Sequence[Row], lead: Row, bands: Bands) -> str:
         text = sentences.unresolved(lead, len(found), where)[1]
         text = text[0].lower() + text[1:]
     family = [r for r in found if (r["family"], r["baseline_id"]) == (lead["family"], lead["baseline_id"])]
+    busy = "; the machine was busy" if machine_state.busy(study) else ""
     each = [
-        f"{efficiency(r)} with {r['label']} ({_band(r, bands)})"
+        f"{efficiency(r)} with {r['label']} ({_band(r, bands, busy)})"
         for r in sorted(family, key=lambda r: (r["ranks"], r["config"].nodes))
     ]
     text += f" Parallel efficiency: {phrases.joined(each)}, by {whose(bands)} bands"
@@ -116,11 +128,16 @@ def _claim(found: Sequence[Row], lead: Row, bands: Bands) -> str:
     return text + sentences.tally(found, lead)
 
 
-def _band(row: Row, bands: Bands) -> str:
-    """The band of an efficiency, and those of its interval where they are others."""
-    name = bands.name(row["efficiency"])
+def _band(row: Row, bands: Bands, busy: str) -> str:
+    """The band of an efficiency, and those of its interval where they are others; why it has none, and ``busy``."""
+    name = band(row, bands)
     if math.isnan(row["efficiency_low"]):
-        return f"{name}, no interval"
+        return f"{name}, so no band{busy}"
+    if name == BEYOND:
+        return (
+            f"interval {interval(row)}: all of it above 100 %, which more ranks alone cannot give: the baseline was "
+            f"disturbed, or caches hold what each of them works on{busy}"
+        )
     ends = [bands.name(row[f"efficiency_{end}"]) for end in ("low", "high")]
     return name if ends == [name, name] else f"{name}; its interval: {' to '.join(dict.fromkeys(ends))}"
 
@@ -128,7 +145,7 @@ def _band(row: Row, bands: Bands) -> str:
 def _asked(row: Row, bands: Bands) -> str:
     """What the bands ask of good scaling, where the whole interval gives one answer."""
     ends = ("efficiency_low", "efficiency_high")
-    if any(math.isnan(row[end]) for end in ends):
+    if any(math.isnan(row[end]) for end in ends) or band(row, bands) == BEYOND:
         return ""
     nodes = row["config"].nodes
     low, high = (bands.verdict(row[end], nodes) for end in ends)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ddpm_lab.explain import phrases, stats
 from ddpm_lab.explain import quality as equivalence
-from ddpm_lab.explain.comparisons import MECHANISM_ONLY, QUALITY
+from ddpm_lab.explain.comparisons import COMPARED, MECHANISM_ONLY, QUALITY
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import WEAK
 
@@ -153,6 +153,18 @@ def left_over(rows: Sequence[Mapping[str, Any]]) -> str:
         if items:
             text += f" {head}: {phrases.joined(list(dict.fromkeys(items)))}."
     return text
+
+
+def lost(study: Study, rows: Sequence[Mapping[str, Any]]) -> str:
+    """A sentence, after a space, on sets that a configuration failed in and was measured beside; else empty."""
+    have = {r["run_id"] for r in rows if r["sets"]}
+    failed = [r for r in study.records if r.role in COMPARED and r.status not in ("ok", "left out")]
+    failed = [r for r in failed if r.run_id in have]
+    if not failed:
+        return ""
+    sets = phrases.plural(len({r.set_id for r in failed}), "set")
+    why = [f"{r.label} ({phrases.failure({'status': r.status, 'reason': r.reason})})" for r in failed]
+    return f" Lost on the way, in {sets}: {phrases.joined(list(dict.fromkeys(why)))}."
 
 
 def unmeasured(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

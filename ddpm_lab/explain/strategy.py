@@ -51,15 +51,18 @@ class Strategy:
         work += f", {PLAIN.precision}" * (self.measured_batch is not None)
         return f"{self.answer} for {work}: {self.reason} [{self.source}]"
 
-    def text(self) -> str:
-        """The answer, what was measured, and what to do next, one line each."""
+    def text(self, carried: str = "") -> str:
+        """The answer, what was measured, and what to do next, one line each.
+
+        ``carried`` are options with which it was asked for, which the next command needs too.
+        """
         lines = [self.sentence()]
         lines += [f"  {speed}" for speed in self.speeds]
         lines += [f"  measured on {self.where}"] if self.where else []
-        return "\n".join([*lines, *(f"  {line}" for line in self._next())])
+        return "\n".join([*lines, *(f"  {line}" for line in self._next(carried))])
 
-    def _next(self) -> list[str]:
-        at = f"--network {self.network or 'NAME'} --batch-size {self.batch}"
+    def _next(self, carried: str) -> list[str]:
+        at = f"--network {self.network or 'NAME'} --batch-size {self.batch}{f' {carried}' if carried else ''}"
         if self.answer == NOT_RESOLVED:
             return [f"to resolve 2 %: ddpm-lab run multi_gpu {at} --resolution 2%"]
         if self.measured_batch != self.batch:

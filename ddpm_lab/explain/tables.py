@@ -22,7 +22,7 @@ from ddpm_lab.explain import (
     operators,
     peers,
     phrases,
-    predicted,
+    predicted_words,
     ranking,
     recommended,
     recommended_words,
@@ -84,7 +84,7 @@ def more(study: Study) -> list[tuple[str, pd.DataFrame]]:
         said = " ".join(lost_scaling_table.sentence(split) for split in lost_scaling.splits(study))
         found.append((f"Where the lost scaling went. {said}", lost_scaling_table.table(study)))
     if study.experiment == SCALING:
-        found.append(predicted.further(study))
+        found.append(predicted_words.further(study))
     if study.experiment == "profile" and not any(r.config.is_own for r in study.records):  # whose changes are others
         found.append(("What to change next: measured, or at most what this budget allows.", advice.table(study)))
     found = [(caption, frame) for caption, frame in found if not frame.empty]

@@ -20,7 +20,7 @@ from ddpm_lab.measure.gradients import compare_gradients
 from ddpm_lab.measure.hardware import environment
 from ddpm_lab.measure.held import held_of
 from ddpm_lab.measure.largest_batch import largest_batch, search_ended
-from ddpm_lab.measure.progress import Progress
+from ddpm_lab.measure.progress import Progress, lost
 from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import Work, measure_alone, measure_set, profile_alone, warm_up_alone
 from ddpm_lab.measure.trial import work_of
@@ -100,22 +100,21 @@ class Campaign:
             if left is not None and left < self._set_seconds(family, len(candidates)) and done:
                 break
             forecast = self._forecast(families)
-            progress.prefix = f"set {done + 1} of {total},"
+            progress.prefix = f"set {done + 1} of {max(total, done + 1)},"
             progress.expect(forecast if left is None else min(forecast, left))
             progress.always(f"{family.name}: starting")
-            self.measure(family, candidates)
-            done += 1
+            records, done = self.measure(family, candidates), done + 1
+            if told := lost(records, self._hopeless):
+                progress.stay(told)
+                total = done + self._sets_missing(families)
             # What fits is decided once, when the cost of every family is known.
             known = (f.name in self.costs or f.last or not self._wanted(f) for f in families)
             if left is not None and not fitted and all(known):
                 families, fitted = self._fit(families), True
                 total = done + self._sets_missing(families)
         self._train(families, progress)
-        unfinished = self._sets_missing(families)
-        progress.prefix = ""
-        progress.expect(None)
-        if unfinished:
-            progress.always(f"{unfinished} set{'s' if unfinished > 1 else ''} did not fit into the time")
+        if unfinished := self._sets_missing(families):
+            progress.done(f"{unfinished} set{'s' if unfinished > 1 else ''} did not fit into the time")
 
     def seconds_left(self) -> float | None:
         """Seconds of the budget that are left, or None without one."""

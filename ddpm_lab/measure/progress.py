@@ -6,8 +6,13 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ddpm_lab.config import RunConfig
+    from ddpm_lab.record import RunRecord
 
 FILE_VARIABLE = "DDPM_LAB_PROGRESS"
 """Environment variable: a file that receives every line, for whoever runs notebooks in batch."""
@@ -30,8 +35,8 @@ class Progress:
         if time.monotonic() - self._shown >= 1.0:
             self.always(text)
 
-    def always(self, text: str) -> None:
-        """Show a line now."""
+    def always(self, text: str, *, whole: bool = False) -> None:
+        """Show a line now; ``whole`` even where it is longer than the terminal is wide."""
         self._shown = time.monotonic()
         line = " ".join(part for part in (self.prefix, self._left(), text) if part)
         if self._file:
@@ -42,7 +47,8 @@ class Progress:
         if self._shell is not None:
             self._display(line)
         elif sys.stderr.isatty():
-            print(f"\r\x1b[K{self.title}: {line}"[: _columns()], end="", file=sys.stderr, flush=True)
+            shown = f"\r\x1b[K{self.title}: {line}"
+            print(shown if whole else shown[: _columns()], end="", file=sys.stderr, flush=True)
         else:
             print(f"{self.title}: {line}", file=sys.stderr, flush=True)
 
@@ -61,7 +67,12 @@ class Progress:
     def done(self, text: str) -> None:
         """Show the last line and leave it standing."""
         self.prefix, self._until = "", None
-        self.always(text)
+        self.stay(text)
+
+    def stay(self, text: str) -> None:
+        """Show a line and leave it standing: the next one comes below it."""
+        self.always(text, whole=True)
+        self._handle = None
         if self._shell is None and not self.quiet and sys.stderr.isatty():
             print(file=sys.stderr)
 
@@ -73,6 +84,16 @@ class Progress:
             self._handle = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
         else:
             self._handle.update(data, raw=True)
+
+
+def lost(records: Sequence[RunRecord], hopeless: Callable[[RunConfig], bool]) -> str:
+    """Who failed in a set, why, and whether it is measured again; empty where all went well."""
+    failed = [r for r in records if r.status != "ok"]
+    if not failed:
+        return ""
+    told = "; ".join(f"{r.label} {r.status} ({r.reason})" for r in failed)
+    ended = any(hopeless(r.config) for r in failed)
+    return f"lost: {told}; {'not tried again now' if ended else 'measured again'}"
 
 
 def _columns() -> int:
