@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpm_lab.checks import ConfigError, percent
+from ddpm_lab.checks import ConfigError, percent, whole_options
 from ddpm_lab.tracker_option import chosen, track
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ def _grid(name: str, options: argparse.Namespace, weighed: Strategy | None) -> d
     if options.batch_size is not None and name in ("batch_size", "all_reduce"):
         why = "varies it" if name == "batch_size" else "has no images"
         raise ConfigError(f"--batch-size: the experiment {name} {why}; leave it out")
+    whole_options(vars(options), batch_size=1)
     if options.batch_size is not None:
         grid |= (
             {"global_batch_sizes": [options.batch_size]}
@@ -98,6 +99,8 @@ def _grid(name: str, options: argparse.Namespace, weighed: Strategy | None) -> d
         raise ConfigError(
             "--mode multi: the experiment workers trains with one rank; leave it out or use --mode single"
         )
+    if options.mode == "single" and name in ("exchange", "all_reduce"):
+        raise ConfigError(f"--mode single: in the experiment {name} ranks exchange something; leave it out")
     if options.mode and name != "workers":
         device = usual_device(options.device)
         most = most_ranks(device)[0]
@@ -223,9 +226,12 @@ def rank(options: argparse.Namespace, main: Callable[[Sequence[str]], int]) -> i
     """Lead the processes that torchrun has started through a command, or serve ranks for the one that does."""
     from ddpm_lab.checks import choice  # noqa: PLC0415
     from ddpm_lab.measure import fleet, host  # noqa: PLC0415
+    from ddpm_lab.measure.torchrun import Process  # noqa: PLC0415
 
     choice("the command after rank", next(iter(options.words), None), MANY_HOSTS)
-    process = fleet.Process.read(os.environ)
+    if {"-h", "--help"} & set(options.words):
+        return main(options.words)
+    process = Process.read(os.environ)
     if process.rank:
         return host.serve(fleet.join(process))
     with fleet.leading(process, options.interface):

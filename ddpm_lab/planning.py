@@ -19,6 +19,7 @@ from ddpm_lab.measure.campaign import Campaign, Target
 from ddpm_lab.measure.code_version import CodeVersion, code_version
 from ddpm_lab.measure.fleet import current
 from ddpm_lab.measure.group_folder import sweep
+from ddpm_lab.measure.measuring_lock import measuring
 from ddpm_lab.measure.network_choice import choose_network
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument
@@ -69,11 +70,18 @@ class Planned:
     output: Path
     progress: Progress
 
+    def renewed(self) -> Planned:
+        """The same with what the ledger holds by now, which another process may have added to."""
+        c = self.campaign
+        again = Campaign(c.experiment, c.target, c.instrument, c.ledger, c.traces, trials=c.for_trials)
+        return dataclasses.replace(self, campaign=again)
+
     def measure(self) -> Measured:
-        """Measure what the ledger lacks."""
+        """Measure what the ledger lacks, once no other process measures here."""
         sweep()
-        campaign = self.campaign
-        campaign.run(self.progress)
+        with measuring(self.progress.always) as waited:
+            campaign = self.renewed().campaign if waited else self.campaign
+            campaign.run(self.progress)
         count = campaign.measured_sets
         text = f"measured {count} set{'s' if count != 1 else ''} now" if count else "every set is in the ledger"
         self.progress.done(text)
