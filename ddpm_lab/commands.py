@@ -173,13 +173,14 @@ def run(options: argparse.Namespace) -> int:
     ]
     measured = [one.measure() for one in planned]
     results = [_answer(one, table) for one in measured]
-    _print_summaries(measured)
     if options.json:
         print(json.dumps(results, indent=1))
     else:
         for result in results:
             print(f"{result['experiment']}: {result['finding']}")
         print(f"records: {results[-1]['ledger']}", flush=True)
+    sys.stdout.flush()
+    _print_summaries(measured)
     if tracker:
         for one in measured:
             track(tracker, one)
@@ -187,7 +188,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print_summaries(measured: Sequence[Any]) -> None:
-    """The lines that a log is searched for, one block for each configuration; nobody needs them on a terminal."""
+    """The lines that a log is searched for, a block for each configuration that trained; a terminal needs none."""
     if sys.stderr.isatty():
         return
     from ddpm_lab import summary_lines  # noqa: PLC0415
@@ -196,8 +197,8 @@ def _print_summaries(measured: Sequence[Any]) -> None:
     for one in measured:
         configurations = [c for c in one.experiment.configurations if c.data]
         images = {c.data_sha256: summary_lines.train_count(c) for c in configurations}
-        for summary in summary_lines.of_records(records_of(one), images):
-            print(*summary_lines.lines(summary), sep="\n", file=sys.stderr)
+        for title, summary in summary_lines.of_records(records_of(one), images).items():
+            print(f"-- {title}", *summary_lines.lines(summary), sep="\n", file=sys.stderr)
 
 
 def _answer(measured: Any, bands: Bands) -> dict[str, Any]:
