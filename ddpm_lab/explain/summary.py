@@ -201,7 +201,8 @@ def speed_ups(rows: Sequence[Row]) -> SpeedUps:
     the time of an epoch, and not at all where a log does not tell it.
     """
     told = [row.summary for row in rows if row.summary.seconds and row.summary.devices]
-    weak = len({s.configuration for s in told}) > len({_work(s.configuration, None) for s in told})
+    named = {s.configuration for s in told if _work(s.configuration, 1)}
+    weak = len(named) > len({_work(name, None) for name in named})
     unlike = len({s.epochs for s in told}) > 1
     per_epoch = (unlike or weak) and all(s.epoch_seconds for s in told)
     groups: dict[tuple[str | None, bool, int, int], list[Summary]] = {}
