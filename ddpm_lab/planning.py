@@ -71,7 +71,7 @@ class Planned:
     progress: Progress
 
     def renewed(self) -> Planned:
-        """The same with what the ledger holds by now, which another process may have added to."""
+        """The same with what the ledger holds by now."""
         c = self.campaign
         again = Campaign(c.experiment, c.target, c.instrument, c.ledger, c.traces, trials=c.for_trials)
         return dataclasses.replace(self, campaign=again)
@@ -83,8 +83,7 @@ class Planned:
             campaign = self.renewed().campaign if waited else self.campaign
             campaign.run(self.progress)
         count = campaign.measured_sets
-        text = f"measured {count} set{'s' if count != 1 else ''} now" if count else "every set is in the ledger"
-        self.progress.done(text)
+        self.progress.done(f"measured {count} set{'s' * (count != 1)} now" if count else "every set is in the ledger")
         return Measured(
             experiment=campaign.experiment,
             ledger=campaign.ledger.path,
@@ -335,11 +334,8 @@ def _network(name: str, setup: Setup, instrument: Instrument, ledger: Ledger, ta
 def _images(data: str, *, held_out: str | None, skip_bad: bool, size: int, cache: Path, progress: Any) -> Images:
     folder = resolve(data, cache, image_size=size, held_out=held_out, skip_bad=skip_bad, progress=progress)
     manifest = read_manifest(folder)
-    kind = (
-        "synthetic images"
-        if manifest.kind == "synthetic"
-        else f"images from {'/'.join(Path(manifest.source).parts[-2:])}"
-    )
+    source = f"images from {'/'.join(Path(manifest.source).parts[-2:])}"
+    kind = "synthetic images" if manifest.kind == "synthetic" else source
     return Images(
         folder=str(folder), sha256=manifest.content_hash, name=f"{manifest.train_count:,} {kind}", image_size=size
     )

@@ -27,6 +27,7 @@ def test_ranks_are_gone_before_the_run_is(tmp_path: Path) -> None:
     started.terminate()
     rest = started.stderr.read()
     ended = time.monotonic()
+    started.stderr.close()
     assert started.wait(60) == 143, rest
     assert "ddpm-lab: stopped; every complete set is in the ledger, the same command goes on" in rest
     while alive(family) and time.monotonic() - ended < 3:  # the server of forks, which sees that its parent has gone
