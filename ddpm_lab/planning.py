@@ -38,10 +38,7 @@ MOST_SETS = 100
 
 
 def output_folder(output_dir: str | Path | None) -> Path:
-    """Where figures, traces and records go: ``output_dir``, or the checkout this package belongs to.
-
-    An installed copy has no checkout; there it is the working directory.
-    """
+    """Where results go: ``output_dir``, the checkout of this package, or for an installed copy the working folder."""
     if output_dir is not None:
         return Path(output_dir).expanduser().absolute()
     return CHECKOUT if (CHECKOUT / "notebooks").is_dir() else Path.cwd()
