@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import functools
+import signal
 import sys
+import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 from ddpm_lab import (
@@ -24,6 +27,7 @@ from ddpm_lab.checks import LabError
 from ddpm_lab.config import DEVICES, NETWORKS, START_METHODS
 from ddpm_lab.explain.bands import DEFAULT, NAMED
 from ddpm_lab.plan import PRESETS, SCALINGS
+from ddpm_lab.stopping import Stop, Stopped
 from ddpm_lab.tracker_option import add_tracker_option
 
 
@@ -36,18 +40,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        result: int = options.command(options)
+        with _ended_by_sigterm():
+            result: int = options.command(options)
     except LabError as error:
         print(f"ddpm-lab: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as ended:
         print("\nddpm-lab: stopped; every complete set is in the ledger, the same command goes on", file=sys.stderr)
-        return 130
+        return 128 + (ended.number if isinstance(ended, Stopped) else signal.SIGINT)
     return result
+
+
+def _ended_by_sigterm() -> AbstractContextManager[object]:
+    """SIGTERM ends a command as Ctrl-C does, its ranks first; only the main thread can see to that."""
+    return Stop() if threading.current_thread() is threading.main_thread() else nullcontext()
 
 
 class _Parser(argparse.ArgumentParser):
     """Refuses in one line, like everything else here; the usage is what --help is for."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse what a command does not know by the command's own name; argparse would leave it to the program."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"ddpm-lab: {message}; see {self.prog} --help\n")

@@ -15,6 +15,7 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group_folder import sweep
+from ddpm_lab.measure.measuring_lock import measuring
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Member
 from ddpm_lab.measure.sets import measure_set
@@ -77,20 +78,21 @@ def calibrate(
         Member("candidate", label, slower),
     ]
     family = f"calibration of {datetime.now().astimezone().isoformat(timespec='seconds')}"
-    begun, found = time.monotonic(), list[RunRecord]()
-    done = 0
-    while True:
-        elapsed = time.monotonic() - begun
-        left = minutes * 60 - elapsed
-        if done and left < elapsed / done:
-            break
-        show.prefix = f"set {done + 1}, {max(0, left):.0f} s left;"
-        records = measure_set(instrument, experiment=EXPERIMENT, family=family, plan=Plan(), members=members)
-        ledger.append(records)
-        failed = [r for r in records if r.status != "ok"]
-        found += records
-        done += 1
-        if len([r for r in found if r.status != "ok"]) >= MOST_FAILURES:
-            raise LedgerError(f"the calibration cannot run here: {failed[-1].label}: {failed[-1].reason}")
+    with measuring(show.always):
+        begun, found = time.monotonic(), list[RunRecord]()
+        done = 0
+        while True:
+            elapsed = time.monotonic() - begun
+            left = minutes * 60 - elapsed
+            if done and left < elapsed / done:
+                break
+            show.prefix = f"set {done + 1}, {max(0, left):.0f} s left;"
+            records = measure_set(instrument, experiment=EXPERIMENT, family=family, plan=Plan(), members=members)
+            ledger.append(records)
+            failed = [r for r in records if r.status != "ok"]
+            found += records
+            done += 1
+            if len([r for r in found if r.status != "ok"]) >= MOST_FAILURES:
+                raise LedgerError(f"the calibration cannot run here: {failed[-1].label}: {failed[-1].reason}")
     show.done(f"{done} set{'s' if done > 1 else ''} in {(time.monotonic() - begun) / 60:.1f} min")
     return found

@@ -41,6 +41,13 @@ def whole_numbers(place: str, text: str) -> list[int]:
     return [int(word) for word in words]
 
 
+def whole_options(given: Mapping[str, Any], **least: int) -> None:
+    """Raise ConfigError, in the words of the command line, for an option that is given and below its ``least``."""
+    for name, lowest in least.items():
+        if given.get(name) is not None:
+            whole(f"--{name.replace('_', '-')}", given[name], lowest)
+
+
 def several(place: str, value: object) -> None:
     """Raise ConfigError unless ``value`` is a list (or tuple) with at least one entry."""
     if not isinstance(value, list | tuple) or not value:

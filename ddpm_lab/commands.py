@@ -123,7 +123,6 @@ def run(options: argparse.Namespace) -> int:
     ]
     measured = [one.measure() for one in planned]
     results = [_answer(one, table) for one in measured]
-    _print_summaries(measured)
     if options.json:
         print(json.dumps(results, indent=1))
     else:
@@ -133,6 +132,8 @@ def run(options: argparse.Namespace) -> int:
                 print(f"where the lost scaling went, {split['family']}: {split['sentence']}")
                 show([list(split["parts"][0]), *(list(row.values()) for row in split["parts"])])
         print(f"records: {results[-1]['ledger']}", flush=True)
+    sys.stdout.flush()
+    _print_summaries(measured)
     if tracker:
         for one in measured:
             track(tracker, one)
@@ -140,7 +141,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print_summaries(measured: Sequence[Any]) -> None:
-    """The lines that a log is searched for, one block for each configuration; nobody needs them on a terminal."""
+    """The lines that a log is searched for, a block for each configuration that trained; a terminal needs none."""
     if sys.stderr.isatty():
         return
     from ddpm_lab import summary_lines  # noqa: PLC0415
@@ -149,8 +150,8 @@ def _print_summaries(measured: Sequence[Any]) -> None:
     for one in measured:
         configurations = [c for c in one.experiment.configurations if c.data]
         images = {c.data_sha256: summary_lines.train_count(c) for c in configurations}
-        for summary in summary_lines.of_records(records_of(one), images):
-            print(*summary_lines.lines(summary), sep="\n", file=sys.stderr)
+        for title, summary in summary_lines.of_records(records_of(one), images).items():
+            print(f"-- {title}", *summary_lines.lines(summary), sep="\n", file=sys.stderr)
 
 
 def _answer(measured: Any, bands: Bands) -> dict[str, Any]:
@@ -182,9 +183,12 @@ def rank(options: argparse.Namespace, main: Callable[[Sequence[str]], int]) -> i
     """Lead the processes that torchrun has started through a command, or serve ranks for the one that does."""
     from ddpm_lab.checks import choice  # noqa: PLC0415
     from ddpm_lab.measure import fleet, host  # noqa: PLC0415
+    from ddpm_lab.measure.torchrun import Process  # noqa: PLC0415
 
     choice("the command after rank", next(iter(options.words), None), MANY_HOSTS)
-    process = fleet.Process.read(os.environ)
+    if {"-h", "--help"} & set(options.words):
+        return main(options.words)
+    process = Process.read(os.environ)
     if process.rank:
         return host.serve(fleet.join(process))
     with fleet.leading(process, options.interface):

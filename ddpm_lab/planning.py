@@ -19,6 +19,7 @@ from ddpm_lab.measure.campaign import Campaign, Target
 from ddpm_lab.measure.code_version import CodeVersion, code_version
 from ddpm_lab.measure.fleet import current
 from ddpm_lab.measure.group_folder import sweep
+from ddpm_lab.measure.measuring_lock import measuring
 from ddpm_lab.measure.network_choice import choose_network
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument
@@ -37,10 +38,7 @@ MOST_SETS = 100
 
 
 def output_folder(output_dir: str | Path | None) -> Path:
-    """Where figures, traces and records go: ``output_dir``, or the checkout this package belongs to.
-
-    An installed copy has no checkout; there it is the working directory.
-    """
+    """Where results go: ``output_dir``, the checkout of this package, or for an installed copy the working folder."""
     if output_dir is not None:
         return Path(output_dir).expanduser().absolute()
     return CHECKOUT if (CHECKOUT / "notebooks").is_dir() else Path.cwd()
@@ -69,14 +67,20 @@ class Planned:
     output: Path
     progress: Progress
 
+    def renewed(self) -> Planned:
+        """The same with what the ledger holds by now."""
+        c = self.campaign
+        again = Campaign(c.experiment, c.target, c.instrument, c.ledger, c.traces, trials=c.for_trials)
+        return dataclasses.replace(self, campaign=again)
+
     def measure(self) -> Measured:
-        """Measure what the ledger lacks."""
+        """Measure what the ledger lacks, once no other process measures here."""
         sweep()
-        campaign = self.campaign
-        campaign.run(self.progress)
+        with measuring(self.progress.always) as waited:
+            campaign = self.renewed().campaign if waited else self.campaign
+            campaign.run(self.progress)
         count = campaign.measured_sets
-        text = f"measured {count} set{'s' if count != 1 else ''} now" if count else "every set is in the ledger"
-        self.progress.done(text)
+        self.progress.done(f"measured {count} set{'s' * (count != 1)} now" if count else "every set is in the ledger")
         return Measured(
             experiment=campaign.experiment,
             ledger=campaign.ledger.path,
@@ -327,11 +331,8 @@ def _network(name: str, setup: Setup, instrument: Instrument, ledger: Ledger, ta
 def _images(data: str, *, held_out: str | None, skip_bad: bool, size: int, cache: Path, progress: Any) -> Images:
     folder = resolve(data, cache, image_size=size, held_out=held_out, skip_bad=skip_bad, progress=progress)
     manifest = read_manifest(folder)
-    kind = (
-        "synthetic images"
-        if manifest.kind == "synthetic"
-        else f"images from {'/'.join(Path(manifest.source).parts[-2:])}"
-    )
+    source = f"images from {'/'.join(Path(manifest.source).parts[-2:])}"
+    kind = "synthetic images" if manifest.kind == "synthetic" else source
     return Images(
         folder=str(folder), sha256=manifest.content_hash, name=f"{manifest.train_count:,} {kind}", image_size=size
     )

@@ -16,6 +16,7 @@ from ddpm_lab.checks import ConfigError, number
 from ddpm_lab.measure.campaign import PLACE_SECONDS, Campaign
 from ddpm_lab.measure.group_folder import sweep
 from ddpm_lab.measure.hardware import environment
+from ddpm_lab.measure.measuring_lock import measuring
 from ddpm_lab.measure.trials import COMPILE_SECONDS
 from ddpm_lab.plan import RECOMMENDATION, SEARCH
 from ddpm_lab.plan import preset as preset_called
@@ -87,18 +88,22 @@ def recommend(
         return total - (time.monotonic() - begun) - later
 
     sweep()
-    while True:
-        among = _admissible(campaign, space)
-        belief = find(planned, among, seconds_left, preset)
-        winner = belief.winner(among)
-        steps = search.path(belief, winner, last=list(space.settings).index(BATCH))
-        left = None if minutes is None else max(1.0, total - (time.monotonic() - begun)) / 60
-        fresh = plan_question(RECOMMENDATION, steps=steps, minutes=left, **again, **settings)
-        _note_space(fresh.campaign, space)
-        done = fresh.measure()
-        over = total - (time.monotonic() - begun) <= 0
-        if over or winner in _admissible(campaign, space):  # what trials call worse is searched without
-            return dataclasses.replace(done, measured_sets=done.measured_sets + campaign.measured_sets)
+    with measuring(planned.progress.always) as waited:
+        if waited:
+            planned = planned.renewed()
+            campaign = planned.campaign
+        while True:
+            among = _admissible(campaign, space)
+            belief = find(planned, among, seconds_left, preset)
+            winner = belief.winner(among)
+            steps = search.path(belief, winner, last=list(space.settings).index(BATCH))
+            left = None if minutes is None else max(1.0, total - (time.monotonic() - begun)) / 60
+            fresh = plan_question(RECOMMENDATION, steps=steps, minutes=left, **again, **settings)
+            _note_space(fresh.campaign, space)
+            done = fresh.measure()
+            over = total - (time.monotonic() - begun) <= 0
+            if over or winner in _admissible(campaign, space):  # what trials call worse is searched without
+                return dataclasses.replace(done, measured_sets=done.measured_sets + campaign.measured_sets)
 
 
 def _check(minutes: float | None) -> None:

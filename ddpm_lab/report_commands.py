@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -157,9 +158,9 @@ def _benchmark(options: argparse.Namespace, asked: dict[str, Any], ledger: Seque
     print(f"results go to {folder}; about {max(1, round(seconds / 60))} min; stopped, {again}", file=sys.stderr)
     try:
         measured = benchmark.measure(planned)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as ended:
         print(f"\nddpm-lab: stopped; every complete set is kept, and {again}", file=sys.stderr)
-        return 130
+        return 128 + getattr(ended, "number", signal.SIGINT)
     try:
         study = experiments.study_of(measured)
     except ModuleNotFoundError as missing:

@@ -6,7 +6,7 @@ import argparse
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from ddpm_lab.checks import ConfigError, whole_numbers
+from ddpm_lab.checks import ConfigError, whole_numbers, whole_options
 
 if TYPE_CHECKING:
     from ddpm_lab.explain.strategy import Strategy
@@ -66,6 +66,7 @@ def _batch(name: str, options: argparse.Namespace) -> dict[str, Any]:
     if name in ("batch_size", "all_reduce"):
         why = "varies it" if name == "batch_size" else "has no images"
         raise ConfigError(f"--batch-size: the experiment {name} {why}; leave it out")
+    whole_options(vars(options), batch_size=1)
     return (
         {"global_batch_sizes": [options.batch_size]}
         if name == "multi_gpu"

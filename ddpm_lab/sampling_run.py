@@ -130,7 +130,7 @@ def _make(config: RunConfig, missing: int, count: int, threads: int, progress: P
         with Group(config, threads=max(1, threads), modules=(), environment={}, progress=progress) as group:
             begun = time.monotonic()
             for batch in range(1, math.ceil(missing / config.global_batch_size) + 1):
-                group.advance(1, SILENCE_SECONDS)
+                group.advance(1, SILENCE_SECONDS, "sampling")
                 made = min(batch * config.global_batch_size, missing)
                 rate = made / (time.monotonic() - begun)
                 progress.expect((missing - made) / rate)

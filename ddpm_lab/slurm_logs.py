@@ -123,7 +123,9 @@ class _Reader:
             self.per_node = int(match["whole"])
         elif match := _TIME.search(line):
             why = _WHY.match(match["rest"])
-            self._set("time", (None, why[1]) if why else (_seconds(match["rest"]), ""))
+            seconds = _seconds(match["rest"])
+            zero = "the log tells of 0 seconds, in which nothing trains" if seconds == 0 else ""
+            self._set("time", (None, why[1]) if why else (seconds or None, zero))
         elif match := _EPOCH_TIME.search(line):
             self._set("epoch_seconds", _seconds(match["rest"]))
         elif match := _LOSS.search(line):
@@ -179,7 +181,7 @@ def read_log(path: Path) -> list[Row]:
     reader = _Reader()
     for line in told:
         reader.read(line)
-    named = re.search(r"(\d+(?:_\d+)?)\.\w+$", path.name)
+    named = re.fullmatch(r"slurm-(\d+(?:_\d+)?)\.out", path.name)
     note = "cut off in its last line" if cut else ""
     rows = []
     for summary in reader.summaries():
@@ -189,6 +191,8 @@ def read_log(path: Path) -> list[Row]:
     found = [row for row in rows if row.found]
     if found:
         return [dataclasses.replace(row, note="") for row in found[:-1]] + [found[-1]]
+    if wrong := "the file is empty" if not raw.strip() else "a binary file, no log" if b"\0" in raw else "":
+        return [dataclasses.replace(rows[-1], note=f"{NO_SUMMARY}: {path.name}: {wrong}")]
     last = next((line.strip() for line in reversed(told) if line.strip()), "")
     why = "; ".join(text for text in (NO_SUMMARY, f"its last line: {last[:200]}" if last else "", note) if text)
     return [dataclasses.replace(rows[-1], note=why)]

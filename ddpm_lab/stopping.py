@@ -13,8 +13,8 @@ REPEAT_SECONDS = 3.0
 """A scheduler sends SIGTERM to every process of a job, and torchrun passes it on: for so long it is one signal."""
 
 
-class Stopped(BaseException):
-    """A signal that ends the run where it is."""
+class Stopped(KeyboardInterrupt):
+    """A signal that ends the run where it is, as Ctrl-C does."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -27,6 +27,7 @@ class Stop:
     def __init__(self) -> None:
         self.number: int | None = None
         self.gentle = False
+        self._seen: int | None = None
         self._noted = -math.inf
         self._before: dict[int, Any] = {}
 
@@ -42,11 +43,12 @@ class Stop:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if number == signal.SIGTERM and self.number == number and time.monotonic() - self._noted < REPEAT_SECONDS:
+        if number == signal.SIGTERM and self._seen == number and time.monotonic() - self._noted < REPEAT_SECONDS:
             return
+        self._seen, self._noted = number, time.monotonic()
         if self.number is not None or not self.gentle:
             raise Stopped(number)
-        self.number, self._noted = number, time.monotonic()
+        self.number = number
 
 
 def signal_name(number: int) -> str:

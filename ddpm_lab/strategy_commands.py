@@ -10,6 +10,7 @@ import shlex
 import sys
 from typing import Any
 
+from ddpm_lab.checks import whole_options
 from ddpm_lab.config import DEVICES, NETWORKS
 from ddpm_lab.plan import PRESETS
 
@@ -40,6 +41,7 @@ def strategy_command(options: argparse.Namespace) -> int:
     """Say which, after measuring what the mode asks for; 1 where that gave nothing or several ranks cannot be."""
     from ddpm_lab import strategy  # noqa: PLC0415 - commands load what they need
 
+    whole_options(vars(options), batch_size=1, parameters=1)
     asked = {
         "network": options.network,
         "parameters": options.parameters,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import CHECK, LOADER_ALONE, SAMPLING, RunConfig
 from ddpm_lab.data.folder import DataError
 from ddpm_lab.data.prepared import read_manifest
 from ddpm_lab.explain.summary import NOT_CLAIMED, Summary
@@ -22,6 +22,8 @@ from ddpm_lab.run_folder import trained
 JOB, CONFIGURATION, GPUS, RANKS, NODES = "Job ID", "Configuration", "GPUs", "Ranks", "Nodes"
 EPOCHS, TIME, EPOCH_TIME = "Epochs", "Total training time", "Time per epoch"
 LOSS, UTILISATION = "Best validation loss", "GPU-Util"
+UNTRAINED = ("ddpm_lab.model.allreduce:", "ddpm_lab.model.limits:", "ddpm_lab.planted:", LOADER_ALONE, SAMPLING, CHECK)
+"""Workloads that train nothing, and have no epochs or losses."""
 MECHANISM = "more ranks than cores, or CPU ranks on a GPU machine"
 _NAMED_APART = ("network", "global_batch_size", "image_size", "options")
 _SHARED = ("data", "data_sha256", "purpose", "seed", "device", "world_size", "nodes", "oversubscribe")
@@ -36,9 +38,9 @@ def lines(summary: Summary) -> list[str]:
         (GPUS, summary.gpus),
         (RANKS, summary.ranks),
         (NODES, summary.nodes),
-        (EPOCHS, _told(summary.epochs)),
+        *([(EPOCHS, _told(summary.epochs))] if summary.epochs is not None else ()),
         (TIME, time),
-        (EPOCH_TIME, _told(summary.epoch_seconds, "seconds")),
+        *([(EPOCH_TIME, _told(summary.epoch_seconds, "seconds"))] if summary.epoch_seconds is not None else ()),
         (LOSS, _told(summary.loss)),
         (UTILISATION, "not available" if summary.gpu_percent is None else f"{summary.gpu_percent:.0f} %"),
     )
@@ -86,17 +88,22 @@ def of_training(config: RunConfig, folder: Path, gpu_percent: float | None) -> S
     return _summary(config, seconds=seconds, epochs=epochs, loss=best, gpu_percent=gpu_percent)
 
 
-def of_records(records: Iterable[RunRecord], images: Mapping[str, int]) -> list[Summary]:
-    """One summary for each configuration that was timed in sets or trained for its loss, in the order of the records.
+def of_records(records: Iterable[RunRecord], images: Mapping[str, int]) -> dict[str, Summary]:
+    """One summary for each configuration that was timed in sets or trained for its loss, under its label.
 
     Seconds and images of a set's windows that were not disturbed; the second baseline is the first again. ``images``
     says by their ``data_sha256`` how many images an epoch has.
     """
     by_run: dict[str, list[RunRecord]] = defaultdict(list)
     for r in records:
-        if r.status == "ok" and r.role in ("baseline", "candidate", "quality"):
+        trained = not r.config.workload.startswith(UNTRAINED)
+        if trained and r.status == "ok" and r.role in ("baseline", "candidate", "quality"):
             by_run[r.run_id].append(r)
-    return [_measured(found, images) for found in by_run.values()]
+    titles = Counter(found[0].label for found in by_run.values())
+    return {
+        (label if titles[label := found[0].label] == 1 else f"{found[0].family}, {label}"): _measured(found, images)
+        for found in by_run.values()
+    }
 
 
 def _measured(records: list[RunRecord], known: Mapping[str, int]) -> Summary:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab.checks import ConfigError
+from ddpm_lab.checks import ConfigError, whole_options
 from ddpm_lab.config import COMPILE, DEVICES, NETWORKS, PRECISIONS
 from ddpm_lab.tracker_option import add_tracker_option, chosen
 
@@ -26,6 +26,7 @@ TRAINED_BY = (
     ("learning_rate", "optimizer.learning_rate"),
 )
 """Options of the command line, and the settings that they give."""
+USUAL_RANKS = "default: 1; after rank, every process of the job"
 SCHEDULED_BY = ("steps", "save_every", "sample_every", "evaluate_every", "keep")
 
 
@@ -47,7 +48,7 @@ def add_options(subparsers: Any) -> None:
     train.add_argument("--learning-rate", type=float, help="Adam's learning rate (default: 2e-4)")
     train.add_argument("--precision", choices=PRECISIONS, help="number format (default: bf16)")
     train.add_argument("--compile", choices=COMPILE, help="torch.compile (default: whole on a GPU, off on a CPU)")
-    train.add_argument("--world-size", type=int, help="ranks, each with a GPU or a core of its own (default: 1)")
+    train.add_argument("--world-size", type=int, help=f"ranks, each with a GPU or a core of its own ({USUAL_RANKS})")
     train.add_argument("--device", choices=DEVICES, help="default: the GPU where there is one")
     train.add_argument("--seed", type=int, help="seed of weights, data order and noise (default: 0)")
     train.add_argument("--oversubscribe", action="store_true", help="allow more ranks than cores or GPUs")
@@ -79,7 +80,7 @@ def add_options(subparsers: Any) -> None:
     sample.add_argument("--data", help="images that a FID is measured against: a folder, an archive, or synthetic")
     sample.add_argument("--held-out", metavar="FOLDER", help="images not to measure against (default: 5 %% of them)")
     sample.add_argument("--skip-bad", action="store_true", help="leave damaged images out, and list them")
-    sample.add_argument("--world-size", type=int, default=1, help="ranks (default: 1)")
+    sample.add_argument("--world-size", type=int, help=f"ranks ({USUAL_RANKS})")
     sample.add_argument("--batch-size", type=int, default=64, help="images that a rank makes at once (default: 64)")
     sample.add_argument("--device", choices=DEVICES, help="default: the GPU where there is one")
     sample.set_defaults(command=sample_command)
@@ -98,6 +99,8 @@ def train_command(options: argparse.Namespace) -> int:
     from ddpm_lab.training_run import train  # noqa: PLC0415
 
     given = vars(options)
+    whole_options(given, steps=1, global_batch_size=1, accumulation=1, world_size=1, image_size=1, seed=0)
+    whole_options(given, save_every=1, sample_every=0, evaluate_every=0, keep=1)
     folder = Path(options.output_dir).expanduser().absolute()
     progress = Progress("train")
     tracker = chosen(given.get("tracker"))
@@ -112,6 +115,7 @@ def train_command(options: argparse.Namespace) -> int:
                 skip_bad=given.get("skip_bad", False),
                 progress=progress,
             )
+            _tell_of_idle(config.device, config.world_size, progress)
             sweep()
             threads = config.rank_threads(hardware.usable_cores())
             with summary_lines.watched(config) as gpus:
@@ -146,6 +150,7 @@ def train_command(options: argparse.Namespace) -> int:
 
 def sample_command(options: argparse.Namespace) -> int:
     """Draw the images that are missing."""
+    from ddpm_lab.measure.fleet import usual_ranks  # noqa: PLC0415
     from ddpm_lab.measure.group_folder import sweep  # noqa: PLC0415
     from ddpm_lab.measure.progress import Progress  # noqa: PLC0415
     from ddpm_lab.planning import output_folder  # noqa: PLC0415
@@ -153,6 +158,7 @@ def sample_command(options: argparse.Namespace) -> int:
     from ddpm_lab.sampling_run import Sampling, plan_sample_fid, sample, sample_fid  # noqa: PLC0415
     from ddpm_lab.stopping import Stop, Stopped, signal_name  # noqa: PLC0415
 
+    whole_options(vars(options), count=1, steps=1, seed=0, world_size=1, batch_size=1)
     if bool(options.inception) != bool(options.data):
         given, lacking = ("--inception", "--data") if options.inception else ("--data", "--inception")
         raise ConfigError(f"{given} is for a FID, which needs {lacking} too: give both, or neither")
@@ -160,8 +166,10 @@ def sample_command(options: argparse.Namespace) -> int:
     checkpoint = Path(options.checkpoint).expanduser()
     folder = Path(options.output_dir).expanduser() if options.output_dir else checkpoint.with_suffix("")
     sampling = Sampling(sampler=options.sampler, steps=options.steps, seed=options.seed, weights=options.weights)
+    world_size = usual_ranks() if options.world_size is None else options.world_size
     try:
         with Stop():
+            _tell_of_idle(options.device, world_size, progress)
             sweep()
             if options.inception:
                 fid, data = plan_sample_fid(
@@ -180,7 +188,7 @@ def sample_command(options: argparse.Namespace) -> int:
                 options.count,
                 sampling,
                 device=options.device,
-                world_size=options.world_size,
+                world_size=world_size,
                 batch_size=options.batch_size,
                 progress=progress,
             )
@@ -200,6 +208,18 @@ def sample_command(options: argparse.Namespace) -> int:
         return 1
     print(folder / "grid.png" if options.grid else folder)
     return 0
+
+
+def _tell_of_idle(device: str | None, ranks: int, progress: Any) -> None:
+    """Say what of a job, or of this host's GPUs, has nothing to do: who started it all may think that it works."""
+    from ddpm_lab.measure import fleet, hardware  # noqa: PLC0415
+
+    sentence = fleet.idle(ranks)
+    gpus = 0 if device == "cpu" or fleet.current() else len(hardware.gpus())
+    if not sentence and 0 < ranks < gpus:
+        sentence = f"{ranks} of {gpus} GPUs used: --world-size {gpus} takes all"
+    if sentence:
+        progress.done(sentence)
 
 
 def _fid_line(found: dict[str, Any], sha256: str) -> str:

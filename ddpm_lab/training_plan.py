@@ -12,7 +12,7 @@ from ddpm_lab.config import TRAINING, RunConfig
 from ddpm_lab.data.packed import resolve
 from ddpm_lab.data.prepared import read_manifest
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.fleet import current, spread
+from ddpm_lab.measure.fleet import current, spread, usual_ranks
 from ddpm_lab.run_folder import OWN
 from ddpm_lab.setting import DEFAULTS, check_ranks
 from ddpm_lab.settings_file import configuration, read_settings
@@ -62,7 +62,8 @@ def plan_training(
             values[name] = value
     device = values.setdefault("device", "cuda" if hardware.gpus() else "cpu")
     values = {**USUAL.get(device, {}), **_defaults(device, values), **values}
-    values.setdefault("nodes", spread(values.get("world_size")))
+    values.setdefault("world_size", usual_ranks(values.get("nodes")))
+    values.setdefault("nodes", spread(values["world_size"]))
     config = configuration({**values, "workload": TRAINING, "purpose": "quality"}, place)
     if config.nodes > (len(fleet.hosts) if (fleet := current()) else 1):
         raise ConfigError(

@@ -246,6 +246,8 @@ class _Run:
     def _between(self, group: Group, rows: list[dict[str, Any]]) -> None:
         """What is due after a chunk. The log comes before the checkpoint: it holds every step that is not redone."""
         due = self.schedule.due
+        if self.step == self.schedule.next_stop(self.step - 1):
+            self.progress.expect(None)  # how long this takes the steps do not say
         if due(self.schedule.evaluate_every, self.step):
             self.progress.always(f"step {self.step:,}: held-out loss")
             found = group.call("held_out_loss", SILENCE_SECONDS, draws=HELD_OUT_DRAWS)[0]
@@ -280,7 +282,10 @@ class _Run:
 
     def _show(self, rate: float) -> None:
         loss = f", held-out {self.held_out:.4f}" if self.held_out is not None else ""
-        self.progress.expect((self.schedule.steps - self.step) * self.config.global_batch_size / rate)
+        # The first chunks may have compiled, and are no measure of the others.
+        known = self.chunks > (1 if self.config.compile == "off" else COMPILING_CHUNKS)
+        left = (self.schedule.steps - self.step) * self.config.global_batch_size / rate
+        self.progress.expect(left if known and self.step < self.schedule.steps else None)
         self.progress(
             f"step {self.step:,} of {self.schedule.steps:,}, loss {self.loss:.4f}{loss}, {rate:,.0f} images/s"
         )

@@ -23,6 +23,9 @@ from ddpm_lab.plan import Plan
 # One thread for what tests compute themselves: two that wait for each other make no progress beside a busy neighbour.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Tests measure side by side.
+os.environ.setdefault("DDPM_LAB_MEASURING_LOCK", "")
+
 # Properties are no speed claims either, and a busy machine fails none of them.
 settings.register_profile("lab", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("lab")

@@ -18,6 +18,7 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import fleet, host
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.group import Group, GroupFailed, Limits
+from ddpm_lab.measure.torchrun import Process
 
 
 def start(config: RunConfig) -> Group:
@@ -68,7 +69,7 @@ def run(name: str, ranks: int, nodes: int, options: dict[str, Any]) -> dict[str,
 
 
 def main() -> int:
-    process = fleet.Process.read(os.environ)
+    process = Process.read(os.environ)
     if process.rank:
         return host.serve(fleet.join(process))
     with fleet.leading(process) as led:

@@ -14,7 +14,18 @@ from hypothesis import strategies as st
 
 from ddpm_lab.explain.bands import S001
 from ddpm_lab.explain.grids import plain_text
-from ddpm_lab.explain.summary import ACCURACY, APART, COLUMNS, Row, Summary, cells, grid, speed_up_block, speed_ups
+from ddpm_lab.explain.summary import (
+    ACCURACY,
+    APART,
+    COLUMNS,
+    UNTOLD,
+    Row,
+    Summary,
+    cells,
+    grid,
+    speed_up_block,
+    speed_ups,
+)
 
 PUBLISHED = (("1 GPU", 1, 1, 362.45, 0.1187), ("4 GPUs", 4, 1, 95.23, 0.1192), ("8 GPUs", 8, 2, 57.14, 0.1190))
 
@@ -54,6 +65,7 @@ def test_the_published_speed_ups() -> None:
         "  Parallel efficiency: 79.3 % (good)",
         "",
         APART,
+        UNTOLD,
     ]
 
 
@@ -107,6 +119,25 @@ def test_different_amounts_of_work_are_compared_by_the_epoch() -> None:
     assert found.per_epoch
     assert found.compared[0].speed_up == pytest.approx(10 / 6)
     assert speed_up_block(found)[0] == "Baseline (Single GPU): 10.00 seconds per epoch"
+
+
+def test_other_work_has_no_speed_up() -> None:
+    rows = [row(10.0, configuration="tiny, batch 8"), row(5.0, configuration="seed, batch 8", gpus=2)]
+    (one,) = speed_ups(rows).compared
+    assert (one.speed_up, one.missing) == (None, "the run on a single GPU is of other work: tiny, batch 8")
+    (one,) = speed_ups([row(10.0, epochs=10.0), row(2.0, gpus=2, epochs=4.0)]).compared
+    assert one.speed_up is None
+    assert "other numbers of epochs" in one.missing
+
+
+def test_a_batch_for_each_device_is_weak_scaling_and_compared_by_the_epoch() -> None:
+    alone = row(10.0, configuration="tiny, batch 8", epochs=1.0, epoch_seconds=10.0)
+    several = row(6.0, configuration="tiny, batch 16", gpus=2, epochs=1.0, epoch_seconds=6.0)
+    (one,) = speed_ups([alone, several]).compared
+    assert one.speed_up == pytest.approx(10 / 6)
+    assert one.evidence.startswith("weak scaling")
+    (one,) = speed_ups([alone, row(6.0, configuration="tiny, batch 32", gpus=2, epochs=1.0)]).compared
+    assert one.speed_up is None
 
 
 def test_a_speed_that_is_not_claimed_takes_no_part() -> None:

@@ -23,7 +23,8 @@ from namespaces import Host, Link, hosts, why_not
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import fleet
-from ddpm_lab.measure.fleet import Fleet, Introduction, Process, Slot, fewest_hosts, own_address
+from ddpm_lab.measure.fleet import Fleet, Introduction, Slot, fewest_hosts
+from ddpm_lab.measure.torchrun import JOIN_SECONDS, Process
 from ddpm_lab.measure.wire import Wire
 
 several_hosts = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -89,16 +90,60 @@ def test_only_commands_that_start_ranks_run_on_several_hosts(words: tuple[str, .
     assert "choose one of run, train, sample" in err
 
 
-def test_an_address_that_others_cannot_reach_is_refused() -> None:
-    alone = Process.read({**TOLD, "GROUP_WORLD_SIZE": "1"})
-    assert own_address(alone, None) == "127.0.0.1"
-    with pytest.raises(ConfigError, match=r"127\.0\.0\.1 here, which other hosts cannot reach"):
-        own_address(Process.read(TOLD), None)
-    assert own_address(Process.read(TOLD), "lo") == "127.0.0.1"
-    with pytest.raises(ConfigError, match="choose one of"):
-        own_address(alone, "nonsense0")
-    with pytest.raises(ConfigError, match="none of this host's"):
-        own_address(Process.read({**TOLD, "MASTER_ADDR": "192.0.2.1"}), None)
+@pytest.fixture
+def store() -> Iterator[Process]:
+    """A job of two processes on this host, with a store as torchrun has it."""
+    from ddpm_lab.measure.meeting import store_at  # noqa: PLC0415 - imports torch
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    server = store_at("127.0.0.1", port, "torchrun", seconds=30, listener=listener)
+    yield Process.read({**TOLD, "MASTER_PORT": str(port)})
+    del server
+
+
+def test_a_leader_that_refuses_says_so_to_the_others(store: Process) -> None:
+    """Both end with the leader's sentence: the one who joins is not left to wait for somebody who does not come."""
+    told: list[str] = []
+
+    def lead() -> None:
+        with pytest.raises(ConfigError) as caught:
+            fleet._gather(store, "nonsense0")
+        told.append(str(caught.value))
+
+    thread = threading.Thread(target=lead)
+    thread.start()
+    with pytest.raises(ConfigError, match=r"rank 0.*has refused: --interface is 'nonsense0'"):
+        fleet.join(dataclasses.replace(store, rank=1))
+    thread.join(3 * fleet.GONE_SECONDS)
+    assert not thread.is_alive(), "the leader waits for somebody who knows already"
+    assert len(told) == 1
+
+
+def test_a_store_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "GONE_SECONDS", 0.1)
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match=r"rank 1 on .*rank 0. did not come.*127\.0\.0\.1 port 1 does not answer"):
+        fleet.join(Process.read({**TOLD, "RANK": "1"}))
+    assert time.monotonic() - begun < JOIN_SECONDS / 4
+
+
+@pytest.mark.parametrize(("led", "nodes", "ranks"), [(None, None, 1), (("aa",), None, 2), (("aa", "bb"), None, 4)])
+def test_every_place_is_used_unless_it_is_said_otherwise(
+    led: tuple[str, ...] | None, nodes: int | None, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "_current", led and Fleet(slots(*led), "127.0.0.1"))
+    assert fleet.usual_ranks(nodes) == ranks
+    assert fleet.idle(ranks) == ""
+    if led:
+        assert fleet.usual_ranks(1) == 2
+        assert fleet.idle(1).endswith(f"{ranks - 1} stay idle")
+
+
+def test_help_of_a_command_needs_no_torchrun(call: Call) -> None:
+    code, out, err = call("rank", "run", "--help")
+    assert (code, err) == (0, "")
+    assert "--preset" in out
 
 
 def test_strangers_are_sent_away_and_the_one_who_knows_the_token_joins() -> None:

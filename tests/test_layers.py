@@ -39,6 +39,7 @@ ROWS = (
     (
         "measure.code_version",
         "measure.hardware",
+        "measure.measuring_lock",
         "measure.meeting",
         "measure.plain",
         "measure.profiling",
@@ -46,7 +47,7 @@ ROWS = (
         "measure.turns",
         "measure.witness",
     ),
-    ("measure.machine_watch", "measure.phases", "measure.process", "measure.wire"),
+    ("measure.machine_watch", "measure.phases", "measure.process", "measure.torchrun", "measure.wire"),
     ("measure.fleet", "measure.group_folder", "measure.local_rank", "measure.rank"),
     ("measure.remote_rank", "measure.worktree"),
     ("measure.group", "measure.host", "measure.utilisation"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -82,8 +83,8 @@ def test_the_module_runs_like_the_command() -> None:
         ("run amp --seed 99999999999999999999", ["seed", "99999999999999999999", "below 2**63"]),
         ("run amp --image-size 30", ["image_size", "30", "multiple of 4"]),
         ("run amp --image-size 0", ["image_size", "0"]),
-        ("run amp --batch-size 0", ["global_batch_size", "0", "at least 1"]),
-        ("run multi_gpu --batch-size -8", ["global_batch_sizes", "-8", "at least 1"]),
+        ("run amp --batch-size 0", ["--batch-size is 0", "at least 1"]),
+        ("run multi_gpu --batch-size -8", ["--batch-size is -8", "at least 1"]),
         ("run multi_gpu --mode multi --batch-size 3", ["3", "2 ranks", "multiple"]),
         ("run amp --lost-scaling", ["--lost-scaling", "amp", "only multi_gpu takes it"]),
         ("run batch_size --batch-size 8", ["--batch-size", "batch_size", "leave it out"]),
@@ -98,7 +99,12 @@ def test_the_module_runs_like_the_command() -> None:
         ("run amp --data EMPTY", ["EMPTY", "no"]),
         ("run amp --held-out nowhere --data EMPTY", ["nowhere"]),
         ("run amp --output-dir FILE/below", ["FILE/below", "--output-dir"]),
-        ("run amp --unknown", ["--unknown"]),
+        ("run amp --unknown", ["--unknown", "see ddpm-lab run --help"]),
+        ("--unknown check", ["--unknown", "see ddpm-lab --help"]),
+        ("run exchange --mode single", ["--mode single", "exchange", "leave it out"]),
+        ("train --steps 5 --output-dir DEST --world-size 0", ["--world-size is 0"]),
+        ("sample nowhere.pt --count 1 --batch-size 0", ["--batch-size is 0"]),
+        ("strategy --batch-size 0", ["--batch-size is 0"]),
         ("report --preset huge", ["preset", "'huge'"]),
         ("report --minutes 0", ["minutes", "above 0"]),
         ("report --network huge", ["network", "'huge'"]),
@@ -170,6 +176,16 @@ def test_a_defect_keeps_its_traceback_and_an_interrupt_says_how_to_go_on(
     error = KeyboardInterrupt()
     code, _, err = call("run", "amp")
     assert code == 130
+    assert "every complete set is in the ledger, the same command goes on" in err
+
+    def terminated(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(planning, "plan_question", terminated)
+    before = signal.getsignal(signal.SIGTERM)
+    code, _, err = call("run", "amp")
+    assert code == 143
+    assert signal.getsignal(signal.SIGTERM) == before
     assert "the same command goes on" in err
 
 

@@ -41,8 +41,8 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def advance(self, steps: int, limit: float) -> None:
-        assert (steps, limit >= 60) == (1, True)
+    def advance(self, steps: int, limit: float, stage: str) -> None:
+        assert (steps, limit >= 60, stage) == (1, True, "sampling")
         if self.steps == self.fail_at:
             raise GroupFailed("crashed", "rank 1 was killed by SIGKILL")
         config = self.configs[-1]

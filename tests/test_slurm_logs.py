@@ -228,7 +228,7 @@ def test_a_log_without_a_summary_is_a_row(tmp_path: Path) -> None:
     assert row.remark == f"{NO_SUMMARY}; its last line: RuntimeError: no kernel image"
     assert row.summary.job_id == "9"
     (row,) = read(tmp_path, "", "slurm-9_1.out")
-    assert (row.summary.job_id, row.remark) == ("9_1", NO_SUMMARY)
+    assert (row.summary.job_id, row.remark) == ("9_1", f"{NO_SUMMARY}: slurm-9_1.out: the file is empty")
 
 
 def test_the_rest_of_a_number_that_was_cut_off_is_not_guessed(tmp_path: Path) -> None:
@@ -249,3 +249,17 @@ def test_latin_1_and_what_a_terminal_would_not_show() -> None:
 def test_a_log_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read the log .*none\.out: No such file"):
         read_log(tmp_path / "none.out")
+
+
+@pytest.mark.parametrize(("raw", "word"), [(b"", "empty"), (b" \n", "empty"), (b"\x00\x01\xff\n", "binary")])
+def test_a_file_that_is_no_log_is_named_in_a_sentence(tmp_path: Path, raw: bytes, word: str) -> None:
+    (row,) = read(tmp_path, raw, "cpu2.out")
+    assert row.remark.startswith(f"{NO_SUMMARY}: cpu2.out: ")
+    assert word in row.remark
+    assert row.summary.job_id is None, "only SLURM's own name holds a job id"
+
+
+def test_no_run_takes_no_time(tmp_path: Path) -> None:
+    (row,) = read(tmp_path, "Total training time: 0 seconds\nBest validation loss: 0.5\n")
+    assert row.summary.seconds is None
+    assert "0 seconds" in row.remark

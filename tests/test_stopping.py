@@ -43,3 +43,12 @@ def test_a_signal_that_is_passed_on_is_one_signal() -> None:
 
 def test_names() -> None:
     assert [signal_name(n) for n in (2, 15)] == ["SIGINT", "SIGTERM"]
+
+
+def test_a_signal_that_is_passed_on_does_not_break_into_what_the_first_has_begun_to_end() -> None:
+    with Stop():
+        with pytest.raises(Stopped):
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Stopped):
+            os.kill(os.getpid(), signal.SIGINT)

@@ -39,7 +39,7 @@ def test_the_time_of_an_epoch_comes_from_undisturbed_windows() -> None:
     lost = window(50.0, 400, dropped=True, state={"gpu_utilisation_percent": 5.0})
     ours = make.record(config, windows=(*kept, lost))
     twin, note = (make.record(config, role=role, windows=tuple(kept)) for role in ("twin", "note"))
-    (summary,) = of_records([ours, twin, note], {"ff": 1600})
+    (summary,) = of_records([ours, twin, note], {"ff": 1600}).values()
     assert summary.configuration == "tiny, batch 8, precision bf16"
     assert summary.seconds == 4.0
     assert (summary.epochs, summary.epoch_seconds) == (0.5, 8.0)
@@ -49,7 +49,7 @@ def test_the_time_of_an_epoch_comes_from_undisturbed_windows() -> None:
 
 def test_a_speed_that_shows_only_a_mechanism_is_not_told() -> None:
     config = RunConfig(world_size=4, global_batch_size=8, oversubscribe=True)
-    (summary,) = of_records([make.record(config, mechanism_only=True, windows=(window(1.0, 8),))], {})
+    (summary,) = of_records([make.record(config, mechanism_only=True, windows=(window(1.0, 8),))], {}).values()
     assert (summary.seconds, summary.epoch_seconds) == (None, None)
     assert "Total training time: not claimed (more ranks than cores, or CPU ranks on a GPU machine)" in lines(summary)
 
@@ -58,9 +58,17 @@ def test_the_best_held_out_loss_of_a_trial_and_no_time() -> None:
     looks = [{"images": n, "loss": loss} for n, loss in ((0, 0.9), (8, 0.4), (16, 0.5))]
     trial = make.record(RunConfig(), role="quality", quality={"held_out": looks})
     failed = make.record(RunConfig(seed=1), role="quality", status="crashed")
-    (summary,) = of_records([trial, failed], {})
+    (summary,) = of_records([trial, failed], {}).values()
     assert (summary.loss, summary.seconds) == (0.4, None)
     assert "Total training time: not measured" in lines(summary)
+
+
+def test_what_trains_nothing_has_no_summary_and_titles_are_distinct() -> None:
+    reduce, limit = (RunConfig(workload=f"ddpm_lab.model.{name}") for name in ("allreduce:all_reduce", "limits:copy"))
+    records = [make.record(c, windows=(window(1.0, 8),)) for c in (reduce, limit)]
+    assert of_records(records, {}) == {}
+    same = [make.record(RunConfig(seed=i), label="1 rank", family=f"batch {i}") for i in range(2)]
+    assert list(of_records(same, {})) == ["batch 0, 1 rank", "batch 1, 1 rank"]
 
 
 def test_names_tell_everything_but_seed_and_ranks_apart() -> None:

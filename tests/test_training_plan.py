@@ -10,7 +10,8 @@ import pytest
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import TRAINING, RunConfig
 from ddpm_lab.data.packed import prepare
-from ddpm_lab.measure import hardware
+from ddpm_lab.measure import fleet, hardware
+from ddpm_lab.measure.fleet import Slot
 from ddpm_lab.run_folder import RunFolder
 from ddpm_lab.training_plan import plan_training
 from ddpm_lab.training_run import Schedule
@@ -46,6 +47,14 @@ def test_without_settings_the_trainers_own(data: Path) -> None:
     assert (config.precision, config.kernels, config.loader) == ("bf16", "fused", "packed")
     assert len(config.data_sha256) == 64
     assert schedule == Schedule(steps=10)
+
+
+def test_a_job_of_torchrun_trains_on_all_its_places(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [[Slot(number=i, device_index=i, host="a", pid=1, wire=None) for i in range(2)]]
+    monkeypatch.setattr(fleet, "_current", fleet.Fleet(places, "127.0.0.1"))
+    assert plan(data)[0].world_size == 2
+    assert plan(data, world_size=1)[0].world_size == 1
+    assert plan(data, "world_size = 1")[0].world_size == 1
 
 
 def test_the_command_line_wins_over_the_file(data: Path) -> None:

@@ -117,6 +117,22 @@ def logged(folder: Path) -> list[dict[str, Any]]:
 # --- what is done when -----------------------------------------------------------------------------------------------
 
 
+def test_nothing_is_forecast_before_it_is_known(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
+    """The first chunk may have compiled; held-out losses, samples and checkpoints take what the steps do not say."""
+    group = ranks()
+    said: list[tuple[int, bool]] = []
+
+    class Heard(Progress):
+        def expect(self, seconds: float | None) -> None:
+            said.append((group.step, seconds is not None))
+
+    train(CONFIG, Schedule(steps=8), tmp_path, threads=1, stop=Stop(), progress=Heard("train", quiet=True))
+    forecast = dict(said)
+    assert forecast[1] is False
+    assert forecast[6] is True
+    assert forecast[8] is False
+
+
 def test_chunks_last_a_second_and_end_where_something_is_due(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
     group = ranks()
     outcome = run(tmp_path, 29, save_every=10, sample_every=7, evaluate_every=0, keep=2)

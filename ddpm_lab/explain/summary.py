@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ ACCURACY = "not defined for a DDPM"
 UNKNOWN = "unknown"
 NOT_CLAIMED = "not claimed"
 NO_SUMMARY = "no summary found"
+UNTOLD = "The logs do not tell whether all did the same work."
+BY_EPOCH = "Compared by the time of an epoch."
 APART = "Jobs that ran apart: no interval, and what else a machine did meanwhile is part of the ratio."
 
 
@@ -93,10 +96,10 @@ def cells(row: Row) -> list[str]:
 
 def grid(rows: Sequence[Row]) -> list[list[str]]:
     """The table, its head first, with a column of remarks where there are any."""
-    remarks = any(row.remark for row in rows)
+    remarks, logs = any(row.remark for row in rows), len({row.log for row in rows}) > 1
     return [
-        [*COLUMNS, *(["Note"] if remarks else [])],
-        *([*cells(row), *([row.remark] if remarks else [])] for row in rows),
+        [*COLUMNS, *(["Log"] if logs else []), *(["Note"] if remarks else [])],
+        *([*cells(row), *([row.log] if logs else []), *([row.remark] if remarks else [])] for row in rows),
     ]
 
 
@@ -191,36 +194,74 @@ class SpeedUps:
 
 
 def speed_ups(rows: Sequence[Row]) -> SpeedUps:
-    """What several devices gain over one, by configuration.
+    """What several devices gain over one, where they did equal work.
 
-    A baseline ran on one device of the same kind (GPU, or CPU rank) under the same name; where a kind has only one
-    baseline, it is everybody's. Runs over different numbers of epochs are compared by the time of an epoch.
+    A baseline ran on one device of the same kind (GPU, or CPU rank) and did the same: its name is the same, or that
+    with the batch of each device instead of all (weak scaling). Runs over different numbers of epochs are compared by
+    the time of an epoch, and not at all where a log does not tell it.
     """
     told = [row.summary for row in rows if row.summary.seconds and row.summary.devices]
-    per_epoch = len({s.epochs for s in told}) > 1 and all(s.epoch_seconds for s in told)
-    groups: dict[tuple[str | None, bool, int, int], list[float]] = {}
+    named = {s.configuration for s in told if _work(s.configuration, 1)}
+    weak = len(named) > len({_work(name, None) for name in named})
+    unlike = len({s.epochs for s in told}) > 1
+    per_epoch = (unlike or weak) and all(s.epoch_seconds for s in told)
+    groups: dict[tuple[str | None, bool, int, int], list[Summary]] = {}
     for s in told:
-        seconds = s.epoch_seconds if per_epoch else s.seconds
         assert s.devices
-        assert seconds
-        groups.setdefault((s.configuration, bool(s.gpus), s.devices, s.nodes or 1), []).append(seconds)
-    sizes = [
-        Scaling(configuration=name, gpu=gpu, devices=devices, nodes=nodes, times=tuple(times))
-        for (name, gpu, devices, nodes), times in groups.items()
-    ]
+        groups.setdefault((s.configuration, bool(s.gpus), s.devices, s.nodes or 1), []).append(s)
+    sizes = {
+        Scaling(
+            configuration=name,
+            gpu=gpu,
+            devices=devices,
+            nodes=nodes,
+            times=tuple((s.epoch_seconds if per_epoch else s.seconds) or math.nan for s in runs),
+        ): {s.epochs for s in runs}
+        for (name, gpu, devices, nodes), runs in groups.items()
+    }
     baselines = tuple(one for one in sizes if one.devices == 1)
-    compared = tuple(_against(one, [b for b in baselines if b.gpu == one.gpu]) for one in sizes if one.devices > 1)
-    return SpeedUps(per_epoch=per_epoch, baselines=baselines, compared=compared, notes=(APART,))
+    compared = []
+    for one, epochs in sizes.items():
+        if one.devices == 1:
+            continue
+        found, base = _against(one, [b for b in baselines if b.gpu == one.gpu])
+        if base is not None and not per_epoch and (epochs != sizes[base] or len(epochs) > 1):
+            why = "other numbers of epochs, and not every log tells the time of one"
+            found = dataclasses.replace(found, speed_up=None, evidence="", missing=why)
+        compared.append(found)
+    untold = any(one.speed_up is not None and _work(one.configuration, 1) is None for one in compared)
+    notes = (APART, *((BY_EPOCH,) if per_epoch and compared else ()), *((UNTOLD,) if untold else ()))
+    return SpeedUps(per_epoch=per_epoch, baselines=baselines, compared=tuple(compared), notes=notes)
 
 
-def _against(one: Scaling, baselines: Sequence[Scaling]) -> Scaling:
-    same = [b for b in baselines if b.configuration == one.configuration] or list(baselines)
-    if len(same) == 1:
-        ratio = geometric_mean(same[0].times) / geometric_mean(one.times)
-        return dataclasses.replace(one, speed_up=ratio)
-    kind = "GPU" if one.gpu else "CPU rank"
-    many = f"{len(same)} configurations ran on a single {kind}, and none is this one"
-    return dataclasses.replace(one, missing=many if same else f"no run on a single {kind}")
+def _work(name: str | None, devices: int | None) -> str | None:
+    """A configuration without what only its size makes of it; None tells of no work.
+
+    ``devices`` is a number by which its batch is divided; None takes the batch out.
+    """
+    if name is None or re.fullmatch(r"\d+ (GPU|CPU rank)s?", name):
+        return None
+
+    def share(match: re.Match[str]) -> str:
+        batch = int(match[1])
+        return "batch" if devices is None else f"batch {batch / devices:g}"
+
+    return re.sub(r"\bbatch (\d+)\b", share, name)
+
+
+def _against(one: Scaling, baselines: Sequence[Scaling]) -> tuple[Scaling, Scaling | None]:
+    """A size with its speed-up, and the baseline of that; or with the reason for which it has none."""
+    kind, work = "GPU" if one.gpu else "CPU rank", _work(one.configuration, 1)
+    same = [b for b in baselines if _work(b.configuration, 1) == work]
+    weak = [b for b in baselines if work and _work(b.configuration, 1) == _work(one.configuration, one.devices)]
+    for found, evidence in ((same, ""), (weak, "weak scaling: each device has the batch of one")):
+        if len(found) == 1:
+            ratio = geometric_mean(found[0].times) / geometric_mean(one.times)
+            return dataclasses.replace(one, speed_up=ratio, evidence=evidence), found[0]
+    many = f"{len(baselines)} configurations ran on a single {kind}, and none is this one"
+    if len(baselines) == 1:
+        many = f"the run on a single {kind} is of other work: {baselines[0].configuration or 'unknown'}"
+    return dataclasses.replace(one, missing=many if baselines else f"no run on a single {kind}"), None
 
 
 def speed_up_block(found: SpeedUps) -> list[str]:

@@ -17,58 +17,19 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
-
-from ddpm_lab.checks import ConfigError
+from ddpm_lab.checks import ConfigError, LabError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.process import host_id
+from ddpm_lab.measure.torchrun import JOIN_SECONDS, Process, own_address
 from ddpm_lab.measure.wire import Wire
 
-JOIN_SECONDS = 120.0
-"""How long the leader waits for the others, whose imports may come from a slow shared file system."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Process:
-    """What torchrun tells a process of itself and of the others."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    hosts: int
-    master_address: str
-    master_port: int
-    run_id: str
-
-    @classmethod
-    def read(cls, environment: Mapping[str, str]) -> Process:
-        """Read from environment variables. Raises ConfigError where torchrun did not set them."""
-        try:
-            return cls(
-                rank=int(environment["RANK"]),
-                world_size=int(environment["WORLD_SIZE"]),
-                local_rank=int(environment["LOCAL_RANK"]),
-                hosts=int(environment["GROUP_WORLD_SIZE"]),
-                master_address=environment["MASTER_ADDR"],
-                master_port=int(environment["MASTER_PORT"]),
-                run_id=environment["TORCHELASTIC_RUN_ID"],
-            )
-        except (KeyError, ValueError) as error:
-            raise ConfigError(
-                f"ddpm-lab rank needs what torchrun tells its processes, and {error} is missing: "
-                "start it as torchrun ... -m ddpm_lab rank COMMAND"
-            ) from error
-
-    def store(self) -> Any:
-        """The store of torchrun, the part of it that belongs to this job."""
-        from ddpm_lab.measure.meeting import store_at  # noqa: PLC0415 - torch only in what torchrun started
-
-        return store_at(self.master_address, self.master_port, f"ddpm_lab/{self.run_id}", seconds=JOIN_SECONDS)
+GONE_SECONDS = 5.0
+"""For so long nobody listens where torchrun's store was before the job is believed to be gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +124,22 @@ def current() -> Fleet | None:
     return _current
 
 
+def usual_ranks(nodes: object = None) -> int:
+    """Ranks of a run that does not say how many: all places of a job, on ``nodes`` of its hosts; one without a job."""
+    if _current is None:
+        return 1
+    hosts = len(_current.hosts)
+    return _current.node_size * (min(hosts, nodes) if isinstance(nodes, int) and nodes > 0 else hosts)
+
+
+def idle(ranks: int) -> str:
+    """What to say of a job's processes that serve no rank; empty where all do."""
+    count = sum(map(len, _current.hosts)) if _current else 0
+    if count <= ranks:
+        return ""
+    return f"{ranks} of the job's {count} processes serve{'s' if ranks == 1 else ''} a rank; {count - ranks} stay idle"
+
+
 def spread(ranks: object) -> int:
     """Over how many of the hosts that this process leads so many ranks are spread; what is no number has no say."""
     if _current is None or not isinstance(ranks, int) or ranks < 1:
@@ -193,9 +170,15 @@ def join(process: Process) -> Wire:
     What the store says may be of a leader that has ended, where torchrun has started the job again: so ask again.
     """
     deadline = time.monotonic() + JOIN_SECONDS
+    told: dict[str, Any] | None = None
     while True:
         try:
-            told = json.loads(process.store().get("leader"))
+            _await_store(process)
+            store = process.store()
+            told = json.loads(store.get("leader"))
+            if "refused" in told:
+                store.add("told", 1)
+                raise ConfigError(f"the leading process (rank 0) has refused: {told['refused']}")
             left = max(1.0, deadline - time.monotonic())
             wire = Wire(socket.create_connection((told["address"], told["port"]), timeout=left))
             wire.send(**dataclasses.asdict(Introduction.of(process, told["token"])))
@@ -205,14 +188,54 @@ def join(process: Process) -> Wire:
                 time.sleep(1)
                 continue
             reason = " ".join(str(error).split())[:200]
+            if told is None:
+                raise _gone(process, reason) from error
             raise ConfigError(
                 f"rank {process.rank} on {socket.gethostname()} cannot reach the leading process: {reason}; "
                 "is its address one that this host can reach (ddpm-lab rank --interface)?"
             ) from error
 
 
+def _await_store(process: Process) -> None:
+    """Return once somebody listens where torchrun's store is, which torchrun sees to before it starts a process.
+
+    torch's own client would go on asking for minutes. Raises ConfigError where nobody does.
+    """
+    begun = time.monotonic()
+    while True:
+        try:
+            socket.create_connection((process.master_address, process.master_port), timeout=GONE_SECONDS).close()
+        except OSError as error:
+            if time.monotonic() - begun > GONE_SECONDS:
+                raise _gone(process, error.strerror or str(error)) from error
+            time.sleep(0.5)
+        else:
+            return
+
+
+def _gone(process: Process, reason: str) -> ConfigError:
+    return ConfigError(
+        f"rank {process.rank} on {socket.gethostname()}: the leading process (rank 0) did not come, and torchrun's "
+        f"store at {process.master_address} port {process.master_port} does not answer ({reason}): see what rank 0 said"
+    )
+
+
+def _refuse(process: Process, reason: LabError) -> None:
+    """Tell the others why the leader does not come, and wait until they know: the store goes when this process does."""
+    with contextlib.suppress(RuntimeError, OSError):
+        store = process.store()
+        store.set("leader", json.dumps({"refused": str(reason)}))
+        deadline = time.monotonic() + JOIN_SECONDS / 4
+        while store.add("told", 0) < process.world_size - 1 and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+
 def _gather(process: Process, interface: str | None) -> Fleet:
-    address = own_address(process, interface)
+    try:
+        address = own_address(process, interface)
+    except LabError as refused:
+        _refuse(process, refused)
+        raise
     token = secrets.token_hex(16)
     with socket.create_server((address, 0), family=_family(address), backlog=process.world_size) as listener:
         port = listener.getsockname()[1]
@@ -278,53 +301,3 @@ def _send_home(wires: list[Wire]) -> None:
 
 def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
-
-
-def addresses() -> dict[str, str]:
-    """The network interface of each IP address of this host."""
-    kinds = (socket.AF_INET, socket.AF_INET6)
-    return {
-        a.address.split("%")[0]: n for n, found in psutil.net_if_addrs().items() for a in found if a.family in kinds
-    }
-
-
-def interface_of(address: str) -> str | None:
-    """The name of the network interface that has an address of this host; None is unknown."""
-    return addresses().get(address.split("%", maxsplit=1)[0])
-
-
-def network_settings(address: str) -> dict[str, str]:
-    """Environment that has ranks exchange gradients by the interface of an address, unless the user chose another."""
-    own = interface_of(address)
-    if own is None:
-        return {}
-    names = {"GLOO_SOCKET_IFNAME": own, "NCCL_SOCKET_IFNAME": f"={own}"}  # NCCL would take eth1 for eth10 too
-    return {name: value for name, value in names.items() if name not in os.environ}
-
-
-def own_address(process: Process, interface: str | None) -> str:
-    """The address on which this host is reached by the others: that of ``interface``, or the one torchrun knows.
-
-    Raises ConfigError where that is none of this host's, or is one that only this host itself can reach.
-    """
-    here = addresses()
-    if interface is not None:
-        own = [a for a, name in here.items() if interface in (a, name)]
-        if not own:
-            raise ConfigError(f"--interface is {interface!r}: choose one of {', '.join(sorted(set(here.values())))}")
-        return min(own, key=lambda a: ipaddress.ip_address(a).version)
-    try:
-        named = [str(found[4][0]) for found in socket.getaddrinfo(process.master_address, None)]
-    except OSError:
-        named = []
-    own = [a for a in named if a in here or ipaddress.ip_address(a).is_loopback]
-    if not own:
-        raise ConfigError(
-            f"torchrun's address {process.master_address} is none of this host's: give ddpm-lab rank --interface"
-        )
-    if process.hosts > 1 and all(ipaddress.ip_address(a).is_loopback for a in own):
-        raise ConfigError(
-            f"torchrun's address {process.master_address} is {own[0]} here, which other hosts cannot reach: give "
-            "torchrun --local-addr, or ddpm-lab rank --interface"
-        )
-    return next((a for a in own if not ipaddress.ip_address(a).is_loopback), own[0])

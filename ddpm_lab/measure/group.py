@@ -18,11 +18,12 @@ from typing import Any
 from ddpm_lab.checks import choice
 from ddpm_lab.config import START_METHODS, RunConfig
 from ddpm_lab.measure.code_version import Tree
-from ddpm_lab.measure.fleet import Fleet, current, network_settings
+from ddpm_lab.measure.fleet import Fleet, current
 from ddpm_lab.measure.group_folder import GroupFolder
 from ddpm_lab.measure.local_rank import LocalRank
 from ddpm_lab.measure.process import Meeting, RankJob
 from ddpm_lab.measure.remote_rank import RemoteRank
+from ddpm_lab.measure.torchrun import network_settings
 
 FROZEN_SECONDS = 5.0
 """A rank whose process has been stopped for so long, by a signal or a debugger, is not waited for."""
@@ -177,10 +178,10 @@ class Group:
         self._wait("done", self.limits.build_seconds, "profiling")
         return self._reports("profile")
 
-    def advance(self, steps: int, limit: float) -> list[dict[str, Any]]:
+    def advance(self, steps: int, limit: float, stage: str = "training") -> list[dict[str, Any]]:
         """Train ``steps`` steps on every rank; each reports its mean loss of every step, and its seconds."""
         self._tell("advance", {"steps": steps})
-        self._wait("done", limit, "training")
+        self._wait("done", limit, stage)
         return self._reports("advance")
 
     def call(self, method: str, limit: float, **arguments: Any) -> list[Any]:

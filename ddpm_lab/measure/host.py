@@ -16,12 +16,12 @@ from typing import Any
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.code_version import code_version
-from ddpm_lab.measure.fleet import network_settings
 from ddpm_lab.measure.group_folder import GroupFolder, sweep
 from ddpm_lab.measure.local_rank import LEFT, LocalRank
 from ddpm_lab.measure.machine_watch import Watch
 from ddpm_lab.measure.process import Meeting, RankJob
 from ddpm_lab.measure.remote_rank import start_of
+from ddpm_lab.measure.torchrun import network_settings
 from ddpm_lab.measure.wire import Wire
 
 LIFE_SECONDS = 1.0
