@@ -212,6 +212,8 @@ def _damage(path: Path, number: int, error: Exception) -> Damaged:
 def read_all(paths: Sequence[Path | str], select: Select | None = None) -> tuple[list[RunRecord], list[Damaged]]:
     """Records of several ledgers, in order; ``select`` chooses from all their heads, None wants all.
 
+    A record that several files hold, as a ledger and what was published of it do, counts once: the first one.
+
     Raises LedgerError if a file does not exist, or has lines and none of them is a record.
     """
     heads: list[Head] = []
@@ -226,4 +228,9 @@ def read_all(paths: Sequence[Path | str], select: Select | None = None) -> tuple
         heads += more
         damaged += bad
     records, bad = load(heads if select is None else select(heads))
+    if len(paths) > 1:
+        # Names of files and hosts are left out of what is published: they cannot tell one record from another.
+        told = {(r.set_id, r.experiment, r.family, r.role, r.run_id, r.environment.date): r for r in reversed(records)}
+        once = {id(r) for r in told.values()}
+        records = [r for r in records if id(r) in once]
     return records, damaged + bad

@@ -284,3 +284,20 @@ def test_heads_tell_of_odd_names_what_the_records_tell(tmp_path: Path, odd: str)
     assert [(h.experiment, h.role, h.machine, h.cohort, h.date) for h in heads] == [
         (r.experiment, r.role, r.machine, r.cohort, r.date) for r in written
     ]
+
+
+def test_a_record_in_two_files_counts_once(tmp_path: Path) -> None:
+    """A copy of a ledger, or what was published of it, beside the ledger itself must not double its sets."""
+    records = make.sets({"faster": 1.1})
+    Ledger(tmp_path / "a.jsonl").append(records)
+    hidden = [
+        dataclasses.replace(r, environment=dataclasses.replace(r.environment, hostname=None, kernel=""))
+        for r in records
+    ]
+    others = [dataclasses.replace(r, set_id=f"other-{r.set_id}") for r in records]
+    Ledger(tmp_path / "b.jsonl").append([*hidden, *others])
+    found, _ = read_all([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
+    assert len(found) == 2 * len(records)
+    assert found[: len(records)] == records
+    again, _ = read_all([tmp_path / "a.jsonl", tmp_path / "a.jsonl"])
+    assert again == records

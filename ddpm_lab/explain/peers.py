@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,15 +24,23 @@ Row = dict[str, Any]
 def rows(study: Study) -> list[Row]:
     """Every other trainer, turned round: ``ratio`` is the time it takes for equal images divided by this trainer's.
 
-    The names of those that are measured in fp32 against fp32 say so. Trainers without a speed come too.
+    The names of those that are measured in fp32 against fp32 say so, and of those beside whom the trainer had another
+    network or batch than beside most, which. Trainers without a speed come too.
     """
-    found = []
+    base, found = own(study), []
     for row in _all(study):
         if row["role"] not in ("candidate", "note") or not _is_rival(row["family"]):
             continue
-        row["name"] = row["label"] + next((s for s in (BOTH_FP32, SAMPLING) if row["family"].endswith(s)), "")
+        kind = next((s for s in (BOTH_FP32, SAMPLING) if row["family"].endswith(s)), "")
+        row["name"] = row["label"] + (kind or _elsewhere(row, base))
         found.append(_turned(row) if row["sets"] else row)
     return found
+
+
+def _elsewhere(row: Row, base: Row | None) -> str:
+    """Network and batch of a row, where they are not those that this trainer is described with."""
+    work = (row["config"].network, row["batch"])
+    return "" if base is None or work == (base["config"].network, base["batch"]) else f", on {work[0]} at batch {work[1]}"
 
 
 def levers(study: Study) -> list[Row]:
@@ -41,9 +50,11 @@ def levers(study: Study) -> list[Row]:
 
 
 def own(study: Study) -> Row | None:
-    """The lab's own trainer, as the baseline of the others."""
-    mine = [r for r in _all(study) if r["role"] == "baseline" and _is_rival(r["family"]) and r["sets"]]
-    return next((r for r in mine if not r["family"].endswith((BOTH_FP32, SAMPLING))), None)
+    """The lab's own trainer, as the baseline of the others; of several networks or batches that of most others."""
+    trained = [r for r in _all(study) if _is_rival(r["family"]) and not r["family"].endswith((BOTH_FP32, SAMPLING))]
+    others = Counter(r["family"] for r in trained if r["role"] == "candidate" and r["sets"])
+    mine = [r for r in trained if r["role"] == "baseline" and r["sets"]]
+    return max(mine, key=lambda r: others[r["family"]], default=None)
 
 
 def _all(study: Study) -> list[Row]:
@@ -90,7 +101,7 @@ def headline(study: Study, nearest: Mapping[str, Any]) -> str:
 
 def evidence(study: Study) -> str:
     """All ratios with their intervals, apart as the trainers come and as they were tuned, and the training losses."""
-    told = []
+    told, base = [], own(study)
     measured = [r for r in rows(study) if r["sets"]]
     for words, chosen in (
         ("As they come", [r for r in measured if is_peer(r) and TUNED not in r["name"]]),
@@ -100,10 +111,11 @@ def evidence(study: Study) -> str:
     ):
         if chosen:
             listed = [
-                f"{phrases.ratio(r)} times {r['label'].removesuffix(TUNED)} ({phrases.evidence(r)})" for r in chosen
+                f"{phrases.ratio(r)} times {r['label'].removesuffix(TUNED)}"
+                f"{'' if words in ('Both in fp32', 'Sampling') else _elsewhere(r, base)} ({phrases.evidence(r)})"
+                for r in chosen
             ]
             told.append(f"{words}: {phrases.joined(listed)}.")
-    base = own(study)
     if base is not None:
         told.append(f"It takes {phrases.throughput(base)} in {base['config'].precision} at batch {base['batch']}.")
     if said := limits.sentence(study, base):
