@@ -40,7 +40,8 @@ def rows(study: Study) -> list[Row]:
 def _elsewhere(row: Row, base: Row | None) -> str:
     """Network and batch of a row, where they are not those that this trainer is described with."""
     work = (row["config"].network, row["batch"])
-    return "" if base is None or work == (base["config"].network, base["batch"]) else f", on {work[0]} at batch {work[1]}"
+    here = base is None or work == (base["config"].network, base["batch"])
+    return "" if here else f", on {work[0]} at batch {work[1]}"
 
 
 def levers(study: Study) -> list[Row]:
