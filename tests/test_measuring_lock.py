@@ -17,7 +17,7 @@ HOLDER = """
 import os, sys, time
 from ddpm_lab.measure.measuring_lock import measuring
 os.sched_setaffinity(0, {int(c) for c in sys.argv[1].split(",")})
-with measuring(print) as waited:
+with measuring(lambda text: print(text, flush=True)) as waited:
     print("has it", waited, flush=True)
     sys.stdin.readline()
 """
