@@ -10,7 +10,7 @@ import pytest
 import records as make
 from claimed import STEP
 
-from ddpm_lab.explain import figures
+from ddpm_lab.explain import figures, frames, tables
 from ddpm_lab.explain.faults import Fault, faults, table
 from ddpm_lab.explain.figure_claims import describe
 from ddpm_lab.record import RunRecord
@@ -206,3 +206,9 @@ def test_the_figure_is_drawn_with_and_without_numbers() -> None:
         of = claimed.study(records)
         assert figures.png(figures.figure(of))
         assert "claims" in figures.alt_text(of)
+
+
+def test_a_machine_without_any_record_has_a_page_all_the_same() -> None:
+    shown = tables.more(frames.study([], "claims"))
+    assert shown
+    assert not any(table is None for _, table in shown)

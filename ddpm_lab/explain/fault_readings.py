@@ -196,8 +196,8 @@ def share(seen: Seen) -> Reading | None:
         used = [a["gpu_utilisation_percent"] / 100 for a in answers]
         where, what, device = "", "a kernel runs on the GPU", "the time"
     else:
-        cores = seen.study.records[-1].machine.usable_cores
         answers = seen.of("one_thread")
+        cores = seen.study.records[-1].machine.usable_cores if answers else 1
         shares = [_compute(a) for a in answers]
         used = [a["cpu_seconds"] / a["seconds"] / cores for a in answers]
         where, what, device = f"With one thread on {phrases.plural(cores, 'core')} ", "training uses", "the processor"
