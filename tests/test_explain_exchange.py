@@ -45,6 +45,14 @@ def test_ranks_without_exchange_are_not_recommended() -> None:
     assert [row["label"] for row in group.rows] == ["bf16 hook", BASELINE]
 
 
+def test_a_way_to_exchange_that_is_not_known_to_be_faster_is_no_rival() -> None:
+    rows = {"bf16 hook": (with_exchange(hook="bf16"), 1.0)}
+    records = make.sets(rows, baseline=BASE, baseline_label=BASELINE, experiment="exchange", family="tiny, batch 32")
+    group = ranking.fastest(make.study(records, RECOMMENDATION))
+    assert group is not None
+    assert [row["label"] for row in group.rows] == [BASELINE]
+
+
 def test_fewer_exchanges_are_weighed_in_a_sentence_of_their_own_and_never_lead() -> None:
     twice = dataclasses.replace(BASE, global_batch_size=64, accumulation=2)
     silent = {NO_EXCHANGE: (dataclasses.replace(twice, exchange=ExchangeConfig(enabled=False)), 1.9)}

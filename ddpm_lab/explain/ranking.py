@@ -36,9 +36,12 @@ def groups(study: Study) -> list[Group]:
     for row in comparisons(study).to_dict("records"):
         # Only the lab's own training step, and the user's, do the work that the names of settings stand for.
         counts = row["sets"] and row["role"] in ("baseline", "candidate") and row["config"].workload in (DDPM, OWN)
-        # Those have other losses, implementations of the same step, another average of the weights, or ways of the
-        # same ranks to exchange; a search has short sets, and measures again what it finds.
-        counts = counts and row["experiment"] not in ("peers", "quality", "exchange", SEARCH)
+        # Those have other losses, implementations of the same step, or another average of the weights; a search has
+        # short sets, and measures again what it finds.
+        counts = counts and row["experiment"] not in ("peers", "quality", SEARCH)
+        # Another way of the same ranks to exchange is worth a line only where it is known to be faster.
+        idle = row["experiment"] == "exchange" and row["role"] == "candidate" and row["verdict"] != stats.FASTER
+        counts = counts and not idle
         # A ratio of weak scaling is one between batches; other families ask what no training would use.
         counts = counts and (row["experiment"] != "multi_gpu" or scaling(row["family"]) == "strong")
         counts = counts and row["config"].exchange.enabled  # else each rank trains a network of its own
