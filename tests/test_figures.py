@@ -255,6 +255,13 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "two sets": lambda: amp(count=2, turns=2, set_noise=0.3),
     "untrusted": lambda: amp(twin_ratio=1.05),
     "all failed": lambda: make.study(make.sets({}, failures={"bf16": (BF16, "crashed", REASON)})),
+    "only the twin, failed": lambda: make.study(
+        [
+            make.record(
+                RunConfig(), experiment="compare", role="twin", label="fp32 again", status="unsupported", reason=REASON
+            )
+        ]
+    ),
     "mechanism only": lambda: make.study(
         make.sets({"4 ranks": (RunConfig(world_size=4), 1.3)}, experiment="multi_gpu", mechanism_only=["4 ranks"])
     ),
@@ -472,6 +479,7 @@ def test_alt_text_gives_the_numbers() -> None:
     assert "bf16 1.62 (95 % interval 1.6" in text
     assert "convolution 62 %" in figures.alt_text(STUDIES["profile"]())
     assert "signal 9" in figures.alt_text(STUDIES["all failed"]())
+    assert "signal 9" in figures.alt_text(STUDIES["only the twin, failed"]())
     assert all(figures.alt_text(make_study()) for make_study in STUDIES.values())
 
 

@@ -88,10 +88,13 @@ def _row_height(row: Row, panel: float) -> float:
 
 
 def _drawn(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Candidates from the top, then the twin; the baseline is the line at 1, unless it failed."""
+    """Candidates from the top, then the twin; the baseline is the line at 1, unless it failed.
+
+    A twin without a set is left out, unless nothing but its failure is there.
+    """
     order = {"baseline": 0, "candidate": 1, "note": 2, "twin": 3}
     kept = [r for r in rows if r["role"] != "baseline" or not r["sets"]]
-    kept = [r for r in kept if r["role"] != "twin" or r["sets"]]
+    kept = [r for r in kept if r["role"] != "twin" or r["sets"]] or list(rows)
     return sorted(kept, key=lambda r: order[r["role"]])
 
 
