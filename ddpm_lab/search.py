@@ -32,17 +32,19 @@ NOT_WORSE, WORSE = ("not worse", "identical"), "worse"
 
 MAIN, PAIR, OWN = 0.25, 0.12, 0.05
 """Standard deviations, in logarithm, of what a value is worth, a pair of values beyond that, and a cell beyond both."""
-NOISE, NOISE_SETS = 0.015, 4
+NOISE, NOISE_SETS = 0.015, 2
 """What a configuration's logarithm scatters by from set to set until twins have shown it, and the sets this weighs."""
+FEW_SETS = -1.2816
+"""The 10 % point of the normal distribution: noise is taken to be as large as so few twins can leave open."""
 SAMPLES = 256
-TOLERANCE = 0.004
+TOLERANCE = 0.002
 """The expected loss, in logarithm, at which a search ends."""
 SIMPLER = 0.005
 """Of cells whose speed differs by less the one with the fewest changes wins."""
 LEAST_SETS = 2
 TRIES = 2
 AT_ONCE = 5
-COMPILE_SHARE = 0.25
+COMPILE_SHARE = 0.5
 """Of the time that is left: no more is spent on a first compile."""
 
 
@@ -71,7 +73,8 @@ def _log_ratio(base: RunRecord, other: RunRecord) -> float:
 class Belief:
     """What the sets so far say of every cell: mean and covariance (n, n) of ln(its speed / the baseline's).
 
-    ``sets`` counts the sets that measured each cell, and ``noise`` is the spread of one configuration between sets.
+    ``sets`` counts the sets that measured each cell, and ``noise`` is the spread of one configuration between sets,
+    at the upper end of what the twins say.
     ``lost`` are cells that fail here.
     """
 
@@ -148,6 +151,12 @@ class Belief:
         return [*([lead] if lead != start else []), *rivals][:AT_ONCE]
 
 
+def _low_chi_square(degrees: int) -> float:
+    """The 10 % point of the chi-square distribution (Wilson & Hilferty 1931)."""
+    spread = 2 / (9 * degrees)
+    return degrees * (1 - spread + FEW_SETS * math.sqrt(spread)) ** 3
+
+
 def _below(z: float) -> float:
     """The normal distribution function."""
     return 0.5 * math.erfc(-z / math.sqrt(2))
@@ -161,7 +170,7 @@ def believe(space: Space, found: Sequence[Ratios], configs: Mapping[Cell, RunCon
     shared = sum((codes[:, f, None] == codes[None, :, f]).astype(float) for f in range(codes.shape[1]))
     prior = MAIN**2 * shared + PAIR**2 * shared * (shared - 1) / 2 + OWN**2 * np.eye(len(cells))
     twins = [s[TWIN] for s in found if math.isfinite(s.get(TWIN, math.nan))]
-    variance = (NOISE_SETS * NOISE**2 + sum(t * t for t in twins) / 2) / (NOISE_SETS + len(twins))
+    variance = (NOISE_SETS * NOISE**2 + sum(t * t for t in twins) / 2) / _low_chi_square(NOISE_SETS + len(twins))
     seen = [(n, place[run], y) for n, s in enumerate(found) for run, y in s.items() if run in place]
     known = [row for row in seen if math.isfinite(row[2])]
     failures = Counter(i for _, i, y in seen if math.isnan(y)) + Counter(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from ddpm_lab.calibrate import calibrate
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.explain.calibration import calibration, calibrations
 from ddpm_lab.ledger import Ledger
+from ddpm_lab.plan import Plan
 from ddpm_lab.record import LedgerError
 
 
@@ -32,7 +35,9 @@ def test_an_unwritable_output_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_calibration_measures_afresh(tmp_path: Path) -> None:
+def test_every_calibration_measures_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The function stands in the package under the name of its module.
+    monkeypatch.setattr(sys.modules["ddpm_lab.calibrate"], "Plan", partial(Plan, turns=4, window_seconds=0.1))
     first = calibrate(minutes=0.01, planted=0.5, output_dir=tmp_path, quiet=True)
     second = calibrate(minutes=0.01, planted=0.5, output_dir=tmp_path, quiet=True)
     kept = Ledger(tmp_path / "trace_output" / "ledger.jsonl").read()[0]

@@ -286,6 +286,9 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "profile": lambda: make.study([make.profile(RunConfig(purpose="profile"))]),
     "recommendation": lambda: make.study([*amp().records, *compiled(1.2).records], "recommendation"),
     "recommendation, searched": lambda: planted_search.study(planted_search.searched()),
+    "recommendation, small": lambda: planted_search.study(
+        planted_search.searched(gains={"bf16": 1.02, "2 ranks": 0.9, "joined kernels": 0.9, "batch 16": 0.9})
+    ),
     "recommendation, one set": lambda: planted_search.study(planted_search.searched(sets=1)),
     "quality": lambda: trained(8),
     "quality, few seeds": lambda: trained(2),
@@ -362,6 +365,13 @@ def test_no_mark_lies_outside_its_panel(name: str) -> None:
                     pixels = ax.transData.transform(drawn_points)
                     assert np.isfinite(pixels).all()
                     assert ax.bbox.padded(1).count_contains(pixels) == len(pixels)
+
+
+def test_a_waterfall_of_small_gains_has_an_axis_to_read() -> None:
+    for name in ("recommendation, searched", "recommendation, small"):
+        (ax,) = figures.figure(STUDIES[name]()).axes
+        low, high = ax.get_xlim()
+        assert sum(low <= tick <= high for tick in ax.get_xticks()) >= 3
 
 
 def test_a_long_verdict_stands_in_full() -> None:

@@ -8,9 +8,11 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.text import Text
 from paired_records import alone, family, nothing_ran, paired
 from records import study
 
+from ddpm_lab.explain import figure_dashboard, results_file
 from ddpm_lab.explain.pairs import Mean, banner, layout, means, pairs, recommendation
 
 SHARED = {256: 1.6, 128: 1.05, 64: 0.8}
@@ -122,6 +124,17 @@ def test_the_banner_claims_nothing_that_is_not_resolved() -> None:
     single = banner(alone(single=True))
     assert single[1] == "Time Speedup: not measured"
     assert banner(nothing_ran("signal 9")) == ["BENCHMARK INCOMPLETE: nothing was measured", "crashed: signal 9"]
+
+
+def test_what_is_better_than_perfect_has_no_band() -> None:
+    beyond = paired({}, {32: 9.0}, set_noise=0.001)
+    assert re.fullmatch(r"Multi-GPU Efficiency: 11\d\.\d% \(above 100 %, 11\d to 11\d %\)", banner(beyond)[2])
+    (shown,) = results_file.document(beyond)["comparisons"]
+    assert shown["efficiency"]["value"] > 1
+    assert shown["band"] is None
+    said = figure_dashboard.summary_table(beyond).findobj(Text)
+    assert any("above 100 %" in text.get_text() for text in said if isinstance(text, Text))
+    assert not any("perfect" in text.get_text() for text in said if isinstance(text, Text))
 
 
 ONE = alone(single=True)

@@ -207,7 +207,7 @@ def _line(pair: Pair, row: Row) -> tuple[str, ...]:
     if row is pair.compared:
         between = f" ({phrases.interval(row)})" if phrases.interval(row) else ""
         gain = f"{speed_up(row)}{between} {phrases.outcome(row)}"
-        efficiency = scaling.efficiency(row) + (f", {S000.name(row['efficiency'])}" if resolved(row) else "")
+        efficiency = scaling.efficiency(row) + (f", {scaling.band(row, S000)}" if resolved(row) else "")
         quality = str(row["quality"])
     took = phrases.seconds(row["projected_seconds"])
     rate = phrases.significant(row["images_per_second"])

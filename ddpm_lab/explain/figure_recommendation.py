@@ -6,7 +6,7 @@ import math
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import phrases, quality, recommended_words, stats
@@ -69,7 +69,9 @@ def _waterfall(ax: Axes, found: Recommendation) -> None:
     low, high = min([*edges, whole["ratio"]]), max([*edges, whole["ratio"]])
     margin = max((high / low) ** 0.04, 1.01)
     ax.set_xlim(low / margin, high * margin)
-    ticks = [t for t in _TICKS if low / margin <= t <= high * margin]
+    # Over so little a logarithmic axis is nearly an even one.
+    near = MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low / margin, high * margin) if high < 1.5 * low else _TICKS
+    ticks = [float(t) for t in near if low / margin <= t <= high * margin]
     room = math.log(high / low * margin**2) / 12  # ticks closer than this would run into each other
     kept: list[float] = []
     for tick in sorted(ticks, key=lambda t: (t != 1, t)):
@@ -77,7 +79,7 @@ def _waterfall(ax: Axes, found: Recommendation) -> None:
             kept.append(tick)
     ax.xaxis.set_major_locator(FixedLocator(sorted(kept)))
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
     ax.set_ylim(last + 0.55, -0.6)
     ax.grid(visible=False, axis="y")
     ax.tick_params(axis="y", length=0)

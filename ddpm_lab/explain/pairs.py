@@ -177,7 +177,8 @@ def resolved(row: Mapping[str, Any]) -> bool:
 
 def rating(row: Mapping[str, Any], bands: Bands) -> str:
     """The band of an efficiency and its interval: "good by S000, 80 to 82 %"; none where nothing is resolved."""
-    name = f"{bands.name(row['efficiency'])} by {bands.whose}" if resolved(row) else stats.NOT_RESOLVED
+    name = scaling.band(row, bands) if resolved(row) else stats.NOT_RESOLVED
+    name += f" by {bands.whose}" if name in dict(bands.table) else ""
     return ", ".join(part for part in (name, scaling.interval(row)) if part)
 
 

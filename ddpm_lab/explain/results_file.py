@@ -163,7 +163,7 @@ def _comparison(pair: Pair) -> dict[str, Any]:
         "devices": pair.multi["ranks"] if pair.multi else None,
         "speedup": _interval(*ratio),
         "efficiency": _interval(*efficiency),
-        "band": S000.name(row["efficiency"]) if row is not None and resolved(row) else None,
+        "band": scaling.band(row, S000) if row is not None and resolved(row) and row["efficiency_low"] <= 1 else None,
         "verdict": phrases.status(row["verdict"]) if row is not None else None,
         "recommendation": recommendation(pair) if pair.kind == "strong" else None,
         "sets": 0 if row is None else int(row["sets"]),
