@@ -12,18 +12,68 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ddpm_lab.explain import budget, compiling, operators, phrases, quality, stats
-from ddpm_lab.explain.claim_evidence import Evidence, Row, said
-from ddpm_lab.explain.faults import Fault
-from ddpm_lab.explain.frames import CLAIMS
+from ddpm_lab.explain.comparisons import Row, comparisons, resolved
+from ddpm_lab.explain.faults import Fault, faults
+from ddpm_lab.explain.frames import CLAIMS, Study
+from ddpm_lab.explain.wrong_ways import Seen
 from ddpm_lab.plan import scaling
 
 CONFIRMED, REFUTED, UNTESTABLE = "confirmed", "refuted", "not testable on this machine"
-NOT_MEASURED = "not measured"
 LIKE = 0.10
 """A published ratio without an interval is met by one that comes so near to it."""
 PARAMETERS = 13e6
 UTILISED = 0.05
 """A share is a utilisation if the two differ by no more than this, as a ratio."""
+
+_WHERE = {"multi_gpu": "notebook 02", "amp": "notebook 03", "workers": "notebook 04", "torch_compile": "notebook 05"}
+_WHERE |= {"quality": "notebook 08", CLAIMS: "this notebook"}
+
+
+class Evidence:
+    """What the records of a machine say about claims."""
+
+    def __init__(self, study: Study) -> None:
+        self.study = study
+        self.seen = Seen(study)
+        self.faults = {f.key: f for f in faults(study)}
+        records = (*study.records, *study.beside)
+        self.gpus = len(records[-1].machine.gpus) if records else 0
+        self._studies = {
+            name: dataclasses.replace(study, experiment=name, records=tuple(r for r in records if r.experiment == name))
+            for name in {r.experiment for r in records}
+        }
+
+    def study_of(self, row: Row) -> Study:
+        """The study that a row comes from."""
+        return self._studies[row["experiment"]]
+
+    def rows(self, *experiments: str) -> list[Row]:
+        """Candidates that have a speed, of each experiment in this order, each with its baseline's configuration."""
+        found = []
+        for name in experiments:
+            rows = comparisons(self._studies[name]) if name in self._studies else []
+            base = {r["baseline_id"]: r["config"] for r in rows if r["role"] == "baseline"}
+            shown = [r for r in rows if r["role"] == "candidate" and r["sets"]]
+            found += [{**r, "base": base.get(r["baseline_id"], r["config"])} for r in shown]
+        return found
+
+    def first(self, wanted: Callable[[Row], bool], *experiments: str) -> Row | None:
+        """The first such row that is wanted."""
+        return next((row for row in self.rows(*experiments) if wanted(row)), None)
+
+
+def said(row: Row | None) -> str:
+    """A row in words: "bf16 0.74 (0.62 to 0.88) times as fast as fp32, 6 sets, notebook 03"; a dash without one."""
+    if row is None:
+        return phrases.DASH
+    grown = row["batch"] != row["base"].global_batch_size
+    base = f"batch {row['base'].global_batch_size}" if grown and row["ranks"] == 1 else row["baseline_label"]
+    words = [
+        f"{row['label']} {phrases.ratio_with_interval(row)} times as fast as {base}",
+        phrases.plural(int(row["sets"]), "set"),
+    ]
+    words += ["weak scaling"] if grown and row["ranks"] > 1 else []
+    return ", ".join([*words, _WHERE.get(row["experiment"], str(row["experiment"]))])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +87,7 @@ class Judged:
 
 def _if_resolved(row: Row, holds: bool, why: str) -> Judged:
     """Confirmed or refuted where a row is called faster or slower, and else not resolved."""
-    if row["verdict"] not in (stats.FASTER, stats.SLOWER):
+    if not resolved(row):
         return Judged(verdict=stats.NOT_RESOLVED, here=said(row), why=phrases.outcome(row))
     return Judged(verdict=CONFIRMED if holds else REFUTED, here=said(row), why=why)
 
@@ -45,11 +95,11 @@ def _if_resolved(row: Row, holds: bool, why: str) -> Judged:
 def _no_gpu(e: Evidence, count: int = 1, *, here: str = phrases.DASH, command: str = "") -> Judged:
     need = "a GPU" if count == 1 else f"{count} GPUs"
     what = f"; there {command} measures it" if command else ""
-    return Judged(verdict=UNTESTABLE, here=here, why=f"needs {need}, {e.machine}{what}")
+    return Judged(verdict=UNTESTABLE, here=here, why=f"needs {need}, this machine has {e.gpus or 'none'}{what}")
 
 
 def _unmeasured(command: str, here: str = phrases.DASH) -> Judged:
-    return Judged(verdict=NOT_MEASURED, here=here, why=f"{command} measures it")
+    return Judged(verdict=quality.NOT_MEASURED, here=here, why=f"{command} measures it")
 
 
 def like(row: Row, low: float, high: float) -> Judged:
@@ -77,7 +127,7 @@ def several(count: int, ratio: float, *, nodes: int = 1, kind: str = "strong") -
         asked = (r for r in rows if _on_gpu(r) and (r["ranks"], r["config"].nodes) == (count, nodes))
         if (row := next(asked, None)) is not None:
             return near(row, ratio)
-        here = next((said(r) for r in rows if r["ranks"] == 2), phrases.DASH)
+        here = said(next((r for r in rows if r["ranks"] == 2), None))
         command = "ddpm-lab run multi_gpu --preset full"
         if e.gpus * nodes < count:
             return _no_gpu(e, count, here=here, command=command)
@@ -118,6 +168,7 @@ def _has_verdict(row: Row) -> bool:
 
 def _quality(rows: list[Row], why: str) -> Judged:
     """Whether configurations learn as well as their baseline, by trials over seeds."""
+    rows = [r for r in rows if _has_verdict(r)]
     if not rows:
         return _unmeasured("ddpm-lab run quality --preset full --data DATA")
     told: dict[str, list[str]] = {}
@@ -133,14 +184,12 @@ def _quality(rows: list[Row], why: str) -> Judged:
 def preserves(e: Evidence) -> Judged:
     """What was optimised and is no batch: precision, compiling, ranks, loader workers."""
     free = {"precision", "compile", "compile_mode", "kernels", "world_size", "nodes", "loader", "loader_workers"}
-    rows = [
-        r for r in e.rows("quality", "workers") if _has_verdict(r) and r["config"].differences(r["base"]).keys() <= free
-    ]
+    rows = [r for r in e.rows("quality", "workers") if r["config"].differences(r["base"]).keys() <= free]
     return _quality(rows, "held-out loss, paired by seed: of these settings, this network and these images")
 
 
 def larger_batches(e: Evidence) -> Judged:
-    rows = [r for r in e.rows("quality", "batch_size") if _has_verdict(r) and _only(r, "global_batch_size")]
+    rows = [r for r in e.rows("quality", "batch_size") if _only(r, "global_batch_size")]
     return _quality(rows, "after equally many images, at the same learning rate")
 
 
@@ -166,9 +215,8 @@ def step_budget(e: Evidence) -> Judged:
 
 
 def utilisation(e: Evidence) -> Judged:
-    return _by_fault(
-        e, "share", UTILISED, e.faults["share"].truth or phrases.DASH, "share and utilisation are two numbers"
-    )
+    here = e.faults["share"].truth or phrases.DASH
+    return _by_fault(e, "share", UTILISED, here, "share and utilisation are two numbers")
 
 
 def _by_fault(e: Evidence, key: str, within: float, here: str, why: str) -> Judged:
@@ -221,8 +269,8 @@ def amp(judge: Callable[[Row], Judged]) -> Callable[[Evidence], Judged]:
         if (row := _narrow(e, on_gpu=True)) is not None:
             return judge(row)
         row = _narrow(e, on_gpu=False)
-        here = said(row) if row else phrases.DASH
-        return _unmeasured("ddpm-lab run amp", here) if e.gpus else _no_gpu(e, here=here, command="ddpm-lab run amp")
+        here, command = said(row), "ddpm-lab run amp"
+        return _unmeasured(command, here) if e.gpus else _no_gpu(e, here=here, command=command)
 
     return judged
 
@@ -233,8 +281,7 @@ def amp_memory(row: Row) -> Judged:
 
 
 def fades(e: Evidence) -> Judged:
-    two = e.first(lambda r: r["ranks"] == 2, "multi_gpu", CLAIMS)
-    here = said(two) if two else phrases.DASH
+    here = said(e.first(lambda r: r["ranks"] == 2, "multi_gpu", CLAIMS))
     if e.gpus < 4:
         return _no_gpu(e, 4, here=here, command="ddpm-lab run multi_gpu --preset full")
     return _unmeasured("notebook 02 with world_sizes = [1, 2, 3, 4] and five batch sizes", here)
@@ -247,17 +294,16 @@ def cpu_batches(e: Evidence) -> Judged:
     if row is not None:
         return faster(row)
     known = e.first(lambda r: r["config"].device == "cpu" and _only(r, "global_batch_size"), CLAIMS, "quality")
-    return _unmeasured("ddpm-lab run batch_size --preset full --device cpu", said(known) if known else phrases.DASH)
+    return _unmeasured("ddpm-lab run batch_size --preset full --device cpu", said(known))
 
 
 def workers(e: Evidence) -> Judged:
     rows = [r for r in e.rows("workers") if not r["loader_alone"]]
     here = "; ".join(said(r) for r in rows[:3]) or phrases.DASH
-    if not e.gpus:
-        return _no_gpu(e, here=here, command="ddpm-lab run workers --preset full")
     four = next((r for r in rows if r["config"].loader_workers == 4 and _on_gpu(r)), None)
     if four is None:
-        return _unmeasured("ddpm-lab run workers --preset full", here)
+        command = "ddpm-lab run workers --preset full"
+        return _unmeasured(command, here) if e.gpus else _no_gpu(e, here=here, command=command)
     better = [r for r in rows if r["family"] == four["family"] and r["low"] > four["high"]]
     why = f"{better[0]['label']} are faster" if better else f"four are {four['verdict']} than {four['baseline_label']}"
     return _if_resolved(four, not better and four["verdict"] == stats.FASTER, why)
@@ -282,7 +328,7 @@ def unsuitable(e: Evidence) -> Judged:
 
 def compile_seconds(e: Evidence) -> Judged:
     row = _compiled(e)
-    here = said(row) if row else phrases.DASH
+    here = said(row)
     if row is None or not _on_gpu(row):
         return _unmeasured("ddpm-lab run torch_compile", here) if e.gpus else _no_gpu(e, here=here)
     return near(row, 830 / 8_800)

@@ -17,7 +17,7 @@ import numpy as np
 from ddpm_lab.explain import compiling, phrases
 from ddpm_lab.explain.budget import COMPUTE, class_of, percent
 from ddpm_lab.explain.stats import Estimate
-from ddpm_lab.explain.wrong_ways import Seen, over, plain, quotient, ratio_of, step_of, times
+from ddpm_lab.explain.wrong_ways import Seen, over, plain, quotient, step_of
 
 MULTIPLIED = 300
 """How often the steps of a short run are drawn."""
@@ -35,6 +35,17 @@ class Reading:
     truth: str
     did: str
     compared: str = ""
+
+
+def _a_step(wrong: Estimate, right: Estimate, truth: str, did: str, compared: str = "") -> Reading:
+    """A wrong time of a step, and the right one after the words ``truth``."""
+    return Reading(
+        ratio=quotient(wrong, right),
+        reads=f"{phrases.seconds(wrong.value)} a step",
+        truth=f"{truth} {phrases.seconds(right.value)}",
+        did=did,
+        compared=compared,
+    )
 
 
 def multiplied(seen: Seen) -> Reading | None:
@@ -62,13 +73,9 @@ def cold(seen: Seen) -> Reading | None:
         return None
     wrong, right = over([statistics.fmean(f["step_seconds"]) for f in fresh]), step_of(seen.base)
     first = over([f["step_seconds"][0] for f in fresh]).value
-    return Reading(
-        ratio=quotient(wrong, right),
-        reads=f"{phrases.seconds(wrong.value)} a step",
-        truth=f"a steady one takes {phrases.seconds(right.value)}",
-        did=f"The first step takes {phrases.seconds(first)} and the mean of {len(fresh[0]['step_seconds'])} is "
-        f"{phrases.seconds(wrong.value)}; a steady step takes {phrases.seconds(right.value)}.",
-    )
+    did = f"The first step takes {phrases.seconds(first)} and the mean of {len(fresh[0]['step_seconds'])} is "
+    did += f"{phrases.seconds(wrong.value)}; a steady step takes {phrases.seconds(right.value)}."
+    return _a_step(wrong, right, "a steady one takes", did)
 
 
 def compile_time(seen: Seen) -> Reading | None:
@@ -83,15 +90,10 @@ def compile_time(seen: Seen) -> Reading | None:
     earned = compiling.pays_off(compiling.break_even(seen.study, row), row)
     earned = f"compiling pays off {earned}" if earned.startswith(("after", "never")) else f"the break-even is {earned}"
     looks = f"{plain(eager.value / wrong.value)} times as fast as eager"
-    return Reading(
-        ratio=quotient(wrong, right),
-        reads=f"{phrases.seconds(wrong.value)} a step",
-        truth=f"a compiled one takes {phrases.seconds(right.value)}",
-        did=f"{phrases.plural(runs[-1].warmup_steps, 'step')} with the compilation read {phrases.seconds(wrong.value)} "
-        f"each, so that compiled looks {looks}. Once compiled it "
-        f"is {times(row)} times as fast; {earned}.",
-        compared=f"compiled looks {looks}",
-    )
+    did = f"{phrases.plural(runs[-1].warmup_steps, 'step')} with the compilation read {phrases.seconds(wrong.value)} "
+    did += f"each, so that compiled looks {looks}. Once compiled it "
+    did += f"is {phrases.ratio_with_interval(row)} times as fast; {earned}."
+    return _a_step(wrong, right, "a compiled one takes", did, f"compiled looks {looks}")
 
 
 def profiler(seen: Seen) -> Reading | None:
@@ -109,14 +111,8 @@ def profiler(seen: Seen) -> Reading | None:
     if pairs and row is not None:
         read = over([a["seconds"] / b["seconds"] for a, b in pairs])
         compared = f"{seen.narrow} reads {phrases.significant(read.value)} times as fast as fp32"
-        did += f" {compared}, and is {times(row)}."
-    return Reading(
-        ratio=quotient(wrong, right),
-        reads=f"{phrases.seconds(wrong.value)} a step",
-        truth=f"it takes {phrases.seconds(right.value)}",
-        did=did,
-        compared=compared,
-    )
+        did += f" {compared}, and is {phrases.ratio_with_interval(row)}."
+    return _a_step(wrong, right, "it takes", did, compared)
 
 
 def unequal(seen: Seen) -> Reading | None:
@@ -127,12 +123,12 @@ def unequal(seen: Seen) -> Reading | None:
     wrong = over([a["seconds"] / b["seconds"] for a, b in pairs])
     small, large = pairs[0]
     return Reading(
-        ratio=quotient(wrong, ratio_of(row)),
+        ratio=quotient(wrong, row["estimate"]),
         reads=f"{phrases.significant(wrong.value)} times as fast",
         truth=f"for equal images {phrases.ratio(row)}",
         did=f"The bar of {row['label']} holds {large['images']} images, that of batch "
         f"{small['images'] // small['steps']} {small['images']}: it reads {phrases.significant(wrong.value)} times as "
-        f"fast, and is {times(row)} for equal images.",
+        f"fast, and is {phrases.ratio_with_interval(row)} for equal images.",
     )
 
 
@@ -147,7 +143,7 @@ def single(seen: Seen) -> Reading | None:
         truth=f"against itself it is {phrases.ratio(seen.twin)}",
         did=f"The same workload, once in each of {len(runs)} fresh processes, reads {phrases.seconds(low)} to "
         f"{phrases.seconds(high)} a step: two such bars differ by up to {100 * (high / low - 1):.0f} %, and nothing "
-        f"was changed. In sets the baseline against itself reads {times(seen.twin)}.",
+        f"was changed. In sets the baseline against itself reads {phrases.ratio_with_interval(seen.twin)}.",
     )
 
 
@@ -159,11 +155,15 @@ def label(seen: Seen) -> Reading | None:
     wrong = over([sum(one[::2]) / sum(one[1::2]) for one in runs])
     name = row["label"] if row else "2 ranks" if not seen.cuda else "2 GPUs"
     quoted = f"\N{LEFT DOUBLE QUOTATION MARK}{name}\N{RIGHT DOUBLE QUOTATION MARK}"
-    really = f"{name} that really run are {times(row)} times as fast as one" if row else f"{name} were not measured"
+    really = (
+        f"{name} that really run are {phrases.ratio_with_interval(row)} times as fast as one"
+        if row
+        else f"{name} were not measured"
+    )
     hidden = seen.of("hidden_devices")
     same = hidden and all(answer["same_device"] for answer in hidden)
     return Reading(
-        ratio=quotient(wrong, ratio_of(row)) if row else wrong,
+        ratio=quotient(wrong, row["estimate"]) if row else wrong,
         reads=f"{phrases.significant(wrong.value)} for {quoted}",
         truth=f"they are {phrases.ratio(row)}" if row else "one ran",
         did=f"A bar {quoted} in which one ran reads "
@@ -194,24 +194,23 @@ def share(seen: Seen) -> Reading | None:
         answers = [a for a in seen.of("phases_waited_for") if a.get("gpu_utilisation_percent")]
         shares = [_compute(a) for a in answers]
         used = [a["gpu_utilisation_percent"] / 100 for a in answers]
-        where, what, device = "", "a kernel runs on the GPU", "the time"
+        where, what, device = "The compute share", "a kernel runs on the GPU", "the time"
     else:
         answers = seen.of("one_thread")
         cores = seen.study.records[-1].machine.usable_cores if answers else 1
         shares = [_compute(a) for a in answers]
         used = [a["cpu_seconds"] / a["seconds"] / cores for a in answers]
-        where, what, device = f"With one thread on {phrases.plural(cores, 'core')} ", "training uses", "the processor"
+        where = f"With one thread on {phrases.plural(cores, 'core')} the compute share"
+        what, device = "training uses", "the processor"
     if not answers:
         return None
     ratio = over([share / busy for share, busy in zip(shares, used, strict=True)])
     share, busy = over(shares).value, over(used).value
-    begun = f"{where}the compute share"
-    begun = f"{begun[0].upper()}{begun[1:]}"
     return Reading(
         ratio=ratio,
         reads=f"{percent(share)}",
         truth=f"{percent(busy)} of it in use",
-        did=f"{begun} reads {percent(share)}, while {what} {percent(busy)} of {device}.",
+        did=f"{where} reads {percent(share)}, while {what} {percent(busy)} of {device}.",
     )
 
 
@@ -264,13 +263,10 @@ def per_step(way: str) -> Callable[[Seen], Reading | None]:
         answers = seen.of(way)
         if not answers or seen.base is None:
             return None
-        wrong, right = over([_read(a) / a["steps"] for a in answers]), step_of(seen.base)
-        read, takes = phrases.seconds(wrong.value), phrases.seconds(right.value)
-        did = f"A step reads {read}, and takes {takes}."
-        return Reading(ratio=quotient(wrong, right), reads=f"{read} a step", truth=f"it takes {takes}", did=did)
+        seconds = [sum(a["phases"].values()) if "phases" in a else a["seconds"] for a in answers]
+        wrong = over([total / a["steps"] for total, a in zip(seconds, answers, strict=True)])
+        right = step_of(seen.base)
+        did = f"A step reads {phrases.seconds(wrong.value)}, and takes {phrases.seconds(right.value)}."
+        return _a_step(wrong, right, "it takes", did)
 
     return found
-
-
-def _read(answer: Mapping[str, Any]) -> float:
-    return float(sum(answer["phases"].values()) if "phases" in answer else answer["seconds"])

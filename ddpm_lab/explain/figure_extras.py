@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,12 +12,14 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ddpm_lab.explain import compiling, phrases, stats
 from ddpm_lab.explain import figure_style as fs
-from ddpm_lab.explain.figure_ratios import families, rows_of
+from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Row, families
+from ddpm_lab.explain.comparisons import throughput as throughput_of
+from ddpm_lab.explain.figure_ratios import rows_of
 from ddpm_lab.explain.frames import Study
 
 _BAR = 0.4
 
-Rows = list[dict[str, Any]]
+Rows = list[Row]
 
 
 def measured(study: Study) -> list[Rows]:
@@ -38,62 +39,81 @@ def throughput(study: Study) -> Figure | None:
 
 
 def throughput_bars(
-    title: str, study: Study, panels: Sequence[Rows], headings: list[str], colour: Callable[[dict[str, Any]], int]
+    title: str, study: Study, panels: Sequence[Rows], headings: Sequence[str], colour: Callable[[Row], int]
 ) -> Figure:
     """Images per second as bars, all panels on one scale; ``colour`` is a number in the palette."""
+    most = max(max(r["images_per_second"], known(r["images_per_second_high"], 0)) for rows in panels for r in rows)
+
+    def draw(ax: Axes, rows: Rows) -> None:
+        bars(ax, rows, [fs.PALETTE[colour(r)] for r in rows], "images_per_second", phrases.throughput)
+        ax.set_xlim(0, most * 1.02)
+
+    note = "Bar: geometric mean over sets of the set's median. Line: 95 % interval over sets. "
+    note += "Compare configurations by the paired ratios: throughputs also hold what changed between sets."
+    return bar_panels(title, study, panels, headings=headings, note=note, draw=draw, label="images per second")
+
+
+def bar_panels(
+    title: str,
+    study: Study,
+    panels: Sequence[Rows],
+    *,
+    headings: Sequence[str],
+    note: str,
+    draw: Callable[[Axes, Rows], None],
+    label: str,
+) -> Figure:
+    """A panel of bars below the other, each as high as its longest name needs; ``label`` is that of their axis."""
+    names = [_bar_label(r) for rows in panels for r in rows]
+    height = max(_BAR, 0.06 + 0.175 * max(name.count("\n") + 1 for name in names))
     figure, axes = fs.sheet(
         title,
         phrases.context(study),
-        heights(panels),
+        [height * len(rows) + 0.1 for rows in panels],
         headings=headings,
-        left=left(panels),
+        left=max(1.2, 0.3 + max(fs.block_width(name, fs.TEXT_POINTS) for name in names)),
         right=2.0,
         gap=0.16,
-        note="Bar: geometric mean over sets of the set's median. Line: 95 % interval over sets. "
-        "Compare configurations by the paired ratios: throughputs also hold what changed between sets.",
+        note=note,
     )
-    most = max(max(r["images_per_second"], known(r["images_per_second_high"], 0)) for rows in panels for r in rows)
     for ax, rows in zip(axes, panels, strict=True):
-        bars(ax, rows, [fs.PALETTE[colour(r)] for r in rows], "images_per_second", phrases.throughput)
-        ax.set_xlim(0, most * 1.02)
+        draw(ax, rows)
         ax.tick_params(axis="x", labelbottom=ax is axes[-1])
-    axes[-1].set_xlabel("images per second")
+    axes[-1].set_xlabel(label)
     return figure
 
 
-def _bar_label(row: dict[str, Any]) -> str:
+def _bar_label(row: Row) -> str:
     return fs.fit(str(row["label"]), 2.2, 6, fs.TEXT_POINTS)
 
 
-def heights(panels: Sequence[Rows]) -> list[float]:
-    """Inches for panels of bars, as high as their longest name needs."""
-    lines = max(_bar_label(r).count("\n") + 1 for rows in panels for r in rows)
-    return [max(_BAR, 0.06 + 0.175 * lines) * len(rows) + 0.1 for rows in panels]
+def projection(rows: Sequence[Row]) -> tuple[str, Callable[[Row], tuple[float, float, float]]]:
+    """The unit in which the longest time for 50,000 images is read, and what gives the time of a row in it."""
+    longest = max(r["projected_seconds"] for r in rows)
+    unit, scale = ("hours", 3600.0) if longest > 7200 else ("minutes", 60.0) if longest > 300 else ("seconds", 1.0)
 
+    def time(row: Row) -> tuple[float, float, float]:
+        rate, low, high = throughput_of(row)
+        images = PROJECTED_IMAGES / scale
+        return images / rate, images / high, images / low
 
-def left(panels: Sequence[Rows]) -> float:
-    """Inches for the names of bars."""
-    return max(1.2, 0.3 + max(fs.block_width(_bar_label(r), fs.TEXT_POINTS) for rows in panels for r in rows))
+    return unit, time
 
 
 def known(value: float, other: float) -> float:
     return other if math.isnan(value) else value
 
 
-def bars(ax: Axes, rows: Rows, colours: Sequence[str], field: str, text: Callable[[dict[str, Any]], str]) -> None:
-    """Horizontal bars from zero with intervals, and the number at the right of the panel."""
+def bars(
+    ax: Axes, rows: Rows, colours: Sequence[str], field: str, text: Callable[[Row], str], *, scale: float = 1
+) -> None:
+    """Horizontal bars from zero with intervals, ``scale`` times what rows say, and the number at the right."""
     for y, (row, colour) in enumerate(zip(rows, colours, strict=True)):
-        value, low, high = (row[field], row[f"{field}_low"], row[f"{field}_high"])
-        ax.barh(y, value, height=0.62, color=colour, alpha=0.85, lw=0)
-        if not math.isnan(low):
-            ax.plot([low, high], [y, y], color=fs.INK, lw=1.6, solid_capstyle="butt")
+        ax.barh(y, scale * row[field], height=0.62, color=colour, alpha=0.85, lw=0)
+        fs.interval(ax, [scale * row[f"{field}_{end}"] for end in ("low", "high")], y, color=fs.INK, lw=1.6)
         ax.text(1.02, y, text(row), transform=ax.get_yaxis_transform(), va="center_baseline", fontsize=fs.SMALL_POINTS)
-    ax.set_yticks(range(len(rows)), [_bar_label(r) for r in rows])
-    ax.set_ylim(len(rows) - 0.4, -0.6)
-    ax.grid(visible=False, axis="y")
-    ax.tick_params(axis="y", length=0)
-    ax.xaxis.set_major_locator(MaxNLocator(6))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: fs.number(value)))
+    fs.name_rows(ax, [_bar_label(r) for r in rows])
+    fs.plain_numbers(ax.xaxis, 6)
 
 
 def spread(values: Sequence[float], least: float, high: float) -> list[float]:
@@ -142,7 +162,7 @@ def break_even(study: Study) -> Figure | None:
     return figure
 
 
-def _crossing(ax: Axes, row: dict[str, Any], cost: compiling.BreakEven) -> None:
+def _crossing(ax: Axes, row: Row, cost: compiling.BreakEven) -> None:
     step = row["step_seconds"] * row["ratio"]
     crossing = cost.steps if row["verdict"] == stats.FASTER and math.isfinite(cost.steps) else math.nan
     last = 2.2 * crossing if not math.isnan(crossing) else 4 * cost.cold_seconds / step

@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import link_fit, links, phrases, predicted, predicted_words
@@ -18,7 +18,6 @@ from ddpm_lab.explain.links import Exchange
 from ddpm_lab.explain.predicted import WORLD_SIZES, Basis
 from ddpm_lab.explain.prediction import Prediction
 
-_MARKERS = "osD^vPX*"
 _RIGHT, _PANEL = 2.15, 2.5  # inches beside the panels, and their height
 _DASHES = {"ring": (0, (5, 2)), "tree": (0, (1.5, 1.5))}
 
@@ -44,7 +43,7 @@ def exchange(study: Study, title: str) -> Figure | None:
     top = 1.0
     for i, (kind, ranks) in enumerate(groups):
         shown = [e for e in kind.exchanges if e.ranks == ranks]
-        look: dict[str, Any] = {"color": fs.PALETTE[i % len(fs.PALETTE)], "marker": _MARKERS[i % len(_MARKERS)]}
+        look: dict[str, Any] = {"color": fs.PALETTE[i % len(fs.PALETTE)], "marker": fs.MARKERS[i % len(fs.MARKERS)]}
         _curve(axes[0], shown, kind.link, look, lambda _, seconds: 1e3 * seconds)
         _curve(axes[1], shown, kind.link, look, lambda e, seconds: 1e-9 * e.passed_bytes / seconds)
         lines = [phrases.plural(ranks, "rank") + (f", {kind.where}" if len(kinds) > 1 else "")]
@@ -102,9 +101,8 @@ def _curve(
     """Measured points with their intervals, and the fitted link."""
     x = [e.message_bytes for e in shown]
     for e in shown:
-        if not math.isnan(e.low):
-            ends = [value(e, seconds) for seconds in (e.low, e.high)]
-            ax.plot([e.message_bytes] * 2, ends, color=look["color"], lw=2.4, alpha=0.6, solid_capstyle="butt")
+        ends = [value(e, seconds) for seconds in (e.low, e.high)]
+        fs.interval(ax, ends, e.message_bytes, upright=True, color=look["color"], lw=2.4, alpha=0.6)
     ax.plot(x, [value(e, e.seconds) for e in shown], ls="none", ms=6, **look)
     if link is not None:
         fitted = [value(e, link.seconds(e.ranks, e.message_bytes)) for e in shown]
@@ -160,7 +158,7 @@ def steps(study: Study) -> Figure | None:
                 names = ("efficiency_low", "efficiency", "efficiency_high")
                 low, middle, high = ([100 * getattr(p, n) for p in found] for n in names)
             ax.fill_between(x, low, high, color=fs.PALETTE[i], alpha=0.14, lw=0, zorder=1)
-            ax.plot(x, middle, color=fs.PALETTE[i], ls=_DASHES[name], lw=1.5, marker=_MARKERS[i], ms=5.5, mfc="white")
+            ax.plot(x, middle, color=fs.PALETTE[i], ls=_DASHES[name], lw=1.5, marker=fs.MARKERS[i], ms=5.5, mfc="white")
         for ranks, seconds in measured:
             ax.plot([ranks], [view(ranks, seconds)], "o", color=fs.INK, ms=6.5, zorder=4)
         _across(ax, max(made.values(), key=len), 0.06 if ax is axes[-1] else 0.96)
@@ -189,9 +187,7 @@ def _across(ax: Axes, found: Sequence[Prediction], height: float) -> None:
     """The axis of ranks, with what is extrapolated shaded, and named at a height where no line is."""
     ax.set_xscale("log", base=2)
     ax.set_xlim(0.85, 1.25 * found[-1].ranks)
-    ax.xaxis.set_major_locator(FixedLocator([1, *(p.ranks for p in found)]))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+    fs.fixed_ticks(ax.xaxis, [1, *(p.ranks for p in found)], ".0f")
     outside = [p.ranks for p in found if p.label != "predicted"]
     if outside:
         start = outside[0] / math.sqrt(2)
@@ -214,7 +210,7 @@ def _legend(ax: Axes, algorithms: Sequence[str]) -> None:
     entries += [
         (
             f"predicted, {name}",
-            {"marker": _MARKERS[i], "color": fs.PALETTE[i], "mfc": "white", "ls": _DASHES[name], "lw": 1.5},
+            {"marker": fs.MARKERS[i], "color": fs.PALETTE[i], "mfc": "white", "ls": _DASHES[name], "lw": 1.5},
         )
         for i, name in enumerate(algorithms)
     ]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,34 +12,22 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import phrases, quality, scaling, sentences, stats
-from ddpm_lab.explain.comparisons import MECHANISM_ONLY, comparisons
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Row, comparisons, families, resolved
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import LOST
 
-Row = Mapping[str, Any]
-
-_COMPARED = ("candidate", "note")
 _ROW = 0.52
 _RIGHT = 2.25  # inches for the numbers beside each row
 _LABEL = 2.0  # inches for the name of a row, which is wrapped
 _COLOURS = {stats.FASTER: fs.PALETTE[0], stats.SLOWER: fs.PALETTE[3]}
 
 
-def rows_of(study: Study) -> list[dict[str, Any]]:
-    """Rows of ``comparisons`` as dictionaries, without those that must not appear in a figure of speed."""
-    rows = [{str(k): v for k, v in row.items()} for row in comparisons(study).to_dict("records")]
-    if study.experiment == scaling.EXPERIMENT:
-        rows = [scaling.named(row) for row in scaling.rows(study)]
+def rows_of(study: Study) -> list[Row]:
+    """Rows of ``comparisons``, without those that must not appear in a figure of speed."""
+    scales = study.experiment == scaling.EXPERIMENT
+    rows = [scaling.named(row) for row in scaling.rows(study)] if scales else comparisons(study)
     return [row for row in rows if not row["mechanism_only"]]
-
-
-def families(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Rows by family, in order."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        found.setdefault((row["family"], row["baseline_id"]), []).append(row)
-    return list(found.values())
 
 
 def ratios(study: Study) -> Figure:
@@ -87,7 +74,7 @@ def _row_height(row: Row, panel: float) -> float:
     return max(_ROW, label, 0.2 + fs.LINE * (text.count("\n") + (2 if row["sets"] else 1)))
 
 
-def _drawn(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _drawn(rows: Sequence[Row]) -> list[Row]:
     """Candidates from the top, then the twin; the baseline is the line at 1, unless it failed.
 
     A twin without a set is left out, unless nothing but its failure is there.
@@ -112,8 +99,7 @@ def _note(study: Study, panels: Sequence[Sequence[Row]]) -> str:
     text += "Faint dots: single sets. " if some else ""
     if twins and some:
         text += "Grey band: the baseline measured against itself. "
-    said = sentences.quality([row for rows in panels for row in rows])
-    text += f"{said[0].upper()}{said[1:]}."
+    text += f"{phrases.begun(sentences.quality([row for rows in panels for row in rows]))}."
     hidden = {r.label for r in study.records if r.mechanism_only and r.role != "twin" and not r.family.endswith(LOST)}
     if hidden:
         text += f" Not shown: {phrases.joined(sorted(hidden))} ({MECHANISM_ONLY})."
@@ -134,7 +120,7 @@ def _limits(rows: Sequence[Row]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _panel(ax: Axes, rows: Sequence[dict[str, Any]], low: float, high: float, height: float, *, last: bool) -> None:
+def _panel(ax: Axes, rows: Sequence[Row], low: float, high: float, height: float, *, last: bool) -> None:
     """Rows of ``height`` inches on an axis from ``low`` to ``high``."""
     logarithmic = high / low > 5
     if logarithmic:
@@ -160,7 +146,8 @@ def _panel(ax: Axes, rows: Sequence[dict[str, Any]], low: float, high: float, he
         if row["sets"]:
             _point(ax, y, row, height)
         else:
-            _absent(ax, y, row)
+            colour = fs.FAINT if row["status"] == "left out" else fs.PALETTE[3]
+            fs.absent(ax, y, _reason(row, ax.get_position().width * fs.WIDTH), colour, 0.045)
     for tick, row in zip(ax.get_yticklabels(), rows, strict=True):
         if row["role"] == "twin":
             tick.set_color(fs.SOFT)
@@ -183,10 +170,9 @@ def _point(ax: Axes, y: int, row: Row, height: float) -> None:
         for cut, end, marker in ((row["low"] < low, low, "<"), (row["high"] > high, high, ">")):
             if cut:
                 ax.plot([end], [y], marker, color=colour, ms=7, zorder=4, clip_on=False)
-    resolved = row["verdict"] in (stats.FASTER, stats.SLOWER)
-    face = colour if resolved or twin else "white"
+    face = colour if resolved(row) or twin else "white"
     ax.plot([row["ratio"]], [y], "o", ms=6 if not twin else 4.5, mfc=face, mec=colour, mew=1.8, zorder=5)
-    interval = phrases.interval(row, short=True)
+    interval = phrases.between(row["ratio"], row["low"], row["high"], to=phrases.DASH)
     numbers = phrases.ratio(row) + (f"  ({interval})" if interval else "")
     words = _words(row)
     x, to = 1.02, ax.get_yaxis_transform()
@@ -209,24 +195,6 @@ def _words(row: Row) -> str:
         if rests_on := quality.evidence(judged):
             lines.append(fs.fit(f"loss {rests_on}", _RIGHT - 0.25, 3))
     return "\n".join(lines)
-
-
-def _absent(ax: Axes, y: int, row: Row) -> None:
-    """A row without a speed: a cross, and the reason across the panel."""
-    to = ax.get_yaxis_transform()
-    colour = fs.FAINT if row["status"] == "left out" else fs.PALETTE[3]
-    ax.plot([0.015], [y], "x", transform=to, color=colour, ms=7, mew=2, clip_on=False, zorder=5)
-    ax.text(
-        0.045,
-        y,
-        _reason(row, ax.get_position().width * fs.WIDTH),
-        transform=to,
-        va="center",
-        fontsize=fs.SMALL_POINTS,
-        color=fs.SOFT,
-        zorder=5,
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
-    )
 
 
 def _reason(row: Row, panel: float) -> str:

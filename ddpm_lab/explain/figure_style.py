@@ -7,6 +7,7 @@ say; fonts and resolution are fixed, so that the same records give the same byte
 from __future__ import annotations
 
 import io
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,10 +19,12 @@ import matplotlib as mpl
 import seaborn as sns
 from matplotlib import style as mpl_style
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 SEPARATOR = " \N{MIDDLE DOT} "
 WIDTH = 9.0
@@ -29,6 +32,7 @@ DPI = 150
 INK, SOFT, FAINT, BAND = "#1f2933", "#52606d", "#9aa5b1", "#dde2e7"
 PALETTE: tuple[str, ...] = tuple(sns.color_palette("colorblind").as_hex())
 """Seaborn's colour-blind safe colours; meaning is never carried by colour alone."""
+MARKERS = "osD^vPX*"
 
 TITLE_POINTS, HEADING_POINTS, TEXT_POINTS, SMALL_POINTS = 14.0, 10.5, 10.0, 9.0
 _EDGE, _TITLE_LINE, _CONTEXT_LINE, _HEADING, _HEADING_LINE = 0.22, 0.27, 0.18, 0.30, 0.19
@@ -199,6 +203,68 @@ def message(title: str, context: str, text: str) -> Figure:
     ax.set_axis_off()
     ax.text(0, 1, wrapped, va="top", fontsize=TEXT_POINTS, linespacing=1.35, transform=ax.transAxes)
     return figure
+
+
+def name_rows(ax: Axes, names: Sequence[str], *, end: float = 0.4, **text: Any) -> None:
+    """Names of rows, the first at the top, beside a panel; ``end`` is what the last row has of room below."""
+    ax.set_yticks(range(len(names)), names, **text)
+    ax.set_ylim(len(names) - end, -0.6)
+    ax.grid(visible=False, axis="y")
+    ax.tick_params(axis="y", length=0)
+
+
+def plain_numbers(axis: Axis, ticks: int) -> None:
+    """An axis of plain numbers with at most so many intervals between its ticks."""
+    axis.set_major_locator(MaxNLocator(ticks))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+
+
+def fixed_ticks(axis: Axis, places: Sequence[float], form: str) -> None:
+    """Ticks at ``places`` alone, with numbers in a format such as ".0f"."""
+    axis.set_major_locator(FixedLocator(places))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: format(value, form)))
+
+
+def interval(ax: Axes, ends: Sequence[float], at: float, *, upright: bool = False, **look: Any) -> None:
+    """A line between the ends of an interval, nothing without one: in a row ``at``, or upright at that place."""
+    if not math.isnan(ends[0]):
+        x, y = ([at, at], ends) if upright else (ends, [at, at])
+        ax.plot(x, y, solid_capstyle="butt", **look)
+
+
+def points(
+    ax: Axes,
+    names: Sequence[str],
+    spans: Sequence[tuple[float, float, float]],
+    beside: Sequence[tuple[str, str]],
+    *,
+    start: float,
+    first: str,
+    others: str,
+) -> None:
+    """Rows of a point with its interval (value, low, high), on a line from ``start``, and two texts beside each.
+
+    ``first`` is the colour of the first row, ``others`` that of all below.
+    """
+    to = ax.get_yaxis_transform()
+    for y, ((value, *ends), (text, below)) in enumerate(zip(spans, beside, strict=True)):
+        colour, weight = (others, "bold" if first == others else "normal") if y else (first, "bold")
+        ax.plot([start, value], [y, y], color=BAND, lw=1.6, zorder=1)
+        interval(ax, ends, y, color=colour, lw=2.8, zorder=3)
+        ax.plot([value], [y], "o", ms=8, color=colour, zorder=4)
+        ax.text(1.02, y - 0.03, text, transform=to, va="bottom", color=colour, fontweight=weight)
+        ax.text(1.02, y + 0.05, below, transform=to, va="top", fontsize=SMALL_POINTS, color=SOFT)
+    name_rows(ax, names, end=0.45)
+    plain_numbers(ax.xaxis, 6)
+
+
+def absent(ax: Axes, y: float, text: str, colour: str, left: float) -> None:
+    """A row without a number: a cross, and from ``left``, a share of the panel, the reason."""
+    to = ax.get_yaxis_transform()
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+    ax.plot([0.015], [y], "x", transform=to, color=colour, ms=7, mew=2, clip_on=False, zorder=5)
+    ax.text(left, y, text, transform=to, va="center", fontsize=SMALL_POINTS, color=SOFT, zorder=5, bbox=box)
 
 
 def png(figure: Figure) -> bytes:

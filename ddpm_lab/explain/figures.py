@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from ddpm_lab.explain import (
     batch_sizes,
@@ -18,15 +17,14 @@ from ddpm_lab.explain import (
     figure_budget,
     figure_claims,
     figure_costs,
-    figure_lost_scaling,
     figure_machine,
     figure_peers,
     figure_prediction,
     figure_quality,
     figure_ratios,
-    figure_recommendation,
     figure_samples,
     figure_scaling,
+    figure_waterfalls,
     operators,
     peers,
     phrases,
@@ -37,7 +35,7 @@ from ddpm_lab.explain import (
 )
 from ddpm_lab.explain import figure_extras as extras
 from ddpm_lab.explain import figure_style as fs
-from ddpm_lab.explain.comparisons import MECHANISM_ONLY
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY, throughput
 from ddpm_lab.explain.figure_style import png, save
 from ddpm_lab.explain.findings import fastest_measured, finding
 from ddpm_lab.explain.frames import ALL_REDUCE, CLAIMS, RECOMMENDATION, Study
@@ -62,7 +60,7 @@ _MORE: dict[str, tuple[tuple[Callable[[Study], Figure | None], str, str], ...]] 
         (figure_scaling.by_batch, "batch", "Time for 50,000 images, and throughput, against the batch size."),
         (figure_scaling.layouts, "devices", "Throughput of equal work on CPU, one GPU, several, and hosts."),
         (
-            figure_lost_scaling.figure,
+            figure_waterfalls.lost_scaling,
             "lost_scaling",
             "Where the lost scaling went, from the ideal step to the measured.",
         ),
@@ -104,27 +102,27 @@ _MORE: dict[str, tuple[tuple[Callable[[Study], Figure | None], str, str], ...]] 
 }
 
 
-_ANSWERS: dict[str, Callable[[Study, str], Figure | None]] = {
-    batch_sizes.EXPERIMENT: batch_sizes.figure,
-    peers.EXPERIMENT: figure_peers.figure,
-    trained.EXPERIMENT: figure_quality.figure,
-    CLAIMS: figure_claims.figure,
-    ALL_REDUCE: figure_prediction.exchange,
+_OWN: dict[str, tuple[Callable[[Study, str], Figure | None], Callable[[Study], str]]] = {
+    batch_sizes.EXPERIMENT: (batch_sizes.figure, batch_sizes.describe),
+    peers.EXPERIMENT: (figure_peers.figure, figure_peers.describe),
+    trained.EXPERIMENT: (figure_quality.figure, figure_quality.describe),
+    CLAIMS: (figure_claims.figure, figure_claims.describe),
+    ALL_REDUCE: (figure_prediction.exchange, figure_prediction.describe),
 }
-"""Questions whose answer is drawn in a way of its own, from the study and the title, where it has what that needs."""
+"""Questions whose answer is drawn, from study and title, and told in a way of its own, where it has what that needs."""
 
 
 def figure(study: Study) -> Figure:
     """The figure that answers a study's question; it always says something, if only why there is nothing to draw."""
     with fs.style():
         if study.experiment == RECOMMENDATION and (searched := recommended.recommendation(study)) is not None:
-            return figure_recommendation.figure(searched, finding(study).headline)
+            return figure_waterfalls.recommendation(searched, finding(study).headline)
         if study.experiment == RECOMMENDATION:
             return _fastest(study)
         if study.experiment == "profile":
             return _profile(study)
-        draw = _ANSWERS.get(study.experiment)
-        drawn = draw(study, finding(study).headline) if draw else None
+        own = _OWN.get(study.experiment)
+        drawn = own[0](study, finding(study).headline) if own else None
         return drawn or figure_ratios.ratios(study)
 
 
@@ -156,7 +154,7 @@ def alt_text(study: Study) -> str:
     if not study.records:
         return f"{found.claim} There is nothing to draw."
     if study.experiment == RECOMMENDATION and (searched := recommended.recommendation(study)) is not None:
-        body = figure_recommendation.describe(searched)
+        body = figure_waterfalls.describe(searched)
     elif study.experiment == RECOMMENDATION:
         group = ranking.fastest(study)
         rows = group.rows[:TOP_CONFIGURATIONS] if group else ()
@@ -172,17 +170,8 @@ def alt_text(study: Study) -> str:
             classes = operators.classes(record)
             listed = "; ".join(f"{r['class']} {100 * r['share']:.0f} %" for _, r in classes.iterrows())
             body = f"Bar chart of exclusive operator time by class: {listed}."
-    elif study.experiment == peers.EXPERIMENT:
-        body = figure_peers.describe(study)
-    elif study.experiment == trained.EXPERIMENT:
-        body = figure_quality.describe(study)
-    elif study.experiment == CLAIMS:
-        body = figure_claims.describe(study)
-    elif study.experiment == ALL_REDUCE:
-        body = figure_prediction.describe(study)
     else:
-        draw = batch_sizes if study.experiment == batch_sizes.EXPERIMENT else figure_ratios
-        body = draw.describe(study)
+        body = _OWN.get(study.experiment, (None, figure_ratios.describe))[1](study)
     return f"{found.headline}. {body} Measured on {found.hardware}, {found.date}."
 
 
@@ -246,10 +235,7 @@ def _operators(study: Study, record: RunRecord) -> Figure:
 def _shares(ax: Axes, frame: pd.DataFrame, names: list[str], colours: list[str], steps: int) -> None:
     shares = [100 * float(v) for v in frame["share"]]
     ax.barh(range(len(names)), shares, height=0.66, color=colours, lw=0)
-    ax.set_yticks(range(len(names)), [_two_lines(name) for name in names], fontsize=fs.SMALL_POINTS)
-    ax.set_ylim(len(names) - 0.4, -0.6)
-    ax.grid(visible=False, axis="y")
-    ax.tick_params(axis="y", length=0)
+    fs.name_rows(ax, [_two_lines(name) for name in names], fontsize=fs.SMALL_POINTS)
     ax.xaxis.set_major_locator(MaxNLocator(6))
     for y, (share, calls) in enumerate(zip(shares, frame["calls"], strict=True)):
         text = f"{share:.1f} %,  {phrases.plural(fs.number(float(calls) / steps), 'call')} a step"
@@ -293,25 +279,9 @@ def _fastest(study: Study) -> Figure:
         right=_VERSUS,
         note=note,
     )
-    most = max(max(r["images_per_second"], extras.known(r["images_per_second_high"], 0)) for r in rows)
-    for y, row in enumerate(rows):
-        colour = fs.PALETTE[0] if y == 0 else fs.SOFT
-        low, high = row["images_per_second_low"], row["images_per_second_high"]
-        ax.plot([0, row["images_per_second"]], [y, y], color=fs.BAND, lw=1.6, zorder=1)
-        if not math.isnan(low):
-            ax.plot([low, high], [y, y], color=colour, lw=2.8, solid_capstyle="butt", zorder=3)
-        ax.plot([row["images_per_second"]], [y], "o", ms=8, color=colour, zorder=4)
-        to = ax.get_yaxis_transform()
-        weight = "bold" if y == 0 else "normal"
-        ax.text(1.02, y - 0.03, phrases.throughput(row), transform=to, va="bottom", color=colour, fontweight=weight)
-        ax.text(1.02, y + 0.05, _versus(row), transform=to, va="top", fontsize=fs.SMALL_POINTS, color=fs.SOFT)
-    ax.set_yticks(range(len(rows)), names)
-    ax.set_ylim(len(rows) - 0.45, -0.6)
-    ax.set_xlim(0, 1.03 * most)
-    ax.grid(visible=False, axis="y")
-    ax.tick_params(axis="y", length=0)
-    ax.xaxis.set_major_locator(MaxNLocator(6))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: fs.number(value)))
+    spans, beside = [throughput(r) for r in rows], [(phrases.throughput(r), _versus(r)) for r in rows]
+    fs.points(ax, names, spans, beside, start=0, first=fs.PALETTE[0], others=fs.SOFT)
+    ax.set_xlim(0, 1.03 * max(max(value, extras.known(high, 0)) for value, _, high in spans))
     ax.set_xlabel("images per second in training")
     return figure
 

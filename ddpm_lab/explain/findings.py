@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-from weakref import WeakKeyDictionary
 
 from ddpm_lab.explain import (
     batch_sizes,
     budget,
     claims,
     compiling,
-    exchange,
-    leaks,
     links,
     machine_state,
     operators,
@@ -31,15 +26,10 @@ from ddpm_lab.explain import (
     stats,
     trained,
 )
-from ddpm_lab.explain.comparisons import MECHANISM_ONLY, QUALITY, comparisons
-from ddpm_lab.explain.frames import ALL_REDUCE, RECOMMENDATION, Study
-from ddpm_lab.explain.tables import table
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY, QUALITY, Row, comparisons, resolved
+from ddpm_lab.explain.frames import ALL_REDUCE, CLAIMS, RECOMMENDATION, Study, once
 from ddpm_lab.plan import LIMITS, WHOLE_QUESTION, WITH_TRIALS
-from ddpm_lab.record import RunRecord
 
-__all__ = ["Finding", "finding", "headline", "table"]
-
-NOT_MEASURED = "not measured"
 FAILED = "failed"
 ANSWERED = "answered"
 NOT_EXPLAINED = "not explained"
@@ -74,36 +64,18 @@ class Finding:
         """Ratio, interval and sets of the comparison that the answer is about; a dash where it is about none."""
         if not self.sets:
             return "\N{EN DASH}"
-        row = {"ratio": self.ratio, "low": self.low, "high": self.high, "sets": self.sets}
-        between = f" ({phrases.interval(row)})" if phrases.interval(row) else ""
-        return f"{phrases.ratio(row)}{between}, {phrases.plural(self.sets, 'set')}"
+        return f"{phrases.times(self.ratio, self.low, self.high)}, {phrases.plural(self.sets, 'set')}"
 
 
-def headline(study: Study) -> str:
-    """The finding in one line, for titles."""
-    return finding(study).headline
-
-
+@once
 def finding(study: Study) -> Finding:
     """The answer that the records of a study give to its question."""
-    if study not in _KNOWN:
-        _KNOWN[study] = _finding(study)
-    return _KNOWN[study]
-
-
-_KNOWN: WeakKeyDictionary[Study, Finding] = WeakKeyDictionary()
-"""A study does not change, and its figure, its table and its page all say the same."""
-
-
-def _finding(study: Study) -> Finding:
     if study.experiment == RECOMMENDATION:
         return _recommendation(study)
     if not study.records:
-        return _plain(study, "Nothing is measured yet", _how_to(study.experiment), NOT_MEASURED)
-    if study.experiment == "profile":
-        return _profile(study)
-    if study.experiment in (trained.EXPERIMENT, claims.EXPERIMENT):
-        return _trained(study) if study.experiment == trained.EXPERIMENT else _claims(study)
+        return _plain(study, "Nothing is measured yet", _how_to(study.experiment), quality.NOT_MEASURED)
+    if study.experiment in _OWN:
+        return _OWN[study.experiment](study)
     if study.experiment == ALL_REDUCE and (answer := links.answer(study)) is not None:
         short, evidence = answer
         ending = machine_state.busy(study) + _where(study, "no training, so no quality")
@@ -130,20 +102,18 @@ def _plain(study: Study, short: str, rest: str, status: str, verdict: str | None
 
 
 def _comparison(study: Study) -> Finding:
-    rows: list[dict[str, Any]] = [{str(k): v for k, v in r.items()} for r in comparisons(study).to_dict("records")]
-    if study.experiment == scaling.EXPERIMENT:
-        rows = scaling.rows(study)
+    rows = scaling.rows(study) if study.experiment == scaling.EXPERIMENT else comparisons(study)
     others = [r for r in rows if r["role"] not in ("baseline", "twin")]
     measured = [r for r in others if r["sets"]]
     training = [r for r in measured if not r["loader_alone"]] or measured
     ending = sentences.left_over(rows) + sentences.untrained(study)
-    ending += sentences.lost(study, rows) + leaks.sentence(study)
+    ending += sentences.lost(study, rows) + machine_state.leaking(study)
     ending += machine_state.unknown(study) + machine_state.busy(study)
     ending += _where(study, sentences.quality(rows, evidence=True))
     if study.experiment == batch_sizes.EXPERIMENT:
         ending = f"{batch_sizes.sentence(study)}{ending}"
-    if study.experiment == exchange.EXPERIMENT:
-        training = [r for r in training if exchange.trains(r)]
+    if study.experiment == "exchange":
+        training = [r for r in training if sentences.trains(r)]
     if study.experiment == peers.EXPERIMENT:
         training = [r for r in training if not r["family"].startswith(LIMITS)]
     if not training:
@@ -162,26 +132,17 @@ def _comparison(study: Study) -> Finding:
         short = peers.headline(study, nearest)
         noise = sentences.noise(nearest).removeprefix("; ").capitalize()
         text = f"{short}. {peers.evidence(study)}{f' {noise}.' if noise else ''}{ending}"
-        called = nearest["verdict"] in (stats.FASTER, stats.SLOWER)
-        return _about(study, nearest, short, text, ANSWERED if called else stats.NOT_RESOLVED)
+        return _about(study, nearest, short, text, ANSWERED if resolved(nearest) else stats.NOT_RESOLVED)
     if study.experiment == scaling.EXPERIMENT:
         short, text, lead = scaling.answer(study, training)
-        called = lead["verdict"] in (stats.FASTER, stats.SLOWER)
         text += machine_state.peaks(rows, lead) + ending
-        return _about(study, lead, short, text, ANSWERED if called else stats.NOT_RESOLVED)
+        return _about(study, lead, short, text, ANSWERED if resolved(lead) else stats.NOT_RESOLVED)
     lead = sentences.lead(training)
-    resolved = lead["verdict"] in (stats.FASTER, stats.SLOWER)
-    where = f" ({lead['family']})" if several else ""
-    if resolved:
-        short = sentences.faster(lead) + where
-        prefix = f"With {lead['family']}: " if several else ""
-        text = f"{prefix}{sentences.faster(lead)} ({phrases.evidence(lead)}{sentences.noise(lead)})."
-    else:
-        short, text = sentences.unresolved(lead, len(training), lead["family"] if several else "")
+    short, text = sentences.claim(lead, len(training), lead["family"] if several else "")
     if study.experiment == batch_sizes.EXPERIMENT and (to := batch_sizes.fastest(study)):
         short = f"{short}; {to}"
     text += sentences.tally(training, lead) + _extra(study, rows, lead) + machine_state.peaks(rows, lead) + ending
-    return _about(study, lead, short, text, ANSWERED if resolved else stats.NOT_RESOLVED)
+    return _about(study, lead, short, text, ANSWERED if resolved(lead) else stats.NOT_RESOLVED)
 
 
 def _claims(study: Study) -> Finding:
@@ -205,32 +166,21 @@ def _trained(study: Study) -> Finding:
     return _about(study, lead, short, f"{short}. {trained.evidence(rows)}{ending}", status)
 
 
-def _about(study: Study, row: Mapping[str, Any], short: str, text: str, status: str) -> Finding:
-    return Finding(
-        experiment=study.experiment,
-        question=phrases.QUESTIONS.get(study.experiment, study.experiment),
-        headline=short[0].upper() + short[1:] if not short.startswith(("bf16", "fp", "tf32")) else short,
-        claim=text[0].upper() + text[1:] if not text.startswith(("bf16", "fp", "tf32")) else text,
-        verdict=str(row["verdict"]),
-        status=status,
-        hardware=study.hardware,
-        date=study.date,
-        sets=int(row["sets"]),
-        ratio=row["ratio"],
-        low=row["low"],
-        high=row["high"],
-        noise_low=row["noise_low"],
-        noise_high=row["noise_high"],
-        quality=f"quality {row['quality']}",
+def _about(study: Study, row: Row, short: str, text: str, status: str) -> Finding:
+    short, text = (t if t.startswith(("bf16", "fp", "tf32")) else phrases.begun(t) for t in (short, text))
+    measured = {name: row[name] for name in ("ratio", "low", "high", "noise_low", "noise_high")}
+    found = replace(
+        _plain(study, short, "", status, str(row["verdict"])), claim=text, sets=int(row["sets"]), **measured
     )
+    return replace(found, quality=f"quality {row['quality']}")
 
 
-def _extra(study: Study, rows: Sequence[Mapping[str, Any]], lead: Mapping[str, Any]) -> str:
+def _extra(study: Study, rows: Sequence[Row], lead: Row) -> str:
     """What an experiment says beside the ratio."""
     if study.experiment == "torch_compile":
         return f" {compiling.sentence(study, lead)}"
-    if study.experiment == exchange.EXPERIMENT:
-        return exchange.sentence(rows)
+    if study.experiment == "exchange":
+        return sentences.exposed_communication(rows)
     if study.experiment == "workers":
         size = lead["config"].image_size
         shown = [r for r in rows if r["sets"] and r["role"] != "twin" and r["config"].image_size == size]
@@ -255,8 +205,7 @@ def how_to_judge(study: Study) -> str:
         offers = [o for r in study.records for rank in r.witness.get("ranks", ()) for o in rank.get("offers", ())]
         give = "" if "held_out_loss" in offers else "a held_out_loss and then "
         return f"{give}{command} --workload {last.config.work_name}"
-    own = any(r.data_name and "synthetic" not in r.data_name for r in study.records)
-    return f"{command}{' --data DATA' if own else ''}"
+    return f"{command}{' --data DATA' * study.own_images}"
 
 
 def _where(study: Study, judged: str = f"quality {QUALITY}") -> str:
@@ -264,12 +213,10 @@ def _where(study: Study, judged: str = f"quality {QUALITY}") -> str:
     return f" {measured} on {study.hardware}, {study.date}; {judged}."
 
 
-def _nothing_to_compare(
-    study: Study, rows: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], ending: str
-) -> Finding:
+def _nothing_to_compare(study: Study, rows: Sequence[Row], others: Sequence[Row], ending: str) -> Finding:
     if (whole := next((r for r in rows if r["label"] == WHOLE_QUESTION), None)) is not None:
         short = f"Left out: this cannot be asked of {whole['config'].work_name}"
-        return _plain(study, short, f"{whole['reason']}.", NOT_MEASURED)
+        return _plain(study, short, f"{whole['reason']}.", quality.NOT_MEASURED)
     bases = [r for r in rows if r["role"] == "baseline"]
     failed_base = [r for r in bases if not r["sets"] and not r["mechanism_only"]]
     failed = [r for r in others if not r["mechanism_only"] and r["status"] not in ("ok", "left out")]
@@ -284,9 +231,9 @@ def _nothing_to_compare(
         return _plain(study, short, _where(study).strip(), MECHANISM_ONLY)
     lost = next((r for r in reversed(study.records) if r.status not in ("ok", "left out")), None)
     if lost is not None:  # a compile from empty caches, a search, or a twin: none of them is a row
-        reason = phrases.failure({"status": lost.status, "reason": lost.reason})
+        reason = phrases.failed(lost.status, lost.reason)
         return _plain(study, f"Nothing can be compared, since {lost.label} failed", f"{reason}.{ending}", FAILED)
-    return _plain(study, "Nothing to compare with the baseline was measured", ending.strip(), NOT_MEASURED)
+    return _plain(study, "Nothing to compare with the baseline was measured", ending.strip(), quality.NOT_MEASURED)
 
 
 def _profile(study: Study) -> Finding:
@@ -294,11 +241,12 @@ def _profile(study: Study) -> Finding:
     if record is None:
         failed = next((r for r in reversed(study.records) if r.status != "ok"), None)
         if failed is None:
-            return _plain(study, "No profile was recorded", _how_to("profile"), NOT_MEASURED)
-        row = {"status": failed.status, "reason": failed.reason}
-        return _plain(study, "The profile failed", f"{failed.label}: {phrases.failure(row)}.{_where(study)}", FAILED)
+            return _plain(study, "No profile was recorded", _how_to("profile"), quality.NOT_MEASURED)
+        why = phrases.failed(failed.status, failed.reason)
+        return _plain(study, "The profile failed", f"{failed.label}: {why}.{_where(study)}", FAILED)
     if (taken := budget.budget(record)) is not None:
-        text = f"{budget.evidence(taken)}.{_mechanism(record)}{_where(study)}"
+        mechanism = f" {MECHANISM_ONLY.capitalize()}." if record.mechanism_only else ""
+        text = f"{budget.evidence(taken)}.{mechanism}{_where(study)}"
         status, verdict = (ANSWERED, "profiled") if taken.explained else (NOT_EXPLAINED, NOT_EXPLAINED)
         return _plain(study, budget.headline(taken), text, status, verdict)
     if operators.classes(record).empty:
@@ -307,8 +255,8 @@ def _profile(study: Study) -> Finding:
     return _plain(study, short, f"{text}.{_where(study)}", ANSWERED, "profiled")
 
 
-def _mechanism(record: RunRecord) -> str:
-    return f" {MECHANISM_ONLY.capitalize()}." if record.mechanism_only else ""
+_OWN = {"profile": _profile, trained.EXPERIMENT: _trained, CLAIMS: _claims}
+"""Questions whose answer is no comparison of speeds."""
 
 
 def _recommendation(study: Study) -> Finding:
@@ -316,7 +264,7 @@ def _recommendation(study: Study) -> Finding:
     searched = recommended.recommendation(study)
     if searched is None:
         return fastest_measured(study)
-    where = dataclasses.replace(study, records=searched.study.records)
+    where = replace(study, records=searched.study.records)
     short, text, lead = recommended_words.answer(searched)
     text += f"{machine_state.busy(where)} Measured on {where.hardware}, {where.date}."
     if lead is None:
@@ -329,10 +277,10 @@ def fastest_measured(study: Study) -> Finding:
     """What the records of all questions say of equal work; a search says more."""
     group = ranking.fastest(study)
     if group is None:
-        return _plain(study, "Nothing is measured yet on this machine", _how_to("amp"), NOT_MEASURED)
+        return _plain(study, "Nothing is measured yet on this machine", _how_to("amp"), quality.NOT_MEASURED)
     own = tuple(r for r in study.records if r.run_id == group.rows[0]["run_id"])
     busy = machine_state.busy(replace(study, records=own))
     short, text = recommended_words.fastest_measured(group, busy=bool(busy))
     text += f"{busy or machine_state.busy(study)} Measured on {study.hardware}, {study.date}."
-    resolved = group.rows[0]["verdict"] == stats.FASTER
-    return _about(study, group.rows[0], short, text, ANSWERED if resolved else stats.NOT_RESOLVED)
+    status = ANSWERED if group.rows[0]["verdict"] == stats.FASTER else stats.NOT_RESOLVED
+    return _about(study, group.rows[0], short, text, status)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ddpm_lab.explain import phrases, stats
-from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.answers import first_losses
+from ddpm_lab.explain.comparisons import Row, comparisons
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.losses import first_losses
 
 PASSED = "passed"
 IDENTICAL = "identical code"
@@ -41,8 +39,7 @@ def outcome(study: Study, threshold: float) -> Outcome:
     *Passed*: the whole interval lies above. Anything else is *not resolved*. With a threshold of 0 what is called
     slower fails.
     """
-    rows: list[dict[str, Any]] = [{str(k): v for k, v in r.items()} for r in comparisons(study).to_dict("records")]
-    row = next((r for r in rows if r["role"] == "candidate" and r["sets"]), None)
+    row = next((r for r in comparisons(study) if r["role"] == "candidate" and r["sets"]), None)
     if row is None:
         return _said(NO_RESULT, finding(study).headline)
     if row["verdict"] == stats.NOT_TRUSTED:
@@ -53,7 +50,7 @@ def outcome(study: Study, threshold: float) -> Outcome:
     return _judged(row, threshold)
 
 
-def _judged(row: Mapping[str, Any], threshold: float) -> Outcome:
+def _judged(row: Row, threshold: float) -> Outcome:
     least, pair = 1 - threshold, f"{row['label']} {{}} slower than {row['baseline_label']}"
     allowed = f"{_share(threshold)} is allowed" if threshold else "none is allowed"
     if row["verdict"] == stats.SLOWER and row["high"] < least:
@@ -84,8 +81,7 @@ def summary(study: Study, judged: Outcome, threshold: float) -> str:
     row = {
         "gate": judged.status,
         "ratio, 95 % interval": found.evidence(),
-        "noise floor": phrases.interval({"ratio": 1.0, "low": found.noise_low, "high": found.noise_high})
-        or phrases.DASH,
+        "noise floor": phrases.between(1.0, found.noise_low, found.noise_high) or phrases.DASH,
         "slowdown allowed": _share(threshold),
         "losses": first_losses(study).verdict,
     }

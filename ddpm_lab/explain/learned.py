@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy import special
 
 from ddpm_lab.explain import phrases, quality, stats
-from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.comparisons import Row, comparisons, throughput
+from ddpm_lab.explain.comparisons import families as by_family
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import scaled
 from ddpm_lab.record import RunRecord
@@ -20,18 +20,14 @@ from ddpm_lab.record import RunRecord
 TARGET_SHARE = 0.9
 """The target is the loss that the baseline has reached on average after this share of its images."""
 
-Row = dict[str, Any]
 Pairs = tuple[tuple[RunRecord, RunRecord], ...]
 Array = npt.NDArray[np.float64]
 
 
 def families(study: Study) -> list[list[Row]]:
     """Families of which trials exist: each its baseline's row, then those of its candidates."""
-    found: dict[tuple[str, str], list[Row]] = {}
-    for row in comparisons(study).to_dict("records"):
-        if row["role"] in ("baseline", "candidate"):
-            found.setdefault((row["family"], row["baseline_id"]), []).append({str(k): v for k, v in row.items()})
-    return [rows for rows in found.values() if rows[0]["role"] == "baseline" and images_of(rows[1:])]
+    found = by_family(r for r in comparisons(study) if r["role"] in ("baseline", "candidate"))
+    return [rows for rows in found if rows[0]["role"] == "baseline" and images_of(rows[1:])]
 
 
 def pairs_of(row: Row, extent: tuple[int, int]) -> Pairs:
@@ -131,14 +127,11 @@ class Way:
             return f"not reached ({self.lost} of {phrases.plural(self.seeds, 'seed')})"
         if not self.arrives:
             return phrases.DASH
-        span = "" if math.isnan(self.low) else f" ({phrases.seconds(self.low)} to {phrases.seconds(self.high)})"
-        return f"{phrases.seconds(self.seconds)}{span}"
+        return phrases.with_interval(phrases.seconds, self.seconds, self.low, self.high)
 
     def compared(self) -> str:
         """Such as "1.22 times as long (1.18 to 1.26)"."""
-        row = {"ratio": self.times, "low": self.times_low, "high": self.times_high}
-        span = phrases.interval(row)
-        return f"{phrases.ratio(row)} times as long" + (f" ({span})" if span else "")
+        return phrases.times(self.times, self.times_low, self.times_high, what=" times as long")
 
 
 def tried(study: Study, rows: Sequence[Row]) -> list[Row]:
@@ -179,7 +172,7 @@ def way(row: Row, pairs: Pairs, loss: float) -> Way:
     elif np.isfinite(base).all() and not math.isnan(row["ratio"]):
         # Who did not arrive needs at least what it was trained on: a bound from below.
         least = np.where(lost, [quality.curve(b)[0][-1] for _, b in pairs], ours)
-        mean, half = _mean(np.log(least / base))
+        mean, half = stats.mean_and_half(np.log(least / base))
         times = math.exp(mean) / row["ratio"]
         # Both parts are independent, so that the halves of their intervals add up as squares do.
         up, down = math.log(row["high"] / row["ratio"]), math.log(row["ratio"] / row["low"])
@@ -188,20 +181,12 @@ def way(row: Row, pairs: Pairs, loss: float) -> Way:
             found |= {"times": times, "times_high": times * math.exp(math.hypot(half, down))}
     if lost.any():
         return Way(**found)
-    rate = (row["images_per_second"], row["images_per_second_low"], row["images_per_second_high"])
-    mean, half = _mean(ours)
+    rate = throughput(row)
+    mean, half = stats.mean_and_half(ours)
     found["seconds"] = mean / rate[0]
     if not math.isnan(half + rate[1]):
         found["low"], found["high"] = stats.quotient_interval((mean, mean - half, mean + half), rate)
     return Way(**found)
-
-
-def _mean(values: Array) -> tuple[float, float]:
-    """Mean, and half of its 95 % interval by Student's t; NaN for one value."""
-    n = len(values)
-    if n < 2:
-        return float(values.mean()), math.nan
-    return float(values.mean()), float(special.stdtrit(n - 1, (1 + stats.LEVEL) / 2) * values.std(ddof=1) / n**0.5)
 
 
 def fastest(found: Sequence[Way], loss: float) -> str:
@@ -270,4 +255,4 @@ def answer(found: Sequence[Way], loss: float) -> str:
             told.append(f"{one.label} takes {one.words()}{beside}")
     where = f"where {found[0].label} is after {100 * TARGET_SHARE:.0f} % of its images"
     text = f"To the held-out loss of {loss:.4f}, {where}: {'; '.join(told)} (95 % intervals over seeds and sets)."
-    return f"{both[0].upper()}{both[1:]}. {text}"
+    return f"{phrases.begun(both)}. {text}"

@@ -15,7 +15,7 @@ import pandas as pd
 
 from ddpm_lab.explain import link_fit, phrases
 from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.frames import ALL_REDUCE, Study
+from ddpm_lab.explain.frames import ALL_REDUCE, Study, rank_zero
 from ddpm_lab.explain.link_fit import Held, Link, NotEnoughData, Timing
 from ddpm_lab.record import RunRecord, kept_seconds
 
@@ -72,7 +72,7 @@ def exchanges(study: Study) -> list[Exchange]:
     """Measured all-reduces of a study, its own or those that came with it, by hosts, ranks and size."""
     by_hosts: dict[int, list[RunRecord]] = defaultdict(list)
     for r in study.records if study.experiment == ALL_REDUCE else study.exchanges:
-        by_hosts[_hosts(r)].append(r)
+        by_hosts[int(rank_zero(r).get("hosts") or 1)].append(r)
     found = [
         exchange
         for hosts, records in by_hosts.items()
@@ -86,7 +86,7 @@ def _exchanges(study: Study, hosts: int) -> Iterable[Exchange]:
     for r in study.records:
         if r.role != "twin" and (kept := kept_seconds(r)):
             by_set[r.run_id][r.set_id] = r.config.global_batch_size * median(kept.values())
-    for row in comparisons(study).to_dict("records"):
+    for row in comparisons(study):
         if row["experiment"] == ALL_REDUCE and row["sets"] and row["role"] != "twin" and row["ranks"] > 1:
             low, high = (row["batch"] / row[f"images_per_second_{end}"] for end in ("high", "low"))
             yield Exchange(
@@ -99,11 +99,6 @@ def _exchanges(study: Study, hosts: int) -> Iterable[Exchange]:
                 high=high,
                 by_set=by_set[row["run_id"]],
             )
-
-
-def _hosts(record: RunRecord) -> int:
-    ranks = record.witness.get("ranks") or [{}]
-    return int(ranks[0].get("hosts") or 1)
 
 
 def fitted(study: Study, algorithm: str = "ring") -> dict[str, Fitted]:
@@ -215,13 +210,12 @@ def table(study: Study) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     for where, kind in kinds.items():
         for e in kind.exchanges:
-            span = "" if math.isnan(e.low) else f" ({duration(e.low)} to {duration(e.high)})"
             other = held.get((where, e.ranks, e.message_bytes))
             rows.append(
                 {
                     "Configuration": f"{phrases.plural(e.ranks, 'rank')}, {where}",
                     "Message": e.message,
-                    "Time": f"{duration(e.seconds)}{span}",
+                    "Time": phrases.with_interval(duration, e.seconds, e.low, e.high),
                     "Bus bandwidth": bandwidth(e.bus_bandwidth),
                     "Predicted from the other numbers of ranks": "not enough data"
                     if other is None

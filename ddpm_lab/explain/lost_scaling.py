@@ -9,6 +9,7 @@ off all at once gains more or less than switching off each.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,6 @@ from ddpm_lab.explain.comparisons import COMPARED, MECHANISM_ONLY, comparisons, 
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.record import RunRecord, kept_seconds, set_log_ratio
 
-EXPERIMENT = "multi_gpu"
 UNRELIABLE = 1 / 3
 """Share of the loss above which an interaction makes the split unreliable."""
 
@@ -109,7 +109,10 @@ def splits(study: Study) -> list[Split]:
 def _trusted(study: Study) -> bool:
     """Whether no baseline differs from its twin, by the rule of all comparisons: neither here nor in the question."""
     own = [r for r in study.records if r.family.endswith(plan.LOST) and r.role in COMPARED]
-    verdicts = [*(row["verdict"] for row in judged(own, study.resolution)), *comparisons(study)["verdict"]]
+    verdicts = [
+        *(row["verdict"] for row in judged(own, study.resolution)),
+        *(row["verdict"] for row in comparisons(study)),
+    ]
     return stats.NOT_TRUSTED not in verdicts
 
 
@@ -139,7 +142,11 @@ def _split(records: Sequence[RunRecord], beside: Sequence[RunRecord], trusted: b
         t[_WAIT] = share * t[plan.ALL_OFF]
 
     def over_sets(value: Callable[[Times], float], choices: int = 1) -> Seconds:
-        return _estimate([_or_nan(value, t) for t in times], choices)
+        found = []
+        for t in times:
+            with contextlib.suppress(KeyError):  # a configuration that this set lacks
+                found.append(value(t))
+        return _estimate(found, choices)
 
     ranks = phrases.plural(n, "GPU" if many.config.device == "cuda" else "rank")
     terms = _terms(all_ranks, n, sets)
@@ -263,20 +270,12 @@ def _times(found: Mapping[str, RunRecord]) -> dict[str, float]:
     }
 
 
-def _or_nan(value: Callable[[Times], float], times: Times) -> float:
-    try:
-        return value(times)
-    except KeyError:  # a configuration that this set lacks
-        return math.nan
-
-
 def _estimate(values: Sequence[float], choices: int) -> Seconds:
     known = [v for v in values if math.isfinite(v)]
     if not known:
         return Seconds(value=math.nan)
-    mean, half = statistics.fmean(known), stats.half_width(known, choices)
-    low, high = (mean - half, mean + half) if math.isfinite(half) else (math.nan, math.nan)
-    return Seconds(value=mean, low=low, high=high, sets=len(known))
+    mean, half = stats.mean_and_half(known, choices)
+    return Seconds(value=mean, low=mean - half, high=mean + half, sets=len(known))
 
 
 def _lacking(records: Sequence[RunRecord], labels: Sequence[str]) -> str:

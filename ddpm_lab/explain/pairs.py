@@ -11,9 +11,8 @@ import numpy as np
 
 from ddpm_lab.explain import machine_state, phrases, scaling, stats
 from ddpm_lab.explain.bands import S000, Bands
-from ddpm_lab.explain.comparisons import PROJECTED_IMAGES
+from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, QUALITY, Row, families, resolved
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.scaling import Row
 from ddpm_lab.plan import scaling as kind_of
 from ddpm_lab.record import RunRecord
 
@@ -23,7 +22,6 @@ RECOMMENDATIONS = Bands(
     threshold=1.1,
 )
 """S003's names for speed-ups, with their lower bounds."""
-NOT_MEASURED = "not measured"
 EPOCH = f"An epoch is {PROJECTED_IMAGES:,} images, and its time a projection from measured throughput."
 
 
@@ -57,11 +55,12 @@ class Pair:
 
 def pairs(study: Study) -> list[Pair]:
     """The pairs of a study, weak scaling first, by batch and number of devices."""
-    families: dict[tuple[str, str], list[Row]] = {}
-    for row in scaling.rows(study):
-        if row["role"] in ("baseline", "candidate") or (row["role"] == "note" and row["run_id"] != row["baseline_id"]):
-            families.setdefault((row["family"], row["baseline_id"]), []).append(row)
-    found = [pair for rows in families.values() for pair in _of_family(rows)]
+    shown = [
+        row
+        for row in scaling.rows(study)
+        if row["role"] in ("baseline", "candidate") or (row["role"] == "note" and row["run_id"] != row["baseline_id"])
+    ]
+    found = [pair for rows in families(shown) for pair in _of_family(rows)]
     return sorted(found, key=lambda p: (p.kind != "weak", p.batch, p.multi["ranks"] if p.multi else 0))
 
 
@@ -100,7 +99,7 @@ def recommendation(pair: Pair, thresholds: Bands = RECOMMENDATIONS) -> str:
     """
     row = pair.compared
     if row is None:
-        return next((phrases.without_speed(r) for r in pair.sides if not r["sets"]), NOT_MEASURED)
+        return next((phrases.without_speed(r) for r in pair.sides if not r["sets"]), QUALITY)
     names = [in_words(thresholds.name(row[end]), [pair]) for end in ("ratio", "low", "high") if known(row[end])]
     if not resolved(row):
         inside = len(set(names)) == 1 and row["verdict"] == stats.NOT_RESOLVED and row["sets"] >= stats.LEAST_SETS
@@ -170,11 +169,6 @@ def evidence(row: Mapping[str, Any]) -> str:
     return f"{phrases.evidence(row)}, {outcome}"
 
 
-def resolved(row: Mapping[str, Any]) -> bool:
-    """Whether a comparison has an answer."""
-    return row["verdict"] in (stats.FASTER, stats.SLOWER)
-
-
 def rating(row: Mapping[str, Any], bands: Bands) -> str:
     """The band of an efficiency and its interval: "good by S000, 80 to 82 %"; none where nothing is resolved."""
     name = scaling.band(row, bands) if resolved(row) else stats.NOT_RESOLVED
@@ -187,7 +181,7 @@ def where(study: Study) -> str:
     return phrases.context(study, batch=False)
 
 
-def banner(study: Study, bands: Bands = S000) -> list[str]:
+def banner(study: Study) -> list[str]:
     """The closing lines of a benchmark: S000's words, with what each number rests on."""
     found = pairs(study)
     lead = next((p for p in found if p.kind == "weak"), None) or next(iter(found), None)
@@ -197,7 +191,7 @@ def banner(study: Study, bands: Bands = S000) -> list[str]:
     lines = ["BENCHMARK COMPLETE!"]
     if (row := lead.compared) is not None:
         lines.append(f"Time Speedup: {speed_up(row)} ({evidence(row)})")
-        lines.append(f"{of}: {100 * row['efficiency']:.1f}% ({rating(row, bands)})")
+        lines.append(f"{of}: {100 * row['efficiency']:.1f}% ({rating(row, S000)})")
     else:
         why = recommendation(lead)
         lines += [f"Time Speedup: {why}", f"{of}: {why}"]
@@ -222,4 +216,4 @@ def _sides(pair: Pair) -> Iterator[str]:
 
 def quality(pair: Pair) -> str:
     """The verdict on what several devices learn, or that none was asked for."""
-    return str(pair.multi["quality"]) if pair.multi else NOT_MEASURED
+    return str(pair.multi["quality"]) if pair.multi else QUALITY

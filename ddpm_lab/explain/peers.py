@@ -11,14 +11,13 @@ from typing import Any
 import pandas as pd
 
 from ddpm_lab.explain import limits, phrases, stats
-from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.comparisons import Row, comparisons, resolved
+from ddpm_lab.explain.frames import Study, rank_zero
 from ddpm_lab.plan import BOTH_FP32, EXCHANGE, LEVERS, LIMITS, OURS, SAMPLING, TUNED
 from ddpm_lab.record import RunRecord
 
 EXPERIMENT = "peers"
 _NONE = phrases.DASH
-Row = dict[str, Any]
 
 
 def rows(study: Study) -> list[Row]:
@@ -28,7 +27,7 @@ def rows(study: Study) -> list[Row]:
     network or batch than beside most, which. Trainers without a speed come too.
     """
     base, found = own(study), []
-    for row in _all(study):
+    for row in comparisons(study):
         if row["role"] not in ("candidate", "note") or not _is_rival(row["family"]):
             continue
         kind = next((s for s in (BOTH_FP32, SAMPLING) if row["family"].endswith(s)), "")
@@ -46,20 +45,18 @@ def _elsewhere(row: Row, base: Row | None) -> str:
 
 def levers(study: Study) -> list[Row]:
     """Each setting put back alone, as it was measured: below 1 the trainer's own choice is faster."""
-    found = [r for r in _all(study) if r["family"].endswith((LEVERS, EXCHANGE)) and r["role"] == "candidate"]
+    found = [r for r in comparisons(study) if r["family"].endswith((LEVERS, EXCHANGE)) and r["role"] == "candidate"]
     return [{**r, "label": f"2 ranks, {r['label']}" if r["family"].endswith(EXCHANGE) else r["label"]} for r in found]
 
 
 def own(study: Study) -> Row | None:
     """The lab's own trainer, as the baseline of the others; of several networks or batches that of most others."""
-    trained = [r for r in _all(study) if _is_rival(r["family"]) and not r["family"].endswith((BOTH_FP32, SAMPLING))]
+    trained = [
+        r for r in comparisons(study) if _is_rival(r["family"]) and not r["family"].endswith((BOTH_FP32, SAMPLING))
+    ]
     others = Counter(r["family"] for r in trained if r["role"] == "candidate" and r["sets"])
     mine = [r for r in trained if r["role"] == "baseline" and r["sets"]]
     return max(mine, key=lambda r: others[r["family"]], default=None)
-
-
-def _all(study: Study) -> list[Row]:
-    return [{str(k): v for k, v in r.items()} for r in comparisons(study).to_dict("records")]
 
 
 def _is_rival(family: str) -> bool:
@@ -95,7 +92,7 @@ def headline(study: Study, nearest: Mapping[str, Any]) -> str:
     """Such as "This trainer is 1.72 times as fast as the nearest of 6 others (diffusers, tuned)"."""
     count = sum(is_peer(r) for r in rows(study))
     others = f"the nearest of {count} others ({nearest['name']})" if count > 1 else str(nearest["name"])
-    if nearest["verdict"] not in (stats.FASTER, stats.SLOWER):
+    if not resolved(nearest):
         return f"Not resolved: this trainer against {others} reads {phrases.ratio(nearest)}"
     return f"This trainer is {phrases.ratio(nearest)} times as fast as {others}"
 
@@ -133,15 +130,13 @@ def table(study: Study) -> pd.DataFrame:
     found = []
     for row in shown:
         records = _records(study, row)
-        seen = _seen(records)
+        seen = rank_zero(records[-1]) if records else {}
         measured = bool(row["sets"])
-        candidate = row["role"] == "candidate"
-        span = f" ({phrases.interval(row)})" if candidate and phrases.interval(row) else ""
         found.append(
             {
                 "Configuration": row["name"],
-                "This trainer is": f"{phrases.ratio(row)} \N{MULTIPLICATION SIGN}{span}"
-                if measured and candidate
+                "This trainer is": phrases.ratio_with_interval(row, " \N{MULTIPLICATION SIGN}")
+                if measured and row["role"] == "candidate"
                 else _NONE,
                 "Verdict": phrases.outcome(row),
                 "Images/s": phrases.significant(row["images_per_second"]) if measured else _NONE,
@@ -149,7 +144,7 @@ def table(study: Study) -> pd.DataFrame:
                 "Format": str(row["config"].precision) if measured else _NONE,
                 "Peak memory": phrases.peak_memory(row) if measured else _NONE,
                 "Weights": f"{seen['parameters'] / 1e6:.2f} M" if "parameters" in seen else _NONE,
-                "GFLOP/image": _flop(study, seen, row),
+                "GFLOP/image": _flop(study, seen),
                 loss: _NONE if SAMPLING in row["name"] else _loss(records, steps),
                 "Sets \N{MULTIPLICATION SIGN} turns": f"{row['sets']} \N{MULTIPLICATION SIGN} {row['turns']}",
                 "Quality": str(row["quality"]) if measured else _NONE,
@@ -167,7 +162,7 @@ def lever_table(study: Study) -> pd.DataFrame:
     found = [
         {
             "Configuration": row["label"],
-            "Speed of the trainer with it": f"{phrases.ratio(row)} ({phrases.interval(row)})" if row["sets"] else _NONE,
+            "Speed of the trainer with it": phrases.ratio_with_interval(row) if row["sets"] else _NONE,
             "Verdict": phrases.outcome(row) if row["sets"] else phrases.failure(row),
             "Images/s": phrases.significant(row["images_per_second"]) if row["sets"] else _NONE,
             "Peak memory": phrases.peak_memory(row) if row["sets"] else _NONE,
@@ -181,7 +176,7 @@ def lever_table(study: Study) -> pd.DataFrame:
 
 
 def _twins(study: Study) -> list[Row]:
-    twins = [r for r in _all(study) if r["role"] == "twin" and _is_rival(r["family"]) and r["sets"]]
+    twins = [r for r in comparisons(study) if r["role"] == "twin" and _is_rival(r["family"]) and r["sets"]]
     return [{**r, "name": f"{OURS} (null twin)", "role": "candidate"} for r in twins[:1]]
 
 
@@ -190,14 +185,8 @@ def _records(study: Study, row: Mapping[str, Any]) -> list[RunRecord]:
     return [r for r in study.records if r.run_id == row["run_id"] and r.role == role and r.status == "ok"]
 
 
-def _seen(records: Sequence[RunRecord]) -> dict[str, Any]:
-    ranks = records[-1].witness.get("ranks", []) if records else []
-    return dict(ranks[0]) if ranks else {}
-
-
-def _flop(study: Study, seen: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    value = seen.get("flop_per_image") or (limits.flop_per_image(study) if seen and "implementation" in seen else None)
-    del row
+def _flop(study: Study, seen: Mapping[str, Any]) -> str:
+    value = seen.get("flop_per_image") or (limits.flop_per_image(study) if "implementation" in seen else None)
     return f"{value / 1e9:.2f}" if value else _NONE
 
 
@@ -212,7 +201,7 @@ def _common_steps(study: Study) -> list[int]:
 def _losses(record: RunRecord) -> dict[int, float]:
     """Loss of each timed step, by the number of the step in the run: warm-up and settling steps count too."""
     told = iter(record.ranks[0].losses)
-    prefetched = int((record.witness.get("ranks") or [{}])[0].get("prefetch_batches") or 0)
+    prefetched = int(rank_zero(record).get("prefetch_batches") or 0)
     step, found = record.warmup_steps, {}
     for window in record.windows:
         step += max(record.plan.settle_steps, prefetched)

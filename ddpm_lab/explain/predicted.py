@@ -7,7 +7,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from scipy import special
@@ -16,24 +15,15 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.exchange_settings import ExchangeConfig
 from ddpm_lab.explain import links, phrases, prediction
-from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.frames import SCALING, Study
+from ddpm_lab.explain.comparisons import Row, comparisons, throughput
+from ddpm_lab.explain.frames import SCALING, Study, rank_zero
 from ddpm_lab.explain.link_fit import Link, NotEnoughData
-from ddpm_lab.explain.overlap import LEAST_SETS, Pair, hidden, pairs
-from ddpm_lab.explain.prediction import (
-    Cluster,
-    Compute,
-    Exchanged,
-    Prediction,
-    Speed,
-)
+from ddpm_lab.explain.prediction import LEAST_SETS, Cluster, Compute, Exchanged, Pair, Prediction, Speed, hidden, pairs
 from ddpm_lab.explain.stats import LEVEL
 from ddpm_lab.plan import scaling
 
 WORLD_SIZES = tuple(2**power for power in range(1, 11))
 _GRADIENT_BYTES = 4
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,8 +137,9 @@ def basis(
     cluster = _cluster(kinds, algorithm, ranks_per_host)
     if cluster.inner is None and cluster.outer is None:
         raise NotEnoughData("; ".join(kind.reason for kind in kinds.values()))
-    parameters = _parameters(study, {r["run_id"] for r in rows})
-    if parameters is None:
+    ours = {r["run_id"] for r in rows}
+    counted = (rank_zero(r).get("parameters") for r in reversed(study.records) if r.run_id in ours)
+    if (parameters := next(filter(None, counted), None)) is None:
         raise NotEnoughData("the records do not say how many weights the network has: measure them again")
     size = _GRADIENT_BYTES * parameters
     mib = alone[0]["config"].exchange.bucket_mb
@@ -174,19 +165,18 @@ def basis(
 
 def _measured(row: Row, cores: int | None) -> Measured:
     """A row of ``comparisons`` as a step; ``cores`` are those of a host."""
-    rates = (row["images_per_second_high"], row["images_per_second_low"])
+    _, slowest, fastest = throughput(row)
     kind = scaling(row["family"])
     shown = kind is not None and row["role"] == "candidate"
+    rated = {name: row[name] if shown else math.nan for name in ("efficiency", "efficiency_low", "efficiency_high")}
     return Measured(
         ranks=row["ranks"],
         rank_batch=row["batch"] / row["ranks"],
         global_batch=kind == "strong",
         seconds=row["step_seconds"],
-        low=row["batch"] / rates[0],
-        high=row["batch"] / rates[1],
-        efficiency=row["efficiency"] if shown else math.nan,
-        efficiency_low=row["efficiency_low"] if shown else math.nan,
-        efficiency_high=row["efficiency_high"] if shown else math.nan,
+        low=row["batch"] / fastest,
+        high=row["batch"] / slowest,
+        **rated,
         cores=None if cores is None else cores * row["config"].nodes,
         sets=int(row["sets"]),
     )
@@ -195,16 +185,16 @@ def _measured(row: Row, cores: int | None) -> Measured:
 def _training(study: Study) -> list[Row]:
     """Rows of the training step that was measured with most batch sizes: all alike but for ranks and batch."""
     groups: dict[str, list[Row]] = defaultdict(list)
-    for row in comparisons(study).to_dict("records"):
+    for row in comparisons(study):
         config = row["config"]
         if row["experiment"] == SCALING and row["sets"] and row["role"] != "twin" and config.workload == DDPM:
-            groups[_alike(config)].append({str(k): v for k, v in row.items()})
+            groups[_alike(config)].append(row)
     return max(groups.values(), key=lambda rows: len({r["batch"] for r in rows if r["ranks"] == 1}), default=[])
 
 
 def _log_error(row: Row) -> float:
     """Standard error of ln seconds over sets, from the 95 % interval; 0 with fewer sets than tell one."""
-    low, high = row["images_per_second_low"], row["images_per_second_high"]
+    _, low, high = throughput(row)
     if math.isnan(low) or row["sets"] < LEAST_SETS:
         return 0.0
     return float(math.log(high / low) / 2 / special.stdtrit(row["sets"] - 1, (1 + LEVEL) / 2))
@@ -219,14 +209,6 @@ def _speeds(rows: Iterable[Row]) -> tuple[Speed, ...]:
         if batch not in best or found.log_error < best[batch].log_error:
             best[batch] = found
     return tuple(best[batch] for batch in sorted(best))
-
-
-def _parameters(study: Study, run_ids: set[str]) -> int | None:
-    for record in reversed(study.records):
-        ranks = record.witness.get("ranks")
-        if record.run_id in run_ids and ranks and ranks[0].get("parameters"):
-            return int(ranks[0]["parameters"])
-    return None
 
 
 def _alike(config: RunConfig) -> str:

@@ -6,13 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
-from weakref import WeakKeyDictionary
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import phrases, quality, stats
-from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.comparisons import Row, comparisons, throughput
+from ddpm_lab.explain.frames import Study, once
+from ddpm_lab.explain.machine_state import joules_per_image
 from ddpm_lab.plan import SEARCH
 from ddpm_lab.record import RunRecord, set_log_ratio
 from ddpm_lab.search import SIMPLER, Belief, admissible, believe, observations
@@ -21,7 +20,6 @@ from ddpm_lab.space import BATCH, Cell, Space
 STEPS = 800_000
 """Of a full training, where nobody says how long it is: the steps of Ho et al. (2020) on CIFAR-10."""
 AHEAD = 1.03
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,27 +105,21 @@ class Recommendation:
         return config
 
 
+@once
 def recommendation(study: Study) -> Recommendation | None:
     """The answer of the last search in a study of all experiments; None without one that was measured again."""
-    if study not in _KNOWN:
-        _KNOWN[study] = _recommendation(study)
-    return _KNOWN[study]
-
-
-_KNOWN: WeakKeyDictionary[Study, Recommendation | None] = WeakKeyDictionary()
-"""A study does not change, and its figure, table and sentence all ask for the same."""
-
-
-def _recommendation(study: Study) -> Recommendation | None:
     told = [r for r in study.records if r.role == "space" and r.space is not None]
     if not told:
         return None
     last = told[-1]
     space = Space.from_dict(last.config, last.space or {})
-    mine = [r for r in study.records if (r.experiment, r.family, r.baseline_id) == _whose(last) and r.role != "space"]
+    whose = (last.experiment, last.family, last.baseline_id)
+    mine = [r for r in study.records if (r.experiment, r.family, r.baseline_id) == whose and r.role != "space"]
     fresh = replace(study, records=tuple(mine))
-    rows = [{str(k): v for k, v in row.items()} for row in comparisons(fresh).to_dict("records")]
-    of_role = {role: [r for r in rows if r["role"] == role and r["sets"]] for role in ("baseline", "twin", "candidate")}
+    of_role = {
+        role: [r for r in comparisons(fresh) if r["role"] == role and r["sets"]]
+        for role in ("baseline", "twin", "candidate")
+    }
     if not (of_role["baseline"] and of_role["twin"]):
         return None
     searched = [r for r in study.records if r.experiment == SEARCH and r.baseline_id == last.baseline_id]
@@ -135,6 +127,8 @@ def _recommendation(study: Study) -> Recommendation | None:
     trials = quality.Trials(study.trials)
     among = admissible(space, lambda c: trials.verdict(space.baseline, c, last.code_version).verdict)
     steps = _steps(fresh, space, of_role["candidate"], trials)
+    broke = [r for r in searched if r.role == "candidate" and r.status != "ok"]
+    failures = [f"{r.label} ({phrases.failed(r.status, r.reason)})" for r in broke]
     return Recommendation(
         study=fresh,
         baseline=of_role["baseline"][0],
@@ -145,20 +139,8 @@ def _recommendation(study: Study) -> Recommendation | None:
         belief=believe(space, found),
         among=tuple(among),
         search_sets=len(found),
-        failures=tuple(dict.fromkeys(f"{r.label} ({phrases.failure(_failed(r))})" for r in searched if _broke(r))),
+        failures=tuple(dict.fromkeys(failures)),
     )
-
-
-def _whose(record: RunRecord) -> tuple[str, str, str]:
-    return record.experiment, record.family, record.baseline_id
-
-
-def _broke(record: RunRecord) -> bool:
-    return record.role == "candidate" and record.status != "ok"
-
-
-def _failed(record: RunRecord) -> dict[str, Any]:
-    return {"status": record.status, "reason": record.reason}
 
 
 def _steps(study: Study, space: Space, rows: Sequence[Row], trials: quality.Trials) -> tuple[Step, ...]:
@@ -254,14 +236,14 @@ def next_change(found: Recommendation) -> Next | None:
     if belief.expected_gain(best, here) < SIMPLER:
         return None
     mean, spread = belief.gain(best, here)
-    ends = [math.exp(mean + side * spread) for side in (0, -1.96, 1.96)]
+    gain, low, high = (math.exp(mean + side * spread) for side in (0, -1.96, 1.96))
     if best in after:  # measured again too, though not to be recommended
-        ends = [after[best].gain.value, after[best].gain.low, after[best].gain.high]
+        gain, low, high = after[best].gain.value, after[best].gain.low, after[best].gain.high
     return Next(
         label=found.space.changed(best, here),
-        gain=ends[0],
-        low=ends[1],
-        high=ends[2],
+        gain=gain,
+        low=low,
+        high=high,
         sets=belief.sets.get(best, 0),
         command=command(found, _tries(found.space, best, here) + " --any-batch --seeds 8" * (best in other_batch)),
     )
@@ -279,7 +261,7 @@ def command(found: Recommendation, options: str) -> str:
     work = f"--workload {base.work_name}" if base.is_own else f"--network {base.network}"
     words = ["ddpm-lab recommend", options, work]
     words += [] if "batch=" in options else [f"--batch-size {base.global_batch_size}"]
-    own = not base.is_own and any(r.data_name and "synthetic" not in r.data_name for r in found.study.records)
+    own = not base.is_own and found.study.own_images
     return " ".join(word for word in (*words, "--data DATA" if own else "") if word)
 
 
@@ -297,7 +279,7 @@ class Forecast:
 def forecast(found: Recommendation, row: Row, compile_seconds: float = 0.0) -> Forecast:
     """Time and energy of a full training with a configuration; the compiling counts once."""
     images = found.study.train_images or STEPS * found.space.baseline.global_batch_size
-    rate, low, high = (row[f"images_per_second{end}"] for end in ("", "_low", "_high"))
+    rate, low, high = throughput(row)
     once = 0.0 if math.isnan(compile_seconds) else compile_seconds
     joules = images * _joules_per_image(found.study, row["run_id"])
     return Forecast(
@@ -308,7 +290,5 @@ def forecast(found: Recommendation, row: Row, compile_seconds: float = 0.0) -> F
 def _joules_per_image(study: Study, run_id: str) -> float:
     """Of the GPUs of a configuration, from the power that they drew in its windows; NaN where none was measured."""
     windows = [w for r in study.records if r.run_id == run_id and r.status == "ok" for w in r.windows if w.images]
-    watts = [w.state.get("gpu_power_watts") for w in windows]
-    if not windows or any(power is None for power in watts):
-        return math.nan
-    return fmean(float(power or 0) * w.seconds / w.images for power, w in zip(watts, windows, strict=True))
+    known = [joules for w in windows if (joules := joules_per_image(w)) is not None]
+    return fmean(known) if known and len(known) == len(windows) else math.nan

@@ -7,22 +7,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import machine_state, phrases, sentences, stats
+from ddpm_lab.explain import machine_state, phrases, sentences
 from ddpm_lab.explain.bands import Bands, share
-from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.comparisons import Row, comparisons, resolved
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import WEAK, scaling
 
 EXPERIMENT = "multi_gpu"
 KINDS = {"strong": "the ranks share the batch", "weak": "each rank keeps its batch"}
 """What stays in each kind of scaling. They are never compared with each other."""
-Row = dict[str, Any]
 
 
 def rows(study: Study) -> list[Row]:
     """Rows of ``comparisons`` of the families that scale, each with its kind as ``scaling``."""
-    every = [{str(k): v for k, v in row.items()} for row in comparisons(study).to_dict("records")]
-    found = [{**row, "scaling": scaling(row["family"])} for row in every if row["experiment"] == EXPERIMENT]
+    found = [
+        {**row, "scaling": scaling(row["family"])} for row in comparisons(study) if row["experiment"] == EXPERIMENT
+    ]
     return [row for row in found if row["scaling"]]
 
 
@@ -84,37 +84,32 @@ def answer(study: Study, measured: Sequence[Row]) -> tuple[str, str, Row]:
         told.append(f"{shared_cores(study, measured)}: expect no efficiency near 100 %.")
     if len(leads) == 1:
         ((kind, only),) = leads.items()
-        return _headline(by_kind[kind], only), " ".join(told), only
+        found = by_kind[kind]
+        short, _ = sentences.claim(only, len(found), only["family"] if _several(found) else "")
+        return short, " ".join(told), only
     short = "; ".join(f"{kind} scaling: {_short(lead)}" for kind, lead in leads.items())
-    return short[0].upper() + short[1:], " ".join(told), leads["strong"]
+    return phrases.begun(short), " ".join(told), leads["strong"]
 
 
 def _several(found: Sequence[Row]) -> bool:
     return len({r["family"] for r in found}) > 1
 
 
-def _headline(found: Sequence[Row], lead: Row) -> str:
-    if lead["verdict"] in (stats.FASTER, stats.SLOWER):
-        return sentences.faster(lead) + (f" ({lead['family']})" if _several(found) else "")
-    return sentences.unresolved(lead, len(found), "")[0]
-
-
 def _short(lead: Row) -> str:
     """The comparison in a few words: "8 GPUs 6.45 times as fast as 1 GPU"."""
     pair = f"{lead['label']} {phrases.ratio(lead)} times as fast as {lead['baseline_label']}"
-    return pair if lead["verdict"] in (stats.FASTER, stats.SLOWER) else f"{lead['label']} {phrases.outcome(lead)}"
+    return pair if resolved(lead) else f"{lead['label']} {phrases.outcome(lead)}"
 
 
 def _claim(study: Study, found: Sequence[Row], lead: Row) -> str:
     """The best comparison of one kind, the efficiency of every number of ranks beside it, and how the others ended."""
     bands = study.bands
     where = lead["family"].replace(WEAK, "") if _several(found) else ""
-    if lead["verdict"] in (stats.FASTER, stats.SLOWER):
+    if resolved(lead):
         evidence = f"({phrases.evidence(lead)}{sentences.noise(lead)})."
         text = (f"with {where}, " if where else "") + f"{sentences.faster(lead)} {evidence}"
     else:
-        text = sentences.unresolved(lead, len(found), where)[1]
-        text = text[0].lower() + text[1:]
+        text = phrases.within(sentences.unresolved(lead, len(found), where)[1])
     family = [r for r in found if (r["family"], r["baseline_id"]) == (lead["family"], lead["baseline_id"])]
     busy = "; the machine was busy" if machine_state.busy(study) else ""
     each = [
@@ -161,5 +156,4 @@ def whose(bands: Bands) -> str:
 
 def legend(bands: Bands) -> str:
     """The bands in a sentence, for the foot of a figure."""
-    said = whose(bands)
-    return f"{said[0].upper()}{said[1:]} bands: {bands.sentence()}. Dashed: {share(bands.threshold)}. "
+    return f"{phrases.begun(whose(bands))} bands: {bands.sentence()}. Dashed: {share(bands.threshold)}. "

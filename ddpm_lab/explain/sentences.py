@@ -8,7 +8,7 @@ from typing import Any
 
 from ddpm_lab.explain import phrases, stats
 from ddpm_lab.explain import quality as equivalence
-from ddpm_lab.explain.comparisons import COMPARED, MECHANISM_ONLY, QUALITY
+from ddpm_lab.explain.comparisons import COMPARED, MECHANISM_ONLY, QUALITY, resolved
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import WEAK
 
@@ -26,11 +26,9 @@ def lead(rows: Sequence[Any]) -> Any:
     """The comparison that a claim is about: the fastest resolved one, else the slowest, else the best known one."""
     faster = [r for r in rows if r["verdict"] == stats.FASTER]
     slower = [r for r in rows if r["verdict"] == stats.SLOWER]
-    if faster:
-        return max(faster, key=lambda r: r["ratio"])
-    if slower:
+    if slower and not faster:
         return min(slower, key=lambda r: r["ratio"])
-    return max(rows, key=lambda r: r["ratio"])
+    return max(faster or rows, key=lambda r: r["ratio"])
 
 
 def faster(row: Mapping[str, Any]) -> str:
@@ -44,11 +42,37 @@ def faster(row: Mapping[str, Any]) -> str:
     return form.format(label=row["label"], base=row["baseline_label"], ratio=phrases.ratio(row), verb=verb)
 
 
-def unresolved(lead: Mapping[str, Any], count: int, family: str) -> tuple[str, str]:
-    """Headline and claim of a study in which no comparison is resolved; ``lead`` has the highest ratio of ``count``.
+def trains(row: Mapping[str, Any]) -> bool:
+    """Whether a row's ranks learn one network: without exchange each has its own, and its speed is no offer."""
+    return bool(row["config"].exchange.enabled)
 
-    ``family`` names the lead's where there are several.
-    """
+
+def exposed_communication(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What a step takes less where ranks exchange nothing, each in a sentence after a space; empty without any."""
+    told = ""
+    for row in rows:
+        if row["role"] != "candidate" or trains(row) or not row["sets"]:
+            continue
+        named = f"Without exchange a step of {row['family']} is"
+        if not resolved(row):
+            told += f" {named} not called shorter (ratio {phrases.ratio(row)}, {phrases.evidence(row)})."
+            continue
+        shorter, low, high = (100 * (1 - 1 / row[end]) for end in ("ratio", "low", "high"))
+        span = "" if math.isnan(low) else f" ({low:.1f} to {high:.1f} %)"
+        told += f" {named} {shorter:.1f} % shorter{span}: exposed communication."
+    return told
+
+
+def claim(lead: Mapping[str, Any], count: int, family: str) -> tuple[str, str]:
+    """Headline and claim about the ``lead`` of ``count`` comparisons; ``family`` is its own where there are several."""
+    if not resolved(lead):
+        return unresolved(lead, count, family)
+    prefix, where = (f"With {family}: ", f" ({family})") if family else ("", "")
+    return f"{faster(lead)}{where}", f"{prefix}{faster(lead)} ({phrases.evidence(lead)}{noise(lead)})."
+
+
+def unresolved(lead: Mapping[str, Any], count: int, family: str) -> tuple[str, str]:
+    """The same where no comparison is resolved, so that the lead has the highest ratio."""
     evidence = _evidence(lead)
     pair = f"{lead['label']} against {lead['baseline_label']}"
     sets = f" ({phrases.plural(int(lead['sets']), 'set')})" if lead["sets"] < stats.LEAST_SETS else ""
@@ -74,17 +98,13 @@ def _evidence(lead: Mapping[str, Any]) -> str:
 
 def noise(row: Mapping[str, Any]) -> str:
     """The noise floor after a semicolon; empty where there is none."""
-    if math.isnan(row["noise_low"]):
-        return ""
-    floor = {"ratio": 1.0, "low": row["noise_low"], "high": row["noise_high"]}
-    return f"; noise floor {phrases.interval(floor)}"
+    floor = phrases.noise_floor(row)
+    return f"; noise floor {floor}" if floor else ""
 
 
 def tally(rows: Sequence[Mapping[str, Any]], lead: Mapping[str, Any]) -> str:
     """How many comparisons are faster, slower, not resolved; empty where the ``lead`` itself is not resolved."""
-    if len(rows) < 2:
-        return ""
-    if lead["verdict"] not in (stats.FASTER, stats.SLOWER):
+    if len(rows) < 2 or not resolved(lead):
         return ""
     counts = [(sum(r["verdict"] == v for r in rows), v) for v in (stats.FASTER, stats.SLOWER)]
     counts.append((len(rows) - sum(n for n, _ in counts), stats.NOT_RESOLVED))
@@ -101,7 +121,10 @@ def quality(rows: Sequence[Mapping[str, Any]], *, evidence: bool = False) -> str
     say different things is named with its family.
     """
     known = [r for r in rows if r["role"] == "candidate" and r["sets"]]
-    said = [QUALITY if r["quality"] == QUALITY else _judged(r, evidence=evidence) for r in known]
+    said = [
+        QUALITY if r["quality"] == QUALITY else equivalence.full(r["equivalence"]) if evidence else str(r["quality"])
+        for r in known
+    ]
     if set(said) <= {QUALITY}:
         return f"quality {QUALITY}"
     different: dict[str, set[str]] = {}
@@ -113,10 +136,6 @@ def quality(rows: Sequence[Mapping[str, Any]], *, evidence: bool = False) -> str
     text = f"quality: {phrases.joined([f'{name} {found}' for name, found in told.items() if found != QUALITY])}"
     others = [name for name, found in told.items() if found == QUALITY]
     return f"{text}; of {phrases.joined(others)} {QUALITY}" if others else text
-
-
-def _judged(row: Mapping[str, Any], *, evidence: bool) -> str:
-    return equivalence.full(row["equivalence"]) if evidence else str(row["quality"])
 
 
 def untrained(study: Study) -> str:
@@ -163,7 +182,7 @@ def lost(study: Study, rows: Sequence[Mapping[str, Any]]) -> str:
     if not failed:
         return ""
     sets = phrases.plural(len({r.set_id for r in failed}), "set")
-    why = [f"{r.label} ({phrases.failure({'status': r.status, 'reason': r.reason})})" for r in failed]
+    why = [f"{r.label} ({phrases.failed(r.status, r.reason)})" for r in failed]
     return f" Lost on the way, in {sets}: {phrases.joined(list(dict.fromkeys(why)))}."
 
 

@@ -53,7 +53,7 @@ def figure(study: Study) -> None:
 
 def table(study: Study) -> None:
     """Show the answer's table: numbers to the right, words to the left; it scrolls where the screen is narrow."""
-    _show_table(findings.table(study))
+    _show_table(tables.table(study))
 
 
 def _show_table(frame: pd.DataFrame) -> None:
@@ -64,25 +64,16 @@ def finding(study: Study) -> None:
     """Show the computed answer, and attach its values to the output for the index of the report."""
     found, how = findings.finding(study), findings.how_to_judge(study)
     last = study.records[-1] if study.records else None
+    told = ("experiment", "headline", "claim", "verdict", "status", "hardware", "date", "sets", "quality")
     values = {
-        "experiment": found.experiment,
-        "headline": found.headline,
-        "claim": found.claim,
-        "verdict": found.verdict,
-        "status": found.status,
-        "hardware": found.hardware,
-        "date": found.date,
-        "sets": found.sets,
-        "quality": found.quality,
+        **{name: getattr(found, name) for name in told},
         "evidence": _evidence(found) + (" \N{MIDDLE DOT} the machine was busy" if machine_state.busy(study) else ""),
         "published": study.published,
         "data": last.data_name if last else "",
         "code_version": last.code_version if last else "",
     }
     facts = {
-        "Verdict": found.verdict
-        if found.status in (found.verdict, findings.ANSWERED)
-        else f"{found.verdict} ({found.status})",
+        "Verdict": found.verdict + f" ({found.status})" * (found.status not in (found.verdict, findings.ANSWERED)),
         "Evidence": _evidence(found),
         "Sets": str(found.sets) if found.sets else "",
         "Hardware": found.hardware + " (published records, not measured here)" * study.published,
@@ -143,11 +134,10 @@ def _evidence(found: Finding) -> str:
     """Ratio, interval and noise floor in words; empty where nothing was compared."""
     if math.isnan(found.ratio):
         return ""
-    row = {"ratio": found.ratio, "low": found.low, "high": found.high}
-    noise = {"ratio": 1.0, "low": found.noise_low, "high": found.noise_high}
-    pieces = [f"ratio {phrases.ratio(row)}"]
-    for name, values in (("95 % interval", row), ("noise floor", noise)):
-        if interval := phrases.interval(values):
+    span = (found.ratio, found.low, found.high)
+    pieces = [f"ratio {phrases.ratio_of(*span)}"]
+    for name, ends in (("95 % interval", span), ("noise floor", (1.0, found.noise_low, found.noise_high))):
+        if interval := phrases.between(*ends):
             pieces.append(f"{name} {interval}")
     return ", ".join(pieces)
 

@@ -162,6 +162,12 @@ def half_width(log_ratios: npt.ArrayLike, comparisons: int = 1) -> float:
     return float(special.stdtrit(n - 1, 1 - (1 - LEVEL) / 2 / comparisons) * values.std(ddof=1) / math.sqrt(n))
 
 
+def mean_and_half(values: npt.ArrayLike, comparisons: int = 1) -> tuple[float, float]:
+    """Mean, and half of its 95 % interval as ``half_width`` has it, but NaN for a single value."""
+    half = half_width(values, comparisons)
+    return float(np.mean(values)), half if math.isfinite(half) else math.nan
+
+
 def smallest_effect(spread: float, sets: int) -> float:
     """The smallest relative difference that so many sets resolve, at a spread of log ratios: half-width = effect / 2.
 

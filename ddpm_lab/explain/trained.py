@@ -10,13 +10,13 @@ import numpy as np
 import pandas as pd
 
 from ddpm_lab.explain import gradients, learned, phrases, quality, samples, stats
-from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.comparisons import Row, comparisons, resolved
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.learned import Array, Row, baseline_trials, extent_of, images_of, pairs_of
+from ddpm_lab.explain.learned import Array, baseline_trials, extent_of, images_of, pairs_of
 from ddpm_lab.record import RunRecord
 
 EXPERIMENT = "quality"
-_NONE = "\N{EN DASH}"
+_NONE = phrases.DASH
 GOOD = (quality.IDENTICAL, quality.NOT_WORSE)
 
 
@@ -33,8 +33,7 @@ def base(study: Study) -> Row | None:
 def _family(study: Study) -> list[Row]:
     """Rows of the baseline that was measured last: another batch or network is another question."""
     latest = next((r.baseline_id for r in reversed(study.records) if r.role == "baseline"), None)
-    frame = comparisons(study)
-    return [{str(k): v for k, v in r.items()} for r in frame.to_dict("records") if r["baseline_id"] == latest]
+    return [r for r in comparisons(study) if r["baseline_id"] == latest]
 
 
 def trials_of(study: Study, row: Row) -> list[RunRecord]:
@@ -80,9 +79,9 @@ def headline(found: Sequence[Row]) -> tuple[str, Row]:
         return "; ".join([first, *says]), lead
     lead = max(good or worse or list(found), key=lambda r: r["ratio"] if r["sets"] else 0.0)
     if good:
-        resolved = all(r["verdict"] in (stats.FASTER, stats.SLOWER) for r in good)
+        decided = all(map(resolved, good))
         first = f"{phrases.plural(len(good), 'setting')} of {len(found)} not worse than {lead['baseline_label']}, "
-        says.insert(0, first + ("none of them faster" if resolved else "which is faster is not resolved"))
+        says.insert(0, first + ("none of them faster" if decided else "which is faster is not resolved"))
     return "; ".join(says) or f"Not enough data for a verdict on {phrases.plural(len(found), 'setting')}", lead
 
 
@@ -120,17 +119,17 @@ def method(study: Study) -> str:
 def unsound(study: Study) -> str:
     """A sentence, after a space, on settings whose gradient check failed or found a fault; empty without any."""
     told = []
-    for r in study.records:
-        if r.role == "check":
-            answer = (r.quality or {}).get("gradients")
-            judged = gradients.verdict(answer) if answer else None
-            if judged is None:
-                why = phrases.failure({"status": r.status, "reason": r.reason})
-                told.append(f"the check of {r.label} failed ({why})")
-            elif not judged.as_expected:
-                told.append(f"the gradient of {r.label} is {judged.sentence}")
-    text = phrases.joined(told)
-    return f" {text[0].upper()}{text[1:]}." if text else ""
+    for r, answer in _checks(study):
+        if not answer:
+            told.append(f"the check of {r.label} failed ({phrases.failed(r.status, r.reason)})")
+        elif not (judged := gradients.verdict(answer)).as_expected:
+            told.append(f"the gradient of {r.label} is {judged.sentence}")
+    return f" {phrases.begun(phrases.joined(told))}." if told else ""
+
+
+def _checks(study: Study) -> list[tuple[RunRecord, Mapping[str, Any]]]:
+    """The gradient checks of a study, each with its answer, empty where it has none."""
+    return [(r, (r.quality or {}).get("gradients") or {}) for r in study.records if r.role == "check"]
 
 
 def to_the_loss(study: Study) -> str:
@@ -141,7 +140,7 @@ def to_the_loss(study: Study) -> str:
     first, *others = learned.ways(study, [lead, *found])
     larger = [w for w in others if w.row["batch"] != lead["batch"]]
     text = learned.answer([first, *larger], learned.target(found)) if larger else ""
-    return f" Among the batch sizes, {text[0].lower()}{text[1:]}" if text else ""
+    return f" Among the batch sizes, {phrases.within(text)}" if text else ""
 
 
 def table(study: Study) -> pd.DataFrame:
@@ -178,11 +177,11 @@ def _table(study: Study, family: Sequence[Row]) -> list[dict[str, str]]:
 
 
 def _cells(row: Row, records: Sequence[RunRecord], images: int, time: dict[str, str]) -> dict[str, str]:
-    equal, lead, interval = row["equivalence"], row["role"] == "baseline", phrases.interval(row)
+    equal, lead = row["equivalence"], row["role"] == "baseline"
     final = learned.held_out(records, np.array([images])).mean() if records else math.nan
     return {
         "Configuration": f"{row['label']} (baseline)" if lead else str(row["label"]),
-        "Speed": (phrases.ratio(row) if row["sets"] else _NONE) + (f" ({interval})" if interval else ""),
+        "Speed": phrases.ratio_with_interval(row) if row["sets"] else _NONE,
         "Verdict on speed": phrases.outcome(row),
         "Quality": "baseline" if lead else quality.sentence(equal),
         "Held-out loss": f"{final:.4f}" if records else _NONE,
@@ -196,14 +195,9 @@ def _cells(row: Row, records: Sequence[RunRecord], images: int, time: dict[str, 
 def check_table(study: Study) -> pd.DataFrame:
     """One row for each configuration whose loss and gradient were compared with fp32, eager, on the same batch."""
     shown = []
-    for r in study.records:
-        if r.role != "check":
-            continue
-        answer = (r.quality or {}).get("gradients")
+    for r, answer in _checks(study):
         if not answer:
-            shown.append(
-                {"Configuration": r.label, "Verdict": phrases.failure({"status": r.status, "reason": r.reason})}
-            )
+            shown.append({"Configuration": r.label, "Verdict": phrases.failed(r.status, r.reason)})
             continue
         worst, layer = answer["worst"], answer["worst"].get("worst_layer") or {}
         judged = gradients.verdict(answer)
@@ -229,17 +223,12 @@ def _share(error: float | None) -> str:
 def front(found: Sequence[Row]) -> list[Row]:
     """Configurations that no other beats in both speed and loss, slowest first: the Pareto front, baseline included."""
     known = [r for r in found if r["sets"] and not math.isnan(_difference(r))]
-    best = [
-        r
-        for r in known
-        if not any(
-            o["ratio"] >= r["ratio"]
-            and _difference(o) <= _difference(r)
-            and o is not r
-            and (o["ratio"], -_difference(o)) != (r["ratio"], -_difference(r))
-            for o in known
-        )
-    ]
+
+    def beats(one: Row, other: Row) -> bool:
+        gains = one["ratio"] - other["ratio"], _difference(other) - _difference(one)
+        return bool(min(gains) >= 0 and max(gains) > 0)
+
+    best = [r for r in known if not any(beats(o, r) for o in known)]
     return sorted(best, key=lambda r: float(r["ratio"]))
 
 

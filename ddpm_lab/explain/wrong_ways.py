@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ddpm_lab.explain import phrases, stats
-from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.comparisons import comparisons, throughput
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.stats import Estimate
 from ddpm_lab.record import RunRecord
@@ -31,8 +31,7 @@ class Seen:
         self.study = study
         last = next((r.baseline_id for r in reversed(study.records) if r.role in ("baseline", WRONG)), "")
         self.wrong = [r for r in study.records if (r.role, r.status, r.baseline_id) == (WRONG, "ok", last)]
-        rows = [{str(k): v for k, v in row.items()} for row in comparisons(study).to_dict("records")]
-        rows = [row for row in rows if row["baseline_id"] == last]
+        rows = [row for row in comparisons(study) if row["baseline_id"] == last]
         self.rows = {str(r["label"]): r for r in rows if r["role"] == "candidate" and r["sets"]}
         self.base = next((r for r in rows if r["role"] == "baseline" and r["sets"]), None)
         self.twin = next((r for r in rows if r["role"] == "twin" and r["sets"]), None)
@@ -93,19 +92,8 @@ def quotient(wrong: Estimate, right: Estimate) -> Estimate:
 
 def step_of(row: Mapping[str, Any]) -> Estimate:
     """Seconds of a step over sets."""
-    batch, rate = row["batch"], row["images_per_second"]
-    low, high = batch / row["images_per_second_high"], batch / row["images_per_second_low"]
-    return Estimate(value=batch / rate, low=low, high=high, p=math.nan, sets=row["sets"])
-
-
-def times(row: Mapping[str, Any]) -> str:
-    """Such as "0.74 (0.62 to 0.88)"."""
-    return phrases.ratio(row) + (f" ({phrases.interval(row)})" if phrases.interval(row) else "")
-
-
-def ratio_of(row: Mapping[str, Any]) -> Estimate:
-    """The ratio of a row over sets."""
-    return Estimate(value=row["ratio"], low=row["low"], high=row["high"], p=row["p"], sets=row["sets"])
+    batch, (rate, low, high) = row["batch"], throughput(row)
+    return Estimate(value=batch / rate, low=batch / high, high=batch / low, p=math.nan, sets=row["sets"])
 
 
 def plain(value: float) -> str:
