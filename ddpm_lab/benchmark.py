@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab.checks import ConfigError, several, whole
+from ddpm_lab.files import PREPARED, output_folder
 from ddpm_lab.plan import Experiment
-from ddpm_lab.planning import Measured, Planned, output_folder, plan_question
+from ddpm_lab.planning import Measured, Planned, plan_question
 from ddpm_lab.strategy import USUAL, most_ranks, several_ranks, strategy, usual_device
 
 BATCH_SIZES = (16, 32, 64, 128)
 """Batches that the devices share, unless others are given."""
-MODES = ("single", "multi", "auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ def plan(asked: Benchmark, output: Path) -> list[Planned]:
             network=asked.network,
             device=asked.device,
             data=asked.data,
-            cache=output_folder(None) / "data" / "prepared",  # one for all folders of results
+            cache=output_folder(None) / PREPARED,  # one for all folders of results
             lost_scaling=False,
             loader_workers=asked.loader_workers,
             **grid,

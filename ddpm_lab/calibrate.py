@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
+from ddpm_lab.files import LEDGER, output_folder
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group_folder import sweep
@@ -20,7 +21,7 @@ from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Member
 from ddpm_lab.measure.sets import measure_set
 from ddpm_lab.plan import Plan
-from ddpm_lab.planning import LEDGER, instrument_for, output_folder
+from ddpm_lab.planning import instrument_for
 from ddpm_lab.record import LedgerError, RunRecord
 
 EXPERIMENT = "calibrate"

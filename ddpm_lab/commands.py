@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_lab.checks import ConfigError, percent
+from ddpm_lab.files import ledgers, output_folder
+from ddpm_lab.options import given
 from ddpm_lab.run_grid import grid
 from ddpm_lab.tracker_option import chosen, track
 
@@ -20,17 +22,11 @@ if TYPE_CHECKING:
     from ddpm_lab.explain.strategy import Strategy
 
 
-def _output(options: argparse.Namespace) -> Path:
-    from ddpm_lab.planning import output_folder  # noqa: PLC0415 - commands load what they need
-
-    return output_folder(options.output_dir)
-
-
 def check(options: argparse.Namespace) -> int:
     """Say what this machine has."""
-    from ddpm_lab.checkup import checkup  # noqa: PLC0415
+    from ddpm_lab.checkup import checkup  # noqa: PLC0415 - commands load what they need
 
-    items = checkup(_output(options))
+    items = checkup(output_folder(options.output_dir))
     runnable = all(item.present for item in items if item.needed)
     if options.json:
         print(json.dumps({"can_run": runnable, "items": [dataclasses.asdict(i) for i in items]}, indent=1))
@@ -49,10 +45,8 @@ def prepare(options: argparse.Namespace) -> int:
     manifest = prepare(
         options.source,
         Path(options.dest).expanduser(),
-        image_size=options.image_size,
-        held_out=options.held_out,
-        skip_bad=options.skip_bad,
         progress=lambda line: print(line, file=sys.stderr),
+        **given(options, "image_size", "held_out", "skip_bad"),
     )
     if options.json:
         print(manifest.to_json(), end="")
@@ -71,9 +65,7 @@ def _weighed(options: argparse.Namespace) -> Strategy | None:
         raise ConfigError(f"--mode auto weighs the lab's own networks: with {options.workload} use single or multi")
     from ddpm_lab.strategy import strategy  # noqa: PLC0415
 
-    found = strategy(
-        network=options.network, batch_size=options.batch_size, device=options.device, output_dir=options.output_dir
-    )
+    found = strategy(**given(options, "network", "batch_size", "device", "output_dir"))
     options.network = found.network
     print(f"--mode auto: {found.sentence()}", file=sys.stderr)
     return found
@@ -86,41 +78,19 @@ def run(options: argparse.Namespace) -> int:
     from ddpm_lab.explain.bands import bands  # noqa: PLC0415
     from ddpm_lab.explain.grids import show  # noqa: PLC0415
     from ddpm_lab.questions import QUESTIONS  # noqa: PLC0415
-    from ddpm_lab.strategy import NoRanksError  # noqa: PLC0415
 
     tracker = chosen(options.tracker)
     table = bands(options.bands, "--bands")
     for name in options.experiments:
         choice("experiment", name, QUESTIONS)
-    try:
-        weighed = _weighed(options)
-        grids = {name: grid(name, options, weighed) for name in options.experiments}
-    except NoRanksError as error:
-        print(f"ddpm-lab: {error}", file=sys.stderr)
-        return 1
+    weighed = _weighed(options)
+    grids = {name: grid(name, options, weighed) for name in options.experiments}
+    settings = given(options, "preset", "sets", "output_dir", "start_method", "data", "held_out", "skip_bad", "network")
+    settings |= given(options, "device", "image_size", "seed", "oversubscribe", "workload")
+    settings["minutes"] = options.minutes / len(grids) if options.minutes else options.minutes
+    settings["resolution"] = percent(options.resolution) if options.resolution else None
     # All are checked before the first is measured.
-    planned = [
-        planning.plan_question(
-            name,
-            preset=options.preset,
-            minutes=options.minutes / len(grids) if options.minutes else options.minutes,
-            sets=options.sets,
-            resolution=percent(options.resolution) if options.resolution else None,
-            output_dir=options.output_dir,
-            start_method=options.start_method,
-            data=options.data,
-            held_out=options.held_out,
-            skip_bad=options.skip_bad,
-            network=options.network,
-            device=options.device,
-            image_size=options.image_size,
-            seed=options.seed,
-            oversubscribe=options.oversubscribe,
-            workload=options.workload,
-            **grid,
-        )
-        for name, grid in grids.items()
-    ]
+    planned = [planning.plan_question(name, **settings, **grid) for name, grid in grids.items()]
     measured = [one.measure() for one in planned]
     results = [_answer(one, table) for one in measured]
     if options.json:
@@ -201,7 +171,7 @@ def calibrate(options: argparse.Namespace) -> int:
     from ddpm_lab.explain import calibration  # noqa: PLC0415
     from ddpm_lab.explain.figure_calibration import save  # noqa: PLC0415
 
-    output = _output(options)
+    output = output_folder(options.output_dir)
     for attempt in (1, 2):
         records = measure(
             minutes=options.minutes, planted=percent(options.planted), device=options.device, output_dir=output
@@ -229,18 +199,8 @@ def report(options: argparse.Namespace) -> int:
     parameters = {name: _literal(value) for name, value in options.parameter or ()}
     if options.skip_bad:
         parameters["skip_bad"] = True
-    result = report(
-        preset=options.preset,
-        data=options.data,
-        held_out=options.held_out,
-        network=options.network,
-        workload=options.workload,
-        minutes=options.minutes,
-        output_dir=options.output_dir,
-        notebooks=options.notebook,
-        parameters=parameters,
-    )
-    return result.exit_code
+    settings = given(options, "preset", "data", "held_out", "network", "workload", "minutes", "output_dir")
+    return report(notebooks=options.notebook, parameters=parameters, **settings).exit_code
 
 
 def _literal(text: str) -> Any:
@@ -254,9 +214,8 @@ def _literal(text: str) -> Any:
 def figures(options: argparse.Namespace) -> int:
     """Rebuild, publish or check figures."""
     from ddpm_lab import published  # noqa: PLC0415
-    from ddpm_lab.planning import LEDGER  # noqa: PLC0415
 
-    output = _output(options)
+    output = output_folder(options.output_dir)
     if options.check:
         problems = published.check(output)
         for problem in problems:
@@ -264,11 +223,11 @@ def figures(options: argparse.Namespace) -> int:
         if not problems:
             print("every published figure matches the published records")
         return 1 if problems else 0
-    ledgers = [Path(f).expanduser() for f in options.ledger or [output / LEDGER]]
+    files = ledgers(options.ledger, output)
     if options.publish:
-        found = published.publish(ledgers, options.machine, output)
+        found = published.publish(files, options.machine, output)
     else:
-        found = published.rebuild(ledgers, options.machine, output, options.bands)
+        found = published.rebuild(files, options.machine, output, options.bands)
     if options.json:
         print(json.dumps([{"figure": str(path), **dataclasses.asdict(f)} for path, f in found], indent=1))
     else:

@@ -18,11 +18,12 @@ from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.data.packed import resolve
 from ddpm_lab.data.prepared import read_manifest
 from ddpm_lab.experiments import study_of
+from ddpm_lab.files import PREPARED, output_folder
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.own_workload import find_here
 from ddpm_lab.plan import Experiment, Family, Plan
-from ddpm_lab.planning import MOST_SETS, Measured, Planned, output_folder, plan_experiment
+from ddpm_lab.planning import MOST_SETS, Measured, Planned, plan_experiment
 from ddpm_lab.setting import check_ranks
 from ddpm_lab.settings_file import configuration, read_settings
 
@@ -251,7 +252,7 @@ def with_images(config: RunConfig, output: Path, quiet: bool) -> RunConfig:
     say = (lambda _: None) if quiet else (lambda line: print(line, file=sys.stderr))
     folder = resolve(
         config.data or "synthetic",
-        output / "data" / "prepared",
+        output / PREPARED,
         image_size=config.image_size,
         held_out=None,
         skip_bad=False,

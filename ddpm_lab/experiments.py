@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from ddpm_lab.checks import choice, whole
 from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
+from ddpm_lab.files import CHECKOUT, LEDGER, output_folder
 from ddpm_lab.ledger import Head, Ledger, read_all
 from ddpm_lab.measure import hardware
 from ddpm_lab.plan import PRESETS
-from ddpm_lab.planning import CHECKOUT, LEDGER, Measured, output_folder, plan_question
+from ddpm_lab.planning import Measured, plan_question
 from ddpm_lab.questions import LONG, QUESTIONS
 from ddpm_lab.recommend import LEAST_MINUTES, recommend
 from ddpm_lab.record import RunRecord

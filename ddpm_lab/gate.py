@@ -17,10 +17,11 @@ from pathlib import Path
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.comparison import RESOLUTION, plan_pair, side, with_images
 from ddpm_lab.config import RunConfig
+from ddpm_lab.files import output_folder
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import CodeVersion, Tree, code_version, in_repository, is_library
 from ddpm_lab.measure.worktree import Repository, tree_of
-from ddpm_lab.planning import MOST_SETS, Measured, output_folder
+from ddpm_lab.planning import MOST_SETS, Measured
 
 WORKING_TREE = "working tree"
 INSTRUMENT = "ddpm_lab.measure."

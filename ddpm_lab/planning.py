@@ -13,6 +13,7 @@ from ddpm_lab.checks import ConfigError, choice, several, whole
 from ddpm_lab.config import DDPM, DEVICES, NETWORKS
 from ddpm_lab.data.packed import resolve
 from ddpm_lab.data.prepared import read_manifest
+from ddpm_lab.files import LEDGER, PREPARED, output_folder, writing
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import Campaign, Target
@@ -31,17 +32,8 @@ from ddpm_lab.questions import PLANS, QUESTIONS, STAGES, WORKLOADS, ask
 from ddpm_lab.record import LedgerError
 from ddpm_lab.setting import Images, Setup
 
-CHECKOUT = Path(__file__).resolve().parents[1]
-LEDGER = Path("trace_output", "ledger.jsonl")
 MOST_SETS = 100
 """Where a resolution says how many sets are measured, and nothing else limits them."""
-
-
-def output_folder(output_dir: str | Path | None) -> Path:
-    """Where results go: ``output_dir``, the checkout of this package, or for an installed copy the working folder."""
-    if output_dir is not None:
-        return Path(output_dir).expanduser().absolute()
-    return CHECKOUT if (CHECKOUT / "notebooks").is_dir() else Path.cwd()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,7 +279,7 @@ def prepare_experiment(
                 "size": size,
                 "progress": instrument.progress,
             }
-            images = _images(data, cache=cache or output / "data" / "prepared", **options)
+            images = _images(data, cache=cache or output / PREPARED, **options)
             setup = dataclasses.replace(setup, images=images)
         if chosen is None and workload is None:
             chosen = _network(name, setup, instrument, ledger, target)
@@ -341,10 +333,8 @@ def _images(data: str, *, held_out: str | None, skip_bad: bool, size: int, cache
 def _check_writable(output: Path) -> None:
     """Refuse an output folder before anything is measured for it."""
     folder = output / LEDGER.parent
-    try:
+    with writing(folder, LedgerError):
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
         probe.touch()
         probe.unlink()
-    except OSError as error:
-        raise LedgerError(f"cannot write to {folder}: {error.strerror}; choose another --output-dir") from error

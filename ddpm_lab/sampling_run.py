@@ -19,6 +19,7 @@ from ddpm_lab.checks import ConfigError, choice, whole
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.packed import resolve
 from ddpm_lab.data.prepared import read_manifest
+from ddpm_lab.files import replace, writing
 from ddpm_lab.inception import plan_fid
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.fid import distance
@@ -192,16 +193,13 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
     """Note in the folder what its images are. Raises ConfigError if it holds others, or cannot be written."""
     path = folder / SETTINGS
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        strange = not path.exists() and any(folder.glob("*.png"))
-        if not path.exists() and not strange:
-            partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps(settings, indent=1) + "\n")
-            partial.replace(path)
-        before = {} if strange else json.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot write to {folder}: {error.strerror}; choose another --output-dir") from error
-    except ValueError as error:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            strange = not path.exists() and any(folder.glob("*.png"))
+            if not path.exists() and not strange:
+                replace(path, json.dumps(settings, indent=1) + "\n")
+            before = {} if strange else json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is damaged: give another --output-dir") from error
     if strange:
         raise ConfigError(f"{folder} holds images of another origin: give another --output-dir")

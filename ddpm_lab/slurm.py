@@ -7,6 +7,7 @@ that both write, so that no lock must hold across nodes; ``slurm_collect`` bring
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ from typing import Any
 
 from ddpm_lab import __version__
 from ddpm_lab.checks import ConfigError, choice, whole
-from ddpm_lab.planning import CHECKOUT
+from ddpm_lab.files import CHECKOUT, replace, writing
 from ddpm_lab.questions import QUESTIONS
 
 SCRIPTS = CHECKOUT / "slurm"
@@ -106,9 +107,7 @@ class Submission:
             "sbatch": self.sbatch,
             "tasks": [{**asdict(t), "results": self.results(i).name} for i, t in enumerate(self.tasks)],
         }
-        partial = self.folder / f"{SUBMISSION}.partial"
-        partial.write_text(json.dumps(values, indent=1) + "\n")
-        partial.replace(self.folder / SUBMISSION)
+        replace(self.folder / SUBMISSION, json.dumps(values, indent=1) + "\n")
 
 
 def read_submission(folder: Path) -> Submission:
@@ -240,11 +239,7 @@ def _new_folder(parent: Path, name: str) -> Path:
     stem = f"{datetime.now():%Y%m%d-%H%M%S}-{plain}"
     for number in range(1, 1_000):
         place = parent / (stem if number == 1 else f"{stem}-{number}")
-        try:
+        with writing(parent, option="--folder"), contextlib.suppress(FileExistsError):
             place.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise ConfigError(f"cannot write to {parent}: {error.strerror}; choose another --folder") from error
-        return place
+            return place
     raise ConfigError(f"{parent} has a thousand submissions of this second: choose another --folder")

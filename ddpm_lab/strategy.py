@@ -22,7 +22,9 @@ USUAL = {"cpu": ("tiny", 32), "cuda": ("seed", 128)}
 
 
 class NoRanksError(ConfigError):
-    """Several ranks were asked for where there can be only one."""
+    """Several ranks were asked for where there can be only one: nothing is wrong but the machine."""
+
+    exit_code = 1
 
 
 def usual_device(device: str | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -14,15 +13,6 @@ if TYPE_CHECKING:
 
 TRACKERS = ("comet", "comet-offline", "none")
 KEY_VARIABLE = "COMET_API_KEY"
-
-
-def add_tracker_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option to a command."""
-    parser.add_argument(
-        "--tracker",
-        choices=TRACKERS,
-        help=f"log to Comet ML, or into an archive for it (default: comet where {KEY_VARIABLE} is set, else none)",
-    )
 
 
 def chosen(option: str | None) -> str | None:

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "ddpm_lab"
 ROWS = (
     ("comet_process", "ddpm_lab"),
     ("checks",),
-    ("exchange_settings", "own_settings"),
+    ("exchange_settings", "files", "own_settings"),
     ("config",),
     ("space",),
     ("changes", "plan", "settings_file", "stopping"),
@@ -141,6 +141,7 @@ ROWS = (
     ("calibrate", "experiments", "report_lines", "slurm"),
     ("comparison", "notebooks", "published", "slurm_collect", "strategy"),
     ("benchmark", "gate", "report", "run_grid", "tracker_option"),
+    ("options",),
     ("bottleneck_command", "commands", "compare_command", "predict_command", "recommend_command", "report_commands"),
     ("slurm_commands", "strategy_commands", "train_commands"),
     ("__main__",),

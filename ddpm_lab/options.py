@@ -1,0 +1,64 @@
+"""Options that several commands have, each declared once, and how commands print what is unknown."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ddpm_lab.config import DEVICES, NETWORKS
+from ddpm_lab.explain.bands import DEFAULT, NAMED
+from ddpm_lab.plan import PRESETS
+from ddpm_lab.tracker_option import KEY_VARIABLE, TRACKERS
+
+RESOLUTION = "smallest difference to be found, such as 2%%"
+SHARED: dict[str, dict[str, Any]] = {
+    "preset": {"default": "quick", "help": f"how much is run: {', '.join(PRESETS)} (default: quick)"},
+    "minutes": {"type": float, "help": "time budget"},
+    "sets": {"type": int, "help": "sets per comparison (default: the preset's)"},
+    "resolution": {"metavar": "SHARE", "help": RESOLUTION},
+    "mode": {"choices": ("single", "multi", "auto")},
+    "device": {"choices": DEVICES, "help": "default: the GPU where there is one"},
+    "network": {"help": f"{', '.join(NETWORKS)} (default: the preset's choice for this machine)"},
+    "workload": {
+        "metavar": "MODULE:FUNCTION",
+        "help": "a training of your own in place of the lab's DDPM (docs/your_own_model.md)",
+    },
+    "batch-size": {"type": int, "help": "global batch size"},
+    "seed": {"type": int, "default": 0, "help": "seed of weights, data order and noise (default: 0)"},
+    "data": {"default": "synthetic", "help": "images: a folder, an archive, or synthetic (the default)"},
+    "held-out": {"metavar": "FOLDER", "help": "images never to train on (default: 5 %% of the data)"},
+    "skip-bad": {"action": "store_true", "help": "leave damaged images out, and list them"},
+    "image-size": {"type": int, "default": 32, "help": "side of the images in pixels (default: 32)"},
+    "ledger": {"nargs": "+", "metavar": "FILE", "help": "records to read (default: your own ledger)"},
+    "machine": {"metavar": "NAME", "help": "whose records: a name, a part of it, or a key"},
+    "bands": {
+        "default": DEFAULT,
+        "metavar": "TABLE",
+        "help": f"names of parallel efficiency: {', '.join(NAMED)}, or your own, such as good=75%%,fair=50%%,poor=0 "
+        f"(default: {DEFAULT})",
+    },
+    "tracker": {
+        "choices": TRACKERS,
+        "help": f"log to Comet ML, or into an archive for it (default: comet where {KEY_VARIABLE} is set, else none)",
+    },
+    "output-dir": {"help": "folder that receives all results (default: this checkout)"},
+    "json": {"action": "store_true", "help": "print JSON"},
+}
+
+
+def add(parser: argparse.ArgumentParser, *names: str, **otherwise: Any) -> None:
+    """Add options of ``SHARED`` to a command, in this order; ``otherwise`` replaces what is said of them there."""
+    for name in names:
+        parser.add_argument(f"--{name}", **{**SHARED[name], **otherwise})
+
+
+def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Options by name, as keyword arguments."""
+    return {name: getattr(options, name) for name in names}
+
+
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values for JSON, which has no number that is not finite: what is unknown is null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
