@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab.checks import ConfigError, several, whole
+from ddpm_lab.checks import ConfigError, whole
 from ddpm_lab.files import PREPARED, output_folder
 from ddpm_lab.plan import Experiment
 from ddpm_lab.planning import Measured, Planned, plan_question
-from ddpm_lab.strategy import USUAL, most_ranks, several_ranks, strategy, usual_device
+from ddpm_lab.setting import each_whole, usual_device
+from ddpm_lab.strategy import USUAL, most_ranks, several_ranks, strategy
 
 BATCH_SIZES = (16, 32, 64, 128)
 """Batches that the devices share, unless others are given."""
@@ -61,9 +62,7 @@ def request(
     asked = Benchmark(network=network or USUAL[device][0], device=device, batch_sizes=shared, **settings)
     whole("--batch-size", asked.batch_size, 1)
     whole("--runs", asked.sets, 1)
-    several("--batch-sizes", list(asked.batch_sizes))
-    for batch in asked.batch_sizes:
-        whole("--batch-sizes", batch, 1)
+    each_whole("--batch-sizes", list(asked.batch_sizes), 1)
     no_multi = asked.skip_multi or asked.mode == "single"
     if no_multi and (asked.skip_single or asked.mode == "multi"):
         raise ConfigError("nothing is left to measure: one of --skip-single, --skip-multi and --mode must go")

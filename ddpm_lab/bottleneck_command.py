@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from ddpm_lab.checks import ConfigError, percent
 from ddpm_lab.config import COMPILE, LOADERS, NETWORKS, PARTS, PRECISIONS
 from ddpm_lab.files import ledgers, output_folder
 from ddpm_lab.options import add, given, plain
+from ddpm_lab.plan import RECOMMENDATION
 from ddpm_lab.settings_file import configuration, read_settings
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def write(study: Study, folder: Path) -> Path:
 def _measured(options: argparse.Namespace, output: Path) -> Study:
     """Every record of this machine that can say something, after measuring what the question lacks."""
     from ddpm_lab import planning  # noqa: PLC0415
-    from ddpm_lab.experiments import study_of  # noqa: PLC0415
+    from ddpm_lab.experiments import read_study, study_of  # noqa: PLC0415
 
     measured = planning.plan_question(
         "bottleneck",
@@ -101,7 +101,7 @@ def _measured(options: argparse.Namespace, output: Path) -> Study:
         **_settings(options),
     ).measure()
     asked = study_of(measured)
-    every = _read([measured.ledger], measured.cohort[0], output)
+    every = read_study([measured.ledger], RECOMMENDATION, output, machine=measured.cohort[0])
     others = tuple(r for r in every.records if r.experiment != asked.experiment)
     return dataclasses.replace(every, records=(*others, *asked.records), measured_sets=measured.measured_sets)
 
@@ -125,19 +125,11 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _stored(options: argparse.Namespace, output: Path) -> Study:
+    from ddpm_lab.experiments import read_study  # noqa: PLC0415
+
     if options.changes or options.config:
         raise ConfigError("--changes and --config are about measuring, and --ledger and --machine measure nothing")
-    return _read(ledgers(options.ledger, output), options.machine, output)
-
-
-def _read(files: Sequence[Path], machine: str | None, output: Path) -> Study:
-    from ddpm_lab.explain.frames import RECOMMENDATION, chosen, study  # noqa: PLC0415
-    from ddpm_lab.ledger import read_all  # noqa: PLC0415
-
-    records, damaged = read_all(files, lambda heads: chosen(heads, RECOMMENDATION, machine=machine))
-    for line in damaged:
-        print(f"note: {line}")
-    return study(records, RECOMMENDATION, machine=machine, output_dir=output)
+    return read_study(ledgers(options.ledger, output), RECOMMENDATION, output, machine=options.machine)
 
 
 def _plain(one: Any) -> dict[str, Any]:

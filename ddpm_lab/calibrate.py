@@ -14,7 +14,6 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.files import LEDGER, output_folder
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group_folder import sweep
 from ddpm_lab.measure.measuring_lock import measuring
 from ddpm_lab.measure.progress import Progress
@@ -23,6 +22,7 @@ from ddpm_lab.measure.sets import measure_set
 from ddpm_lab.plan import Plan
 from ddpm_lab.planning import instrument_for
 from ddpm_lab.record import LedgerError, RunRecord
+from ddpm_lab.setting import usual_device
 
 EXPERIMENT = "calibrate"
 WORKLOAD = "ddpm_lab.planted:pieces"
@@ -65,7 +65,7 @@ def calibrate(
     sweep()
     baseline = RunConfig(
         workload=WORKLOAD,
-        device=device or ("cuda" if hardware.gpus() else "cpu"),
+        device=usual_device(device),
         global_batch_size=1,
         options=(("pieces", PIECES),),
     )

@@ -24,7 +24,7 @@ from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.own_workload import find_here
 from ddpm_lab.plan import Experiment, Family, Plan
 from ddpm_lab.planning import MOST_SETS, Measured, Planned, plan_experiment
-from ddpm_lab.setting import check_ranks
+from ddpm_lab.setting import check_ranks, usual_device
 from ddpm_lab.settings_file import configuration, read_settings
 
 if TYPE_CHECKING:
@@ -129,14 +129,12 @@ def measure(
     baseline: Side,
     candidate: Side,
     *,
-    resolution: float = RESOLUTION,
-    minutes: float | None = None,
-    sets: int = MOST_SETS,
     device: str | None = None,
     output_dir: str | Path | None = None,
     quiet: bool = False,
+    **limits: Any,
 ) -> Measured:
-    """The measuring half of ``compare``, which needs no pandas: it appends to the ledger."""
+    """The measuring half of ``compare``, which needs no pandas: it appends to the ledger. ``limits`` as below."""
     output = output_folder(output_dir)
     one, two = (
         with_images(side(given, place, device), output, quiet)
@@ -147,27 +145,20 @@ def measure(
             f"both sides are {_name(candidate, two)} with the same settings: every comparison measures its baseline "
             "against itself anyway, as the noise floor, and ddpm-lab calibrate tells how finely this machine measures"
         )
-    return plan_pair(
-        (one, two),
-        _labels(_name(baseline, one), _name(candidate, two)),
-        resolution=resolution,
-        minutes=minutes,
-        sets=sets,
-        output=output,
-        quiet=quiet,
-    ).measure()
+    labels = _labels(_name(baseline, one), _name(candidate, two))
+    return plan_pair((one, two), labels, output=output, quiet=quiet, **limits).measure()
 
 
 def plan_pair(
     pair: tuple[RunConfig, RunConfig],
     names: tuple[str, str],
     *,
-    code: CodeVersion | None = None,
-    resolution: float,
-    minutes: float | None,
-    sets: int,
     output: Path,
     quiet: bool,
+    resolution: float = RESOLUTION,
+    minutes: float | None = None,
+    sets: int = MOST_SETS,
+    code: CodeVersion | None = None,
 ) -> Planned:
     """Make two configurations, the baseline first, ready to be measured in the same sets.
 
@@ -213,7 +204,7 @@ def answer(measured: Measured, resolution: float) -> Comparison:
 
 def side(given: Side, place: str, device: str | None) -> RunConfig:
     """The configuration that a side names, its images not prepared. Raises ConfigError, which names the ``place``."""
-    device = device or ("cuda" if hardware.gpus() else "cpu")
+    device = usual_device(device)
     if isinstance(given, RunConfig):
         return given
     if callable(given):

@@ -30,7 +30,7 @@ from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.quality import WORKLOADS as TRAINED
 from ddpm_lab.questions import PLANS, QUESTIONS, STAGES, WORKLOADS, ask
 from ddpm_lab.record import LedgerError
-from ddpm_lab.setting import Images, Setup
+from ddpm_lab.setting import Images, Setup, check_ranks, usual_device
 
 MOST_SETS = 100
 """Where a resolution says how many sets are measured, and nothing else limits them."""
@@ -100,7 +100,25 @@ def plan_question(
     quiet: bool = False,
     **settings: Any,
 ) -> Planned:
-    """Check a question and prepare its images; see ``measure`` for the arguments and what is raised."""
+    """Check a question and prepare its images: nothing of it is refused any more.
+
+    Args:
+        name: a question, such as profile, multi_gpu or amp, or a stage of a search.
+        preset: smoke, quick or full: how much is run.
+        minutes: time budget; what does not fit becomes fewer configurations or fewer sets. None is no limit.
+        sets: sets per comparison; None is the preset's number.
+        resolution: measure each comparison until a relative difference of this size would be found (0.02 is 2 %), in
+            at most ``sets`` sets (100 by default); None measures the planned number of sets.
+        output_dir: folder that receives ``trace_output/``; None is the checkout.
+        start_method: forkserver, or spawn, which costs some 5 seconds more for each group.
+        quiet: show no progress.
+        settings: those of ``prepare_experiment``.
+
+    Raises:
+        ConfigError: a setting cannot be run on this machine.
+        DataError: there are no images where ``data`` says.
+        LedgerError: the output folder cannot be written.
+    """
     choice("experiment", name, (*QUESTIONS, *STAGES))
     scope = preset_called(preset)
     output, progress = output_folder(output_dir), Progress(name, quiet=quiet)
@@ -241,10 +259,9 @@ def prepare_experiment(
     ``questions.ask``.
     """
     visible = hardware.gpus()
-    device = device or ("cuda" if visible else "cpu")
+    device = usual_device(device)
     choice("device", device, DEVICES)
-    if device == "cuda" and not visible:
-        raise ConfigError("device is 'cuda', but no GPU is visible: use device cpu, or check the driver (nvidia-smi)")
+    check_ranks(device, 1, len(visible), 1)
     if network is not None:
         choice("network", network, NETWORKS)
     if image_sizes is not None:

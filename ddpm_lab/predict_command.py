@@ -33,9 +33,9 @@ def add_options(subparsers: Any) -> None:
 
 def predict_command(options: argparse.Namespace) -> int:
     """Print what the ledger's records predict; refuse where they do not suffice."""
-    from ddpm_lab.explain import predicted, predicted_words  # noqa: PLC0415 - commands load what they need
-    from ddpm_lab.explain.frames import SCALING, chosen, study  # noqa: PLC0415
-    from ddpm_lab.ledger import read_all  # noqa: PLC0415
+    from ddpm_lab.experiments import read_study  # noqa: PLC0415 - commands load what they need
+    from ddpm_lab.explain import predicted, predicted_words  # noqa: PLC0415
+    from ddpm_lab.explain.frames import SCALING  # noqa: PLC0415
 
     asked = options.world_sizes
     sizes = list(predicted.WORLD_SIZES) if asked is None else whole_numbers("--world-sizes", asked)
@@ -44,10 +44,7 @@ def predict_command(options: argparse.Namespace) -> int:
     files = ledgers(options.ledger, output)
     if options.ledger is None:  # nothing measured is what the refusal below is about
         files = [f for f in files if f.exists()]
-    records, damaged = read_all(files, lambda heads: chosen(heads, SCALING, machine=options.machine))
-    for line in damaged:
-        print(f"note: {line}")
-    answer = study(records, SCALING, machine=options.machine, output_dir=output)
+    answer = read_study(files, SCALING, output, machine=options.machine)
     # What is missing belongs into the ledger that was read, where that is one the lab would write.
     written = next((f.absolute().parents[1] for f in files if f.parts[-2:] == LEDGER.parts), output)
     carried = [] if written == output_folder(None) else ["--output-dir", shlex.quote(str(written))]

@@ -22,7 +22,8 @@ _OWNED = {
 
 def grid(name: str, options: argparse.Namespace, weighed: Strategy | None) -> dict[str, Any]:
     """What --mode and --batch-size mean for an experiment; ``weighed`` is what --mode auto rests on."""
-    from ddpm_lab.strategy import most_ranks, several_ranks, usual_device  # noqa: PLC0415
+    from ddpm_lab.setting import usual_device  # noqa: PLC0415
+    from ddpm_lab.strategy import most_ranks, several_ranks  # noqa: PLC0415
 
     found: dict[str, Any] = {}
     found |= {name: value for name in ("seeds", "images") if (value := getattr(options, name)) is not None}

@@ -28,7 +28,7 @@ from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.plan import Fid
 from ddpm_lab.run_folder import RunFailed
-from ddpm_lab.setting import DEFAULTS, check_ranks
+from ddpm_lab.setting import DEFAULTS, check_ranks, usual_device
 
 GENERATION = "ddpm_lab.model.generation:generation"
 SAMPLERS = ("ddim", "ddpm")
@@ -75,7 +75,7 @@ def sample(
     """
     for name, value in (("count", count), ("world_size", world_size), ("batch_size", batch_size)):
         whole(name, value, 1)
-    device = device or ("cuda" if hardware.gpus() else "cpu")
+    device = usual_device(device)
     cores = hardware.usable_cores()
     nodes = spread(world_size)
     if world_size % nodes:
@@ -181,7 +181,7 @@ def sample_fid(
                 fid,
                 generated,
                 data=str(data),
-                device=device or ("cuda" if hardware.gpus() else "cpu"),
+                device=usual_device(device),
                 threads=hardware.usable_cores(),
                 progress=lambda text: progress(f"FID, {text}"),
             )
