@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ddpm_lab.checks import ConfigError, percent
 from ddpm_lab.files import ledgers, output_folder
-from ddpm_lab.options import given
+from ddpm_lab.options import given, track, tracker_chosen
 from ddpm_lab.run_grid import grid
-from ddpm_lab.tracker_option import chosen, track
 
 if TYPE_CHECKING:
     from ddpm_lab.explain.bands import Bands
@@ -29,7 +28,11 @@ def check(options: argparse.Namespace) -> int:
     items = checkup(output_folder(options.output_dir))
     runnable = all(item.present for item in items if item.needed)
     if options.json:
-        print(json.dumps({"can_run": runnable, "items": [dataclasses.asdict(i) for i in items]}, indent=1))
+        print(
+            json.dumps(
+                {"can_run": runnable, "items": [{**dataclasses.asdict(i), "needed": i.needed} for i in items]}, indent=1
+            )
+        )
     else:
         for item in items:
             mark = "ok     " if item.present else "MISSING" if item.needed else "absent "
@@ -79,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     from ddpm_lab.explain.grids import show  # noqa: PLC0415
     from ddpm_lab.questions import QUESTIONS  # noqa: PLC0415
 
-    tracker = chosen(options.tracker)
+    tracker = tracker_chosen(options.tracker)
     table = bands(options.bands, "--bands")
     for name in options.experiments:
         choice("experiment", name, QUESTIONS)

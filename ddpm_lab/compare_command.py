@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab.checks import ConfigError, percent
-from ddpm_lab.options import RESOLUTION, add, given
-from ddpm_lab.tracker_option import chosen, track
+from ddpm_lab.options import RESOLUTION, add, given, track, tracker_chosen
 
 
 def add_options(subparsers: Any) -> None:
@@ -53,7 +52,7 @@ def compare(options: argparse.Namespace) -> int:
     from ddpm_lab import comparison, gate  # noqa: PLC0415
     from ddpm_lab.planning import MOST_SETS  # noqa: PLC0415
 
-    tracker = chosen(options.tracker)
+    tracker = tracker_chosen(options.tracker)
     threshold = percent(options.threshold, "--threshold") if options.threshold else 0.0 if options.gate else None
     resolution = (
         percent(options.resolution, "--resolution") if options.resolution else threshold or comparison.RESOLUTION

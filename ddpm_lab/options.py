@@ -1,17 +1,23 @@
-"""Options that several commands have, each declared once, and how commands print what is unknown."""
+"""Options that several commands have, each declared once: what they mean, and how what is unknown is printed."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
+import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DEVICES, NETWORKS
 from ddpm_lab.explain.bands import DEFAULT, NAMED
 from ddpm_lab.plan import PRESETS
-from ddpm_lab.tracker_option import KEY_VARIABLE, TRACKERS
 
+if TYPE_CHECKING:
+    from ddpm_lab.planning import Measured
+
+KEY_VARIABLE = "COMET_API_KEY"
 RESOLUTION = "smallest difference to be found, such as 2%%"
 SHARED: dict[str, dict[str, Any]] = {
     "preset": {"default": "quick", "help": f"how much is run: {', '.join(PRESETS)} (default: quick)"},
@@ -40,7 +46,7 @@ SHARED: dict[str, dict[str, Any]] = {
         f"(default: {DEFAULT})",
     },
     "tracker": {
-        "choices": TRACKERS,
+        "choices": ("comet", "comet-offline", "none"),
         "help": f"log to Comet ML, or into an archive for it (default: comet where {KEY_VARIABLE} is set, else none)",
     },
     "output-dir": {"help": "folder that receives all results (default: this checkout)"},
@@ -62,3 +68,31 @@ def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values for JSON, which has no number that is not finite: what is unknown is null."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
+
+def tracker_chosen(option: str | None) -> str | None:
+    """The tracker that the option names, or comet where its key is in the environment; None is none.
+
+    Raises:
+        ConfigError: comet is asked for and there is no key.
+    """
+    has_key = bool(os.environ.get(KEY_VARIABLE))
+    if option == "comet" and not has_key:
+        raise ConfigError(
+            f"--tracker comet needs your key in the environment variable {KEY_VARIABLE}: set it, or give "
+            "--tracker comet-offline for an archive"
+        )
+    name = option or ("comet" if has_key else "none")
+    return None if name == "none" else name
+
+
+def track(tracker: str, measured: Measured) -> None:
+    """Tell a tracker what was measured, when nothing is measured any more; never raises."""
+    try:
+        from ddpm_lab.experiments import study_of  # noqa: PLC0415 - not on a bare GPU node
+        from ddpm_lab.tracked import tell  # noqa: PLC0415
+
+        tell(tracker, study_of(measured))
+    except Exception as error:  # whatever fails here takes nothing from what was measured
+        reason = f"{type(error).__name__}: {error}"
+        print(f"tracker: {measured.experiment.name} is not, or not wholly, logged ({reason})", file=sys.stderr)

@@ -12,7 +12,6 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from ddpm_lab.checks import ConfigError, LabError
@@ -64,9 +63,7 @@ class RunFolder:
             left.unlink(missing_ok=True)  # of a run that was killed while it wrote
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for file in self._files:
             with contextlib.suppress(OSError):  # a full disk has been reported already
                 file.close()

@@ -10,8 +10,7 @@ from typing import Any
 from ddpm_lab.checks import ConfigError, whole_options
 from ddpm_lab.config import COMPILE, NETWORKS, PRECISIONS
 from ddpm_lab.files import PREPARED, output_folder
-from ddpm_lab.options import add
-from ddpm_lab.tracker_option import chosen
+from ddpm_lab.options import add, tracker_chosen
 
 TRAINED_BY = (
     *("data", "network", "image_size", "global_batch_size", "accumulation", "world_size", "device", "precision"),
@@ -97,7 +96,7 @@ def train_command(options: argparse.Namespace) -> int:
     whole_options(given, save_every=1, sample_every=0, evaluate_every=0, keep=1)
     folder = Path(options.output_dir).expanduser().absolute()
     progress = Progress("train")
-    tracker = chosen(given.get("tracker"))
+    tracker = tracker_chosen(given.get("tracker"))
     try:
         with Stop() as stop:
             config, schedule = plan_training(
