@@ -34,7 +34,7 @@ _EXPLAINING = {
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One thing that was looked at: its name, whether it is there, what was found, and what it adds or how to get it."""
+    """One thing that was looked at: whether it is there, what was found, and what it adds or how to get it."""
 
     name: str
     present: bool

@@ -28,11 +28,8 @@ def check(options: argparse.Namespace) -> int:
     items = checkup(output_folder(options.output_dir))
     runnable = all(item.present for item in items if item.needed)
     if options.json:
-        print(
-            json.dumps(
-                {"can_run": runnable, "items": [{**dataclasses.asdict(i), "needed": i.needed} for i in items]}, indent=1
-            )
-        )
+        rows = [{**dataclasses.asdict(item), "needed": item.needed} for item in items]
+        print(json.dumps({"can_run": runnable, "items": rows}, indent=1))
     else:
         for item in items:
             mark = "ok     " if item.present else "MISSING" if item.needed else "absent "
