@@ -14,8 +14,7 @@ from typing import Any
 
 from ddpm_lab.checks import ConfigError, whole
 from ddpm_lab.files import PREPARED, output_folder
-from ddpm_lab.plan import Experiment
-from ddpm_lab.planning import Measured, Planned, plan_question
+from ddpm_lab.planning import Measured, Planned, merged, plan_question
 from ddpm_lab.setting import each_whole, usual_device
 from ddpm_lab.strategy import USUAL, most_ranks, several_ranks, strategy
 
@@ -130,14 +129,9 @@ def plan(asked: Benchmark, output: Path) -> list[Planned]:
 def measure(planned: Sequence[Planned]) -> Measured:
     """Measure what the folder's ledger lacks; what answers is that of all parts together."""
     measured = [one.measure() for one in planned]
-    experiment = Experiment(
-        name="multi_gpu",
-        families=tuple(f for one in measured for f in one.experiment.families),
-        left_out=tuple(row for one in measured for row in one.experiment.left_out),
-    )
     return dataclasses.replace(
         measured[-1],
-        experiment=experiment,
+        experiment=merged([one.experiment for one in measured]),
         measured_sets=sum(one.measured_sets for one in measured),
         completed=any(one.completed for one in measured),
     )

@@ -5,6 +5,7 @@ Every calibration measures afresh, since what it asks is how the machine measure
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -69,9 +70,7 @@ def calibrate(
         global_batch_size=1,
         options=(("pieces", PIECES),),
     )
-    slower = RunConfig(
-        workload=WORKLOAD, device=baseline.device, global_batch_size=1, options=(("pieces", PIECES + extra),)
-    )
+    slower = dataclasses.replace(baseline, options=(("pieces", PIECES + extra),))
     label = f"{extra} % more work"
     members = [
         Member("baseline", "baseline", baseline),

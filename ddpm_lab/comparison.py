@@ -204,18 +204,19 @@ def answer(measured: Measured, resolution: float) -> Comparison:
 
 def side(given: Side, place: str, device: str | None) -> RunConfig:
     """The configuration that a side names, its images not prepared. Raises ConfigError, which names the ``place``."""
-    device = usual_device(device)
     if isinstance(given, RunConfig):
         return given
+    find_here()
+    device = usual_device(device)
     if callable(given):
-        return _importable(RunConfig(workload=_workload_of(given, place), device=device, global_batch_size=1))
+        return RunConfig(workload=_workload_of(given, place), device=device, global_batch_size=1)
     text = str(given)
     if text.endswith(".toml"):
         values = {"device": device, **read_settings(path := Path(text).expanduser(), place)}
-        return _importable(configuration(values, f"{place}, {path}"))
+        return configuration(values, f"{place}, {path}")
     if ":" not in text:
         raise ConfigError(f"{place} is {text!r}: name a workload as module:function, or a file that ends in .toml")
-    return _importable(RunConfig(workload=text, device=device, global_batch_size=1))
+    return RunConfig(workload=text, device=device, global_batch_size=1)
 
 
 def _workload_of(function: Callable[..., Any], place: str) -> str:
@@ -229,11 +230,6 @@ def _workload_of(function: Callable[..., Any], place: str) -> str:
             f"process of its own: put it into a file, such as mine.py, and give 'mine:{bare}'"
         )
     return f"{module}:{name}"
-
-
-def _importable(config: RunConfig) -> RunConfig:
-    find_here()
-    return config
 
 
 def with_images(config: RunConfig, output: Path, quiet: bool) -> RunConfig:

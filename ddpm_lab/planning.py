@@ -290,29 +290,21 @@ def prepare_experiment(
         if workload is not None:
             setup = with_own(setup, workload, instrument)
         else:
-            options: dict[str, Any] = {
-                "held_out": held_out,
-                "skip_bad": skip_bad,
-                "size": size,
-                "progress": instrument.progress,
-            }
-            images = _images(data, cache=cache or output / PREPARED, **options)
+            how = {"held_out": held_out, "skip_bad": skip_bad, "progress": instrument.progress}
+            images = _images(data, cache or output / PREPARED, image_size=size, **how)
             setup = dataclasses.replace(setup, images=images)
         if chosen is None and workload is None:
             chosen = _network(name, setup, instrument, ledger, target)
             setup = dataclasses.replace(setup, network=chosen)
         parts.append(ask(name, setup, **grid))
-    merged = Experiment(
-        name=name,
-        families=tuple(f for part in parts for f in part.families),
-        left_out=tuple(row for part in parts for row in part.left_out),
-        profiles=tuple(row for part in parts for row in part.profiles),
-        trials=tuple(row for part in parts for row in part.trials),
-        checks=tuple(row for part in parts for row in part.checks),
-        space=parts[0].space,
-        asked=parts[0].asked,
-    )
-    return with_changes(merged, setup.own, ledger, instrument.code.key), setup.images
+    return with_changes(merged(parts), setup.own, ledger, instrument.code.key), setup.images
+
+
+def merged(parts: Sequence[Experiment]) -> Experiment:
+    """Parts of one question as one experiment; what a question has only one of is the first part's."""
+    rows = ("families", "left_out", "profiles", "trials", "checks")
+    every = {name: tuple(row for part in parts for row in getattr(part, name)) for name in rows}
+    return dataclasses.replace(parts[0], **every)
 
 
 def _network(name: str, setup: Setup, instrument: Instrument, ledger: Ledger, target: Target) -> str:
@@ -337,13 +329,13 @@ def _network(name: str, setup: Setup, instrument: Instrument, ledger: Ledger, ta
     return choose_network(candidates, instrument, ledger, target, budget_seconds=budget * 60)
 
 
-def _images(data: str, *, held_out: str | None, skip_bad: bool, size: int, cache: Path, progress: Any) -> Images:
-    folder = resolve(data, cache, image_size=size, held_out=held_out, skip_bad=skip_bad, progress=progress)
+def _images(data: str, cache: Path, *, image_size: int, **how: Any) -> Images:
+    folder = resolve(data, cache, image_size=image_size, **how)
     manifest = read_manifest(folder)
     source = f"images from {'/'.join(Path(manifest.source).parts[-2:])}"
     kind = "synthetic images" if manifest.kind == "synthetic" else source
     return Images(
-        folder=str(folder), sha256=manifest.content_hash, name=f"{manifest.train_count:,} {kind}", image_size=size
+        folder=str(folder), sha256=manifest.content_hash, name=f"{manifest.train_count:,} {kind}", image_size=image_size
     )
 
 

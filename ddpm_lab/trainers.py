@@ -57,14 +57,8 @@ def peers(
         families.append(_against(ours, name, asked))
     if "fp32" in wanted and PUBLISHED in asked:
         single = dataclasses.replace(ours, precision="fp32")
-        families.append(
-            Family(
-                name=f"{name}{BOTH_FP32}",
-                baseline=single,
-                baseline_label=OURS,
-                candidates=((PUBLISHED, _as_it_comes(ours, PUBLISHED)),),
-            )
-        )
+        rows = ((PUBLISHED, _as_it_comes(ours, PUBLISHED)),)
+        families.append(Family(name=f"{name}{BOTH_FP32}", baseline=single, baseline_label=OURS, candidates=rows))
     if "sampling" in wanted and PUBLISHED in asked:
         families.append(_sampling(ours, setup))
     if "limits" in wanted:
@@ -114,19 +108,11 @@ def _tuned(ours: RunConfig, peer: str) -> RunConfig:
 def _sampling(ours: RunConfig, setup: Setup) -> Family:
     """A denoising step of ancestral sampling, beside the published code's sampler."""
     here = dataclasses.replace(ours, workload=SAMPLING, global_batch_size=SAMPLED, loader="packed")
-    return Family(
-        name=f"{setup.family_name(SAMPLED)}{plan.SAMPLING}",
-        baseline=here,
-        baseline_label=OURS,
-        candidates=(
-            (
-                PUBLISHED,
-                dataclasses.replace(
-                    here, precision="fp32", channels_last=False, kernels="aten", compile="off", implementation="plain"
-                ),
-            ),
-        ),
+    published = dataclasses.replace(
+        here, precision="fp32", channels_last=False, kernels="aten", compile="off", implementation="plain"
     )
+    name = f"{setup.family_name(SAMPLED)}{plan.SAMPLING}"
+    return Family(name=name, baseline=here, baseline_label=OURS, candidates=((PUBLISHED, published),))
 
 
 def _levers(ours: RunConfig, name: str, setup: Setup) -> Family:

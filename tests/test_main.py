@@ -19,7 +19,6 @@ from ddpm_lab.data.synthetic import write_folder
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 
-CHECKOUT = Path(__file__).resolve().parents[1]
 COMMANDS = ("check", "prepare", "run", "report", "figures")
 
 
