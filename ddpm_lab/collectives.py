@@ -22,8 +22,7 @@ def all_reduce(
     setup: Setup, *, world_sizes: Sequence[int] | None = None, message_bytes: Sequence[int] | None = None
 ) -> Experiment:
     """How fast do ranks exchange? All-reduces from 1 KiB to 64 MiB; a family for each number of ranks."""
-    usual = [2**power for power in range(1, 11) if 2**power <= setup.most_ranks]
-    usual += [setup.most_ranks] * (setup.most_ranks not in usual)
+    usual = sorted({*setup.doubled_ranks, setup.most_ranks})
     ranks = [n for n in setup.world_sizes(world_sizes, usual) if n > 1]
     if world_sizes is not None and not ranks:
         raise ConfigError("world_sizes has 1 alone, and one rank exchanges nothing: give 2 or more")

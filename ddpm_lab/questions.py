@@ -36,11 +36,6 @@ MOST_CPU, MOST_CUDA = 1024, 65_536
 FULL_WORKERS = (0, 1, 2, 4, 8, 12, 16, 20)
 
 
-def _powers_of_two(most: int) -> list[int]:
-    """1, 2, 4, ... and ``most`` itself."""
-    return sorted({2**i for i in range(most.bit_length()) if 2**i <= most} | {most})
-
-
 def profile(
     setup: Setup, *, global_batch_size: int | None = None, precision: str = "fp32", world_size: int = 1
 ) -> Experiment:
@@ -78,8 +73,8 @@ def multi_gpu(
     beforehand. ``alone`` measures the most ranks without one rank beside them, and so no ratio.
     """
     full = setup.preset == "full"
-    usual = _powers_of_two(setup.most_ranks) if full or setup.device == "cuda" else [1, 2]
-    ranks = [n for n in setup.world_sizes(world_sizes, usual) if n > 1]
+    usual = [*setup.doubled_ranks, setup.most_ranks] if full or setup.device == "cuda" else [1, 2]
+    ranks = [n for n in setup.world_sizes(world_sizes, sorted(set(usual))) if n > 1]
     if scaling is not None:
         choice("scaling", scaling, SCALINGS)
     each_whole("global_batch_sizes", global_batch_sizes, 1)

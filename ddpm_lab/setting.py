@@ -131,6 +131,11 @@ class Setup:
         """Ranks that all hosts together can give a device of their own."""
         return self.hosts * self.node_size
 
+    @property
+    def doubled_ranks(self) -> list[int]:
+        """1, 2, 4, ... as far as ranks have a device of their own."""
+        return [2**i for i in range(self.most_ranks.bit_length())]
+
     def nodes(self, ranks: int) -> int:
         """Over how many hosts so many ranks are spread: as few as have room for them."""
         return fewest_hosts(ranks, self.hosts, self.node_size if self.places else 0)
