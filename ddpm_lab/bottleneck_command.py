@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_lab.checks import ConfigError, percent
 from ddpm_lab.config import COMPILE, LOADERS, NETWORKS, PARTS, PRECISIONS
 from ddpm_lab.files import ledgers, output_folder
-from ddpm_lab.options import add, given, plain
+from ddpm_lab.options import add, given, plain, tell
 from ddpm_lab.plan import RECOMMENDATION
 from ddpm_lab.settings_file import configuration, read_settings
 
@@ -57,11 +56,8 @@ def bottleneck_command(options: argparse.Namespace) -> int:
         print(*lines, sep="\n")
         return 1
     report = write(study, output / "reports")
-    if options.json:
-        told = [_plain(a) for a in advice.advice(study)]
-        print(json.dumps({"summary": lines, "advice": told, "report": str(report)}, indent=1))
-    else:
-        print(*lines, f"report: {report}", f"page: {report.with_suffix('.html')}", sep="\n")
+    values = {"summary": lines, "advice": [_plain(a) for a in advice.advice(study)], "report": str(report)}
+    tell(options, values, [*lines, f"report: {report}", f"page: {report.with_suffix('.html')}"])
     return 0
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpm_lab.checks import ConfigError, percent
 from ddpm_lab.files import ledgers, output_folder
-from ddpm_lab.options import given, track, tracker_chosen
+from ddpm_lab.options import given, tell, track, tracker_chosen
 from ddpm_lab.run_grid import grid
 
 if TYPE_CHECKING:
@@ -27,14 +27,13 @@ def check(options: argparse.Namespace) -> int:
 
     items = checkup(output_folder(options.output_dir))
     runnable = all(item.present for item in items if item.needed)
-    if options.json:
-        rows = [{**dataclasses.asdict(item), "needed": item.needed} for item in items]
-        print(json.dumps({"can_run": runnable, "items": rows}, indent=1))
-    else:
-        for item in items:
-            mark = "ok     " if item.present else "MISSING" if item.needed else "absent "
-            print(f"{mark}  {item.name}: {item.detail}" + ("" if item.present else f"; {item.adds}"))
-        print("The lab can run here." if runnable else "The lab cannot run here: see what is MISSING above.")
+    rows = [{**dataclasses.asdict(item), "needed": item.needed} for item in items]
+    lines = []
+    for item in items:
+        mark = "ok     " if item.present else "MISSING" if item.needed else "absent "
+        lines.append(f"{mark}  {item.name}: {item.detail}" + ("" if item.present else f"; {item.adds}"))
+    lines.append("The lab can run here." if runnable else "The lab cannot run here: see what is MISSING above.")
+    tell(options, {"can_run": runnable, "items": rows}, lines)
     return 0 if runnable else 1
 
 
@@ -185,10 +184,7 @@ def calibrate(options: argparse.Namespace) -> int:
         print("ddpm-lab: no set of the calibration was completed", file=sys.stderr)
         return 1
     figure = save(found, output)
-    if options.json:
-        print(json.dumps({**found.as_dict(), "figure": str(figure)}, indent=1))
-    else:
-        print(*calibration.lines(found), f"figure: {figure}", sep="\n")
+    tell(options, {**found.as_dict(), "figure": str(figure)}, [*calibration.lines(found), f"figure: {figure}"])
     return 0 if found.passed else 1
 
 
@@ -228,9 +224,6 @@ def figures(options: argparse.Namespace) -> int:
         found = published.publish(files, options.machine, output)
     else:
         found = published.rebuild(files, options.machine, output, options.bands)
-    if options.json:
-        print(json.dumps([{"figure": str(path), **dataclasses.asdict(f)} for path, f in found], indent=1))
-    else:
-        for path, finding in found:
-            print(f"{finding.experiment}: {finding.claim}\n  {path}")
+    rows = [{"figure": str(path), **dataclasses.asdict(finding)} for path, finding in found]
+    tell(options, rows, (f"{finding.experiment}: {finding.claim}\n  {path}" for path, finding in found))
     return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab.checks import ConfigError, percent
-from ddpm_lab.options import RESOLUTION, add, given, track, tracker_chosen
+from ddpm_lab.options import RESOLUTION, add, given, tell, track, tracker_chosen
 
 
 def add_options(subparsers: Any) -> None:
@@ -105,7 +105,7 @@ def _unchanged(sentence: str, options: argparse.Namespace) -> int:
 
     text = f"{IDENTICAL}: {sentence}"
     said = {"status": IDENTICAL, "sentence": text, "exit_code": EXIT_CODES[IDENTICAL]}
-    print(json.dumps({"verdict": IDENTICAL, "gate": said}, indent=1) if options.json else text)
+    tell(options, {"verdict": IDENTICAL, "gate": said}, [text])
     _summarise(options, f"### {IDENTICAL}\n\n{sentence}.\n")
     return EXIT_CODES[IDENTICAL]
 

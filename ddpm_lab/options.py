@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ddpm_lab.checks import ConfigError
@@ -68,6 +69,11 @@ def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values for JSON, which has no number that is not finite: what is unknown is null."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
+
+def tell(options: argparse.Namespace, values: Any, lines: Iterable[object]) -> None:
+    """Print an answer: ``values`` as JSON where that is asked for, else ``lines``."""
+    print(*([json.dumps(values, indent=1)] if options.json else lines), sep="\n")
 
 
 def tracker_chosen(option: str | None) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.files import LEDGER, output_folder
-from ddpm_lab.options import add, given
+from ddpm_lab.options import add, given, tell
 
 OUTPUTS = "outputs"
 
@@ -75,12 +75,11 @@ def submit_command(options: argparse.Namespace) -> int:
             raise ConfigError(f"the command {shlex.join(task.arguments)}{where} cannot be run: {why}") from end
     request = Request(**given(options, "nodes", "gpus_per_node", "time", "partition", "account", "name"))
     done = submit(tasks, request, _outputs(options.folder), requeue=options.requeue)
-    if options.json:
-        print(json.dumps({"job_id": done.job_id, "tasks": len(done.tasks), "folder": str(done.folder)}, indent=1))
-    else:
-        count = f" with {len(done.tasks)} tasks" if len(done.tasks) > 1 else ""
-        print(f"job {done.job_id}{count}: {done.folder}")
-        print(shlex.join(["ddpm-lab", "slurm", "collect", str(done.folder)]), "brings its results into the ledger")
+    count = f" with {len(done.tasks)} tasks" if len(done.tasks) > 1 else ""
+    collects = shlex.join(["ddpm-lab", "slurm", "collect", str(done.folder)])
+    values = {"job_id": done.job_id, "tasks": len(done.tasks), "folder": str(done.folder)}
+    lines = [f"job {done.job_id}{count}: {done.folder}", f"{collects} brings its results into the ledger"]
+    tell(options, values, lines)
     return 0
 
 

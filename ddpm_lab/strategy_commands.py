@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import shlex
 from typing import Any
 
 from ddpm_lab.checks import whole_options
 from ddpm_lab.config import NETWORKS
-from ddpm_lab.options import add, given, plain
+from ddpm_lab.options import add, given, plain, tell
 
 
 def add_options(subparsers: Any) -> None:
@@ -43,9 +42,7 @@ def strategy_command(options: argparse.Namespace) -> int:
         settings = given(options, "preset", "minutes", "sets", "data", "output_dir")
         completed = strategy.measure(found, options.mode, **settings).completed
         found = strategy.strategy(**asked)
-    if options.json:
-        print(json.dumps(plain(dataclasses.asdict(found)), indent=1))
-    else:
-        carried = {"--device": options.device, "--output-dir": options.output_dir}
-        print(found.text(" ".join(f"{name} {shlex.quote(value)}" for name, value in carried.items() if value)))
+    carried = {"--device": options.device, "--output-dir": options.output_dir}
+    words = " ".join(f"{name} {shlex.quote(value)}" for name, value in carried.items() if value)
+    tell(options, plain(dataclasses.asdict(found)), [found.text(words)])
     return 0 if completed else 1
