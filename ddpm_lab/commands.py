@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpm_lab.checks import ConfigError, percent
+from ddpm_lab.checks import ConfigError, choice, percent
+from ddpm_lab.explain.bands import Bands, bands
 from ddpm_lab.files import ledgers, output_folder
 from ddpm_lab.options import given, tell, track, tracker_chosen
 from ddpm_lab.run_grid import grid
 
 if TYPE_CHECKING:
-    from ddpm_lab.explain.bands import Bands
     from ddpm_lab.explain.strategy import Strategy
 
 
@@ -73,8 +73,6 @@ def _weighed(options: argparse.Namespace) -> Strategy | None:
 def run(options: argparse.Namespace) -> int:
     """Measure what is missing for experiments."""
     from ddpm_lab import planning  # noqa: PLC0415
-    from ddpm_lab.checks import choice  # noqa: PLC0415
-    from ddpm_lab.explain.bands import bands  # noqa: PLC0415
     from ddpm_lab.explain.grids import show  # noqa: PLC0415
     from ddpm_lab.questions import QUESTIONS  # noqa: PLC0415
 
@@ -123,7 +121,7 @@ def _print_summaries(measured: Sequence[Any]) -> None:
             print(f"-- {title}", *summary_lines.lines(summary), sep="\n", file=sys.stderr)
 
 
-def _answer(measured: Any, bands: Bands) -> dict[str, Any]:
+def _answer(measured: Any, table: Bands) -> dict[str, Any]:
     """The finding of what was measured, or, on a node without pandas, where its records lie."""
     values = {
         "experiment": measured.experiment.name,
@@ -137,7 +135,7 @@ def _answer(measured: Any, bands: Bands) -> dict[str, Any]:
         return {**values, "finding": f"{advice} --ledger {measured.ledger.name}"}
     from ddpm_lab.experiments import study_of  # noqa: PLC0415
 
-    study = dataclasses.replace(study_of(measured), bands=bands)
+    study = dataclasses.replace(study_of(measured), bands=table)
     found = findings.finding(study)
     values |= {"finding": found.claim, "verdict": found.verdict, "status": found.status}
     lost = lost_scaling_table.as_values(study)
@@ -150,7 +148,6 @@ MANY_HOSTS = ("run", "train", "sample")
 
 def rank(options: argparse.Namespace, main: Callable[[Sequence[str]], int]) -> int:
     """Lead the processes that torchrun has started through a command, or serve ranks for the one that does."""
-    from ddpm_lab.checks import choice  # noqa: PLC0415
     from ddpm_lab.measure import fleet, host  # noqa: PLC0415
     from ddpm_lab.measure.torchrun import Process  # noqa: PLC0415
 

@@ -110,10 +110,8 @@ def _counterpart(given: str | None, root: Path, folder: Path) -> str | None:
 
 def _changed(mine: CodeVersion, theirs: CodeVersion) -> list[str]:
     """Modules of which the two sides have different sources, or which only one of them has."""
-    names = mine.sources.keys() | theirs.sources.keys()
-    hashes = ({name: source.sha256 for name, source in version.sources.items()} for version in (mine, theirs))
-    ours, others = hashes
-    return sorted(name for name in names if ours.get(name) != others.get(name))
+    ours, others = ({(name, source.sha256) for name, source in v.sources.items()} for v in (mine, theirs))
+    return sorted({name for name, _ in ours ^ others})
 
 
 def _refuse_strangers(repository: Repository, mine: CodeVersion) -> None:

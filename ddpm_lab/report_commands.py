@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING, Any
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import NETWORKS
 from ddpm_lab.files import LEDGER, ledgers, output_folder, writing
+from ddpm_lab.ledger import read_all
 from ddpm_lab.options import add, given
+from ddpm_lab.run_folder import SETTINGS
+from ddpm_lab.settings_file import configuration, read_settings
 
 if TYPE_CHECKING:
     from ddpm_lab.explain.differences import Run
@@ -253,7 +256,6 @@ def diff_command(options: argparse.Namespace) -> int:
 def _run(named: str, place: str, asked: Sequence[str] | None) -> Run:
     """The run that is named on the command line."""
     from ddpm_lab.explain.differences import Run, of_record  # noqa: PLC0415
-    from ddpm_lab.ledger import read_all  # noqa: PLC0415
 
     path = Path(named).expanduser()
     if path.is_dir() or path.suffix == ".toml":
@@ -275,9 +277,6 @@ def _run(named: str, place: str, asked: Sequence[str] | None) -> Run:
 
 def _settings(path: Path, place: str) -> Any:
     """The settings in a file, or of a run's folder."""
-    from ddpm_lab.run_folder import SETTINGS  # noqa: PLC0415
-    from ddpm_lab.settings_file import configuration, read_settings  # noqa: PLC0415
-
     file = path / SETTINGS if path.is_dir() else path
     if path.is_dir() and not file.is_file():
         raise ConfigError(f"{place}: {path} holds no {SETTINGS}: give a folder of ddpm-lab train")

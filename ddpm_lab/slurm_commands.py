@@ -123,6 +123,7 @@ def logs_command(options: argparse.Namespace) -> int:
 
     rows = [row for log in options.logs for row in read_log(Path(log).expanduser())]
     summary.show(rows, [summary.speed_ups(rows)], csv=options.csv, as_json=options.json)
-    if not any(row.found for row in rows):
-        print("ddpm-lab: no log tells of a run that ended", file=sys.stderr)
-    return int(not any(row.found for row in rows))
+    if any(row.found for row in rows):
+        return 0
+    print("ddpm-lab: no log tells of a run that ended", file=sys.stderr)
+    return 1

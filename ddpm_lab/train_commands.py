@@ -10,7 +10,9 @@ from typing import Any
 from ddpm_lab.checks import ConfigError, whole_options
 from ddpm_lab.config import COMPILE, NETWORKS, PRECISIONS
 from ddpm_lab.files import PREPARED, output_folder
-from ddpm_lab.options import add, tracker_chosen
+from ddpm_lab.options import add, given, tracker_chosen
+from ddpm_lab.run_folder import RunFailed
+from ddpm_lab.stopping import Stop, Stopped, signal_name
 
 TRAINED_BY = (
     *("data", "network", "image_size", "global_batch_size", "accumulation", "world_size", "device", "precision"),
@@ -83,29 +85,27 @@ def train_command(options: argparse.Namespace) -> int:
     from ddpm_lab.measure import hardware  # noqa: PLC0415
     from ddpm_lab.measure.group_folder import sweep  # noqa: PLC0415
     from ddpm_lab.measure.progress import Progress  # noqa: PLC0415
-    from ddpm_lab.run_folder import RunFailed  # noqa: PLC0415
-    from ddpm_lab.stopping import Stop, Stopped, signal_name  # noqa: PLC0415
     from ddpm_lab.training_plan import plan_training  # noqa: PLC0415
     from ddpm_lab.training_run import train  # noqa: PLC0415
 
-    given = vars(options)
-    settings = {name: given[name] for name in TRAINED_BY if name in given}
-    if "learning_rate" in given:
-        settings["optimizer.learning_rate"] = given["learning_rate"]
-    whole_options(given, steps=1, global_batch_size=1, accumulation=1, world_size=1, image_size=1, seed=0)
-    whole_options(given, save_every=1, sample_every=0, evaluate_every=0, keep=1)
+    said = vars(options)
+    settings = {name: said[name] for name in TRAINED_BY if name in said}
+    if "learning_rate" in said:
+        settings["optimizer.learning_rate"] = said["learning_rate"]
+    whole_options(said, steps=1, global_batch_size=1, accumulation=1, world_size=1, image_size=1, seed=0)
+    whole_options(said, save_every=1, sample_every=0, evaluate_every=0, keep=1)
     folder = Path(options.output_dir).expanduser().absolute()
     progress = Progress("train")
-    tracker = tracker_chosen(given.get("tracker"))
+    tracker = tracker_chosen(said.get("tracker"))
     try:
         with Stop() as stop:
             config, schedule = plan_training(
                 settings,
-                {name: given[name] for name in SCHEDULED_BY if name in given},
-                file=Path(given["config"]).expanduser() if "config" in given else None,
+                {name: said[name] for name in SCHEDULED_BY if name in said},
+                file=Path(said["config"]).expanduser() if "config" in said else None,
                 cache=output_folder(None) / PREPARED,
-                held_out=given.get("held_out"),
-                skip_bad=given.get("skip_bad", False),
+                held_out=said.get("held_out"),
+                skip_bad=said.get("skip_bad", False),
                 progress=progress,
             )
             _tell_of_idle(config.device, config.world_size, progress)
@@ -146,44 +146,28 @@ def sample_command(options: argparse.Namespace) -> int:
     from ddpm_lab.measure.fleet import usual_ranks  # noqa: PLC0415
     from ddpm_lab.measure.group_folder import sweep  # noqa: PLC0415
     from ddpm_lab.measure.progress import Progress  # noqa: PLC0415
-    from ddpm_lab.run_folder import RunFailed  # noqa: PLC0415
     from ddpm_lab.sampling_run import Sampling, plan_sample_fid, sample, sample_fid  # noqa: PLC0415
-    from ddpm_lab.stopping import Stop, Stopped, signal_name  # noqa: PLC0415
 
     whole_options(vars(options), count=1, steps=1, seed=0, world_size=1, batch_size=1)
     if bool(options.inception) != bool(options.data):
-        given, lacking = ("--inception", "--data") if options.inception else ("--data", "--inception")
-        raise ConfigError(f"{given} is for a FID, which needs {lacking} too: give both, or neither")
+        there, lacking = ("--inception", "--data") if options.inception else ("--data", "--inception")
+        raise ConfigError(f"{there} is for a FID, which needs {lacking} too: give both, or neither")
     progress = Progress("sample")
     checkpoint = Path(options.checkpoint).expanduser()
     folder = Path(options.output_dir).expanduser() if options.output_dir else checkpoint.with_suffix("")
-    sampling = Sampling(sampler=options.sampler, steps=options.steps, seed=options.seed, weights=options.weights)
+    sampling = Sampling(**given(options, "sampler", "steps", "seed", "weights"))
     world_size = usual_ranks() if options.world_size is None else options.world_size
     try:
         with Stop():
             _tell_of_idle(options.device, world_size, progress)
             sweep()
             if options.inception:
+                images = {"cache": output_folder(None) / PREPARED, **given(options, "held_out", "skip_bad")}
                 fid, data = plan_sample_fid(
-                    checkpoint,
-                    options.inception,
-                    options.data,
-                    options.count,
-                    cache=output_folder(None) / PREPARED,
-                    held_out=options.held_out,
-                    skip_bad=options.skip_bad,
-                    progress=progress,
+                    checkpoint, options.inception, options.data, options.count, progress=progress, **images
                 )
-            paths = sample(
-                checkpoint,
-                folder,
-                options.count,
-                sampling,
-                device=options.device,
-                world_size=world_size,
-                batch_size=options.batch_size,
-                progress=progress,
-            )
+            how = {"world_size": world_size, **given(options, "device", "batch_size")}
+            paths = sample(checkpoint, folder, options.count, sampling, progress=progress, **how)
             if options.inception:
                 found = sample_fid(paths, fid, data, device=options.device, progress=progress)
                 print(_fid_line(found, fid.sha256))
