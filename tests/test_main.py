@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,7 +44,8 @@ def test_every_command_and_option_has_help(call: Call, command: str) -> None:
 def test_the_overview_names_every_command(call: Call) -> None:
     code, out, _ = call("--help")
     assert code == 0
-    assert all(f"  {command.partition(' ')[0]} " in out for command in COMMANDS)
+    listed = re.findall(r"^ {4}(\w+)", out, re.MULTILINE)
+    assert set(listed) >= {command.split()[0] for command in COMMANDS}
     assert call("--version")[1] == f"ddpm-lab {__version__}\n"
 
 
