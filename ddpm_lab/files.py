@@ -23,7 +23,7 @@ def output_folder(output_dir: str | Path | None) -> Path:
 
 def ledgers(given: Sequence[str | Path] | None, output: Path) -> list[Path]:
     """The files of records that are given, or else the one in ``output``."""
-    return [Path(file).expanduser() for file in given or [output / LEDGER]]
+    return [Path(file).expanduser() for file in ([output / LEDGER] if given is None else given)]
 
 
 @contextmanager

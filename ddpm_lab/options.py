@@ -1,4 +1,4 @@
-"""Options that several commands have, each declared once: what they mean, and how what is unknown is printed."""
+"""Options that several commands have, each declared once; what they mean, and how an answer is printed."""
 
 from __future__ import annotations
 
@@ -95,10 +95,9 @@ def tracker_chosen(option: str | None) -> str | None:
 def track(tracker: str, measured: Measured) -> None:
     """Tell a tracker what was measured, when nothing is measured any more; never raises."""
     try:
-        from ddpm_lab.experiments import study_of  # noqa: PLC0415 - not on a bare GPU node
-        from ddpm_lab.tracked import tell  # noqa: PLC0415
+        from ddpm_lab import experiments, tracked  # noqa: PLC0415 - not on a bare GPU node
 
-        tell(tracker, study_of(measured))
+        tracked.tell(tracker, experiments.study_of(measured))
     except Exception as error:  # whatever fails here takes nothing from what was measured
         reason = f"{type(error).__name__}: {error}"
         print(f"tracker: {measured.experiment.name} is not, or not wholly, logged ({reason})", file=sys.stderr)
