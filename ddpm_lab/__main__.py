@@ -19,18 +19,14 @@ from ddpm_lab import (
     predict_command,
     recommend_command,
     report_commands,
+    run_command,
     slurm_commands,
     strategy_commands,
     train_commands,
 )
 from ddpm_lab.checks import LabError
-from ddpm_lab.config import START_METHODS
-from ddpm_lab.options import RESOLUTION, add
-from ddpm_lab.plan import SCALINGS
+from ddpm_lab.options import COMMON, add
 from ddpm_lab.stopping import Stop, Stopped
-
-COMMON = ("preset", "data", "network", "workload", "minutes", "output-dir", "held-out", "skip-bad")
-"""Options of ``run`` and of ``report``, which does the same with notebooks."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     add(prepare, "held-out", "skip-bad", "image-size", "json")
     prepare.set_defaults(command=commands.prepare)
 
-    _run_options(subparsers)
+    run_command.add_options(subparsers)
     compare_command.add_options(subparsers)
     _calibrate_options(subparsers)
     strategy_commands.add_options(subparsers)
@@ -130,62 +126,6 @@ def _parser() -> argparse.ArgumentParser:
     mode.add_argument("--check", action="store_true", help="compare the published figures with the published records")
     figures.set_defaults(command=commands.figures)
     return parser
-
-
-def _run_options(subparsers: Any) -> None:
-    run = subparsers.add_parser("run", help="measure what is missing for one or more experiments")
-    run.add_argument(
-        "experiments",
-        nargs="+",
-        metavar="EXPERIMENT",
-        help="profile, multi_gpu, amp, workers, torch_compile, batch_size (the largest batch that fits), exchange (how "
-        "ranks exchange gradients), all_reduce (how fast their links are), peers (this trainer beside others, and the "
-        "limits of the machine) or quality (what "
-        "each setting costs in loss)",
-    )
-    add(run, *COMMON)
-    add(run, "mode", help="one rank only; at least two; or what `ddpm-lab strategy` says of the network and batch")
-    run.add_argument(
-        "--scaling", choices=SCALINGS, help="multi_gpu: strong, weak or both (default: both; smoke: strong)"
-    )
-    add(run, "bands", "device", "batch-size")
-    run.add_argument(
-        "--world-sizes", metavar="N,N,...", help="numbers of ranks, such as 1,2,4 (default: the experiment's choice)"
-    )
-    run.add_argument(
-        "--parts", help="peers: some of peers,fp32,sampling,limits,levers (default: the first four; full: all)"
-    )
-    run.add_argument(
-        "--lost-scaling",
-        action="store_true",
-        default=None,
-        help="multi_gpu: also where the rest of the ideal speed-up went (default: in full)",
-    )
-    run.add_argument("--trainers", help="peers: names of other trainers, with commas between (default: all)")
-    run.add_argument("--candidates", help="quality: settings to try, with commas between (default: the preset's)")
-    run.add_argument(
-        "--seeds",
-        type=int,
-        help="train each configuration for quality from so many seeds, beside its speed; not for profile and workers "
-        "(default: none; 8 in full; 2, 4 or 8 for the experiment quality)",
-    )
-    run.add_argument("--images", type=int, help="images that each of these runs trains on (default: the preset's)")
-    run.add_argument("--inception", metavar="FILE", help="quality: weights of torch-fidelity's Inception, for a FID")
-    run.add_argument(
-        "--fid-images",
-        type=int,
-        metavar="N",
-        help="quality: images of a FID (default: 64, 2,500 or 10,000, where there are as many to train on)",
-    )
-    add(run, "image-size", "sets")
-    add(run, "resolution", help=f"{RESOLUTION}: measure until then (default: the planned number of sets)")
-    add(run, "seed")
-    run.add_argument(
-        "--oversubscribe", action="store_true", help="allow more ranks than cores or GPUs; speed is not claimed"
-    )
-    run.add_argument("--start-method", choices=START_METHODS, default="forkserver", help="how ranks are started")
-    add(run, "tracker", "json")
-    run.set_defaults(command=commands.run)
 
 
 def _calibrate_options(subparsers: Any) -> None:

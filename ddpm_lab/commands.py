@@ -11,14 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpm_lab.checks import ConfigError, choice, percent
-from ddpm_lab.explain.bands import Bands, bands
+from ddpm_lab.checks import choice, percent
 from ddpm_lab.files import ledgers, output_folder
-from ddpm_lab.options import given, tell, track, tracker_chosen
-from ddpm_lab.run_grid import grid
+from ddpm_lab.options import given, tell
 
 if TYPE_CHECKING:
-    from ddpm_lab.explain.strategy import Strategy
+    pass
 
 
 def check(options: argparse.Namespace) -> int:
@@ -54,92 +52,6 @@ def prepare(options: argparse.Namespace) -> int:
         for line in manifest.skipped:
             print(f"left out: {line}")
     return 0
-
-
-def _weighed(options: argparse.Namespace) -> Strategy | None:
-    """What --mode auto rests on; it settles the network, so that what is weighed is what is measured."""
-    if options.mode != "auto":
-        return None
-    if options.workload is not None:
-        raise ConfigError(f"--mode auto weighs the lab's own networks: with {options.workload} use single or multi")
-    from ddpm_lab.strategy import strategy  # noqa: PLC0415
-
-    found = strategy(**given(options, "network", "batch_size", "device", "output_dir"))
-    options.network = found.network
-    print(f"--mode auto: {found.sentence()}", file=sys.stderr)
-    return found
-
-
-def run(options: argparse.Namespace) -> int:
-    """Measure what is missing for experiments."""
-    from ddpm_lab import planning  # noqa: PLC0415
-    from ddpm_lab.explain.grids import show  # noqa: PLC0415
-    from ddpm_lab.questions import QUESTIONS  # noqa: PLC0415
-
-    tracker = tracker_chosen(options.tracker)
-    table = bands(options.bands, "--bands")
-    for name in options.experiments:
-        choice("experiment", name, QUESTIONS)
-    weighed = _weighed(options)
-    grids = {name: grid(name, options, weighed) for name in options.experiments}
-    settings = given(options, "preset", "sets", "output_dir", "start_method", "data", "held_out", "skip_bad", "network")
-    settings |= given(options, "device", "image_size", "seed", "oversubscribe", "workload")
-    settings["minutes"] = options.minutes / len(grids) if options.minutes else options.minutes
-    settings["resolution"] = percent(options.resolution) if options.resolution else None
-    # All are checked before the first is measured.
-    planned = [planning.plan_question(name, **settings, **grid) for name, grid in grids.items()]
-    measured = [one.measure() for one in planned]
-    results = [_answer(one, table) for one in measured]
-    if options.json:
-        print(json.dumps(results, indent=1))
-    else:
-        for result in results:
-            print(f"{result['experiment']}: {result['finding']}")
-            for split in result.get("lost_scaling", ()):
-                print(f"where the lost scaling went, {split['family']}: {split['sentence']}")
-                show([list(split["parts"][0]), *(list(row.values()) for row in split["parts"])])
-        print(f"records: {results[-1]['ledger']}", flush=True)
-    sys.stdout.flush()
-    _print_summaries(measured)
-    if tracker:
-        for one in measured:
-            track(tracker, one)
-    return 0 if all(one.completed for one in measured) else 1
-
-
-def _print_summaries(measured: Sequence[Any]) -> None:
-    """The lines that a log is searched for, a block for each configuration that trained; a terminal needs none."""
-    if sys.stderr.isatty():
-        return
-    from ddpm_lab import summary_lines  # noqa: PLC0415
-    from ddpm_lab.experiments import records_of  # noqa: PLC0415
-
-    for one in measured:
-        configurations = [c for c in one.experiment.configurations if c.data]
-        images = {c.data_sha256: summary_lines.train_count(c) for c in configurations}
-        for title, summary in summary_lines.of_records(records_of(one), images).items():
-            print(f"-- {title}", *summary_lines.lines(summary), sep="\n", file=sys.stderr)
-
-
-def _answer(measured: Any, table: Bands) -> dict[str, Any]:
-    """The finding of what was measured, or, on a node without pandas, where its records lie."""
-    values = {
-        "experiment": measured.experiment.name,
-        "measured_sets": measured.measured_sets,
-        "ledger": str(measured.ledger),
-    }
-    try:
-        from ddpm_lab.explain import findings, lost_scaling_table  # noqa: PLC0415
-    except ModuleNotFoundError as missing:
-        advice = f"measured; {missing.name} is not installed here, so take the ledger elsewhere: ddpm-lab figures"
-        return {**values, "finding": f"{advice} --ledger {measured.ledger.name}"}
-    from ddpm_lab.experiments import study_of  # noqa: PLC0415
-
-    study = dataclasses.replace(study_of(measured), bands=table)
-    found = findings.finding(study)
-    values |= {"finding": found.claim, "verdict": found.verdict, "status": found.status}
-    lost = lost_scaling_table.as_values(study)
-    return {**values, "lost_scaling": lost} if lost else values
 
 
 MANY_HOSTS = ("run", "train", "sample")

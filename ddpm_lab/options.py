@@ -53,6 +53,8 @@ SHARED: dict[str, dict[str, Any]] = {
     "output-dir": {"help": "folder that receives all results (default: this checkout)"},
     "json": {"action": "store_true", "help": "print JSON"},
 }
+COMMON = ("preset", "data", "network", "workload", "minutes", "output-dir", "held-out", "skip-bad")
+"""Options of ``run`` and of ``report``, which does the same with notebooks."""
 
 
 def add(parser: argparse.ArgumentParser, *names: str, **otherwise: Any) -> None:
