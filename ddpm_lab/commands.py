@@ -1,4 +1,4 @@
-"""What each command does, from its options to an exit code. Commands load what they need, and nothing more."""
+"""Commands without a module of their own, from their options to an exit code; they load what they need."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddpm_lab.checks import choice, percent
 from ddpm_lab.files import ledgers, output_folder
 from ddpm_lab.options import given, tell
-
-if TYPE_CHECKING:
-    pass
 
 
 def check(options: argparse.Namespace) -> int:
