@@ -162,7 +162,6 @@ def plan_experiment(
     minutes: float | None,
     output: Path,
     quiet: bool = False,
-    start_method: str = "forkserver",
     code: CodeVersion | None = None,
 ) -> Planned:
     """Make an experiment of any workloads ready; one code version covers the sources of all of them.
@@ -171,8 +170,7 @@ def plan_experiment(
     """
     target = _target(plan, sets, minutes, resolution)
     progress = Progress(experiment.name, quiet=quiet)
-    instrument = instrument_for(workloads, output, progress, start_method, code)
-    instrument = dataclasses.replace(instrument, data_name=data_name)
+    instrument = dataclasses.replace(instrument_for(workloads, output, progress, code=code), data_name=data_name)
     campaign = Campaign(experiment, target, instrument, Ledger(output / LEDGER), output / "trace_output")
     return Planned(campaign=campaign, output=output, progress=progress)
 
