@@ -8,7 +8,6 @@ import platform
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,19 +31,15 @@ _EXPLAINING = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One thing that was looked at: whether it is there, what was found, and what it adds or how to get it."""
+    """One thing that was looked at. Without a ``needed`` one the lab cannot run; others add something."""
 
     name: str
     present: bool
     detail: str
+    needed: bool
     adds: str
-
-    @property
-    def needed(self) -> bool:
-        """Whether the lab cannot run without it."""
-        return self.name in NEEDED
 
 
 def checkup(output: Path) -> list[Item]:
@@ -56,35 +51,34 @@ def checkup(output: Path) -> list[Item]:
     compiler = os.environ.get("CXX", "g++")
     found = shutil.which(compiler)
     header = Path(sysconfig.get_path("include"), "Python.h")
+    headers = str(header) if header.exists() else "Python.h is missing"
     compiling = "torch.compile (notebook 05); on Debian or Ubuntu: apt install"
     place = next(p for p in (output, *output.parents) if p.is_dir())
     room = f"{output}, {shutil.disk_usage(place).free / 1e9:.0f} GB free"
     elsewhere = "choose a folder that can be written with --output-dir"
+    rows = [
+        ("Linux", sys.platform == "linux", platform.platform(terse=True), fork),
+        ("Python 3.11 to 3.13", (3, 11) <= version < (3, 14), platform.python_version(), another),
+        *map(_package, _MEASURING.items()),
+        ("NVIDIA GPU", bool(gpus), ", ".join(map(_card, gpus)) or "none visible", slower),
+        ("C++ compiler", found is not None, found or f"{compiler} is missing", f"{compiling} g++"),
+        ("Python headers", header.exists(), headers, f"{compiling} python3-dev"),
+        *map(_package, _EXPLAINING.items()),
+        ("output folder", os.access(place, os.W_OK), room, elsewhere),
+        ("two ranks", cores > 1, f"{cores} usable cores", "measuring several ranks needs two cores, or several GPUs"),
+    ]
     return [
-        Item("Linux", sys.platform == "linux", platform.platform(terse=True), fork),
-        Item("Python 3.11 to 3.13", (3, 11) <= version < (3, 14), platform.python_version(), another),
-        *_packages(_MEASURING),
-        Item("NVIDIA GPU", bool(gpus), ", ".join(map(_card, gpus)) or "none visible", slower),
-        Item("C++ compiler", found is not None, found or f"{compiler} is missing", f"{compiling} g++"),
-        Item(
-            "Python headers",
-            header.exists(),
-            str(header) if header.exists() else "Python.h is missing",
-            f"{compiling} python3-dev",
-        ),
-        *_packages(_EXPLAINING),
-        Item("output folder", os.access(place, os.W_OK), room, elsewhere),
-        Item(
-            "two ranks", cores > 1, f"{cores} usable cores", "measuring several ranks needs two cores, or several GPUs"
-        ),
+        Item(name=name, present=present, detail=detail, needed=name in NEEDED, adds=adds)
+        for name, present, detail, adds in rows
     ]
 
 
-def _packages(modules: dict[str, str]) -> Iterator[Item]:
-    for module, adds in modules.items():
-        present = importlib.util.find_spec(module) is not None
-        version = hardware.package_version("pillow" if module == "PIL" else module) if present else "missing"
-        yield Item(module, present, version, adds)
+def _package(row: tuple[str, str]) -> tuple[str, bool, str, str]:
+    """A package: its name, whether it is there, its version, and what it adds."""
+    module, adds = row
+    present = importlib.util.find_spec(module) is not None
+    version = hardware.package_version("pillow" if module == "PIL" else module) if present else "missing"
+    return module, present, version, adds
 
 
 def _card(gpu: hardware.Gpu) -> str:

@@ -22,13 +22,12 @@ def check(options: argparse.Namespace) -> int:
 
     items = checkup(output_folder(options.output_dir))
     runnable = all(item.present for item in items if item.needed)
-    rows = [{**dataclasses.asdict(item), "needed": item.needed} for item in items]
     lines = []
     for item in items:
         mark = "ok     " if item.present else "MISSING" if item.needed else "absent "
         lines.append(f"{mark}  {item.name}: {item.detail}" + ("" if item.present else f"; {item.adds}"))
     lines.append("The lab can run here." if runnable else "The lab cannot run here: see what is MISSING above.")
-    tell(options, {"can_run": runnable, "items": rows}, lines)
+    tell(options, {"can_run": runnable, "items": [dataclasses.asdict(i) for i in items]}, lines)
     return 0 if runnable else 1
 
 
