@@ -301,7 +301,7 @@ def prepare_experiment(
 def merged(parts: Sequence[Experiment]) -> Experiment:
     """Parts of one question as one experiment; what a question has only one of is the first part's."""
     rows = ("families", "left_out", "profiles", "trials", "checks")
-    every = {name: tuple(row for part in parts for row in getattr(part, name)) for name in rows}
+    every: dict[str, Any] = {name: tuple(row for part in parts for row in getattr(part, name)) for name in rows}
     return dataclasses.replace(parts[0], **every)
 
 
