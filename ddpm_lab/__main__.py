@@ -19,16 +19,14 @@ from ddpm_lab import (
     predict_command,
     recommend_command,
     report_commands,
+    run_command,
     slurm_commands,
     strategy_commands,
     train_commands,
 )
 from ddpm_lab.checks import LabError
-from ddpm_lab.config import DEVICES, NETWORKS, START_METHODS
-from ddpm_lab.explain.bands import DEFAULT, NAMED
-from ddpm_lab.plan import PRESETS, SCALINGS
+from ddpm_lab.options import COMMON, add
 from ddpm_lab.stopping import Stop, Stopped
-from ddpm_lab.tracker_option import add_tracker_option
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result: int = options.command(options)
     except LabError as error:
         print(f"ddpm-lab: {error}", file=sys.stderr)
-        return 2
+        refused: int = getattr(error, "exit_code", 2)
+        return refused
     except KeyboardInterrupt as ended:
         print("\nddpm-lab: stopped; every complete set is in the ledger, the same command goes on", file=sys.stderr)
         return 128 + (ended.number if isinstance(ended, Stopped) else signal.SIGINT)
@@ -78,8 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     check = subparsers.add_parser("check", help="what this machine has, what is missing, and what that would add")
-    check.add_argument("--output-dir", help="folder that results would go to (default: this checkout)")
-    check.add_argument("--json", action="store_true", help="print JSON")
+    add(check, "output-dir", help="folder that results would go to (default: this checkout)")
+    add(check, "json")
     check.set_defaults(command=commands.check)
 
     prepare = subparsers.add_parser("prepare", help="decode images once into a folder that experiments use")
@@ -87,12 +86,10 @@ def _parser() -> argparse.ArgumentParser:
         "source", help="a folder of PNG or JPEG images, train.7z, cifar-10-python.tar.gz, or synthetic"
     )
     prepare.add_argument("dest", help="folder to make")
-    _data_options(prepare)
-    prepare.add_argument("--image-size", type=int, default=32, help="side of the images in pixels (default: 32)")
-    prepare.add_argument("--json", action="store_true", help="print JSON")
+    add(prepare, "held-out", "skip-bad", "image-size", "json")
     prepare.set_defaults(command=commands.prepare)
 
-    _run_options(subparsers)
+    run_command.add_options(subparsers)
     compare_command.add_options(subparsers)
     _calibrate_options(subparsers)
     strategy_commands.add_options(subparsers)
@@ -112,8 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     predict_command.add_options(subparsers)
     recommend_command.add_options(subparsers)
     report = subparsers.add_parser("report", help="execute the notebooks and write their pages")
-    _common_options(report)
-    _data_options(report)
+    add(report, *COMMON)
     report.add_argument("--notebook", action="append", metavar="NAME", help="only this notebook (may be repeated)")
     report.add_argument(
         "-p", "--parameter", action="append", nargs=2, metavar=("NAME", "VALUE"), help="a notebook parameter"
@@ -121,11 +117,10 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(command=commands.report)
 
     figures = subparsers.add_parser("figures", help="rebuild figures and findings from records; needs no torch")
-    figures.add_argument("--ledger", nargs="+", metavar="FILE", help="records to read (default: your own ledger)")
-    figures.add_argument("--machine", metavar="NAME", help="whose records: a name, a part of it, or a key")
-    figures.add_argument("--output-dir", help="folder that receives image_output/ (default: this checkout)")
-    _bands(figures)
-    figures.add_argument("--json", action="store_true", help="print findings as JSON")
+    add(figures, "ledger", "machine")
+    add(figures, "output-dir", help="folder that receives image_output/ (default: this checkout)")
+    add(figures, "bands")
+    add(figures, "json", help="print findings as JSON")
     mode = figures.add_mutually_exclusive_group()
     mode.add_argument("--publish", action="store_true", help="write these records and figures to the published folders")
     mode.add_argument("--check", action="store_true", help="compare the published figures with the published records")
@@ -133,119 +128,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run_options(subparsers: Any) -> None:
-    run = subparsers.add_parser("run", help="measure what is missing for one or more experiments")
-    run.add_argument(
-        "experiments",
-        nargs="+",
-        metavar="EXPERIMENT",
-        help="profile, multi_gpu, amp, workers, torch_compile, batch_size (the largest batch that fits), exchange (how "
-        "ranks exchange gradients), all_reduce (how fast their links are), peers (this trainer beside others, and the "
-        "limits of the machine) or quality (what "
-        "each setting costs in loss)",
-    )
-    _common_options(run)
-    _data_options(run)
-    run.add_argument(
-        "--mode",
-        choices=("single", "multi", "auto"),
-        help="one rank only; at least two; or what `ddpm-lab strategy` says of the network and batch",
-    )
-    run.add_argument(
-        "--scaling", choices=SCALINGS, help="multi_gpu: strong, weak or both (default: both; smoke: strong)"
-    )
-    _bands(run)
-    run.add_argument("--device", choices=DEVICES, help="default: the GPU where there is one")
-    run.add_argument("--batch-size", type=int, help="global batch size")
-    run.add_argument(
-        "--world-sizes", metavar="N,N,...", help="numbers of ranks, such as 1,2,4 (default: the experiment's choice)"
-    )
-    run.add_argument(
-        "--parts", help="peers: some of peers,fp32,sampling,limits,levers (default: the first four; full: all)"
-    )
-    run.add_argument(
-        "--lost-scaling",
-        action="store_true",
-        default=None,
-        help="multi_gpu: also where the rest of the ideal speed-up went (default: in full)",
-    )
-    run.add_argument("--trainers", help="peers: names of other trainers, with commas between (default: all)")
-    run.add_argument("--candidates", help="quality: settings to try, with commas between (default: the preset's)")
-    run.add_argument(
-        "--seeds",
-        type=int,
-        help="train each configuration for quality from so many seeds, beside its speed; not for profile and workers "
-        "(default: none; 8 in full; 2, 4 or 8 for the experiment quality)",
-    )
-    run.add_argument("--images", type=int, help="images that each of these runs trains on (default: the preset's)")
-    run.add_argument("--inception", metavar="FILE", help="quality: weights of torch-fidelity's Inception, for a FID")
-    run.add_argument(
-        "--fid-images",
-        type=int,
-        metavar="N",
-        help="quality: images of a FID (default: 64, 2,500 or 10,000, where there are as many to train on)",
-    )
-    run.add_argument("--image-size", type=int, default=32, help="side of the images in pixels (default: 32)")
-    run.add_argument("--sets", type=int, help="sets per comparison (default: the preset's)")
-    _resolution(run, "(default: the planned number of sets)")
-    run.add_argument("--seed", type=int, default=0, help="seed of weights, data order and noise (default: 0)")
-    run.add_argument(
-        "--oversubscribe", action="store_true", help="allow more ranks than cores or GPUs; speed is not claimed"
-    )
-    run.add_argument("--start-method", choices=START_METHODS, default="forkserver", help="how ranks are started")
-    add_tracker_option(run)
-    run.add_argument("--json", action="store_true", help="print JSON")
-    run.set_defaults(command=commands.run)
-
-
 def _calibrate_options(subparsers: Any) -> None:
     calibrate = subparsers.add_parser(
         "calibrate", help="the instrument checks itself: noise, drift, what it can resolve"
     )
-    calibrate.add_argument("--minutes", type=float, default=5.0, help="how long to measure (default: 5)")
+    add(calibrate, "minutes", default=5.0, help="how long to measure (default: 5)")
     calibrate.add_argument(
         "--planted", default="5%", help="the slowdown that is planted and must be found (default: 5%%)"
     )
-    calibrate.add_argument("--device", choices=DEVICES, help="default: the GPU where there is one")
-    calibrate.add_argument("--output-dir", help="folder that receives all results (default: this checkout)")
-    calibrate.add_argument("--json", action="store_true", help="print JSON")
+    add(calibrate, "device", "output-dir", "json")
     calibrate.set_defaults(command=commands.calibrate)
-
-
-def _common_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--preset", default="quick", help=f"how much is run: {', '.join(PRESETS)} (default: quick)")
-    parser.add_argument("--data", default="synthetic", help="images: a folder, an archive, or synthetic (the default)")
-    parser.add_argument("--network", help=f"{', '.join(NETWORKS)} (default: the preset's choice for this machine)")
-    parser.add_argument(
-        "--workload",
-        metavar="MODULE:FUNCTION",
-        help="a training of your own in place of the lab's DDPM (docs/your_own_model.md)",
-    )
-    parser.add_argument("--minutes", type=float, help="time budget")
-    parser.add_argument("--output-dir", help="folder that receives all results (default: this checkout)")
-
-
-def _resolution(parser: argparse.ArgumentParser, default: str) -> None:
-    parser.add_argument(
-        "--resolution",
-        metavar="SHARE",
-        help=f"smallest difference to be found, such as 2%%: measure until then {default}",
-    )
-
-
-def _bands(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--bands",
-        default=DEFAULT,
-        metavar="TABLE",
-        help=f"names of parallel efficiency: {', '.join(NAMED)}, or your own, such as good=75%%,fair=50%%,poor=0 "
-        f"(default: {DEFAULT})",
-    )
-
-
-def _data_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--held-out", metavar="FOLDER", help="images never to train on (default: 5 %% of the data)")
-    parser.add_argument("--skip-bad", action="store_true", help="leave damaged images out, and list them")
 
 
 if __name__ == "__main__":

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab.checks import ConfigError, several, whole
-from ddpm_lab.plan import Experiment
-from ddpm_lab.planning import Measured, Planned, output_folder, plan_question
-from ddpm_lab.strategy import USUAL, most_ranks, several_ranks, strategy, usual_device
+from ddpm_lab.checks import ConfigError, whole
+from ddpm_lab.files import PREPARED, output_folder
+from ddpm_lab.planning import Measured, Planned, merged, plan_question
+from ddpm_lab.setting import each_whole, usual_device
+from ddpm_lab.strategy import USUAL, most_ranks, several_ranks, strategy
 
 BATCH_SIZES = (16, 32, 64, 128)
 """Batches that the devices share, unless others are given."""
-MODES = ("single", "multi", "auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +61,7 @@ def request(
     asked = Benchmark(network=network or USUAL[device][0], device=device, batch_sizes=shared, **settings)
     whole("--batch-size", asked.batch_size, 1)
     whole("--runs", asked.sets, 1)
-    several("--batch-sizes", list(asked.batch_sizes))
-    for batch in asked.batch_sizes:
-        whole("--batch-sizes", batch, 1)
+    each_whole("--batch-sizes", list(asked.batch_sizes), 1)
     no_multi = asked.skip_multi or asked.mode == "single"
     if no_multi and (asked.skip_single or asked.mode == "multi"):
         raise ConfigError("nothing is left to measure: one of --skip-single, --skip-multi and --mode must go")
@@ -119,7 +117,7 @@ def plan(asked: Benchmark, output: Path) -> list[Planned]:
             network=asked.network,
             device=asked.device,
             data=asked.data,
-            cache=output_folder(None) / "data" / "prepared",  # one for all folders of results
+            cache=output_folder(None) / PREPARED,  # one for all folders of results
             lost_scaling=False,
             loader_workers=asked.loader_workers,
             **grid,
@@ -131,14 +129,9 @@ def plan(asked: Benchmark, output: Path) -> list[Planned]:
 def measure(planned: Sequence[Planned]) -> Measured:
     """Measure what the folder's ledger lacks; what answers is that of all parts together."""
     measured = [one.measure() for one in planned]
-    experiment = Experiment(
-        name="multi_gpu",
-        families=tuple(f for one in measured for f in one.experiment.families),
-        left_out=tuple(row for one in measured for row in one.experiment.left_out),
-    )
     return dataclasses.replace(
         measured[-1],
-        experiment=experiment,
+        experiment=merged([one.experiment for one in measured]),
         measured_sets=sum(one.measured_sets for one in measured),
         completed=any(one.completed for one in measured),
     )

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddpm_lab.changes import batch_sizes, changes
-from ddpm_lab.checks import ConfigError, choice, known, several, whole
+from ddpm_lab.checks import ConfigError, known, whole
 from ddpm_lab.config import RunConfig
 from ddpm_lab.plan import Experiment, Family
-from ddpm_lab.setting import Setup
+from ddpm_lab.setting import Setup, each_choice
 
 BASELINE = "the present settings"
 SIZES = ", batch sizes"
@@ -45,11 +45,8 @@ def bottleneck(
             f"loader_workers is {config.loader_workers}: {setup.usable_cores} cores are usable, give at most that"
         )
     one, sizes = changes(config, usable_cores=setup.usable_cores, most_ranks=setup.node_size), batch_sizes(config)
-    if only is not None:
-        several("changes", only)
-        for name in only:
-            choice("changes", name, (*one, *sizes))
-    elif setup.preset == "smoke":
+    each_choice("changes", only, (*one, *sizes))
+    if only is None and setup.preset == "smoke":
         only = [*list(one)[:3], f"batch {2 * batch}"]
     name = setup.family_name(batch, world_size)
     families = [

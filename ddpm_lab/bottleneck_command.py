@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_lab.checks import ConfigError, percent
-from ddpm_lab.config import COMPILE, DEVICES, LOADERS, NETWORKS, PARTS, PRECISIONS
-from ddpm_lab.plan import PRESETS
+from ddpm_lab.config import COMPILE, LOADERS, NETWORKS, PARTS, PRECISIONS
+from ddpm_lab.files import ledgers, output_folder
+from ddpm_lab.options import add, given, plain, tell
+from ddpm_lab.plan import RECOMMENDATION
 from ddpm_lab.settings_file import configuration, read_settings
 
 if TYPE_CHECKING:
@@ -29,35 +28,26 @@ def add_options(subparsers: Any) -> None:
     )
     absent = argparse.SUPPRESS
     parser.add_argument("--config", metavar="FILE", help="TOML file with the present settings, by names of RunConfig")
-    parser.add_argument("--network", choices=NETWORKS, default=absent, help="default: the preset's for this machine")
-    parser.add_argument("--batch-size", type=int, help="global batch size (default: 128 on a GPU, 8 on a CPU)")
+    add(parser, "network", choices=NETWORKS, default=absent, help="default: the preset's for this machine")
+    add(parser, "batch-size", help="global batch size (default: 128 on a GPU, 8 on a CPU)")
     parser.add_argument("--precision", choices=PRECISIONS, default=absent, help="present number format (default: fp32)")
     parser.add_argument("--world-size", type=int, default=absent, help="present number of ranks (default: 1)")
     parser.add_argument("--loader", choices=LOADERS, default=absent, help="present loader (default: packed)")
     parser.add_argument("--loader-workers", type=int, default=absent, help="present loader workers (default: 0)")
     parser.add_argument("--compile", choices=COMPILE, default=absent, help="present torch.compile (default: off)")
-    parser.add_argument("--image-size", type=int, default=absent, help="side of the images in pixels (default: 32)")
-    parser.add_argument("--seed", type=int, default=absent, help="seed of weights, data order and noise (default: 0)")
-    parser.add_argument("--device", choices=DEVICES, default=absent, help="default: the GPU where there is one")
-    parser.add_argument("--data", help="images: a folder, an archive, or synthetic (the default)")
-    parser.add_argument("--held-out", metavar="FOLDER", help="images never to train on (default: 5 %% of the data)")
-    parser.add_argument("--skip-bad", action="store_true", help="leave damaged images out, and list them")
+    add(parser, "image-size", "seed", "device", default=absent)
+    add(parser, "data", default=None)
+    add(parser, "held-out", "skip-bad")
     parser.add_argument("--changes", metavar="NAME,...", help="only these changes, by the names in the report")
-    parser.add_argument("--preset", default="quick", help=f"how much is run: {', '.join(PRESETS)} (default: quick)")
-    parser.add_argument("--minutes", type=float, help="time budget")
-    parser.add_argument("--sets", type=int, help="sets per comparison (default: the preset's)")
-    parser.add_argument("--resolution", metavar="SHARE", help="smallest difference to be found, such as 2%%")
-    parser.add_argument("--ledger", nargs="+", metavar="FILE", help="report from these records, and measure nothing")
-    parser.add_argument("--machine", metavar="NAME", help="whose records: a name, a part of it, or a key")
-    parser.add_argument("--output-dir", help="folder that receives all results (default: this checkout)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add(parser, "preset", "minutes", "sets", "resolution")
+    add(parser, "ledger", help="report from these records, and measure nothing")
+    add(parser, "machine", "output-dir", "json")
     parser.set_defaults(command=bottleneck_command)
 
 
 def bottleneck_command(options: argparse.Namespace) -> int:
     """Measure what is missing, write the report, and print its summary; 1 where there is nothing to report."""
     from ddpm_lab.explain import advice, bottleneck, bounds  # noqa: PLC0415 - commands load what they need
-    from ddpm_lab.planning import output_folder  # noqa: PLC0415
 
     output = output_folder(options.output_dir)
     study = _stored(options, output) if options.ledger or options.machine else _measured(options, output)
@@ -66,11 +56,8 @@ def bottleneck_command(options: argparse.Namespace) -> int:
         print(*lines, sep="\n")
         return 1
     report = write(study, output / "reports")
-    if options.json:
-        told = [_plain(a) for a in advice.advice(study)]
-        print(json.dumps({"summary": lines, "advice": told, "report": str(report)}, indent=1))
-    else:
-        print(*lines, f"report: {report}", f"page: {report.with_suffix('.html')}", sep="\n")
+    values = {"summary": lines, "advice": [_plain(a) for a in advice.advice(study)], "report": str(report)}
+    tell(options, values, [*lines, f"report: {report}", f"page: {report.with_suffix('.html')}"])
     return 0
 
 
@@ -100,36 +87,29 @@ def write(study: Study, folder: Path) -> Path:
 def _measured(options: argparse.Namespace, output: Path) -> Study:
     """Every record of this machine that can say something, after measuring what the question lacks."""
     from ddpm_lab import planning  # noqa: PLC0415
-    from ddpm_lab.experiments import study_of  # noqa: PLC0415
+    from ddpm_lab.experiments import read_study, study_of  # noqa: PLC0415
 
-    settings = _settings(options)
     measured = planning.plan_question(
         "bottleneck",
-        preset=options.preset,
-        minutes=options.minutes,
-        sets=options.sets,
         resolution=percent(options.resolution) if options.resolution else None,
-        output_dir=options.output_dir,
-        held_out=options.held_out,
-        skip_bad=options.skip_bad,
         only=[name.strip() for name in options.changes.split(",")] if options.changes else None,
-        **settings,
+        **given(options, "preset", "minutes", "sets", "output_dir", "held_out", "skip_bad"),
+        **_settings(options),
     ).measure()
     asked = study_of(measured)
-    every = _read([measured.ledger], measured.cohort[0], output)
+    every = read_study([measured.ledger], RECOMMENDATION, output, machine=measured.cohort[0])
     others = tuple(r for r in every.records if r.experiment != asked.experiment)
     return dataclasses.replace(every, records=(*others, *asked.records), measured_sets=measured.measured_sets)
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """What is measured, from the file and the options, which go first."""
-    given = vars(options)
     found = read_settings(Path(options.config).expanduser(), "--config") if options.config else {}
     for name in ("train", "data_sha256"):  # how long a run is, and what its images were
         found.pop(name, None)
     if found.get("nodes") == 1:
         del found["nodes"]
-    found |= {name: given[name] for name in _PRESENT if name in given}
+    found |= given(options, *(name for name in _PRESENT if name in options))
     if options.batch_size is not None:
         found["global_batch_size"] = options.batch_size
     if options.data is not None:
@@ -141,25 +121,14 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _stored(options: argparse.Namespace, output: Path) -> Study:
-    from ddpm_lab.planning import LEDGER  # noqa: PLC0415
+    from ddpm_lab.experiments import read_study  # noqa: PLC0415
 
     if options.changes or options.config:
         raise ConfigError("--changes and --config are about measuring, and --ledger and --machine measure nothing")
-    return _read([Path(f).expanduser() for f in options.ledger or [output / LEDGER]], options.machine, output)
-
-
-def _read(files: Sequence[Path], machine: str | None, output: Path) -> Study:
-    from ddpm_lab.explain.frames import RECOMMENDATION, chosen, study  # noqa: PLC0415
-    from ddpm_lab.ledger import read_all  # noqa: PLC0415
-
-    records, damaged = read_all(files, lambda heads: chosen(heads, RECOMMENDATION, machine=machine))
-    for line in damaged:
-        print(f"note: {line}")
-    return study(records, RECOMMENDATION, machine=machine, output_dir=output)
+    return read_study(ledgers(options.ledger, output), RECOMMENDATION, output, machine=options.machine)
 
 
 def _plain(one: Any) -> dict[str, Any]:
-    """A piece of advice as plain values; what is unknown is null."""
+    """A piece of advice as plain values."""
     values = {f.name: getattr(one, f.name) for f in dataclasses.fields(one) if f.name != "config"}
-    known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-    return {**known, "impact": one.impact, "expected": one.expected()}
+    return {**plain(values), "impact": one.impact, "expected": one.expected()}

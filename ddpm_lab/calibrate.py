@@ -5,6 +5,7 @@ Every calibration measures afresh, since what it asks is how the machine measure
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -12,16 +13,17 @@ from pathlib import Path
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
+from ddpm_lab.files import LEDGER, output_folder
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group_folder import sweep
 from ddpm_lab.measure.measuring_lock import measuring
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Member
 from ddpm_lab.measure.sets import measure_set
 from ddpm_lab.plan import Plan
-from ddpm_lab.planning import LEDGER, instrument_for, output_folder
+from ddpm_lab.planning import instrument_for
 from ddpm_lab.record import LedgerError, RunRecord
+from ddpm_lab.setting import usual_device
 
 EXPERIMENT = "calibrate"
 WORKLOAD = "ddpm_lab.planted:pieces"
@@ -64,13 +66,11 @@ def calibrate(
     sweep()
     baseline = RunConfig(
         workload=WORKLOAD,
-        device=device or ("cuda" if hardware.gpus() else "cpu"),
+        device=usual_device(device),
         global_batch_size=1,
         options=(("pieces", PIECES),),
     )
-    slower = RunConfig(
-        workload=WORKLOAD, device=baseline.device, global_batch_size=1, options=(("pieces", PIECES + extra),)
-    )
+    slower = dataclasses.replace(baseline, options=(("pieces", PIECES + extra),))
     label = f"{extra} % more work"
     members = [
         Member("baseline", "baseline", baseline),

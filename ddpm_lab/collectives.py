@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddpm_lab.checks import ConfigError, several, whole
+from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.plan import Experiment, Family, Plan
-from ddpm_lab.setting import Setup
+from ddpm_lab.setting import Setup, each_whole
 
 ALL_REDUCE = "ddpm_lab.model.allreduce:all_reduce"
 WORKLOADS = (ALL_REDUCE,)
@@ -22,17 +22,14 @@ def all_reduce(
     setup: Setup, *, world_sizes: Sequence[int] | None = None, message_bytes: Sequence[int] | None = None
 ) -> Experiment:
     """How fast do ranks exchange? All-reduces from 1 KiB to 64 MiB; a family for each number of ranks."""
-    usual = [2**power for power in range(1, 11) if 2**power <= setup.most_ranks]
-    usual += [setup.most_ranks] * (setup.most_ranks not in usual)
+    usual = sorted({*setup.doubled_ranks, setup.most_ranks})
     ranks = [n for n in setup.world_sizes(world_sizes, usual) if n > 1]
     if world_sizes is not None and not ranks:
         raise ConfigError("world_sizes has 1 alone, and one rank exchanges nothing: give 2 or more")
-    if message_bytes is not None:
-        several("message_bytes", message_bytes)
-        for size in message_bytes:
-            whole("message_bytes", size, 4)
-            if size % 4:
-                raise ConfigError(f"message_bytes has {size}: give multiples of 4, the bytes of a number")
+    each_whole("message_bytes", message_bytes, 4)
+    for size in message_bytes or ():
+        if size % 4:
+            raise ConfigError(f"message_bytes has {size}: give multiples of 4, the bytes of a number")
     first, *others = sorted(set(message_bytes or (FULL_MESSAGES if setup.preset == "full" else MESSAGES)))
     sizes = [first, *others[-1:], *others[:-1]]  # smallest and largest tell most
     families, left_out = [], []

@@ -1,4 +1,4 @@
-"""What each command does, from its options to an exit code. Commands load what they need, and nothing more."""
+"""Commands without a module of their own, from their options to an exit code; they load what they need."""
 
 from __future__ import annotations
 
@@ -9,36 +9,25 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ddpm_lab.checks import ConfigError, percent
-from ddpm_lab.run_grid import grid
-from ddpm_lab.tracker_option import chosen, track
-
-if TYPE_CHECKING:
-    from ddpm_lab.explain.bands import Bands
-    from ddpm_lab.explain.strategy import Strategy
-
-
-def _output(options: argparse.Namespace) -> Path:
-    from ddpm_lab.planning import output_folder  # noqa: PLC0415 - commands load what they need
-
-    return output_folder(options.output_dir)
+from ddpm_lab.checks import choice, percent
+from ddpm_lab.files import ledgers, output_folder
+from ddpm_lab.options import given, tell
 
 
 def check(options: argparse.Namespace) -> int:
     """Say what this machine has."""
-    from ddpm_lab.checkup import checkup  # noqa: PLC0415
+    from ddpm_lab.checkup import checkup  # noqa: PLC0415 - commands load what they need
 
-    items = checkup(_output(options))
+    items = checkup(output_folder(options.output_dir))
     runnable = all(item.present for item in items if item.needed)
-    if options.json:
-        print(json.dumps({"can_run": runnable, "items": [dataclasses.asdict(i) for i in items]}, indent=1))
-    else:
-        for item in items:
-            mark = "ok     " if item.present else "MISSING" if item.needed else "absent "
-            print(f"{mark}  {item.name}: {item.detail}" + ("" if item.present else f"; {item.adds}"))
-        print("The lab can run here." if runnable else "The lab cannot run here: see what is MISSING above.")
+    lines = []
+    for item in items:
+        mark = "ok     " if item.present else "MISSING" if item.needed else "absent "
+        lines.append(f"{mark}  {item.name}: {item.detail}" + ("" if item.present else f"; {item.adds}"))
+    lines.append("The lab can run here." if runnable else "The lab cannot run here: see what is MISSING above.")
+    tell(options, {"can_run": runnable, "items": [dataclasses.asdict(i) for i in items]}, lines)
     return 0 if runnable else 1
 
 
@@ -49,10 +38,8 @@ def prepare(options: argparse.Namespace) -> int:
     manifest = prepare(
         options.source,
         Path(options.dest).expanduser(),
-        image_size=options.image_size,
-        held_out=options.held_out,
-        skip_bad=options.skip_bad,
         progress=lambda line: print(line, file=sys.stderr),
+        **given(options, "image_size", "held_out", "skip_bad"),
     )
     if options.json:
         print(manifest.to_json(), end="")
@@ -63,125 +50,12 @@ def prepare(options: argparse.Namespace) -> int:
     return 0
 
 
-def _weighed(options: argparse.Namespace) -> Strategy | None:
-    """What --mode auto rests on; it settles the network, so that what is weighed is what is measured."""
-    if options.mode != "auto":
-        return None
-    if options.workload is not None:
-        raise ConfigError(f"--mode auto weighs the lab's own networks: with {options.workload} use single or multi")
-    from ddpm_lab.strategy import strategy  # noqa: PLC0415
-
-    found = strategy(
-        network=options.network, batch_size=options.batch_size, device=options.device, output_dir=options.output_dir
-    )
-    options.network = found.network
-    print(f"--mode auto: {found.sentence()}", file=sys.stderr)
-    return found
-
-
-def run(options: argparse.Namespace) -> int:
-    """Measure what is missing for experiments."""
-    from ddpm_lab import planning  # noqa: PLC0415
-    from ddpm_lab.checks import choice  # noqa: PLC0415
-    from ddpm_lab.explain.bands import bands  # noqa: PLC0415
-    from ddpm_lab.explain.grids import show  # noqa: PLC0415
-    from ddpm_lab.questions import QUESTIONS  # noqa: PLC0415
-    from ddpm_lab.strategy import NoRanksError  # noqa: PLC0415
-
-    tracker = chosen(options.tracker)
-    table = bands(options.bands, "--bands")
-    for name in options.experiments:
-        choice("experiment", name, QUESTIONS)
-    try:
-        weighed = _weighed(options)
-        grids = {name: grid(name, options, weighed) for name in options.experiments}
-    except NoRanksError as error:
-        print(f"ddpm-lab: {error}", file=sys.stderr)
-        return 1
-    # All are checked before the first is measured.
-    planned = [
-        planning.plan_question(
-            name,
-            preset=options.preset,
-            minutes=options.minutes / len(grids) if options.minutes else options.minutes,
-            sets=options.sets,
-            resolution=percent(options.resolution) if options.resolution else None,
-            output_dir=options.output_dir,
-            start_method=options.start_method,
-            data=options.data,
-            held_out=options.held_out,
-            skip_bad=options.skip_bad,
-            network=options.network,
-            device=options.device,
-            image_size=options.image_size,
-            seed=options.seed,
-            oversubscribe=options.oversubscribe,
-            workload=options.workload,
-            **grid,
-        )
-        for name, grid in grids.items()
-    ]
-    measured = [one.measure() for one in planned]
-    results = [_answer(one, table) for one in measured]
-    if options.json:
-        print(json.dumps(results, indent=1))
-    else:
-        for result in results:
-            print(f"{result['experiment']}: {result['finding']}")
-            for split in result.get("lost_scaling", ()):
-                print(f"where the lost scaling went, {split['family']}: {split['sentence']}")
-                show([list(split["parts"][0]), *(list(row.values()) for row in split["parts"])])
-        print(f"records: {results[-1]['ledger']}", flush=True)
-    sys.stdout.flush()
-    _print_summaries(measured)
-    if tracker:
-        for one in measured:
-            track(tracker, one)
-    return 0 if all(one.completed for one in measured) else 1
-
-
-def _print_summaries(measured: Sequence[Any]) -> None:
-    """The lines that a log is searched for, a block for each configuration that trained; a terminal needs none."""
-    if sys.stderr.isatty():
-        return
-    from ddpm_lab import summary_lines  # noqa: PLC0415
-    from ddpm_lab.experiments import records_of  # noqa: PLC0415
-
-    for one in measured:
-        configurations = [c for c in one.experiment.configurations if c.data]
-        images = {c.data_sha256: summary_lines.train_count(c) for c in configurations}
-        for title, summary in summary_lines.of_records(records_of(one), images).items():
-            print(f"-- {title}", *summary_lines.lines(summary), sep="\n", file=sys.stderr)
-
-
-def _answer(measured: Any, bands: Bands) -> dict[str, Any]:
-    """The finding of what was measured, or, on a node without pandas, where its records lie."""
-    values = {
-        "experiment": measured.experiment.name,
-        "measured_sets": measured.measured_sets,
-        "ledger": str(measured.ledger),
-    }
-    try:
-        from ddpm_lab.explain import findings, lost_scaling_table  # noqa: PLC0415
-    except ModuleNotFoundError as missing:
-        advice = f"measured; {missing.name} is not installed here, so take the ledger elsewhere: ddpm-lab figures"
-        return {**values, "finding": f"{advice} --ledger {measured.ledger.name}"}
-    from ddpm_lab.experiments import study_of  # noqa: PLC0415
-
-    study = dataclasses.replace(study_of(measured), bands=bands)
-    found = findings.finding(study)
-    values |= {"finding": found.claim, "verdict": found.verdict, "status": found.status}
-    lost = lost_scaling_table.as_values(study)
-    return {**values, "lost_scaling": lost} if lost else values
-
-
 MANY_HOSTS = ("run", "train", "sample")
 """Commands that start ranks as they are told how many."""
 
 
 def rank(options: argparse.Namespace, main: Callable[[Sequence[str]], int]) -> int:
     """Lead the processes that torchrun has started through a command, or serve ranks for the one that does."""
-    from ddpm_lab.checks import choice  # noqa: PLC0415
     from ddpm_lab.measure import fleet, host  # noqa: PLC0415
     from ddpm_lab.measure.torchrun import Process  # noqa: PLC0415
 
@@ -201,7 +75,7 @@ def calibrate(options: argparse.Namespace) -> int:
     from ddpm_lab.explain import calibration  # noqa: PLC0415
     from ddpm_lab.explain.figure_calibration import save  # noqa: PLC0415
 
-    output = _output(options)
+    output = output_folder(options.output_dir)
     for attempt in (1, 2):
         records = measure(
             minutes=options.minutes, planted=percent(options.planted), device=options.device, output_dir=output
@@ -215,10 +89,7 @@ def calibrate(options: argparse.Namespace) -> int:
         print("ddpm-lab: no set of the calibration was completed", file=sys.stderr)
         return 1
     figure = save(found, output)
-    if options.json:
-        print(json.dumps({**found.as_dict(), "figure": str(figure)}, indent=1))
-    else:
-        print(*calibration.lines(found), f"figure: {figure}", sep="\n")
+    tell(options, {**found.as_dict(), "figure": str(figure)}, [*calibration.lines(found), f"figure: {figure}"])
     return 0 if found.passed else 1
 
 
@@ -229,18 +100,8 @@ def report(options: argparse.Namespace) -> int:
     parameters = {name: _literal(value) for name, value in options.parameter or ()}
     if options.skip_bad:
         parameters["skip_bad"] = True
-    result = report(
-        preset=options.preset,
-        data=options.data,
-        held_out=options.held_out,
-        network=options.network,
-        workload=options.workload,
-        minutes=options.minutes,
-        output_dir=options.output_dir,
-        notebooks=options.notebook,
-        parameters=parameters,
-    )
-    return result.exit_code
+    settings = given(options, "preset", "data", "held_out", "network", "workload", "minutes", "output_dir")
+    return report(notebooks=options.notebook, parameters=parameters, **settings).exit_code
 
 
 def _literal(text: str) -> Any:
@@ -254,9 +115,8 @@ def _literal(text: str) -> Any:
 def figures(options: argparse.Namespace) -> int:
     """Rebuild, publish or check figures."""
     from ddpm_lab import published  # noqa: PLC0415
-    from ddpm_lab.planning import LEDGER  # noqa: PLC0415
 
-    output = _output(options)
+    output = output_folder(options.output_dir)
     if options.check:
         problems = published.check(output)
         for problem in problems:
@@ -264,14 +124,11 @@ def figures(options: argparse.Namespace) -> int:
         if not problems:
             print("every published figure matches the published records")
         return 1 if problems else 0
-    ledgers = [Path(f).expanduser() for f in options.ledger or [output / LEDGER]]
+    files = ledgers(options.ledger, output)
     if options.publish:
-        found = published.publish(ledgers, options.machine, output)
+        found = published.publish(files, options.machine, output)
     else:
-        found = published.rebuild(ledgers, options.machine, output, options.bands)
-    if options.json:
-        print(json.dumps([{"figure": str(path), **dataclasses.asdict(f)} for path, f in found], indent=1))
-    else:
-        for path, finding in found:
-            print(f"{finding.experiment}: {finding.claim}\n  {path}")
+        found = published.rebuild(files, options.machine, output, options.bands)
+    rows = [{"figure": str(path), **dataclasses.asdict(finding)} for path, finding in found]
+    tell(options, rows, (f"{finding.experiment}: {finding.claim}\n  {path}" for path, finding in found))
     return 0

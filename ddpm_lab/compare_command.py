@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab.checks import ConfigError, percent
-from ddpm_lab.config import DEVICES
-from ddpm_lab.tracker_option import add_tracker_option, chosen, track
+from ddpm_lab.options import RESOLUTION, add, given, tell, track, tracker_chosen
 
 
 def add_options(subparsers: Any) -> None:
@@ -30,16 +29,10 @@ def add_options(subparsers: Any) -> None:
         "--against", metavar="REVISION", help="measure A as it is in this repository against a branch, tag or commit"
     )
     parser.add_argument("--always", action="store_true", help="with --against: measure identical code too")
-    parser.add_argument(
-        "--resolution",
-        metavar="SHARE",
-        help="smallest difference to be found, such as 2%%: measure until then (default: the threshold, or 3%%)",
-    )
-    parser.add_argument("--minutes", type=float, help="time budget")
-    parser.add_argument("--sets", type=int, help="the most sets to measure (default: 100)")
-    parser.add_argument("--device", choices=DEVICES, help="default: the GPU where there is one")
-    parser.add_argument("--output-dir", help="folder that receives all results (default: this checkout)")
-    add_tracker_option(parser)
+    add(parser, "resolution", help=f"{RESOLUTION}: measure until then (default: the threshold, or 3%%)")
+    add(parser, "minutes")
+    add(parser, "sets", help="the most sets to measure (default: 100)")
+    add(parser, "device", "output-dir", "tracker")
     parser.add_argument("--gate", action="store_true", help="exit 1 if B is slower, not only if it fails: a gate")
     parser.add_argument(
         "--threshold",
@@ -50,7 +43,7 @@ def add_options(subparsers: Any) -> None:
     parser.add_argument(
         "--summary", metavar="FILE", help="append the decision as Markdown (default: $GITHUB_STEP_SUMMARY, if any)"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add(parser, "json")
     parser.set_defaults(command=compare)
 
 
@@ -59,19 +52,14 @@ def compare(options: argparse.Namespace) -> int:
     from ddpm_lab import comparison, gate  # noqa: PLC0415
     from ddpm_lab.planning import MOST_SETS  # noqa: PLC0415
 
-    tracker = chosen(options.tracker)
+    tracker = tracker_chosen(options.tracker)
     threshold = percent(options.threshold, "--threshold") if options.threshold else 0.0 if options.gate else None
     resolution = (
         percent(options.resolution, "--resolution") if options.resolution else threshold or comparison.RESOLUTION
     )
     _check_sides(options, gated=threshold is not None)
-    how: dict[str, Any] = {
-        "resolution": resolution,
-        "minutes": options.minutes,
-        "sets": options.sets or MOST_SETS,
-        "device": options.device,
-        "output_dir": options.output_dir,
-    }
+    how = given(options, "minutes", "device", "output_dir")
+    how |= {"resolution": resolution, "sets": options.sets or MOST_SETS}
     if options.against is None:
         measured: Any = comparison.measure(options.baseline, options.candidate, **how)
     else:
@@ -117,7 +105,7 @@ def _unchanged(sentence: str, options: argparse.Namespace) -> int:
 
     text = f"{IDENTICAL}: {sentence}"
     said = {"status": IDENTICAL, "sentence": text, "exit_code": EXIT_CODES[IDENTICAL]}
-    print(json.dumps({"verdict": IDENTICAL, "gate": said}, indent=1) if options.json else text)
+    tell(options, {"verdict": IDENTICAL, "gate": said}, [text])
     _summarise(options, f"### {IDENTICAL}\n\n{sentence}.\n")
     return EXIT_CODES[IDENTICAL]
 

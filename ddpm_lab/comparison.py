@@ -18,12 +18,13 @@ from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.data.packed import resolve
 from ddpm_lab.data.prepared import read_manifest
 from ddpm_lab.experiments import study_of
+from ddpm_lab.files import PREPARED, output_folder
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.own_workload import find_here
 from ddpm_lab.plan import Experiment, Family, Plan
-from ddpm_lab.planning import MOST_SETS, Measured, Planned, output_folder, plan_experiment
-from ddpm_lab.setting import check_ranks
+from ddpm_lab.planning import MOST_SETS, Measured, Planned, plan_experiment
+from ddpm_lab.setting import check_ranks, usual_device
 from ddpm_lab.settings_file import configuration, read_settings
 
 if TYPE_CHECKING:
@@ -128,14 +129,12 @@ def measure(
     baseline: Side,
     candidate: Side,
     *,
-    resolution: float = RESOLUTION,
-    minutes: float | None = None,
-    sets: int = MOST_SETS,
     device: str | None = None,
     output_dir: str | Path | None = None,
     quiet: bool = False,
+    **limits: Any,
 ) -> Measured:
-    """The measuring half of ``compare``, which needs no pandas: it appends to the ledger."""
+    """The measuring half of ``compare``, which needs no pandas: it appends to the ledger. ``limits`` as below."""
     output = output_folder(output_dir)
     one, two = (
         with_images(side(given, place, device), output, quiet)
@@ -146,27 +145,20 @@ def measure(
             f"both sides are {_name(candidate, two)} with the same settings: every comparison measures its baseline "
             "against itself anyway, as the noise floor, and ddpm-lab calibrate tells how finely this machine measures"
         )
-    return plan_pair(
-        (one, two),
-        _labels(_name(baseline, one), _name(candidate, two)),
-        resolution=resolution,
-        minutes=minutes,
-        sets=sets,
-        output=output,
-        quiet=quiet,
-    ).measure()
+    labels = _labels(_name(baseline, one), _name(candidate, two))
+    return plan_pair((one, two), labels, output=output, quiet=quiet, **limits).measure()
 
 
 def plan_pair(
     pair: tuple[RunConfig, RunConfig],
     names: tuple[str, str],
     *,
-    code: CodeVersion | None = None,
-    resolution: float,
-    minutes: float | None,
-    sets: int,
     output: Path,
     quiet: bool,
+    resolution: float = RESOLUTION,
+    minutes: float | None = None,
+    sets: int = MOST_SETS,
+    code: CodeVersion | None = None,
 ) -> Planned:
     """Make two configurations, the baseline first, ready to be measured in the same sets.
 
@@ -212,18 +204,19 @@ def answer(measured: Measured, resolution: float) -> Comparison:
 
 def side(given: Side, place: str, device: str | None) -> RunConfig:
     """The configuration that a side names, its images not prepared. Raises ConfigError, which names the ``place``."""
-    device = device or ("cuda" if hardware.gpus() else "cpu")
     if isinstance(given, RunConfig):
         return given
+    find_here()
+    device = usual_device(device)
     if callable(given):
-        return _importable(RunConfig(workload=_workload_of(given, place), device=device, global_batch_size=1))
+        return RunConfig(workload=_workload_of(given, place), device=device, global_batch_size=1)
     text = str(given)
     if text.endswith(".toml"):
         values = {"device": device, **read_settings(path := Path(text).expanduser(), place)}
-        return _importable(configuration(values, f"{place}, {path}"))
+        return configuration(values, f"{place}, {path}")
     if ":" not in text:
         raise ConfigError(f"{place} is {text!r}: name a workload as module:function, or a file that ends in .toml")
-    return _importable(RunConfig(workload=text, device=device, global_batch_size=1))
+    return RunConfig(workload=text, device=device, global_batch_size=1)
 
 
 def _workload_of(function: Callable[..., Any], place: str) -> str:
@@ -239,11 +232,6 @@ def _workload_of(function: Callable[..., Any], place: str) -> str:
     return f"{module}:{name}"
 
 
-def _importable(config: RunConfig) -> RunConfig:
-    find_here()
-    return config
-
-
 def with_images(config: RunConfig, output: Path, quiet: bool) -> RunConfig:
     """A configuration with its images prepared, where it names some or is of the lab's own trainer."""
     if config.data_sha256 or (config.workload != DDPM and not config.data):
@@ -251,7 +239,7 @@ def with_images(config: RunConfig, output: Path, quiet: bool) -> RunConfig:
     say = (lambda _: None) if quiet else (lambda line: print(line, file=sys.stderr))
     folder = resolve(
         config.data or "synthetic",
-        output / "data" / "prepared",
+        output / PREPARED,
         image_size=config.image_size,
         held_out=None,
         skip_bad=False,

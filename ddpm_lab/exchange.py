@@ -60,7 +60,6 @@ def exchange(
             families.append(_half_as_often(setup, base))
     if families:
         return Experiment(name="exchange", families=tuple(families))
-    have = "GPU" if setup.device == "cuda" else "usable core"
     alone = Family(
         name=setup.family_name(batch := setup.batch_size(global_batch_size), 1),
         baseline=setup.config(global_batch_size=batch, precision=precision),
@@ -68,8 +67,8 @@ def exchange(
         candidates=(),
         mechanism=True,
     )
-    reason = f"this machine has one {have}; each rank needs its own"
-    return Experiment(name="exchange", families=(alone,), left_out=((alone.name, setup.ranks_label(2), reason),))
+    left_out = ((alone.name, setup.ranks_label(2), setup.why_alone),)
+    return Experiment(name="exchange", families=(alone,), left_out=left_out)
 
 
 def _candidates(base: RunConfig) -> tuple[tuple[str, RunConfig], ...]:

@@ -6,17 +6,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_lab.checks import choice, whole
 from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
-from ddpm_lab.ledger import Head, Ledger, read_all
+from ddpm_lab.files import CHECKOUT, LEDGER, ledgers, output_folder
+from ddpm_lab.ledger import Damaged, Head, Ledger, read_all
 from ddpm_lab.measure import hardware
 from ddpm_lab.plan import PRESETS
-from ddpm_lab.planning import CHECKOUT, LEDGER, Measured, output_folder, plan_question
+from ddpm_lab.planning import Measured, plan_question
 from ddpm_lab.questions import LONG, QUESTIONS
 from ddpm_lab.recommend import LEAST_MINUTES, recommend
 from ddpm_lab.record import RunRecord
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 SEARCH_SECONDS = 1800.0
 """Forecast for a search with the trials of what it finds: how long it takes is known when it ends."""
+SEARCHED = ("sets", "resolution", "seeds", "images", "only", "any_batch", "global_batch_size")
+"""Settings of a search, and of what it found, alone."""
 LAST = "batch_size"
 """Measured by the recommendation too, in the preset ``full``."""
 
@@ -97,8 +100,7 @@ def study_of(measured: Measured) -> Study:
         return head.machine.key == key and (head.experiment in names or head.role == TRIAL or name == CLAIMS)
 
     records, damaged = Ledger(measured.ledger).read(lambda heads: [h for h in heads if mine(h)])
-    for line in damaged:
-        print(f"note: {line}")
+    _note(damaged)
     machine, code, _, plan = measured.cohort
     configurations = measured.experiment.configurations
     parts = [  # images of several sizes are several sets of data: each compares only with itself
@@ -134,11 +136,6 @@ def recommendation(
     *,
     preset: str = "quick",
     minutes: float | None = None,
-    global_batch_size: int | None = None,
-    only: Mapping[str, Sequence[object]] | None = None,
-    any_batch: bool = False,
-    seeds: int | None = None,
-    images: int | None = None,
     train_images: int | None = None,
     output_dir: str | Path | None = None,
     ledger: Sequence[str | Path] | str | Path | None = None,
@@ -167,21 +164,13 @@ def recommendation(
     if searches:
         settings = {"preset": preset, "output_dir": output_dir, "workload": workload, **settings}
         if preset == "full":
-            largest = {k: v for k, v in settings.items() if k not in ("sets", "resolution")}
+            largest = {k: v for k, v in settings.items() if k not in SEARCHED}
             measure(LAST, minutes=None if minutes is None else minutes / 3, **largest)
             minutes = None if minutes is None else minutes * 2 / 3
         if preset == "full" and minutes is not None and minutes < LEAST_MINUTES:
             print("note: what is left of the time is too short for a search")
         else:
-            recommend(
-                minutes=minutes,
-                global_batch_size=global_batch_size,
-                only=only,
-                any_batch=any_batch,
-                seeds=seeds,
-                images=images,
-                **settings,
-            )
+            recommend(minutes=minutes, **settings)
     if not reads:
         machine = hardware.machine().key
         if not any(head.machine.key == machine for head in of_training(Ledger(output / LEDGER).heads()[0], workload)):
@@ -206,61 +195,41 @@ def _stored(
     machine: str | None,
     workload: str | None = None,
 ) -> Study:
+    output = output_folder(output_dir)
+    files = ledgers([ledger] if isinstance(ledger, str | Path) else ledger, output)
+    return read_study(files, name, output, machine=machine, among=lambda heads: of_training(heads, workload))
+
+
+def read_study(
+    files: Sequence[Path],
+    name: str,
+    output: Path,
+    *,
+    machine: str | None = None,
+    among: Callable[[Sequence[Head]], Sequence[Head]] = lambda heads: heads,
+) -> Study:
+    """What records in ``files`` answer a question: those ``among`` them, of one machine; see ``frames.chosen``.
+
+    Prints a note of each line that cannot be read. Raises LedgerError where a file is missing or is no ledger.
+    """
     from ddpm_lab.explain.frames import chosen, study  # noqa: PLC0415 - as above
 
-    output = output_folder(output_dir)
-    if ledger is None:
-        ledger = [output / LEDGER]
-    paths = [ledger] if isinstance(ledger, str | Path) else list(ledger)
-    files = [Path(p).expanduser() for p in paths]
-    records, damaged = read_all(files, lambda heads: chosen(of_training(heads, workload), name, machine=machine))
-    for line in damaged:
-        print(f"note: {line}")
+    records, damaged = read_all(files, lambda heads: chosen(among(heads), name, machine=machine))
+    _note(damaged)
     return study(records, name, machine=machine, output_dir=output)
 
 
-def measure(
-    name: str,
-    *,
-    preset: str = "quick",
-    minutes: float | None = None,
-    sets: int | None = None,
-    resolution: float | None = None,
-    output_dir: str | Path | None = None,
-    start_method: str = "forkserver",
-    quiet: bool = False,
-    **settings: Any,
-) -> Measured:
+def _note(damaged: Iterable[Damaged]) -> None:
+    for line in damaged:
+        print(f"note: {line}")
+
+
+def measure(name: str, **settings: Any) -> Measured:
     """Measure what the ledger lacks for a question, and say which records answer it.
 
-    Args:
-        name: profile, multi_gpu, amp, workers, torch_compile or batch_size.
-        preset: smoke, quick or full: how much is run.
-        minutes: time budget; what does not fit becomes fewer configurations or fewer sets. None is no limit.
-        sets: sets per comparison; None is the preset's number.
-        resolution: measure each comparison until a relative difference of this size would be found (0.02 is 2 %), in
-            at most ``sets`` sets (100 by default); None measures the planned number of sets.
-        output_dir: folder that receives ``trace_output/``; None is the checkout.
-        start_method: forkserver, or spawn, which costs some 5 seconds more for each group.
-        quiet: show no progress.
-        settings: those of ``prepare_experiment``.
-
-    Raises:
-        ConfigError: a setting cannot be run on this machine.
-        DataError: there are no images where ``data`` says.
-        LedgerError: the output folder cannot be written.
+    ``settings`` are those of ``planning.plan_question``, and the errors too.
     """
-    return plan_question(
-        name,
-        preset=preset,
-        minutes=minutes,
-        sets=sets,
-        resolution=resolution,
-        output_dir=output_dir,
-        start_method=start_method,
-        quiet=quiet,
-        **settings,
-    ).measure()
+    return plan_question(name, **settings).measure()
 
 
 def forecast(name: str, *, preset: str = "quick", output_dir: str | Path | None = None, **settings: Any) -> float:

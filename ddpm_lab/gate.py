@@ -13,14 +13,16 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.comparison import RESOLUTION, plan_pair, side, with_images
+from ddpm_lab.comparison import plan_pair, side, with_images
 from ddpm_lab.config import RunConfig
-from ddpm_lab.measure import hardware
+from ddpm_lab.files import output_folder
 from ddpm_lab.measure.code_version import CodeVersion, Tree, code_version, in_repository, is_library
 from ddpm_lab.measure.worktree import Repository, tree_of
-from ddpm_lab.planning import MOST_SETS, Measured, output_folder
+from ddpm_lab.planning import Measured
+from ddpm_lab.setting import usual_device
 
 WORKING_TREE = "working tree"
 INSTRUMENT = "ddpm_lab.measure."
@@ -38,12 +40,10 @@ def measure(
     against: str,
     *,
     always: bool = False,
-    resolution: float = RESOLUTION,
-    minutes: float | None = None,
-    sets: int = MOST_SETS,
     device: str | None = None,
     output_dir: str | Path | None = None,
     quiet: bool = False,
+    **limits: Any,
 ) -> Measured | Unchanged:
     """Measure a training step as it is in the working tree against a revision of the repository that one works in.
 
@@ -51,12 +51,7 @@ def measure(
         given: ``module:function``, or a TOML file of settings; None is the lab's own trainer with its defaults.
         against: any revision that git knows here: a branch, a tag, a commit. It is the baseline.
         always: measure identical code too.
-        resolution: the smallest relative difference to be found; it and the others are those of ``compare``.
-        minutes: time budget; None is no limit.
-        sets: the most sets to measure.
-        device: cpu or cuda; None is the GPU where there is one.
-        output_dir: folder that receives the records; None is the checkout of the lab, or the working folder.
-        quiet: show no progress.
+        device, output_dir, quiet, limits: as in ``compare``; ``limits`` are resolution, minutes and sets.
 
     Raises:
         ConfigError: there is no such repository or revision, a side cannot be run, or what would time the two differs.
@@ -65,7 +60,7 @@ def measure(
     commit = repository.commit(against)
     output = output_folder(output_dir)
 
-    trainer = RunConfig(device=device or ("cuda" if hardware.gpus() else "cpu"))
+    trainer = RunConfig(device=usual_device(device))
     ours = side(given or trainer, "the step", device)
     mine = code_version(ours.workload)
     _refuse_strangers(repository, mine)
@@ -96,11 +91,9 @@ def measure(
             (with_images(base, output, quiet), with_images(ours, output, quiet)),
             (against, WORKING_TREE),
             code=mine.with_revision(theirs),
-            resolution=resolution,
-            minutes=minutes,
-            sets=sets,
             output=output,
             quiet=quiet,
+            **limits,
         ).measure()
 
 
@@ -117,10 +110,8 @@ def _counterpart(given: str | None, root: Path, folder: Path) -> str | None:
 
 def _changed(mine: CodeVersion, theirs: CodeVersion) -> list[str]:
     """Modules of which the two sides have different sources, or which only one of them has."""
-    names = mine.sources.keys() | theirs.sources.keys()
-    hashes = ({name: source.sha256 for name, source in version.sources.items()} for version in (mine, theirs))
-    ours, others = hashes
-    return sorted(name for name in names if ours.get(name) != others.get(name))
+    ours, others = ({(name, source.sha256) for name, source in v.sources.items()} for v in (mine, theirs))
+    return sorted({name for name, _ in ours ^ others})
 
 
 def _refuse_strangers(repository: Repository, mine: CodeVersion) -> None:

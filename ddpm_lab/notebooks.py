@@ -22,8 +22,8 @@ from nbclient.exceptions import DeadKernelError
 from papermill.exceptions import PapermillExecutionError
 
 from ddpm_lab.checks import LabError
+from ddpm_lab.files import CHECKOUT
 
-CHECKOUT = Path(__file__).resolve().parents[1]
 NUMBERED = "[0-9][0-9]_*.ipynb"
 PROGRESS = "DDPM_LAB_PROGRESS"
 """Environment variable that names the file to which the lab appends its progress lines."""

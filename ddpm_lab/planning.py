@@ -13,6 +13,7 @@ from ddpm_lab.checks import ConfigError, choice, several, whole
 from ddpm_lab.config import DDPM, DEVICES, NETWORKS
 from ddpm_lab.data.packed import resolve
 from ddpm_lab.data.prepared import read_manifest
+from ddpm_lab.files import LEDGER, PREPARED, output_folder, writing
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import Campaign, Target
@@ -29,19 +30,10 @@ from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.quality import WORKLOADS as TRAINED
 from ddpm_lab.questions import PLANS, QUESTIONS, STAGES, WORKLOADS, ask
 from ddpm_lab.record import LedgerError
-from ddpm_lab.setting import Images, Setup
+from ddpm_lab.setting import Images, Setup, check_ranks, usual_device
 
-CHECKOUT = Path(__file__).resolve().parents[1]
-LEDGER = Path("trace_output", "ledger.jsonl")
 MOST_SETS = 100
 """Where a resolution says how many sets are measured, and nothing else limits them."""
-
-
-def output_folder(output_dir: str | Path | None) -> Path:
-    """Where results go: ``output_dir``, the checkout of this package, or for an installed copy the working folder."""
-    if output_dir is not None:
-        return Path(output_dir).expanduser().absolute()
-    return CHECKOUT if (CHECKOUT / "notebooks").is_dir() else Path.cwd()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +100,25 @@ def plan_question(
     quiet: bool = False,
     **settings: Any,
 ) -> Planned:
-    """Check a question and prepare its images; see ``measure`` for the arguments and what is raised."""
+    """Check a question and prepare its images: nothing of it is refused any more.
+
+    Args:
+        name: a question, such as profile, multi_gpu or amp, or a stage of a search.
+        preset: smoke, quick or full: how much is run.
+        minutes: time budget; what does not fit becomes fewer configurations or fewer sets. None is no limit.
+        sets: sets per comparison; None is the preset's number.
+        resolution: measure each comparison until a relative difference of this size would be found (0.02 is 2 %), in
+            at most ``sets`` sets (100 by default); None measures the planned number of sets.
+        output_dir: folder that receives ``trace_output/``; None is the checkout.
+        start_method: forkserver, or spawn, which costs some 5 seconds more for each group.
+        quiet: show no progress.
+        settings: those of ``prepare_experiment``.
+
+    Raises:
+        ConfigError: a setting cannot be run on this machine.
+        DataError: there are no images where ``data`` says.
+        LedgerError: the output folder cannot be written.
+    """
     choice("experiment", name, (*QUESTIONS, *STAGES))
     scope = preset_called(preset)
     output, progress = output_folder(output_dir), Progress(name, quiet=quiet)
@@ -152,7 +162,6 @@ def plan_experiment(
     minutes: float | None,
     output: Path,
     quiet: bool = False,
-    start_method: str = "forkserver",
     code: CodeVersion | None = None,
 ) -> Planned:
     """Make an experiment of any workloads ready; one code version covers the sources of all of them.
@@ -161,8 +170,7 @@ def plan_experiment(
     """
     target = _target(plan, sets, minutes, resolution)
     progress = Progress(experiment.name, quiet=quiet)
-    instrument = instrument_for(workloads, output, progress, start_method, code)
-    instrument = dataclasses.replace(instrument, data_name=data_name)
+    instrument = dataclasses.replace(instrument_for(workloads, output, progress, code=code), data_name=data_name)
     campaign = Campaign(experiment, target, instrument, Ledger(output / LEDGER), output / "trace_output")
     return Planned(campaign=campaign, output=output, progress=progress)
 
@@ -249,10 +257,9 @@ def prepare_experiment(
     ``questions.ask``.
     """
     visible = hardware.gpus()
-    device = device or ("cuda" if visible else "cpu")
+    device = usual_device(device)
     choice("device", device, DEVICES)
-    if device == "cuda" and not visible:
-        raise ConfigError("device is 'cuda', but no GPU is visible: use device cpu, or check the driver (nvidia-smi)")
+    check_ranks(device, 1, len(visible), 1)
     if network is not None:
         choice("network", network, NETWORKS)
     if image_sizes is not None:
@@ -281,29 +288,21 @@ def prepare_experiment(
         if workload is not None:
             setup = with_own(setup, workload, instrument)
         else:
-            options: dict[str, Any] = {
-                "held_out": held_out,
-                "skip_bad": skip_bad,
-                "size": size,
-                "progress": instrument.progress,
-            }
-            images = _images(data, cache=cache or output / "data" / "prepared", **options)
+            how = {"held_out": held_out, "skip_bad": skip_bad, "progress": instrument.progress}
+            images = _images(data, cache or output / PREPARED, image_size=size, **how)
             setup = dataclasses.replace(setup, images=images)
         if chosen is None and workload is None:
             chosen = _network(name, setup, instrument, ledger, target)
             setup = dataclasses.replace(setup, network=chosen)
         parts.append(ask(name, setup, **grid))
-    merged = Experiment(
-        name=name,
-        families=tuple(f for part in parts for f in part.families),
-        left_out=tuple(row for part in parts for row in part.left_out),
-        profiles=tuple(row for part in parts for row in part.profiles),
-        trials=tuple(row for part in parts for row in part.trials),
-        checks=tuple(row for part in parts for row in part.checks),
-        space=parts[0].space,
-        asked=parts[0].asked,
-    )
-    return with_changes(merged, setup.own, ledger, instrument.code.key), setup.images
+    return with_changes(merged(parts), setup.own, ledger, instrument.code.key), setup.images
+
+
+def merged(parts: Sequence[Experiment]) -> Experiment:
+    """Parts of one question as one experiment; what a question has only one of is the first part's."""
+    rows = ("families", "left_out", "profiles", "trials", "checks")
+    every: dict[str, Any] = {name: tuple(row for part in parts for row in getattr(part, name)) for name in rows}
+    return dataclasses.replace(parts[0], **every)
 
 
 def _network(name: str, setup: Setup, instrument: Instrument, ledger: Ledger, target: Target) -> str:
@@ -328,23 +327,21 @@ def _network(name: str, setup: Setup, instrument: Instrument, ledger: Ledger, ta
     return choose_network(candidates, instrument, ledger, target, budget_seconds=budget * 60)
 
 
-def _images(data: str, *, held_out: str | None, skip_bad: bool, size: int, cache: Path, progress: Any) -> Images:
-    folder = resolve(data, cache, image_size=size, held_out=held_out, skip_bad=skip_bad, progress=progress)
+def _images(data: str, cache: Path, *, image_size: int, **how: Any) -> Images:
+    folder = resolve(data, cache, image_size=image_size, **how)
     manifest = read_manifest(folder)
     source = f"images from {'/'.join(Path(manifest.source).parts[-2:])}"
     kind = "synthetic images" if manifest.kind == "synthetic" else source
     return Images(
-        folder=str(folder), sha256=manifest.content_hash, name=f"{manifest.train_count:,} {kind}", image_size=size
+        folder=str(folder), sha256=manifest.content_hash, name=f"{manifest.train_count:,} {kind}", image_size=image_size
     )
 
 
 def _check_writable(output: Path) -> None:
     """Refuse an output folder before anything is measured for it."""
     folder = output / LEDGER.parent
-    try:
+    with writing(folder, LedgerError):
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
         probe.touch()
         probe.unlink()
-    except OSError as error:
-        raise LedgerError(f"cannot write to {folder}: {error.strerror}; choose another --output-dir") from error

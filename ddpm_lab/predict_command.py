@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import shlex
-from pathlib import Path
 from typing import Any
 
-from ddpm_lab.checks import whole, whole_numbers
+from ddpm_lab.checks import whole_numbers, whole_options
+from ddpm_lab.files import LEDGER, ledgers, output_folder
+from ddpm_lab.options import add, plain
 
 
 def add_options(subparsers: Any) -> None:
@@ -23,37 +23,28 @@ def add_options(subparsers: Any) -> None:
         metavar="N",
         help="ranks on a host (default: as measured on several hosts, else all on one)",
     )
-    predict.add_argument(
-        "--batch-size", type=int, help="global batch that the ranks share (default: each keeps the largest measured)"
-    )
+    add(predict, "batch-size", help="global batch that the ranks share (default: each keeps the largest measured)")
     predict.add_argument("--algorithm", default="ring", help="of the all-reduce: ring (the default) or tree")
-    predict.add_argument("--ledger", nargs="+", metavar="FILE", help="records to read (default: your own ledger)")
-    predict.add_argument("--machine", metavar="NAME", help="whose records: a name, a part of it, or a key")
-    predict.add_argument("--output-dir", help="folder whose ledger is read (default: this checkout)")
-    predict.add_argument("--json", action="store_true", help="print JSON")
+    add(predict, "ledger", "machine")
+    add(predict, "output-dir", help="folder whose ledger is read (default: this checkout)")
+    add(predict, "json")
     predict.set_defaults(command=predict_command)
 
 
 def predict_command(options: argparse.Namespace) -> int:
     """Print what the ledger's records predict; refuse where they do not suffice."""
-    from ddpm_lab.explain import predicted, predicted_words  # noqa: PLC0415 - commands load what they need
-    from ddpm_lab.explain.frames import SCALING, chosen, study  # noqa: PLC0415
-    from ddpm_lab.ledger import read_all  # noqa: PLC0415
-    from ddpm_lab.planning import LEDGER, output_folder  # noqa: PLC0415
+    from ddpm_lab.experiments import read_study  # noqa: PLC0415 - commands load what they need
+    from ddpm_lab.explain import predicted, predicted_words  # noqa: PLC0415
+    from ddpm_lab.explain.frames import SCALING  # noqa: PLC0415
 
     asked = options.world_sizes
     sizes = list(predicted.WORLD_SIZES) if asked is None else whole_numbers("--world-sizes", asked)
-    for name in ("ranks_per_node", "batch_size"):
-        if (value := getattr(options, name)) is not None:
-            whole(f"--{name.replace('_', '-')}", value, 1)
+    whole_options(vars(options), ranks_per_node=1, batch_size=1)
     output = output_folder(options.output_dir)
-    files = [Path(f).expanduser() for f in options.ledger or [output / LEDGER]]
+    files = ledgers(options.ledger, output)
     if options.ledger is None:  # nothing measured is what the refusal below is about
         files = [f for f in files if f.exists()]
-    records, damaged = read_all(files, lambda heads: chosen(heads, SCALING, machine=options.machine))
-    for line in damaged:
-        print(f"note: {line}")
-    answer = study(records, SCALING, machine=options.machine, output_dir=output)
+    answer = read_study(files, SCALING, output, machine=options.machine)
     # What is missing belongs into the ledger that was read, where that is one the lab would write.
     written = next((f.absolute().parents[1] for f in files if f.parts[-2:] == LEDGER.parts), output)
     carried = [] if written == output_folder(None) else ["--output-dir", shlex.quote(str(written))]
@@ -80,7 +71,6 @@ def predict_command(options: argparse.Namespace) -> int:
 
 
 def _values(row: Any, measured: Any = None) -> dict[str, Any]:
-    """Plain values, with what was measured of the same; what is not known is null."""
-    values = dataclasses.asdict(row).items()
-    shown = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in values}
+    """Plain values, with what was measured of the same."""
+    shown = plain(dataclasses.asdict(row))
     return shown if measured is None else {**shown, "measured": _values(measured)}

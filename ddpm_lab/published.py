@@ -19,6 +19,7 @@ from ddpm_lab.explain.bands import bands as bands_called
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.frames import RECOMMENDATION, Study, study
 from ddpm_lab.explain.show import NAMES
+from ddpm_lab.files import replace
 from ddpm_lab.ledger import Head, Ledger, read_all
 from ddpm_lab.plan import SEARCH
 from ddpm_lab.record import LedgerError, RunRecord
@@ -219,9 +220,7 @@ def _draw(studies: Sequence[Study], folder: Path) -> list[tuple[Path, Finding]]:
     for answer in studies:
         pictures = _pictures(answer, folder)
         for path, picture in pictures:
-            partial = path.with_suffix(".partial")
-            partial.write_bytes(picture)
-            partial.replace(path)
+            replace(path, picture)
         found.append((pictures[0][0], findings.finding(answer)))
     return found
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ddpm_lab import collectives
 from ddpm_lab.bottleneck import bottleneck
-from ddpm_lab.checks import ConfigError, choice, several, whole
+from ddpm_lab.checks import ConfigError, choice, whole
 from ddpm_lab.claims import WORKLOADS as CLAIMED
 from ddpm_lab.claims import claims
 from ddpm_lab.collectives import all_reduce
@@ -24,7 +24,7 @@ from ddpm_lab.plan import RECOMMENDATION, SCALINGS, SEARCH, WEAK, WITH_TRIALS, E
 from ddpm_lab.quality import WORKLOADS as TRAINED
 from ddpm_lab.quality import identity_trials, quality, with_trials
 from ddpm_lab.search_space import SEARCH_PLAN, recommendation, search
-from ddpm_lab.setting import Setup
+from ddpm_lab.setting import Setup, each_choice, each_whole
 from ddpm_lab.trainers import PLAN, peers
 from ddpm_lab.trainers import WORKLOADS as TRAINERS
 
@@ -34,11 +34,6 @@ FULL_BATCH_SIZES = (32, 64, 128, 256, 512)
 MOST_CPU, MOST_CUDA = 1024, 65_536
 """Where a search for the largest batch ends if nothing else ends it."""
 FULL_WORKERS = (0, 1, 2, 4, 8, 12, 16, 20)
-
-
-def _powers_of_two(most: int) -> list[int]:
-    """1, 2, 4, ... and ``most`` itself."""
-    return sorted({2**i for i in range(most.bit_length()) if 2**i <= most} | {most})
 
 
 def profile(
@@ -78,18 +73,16 @@ def multi_gpu(
     beforehand. ``alone`` measures the most ranks without one rank beside them, and so no ratio.
     """
     full = setup.preset == "full"
-    usual = _powers_of_two(setup.most_ranks) if full or setup.device == "cuda" else [1, 2]
-    ranks = [n for n in setup.world_sizes(world_sizes, usual) if n > 1]
+    usual = [*setup.doubled_ranks, setup.most_ranks] if full or setup.device == "cuda" else [1, 2]
+    ranks = [n for n in setup.world_sizes(world_sizes, sorted(set(usual))) if n > 1]
     if scaling is not None:
         choice("scaling", scaling, SCALINGS)
-    if global_batch_sizes is not None:
-        several("global_batch_sizes", global_batch_sizes)
+    each_whole("global_batch_sizes", global_batch_sizes, 1)
     small = (128, 512) if setup.device == "cuda" else (16, 32)
     batches = global_batch_sizes or (FULL_BATCH_SIZES if full else small if setup.preset == "quick" else small[:1])
     families, left_out, profiles = [], [], []
     settings = {"precision": precision, **({} if loader_workers is None else setup.files(loader_workers))}
     for batch in batches:
-        whole("global_batch_sizes", batch, 1)
         if scaling != "weak":
             uneven = [n for n in ranks if batch % n]
             if uneven and world_sizes is not None:
@@ -106,9 +99,7 @@ def multi_gpu(
     if alone:
         families = [_alone(family) for family in families]
     if not ranks and world_sizes is None:
-        have = "GPU" if setup.device == "cuda" else "usable core"
-        label = setup.ranks_label(2)
-        left_out += [(f.name, label, f"this machine has one {have}; each rank needs its own") for f in families]
+        left_out += [(f.name, setup.ranks_label(2), setup.why_alone) for f in families]
         if setup.device == "cuda" and setup.usable_cores >= 2 and setup.places != 1 and not setup.own:
             families.append(_mechanism(setup, precision))
     shared = next((batch for batch in sorted(batches) if ranks and batch % ranks[-1] == 0), None)
@@ -170,10 +161,7 @@ def amp(
 ) -> Experiment:
     """Does mixed precision speed up training? fp32 against each narrower format, for each number of ranks."""
     able = CUDA_PRECISIONS if setup.device == "cuda" else CPU_PRECISIONS
-    if precisions is not None:
-        several("precisions", precisions)
-    for precision in precisions or ():
-        choice("precisions", precision, CUDA_PRECISIONS)
+    each_choice("precisions", precisions, CUDA_PRECISIONS)
     wanted = [p for p in (precisions or CUDA_PRECISIONS) if p != "fp32"]
     usual = sorted({1, setup.most_ranks}) if setup.preset == "full" else [1]
     families, left_out = [], []
@@ -205,16 +193,11 @@ def workers(
 ) -> Experiment:
     """How many loader workers are worth having? Each file decoded when needed; training, and the loader alone."""
     usual = {"smoke": (0, 1), "quick": (0, 1, 2), "full": FULL_WORKERS}[setup.preset]
-    for name, values in (("worker_counts", worker_counts), ("precisions", precisions)):
-        if values is not None:
-            several(name, values)
-    for count in worker_counts or ():
-        whole("worker_counts", count, 0)
-    asked = tuple(dict.fromkeys(worker_counts or usual))
     able = CUDA_PRECISIONS if setup.device == "cuda" else CPU_PRECISIONS
+    each_whole("worker_counts", worker_counts, 0)
+    each_choice("precisions", precisions, able)
+    asked = tuple(dict.fromkeys(worker_counts or usual))
     formats = tuple(dict.fromkeys(precisions or ("fp32", setup.usual_precision if setup.preset == "full" else "fp32")))
-    for precision in formats:
-        choice("precisions", precision, able)
     batch = setup.batch_size(global_batch_size)
     first, *others = sorted(n for n in asked if n <= setup.usable_cores) or [0]
     others = others[-1:] + others[:-1]  # the most workers are the most telling
@@ -296,10 +279,7 @@ def batch_size(
     cuda = setup.device == "cuda"
     whole("world_size", world_size, 1)
     setup.check_ranks(world_size)
-    if global_batch_sizes is not None:
-        several("global_batch_sizes", global_batch_sizes)
-        for batch in global_batch_sizes:
-            whole("global_batch_sizes", batch, 1)
+    each_whole("global_batch_sizes", global_batch_sizes, 1)
     first = 32 if setup.preset == "full" else setup.batch_size(None)
     count = {"smoke": 2, "quick": 5, "full": 8 if cuda else 5}[setup.preset]
     usual = [-(-first * 2**i // world_size) * world_size for i in range(count)]

@@ -9,6 +9,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from ddpm_lab import search
@@ -224,12 +225,6 @@ def _note_space(campaign: Campaign, space: Space) -> None:
     told, _ = campaign.ledger.read(
         lambda heads: [h for h in heads if h.role == "space" and (h.machine.key, h.cohort[1]) == here]
     )
-    last = told[-1] if told else None
-    same = last and (last.family, last.space, last.run_id, last.plan) == (
-        record.family,
-        record.space,
-        record.run_id,
-        record.plan,
-    )
-    if not same:
+    said = attrgetter("family", "space", "run_id", "plan")
+    if not told or said(told[-1]) != said(record):
         campaign.ledger.append([record])

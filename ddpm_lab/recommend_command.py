@@ -7,8 +7,7 @@ import json
 from typing import Any
 
 from ddpm_lab.checks import ConfigError, percent
-from ddpm_lab.config import DEVICES, NETWORKS
-from ddpm_lab.plan import PRESETS
+from ddpm_lab.options import add, given, plain
 
 MINUTES = {"quick": 10.0, "full": 60.0}
 """Where no budget is given."""
@@ -19,17 +18,12 @@ def add_options(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "recommend", help="search the fastest configuration whose quality is not worse, and measure it again"
     )
-    parser.add_argument("--preset", default="quick", help=f"how much is run: {', '.join(PRESETS)} (default: quick)")
-    parser.add_argument("--minutes", type=float, help="time budget (default: 10; 60 in full)")
-    parser.add_argument("--data", default="synthetic", help="images: a folder, an archive, or synthetic (the default)")
-    parser.add_argument("--held-out", metavar="FOLDER", help="images never to train on (default: 5 %% of the data)")
-    parser.add_argument("--skip-bad", action="store_true", help="leave damaged images out, and list them")
-    parser.add_argument("--network", help=f"{', '.join(NETWORKS)} (default: the preset's choice for this machine)")
-    parser.add_argument(
-        "--workload", metavar="MODULE:FUNCTION", help="a training of your own in place of the lab's DDPM"
-    )
-    parser.add_argument("--device", choices=DEVICES, help="default: the GPU where there is one")
-    parser.add_argument("--batch-size", type=int, help="global batch size to set out from (default: the preset's)")
+    add(parser, "preset")
+    add(parser, "minutes", help="time budget (default: 10; 60 in full)")
+    add(parser, "data", "held-out", "skip-bad", "network")
+    add(parser, "workload", help="a training of your own in place of the lab's DDPM")
+    add(parser, "device")
+    add(parser, "batch-size", help="global batch size to set out from (default: the preset's)")
     parser.add_argument(
         "--only",
         action="append",
@@ -46,15 +40,14 @@ def add_options(subparsers: Any) -> None:
         "--seeds", type=int, help="trials of what is found, from so many seeds (default: none; full: 8)"
     )
     parser.add_argument("--images", type=int, help="images that each trial trains on (default: the preset's)")
-    parser.add_argument("--sets", type=int, help="sets that measure again what is found (default: the preset's)")
-    parser.add_argument("--resolution", metavar="SHARE", help="or until a difference such as 2%% would be found")
+    add(parser, "sets", help="sets that measure again what is found (default: the preset's)")
+    add(parser, "resolution", help="or until a difference such as 2%% would be found")
     parser.add_argument(
         "--train-images", type=int, metavar="N", help="of the full training that is projected (default: 800,000 steps)"
     )
-    parser.add_argument("--ledger", nargs="+", metavar="FILE", help="measure nothing, and read these records")
-    parser.add_argument("--machine", metavar="NAME", help="whose records to read: a name, a part of it, a key, or all")
-    parser.add_argument("--output-dir", help="folder that receives all results (default: this checkout)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add(parser, "ledger", help="measure nothing, and read these records")
+    add(parser, "machine", help="whose records to read: a name, a part of it, a key, or all")
+    add(parser, "output-dir", "json")
     parser.set_defaults(command=recommend_command)
 
 
@@ -62,20 +55,8 @@ def recommend_command(options: argparse.Namespace) -> int:
     """Search and answer; 1 where nothing could be recommended."""
     from ddpm_lab import experiments  # noqa: PLC0415 - commands load what they need
 
-    names = (
-        "preset",
-        "data",
-        "held_out",
-        "skip_bad",
-        "network",
-        "workload",
-        "device",
-        "any_batch",
-        "seeds",
-        "images",
-        "sets",
-    )
-    settings = {name: getattr(options, name) for name in (*names, "train_images", "ledger", "machine", "output_dir")}
+    settings = given(options, "preset", "data", "held_out", "skip_bad", "network", "workload", "device", "any_batch")
+    settings |= given(options, "seeds", "images", "sets", "train_images", "ledger", "machine", "output_dir")
     reads = options.ledger is not None or options.machine is not None
     minutes = options.minutes if options.minutes is not None or reads else MINUTES.get(options.preset)
     try:
@@ -95,11 +76,9 @@ def recommend_command(options: argparse.Namespace) -> int:
 
     found, path = findings.finding(study), study.output_dir / NAME
     if options.json:
-        row = {"verdict": found.verdict, "status": found.status, "claim": found.claim, "sets": found.sets}
-        ratio = {name: None if (v := getattr(found, name)) != v else v for name in ("ratio", "low", "high")}
-        print(
-            json.dumps({**row, **ratio, "quality": found.quality, "settings": None if reads else str(path)}, indent=1)
-        )
+        names = ("verdict", "status", "claim", "sets", "ratio", "low", "high", "quality")
+        row = plain({name: getattr(found, name) for name in names})
+        print(json.dumps({**row, "settings": None if reads else str(path)}, indent=1))
     else:
         print(tables.table(study).to_string(index=False), found.claim, sep="\n")
         if not reads:

@@ -7,6 +7,7 @@ from pathlib import Path
 from ddpm_lab.explain import recommended_words
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.recommended import forecast, recommendation
+from ddpm_lab.files import replace
 from ddpm_lab.record import LedgerError
 from ddpm_lab.run_folder import OWN
 from ddpm_lab.settings_file import settings_text
@@ -41,9 +42,7 @@ def write(study: Study) -> Path | None:
     path = study.output_dir / NAME
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(text)
-        partial.replace(path)
+        replace(path, text)
     except OSError as error:
         raise LedgerError(f"cannot write {path}: {error.strerror}; choose another --output-dir") from error
     return path

@@ -19,11 +19,11 @@ from ddpm_lab.data.folder import DataError, list_images
 from ddpm_lab.data.packed import resolve
 from ddpm_lab.explain import calibration, figure_calibration, pages
 from ddpm_lab.explain.pages import DONE, FAILED, METADATA, NOT_RUN, STOPPED, Page, Section
+from ddpm_lab.files import CHECKOUT
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.notebooks import (
-    CHECKOUT,
     NUMBERED,
     Stop,
     check_parameters,

@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import DEVICES, NETWORKS
+from ddpm_lab.config import NETWORKS
+from ddpm_lab.files import LEDGER, ledgers, output_folder, writing
+from ddpm_lab.ledger import read_all
+from ddpm_lab.options import add, given
+from ddpm_lab.run_folder import SETTINGS
+from ddpm_lab.settings_file import configuration, read_settings
 
 if TYPE_CHECKING:
     from ddpm_lab.explain.differences import Run
@@ -44,9 +49,9 @@ def add_options(subparsers: Any) -> None:
     benchmark.add_argument(
         *("--model", "--network"), choices=NETWORKS, dest="network", help="default: seed on a GPU, tiny on a CPU"
     )
-    benchmark.add_argument(
-        "--mode",
-        choices=("single", "multi", "auto"),
+    add(
+        benchmark,
+        "mode",
         help="one GPU or rank; insist on several beside it; or several unless `ddpm-lab strategy` says single "
         "(default: several where there are any)",
     )
@@ -61,11 +66,10 @@ def add_options(subparsers: Any) -> None:
         action="store_true",
         help="one alone, as --mode single",
     )
-    benchmark.add_argument("--data", default="synthetic", help="images: a folder, an archive, or synthetic (default)")
-    benchmark.add_argument("--device", choices=DEVICES, help="default: the GPU where there is one")
-    benchmark.add_argument("--minutes", type=float, help="time budget")
-    benchmark.add_argument("--ledger", nargs="+", metavar="FILE", help="measure nothing: write the folder from these")
-    benchmark.add_argument("--machine", metavar="NAME", help="with --ledger: whose records")
+    add(benchmark, "data", help="images: a folder, an archive, or synthetic (default)")
+    add(benchmark, "device", "minutes")
+    add(benchmark, "ledger", help="measure nothing: write the folder from these")
+    add(benchmark, "machine", help="with --ledger: whose records")
     _results(benchmark)
     benchmark.set_defaults(command=benchmark_command)
 
@@ -80,10 +84,10 @@ def add_options(subparsers: Any) -> None:
         metavar="SOURCE",
         help="ledgers (.jsonl), folders of `train`, output files of jobs (default: your own ledger)",
     )
-    summary.add_argument("--machine", metavar="NAME", help="whose records of a ledger: a name, a part of it, or a key")
+    add(summary, "machine", help="whose records of a ledger: a name, a part of it, or a key")
     summary.add_argument("--csv", metavar="FILE", help="write the table as CSV")
     summary.add_argument("--markdown", metavar="FILE", help="write table and speed-ups as Markdown")
-    summary.add_argument("--json", action="store_true", help="print JSON")
+    add(summary, "json")
     summary.set_defaults(command=summary_command)
 
     diff = subparsers.add_parser("diff", help="which settings of two runs differ, and whether only those that should")
@@ -96,8 +100,8 @@ def add_options(subparsers: Any) -> None:
     diff.add_argument(
         "--only", metavar="NAMES", help="settings that may differ, with commas between: exit 1 if more do"
     )
-    diff.add_argument("--ledger", nargs="+", metavar="FILE", help="records to look in (default: your own ledger)")
-    diff.add_argument("--json", action="store_true", help="print JSON")
+    add(diff, "ledger", help="records to look in (default: your own ledger)")
+    add(diff, "json")
     diff.set_defaults(command=diff_command)
 
 
@@ -105,7 +109,7 @@ def _results(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         *("--output-dir", "--output_dir"), help="folder of the results; the same one goes on (default: a new one here)"
     )
-    parser.add_argument("--json", action="store_true", help="print benchmark_results.json and nothing else")
+    add(parser, "json", help="print benchmark_results.json and nothing else")
 
 
 # --- benchmark -------------------------------------------------------------------------------------------------------
@@ -122,8 +126,7 @@ def benchmark_command(options: argparse.Namespace) -> int:
         "loader_workers": options.num_workers,
         "sets": options.runs,
         "batch_sizes": _numbers(options.batch_sizes),
-        **{name: getattr(options, name) for name in ("batch_size", "network", "mode", "device", "minutes", "data")},
-        **{name: getattr(options, name) for name in ("skip_single", "skip_multi")},
+        **given(options, "batch_size", "network", "mode", "device", "minutes", "data", "skip_single", "skip_multi"),
     }
     if options.machine and not options.ledger:
         raise ConfigError("--machine is for --ledger: without it this machine is measured")
@@ -140,18 +143,13 @@ def _numbers(words: Sequence[str] | None) -> list[int] | None:
 
 
 def _benchmark(options: argparse.Namespace, asked: dict[str, Any], ledger: Sequence[str] | None = None) -> int:
-    from ddpm_lab import benchmark, experiments, strategy  # noqa: PLC0415 - commands load what they need
-    from ddpm_lab.planning import LEDGER  # noqa: PLC0415
+    from ddpm_lab import benchmark, experiments  # noqa: PLC0415 - commands load what they need
 
     folder = Path(options.output_dir or f"benchmark_results_{datetime.now():%Y%m%d_%H%M%S}").expanduser().absolute()
     if ledger:
         study = experiments.run("multi_gpu", ledger=ledger, machine=options.machine)
         return _write(study, folder, ", ".join(ledger), as_json=options.json)
-    try:
-        planned = benchmark.plan(benchmark.request(**asked), folder)
-    except strategy.NoRanksError as error:
-        print(f"ddpm-lab: {error}", file=sys.stderr)
-        return 1
+    planned = benchmark.plan(benchmark.request(**asked), folder)
     budgets = [one.campaign.target.seconds for one in planned]
     seconds = sum(min(one.campaign.forecast(), most or math.inf) for one, most in zip(planned, budgets, strict=True))
     again = f"the same command with --output-dir {shlex.quote(str(folder))} goes on"
@@ -180,10 +178,8 @@ def _write(study: Study, folder: Path, ledger: str, *, as_json: bool) -> int:
     if not study.records:
         print(f"ddpm-lab: {ledger} holds no records of one GPU or rank beside several", file=sys.stderr)
         return 1
-    try:
+    with writing(folder):
         written = benchmark_files.write(study, folder, ledger)
-    except OSError as error:
-        raise ConfigError(f"cannot write to {folder}: {error.strerror}; choose another --output-dir") from error
     if as_json:
         print((folder / f"{benchmark_files.RESULTS}.json").read_text(), end="")
         return 0 if measured else 1
@@ -200,7 +196,6 @@ def _write(study: Study, folder: Path, ledger: str, *, as_json: bool) -> int:
 def summary_command(options: argparse.Namespace) -> int:
     """Print the table and the speed-ups of runs, wherever they are told of; 1 where none is."""
     from ddpm_lab.explain import summary  # noqa: PLC0415
-    from ddpm_lab.planning import LEDGER, output_folder  # noqa: PLC0415
     from ddpm_lab.slurm_logs import read_log  # noqa: PLC0415
 
     told: list[summary.Row] = []
@@ -242,7 +237,7 @@ def diff_command(options: argparse.Namespace) -> int:
     """Print what differs; 1 if more does than --only allows."""
     from ddpm_lab.explain import differences, grids  # noqa: PLC0415
 
-    one, other = (_run(given, place, options.ledger) for given, place in ((options.a, "A"), (options.b, "B")))
+    one, other = (_run(named, place, options.ledger) for named, place in ((options.a, "A"), (options.b, "B")))
     only = None if options.only is None else [word.strip() for word in options.only.split(",") if word.strip()]
     found = differences.differences(one, other)
     wrong = differences.unexpected(found, only)
@@ -258,35 +253,30 @@ def diff_command(options: argparse.Namespace) -> int:
     return int(bool(wrong) and only is not None)
 
 
-def _run(given: str, place: str, ledgers: Sequence[str] | None) -> Run:
+def _run(named: str, place: str, asked: Sequence[str] | None) -> Run:
     """The run that is named on the command line."""
     from ddpm_lab.explain.differences import Run, of_record  # noqa: PLC0415
-    from ddpm_lab.ledger import read_all  # noqa: PLC0415
-    from ddpm_lab.planning import LEDGER, output_folder  # noqa: PLC0415
 
-    path = Path(given).expanduser()
+    path = Path(named).expanduser()
     if path.is_dir() or path.suffix == ".toml":
-        return Run(name=given, config=_settings(path, place))
-    files = [Path(f).expanduser() for f in ledgers or [str(output_folder(None) / LEDGER)]]
-    name, _, label = given.partition(":")
-    records, _ = read_all([f for f in files if ledgers or f.exists()])
+        return Run(name=named, config=_settings(path, place))
+    files = ledgers(asked, output_folder(None))
+    name, _, label = named.partition(":")
+    records, _ = read_all([f for f in files if asked or f.exists()])
     fits = [r for r in records if (r.set_id == name and r.label == label if label else r.run_id == name)]
     if fits:
-        return of_record(given, fits[-1])
+        return of_record(named, fits[-1])
     where = ", ".join(map(str, files))
     labels = dict.fromkeys(r.label for r in records if r.set_id == name)
     if labels:
-        raise ConfigError(f"{place} is {given!r}: the set has {', '.join(labels)}; give {name}:LABEL with one of them")
+        raise ConfigError(f"{place} is {named!r}: the set has {', '.join(labels)}; give {name}:LABEL with one of them")
     raise ConfigError(
-        f"{place} is {given!r}, which is no run id or set in {where}, no folder and no .toml file: give one of these"
+        f"{place} is {named!r}, which is no run id or set in {where}, no folder and no .toml file: give one of these"
     )
 
 
 def _settings(path: Path, place: str) -> Any:
     """The settings in a file, or of a run's folder."""
-    from ddpm_lab.run_folder import SETTINGS  # noqa: PLC0415
-    from ddpm_lab.settings_file import configuration, read_settings  # noqa: PLC0415
-
     file = path / SETTINGS if path.is_dir() else path
     if path.is_dir() and not file.is_file():
         raise ConfigError(f"{place}: {path} holds no {SETTINGS}: give a folder of ddpm-lab train")

@@ -12,11 +12,11 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from ddpm_lab.checks import ConfigError, LabError
 from ddpm_lab.config import RunConfig
+from ddpm_lab.files import replace, writing
 from ddpm_lab.settings_file import settings_text
 
 CHECKPOINTS, SAMPLES = "checkpoints", "samples"
@@ -46,12 +46,10 @@ class RunFolder:
         self._files: list[TextIO] = []
 
     def __enter__(self) -> RunFolder:
-        try:
+        with writing(self.path):
             for folder in (self.checkpoints, self.samples):
                 folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / LOCK, os.O_WRONLY | os.O_CREAT, 0o666)
-        except OSError as error:
-            raise ConfigError(f"cannot write to {self.path}: {error.strerror}; choose another --output-dir") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -65,9 +63,7 @@ class RunFolder:
             left.unlink(missing_ok=True)  # of a run that was killed while it wrote
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for file in self._files:
             with contextlib.suppress(OSError):  # a full disk has been reported already
                 file.close()
@@ -160,10 +156,7 @@ def _csv(rows: Any) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file that is there as before or as a whole."""
-    partial = path.with_name(f"{path.name}.partial")
     try:
-        partial.write_text(text)
-        partial.replace(path)
+        replace(path, text)
     except OSError as error:
         raise RunFailed(f"cannot write {path}: {error.strerror}") from error

@@ -19,6 +19,7 @@ from ddpm_lab.checks import ConfigError, choice, whole
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.packed import resolve
 from ddpm_lab.data.prepared import read_manifest
+from ddpm_lab.files import replace, writing
 from ddpm_lab.inception import plan_fid
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.fid import distance
@@ -27,7 +28,7 @@ from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.plan import Fid
 from ddpm_lab.run_folder import RunFailed
-from ddpm_lab.setting import DEFAULTS, check_ranks
+from ddpm_lab.setting import DEFAULTS, check_ranks, usual_device
 
 GENERATION = "ddpm_lab.model.generation:generation"
 SAMPLERS = ("ddim", "ddpm")
@@ -74,7 +75,7 @@ def sample(
     """
     for name, value in (("count", count), ("world_size", world_size), ("batch_size", batch_size)):
         whole(name, value, 1)
-    device = device or ("cuda" if hardware.gpus() else "cpu")
+    device = usual_device(device)
     cores = hardware.usable_cores()
     nodes = spread(world_size)
     if world_size % nodes:
@@ -180,7 +181,7 @@ def sample_fid(
                 fid,
                 generated,
                 data=str(data),
-                device=device or ("cuda" if hardware.gpus() else "cpu"),
+                device=usual_device(device),
                 threads=hardware.usable_cores(),
                 progress=lambda text: progress(f"FID, {text}"),
             )
@@ -192,16 +193,13 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
     """Note in the folder what its images are. Raises ConfigError if it holds others, or cannot be written."""
     path = folder / SETTINGS
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        strange = not path.exists() and any(folder.glob("*.png"))
-        if not path.exists() and not strange:
-            partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps(settings, indent=1) + "\n")
-            partial.replace(path)
-        before = {} if strange else json.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot write to {folder}: {error.strerror}; choose another --output-dir") from error
-    except ValueError as error:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            strange = not path.exists() and any(folder.glob("*.png"))
+            if not path.exists() and not strange:
+                replace(path, json.dumps(settings, indent=1) + "\n")
+            before = {} if strange else json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is damaged: give another --output-dir") from error
     if strange:
         raise ConfigError(f"{folder} holds images of another origin: give another --output-dir")

@@ -89,10 +89,9 @@ def _settings(setup: Setup, batch: int) -> tuple[dict[str, tuple[Value, ...]], l
             left_out.append((label, f"more than the {setup.usable_cores} usable cores"))
         else:
             loaders.append(Value(f"files-{count}", label, {"loader": "files", "loader_workers": count}))
-    ranks = [2**i for i in range(setup.most_ranks.bit_length()) if 2**i <= setup.most_ranks]
+    ranks = setup.doubled_ranks
     if ranks == [1]:
-        have = "GPU" if cuda else "usable core"
-        left_out.append((setup.ranks_label(2), f"this machine has one {have}; each rank needs its own"))
+        left_out.append((setup.ranks_label(2), setup.why_alone))
     sizes = [batch * multiple for multiple in _BATCHES[preset]]
     return {
         "precision": tuple(Value(p, p, {"precision": p}) for p in able),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpm_lab.checks import ConfigError, several, whole
+from ddpm_lab.checks import ConfigError, choice, several, whole
 from ddpm_lab.config import LOADER_ALONE, OptimizerConfig, RunConfig, digest
+from ddpm_lab.measure import hardware
 from ddpm_lab.measure.fleet import fewest_hosts
 from ddpm_lab.own_settings import OWN, OWN_LOADER
 
@@ -130,6 +131,11 @@ class Setup:
         """Ranks that all hosts together can give a device of their own."""
         return self.hosts * self.node_size
 
+    @property
+    def doubled_ranks(self) -> list[int]:
+        """1, 2, 4, ... as far as ranks have a device of their own."""
+        return [2**i for i in range(self.most_ranks.bit_length())]
+
     def nodes(self, ranks: int) -> int:
         """Over how many hosts so many ranks are spread: as few as have room for them."""
         return fewest_hosts(ranks, self.hosts, self.node_size if self.places else 0)
@@ -146,9 +152,8 @@ class Setup:
         """The world sizes asked for, checked; or those of ``usual`` that this machine can run."""
         if asked is None:
             return [n for n in usual if (n <= self.most_ranks or self.oversubscribe) and n % self.nodes(n) == 0]
-        several("world_sizes", asked)
+        each_whole("world_sizes", asked, 1)
         for ranks in asked:
-            whole("world_sizes", ranks, 1)
             self.check_ranks(ranks)
         return sorted(set(asked))
 
@@ -200,12 +205,39 @@ class Setup:
         """What a loader alone loads, for people."""
         return self.family_name(batch) if self.own else self.images_name(batch)
 
+    @property
+    def why_alone(self) -> str:
+        """Why a machine with one device measures no second rank."""
+        have = "GPU" if self.device == "cuda" else "usable core"
+        return f"this machine has one {have}; each rank needs its own"
+
     def images_name(self, batch: int | None, *, per_rank: bool = False) -> str:
         """How many images a step takes, and their size where it is not CIFAR's: ``batch 8, 64x64 pixels``."""
         size = self.images.image_size
         count = f"batch {batch}{' per rank' if per_rank else ''}" if batch else ""
         words = [count, f"{size}x{size} pixels" if size != 32 else ""]
         return ", ".join(word for word in words if word)
+
+
+def usual_device(device: str | None) -> str:
+    """The device, or the GPU where there is one."""
+    return device or ("cuda" if hardware.gpus() else "cpu")
+
+
+def each_choice(place: str, values: Sequence[object] | None, allowed: Iterable[object]) -> None:
+    """Raise ConfigError unless ``values`` is None, or a list of at least one of ``allowed``."""
+    if values is not None:
+        several(place, values)
+        for value in values:
+            choice(place, value, allowed)
+
+
+def each_whole(place: str, values: Sequence[object] | None, least: int) -> None:
+    """Raise ConfigError unless ``values`` is None, or a list of at least one whole number from ``least``."""
+    if values is not None:
+        several(place, values)
+        for value in values:
+            whole(place, value, least)
 
 
 def check_ranks(device: str, ranks: int, gpus: int, usable_cores: int, oversubscribe: bool = False) -> None:

@@ -7,22 +7,24 @@ that both write, so that no lock must hold across nodes; ``slurm_collect`` bring
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from ddpm_lab import __version__
 from ddpm_lab.checks import ConfigError, choice, whole
-from ddpm_lab.planning import CHECKOUT
+from ddpm_lab.files import CHECKOUT, replace, writing
 from ddpm_lab.questions import QUESTIONS
+from ddpm_lab.settings_file import read_settings
 
 SCRIPTS = CHECKOUT / "slurm"
 SUBMISSION = "submission.json"
@@ -104,11 +106,9 @@ class Submission:
             "date": self.date,
             "job_id": self.job_id,
             "sbatch": self.sbatch,
-            "tasks": [{**asdict(t), "results": self.results(i).name} for i, t in enumerate(self.tasks)],
+            "tasks": [{**dataclasses.asdict(t), "results": self.results(i).name} for i, t in enumerate(self.tasks)],
         }
-        partial = self.folder / f"{SUBMISSION}.partial"
-        partial.write_text(json.dumps(values, indent=1) + "\n")
-        partial.replace(self.folder / SUBMISSION)
+        replace(self.folder / SUBMISSION, json.dumps(values, indent=1) + "\n")
 
 
 def read_submission(folder: Path) -> Submission:
@@ -154,12 +154,7 @@ def tasks_of(command: Sequence[str], files: Sequence[Path]) -> list[Task]:
 
 def _settings(command: str, file: Path) -> Iterator[tuple[str, ...]]:
     """The further options that each task of a file gives."""
-    try:
-        values = tomllib.loads(file.read_text())
-    except OSError as error:
-        raise ConfigError(f"--array: cannot read {file}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--array: {file} is not TOML: {error}") from error
+    values = read_settings(file, "--array")
     tables = values.get("task", [values])
     if not isinstance(tables, list) or not tables or not all(isinstance(t, dict) for t in tables):
         raise ConfigError(f"--array: task in {file} is {tables!r}: give tables, each below a line [[task]]")
@@ -229,7 +224,7 @@ def submit(tasks: Sequence[Task], request: Request, folder: Path, *, requeue: bo
         said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         raise ConfigError(f"sbatch refused the job: {said[-1].removeprefix('sbatch: ') if said else 'without a word'}")
     job_id = done.stdout.strip().splitlines()[-1].partition(";")[0]
-    accepted = Submission(folder=place, job_id=job_id, tasks=asked.tasks, sbatch=asked.sbatch, date=date)
+    accepted = dataclasses.replace(asked, job_id=job_id)
     accepted.write()
     return accepted
 
@@ -240,11 +235,7 @@ def _new_folder(parent: Path, name: str) -> Path:
     stem = f"{datetime.now():%Y%m%d-%H%M%S}-{plain}"
     for number in range(1, 1_000):
         place = parent / (stem if number == 1 else f"{stem}-{number}")
-        try:
+        with writing(parent, option="--folder"), contextlib.suppress(FileExistsError):
             place.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise ConfigError(f"cannot write to {parent}: {error.strerror}; choose another --folder") from error
-        return place
+            return place
     raise ConfigError(f"{parent} has a thousand submissions of this second: choose another --folder")

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig, digest
+from ddpm_lab.files import LEDGER, writing
 from ddpm_lab.ledger import Head, Ledger, load
 from ddpm_lab.plan import Plan
-from ddpm_lab.planning import LEDGER
 from ddpm_lab.record import JOB, Environment, LedgerError, Machine, RunRecord
 from ddpm_lab.slurm import STATE, SUBMISSION, Submission, read_submission
 from ddpm_lab.slurm_jobs import Ending, SlurmSilentError, Told, ask, ending, tail
@@ -72,11 +72,9 @@ def collect(folder: Path, output: Path) -> list[Collected]:
 @contextlib.contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
     """Wait for others who collect into the same ledger: what one has looked for, the other may be adding."""
-    try:
+    with writing(folder, LedgerError):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".collecting").open("w")
-    except OSError as error:
-        raise LedgerError(f"cannot write to {folder}: {error.strerror}; choose another --output-dir") from error
     with file:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab.checks import ConfigError
+from ddpm_lab.files import LEDGER, output_folder
+from ddpm_lab.options import add, given, tell
 
 OUTPUTS = "outputs"
 
@@ -35,32 +37,30 @@ def add_options(subparsers: Any, lab: argparse.ArgumentParser) -> None:
         "--requeue", action="store_true", help="a train job that saved before its time limit goes back into the queue"
     )
     submit.add_argument("--folder", help="folder that receives a folder for this submission (default: outputs)")
-    submit.add_argument("--json", action="store_true", help="print JSON")
+    add(submit, "json")
     submit.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="such as: -- run amp")
     submit.set_defaults(command=submit_command, lab=lab)
 
     collect = commands.add_parser("collect", help="results of jobs into the ledger; jobs that failed become rows")
     collect.add_argument("folder", nargs="?", metavar="FOLDER", help="of one submission or of many (default: outputs)")
-    collect.add_argument("--output-dir", help="folder whose ledger receives the records (default: this checkout)")
-    collect.add_argument("--json", action="store_true", help="print JSON")
+    add(collect, "output-dir", help="folder whose ledger receives the records (default: this checkout)")
+    add(collect, "json")
     collect.set_defaults(command=collect_command)
 
     logs = commands.add_parser("logs", help="a summary table and speed-ups from the output files of jobs")
     logs.add_argument("logs", nargs="+", metavar="LOG", help="output files, such as outputs/slurm-*.out")
     logs.add_argument("--csv", metavar="FILE", help="write the table as CSV")
-    logs.add_argument("--json", action="store_true", help="print JSON")
+    add(logs, "json")
     logs.set_defaults(command=logs_command)
 
 
-def _outputs(given: str | None) -> Path:
-    from ddpm_lab.planning import output_folder  # noqa: PLC0415 - commands load what they need
-
-    return Path(given).expanduser().absolute() if given else output_folder(None) / OUTPUTS
+def _outputs(folder: str | None) -> Path:
+    return Path(folder).expanduser().absolute() if folder else output_folder(None) / OUTPUTS
 
 
 def submit_command(options: argparse.Namespace) -> int:
     """Check every task as the job will read it, then submit."""
-    from ddpm_lab.slurm import Request, submit, tasks_of  # noqa: PLC0415
+    from ddpm_lab.slurm import Request, submit, tasks_of  # noqa: PLC0415 - commands load what they need
 
     words = options.words[1:] if options.words[:1] == ["--"] else options.words
     tasks = tasks_of(words, [Path(f).expanduser() for f in options.array])
@@ -73,27 +73,18 @@ def submit_command(options: argparse.Namespace) -> int:
             where = f" from {task.configuration}" if task.configuration else ""
             why = said.getvalue().strip().removeprefix("ddpm-lab: ") or "it asks for help only"
             raise ConfigError(f"the command {shlex.join(task.arguments)}{where} cannot be run: {why}") from end
-    request = Request(
-        nodes=options.nodes,
-        gpus_per_node=options.gpus_per_node,
-        time=options.time,
-        partition=options.partition,
-        account=options.account,
-        name=options.name,
-    )
+    request = Request(**given(options, "nodes", "gpus_per_node", "time", "partition", "account", "name"))
     done = submit(tasks, request, _outputs(options.folder), requeue=options.requeue)
-    if options.json:
-        print(json.dumps({"job_id": done.job_id, "tasks": len(done.tasks), "folder": str(done.folder)}, indent=1))
-    else:
-        count = f" with {len(done.tasks)} tasks" if len(done.tasks) > 1 else ""
-        print(f"job {done.job_id}{count}: {done.folder}")
-        print(shlex.join(["ddpm-lab", "slurm", "collect", str(done.folder)]), "brings its results into the ledger")
+    count = f" with {len(done.tasks)} tasks" if len(done.tasks) > 1 else ""
+    collects = shlex.join(["ddpm-lab", "slurm", "collect", str(done.folder)])
+    values = {"job_id": done.job_id, "tasks": len(done.tasks), "folder": str(done.folder)}
+    lines = [f"job {done.job_id}{count}: {done.folder}", f"{collects} brings its results into the ledger"]
+    tell(options, values, lines)
     return 0
 
 
 def collect_command(options: argparse.Namespace) -> int:
     """Bring results together; 1 if a job failed."""
-    from ddpm_lab.planning import LEDGER, output_folder  # noqa: PLC0415
     from ddpm_lab.slurm_collect import collect  # noqa: PLC0415
 
     output = output_folder(options.output_dir)
@@ -132,6 +123,7 @@ def logs_command(options: argparse.Namespace) -> int:
 
     rows = [row for log in options.logs for row in read_log(Path(log).expanduser())]
     summary.show(rows, [summary.speed_ups(rows)], csv=options.csv, as_json=options.json)
-    if not any(row.found for row in rows):
-        print("ddpm-lab: no log tells of a run that ended", file=sys.stderr)
-    return int(not any(row.found for row in rows))
+    if any(row.found for row in rows):
+        return 0
+    print("ddpm-lab: no log tells of a run that ended", file=sys.stderr)
+    return 1

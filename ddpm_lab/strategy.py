@@ -11,7 +11,7 @@ from ddpm_lab.config import DEVICES, NETWORKS
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.fleet import current
 from ddpm_lab.planning import Measured
-from ddpm_lab.setting import check_ranks
+from ddpm_lab.setting import check_ranks, usual_device
 
 if TYPE_CHECKING:
     from ddpm_lab.explain.strategy import Strategy
@@ -22,12 +22,9 @@ USUAL = {"cpu": ("tiny", 32), "cuda": ("seed", 128)}
 
 
 class NoRanksError(ConfigError):
-    """Several ranks were asked for where there can be only one."""
+    """Several ranks were asked for where there can be only one: nothing is wrong but the machine."""
 
-
-def usual_device(device: str | None) -> str:
-    """The device, or the GPU where there is one."""
-    return device or ("cuda" if hardware.gpus() else "cpu")
+    exit_code = 1
 
 
 def most_ranks(device: str) -> tuple[int, str]:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import math
 import shlex
-import sys
 from typing import Any
 
 from ddpm_lab.checks import whole_options
-from ddpm_lab.config import DEVICES, NETWORKS
-from ddpm_lab.plan import PRESETS
+from ddpm_lab.config import NETWORKS
+from ddpm_lab.options import add, given, plain, tell
 
 
 def add_options(subparsers: Any) -> None:
@@ -21,19 +18,15 @@ def add_options(subparsers: Any) -> None:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--network", choices=NETWORKS, help="default: seed on a GPU, tiny on a CPU")
     size.add_argument("--parameters", type=int, metavar="COUNT", help="of a network of your own")
-    parser.add_argument("--batch-size", type=int, help="global batch size (default: 128 on a GPU, 32 on a CPU)")
-    parser.add_argument(
-        "--mode",
-        choices=("single", "multi", "auto"),
+    add(parser, "batch-size", help="global batch size (default: 128 on a GPU, 32 on a CPU)")
+    add(
+        parser,
+        "mode",
         help="measure one rank; one and several; or several unless the answer is single (default: measure nothing)",
     )
-    parser.add_argument("--device", choices=DEVICES, help="default: the GPU where there is one")
-    parser.add_argument("--preset", default="quick", help=f"how much is run: {', '.join(PRESETS)} (default: quick)")
-    parser.add_argument("--minutes", type=float, help="time budget")
-    parser.add_argument("--sets", type=int, help="sets to measure (default: the preset's)")
-    parser.add_argument("--data", default="synthetic", help="images: a folder, an archive, or synthetic (the default)")
-    parser.add_argument("--output-dir", help="folder that receives all results (default: this checkout)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add(parser, "device", "preset", "minutes")
+    add(parser, "sets", help="sets to measure (default: the preset's)")
+    add(parser, "data", "output-dir", "json")
     parser.set_defaults(command=strategy_command)
 
 
@@ -42,28 +35,14 @@ def strategy_command(options: argparse.Namespace) -> int:
     from ddpm_lab import strategy  # noqa: PLC0415 - commands load what they need
 
     whole_options(vars(options), batch_size=1, parameters=1)
-    asked = {
-        "network": options.network,
-        "parameters": options.parameters,
-        "batch_size": options.batch_size,
-        "device": options.device,
-        "output_dir": options.output_dir,
-    }
+    asked = given(options, "network", "parameters", "batch_size", "device", "output_dir")
     found = strategy.strategy(**asked)
     completed = True
     if options.mode:
-        settings = {name: getattr(options, name) for name in ("preset", "minutes", "sets", "data", "output_dir")}
-        try:
-            completed = strategy.measure(found, options.mode, **settings).completed
-        except strategy.NoRanksError as error:
-            print(f"ddpm-lab: {error}", file=sys.stderr)
-            return 1
+        settings = given(options, "preset", "minutes", "sets", "data", "output_dir")
+        completed = strategy.measure(found, options.mode, **settings).completed
         found = strategy.strategy(**asked)
-    if options.json:
-        values = dataclasses.asdict(found).items()
-        known = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in values}
-        print(json.dumps(known, indent=1))
-    else:
-        given = {"--device": options.device, "--output-dir": options.output_dir}
-        print(found.text(" ".join(f"{name} {shlex.quote(value)}" for name, value in given.items() if value)))
+    carried = {"--device": options.device, "--output-dir": options.output_dir}
+    words = " ".join(f"{name} {shlex.quote(value)}" for name, value in carried.items() if value)
+    tell(options, plain(dataclasses.asdict(found)), [found.text(words)])
     return 0 if completed else 1

@@ -19,9 +19,6 @@ from ddpm_lab.measure.utilisation import Utilisation
 from ddpm_lab.record import RunRecord
 from ddpm_lab.run_folder import trained
 
-JOB, CONFIGURATION, GPUS, RANKS, NODES = "Job ID", "Configuration", "GPUs", "Ranks", "Nodes"
-EPOCHS, TIME, EPOCH_TIME = "Epochs", "Total training time", "Time per epoch"
-LOSS, UTILISATION = "Best validation loss", "GPU-Util"
 UNTRAINED = ("ddpm_lab.model.allreduce:", "ddpm_lab.model.limits:", "ddpm_lab.planted:", LOADER_ALONE, SAMPLING, CHECK)
 """Workloads that train nothing, and have no epochs or losses."""
 MECHANISM = "more ranks than cores, or CPU ranks on a GPU machine"
@@ -34,18 +31,18 @@ def lines(summary: Summary) -> list[str]:
     """The summary as it is printed, one line for each value."""
     time = f"{NOT_CLAIMED} ({summary.note})" if summary.note else _told(summary.seconds, "seconds")
     shown = (
-        (CONFIGURATION, summary.configuration),
-        (GPUS, summary.gpus),
-        (RANKS, summary.ranks),
-        (NODES, summary.nodes),
-        *([(EPOCHS, _told(summary.epochs))] if summary.epochs is not None else ()),
-        (TIME, time),
-        *([(EPOCH_TIME, _told(summary.epoch_seconds, "seconds"))] if summary.epoch_seconds is not None else ()),
-        (LOSS, _told(summary.loss)),
-        (UTILISATION, "not available" if summary.gpu_percent is None else f"{summary.gpu_percent:.0f} %"),
+        ("Configuration", summary.configuration),
+        ("GPUs", summary.gpus),
+        ("Ranks", summary.ranks),
+        ("Nodes", summary.nodes),
+        *([("Epochs", _told(summary.epochs))] if summary.epochs is not None else ()),
+        ("Total training time", time),
+        *([("Time per epoch", _told(summary.epoch_seconds, "seconds"))] if summary.epoch_seconds is not None else ()),
+        ("Best validation loss", _told(summary.loss)),
+        ("GPU-Util", "not available" if summary.gpu_percent is None else f"{summary.gpu_percent:.0f} %"),
     )
     return [
-        *([f"{JOB}: {summary.job_id}"] if summary.job_id else ()),
+        *([f"Job ID: {summary.job_id}"] if summary.job_id else ()),
         *(f"{name}: {'unknown' if value is None else value}" for name, value in shown),
     ]
 

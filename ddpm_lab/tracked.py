@@ -16,7 +16,7 @@ from typing import Any
 from ddpm_lab.explain import figures, findings
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.planning import LEDGER
+from ddpm_lab.files import LEDGER
 from ddpm_lab.tracking import STATE, Tracker, environment, settings
 
 NUMBERS = (

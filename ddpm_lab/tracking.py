@@ -20,7 +20,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
 from typing import Any
 
 from ddpm_lab.config import RunConfig
@@ -218,9 +217,7 @@ class TrackedTraining:
         self._watcher.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._watcher.join()
         self._tracker.close()

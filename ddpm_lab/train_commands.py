@@ -8,24 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab.checks import ConfigError, whole_options
-from ddpm_lab.config import COMPILE, DEVICES, NETWORKS, PRECISIONS
-from ddpm_lab.tracker_option import add_tracker_option, chosen
+from ddpm_lab.config import COMPILE, NETWORKS, PRECISIONS
+from ddpm_lab.files import PREPARED, output_folder
+from ddpm_lab.options import add, given, tracker_chosen
+from ddpm_lab.run_folder import RunFailed
+from ddpm_lab.stopping import Stop, Stopped, signal_name
 
 TRAINED_BY = (
-    ("data", "data"),
-    ("network", "network"),
-    ("image_size", "image_size"),
-    ("global_batch_size", "global_batch_size"),
-    ("accumulation", "accumulation"),
-    ("world_size", "world_size"),
-    ("device", "device"),
-    ("precision", "precision"),
-    ("compile", "compile"),
-    ("seed", "seed"),
-    ("oversubscribe", "oversubscribe"),
-    ("learning_rate", "optimizer.learning_rate"),
+    *("data", "network", "image_size", "global_batch_size", "accumulation", "world_size", "device", "precision"),
+    *("compile", "seed", "oversubscribe"),
 )
-"""Options of the command line, and the settings that they give."""
+"""Options of the command line that are settings of the same name."""
 USUAL_RANKS = "default: 1; after rank, every process of the job"
 SCHEDULED_BY = ("steps", "save_every", "sample_every", "evaluate_every", "keep")
 
@@ -37,20 +30,21 @@ def add_options(subparsers: Any) -> None:
         help="train on your images, with checkpoints, held-out loss and samples; the same command goes on",
         argument_default=argparse.SUPPRESS,
     )
-    train.add_argument("--data", help="images: a folder, an archive, a prepared folder, or synthetic (the default)")
+    absent = argparse.SUPPRESS
+    images = "images: a folder, an archive, a prepared folder, or synthetic (the default)"
+    add(train, "data", default=absent, help=images)
     train.add_argument("--output-dir", required=True, help="folder of this run: checkpoints, samples, log, settings")
     train.add_argument("--steps", type=int, help="optimizer steps in all, those of an earlier start included")
     train.add_argument("--config", metavar="FILE", help="TOML file of settings of RunConfig and a table [train]")
-    train.add_argument("--network", choices=NETWORKS, help="default: seed on a GPU, tiny on a CPU")
-    train.add_argument("--image-size", type=int, help="side of the images in pixels (default: 32)")
+    add(train, "network", choices=NETWORKS, help="default: seed on a GPU, tiny on a CPU")
+    add(train, "image-size", default=absent)
     train.add_argument("--global-batch-size", type=int, help="images of a step (default: 128 on a GPU, 32 on a CPU)")
     train.add_argument("--accumulation", type=int, help="micro-batches of a rank in a step (default: 1)")
     train.add_argument("--learning-rate", type=float, help="Adam's learning rate (default: 2e-4)")
     train.add_argument("--precision", choices=PRECISIONS, help="number format (default: bf16)")
     train.add_argument("--compile", choices=COMPILE, help="torch.compile (default: whole on a GPU, off on a CPU)")
     train.add_argument("--world-size", type=int, help=f"ranks, each with a GPU or a core of its own ({USUAL_RANKS})")
-    train.add_argument("--device", choices=DEVICES, help="default: the GPU where there is one")
-    train.add_argument("--seed", type=int, help="seed of weights, data order and noise (default: 0)")
+    add(train, "device", "seed", default=absent)
     train.add_argument("--oversubscribe", action="store_true", help="allow more ranks than cores or GPUs")
     train.add_argument("--save-every", type=int, metavar="N", help="steps between checkpoints (default: 1000)")
     train.add_argument("--sample-every", type=int, metavar="N", help="between sample grids (default: 1000; 0: none)")
@@ -58,9 +52,7 @@ def add_options(subparsers: Any) -> None:
         "--evaluate-every", type=int, metavar="N", help="between held-out losses (default: 1000; 0: none)"
     )
     train.add_argument("--keep", type=int, metavar="N", help="checkpoints that stay (default: 3)")
-    train.add_argument("--held-out", metavar="FOLDER", help="images never to train on (default: 5 %% of the data)")
-    train.add_argument("--skip-bad", action="store_true", help="leave damaged images out, and list them")
-    add_tracker_option(train)
+    add(train, "held-out", "skip-bad", "tracker")
     train.set_defaults(command=train_command)
 
     sample = subparsers.add_parser("sample", help="draw images from a checkpoint; the same command goes on")
@@ -70,19 +62,20 @@ def add_options(subparsers: Any) -> None:
     sample.add_argument("--count", type=int, required=True, metavar="N", help="how many images")
     sample.add_argument("--sampler", choices=("ddpm", "ddim"), default="ddim", help="default: ddim")
     sample.add_argument("--steps", type=int, default=250, help="denoising steps (default: 250)")
-    sample.add_argument("--seed", type=int, default=0, help="with an image's number, its noise (default: 0)")
+    add(sample, "seed", help="with an image's number, its noise (default: 0)")
     sample.add_argument("--weights", choices=("ema", "trained"), default="ema", help="averaged or last (default: ema)")
-    sample.add_argument("--output-dir", help="folder of the images (default: named after the checkpoint, beside it)")
+    add(sample, "output-dir", help="folder of the images (default: named after the checkpoint, beside it)")
     sample.add_argument("--grid", action="store_true", help="write all images as one, grid.png, too")
     sample.add_argument(
         "--inception", metavar="FILE", help="weights of torch-fidelity's Inception: the images' FID too"
     )
-    sample.add_argument("--data", help="images that a FID is measured against: a folder, an archive, or synthetic")
-    sample.add_argument("--held-out", metavar="FOLDER", help="images not to measure against (default: 5 %% of them)")
-    sample.add_argument("--skip-bad", action="store_true", help="leave damaged images out, and list them")
+    against = "images that a FID is measured against: a folder, an archive, or synthetic"
+    add(sample, "data", default=None, help=against)
+    add(sample, "held-out", help="images not to measure against (default: 5 %% of them)")
+    add(sample, "skip-bad")
     sample.add_argument("--world-size", type=int, help=f"ranks ({USUAL_RANKS})")
-    sample.add_argument("--batch-size", type=int, default=64, help="images that a rank makes at once (default: 64)")
-    sample.add_argument("--device", choices=DEVICES, help="default: the GPU where there is one")
+    add(sample, "batch-size", default=64, help="images that a rank makes at once (default: 64)")
+    add(sample, "device")
     sample.set_defaults(command=sample_command)
 
 
@@ -92,27 +85,27 @@ def train_command(options: argparse.Namespace) -> int:
     from ddpm_lab.measure import hardware  # noqa: PLC0415
     from ddpm_lab.measure.group_folder import sweep  # noqa: PLC0415
     from ddpm_lab.measure.progress import Progress  # noqa: PLC0415
-    from ddpm_lab.planning import output_folder  # noqa: PLC0415
-    from ddpm_lab.run_folder import RunFailed  # noqa: PLC0415
-    from ddpm_lab.stopping import Stop, Stopped, signal_name  # noqa: PLC0415
     from ddpm_lab.training_plan import plan_training  # noqa: PLC0415
     from ddpm_lab.training_run import train  # noqa: PLC0415
 
-    given = vars(options)
-    whole_options(given, steps=1, global_batch_size=1, accumulation=1, world_size=1, image_size=1, seed=0)
-    whole_options(given, save_every=1, sample_every=0, evaluate_every=0, keep=1)
+    said = vars(options)
+    settings = {name: said[name] for name in TRAINED_BY if name in said}
+    if "learning_rate" in said:
+        settings["optimizer.learning_rate"] = said["learning_rate"]
+    whole_options(said, steps=1, global_batch_size=1, accumulation=1, world_size=1, image_size=1, seed=0)
+    whole_options(said, save_every=1, sample_every=0, evaluate_every=0, keep=1)
     folder = Path(options.output_dir).expanduser().absolute()
     progress = Progress("train")
-    tracker = chosen(given.get("tracker"))
+    tracker = tracker_chosen(said.get("tracker"))
     try:
         with Stop() as stop:
             config, schedule = plan_training(
-                {setting: given[name] for name, setting in TRAINED_BY if name in given},
-                {name: given[name] for name in SCHEDULED_BY if name in given},
-                file=Path(given["config"]).expanduser() if "config" in given else None,
-                cache=output_folder(None) / "data" / "prepared",
-                held_out=given.get("held_out"),
-                skip_bad=given.get("skip_bad", False),
+                settings,
+                {name: said[name] for name in SCHEDULED_BY if name in said},
+                file=Path(said["config"]).expanduser() if "config" in said else None,
+                cache=output_folder(None) / PREPARED,
+                held_out=said.get("held_out"),
+                skip_bad=said.get("skip_bad", False),
                 progress=progress,
             )
             _tell_of_idle(config.device, config.world_size, progress)
@@ -153,45 +146,28 @@ def sample_command(options: argparse.Namespace) -> int:
     from ddpm_lab.measure.fleet import usual_ranks  # noqa: PLC0415
     from ddpm_lab.measure.group_folder import sweep  # noqa: PLC0415
     from ddpm_lab.measure.progress import Progress  # noqa: PLC0415
-    from ddpm_lab.planning import output_folder  # noqa: PLC0415
-    from ddpm_lab.run_folder import RunFailed  # noqa: PLC0415
     from ddpm_lab.sampling_run import Sampling, plan_sample_fid, sample, sample_fid  # noqa: PLC0415
-    from ddpm_lab.stopping import Stop, Stopped, signal_name  # noqa: PLC0415
 
     whole_options(vars(options), count=1, steps=1, seed=0, world_size=1, batch_size=1)
     if bool(options.inception) != bool(options.data):
-        given, lacking = ("--inception", "--data") if options.inception else ("--data", "--inception")
-        raise ConfigError(f"{given} is for a FID, which needs {lacking} too: give both, or neither")
+        there, lacking = ("--inception", "--data") if options.inception else ("--data", "--inception")
+        raise ConfigError(f"{there} is for a FID, which needs {lacking} too: give both, or neither")
     progress = Progress("sample")
     checkpoint = Path(options.checkpoint).expanduser()
     folder = Path(options.output_dir).expanduser() if options.output_dir else checkpoint.with_suffix("")
-    sampling = Sampling(sampler=options.sampler, steps=options.steps, seed=options.seed, weights=options.weights)
+    sampling = Sampling(**given(options, "sampler", "steps", "seed", "weights"))
     world_size = usual_ranks() if options.world_size is None else options.world_size
     try:
         with Stop():
             _tell_of_idle(options.device, world_size, progress)
             sweep()
             if options.inception:
+                images = {"cache": output_folder(None) / PREPARED, **given(options, "held_out", "skip_bad")}
                 fid, data = plan_sample_fid(
-                    checkpoint,
-                    options.inception,
-                    options.data,
-                    options.count,
-                    cache=output_folder(None) / "data" / "prepared",
-                    held_out=options.held_out,
-                    skip_bad=options.skip_bad,
-                    progress=progress,
+                    checkpoint, options.inception, options.data, options.count, progress=progress, **images
                 )
-            paths = sample(
-                checkpoint,
-                folder,
-                options.count,
-                sampling,
-                device=options.device,
-                world_size=world_size,
-                batch_size=options.batch_size,
-                progress=progress,
-            )
+            how = {"world_size": world_size, **given(options, "device", "batch_size")}
+            paths = sample(checkpoint, folder, options.count, sampling, progress=progress, **how)
             if options.inception:
                 found = sample_fid(paths, fid, data, device=options.device, progress=progress)
                 print(_fid_line(found, fid.sha256))

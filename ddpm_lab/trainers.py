@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddpm_lab import plan
-from ddpm_lab.checks import ConfigError, choice, several, whole
+from ddpm_lab.checks import ConfigError, whole
 from ddpm_lab.config import DDPM, SAMPLING, SEED_FAMILY, DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.plan import BOTH_FP32, LEVERS, LIMITS, OURS, TUNED, Experiment, Family, Plan
-from ddpm_lab.setting import DEFAULTS, Setup
+from ddpm_lab.setting import DEFAULTS, Setup, each_choice
 
 DDPT = "ddpm_lab.model.peers:denoising_diffusion_pytorch"
 DIFFUSERS = "ddpm_lab.model.peers:diffusers"
@@ -43,11 +43,8 @@ def peers(
     """
     batch = 32 if global_batch_size is None and setup.device == "cpu" else setup.batch_size(global_batch_size)
     whole("global_batch_size", batch, 1)
-    for name, values, known in (("trainers", trainers, PEERS), ("parts", parts, PARTS)):
-        if values is not None:
-            several(name, values)
-            for value in values:
-                choice(name, value, known)
+    each_choice("trainers", trainers, PEERS)
+    each_choice("parts", parts, PARTS)
     able = [n for n in PEERS if n != PUBLISHED or setup.network in SEED_FAMILY]
     if trainers is not None and (lost := [n for n in trainers if n not in able]):
         raise ConfigError(f"trainers has {lost[0]!r}, which is not written for network {setup.network!r}: use seed")
@@ -60,14 +57,8 @@ def peers(
         families.append(_against(ours, name, asked))
     if "fp32" in wanted and PUBLISHED in asked:
         single = dataclasses.replace(ours, precision="fp32")
-        families.append(
-            Family(
-                name=f"{name}{BOTH_FP32}",
-                baseline=single,
-                baseline_label=OURS,
-                candidates=((PUBLISHED, _as_it_comes(ours, PUBLISHED)),),
-            )
-        )
+        rows = ((PUBLISHED, _as_it_comes(ours, PUBLISHED)),)
+        families.append(Family(name=f"{name}{BOTH_FP32}", baseline=single, baseline_label=OURS, candidates=rows))
     if "sampling" in wanted and PUBLISHED in asked:
         families.append(_sampling(ours, setup))
     if "limits" in wanted:
@@ -117,19 +108,11 @@ def _tuned(ours: RunConfig, peer: str) -> RunConfig:
 def _sampling(ours: RunConfig, setup: Setup) -> Family:
     """A denoising step of ancestral sampling, beside the published code's sampler."""
     here = dataclasses.replace(ours, workload=SAMPLING, global_batch_size=SAMPLED, loader="packed")
-    return Family(
-        name=f"{setup.family_name(SAMPLED)}{plan.SAMPLING}",
-        baseline=here,
-        baseline_label=OURS,
-        candidates=(
-            (
-                PUBLISHED,
-                dataclasses.replace(
-                    here, precision="fp32", channels_last=False, kernels="aten", compile="off", implementation="plain"
-                ),
-            ),
-        ),
+    published = dataclasses.replace(
+        here, precision="fp32", channels_last=False, kernels="aten", compile="off", implementation="plain"
     )
+    name = f"{setup.family_name(SAMPLED)}{plan.SAMPLING}"
+    return Family(name=name, baseline=here, baseline_label=OURS, candidates=((PUBLISHED, published),))
 
 
 def _levers(ours: RunConfig, name: str, setup: Setup) -> Family:

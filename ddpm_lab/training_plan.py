@@ -14,7 +14,7 @@ from ddpm_lab.data.prepared import read_manifest
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.fleet import current, spread, usual_ranks
 from ddpm_lab.run_folder import OWN
-from ddpm_lab.setting import DEFAULTS, check_ranks
+from ddpm_lab.setting import DEFAULTS, check_ranks, usual_device
 from ddpm_lab.settings_file import configuration, read_settings
 from ddpm_lab.training_run import Schedule
 
@@ -60,7 +60,7 @@ def plan_training(
             values[part] = {**_table(place, part, values.get(part, {})), inner: value}
         else:
             values[name] = value
-    device = values.setdefault("device", "cuda" if hardware.gpus() else "cpu")
+    device = values.setdefault("device", usual_device(None))
     values = {**USUAL.get(device, {}), **_defaults(device, values), **values}
     values.setdefault("world_size", usual_ranks(values.get("nodes")))
     values.setdefault("nodes", spread(values["world_size"]))

@@ -76,6 +76,14 @@ def synthetic(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 
 @pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The synthetic images, prepared at 8x8 pixels; nothing may be written there."""
+    folder = tmp_path_factory.mktemp("data") / "prepared"
+    prepare("synthetic", folder, image_size=8)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def inception(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A file of torch-fidelity's Inception with random weights, of which nothing vanishes on the way."""
     pytest.importorskip("torchmetrics", reason="torchmetrics is not installed: make fid")

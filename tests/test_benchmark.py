@@ -15,7 +15,7 @@ from conftest import Call
 from paired_records import paired
 from test_results_file import SCHEMA
 
-from ddpm_lab import experiments, planning, report_commands, strategy
+from ddpm_lab import experiments, files, report_commands, strategy
 from ddpm_lab.benchmark import Benchmark, parts, request
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
@@ -232,7 +232,7 @@ def test_a_demo_is_measured_once_and_goes_on(call: Call, tmp_path: Path, monkeyp
     monkeypatch.undo()
     if hardware.gpus() or hardware.usable_cores() < 2:
         pytest.skip("needs two cores and no GPU")
-    monkeypatch.setattr(planning, "CHECKOUT", tmp_path)  # where prepared images are kept
+    monkeypatch.setattr(files, "CHECKOUT", tmp_path)  # where prepared images are kept
     monkeypatch.setitem(report_commands.DEMO, "sets", 1)
     monkeypatch.chdir(tmp_path)
     code, out, err = call("demo")

@@ -5,16 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from setups import setup
 
 from ddpm_lab.bottleneck import bottleneck
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.plan import Experiment
-from ddpm_lab.setting import Images, Setup
-
-
-def setup(preset: str = "quick") -> Setup:
-    images = Images(folder="somewhere", sha256="abc", name="5,000 synthetic images")
-    return Setup(preset=preset, network="tiny", images=images, device="cpu", gpus=0, usable_cores=2)
 
 
 def test_the_present_settings_are_profiled_and_are_every_baseline() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from setups import setup
 
 from ddpm_lab import questions
 from ddpm_lab.checks import ConfigError
@@ -18,16 +19,8 @@ from ddpm_lab.measure.sets import measure_alone
 from ddpm_lab.measure.wrong_ways import WORKLOAD, run_wrong_ways
 from ddpm_lab.plan import Experiment, Plan
 from ddpm_lab.record import RunRecord
-from ddpm_lab.setting import Images, Setup
 
-HERE = Setup(
-    preset="quick",
-    network="tiny",
-    images=Images(folder="somewhere", sha256="abc", name="images"),
-    device="cpu",
-    gpus=0,
-    usable_cores=2,
-)
+HERE = setup()
 
 
 def ways(experiment: Experiment) -> dict[str, set[str]]:

@@ -2,25 +2,11 @@
 
 import pytest
 from conftest import Call
+from setups import setup
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.collectives import all_reduce, label
 from ddpm_lab.plan import Family
-from ddpm_lab.setting import Images, Setup
-
-
-def setup(preset: str = "quick", *, gpus: int = 0, cores: int = 2, oversubscribe: bool = False) -> Setup:
-    images = Images(folder="somewhere", sha256="abc", name="5,000 synthetic images")
-    device = "cuda" if gpus else "cpu"
-    return Setup(
-        preset=preset,
-        network="tiny",
-        images=images,
-        device=device,
-        gpus=gpus,
-        usable_cores=cores,
-        oversubscribe=oversubscribe,
-    )
 
 
 def sizes(family: Family) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from test_lost_scaling import setup
+from setups import setup
 
 from ddpm_lab.changes import NO_EXCHANGE
 from ddpm_lab.checks import ConfigError
@@ -34,7 +34,7 @@ def test_each_setting_is_changed_alone(gpus: int, ranks: int) -> None:
 
 
 def test_ranks_and_batch_can_be_chosen_and_smoke_is_short() -> None:
-    found = exchange(setup(), world_sizes=[2, 4], global_batch_size=16).families
+    found = exchange(setup(cores=4), world_sizes=[2, 4], global_batch_size=16).families
     assert [(f.baseline.world_size, f.baseline.global_batch_size, f.last) for f in found] == [
         *((2, 16, False), (2, 32, True)),
         *((4, 16, False), (4, 32, True)),

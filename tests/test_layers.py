@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "ddpm_lab"
 ROWS = (
     ("comet_process", "ddpm_lab"),
     ("checks",),
-    ("exchange_settings", "own_settings"),
+    ("exchange_settings", "files", "own_settings"),
     ("config",),
     ("space",),
     ("changes", "plan", "settings_file", "stopping"),
@@ -136,9 +136,9 @@ ROWS = (
     ("recommend", "recommended_file"),
     ("calibrate", "experiments", "report_lines", "slurm"),
     ("comparison", "notebooks", "published", "slurm_collect", "strategy"),
-    ("benchmark", "gate", "report", "run_grid", "tracker_option"),
-    ("bottleneck_command", "commands", "compare_command", "predict_command", "recommend_command", "report_commands"),
-    ("slurm_commands", "strategy_commands", "train_commands"),
+    ("benchmark", "gate", "options", "report"),
+    ("bottleneck_command", "commands", "compare_command", "predict_command", "recommend_command"),
+    ("report_commands", "run_command", "slurm_commands", "strategy_commands", "train_commands"),
     ("__main__",),
 )
 PLACE = {name: row for row, names in enumerate(ROWS) for name in names}
@@ -226,8 +226,8 @@ def test_the_walk_sees_imports() -> None:
     """The checks below would pass on nothing."""
     assert own(imported(FILES["ledger"])) == {"plan", "record"}
     assert own(imported(FILES["report"])) >= {"ddpm_lab", "config", "explain.pages", "notebooks", "experiments"}
-    assert "planning" in own(imported(FILES["commands"]))
-    assert "planning" not in own(imported(FILES["commands"], at_once=True))
+    assert "planning" in own(imported(FILES["run_command"]))
+    assert "planning" not in own(imported(FILES["run_command"], at_once=True))
     assert "torch" in third_party(imported(FILES["model.unet"]))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import records as make
+from setups import setup
 
 from ddpm_lab import plan
 from ddpm_lab.config import RunConfig
@@ -18,13 +19,6 @@ from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import measure_set
 from ddpm_lab.plan import Plan
 from ddpm_lab.questions import multi_gpu
-from ddpm_lab.setting import Images, Setup
-
-
-def setup(preset: str = "quick", gpus: int = 0, cores: int = 4) -> Setup:
-    images = Images(folder="somewhere", sha256="abc", name="5,000 synthetic images")
-    device = "cuda" if gpus else "cpu"
-    return Setup(preset=preset, network="tiny", images=images, device=device, gpus=gpus, usable_cores=cores)
 
 
 def on_two(one: RunConfig) -> RunConfig:
@@ -63,7 +57,7 @@ def test_work_of_rank_zero_is_switched_off_where_a_workload_has_some() -> None:
 
 def test_it_is_measured_in_full_or_when_asked_for_with_a_profile_of_all_ranks() -> None:
     for preset, asked, there in (("full", None, True), ("full", False, False), ("quick", None, False)):
-        found = multi_gpu(setup(preset), lost_scaling=asked)
+        found = multi_gpu(setup(preset, cores=4), lost_scaling=asked)
         assert any(f.name.endswith(plan.LOST) for f in found.families) == there
         assert len(found.profiles) == there
     found = multi_gpu(setup(gpus=8), lost_scaling=True, global_batch_sizes=[4, 64, 32])

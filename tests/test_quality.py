@@ -5,21 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from setups import setup
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import TRAINING, RunConfig
 from ddpm_lab.plan import WITH_TRIALS, Experiment, Trial, scaled
 from ddpm_lab.questions import QUESTIONS, ask
-from ddpm_lab.setting import Images, Setup
+from ddpm_lab.setting import Setup
 
-HERE = Setup(
-    preset="quick",
-    network="tiny",
-    images=Images(folder="somewhere", sha256="abc", name="synthetic images"),
-    device="cpu",
-    gpus=0,
-    usable_cores=2,
-)
+HERE = setup()
 GPUS = replace(HERE, device="cuda", gpus=2, usable_cores=16)
 
 

@@ -23,7 +23,8 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.data.folder import DataError
 from ddpm_lab.explain import pages
 from ddpm_lab.explain.pages import Page
-from ddpm_lab.notebooks import CHECKOUT, NUMBERED, NotebookError
+from ddpm_lab.files import CHECKOUT
+from ddpm_lab.notebooks import NUMBERED, NotebookError
 
 v4: Any = nbformat.v4
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain.frames import study
+from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.planning import LEDGER
 from ddpm_lab.record import JOB, RunRecord
 from ddpm_lab.slurm import Submission, Task
 from ddpm_lab.slurm_collect import collect, whole_sets

@@ -5,18 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
 from conftest import Call
-
-
-@pytest.mark.parametrize("command", ["submit", "collect", "logs"])
-def test_every_option_has_help(call: Call, command: str) -> None:
-    code, out, err = call("slurm", command, "--help")
-    assert (code, err) == (0, "")
-    described = out.partition("options:")[2].splitlines()
-    for line, following in zip(described, [*described[1:], ""], strict=True):
-        if line.strip().startswith("-"):
-            assert line.strip().split("  ", 1)[1:] or following.startswith(" " * 20), f"{line} is not described"
 
 
 def test_the_commands_are_listed(call: Call) -> None:

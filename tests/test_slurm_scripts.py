@@ -18,8 +18,8 @@ import slurm_cluster
 from conftest import Call
 
 from ddpm_lab.data.packed import prepare
+from ddpm_lab.files import CHECKOUT, LEDGER
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.planning import CHECKOUT, LEDGER
 from ddpm_lab.record import JOB
 from ddpm_lab.slurm_logs import read_log
 

@@ -13,19 +13,11 @@ from hypothesis import strategies as st
 
 from ddpm_lab import summary_lines
 from ddpm_lab.config import RunConfig
-from ddpm_lab.data.packed import prepare
 from ddpm_lab.explain.summary import Summary
 from ddpm_lab.record import Window
 from ddpm_lab.run_folder import RunFolder, trained
 from ddpm_lab.slurm_logs import read_log
 from ddpm_lab.summary_lines import job_id, lines, name_of, of_records, of_training
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "prepared"
-    prepare("synthetic", folder, image_size=8)
-    return folder
 
 
 def window(seconds: float, images: int, **values: object) -> Window:

@@ -15,12 +15,12 @@ from comet_archive import messages, metric, others, read_by_comet
 from conftest import Call
 from PIL import Image
 
-from ddpm_lab import tracker_option
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import figures
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study, study
+from ddpm_lab.options import tracker_chosen
 from ddpm_lab.tracked import NUMBERS, tell
 
 
@@ -94,10 +94,10 @@ def test_a_command_tells_what_it_has_measured_and_fails_for_no_tracker(
 
 def test_the_tracker_is_the_option_or_follows_from_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COMET_API_KEY", raising=False)
-    assert tracker_option.chosen(None) is None
-    assert tracker_option.chosen("comet-offline") == "comet-offline"
+    assert tracker_chosen(None) is None
+    assert tracker_chosen("comet-offline") == "comet-offline"
     with pytest.raises(ConfigError, match="COMET_API_KEY"):
-        tracker_option.chosen("comet")
+        tracker_chosen("comet")
     monkeypatch.setenv("COMET_API_KEY", "key")
-    assert tracker_option.chosen(None) == tracker_option.chosen("comet") == "comet"
-    assert tracker_option.chosen("none") is None
+    assert tracker_chosen(None) == tracker_chosen("comet") == "comet"
+    assert tracker_chosen("none") is None

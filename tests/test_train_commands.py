@@ -12,27 +12,9 @@ from conftest import Call
 from PIL import Image
 
 from ddpm_lab import training_run
-from ddpm_lab.data.packed import prepare
 from ddpm_lab.run_folder import RunFailed
 from ddpm_lab.stopping import Stopped
 from ddpm_lab.training_run import Outcome
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "prepared"
-    prepare("synthetic", folder, image_size=8)
-    return folder
-
-
-@pytest.mark.parametrize("command", ["train", "sample"])
-def test_every_option_has_help(call: Call, command: str) -> None:
-    code, out, err = call(command, "--help")
-    assert (code, err) == (0, "")
-    described = out.partition("options:")[2].splitlines()
-    for line, following in zip(described, [*described[1:], ""], strict=True):
-        if line.strip().startswith("-"):
-            assert line.strip().split("  ", 1)[1:] or following.startswith(" " * 20), f"{line} is not described"
 
 
 @pytest.mark.parametrize(

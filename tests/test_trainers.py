@@ -6,17 +6,16 @@ import dataclasses
 from typing import Any
 
 import pytest
+import setups
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.plan import BOTH_FP32, LEVERS, LIMITS, SAMPLING, Family
-from ddpm_lab.setting import DEFAULTS, Images, Setup
+from ddpm_lab.setting import DEFAULTS, Setup
 from ddpm_lab.trainers import PARTS, PEERS, PUBLISHED, peers
 
 
 def setup(**changes: Any) -> Setup:
-    images = Images(folder="somewhere", sha256="abc", name="5,000 images")
-    values: dict[str, Any] = {"preset": "full", "network": "seed", "device": "cpu", "gpus": 0, "usable_cores": 2}
-    return Setup(images=images, **{**values, **changes})
+    return setups.setup(**{"preset": "full", "network": "seed", **changes})
 
 
 def family(end: str, **changes: Any) -> Family:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import records as make
+from setups import setup
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain.findings import finding
@@ -22,18 +23,11 @@ from ddpm_lab.measure.trials import TRIAL_SECONDS, Trials, short_of
 from ddpm_lab.plan import Experiment, Family, Plan, Trial
 from ddpm_lab.quality import with_trials
 from ddpm_lab.record import RunRecord
-from ddpm_lab.setting import Images, Setup
+from ddpm_lab.setting import Images
 
 BASE, BF16 = RunConfig(global_batch_size=8), RunConfig(global_batch_size=8, precision="bf16")
 FAMILY = Family(name="tiny", baseline=BASE, baseline_label="fp32", candidates=(("bf16", BF16),))
-HERE = Setup(
-    preset="quick",
-    network="tiny",
-    images=Images(folder="", sha256="", name=""),
-    device="cpu",
-    gpus=0,
-    usable_cores=2,
-)
+HERE = setup(images=Images(folder="", sha256="", name=""))
 
 
 def planned(name: str = "amp", *, seeds: int = 5, families: Sequence[Family] = (FAMILY,)) -> Experiment:

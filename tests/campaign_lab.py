@@ -1,0 +1,148 @@
+"""A laboratory for campaigns: its sets return records at once, and it moves the clock."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import records as make
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.ledger import Ledger
+from ddpm_lab.measure import campaign
+from ddpm_lab.measure.campaign import Campaign, Target
+from ddpm_lab.measure.code_version import CodeVersion
+from ddpm_lab.measure.progress import Progress
+from ddpm_lab.measure.seat import Instrument, Member
+from ddpm_lab.plan import Experiment, Family, Plan
+from ddpm_lab.record import RunRecord, Window
+
+WINDOW = Window(
+    turn=0,
+    position=0,
+    start_seconds=0.0,
+    seconds=1.0,
+    images=32,
+    steps=1,
+    rank_seconds=(1.0,),
+    step_seconds=(1.0,),
+    data_seconds=(0.0,),
+)
+PLACE_SECONDS = 10.0
+BOTH = ["base", "base again"]
+
+
+class Lab:
+    """Measures at once and without fail, except where ``failures`` (run id -> status) says otherwise."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ledger = Ledger(folder / "ledger.jsonl")
+        self.folder = folder
+        self.now = 0.0
+        self.failures: dict[str, str] = {}
+        self.passing = False
+        self.sets: list[tuple[str, list[str]]] = []
+        self.alone: list[tuple[str, str]] = []
+        self.traces: list[Path] = []
+        self.stop_after: int | None = None
+
+    def measure_set(
+        self, instrument: Instrument, *, experiment: str, family: str, plan: Plan, members: list[Member]
+    ) -> list[RunRecord]:
+        if len(self.sets) == self.stop_after:
+            raise KeyboardInterrupt
+        assert len(self.sets) < 50, "the campaign never ends"
+        self.sets.append((family, [m.label for m in members]))
+        self.now += PLACE_SECONDS * len(members)
+        baseline, twin, *_ = members
+        assert (baseline.role, twin.role) == ("baseline", "twin")
+        assert baseline.config == twin.config
+        values: dict[str, Any] = {"experiment": experiment, "family": family, "plan": plan, "set_id": f"set-{self.now}"}
+        records = [self._record(m, baseline, instrument.code, **values) for m in members]
+        lost = [r for r in records if r.role in ("baseline", "twin") and r.status != "ok"]
+        if self.passing:
+            self.failures = {}
+        return lost or records
+
+    def measure_alone(
+        self,
+        instrument: Instrument,
+        *,
+        experiment: str,
+        family: str,
+        plan: Plan,
+        member: Member,
+        work: object,
+    ) -> RunRecord:
+        del work  # how it is done is not for this laboratory
+        self.alone.append((member.role, member.label))
+        self.now += PLACE_SECONDS
+        values: dict[str, Any] = {"experiment": experiment, "family": family, "plan": plan, "set_id": f"one-{self.now}"}
+        found = self._record(member, member, instrument.code, **values)
+        return dataclasses.replace(found, compile_cache="cold")
+
+    def _record(self, member: Member, baseline: Member, code: CodeVersion, **values: Any) -> RunRecord:
+        status = self.failures.get(member.config.run_id, "ok")
+        return make.record(
+            member.config,
+            role=member.role,
+            label=member.label,
+            baseline_id=baseline.config.run_id,
+            code_version=code.key,
+            status=status,
+            stages={"start": 3.0, "steady": 4.0},
+            windows=(WINDOW,) if status == "ok" else (),
+            **values,
+        )
+
+    def campaign(self, experiment: Experiment, *, code: str = "code", **target: Any) -> Campaign:
+        """A new campaign, as a new process would make it."""
+        values = {"plan": Plan(), "sets": 3, "cold_compiles": 2, **target}
+        instrument = Instrument(
+            code=CodeVersion(code, (), {}), cache=self.folder / "cache", usable_cores=2, data_name="synthetic images"
+        )
+        return Campaign(experiment, Target(**values), instrument, self.ledger, self.folder)
+
+    def run(self, experiment: Experiment, **target: Any) -> Campaign:
+        """Run a new campaign; ``sets`` and ``alone`` then hold what it measured."""
+        self.sets, self.alone = [], []
+        self.traces.clear()
+        made = self.campaign(experiment, **target)
+        made.run(Progress("test", quiet=True))
+        assert made.measured_sets == len(self.sets) + len(self.alone)
+        return made
+
+    def records(self, role: str) -> list[RunRecord]:
+        return [r for r in self.ledger.read()[0] if r.role == role]
+
+
+def laboratory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    """A laboratory on an empty ledger."""
+    made = Lab(folder)
+    monkeypatch.setattr(campaign, "measure_set", made.measure_set)
+    monkeypatch.setattr(campaign, "measure_alone", made.measure_alone)
+    monkeypatch.setattr(campaign, "profile_alone", made.traces.extend)
+    monkeypatch.setattr(campaign, "environment", make.environment)
+    monkeypatch.setattr(campaign, "time", SimpleNamespace(monotonic=lambda: made.now))
+    return made
+
+
+def config(number: int, **settings: Any) -> RunConfig:
+    """Configurations that differ."""
+    return RunConfig(seed=number, **settings)
+
+
+def family(name: str, candidates: int, first: int = 0, **settings: Any) -> Family:
+    """A family of candidates c1, c2, ... beside the baseline."""
+    return Family(
+        name=name,
+        baseline=config(first),
+        baseline_label="base",
+        candidates=tuple((f"c{i}", config(first + i)) for i in range(1, candidates + 1)),
+        **settings,
+    )
+
+
+def experiment(*families: Family, **values: Any) -> Experiment:
+    return Experiment(name="amp", families=families, **values)

@@ -1,0 +1,291 @@
+"""Studies of every kind that figures are drawn of, by name."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import planted_search
+import records as make
+
+from ddpm_lab.config import LOADER_ALONE, RunConfig
+from ddpm_lab.exchange_settings import ExchangeConfig
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.plan import LEVERS, LOST, WEAK, scaled
+
+BF16 = RunConfig(precision="bf16")
+REASON = "the process ended with signal 9 while it was building the network; the kernel log may say more " * 3
+
+
+def amp(**values: Any) -> Study:
+    return make.study(make.sets({"bf16": (BF16, 1.62)}, **values))
+
+
+def many(count: int) -> Study:
+    configs = {f"{n} workers": RunConfig(loader="files", loader_workers=n) for n in range(1, count + 1)}
+    return make.study(
+        make.sets(
+            {name: (c, 1 + 0.5 * c.loader_workers) for name, c in configs.items()},
+            baseline=RunConfig(loader="files"),
+            baseline_label="0 workers",
+            experiment="workers",
+            failures={"99 workers": (RunConfig(loader="files", loader_workers=99), "crashed", REASON)},
+        )
+    )
+
+
+def loader() -> Study:
+    alone = RunConfig(loader="files", workload=LOADER_ALONE)
+    more = make.sets(
+        {"2 workers": (replace(alone, loader_workers=2), 1.8)},
+        baseline=alone,
+        baseline_label="0 workers",
+        experiment="workers",
+        family="loader alone, batch 32",
+        step_seconds=0.001,
+    )
+    return make.study([*many(2).records, *more])
+
+
+def gpus() -> Study:
+    found = []
+    for batch in (32, 64, 128, 256, 512):
+        base = RunConfig(device="cuda", network="seed", global_batch_size=batch)
+        found += make.sets(
+            {f"{n} GPUs": (replace(base, world_size=n), n**0.6) for n in (2, 4, 8)},
+            baseline=base,
+            baseline_label="1 GPU",
+            experiment="multi_gpu",
+            family=f"seed, batch {batch}",
+            seed=batch,
+        )
+    return make.study(make.on(make.GPUS, found))
+
+
+def compiled(ratio: float) -> Study:
+    config = RunConfig(compile="whole")
+    records = make.sets({"compiled": (config, ratio)}, baseline_label="eager", experiment="torch_compile")
+    cold = make.cold(config, [34.0], experiment="torch_compile", baseline_id=RunConfig().run_id, label="compiled")
+    return make.study(records + cold)
+
+
+def costs(label: str) -> Study:
+    """Stages and counters as the measuring half leaves them, and three cold compiles."""
+    config = RunConfig(compile="whole")
+    counted = {"compiled_frames": 2, "graphs": 3, "graph_breaks": 1, "recompiles": 0}
+    stages = {"start": 0.03, "build": 1.2, "warmup": 0.25, "steady": 3.7, "teardown": 0.04}
+    records = make.sets({"compiled": (config, 1.3)}, baseline_label=label, experiment="torch_compile", stages=stages)
+    warm = {**stages, "compile": 1.6}
+    records = [
+        replace(r, stages=warm, compile_cache="warm", witness={"ranks": [counted]}) if r.role == "candidate" else r
+        for r in records
+    ]
+    values = {"experiment": "torch_compile", "baseline_id": RunConfig().run_id, "label": "compiled"}
+    return make.study(records + make.cold(config, [31.0, 34.0, 36.0], **values))
+
+
+def batches(count: int) -> Study:
+    """A search that ended for lack of memory, and so many sets."""
+    sizes = {n: RunConfig(global_batch_size=n) for n in (8, 16, 32, 64, 128, 256, 512, 1024, 768)}
+    reason = "1,024 images would need about 19.3 GiB, 80 % of the 21.2 GiB available may be used"
+    values: dict[str, Any] = {"experiment": "batch_size", "family": "tiny, 1 rank, fp32"}
+    rank = replace(make.rank_record(0), peak_rss_bytes=700 << 20)
+    found = [
+        make.record(c, role="search", label=f"batch {n}", set_id="", baseline_id="", ranks=(rank,), **values)
+        for n, c in sizes.items()
+    ]
+    found[-2] = replace(found[-2], status="oom", ranks=())
+    found.append(replace(found[-1], role="largest", label="memory", reason=reason))
+    larger = {f"batch {n}": (c, 1 + 0.1 * i) for i, (n, c) in enumerate(sizes.items()) if 8 < n <= 512}
+    found += make.sets(larger, baseline=sizes[8], baseline_label="batch 8", count=count, **values)
+    return make.study(found)
+
+
+def corrected() -> Study:
+    """Several families, of which one would be resolved if it were the only one."""
+    found = []
+    for batch, ratio in ((16, 1.0), (32, 1.0), (64, 1.03), (128, 1.0)):
+        found += make.sets(
+            {"2 ranks": (RunConfig(world_size=2, global_batch_size=batch), ratio)},
+            baseline=RunConfig(global_batch_size=batch),
+            baseline_label="1 rank",
+            experiment="multi_gpu",
+            family=f"tiny, batch {batch}",
+            set_noise=0.02,
+            seed=batch,
+        )
+    return make.study(found)
+
+
+def wordy() -> Study:
+    """Names of hardware, families and labels as long as they come."""
+    machine = replace(
+        make.GPUS,
+        cpu="Example Platinum Processor 8480C with 56 cores and a long name @ 2.00GHz",
+        gpus=("Example Data Centre GPU X100 80GB HBM3 with NVLink and a long name",) * 8,
+    )
+    label = "a label that nobody would choose, with bf16 autocast, channels last and fused optimizer"
+    records = make.sets(
+        {label: (BF16, 1.2)},
+        baseline_label="an equally long name of a baseline in full precision, eager, without any fusing",
+        family="a family of runs with a very long name, such as learning rate 0.0002 and betas 0.9 and 0.99, " * 2,
+        failures={f"{label}, again": (RunConfig(seed=9), "crashed", REASON)},
+        data_name="1,281,167 images from a/folder-with-a-very-long-name-that-goes-on-and-on",
+    )
+    return make.study(make.on(machine, records))
+
+
+def sizes() -> Study:
+    """Fifteen families of much the same speed."""
+    found = []
+    for size in (32, 64, 128):
+        for batch in (32, 64, 128, 256, 512):
+            base = RunConfig(device="cuda", image_size=size, global_batch_size=batch)
+            found += make.sets(
+                {f"{n} GPUs": (replace(base, world_size=n), n**0.95) for n in (2, 4)},
+                baseline=base,
+                baseline_label="1 GPU",
+                experiment="multi_gpu",
+                family=f"seed, batch {batch}",
+                count=2,
+                turns=2,
+                seed=batch,
+                data_name=f"images of {size} pixels",
+            )
+    return make.study(make.on(make.GPUS, found))
+
+
+def both_kinds(ranks: tuple[int, ...], batches: tuple[int, ...], device: str = "cuda") -> Study:
+    """Strong and weak scaling, and a family of the same experiment that scales nothing."""
+    found = []
+    unit, where = ("GPU", make.GPUS) if device == "cuda" else ("rank", make.CPU)
+    for batch in batches:
+        base = RunConfig(device=device, network="seed", global_batch_size=batch)
+        label = f"1 {unit}"
+        values: dict[str, Any] = {"baseline": base, "baseline_label": label, "experiment": "multi_gpu", "seed": batch}
+        shared = {f"{n} {unit}s": (replace(base, world_size=n), n**0.7) for n in ranks}
+        grown = {f"{n} {unit}s": (replace(base, world_size=n, global_batch_size=n * batch), n**0.95) for n in ranks}
+        found += make.sets(shared, family=f"seed, batch {batch}", **values)
+        found += make.sets(grown, family=f"seed, batch {batch} per rank{WEAK}", **values)
+    lost = replace(base, world_size=2)
+    silent = {"no exchange": (replace(lost, exchange=ExchangeConfig(enabled=False)), 9.0)}
+    found += make.sets(silent, baseline=lost, experiment="multi_gpu", family=f"seed, batch {batch}{LOST}")
+    return make.study(make.on(where, found))
+
+
+def machine() -> Study:
+    """Everything that is known of a machine with GPUs, in as many families as a figure may meet."""
+    found = gpus()
+    return replace(found, records=tuple(make.with_state(found.records, **make.GPU_STATE)))
+
+
+def trained(seeds: int) -> Study:
+    micro, large = RunConfig(accumulation=2), RunConfig(global_batch_size=64)
+    speeds = {"bf16": (BF16, 1.6), "2 micro-batches of a long name": (micro, 0.6), "batch 64": (large, 1.2)}
+    losses = {"bf16": (BF16, 0.0), "2 micro-batches of a long name": (micro, 0.001), "batch 64": (large, 0.05)}
+    timed = make.study(make.sets(speeds, experiment="quality"), "quality")
+    return replace(timed, trials=tuple(make.trials(losses, seeds=seeds)))
+
+
+def learned() -> Study:
+    """Batches of two sizes, one of them with a scaled learning rate too, with speeds and trials; long names."""
+    base = RunConfig(global_batch_size=8)
+    sizes = {f"batch {n}": replace(base, global_batch_size=n) for n in (16, 32)}
+    speeds = {name: (config, 1 + i) for i, (name, config) in enumerate(sizes.items(), 1)}
+    losses = {name: (config, 0.005 * i) for i, (name, config) in enumerate(sizes.items(), 1)}
+    losses["batch 16, scaled learning rate"] = (scaled(sizes["batch 16"], base), 0.001)
+    timed = make.sets(speeds, baseline=base, baseline_label="batch 8", experiment="batch_size")
+    made = make.trials(losses, baseline=base)
+    return replace(make.study(timed, "batch_size"), trials=tuple(made))
+
+
+def two_families() -> Study:
+    """A question with trials in two families, one verdict that is worse."""
+    found = []
+    trials = []
+    for size in (16, 32):
+        base = RunConfig(global_batch_size=size)
+        pair = replace(base, world_size=2)
+        found += make.sets(
+            {"2 ranks": (pair, 1.5)},
+            baseline=base,
+            baseline_label="1 rank",
+            experiment="multi_gpu",
+            family=f"batch {size}",
+        )
+        trials += make.trials({"2 ranks": (pair, 0.03 if size == 32 else 0.0)}, baseline=base)
+    return replace(make.study(found, "multi_gpu"), trials=tuple(trials))
+
+
+def levers() -> Study:
+    config = RunConfig(precision="bf16")
+    rows = {"fp32": (RunConfig(), 0.6), "every loss read": (replace(config, read_loss=True), 0.9)}
+    family = f"seed, batch 32{LEVERS}"
+    timed = make.sets(rows, baseline=config, baseline_label="as by default", experiment="peers", family=family)
+    made = make.trials({"every loss read": (rows["every loss read"][0], 0.0)}, baseline=config)
+    return replace(make.study(timed, "peers"), trials=tuple(made))
+
+
+def diverged() -> Study:
+    of = trained(6)
+    lost = [r if r.label == "fp32" else replace(r, status="diverged", quality=None) for r in of.trials]
+    return replace(of, trials=tuple(lost))
+
+
+def with_samples() -> Study:
+    of = trained(6)
+    images = np.zeros((16, 32, 32, 3), dtype=np.uint8)
+    found = [make.drew(r, images, fid=123.4) if r.config.seed == 0 else r for r in of.trials]
+    return replace(of, trials=tuple(found))
+
+
+STUDIES: dict[str, Callable[[], Study]] = {
+    "resolved": amp,
+    "one set": lambda: amp(count=1, turns=2),
+    "two sets": lambda: amp(count=2, turns=2, set_noise=0.3),
+    "untrusted": lambda: amp(twin_ratio=1.05),
+    "all failed": lambda: make.study(make.sets({}, failures={"bf16": (BF16, "crashed", REASON)})),
+    "only the twin, failed": lambda: make.study(
+        [
+            make.record(
+                RunConfig(), experiment="compare", role="twin", label="fp32 again", status="unsupported", reason=REASON
+            )
+        ]
+    ),
+    "mechanism only": lambda: make.study(
+        make.sets({"4 ranks": (RunConfig(world_size=4), 1.3)}, experiment="multi_gpu", mechanism_only=["4 ranks"])
+    ),
+    "1 configuration": lambda: many(1),
+    "12 configurations": lambda: many(12),
+    "loader": loader,
+    "gpus": gpus,
+    "corrected": corrected,
+    "wordy": wordy,
+    "sizes": sizes,
+    "machine": machine,
+    "strong and weak": lambda: both_kinds((2, 4, 8), (32, 64, 128, 256, 512)),
+    "strong and weak, two CPU ranks": lambda: both_kinds((2,), (32,), "cpu"),
+    "strong and weak, many ranks": lambda: both_kinds((2, 4, 8, 16, 32, 64), (64, 512)),
+    "compiled": lambda: compiled(1.2),
+    "compiled, slower": lambda: compiled(0.9),
+    "compiled, costs": lambda: costs("eager"),
+    "compiled, long names": lambda: costs("eager training, fp32"),
+    "batch sizes": lambda: batches(6),
+    "batch sizes, one set": lambda: batches(1),
+    "batch sizes, searched only": lambda: batches(0),
+    "profile": lambda: make.study([make.profile(RunConfig(purpose="profile"))]),
+    "recommendation": lambda: make.study([*amp().records, *compiled(1.2).records], "recommendation"),
+    "recommendation, searched": lambda: planted_search.study(planted_search.searched()),
+    "recommendation, small": lambda: planted_search.study(
+        planted_search.searched(gains={"bf16": 1.02, "2 ranks": 0.9, "joined kernels": 0.9, "batch 16": 0.9})
+    ),
+    "recommendation, one set": lambda: planted_search.study(planted_search.searched(sets=1)),
+    "quality": lambda: trained(8),
+    "quality, few seeds": lambda: trained(2),
+    "quality, all diverged": diverged,
+    "batches, learned": learned,
+    "two families, learned": two_families,
+    "levers, learned": levers,
+    "quality, with samples": with_samples,
+    "nothing": lambda: replace(amp(), records=()),
+}

@@ -1,0 +1,116 @@
+"""The campaign: what is measured alone, before the sets (cold compiles, profiles, a search), and notes."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from campaign_lab import BOTH, Lab, config, experiment, family, laboratory
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.measure import campaign
+from ddpm_lab.measure.progress import Progress
+from ddpm_lab.plan import Experiment, Family
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    return laboratory(tmp_path, monkeypatch)
+
+
+COMPILED = Family(
+    name="f",
+    baseline=config(0),
+    baseline_label="eager",
+    candidates=(("compiled", config(0, compile="whole")),),
+)
+
+
+def test_cold_compiles_come_first_and_once(lab: Lab) -> None:
+    lab.run(experiment(COMPILED), cold_compiles=1)
+    assert lab.alone == [("cold", "compiled")]
+    assert len(lab.sets) == 3
+    assert [r.baseline_id for r in lab.records("cold")] == [config(0).run_id]
+    lab.run(experiment(COMPILED))
+    assert (lab.alone, lab.sets) == ([("cold", "compiled")], [])
+    lab.run(experiment(COMPILED))
+    assert lab.alone == []
+
+
+@pytest.mark.parametrize(("status", "tried_again"), [("diverged", 0), ("unsupported", 1), ("crashed", 1)])
+def test_a_compile_that_fails_is_tried_once(lab: Lab, status: str, tried_again: int) -> None:
+    lab.failures = {config(0, compile="whole").run_id: status}
+    lab.run(experiment(COMPILED))
+    assert (len(lab.alone), lab.sets) == (1, [])
+    lab.run(experiment(COMPILED))
+    assert (len(lab.alone), lab.sets) == (tried_again, [])
+
+
+@pytest.mark.parametrize(("status", "tried_again"), [("ok", 0), ("oom", 0), ("crashed", 1)])
+def test_a_profile_is_taken_once(lab: Lab, status: str, tried_again: int) -> None:
+    profiled = config(0, purpose="profile", world_size=2)
+    asked = Experiment(name="profile", families=(), profiles=(("f", "fp32, 2 ranks", profiled),))
+    lab.failures = {profiled.run_id: status}
+    lab.run(asked)
+    assert lab.alone == [("profile", "fp32, 2 ranks")]
+    assert [p.parent for p in lab.traces] == [lab.folder] * 2
+    assert all(profiled.run_id in p.name and p.name.endswith(".json.gz") for p in lab.traces)
+    assert len(set(lab.traces)) == 2
+    lab.run(asked)
+    assert len(lab.alone) == tried_again
+
+
+def test_a_search_comes_before_the_sets_and_leaves_out_what_is_larger(lab: Lab) -> None:
+    base = RunConfig(device="cuda", global_batch_size=8)
+    larger = {n: dataclasses.replace(base, global_batch_size=n) for n in (16, 32, 64)}
+    sizes = Family(
+        name="f",
+        baseline=base,
+        baseline_label="base",
+        candidates=tuple((f"c{n}", c) for n, c in larger.items()),
+        search_up_to=64,
+    )
+    lab.failures = {larger[32].run_id: "oom", dataclasses.replace(base, global_batch_size=24).run_id: "oom"}
+    unknown = lab.campaign(experiment(sizes)).forecast()
+    made = lab.run(experiment(sizes))
+    assert lab.alone == [("search", f"batch {n}") for n in (8, 16, 32, 24, 20, 22, 23)]
+    assert lab.sets == [("f", [*BOTH, "c16"])] * 3
+    assert [(r.label, r.config.global_batch_size) for r in lab.records("largest")] == [("memory", 23)]
+    assert {(r.set_id, r.baseline_id) for r in (*lab.records("search"), *lab.records("largest"))} == {("", "")}
+    notes = {(n.label, n.reason) for n in lab.records("note")}
+    assert notes == {(f"c{n}", "larger than 23, where the search ended") for n in (32, 64)}
+    assert made.held.any
+    lines = len(lab.ledger.read()[0])
+    lab.run(experiment(sizes))
+    assert (lab.alone, lab.sets, len(lab.ledger.read()[0])) == ([], [], lines)
+    # Sets of the sizes that do not fit are forecast until the search has said so.
+    assert unknown == campaign.SEARCH_SECONDS + 3 * 5 * campaign.PLACE_SECONDS
+
+
+def test_a_search_in_which_nothing_fits_holds_nothing(lab: Lab) -> None:
+    base = RunConfig(device="cuda", global_batch_size=2)
+    lab.failures = {dataclasses.replace(base, global_batch_size=n).run_id: "oom" for n in (1, 2)}
+    asked = Family(name="f", baseline=base, baseline_label="base", candidates=(), search_up_to=8)
+    assert not lab.run(experiment(asked)).held.any
+    assert (lab.alone, lab.sets) == ([("search", "batch 2"), ("search", "batch 1")], [])
+    assert [r.status for r in lab.records("largest")] == ["oom"]
+
+
+def test_what_was_left_out_is_noted_once(lab: Lab) -> None:
+    rows = (("f", "fp16", "needs a CUDA device"), ("f", "tf32", "needs a CUDA device"))
+    for _ in range(2):
+        lab.run(experiment(family("f", 1), left_out=rows))
+    notes = lab.records("note")
+    assert [(n.family, n.label, n.reason) for n in notes] == list(rows)
+    assert {(n.status, n.set_id, n.baseline_id) for n in notes} == {("left out", "", config(0).run_id)}
+    assert all(not n.windows for n in notes)
+
+
+def test_progress_names_the_set_and_the_time_left(
+    lab: Lab, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DDPM_LAB_PROGRESS", raising=False)
+    lab.campaign(experiment(family("tiny, batch 32", 1))).run(Progress("amp"))
+    lines = [line for line in capsys.readouterr().err.splitlines() if "starting" in line]
+    assert len(lines) == 3
+    assert all(f"set {i} of 3" in line and "tiny, batch 32" in line for i, line in enumerate(lines, 1))
+    assert "left" in lines[0]
