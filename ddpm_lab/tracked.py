@@ -31,7 +31,7 @@ def tell(kind: str, study: Study) -> None:
     """Tell of a study, if it has records; the same records are the same experiment, however often they are told."""
     if not study.records:
         return
-    rows: list[dict[str, Any]] = [{str(k): v for k, v in row.items()} for row in comparisons(study).to_dict("records")]
+    rows = comparisons(study)
     several = len({row["family"] for row in rows}) > 1
     for row in rows:  # the twin has a label of its own
         row["name"] = f"{row['family']}/{row['label']}" if several else row["label"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pandas as pd
 
@@ -13,7 +12,8 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.exchange_settings import ExchangeConfig
 from ddpm_lab.explain import batch_sizes as sizes
 from ddpm_lab.explain import bounds, change_phrases, compiling, learned, phrases, quality, sentences, stats, straggler
-from ddpm_lab.explain.bounds import Row, Subject, subject
+from ddpm_lab.explain.bounds import Subject, subject
+from ddpm_lab.explain.comparisons import Row, comparisons, resolved
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.targets import S002 as TARGETS
 from ddpm_lab.plan import WEAK
@@ -123,13 +123,13 @@ def considered(study: Study) -> list[Advice]:
     return found + ([_slow_rank(study, about)] if config.world_size > 1 else [])
 
 
-def measured(study: Study, about: Subject) -> dict[str, dict[str, Any]]:
+def measured(study: Study, about: Subject) -> dict[str, Row]:
     """The row of each configuration that was compared with the one in question, of whichever experiment has most sets.
 
     Weak scaling compares other work, and ranks that exchange nothing train no network.
     """
-    found: dict[str, dict[str, Any]] = {}
-    for row in bounds.rows(study):
+    found: dict[str, Row] = {}
+    for row in comparisons(study):
         mine = row["role"] == "candidate" and row["baseline_id"] == about.config.run_id
         if not mine or row["loader_alone"] or row["mechanism_only"] or WEAK in row["family"]:
             continue
@@ -171,7 +171,7 @@ def _of_row(study: Study, about: Subject, row: Row, name: str) -> Advice:
     if not row["sets"]:
         return replace(base, status=FAILED, evidence=phrases.failure(row))
     told = f"Measured in {row['family']}: {phrases.ratio(row)} ({phrases.evidence(row)}{sentences.noise(row)})"
-    if row["verdict"] not in (stats.FASTER, stats.SLOWER):
+    if not resolved(row):
         told += f"; {phrases.outcome(row)}"
     if row["config"].compile != "off" and about.config.compile == "off":
         told += f". {compiling.sentence(study, row).removesuffix('.')}"
@@ -196,7 +196,7 @@ def _to_the_loss(study: Study, config: RunConfig, other: RunConfig) -> str:
 
 
 def _status(row: Row) -> str:
-    if row["verdict"] in (stats.FASTER, stats.SLOWER):
+    if resolved(row):
         return str(row["verdict"])
     if row["verdict"] == stats.NOT_TRUSTED:
         return NOT_RESOLVED
@@ -216,10 +216,10 @@ def _unmeasured(study: Study, about: Subject, other: RunConfig, name: str) -> Ad
     return replace(base, status=status, evidence=told, most=most)
 
 
-def _elsewhere(study: Study, about: Subject, other: RunConfig) -> dict[str, Any] | None:
+def _elsewhere(study: Study, about: Subject, other: RunConfig) -> Row | None:
     """The same change, measured from another configuration of this network, batch and code."""
     wanted = {name: new for name, (new, _) in other.differences(about.config).items()}
-    rows = [r for r in bounds.rows(study) if r["sets"] and bounds.same_code(r, about.profile)]
+    rows = [r for r in comparisons(study) if r["sets"] and bounds.same_code(r, about.profile)]
     bases = {r["run_id"]: r["config"] for r in rows if r["role"] == "baseline"}
     for row in rows:
         base = bases.get(row["baseline_id"])

@@ -18,15 +18,11 @@ from ddpm_lab.explain.losses import first_losses
 from ddpm_lab.record import RunRecord
 
 
-def _rows(study: Study) -> list[dict[str, Any]]:
-    return [{str(k): v for k, v in row.items()} for row in comparisons(study).to_dict("records")]
-
-
 def answer_text(study: Study, finding: Finding) -> str:
     """Verdict, ratio, interval, noise floor, memory, disturbance, losses and what really ran, one line each."""
     repeats = finding.claim.lower().startswith(finding.verdict.lower())
     lines = [finding.claim if repeats else f"{finding.verdict}: {finding.claim}"]
-    for row in _rows(study):
+    for row in comparisons(study):
         if row["sets"] and row["role"] != "twin":
             lines.append(
                 f"  {row['label']}: {phrases.seconds(row['step_seconds'])} a step, "
@@ -59,7 +55,7 @@ def answer_values(study: Study, finding: Finding) -> dict[str, Any]:
             "sets_needed": _known(row["sets_needed"]),
             "turns_dropped": int(row["turns_dropped"]),
         }
-        for row in _rows(study)
+        for row in comparisons(study)
     ]
     losses = dataclasses.asdict(first_losses(study))
     return {**values, "resolution": study.resolution, "sides": sides, "quality": finding.quality, "losses": losses}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,7 +13,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import learned, phrases
-from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.comparisons import Row, comparisons, families
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.record import RunRecord
 
@@ -43,7 +42,7 @@ class Sizes:
     family: str
     end: RunRecord | None
     tries: tuple[RunRecord, ...]
-    rows: tuple[dict[str, Any], ...]
+    rows: tuple[Row, ...]
     ways: tuple[learned.Way, ...] = ()
     loss: float = math.nan
 
@@ -66,15 +65,12 @@ class Sizes:
 
 def sizes(study: Study) -> list[Sizes]:
     """All pieces of work whose batch sizes a study holds; of other searches only where it compares nothing."""
-    compared: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in comparisons(study).to_dict("records"):
-        compared.setdefault((row["family"], row["baseline_id"]), []).append({str(k): v for k, v in row.items()})
     searched = {r.family: r.config for r in study.records if r.role == "largest"}
-    found = [_sizes(study, rows[0]["config"], family, rows) for (family, _), rows in compared.items()]
+    found = [_sizes(study, rows[0]["config"], rows[0]["family"], rows) for rows in families(comparisons(study))]
     return found or [_sizes(study, config, family, ()) for family, config in searched.items()]
 
 
-def _sizes(study: Study, base: RunConfig, family: str, rows: Sequence[dict[str, Any]]) -> Sizes:
+def _sizes(study: Study, base: RunConfig, family: str, rows: Sequence[Row]) -> Sizes:
     same = [r for r in study.records if r.config.differences(base).keys() <= {"global_batch_size"}]
     ends = [r for r in same if r.role == "largest"]
     tries = {r.config.global_batch_size: r for r in same if r.role == "search"}

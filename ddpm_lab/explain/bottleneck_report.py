@@ -21,6 +21,7 @@ from ddpm_lab.explain import (
 from ddpm_lab.explain import budget as bd
 from ddpm_lab.explain.advice import Advice
 from ddpm_lab.explain.bounds import Subject
+from ddpm_lab.explain.comparisons import Row
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.targets import S002 as TARGETS
 
@@ -199,11 +200,11 @@ def _why(study: Study, about: Subject) -> list[str]:
     return [*parts, *map(lost_scaling_table.sentence, splits)]
 
 
-def _speed(row: bounds.Row) -> str:
+def _speed(row: Row) -> str:
     return f"{phrases.ratio(row)}" + (f" ({phrases.interval(row)})" if phrases.interval(row) else "")
 
 
-def _sweep(study: Study, about: Subject) -> list[bounds.Row]:
+def _sweep(study: Study, about: Subject) -> list[Row]:
     """Rows of the present configuration and of those that differ from it in the batch alone, the smallest first."""
     found = [
         r

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.explain import budget as bd
 from ddpm_lab.explain import limits, phrases
 from ddpm_lab.explain.budget import Budget
-from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.comparisons import Row, comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import LIMITS
 from ddpm_lab.record import RunRecord
@@ -25,7 +23,6 @@ ACTS_ON = {
     **dict.fromkeys(("precision", "compile", "kernels", "channels_last"), _COMPUTE),
 }
 """Phases that a setting can make shorter: what it gains is at most what they take."""
-Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +51,11 @@ def subject(study: Study) -> Subject | None:
     config = replace(record.config, purpose="timing")
     speeds = [
         r
-        for r in rows(study)
+        for r in comparisons(study)
         if r["role"] == "baseline" and r["run_id"] == config.run_id and r["sets"] and same_code(r, record)
     ]
     speed = max(speeds, key=lambda r: r["sets"]) if speeds else None
     return Subject(config=config, profile=record, taken=taken, speed=speed)
-
-
-def rows(study: Study) -> list[dict[str, Any]]:
-    """The comparisons of a study, one dictionary a row."""
-    return [{str(k): v for k, v in row.items()} for row in comparisons(study).to_dict("records")]
 
 
 def same_code(row: Row, record: RunRecord) -> bool:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 from ddpm_lab.explain import faults, phrases
-from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.comparisons import Row, comparisons
 from ddpm_lab.explain.frames import CLAIMS, Study
 from ddpm_lab.explain.wrong_ways import Seen, times
 
 _WHERE = {"multi_gpu": "notebook 02", "amp": "notebook 03", "workers": "notebook 04", "torch_compile": "notebook 05"}
 _WHERE |= {"quality": "notebook 08", CLAIMS: "this notebook"}
-Row = dict[str, Any]
 
 
 class Evidence:
@@ -44,7 +42,7 @@ class Evidence:
         found = []
         for name in experiments:
             if (of := self._studies.get(name)) is not None:
-                rows = [{str(k): v for k, v in row.items()} for row in comparisons(of).to_dict("records")]
+                rows = comparisons(of)
                 base = {r["baseline_id"]: r["config"] for r in rows if r["role"] == "baseline"}
                 shown = [r for r in rows if r["role"] == "candidate" and r["sets"] and not r["mechanism_only"]]
                 found += [{**r, "base": base.get(r["baseline_id"], r["config"])} for r in shown]

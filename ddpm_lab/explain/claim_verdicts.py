@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ddpm_lab.explain import budget, compiling, operators, phrases, quality, stats
-from ddpm_lab.explain.claim_evidence import Evidence, Row, said
+from ddpm_lab.explain.claim_evidence import Evidence, said
+from ddpm_lab.explain.comparisons import Row, resolved
 from ddpm_lab.explain.faults import Fault
 from ddpm_lab.explain.frames import CLAIMS
 from ddpm_lab.plan import scaling
@@ -37,7 +38,7 @@ class Judged:
 
 def _if_resolved(row: Row, holds: bool, why: str) -> Judged:
     """Confirmed or refuted where a row is called faster or slower, and else not resolved."""
-    if row["verdict"] not in (stats.FASTER, stats.SLOWER):
+    if not resolved(row):
         return Judged(verdict=stats.NOT_RESOLVED, here=said(row), why=phrases.outcome(row))
     return Judged(verdict=CONFIRMED if holds else REFUTED, here=said(row), why=why)
 

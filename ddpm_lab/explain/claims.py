@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import pandas as pd
 
@@ -15,7 +14,7 @@ from ddpm_lab.explain import faults, phrases, stats
 from ddpm_lab.explain.claim_evidence import Evidence
 from ddpm_lab.explain.claim_verdicts import Judged
 from ddpm_lab.explain.faults import Fault
-from ddpm_lab.explain.frames import CLAIMS, Study
+from ddpm_lab.explain.frames import CLAIMS, Study, once
 
 EXPERIMENT = CLAIMS
 
@@ -180,15 +179,11 @@ PUBLISHED: tuple[Claim, ...] = (
 )
 
 
+@once
 def judged(study: Study) -> list[tuple[Claim, Judged]]:
     """Every published claim with its verdict on the machine of the study's records."""
-    if study not in _KNOWN:
-        evidence = Evidence(study)
-        _KNOWN[study] = [(claim, claim.judge(evidence)) for claim in PUBLISHED]
-    return _KNOWN[study]
-
-
-_KNOWN: WeakKeyDictionary[Study, list[tuple[Claim, Judged]]] = WeakKeyDictionary()
+    evidence = Evidence(study)
+    return [(claim, claim.judge(evidence)) for claim in PUBLISHED]
 
 
 def table(study: Study) -> pd.DataFrame:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ddpm_lab.explain import findings, phrases, scaling, sentences
 from ddpm_lab.explain.bands import S000
+from ddpm_lab.explain.comparisons import Row
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.grids import Grid, literal, markdown
 from ddpm_lab.explain.pairs import (
@@ -24,7 +25,6 @@ from ddpm_lab.explain.pairs import (
     unit,
     where,
 )
-from ddpm_lab.explain.scaling import Row
 
 _MORE = ("95 % interval", "Sets", "Quality")
 ARITHMETIC = "S003's mean speed-up is arithmetic and favours large ratios: of 2x and 0.5x it makes 1.25x, ours 1x."

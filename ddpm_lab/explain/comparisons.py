@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
-import pandas as pd
 
 from ddpm_lab.config import LOADER_ALONE, RunConfig
 from ddpm_lab.explain import quality, stats
-from ddpm_lab.explain.frames import Study, peak_memory, seconds_per_image
+from ddpm_lab.explain.frames import Study, once
 from ddpm_lab.own_settings import OWN_LOADER
 from ddpm_lab.plan import LOST
 from ddpm_lab.record import RunRecord, burst_log, set_log_ratio
@@ -24,9 +22,11 @@ PROJECTED_IMAGES = 50_000
 MECHANISM_ONLY = "mechanism tested, speed not claimed"
 QUALITY = quality.NOT_MEASURED
 COMPARED = ("baseline", "twin", "candidate", "note")
+Row = dict[str, Any]
+"""One configuration beside its baseline: see ``comparisons``."""
 
 
-def comparisons(of: Study) -> pd.DataFrame:
+def comparisons(study: Study) -> list[Row]:
     """One row for each configuration of each family: baseline, null twin, candidates, and what failed or was left out.
 
     ``ratio`` is the baseline's time for equal work divided by the configuration's, with its 95 % interval over sets;
@@ -36,44 +36,42 @@ def comparisons(of: Study) -> pd.DataFrame:
     ``bursts`` is how many times as much windows far slower than most add to its time as to the baseline's.
     Values that do not exist are NaN: records whose mechanism alone was tested have no speed here.
     """
-    if of not in _KNOWN:
-        _KNOWN[of] = _comparisons(of)
-    return _KNOWN[of].copy()
+    return [dict(row) for row in _comparisons(study)]
 
 
-_KNOWN: WeakKeyDictionary[Study, pd.DataFrame] = WeakKeyDictionary()
-"""A study does not change, and its figure, table and sentence all ask for the same rows."""
-
-
-def _comparisons(of: Study) -> pd.DataFrame:
-    rows: list[dict[str, Any]] = []
-    trials = quality.Trials(of.trials)
+@once
+def _comparisons(study: Study) -> list[Row]:
+    rows: list[Row] = []
+    trials = quality.Trials(study.trials)
     # The parts of the lost scaling are no answers to be compared: see lost_scaling. What is noted of a trial is no row:
     # its configuration has one of its own.
-    compared = (r for r in of.records if r.role in COMPARED and r.config.purpose != "quality")
+    compared = (r for r in study.records if r.role in COMPARED and r.config.purpose != "quality")
     ordered = sorted((r for r in compared if not r.family.endswith(LOST)), key=lambda r: r.experiment)
     for _, group in groupby(ordered, key=lambda r: r.experiment):
-        block = judged(list(group), of.resolution)
+        block = judged(list(group), study.resolution)
         _weigh(block, trials)
         rows += block
-    return pd.DataFrame(rows, columns=list(_COLUMNS))
+    return rows
 
 
-def judged(records: Sequence[RunRecord], resolution: float) -> list[dict[str, Any]]:
+def families(rows: Iterable[Row]) -> list[list[Row]]:
+    """Rows by family and baseline, in order."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row["family"], row["baseline_id"]), []).append(row)
+    return list(found.values())
+
+
+def resolved(row: Mapping[str, Any]) -> bool:
+    """Whether a comparison has an answer: faster, or slower."""
+    return row["verdict"] in (stats.FASTER, stats.SLOWER)
+
+
+def judged(records: Sequence[RunRecord], resolution: float) -> list[Row]:
     """Rows of the families of one experiment, all of roles that are COMPARED, each with its verdict on speed."""
     rows = [row for family in _families(records) for row in _family_rows(family, resolution)]
     _judge(rows)
     return rows
-
-
-_COLUMNS = (
-    *("experiment", "family", "baseline_id", "baseline_label", "role", "label", "run_id", "config", "code_version"),
-    *("status", "reason", "failed_sets", "mechanism_only", "sets", "turns", "turns_dropped", "ratio", "low", "high"),
-    *("p", "p_holm", "comparisons", "verdict", "noise_low", "noise_high", "bursts", "set_ratios", "resolution"),
-    *("sets_needed", "images_per_second", "images_per_second_low", "images_per_second_high", "step_seconds"),
-    *("projected_seconds", "peak_memory_bytes", "peak_rss_bytes", "ranks", "batch", "loader_alone"),
-    *("efficiency", "efficiency_low", "efficiency_high", "quality", "equivalence"),
-)
 
 
 def _families(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
@@ -133,7 +131,7 @@ def _differences(mine: RunConfig, other: RunConfig) -> str:
     return ", ".join(words)
 
 
-def _family_rows(records: Sequence[RunRecord], resolution: float) -> list[dict[str, Any]]:
+def _family_rows(records: Sequence[RunRecord], resolution: float) -> list[Row]:
     """Rows of one family, in the order the configurations first appear: baseline, twin, candidates, notes."""
     dropped: dict[str, set[int]] = defaultdict(set)
     for r in records:
@@ -161,7 +159,7 @@ def _row(
     base_group: Sequence[RunRecord] | None,
     dropped: dict[str, set[int]],
     resolution: float,
-) -> dict[str, Any]:
+) -> Row:
     last = group[-1]
     mechanism_only = any(r.mechanism_only for r in group)
     ok = [r for r in group if r.status == "ok"]
@@ -205,8 +203,8 @@ def _row(
         "images_per_second_high": throughput.high,
         "step_seconds": batch / throughput.value,
         "projected_seconds": PROJECTED_IMAGES / throughput.value,
-        "peak_memory_bytes": max((peak_memory(r) for r in ok), default=math.nan),
-        "peak_rss_bytes": max((peak_rss(r) for r in ok), default=math.nan),
+        "peak_memory_bytes": max((peak(r, "peak_memory_bytes") for r in ok), default=math.nan),
+        "peak_rss_bytes": max((peak(r, "peak_rss_bytes") for r in ok), default=math.nan),
         "ranks": ranks,
         "batch": batch,
         "loader_alone": last.config.workload in (LOADER_ALONE, OWN_LOADER),
@@ -219,10 +217,10 @@ def _row(
     }
 
 
-def peak_rss(record: RunRecord) -> float:
-    """Bytes of host memory of the rank that used most; NaN where any rank does not know."""
-    peaks = [rank.peak_rss_bytes for rank in record.ranks]
-    return float(max(p for p in peaks if p is not None)) if peaks and None not in peaks else math.nan
+def peak(record: RunRecord, kind: str) -> float:
+    """Bytes of the rank that used most, of a ``kind`` that ranks report; NaN where any rank does not know."""
+    peaks = [getattr(rank, kind) for rank in record.ranks]
+    return float(max(peaks)) if peaks and None not in peaks else math.nan
 
 
 def _bursts(group: Sequence[RunRecord], base: dict[str, RunRecord], twins: dict[str, RunRecord]) -> float:
@@ -239,7 +237,7 @@ def _bursts(group: Sequence[RunRecord], base: dict[str, RunRecord], twins: dict[
     return found.value if found.sets >= stats.LEAST_SETS and found.p < 0.01 else 1.0
 
 
-def _judge(rows: Sequence[dict[str, Any]]) -> None:
+def _judge(rows: Sequence[Row]) -> None:
     """Adjust the p-values over the experiment and give each row its verdict."""
     tested = [row for row in rows if row["role"] in ("twin", "candidate") and not math.isnan(row["p"])]
     for row in rows:
@@ -259,11 +257,11 @@ def _judge(rows: Sequence[dict[str, Any]]) -> None:
         else:
             row["verdict"] = stats.verdict(row["estimate"], row["p_holm"], len(tested))
             turned = (row["ratio"] - 1) * (row["ratio"] / row["bursts"] - 1) <= 0
-            if turned and row["verdict"] in (stats.FASTER, stats.SLOWER):
+            if turned and resolved(row):
                 row["verdict"] = stats.BURSTS
 
 
-def _weigh(rows: Sequence[dict[str, Any]], trials: quality.Trials) -> None:
+def _weigh(rows: Sequence[Row], trials: quality.Trials) -> None:
     """Give each candidate the verdict on its quality."""
     base = {row["baseline_id"]: row["config"] for row in rows if row["role"] == "baseline"}
     for row in rows:
@@ -279,5 +277,5 @@ def _has_speed(record: RunRecord) -> bool:
 def _kept(record: RunRecord, dropped: dict[str, set[int]]) -> dict[int, float]:
     """Seconds per image by turn, without the turns that were disturbed for any configuration of the set."""
     out = dropped[record.set_id]
-    by_turn = {w.turn: seconds_per_image(w) for w in record.windows if w.turn not in out}
+    by_turn = {w.turn: w.seconds_per_image for w in record.windows if w.turn not in out}
     return {turn: s for turn, s in by_turn.items() if math.isfinite(s) and s > 0}

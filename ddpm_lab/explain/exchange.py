@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddpm_lab.explain import phrases, stats
+from ddpm_lab.explain import phrases
+from ddpm_lab.explain.comparisons import resolved
 
 EXPERIMENT = "exchange"
 
@@ -23,7 +24,7 @@ def sentence(rows: Sequence[Mapping[str, Any]]) -> str:
         if row["role"] != "candidate" or trains(row) or not row["sets"]:
             continue
         named = f"Without exchange a step of {row['family']} is"
-        if row["verdict"] in (stats.FASTER, stats.SLOWER):
+        if resolved(row):
             told += f" {named} {_percent(1 - 1 / row['ratio'])} shorter{_interval(row)}: exposed communication."
         else:
             told += f" {named} not called shorter (ratio {phrases.ratio(row)}, {phrases.evidence(row)})."

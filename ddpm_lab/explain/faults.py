@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import pandas as pd
 
 from ddpm_lab.explain import fault_readings as readings
 from ddpm_lab.explain.fault_readings import MULTIPLIED, Reading
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.frames import Study, once
 from ddpm_lab.explain.wrong_ways import Seen
 
 NEEDS_GPU = "needs a GPU"
@@ -226,15 +225,11 @@ _KINDS: tuple[_Kind, ...] = (
 )
 
 
+@once
 def faults(study: Study) -> list[Fault]:
     """Every fault, with what it did on this machine."""
-    if study not in _KNOWN:
-        seen = Seen(study)
-        _KNOWN[study] = [_fault(seen, kind) for kind in _KINDS]
-    return _KNOWN[study]
-
-
-_KNOWN: WeakKeyDictionary[Study, list[Fault]] = WeakKeyDictionary()
+    seen = Seen(study)
+    return [_fault(seen, kind) for kind in _KINDS]
 
 
 def _fault(seen: Seen, kind: _Kind) -> Fault:

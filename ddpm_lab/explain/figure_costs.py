@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,7 +11,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ddpm_lab.explain import compiling, phrases
 from ddpm_lab.explain import figure_style as fs
-from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.comparisons import Row, comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.record import RunRecord
 
@@ -37,7 +36,7 @@ def stage_seconds(records: Sequence[RunRecord]) -> dict[str, float]:
 def cost_split(study: Study) -> Figure | None:
     """One stacked bar for eager training, and for compiled training from a warm and from a cold cache."""
     panels = []
-    for row in comparisons(study).to_dict("records"):
+    for row in comparisons(study):
         if row["role"] == "candidate" and (bars := _bars(study, row)):
             panels.append((str(row["family"]), bars, compiling.counters(study, row["run_id"])))
     if not panels:
@@ -61,7 +60,7 @@ def cost_split(study: Study) -> Figure | None:
     return figure
 
 
-def _bars(study: Study, row: dict[Any, Any]) -> list[tuple[str, dict[str, float]]]:
+def _bars(study: Study, row: Row) -> list[tuple[str, dict[str, float]]]:
     """Names and stages of the bars of a compiled configuration; none unless its compile was measured."""
     ok = [r for r in study.records if r.status == "ok" and r.baseline_id == row["baseline_id"]]
     cold = [r for r in ok if r.run_id == row["run_id"] and r.compile_cache == "cold"]

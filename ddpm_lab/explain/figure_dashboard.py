@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import phrases, scaling, sentences
 from ddpm_lab.explain.bands import S000
-from ddpm_lab.explain.comparisons import PROJECTED_IMAGES
+from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Row, resolved
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.pairs import (
     EPOCH,
@@ -22,12 +22,10 @@ from ddpm_lab.explain.pairs import (
     means,
     pairs,
     recommendation,
-    resolved,
     speed_up,
     unit,
     where,
 )
-from ddpm_lab.explain.scaling import Row
 
 _HEIGHT, _LEFT, _BETWEEN, _RIGHT = 2.5, 0.95, 0.95, 0.25  # inches
 _MOST = 7

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,12 +12,13 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ddpm_lab.explain import compiling, phrases, stats
 from ddpm_lab.explain import figure_style as fs
-from ddpm_lab.explain.figure_ratios import families, rows_of
+from ddpm_lab.explain.comparisons import Row, families
+from ddpm_lab.explain.figure_ratios import rows_of
 from ddpm_lab.explain.frames import Study
 
 _BAR = 0.4
 
-Rows = list[dict[str, Any]]
+Rows = list[Row]
 
 
 def measured(study: Study) -> list[Rows]:
@@ -38,7 +38,7 @@ def throughput(study: Study) -> Figure | None:
 
 
 def throughput_bars(
-    title: str, study: Study, panels: Sequence[Rows], headings: list[str], colour: Callable[[dict[str, Any]], int]
+    title: str, study: Study, panels: Sequence[Rows], headings: list[str], colour: Callable[[Row], int]
 ) -> Figure:
     """Images per second as bars, all panels on one scale; ``colour`` is a number in the palette."""
     figure, axes = fs.sheet(
@@ -61,7 +61,7 @@ def throughput_bars(
     return figure
 
 
-def _bar_label(row: dict[str, Any]) -> str:
+def _bar_label(row: Row) -> str:
     return fs.fit(str(row["label"]), 2.2, 6, fs.TEXT_POINTS)
 
 
@@ -80,7 +80,7 @@ def known(value: float, other: float) -> float:
     return other if math.isnan(value) else value
 
 
-def bars(ax: Axes, rows: Rows, colours: Sequence[str], field: str, text: Callable[[dict[str, Any]], str]) -> None:
+def bars(ax: Axes, rows: Rows, colours: Sequence[str], field: str, text: Callable[[Row], str]) -> None:
     """Horizontal bars from zero with intervals, and the number at the right of the panel."""
     for y, (row, colour) in enumerate(zip(rows, colours, strict=True)):
         value, low, high = (row[field], row[f"{field}_low"], row[f"{field}_high"])
@@ -142,7 +142,7 @@ def break_even(study: Study) -> Figure | None:
     return figure
 
 
-def _crossing(ax: Axes, row: dict[str, Any], cost: compiling.BreakEven) -> None:
+def _crossing(ax: Axes, row: Row, cost: compiling.BreakEven) -> None:
     step = row["step_seconds"] * row["ratio"]
     crossing = cost.steps if row["verdict"] == stats.FASTER and math.isfinite(cost.steps) else math.nan
     last = 2.2 * crossing if not math.isnan(crossing) else 4 * cost.cold_seconds / step

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,34 +12,22 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import phrases, quality, scaling, sentences, stats
-from ddpm_lab.explain.comparisons import MECHANISM_ONLY, comparisons
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Row, comparisons, families, resolved
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import LOST
 
-Row = Mapping[str, Any]
-
-_COMPARED = ("candidate", "note")
 _ROW = 0.52
 _RIGHT = 2.25  # inches for the numbers beside each row
 _LABEL = 2.0  # inches for the name of a row, which is wrapped
 _COLOURS = {stats.FASTER: fs.PALETTE[0], stats.SLOWER: fs.PALETTE[3]}
 
 
-def rows_of(study: Study) -> list[dict[str, Any]]:
-    """Rows of ``comparisons`` as dictionaries, without those that must not appear in a figure of speed."""
-    rows = [{str(k): v for k, v in row.items()} for row in comparisons(study).to_dict("records")]
-    if study.experiment == scaling.EXPERIMENT:
-        rows = [scaling.named(row) for row in scaling.rows(study)]
+def rows_of(study: Study) -> list[Row]:
+    """Rows of ``comparisons``, without those that must not appear in a figure of speed."""
+    scales = study.experiment == scaling.EXPERIMENT
+    rows = [scaling.named(row) for row in scaling.rows(study)] if scales else comparisons(study)
     return [row for row in rows if not row["mechanism_only"]]
-
-
-def families(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Rows by family, in order."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        found.setdefault((row["family"], row["baseline_id"]), []).append(row)
-    return list(found.values())
 
 
 def ratios(study: Study) -> Figure:
@@ -87,7 +74,7 @@ def _row_height(row: Row, panel: float) -> float:
     return max(_ROW, label, 0.2 + fs.LINE * (text.count("\n") + (2 if row["sets"] else 1)))
 
 
-def _drawn(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _drawn(rows: Sequence[Row]) -> list[Row]:
     """Candidates from the top, then the twin; the baseline is the line at 1, unless it failed.
 
     A twin without a set is left out, unless nothing but its failure is there.
@@ -134,7 +121,7 @@ def _limits(rows: Sequence[Row]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _panel(ax: Axes, rows: Sequence[dict[str, Any]], low: float, high: float, height: float, *, last: bool) -> None:
+def _panel(ax: Axes, rows: Sequence[Row], low: float, high: float, height: float, *, last: bool) -> None:
     """Rows of ``height`` inches on an axis from ``low`` to ``high``."""
     logarithmic = high / low > 5
     if logarithmic:
@@ -183,8 +170,7 @@ def _point(ax: Axes, y: int, row: Row, height: float) -> None:
         for cut, end, marker in ((row["low"] < low, low, "<"), (row["high"] > high, high, ">")):
             if cut:
                 ax.plot([end], [y], marker, color=colour, ms=7, zorder=4, clip_on=False)
-    resolved = row["verdict"] in (stats.FASTER, stats.SLOWER)
-    face = colour if resolved or twin else "white"
+    face = colour if resolved(row) or twin else "white"
     ax.plot([row["ratio"]], [y], "o", ms=6 if not twin else 4.5, mfc=face, mec=colour, mew=1.8, zorder=5)
     interval = phrases.interval(row, short=True)
     numbers = phrases.ratio(row) + (f"  ({interval})" if interval else "")

@@ -11,9 +11,10 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import phrases, scaling
+from ddpm_lab.explain.comparisons import Row
 from ddpm_lab.explain.figure_extras import Rows, bars, heights, known, left, measured, spread, throughput_bars
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.scaling import KINDS, Row
+from ddpm_lab.explain.scaling import KINDS
 
 _LABEL_LINE = 0.22  # inches from one label at the end of a line to the next
 _MARKERS = "osD^vPX*"

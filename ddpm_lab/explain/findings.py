@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from ddpm_lab.explain import (
     batch_sizes,
@@ -31,13 +30,10 @@ from ddpm_lab.explain import (
     stats,
     trained,
 )
-from ddpm_lab.explain.comparisons import MECHANISM_ONLY, QUALITY, comparisons
-from ddpm_lab.explain.frames import ALL_REDUCE, RECOMMENDATION, Study
-from ddpm_lab.explain.tables import table
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY, QUALITY, comparisons, resolved
+from ddpm_lab.explain.frames import ALL_REDUCE, RECOMMENDATION, Study, once
 from ddpm_lab.plan import LIMITS, WHOLE_QUESTION, WITH_TRIALS
 from ddpm_lab.record import RunRecord
-
-__all__ = ["Finding", "finding", "headline", "table"]
 
 NOT_MEASURED = "not measured"
 FAILED = "failed"
@@ -79,23 +75,9 @@ class Finding:
         return f"{phrases.ratio(row)}{between}, {phrases.plural(self.sets, 'set')}"
 
 
-def headline(study: Study) -> str:
-    """The finding in one line, for titles."""
-    return finding(study).headline
-
-
+@once
 def finding(study: Study) -> Finding:
     """The answer that the records of a study give to its question."""
-    if study not in _KNOWN:
-        _KNOWN[study] = _finding(study)
-    return _KNOWN[study]
-
-
-_KNOWN: WeakKeyDictionary[Study, Finding] = WeakKeyDictionary()
-"""A study does not change, and its figure, its table and its page all say the same."""
-
-
-def _finding(study: Study) -> Finding:
     if study.experiment == RECOMMENDATION:
         return _recommendation(study)
     if not study.records:
@@ -130,9 +112,7 @@ def _plain(study: Study, short: str, rest: str, status: str, verdict: str | None
 
 
 def _comparison(study: Study) -> Finding:
-    rows: list[dict[str, Any]] = [{str(k): v for k, v in r.items()} for r in comparisons(study).to_dict("records")]
-    if study.experiment == scaling.EXPERIMENT:
-        rows = scaling.rows(study)
+    rows = scaling.rows(study) if study.experiment == scaling.EXPERIMENT else comparisons(study)
     others = [r for r in rows if r["role"] not in ("baseline", "twin")]
     measured = [r for r in others if r["sets"]]
     training = [r for r in measured if not r["loader_alone"]] or measured
@@ -162,17 +142,14 @@ def _comparison(study: Study) -> Finding:
         short = peers.headline(study, nearest)
         noise = sentences.noise(nearest).removeprefix("; ").capitalize()
         text = f"{short}. {peers.evidence(study)}{f' {noise}.' if noise else ''}{ending}"
-        called = nearest["verdict"] in (stats.FASTER, stats.SLOWER)
-        return _about(study, nearest, short, text, ANSWERED if called else stats.NOT_RESOLVED)
+        return _about(study, nearest, short, text, ANSWERED if resolved(nearest) else stats.NOT_RESOLVED)
     if study.experiment == scaling.EXPERIMENT:
         short, text, lead = scaling.answer(study, training)
-        called = lead["verdict"] in (stats.FASTER, stats.SLOWER)
         text += machine_state.peaks(rows, lead) + ending
-        return _about(study, lead, short, text, ANSWERED if called else stats.NOT_RESOLVED)
+        return _about(study, lead, short, text, ANSWERED if resolved(lead) else stats.NOT_RESOLVED)
     lead = sentences.lead(training)
-    resolved = lead["verdict"] in (stats.FASTER, stats.SLOWER)
     where = f" ({lead['family']})" if several else ""
-    if resolved:
+    if resolved(lead):
         short = sentences.faster(lead) + where
         prefix = f"With {lead['family']}: " if several else ""
         text = f"{prefix}{sentences.faster(lead)} ({phrases.evidence(lead)}{sentences.noise(lead)})."
@@ -181,7 +158,7 @@ def _comparison(study: Study) -> Finding:
     if study.experiment == batch_sizes.EXPERIMENT and (to := batch_sizes.fastest(study)):
         short = f"{short}; {to}"
     text += sentences.tally(training, lead) + _extra(study, rows, lead) + machine_state.peaks(rows, lead) + ending
-    return _about(study, lead, short, text, ANSWERED if resolved else stats.NOT_RESOLVED)
+    return _about(study, lead, short, text, ANSWERED if resolved(lead) else stats.NOT_RESOLVED)
 
 
 def _claims(study: Study) -> Finding:
@@ -334,5 +311,5 @@ def fastest_measured(study: Study) -> Finding:
     busy = machine_state.busy(replace(study, records=own))
     short, text = recommended_words.fastest_measured(group, busy=bool(busy))
     text += f"{busy or machine_state.busy(study)} Measured on {study.hardware}, {study.date}."
-    resolved = group.rows[0]["verdict"] == stats.FASTER
-    return _about(study, group.rows[0], short, text, ANSWERED if resolved else stats.NOT_RESOLVED)
+    status = ANSWERED if group.rows[0]["verdict"] == stats.FASTER else stats.NOT_RESOLVED
+    return _about(study, group.rows[0], short, text, status)

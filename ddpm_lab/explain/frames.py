@@ -1,20 +1,20 @@
-"""The records that answer a question, and tidy data frames of them: one row a window, or one row a record."""
+"""Studies: the records that answer a question."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import wraps
 from pathlib import Path
 from typing import Protocol, TypeVar
-
-import pandas as pd
+from weakref import WeakKeyDictionary
 
 from ddpm_lab import plan
 from ddpm_lab.explain.bands import DEFAULT, NAMED, Bands
-from ddpm_lab.record import JOB, Cohort, LedgerError, Machine, RunRecord, Window
+from ddpm_lab.record import JOB, Cohort, LedgerError, Machine, RunRecord
 
 RECOMMENDATION = plan.RECOMMENDATION
 ALL_REDUCE, SCALING = "all_reduce", "multi_gpu"
@@ -64,6 +64,22 @@ class Study:
         days = sorted({r.environment.date[:10] for r in self.records if r.role != "note"})
         days = days or sorted({r.environment.date[:10] for r in self.records})
         return "" if not days else days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+
+
+A = TypeVar("A")
+
+
+def once(answer: Callable[[Study], A]) -> Callable[[Study], A]:
+    """Each study is asked once: it does not change, and its figure, table and sentence all ask for the same."""
+    known: WeakKeyDictionary[Study, A] = WeakKeyDictionary()
+
+    @wraps(answer)
+    def asked(study: Study) -> A:
+        if study not in known:
+            known[study] = answer(study)
+        return known[study]
+
+    return asked
 
 
 def study(
@@ -220,82 +236,3 @@ def _moment(record: Told) -> float:
         return datetime.fromisoformat(record.date).timestamp()
     except ValueError:
         return -math.inf
-
-
-def windows(records: Iterable[RunRecord]) -> pd.DataFrame:
-    """One row a timed window, with throughput and the data wait of its slowest rank in seconds."""
-    rows = [
-        {
-            "experiment": r.experiment,
-            "family": r.family,
-            "set_id": r.set_id,
-            "role": r.role,
-            "label": r.label,
-            "run_id": r.run_id,
-            "turn": w.turn,
-            "position": w.position,
-            "start_seconds": w.start_seconds,
-            "seconds": w.seconds,
-            "images": w.images,
-            "steps": w.steps,
-            "seconds_per_image": seconds_per_image(w),
-            "images_per_second": 1 / s if (s := seconds_per_image(w)) > 0 else math.nan,
-            "data_seconds": max(w.data_seconds, default=math.nan),
-            "others_cores": w.others_cores,
-            "stolen_seconds": w.stolen_seconds,
-            "dropped": w.dropped,
-        }
-        for r in records
-        for w in r.windows
-    ]
-    return pd.DataFrame(rows)
-
-
-def runs(records: Iterable[RunRecord]) -> pd.DataFrame:
-    """One row a record: what ran, how it ended, its stages in seconds, and peak memory of its largest rank."""
-    rows = [
-        {
-            "date": r.environment.date,
-            "machine": r.environment.machine.name,
-            "experiment": r.experiment,
-            "family": r.family,
-            "set_id": r.set_id,
-            "role": r.role,
-            "label": r.label,
-            "run_id": r.run_id,
-            "baseline_id": r.baseline_id,
-            "status": r.status,
-            "reason": r.reason,
-            "mechanism_only": r.mechanism_only,
-            "device": r.config.device,
-            "world_size": r.config.world_size,
-            "global_batch_size": r.config.global_batch_size,
-            "precision": r.config.precision,
-            "compile": r.config.compile,
-            "loader": r.config.loader,
-            "loader_workers": r.config.loader_workers,
-            "network": r.config.work_name,
-            "image_size": r.config.image_size,
-            "data": r.data_name,
-            "code_version": r.code_version,
-            "images": sum(w.images for w in r.windows),
-            "turns": len(r.windows),
-            "turns_dropped": sum(w.dropped for w in r.windows),
-            "peak_memory_bytes": peak_memory(r),
-            "compile_cache": r.compile_cache,
-            **{f"{stage}_seconds": seconds for stage, seconds in r.stages.items()},
-        }
-        for r in records
-    ]
-    return pd.DataFrame(rows)
-
-
-def seconds_per_image(window: Window) -> float:
-    """Wall seconds of a window for each image; NaN for a window without images."""
-    return window.seconds / window.images if window.images > 0 else math.nan
-
-
-def peak_memory(record: RunRecord) -> float:
-    """Bytes of the rank that used most; NaN where any rank does not know."""
-    peaks = [rank.peak_memory_bytes for rank in record.ranks]
-    return float(max(p for p in peaks if p is not None)) if peaks and None not in peaks else math.nan

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ddpm_lab.explain import phrases, stats
-from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.comparisons import Row, comparisons
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.losses import first_losses
@@ -41,8 +39,7 @@ def outcome(study: Study, threshold: float) -> Outcome:
     *Passed*: the whole interval lies above. Anything else is *not resolved*. With a threshold of 0 what is called
     slower fails.
     """
-    rows: list[dict[str, Any]] = [{str(k): v for k, v in r.items()} for r in comparisons(study).to_dict("records")]
-    row = next((r for r in rows if r["role"] == "candidate" and r["sets"]), None)
+    row = next((r for r in comparisons(study) if r["role"] == "candidate" and r["sets"]), None)
     if row is None:
         return _said(NO_RESULT, finding(study).headline)
     if row["verdict"] == stats.NOT_TRUSTED:
@@ -53,7 +50,7 @@ def outcome(study: Study, threshold: float) -> Outcome:
     return _judged(row, threshold)
 
 
-def _judged(row: Mapping[str, Any], threshold: float) -> Outcome:
+def _judged(row: Row, threshold: float) -> Outcome:
     least, pair = 1 - threshold, f"{row['label']} {{}} slower than {row['baseline_label']}"
     allowed = f"{_share(threshold)} is allowed" if threshold else "none is allowed"
     if row["verdict"] == stats.SLOWER and row["high"] < least:

@@ -12,7 +12,8 @@ import numpy.typing as npt
 from scipy import special
 
 from ddpm_lab.explain import phrases, quality, stats
-from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.comparisons import Row, comparisons
+from ddpm_lab.explain.comparisons import families as by_family
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import scaled
 from ddpm_lab.record import RunRecord
@@ -20,18 +21,14 @@ from ddpm_lab.record import RunRecord
 TARGET_SHARE = 0.9
 """The target is the loss that the baseline has reached on average after this share of its images."""
 
-Row = dict[str, Any]
 Pairs = tuple[tuple[RunRecord, RunRecord], ...]
 Array = npt.NDArray[np.float64]
 
 
 def families(study: Study) -> list[list[Row]]:
     """Families of which trials exist: each its baseline's row, then those of its candidates."""
-    found: dict[tuple[str, str], list[Row]] = {}
-    for row in comparisons(study).to_dict("records"):
-        if row["role"] in ("baseline", "candidate"):
-            found.setdefault((row["family"], row["baseline_id"]), []).append({str(k): v for k, v in row.items()})
-    return [rows for rows in found.values() if rows[0]["role"] == "baseline" and images_of(rows[1:])]
+    found = by_family(r for r in comparisons(study) if r["role"] in ("baseline", "candidate"))
+    return [rows for rows in found if rows[0]["role"] == "baseline" and images_of(rows[1:])]
 
 
 def pairs_of(row: Row, extent: tuple[int, int]) -> Pairs:

@@ -103,7 +103,7 @@ def _part(kind: str, flop: float, size: float, flops: float, bandwidth: float) -
 def _peaks(study: Study) -> dict[str, float]:
     """FLOP/s by precision, the better of a matrix product and a convolution, and bytes/s of a copy."""
     found: dict[str, float] = {}
-    for row in comparisons(study).to_dict("records"):
+    for row in comparisons(study):
         if not str(row["family"]).startswith(LIMITS) or not row["sets"] or row["role"] == "twin":
             continue
         seen = _seen(study, str(row["run_id"]))

@@ -86,7 +86,7 @@ def _exchanges(study: Study, hosts: int) -> Iterable[Exchange]:
     for r in study.records:
         if r.role != "twin" and (kept := kept_seconds(r)):
             by_set[r.run_id][r.set_id] = r.config.global_batch_size * median(kept.values())
-    for row in comparisons(study).to_dict("records"):
+    for row in comparisons(study):
         if row["experiment"] == ALL_REDUCE and row["sets"] and row["role"] != "twin" and row["ranks"] > 1:
             low, high = (row["batch"] / row[f"images_per_second_{end}"] for end in ("high", "low"))
             yield Exchange(

@@ -109,7 +109,10 @@ def splits(study: Study) -> list[Split]:
 def _trusted(study: Study) -> bool:
     """Whether no baseline differs from its twin, by the rule of all comparisons: neither here nor in the question."""
     own = [r for r in study.records if r.family.endswith(plan.LOST) and r.role in COMPARED]
-    verdicts = [*(row["verdict"] for row in judged(own, study.resolution)), *comparisons(study)["verdict"]]
+    verdicts = [
+        *(row["verdict"] for row in judged(own, study.resolution)),
+        *(row["verdict"] for row in comparisons(study)),
+    ]
     return stats.NOT_TRUSTED not in verdicts
 
 

@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pandas as pd
 
 from ddpm_lab.explain import phrases
-from ddpm_lab.explain.comparisons import peak_rss
-from ddpm_lab.explain.frames import Study, peak_memory
+from ddpm_lab.explain.comparisons import peak
+from ddpm_lab.explain.frames import Study, once
 from ddpm_lab.plan import LOST
 from ddpm_lab.record import RunRecord
 
@@ -46,18 +45,9 @@ class Moment:
     state: dict[str, float | None]
 
 
+@once
 def moments(study: Study) -> list[Moment]:
     """Every window of the study's sets, in the order of their turns, or the time budget of a profile."""
-    if study not in _KNOWN:
-        _KNOWN[study] = _moments(study)
-    return _KNOWN[study]
-
-
-_KNOWN: WeakKeyDictionary[Study, list[Moment]] = WeakKeyDictionary()
-"""A study does not change, and its figures, table and sentences all ask for the same moments."""
-
-
-def _moments(study: Study) -> list[Moment]:
     found: list[Moment] = []
     first: dict[str, int] = {}
     turns = 0
@@ -207,8 +197,8 @@ def _throttled(masks: Sequence[float]) -> str:
 
 def _peak(record: RunRecord) -> str:
     """Peak memory of the largest rank; on a GPU also the share of the card that torch reserved, and what is left."""
-    allocated, config = peak_memory(record), record.config
-    text = phrases.peak_memory({"peak_memory_bytes": allocated, "peak_rss_bytes": peak_rss(record), "config": config})
+    config, kinds = record.config, ("peak_memory_bytes", "peak_rss_bytes")
+    text = phrases.peak_memory({"config": config, **{kind: peak(record, kind) for kind in kinds}})
     reserved = max((rank.peak_reserved_bytes or 0 for rank in record.ranks), default=0)
     cards = [rank.get("device_total_bytes") for rank in record.witness.get("ranks", ())]
     if config.device == "cpu" or not reserved or not cards or None in cards:

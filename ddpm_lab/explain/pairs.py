@@ -11,9 +11,8 @@ import numpy as np
 
 from ddpm_lab.explain import machine_state, phrases, scaling, stats
 from ddpm_lab.explain.bands import S000, Bands
-from ddpm_lab.explain.comparisons import PROJECTED_IMAGES
+from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Row, families, resolved
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.scaling import Row
 from ddpm_lab.plan import scaling as kind_of
 from ddpm_lab.record import RunRecord
 
@@ -57,11 +56,12 @@ class Pair:
 
 def pairs(study: Study) -> list[Pair]:
     """The pairs of a study, weak scaling first, by batch and number of devices."""
-    families: dict[tuple[str, str], list[Row]] = {}
-    for row in scaling.rows(study):
-        if row["role"] in ("baseline", "candidate") or (row["role"] == "note" and row["run_id"] != row["baseline_id"]):
-            families.setdefault((row["family"], row["baseline_id"]), []).append(row)
-    found = [pair for rows in families.values() for pair in _of_family(rows)]
+    shown = [
+        row
+        for row in scaling.rows(study)
+        if row["role"] in ("baseline", "candidate") or (row["role"] == "note" and row["run_id"] != row["baseline_id"])
+    ]
+    found = [pair for rows in families(shown) for pair in _of_family(rows)]
     return sorted(found, key=lambda p: (p.kind != "weak", p.batch, p.multi["ranks"] if p.multi else 0))
 
 
@@ -168,11 +168,6 @@ def evidence(row: Mapping[str, Any]) -> str:
     """Interval, sets and verdict, such as "95 % interval 6.31 to 6.60, 6 sets, faster"."""
     outcome = phrases.outcome(row).partition(" (")[0]
     return f"{phrases.evidence(row)}, {outcome}"
-
-
-def resolved(row: Mapping[str, Any]) -> bool:
-    """Whether a comparison has an answer."""
-    return row["verdict"] in (stats.FASTER, stats.SLOWER)
 
 
 def rating(row: Mapping[str, Any], bands: Bands) -> str:

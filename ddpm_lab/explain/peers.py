@@ -11,14 +11,13 @@ from typing import Any
 import pandas as pd
 
 from ddpm_lab.explain import limits, phrases, stats
-from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.comparisons import Row, comparisons, resolved
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import BOTH_FP32, EXCHANGE, LEVERS, LIMITS, OURS, SAMPLING, TUNED
 from ddpm_lab.record import RunRecord
 
 EXPERIMENT = "peers"
 _NONE = phrases.DASH
-Row = dict[str, Any]
 
 
 def rows(study: Study) -> list[Row]:
@@ -28,7 +27,7 @@ def rows(study: Study) -> list[Row]:
     network or batch than beside most, which. Trainers without a speed come too.
     """
     base, found = own(study), []
-    for row in _all(study):
+    for row in comparisons(study):
         if row["role"] not in ("candidate", "note") or not _is_rival(row["family"]):
             continue
         kind = next((s for s in (BOTH_FP32, SAMPLING) if row["family"].endswith(s)), "")
@@ -46,20 +45,18 @@ def _elsewhere(row: Row, base: Row | None) -> str:
 
 def levers(study: Study) -> list[Row]:
     """Each setting put back alone, as it was measured: below 1 the trainer's own choice is faster."""
-    found = [r for r in _all(study) if r["family"].endswith((LEVERS, EXCHANGE)) and r["role"] == "candidate"]
+    found = [r for r in comparisons(study) if r["family"].endswith((LEVERS, EXCHANGE)) and r["role"] == "candidate"]
     return [{**r, "label": f"2 ranks, {r['label']}" if r["family"].endswith(EXCHANGE) else r["label"]} for r in found]
 
 
 def own(study: Study) -> Row | None:
     """The lab's own trainer, as the baseline of the others; of several networks or batches that of most others."""
-    trained = [r for r in _all(study) if _is_rival(r["family"]) and not r["family"].endswith((BOTH_FP32, SAMPLING))]
+    trained = [
+        r for r in comparisons(study) if _is_rival(r["family"]) and not r["family"].endswith((BOTH_FP32, SAMPLING))
+    ]
     others = Counter(r["family"] for r in trained if r["role"] == "candidate" and r["sets"])
     mine = [r for r in trained if r["role"] == "baseline" and r["sets"]]
     return max(mine, key=lambda r: others[r["family"]], default=None)
-
-
-def _all(study: Study) -> list[Row]:
-    return [{str(k): v for k, v in r.items()} for r in comparisons(study).to_dict("records")]
 
 
 def _is_rival(family: str) -> bool:
@@ -95,7 +92,7 @@ def headline(study: Study, nearest: Mapping[str, Any]) -> str:
     """Such as "This trainer is 1.72 times as fast as the nearest of 6 others (diffusers, tuned)"."""
     count = sum(is_peer(r) for r in rows(study))
     others = f"the nearest of {count} others ({nearest['name']})" if count > 1 else str(nearest["name"])
-    if nearest["verdict"] not in (stats.FASTER, stats.SLOWER):
+    if not resolved(nearest):
         return f"Not resolved: this trainer against {others} reads {phrases.ratio(nearest)}"
     return f"This trainer is {phrases.ratio(nearest)} times as fast as {others}"
 
@@ -181,7 +178,7 @@ def lever_table(study: Study) -> pd.DataFrame:
 
 
 def _twins(study: Study) -> list[Row]:
-    twins = [r for r in _all(study) if r["role"] == "twin" and _is_rival(r["family"]) and r["sets"]]
+    twins = [r for r in comparisons(study) if r["role"] == "twin" and _is_rival(r["family"]) and r["sets"]]
     return [{**r, "name": f"{OURS} (null twin)", "role": "candidate"} for r in twins[:1]]
 
 

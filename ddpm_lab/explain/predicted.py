@@ -7,7 +7,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from scipy import special
@@ -16,7 +15,7 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.exchange_settings import ExchangeConfig
 from ddpm_lab.explain import links, phrases, prediction
-from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.comparisons import Row, comparisons
 from ddpm_lab.explain.frames import SCALING, Study
 from ddpm_lab.explain.link_fit import Link, NotEnoughData
 from ddpm_lab.explain.overlap import LEAST_SETS, Pair, hidden, pairs
@@ -32,8 +31,6 @@ from ddpm_lab.plan import scaling
 
 WORLD_SIZES = tuple(2**power for power in range(1, 11))
 _GRADIENT_BYTES = 4
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,10 +192,10 @@ def _measured(row: Row, cores: int | None) -> Measured:
 def _training(study: Study) -> list[Row]:
     """Rows of the training step that was measured with most batch sizes: all alike but for ranks and batch."""
     groups: dict[str, list[Row]] = defaultdict(list)
-    for row in comparisons(study).to_dict("records"):
+    for row in comparisons(study):
         config = row["config"]
         if row["experiment"] == SCALING and row["sets"] and row["role"] != "twin" and config.workload == DDPM:
-            groups[_alike(config)].append({str(k): v for k, v in row.items()})
+            groups[_alike(config)].append(row)
     return max(groups.values(), key=lambda rows: len({r["batch"] for r in rows if r["ranks"] == 1}), default=[])
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
 
 from ddpm_lab.config import DDPM
 from ddpm_lab.explain import quality, stats
-from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.comparisons import Row, comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.own_settings import OWN
 from ddpm_lab.plan import SEARCH, scaling
@@ -24,16 +23,16 @@ class Group:
     """
 
     name: str
-    rows: tuple[dict[str, Any], ...]
+    rows: tuple[Row, ...]
     experiments: int
 
 
 def groups(study: Study) -> list[Group]:
     """All groups of equal work, the one that most experiments measured first."""
     data = {r.run_id: r for r in study.records}
-    by_work: dict[tuple[str, ...], dict[str, dict[str, Any]]] = defaultdict(dict)
+    by_work: dict[tuple[str, ...], dict[str, Row]] = defaultdict(dict)
     experiments: dict[tuple[str, ...], set[str]] = defaultdict(set)
-    for row in comparisons(study).to_dict("records"):
+    for row in comparisons(study):
         # Only the lab's own training step, and the user's, do the work that the names of settings stand for.
         counts = row["sets"] and row["role"] in ("baseline", "candidate") and row["config"].workload in (DDPM, OWN)
         # Those have other losses, implementations of the same step, or another average of the weights; a search has
@@ -54,7 +53,7 @@ def groups(study: Study) -> list[Group]:
         # A configuration may be the baseline of one experiment and a candidate of another, which says more about it.
         rank = (row["role"] == "candidate", row["sets"])
         if known is None or rank > (known["role"] == "candidate", known["sets"]):
-            by_work[work][row["run_id"]] = {str(k): v for k, v in row.items()}
+            by_work[work][row["run_id"]] = row
     found = [
         Group(
             name=f"{w[0]}, batch {w[1]}, {w[2]}",

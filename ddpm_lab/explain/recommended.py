@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import phrases, quality, stats
-from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.comparisons import Row, comparisons
+from ddpm_lab.explain.frames import Study, once
 from ddpm_lab.plan import SEARCH
 from ddpm_lab.record import RunRecord, set_log_ratio
 from ddpm_lab.search import SIMPLER, Belief, admissible, believe, observations
@@ -21,7 +20,6 @@ from ddpm_lab.space import BATCH, Cell, Space
 STEPS = 800_000
 """Of a full training, where nobody says how long it is: the steps of Ho et al. (2020) on CIFAR-10."""
 AHEAD = 1.03
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,18 +105,9 @@ class Recommendation:
         return config
 
 
+@once
 def recommendation(study: Study) -> Recommendation | None:
     """The answer of the last search in a study of all experiments; None without one that was measured again."""
-    if study not in _KNOWN:
-        _KNOWN[study] = _recommendation(study)
-    return _KNOWN[study]
-
-
-_KNOWN: WeakKeyDictionary[Study, Recommendation | None] = WeakKeyDictionary()
-"""A study does not change, and its figure, table and sentence all ask for the same."""
-
-
-def _recommendation(study: Study) -> Recommendation | None:
     told = [r for r in study.records if r.role == "space" and r.space is not None]
     if not told:
         return None
@@ -126,8 +115,10 @@ def _recommendation(study: Study) -> Recommendation | None:
     space = Space.from_dict(last.config, last.space or {})
     mine = [r for r in study.records if (r.experiment, r.family, r.baseline_id) == _whose(last) and r.role != "space"]
     fresh = replace(study, records=tuple(mine))
-    rows = [{str(k): v for k, v in row.items()} for row in comparisons(fresh).to_dict("records")]
-    of_role = {role: [r for r in rows if r["role"] == role and r["sets"]] for role in ("baseline", "twin", "candidate")}
+    of_role = {
+        role: [r for r in comparisons(fresh) if r["role"] == role and r["sets"]]
+        for role in ("baseline", "twin", "candidate")
+    }
     if not (of_role["baseline"] and of_role["twin"]):
         return None
     searched = [r for r in study.records if r.experiment == SEARCH and r.baseline_id == last.baseline_id]

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from ddpm_lab.explain import learned, phrases, quality, ranking, sentences, stats
-from ddpm_lab.explain.comparisons import QUALITY
+from ddpm_lab.explain.comparisons import QUALITY, resolved
 from ddpm_lab.explain.recommended import AHEAD, Forecast, Recommendation, Step, command, forecast, next_change
 from ddpm_lab.space import BATCH
 
@@ -40,7 +40,7 @@ def fastest_measured(group: ranking.Group, *, busy: bool = False) -> tuple[str, 
             one = "the other one measured did not run faster"
             slower = one if others == 1 else f"none of {others} others measured ran faster"
         text += f" It is the baseline of {best['experiment']}: {slower}."
-    elif best["verdict"] in (stats.FASTER, stats.SLOWER):
+    elif resolved(best):
         text += (
             f" Against its own baseline it is {best['verdict']}: {sentences.faster(best)} ({phrases.evidence(best)})."
         )

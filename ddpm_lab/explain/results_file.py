@@ -14,11 +14,10 @@ from typing import Any
 from ddpm_lab import __version__
 from ddpm_lab.explain import machine_state, phrases, scaling
 from ddpm_lab.explain.bands import S000
-from ddpm_lab.explain.comparisons import PROJECTED_IMAGES
+from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Row, resolved
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.grids import Grid
-from ddpm_lab.explain.pairs import Pair, means, pairs, recommendation, records_of, resolved
-from ddpm_lab.explain.scaling import Row
+from ddpm_lab.explain.pairs import Pair, means, pairs, recommendation, records_of
 from ddpm_lab.explain.strategy import PARAMETERS
 from ddpm_lab.record import RunRecord
 

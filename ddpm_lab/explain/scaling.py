@@ -7,22 +7,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import machine_state, phrases, sentences, stats
+from ddpm_lab.explain import machine_state, phrases, sentences
 from ddpm_lab.explain.bands import Bands, share
-from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.comparisons import Row, comparisons, resolved
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import WEAK, scaling
 
 EXPERIMENT = "multi_gpu"
 KINDS = {"strong": "the ranks share the batch", "weak": "each rank keeps its batch"}
 """What stays in each kind of scaling. They are never compared with each other."""
-Row = dict[str, Any]
 
 
 def rows(study: Study) -> list[Row]:
     """Rows of ``comparisons`` of the families that scale, each with its kind as ``scaling``."""
-    every = [{str(k): v for k, v in row.items()} for row in comparisons(study).to_dict("records")]
-    found = [{**row, "scaling": scaling(row["family"])} for row in every if row["experiment"] == EXPERIMENT]
+    found = [
+        {**row, "scaling": scaling(row["family"])} for row in comparisons(study) if row["experiment"] == EXPERIMENT
+    ]
     return [row for row in found if row["scaling"]]
 
 
@@ -94,7 +94,7 @@ def _several(found: Sequence[Row]) -> bool:
 
 
 def _headline(found: Sequence[Row], lead: Row) -> str:
-    if lead["verdict"] in (stats.FASTER, stats.SLOWER):
+    if resolved(lead):
         return sentences.faster(lead) + (f" ({lead['family']})" if _several(found) else "")
     return sentences.unresolved(lead, len(found), "")[0]
 
@@ -102,14 +102,14 @@ def _headline(found: Sequence[Row], lead: Row) -> str:
 def _short(lead: Row) -> str:
     """The comparison in a few words: "8 GPUs 6.45 times as fast as 1 GPU"."""
     pair = f"{lead['label']} {phrases.ratio(lead)} times as fast as {lead['baseline_label']}"
-    return pair if lead["verdict"] in (stats.FASTER, stats.SLOWER) else f"{lead['label']} {phrases.outcome(lead)}"
+    return pair if resolved(lead) else f"{lead['label']} {phrases.outcome(lead)}"
 
 
 def _claim(study: Study, found: Sequence[Row], lead: Row) -> str:
     """The best comparison of one kind, the efficiency of every number of ranks beside it, and how the others ended."""
     bands = study.bands
     where = lead["family"].replace(WEAK, "") if _several(found) else ""
-    if lead["verdict"] in (stats.FASTER, stats.SLOWER):
+    if resolved(lead):
         evidence = f"({phrases.evidence(lead)}{sentences.noise(lead)})."
         text = (f"with {where}, " if where else "") + f"{sentences.faster(lead)} {evidence}"
     else:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ddpm_lab.explain import phrases, stats
 from ddpm_lab.explain import quality as equivalence
-from ddpm_lab.explain.comparisons import COMPARED, MECHANISM_ONLY, QUALITY
+from ddpm_lab.explain.comparisons import COMPARED, MECHANISM_ONLY, QUALITY, resolved
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import WEAK
 
@@ -82,9 +82,7 @@ def noise(row: Mapping[str, Any]) -> str:
 
 def tally(rows: Sequence[Mapping[str, Any]], lead: Mapping[str, Any]) -> str:
     """How many comparisons are faster, slower, not resolved; empty where the ``lead`` itself is not resolved."""
-    if len(rows) < 2:
-        return ""
-    if lead["verdict"] not in (stats.FASTER, stats.SLOWER):
+    if len(rows) < 2 or not resolved(lead):
         return ""
     counts = [(sum(r["verdict"] == v for r in rows), v) for v in (stats.FASTER, stats.SLOWER)]
     counts.append((len(rows) - sum(n for n, _ in counts), stats.NOT_RESOLVED))

@@ -53,7 +53,7 @@ def figure(study: Study) -> None:
 
 def table(study: Study) -> None:
     """Show the answer's table: numbers to the right, words to the left; it scrolls where the screen is narrow."""
-    _show_table(findings.table(study))
+    _show_table(tables.table(study))
 
 
 def _show_table(frame: pd.DataFrame) -> None:

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 
 from ddpm_lab.explain import machine_state, phrases, scaling
 from ddpm_lab.explain.bands import S001
-from ddpm_lab.explain.comparisons import MECHANISM_ONLY, PROJECTED_IMAGES
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY, PROJECTED_IMAGES, Row
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.pairs import EPOCH, evidence, known, rating, records_of, where
-from ddpm_lab.explain.scaling import Row
 from ddpm_lab.explain.summary import Row as Run
 from ddpm_lab.explain.summary import Scaling, SpeedUps, Summary
 from ddpm_lab.record import RunRecord

@@ -96,7 +96,7 @@ def _comparison(study: Study) -> pd.DataFrame:
     scales = study.experiment == scaling.EXPERIMENT
     columns: list[str] = []
     rows = []
-    for row in map(scaling.named, scaling.rows(study)) if scales else comparisons(study).to_dict("records"):
+    for row in map(scaling.named, scaling.rows(study)) if scales else comparisons(study):
         cells = {"Family": row["family"], "Configuration": _label(row), **_speed(study, row)}
         columns = list(dict.fromkeys([*columns, *cells]))
         rows.append(cells)

@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 
 from ddpm_lab.explain import gradients, learned, phrases, quality, samples, stats
-from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.comparisons import Row, comparisons, resolved
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.learned import Array, Row, baseline_trials, extent_of, images_of, pairs_of
+from ddpm_lab.explain.learned import Array, baseline_trials, extent_of, images_of, pairs_of
 from ddpm_lab.record import RunRecord
 
 EXPERIMENT = "quality"
@@ -33,8 +33,7 @@ def base(study: Study) -> Row | None:
 def _family(study: Study) -> list[Row]:
     """Rows of the baseline that was measured last: another batch or network is another question."""
     latest = next((r.baseline_id for r in reversed(study.records) if r.role == "baseline"), None)
-    frame = comparisons(study)
-    return [{str(k): v for k, v in r.items()} for r in frame.to_dict("records") if r["baseline_id"] == latest]
+    return [r for r in comparisons(study) if r["baseline_id"] == latest]
 
 
 def trials_of(study: Study, row: Row) -> list[RunRecord]:
@@ -80,9 +79,9 @@ def headline(found: Sequence[Row]) -> tuple[str, Row]:
         return "; ".join([first, *says]), lead
     lead = max(good or worse or list(found), key=lambda r: r["ratio"] if r["sets"] else 0.0)
     if good:
-        resolved = all(r["verdict"] in (stats.FASTER, stats.SLOWER) for r in good)
+        decided = all(map(resolved, good))
         first = f"{phrases.plural(len(good), 'setting')} of {len(found)} not worse than {lead['baseline_label']}, "
-        says.insert(0, first + ("none of them faster" if resolved else "which is faster is not resolved"))
+        says.insert(0, first + ("none of them faster" if decided else "which is faster is not resolved"))
     return "; ".join(says) or f"Not enough data for a verdict on {phrases.plural(len(found), 'setting')}", lead
 
 

@@ -31,8 +31,7 @@ class Seen:
         self.study = study
         last = next((r.baseline_id for r in reversed(study.records) if r.role in ("baseline", WRONG)), "")
         self.wrong = [r for r in study.records if (r.role, r.status, r.baseline_id) == (WRONG, "ok", last)]
-        rows = [{str(k): v for k, v in row.items()} for row in comparisons(study).to_dict("records")]
-        rows = [row for row in rows if row["baseline_id"] == last]
+        rows = [row for row in comparisons(study) if row["baseline_id"] == last]
         self.rows = {str(r["label"]): r for r in rows if r["role"] == "candidate" and r["sets"]}
         self.base = next((r for r in rows if r["role"] == "baseline" and r["sets"]), None)
         self.twin = next((r for r in rows if r["role"] == "twin" and r["sets"]), None)
