@@ -85,9 +85,7 @@ class Advice:
             return f"at most {phrases.significant(self.most)} times as fast: a bound, not measured"
         if math.isnan(self.ratio):
             return NOT_MEASURED
-        row = {"ratio": self.ratio, "low": self.low, "high": self.high}
-        span = phrases.interval(row)
-        text = f"{phrases.ratio(row)} times as fast{f' ({span})' if span else ''}"
+        text = phrases.times(self.ratio, self.low, self.high, " times as fast")
         return f"{text}, not resolved" if self.status == NOT_RESOLVED else text
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import figure_style as fs
@@ -92,17 +92,13 @@ def sentence(study: Study) -> str:
     each = [f"{f'with {s.family} ' if len(found) > 1 else ''}{s.words()}" for s in found]
     told = [(s.family, learned.answer(s.ways, s.loss)) for s in found]
     learns = "".join(f" {f'With {family}: ' if len(found) > 1 else ''}{text}" for family, text in told if text)
-    return f"{learns} {_begun('; '.join(each))}. {CAVEAT}" if each else learns
+    return f"{learns} {phrases.begun('; '.join(each))}. {CAVEAT}" if each else learns
 
 
 def fastest(study: Study) -> str:
     """Who gets to the same loss in the least time, for a headline; empty where it is unknown, or of several works."""
     found = sizes(study)
     return learned.fastest(found[0].ways, found[0].loss) if len(found) == 1 else ""
-
-
-def _begun(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def describe(study: Study) -> str:
@@ -130,7 +126,7 @@ def figure(study: Study, title: str = "") -> Figure | None:
     if not found:
         return None
     if not title or not any(s.rows for s in found):
-        title = _begun("; ".join(s.words().partition(" (")[0] for s in found))
+        title = phrases.begun("; ".join(s.words().partition(" (")[0] for s in found))
     panels = [
         (s, draw)
         for s in found
@@ -169,9 +165,7 @@ def _across(ax: Axes, known: Sizes) -> None:
     ax.set_xscale("log", base=2)
     ax.set_xlim(batches[0] / 1.35, batches[-1] * 1.35)
     powers = range(int(math.log2(batches[0])), int(math.log2(batches[-1])) + 1)
-    ax.xaxis.set_major_locator(FixedLocator([2.0**k for k in powers if 2**k >= batches[0]]))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+    fs.fixed_ticks(ax.xaxis, [2.0**k for k in powers if 2**k >= batches[0]], ".0f")
     ax.yaxis.set_major_locator(MaxNLocator(5, prune="upper"))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: fs.number(value)))
     if known.largest:
@@ -186,8 +180,7 @@ def _speed(ax: Axes, known: Sizes) -> None:
     top = 0.0
     for row in known.rows:
         ends = [row["images_per_second_low"], row["images_per_second_high"]]
-        if not math.isnan(ends[0]):
-            ax.plot([row["batch"]] * 2, ends, color=fs.PALETTE[0], lw=2.4, alpha=0.6, solid_capstyle="butt")
+        fs.interval(ax, ends, row["batch"], upright=True, color=fs.PALETTE[0], lw=2.4, alpha=0.6)
         highest = max(v for v in (row["images_per_second"], ends[1]) if not math.isnan(v))
         number = phrases.significant(row["images_per_second"])
         at = (row["batch"], highest)
@@ -213,8 +206,7 @@ def _time(ax: Axes, known: Sizes) -> None:
         if there:
             ax.plot(at, [w.seconds for w in there], "o-", color=colour, mfc=face, mew=1.6, label=name, zorder=3)
         for x, w in zip(at, there, strict=True):
-            if not math.isnan(w.low):
-                ax.plot([x, x], [w.low, w.high], color=colour, lw=2.4, alpha=0.6, solid_capstyle="butt")
+            fs.interval(ax, (w.low, w.high), x, upright=True, color=colour, lw=2.4, alpha=0.6)
         for w in some:
             if w.lost:
                 ax.plot(

@@ -185,7 +185,13 @@ def _why(study: Study, about: Subject) -> list[str]:
     sizes = [r for r in _sweep(study, about) if r["sets"]]
     if len(sizes) > 1:
         rows = [
-            (str(r["batch"]), phrases.throughput(r), phrases.seconds(r["step_seconds"]), _speed(r), phrases.outcome(r))
+            (
+                str(r["batch"]),
+                phrases.throughput(r),
+                phrases.seconds(r["step_seconds"]),
+                phrases.ratio_with_interval(r),
+                phrases.outcome(r),
+            )
             for r in sizes
         ]
         parts += [
@@ -198,10 +204,6 @@ def _why(study: Study, about: Subject) -> list[str]:
         s for s in lost_scaling.splits(study) if (s.ranks, s.batch) == (config.world_size, config.global_batch_size)
     ]
     return [*parts, *map(lost_scaling_table.sentence, splits)]
-
-
-def _speed(row: Row) -> str:
-    return f"{phrases.ratio(row)}" + (f" ({phrases.interval(row)})" if phrases.interval(row) else "")
 
 
 def _sweep(study: Study, about: Subject) -> list[Row]:
@@ -222,7 +224,7 @@ def _actions(study: Study, found: Sequence[Advice]) -> list[str]:
     if any(a.quality.startswith(quality.NOT_MEASURED) for a in sure):
         told.append(f"Measure what they cost in quality: `{change_phrases.quality_command(study)}`.")
     open_ = [a for a in found if a not in sure]
-    told += [f"Measure: {a.title[:1].lower()}{a.title[1:]} ({a.expected()}): `{a.command}`." for a in open_[:3]]
+    told += [f"Measure: {phrases.within(a.title)} ({a.expected()}): `{a.command}`." for a in open_[:3]]
     return told or ["Nothing to do here."]
 
 
@@ -237,7 +239,7 @@ def _conclusion(study: Study, about: Subject, found: Sequence[Advice], left: Seq
     parts.append(f"The largest sure gain: {sure[0].title}, {sure[0].expected()}." if sure else "No gain is sure yet.")
     open_ = [a for a in found if a not in sure]
     if open_:
-        parts.append(f"Not yet sure: {phrases.joined([a.title[:1].lower() + a.title[1:] for a in open_])}.")
+        parts.append(f"Not yet sure: {phrases.joined([phrases.within(a.title) for a in open_])}.")
     parts += ["### Next steps", _numbered([f"`{c}`" for c in _next(study, about, sure, open_)])]
     return [*parts, "### No action needed for", _items(_fine(about, left) or ["Nothing that was looked at."])]
 

@@ -189,7 +189,7 @@ def headline(found: Budget) -> str:
     ends = ["the loader is not the limit" if data < TARGETS.io else f"waiting for data takes {percent(data)}"]
     if top != "communication" and exchange >= UNEXPLAINED:
         ends.insert(0, f"waiting for gradients takes {percent(exchange)}")
-    return f"{top[0].upper()}{top[1:]} takes {percent(line.share(top))} of a step; {', '.join(ends)}"
+    return f"{phrases.begun(top)} takes {percent(line.share(top))} of a step; {', '.join(ends)}"
 
 
 def evidence(found: Budget) -> str:

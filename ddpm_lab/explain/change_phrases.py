@@ -39,8 +39,9 @@ def title(change: RunConfig, now: RunConfig) -> str:
     changed = change.differences(now)
     follow = {other for name in changed for other in _FOLLOWS.get(name, ())}
     left = [(name, new) for name, (new, _) in changed.items() if name not in follow]
-    text = phrases.joined([_TITLES[name](new) if name in _TITLES else f"set {name}" for name, new in left])
-    return text[:1].upper() + text[1:]
+    return phrases.begun(
+        phrases.joined([_TITLES[name](new) if name in _TITLES else f"set {name}" for name, new in left])
+    )
 
 
 def settings(change: RunConfig, now: RunConfig) -> tuple[str, str]:

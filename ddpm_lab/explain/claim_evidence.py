@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ddpm_lab.explain import faults, phrases
 from ddpm_lab.explain.comparisons import Row, comparisons
 from ddpm_lab.explain.frames import CLAIMS, Study
-from ddpm_lab.explain.wrong_ways import Seen, times
+from ddpm_lab.explain.wrong_ways import Seen
 
 _WHERE = {"multi_gpu": "notebook 02", "amp": "notebook 03", "workers": "notebook 04", "torch_compile": "notebook 05"}
 _WHERE |= {"quality": "notebook 08", CLAIMS: "this notebook"}
@@ -57,6 +57,9 @@ def said(row: Row) -> str:
     """A row in words: "bf16 0.74 (0.62 to 0.88) times as fast as fp32, 6 sets, notebook 03"."""
     grown = row["batch"] != row["base"].global_batch_size
     base = f"batch {row['base'].global_batch_size}" if grown and row["ranks"] == 1 else row["baseline_label"]
-    words = [f"{row['label']} {times(row)} times as fast as {base}", phrases.plural(int(row["sets"]), "set")]
+    words = [
+        f"{row['label']} {phrases.ratio_with_interval(row)} times as fast as {base}",
+        phrases.plural(int(row["sets"]), "set"),
+    ]
     words += ["weak scaling"] if grown and row["ranks"] > 1 else []
     return ", ".join([*words, _WHERE.get(row["experiment"], str(row["experiment"]))])

@@ -222,15 +222,11 @@ def evidence(study: Study) -> str:
     """Which claims are decided, and which faults change a number most."""
     told = []
     for verdict in (verdicts.CONFIRMED, verdicts.REFUTED):
-        names = [
-            f"{claim.text[0].lower()}{claim.text[1:]} ({claim.key})"
-            for claim, a in judged(study)
-            if a.verdict == verdict
-        ]
+        names = [f"{phrases.within(claim.text)} ({claim.key})" for claim, a in judged(study) if a.verdict == verdict]
         told += [f"{verdict.capitalize()}: {'; '.join(names)}."] if names else []
     shown = [f for f in faults.faults(study) if f.shown and math.isfinite(f.ratio)]
     worst = sorted(shown, key=lambda f: -abs(math.log(f.ratio)))[:3]
     if worst:
-        listed = phrases.joined([f"{f.name[0].lower()}{f.name[1:]} ({phrases.significant(f.ratio)})" for f in worst])
+        listed = phrases.joined([f"{phrases.within(f.name)} ({phrases.significant(f.ratio)})" for f in worst])
         told.append(f"What the wrong way reads, over what is true: {listed}.")
     return " ".join(told)

@@ -17,7 +17,7 @@ import numpy as np
 from ddpm_lab.explain import compiling, phrases
 from ddpm_lab.explain.budget import COMPUTE, class_of, percent
 from ddpm_lab.explain.stats import Estimate
-from ddpm_lab.explain.wrong_ways import Seen, over, plain, quotient, ratio_of, step_of, times
+from ddpm_lab.explain.wrong_ways import Seen, over, plain, quotient, ratio_of, step_of
 
 MULTIPLIED = 300
 """How often the steps of a short run are drawn."""
@@ -89,7 +89,7 @@ def compile_time(seen: Seen) -> Reading | None:
         truth=f"a compiled one takes {phrases.seconds(right.value)}",
         did=f"{phrases.plural(runs[-1].warmup_steps, 'step')} with the compilation read {phrases.seconds(wrong.value)} "
         f"each, so that compiled looks {looks}. Once compiled it "
-        f"is {times(row)} times as fast; {earned}.",
+        f"is {phrases.ratio_with_interval(row)} times as fast; {earned}.",
         compared=f"compiled looks {looks}",
     )
 
@@ -109,7 +109,7 @@ def profiler(seen: Seen) -> Reading | None:
     if pairs and row is not None:
         read = over([a["seconds"] / b["seconds"] for a, b in pairs])
         compared = f"{seen.narrow} reads {phrases.significant(read.value)} times as fast as fp32"
-        did += f" {compared}, and is {times(row)}."
+        did += f" {compared}, and is {phrases.ratio_with_interval(row)}."
     return Reading(
         ratio=quotient(wrong, right),
         reads=f"{phrases.seconds(wrong.value)} a step",
@@ -132,7 +132,7 @@ def unequal(seen: Seen) -> Reading | None:
         truth=f"for equal images {phrases.ratio(row)}",
         did=f"The bar of {row['label']} holds {large['images']} images, that of batch "
         f"{small['images'] // small['steps']} {small['images']}: it reads {phrases.significant(wrong.value)} times as "
-        f"fast, and is {times(row)} for equal images.",
+        f"fast, and is {phrases.ratio_with_interval(row)} for equal images.",
     )
 
 
@@ -147,7 +147,7 @@ def single(seen: Seen) -> Reading | None:
         truth=f"against itself it is {phrases.ratio(seen.twin)}",
         did=f"The same workload, once in each of {len(runs)} fresh processes, reads {phrases.seconds(low)} to "
         f"{phrases.seconds(high)} a step: two such bars differ by up to {100 * (high / low - 1):.0f} %, and nothing "
-        f"was changed. In sets the baseline against itself reads {times(seen.twin)}.",
+        f"was changed. In sets the baseline against itself reads {phrases.ratio_with_interval(seen.twin)}.",
     )
 
 
@@ -159,7 +159,11 @@ def label(seen: Seen) -> Reading | None:
     wrong = over([sum(one[::2]) / sum(one[1::2]) for one in runs])
     name = row["label"] if row else "2 ranks" if not seen.cuda else "2 GPUs"
     quoted = f"\N{LEFT DOUBLE QUOTATION MARK}{name}\N{RIGHT DOUBLE QUOTATION MARK}"
-    really = f"{name} that really run are {times(row)} times as fast as one" if row else f"{name} were not measured"
+    really = (
+        f"{name} that really run are {phrases.ratio_with_interval(row)} times as fast as one"
+        if row
+        else f"{name} were not measured"
+    )
     hidden = seen.of("hidden_devices")
     same = hidden and all(answer["same_device"] for answer in hidden)
     return Reading(
@@ -194,24 +198,23 @@ def share(seen: Seen) -> Reading | None:
         answers = [a for a in seen.of("phases_waited_for") if a.get("gpu_utilisation_percent")]
         shares = [_compute(a) for a in answers]
         used = [a["gpu_utilisation_percent"] / 100 for a in answers]
-        where, what, device = "", "a kernel runs on the GPU", "the time"
+        where, what, device = "The compute share", "a kernel runs on the GPU", "the time"
     else:
         answers = seen.of("one_thread")
         cores = seen.study.records[-1].machine.usable_cores if answers else 1
         shares = [_compute(a) for a in answers]
         used = [a["cpu_seconds"] / a["seconds"] / cores for a in answers]
-        where, what, device = f"With one thread on {phrases.plural(cores, 'core')} ", "training uses", "the processor"
+        where = f"With one thread on {phrases.plural(cores, 'core')} the compute share"
+        what, device = "training uses", "the processor"
     if not answers:
         return None
     ratio = over([share / busy for share, busy in zip(shares, used, strict=True)])
     share, busy = over(shares).value, over(used).value
-    begun = f"{where}the compute share"
-    begun = f"{begun[0].upper()}{begun[1:]}"
     return Reading(
         ratio=ratio,
         reads=f"{percent(share)}",
         truth=f"{percent(busy)} of it in use",
-        did=f"{begun} reads {percent(share)}, while {what} {percent(busy)} of {device}.",
+        did=f"{where} reads {percent(share)}, while {what} {percent(busy)} of {device}.",
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from ddpm_lab.explain import fault_readings as readings
+from ddpm_lab.explain import phrases
 from ddpm_lab.explain.fault_readings import MULTIPLIED, Reading
 from ddpm_lab.explain.frames import Study, once
 from ddpm_lab.explain.wrong_ways import Seen
@@ -237,7 +238,7 @@ def _fault(seen: Seen, kind: _Kind) -> Fault:
     found = kind.ask(seen)
     if found is None or math.isnan(found.ratio.value):
         missing = NEEDS_GPU if kind.needs_gpu and not seen.cuda else NOT_HERE
-        did = f"{missing[0].upper()}{missing[1:]}{f': {WHY_GPU}' * (missing == NEEDS_GPU)}."
+        did = f"{phrases.begun(missing)}{f': {WHY_GPU}' * (missing == NEEDS_GPU)}."
         return Fault(**same, did=did, missing=missing)
     ratio = found.ratio
     return Fault(

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import phrases, stats
@@ -117,9 +116,7 @@ def _curve(ax: Axes, found: Calibration) -> None:
         color=fs.SOFT,
         fontsize=fs.SMALL_POINTS,
     )
-    ax.xaxis.set_major_locator(FixedLocator([0.5, 1, 2, 5, 10, 20, 60]))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    fs.fixed_ticks(ax.xaxis, [0.5, 1, 2, 5, 10, 20, 60], "g")
     ax.set_xlim(0.5, 60)
     top = max([2 * FINE, *(v for v in found.resolvable.values() if v is not None)])
     ax.set_ylim(0, 100 * 1.15 * top)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import phrases
@@ -77,9 +76,7 @@ def _panel(ax: Axes, rows: Sequence[Fault], low: float, high: float, *, last: bo
     ax.set_xscale("log")
     ax.set_xlim(low, high)
     ticks = [m * 10.0**k for k in range(-3, 6) for m in ((1, 3) if high / low < 1e4 else (1,))]
-    ax.xaxis.set_major_locator(FixedLocator([t for t in ticks if low <= t <= high]))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    fs.fixed_ticks(ax.xaxis, [t for t in ticks if low <= t <= high], ",g")
     ax.tick_params(axis="x", labelbottom=last, length=3 if last else 0)
     ax.set_ylim(len(rows) - 0.5, -0.55)
     ax.grid(visible=False, axis="y")
@@ -109,8 +106,7 @@ def _point(ax: Axes, y: int, fault: Fault) -> None:
     colour = fs.SOFT if true else fs.PALETTE[3]
     ax.plot([1, end], [y, y], color=colour, lw=1.2, alpha=0.45, zorder=2)
     if not math.isnan(fault.low):
-        ends = max(fault.low, low), min(fault.high, high)
-        ax.plot(ends, [y, y], color=colour, lw=4.0, solid_capstyle="butt", zorder=3)
+        fs.interval(ax, (max(fault.low, low), min(fault.high, high)), y, color=colour, lw=4.0, zorder=3)
     ax.plot([end], [y], ">" if endless else "o", ms=7, color=colour, zorder=5, clip_on=False)
     words = fs.fit(fault.beside(), _RIGHT - 0.3, 2)
     ax.text(1.03, y - 0.03, _factor(fault), transform=to, va="bottom", color=colour, fontweight="bold")

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ddpm_lab.explain import compiling, phrases
 from ddpm_lab.explain import figure_style as fs
@@ -102,5 +101,4 @@ def _stack(ax: Axes, bars: Sequence[tuple[str, dict[str, float]]], longest: floa
     ax.set_ylim(len(bars) - 0.45, -0.5)
     ax.grid(visible=False, axis="y")
     ax.tick_params(axis="y", length=0)
-    ax.xaxis.set_major_locator(MaxNLocator(6))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: fs.number(value)))
+    fs.plain_numbers(ax.xaxis, 6)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import phrases, scaling, sentences
@@ -59,7 +58,7 @@ def _dashboard(study: Study, found: Sequence[Pair], hidden: int) -> Figure:
         gap=0.62,
         bottom=0.66,
         note="Bars: geometric mean over sets; lines: 95 % interval over sets. Batch N each: each device has N images "
-        f"a step; batch N: they share N. {EPOCH} {quality[0].upper()}{quality[1:]}."
+        f"a step; batch N: they share N. {EPOCH} {phrases.begun(quality)}."
         + (f" {hidden} more in the table." if hidden > 0 else ""),
     )
     time, rate, gain, memory = (ax for row in rows for ax in _halves(figure, row))
@@ -116,8 +115,7 @@ def _ticks(ax: Axes, found: Sequence[Pair], heading: str) -> None:
     ax.set_xlim(-0.6, len(found) - 0.4)
     ax.tick_params(axis="x", length=0)
     ax.grid(visible=False, axis="x")
-    ax.yaxis.set_major_locator(MaxNLocator(5))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: fs.number(value)))
+    fs.plain_numbers(ax.yaxis, 5)
     ax.tick_params(axis="y", labelsize=fs.SMALL_POINTS)
     ax.set_title(heading, loc="left", fontsize=fs.TEXT_POINTS, fontweight="bold", pad=7)
 
@@ -135,8 +133,7 @@ def _bars(ax: Axes, found: Sequence[Pair], heading: str, values: Values) -> None
                 ax.text(at, 0, " no value", rotation=90, ha="center", va="bottom", fontsize=fs.SMALL_POINTS)
                 continue
             ax.bar(at, value, 0.36, color=colour, hatch=hatch, edgecolor="white", lw=0)
-            if known(low):
-                ax.plot([at, at], [low, high], color=fs.INK, lw=1.6, solid_capstyle="butt")
+            fs.interval(ax, (low, high), at, upright=True, color=fs.INK, lw=1.6)
             top = max(top, value, high if known(high) else 0.0)
     _ticks(ax, found, heading)
     ax.set_ylim(0, 1.1 * top or 1)
@@ -163,8 +160,7 @@ def _gains(ax: Axes, found: Sequence[Pair]) -> None:
             ax.text(x, 0.05, " not compared", rotation=90, ha="center", va="bottom", fontsize=fs.SMALL_POINTS)
             continue
         ax.plot([x - 0.38, x + 0.38], [row["ranks"]] * 2, "--", color=fs.SOFT, lw=1.4)
-        if known(row["low"]):
-            ax.plot([x, x], [row["low"], row["high"]], color=fs.PALETTE[0], lw=3, solid_capstyle="butt")
+        fs.interval(ax, (row["low"], row["high"]), x, upright=True, color=fs.PALETTE[0], lw=3)
         ax.plot([x], [row["ratio"]], "o", ms=5, color=fs.PALETTE[0], zorder=5)
         above = row["high"] if known(row["high"]) else row["ratio"]
         label = f"{speed_up(row)}\n{scaling.efficiency(row)}"

@@ -83,17 +83,11 @@ def known(value: float, other: float) -> float:
 def bars(ax: Axes, rows: Rows, colours: Sequence[str], field: str, text: Callable[[Row], str]) -> None:
     """Horizontal bars from zero with intervals, and the number at the right of the panel."""
     for y, (row, colour) in enumerate(zip(rows, colours, strict=True)):
-        value, low, high = (row[field], row[f"{field}_low"], row[f"{field}_high"])
-        ax.barh(y, value, height=0.62, color=colour, alpha=0.85, lw=0)
-        if not math.isnan(low):
-            ax.plot([low, high], [y, y], color=fs.INK, lw=1.6, solid_capstyle="butt")
+        ax.barh(y, row[field], height=0.62, color=colour, alpha=0.85, lw=0)
+        fs.interval(ax, (row[f"{field}_low"], row[f"{field}_high"]), y, color=fs.INK, lw=1.6)
         ax.text(1.02, y, text(row), transform=ax.get_yaxis_transform(), va="center_baseline", fontsize=fs.SMALL_POINTS)
-    ax.set_yticks(range(len(rows)), [_bar_label(r) for r in rows])
-    ax.set_ylim(len(rows) - 0.4, -0.6)
-    ax.grid(visible=False, axis="y")
-    ax.tick_params(axis="y", length=0)
-    ax.xaxis.set_major_locator(MaxNLocator(6))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: fs.number(value)))
+    fs.name_rows(ax, [_bar_label(r) for r in rows])
+    fs.plain_numbers(ax.xaxis, 6)
 
 
 def spread(values: Sequence[float], least: float, high: float) -> list[float]:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import phrases
@@ -61,9 +60,9 @@ def _waterfall(ax: Axes, split: Split) -> None:
         colour = _WHOLE if whole else _REST if name == "interaction" else _LOSS if seconds.value >= 0 else _GAIN
         ax.barh(y, reached - start, left=start, height=0.62, color=colour, alpha=0.85, lw=0)
         edges.append(reached)
-        if not math.isnan(seconds.low):
-            edges += [start + 1e3 * seconds.low, start + 1e3 * seconds.high]
-            ax.plot(edges[-2:], [y, y], color=fs.INK, lw=1.6, solid_capstyle="butt")
+        ends = [start + 1e3 * seconds.low, start + 1e3 * seconds.high]
+        edges += [end for end in ends if not math.isnan(end)]
+        fs.interval(ax, ends, y, color=fs.INK, lw=1.6)
         if y + 1 < len(rows):
             ax.plot([reached, reached], [y + 0.31, y + 0.69], color=fs.SOFT, lw=1)
         text = milliseconds(split, seconds, sign=not whole)
@@ -71,11 +70,7 @@ def _waterfall(ax: Axes, split: Split) -> None:
         up, bold = (-0.2 if below else 0.0), "bold" if whole else "normal"
         ax.text(1.02, y + up, text, transform=to, va="center_baseline", fontsize=fs.SMALL_POINTS, fontweight=bold)
         ax.text(1.02, y + 0.24, below, transform=to, va="center_baseline", fontsize=fs.SMALL_POINTS, color=fs.SOFT)
-    ax.set_yticks(range(len(rows)), [name for name, _ in rows])
-    ax.set_ylim(len(rows) - 0.4, -0.6)
+    fs.name_rows(ax, [name for name, _ in rows])
     ax.set_xlim(1.03 * min(edges), 1.03 * max(edges))
-    ax.grid(visible=False, axis="y")
-    ax.tick_params(axis="y", length=0)
-    ax.xaxis.set_major_locator(MaxNLocator(6))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: fs.number(value)))
+    fs.plain_numbers(ax.xaxis, 6)
     ax.set_xlabel(f"milliseconds for a batch of {split.batch}")

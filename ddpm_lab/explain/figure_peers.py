@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import limits, peers, phrases, quality
@@ -141,21 +141,16 @@ def _draw(
         ax.axvspan(*noise, color=fs.BAND, lw=0, zorder=0)
     ax.axvline(1, color=fs.SOFT, lw=1)
     to = ax.get_yaxis_transform()
+    colour = fs.PALETTE[0]
     for y, row in enumerate(rows):
-        colour = fs.PALETTE[0]
         ax.plot([1, row["ratio"]], [y, y], color=fs.BAND, lw=1.6, zorder=1)
-        if not math.isnan(row["low"]):
-            ax.plot([row["low"], row["high"]], [y, y], color=colour, lw=2.8, solid_capstyle="butt", zorder=3)
+        fs.interval(ax, (row["low"], row["high"]), y, color=colour, lw=2.8, zorder=3)
         ax.plot([row["ratio"]], [y], "o", ms=8, color=colour, zorder=4)
-        span = phrases.interval(row, short=True)
+        span = phrases.between(row["ratio"], row["low"], row["high"], to=phrases.DASH)
         text = f"{phrases.ratio(row)} \N{MULTIPLICATION SIGN}" + (f"  ({span})" if span else "")
         ax.text(1.02, y - 0.03, text, transform=to, va="bottom", color=colour, fontweight="bold")
         ax.text(1.02, y + 0.05, beside[y], transform=to, va="top", fontsize=fs.SMALL_POINTS, color=fs.SOFT)
-    ax.set_yticks(range(len(rows)), names)
-    ax.set_ylim(len(rows) - 0.45, -0.6)
+    fs.name_rows(ax, names, end=0.45)
     most = max(max(r["ratio"], 0 if math.isnan(r["high"]) else r["high"]) for r in rows)
     ax.set_xlim(0, 1.05 * max(most, 1.0))
-    ax.grid(visible=False, axis="y")
-    ax.tick_params(axis="y", length=0)
-    ax.xaxis.set_major_locator(MaxNLocator(6))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: fs.number(value)))
+    fs.plain_numbers(ax.xaxis, 6)

@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import link_fit, links, phrases, predicted, predicted_words
@@ -102,9 +102,8 @@ def _curve(
     """Measured points with their intervals, and the fitted link."""
     x = [e.message_bytes for e in shown]
     for e in shown:
-        if not math.isnan(e.low):
-            ends = [value(e, seconds) for seconds in (e.low, e.high)]
-            ax.plot([e.message_bytes] * 2, ends, color=look["color"], lw=2.4, alpha=0.6, solid_capstyle="butt")
+        ends = [value(e, seconds) for seconds in (e.low, e.high)]
+        fs.interval(ax, ends, e.message_bytes, upright=True, color=look["color"], lw=2.4, alpha=0.6)
     ax.plot(x, [value(e, e.seconds) for e in shown], ls="none", ms=6, **look)
     if link is not None:
         fitted = [value(e, link.seconds(e.ranks, e.message_bytes)) for e in shown]
@@ -189,9 +188,7 @@ def _across(ax: Axes, found: Sequence[Prediction], height: float) -> None:
     """The axis of ranks, with what is extrapolated shaded, and named at a height where no line is."""
     ax.set_xscale("log", base=2)
     ax.set_xlim(0.85, 1.25 * found[-1].ranks)
-    ax.xaxis.set_major_locator(FixedLocator([1, *(p.ranks for p in found)]))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+    fs.fixed_ticks(ax.xaxis, [1, *(p.ranks for p in found)], ".0f")
     outside = [p.ranks for p in found if p.label != "predicted"]
     if outside:
         start = outside[0] / math.sqrt(2)

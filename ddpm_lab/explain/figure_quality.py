@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,6 +12,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import learned, phrases, quality, trained
+from ddpm_lab.explain.comparisons import Row
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.learned import Array
 from ddpm_lab.record import RunRecord
@@ -45,7 +45,7 @@ def figure(study: Study, title: str) -> Figure | None:
     note += "Grey: noise floor of the speed, and the margin of the loss."
     if not math.isnan(margin):
         note += f" A loss counts as not worse up to {margin:.2g} more."
-    sheet, (ax,) = fs.sheet(title, _context(study), [0.62 * len(shown) + 0.2], left=left, right=0.3, note=note)
+    sheet, (ax,) = fs.sheet(title, phrases.context(study), [0.62 * len(shown) + 0.2], left=left, right=0.3, note=note)
     box = ax.get_position()
     gap = 0.35 / fs.WIDTH
     half = (box.width - _BESIDE / fs.WIDTH - gap) / 2
@@ -56,7 +56,7 @@ def figure(study: Study, title: str) -> Figure | None:
     return sheet
 
 
-def _speeds(ax: Axes, shown: list[dict[str, Any]], names: list[str], ahead: set[str]) -> None:
+def _speeds(ax: Axes, shown: list[Row], names: list[str], ahead: set[str]) -> None:
     if not math.isnan(shown[0]["noise_low"]):
         ax.axvspan(shown[0]["noise_low"], shown[0]["noise_high"], color=fs.BAND, lw=0, zorder=0)
     ax.axvline(1, color=fs.SOFT, lw=1)
@@ -65,13 +65,12 @@ def _speeds(ax: Axes, shown: list[dict[str, Any]], names: list[str], ahead: set[
     ends = [v for r in shown for v in (r["ratio"], r["low"], r["high"], 1.0) if not math.isnan(v)]
     pad = 0.08 * (max(ends) - min(ends) or 1)
     ax.set_xlim(min(ends) - pad, max(ends) + pad)
-    ax.set_yticks(range(len(shown)), names)
+    fs.name_rows(ax, names, end=0.45)
     ax.set_xlabel("times as fast")
-    _rows(ax, len(shown))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: fs.number(value)))
 
 
-def _losses(ax: Axes, shown: list[dict[str, Any]], ahead: set[str], margin: float) -> None:
+def _losses(ax: Axes, shown: list[Row], ahead: set[str], margin: float) -> None:
     equal = [r["equivalence"] for r in shown]
     close = [e for e in equal if e.verdict != quality.WORSE] or equal
     ends = [v for e in close for v in (e.low, e.high, e.difference) if not math.isnan(v)]
@@ -96,25 +95,17 @@ def _losses(ax: Axes, shown: list[dict[str, Any]], ahead: set[str], margin: floa
         )
         detail = fs.fit(e.reason or second, _BESIDE - 0.3, 1)
         ax.text(1.05, y + 0.05, detail, transform=to, va="top", fontsize=fs.SMALL_POINTS, color=fs.SOFT)
-    ax.set_yticks(range(len(shown)), [""] * len(shown))
+    fs.name_rows(ax, [""] * len(shown), end=0.45)
     ax.set_xlabel("held-out loss, less the baseline's")
-    _rows(ax, len(shown))
     ax.xaxis.set_major_locator(MaxNLocator(3))
 
 
-def _mark(ax: Axes, y: int, span: tuple[float, float, float], row: dict[str, Any], ahead: set[str]) -> None:
+def _mark(ax: Axes, y: int, span: tuple[float, float, float], row: Row, ahead: set[str]) -> None:
     value, low, high = span
     colour = _COLOURS.get(row["equivalence"].verdict, fs.FAINT)
-    if not math.isnan(low):
-        ax.plot([low, high], [y, y], color=colour, lw=2.8, solid_capstyle="butt", zorder=3)
+    fs.interval(ax, (low, high), y, color=colour, lw=2.8, zorder=3)
     face = colour if row["run_id"] in ahead else "white"
     ax.plot([value], [y], "o", ms=8, mfc=face, mec=colour, mew=1.8, zorder=4)
-
-
-def _rows(ax: Axes, count: int) -> None:
-    ax.set_ylim(count - 0.45, -0.6)
-    ax.grid(visible=False, axis="y")
-    ax.tick_params(axis="y", length=0)
 
 
 def curves(study: Study) -> Figure | None:
@@ -161,10 +152,10 @@ def _overlaid(
         return None
     several = len(found) > 1
     seeds = {phrases.plural(len(learned.baseline_trials(rows[1:])), "seed") for rows in found}
-    heads = [f"{rows[0]['family']}: {heading[0].lower()}{heading[1:]}" if several else heading for rows in found]
+    heads = [f"{rows[0]['family']}: {phrases.within(heading)}" if several else heading for rows in found]
     figure, axes = fs.sheet(
         title,
-        _context(study),
+        phrases.context(study),
         [height for _ in found for height in (2.6, 1.9)],
         headings=[text for head in heads for text in (head, "Difference from the baseline with the same seed")],
         left=0.95,
@@ -203,7 +194,7 @@ def _overlaid(
     return figure
 
 
-def _families(study: Study) -> list[list[dict[str, Any]]]:
+def _families(study: Study) -> list[list[Row]]:
     """Families with trials; of the question quality the one that it is about."""
     if study.experiment != trained.EXPERIMENT:
         return learned.families(study)
@@ -211,7 +202,7 @@ def _families(study: Study) -> list[list[dict[str, Any]]]:
     return [[lead, *rows]] if lead is not None and learned.images_of(rows) else []
 
 
-def _hide(rows: list[dict[str, Any]]) -> set[str]:
+def _hide(rows: list[Row]) -> set[str]:
     """Names of settings that are worse, beside which no other could be seen; none where all are."""
     worse = {str(r["label"]) for r in rows if r["equivalence"].verdict == quality.WORSE}
     return worse if len(worse) < len(rows) else set()
@@ -224,7 +215,7 @@ def by_time(study: Study) -> Figure | None:
         return None
     figure, (ax,) = fs.sheet(
         "At which timesteps a setting learns more or less",
-        _context(study),
+        phrases.context(study),
         [2.6],
         left=0.95,
         right=2.4,
@@ -255,7 +246,3 @@ def describe(study: Study) -> str:
         if r["sets"]
     )
     return f"Chart of speed and held-out loss of each setting relative to the baseline. {listed}."
-
-
-def _context(study: Study) -> str:
-    return phrases.context(study)

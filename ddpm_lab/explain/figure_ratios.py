@@ -99,8 +99,7 @@ def _note(study: Study, panels: Sequence[Sequence[Row]]) -> str:
     text += "Faint dots: single sets. " if some else ""
     if twins and some:
         text += "Grey band: the baseline measured against itself. "
-    said = sentences.quality([row for rows in panels for row in rows])
-    text += f"{said[0].upper()}{said[1:]}."
+    text += f"{phrases.begun(sentences.quality([row for rows in panels for row in rows]))}."
     hidden = {r.label for r in study.records if r.mechanism_only and r.role != "twin" and not r.family.endswith(LOST)}
     if hidden:
         text += f" Not shown: {phrases.joined(sorted(hidden))} ({MECHANISM_ONLY})."
@@ -172,7 +171,7 @@ def _point(ax: Axes, y: int, row: Row, height: float) -> None:
                 ax.plot([end], [y], marker, color=colour, ms=7, zorder=4, clip_on=False)
     face = colour if resolved(row) or twin else "white"
     ax.plot([row["ratio"]], [y], "o", ms=6 if not twin else 4.5, mfc=face, mec=colour, mew=1.8, zorder=5)
-    interval = phrases.interval(row, short=True)
+    interval = phrases.between(row["ratio"], row["low"], row["high"], to=phrases.DASH)
     numbers = phrases.ratio(row) + (f"  ({interval})" if interval else "")
     words = _words(row)
     x, to = 1.02, ax.get_yaxis_transform()

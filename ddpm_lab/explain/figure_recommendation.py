@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import phrases, quality, recommended_words, stats
@@ -33,12 +34,11 @@ def figure(found: Recommendation, title: str) -> Figure:
         "The quality of a row is that of all changes up to it, against the baseline. "
         f"Of the recommended: {judged}.",
     )
-    _waterfall(ax, found)
-    ax.set_yticks(range(len(names)), names)
+    _waterfall(ax, found, names)
     return panel
 
 
-def _waterfall(ax: Axes, found: Recommendation) -> None:
+def _waterfall(ax: Axes, found: Recommendation, names: Sequence[str]) -> None:
     reached, edges, last = 1.0, [1.0], len(found.steps) + 1
     ax.plot([1], [0], "o", ms=8, color=_WHOLE)
     _beside(ax, 0, f"{phrases.throughput(found.baseline)}", "1, as it was", bold=True)
@@ -47,7 +47,7 @@ def _waterfall(ax: Axes, found: Recommendation) -> None:
         end = ends[0] if ends else reached
         ax.barh(y, end - reached, left=reached, height=0.56, color=_colour(found, step, y), alpha=0.85, lw=0)
         if len(ends) == 3:
-            ax.plot(ends[1:], [y, y], color=fs.INK, lw=1.6, solid_capstyle="butt")
+            fs.interval(ax, ends[1:], y, color=fs.INK, lw=1.6)
         if y < len(found.steps) or y == found.count:
             ax.plot([end, end], [y + 0.28, y + 0.72], color=fs.SOFT, lw=1)
         _beside(ax, y, recommended_words.gain_words(step), _note(found, step, y))
@@ -55,13 +55,11 @@ def _waterfall(ax: Axes, found: Recommendation) -> None:
         reached = end
     whole = found.best
     ax.barh(last, whole["ratio"] - 1, left=1, height=0.56, color=_WHOLE, alpha=0.85, lw=0)
-    if not math.isnan(whole["low"]):
-        ax.plot([whole["low"], whole["high"]], [last, last], color=fs.INK, lw=1.6, solid_capstyle="butt")
-        edges += [whole["low"], whole["high"]]
-    span = phrases.interval(whole)
+    fs.interval(ax, (whole["low"], whole["high"]), last, color=fs.INK, lw=1.6)
+    edges += [whole[end] for end in ("low", "high") if not math.isnan(whole[end])]
     if found.count:
         below = f"{phrases.throughput(whole)}, quality {quality.sentence(found.judged)}"
-        _beside(ax, last, f"{phrases.ratio(whole)} ({span})" if span else phrases.ratio(whole), below, bold=True)
+        _beside(ax, last, phrases.ratio_with_interval(whole), below, bold=True)
     else:
         _beside(ax, last, "the baseline", "no change is recommended", bold=True)
     ax.axvline(1, color=fs.SOFT, lw=1, zorder=0)
@@ -77,12 +75,8 @@ def _waterfall(ax: Axes, found: Recommendation) -> None:
     for tick in sorted(ticks, key=lambda t: (t != 1, t)):
         if all(abs(math.log(tick / k)) > room for k in kept):
             kept.append(tick)
-    ax.xaxis.set_major_locator(FixedLocator(sorted(kept)))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
-    ax.set_ylim(last + 0.55, -0.6)
-    ax.grid(visible=False, axis="y")
-    ax.tick_params(axis="y", length=0)
+    fs.fixed_ticks(ax.xaxis, sorted(kept), ".4g")
+    fs.name_rows(ax, names, end=0.45)
     ax.set_xlabel("speed, the baseline is 1 (logarithmic)")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import phrases, scaling
@@ -154,9 +154,7 @@ def by_batch(study: Study) -> Figure | None:
     def batches(ax: Axes, rows: Rows) -> None:
         shown = sorted({_x_batch(r) for r in rows})
         _logarithmic(ax, shown[0], shown[-1])
-        ax.xaxis.set_major_locator(FixedLocator(shown))
-        ax.xaxis.set_minor_locator(NullLocator())
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+        fs.fixed_ticks(ax.xaxis, shown, ".0f")
         strong = rows[0]["scaling"] == "strong"
         ax.set_xlabel("global batch size, images a step" if strong else "images a step on each rank")
 
@@ -334,8 +332,7 @@ def _time_and_throughput(
         rows = [r for found in lines.values() for r in found]
         axis(ax, rows)
         ax.set_ylim(0, 1.08 * max(max(value, known(high, value)) for value, _, high in map(values, rows)))
-        ax.yaxis.set_major_locator(MaxNLocator(6))
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: fs.number(value)))
+        fs.plain_numbers(ax.yaxis, 6)
         _lines(ax, height, lines, x=x, values=values, name=lambda name, _: name)
         ax.set_ylabel(label)
     return figure

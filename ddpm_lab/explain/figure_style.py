@@ -7,6 +7,7 @@ say; fonts and resolution are fixed, so that the same records give the same byte
 from __future__ import annotations
 
 import io
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,10 +19,12 @@ import matplotlib as mpl
 import seaborn as sns
 from matplotlib import style as mpl_style
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 SEPARATOR = " \N{MIDDLE DOT} "
 WIDTH = 9.0
@@ -199,6 +202,34 @@ def message(title: str, context: str, text: str) -> Figure:
     ax.set_axis_off()
     ax.text(0, 1, wrapped, va="top", fontsize=TEXT_POINTS, linespacing=1.35, transform=ax.transAxes)
     return figure
+
+
+def name_rows(ax: Axes, names: Sequence[str], *, end: float = 0.4, **text: Any) -> None:
+    """Names of rows, the first at the top, beside a panel; ``end`` is what the last row has of room below."""
+    ax.set_yticks(range(len(names)), names, **text)
+    ax.set_ylim(len(names) - end, -0.6)
+    ax.grid(visible=False, axis="y")
+    ax.tick_params(axis="y", length=0)
+
+
+def plain_numbers(axis: Axis, ticks: int) -> None:
+    """An axis of plain numbers with at most so many intervals between its ticks."""
+    axis.set_major_locator(MaxNLocator(ticks))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+
+
+def fixed_ticks(axis: Axis, places: Sequence[float], form: str) -> None:
+    """Ticks at ``places`` alone, with numbers in a format such as ".0f"."""
+    axis.set_major_locator(FixedLocator(places))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: format(value, form)))
+
+
+def interval(ax: Axes, ends: Sequence[float], at: float, *, upright: bool = False, **look: Any) -> None:
+    """A line between the ends of an interval, nothing without one: in a row ``at``, or upright at that place."""
+    if not math.isnan(ends[0]):
+        x, y = ([at, at], ends) if upright else (ends, [at, at])
+        ax.plot(x, y, solid_capstyle="butt", **look)
 
 
 def png(figure: Figure) -> bytes:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from ddpm_lab.explain import (
     batch_sizes,
@@ -246,10 +245,7 @@ def _operators(study: Study, record: RunRecord) -> Figure:
 def _shares(ax: Axes, frame: pd.DataFrame, names: list[str], colours: list[str], steps: int) -> None:
     shares = [100 * float(v) for v in frame["share"]]
     ax.barh(range(len(names)), shares, height=0.66, color=colours, lw=0)
-    ax.set_yticks(range(len(names)), [_two_lines(name) for name in names], fontsize=fs.SMALL_POINTS)
-    ax.set_ylim(len(names) - 0.4, -0.6)
-    ax.grid(visible=False, axis="y")
-    ax.tick_params(axis="y", length=0)
+    fs.name_rows(ax, [_two_lines(name) for name in names], fontsize=fs.SMALL_POINTS)
     ax.xaxis.set_major_locator(MaxNLocator(6))
     for y, (share, calls) in enumerate(zip(shares, frame["calls"], strict=True)):
         text = f"{share:.1f} %,  {phrases.plural(fs.number(float(calls) / steps), 'call')} a step"
@@ -296,22 +292,17 @@ def _fastest(study: Study) -> Figure:
     most = max(max(r["images_per_second"], extras.known(r["images_per_second_high"], 0)) for r in rows)
     for y, row in enumerate(rows):
         colour = fs.PALETTE[0] if y == 0 else fs.SOFT
-        low, high = row["images_per_second_low"], row["images_per_second_high"]
+        ends = (row["images_per_second_low"], row["images_per_second_high"])
         ax.plot([0, row["images_per_second"]], [y, y], color=fs.BAND, lw=1.6, zorder=1)
-        if not math.isnan(low):
-            ax.plot([low, high], [y, y], color=colour, lw=2.8, solid_capstyle="butt", zorder=3)
+        fs.interval(ax, ends, y, color=colour, lw=2.8, zorder=3)
         ax.plot([row["images_per_second"]], [y], "o", ms=8, color=colour, zorder=4)
         to = ax.get_yaxis_transform()
         weight = "bold" if y == 0 else "normal"
         ax.text(1.02, y - 0.03, phrases.throughput(row), transform=to, va="bottom", color=colour, fontweight=weight)
         ax.text(1.02, y + 0.05, _versus(row), transform=to, va="top", fontsize=fs.SMALL_POINTS, color=fs.SOFT)
-    ax.set_yticks(range(len(rows)), names)
-    ax.set_ylim(len(rows) - 0.45, -0.6)
+    fs.name_rows(ax, names, end=0.45)
     ax.set_xlim(0, 1.03 * most)
-    ax.grid(visible=False, axis="y")
-    ax.tick_params(axis="y", length=0)
-    ax.xaxis.set_major_locator(MaxNLocator(6))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: fs.number(value)))
+    fs.plain_numbers(ax.xaxis, 6)
     ax.set_xlabel("images per second in training")
     return figure
 

@@ -70,9 +70,7 @@ class Finding:
         """Ratio, interval and sets of the comparison that the answer is about; a dash where it is about none."""
         if not self.sets:
             return "\N{EN DASH}"
-        row = {"ratio": self.ratio, "low": self.low, "high": self.high, "sets": self.sets}
-        between = f" ({phrases.interval(row)})" if phrases.interval(row) else ""
-        return f"{phrases.ratio(row)}{between}, {phrases.plural(self.sets, 'set')}"
+        return f"{phrases.times(self.ratio, self.low, self.high)}, {phrases.plural(self.sets, 'set')}"
 
 
 @once
@@ -183,11 +181,12 @@ def _trained(study: Study) -> Finding:
 
 
 def _about(study: Study, row: Mapping[str, Any], short: str, text: str, status: str) -> Finding:
+    short, text = (t if t.startswith(("bf16", "fp", "tf32")) else phrases.begun(t) for t in (short, text))
     return Finding(
         experiment=study.experiment,
         question=phrases.QUESTIONS.get(study.experiment, study.experiment),
-        headline=short[0].upper() + short[1:] if not short.startswith(("bf16", "fp", "tf32")) else short,
-        claim=text[0].upper() + text[1:] if not text.startswith(("bf16", "fp", "tf32")) else text,
+        headline=short,
+        claim=text,
         verdict=str(row["verdict"]),
         status=status,
         hardware=study.hardware,
@@ -261,7 +260,7 @@ def _nothing_to_compare(
         return _plain(study, short, _where(study).strip(), MECHANISM_ONLY)
     lost = next((r for r in reversed(study.records) if r.status not in ("ok", "left out")), None)
     if lost is not None:  # a compile from empty caches, a search, or a twin: none of them is a row
-        reason = phrases.failure({"status": lost.status, "reason": lost.reason})
+        reason = phrases.failed(lost.status, lost.reason)
         return _plain(study, f"Nothing can be compared, since {lost.label} failed", f"{reason}.{ending}", FAILED)
     return _plain(study, "Nothing to compare with the baseline was measured", ending.strip(), NOT_MEASURED)
 
@@ -272,8 +271,8 @@ def _profile(study: Study) -> Finding:
         failed = next((r for r in reversed(study.records) if r.status != "ok"), None)
         if failed is None:
             return _plain(study, "No profile was recorded", _how_to("profile"), NOT_MEASURED)
-        row = {"status": failed.status, "reason": failed.reason}
-        return _plain(study, "The profile failed", f"{failed.label}: {phrases.failure(row)}.{_where(study)}", FAILED)
+        why = phrases.failed(failed.status, failed.reason)
+        return _plain(study, "The profile failed", f"{failed.label}: {why}.{_where(study)}", FAILED)
     if (taken := budget.budget(record)) is not None:
         text = f"{budget.evidence(taken)}.{_mechanism(record)}{_where(study)}"
         status, verdict = (ANSWERED, "profiled") if taken.explained else (NOT_EXPLAINED, NOT_EXPLAINED)

@@ -81,8 +81,7 @@ def summary(study: Study, judged: Outcome, threshold: float) -> str:
     row = {
         "gate": judged.status,
         "ratio, 95 % interval": found.evidence(),
-        "noise floor": phrases.interval({"ratio": 1.0, "low": found.noise_low, "high": found.noise_high})
-        or phrases.DASH,
+        "noise floor": phrases.between(1.0, found.noise_low, found.noise_high) or phrases.DASH,
         "slowdown allowed": _share(threshold),
         "losses": first_losses(study).verdict,
     }

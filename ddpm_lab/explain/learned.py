@@ -128,14 +128,11 @@ class Way:
             return f"not reached ({self.lost} of {phrases.plural(self.seeds, 'seed')})"
         if not self.arrives:
             return phrases.DASH
-        span = "" if math.isnan(self.low) else f" ({phrases.seconds(self.low)} to {phrases.seconds(self.high)})"
-        return f"{phrases.seconds(self.seconds)}{span}"
+        return phrases.with_interval(phrases.seconds, self.seconds, self.low, self.high)
 
     def compared(self) -> str:
         """Such as "1.22 times as long (1.18 to 1.26)"."""
-        row = {"ratio": self.times, "low": self.times_low, "high": self.times_high}
-        span = phrases.interval(row)
-        return f"{phrases.ratio(row)} times as long" + (f" ({span})" if span else "")
+        return phrases.times(self.times, self.times_low, self.times_high, " times as long")
 
 
 def tried(study: Study, rows: Sequence[Row]) -> list[Row]:
@@ -267,4 +264,4 @@ def answer(found: Sequence[Way], loss: float) -> str:
             told.append(f"{one.label} takes {one.words()}{beside}")
     where = f"where {found[0].label} is after {100 * TARGET_SHARE:.0f} % of its images"
     text = f"To the held-out loss of {loss:.4f}, {where}: {'; '.join(told)} (95 % intervals over seeds and sets)."
-    return f"{both[0].upper()}{both[1:]}. {text}"
+    return f"{phrases.begun(both)}. {text}"

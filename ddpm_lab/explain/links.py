@@ -215,13 +215,12 @@ def table(study: Study) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     for where, kind in kinds.items():
         for e in kind.exchanges:
-            span = "" if math.isnan(e.low) else f" ({duration(e.low)} to {duration(e.high)})"
             other = held.get((where, e.ranks, e.message_bytes))
             rows.append(
                 {
                     "Configuration": f"{phrases.plural(e.ranks, 'rank')}, {where}",
                     "Message": e.message,
-                    "Time": f"{duration(e.seconds)}{span}",
+                    "Time": phrases.with_interval(duration, e.seconds, e.low, e.high),
                     "Bus bandwidth": bandwidth(e.bus_bandwidth),
                     "Predicted from the other numbers of ranks": "not enough data"
                     if other is None

@@ -48,7 +48,7 @@ def sentence(split: Split) -> str:
         return f"{text} The loss is not measured."
     lost = milliseconds(split, split.loss)
     if split.doubt:
-        return f"{text} {split.doubt[0].upper()}{split.doubt[1:]}, so no loss is claimed; it reads {lost}."
+        return f"{text} {phrases.begun(split.doubt)}, so no loss is claimed; it reads {lost}."
     if not split.loss.low > 0:
         return f"{text} No loss is resolved: {lost}."
     parts = sorted((p for p in split.parts if p.lost), key=lambda p: -p.seconds.value)

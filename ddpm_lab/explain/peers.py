@@ -132,13 +132,11 @@ def table(study: Study) -> pd.DataFrame:
         records = _records(study, row)
         seen = _seen(records)
         measured = bool(row["sets"])
-        candidate = row["role"] == "candidate"
-        span = f" ({phrases.interval(row)})" if candidate and phrases.interval(row) else ""
         found.append(
             {
                 "Configuration": row["name"],
-                "This trainer is": f"{phrases.ratio(row)} \N{MULTIPLICATION SIGN}{span}"
-                if measured and candidate
+                "This trainer is": phrases.ratio_with_interval(row, " \N{MULTIPLICATION SIGN}")
+                if measured and row["role"] == "candidate"
                 else _NONE,
                 "Verdict": phrases.outcome(row),
                 "Images/s": phrases.significant(row["images_per_second"]) if measured else _NONE,

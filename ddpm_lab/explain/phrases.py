@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ddpm_lab.config import DDPM, LOADER_ALONE, SAMPLING, RunConfig
@@ -43,6 +43,16 @@ def plural(count: int | str, noun: str) -> str:
     return f"{text} {noun}" if text == "1" else f"{text} {noun}s"
 
 
+def begun(text: str) -> str:
+    """A text with the first letter of a sentence."""
+    return text[:1].upper() + text[1:]
+
+
+def within(text: str) -> str:
+    """A text with the first letter that it has within a sentence."""
+    return text[:1].lower() + text[1:]
+
+
 def joined(words: Sequence[str]) -> str:
     """Such as "a", "a and b", "a, b and c"."""
     return ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else "".join(words)
@@ -56,18 +66,41 @@ def decimals(value: float, low: float, high: float) -> int:
     return 2 if value < 10 else 1
 
 
+def between(value: float, low: float, high: float, *, to: str = " to ") -> str:
+    """The interval of a ratio, such as "1.55 to 1.69"; empty without one."""
+    digits = decimals(value, low, high)
+    return "" if math.isnan(low) else f"{low:.{digits}f}{to}{high:.{digits}f}"
+
+
+def ratio_of(value: float, low: float, high: float) -> str:
+    """Such as "1.62"."""
+    return f"{value:.{decimals(value, low, high)}f}"
+
+
+def times(value: float, low: float, high: float, what: str = "") -> str:
+    """A ratio, what it is of, and its interval if it has one: "1.62 times as fast (1.55 to 1.69)"."""
+    span = between(value, low, high)
+    return f"{ratio_of(value, low, high)}{what}" + (f" ({span})" if span else "")
+
+
 def ratio(row: Mapping[str, Any]) -> str:
     """Such as "1.62"."""
-    return f"{row['ratio']:.{decimals(row['ratio'], row['low'], row['high'])}f}"
+    return ratio_of(row["ratio"], row["low"], row["high"])
 
 
-def interval(row: Mapping[str, Any], *, short: bool = False) -> str:
-    """Such as "1.55 to 1.69", or "1.55–1.69"; empty without an interval."""
-    if math.isnan(row["low"]):
-        return ""
-    digits = decimals(row["ratio"], row["low"], row["high"])
-    between = DASH if short else " to "
-    return f"{row['low']:.{digits}f}{between}{row['high']:.{digits}f}"
+def interval(row: Mapping[str, Any]) -> str:
+    """Such as "1.55 to 1.69"; empty without an interval."""
+    return between(row["ratio"], row["low"], row["high"])
+
+
+def ratio_with_interval(row: Mapping[str, Any], what: str = "") -> str:
+    """Such as "1.62 (1.55 to 1.69)"; without an interval "1.62"."""
+    return times(row["ratio"], row["low"], row["high"], what)
+
+
+def noise_floor(row: Mapping[str, Any]) -> str:
+    """The interval of the baseline against itself, such as "0.99 to 1.01"; empty where there is none."""
+    return between(1.0, row["noise_low"], row["noise_high"])
 
 
 def evidence(row: Mapping[str, Any]) -> str:
@@ -94,6 +127,11 @@ def seconds(value: float) -> str:
         if value < most:
             return f"{significant(value / size)} {unit}"
     return f"{significant(value / 3600)} h"
+
+
+def with_interval(say: Callable[[float], str], value: float, low: float, high: float) -> str:
+    """A value with its interval, as ``say`` says numbers: "12 s (11 s to 13 s)"; without one "12 s"."""
+    return say(value) if math.isnan(low) else f"{say(value)} ({say(low)} to {say(high)})"
 
 
 def memory(value: float) -> str:
@@ -196,8 +234,13 @@ def loss(row: Mapping[str, Any]) -> dict[str, str]:
 
 def failure(row: Mapping[str, Any]) -> str:
     """Such as "out of memory: needs 90 GiB, 78 GiB are free"."""
-    words = status(str(row["status"])) if row["status"] != "ok" else "no result"
-    return f"{words}: {row['reason']}" if row["reason"] else words
+    return failed(row["status"], row["reason"])
+
+
+def failed(how: str, reason: str | None) -> str:
+    """How a run ended, and why."""
+    words = status(how) if how != "ok" else "no result"
+    return f"{words}: {reason}" if reason else words
 
 
 def without_speed(row: Mapping[str, Any]) -> str:

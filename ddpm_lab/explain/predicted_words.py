@@ -39,11 +39,10 @@ def _cells(ranks: int, p: Made) -> dict[str, str]:
     name = {"Configuration": phrases.plural(ranks, "rank")}
     if isinstance(p, str):
         return {**name, "Label": p}
-    span = "" if math.isnan(p.low) else f" ({phrases.seconds(p.low)} to {phrases.seconds(p.high)})"
     cells = {
         **name,
         "Images a rank": f"{p.rank_batch:g}",
-        "Step": f"{phrases.seconds(p.seconds)}{span}",
+        "Step": phrases.with_interval(phrases.seconds, p.seconds, p.low, p.high),
         "Images/s": phrases.significant(ranks * p.rank_batch / p.seconds),
         "Label": p.label,
     }

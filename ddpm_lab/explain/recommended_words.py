@@ -79,11 +79,9 @@ def _evidence(found: Recommendation) -> str:
     shown = found.best if found.count else found.steps[-1].row if found.steps else found.baseline
     pieces = []
     if found.steps:
-        noise = {"ratio": 1.0, "low": found.twin["low"], "high": found.twin["high"]}
-        floor = f"; noise floor {phrases.interval(noise)}" if phrases.interval(noise) else ""
         pieces.append(
             f"Measured again after the search, {shown['label']} against {plain} reads {phrases.ratio(shown)} "
-            f"({phrases.evidence(shown)}{floor})."
+            f"({phrases.evidence(shown)}{sentences.noise(shown)})."
         )
         if len(found.steps) > 1:
             said = [f"{s.label} {gain_words(s)}" for s in found.steps]
@@ -94,9 +92,11 @@ def _evidence(found: Recommendation) -> str:
 
 def gain_words(step: Step) -> str:
     """Such as "1.21 (1.17 to 1.25, faster)"."""
-    row = {"ratio": step.gain.value, "low": step.gain.low, "high": step.gain.high}
-    span = f"{phrases.interval(row)}, " if phrases.interval(row) else ""
-    return f"{phrases.ratio(row)} ({span}{step.verdict})" if step.gain.sets else "not measured beside the one before"
+    if not step.gain.sets:
+        return "not measured beside the one before"
+    gain = (step.gain.value, step.gain.low, step.gain.high)
+    span = f"{phrases.between(*gain)}, " if phrases.between(*gain) else ""
+    return f"{phrases.ratio_of(*gain)} ({span}{step.verdict})"
 
 
 def _quality(found: Recommendation) -> str:
@@ -154,11 +154,11 @@ def next_words(found: Recommendation) -> str:
     change = next_change(found)
     if change is None:
         return "Of single changes none is expected to gain half a per cent more."
-    row = {"ratio": change.gain, "low": change.low, "high": change.high}
-    known = f"expected to be {phrases.ratio(row)} times as fast again ({phrases.interval(row)}; "
+    gain = (change.gain, change.low, change.high)
+    known = f"expected to be {phrases.ratio_of(*gain)} times as fast again ({phrases.between(*gain)}; "
     known += f"{phrases.plural(change.sets, 'short set')})"
     if not change.sets:
-        known = f"not tried yet (expected within {phrases.interval(row)} times the speed)"
+        known = f"not tried yet (expected within {phrases.between(*gain)} times the speed)"
     return f"The next change to try is {change.label}, {known}: {change.command}."
 
 
@@ -179,9 +179,8 @@ def forecast_words(found: Recommendation) -> str:
 
 
 def _long(one: Forecast) -> str:
-    span = "" if math.isnan(one.low) else f" ({phrases.seconds(one.low)} to {phrases.seconds(one.high)})"
     energy = "" if math.isnan(one.joules) else f" and {phrases.significant(one.joules / 3.6e6)} kWh of its GPUs"
-    return f"{phrases.seconds(one.seconds)}{span}{energy}"
+    return phrases.with_interval(phrases.seconds, one.seconds, one.low, one.high) + energy
 
 
 def table(found: Recommendation) -> pd.DataFrame:
@@ -190,17 +189,13 @@ def table(found: Recommendation) -> pd.DataFrame:
     for i, (label, row, step) in enumerate(
         [("baseline", found.baseline, None), *((f"+ {s.label}", s.row, s) for s in found.steps)]
     ):
-        whole = phrases.interval(row)
-        gain = {"ratio": step.gain.value, "low": step.gain.low, "high": step.gain.high} if step else {}
-        span = phrases.interval(gain) if step and step.gain.sets else ""
+        gain = step.gain if step and step.gain.sets else None
         rows.append(
             {
                 "Configuration": label,
-                "Against the step before": (phrases.ratio(gain) + f" ({span})" * bool(span))
-                if step and step.gain.sets
-                else phrases.DASH,
+                "Against the step before": phrases.times(gain.value, gain.low, gain.high) if gain else phrases.DASH,
                 "Verdict": step.verdict if step else phrases.DASH,
-                "Against the baseline": phrases.ratio(row) + f" ({whole})" * bool(whole) if step else phrases.DASH,
+                "Against the baseline": phrases.ratio_with_interval(row) if step else phrases.DASH,
                 "Images/s": phrases.significant(row["images_per_second"]),
                 "Step": phrases.seconds(row["step_seconds"]),
                 "Peak memory": phrases.peak_memory(row),
@@ -219,12 +214,11 @@ def tried_table(found: Recommendation) -> pd.DataFrame:
     rows = []
     for cell in cells:
         mean, spread = belief.gain(cell, space.start)
-        ends = [math.exp(mean + side * spread) for side in (-1.96, 0, 1.96)]
-        row = {"ratio": ends[1], "low": ends[0], "high": ends[2]}
+        ends = [math.exp(mean + side * spread) for side in (0, -1.96, 1.96)]
         rows.append(
             {
                 "Configuration": space.changed(cell, space.start),
-                "In the search, of the baseline's speed": f"{phrases.ratio(row)} ({phrases.interval(row)})",
+                "In the search, of the baseline's speed": phrases.times(*ends),
                 "Short sets": str(belief.sets[cell]),
                 "May be chosen": "yes" if cell in found.among else "no",
             }

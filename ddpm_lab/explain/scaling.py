@@ -86,7 +86,7 @@ def answer(study: Study, measured: Sequence[Row]) -> tuple[str, str, Row]:
         ((kind, only),) = leads.items()
         return _headline(by_kind[kind], only), " ".join(told), only
     short = "; ".join(f"{kind} scaling: {_short(lead)}" for kind, lead in leads.items())
-    return short[0].upper() + short[1:], " ".join(told), leads["strong"]
+    return phrases.begun(short), " ".join(told), leads["strong"]
 
 
 def _several(found: Sequence[Row]) -> bool:
@@ -113,8 +113,7 @@ def _claim(study: Study, found: Sequence[Row], lead: Row) -> str:
         evidence = f"({phrases.evidence(lead)}{sentences.noise(lead)})."
         text = (f"with {where}, " if where else "") + f"{sentences.faster(lead)} {evidence}"
     else:
-        text = sentences.unresolved(lead, len(found), where)[1]
-        text = text[0].lower() + text[1:]
+        text = phrases.within(sentences.unresolved(lead, len(found), where)[1])
     family = [r for r in found if (r["family"], r["baseline_id"]) == (lead["family"], lead["baseline_id"])]
     busy = "; the machine was busy" if machine_state.busy(study) else ""
     each = [
@@ -161,5 +160,4 @@ def whose(bands: Bands) -> str:
 
 def legend(bands: Bands) -> str:
     """The bands in a sentence, for the foot of a figure."""
-    said = whose(bands)
-    return f"{said[0].upper()}{said[1:]} bands: {bands.sentence()}. Dashed: {share(bands.threshold)}. "
+    return f"{phrases.begun(whose(bands))} bands: {bands.sentence()}. Dashed: {share(bands.threshold)}. "

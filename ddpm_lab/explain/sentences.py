@@ -74,10 +74,8 @@ def _evidence(lead: Mapping[str, Any]) -> str:
 
 def noise(row: Mapping[str, Any]) -> str:
     """The noise floor after a semicolon; empty where there is none."""
-    if math.isnan(row["noise_low"]):
-        return ""
-    floor = {"ratio": 1.0, "low": row["noise_low"], "high": row["noise_high"]}
-    return f"; noise floor {phrases.interval(floor)}"
+    floor = phrases.noise_floor(row)
+    return f"; noise floor {floor}" if floor else ""
 
 
 def tally(rows: Sequence[Mapping[str, Any]], lead: Mapping[str, Any]) -> str:
@@ -161,7 +159,7 @@ def lost(study: Study, rows: Sequence[Mapping[str, Any]]) -> str:
     if not failed:
         return ""
     sets = phrases.plural(len({r.set_id for r in failed}), "set")
-    why = [f"{r.label} ({phrases.failure({'status': r.status, 'reason': r.reason})})" for r in failed]
+    why = [f"{r.label} ({phrases.failed(r.status, r.reason)})" for r in failed]
     return f" Lost on the way, in {sets}: {phrases.joined(list(dict.fromkeys(why)))}."
 
 

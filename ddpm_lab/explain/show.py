@@ -143,11 +143,10 @@ def _evidence(found: Finding) -> str:
     """Ratio, interval and noise floor in words; empty where nothing was compared."""
     if math.isnan(found.ratio):
         return ""
-    row = {"ratio": found.ratio, "low": found.low, "high": found.high}
-    noise = {"ratio": 1.0, "low": found.noise_low, "high": found.noise_high}
-    pieces = [f"ratio {phrases.ratio(row)}"]
-    for name, values in (("95 % interval", row), ("noise floor", noise)):
-        if interval := phrases.interval(values):
+    span = (found.ratio, found.low, found.high)
+    pieces = [f"ratio {phrases.ratio_of(*span)}"]
+    for name, ends in (("95 % interval", span), ("noise floor", (1.0, found.noise_low, found.noise_high))):
+        if interval := phrases.between(*ends):
             pieces.append(f"{name} {interval}")
     return ", ".join(pieces)
 

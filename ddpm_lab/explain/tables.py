@@ -130,9 +130,8 @@ def _own(row: Mapping[Any, Any]) -> bool:
 
 def _speed(study: Study, row: Mapping[Any, Any]) -> dict[str, str]:
     measured = bool(row["sets"])
-    interval = phrases.interval(row)
     cells = {
-        "Speed": (phrases.ratio(row) if measured else _NONE) + (f" ({interval})" if interval else ""),
+        "Speed": phrases.ratio_with_interval(row) if measured else _NONE,
         "Verdict": phrases.outcome(row),
         "Images/s": _range(row) if measured else _NONE,
         "Step": phrases.seconds(row["step_seconds"]) if measured else _NONE,
@@ -171,11 +170,9 @@ def _note(row: Mapping[Any, Any]) -> str:
 
 
 def _range(row: Mapping[Any, Any]) -> str:
-    value = phrases.significant(row["images_per_second"])
-    if math.isnan(row["images_per_second_low"]):
-        return value
-    low, high = (phrases.significant(row[f"images_per_second_{end}"]) for end in ("low", "high"))
-    return f"{value} ({low} to {high})"
+    return phrases.with_interval(
+        phrases.significant, *(row[f"images_per_second{end}"] for end in ("", "_low", "_high"))
+    )
 
 
 def _profile(study: Study) -> pd.DataFrame:
@@ -215,8 +212,9 @@ def _fastest(study: Study) -> pd.DataFrame:
                     "Settings": phrases.settings(row["config"]),
                     "Images/s": _range(row),
                     "Step": phrases.seconds(row["step_seconds"]),
-                    "Against its baseline": f"{phrases.ratio(row)} \N{MULTIPLICATION SIGN} {row['baseline_label']}"
-                    + (f" ({phrases.interval(row)})" if phrases.interval(row) else "")
+                    "Against its baseline": phrases.ratio_with_interval(
+                        row, f" \N{MULTIPLICATION SIGN} {row['baseline_label']}"
+                    )
                     if compared
                     else "baseline",
                     "Verdict": phrases.outcome(row) if compared else _NONE,

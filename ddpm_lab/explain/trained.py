@@ -124,12 +124,11 @@ def unsound(study: Study) -> str:
             answer = (r.quality or {}).get("gradients")
             judged = gradients.verdict(answer) if answer else None
             if judged is None:
-                why = phrases.failure({"status": r.status, "reason": r.reason})
+                why = phrases.failed(r.status, r.reason)
                 told.append(f"the check of {r.label} failed ({why})")
             elif not judged.as_expected:
                 told.append(f"the gradient of {r.label} is {judged.sentence}")
-    text = phrases.joined(told)
-    return f" {text[0].upper()}{text[1:]}." if text else ""
+    return f" {phrases.begun(phrases.joined(told))}." if told else ""
 
 
 def to_the_loss(study: Study) -> str:
@@ -140,7 +139,7 @@ def to_the_loss(study: Study) -> str:
     first, *others = learned.ways(study, [lead, *found])
     larger = [w for w in others if w.row["batch"] != lead["batch"]]
     text = learned.answer([first, *larger], learned.target(found)) if larger else ""
-    return f" Among the batch sizes, {text[0].lower()}{text[1:]}" if text else ""
+    return f" Among the batch sizes, {phrases.within(text)}" if text else ""
 
 
 def table(study: Study) -> pd.DataFrame:
@@ -177,11 +176,11 @@ def _table(study: Study, family: Sequence[Row]) -> list[dict[str, str]]:
 
 
 def _cells(row: Row, records: Sequence[RunRecord], images: int, time: dict[str, str]) -> dict[str, str]:
-    equal, lead, interval = row["equivalence"], row["role"] == "baseline", phrases.interval(row)
+    equal, lead = row["equivalence"], row["role"] == "baseline"
     final = learned.held_out(records, np.array([images])).mean() if records else math.nan
     return {
         "Configuration": f"{row['label']} (baseline)" if lead else str(row["label"]),
-        "Speed": (phrases.ratio(row) if row["sets"] else _NONE) + (f" ({interval})" if interval else ""),
+        "Speed": phrases.ratio_with_interval(row) if row["sets"] else _NONE,
         "Verdict on speed": phrases.outcome(row),
         "Quality": "baseline" if lead else quality.sentence(equal),
         "Held-out loss": f"{final:.4f}" if records else _NONE,
@@ -200,9 +199,7 @@ def check_table(study: Study) -> pd.DataFrame:
             continue
         answer = (r.quality or {}).get("gradients")
         if not answer:
-            shown.append(
-                {"Configuration": r.label, "Verdict": phrases.failure({"status": r.status, "reason": r.reason})}
-            )
+            shown.append({"Configuration": r.label, "Verdict": phrases.failed(r.status, r.reason)})
             continue
         worst, layer = answer["worst"], answer["worst"].get("worst_layer") or {}
         judged = gradients.verdict(answer)

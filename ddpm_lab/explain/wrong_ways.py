@@ -97,11 +97,6 @@ def step_of(row: Mapping[str, Any]) -> Estimate:
     return Estimate(value=batch / rate, low=low, high=high, p=math.nan, sets=row["sets"])
 
 
-def times(row: Mapping[str, Any]) -> str:
-    """Such as "0.74 (0.62 to 0.88)"."""
-    return phrases.ratio(row) + (f" ({phrases.interval(row)})" if phrases.interval(row) else "")
-
-
 def ratio_of(row: Mapping[str, Any]) -> Estimate:
     """The ratio of a row over sets."""
     return Estimate(value=row["ratio"], low=row["low"], high=row["high"], p=row["p"], sets=row["sets"])
