@@ -12,10 +12,10 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.exchange_settings import ExchangeConfig
 from ddpm_lab.explain import batch_sizes as sizes
 from ddpm_lab.explain import bounds, change_phrases, compiling, learned, phrases, quality, sentences, stats, straggler
+from ddpm_lab.explain.bands import S002 as TARGETS
 from ddpm_lab.explain.bounds import Subject, subject
 from ddpm_lab.explain.comparisons import Row, comparisons, resolved
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.targets import S002 as TARGETS
 from ddpm_lab.plan import WEAK
 from ddpm_lab.record import set_log_ratio
 

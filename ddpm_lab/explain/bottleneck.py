@@ -10,10 +10,10 @@ from ddpm_lab.explain import advice as adv
 from ddpm_lab.explain import bounds, phrases
 from ddpm_lab.explain import budget as bd
 from ddpm_lab.explain.advice import Advice
+from ddpm_lab.explain.bands import S002 as TARGETS
 from ddpm_lab.explain.bounds import Subject
 from ddpm_lab.explain.comparisons import PROJECTED_IMAGES
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.targets import S002 as TARGETS
 
 HOW = "ddpm-lab bottleneck"
 DIFFERS = 0.10

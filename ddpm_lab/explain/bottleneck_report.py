@@ -20,10 +20,10 @@ from ddpm_lab.explain import (
 )
 from ddpm_lab.explain import budget as bd
 from ddpm_lab.explain.advice import Advice
+from ddpm_lab.explain.bands import S002 as TARGETS
 from ddpm_lab.explain.bounds import Subject
 from ddpm_lab.explain.comparisons import Row
-from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.targets import S002 as TARGETS
+from ddpm_lab.explain.frames import Study, rank_zero
 
 TITLE = "Bottleneck report"
 
@@ -88,9 +88,9 @@ def _phases(about: Subject) -> str:
 
 
 def _configuration(about: Subject) -> str:
-    config, environment, seen = about.config, about.profile.environment, about.profile.witness.get("ranks") or [{}]
+    config, environment, seen = about.config, about.profile.environment, rank_zero(about.profile)
     machine, optimizer = environment.machine, about.config.optimizer
-    weights = f", {seen[0]['parameters']:,} parameters" if "parameters" in seen[0] else ""
+    weights = f", {seen['parameters']:,} parameters" if "parameters" in seen else ""
     memory = phrases.memory(environment.ram_bytes) if environment.ram_bytes else "unknown"
     versions = [f"{name} {version}" for name, version in sorted(environment.packages.items())]
     rows = [

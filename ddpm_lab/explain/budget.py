@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from ddpm_lab.explain import phrases
-from ddpm_lab.explain.targets import S002 as TARGETS
+from ddpm_lab.explain.bands import S002 as TARGETS
 from ddpm_lab.record import RunRecord
 
 IO, TRANSFER, COMPUTE, OTHER = "I/O", "transfer", "compute", "other"

@@ -30,6 +30,7 @@ _FOLLOWS = {
     "world_size": ("nodes", "exchange"),
 }
 """Settings that change with another because they must."""
+_DATA = ("--data", "DATA")
 OPTIONS = ("precision", "world_size", "loader", "loader_workers", "compile", "image_size", "seed")
 """Settings that are options of the command."""
 
@@ -64,7 +65,7 @@ def _setting(name: str, value: Any) -> str:
 def command(study: Study, config: RunConfig, *only: str) -> str:
     """The command that measures ``config`` beside its changes, or beside ``only`` some of them, by name."""
     plain = RunConfig(network=config.network, device=config.device, global_batch_size=config.global_batch_size)
-    words = ["ddpm-lab", "bottleneck", *data(study), "--network", config.network]
+    words = ["ddpm-lab", "bottleneck", *_DATA * study.own_images, "--network", config.network]
     words += ["--batch-size", str(config.global_batch_size)]
     changed = {n: new for n, (new, _) in config.differences(plain).items() if n not in ("data_sha256", "nodes")}
     for name in [name for name in changed if name in OPTIONS]:
@@ -74,12 +75,6 @@ def command(study: Study, config: RunConfig, *only: str) -> str:
     return shlex.join(words)
 
 
-def data(study: Study) -> list[str]:
-    """The option that names the images, where they are the user's own."""
-    own = any(r.data_name and "synthetic" not in r.data_name for r in study.records)
-    return ["--data", "DATA"] if own else []
-
-
 def quality_command(study: Study) -> str:
     """The command that measures what settings cost in quality."""
-    return shlex.join(["ddpm-lab", "run", "quality", *data(study), "--seeds", "8"])
+    return shlex.join(["ddpm-lab", "run", "quality", *_DATA * study.own_images, "--seeds", "8"])

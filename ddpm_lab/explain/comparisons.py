@@ -16,7 +16,7 @@ from ddpm_lab.explain import quality, stats
 from ddpm_lab.explain.frames import Study, once
 from ddpm_lab.own_settings import OWN_LOADER
 from ddpm_lab.plan import LOST
-from ddpm_lab.record import RunRecord, burst_log, set_log_ratio
+from ddpm_lab.record import RunRecord, burst_log, kept_seconds, set_log_ratio
 
 PROJECTED_IMAGES = 50_000
 MECHANISM_ONLY = "mechanism tested, speed not claimed"
@@ -169,8 +169,9 @@ def _row(
     ratios = [set_log_ratio(*pair) for pair in pairs] if last.role != "baseline" else []
     logs = np.array([log for log in ratios if math.isfinite(log)])
     estimate = stats.geometric_estimate(logs)
-    kept = [_kept(r, dropped) for r in speed]
-    throughput = stats.throughput_estimate([float(np.median(list(k.values()))) ** -1 for k in kept if k])
+    # Without the turns that were disturbed for any configuration of the set.
+    kept = [[s for turn, s in kept_seconds(r).items() if turn not in dropped[r.set_id]] for r in speed]
+    throughput = stats.throughput_estimate([float(np.median(k)) ** -1 for k in kept if k])
     batch, ranks = last.config.global_batch_size, last.config.world_size
     gain = ranks / base_group[-1].config.world_size if base_group else math.nan
     baseline = last.role == "baseline" and bool(speed)
@@ -272,10 +273,3 @@ def _weigh(rows: Sequence[Row], trials: quality.Trials) -> None:
 
 def _has_speed(record: RunRecord) -> bool:
     return record.status == "ok" and bool(record.windows) and not record.mechanism_only
-
-
-def _kept(record: RunRecord, dropped: dict[str, set[int]]) -> dict[int, float]:
-    """Seconds per image by turn, without the turns that were disturbed for any configuration of the set."""
-    out = dropped[record.set_id]
-    by_turn = {w.turn: w.seconds_per_image for w in record.windows if w.turn not in out}
-    return {turn: s for turn, s in by_turn.items() if math.isfinite(s) and s > 0}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 
@@ -23,7 +23,7 @@ NOT_HERE = "not measured here"
 class Fault:
     """One fault: what is done wrong, what that did here, and how it is done right, each in a sentence or two.
 
-    ``brief`` is what is done wrong in a few words.
+    ``brief`` is what is done wrong in a few words, and ``ask`` asks the records for what it did.
     ``reads`` is the number of the wrong way and ``truth`` that of the right one, in words; ``ratio`` is the first over
     the second with its 95 % interval over repeats and sets. Infinite where nothing is right but 0; NaN, with the reason
     in ``missing``, where there is nothing to see.
@@ -35,8 +35,10 @@ class Fault:
     group: str
     seen_in: str
     done: str
-    did: str
     right: str
+    ask: Callable[[Seen], Reading | None]
+    needs_gpu: bool = False
+    did: str = ""
     reads: str = ""
     truth: str = ""
     compared: str = ""
@@ -60,24 +62,8 @@ _BARS = "Bars beside each other"
 _NAMES = "Numbers that mean something else"
 _GPU = "Where host and device run apart"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Kind:
-    """A fault wherever it is: what is done wrong, and what asks the records for what it did."""
-
-    key: str
-    name: str
-    brief: str
-    group: str
-    seen_in: str
-    done: str
-    right: str
-    ask: Callable[[Seen], Reading | None]
-    needs_gpu: bool = False
-
-
-_KINDS: tuple[_Kind, ...] = (
-    _Kind(
+_EVERY: tuple[Fault, ...] = (
+    Fault(
         key="multiplied",
         name="A short run, multiplied",
         brief=f"six steps with start-up, times {MULTIPLIED}",
@@ -87,7 +73,7 @@ _KINDS: tuple[_Kind, ...] = (
         right="Time start-up, warm-up and steady steps apart; multiply the last alone, and call it a projection.",
         ask=readings.multiplied,
     ),
-    _Kind(
+    Fault(
         key="cold",
         name="No warm-up",
         brief="the first six steps of a process",
@@ -97,7 +83,7 @@ _KINDS: tuple[_Kind, ...] = (
         right="Step until the time no longer changes, leave these steps out, and say how many they were.",
         ask=readings.cold,
     ),
-    _Kind(
+    Fault(
         key="compiling",
         name="Compiling inside the step time",
         brief="compilation divided by the steps",
@@ -107,7 +93,7 @@ _KINDS: tuple[_Kind, ...] = (
         right="Compile before the clock starts; give the cost a line of its own, and the steps that earn it back.",
         ask=readings.compile_time,
     ),
-    _Kind(
+    Fault(
         key="profiler",
         name="Profiler inside the timer",
         brief="shapes, memory, stacks recorded",
@@ -117,7 +103,7 @@ _KINDS: tuple[_Kind, ...] = (
         right="One run, one purpose: a profiled run says where the time goes, and never how much there is.",
         ask=readings.profiler,
     ),
-    _Kind(
+    Fault(
         key="unequal",
         name="Bars of unequal work",
         brief="six small steps, one large",
@@ -128,7 +114,7 @@ _KINDS: tuple[_Kind, ...] = (
         right="Give every configuration the same images, or compare images per second.",
         ask=readings.unequal,
     ),
-    _Kind(
+    Fault(
         key="single",
         name="Single runs",
         brief="one process each, no repeats",
@@ -138,7 +124,7 @@ _KINDS: tuple[_Kind, ...] = (
         right="Repeat in fresh processes that take turns; show the interval over repeats; measure the baseline twice.",
         ask=readings.single,
     ),
-    _Kind(
+    Fault(
         key="label",
         name="One labelled two",
         brief="the label says two, one ran",
@@ -149,7 +135,7 @@ _KINDS: tuple[_Kind, ...] = (
         right="Read back what ran (process group, UUID of each device, images used), and refuse any other label.",
         ask=readings.label,
     ),
-    _Kind(
+    Fault(
         key="gradient",
         name="Backward called communication",
         brief="time around the gradient call",
@@ -160,7 +146,7 @@ _KINDS: tuple[_Kind, ...] = (
         right="Switch the exchange off in the same sets: what is saved is its cost (run multi_gpu --lost-scaling).",
         ask=readings.gradient,
     ),
-    _Kind(
+    Fault(
         key="share",
         name="Compute share as utilisation",
         brief="forward, backward and optimizer",
@@ -170,7 +156,7 @@ _KINDS: tuple[_Kind, ...] = (
         right="The share says what a step waits for. Ask the device how busy it is; compare FLOP/s with its peak.",
         ask=readings.share,
     ),
-    _Kind(
+    Fault(
         key="nested",
         name="Nested events added up",
         brief="each with all that runs inside it",
@@ -180,7 +166,7 @@ _KINDS: tuple[_Kind, ...] = (
         right="Add exclusive times, so that each second belongs to one event; busy time is the union of intervals.",
         ask=readings.nested,
     ),
-    _Kind(
+    Fault(
         key="percentiles",
         name="Percentiles as an interval",
         brief="2.5th to 97.5th of short runs",
@@ -190,7 +176,7 @@ _KINDS: tuple[_Kind, ...] = (
         right="Student's t over independent repeats: that interval narrows as repeats are added.",
         ask=readings.percentiles,
     ),
-    _Kind(
+    Fault(
         key="unsynchronised",
         name="No synchronisation",
         brief="the clock stops before the GPU",
@@ -201,7 +187,7 @@ _KINDS: tuple[_Kind, ...] = (
         ask=readings.per_step("unsynchronised"),
         needs_gpu=True,
     ),
-    _Kind(
+    Fault(
         key="loss_read",
         name="Waiting for every loss",
         brief="loss.item() in every step",
@@ -212,7 +198,7 @@ _KINDS: tuple[_Kind, ...] = (
         ask=readings.per_step("loss_read"),
         needs_gpu=True,
     ),
-    _Kind(
+    Fault(
         key="phase_sums",
         name="Phases waited for, summed",
         brief="the device waited for after each",
@@ -230,27 +216,19 @@ _KINDS: tuple[_Kind, ...] = (
 def faults(study: Study) -> list[Fault]:
     """Every fault, with what it did on this machine."""
     seen = Seen(study)
-    return [_fault(seen, kind) for kind in _KINDS]
+    return [_seen_here(fault, seen) for fault in _EVERY]
 
 
-def _fault(seen: Seen, kind: _Kind) -> Fault:
-    same = {name: getattr(kind, name) for name in ("key", "name", "brief", "group", "seen_in", "done", "right")}
-    found = kind.ask(seen)
+def _seen_here(fault: Fault, seen: Seen) -> Fault:
+    """A fault with what it did on the machine of the records."""
+    found = fault.ask(seen)
     if found is None or math.isnan(found.ratio.value):
-        missing = NEEDS_GPU if kind.needs_gpu and not seen.cuda else NOT_HERE
+        missing = NEEDS_GPU if fault.needs_gpu and not seen.cuda else NOT_HERE
         did = f"{phrases.begun(missing)}{f': {WHY_GPU}' * (missing == NEEDS_GPU)}."
-        return Fault(**same, did=did, missing=missing)
+        return replace(fault, did=did, missing=missing)
     ratio = found.ratio
-    return Fault(
-        **same,
-        did=found.did,
-        reads=found.reads,
-        truth=found.truth,
-        compared=found.compared,
-        ratio=ratio.value,
-        low=ratio.low,
-        high=ratio.high,
-    )
+    told = {"did": found.did, "reads": found.reads, "truth": found.truth, "compared": found.compared}
+    return replace(fault, **told, ratio=ratio.value, low=ratio.low, high=ratio.high)
 
 
 def table(study: Study) -> pd.DataFrame:

@@ -17,15 +17,14 @@ from ddpm_lab.explain import (
     figure_budget,
     figure_claims,
     figure_costs,
-    figure_lost_scaling,
     figure_machine,
     figure_peers,
     figure_prediction,
     figure_quality,
     figure_ratios,
-    figure_recommendation,
     figure_samples,
     figure_scaling,
+    figure_waterfalls,
     operators,
     peers,
     phrases,
@@ -61,7 +60,7 @@ _MORE: dict[str, tuple[tuple[Callable[[Study], Figure | None], str, str], ...]] 
         (figure_scaling.by_batch, "batch", "Time for 50,000 images, and throughput, against the batch size."),
         (figure_scaling.layouts, "devices", "Throughput of equal work on CPU, one GPU, several, and hosts."),
         (
-            figure_lost_scaling.figure,
+            figure_waterfalls.lost_scaling,
             "lost_scaling",
             "Where the lost scaling went, from the ideal step to the measured.",
         ),
@@ -103,27 +102,27 @@ _MORE: dict[str, tuple[tuple[Callable[[Study], Figure | None], str, str], ...]] 
 }
 
 
-_ANSWERS: dict[str, Callable[[Study, str], Figure | None]] = {
-    batch_sizes.EXPERIMENT: batch_sizes.figure,
-    peers.EXPERIMENT: figure_peers.figure,
-    trained.EXPERIMENT: figure_quality.figure,
-    CLAIMS: figure_claims.figure,
-    ALL_REDUCE: figure_prediction.exchange,
+_OWN: dict[str, tuple[Callable[[Study, str], Figure | None], Callable[[Study], str]]] = {
+    batch_sizes.EXPERIMENT: (batch_sizes.figure, batch_sizes.describe),
+    peers.EXPERIMENT: (figure_peers.figure, figure_peers.describe),
+    trained.EXPERIMENT: (figure_quality.figure, figure_quality.describe),
+    CLAIMS: (figure_claims.figure, figure_claims.describe),
+    ALL_REDUCE: (figure_prediction.exchange, figure_prediction.describe),
 }
-"""Questions whose answer is drawn in a way of its own, from the study and the title, where it has what that needs."""
+"""Questions whose answer is drawn, from study and title, and told in a way of its own, where it has what that needs."""
 
 
 def figure(study: Study) -> Figure:
     """The figure that answers a study's question; it always says something, if only why there is nothing to draw."""
     with fs.style():
         if study.experiment == RECOMMENDATION and (searched := recommended.recommendation(study)) is not None:
-            return figure_recommendation.figure(searched, finding(study).headline)
+            return figure_waterfalls.recommendation(searched, finding(study).headline)
         if study.experiment == RECOMMENDATION:
             return _fastest(study)
         if study.experiment == "profile":
             return _profile(study)
-        draw = _ANSWERS.get(study.experiment)
-        drawn = draw(study, finding(study).headline) if draw else None
+        own = _OWN.get(study.experiment)
+        drawn = own[0](study, finding(study).headline) if own else None
         return drawn or figure_ratios.ratios(study)
 
 
@@ -155,7 +154,7 @@ def alt_text(study: Study) -> str:
     if not study.records:
         return f"{found.claim} There is nothing to draw."
     if study.experiment == RECOMMENDATION and (searched := recommended.recommendation(study)) is not None:
-        body = figure_recommendation.describe(searched)
+        body = figure_waterfalls.describe(searched)
     elif study.experiment == RECOMMENDATION:
         group = ranking.fastest(study)
         rows = group.rows[:TOP_CONFIGURATIONS] if group else ()
@@ -171,17 +170,8 @@ def alt_text(study: Study) -> str:
             classes = operators.classes(record)
             listed = "; ".join(f"{r['class']} {100 * r['share']:.0f} %" for _, r in classes.iterrows())
             body = f"Bar chart of exclusive operator time by class: {listed}."
-    elif study.experiment == peers.EXPERIMENT:
-        body = figure_peers.describe(study)
-    elif study.experiment == trained.EXPERIMENT:
-        body = figure_quality.describe(study)
-    elif study.experiment == CLAIMS:
-        body = figure_claims.describe(study)
-    elif study.experiment == ALL_REDUCE:
-        body = figure_prediction.describe(study)
     else:
-        draw = batch_sizes if study.experiment == batch_sizes.EXPERIMENT else figure_ratios
-        body = draw.describe(study)
+        body = _OWN.get(study.experiment, (None, figure_ratios.describe))[1](study)
     return f"{found.headline}. {body} Measured on {found.hardware}, {found.date}."
 
 

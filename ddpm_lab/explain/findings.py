@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ddpm_lab.explain import (
     batch_sizes,
     budget,
     claims,
     compiling,
-    exchange,
-    leaks,
     links,
     machine_state,
     operators,
@@ -30,10 +26,9 @@ from ddpm_lab.explain import (
     stats,
     trained,
 )
-from ddpm_lab.explain.comparisons import MECHANISM_ONLY, QUALITY, comparisons, resolved
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY, QUALITY, Row, comparisons, resolved
 from ddpm_lab.explain.frames import ALL_REDUCE, RECOMMENDATION, Study, once
 from ddpm_lab.plan import LIMITS, WHOLE_QUESTION, WITH_TRIALS
-from ddpm_lab.record import RunRecord
 
 NOT_MEASURED = "not measured"
 FAILED = "failed"
@@ -80,10 +75,8 @@ def finding(study: Study) -> Finding:
         return _recommendation(study)
     if not study.records:
         return _plain(study, "Nothing is measured yet", _how_to(study.experiment), NOT_MEASURED)
-    if study.experiment == "profile":
-        return _profile(study)
-    if study.experiment in (trained.EXPERIMENT, claims.EXPERIMENT):
-        return _trained(study) if study.experiment == trained.EXPERIMENT else _claims(study)
+    if study.experiment in _OWN:
+        return _OWN[study.experiment](study)
     if study.experiment == ALL_REDUCE and (answer := links.answer(study)) is not None:
         short, evidence = answer
         ending = machine_state.busy(study) + _where(study, "no training, so no quality")
@@ -115,13 +108,13 @@ def _comparison(study: Study) -> Finding:
     measured = [r for r in others if r["sets"]]
     training = [r for r in measured if not r["loader_alone"]] or measured
     ending = sentences.left_over(rows) + sentences.untrained(study)
-    ending += sentences.lost(study, rows) + leaks.sentence(study)
+    ending += sentences.lost(study, rows) + machine_state.leaking(study)
     ending += machine_state.unknown(study) + machine_state.busy(study)
     ending += _where(study, sentences.quality(rows, evidence=True))
     if study.experiment == batch_sizes.EXPERIMENT:
         ending = f"{batch_sizes.sentence(study)}{ending}"
-    if study.experiment == exchange.EXPERIMENT:
-        training = [r for r in training if exchange.trains(r)]
+    if study.experiment == "exchange":
+        training = [r for r in training if sentences.trains(r)]
     if study.experiment == peers.EXPERIMENT:
         training = [r for r in training if not r["family"].startswith(LIMITS)]
     if not training:
@@ -180,33 +173,21 @@ def _trained(study: Study) -> Finding:
     return _about(study, lead, short, f"{short}. {trained.evidence(rows)}{ending}", status)
 
 
-def _about(study: Study, row: Mapping[str, Any], short: str, text: str, status: str) -> Finding:
+def _about(study: Study, row: Row, short: str, text: str, status: str) -> Finding:
     short, text = (t if t.startswith(("bf16", "fp", "tf32")) else phrases.begun(t) for t in (short, text))
-    return Finding(
-        experiment=study.experiment,
-        question=phrases.QUESTIONS.get(study.experiment, study.experiment),
-        headline=short,
-        claim=text,
-        verdict=str(row["verdict"]),
-        status=status,
-        hardware=study.hardware,
-        date=study.date,
-        sets=int(row["sets"]),
-        ratio=row["ratio"],
-        low=row["low"],
-        high=row["high"],
-        noise_low=row["noise_low"],
-        noise_high=row["noise_high"],
-        quality=f"quality {row['quality']}",
+    measured = {name: row[name] for name in ("ratio", "low", "high", "noise_low", "noise_high")}
+    found = replace(
+        _plain(study, short, "", status, str(row["verdict"])), claim=text, sets=int(row["sets"]), **measured
     )
+    return replace(found, quality=f"quality {row['quality']}")
 
 
-def _extra(study: Study, rows: Sequence[Mapping[str, Any]], lead: Mapping[str, Any]) -> str:
+def _extra(study: Study, rows: Sequence[Row], lead: Row) -> str:
     """What an experiment says beside the ratio."""
     if study.experiment == "torch_compile":
         return f" {compiling.sentence(study, lead)}"
-    if study.experiment == exchange.EXPERIMENT:
-        return exchange.sentence(rows)
+    if study.experiment == "exchange":
+        return sentences.exposed_communication(rows)
     if study.experiment == "workers":
         size = lead["config"].image_size
         shown = [r for r in rows if r["sets"] and r["role"] != "twin" and r["config"].image_size == size]
@@ -231,8 +212,7 @@ def how_to_judge(study: Study) -> str:
         offers = [o for r in study.records for rank in r.witness.get("ranks", ()) for o in rank.get("offers", ())]
         give = "" if "held_out_loss" in offers else "a held_out_loss and then "
         return f"{give}{command} --workload {last.config.work_name}"
-    own = any(r.data_name and "synthetic" not in r.data_name for r in study.records)
-    return f"{command}{' --data DATA' if own else ''}"
+    return f"{command}{' --data DATA' * study.own_images}"
 
 
 def _where(study: Study, judged: str = f"quality {QUALITY}") -> str:
@@ -240,9 +220,7 @@ def _where(study: Study, judged: str = f"quality {QUALITY}") -> str:
     return f" {measured} on {study.hardware}, {study.date}; {judged}."
 
 
-def _nothing_to_compare(
-    study: Study, rows: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], ending: str
-) -> Finding:
+def _nothing_to_compare(study: Study, rows: Sequence[Row], others: Sequence[Row], ending: str) -> Finding:
     if (whole := next((r for r in rows if r["label"] == WHOLE_QUESTION), None)) is not None:
         short = f"Left out: this cannot be asked of {whole['config'].work_name}"
         return _plain(study, short, f"{whole['reason']}.", NOT_MEASURED)
@@ -274,7 +252,8 @@ def _profile(study: Study) -> Finding:
         why = phrases.failed(failed.status, failed.reason)
         return _plain(study, "The profile failed", f"{failed.label}: {why}.{_where(study)}", FAILED)
     if (taken := budget.budget(record)) is not None:
-        text = f"{budget.evidence(taken)}.{_mechanism(record)}{_where(study)}"
+        mechanism = f" {MECHANISM_ONLY.capitalize()}." if record.mechanism_only else ""
+        text = f"{budget.evidence(taken)}.{mechanism}{_where(study)}"
         status, verdict = (ANSWERED, "profiled") if taken.explained else (NOT_EXPLAINED, NOT_EXPLAINED)
         return _plain(study, budget.headline(taken), text, status, verdict)
     if operators.classes(record).empty:
@@ -283,8 +262,8 @@ def _profile(study: Study) -> Finding:
     return _plain(study, short, f"{text}.{_where(study)}", ANSWERED, "profiled")
 
 
-def _mechanism(record: RunRecord) -> str:
-    return f" {MECHANISM_ONLY.capitalize()}." if record.mechanism_only else ""
+_OWN = {"profile": _profile, trained.EXPERIMENT: _trained, claims.EXPERIMENT: _claims}
+"""Questions whose answer is no comparison of speeds."""
 
 
 def _recommendation(study: Study) -> Finding:
@@ -292,7 +271,7 @@ def _recommendation(study: Study) -> Finding:
     searched = recommended.recommendation(study)
     if searched is None:
         return fastest_measured(study)
-    where = dataclasses.replace(study, records=searched.study.records)
+    where = replace(study, records=searched.study.records)
     short, text, lead = recommended_words.answer(searched)
     text += f"{machine_state.busy(where)} Measured on {where.hardware}, {where.date}."
     if lead is None:

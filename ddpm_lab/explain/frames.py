@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import wraps
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from ddpm_lab import plan
@@ -57,6 +57,11 @@ class Study:
         """Name of the machine, or of all whose records are pooled; empty where nothing is recorded."""
         names = list({r.machine.key: r.machine.name for r in reversed(self.records)}.values())
         return names[0] if len(names) == 1 else f"{len(names)} machines: {'; '.join(names)}" if names else ""
+
+    @property
+    def own_images(self) -> bool:
+        """Whether any images are the user's own."""
+        return any(r.data_name and "synthetic" not in r.data_name for r in self.records)
 
     @property
     def date(self) -> str:
@@ -146,6 +151,11 @@ def _asked(records: Sequence[RunRecord], wanted: set[str]) -> list[RunRecord]:
         return bool(others & wanted) or (not others and (r.baseline_id not in rivals or r.status != "ok"))
 
     return [r for r in records if mine(r)]
+
+
+def rank_zero(record: RunRecord) -> dict[str, Any]:
+    """What rank 0 witnessed of a record; empty without a witness."""
+    return dict((record.witness.get("ranks") or [{}])[0])
 
 
 class Told(Protocol):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddpm_lab.explain import phrases, stats
+from ddpm_lab.explain.answers import first_losses
 from ddpm_lab.explain.comparisons import Row, comparisons
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.losses import first_losses
 
 PASSED = "passed"
 IDENTICAL = "identical code"

@@ -10,9 +10,8 @@ import pandas as pd
 
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.frames import Study, rank_zero
 from ddpm_lab.plan import LIMITS
-from ddpm_lab.record import RunRecord
 
 BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
 NEEDED = ("convolution", "matrix product")
@@ -106,7 +105,8 @@ def _peaks(study: Study) -> dict[str, float]:
     for row in comparisons(study):
         if not str(row["family"]).startswith(LIMITS) or not row["sets"] or row["role"] == "twin":
             continue
-        seen = _seen(study, str(row["run_id"]))
+        mine = (rank_zero(r) for r in reversed(study.records) if r.run_id == row["run_id"])
+        seen = next(filter(None, mine), {})
         if seen.get("flop"):
             precision, speed = row["config"].precision, seen["flop"] / row["step_seconds"]
             found[precision] = max(found.get(precision, 0.0), speed)
@@ -115,17 +115,8 @@ def _peaks(study: Study) -> dict[str, float]:
     return found
 
 
-def _seen(study: Study, run_id: str) -> dict[str, Any]:
-    record = next((r for r in reversed(study.records) if r.run_id == run_id and r.witness.get("ranks")), None)
-    return dict(record.witness["ranks"][0]) if record else {}
-
-
 def _work(study: Study) -> dict[str, dict[str, float]]:
-    def work(record: RunRecord) -> dict[str, dict[str, float]]:
-        ranks = record.witness.get("ranks") or [{}]
-        return dict(ranks[0].get("work") or {})
-
-    return next((found for r in reversed(study.records) if (found := work(r))), {})
+    return next((work for r in reversed(study.records) if (work := rank_zero(r).get("work"))), {})
 
 
 def flop_per_image(study: Study) -> float | None:

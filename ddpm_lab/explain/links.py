@@ -15,7 +15,7 @@ import pandas as pd
 
 from ddpm_lab.explain import link_fit, phrases
 from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.frames import ALL_REDUCE, Study
+from ddpm_lab.explain.frames import ALL_REDUCE, Study, rank_zero
 from ddpm_lab.explain.link_fit import Held, Link, NotEnoughData, Timing
 from ddpm_lab.record import RunRecord, kept_seconds
 
@@ -72,7 +72,7 @@ def exchanges(study: Study) -> list[Exchange]:
     """Measured all-reduces of a study, its own or those that came with it, by hosts, ranks and size."""
     by_hosts: dict[int, list[RunRecord]] = defaultdict(list)
     for r in study.records if study.experiment == ALL_REDUCE else study.exchanges:
-        by_hosts[_hosts(r)].append(r)
+        by_hosts[int(rank_zero(r).get("hosts") or 1)].append(r)
     found = [
         exchange
         for hosts, records in by_hosts.items()
@@ -99,11 +99,6 @@ def _exchanges(study: Study, hosts: int) -> Iterable[Exchange]:
                 high=high,
                 by_set=by_set[row["run_id"]],
             )
-
-
-def _hosts(record: RunRecord) -> int:
-    ranks = record.witness.get("ranks") or [{}]
-    return int(ranks[0].get("hosts") or 1)
 
 
 def fitted(study: Study, algorithm: str = "ring") -> dict[str, Fitted]:

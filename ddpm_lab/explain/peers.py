@@ -12,7 +12,7 @@ import pandas as pd
 
 from ddpm_lab.explain import limits, phrases, stats
 from ddpm_lab.explain.comparisons import Row, comparisons, resolved
-from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.frames import Study, rank_zero
 from ddpm_lab.plan import BOTH_FP32, EXCHANGE, LEVERS, LIMITS, OURS, SAMPLING, TUNED
 from ddpm_lab.record import RunRecord
 
@@ -130,7 +130,7 @@ def table(study: Study) -> pd.DataFrame:
     found = []
     for row in shown:
         records = _records(study, row)
-        seen = _seen(records)
+        seen = rank_zero(records[-1]) if records else {}
         measured = bool(row["sets"])
         found.append(
             {
@@ -144,7 +144,7 @@ def table(study: Study) -> pd.DataFrame:
                 "Format": str(row["config"].precision) if measured else _NONE,
                 "Peak memory": phrases.peak_memory(row) if measured else _NONE,
                 "Weights": f"{seen['parameters'] / 1e6:.2f} M" if "parameters" in seen else _NONE,
-                "GFLOP/image": _flop(study, seen, row),
+                "GFLOP/image": _flop(study, seen),
                 loss: _NONE if SAMPLING in row["name"] else _loss(records, steps),
                 "Sets \N{MULTIPLICATION SIGN} turns": f"{row['sets']} \N{MULTIPLICATION SIGN} {row['turns']}",
                 "Quality": str(row["quality"]) if measured else _NONE,
@@ -185,14 +185,8 @@ def _records(study: Study, row: Mapping[str, Any]) -> list[RunRecord]:
     return [r for r in study.records if r.run_id == row["run_id"] and r.role == role and r.status == "ok"]
 
 
-def _seen(records: Sequence[RunRecord]) -> dict[str, Any]:
-    ranks = records[-1].witness.get("ranks", []) if records else []
-    return dict(ranks[0]) if ranks else {}
-
-
-def _flop(study: Study, seen: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    value = seen.get("flop_per_image") or (limits.flop_per_image(study) if seen and "implementation" in seen else None)
-    del row
+def _flop(study: Study, seen: Mapping[str, Any]) -> str:
+    value = seen.get("flop_per_image") or (limits.flop_per_image(study) if "implementation" in seen else None)
     return f"{value / 1e9:.2f}" if value else _NONE
 
 
@@ -207,7 +201,7 @@ def _common_steps(study: Study) -> list[int]:
 def _losses(record: RunRecord) -> dict[int, float]:
     """Loss of each timed step, by the number of the step in the run: warm-up and settling steps count too."""
     told = iter(record.ranks[0].losses)
-    prefetched = int((record.witness.get("ranks") or [{}])[0].get("prefetch_batches") or 0)
+    prefetched = int(rank_zero(record).get("prefetch_batches") or 0)
     step, found = record.warmup_steps, {}
     for window in record.windows:
         step += max(record.plan.settle_steps, prefetched)

@@ -16,7 +16,7 @@ from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.exchange_settings import ExchangeConfig
 from ddpm_lab.explain import links, phrases, prediction
 from ddpm_lab.explain.comparisons import Row, comparisons
-from ddpm_lab.explain.frames import SCALING, Study
+from ddpm_lab.explain.frames import SCALING, Study, rank_zero
 from ddpm_lab.explain.link_fit import Link, NotEnoughData
 from ddpm_lab.explain.overlap import LEAST_SETS, Pair, hidden, pairs
 from ddpm_lab.explain.prediction import (
@@ -144,8 +144,9 @@ def basis(
     cluster = _cluster(kinds, algorithm, ranks_per_host)
     if cluster.inner is None and cluster.outer is None:
         raise NotEnoughData("; ".join(kind.reason for kind in kinds.values()))
-    parameters = _parameters(study, {r["run_id"] for r in rows})
-    if parameters is None:
+    ours = {r["run_id"] for r in rows}
+    counted = (rank_zero(r).get("parameters") for r in reversed(study.records) if r.run_id in ours)
+    if (parameters := next(filter(None, counted), None)) is None:
         raise NotEnoughData("the records do not say how many weights the network has: measure them again")
     size = _GRADIENT_BYTES * parameters
     mib = alone[0]["config"].exchange.bucket_mb
@@ -216,14 +217,6 @@ def _speeds(rows: Iterable[Row]) -> tuple[Speed, ...]:
         if batch not in best or found.log_error < best[batch].log_error:
             best[batch] = found
     return tuple(best[batch] for batch in sorted(best))
-
-
-def _parameters(study: Study, run_ids: set[str]) -> int | None:
-    for record in reversed(study.records):
-        ranks = record.witness.get("ranks")
-        if record.run_id in run_ids and ranks and ranks[0].get("parameters"):
-            return int(ranks[0]["parameters"])
-    return None
 
 
 def _alike(config: RunConfig) -> str:

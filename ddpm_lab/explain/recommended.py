@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import phrases, quality, stats
@@ -113,7 +112,8 @@ def recommendation(study: Study) -> Recommendation | None:
         return None
     last = told[-1]
     space = Space.from_dict(last.config, last.space or {})
-    mine = [r for r in study.records if (r.experiment, r.family, r.baseline_id) == _whose(last) and r.role != "space"]
+    whose = (last.experiment, last.family, last.baseline_id)
+    mine = [r for r in study.records if (r.experiment, r.family, r.baseline_id) == whose and r.role != "space"]
     fresh = replace(study, records=tuple(mine))
     of_role = {
         role: [r for r in comparisons(fresh) if r["role"] == role and r["sets"]]
@@ -126,6 +126,8 @@ def recommendation(study: Study) -> Recommendation | None:
     trials = quality.Trials(study.trials)
     among = admissible(space, lambda c: trials.verdict(space.baseline, c, last.code_version).verdict)
     steps = _steps(fresh, space, of_role["candidate"], trials)
+    broke = [r for r in searched if r.role == "candidate" and r.status != "ok"]
+    failures = [f"{r.label} ({phrases.failed(r.status, r.reason)})" for r in broke]
     return Recommendation(
         study=fresh,
         baseline=of_role["baseline"][0],
@@ -136,20 +138,8 @@ def recommendation(study: Study) -> Recommendation | None:
         belief=believe(space, found),
         among=tuple(among),
         search_sets=len(found),
-        failures=tuple(dict.fromkeys(f"{r.label} ({phrases.failure(_failed(r))})" for r in searched if _broke(r))),
+        failures=tuple(dict.fromkeys(failures)),
     )
-
-
-def _whose(record: RunRecord) -> tuple[str, str, str]:
-    return record.experiment, record.family, record.baseline_id
-
-
-def _broke(record: RunRecord) -> bool:
-    return record.role == "candidate" and record.status != "ok"
-
-
-def _failed(record: RunRecord) -> dict[str, Any]:
-    return {"status": record.status, "reason": record.reason}
 
 
 def _steps(study: Study, space: Space, rows: Sequence[Row], trials: quality.Trials) -> tuple[Step, ...]:
@@ -245,14 +235,14 @@ def next_change(found: Recommendation) -> Next | None:
     if belief.expected_gain(best, here) < SIMPLER:
         return None
     mean, spread = belief.gain(best, here)
-    ends = [math.exp(mean + side * spread) for side in (0, -1.96, 1.96)]
+    gain, low, high = (math.exp(mean + side * spread) for side in (0, -1.96, 1.96))
     if best in after:  # measured again too, though not to be recommended
-        ends = [after[best].gain.value, after[best].gain.low, after[best].gain.high]
+        gain, low, high = after[best].gain.value, after[best].gain.low, after[best].gain.high
     return Next(
         label=found.space.changed(best, here),
-        gain=ends[0],
-        low=ends[1],
-        high=ends[2],
+        gain=gain,
+        low=low,
+        high=high,
         sets=belief.sets.get(best, 0),
         command=command(found, _tries(found.space, best, here) + " --any-batch --seeds 8" * (best in other_batch)),
     )
@@ -270,7 +260,7 @@ def command(found: Recommendation, options: str) -> str:
     work = f"--workload {base.work_name}" if base.is_own else f"--network {base.network}"
     words = ["ddpm-lab recommend", options, work]
     words += [] if "batch=" in options else [f"--batch-size {base.global_batch_size}"]
-    own = not base.is_own and any(r.data_name and "synthetic" not in r.data_name for r in found.study.records)
+    own = not base.is_own and found.study.own_images
     return " ".join(word for word in (*words, "--data DATA" if own else "") if word)
 
 

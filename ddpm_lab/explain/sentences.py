@@ -44,6 +44,27 @@ def faster(row: Mapping[str, Any]) -> str:
     return form.format(label=row["label"], base=row["baseline_label"], ratio=phrases.ratio(row), verb=verb)
 
 
+def trains(row: Mapping[str, Any]) -> bool:
+    """Whether a row's ranks learn one network: without exchange each has its own, and its speed is no offer."""
+    return bool(row["config"].exchange.enabled)
+
+
+def exposed_communication(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What a step takes less where ranks exchange nothing, each in a sentence after a space; empty without any."""
+    told = ""
+    for row in rows:
+        if row["role"] != "candidate" or trains(row) or not row["sets"]:
+            continue
+        named = f"Without exchange a step of {row['family']} is"
+        if not resolved(row):
+            told += f" {named} not called shorter (ratio {phrases.ratio(row)}, {phrases.evidence(row)})."
+            continue
+        shorter, low, high = (100 * (1 - 1 / row[end]) for end in ("ratio", "low", "high"))
+        span = "" if math.isnan(low) else f" ({low:.1f} to {high:.1f} %)"
+        told += f" {named} {shorter:.1f} % shorter{span}: exposed communication."
+    return told
+
+
 def unresolved(lead: Mapping[str, Any], count: int, family: str) -> tuple[str, str]:
     """Headline and claim of a study in which no comparison is resolved; ``lead`` has the highest ratio of ``count``.
 
@@ -97,7 +118,8 @@ def quality(rows: Sequence[Mapping[str, Any]], *, evidence: bool = False) -> str
     say different things is named with its family.
     """
     known = [r for r in rows if r["role"] == "candidate" and r["sets"]]
-    said = [QUALITY if r["quality"] == QUALITY else _judged(r, evidence=evidence) for r in known]
+    judged = [equivalence.full(r["equivalence"]) if evidence else str(r["quality"]) for r in known]
+    said = [QUALITY if r["quality"] == QUALITY else text for r, text in zip(known, judged, strict=True)]
     if set(said) <= {QUALITY}:
         return f"quality {QUALITY}"
     different: dict[str, set[str]] = {}
@@ -109,10 +131,6 @@ def quality(rows: Sequence[Mapping[str, Any]], *, evidence: bool = False) -> str
     text = f"quality: {phrases.joined([f'{name} {found}' for name, found in told.items() if found != QUALITY])}"
     others = [name for name, found in told.items() if found == QUALITY]
     return f"{text}; of {phrases.joined(others)} {QUALITY}" if others else text
-
-
-def _judged(row: Mapping[str, Any], *, evidence: bool) -> str:
-    return equivalence.full(row["equivalence"]) if evidence else str(row["quality"])
 
 
 def untrained(study: Study) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import pandas as pd
 
@@ -29,12 +28,12 @@ from ddpm_lab.explain import (
     scaling,
     trained,
 )
-from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.comparisons import Row, comparisons
 from ddpm_lab.explain.frames import ALL_REDUCE, RECOMMENDATION, SCALING, Study
 from ddpm_lab.plan import WITH_TRIALS
 
 TOP_OPERATORS = 12
-_NONE = "\N{EN DASH}"
+_NONE = phrases.DASH
 
 
 def table(study: Study) -> pd.DataFrame:
@@ -69,27 +68,22 @@ def more(study: Study) -> list[tuple[str, pd.DataFrame]]:
             ("Everything measured that did equal work, fastest first.", _fastest(study)),
         ]
     if study.experiment == claims.EXPERIMENT:
-        found.append(
-            (
-                "Each fault: what is done wrong, what that did to a number here, how it is done right.",
-                faults.table(study),
-            )
-        )
+        caption = "Each fault: what is done wrong, what that did to a number here, how it is done right."
+        found.append((caption, faults.table(study)))
         found.append(("What the right way rests on: the sets of this notebook.", _comparison(study)))
     if study.experiment == trained.EXPERIMENT:
         found.append(("Loss and gradient of a step against fp32 on the same batch.", trained.check_table(study)))
     if study.experiment in WITH_TRIALS:
         found += trained.tables(study)
-    if study.experiment == lost_scaling.EXPERIMENT:
+    if study.experiment == SCALING:
         said = " ".join(lost_scaling_table.sentence(split) for split in lost_scaling.splits(study))
         found.append((f"Where the lost scaling went. {said}", lost_scaling_table.table(study)))
-    if study.experiment == SCALING:
         found.append(predicted_words.further(study))
     if study.experiment == "profile" and not any(r.config.is_own for r in study.records):  # whose changes are others
         found.append(("What to change next: measured, or at most what this budget allows.", advice.table(study)))
-    found = [(caption, frame) for caption, frame in found if not frame.empty]
-    state = machine_state.table(study) if study.experiment in ("profile", "multi_gpu") else pd.DataFrame()
-    return found if state.empty else [*found, ("What the machine did meanwhile.", state)]
+    if study.experiment in ("profile", SCALING):
+        found.append(("What the machine did meanwhile.", machine_state.table(study)))
+    return [(caption, frame) for caption, frame in found if not frame.empty]
 
 
 def _comparison(study: Study) -> pd.DataFrame:
@@ -97,7 +91,11 @@ def _comparison(study: Study) -> pd.DataFrame:
     columns: list[str] = []
     rows = []
     for row in map(scaling.named, scaling.rows(study)) if scales else comparisons(study):
-        cells = {"Family": row["family"], "Configuration": _label(row), **_speed(study, row)}
+        cells = {
+            "Family": row["family"],
+            "Configuration": f"{row['label']}{_SELF.get(row['role'], '')}",
+            **_speed(study, row),
+        }
         columns = list(dict.fromkeys([*columns, *cells]))
         rows.append(cells)
     if rows and (said := machine_state.unknown(study)):
@@ -118,17 +116,11 @@ def _without_empty(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.drop(columns=[c for c in phrases.LOSS if c in frame and frame[c].eq(_NONE).all()])
 
 
-def _label(row: Mapping[Any, Any]) -> str:
-    return (
-        f"{row['label']} ({'null twin' if row['role'] == 'twin' else 'baseline'})" if _own(row) else str(row["label"])
-    )
+_SELF = {"baseline": " (baseline)", "twin": " (null twin)"}
+"""Roles of the baseline's own configuration, as they are named."""
 
 
-def _own(row: Mapping[Any, Any]) -> bool:
-    return row["role"] in ("baseline", "twin")
-
-
-def _speed(study: Study, row: Mapping[Any, Any]) -> dict[str, str]:
+def _speed(study: Study, row: Row) -> dict[str, str]:
     measured = bool(row["sets"])
     cells = {
         "Speed": phrases.ratio_with_interval(row) if measured else _NONE,
@@ -152,13 +144,13 @@ def _speed(study: Study, row: Mapping[Any, Any]) -> dict[str, str]:
         "Peak memory": phrases.peak_memory(row) if row["status"] == "ok" else _NONE,
         "Sets \N{MULTIPLICATION SIGN} turns": f"{row['sets']} \N{MULTIPLICATION SIGN} {row['turns']}",
         "Dropped turns": str(row["turns_dropped"]),
-        "Quality": str(row["quality"]) if measured and not _own(row) else _NONE,
+        "Quality": str(row["quality"]) if measured and row["role"] not in _SELF else _NONE,
         **phrases.loss(row),
         "Note": _note(row),
     }
 
 
-def _note(row: Mapping[Any, Any]) -> str:
+def _note(row: Row) -> str:
     if row["sets"] and row["failed_sets"]:
         return f"{phrases.plural(row['failed_sets'], 'set')} failed: {row['reason']}"
     if row["status"] != "ok" and not row["mechanism_only"]:
@@ -169,7 +161,7 @@ def _note(row: Mapping[Any, Any]) -> str:
     return ""
 
 
-def _range(row: Mapping[Any, Any]) -> str:
+def _range(row: Row) -> str:
     return phrases.with_interval(
         phrases.significant, *(row[f"images_per_second{end}"] for end in ("", "_low", "_high"))
     )
@@ -177,12 +169,9 @@ def _range(row: Mapping[Any, Any]) -> str:
 
 def _profile(study: Study) -> pd.DataFrame:
     record = operators.latest_profile(study.records)
-    columns = ["Operator", "Class", "Calls", "Exclusive time", "Share"]
     if record is None:
-        rows = [(r.label, phrases.status(r.status), "", "", r.reason or "") for r in study.records if r.status != "ok"]
-        return pd.DataFrame(rows, columns=["Configuration", "Status", "", "", "Reason"])[
-            ["Configuration", "Status", "Reason"]
-        ]
+        failed = [(r.label, phrases.status(r.status), r.reason or "") for r in study.records if r.status != "ok"]
+        return pd.DataFrame(failed, columns=["Configuration", "Status", "Reason"])
     steps = max(1, int((record.profile or {}).get("steps", 1)))
     frame = operators.operators(record)
     top = [
@@ -193,7 +182,7 @@ def _profile(study: Study) -> pd.DataFrame:
         calls, time = rest["calls"].sum() / steps, rest["seconds"].sum() / steps
         name = f"{phrases.plural(len(rest), 'other operator')}"
         top.append((name, "", f"{calls:,.0f}", phrases.seconds(time), _share(rest["share"].sum())))
-    columns[2:4] = ["Calls per step", "Exclusive time per step, under the profiler"]
+    columns = ["Operator", "Class", "Calls per step", "Exclusive time per step, under the profiler", "Share"]
     return pd.DataFrame(top, columns=columns)
 
 
