@@ -48,17 +48,11 @@ def answer_values(study: Study, finding: Finding) -> dict[str, Any]:
     }
     sides = [
         {
-            "label": row["label"],
-            "role": row["role"],
-            "run_id": row["run_id"],
-            "status": row["status"],
-            "reason": row["reason"],
-            "step_seconds": _known(row["step_seconds"]),
-            "peak_memory_bytes": _known(row["peak_memory_bytes"]),
-            "peak_rss_bytes": _known(row["peak_rss_bytes"]),
-            "sets": int(row["sets"]),
-            "sets_needed": _known(row["sets_needed"]),
-            "turns_dropped": int(row["turns_dropped"]),
+            name: _known(row[name])
+            for name in (
+                *("label", "role", "run_id", "status", "reason", "step_seconds", "peak_memory_bytes", "peak_rss_bytes"),
+                *("sets", "sets_needed", "turns_dropped"),
+            )
         }
         for row in comparisons(study)
     ]

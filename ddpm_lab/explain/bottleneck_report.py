@@ -34,6 +34,7 @@ def markdown(study: Study, figures: Sequence[tuple[str, str]] = ()) -> str:
     if about is None:
         return f"# {TITLE}\n\n{bottleneck.summary(study)[0]}\n"
     found, left = adv.advice(study), adv.declined(study)
+    targets = [(t.name, t.target, t.now, t.status) for t in bottleneck.targets(study, about, found)]
     pictures = [f"![{alt}]({name})" for alt, name in figures]
     sections = {
         "Executive summary": [_items(bottleneck.summary(study))],
@@ -47,7 +48,7 @@ def markdown(study: Study, figures: Sequence[tuple[str, str]] = ()) -> str:
         "Recommendations": _recommendations(study, about, found),
         "Why the present speed is good or not": _why(study, about),
         "Action plan": [_numbered(_actions(study, found))],
-        "Targets": [_targets(study, about, found)],
+        "Targets": [_table(("Target", "Wanted", "Now", "Status"), targets)],
         "Conclusion": _conclusion(study, about, found, left),
         "Method": [_items(_method(study, about))],
     }
@@ -92,35 +93,22 @@ def _configuration(about: Subject) -> str:
     machine, optimizer = environment.machine, about.config.optimizer
     weights = f", {seen['parameters']:,} parameters" if "parameters" in seen else ""
     memory = phrases.memory(environment.ram_bytes) if environment.ram_bytes else "unknown"
-    versions = [f"{name} {version}" for name, version in sorted(environment.packages.items())]
+    size = f"{config.image_size}\N{MULTIPLICATION SIGN}{config.image_size}"
+    batch = f"{phrases.plural(config.global_batch_size, 'image')} a step, accumulation {config.accumulation}"
+    adam = f"Adam ({optimizer.adam}), learning rate {optimizer.learning_rate:g}, EMA ({optimizer.ema})"
+    diffusion = config.diffusion
     rows = [
         ("hardware", "machine", machine.name),
         ("hardware", "memory of the machine", memory),
         ("training", "network", f"{config.network}{weights}"),
-        (
-            "training",
-            "images",
-            f"{about.profile.data_name}, {config.image_size}\N{MULTIPLICATION SIGN}{config.image_size}",
-        ),
-        (
-            "training",
-            "batch",
-            f"{phrases.plural(config.global_batch_size, 'image')} a step, accumulation {config.accumulation}",
-        ),
+        ("training", "images", f"{about.profile.data_name}, {size}"),
+        ("training", "batch", batch),
         ("training", "settings", phrases.settings(config)),
         ("training", "kernels", f"{config.kernels}, {'channels_last' if config.channels_last else 'NCHW'}"),
-        (
-            "training",
-            "optimizer",
-            f"Adam ({optimizer.adam}), learning rate {optimizer.learning_rate:g}, EMA ({optimizer.ema})",
-        ),
-        (
-            "training",
-            "objective",
-            f"{config.diffusion.objective}, {config.diffusion.loss}, {config.diffusion.schedule}",
-        ),
+        ("training", "optimizer", adam),
+        ("training", "objective", f"{diffusion.objective}, {diffusion.loss}, {diffusion.schedule}"),
         ("software", "Python", environment.python),
-        ("software", "packages", ", ".join(versions)),
+        ("software", "packages", ", ".join(f"{name} {v}" for name, v in sorted(environment.packages.items()))),
         ("software", "CUDA, driver", f"{environment.cuda or 'none'}, {machine.driver or 'none'}"),
         ("software", "git commit", environment.git_commit or "unknown"),
     ]
@@ -228,11 +216,6 @@ def _actions(study: Study, found: Sequence[Advice]) -> list[str]:
     return told or ["Nothing to do here."]
 
 
-def _targets(study: Study, about: Subject, found: Sequence[Advice]) -> str:
-    rows = [(t.name, t.target, t.now, t.status) for t in bottleneck.targets(study, about, found)]
-    return _table(("Target", "Wanted", "Now", "Status"), rows)
-
-
 def _conclusion(study: Study, about: Subject, found: Sequence[Advice], left: Sequence[Advice]) -> list[str]:
     parts = [bottleneck.verdict(about)]
     sure = [a for a in found if a.status in (adv.FASTER, adv.DERIVED)]
@@ -240,15 +223,11 @@ def _conclusion(study: Study, about: Subject, found: Sequence[Advice], left: Seq
     open_ = [a for a in found if a not in sure]
     if open_:
         parts.append(f"Not yet sure: {phrases.joined([phrases.within(a.title) for a in open_])}.")
-    parts += ["### Next steps", _numbered([f"`{c}`" for c in _next(study, about, sure, open_)])]
-    return [*parts, "### No action needed for", _items(_fine(about, left) or ["Nothing that was looked at."])]
-
-
-def _next(study: Study, about: Subject, sure: Sequence[Advice], open_: Sequence[Advice]) -> list[str]:
     every = change_phrases.command(study, about.config)
-    told = [every] if open_ else []
-    told += [change_phrases.command(study, sure[0].config)] if sure and sure[0].config else []
-    return told or [every]
+    after = [change_phrases.command(study, sure[0].config)] if sure and sure[0].config else []
+    steps = [every, *after] if open_ or not after else after
+    parts += ["### Next steps", _numbered([f"`{command}`" for command in steps])]
+    return [*parts, "### No action needed for", _items(_fine(about, left) or ["Nothing that was looked at."])]
 
 
 def _fine(about: Subject, left: Sequence[Advice]) -> list[str]:

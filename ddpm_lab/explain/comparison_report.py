@@ -43,7 +43,9 @@ def report(study: Study, figure: str = "") -> str:
     strong, weak = ([p for p in found if p.kind == kind] for kind in ("strong", "weak"))
     parts = [f"# {title(study)}", literal(where(study)), f"**Conclusion.** {literal(conclusion(found))}"]
     if strong:
-        parts += ["## The same batch, shared", markdown(_strong(strong)), _mean_sentences(strong), _thresholds(found)]
+        told = [mean.sentence() for mean in means(strong)]
+        told += [ARITHMETIC] if told else []
+        parts += ["## The same batch, shared", markdown(_strong(strong)), " ".join(told), _thresholds(found)]
     if weak:
         parts += ["## The same batch on each", markdown(_weak(weak)), _bands(found)]
     if figure:
@@ -88,65 +90,48 @@ def _outcome(row: Row) -> str:
 
 
 def _strong(found: Sequence[Pair]) -> Grid:
-    single, multi = _sides(found)
-    head = ["Batch Size", single, multi, "Speedup", "Recommendation", *_MORE]
-    return [
-        head,
-        *(
-            [
-                pair.batch,
-                _step(pair.single),
-                _step(pair.multi, layout=several_layouts(found)),
-                *_speed_up(pair),
-                recommendation(pair),
-                *_rest(pair),
-            ]
-            for pair in found
-        ),
-    ]
-
-
-def several_layouts(found: Sequence[Pair]) -> bool:
-    """Whether pairs are of several numbers of devices, so that each says its own."""
-    return len({scaling.layout(p.multi["config"]) for p in found if p.multi}) > 1
+    head = ["Batch Size", *_sides(found), "Speedup", "Recommendation", *_MORE]
+    rows = []
+    for pair in found:
+        steps = _both(pair, found, "step_seconds", " a step")
+        rows.append([pair.batch, *steps, _speed_up(pair), recommendation(pair), *_rest(pair)])
+    return [head, *rows]
 
 
 def _weak(found: Sequence[Pair]) -> Grid:
-    single, multi = _sides(found)
-    head = [f"Batch Size per {unit(found)}", "In all", f"{single}, epoch", f"{multi}, epoch", "Speedup", "Efficiency"]
+    epochs = [f"{side}, epoch" for side in _sides(found)]
+    head = [f"Batch Size per {unit(found)}", "In all", *epochs, "Speedup", "Efficiency", *_MORE]
     rows = []
     for pair in found:
         row = pair.compared
         efficiency = phrases.DASH if row is None else f"{scaling.efficiency(row)} ({rating(row, S000)})"
         total = pair.multi["batch"] if pair.multi else pair.batch
-        epochs = [_epoch(pair.single), _epoch(pair.multi, layout=several_layouts(found))]
-        rows.append([pair.batch, total, *epochs, *_speed_up(pair), efficiency, *_rest(pair)])
-    return [[*head, *_MORE], *rows]
+        epochs = _both(pair, found, "projected_seconds", "")
+        rows.append([pair.batch, total, *epochs, _speed_up(pair), efficiency, *_rest(pair)])
+    return [head, *rows]
+
+
+def _both(pair: Pair, found: Sequence[Pair], name: str, of: str) -> list[str]:
+    """Both sides of a pair; where pairs are of several numbers of devices, each says its own."""
+    several = len({scaling.layout(p.multi["config"]) for p in found if p.multi}) > 1
+    return [_cell(pair.single, name, of, layout=False), _cell(pair.multi, name, of, layout=several)]
 
 
 def _sides(found: Sequence[Pair]) -> tuple[str, str]:
     return ("Single GPU", "Multi GPU") if unit(found) == "GPU" else ("Single CPU rank", "Several CPU ranks")
 
 
-def _step(row: Row | None, *, layout: bool = False) -> str:
-    return _cell(row, "step_seconds", "a step", layout)
-
-
-def _epoch(row: Row | None, *, layout: bool = False) -> str:
-    return _cell(row, "projected_seconds", "", layout)
-
-
-def _cell(row: Row | None, name: str, of: str, layout: bool) -> str:
+def _cell(row: Row | None, name: str, of: str, *, layout: bool) -> str:
+    """Seconds of a step, or of an epoch, of one side; ``layout`` adds on what it ran."""
     if row is None:
         return "not asked for"
     if not row["sets"]:
         return phrases.without_speed(row)
-    text = f"{phrases.seconds(row[name])} {of}".strip()
-    return f"{text} ({scaling.layout(row['config'])})" if layout else text
+    return f"{phrases.seconds(row[name])}{of}" + f" ({scaling.layout(row['config'])})" * layout
 
 
-def _speed_up(pair: Pair) -> list[str]:
-    return [phrases.DASH if pair.compared is None else speed_up(pair.compared)]
+def _speed_up(pair: Pair) -> str:
+    return phrases.DASH if pair.compared is None else speed_up(pair.compared)
 
 
 def _rest(pair: Pair) -> list[str]:
@@ -154,11 +139,6 @@ def _rest(pair: Pair) -> list[str]:
     if row is None:
         return [phrases.DASH, str(max((int(r["sets"]) for r in pair.sides), default=0)), quality(pair)]
     return [phrases.interval(row) or "no interval", str(int(row["sets"])), quality(pair)]
-
-
-def _mean_sentences(found: Sequence[Pair]) -> str:
-    told = [mean.sentence() for mean in means(found)]
-    return " ".join([*told, ARITHMETIC]) if told else ""
 
 
 def _thresholds(found: Sequence[Pair]) -> str:

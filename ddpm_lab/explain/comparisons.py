@@ -62,6 +62,11 @@ def families(rows: Iterable[Row]) -> list[list[Row]]:
     return list(found.values())
 
 
+def throughput(row: Mapping[str, Any]) -> tuple[float, float, float]:
+    """Images per second of a row, with the ends of their interval (NaN without one)."""
+    return row["images_per_second"], row["images_per_second_low"], row["images_per_second_high"]
+
+
 def resolved(row: Mapping[str, Any]) -> bool:
     """Whether a comparison has an answer: faster, or slower."""
     return row["verdict"] in (stats.FASTER, stats.SLOWER)

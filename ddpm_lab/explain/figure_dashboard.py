@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import phrases, scaling, sentences
 from ddpm_lab.explain.bands import S000
-from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Row, resolved
+from ddpm_lab.explain.comparisons import Row, resolved, throughput
+from ddpm_lab.explain.figure_extras import projection
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.pairs import (
     EPOCH,
@@ -62,15 +63,8 @@ def _dashboard(study: Study, found: Sequence[Pair], hidden: int) -> Figure:
         + (f" {hidden} more in the table." if hidden > 0 else ""),
     )
     time, rate, gain, memory = (ax for row in rows for ax in _halves(figure, row))
-    longest = max(r["projected_seconds"] for p in found for r in p.sides if r["sets"])
-    name, scale = ("hours", 3600.0) if longest > 7200 else ("minutes", 60.0) if longest > 300 else ("seconds", 1.0)
-
-    def seconds(r: Row) -> tuple[float, float, float]:
-        images = PROJECTED_IMAGES / scale
-        value, low, high = throughput(r)
-        return images / value, images / high, images / low
-
-    _bars(time, found, f"Time of an epoch (projection), {name}", seconds)
+    unit_of_time, time_of = projection([r for p in found for r in p.sides if r["sets"]])
+    _bars(time, found, f"Time of an epoch (projection), {unit_of_time}", time_of)
     _bars(rate, found, "Throughput, images per second", throughput)
     _gains(gain, found)
     gpu = unit(found) == "GPU"
@@ -78,11 +72,6 @@ def _dashboard(study: Study, found: Sequence[Pair], hidden: int) -> Figure:
     _bars(memory, found, f"Peak memory of {of}, GiB", lambda r: (r[field] / 2**30, math.nan, math.nan))
     _legend(time, found)
     return figure
-
-
-def throughput(row: Row) -> tuple[float, float, float]:
-    """Images per second of a row with their interval."""
-    return row["images_per_second"], row["images_per_second_low"], row["images_per_second_high"]
 
 
 def headline(found: Sequence[Pair]) -> str:

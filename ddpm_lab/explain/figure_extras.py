@@ -12,7 +12,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ddpm_lab.explain import compiling, phrases, stats
 from ddpm_lab.explain import figure_style as fs
-from ddpm_lab.explain.comparisons import Row, families
+from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Row, families
+from ddpm_lab.explain.comparisons import throughput as throughput_of
 from ddpm_lab.explain.figure_ratios import rows_of
 from ddpm_lab.explain.frames import Study
 
@@ -74,6 +75,19 @@ def heights(panels: Sequence[Rows]) -> list[float]:
 def left(panels: Sequence[Rows]) -> float:
     """Inches for the names of bars."""
     return max(1.2, 0.3 + max(fs.block_width(_bar_label(r), fs.TEXT_POINTS) for rows in panels for r in rows))
+
+
+def projection(rows: Sequence[Row]) -> tuple[str, Callable[[Row], tuple[float, float, float]]]:
+    """The unit in which the longest time for 50,000 images is read, and what gives the time of a row in it."""
+    longest = max(r["projected_seconds"] for r in rows)
+    unit, scale = ("hours", 3600.0) if longest > 7200 else ("minutes", 60.0) if longest > 300 else ("seconds", 1.0)
+
+    def time(row: Row) -> tuple[float, float, float]:
+        rate, low, high = throughput_of(row)
+        images = PROJECTED_IMAGES / scale
+        return images / rate, images / high, images / low
+
+    return unit, time
 
 
 def known(value: float, other: float) -> float:

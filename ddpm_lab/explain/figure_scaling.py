@@ -11,8 +11,18 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import phrases, scaling
-from ddpm_lab.explain.comparisons import Row
-from ddpm_lab.explain.figure_extras import Rows, bars, heights, known, left, measured, spread, throughput_bars
+from ddpm_lab.explain.comparisons import Row, throughput
+from ddpm_lab.explain.figure_extras import (
+    Rows,
+    bars,
+    heights,
+    known,
+    left,
+    measured,
+    projection,
+    spread,
+    throughput_bars,
+)
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.scaling import KINDS
 
@@ -302,19 +312,9 @@ def _time_and_throughput(
 ) -> Figure:
     """Two panels for each kind of scaling, over an axis that ``axis`` sets for its rows."""
     every = [r for lines in kinds.values() for rows in lines.values() for r in rows]
-    longest = max(r["projected_seconds"] for r in every)
-    unit, scale = ("hours", 3600.0) if longest > 7200 else ("minutes", 60.0) if longest > 300 else ("seconds", 1.0)
-
-    def throughput(r: Row) -> tuple[float, float, float]:
-        return r["images_per_second"], r["images_per_second_low"], r["images_per_second_high"]
-
-    def seconds(r: Row) -> tuple[float, float, float]:
-        images = r["projected_seconds"] * r["images_per_second"] / scale
-        value, low, high = throughput(r)
-        return images / value, images / high, images / low
-
+    unit, time = projection(every)
     shown = (
-        ("time for 50,000 images", f"{unit} (projection)", seconds),
+        ("time for 50,000 images", f"{unit} (projection)", time),
         ("throughput", "images per second", throughput),
     )
     panels = [(kind, lines, *show) for kind, lines in kinds.items() for show in shown]

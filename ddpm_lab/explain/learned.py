@@ -12,7 +12,7 @@ import numpy.typing as npt
 from scipy import special
 
 from ddpm_lab.explain import phrases, quality, stats
-from ddpm_lab.explain.comparisons import Row, comparisons
+from ddpm_lab.explain.comparisons import Row, comparisons, throughput
 from ddpm_lab.explain.comparisons import families as by_family
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import scaled
@@ -182,7 +182,7 @@ def way(row: Row, pairs: Pairs, loss: float) -> Way:
             found |= {"times": times, "times_high": times * math.exp(math.hypot(half, down))}
     if lost.any():
         return Way(**found)
-    rate = (row["images_per_second"], row["images_per_second_low"], row["images_per_second_high"])
+    rate = throughput(row)
     mean, half = _mean(ours)
     found["seconds"] = mean / rate[0]
     if not math.isnan(half + rate[1]):

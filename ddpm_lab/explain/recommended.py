@@ -9,7 +9,7 @@ from statistics import fmean
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import phrases, quality, stats
-from ddpm_lab.explain.comparisons import Row, comparisons
+from ddpm_lab.explain.comparisons import Row, comparisons, throughput
 from ddpm_lab.explain.frames import Study, once
 from ddpm_lab.plan import SEARCH
 from ddpm_lab.record import RunRecord, set_log_ratio
@@ -278,7 +278,7 @@ class Forecast:
 def forecast(found: Recommendation, row: Row, compile_seconds: float = 0.0) -> Forecast:
     """Time and energy of a full training with a configuration; the compiling counts once."""
     images = found.study.train_images or STEPS * found.space.baseline.global_batch_size
-    rate, low, high = (row[f"images_per_second{end}"] for end in ("", "_low", "_high"))
+    rate, low, high = throughput(row)
     once = 0.0 if math.isnan(compile_seconds) else compile_seconds
     joules = images * _joules_per_image(found.study, row["run_id"])
     return Forecast(

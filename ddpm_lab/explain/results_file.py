@@ -14,7 +14,7 @@ from typing import Any
 from ddpm_lab import __version__
 from ddpm_lab.explain import machine_state, phrases, scaling
 from ddpm_lab.explain.bands import S000
-from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Row, resolved
+from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Row, resolved, throughput
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.grids import Grid
 from ddpm_lab.explain.pairs import Pair, means, pairs, recommendation, records_of
@@ -74,13 +74,8 @@ def _environment(record: RunRecord) -> dict[str, Any]:
         "gpus": list(machine.gpus),
         "gpu_uuids": list(told.gpu_uuids),
         "driver": machine.driver,
-        "cuda": told.cuda,
-        "python": told.python,
-        "packages": dict(told.packages),
-        "kernel": told.kernel,
-        "hostname": told.hostname,
-        "slurm_job_id": told.slurm_job_id,
-        "git_commit": told.git_commit,
+        **{name: getattr(told, name) for name in ("cuda", "python", "packages", "kernel", "hostname")},
+        **{name: getattr(told, name) for name in ("slurm_job_id", "git_commit")},
     }
 
 
@@ -91,15 +86,12 @@ def _configuration(study: Study, pair: Pair, side: str) -> dict[str, Any]:
     records = records_of(study, row)
     measured = bool(row["sets"])
     kind, peak = ("rss", "peak_rss_bytes") if config.device == "cpu" else ("gpu allocated", "peak_memory_bytes")
-    rate = [row[f"images_per_second{end}"] if measured else math.nan for end in ("", "_low", "_high")]
-    slow = [PROJECTED_IMAGES / value for value in (rate[0], rate[2], rate[1])]
+    rate, low, high = throughput(row) if measured else (math.nan,) * 3
     return {
         "name": f"{pair.name}, {scaling.layout(config)}",
         "scaling": pair.kind,
         "side": side,
-        "run_id": row["run_id"],
-        "label": row["label"],
-        "family": row["family"],
+        **{name: row[name] for name in ("run_id", "label", "family")},
         "network": config.network,
         "parameters": PARAMETERS[config.network],
         "data": records[-1].data_name if records else None,
@@ -109,19 +101,14 @@ def _configuration(study: Study, pair: Pair, side: str) -> dict[str, Any]:
         "nodes": config.nodes,
         "batch_size_per_device": config.rank_batch_size,
         "global_batch_size": config.global_batch_size,
-        "precision": config.precision,
-        "compile": config.compile,
-        "loader": config.loader,
-        "loader_workers": config.loader_workers,
+        **{name: getattr(config, name) for name in ("precision", "compile", "loader", "loader_workers")},
         "status": row["status"],
         "reason": row["reason"] or None,
         "mechanism_only": bool(row["mechanism_only"]),
-        "sets": int(row["sets"]),
-        "turns": int(row["turns"]),
-        "turns_dropped": int(row["turns_dropped"]),
-        "images_per_second": _interval(*rate),
+        **{name: int(row[name]) for name in ("sets", "turns", "turns_dropped")},
+        "images_per_second": _interval(rate, low, high),
         "step_seconds": _number(row["step_seconds"] if measured else math.nan),
-        "epoch_seconds": _interval(*slow),
+        "epoch_seconds": _interval(*(PROJECTED_IMAGES / value for value in (rate, high, low))),
         "peak_memory_bytes": _number(row[peak]),
         "peak_memory_kind": kind,
         "quality": str(row["quality"]) if row["role"] == "candidate" else None,

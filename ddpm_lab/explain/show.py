@@ -64,25 +64,16 @@ def finding(study: Study) -> None:
     """Show the computed answer, and attach its values to the output for the index of the report."""
     found, how = findings.finding(study), findings.how_to_judge(study)
     last = study.records[-1] if study.records else None
+    told = ("experiment", "headline", "claim", "verdict", "status", "hardware", "date", "sets", "quality")
     values = {
-        "experiment": found.experiment,
-        "headline": found.headline,
-        "claim": found.claim,
-        "verdict": found.verdict,
-        "status": found.status,
-        "hardware": found.hardware,
-        "date": found.date,
-        "sets": found.sets,
-        "quality": found.quality,
+        **{name: getattr(found, name) for name in told},
         "evidence": _evidence(found) + (" \N{MIDDLE DOT} the machine was busy" if machine_state.busy(study) else ""),
         "published": study.published,
         "data": last.data_name if last else "",
         "code_version": last.code_version if last else "",
     }
     facts = {
-        "Verdict": found.verdict
-        if found.status in (found.verdict, findings.ANSWERED)
-        else f"{found.verdict} ({found.status})",
+        "Verdict": found.verdict + f" ({found.status})" * (found.status not in (found.verdict, findings.ANSWERED)),
         "Evidence": _evidence(found),
         "Sets": str(found.sets) if found.sets else "",
         "Hardware": found.hardware + " (published records, not measured here)" * study.published,

@@ -28,7 +28,7 @@ from ddpm_lab.explain import (
     scaling,
     trained,
 )
-from ddpm_lab.explain.comparisons import Row, comparisons
+from ddpm_lab.explain.comparisons import Row, comparisons, throughput
 from ddpm_lab.explain.frames import ALL_REDUCE, RECOMMENDATION, SCALING, Study
 from ddpm_lab.plan import WITH_TRIALS
 
@@ -162,9 +162,7 @@ def _note(row: Row) -> str:
 
 
 def _range(row: Row) -> str:
-    return phrases.with_interval(
-        phrases.significant, *(row[f"images_per_second{end}"] for end in ("", "_low", "_high"))
-    )
+    return phrases.with_interval(phrases.significant, *throughput(row))
 
 
 def _profile(study: Study) -> pd.DataFrame:
