@@ -53,8 +53,10 @@ class Evidence:
         return next((row for row in self.rows(*experiments) if wanted(row)), None)
 
 
-def said(row: Row) -> str:
-    """A row in words: "bf16 0.74 (0.62 to 0.88) times as fast as fp32, 6 sets, notebook 03"."""
+def said(row: Row | None) -> str:
+    """A row in words: "bf16 0.74 (0.62 to 0.88) times as fast as fp32, 6 sets, notebook 03"; a dash without one."""
+    if row is None:
+        return phrases.DASH
     grown = row["batch"] != row["base"].global_batch_size
     base = f"batch {row['base'].global_batch_size}" if grown and row["ranks"] == 1 else row["baseline_label"]
     words = [

@@ -78,7 +78,7 @@ def several(count: int, ratio: float, *, nodes: int = 1, kind: str = "strong") -
         asked = (r for r in rows if _on_gpu(r) and (r["ranks"], r["config"].nodes) == (count, nodes))
         if (row := next(asked, None)) is not None:
             return near(row, ratio)
-        here = next((said(r) for r in rows if r["ranks"] == 2), phrases.DASH)
+        here = said(next((r for r in rows if r["ranks"] == 2), None))
         command = "ddpm-lab run multi_gpu --preset full"
         if e.gpus * nodes < count:
             return _no_gpu(e, count, here=here, command=command)
@@ -167,9 +167,8 @@ def step_budget(e: Evidence) -> Judged:
 
 
 def utilisation(e: Evidence) -> Judged:
-    return _by_fault(
-        e, "share", UTILISED, e.faults["share"].truth or phrases.DASH, "share and utilisation are two numbers"
-    )
+    here = e.faults["share"].truth or phrases.DASH
+    return _by_fault(e, "share", UTILISED, here, "share and utilisation are two numbers")
 
 
 def _by_fault(e: Evidence, key: str, within: float, here: str, why: str) -> Judged:
@@ -222,8 +221,8 @@ def amp(judge: Callable[[Row], Judged]) -> Callable[[Evidence], Judged]:
         if (row := _narrow(e, on_gpu=True)) is not None:
             return judge(row)
         row = _narrow(e, on_gpu=False)
-        here = said(row) if row else phrases.DASH
-        return _unmeasured("ddpm-lab run amp", here) if e.gpus else _no_gpu(e, here=here, command="ddpm-lab run amp")
+        here, command = said(row), "ddpm-lab run amp"
+        return _unmeasured(command, here) if e.gpus else _no_gpu(e, here=here, command=command)
 
     return judged
 
@@ -234,8 +233,7 @@ def amp_memory(row: Row) -> Judged:
 
 
 def fades(e: Evidence) -> Judged:
-    two = e.first(lambda r: r["ranks"] == 2, "multi_gpu", CLAIMS)
-    here = said(two) if two else phrases.DASH
+    here = said(e.first(lambda r: r["ranks"] == 2, "multi_gpu", CLAIMS))
     if e.gpus < 4:
         return _no_gpu(e, 4, here=here, command="ddpm-lab run multi_gpu --preset full")
     return _unmeasured("notebook 02 with world_sizes = [1, 2, 3, 4] and five batch sizes", here)
@@ -248,17 +246,16 @@ def cpu_batches(e: Evidence) -> Judged:
     if row is not None:
         return faster(row)
     known = e.first(lambda r: r["config"].device == "cpu" and _only(r, "global_batch_size"), CLAIMS, "quality")
-    return _unmeasured("ddpm-lab run batch_size --preset full --device cpu", said(known) if known else phrases.DASH)
+    return _unmeasured("ddpm-lab run batch_size --preset full --device cpu", said(known))
 
 
 def workers(e: Evidence) -> Judged:
     rows = [r for r in e.rows("workers") if not r["loader_alone"]]
     here = "; ".join(said(r) for r in rows[:3]) or phrases.DASH
-    if not e.gpus:
-        return _no_gpu(e, here=here, command="ddpm-lab run workers --preset full")
     four = next((r for r in rows if r["config"].loader_workers == 4 and _on_gpu(r)), None)
     if four is None:
-        return _unmeasured("ddpm-lab run workers --preset full", here)
+        command = "ddpm-lab run workers --preset full"
+        return _unmeasured(command, here) if e.gpus else _no_gpu(e, here=here, command=command)
     better = [r for r in rows if r["family"] == four["family"] and r["low"] > four["high"]]
     why = f"{better[0]['label']} are faster" if better else f"four are {four['verdict']} than {four['baseline_label']}"
     return _if_resolved(four, not better and four["verdict"] == stats.FASTER, why)
@@ -283,7 +280,7 @@ def unsuitable(e: Evidence) -> Judged:
 
 def compile_seconds(e: Evidence) -> Judged:
     row = _compiled(e)
-    here = said(row) if row else phrases.DASH
+    here = said(row)
     if row is None or not _on_gpu(row):
         return _unmeasured("ddpm-lab run torch_compile", here) if e.gpus else _no_gpu(e, here=here)
     return near(row, 830 / 8_800)

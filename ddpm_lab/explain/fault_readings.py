@@ -37,6 +37,17 @@ class Reading:
     compared: str = ""
 
 
+def _a_step(wrong: Estimate, right: Estimate, truth: str, did: str, compared: str = "") -> Reading:
+    """A wrong time of a step, and the right one after the words ``truth``."""
+    return Reading(
+        ratio=quotient(wrong, right),
+        reads=f"{phrases.seconds(wrong.value)} a step",
+        truth=f"{truth} {phrases.seconds(right.value)}",
+        did=did,
+        compared=compared,
+    )
+
+
 def multiplied(seen: Seen) -> Reading | None:
     fresh, starts = seen.of("fresh"), seen.starting()
     if not fresh or seen.base is None:
@@ -62,13 +73,9 @@ def cold(seen: Seen) -> Reading | None:
         return None
     wrong, right = over([statistics.fmean(f["step_seconds"]) for f in fresh]), step_of(seen.base)
     first = over([f["step_seconds"][0] for f in fresh]).value
-    return Reading(
-        ratio=quotient(wrong, right),
-        reads=f"{phrases.seconds(wrong.value)} a step",
-        truth=f"a steady one takes {phrases.seconds(right.value)}",
-        did=f"The first step takes {phrases.seconds(first)} and the mean of {len(fresh[0]['step_seconds'])} is "
-        f"{phrases.seconds(wrong.value)}; a steady step takes {phrases.seconds(right.value)}.",
-    )
+    did = f"The first step takes {phrases.seconds(first)} and the mean of {len(fresh[0]['step_seconds'])} is "
+    did += f"{phrases.seconds(wrong.value)}; a steady step takes {phrases.seconds(right.value)}."
+    return _a_step(wrong, right, "a steady one takes", did)
 
 
 def compile_time(seen: Seen) -> Reading | None:
@@ -83,15 +90,10 @@ def compile_time(seen: Seen) -> Reading | None:
     earned = compiling.pays_off(compiling.break_even(seen.study, row), row)
     earned = f"compiling pays off {earned}" if earned.startswith(("after", "never")) else f"the break-even is {earned}"
     looks = f"{plain(eager.value / wrong.value)} times as fast as eager"
-    return Reading(
-        ratio=quotient(wrong, right),
-        reads=f"{phrases.seconds(wrong.value)} a step",
-        truth=f"a compiled one takes {phrases.seconds(right.value)}",
-        did=f"{phrases.plural(runs[-1].warmup_steps, 'step')} with the compilation read {phrases.seconds(wrong.value)} "
-        f"each, so that compiled looks {looks}. Once compiled it "
-        f"is {phrases.ratio_with_interval(row)} times as fast; {earned}.",
-        compared=f"compiled looks {looks}",
-    )
+    did = f"{phrases.plural(runs[-1].warmup_steps, 'step')} with the compilation read {phrases.seconds(wrong.value)} "
+    did += f"each, so that compiled looks {looks}. Once compiled it "
+    did += f"is {phrases.ratio_with_interval(row)} times as fast; {earned}."
+    return _a_step(wrong, right, "a compiled one takes", did, f"compiled looks {looks}")
 
 
 def profiler(seen: Seen) -> Reading | None:
@@ -110,13 +112,7 @@ def profiler(seen: Seen) -> Reading | None:
         read = over([a["seconds"] / b["seconds"] for a, b in pairs])
         compared = f"{seen.narrow} reads {phrases.significant(read.value)} times as fast as fp32"
         did += f" {compared}, and is {phrases.ratio_with_interval(row)}."
-    return Reading(
-        ratio=quotient(wrong, right),
-        reads=f"{phrases.seconds(wrong.value)} a step",
-        truth=f"it takes {phrases.seconds(right.value)}",
-        did=did,
-        compared=compared,
-    )
+    return _a_step(wrong, right, "it takes", did, compared)
 
 
 def unequal(seen: Seen) -> Reading | None:
@@ -267,13 +263,10 @@ def per_step(way: str) -> Callable[[Seen], Reading | None]:
         answers = seen.of(way)
         if not answers or seen.base is None:
             return None
-        wrong, right = over([_read(a) / a["steps"] for a in answers]), step_of(seen.base)
-        read, takes = phrases.seconds(wrong.value), phrases.seconds(right.value)
-        did = f"A step reads {read}, and takes {takes}."
-        return Reading(ratio=quotient(wrong, right), reads=f"{read} a step", truth=f"it takes {takes}", did=did)
+        seconds = [sum(a["phases"].values()) if "phases" in a else a["seconds"] for a in answers]
+        wrong = over([total / a["steps"] for total, a in zip(seconds, answers, strict=True)])
+        right = step_of(seen.base)
+        did = f"A step reads {phrases.seconds(wrong.value)}, and takes {phrases.seconds(right.value)}."
+        return _a_step(wrong, right, "it takes", did)
 
     return found
-
-
-def _read(answer: Mapping[str, Any]) -> float:
-    return float(sum(answer["phases"].values()) if "phases" in answer else answer["seconds"])

@@ -94,7 +94,7 @@ def _panel(ax: Axes, rows: Sequence[Fault], low: float, high: float, *, last: bo
         if fault.shown:
             _point(ax, y, fault)
         else:
-            _absent(ax, y, fault)
+            fs.absent(ax, y, fs.fit(fault.missing, fs.WIDTH - _LEFT - 0.6, 2), fs.FAINT, 0.05)
 
 
 def _point(ax: Axes, y: int, fault: Fault) -> None:
@@ -111,13 +111,3 @@ def _point(ax: Axes, y: int, fault: Fault) -> None:
     words = fs.fit(fault.beside(), _RIGHT - 0.3, 2)
     ax.text(1.03, y - 0.03, _factor(fault), transform=to, va="bottom", color=colour, fontweight="bold")
     ax.text(1.03, y + 0.03, words, transform=to, va="top", fontsize=fs.SMALL_POINTS, color=fs.SOFT)
-
-
-def _absent(ax: Axes, y: int, fault: Fault) -> None:
-    """A row without a number: a cross, and the reason across the panel."""
-    to = ax.get_yaxis_transform()
-    ax.plot([0.015], [y], "x", transform=to, color=fs.FAINT, ms=7, mew=2, clip_on=False, zorder=5)
-    panel = fs.WIDTH - _LEFT - 0.6
-    text = fs.fit(fault.missing, panel, 2)
-    box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
-    ax.text(0.05, y, text, transform=to, va="center", fontsize=fs.SMALL_POINTS, color=fs.SOFT, zorder=5, bbox=box)

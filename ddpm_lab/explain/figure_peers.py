@@ -140,17 +140,13 @@ def _draw(
     if noise is not None:
         ax.axvspan(*noise, color=fs.BAND, lw=0, zorder=0)
     ax.axvline(1, color=fs.SOFT, lw=1)
-    to = ax.get_yaxis_transform()
-    colour = fs.PALETTE[0]
-    for y, row in enumerate(rows):
-        ax.plot([1, row["ratio"]], [y, y], color=fs.BAND, lw=1.6, zorder=1)
-        fs.interval(ax, (row["low"], row["high"]), y, color=colour, lw=2.8, zorder=3)
-        ax.plot([row["ratio"]], [y], "o", ms=8, color=colour, zorder=4)
-        span = phrases.between(row["ratio"], row["low"], row["high"], to=phrases.DASH)
-        text = f"{phrases.ratio(row)} \N{MULTIPLICATION SIGN}" + (f"  ({span})" if span else "")
-        ax.text(1.02, y - 0.03, text, transform=to, va="bottom", color=colour, fontweight="bold")
-        ax.text(1.02, y + 0.05, beside[y], transform=to, va="top", fontsize=fs.SMALL_POINTS, color=fs.SOFT)
-    fs.name_rows(ax, names, end=0.45)
+    spans = [(r["ratio"], r["low"], r["high"]) for r in rows]
+    between = [phrases.between(*span, to=phrases.DASH) for span in spans]
+    numbers = [
+        f"{phrases.ratio_of(*span)} \N{MULTIPLICATION SIGN}" + (f"  ({ends})" if ends else "")
+        for span, ends in zip(spans, between, strict=True)
+    ]
+    blue = fs.PALETTE[0]
+    fs.points(ax, names, spans, list(zip(numbers, beside, strict=True)), start=1, first=blue, others=blue)
     most = max(max(r["ratio"], 0 if math.isnan(r["high"]) else r["high"]) for r in rows)
     ax.set_xlim(0, 1.05 * max(most, 1.0))
-    fs.plain_numbers(ax.xaxis, 6)

@@ -146,7 +146,8 @@ def _panel(ax: Axes, rows: Sequence[Row], low: float, high: float, height: float
         if row["sets"]:
             _point(ax, y, row, height)
         else:
-            _absent(ax, y, row)
+            colour = fs.FAINT if row["status"] == "left out" else fs.PALETTE[3]
+            fs.absent(ax, y, _reason(row, ax.get_position().width * fs.WIDTH), colour, 0.045)
     for tick, row in zip(ax.get_yticklabels(), rows, strict=True):
         if row["role"] == "twin":
             tick.set_color(fs.SOFT)
@@ -194,24 +195,6 @@ def _words(row: Row) -> str:
         if rests_on := quality.evidence(judged):
             lines.append(fs.fit(f"loss {rests_on}", _RIGHT - 0.25, 3))
     return "\n".join(lines)
-
-
-def _absent(ax: Axes, y: int, row: Row) -> None:
-    """A row without a speed: a cross, and the reason across the panel."""
-    to = ax.get_yaxis_transform()
-    colour = fs.FAINT if row["status"] == "left out" else fs.PALETTE[3]
-    ax.plot([0.015], [y], "x", transform=to, color=colour, ms=7, mew=2, clip_on=False, zorder=5)
-    ax.text(
-        0.045,
-        y,
-        _reason(row, ax.get_position().width * fs.WIDTH),
-        transform=to,
-        va="center",
-        fontsize=fs.SMALL_POINTS,
-        color=fs.SOFT,
-        zorder=5,
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
-    )
 
 
 def _reason(row: Row, panel: float) -> str:

@@ -232,6 +232,40 @@ def interval(ax: Axes, ends: Sequence[float], at: float, *, upright: bool = Fals
         ax.plot(x, y, solid_capstyle="butt", **look)
 
 
+def points(
+    ax: Axes,
+    names: Sequence[str],
+    spans: Sequence[tuple[float, float, float]],
+    beside: Sequence[tuple[str, str]],
+    *,
+    start: float,
+    first: str,
+    others: str,
+) -> None:
+    """Rows of a point with its interval (value, low, high), on a line from ``start``, and two texts beside each.
+
+    ``first`` is the colour of the first row, ``others`` that of all below.
+    """
+    to = ax.get_yaxis_transform()
+    for y, ((value, *ends), (text, below)) in enumerate(zip(spans, beside, strict=True)):
+        colour, weight = (others, "bold" if first == others else "normal") if y else (first, "bold")
+        ax.plot([start, value], [y, y], color=BAND, lw=1.6, zorder=1)
+        interval(ax, ends, y, color=colour, lw=2.8, zorder=3)
+        ax.plot([value], [y], "o", ms=8, color=colour, zorder=4)
+        ax.text(1.02, y - 0.03, text, transform=to, va="bottom", color=colour, fontweight=weight)
+        ax.text(1.02, y + 0.05, below, transform=to, va="top", fontsize=SMALL_POINTS, color=SOFT)
+    name_rows(ax, names, end=0.45)
+    plain_numbers(ax.xaxis, 6)
+
+
+def absent(ax: Axes, y: float, text: str, colour: str, left: float) -> None:
+    """A row without a number: a cross, and from ``left``, a share of the panel, the reason."""
+    to = ax.get_yaxis_transform()
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+    ax.plot([0.015], [y], "x", transform=to, color=colour, ms=7, mew=2, clip_on=False, zorder=5)
+    ax.text(left, y, text, transform=to, va="center", fontsize=SMALL_POINTS, color=SOFT, zorder=5, bbox=box)
+
+
 def png(figure: Figure) -> bytes:
     """The figure as PNG: the same bytes for the same figure, since neither date nor software is written into it."""
     stream = io.BytesIO()

@@ -35,7 +35,7 @@ from ddpm_lab.explain import (
 )
 from ddpm_lab.explain import figure_extras as extras
 from ddpm_lab.explain import figure_style as fs
-from ddpm_lab.explain.comparisons import MECHANISM_ONLY
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY, throughput
 from ddpm_lab.explain.figure_style import png, save
 from ddpm_lab.explain.findings import fastest_measured, finding
 from ddpm_lab.explain.frames import ALL_REDUCE, CLAIMS, RECOMMENDATION, Study
@@ -279,20 +279,9 @@ def _fastest(study: Study) -> Figure:
         right=_VERSUS,
         note=note,
     )
-    most = max(max(r["images_per_second"], extras.known(r["images_per_second_high"], 0)) for r in rows)
-    for y, row in enumerate(rows):
-        colour = fs.PALETTE[0] if y == 0 else fs.SOFT
-        ends = (row["images_per_second_low"], row["images_per_second_high"])
-        ax.plot([0, row["images_per_second"]], [y, y], color=fs.BAND, lw=1.6, zorder=1)
-        fs.interval(ax, ends, y, color=colour, lw=2.8, zorder=3)
-        ax.plot([row["images_per_second"]], [y], "o", ms=8, color=colour, zorder=4)
-        to = ax.get_yaxis_transform()
-        weight = "bold" if y == 0 else "normal"
-        ax.text(1.02, y - 0.03, phrases.throughput(row), transform=to, va="bottom", color=colour, fontweight=weight)
-        ax.text(1.02, y + 0.05, _versus(row), transform=to, va="top", fontsize=fs.SMALL_POINTS, color=fs.SOFT)
-    fs.name_rows(ax, names, end=0.45)
-    ax.set_xlim(0, 1.03 * most)
-    fs.plain_numbers(ax.xaxis, 6)
+    spans, beside = [throughput(r) for r in rows], [(phrases.throughput(r), _versus(r)) for r in rows]
+    fs.points(ax, names, spans, beside, start=0, first=fs.PALETTE[0], others=fs.SOFT)
+    ax.set_xlim(0, 1.03 * max(max(value, extras.known(high, 0)) for value, _, high in spans))
     ax.set_xlabel("images per second in training")
     return figure
 

@@ -156,16 +156,13 @@ def throughput(row: Mapping[str, Any]) -> str:
 def settings(config: RunConfig) -> str:
     """The settings that the experiments vary: "2 ranks, bf16, compiled, files with 2 workers"."""
     unit = "GPU" if config.device == "cuda" else "CPU rank"
-    words = [plural(config.world_size, unit), config.precision]
-    words += ["compiled"] if config.compile != "off" else []
+    formats, workers = [config.precision], plural(config.loader_workers, "worker")
+    loads = ["files", workers] if config.loader == "files" else [f"{config.loader} data"]
     if config.is_own:
-        formats = [] if config.option("number_format", "") else [config.precision]
-        loads = [] if config.option("samples", None) is None else [plural(config.loader_workers, "worker")]
-        compiled = ["compiled"] if config.compile != "off" else []
-        return ", ".join([plural(config.world_size, unit), *formats, *compiled, *loads])
-    files = config.loader == "files"
-    loader = f"files, {plural(config.loader_workers, 'worker')}" if files else f"{config.loader} data"
-    return ", ".join([*words, loader])
+        formats = [] if config.option("number_format", "") else formats
+        loads = [] if config.option("samples", None) is None else [workers]
+    compiled = ["compiled"] * (config.compile != "off")
+    return ", ".join([plural(config.world_size, unit), *formats, *compiled, *loads])
 
 
 def work(config: RunConfig) -> str:
