@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy import special
 
 from ddpm_lab.explain import phrases, quality, stats
 from ddpm_lab.explain.comparisons import Row, comparisons, throughput
@@ -173,7 +172,7 @@ def way(row: Row, pairs: Pairs, loss: float) -> Way:
     elif np.isfinite(base).all() and not math.isnan(row["ratio"]):
         # Who did not arrive needs at least what it was trained on: a bound from below.
         least = np.where(lost, [quality.curve(b)[0][-1] for _, b in pairs], ours)
-        mean, half = _mean(np.log(least / base))
+        mean, half = stats.mean_and_half(np.log(least / base))
         times = math.exp(mean) / row["ratio"]
         # Both parts are independent, so that the halves of their intervals add up as squares do.
         up, down = math.log(row["high"] / row["ratio"]), math.log(row["ratio"] / row["low"])
@@ -183,19 +182,11 @@ def way(row: Row, pairs: Pairs, loss: float) -> Way:
     if lost.any():
         return Way(**found)
     rate = throughput(row)
-    mean, half = _mean(ours)
+    mean, half = stats.mean_and_half(ours)
     found["seconds"] = mean / rate[0]
     if not math.isnan(half + rate[1]):
         found["low"], found["high"] = stats.quotient_interval((mean, mean - half, mean + half), rate)
     return Way(**found)
-
-
-def _mean(values: Array) -> tuple[float, float]:
-    """Mean, and half of its 95 % interval by Student's t; NaN for one value."""
-    n = len(values)
-    if n < 2:
-        return float(values.mean()), math.nan
-    return float(values.mean()), float(special.stdtrit(n - 1, (1 + stats.LEVEL) / 2) * values.std(ddof=1) / n**0.5)
 
 
 def fastest(found: Sequence[Way], loss: float) -> str:

@@ -9,6 +9,7 @@ off all at once gains more or less than switching off each.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -142,7 +143,11 @@ def _split(records: Sequence[RunRecord], beside: Sequence[RunRecord], trusted: b
         t[_WAIT] = share * t[plan.ALL_OFF]
 
     def over_sets(value: Callable[[Times], float], choices: int = 1) -> Seconds:
-        return _estimate([_or_nan(value, t) for t in times], choices)
+        found = []
+        for t in times:
+            with contextlib.suppress(KeyError):  # a configuration that this set lacks
+                found.append(value(t))
+        return _estimate(found, choices)
 
     ranks = phrases.plural(n, "GPU" if many.config.device == "cuda" else "rank")
     terms = _terms(all_ranks, n, sets)
@@ -266,20 +271,12 @@ def _times(found: Mapping[str, RunRecord]) -> dict[str, float]:
     }
 
 
-def _or_nan(value: Callable[[Times], float], times: Times) -> float:
-    try:
-        return value(times)
-    except KeyError:  # a configuration that this set lacks
-        return math.nan
-
-
 def _estimate(values: Sequence[float], choices: int) -> Seconds:
     known = [v for v in values if math.isfinite(v)]
     if not known:
         return Seconds(value=math.nan)
-    mean, half = statistics.fmean(known), stats.half_width(known, choices)
-    low, high = (mean - half, mean + half) if math.isfinite(half) else (math.nan, math.nan)
-    return Seconds(value=mean, low=low, high=high, sets=len(known))
+    mean, half = stats.mean_and_half(known, choices)
+    return Seconds(value=mean, low=mean - half, high=mean + half, sets=len(known))
 
 
 def _lacking(records: Sequence[RunRecord], labels: Sequence[str]) -> str:

@@ -162,10 +162,10 @@ def half_width(log_ratios: npt.ArrayLike, comparisons: int = 1) -> float:
     return float(special.stdtrit(n - 1, 1 - (1 - LEVEL) / 2 / comparisons) * values.std(ddof=1) / math.sqrt(n))
 
 
-def mean_interval(values: npt.ArrayLike, comparisons: int = 1) -> tuple[float, float, float]:
-    """Mean of some values with the ends of its 95 % interval by Student's t, as ``half_width`` has it; NaN for one."""
-    mean, half = float(np.mean(values)), half_width(values, comparisons)
-    return (mean, mean - half, mean + half) if math.isfinite(half) else (mean, math.nan, math.nan)
+def mean_and_half(values: npt.ArrayLike, comparisons: int = 1) -> tuple[float, float]:
+    """Mean, and half of its 95 % interval as ``half_width`` has it, but NaN for a single value."""
+    half = half_width(values, comparisons)
+    return float(np.mean(values)), half if math.isfinite(half) else math.nan
 
 
 def smallest_effect(spread: float, sets: int) -> float:
