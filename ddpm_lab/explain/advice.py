@@ -131,7 +131,7 @@ def measured(study: Study, about: Subject) -> dict[str, Row]:
         mine = row["role"] == "candidate" and row["baseline_id"] == about.config.run_id
         if not mine or row["loader_alone"] or row["mechanism_only"] or WEAK in row["family"]:
             continue
-        if not row["config"].exchange.enabled or not bounds.same_code(row, about.profile):
+        if not row["config"].exchange.enabled or row["code_version"] != about.profile.code_version:
             continue
         if (known := found.get(row["run_id"])) is None or row["sets"] > known["sets"]:
             found[row["run_id"]] = row
@@ -217,7 +217,7 @@ def _unmeasured(study: Study, about: Subject, other: RunConfig, name: str) -> Ad
 def _elsewhere(study: Study, about: Subject, other: RunConfig) -> Row | None:
     """The same change, measured from another configuration of this network, batch and code."""
     wanted = {name: new for name, (new, _) in other.differences(about.config).items()}
-    rows = [r for r in comparisons(study) if r["sets"] and bounds.same_code(r, about.profile)]
+    rows = [r for r in comparisons(study) if r["sets"] and r["code_version"] == about.profile.code_version]
     bases = {r["run_id"]: r["config"] for r in rows if r["role"] == "baseline"}
     for row in rows:
         base = bases.get(row["baseline_id"])

@@ -49,18 +49,10 @@ def subject(study: Study) -> Subject | None:
     of = next((name for name in order if any(r.experiment == name for r, _ in found)), found[-1][0].experiment)
     record, taken = next(pair for pair in reversed(found) if pair[0].experiment == of)
     config = replace(record.config, purpose="timing")
-    speeds = [
-        r
-        for r in comparisons(study)
-        if r["role"] == "baseline" and r["run_id"] == config.run_id and r["sets"] and same_code(r, record)
-    ]
-    speed = max(speeds, key=lambda r: r["sets"]) if speeds else None
+    same = ("baseline", config.run_id, record.code_version)
+    speeds = [r for r in comparisons(study) if r["sets"] and (r["role"], r["run_id"], r["code_version"]) == same]
+    speed = max(speeds, key=lambda r: r["sets"], default=None)
     return Subject(config=config, profile=record, taken=taken, speed=speed)
-
-
-def same_code(row: Row, record: RunRecord) -> bool:
-    """Whether a comparison and a profile ran the same version of the code."""
-    return bool(row["code_version"] == record.code_version)
 
 
 def bound(study: Study, about: Subject, other: RunConfig) -> float:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ddpm_lab.explain import budget, compiling, operators, phrases, quality, stats
-from ddpm_lab.explain.claim_evidence import Evidence, said
-from ddpm_lab.explain.comparisons import Row, resolved
-from ddpm_lab.explain.faults import Fault
-from ddpm_lab.explain.frames import CLAIMS
+from ddpm_lab.explain.comparisons import Row, comparisons, resolved
+from ddpm_lab.explain.faults import Fault, faults
+from ddpm_lab.explain.frames import CLAIMS, Study
+from ddpm_lab.explain.wrong_ways import Seen
 from ddpm_lab.plan import scaling
 
 CONFIRMED, REFUTED, UNTESTABLE = "confirmed", "refuted", "not testable on this machine"
@@ -25,6 +25,56 @@ LIKE = 0.10
 PARAMETERS = 13e6
 UTILISED = 0.05
 """A share is a utilisation if the two differ by no more than this, as a ratio."""
+
+_WHERE = {"multi_gpu": "notebook 02", "amp": "notebook 03", "workers": "notebook 04", "torch_compile": "notebook 05"}
+_WHERE |= {"quality": "notebook 08", CLAIMS: "this notebook"}
+
+
+class Evidence:
+    """What the records of a machine say about claims."""
+
+    def __init__(self, study: Study) -> None:
+        self.study = study
+        self.seen = Seen(study)
+        self.faults = {f.key: f for f in faults(study)}
+        records = (*study.records, *study.beside)
+        self.gpus = len(records[-1].machine.gpus) if records else 0
+        self._studies = {
+            name: dataclasses.replace(study, experiment=name, records=tuple(r for r in records if r.experiment == name))
+            for name in {r.experiment for r in records}
+        }
+
+    def study_of(self, row: Row) -> Study:
+        """The study that a row comes from."""
+        return self._studies[row["experiment"]]
+
+    def rows(self, *experiments: str) -> list[Row]:
+        """Candidates that have a speed, of each experiment in this order, each with its baseline's configuration."""
+        found = []
+        for name in experiments:
+            rows = comparisons(self._studies[name]) if name in self._studies else []
+            base = {r["baseline_id"]: r["config"] for r in rows if r["role"] == "baseline"}
+            shown = [r for r in rows if r["role"] == "candidate" and r["sets"]]
+            found += [{**r, "base": base.get(r["baseline_id"], r["config"])} for r in shown]
+        return found
+
+    def first(self, wanted: Callable[[Row], bool], *experiments: str) -> Row | None:
+        """The first such row that is wanted."""
+        return next((row for row in self.rows(*experiments) if wanted(row)), None)
+
+
+def said(row: Row | None) -> str:
+    """A row in words: "bf16 0.74 (0.62 to 0.88) times as fast as fp32, 6 sets, notebook 03"; a dash without one."""
+    if row is None:
+        return phrases.DASH
+    grown = row["batch"] != row["base"].global_batch_size
+    base = f"batch {row['base'].global_batch_size}" if grown and row["ranks"] == 1 else row["baseline_label"]
+    words = [
+        f"{row['label']} {phrases.ratio_with_interval(row)} times as fast as {base}",
+        phrases.plural(int(row["sets"]), "set"),
+    ]
+    words += ["weak scaling"] if grown and row["ranks"] > 1 else []
+    return ", ".join([*words, _WHERE.get(row["experiment"], str(row["experiment"]))])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +96,7 @@ def _if_resolved(row: Row, holds: bool, why: str) -> Judged:
 def _no_gpu(e: Evidence, count: int = 1, *, here: str = phrases.DASH, command: str = "") -> Judged:
     need = "a GPU" if count == 1 else f"{count} GPUs"
     what = f"; there {command} measures it" if command else ""
-    return Judged(verdict=UNTESTABLE, here=here, why=f"needs {need}, {e.machine}{what}")
+    return Judged(verdict=UNTESTABLE, here=here, why=f"needs {need}, this machine has {e.gpus or 'none'}{what}")
 
 
 def _unmeasured(command: str, here: str = phrases.DASH) -> Judged:
@@ -119,6 +169,7 @@ def _has_verdict(row: Row) -> bool:
 
 def _quality(rows: list[Row], why: str) -> Judged:
     """Whether configurations learn as well as their baseline, by trials over seeds."""
+    rows = [r for r in rows if _has_verdict(r)]
     if not rows:
         return _unmeasured("ddpm-lab run quality --preset full --data DATA")
     told: dict[str, list[str]] = {}
@@ -134,14 +185,12 @@ def _quality(rows: list[Row], why: str) -> Judged:
 def preserves(e: Evidence) -> Judged:
     """What was optimised and is no batch: precision, compiling, ranks, loader workers."""
     free = {"precision", "compile", "compile_mode", "kernels", "world_size", "nodes", "loader", "loader_workers"}
-    rows = [
-        r for r in e.rows("quality", "workers") if _has_verdict(r) and r["config"].differences(r["base"]).keys() <= free
-    ]
+    rows = [r for r in e.rows("quality", "workers") if r["config"].differences(r["base"]).keys() <= free]
     return _quality(rows, "held-out loss, paired by seed: of these settings, this network and these images")
 
 
 def larger_batches(e: Evidence) -> Judged:
-    rows = [r for r in e.rows("quality", "batch_size") if _has_verdict(r) and _only(r, "global_batch_size")]
+    rows = [r for r in e.rows("quality", "batch_size") if _only(r, "global_batch_size")]
     return _quality(rows, "after equally many images, at the same learning rate")
 
 

@@ -11,8 +11,7 @@ import pandas as pd
 
 from ddpm_lab.explain import claim_verdicts as verdicts
 from ddpm_lab.explain import faults, phrases, stats
-from ddpm_lab.explain.claim_evidence import Evidence
-from ddpm_lab.explain.claim_verdicts import Judged
+from ddpm_lab.explain.claim_verdicts import Evidence, Judged
 from ddpm_lab.explain.frames import CLAIMS, Study, once
 
 EXPERIMENT = CLAIMS

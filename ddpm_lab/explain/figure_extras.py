@@ -39,42 +39,52 @@ def throughput(study: Study) -> Figure | None:
 
 
 def throughput_bars(
-    title: str, study: Study, panels: Sequence[Rows], headings: list[str], colour: Callable[[Row], int]
+    title: str, study: Study, panels: Sequence[Rows], headings: Sequence[str], colour: Callable[[Row], int]
 ) -> Figure:
     """Images per second as bars, all panels on one scale; ``colour`` is a number in the palette."""
+    most = max(max(r["images_per_second"], known(r["images_per_second_high"], 0)) for rows in panels for r in rows)
+
+    def draw(ax: Axes, rows: Rows) -> None:
+        bars(ax, rows, [fs.PALETTE[colour(r)] for r in rows], "images_per_second", phrases.throughput)
+        ax.set_xlim(0, most * 1.02)
+
+    note = "Bar: geometric mean over sets of the set's median. Line: 95 % interval over sets. "
+    note += "Compare configurations by the paired ratios: throughputs also hold what changed between sets."
+    return bar_panels(title, study, panels, headings=headings, note=note, draw=draw, label="images per second")
+
+
+def bar_panels(
+    title: str,
+    study: Study,
+    panels: Sequence[Rows],
+    *,
+    headings: Sequence[str],
+    note: str,
+    draw: Callable[[Axes, Rows], None],
+    label: str,
+) -> Figure:
+    """A panel of bars below the other, each as high as its longest name needs; ``label`` is that of their axis."""
+    names = [_bar_label(r) for rows in panels for r in rows]
+    height = max(_BAR, 0.06 + 0.175 * max(name.count("\n") + 1 for name in names))
     figure, axes = fs.sheet(
         title,
         phrases.context(study),
-        heights(panels),
+        [height * len(rows) + 0.1 for rows in panels],
         headings=headings,
-        left=left(panels),
+        left=max(1.2, 0.3 + max(fs.block_width(name, fs.TEXT_POINTS) for name in names)),
         right=2.0,
         gap=0.16,
-        note="Bar: geometric mean over sets of the set's median. Line: 95 % interval over sets. "
-        "Compare configurations by the paired ratios: throughputs also hold what changed between sets.",
+        note=note,
     )
-    most = max(max(r["images_per_second"], known(r["images_per_second_high"], 0)) for rows in panels for r in rows)
     for ax, rows in zip(axes, panels, strict=True):
-        bars(ax, rows, [fs.PALETTE[colour(r)] for r in rows], "images_per_second", phrases.throughput)
-        ax.set_xlim(0, most * 1.02)
+        draw(ax, rows)
         ax.tick_params(axis="x", labelbottom=ax is axes[-1])
-    axes[-1].set_xlabel("images per second")
+    axes[-1].set_xlabel(label)
     return figure
 
 
 def _bar_label(row: Row) -> str:
     return fs.fit(str(row["label"]), 2.2, 6, fs.TEXT_POINTS)
-
-
-def heights(panels: Sequence[Rows]) -> list[float]:
-    """Inches for panels of bars, as high as their longest name needs."""
-    lines = max(_bar_label(r).count("\n") + 1 for rows in panels for r in rows)
-    return [max(_BAR, 0.06 + 0.175 * lines) * len(rows) + 0.1 for rows in panels]
-
-
-def left(panels: Sequence[Rows]) -> float:
-    """Inches for the names of bars."""
-    return max(1.2, 0.3 + max(fs.block_width(_bar_label(r), fs.TEXT_POINTS) for rows in panels for r in rows))
 
 
 def projection(rows: Sequence[Row]) -> tuple[str, Callable[[Row], tuple[float, float, float]]]:
@@ -94,11 +104,13 @@ def known(value: float, other: float) -> float:
     return other if math.isnan(value) else value
 
 
-def bars(ax: Axes, rows: Rows, colours: Sequence[str], field: str, text: Callable[[Row], str]) -> None:
-    """Horizontal bars from zero with intervals, and the number at the right of the panel."""
+def bars(
+    ax: Axes, rows: Rows, colours: Sequence[str], field: str, text: Callable[[Row], str], *, scale: float = 1
+) -> None:
+    """Horizontal bars from zero with intervals, ``scale`` times what rows say, and the number at the right."""
     for y, (row, colour) in enumerate(zip(rows, colours, strict=True)):
-        ax.barh(y, row[field], height=0.62, color=colour, alpha=0.85, lw=0)
-        fs.interval(ax, (row[f"{field}_low"], row[f"{field}_high"]), y, color=fs.INK, lw=1.6)
+        ax.barh(y, scale * row[field], height=0.62, color=colour, alpha=0.85, lw=0)
+        fs.interval(ax, [scale * row[f"{field}_{end}"] for end in ("low", "high")], y, color=fs.INK, lw=1.6)
         ax.text(1.02, y, text(row), transform=ax.get_yaxis_transform(), va="center_baseline", fontsize=fs.SMALL_POINTS)
     fs.name_rows(ax, [_bar_label(r) for r in rows])
     fs.plain_numbers(ax.xaxis, 6)

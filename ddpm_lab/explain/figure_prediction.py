@@ -18,7 +18,6 @@ from ddpm_lab.explain.links import Exchange
 from ddpm_lab.explain.predicted import WORLD_SIZES, Basis
 from ddpm_lab.explain.prediction import Prediction
 
-_MARKERS = "osD^vPX*"
 _RIGHT, _PANEL = 2.15, 2.5  # inches beside the panels, and their height
 _DASHES = {"ring": (0, (5, 2)), "tree": (0, (1.5, 1.5))}
 
@@ -44,7 +43,7 @@ def exchange(study: Study, title: str) -> Figure | None:
     top = 1.0
     for i, (kind, ranks) in enumerate(groups):
         shown = [e for e in kind.exchanges if e.ranks == ranks]
-        look: dict[str, Any] = {"color": fs.PALETTE[i % len(fs.PALETTE)], "marker": _MARKERS[i % len(_MARKERS)]}
+        look: dict[str, Any] = {"color": fs.PALETTE[i % len(fs.PALETTE)], "marker": fs.MARKERS[i % len(fs.MARKERS)]}
         _curve(axes[0], shown, kind.link, look, lambda _, seconds: 1e3 * seconds)
         _curve(axes[1], shown, kind.link, look, lambda e, seconds: 1e-9 * e.passed_bytes / seconds)
         lines = [phrases.plural(ranks, "rank") + (f", {kind.where}" if len(kinds) > 1 else "")]
@@ -159,7 +158,7 @@ def steps(study: Study) -> Figure | None:
                 names = ("efficiency_low", "efficiency", "efficiency_high")
                 low, middle, high = ([100 * getattr(p, n) for p in found] for n in names)
             ax.fill_between(x, low, high, color=fs.PALETTE[i], alpha=0.14, lw=0, zorder=1)
-            ax.plot(x, middle, color=fs.PALETTE[i], ls=_DASHES[name], lw=1.5, marker=_MARKERS[i], ms=5.5, mfc="white")
+            ax.plot(x, middle, color=fs.PALETTE[i], ls=_DASHES[name], lw=1.5, marker=fs.MARKERS[i], ms=5.5, mfc="white")
         for ranks, seconds in measured:
             ax.plot([ranks], [view(ranks, seconds)], "o", color=fs.INK, ms=6.5, zorder=4)
         _across(ax, max(made.values(), key=len), 0.06 if ax is axes[-1] else 0.96)
@@ -211,7 +210,7 @@ def _legend(ax: Axes, algorithms: Sequence[str]) -> None:
     entries += [
         (
             f"predicted, {name}",
-            {"marker": _MARKERS[i], "color": fs.PALETTE[i], "mfc": "white", "ls": _DASHES[name], "lw": 1.5},
+            {"marker": fs.MARKERS[i], "color": fs.PALETTE[i], "mfc": "white", "ls": _DASHES[name], "lw": 1.5},
         )
         for i, name in enumerate(algorithms)
     ]

@@ -12,22 +12,11 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import phrases, scaling
 from ddpm_lab.explain.comparisons import Row, throughput
-from ddpm_lab.explain.figure_extras import (
-    Rows,
-    bars,
-    heights,
-    known,
-    left,
-    measured,
-    projection,
-    spread,
-    throughput_bars,
-)
+from ddpm_lab.explain.figure_extras import Rows, bar_panels, bars, known, measured, projection, spread, throughput_bars
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.scaling import KINDS
 
 _LABEL_LINE = 0.22  # inches from one label at the end of a line to the next
-_MARKERS = "osD^vPX*"
 _NAMES = 2.6  # inches for the names of lines
 _MANY = 16  # ranks from which on an axis of equal steps has no room for the small numbers
 _INTERVALS = "Vertical lines: 95 % interval over sets. "
@@ -39,7 +28,7 @@ Values = Callable[[Row], tuple[float, float, float]]
 
 def speed_up(study: Study) -> Figure | None:
     """Speed-up against the number of ranks, one line a family, with the ideal line."""
-    kinds = {kind: lines for kind, lines in _by_family(study).items() if lines}
+    kinds = _by_family(study)
     if not kinds:
         return None
     unit = _unit(kinds)
@@ -89,52 +78,34 @@ def speed_up(study: Study) -> Figure | None:
 
 def efficiency(study: Study) -> Figure | None:
     """Parallel efficiency as bars over the bands, with the line from where on scaling is called good."""
-    kinds = _by_family(study)
+    kinds, bands = _by_family(study), study.bands
     panels = [[r for r in rows if r["role"] != "baseline"] for lines in kinds.values() for rows in lines.values()]
     panels = [rows for rows in panels if rows]
     if not panels:
         return None
-    bands = study.bands
-    figure, axes = fs.sheet(
-        "Parallel efficiency: speed-up divided by the number of " + _unit(kinds),
-        phrases.context(study),
-        heights(panels),
-        headings=[str(rows[0]["family"]) for rows in panels],
-        left=left(panels),
-        right=2.0,
-        gap=0.16,
-        note=scaling.legend(bands) + "Line: 95 % interval over sets. " + _shared_cores(study, kinds),
-    )
     most = max(1.05, *(known(r["efficiency_high"], r["efficiency"]) for rows in panels for r in rows))
-    for ax, rows in zip(axes, panels, strict=True):
-        percent = [
-            {
-                **r,
-                "band": scaling.band(r, bands),
-                **{k: 100 * r[k] for k in ("efficiency", "efficiency_low", "efficiency_high")},
-            }
-            for r in rows
-        ]
-        bars(
-            ax,
-            percent,
-            [fs.PALETTE[0]] * len(rows),
-            "efficiency",
-            lambda r: f"{r['efficiency']:.0f} %, {r['band']}",
-        )
+
+    def text(row: Row) -> str:
+        return f"{scaling.efficiency(row)}, {scaling.band(row, bands)}"
+
+    def draw(ax: Axes, rows: Rows) -> None:
+        bars(ax, rows, [fs.PALETTE[0]] * len(rows), "efficiency", text, scale=100)
         for i, (_, bound) in enumerate(bands.table):
             above = bands.table[i - 1][1] if i else 1.02 * most
             ax.axvspan(100 * bound, 100 * above, color=fs.BAND, alpha=0.55 * (i % 2), lw=0, zorder=0)
         ax.axvline(100 * bands.threshold, color=fs.INK, lw=1.2, ls="--")
         ax.set_xlim(0, 102 * most)
-        ax.tick_params(axis="x", labelbottom=ax is axes[-1])
-    axes[-1].set_xlabel("parallel efficiency, %")
-    return figure
+
+    title = "Parallel efficiency: speed-up divided by the number of " + _unit(kinds)
+    note = scaling.legend(bands) + "Line: 95 % interval over sets. " + _shared_cores(study, kinds)
+    headings = [str(rows[0]["family"]) for rows in panels]
+    label = "parallel efficiency, %"
+    return bar_panels(title, study, panels, headings=headings, note=note, draw=draw, label=label)
 
 
 def by_ranks(study: Study) -> Figure | None:
     """Time for 50,000 images, and throughput, against the number of ranks: one line a batch size."""
-    kinds = {kind: lines for kind, lines in _by_family(study).items() if lines}
+    kinds = _by_family(study)
     if not kinds:
         return None
     unit = _unit(kinds)
@@ -210,13 +181,17 @@ def _by_family(study: Study) -> dict[str, Lines]:
     """Families that hold more than the baseline, by kind of scaling, under short names, by batch size."""
     panels = [sorted(rows, key=_size) for rows in measured(study) if len(rows) > 1]
     panels.sort(key=lambda rows: (rows[0]["config"].image_size, rows[0]["batch"]))
-    found: dict[str, Lines] = {kind: {} for kind in KINDS}
-    for kind, lines in found.items():
+    found: dict[str, Lines] = {}
+    for kind in KINDS:
         mine = [rows for rows in panels if rows[0]["scaling"] == kind]
         for rows in mine:
-            name = _short(rows[0], mine)
+            lines, name = found.setdefault(kind, {}), _short(rows[0], mine)
             lines[name if name not in lines else str(rows[0]["family"])] = rows
     return found
+
+
+def _every(kinds: dict[str, Lines]) -> Rows:
+    return [r for lines in kinds.values() for rows in lines.values() for r in rows]
 
 
 def _size(row: Row) -> tuple[int, int]:
@@ -236,15 +211,14 @@ def _x_batch(row: Row) -> int:
 
 
 def _unit(kinds: dict[str, Lines]) -> str:
-    devices = {r["config"].device for lines in kinds.values() for rows in lines.values() for r in rows}
+    devices = {r["config"].device for r in _every(kinds)}
     return "GPUs" if devices == {"cuda"} else "CPU ranks" if devices == {"cpu"} else "ranks"
 
 
 def _shared_cores(study: Study, kinds: dict[str, Lines]) -> str:
     if _unit(kinds) == "GPUs":
         return ""
-    rows = [r for lines in kinds.values() for rows in lines.values() for r in rows]
-    return f"{scaling.shared_cores(study, rows)}; the ideal is that of ranks with devices of their own. "
+    return f"{scaling.shared_cores(study, _every(kinds))}; the ideal is that of ranks with devices of their own. "
 
 
 def _rank_axis(ax: Axes, rows: Rows) -> list[int]:
@@ -292,11 +266,11 @@ def _lines(
         for at, (_, _, low, high) in zip(shifted, points, strict=True):
             if not math.isnan(low):
                 ax.plot([at, at], [low, high], color=colour, lw=2, alpha=0.6)
-        ax.plot(shifted, [value for _, value, _, _ in points], marker=_MARKERS[i % 8], ms=6, lw=1.8, color=colour)
+        ax.plot(shifted, [value for _, value, _, _ in points], marker=fs.MARKERS[i % 8], ms=6, lw=1.8, color=colour)
         ends.append(float(places[-1][1]))
     for i, ((short, rows), y) in enumerate(zip(lines.items(), spread(ends, _LABEL_LINE / height, 1.0), strict=True)):
         colour = fs.PALETTE[i % len(fs.PALETTE)]
-        ax.plot([1.03], [y], _MARKERS[i % 8], transform=ax.transAxes, color=colour, ms=6, clip_on=False)
+        ax.plot([1.03], [y], fs.MARKERS[i % 8], transform=ax.transAxes, color=colour, ms=6, clip_on=False)
         text = fs.fit(name(short, rows[-1]), _NAMES - 0.5, 1)
         ax.text(1.055, y, text, transform=ax.transAxes, va="center", fontsize=fs.SMALL_POINTS)
 
@@ -311,8 +285,7 @@ def _time_and_throughput(
     batch: bool = True,
 ) -> Figure:
     """Two panels for each kind of scaling, over an axis that ``axis`` sets for its rows."""
-    every = [r for lines in kinds.values() for rows in lines.values() for r in rows]
-    unit, time = projection(every)
+    unit, time = projection(_every(kinds))
     shown = (
         ("time for 50,000 images", f"{unit} (projection)", time),
         ("throughput", "images per second", throughput),

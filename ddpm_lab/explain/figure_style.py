@@ -32,6 +32,7 @@ DPI = 150
 INK, SOFT, FAINT, BAND = "#1f2933", "#52606d", "#9aa5b1", "#dde2e7"
 PALETTE: tuple[str, ...] = tuple(sns.color_palette("colorblind").as_hex())
 """Seaborn's colour-blind safe colours; meaning is never carried by colour alone."""
+MARKERS = "osD^vPX*"
 
 TITLE_POINTS, HEADING_POINTS, TEXT_POINTS, SMALL_POINTS = 14.0, 10.5, 10.0, 9.0
 _EDGE, _TITLE_LINE, _CONTEXT_LINE, _HEADING, _HEADING_LINE = 0.22, 0.27, 0.18, 0.30, 0.19

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ddpm_lab.explain import phrases
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
@@ -87,7 +89,7 @@ def verdict(answer: Mapping[str, Any]) -> Verdict:
         return Verdict(as_expected=False, sentence=f"not as expected: {'; '.join(faults)}")
     layer = max((step["worst_layer"] for step in taken), key=lambda layer: float(layer["error"]))
     sentence = (
-        f"as expected for {precision}: over {_count(len(taken))} the gradient is off by at most "
+        f"as expected for {precision}: over {phrases.plural(len(taken), 'step')} the gradient is off by at most "
         f"{_share(max(step['gradient_error'] for step in taken))} of single precision's, that of the worst layer "
         f"({layer['name']}) by {_share(layer['error'])} and the loss by {_share(max(s['loss_error'] for s in taken))}"
     )
@@ -137,10 +139,6 @@ def _arithmetic(answer: Mapping[str, Any]) -> str:
     """In what a step computes, such as "fp32", or "fp32 with gradients exchanged in bf16"."""
     hook = answer.get("hook", "none")
     return str(answer["precision"]) + ("" if hook == "none" else f" with gradients exchanged in {hook}")
-
-
-def _count(steps: int) -> str:
-    return f"{steps} step" if steps == 1 else f"{steps} steps"
 
 
 def _share(error: float) -> str:

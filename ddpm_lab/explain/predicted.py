@@ -15,17 +15,10 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.exchange_settings import ExchangeConfig
 from ddpm_lab.explain import links, phrases, prediction
-from ddpm_lab.explain.comparisons import Row, comparisons
+from ddpm_lab.explain.comparisons import Row, comparisons, throughput
 from ddpm_lab.explain.frames import SCALING, Study, rank_zero
 from ddpm_lab.explain.link_fit import Link, NotEnoughData
-from ddpm_lab.explain.overlap import LEAST_SETS, Pair, hidden, pairs
-from ddpm_lab.explain.prediction import (
-    Cluster,
-    Compute,
-    Exchanged,
-    Prediction,
-    Speed,
-)
+from ddpm_lab.explain.prediction import LEAST_SETS, Cluster, Compute, Exchanged, Pair, Prediction, Speed, hidden, pairs
 from ddpm_lab.explain.stats import LEVEL
 from ddpm_lab.plan import scaling
 
@@ -172,19 +165,18 @@ def basis(
 
 def _measured(row: Row, cores: int | None) -> Measured:
     """A row of ``comparisons`` as a step; ``cores`` are those of a host."""
-    rates = (row["images_per_second_high"], row["images_per_second_low"])
+    _, slowest, fastest = throughput(row)
     kind = scaling(row["family"])
     shown = kind is not None and row["role"] == "candidate"
+    rated = {name: row[name] if shown else math.nan for name in ("efficiency", "efficiency_low", "efficiency_high")}
     return Measured(
         ranks=row["ranks"],
         rank_batch=row["batch"] / row["ranks"],
         global_batch=kind == "strong",
         seconds=row["step_seconds"],
-        low=row["batch"] / rates[0],
-        high=row["batch"] / rates[1],
-        efficiency=row["efficiency"] if shown else math.nan,
-        efficiency_low=row["efficiency_low"] if shown else math.nan,
-        efficiency_high=row["efficiency_high"] if shown else math.nan,
+        low=row["batch"] / fastest,
+        high=row["batch"] / slowest,
+        **rated,
         cores=None if cores is None else cores * row["config"].nodes,
         sets=int(row["sets"]),
     )
@@ -202,7 +194,7 @@ def _training(study: Study) -> list[Row]:
 
 def _log_error(row: Row) -> float:
     """Standard error of ln seconds over sets, from the 95 % interval; 0 with fewer sets than tell one."""
-    low, high = row["images_per_second_low"], row["images_per_second_high"]
+    _, low, high = throughput(row)
     if math.isnan(low) or row["sets"] < LEAST_SETS:
         return 0.0
     return float(math.log(high / low) / 2 / special.stdtrit(row["sets"] - 1, (1 + LEVEL) / 2))

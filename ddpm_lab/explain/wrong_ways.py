@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ddpm_lab.explain import phrases, stats
-from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.comparisons import comparisons, throughput
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.stats import Estimate
 from ddpm_lab.record import RunRecord
@@ -92,9 +92,8 @@ def quotient(wrong: Estimate, right: Estimate) -> Estimate:
 
 def step_of(row: Mapping[str, Any]) -> Estimate:
     """Seconds of a step over sets."""
-    batch, rate = row["batch"], row["images_per_second"]
-    low, high = batch / row["images_per_second_high"], batch / row["images_per_second_low"]
-    return Estimate(value=batch / rate, low=low, high=high, p=math.nan, sets=row["sets"])
+    batch, (rate, low, high) = row["batch"], throughput(row)
+    return Estimate(value=batch / rate, low=batch / high, high=batch / low, p=math.nan, sets=row["sets"])
 
 
 def ratio_of(row: Mapping[str, Any]) -> Estimate:
