@@ -12,8 +12,9 @@ from matplotlib.figure import Figure
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import batch_sizes, figures
-from ddpm_lab.explain.findings import finding, table
+from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.tables import table
 from ddpm_lab.record import RunRecord
 
 BASE = RunConfig(device="cuda", global_batch_size=128)

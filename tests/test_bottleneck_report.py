@@ -12,10 +12,10 @@ from planted_machines import profiled, study, told
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import advice as adv
 from ddpm_lab.explain import bottleneck, bounds
+from ddpm_lab.explain.bands import S002
 from ddpm_lab.explain.bottleneck import MET, MISSED, NO_TARGET, UNKNOWN
 from ddpm_lab.explain.bottleneck_report import markdown
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.bands import S002
 from ddpm_lab.record import RunRecord
 
 CONFIG = RunConfig(global_batch_size=8)

@@ -5,21 +5,21 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import records as make
 
 from ddpm_lab.config import LOADER_ALONE, RunConfig
-from ddpm_lab.explain import figures, findings, stats
-from ddpm_lab.explain.comparisons import MECHANISM_ONLY, comparisons
+from ddpm_lab.explain import figures, findings, stats, tables
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY, comparisons, peak
 from ddpm_lab.record import RunRecord
 
 BF16 = RunConfig(precision="bf16")
 
 
 def row(records: list[RunRecord], label: str) -> dict[str, Any]:
-    frame = comparisons(make.study(records))
-    (found,) = frame[frame["label"] == label].to_dict("records")
-    return {str(k): v for k, v in found.items()}
+    (found,) = (r for r in comparisons(make.study(records)) if r["label"] == label)
+    return found
 
 
 def test_planted_ratio_is_found_within_its_interval() -> None:
@@ -63,7 +63,7 @@ def test_only_sets_that_hold_both_sides_count() -> None:
 def test_a_baseline_that_differs_from_itself_takes_every_verdict() -> None:
     records = make.sets({"bf16": (BF16, 1.62)}, twin_ratio=1.05)
     other = make.sets({"bf16": (replace(BF16, seed=1), 1.5)}, family="seed 1", baseline=RunConfig(seed=1), seed=1)
-    frame = comparisons(make.study(records + other))
+    frame = pd.DataFrame(comparisons(make.study(records + other)))
     assert set(frame[frame["role"] != "baseline"]["verdict"]) == {stats.NOT_TRUSTED}
 
 
@@ -80,7 +80,7 @@ def test_comparisons_are_corrected_over_all_families() -> None:
         make.sets({"bf16": (replace(BF16, seed=s), 1.0)}, baseline=RunConfig(seed=s), family=f"family {s}", seed=s)
         for s in range(5)
     ]
-    frame = comparisons(make.study([r for family in families for r in family]))
+    frame = pd.DataFrame(comparisons(make.study([r for family in families for r in family])))
     assert set(frame["comparisons"]) == {10}
     tested = frame[frame["p"].notna()]
     assert list(tested["p_holm"]) == pytest.approx(stats.holm(list(tested["p"])))
@@ -146,15 +146,15 @@ def test_a_note_disappears_once_its_configuration_is_measured(change: dict[str, 
         **values, family=family, role="note", set_id="", status="left out", reason="did not fit into the time"
     )
     other = make.sets({"2 workers": (replace(base, loader_workers=2), 1.5)}, baseline=base, family=family)
-    before = comparisons(make.study([*other, note]))
+    before = pd.DataFrame(comparisons(make.study([*other, note])))
     assert list(before[before["role"] == "note"]["reason"]) == ["did not fit into the time"]
     later = make.sets({"8 workers": (config, 1.5)}, baseline=base, family=family, seed=1)
     for records in ([*other, note, *later], [*other, *later, note]):
-        after = comparisons(make.study(records))
+        after = pd.DataFrame(comparisons(make.study(records)))
         assert "note" not in set(after["role"])
         assert after["family"].nunique() == 1
         assert "did not fit" not in findings.finding(make.study(records)).claim
-        assert "did not fit" not in findings.table(make.study(records)).to_string()
+        assert "did not fit" not in tables.table(make.study(records)).to_string()
 
 
 def test_a_note_of_other_data_or_another_family_stays() -> None:
@@ -171,7 +171,7 @@ def test_a_note_of_other_data_or_another_family_stays() -> None:
         reason="did not fit into the time",
     )
     measured = make.sets({"8 workers": (config, 1.5)}, baseline=base, family="training, fp32")
-    assert "note" in set(comparisons(make.study([*measured, note]))["role"])
+    assert "note" in set(pd.DataFrame(comparisons(make.study([*measured, note])))["role"])
 
 
 def sweep() -> list[RunRecord]:
@@ -201,12 +201,12 @@ def test_every_name_says_its_image_size_where_there_are_several() -> None:
         "training, 64x64 pixels",
     ]
     study = make.study(sweep())
-    assert list(comparisons(study)["family"].unique()) == names
-    assert list(findings.table(study)["Family"].unique()) == names
+    assert list(pd.DataFrame(comparisons(study))["family"].unique()) == names
+    assert list(tables.table(study)["Family"].unique()) == names
     shown = {text.get_text() for text in figures.figure(study).texts}
     assert set(names) <= shown
     one = make.study([r for r in sweep() if r.config.image_size == 32])
-    assert list(comparisons(one)["family"].unique()) == ["loader alone, batch 32", "training"]
+    assert list(pd.DataFrame(comparisons(one))["family"].unique()) == ["loader alone, batch 32", "training"]
 
 
 def test_the_loader_is_compared_with_training_at_the_same_image_size() -> None:
@@ -220,7 +220,7 @@ def test_of_data_of_one_size_the_hash_tells_families_apart() -> None:
     for i, data in enumerate(("0123456789abcdef", "fedcba9876543210")):
         base = RunConfig(data_sha256=data)
         records += make.sets({"bf16": (replace(base, precision="bf16"), 1.5)}, baseline=base, seed=i)
-    assert list(comparisons(make.study(records))["family"].unique()) == [
+    assert list(pd.DataFrame(comparisons(make.study(records)))["family"].unique()) == [
         "tiny, batch 32, 1 rank",
         "tiny, batch 32, 1 rank (data fedcba98)",
     ]
@@ -228,7 +228,7 @@ def test_of_data_of_one_size_the_hash_tells_families_apart() -> None:
 
 def test_equal_family_names_with_other_baselines_are_told_apart() -> None:
     records = make.sets({"bf16": (BF16, 1.5)}) + make.sets({}, baseline=RunConfig(seed=3), seed=3)
-    assert list(comparisons(make.study(records))["family"].unique()) == [
+    assert list(pd.DataFrame(comparisons(make.study(records)))["family"].unique()) == [
         "tiny, batch 32, 1 rank",
         "tiny, batch 32, 1 rank (seed 3)",
     ]
@@ -262,6 +262,13 @@ def test_bursts_of_one_side_are_told_and_give_no_verdict_where_they_would_turn_i
     assert found["ratio"] == pytest.approx(ratio, rel=0.02)  # the median does not see them
     assert found["bursts"] == (pytest.approx(10 / 6, rel=0.03) if words else 1.0)
     assert found["verdict"] == verdict
-    shown = findings.table(make.study(records)).set_index("Configuration").loc["bf16"]
+    shown = tables.table(make.study(records)).set_index("Configuration").loc["bf16"]
     assert words in str(shown.get("Note", ""))
     assert bool(words) == ("Note" in shown)
+
+
+def test_unknown_memory_is_unknown() -> None:
+    ranks = (make.rank_record(0), make.rank_record(1, peak_memory_bytes=None))
+    record: RunRecord = replace(make.sets({}, count=1)[0], ranks=ranks)
+    assert np.isnan(peak(record, "peak_memory_bytes"))
+    assert np.isnan(peak(replace(record, ranks=()), "peak_memory_bytes"))

@@ -25,7 +25,7 @@ def study(cold: Sequence[float], ratio: float = 1.25, **values: Any) -> tuple[St
     )
     common = {"experiment": "torch_compile", "baseline_id": RunConfig().run_id, "label": "compiled"}
     found = make.study(records + make.cold(COMPILED, cold, **common))
-    rows = comparisons(found).to_dict("records")
+    rows = comparisons(found)
     return found, next({str(k): v for k, v in r.items()} for r in rows if r["role"] == "candidate")
 
 

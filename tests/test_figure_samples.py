@@ -14,8 +14,9 @@ from PIL import Image
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import figure_samples, figure_style
-from ddpm_lab.explain.findings import finding, table
+from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.tables import table
 from ddpm_lab.record import RunRecord
 
 BF16, LARGE = RunConfig(precision="bf16"), RunConfig(global_batch_size=64)

@@ -9,8 +9,9 @@ import records as make
 from ddpm_lab.config import LOADER_ALONE, RunConfig
 from ddpm_lab.explain import compiling, findings, phrases, ranking, stats
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, comparisons
-from ddpm_lab.explain.findings import finding, table
+from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.tables import table
 from ddpm_lab.record import RunRecord
 
 BF16 = RunConfig(precision="bf16")
@@ -46,7 +47,7 @@ def test_one_set_claims_nothing() -> None:
 
 def test_an_unresolved_comparison_says_what_would_resolve_it() -> None:
     records = make.sets({"bf16": (BF16, 1.0)}, set_noise=0.03)
-    row = comparisons(make.study(records)).set_index("label").loc["bf16"]
+    row = next(r for r in comparisons(make.study(records)) if r["label"] == "bf16")
     found = finding(make.study(records))
     assert found.status == stats.NOT_RESOLVED
     assert f"about {row['sets_needed']:.0f} sets would resolve 3 %" in found.claim
@@ -123,7 +124,7 @@ def test_workers_put_the_loader_alone_beside_training() -> None:
 
 def test_compiling_pays_off_after_cost_by_saving() -> None:
     found = compile_study(1.25)
-    row = comparisons(found).to_dict("records")[2]
+    row = comparisons(found)[2]
     cost = compiling.break_even(found, {str(k): v for k, v in row.items()})
     # 30 s by 100 ms - 80 ms a step.
     assert cost.steps == pytest.approx(1500, rel=0.1)

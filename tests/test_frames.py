@@ -1,15 +1,12 @@
-"""From records to studies and tidy frames."""
+"""From records to studies."""
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
 import records as make
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import frames
 from ddpm_lab.plan import Plan
-from ddpm_lab.record import LedgerError, RunRecord
+from ddpm_lab.record import LedgerError
 
 BF16 = RunConfig(precision="bf16")
 
@@ -94,23 +91,6 @@ def test_recommendation_takes_the_latest_cohort_of_each_experiment() -> None:
         ("amp", Plan().turns, "code-1"),
         ("workers", 7, "code-1"),
     }
-
-
-def test_windows_and_runs_hold_every_row() -> None:
-    records = make.sets({"bf16": (BF16, 1.5)}, count=2, turns=3, dropped=[(0, 1)])
-    windows, runs = frames.windows(records), frames.runs(records)
-    assert len(windows) == 2 * 3 * 3
-    assert len(runs) == 2 * 3
-    assert np.allclose(windows["images_per_second"] * windows["seconds"], windows["images"])
-    assert runs["turns_dropped"].sum() == windows["dropped"].sum() == 1
-    assert set(runs["peak_memory_bytes"]) == {512 << 20}
-
-
-def test_unknown_memory_is_unknown() -> None:
-    ranks = (make.rank_record(0), make.rank_record(1, peak_memory_bytes=None))
-    record: RunRecord = replace(make.sets({}, count=1)[0], ranks=ranks)
-    assert np.isnan(frames.peak_memory(record))
-    assert np.isnan(frames.peak_memory(replace(record, ranks=())))
 
 
 def test_a_comparison_takes_nothing_from_others_that_share_its_baseline() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import findings, leaks
+from ddpm_lab.explain import findings, machine_state
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.own_settings import OWN
 from ddpm_lab.record import RunRecord
@@ -36,11 +36,12 @@ def study(memory: Callable[[int], float | None], kind: str = "rss_bytes", turns:
 @pytest.mark.parametrize("kind", ["rss_bytes", "allocated_bytes"])
 def test_a_leak_is_told_with_its_numbers_and_its_line(kind: str) -> None:
     found = study(lambda turn: (300 + 3 * turn) * MIB, kind)
-    assert [one.record.label for one in leaks.leaks(found)] == ["bf16"]
-    steps = sum(w.steps + 2 for w in leaks.leaks(found)[0].record.windows[1:])
-    text = leaks.sentence(found)
+    assert [one.record.label for one in machine_state.leaks(found)] == ["bf16"]
+    steps = sum(w.steps + 2 for w in machine_state.leaks(found)[0].record.windows[1:])
+    text = machine_state.leaking(found)
+    what = machine_state.KINDS[kind]
     assert text == (
-        f" mine:make (mine.py, line 12) leaks memory: with bf16 a rank holds 33 MiB more {leaks.KINDS[kind]} after 12 "
+        f" mine:make (mine.py, line 12) leaks memory: with bf16 a rank holds 33 MiB more {what} after 12 "
         f"windows than after the first, about {33 * 1024 / steps:.3g} KiB a step."
     ).replace(f"{33 * 1024 / steps:.3g}", text.split("about ")[1].split(" KiB")[0])
     assert float(text.split("about ")[1].split(" KiB")[0].replace(",", "")) == pytest.approx(
@@ -60,7 +61,7 @@ def test_a_leak_is_told_with_its_numbers_and_its_line(kind: str) -> None:
     ],
 )
 def test_other_growth_is_none(memory: Callable[[int], float | None], turns: int) -> None:
-    assert leaks.sentence(study(memory, turns=turns)) == ""
+    assert machine_state.leaking(study(memory, turns=turns)) == ""
 
 
 @given(st.lists(st.floats(-20, 20), min_size=12, max_size=12))
@@ -68,11 +69,11 @@ def test_noise_around_a_level_is_no_leak(noise: Sequence[float]) -> None:
     level = np.array(noise) + 300
     grew = np.diff(level) > 0
     record = held(make.sets({}, baseline=OWN_CONFIG, count=1, turns=12)[0], lambda turn: float(level[turn]) * MIB)
-    assert (leaks.leak(record) is None) == (grew.mean() < 0.9 or level[-1] - level[0] < 8)
+    assert (machine_state.leak(record) is None) == (grew.mean() < 0.9 or level[-1] - level[0] < 8)
 
 
 def test_one_odd_set_of_many_is_no_leak() -> None:
     first, *others = make.sets({}, baseline=OWN_CONFIG, count=6, turns=12)
     grows = held(first, lambda turn: (300 + 5 * turn) * MIB)
-    assert leaks.sentence(make.study([grows, *(held(r, lambda _: 300 * MIB) for r in others)])) == ""
-    assert leaks.sentence(make.study([grows]))
+    assert machine_state.leaking(make.study([grows, *(held(r, lambda _: 300 * MIB) for r in others)])) == ""
+    assert machine_state.leaking(make.study([grows]))

@@ -19,7 +19,7 @@ from IPython.utils.capture import capture_output
 from records import drew, sets, study, time_budget, trials
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import findings, show
+from ddpm_lab.explain import findings, show, tables
 from ddpm_lab.explain.frames import Study
 
 BASE = RunConfig()
@@ -81,11 +81,11 @@ def test_a_quality_that_is_not_measured_comes_with_its_command(amp: Study) -> No
 @pytest.mark.usefixtures("shell")
 def test_the_table_says_what_a_verdict_rests_on(amp: Study) -> None:
     judged = replace(amp, trials=tuple(trials({"bf16": (replace(BASE, precision="bf16"), 0.0)})))
-    (row,) = (r for r in findings.table(judged).to_dict("records") if r["Configuration"] == "bf16")
+    (row,) = (r for r in tables.table(judged).to_dict("records") if r["Configuration"] == "bf16")
     assert row["Quality"] == "not worse (8 seeds)"
     assert " to " in row["Loss difference (90 % interval)"]
     assert float(row["Margin"]) > 0
-    assert "Margin" not in findings.table(amp), "a column without a value"
+    assert "Margin" not in tables.table(amp), "a column without a value"
     assert "quality: bf16 not worse (8 seeds; loss " in findings.finding(judged).claim
     further = [o.data["text/plain"] for o in shown(show.more, judged)]
     assert any(text.startswith("Quality beside speed") for text in further)
@@ -124,7 +124,7 @@ class Table(html.parser.HTMLParser):
 @pytest.mark.usefixtures("shell")
 def test_the_table_holds_every_cell_with_numbers_to_the_right(amp: Study) -> None:
     (output,) = shown(show.table, amp)
-    frame = findings.table(amp)
+    frame = tables.table(amp)
     head, *body = (row for row in Table(output.data["text/html"]).rows if row)
     assert [cell[0].strip() for cell in head] == list(frame.columns)
     assert [["".join(cell[0].split()) for cell in row] for row in body] == [

@@ -37,7 +37,7 @@ def answer(tmp_path: Path) -> Study:
 def test_an_archive_holds_every_comparison_and_the_figure(answer: Study, tmp_path: Path) -> None:
     tell("comet-offline", answer)
     (archive,) = (tmp_path / "trace_output" / "comet").glob("*.zip")
-    rows = comparisons(answer).to_dict("records")
+    rows = comparisons(answer)
     assert [row["role"] for row in rows] == ["baseline", "twin", "candidate", "candidate", "note"]
     for row in rows[:3]:
         name = row["label"]

@@ -9,8 +9,9 @@ import records as make
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import learned, trained
-from ddpm_lab.explain.findings import finding, table
+from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.tables import table
 
 BF16, LARGE, MICRO = RunConfig(precision="bf16"), RunConfig(global_batch_size=64), RunConfig(accumulation=2)
 SPEEDS = {"bf16": (BF16, 1.6), "batch 64": (LARGE, 1.3), "2 micro-batches": (MICRO, 0.9)}

@@ -9,8 +9,8 @@ import pytest
 import records as make
 
 from ddpm_lab.config import RunConfig
+from ddpm_lab.explain.answers import first_losses
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.losses import first_losses
 
 ONE = [1.25, 1.1, 1.05]
 
