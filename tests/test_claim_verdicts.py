@@ -10,9 +10,10 @@ from claimed import BASE
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import claims
-from ddpm_lab.explain.claim_verdicts import CONFIRMED, NOT_MEASURED, REFUTED, UNTESTABLE, Judged
+from ddpm_lab.explain.claim_verdicts import CONFIRMED, REFUTED, UNTESTABLE, Judged
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.quality import NOT_MEASURED
 from ddpm_lab.explain.stats import NOT_RESOLVED
 from ddpm_lab.record import Machine, RunRecord
 

@@ -19,7 +19,6 @@ from ddpm_lab.explain.wrong_ways import Seen
 from ddpm_lab.plan import scaling
 
 CONFIRMED, REFUTED, UNTESTABLE = "confirmed", "refuted", "not testable on this machine"
-NOT_MEASURED = "not measured"
 LIKE = 0.10
 """A published ratio without an interval is met by one that comes so near to it."""
 PARAMETERS = 13e6
@@ -100,7 +99,7 @@ def _no_gpu(e: Evidence, count: int = 1, *, here: str = phrases.DASH, command: s
 
 
 def _unmeasured(command: str, here: str = phrases.DASH) -> Judged:
-    return Judged(verdict=NOT_MEASURED, here=here, why=f"{command} measures it")
+    return Judged(verdict=quality.NOT_MEASURED, here=here, why=f"{command} measures it")
 
 
 def like(row: Row, low: float, high: float) -> Judged:

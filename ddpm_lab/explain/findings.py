@@ -27,10 +27,9 @@ from ddpm_lab.explain import (
     trained,
 )
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, QUALITY, Row, comparisons, resolved
-from ddpm_lab.explain.frames import ALL_REDUCE, RECOMMENDATION, Study, once
+from ddpm_lab.explain.frames import ALL_REDUCE, CLAIMS, RECOMMENDATION, Study, once
 from ddpm_lab.plan import LIMITS, WHOLE_QUESTION, WITH_TRIALS
 
-NOT_MEASURED = "not measured"
 FAILED = "failed"
 ANSWERED = "answered"
 NOT_EXPLAINED = "not explained"
@@ -74,7 +73,7 @@ def finding(study: Study) -> Finding:
     if study.experiment == RECOMMENDATION:
         return _recommendation(study)
     if not study.records:
-        return _plain(study, "Nothing is measured yet", _how_to(study.experiment), NOT_MEASURED)
+        return _plain(study, "Nothing is measured yet", _how_to(study.experiment), quality.NOT_MEASURED)
     if study.experiment in _OWN:
         return _OWN[study.experiment](study)
     if study.experiment == ALL_REDUCE and (answer := links.answer(study)) is not None:
@@ -223,7 +222,7 @@ def _where(study: Study, judged: str = f"quality {QUALITY}") -> str:
 def _nothing_to_compare(study: Study, rows: Sequence[Row], others: Sequence[Row], ending: str) -> Finding:
     if (whole := next((r for r in rows if r["label"] == WHOLE_QUESTION), None)) is not None:
         short = f"Left out: this cannot be asked of {whole['config'].work_name}"
-        return _plain(study, short, f"{whole['reason']}.", NOT_MEASURED)
+        return _plain(study, short, f"{whole['reason']}.", quality.NOT_MEASURED)
     bases = [r for r in rows if r["role"] == "baseline"]
     failed_base = [r for r in bases if not r["sets"] and not r["mechanism_only"]]
     failed = [r for r in others if not r["mechanism_only"] and r["status"] not in ("ok", "left out")]
@@ -240,7 +239,7 @@ def _nothing_to_compare(study: Study, rows: Sequence[Row], others: Sequence[Row]
     if lost is not None:  # a compile from empty caches, a search, or a twin: none of them is a row
         reason = phrases.failed(lost.status, lost.reason)
         return _plain(study, f"Nothing can be compared, since {lost.label} failed", f"{reason}.{ending}", FAILED)
-    return _plain(study, "Nothing to compare with the baseline was measured", ending.strip(), NOT_MEASURED)
+    return _plain(study, "Nothing to compare with the baseline was measured", ending.strip(), quality.NOT_MEASURED)
 
 
 def _profile(study: Study) -> Finding:
@@ -248,7 +247,7 @@ def _profile(study: Study) -> Finding:
     if record is None:
         failed = next((r for r in reversed(study.records) if r.status != "ok"), None)
         if failed is None:
-            return _plain(study, "No profile was recorded", _how_to("profile"), NOT_MEASURED)
+            return _plain(study, "No profile was recorded", _how_to("profile"), quality.NOT_MEASURED)
         why = phrases.failed(failed.status, failed.reason)
         return _plain(study, "The profile failed", f"{failed.label}: {why}.{_where(study)}", FAILED)
     if (taken := budget.budget(record)) is not None:
@@ -262,7 +261,7 @@ def _profile(study: Study) -> Finding:
     return _plain(study, short, f"{text}.{_where(study)}", ANSWERED, "profiled")
 
 
-_OWN = {"profile": _profile, trained.EXPERIMENT: _trained, claims.EXPERIMENT: _claims}
+_OWN = {"profile": _profile, trained.EXPERIMENT: _trained, CLAIMS: _claims}
 """Questions whose answer is no comparison of speeds."""
 
 
@@ -284,7 +283,7 @@ def fastest_measured(study: Study) -> Finding:
     """What the records of all questions say of equal work; a search says more."""
     group = ranking.fastest(study)
     if group is None:
-        return _plain(study, "Nothing is measured yet on this machine", _how_to("amp"), NOT_MEASURED)
+        return _plain(study, "Nothing is measured yet on this machine", _how_to("amp"), quality.NOT_MEASURED)
     own = tuple(r for r in study.records if r.run_id == group.rows[0]["run_id"])
     busy = machine_state.busy(replace(study, records=own))
     short, text = recommended_words.fastest_measured(group, busy=bool(busy))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -242,7 +241,4 @@ def _one_code(trials: Sequence[T]) -> list[T]:
 
 
 def _moment(record: Told) -> float:
-    try:
-        return datetime.fromisoformat(record.date).timestamp()
-    except ValueError:
-        return -math.inf
+    return datetime.fromisoformat(record.date).timestamp()

@@ -21,7 +21,6 @@ from ddpm_lab.explain.comparisons import COMPARED, MECHANISM_ONLY, comparisons, 
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.record import RunRecord, kept_seconds, set_log_ratio
 
-EXPERIMENT = "multi_gpu"
 UNRELIABLE = 1 / 3
 """Share of the loss above which an interaction makes the split unreliable."""
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ddpm_lab.explain import machine_state, phrases, scaling, stats
 from ddpm_lab.explain.bands import S000, Bands
-from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Row, families, resolved
+from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, QUALITY, Row, families, resolved
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import scaling as kind_of
 from ddpm_lab.record import RunRecord
@@ -22,7 +22,6 @@ RECOMMENDATIONS = Bands(
     threshold=1.1,
 )
 """S003's names for speed-ups, with their lower bounds."""
-NOT_MEASURED = "not measured"
 EPOCH = f"An epoch is {PROJECTED_IMAGES:,} images, and its time a projection from measured throughput."
 
 
@@ -100,7 +99,7 @@ def recommendation(pair: Pair, thresholds: Bands = RECOMMENDATIONS) -> str:
     """
     row = pair.compared
     if row is None:
-        return next((phrases.without_speed(r) for r in pair.sides if not r["sets"]), NOT_MEASURED)
+        return next((phrases.without_speed(r) for r in pair.sides if not r["sets"]), QUALITY)
     names = [in_words(thresholds.name(row[end]), [pair]) for end in ("ratio", "low", "high") if known(row[end])]
     if not resolved(row):
         inside = len(set(names)) == 1 and row["verdict"] == stats.NOT_RESOLVED and row["sets"] >= stats.LEAST_SETS
@@ -182,7 +181,7 @@ def where(study: Study) -> str:
     return phrases.context(study, batch=False)
 
 
-def banner(study: Study, bands: Bands = S000) -> list[str]:
+def banner(study: Study) -> list[str]:
     """The closing lines of a benchmark: S000's words, with what each number rests on."""
     found = pairs(study)
     lead = next((p for p in found if p.kind == "weak"), None) or next(iter(found), None)
@@ -192,7 +191,7 @@ def banner(study: Study, bands: Bands = S000) -> list[str]:
     lines = ["BENCHMARK COMPLETE!"]
     if (row := lead.compared) is not None:
         lines.append(f"Time Speedup: {speed_up(row)} ({evidence(row)})")
-        lines.append(f"{of}: {100 * row['efficiency']:.1f}% ({rating(row, bands)})")
+        lines.append(f"{of}: {100 * row['efficiency']:.1f}% ({rating(row, S000)})")
     else:
         why = recommendation(lead)
         lines += [f"Time Speedup: {why}", f"{of}: {why}"]
@@ -217,4 +216,4 @@ def _sides(pair: Pair) -> Iterator[str]:
 
 def quality(pair: Pair) -> str:
     """The verdict on what several devices learn, or that none was asked for."""
-    return str(pair.multi["quality"]) if pair.multi else NOT_MEASURED
+    return str(pair.multi["quality"]) if pair.multi else QUALITY

@@ -115,8 +115,8 @@ def significant(value: float, digits: int = 3) -> str:
         return "unknown" if math.isnan(value) else "infinite"
     if value == 0:
         return "0"
-    places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
-    return f"{value:,.{places}f}" if places else f"{round(value, digits - 1 - math.floor(math.log10(abs(value)))):,.0f}"
+    places = digits - 1 - math.floor(math.log10(abs(value)))
+    return f"{round(value, places):,.{max(0, places)}f}"
 
 
 def seconds(value: float) -> str:

@@ -29,7 +29,7 @@ from ddpm_lab.explain import (
     trained,
 )
 from ddpm_lab.explain.comparisons import Row, comparisons, throughput
-from ddpm_lab.explain.frames import ALL_REDUCE, RECOMMENDATION, SCALING, Study
+from ddpm_lab.explain.frames import ALL_REDUCE, CLAIMS, RECOMMENDATION, SCALING, Study
 from ddpm_lab.plan import WITH_TRIALS
 
 TOP_OPERATORS = 12
@@ -67,7 +67,7 @@ def more(study: Study) -> list[tuple[str, pd.DataFrame]]:
             ("What the search tried, by what all its short sets say.", recommended_words.tried_table(searched)),
             ("Everything measured that did equal work, fastest first.", _fastest(study)),
         ]
-    if study.experiment == claims.EXPERIMENT:
+    if study.experiment == CLAIMS:
         caption = "Each fault: what is done wrong, what that did to a number here, how it is done right."
         found.append((caption, faults.table(study)))
         found.append(("What the right way rests on: the sets of this notebook.", _comparison(study)))
@@ -221,7 +221,7 @@ def _fastest(study: Study) -> pd.DataFrame:
 _OWN: dict[str, Callable[[Study], pd.DataFrame]] = {
     peers.EXPERIMENT: peers.table,
     trained.EXPERIMENT: trained.table,
-    claims.EXPERIMENT: claims.table,
+    CLAIMS: claims.table,
     ALL_REDUCE: links.table,
 }
 """Questions whose answer is a table of its own kind."""

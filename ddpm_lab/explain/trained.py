@@ -16,7 +16,7 @@ from ddpm_lab.explain.learned import Array, baseline_trials, extent_of, images_o
 from ddpm_lab.record import RunRecord
 
 EXPERIMENT = "quality"
-_NONE = "\N{EN DASH}"
+_NONE = phrases.DASH
 GOOD = (quality.IDENTICAL, quality.NOT_WORSE)
 
 
@@ -225,17 +225,12 @@ def _share(error: float | None) -> str:
 def front(found: Sequence[Row]) -> list[Row]:
     """Configurations that no other beats in both speed and loss, slowest first: the Pareto front, baseline included."""
     known = [r for r in found if r["sets"] and not math.isnan(_difference(r))]
-    best = [
-        r
-        for r in known
-        if not any(
-            o["ratio"] >= r["ratio"]
-            and _difference(o) <= _difference(r)
-            and o is not r
-            and (o["ratio"], -_difference(o)) != (r["ratio"], -_difference(r))
-            for o in known
-        )
-    ]
+
+    def beats(one: Row, other: Row) -> bool:
+        gains = one["ratio"] - other["ratio"], _difference(other) - _difference(one)
+        return min(gains) >= 0 and max(gains) > 0
+
+    best = [r for r in known if not any(beats(o, r) for o in known)]
     return sorted(best, key=lambda r: float(r["ratio"]))
 
 
