@@ -34,7 +34,8 @@ def comparisons(study: Study) -> list[Row]:
     ``noise_high`` are the interval of the family's twin. ``images_per_second`` is the geometric mean over sets of the
     set medians; ``projected_seconds`` is a projection of it to 50,000 images. ``set_ratios`` holds one ratio a set;
     ``bursts`` is how many times as much windows far slower than most add to its time as to the baseline's.
-    Values that do not exist are NaN: records whose mechanism alone was tested have no speed here.
+    ``estimate`` holds ratio, interval, p-value and sets together. Values that do not exist are NaN: records whose
+    mechanism alone was tested have no speed here.
     """
     return [dict(row) for row in _comparisons(study)]
 

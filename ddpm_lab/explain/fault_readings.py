@@ -17,7 +17,7 @@ import numpy as np
 from ddpm_lab.explain import compiling, phrases
 from ddpm_lab.explain.budget import COMPUTE, class_of, percent
 from ddpm_lab.explain.stats import Estimate
-from ddpm_lab.explain.wrong_ways import Seen, over, plain, quotient, ratio_of, step_of
+from ddpm_lab.explain.wrong_ways import Seen, over, plain, quotient, step_of
 
 MULTIPLIED = 300
 """How often the steps of a short run are drawn."""
@@ -123,7 +123,7 @@ def unequal(seen: Seen) -> Reading | None:
     wrong = over([a["seconds"] / b["seconds"] for a, b in pairs])
     small, large = pairs[0]
     return Reading(
-        ratio=quotient(wrong, ratio_of(row)),
+        ratio=quotient(wrong, row["estimate"]),
         reads=f"{phrases.significant(wrong.value)} times as fast",
         truth=f"for equal images {phrases.ratio(row)}",
         did=f"The bar of {row['label']} holds {large['images']} images, that of batch "
@@ -163,7 +163,7 @@ def label(seen: Seen) -> Reading | None:
     hidden = seen.of("hidden_devices")
     same = hidden and all(answer["same_device"] for answer in hidden)
     return Reading(
-        ratio=quotient(wrong, ratio_of(row)) if row else wrong,
+        ratio=quotient(wrong, row["estimate"]) if row else wrong,
         reads=f"{phrases.significant(wrong.value)} for {quoted}",
         truth=f"they are {phrases.ratio(row)}" if row else "one ran",
         did=f"A bar {quoted} in which one ran reads "

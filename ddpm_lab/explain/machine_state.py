@@ -15,7 +15,7 @@ from ddpm_lab.explain import phrases
 from ddpm_lab.explain.comparisons import peak
 from ddpm_lab.explain.frames import Study, once
 from ddpm_lab.plan import LOST
-from ddpm_lab.record import RunRecord
+from ddpm_lab.record import RunRecord, Window
 
 NOT_AVAILABLE = "not available"
 _REASONS = {
@@ -127,7 +127,7 @@ def table(study: Study) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["Meanwhile", "Value"])
 
 
-def joules_per_image(moment: Moment) -> float | None:
+def joules_per_image(moment: Moment | Window) -> float | None:
     """Energy of the group's GPUs for an image: their mean power, times the window's seconds; None is unknown."""
     watts = moment.state.get("gpu_power_watts")
     return None if watts is None or not moment.images or not moment.seconds else watts * moment.seconds / moment.images

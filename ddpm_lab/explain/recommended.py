@@ -11,6 +11,7 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import phrases, quality, stats
 from ddpm_lab.explain.comparisons import Row, comparisons, throughput
 from ddpm_lab.explain.frames import Study, once
+from ddpm_lab.explain.machine_state import joules_per_image
 from ddpm_lab.plan import SEARCH
 from ddpm_lab.record import RunRecord, set_log_ratio
 from ddpm_lab.search import SIMPLER, Belief, admissible, believe, observations
@@ -289,7 +290,5 @@ def forecast(found: Recommendation, row: Row, compile_seconds: float = 0.0) -> F
 def _joules_per_image(study: Study, run_id: str) -> float:
     """Of the GPUs of a configuration, from the power that they drew in its windows; NaN where none was measured."""
     windows = [w for r in study.records if r.run_id == run_id and r.status == "ok" for w in r.windows if w.images]
-    watts = [w.state.get("gpu_power_watts") for w in windows]
-    if not windows or any(power is None for power in watts):
-        return math.nan
-    return fmean(float(power or 0) * w.seconds / w.images for power, w in zip(watts, windows, strict=True))
+    known = [joules for w in windows if (joules := joules_per_image(w)) is not None]
+    return fmean(known) if known and len(known) == len(windows) else math.nan

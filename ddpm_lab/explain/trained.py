@@ -119,16 +119,17 @@ def method(study: Study) -> str:
 def unsound(study: Study) -> str:
     """A sentence, after a space, on settings whose gradient check failed or found a fault; empty without any."""
     told = []
-    for r in study.records:
-        if r.role == "check":
-            answer = (r.quality or {}).get("gradients")
-            judged = gradients.verdict(answer) if answer else None
-            if judged is None:
-                why = phrases.failed(r.status, r.reason)
-                told.append(f"the check of {r.label} failed ({why})")
-            elif not judged.as_expected:
-                told.append(f"the gradient of {r.label} is {judged.sentence}")
+    for r, answer in _checks(study):
+        if not answer:
+            told.append(f"the check of {r.label} failed ({phrases.failed(r.status, r.reason)})")
+        elif not (judged := gradients.verdict(answer)).as_expected:
+            told.append(f"the gradient of {r.label} is {judged.sentence}")
     return f" {phrases.begun(phrases.joined(told))}." if told else ""
+
+
+def _checks(study: Study) -> list[tuple[RunRecord, Mapping[str, Any]]]:
+    """The gradient checks of a study, each with its answer, empty where it has none."""
+    return [(r, (r.quality or {}).get("gradients") or {}) for r in study.records if r.role == "check"]
 
 
 def to_the_loss(study: Study) -> str:
@@ -194,10 +195,7 @@ def _cells(row: Row, records: Sequence[RunRecord], images: int, time: dict[str, 
 def check_table(study: Study) -> pd.DataFrame:
     """One row for each configuration whose loss and gradient were compared with fp32, eager, on the same batch."""
     shown = []
-    for r in study.records:
-        if r.role != "check":
-            continue
-        answer = (r.quality or {}).get("gradients")
+    for r, answer in _checks(study):
         if not answer:
             shown.append({"Configuration": r.label, "Verdict": phrases.failed(r.status, r.reason)})
             continue

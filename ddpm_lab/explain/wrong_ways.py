@@ -96,11 +96,6 @@ def step_of(row: Mapping[str, Any]) -> Estimate:
     return Estimate(value=batch / rate, low=batch / high, high=batch / low, p=math.nan, sets=row["sets"])
 
 
-def ratio_of(row: Mapping[str, Any]) -> Estimate:
-    """The ratio of a row over sets."""
-    return Estimate(value=row["ratio"], low=row["low"], high=row["high"], p=row["p"], sets=row["sets"])
-
-
 def plain(value: float) -> str:
     """A number of two or three digits, however small."""
     return phrases.significant(value, 2 if value < 1 else 3)
