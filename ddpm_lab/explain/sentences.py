@@ -26,11 +26,9 @@ def lead(rows: Sequence[Any]) -> Any:
     """The comparison that a claim is about: the fastest resolved one, else the slowest, else the best known one."""
     faster = [r for r in rows if r["verdict"] == stats.FASTER]
     slower = [r for r in rows if r["verdict"] == stats.SLOWER]
-    if faster:
-        return max(faster, key=lambda r: r["ratio"])
-    if slower:
+    if slower and not faster:
         return min(slower, key=lambda r: r["ratio"])
-    return max(rows, key=lambda r: r["ratio"])
+    return max(faster or rows, key=lambda r: r["ratio"])
 
 
 def faster(row: Mapping[str, Any]) -> str:

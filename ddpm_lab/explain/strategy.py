@@ -114,17 +114,14 @@ def strategy(study: Study | None, *, network: str | None, parameters: int, batch
     nearest = min((r["batch"] for r in compared), key=lambda b: (abs(math.log(b / batch)), b))
     last = next(r["baseline_id"] for r in reversed(compared) if r["batch"] == nearest)
     candidates = [r for r in compared if r["baseline_id"] == last]
-    lead = sentences.lead(candidates)
-    if lead["verdict"] == stats.FASTER:
-        answer, reason = MULTI, f"{sentences.faster(lead)} ({phrases.evidence(lead)})"
-    elif all(r["verdict"] == stats.SLOWER for r in candidates):
-        best = max(candidates, key=lambda r: r["ratio"])
-        lead, answer = best, SINGLE
-        reason = f"{sentences.faster(best)} ({phrases.evidence(best)})"
+    faster = [r for r in candidates if r["verdict"] == stats.FASTER]
+    lead = max(faster or candidates, key=lambda r: r["ratio"])
+    if faster or all(r["verdict"] == stats.SLOWER for r in candidates):
+        answer = MULTI if faster else SINGLE
+        reason = f"{sentences.faster(lead)} ({phrases.evidence(lead)})"
     else:
-        lead = max(candidates, key=lambda r: r["ratio"])
-        pair = f"{lead['label']} against {lead['baseline_label']}"
         answer = NOT_RESOLVED
+        pair = f"{lead['label']} against {lead['baseline_label']}"
         reason = f"{pair} reads {phrases.ratio(lead)} ({phrases.evidence(lead)})"
         if lead["verdict"] != stats.NOT_RESOLVED:
             reason += f", {phrases.outcome(lead)}"
