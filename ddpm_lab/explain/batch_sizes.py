@@ -201,17 +201,15 @@ def _time(ax: Axes, known: Sizes) -> None:
         ([w for w in known.ways if w not in scaled], fs.PALETTE[0], fs.PALETTE[0], "the same learning rate"),
         (scaled, fs.PALETTE[1], "white", "learning rate scaled\nwith the batch"),
     ):
-        there = [w for w in some if w.arrives]
-        at = [w.row["batch"] * (1.06 if some is scaled else 1) for w in there]
+        there, shift = [w for w in some if w.arrives], 1.06 if some is scaled else 1
+        at = [w.row["batch"] * shift for w in there]
         if there:
             ax.plot(at, [w.seconds for w in there], "o-", color=colour, mfc=face, mew=1.6, label=name, zorder=3)
         for x, w in zip(at, there, strict=True):
             fs.interval(ax, (w.low, w.high), x, upright=True, color=colour, lw=2.4, alpha=0.6)
         for w in some:
             if w.lost:
-                ax.plot(
-                    [w.row["batch"] * (1.06 if some is scaled else 1)], [0.92 * top], "x", color=colour, ms=7, mew=2
-                )
+                ax.plot([w.row["batch"] * shift], [0.92 * top], "x", color=colour, ms=7, mew=2)
     ax.set_ylim(0, top)
     ax.set_ylabel(f"seconds to loss {known.loss:.3g}")
     ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1.03), frameon=False, fontsize=fs.SMALL_POINTS)

@@ -138,13 +138,7 @@ def _comparison(study: Study) -> Finding:
         text += machine_state.peaks(rows, lead) + ending
         return _about(study, lead, short, text, ANSWERED if resolved(lead) else stats.NOT_RESOLVED)
     lead = sentences.lead(training)
-    where = f" ({lead['family']})" if several else ""
-    if resolved(lead):
-        short = sentences.faster(lead) + where
-        prefix = f"With {lead['family']}: " if several else ""
-        text = f"{prefix}{sentences.faster(lead)} ({phrases.evidence(lead)}{sentences.noise(lead)})."
-    else:
-        short, text = sentences.unresolved(lead, len(training), lead["family"] if several else "")
+    short, text = sentences.claim(lead, len(training), lead["family"] if several else "")
     if study.experiment == batch_sizes.EXPERIMENT and (to := batch_sizes.fastest(study)):
         short = f"{short}; {to}"
     text += sentences.tally(training, lead) + _extra(study, rows, lead) + machine_state.peaks(rows, lead) + ending

@@ -84,19 +84,15 @@ def answer(study: Study, measured: Sequence[Row]) -> tuple[str, str, Row]:
         told.append(f"{shared_cores(study, measured)}: expect no efficiency near 100 %.")
     if len(leads) == 1:
         ((kind, only),) = leads.items()
-        return _headline(by_kind[kind], only), " ".join(told), only
+        found = by_kind[kind]
+        short, _ = sentences.claim(only, len(found), only["family"] if _several(found) else "")
+        return short, " ".join(told), only
     short = "; ".join(f"{kind} scaling: {_short(lead)}" for kind, lead in leads.items())
     return phrases.begun(short), " ".join(told), leads["strong"]
 
 
 def _several(found: Sequence[Row]) -> bool:
     return len({r["family"] for r in found}) > 1
-
-
-def _headline(found: Sequence[Row], lead: Row) -> str:
-    if resolved(lead):
-        return sentences.faster(lead) + (f" ({lead['family']})" if _several(found) else "")
-    return sentences.unresolved(lead, len(found), "")[0]
 
 
 def _short(lead: Row) -> str:

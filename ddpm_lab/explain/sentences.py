@@ -63,11 +63,16 @@ def exposed_communication(rows: Sequence[Mapping[str, Any]]) -> str:
     return told
 
 
-def unresolved(lead: Mapping[str, Any], count: int, family: str) -> tuple[str, str]:
-    """Headline and claim of a study in which no comparison is resolved; ``lead`` has the highest ratio of ``count``.
+def claim(lead: Mapping[str, Any], count: int, family: str) -> tuple[str, str]:
+    """Headline and claim about the ``lead`` of ``count`` comparisons; ``family`` is its own where there are several."""
+    if not resolved(lead):
+        return unresolved(lead, count, family)
+    prefix, where = (f"With {family}: ", f" ({family})") if family else ("", "")
+    return f"{faster(lead)}{where}", f"{prefix}{faster(lead)} ({phrases.evidence(lead)}{noise(lead)})."
 
-    ``family`` names the lead's where there are several.
-    """
+
+def unresolved(lead: Mapping[str, Any], count: int, family: str) -> tuple[str, str]:
+    """The same where no comparison is resolved, so that the lead has the highest ratio."""
     evidence = _evidence(lead)
     pair = f"{lead['label']} against {lead['baseline_label']}"
     sets = f" ({phrases.plural(int(lead['sets']), 'set')})" if lead["sets"] < stats.LEAST_SETS else ""
