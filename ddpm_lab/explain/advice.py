@@ -85,7 +85,7 @@ class Advice:
             return f"at most {phrases.significant(self.most)} times as fast: a bound, not measured"
         if math.isnan(self.ratio):
             return NOT_MEASURED
-        text = phrases.times(self.ratio, self.low, self.high, " times as fast")
+        text = phrases.times(self.ratio, self.low, self.high, what=" times as fast")
         return f"{text}, not resolved" if self.status == NOT_RESOLVED else text
 
 

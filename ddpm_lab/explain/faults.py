@@ -227,7 +227,7 @@ def _seen_here(fault: Fault, seen: Seen) -> Fault:
         did = f"{phrases.begun(missing)}{f': {WHY_GPU}' * (missing == NEEDS_GPU)}."
         return replace(fault, did=did, missing=missing)
     ratio = found.ratio
-    told = {"did": found.did, "reads": found.reads, "truth": found.truth, "compared": found.compared}
+    told = {name: getattr(found, name) for name in ("did", "reads", "truth", "compared")}
     return replace(fault, **told, ratio=ratio.value, low=ratio.low, high=ratio.high)
 
 

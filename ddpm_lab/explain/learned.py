@@ -131,7 +131,7 @@ class Way:
 
     def compared(self) -> str:
         """Such as "1.22 times as long (1.18 to 1.26)"."""
-        return phrases.times(self.times, self.times_low, self.times_high, " times as long")
+        return phrases.times(self.times, self.times_low, self.times_high, what=" times as long")
 
 
 def tried(study: Study, rows: Sequence[Row]) -> list[Row]:

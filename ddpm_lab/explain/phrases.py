@@ -77,7 +77,7 @@ def ratio_of(value: float, low: float, high: float) -> str:
     return f"{value:.{decimals(value, low, high)}f}"
 
 
-def times(value: float, low: float, high: float, what: str = "") -> str:
+def times(value: float, low: float, high: float, *, what: str = "") -> str:
     """A ratio, what it is of, and its interval if it has one: "1.62 times as fast (1.55 to 1.69)"."""
     span = between(value, low, high)
     return f"{ratio_of(value, low, high)}{what}" + (f" ({span})" if span else "")
@@ -95,7 +95,7 @@ def interval(row: Mapping[str, Any]) -> str:
 
 def ratio_with_interval(row: Mapping[str, Any], what: str = "") -> str:
     """Such as "1.62 (1.55 to 1.69)"; without an interval "1.62"."""
-    return times(row["ratio"], row["low"], row["high"], what)
+    return times(row["ratio"], row["low"], row["high"], what=what)
 
 
 def noise_floor(row: Mapping[str, Any]) -> str:

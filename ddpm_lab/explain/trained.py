@@ -226,7 +226,7 @@ def front(found: Sequence[Row]) -> list[Row]:
 
     def beats(one: Row, other: Row) -> bool:
         gains = one["ratio"] - other["ratio"], _difference(other) - _difference(one)
-        return min(gains) >= 0 and max(gains) > 0
+        return bool(min(gains) >= 0 and max(gains) > 0)
 
     best = [r for r in known if not any(beats(o, r) for o in known)]
     return sorted(best, key=lambda r: float(r["ratio"]))
