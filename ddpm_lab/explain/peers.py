@@ -162,7 +162,7 @@ def lever_table(study: Study) -> pd.DataFrame:
     found = [
         {
             "Configuration": row["label"],
-            "Speed of the trainer with it": f"{phrases.ratio(row)} ({phrases.interval(row)})" if row["sets"] else _NONE,
+            "Speed of the trainer with it": phrases.ratio_with_interval(row) if row["sets"] else _NONE,
             "Verdict": phrases.outcome(row) if row["sets"] else phrases.failure(row),
             "Images/s": phrases.significant(row["images_per_second"]) if row["sets"] else _NONE,
             "Peak memory": phrases.peak_memory(row) if row["sets"] else _NONE,
