@@ -121,8 +121,10 @@ def quality(rows: Sequence[Mapping[str, Any]], *, evidence: bool = False) -> str
     say different things is named with its family.
     """
     known = [r for r in rows if r["role"] == "candidate" and r["sets"]]
-    judged = [equivalence.full(r["equivalence"]) if evidence else str(r["quality"]) for r in known]
-    said = [QUALITY if r["quality"] == QUALITY else text for r, text in zip(known, judged, strict=True)]
+    said = [
+        QUALITY if r["quality"] == QUALITY else equivalence.full(r["equivalence"]) if evidence else str(r["quality"])
+        for r in known
+    ]
     if set(said) <= {QUALITY}:
         return f"quality {QUALITY}"
     different: dict[str, set[str]] = {}
