@@ -168,7 +168,8 @@ def _measured(row: Row, cores: int | None) -> Measured:
     _, slowest, fastest = throughput(row)
     kind = scaling(row["family"])
     shown = kind is not None and row["role"] == "candidate"
-    rated = {name: row[name] if shown else math.nan for name in ("efficiency", "efficiency_low", "efficiency_high")}
+    names = ("efficiency", "efficiency_low", "efficiency_high")
+    rated: Row = {name: row[name] if shown else math.nan for name in names}
     return Measured(
         ranks=row["ranks"],
         rank_batch=row["batch"] / row["ranks"],

@@ -165,7 +165,7 @@ def half_width(log_ratios: npt.ArrayLike, comparisons: int = 1) -> float:
 def mean_and_half(values: npt.ArrayLike, comparisons: int = 1) -> tuple[float, float]:
     """Mean, and half of its 95 % interval as ``half_width`` has it, but NaN for a single value."""
     half = half_width(values, comparisons)
-    return float(np.mean(values)), half if math.isfinite(half) else math.nan
+    return float(np.asarray(values, dtype=float).mean()), half if math.isfinite(half) else math.nan
 
 
 def smallest_effect(spread: float, sets: int) -> float:
