@@ -37,8 +37,8 @@ def add_options(subparsers: Any) -> None:
         metavar="EXPERIMENT",
         help="profile, multi_gpu, amp, workers, torch_compile, batch_size (the largest batch that fits), exchange (how "
         "ranks exchange gradients), all_reduce (how fast their links are), peers (this trainer beside others, and the "
-        "limits of the machine) or quality (what "
-        "each setting costs in loss)",
+        "limits of the machine), quality (what each setting costs in loss), bottleneck (what to change next) or claims "
+        "(published claims, and wrong ways to measure)",
     )
     add(parser, *COMMON)
     add(parser, "mode", help="one rank only; at least two; or what `ddpm-lab strategy` says of the network and batch")
