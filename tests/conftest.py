@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DDPM_LAB_MEASURING_LOCK", "")
 
 # Properties are no speed claims either, and a busy machine fails none of them.
-settings.register_profile("lab", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("lab", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("lab")
 
 BUSY = "lab_workloads:busy"

@@ -159,6 +159,34 @@ def test_the_next_change_is_the_one_that_is_expected_to_gain_most() -> None:
     assert next_change(of(planted.searched(replace(planted.SPACE, any_batch=True), done))) is None
 
 
+def test_what_was_measured_again_speaks_for_itself() -> None:
+    """One set settles nothing, so nothing is recommended; but what it read is told, not what was expected."""
+    gains = {"bf16": 1.2, "2 ranks": 0.8, "joined kernels": 0.8, "batch 16": 0.8}
+    records = planted.searched(gains=gains, sets=1, winner=(1, 0, 0, 0))
+
+    def measured(factor: float) -> Recommendation:
+        return of(
+            [
+                replace(r, windows=tuple(replace(w, seconds=w.seconds * factor) for w in r.windows))
+                if r.experiment == "recommendation" and r.config.precision == "bf16"
+                else r
+                for r in records
+            ]
+        )
+
+    found = measured(0.6)
+    assert found.count == 0
+    change = next_change(found)
+    assert change is not None
+    assert change.again is not None
+    assert change.label == "bf16"
+    assert change.gain == pytest.approx(1.2 / 0.6, rel=0.05)
+    assert f"bf16, which read {change.gain:.2f} (" in recommended_words.next_words(found)
+    assert "in the 1 set after the search" in recommended_words.next_words(found)
+    slower = next_change(measured(1.5))
+    assert slower is None or slower.label != "bf16", "it has just read slower"
+
+
 def test_a_training_takes_its_images_over_the_speed_and_pays_compiling_once() -> None:
     found = of(planted.searched(), train_images=1_000_000)
     plain, best = forecast(found, found.baseline), forecast(found, found.best, 100.0)

@@ -54,13 +54,17 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Next:
-    """A change that may be worth trying: its gain over the recommended, expected and within 95 %, and the command."""
+    """A change that may be worth trying: its gain over the recommended, expected and within 95 %, and the command.
+
+    ``sets`` are those of the search that had it; ``again`` is what sets after the search say of it, if there are any.
+    """
 
     label: str
     gain: float
     low: float
     high: float
     sets: int
+    again: Step | None
     command: str
 
 
@@ -221,7 +225,8 @@ def next_change(found: Recommendation) -> Next | None:
     """The change of one setting that may gain most over what is recommended; None where none is expected to."""
     belief, here = found.belief, found.cell
     known = {step.cell for step in found.steps[: found.count]}
-    after = {step.cell: step for step in found.steps[found.count : found.count + 1] if step.gain.sets > 1}
+    after = {step.cell: step for step in found.steps[found.count : found.count + 1]}
+    lost = {step.cell for step in after.values() if not step.gain.value > math.exp(SIMPLER)}
     near = [
         c
         for c in belief.cells
@@ -229,7 +234,7 @@ def next_change(found: Recommendation) -> Next | None:
     ]
     worse = {step.cell for step in found.steps if step.judged.verdict == quality.WORSE}
     other_batch = {c for c in near if found.space.setting(BATCH, c) and c not in found.among}
-    open_ = [c for c in near if c not in known | worse and (c in found.among or c in other_batch)]
+    open_ = [c for c in near if c not in known | worse | lost and (c in found.among or c in other_batch)]
     if not open_ or not found.search_sets:
         return None
     best = max(open_, key=lambda c: belief.expected_gain(c, here))
@@ -237,14 +242,16 @@ def next_change(found: Recommendation) -> Next | None:
         return None
     mean, spread = belief.gain(best, here)
     gain, low, high = (math.exp(mean + side * spread) for side in (0, -1.96, 1.96))
-    if best in after:  # measured again too, though not to be recommended
-        gain, low, high = after[best].gain.value, after[best].gain.low, after[best].gain.high
+    again = after.get(best)  # measured again too, though not to be recommended
+    if again is not None:
+        gain, low, high = again.gain.value, again.gain.low, again.gain.high
     return Next(
         label=found.space.changed(best, here),
         gain=gain,
         low=low,
         high=high,
         sets=belief.sets.get(best, 0),
+        again=again,
         command=command(found, _tries(found.space, best, here) + " --any-batch --seeds 8" * (best in other_batch)),
     )
 

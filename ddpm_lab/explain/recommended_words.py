@@ -155,9 +155,13 @@ def next_words(found: Recommendation) -> str:
     if change is None:
         return "Of single changes none is expected to gain half a per cent more."
     gain = (change.gain, change.low, change.high)
-    known = f"expected to be {phrases.ratio_of(*gain)} times as fast again ({phrases.between(*gain)}; "
-    known += f"{phrases.plural(change.sets, 'short set')})"
-    if not change.sets:
+    if change.again is not None:
+        sets = phrases.plural(change.again.gain.sets, "set")
+        known = f"which read {gain_words(change.again)} in the {sets} after the search"
+    elif change.sets:
+        known = f"expected to be {phrases.ratio_of(*gain)} times as fast ({phrases.between(*gain)}; "
+        known += f"{phrases.plural(change.sets, 'short set')})"
+    else:
         known = f"not tried yet (expected within {phrases.between(*gain)} times the speed)"
     return f"The next change to try is {change.label}, {known}: {change.command}."
 
