@@ -16,7 +16,7 @@ _SENTENCES = {
     "amp": "{label} trains {ratio} times as fast as {base}",
     "multi_gpu": "{label} {verb} {ratio} times as fast as {base}",
     "workers": "training with {label} runs {ratio} times as fast as with {base}",
-    "torch_compile": "{label} training runs {ratio} times as fast as {base} training",
+    "torch_compile": "{label}{narrow} training runs {ratio} times as fast as {base}{narrow} training",
     "exchange": "{label} trains {ratio} times as fast as the {base}",
     "batch_size": "training with {label} takes {ratio} times as many images a second as with {base}",
 }
@@ -39,7 +39,9 @@ def faster(row: Mapping[str, Any]) -> str:
     if WEAK in row["family"]:
         form = "{label} take {ratio} times as many images a second as {base}"
     verb = "trains" if row["label"].startswith("1 ") else "train"
-    return form.format(label=row["label"], base=row["baseline_label"], ratio=phrases.ratio(row), verb=verb)
+    narrow = "" if row["config"].is_own else f" {row['config'].precision}"
+    names = {"label": row["label"], "base": row["baseline_label"], "verb": verb, "narrow": narrow}
+    return form.format(ratio=phrases.ratio(row), **names)
 
 
 def trains(row: Mapping[str, Any]) -> bool:
