@@ -265,8 +265,8 @@ def _fastest(study: Study) -> Figure:
     rows = group.rows[:TOP_CONFIGURATIONS]
     names = [fs.fit(phrases.settings(r["config"]), 3.1, 2, fs.TEXT_POINTS) for r in rows]
     context = f"{study.hardware} \N{MIDDLE DOT} {group.name} \N{MIDDLE DOT} {study.date}"
-    note = "Point and bar: geometric mean and 95 % interval over sets. "
-    note += f"Of the fastest: {found.quality}."
+    note = "Point and bar: geometric mean and 95 % interval over sets. Speeds of different questions are of different "
+    note += f"hours: only the ratio beside a row is one of the same sets. Of the first: {found.quality}."
     if len(group.rows) > len(rows):
         hidden = len(group.rows) - len(rows)
         note += f" {hidden} slower ones are in the table." if hidden > 1 else " One slower one is in the table."

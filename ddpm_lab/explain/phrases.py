@@ -162,7 +162,9 @@ def settings(config: RunConfig) -> str:
         formats = [] if config.option("number_format", "") else formats
         loads = [] if config.option("samples", None) is None else [workers]
     compiled = ["compiled"] * (config.compile != "off")
-    return ", ".join([plural(config.world_size, unit), *formats, *compiled, *loads])
+    lab = not config.is_own
+    forms = ["NCHW"] * (lab and not config.channels_last) + ["joined kernels"] * (lab and config.kernels == "fused")
+    return ", ".join([plural(config.world_size, unit), *formats, *compiled, *forms, *loads])
 
 
 def work(config: RunConfig) -> str:

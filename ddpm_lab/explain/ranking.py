@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ddpm_lab.config import DDPM
 from ddpm_lab.explain import quality, stats
-from ddpm_lab.explain.comparisons import Row, comparisons
+from ddpm_lab.explain.comparisons import Row, comparisons, throughput
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.own_settings import OWN
 from ddpm_lab.plan import SEARCH, scaling
@@ -25,6 +25,14 @@ class Group:
     name: str
     rows: tuple[Row, ...]
     experiments: int
+
+    @property
+    def apart(self) -> bool:
+        """Whether the first is faster than all others: than its own baseline by a verdict, than others by intervals."""
+        best, *others = self.rows
+        low = throughput(best)[1]
+        own = best["baseline_id"] if best["verdict"] == stats.FASTER else None
+        return all(r["run_id"] == own or low > throughput(r)[2] for r in others)
 
 
 def groups(study: Study) -> list[Group]:

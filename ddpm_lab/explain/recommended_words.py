@@ -29,7 +29,8 @@ def fastest_measured(group: ranking.Group, *, busy: bool = False) -> tuple[str, 
     A single set is no evidence, least of all on a machine that was ``busy`` meanwhile; the line says both.
     """
     best = group.rows[0]
-    short = f"Fastest measured: {phrases.settings(best['config'])}, at {phrases.throughput(best)}"
+    first = "Fastest measured" if group.apart else f"Highest of {len(group.rows)} speeds, not told apart"
+    short = f"{first}: {phrases.settings(best['config'])}, at {phrases.throughput(best)}"
     if best["sets"] < 2:
         short += f" (1 set, no interval{'; the machine was busy' if busy else ''})"
     text = f"{short} ({group.name})."
