@@ -205,6 +205,8 @@ def _unmeasured(study: Study, about: Subject, other: RunConfig, name: str) -> Ad
     """What the time budget allows a change at most, and what it was worth elsewhere."""
     base, most = _base(study, about, other, name), bounds.bound(study, about, other)
     told = "Not measured against the present settings"
+    if bounds.shares_cores(about, other):
+        told += f"; {bounds.SHARED_CORES}"
     if near := _elsewhere(study, about, other):
         where = phrases.settings(near["baseline"])
         told += f"; from other ones ({where}) it reads {phrases.ratio(near)} ({phrases.evidence(near)})"

@@ -137,6 +137,9 @@ def _recommendations(study: Study, about: Subject, found: Sequence[Advice]) -> l
     if any(a.status == adv.NOT_MEASURED for a in found):
         how = change_phrases.command(study, about.config)
         parts.append(f"Of what is not measured the time budget says nothing; `{how}` measures it.")
+        parts.append(
+            _items([f"{a.title}: {a.evidence}." for a in found if a.status == adv.NOT_MEASURED and ";" in a.evidence])
+        )
     return parts
 
 
@@ -255,7 +258,7 @@ def _method(study: Study, about: Subject) -> list[str]:
         f"{bd.percent(bd.UNEXPLAINED)} in no phase names no bottleneck.",
         "Speeds: fresh process groups take turns in sets, the present settings twice. Ratios are paired by turn, "
         "intervals are 95 % over sets, and verdicts are corrected for all comparisons of an experiment (Holm).",
-        "A bound is what a step would gain if the phases that a change acts on took no time, or n ranks took 1/n: it "
+        "A bound is what a step would gain if the phases that a change acts on took no time, or n GPUs took 1/n: it "
         "is no measurement, and hardly ever reached.",
         f"Targets and names of shares are those of {TARGETS.whose}: compute {compute}, else poor; I/O {io}, else poor. "
         f"Impact by the lower end of the interval: {impacts}, else low.",
