@@ -15,6 +15,7 @@ from ddpm_lab.explain import bottleneck, bounds
 from ddpm_lab.explain.bands import S002
 from ddpm_lab.explain.bottleneck import MET, MISSED, NO_TARGET, UNKNOWN
 from ddpm_lab.explain.bottleneck_report import markdown
+from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.record import RunRecord
 
@@ -129,6 +130,27 @@ def test_a_recommendation_says_all_that_is_asked_of_it() -> None:
     assert "waiting for data: 2.0 % of a step" in fine
     assert re.search(r"Compile the step: 0\.8\d* times as fast .*\(slower\)", fine)
     assert "Train in bf16" not in fine
+
+
+def test_what_one_set_reads_comes_with_its_noise_floor_and_promises_nothing() -> None:
+    bf16 = {"bf16": (replace(CONFIG, precision="bf16"), 1.77)}
+    shown = study(profiled(CONFIG, BUSY), *told(CONFIG, bf16, count=1, set_noise=0.3))
+    (again,) = (r["ratio"] for r in comparisons(shown) if r["role"] == "twin")
+    reads = f"the present settings against themselves read {again:.2f}"
+    assert abs(again - 1) > 0.03
+    assert reads in bottleneck.summary(shown)[3]
+    first = markdown(shown).partition(". Train in bf16\n")[2].partition("###")[0]
+    assert reads in first.partition("**Evidence:**")[2].partition("\n")[0]
+    assert first.partition("**Expected result:** ")[2].startswith("not known: the gain is not resolved")
+    assert first.partition("**Expected improvement:** ")[2].startswith("not resolved")
+
+
+def test_with_enough_sets_the_noise_floor_is_an_interval_and_the_result_is_stated() -> None:
+    text = markdown(measured(BUSY, bf16=1.4))
+    assert re.search(r"Noise floor: the present settings against themselves read .* \(95 % interval ", text)
+    assert re.search(r"\*\*Evidence:\*\* .*; noise floor \d\.\d+ to \d\.\d+\)", text)
+    assert re.search(r"\*\*Expected result:\*\* \d", text)
+    assert "Noise floor" not in "".join(bottleneck.summary(study(profiled(CONFIG, BUSY))))
 
 
 def test_a_batch_that_was_swept_is_a_row_and_one_that_was_not_has_its_command() -> None:

@@ -44,6 +44,11 @@ def summary(study: Study) -> list[str]:
         told.append(f"{'First recommendation' if sure else 'First to be measured'}: {_first(found[0])}.")
     else:
         told.append("Nothing that was measured, or that the time budget allows, would make it faster.")
+    if about.speed and (again := adv.twin(study, about.speed)) is not None:
+        told.append(
+            f"Noise floor: the present settings against themselves read {phrases.ratio(again)} "
+            f"({phrases.evidence(again)}); a change that gains no more than that is not told apart from none."
+        )
     table = targets(study, about, found)
     missed = [t.name for t in table if t.status == MISSED]
     unknown = [t.name for t in table if t.status == UNKNOWN]

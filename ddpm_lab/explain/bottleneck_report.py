@@ -162,7 +162,10 @@ def _result(about: Subject, a: Advice) -> str:
     if a.status == adv.BOUND:
         return f"no less than {phrases.seconds(now / a.most)} for an image ({per})."
     span = "" if math.isnan(a.low) else f" ({phrases.seconds(now / a.high)} to {phrases.seconds(now / a.low)})"
-    return f"{phrases.seconds(now / a.ratio)} for an image{span}; {per}."
+    told = f"{phrases.seconds(now / a.ratio)} for an image{span}; {per}."
+    return (
+        f"not known: the gain is not resolved. If it is what it reads, {told}" if a.status == adv.NOT_RESOLVED else told
+    )
 
 
 def _why(study: Study, about: Subject) -> list[str]:
