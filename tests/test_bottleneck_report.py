@@ -72,7 +72,10 @@ def test_the_phases_add_up_and_have_their_classes() -> None:
         (STARVED, ["limited by I/O", "I/O 60 % (poor)", "compute share 39 % (poor)"]),
         (BUSY, ["limited by compute", "compute share 97 % (good)", "I/O 2.0 % (good)"]),
         ({"copy": 50.0, "forward": 49.0, "data": 1.0}, ["limited by memory transfer"]),
-        ({"forward": 75.0, "data": 25.0}, ["limited by compute", "between good and poor", "not small"]),
+        (
+            {"forward": 75.0, "data": 25.0},
+            ["limited by compute", "between good and poor", "above its target (below 15 %)"],
+        ),
     ],
 )
 def test_the_verdict_names_what_takes_most(phases: dict[str, float], words: list[str]) -> None:
@@ -107,6 +110,44 @@ def test_targets_are_met_missed_or_not_measured() -> None:
     assert (known["memory in use"], known["CPU utilisation"]) == (NO_TARGET, MET)
     known = status(study(with_memory(budget, 0.1, 50.0)))
     assert (known["memory in use"], known["CPU utilisation"]) == (NO_TARGET, MISSED)
+
+
+@pytest.mark.parametrize(
+    ("others", "status", "now"),
+    [
+        (0.1, MET, "90 %"),
+        (1.0, UNKNOWN, "45 %; other processes took 1.0 of 2 cores"),
+        (None, UNKNOWN, "95 % with other processes, whose share is unknown"),
+    ],
+)
+def test_neighbours_are_no_utilisation(others: float | None, status: str, now: str) -> None:
+    """The cores were busy for 95 % of the time, and what others took of that counts for nothing."""
+    budget = with_memory(profiled(CONFIG, BUSY), 0.5, 95.0)
+    assert budget.profile is not None
+    budget.profile["budget"]["others_cores"] = others
+    shown = study(budget)
+    about = bounds.subject(shown)
+    assert about is not None
+    (found,) = (t for t in bottleneck.targets(shown, about, ()) if t.name == "CPU utilisation")
+    assert (found.status, found.now) == (status, now)
+
+
+def test_what_neighbours_took_is_told_of_the_budget_and_of_the_sets_apart() -> None:
+    budget = profiled(CONFIG, BUSY)
+    assert budget.profile is not None
+    budget.profile["budget"]["others_cores"] = 1.4
+    sets = told(CONFIG, {"bf16": (replace(CONFIG, precision="bf16"), 1.4)}, count=6)
+    sets = [replace(r, windows=tuple(replace(w, others_cores=1.1) for w in r.windows)) for r in sets]
+    text = markdown(study(budget, *sets))
+    assert "Other processes kept 1.4 of 2 cores busy while the time budget was taken." in text
+    assert "other processes took 1.1 of 2 cores on average in the windows that count. The time budget was taken" in text
+
+
+def test_a_target_is_told_from_the_name_of_a_share() -> None:
+    text = markdown(study(profiled(CONFIG, {"data": 17.0, "forward": 83.0})))
+    assert "I/O 17 % (good), and waiting for data is above its target (below 15 %)" in text
+    assert "I/O good up to 20 %" in text.partition("## Method")[2]
+    assert "I/O below 15 %, which is less than what it names good" in text.partition("## Method")[2]
 
 
 def test_names_of_shares_are_the_published_bands() -> None:

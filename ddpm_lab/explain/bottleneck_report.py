@@ -263,11 +263,14 @@ def _method(study: Study, about: Subject) -> list[str]:
         "intervals are 95 % over sets, and verdicts are corrected for all comparisons of an experiment (Holm).",
         "A bound is what a step would gain if the phases that a change acts on took no time, or n GPUs took 1/n: it "
         "is no measurement, and hardly ever reached.",
-        f"Targets and names of shares are those of {TARGETS.whose}: compute {compute}, else poor; I/O {io}, else poor. "
+        f"{TARGETS.whose} names shares: compute {compute}, else poor; I/O {io}, else poor. Its targets are goals of "
+        f"their own: compute above {bd.percent(TARGETS.compute)}, I/O below {bd.percent(TARGETS.io)}, which is less "
+        "than what it names good. "
         f"Impact by the lower end of the interval: {impacts}, else low.",
         "Compute share is the part of the wall time in forward, backward, optimizer and weight averaging. It is not "
         "the utilisation of the device, which is read from the machine.",
         f"Code version {record.code_version}, run {record.run_id}, measured {study.date}.",
     ]
     busy = machine_state.busy(study).strip()
-    return [*told, busy] if busy else told
+    apart = "The time budget was taken apart from these sets, and what others took then is said with it."
+    return [*told, f"{busy} {apart}"] if busy else told
