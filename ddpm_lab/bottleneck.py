@@ -9,10 +9,14 @@ from typing import Any
 from ddpm_lab.changes import batch_sizes, changes
 from ddpm_lab.checks import ConfigError, known, whole
 from ddpm_lab.config import RunConfig
+from ddpm_lab.measure.held import Held
+from ddpm_lab.measure.trials import COMPILE_SECONDS
 from ddpm_lab.plan import Experiment, Family
 from ddpm_lab.setting import Setup, each_choice
 
 BASELINE = "the present settings"
+COMPILE_SHARE = 0.5
+"""Share of the time that cold compiles may take: the rest is for what they are compared with."""
 SIZES = ", batch sizes"
 _FIXED = ("purpose", "workload", "data", "data_sha256", "options", "nodes")
 """Settings of a configuration that a question does not take."""
@@ -63,3 +67,25 @@ def bottleneck(
         families=tuple(f for f in families if f.candidates),
         profiles=((name, BASELINE, dataclasses.replace(config, purpose="profile")),),
     )
+
+
+def fitting(experiment: Experiment, seconds: float, held: Held) -> Experiment:
+    """The experiment without changes whose cold compiles alone would take half of ``seconds``; they are left out.
+
+    A cold compile is forecast to take as long as the longest that is ``held``; what was compiled once stays in.
+    """
+    took, room = max(held.compile_seconds, default=COMPILE_SECONDS), COMPILE_SHARE * seconds
+    families, left_out = [], list(experiment.left_out)
+    for family in experiment.families:
+        kept = []
+        for label, config in family.candidates:
+            cold = config.compile != "off" and not held.cold_compiles(config.run_id)
+            if cold and config.run_id not in held.lasting:
+                if took >= room:
+                    reason = f"does not fit into the time: its cold compile takes about {took:.0f} s of {seconds:.0f} s"
+                    left_out.append((family.name, label, reason))
+                    continue
+                room -= took
+            kept.append((label, config))
+        families.append(dataclasses.replace(family, candidates=tuple(kept)))
+    return dataclasses.replace(experiment, families=tuple(families), left_out=tuple(left_out))

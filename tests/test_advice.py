@@ -189,6 +189,17 @@ def test_other_code_other_baselines_and_failures_are_no_measurements_of_this() -
     assert "no C++ compiler" in failed.evidence
 
 
+def test_what_was_left_out_is_said_with_its_reason() -> None:
+    config = RunConfig()
+    note = make.record(config, role="note", label="compiled", status="left out", reason="it takes too long")
+    note = replace(note, experiment="bottleneck", family="one change at a time", baseline_id=config.run_id)
+    bf16 = replace(config, precision="bf16")
+    shown = study(profiled(config, {"forward": 80.0, "optimizer": 20.0}), note, *told(config, {"bf16": (bf16, 1.5)}))
+    left_out = by_title(adv.advice(shown), "Compile the step")
+    assert left_out.evidence == "Not measured against the present settings; it takes too long"
+    assert left_out.status == adv.BOUND
+
+
 def test_identical_ranks_have_no_straggler() -> None:
     planted = replace(MACHINES["straggler"], costs={"image": 0.002, "slow": 0.0})
     shown = study(*records_of(planted))

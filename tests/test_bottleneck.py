@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import records as make
 from setups import setup
 
-from ddpm_lab.bottleneck import bottleneck
+from ddpm_lab.bottleneck import bottleneck, fitting
 from ddpm_lab.checks import ConfigError
+from ddpm_lab.measure.held import Held
 from ddpm_lab.plan import Experiment
 
 
@@ -29,6 +32,28 @@ def test_smoke_measures_a_few_changes_and_names_choose() -> None:
     assert len(labels(bottleneck(setup("smoke")))) == 4
     assert labels(bottleneck(setup(), only=["batch 64", "bf16"])) == ["bf16", "batch 64"]
     assert len(labels(bottleneck(setup()))) > 6
+
+
+def test_a_compile_that_takes_the_time_of_all_is_left_out_with_the_reason() -> None:
+    asked = bottleneck(setup(), only=["bf16", "compiled", "batch 64"])
+    short = fitting(asked, 120, Held())
+    assert labels(short) == ["bf16", "batch 64"]
+    ((family, label, reason),) = short.left_out
+    assert (family, label) == (asked.families[0].name, "compiled")
+    assert reason == "does not fit into the time: its cold compile takes about 60 s of 120 s"
+    assert fitting(asked, 600, Held()) == asked
+    compiled = dict(asked.families[0].candidates)["compiled"]
+    slow = make.record(
+        replace(compiled, seed=1), role="cold", label="x", compile_cache="cold", stages={"compile": 150.0, "start": 1.0}
+    )
+    assert labels(fitting(asked, 290, Held([slow]))) == ["bf16", "batch 64"], "this machine was seen to take longer"
+    assert fitting(asked, 120, Held([replace(slow, config=compiled)])) == asked, "it is compiled already"
+
+
+def test_compiles_share_the_time() -> None:
+    asked = bottleneck(setup(), compile="whole", only=["bf16", "eager", "batch 16", "batch 32"])
+    assert labels(fitting(asked, 200, Held())) == ["bf16", "eager"]
+    assert labels(fitting(asked, 300, Held())) == ["bf16", "eager", "batch 16"]
 
 
 @pytest.mark.parametrize(

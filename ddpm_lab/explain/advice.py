@@ -221,6 +221,9 @@ def _unmeasured(study: Study, about: Subject, other: RunConfig, name: str) -> Ad
     told = "Not measured against the present settings"
     if bounds.shares_cores(about, other):
         told += f"; {bounds.SHARED_CORES}"
+    mine = ("note", name, about.config.run_id)
+    notes = [r for r in comparisons(study) if (r["role"], r["label"], r["baseline_id"]) == mine]
+    told += "".join(f"; {r['reason']}" for r in notes[-1:])
     if near := _elsewhere(study, about, other):
         where = phrases.settings(near["baseline"])
         told += f"; from other ones ({where}) it reads {phrases.ratio(near)} ({phrases.evidence(near)})"

@@ -28,8 +28,11 @@ from ddpm_lab.explain.frames import Study, rank_zero
 TITLE = "Bottleneck report"
 
 
-def markdown(study: Study, figures: Sequence[tuple[str, str]] = ()) -> str:
-    """The whole report; ``figures`` are (text alternative, file name) of pictures that lie beside it."""
+def markdown(study: Study, figures: Sequence[tuple[str, str]] = (), remarks: Sequence[str] = ()) -> str:
+    """The whole report; ``figures`` are (text alternative, file name) of pictures that lie beside it.
+
+    ``remarks`` are sentences on how it was measured that end the executive summary.
+    """
     about = bounds.subject(study)
     if about is None:
         return f"# {TITLE}\n\n{bottleneck.summary(study)[0]}\n"
@@ -37,7 +40,7 @@ def markdown(study: Study, figures: Sequence[tuple[str, str]] = ()) -> str:
     targets = [(t.name, t.target, t.now, t.status) for t in bottleneck.targets(study, about, found)]
     pictures = [f"![{alt}]({name})" for alt, name in figures]
     sections = {
-        "Executive summary": [_items(bottleneck.summary(study))],
+        "Executive summary": [_items([*bottleneck.summary(study), *remarks])],
         "Bottleneck identification": [
             _phases(about),
             f"**Verdict.** {bottleneck.verdict(about)}",
