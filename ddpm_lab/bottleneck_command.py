@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from ddpm_lab.settings_file import configuration, read_settings
 
 if TYPE_CHECKING:
     from ddpm_lab.explain.frames import Study
+    from ddpm_lab.measure.campaign import Campaign
 
 STEM = "bottleneck_report"
 _PRESENT = ("precision", "loader", "loader_workers", "compile", "world_size", "seed", "image_size", "network", "device")
@@ -109,6 +111,7 @@ def _measured(options: argparse.Namespace, output: Path) -> tuple[Study, list[st
         **given(options, "preset", "minutes", "sets", "output_dir", "held_out", "skip_bad"),
         **_settings(options),
     )
+    _check_memory(planned.campaign)
     campaign, seconds = planned.campaign, planned.campaign.target.seconds
     if seconds is not None:
         planned = planned.renewed(fitting(campaign.experiment, seconds, campaign.held))
@@ -118,6 +121,22 @@ def _measured(options: argparse.Namespace, output: Path) -> tuple[Study, list[st
     others = tuple(r for r in every.records if r.experiment != asked.experiment)
     found = dataclasses.replace(every, records=(*others, *asked.records), measured_sets=measured.measured_sets)
     return found, overrun(seconds, measured.seconds_left)
+
+
+def _check_memory(campaign: Campaign) -> None:
+    """Refuse a batch beyond the memory of the machine, or of its GPUs, where that is known."""
+    from ddpm_lab.bottleneck import check_memory  # noqa: PLC0415
+    from ddpm_lab.measure import hardware, largest_batch  # noqa: PLC0415
+
+    config = dataclasses.replace(campaign.experiment.profiles[0][2], purpose="timing")
+    key, where, available = campaign.machine_key, "the machine", float(largest_batch.available_bytes())
+    if config.device == "cuda":
+        cards = [gpu.memory_bytes for gpu in hardware.gpus()]
+        held = math.inf if None in cards else float(min(filter(None, cards), default=math.inf))
+        where, available = f"memory of {config.world_size} GPUs together", held * config.world_size
+    mine = ("baseline", "candidate")
+    known, _ = campaign.ledger.read(lambda heads: [h for h in heads if h.machine.key == key and h.role in mine])
+    check_memory(config, known, available_bytes=available, where=where)
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:

@@ -66,6 +66,10 @@ def test_what_makes_no_sense_is_refused(call: Call, ledger: Path, tmp_path: Path
         code, _, error = call("bottleneck", *arguments, "--output-dir", tmp_path)
         assert code == 2
         assert len(error.strip().splitlines()) == 1
+    code, _, error = call("bottleneck", "--batch-size", 99_999_999, "--output-dir", tmp_path)
+    assert code == 2
+    assert "global_batch_size is 99,999,999" in error.splitlines()[-1]
+    assert Ledger(tmp_path / "trace_output" / "ledger.jsonl").read() == ([], [])
     empty = tmp_path / "empty.jsonl"
     Ledger(empty).append(told(CONFIG, {}))
     assert call("bottleneck", "--ledger", empty, "--output-dir", tmp_path)[:2] == (

@@ -86,7 +86,7 @@ class Advice:
         if math.isnan(self.ratio):
             return NOT_MEASURED
         text = phrases.times(self.ratio, self.low, self.high, what=" times as fast")
-        return f"not resolved (reads {text})" if self.status == NOT_RESOLVED else text
+        return f"not resolved: reads {text}" if self.status == NOT_RESOLVED else text
 
 
 def advice(study: Study) -> tuple[Advice, ...]:

@@ -47,7 +47,7 @@ def summary(study: Study) -> list[str]:
     if about.speed and (again := adv.twin(study, about.speed)) is not None:
         told.append(
             f"Noise floor: the present settings against themselves read {phrases.ratio(again)} "
-            f"({phrases.evidence(again)}); a change that gains no more than that is not told apart from none."
+            f"({phrases.evidence(again)}); what is no further from 1 is not told apart from no gain."
         )
     table = targets(study, about, found)
     missed = [t.name for t in table if t.status == MISSED]
