@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ from ddpm_lab.settings_file import configuration, read_settings
 
 if TYPE_CHECKING:
     from ddpm_lab.explain.frames import Study
+    from ddpm_lab.measure.campaign import Campaign
 
 STEM = "bottleneck_report"
 _PRESENT = ("precision", "loader", "loader_workers", "compile", "world_size", "seed", "image_size", "network", "device")
@@ -50,18 +53,22 @@ def bottleneck_command(options: argparse.Namespace) -> int:
     from ddpm_lab.explain import advice, bottleneck, bounds  # noqa: PLC0415 - commands load what they need
 
     output = output_folder(options.output_dir)
-    study = _stored(options, output) if options.ledger or options.machine else _measured(options, output)
-    lines = bottleneck.summary(study)
+    remarks: list[str] = []
+    if options.ledger or options.machine:
+        study = _stored(options, output)
+    else:
+        study, remarks = _measured(options, output)
+    lines = [*bottleneck.summary(study), *remarks]
     if bounds.subject(study) is None:
         print(*lines, sep="\n")
         return 1
-    report = write(study, output / "reports")
+    report = write(study, output / "reports", remarks)
     values = {"summary": lines, "advice": [_plain(a) for a in advice.advice(study)], "report": str(report)}
     tell(options, values, [*lines, f"report: {report}", f"page: {report.with_suffix('.html')}"])
     return 0
 
 
-def write(study: Study, folder: Path) -> Path:
+def write(study: Study, folder: Path, remarks: Sequence[str] = ()) -> Path:
     """Write the report with its pictures into ``folder``, as Markdown and as a page; returns the former."""
     from ddpm_lab.explain import bounds, figures, pages  # noqa: PLC0415
     from ddpm_lab.explain.bottleneck_report import markdown  # noqa: PLC0415
@@ -77,29 +84,59 @@ def write(study: Study, folder: Path) -> Path:
             path = folder / f"{STEM}_{name}.png"
             figures.save(figures.figure(part), path)
             shown.append((figures.alt_text(part), path.name))
-    text = markdown(study, shown)
+    text = markdown(study, shown, remarks)
     target = folder / f"{STEM}.md"
     pages.replace_text(target, text)
     pages.write_markdown(text, target.with_suffix(".html"))
     return target
 
 
-def _measured(options: argparse.Namespace, output: Path) -> Study:
-    """Every record of this machine that can say something, after measuring what the question lacks."""
+def overrun(seconds: float | None, left: float | None) -> list[str]:
+    """A sentence where measuring took longer than the ``seconds`` that were given; none where it did not."""
+    if seconds is None or left is None or left > -1:
+        return []
+    return [f"Measuring took {seconds - left:.0f} s, and {seconds:.0f} s were given: what was begun was finished."]
+
+
+def _measured(options: argparse.Namespace, output: Path) -> tuple[Study, list[str]]:
+    """Every record of this machine that can say something, after measuring what the question lacks, and remarks."""
     from ddpm_lab import planning  # noqa: PLC0415
+    from ddpm_lab.bottleneck import fitting  # noqa: PLC0415
     from ddpm_lab.experiments import read_study, study_of  # noqa: PLC0415
 
-    measured = planning.plan_question(
+    planned = planning.plan_question(
         "bottleneck",
         resolution=percent(options.resolution) if options.resolution else None,
         only=[name.strip() for name in options.changes.split(",")] if options.changes else None,
         **given(options, "preset", "minutes", "sets", "output_dir", "held_out", "skip_bad"),
         **_settings(options),
-    ).measure()
+    )
+    _check_memory(planned.campaign)
+    campaign, seconds = planned.campaign, planned.campaign.target.seconds
+    if seconds is not None:
+        planned = planned.renewed(fitting(campaign.experiment, seconds, campaign.held))
+    measured = planned.measure()
     asked = study_of(measured)
     every = read_study([measured.ledger], RECOMMENDATION, output, machine=measured.cohort[0])
     others = tuple(r for r in every.records if r.experiment != asked.experiment)
-    return dataclasses.replace(every, records=(*others, *asked.records), measured_sets=measured.measured_sets)
+    found = dataclasses.replace(every, records=(*others, *asked.records), measured_sets=measured.measured_sets)
+    return found, overrun(seconds, measured.seconds_left)
+
+
+def _check_memory(campaign: Campaign) -> None:
+    """Refuse a batch beyond the memory of the machine, or of its GPUs, where that is known."""
+    from ddpm_lab.bottleneck import check_memory  # noqa: PLC0415
+    from ddpm_lab.measure import hardware, largest_batch  # noqa: PLC0415
+
+    config = dataclasses.replace(campaign.experiment.profiles[0][2], purpose="timing")
+    key, where, available = campaign.machine_key, "the machine", float(largest_batch.available_bytes())
+    if config.device == "cuda":
+        cards = [gpu.memory_bytes for gpu in hardware.gpus()]
+        held = math.inf if None in cards else float(min(filter(None, cards), default=math.inf))
+        where, available = f"memory of {config.world_size} GPUs together", held * config.world_size
+    mine = ("baseline", "candidate")
+    known, _ = campaign.ledger.read(lambda heads: [h for h in heads if h.machine.key == key and h.role in mine])
+    check_memory(config, known, available_bytes=available, where=where)
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:

@@ -40,7 +40,7 @@ MOST_SETS = 100
 class Measured:
     """What a call to ``measure`` answered with: the question's run ids, their cohort, and how many sets it added.
 
-    ``completed`` says whether the ledger now holds anything that answers the question.
+    ``completed`` says whether the ledger now holds an answer; ``seconds_left`` is below 0 where time was overrun.
     """
 
     experiment: Experiment
@@ -49,6 +49,7 @@ class Measured:
     cohort: tuple[str, str, str, str]
     measured_sets: int
     completed: bool
+    seconds_left: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +60,10 @@ class Planned:
     output: Path
     progress: Progress
 
-    def renewed(self) -> Planned:
-        """The same with what the ledger holds by now."""
+    def renewed(self, experiment: Experiment | None = None) -> Planned:
+        """The same with what the ledger holds by now, or for another experiment."""
         c = self.campaign
-        again = Campaign(c.experiment, c.target, c.instrument, c.ledger, c.traces, trials=c.for_trials)
+        again = Campaign(experiment or c.experiment, c.target, c.instrument, c.ledger, c.traces, trials=c.for_trials)
         return dataclasses.replace(self, campaign=again)
 
     def measure(self) -> Measured:
@@ -85,6 +86,7 @@ class Planned:
             ),
             measured_sets=count,
             completed=campaign.held.any,
+            seconds_left=campaign.seconds_left(),
         )
 
 

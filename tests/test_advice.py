@@ -90,9 +90,20 @@ def test_a_bound_is_what_a_step_gains_without_the_phases_that_a_change_acts_on()
     assert found[0].title == "Use packed data"
     assert found[0].most == pytest.approx(100 / 40)
     assert by_title(found, "Compile the step").most == pytest.approx(100 / 70)
-    assert by_title(found, "Train with 2 ranks").most == 2
+    shared = by_title(found, "Train with 2 ranks")
+    assert (shared.status, shared.impact) == (adv.NOT_MEASURED, "unknown")
+    assert "share the cores" in shared.evidence
     unbounded = by_title(found, "Use batches of 64 images")
     assert (unbounded.status, unbounded.expected()) == (adv.NOT_MEASURED, "not measured")
+
+
+def test_more_gpus_are_bounded_by_their_number() -> None:
+    """A GPU more computes beside the present one; a rank more on a CPU takes its cores from the others."""
+    phases = {"forward": 90.0, "optimizer": 10.0}
+    (record,) = make.on(make.GPUS, [profiled(RunConfig(device="cuda"), phases)])
+    found = by_title(adv.advice(study(record)), "Train with 8 ranks")
+    assert (found.status, found.most) == (adv.BOUND, 8)
+    assert "share" not in found.evidence
 
 
 def test_what_a_phase_cannot_give_is_not_recommended() -> None:
@@ -103,8 +114,7 @@ def test_what_a_phase_cannot_give_is_not_recommended() -> None:
 
 def test_a_budget_that_explains_nothing_bounds_nothing() -> None:
     shown = study(profiled(FILES, {"data": 60.0, "forward": 40.0}, residual=30.0))
-    found = [a for a in adv.advice(shown) if "world_size" not in a.recommended]
-    assert {a.status for a in found} == {adv.NOT_MEASURED}
+    assert {a.status for a in adv.advice(shown)} == {adv.NOT_MEASURED}
     about = bounds.subject(shown)
     assert about is not None
     assert "no bottleneck is named" in bottleneck.verdict(about)
@@ -177,6 +187,17 @@ def test_other_code_other_baselines_and_failures_are_no_measurements_of_this() -
     failed = by_title(adv.declined(study(budget, *lost)), "Compile the step")
     assert failed.status == adv.FAILED
     assert "no C++ compiler" in failed.evidence
+
+
+def test_what_was_left_out_is_said_with_its_reason() -> None:
+    config = RunConfig()
+    note = make.record(config, role="note", label="compiled", status="left out", reason="it takes too long")
+    note = replace(note, experiment="bottleneck", family="one change at a time", baseline_id=config.run_id)
+    bf16 = replace(config, precision="bf16")
+    shown = study(profiled(config, {"forward": 80.0, "optimizer": 20.0}), note, *told(config, {"bf16": (bf16, 1.5)}))
+    left_out = by_title(adv.advice(shown), "Compile the step")
+    assert left_out.evidence == "Not measured against the present settings; it takes too long"
+    assert left_out.status == adv.BOUND
 
 
 def test_identical_ranks_have_no_straggler() -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from conftest import Call
-from planted_machines import profiled, told
+from planted_machines import profiled, study, told
 
+from ddpm_lab.bottleneck_command import overrun, write
 from ddpm_lab.config import RunConfig
 from ddpm_lab.ledger import Ledger
 
@@ -39,6 +40,14 @@ def test_records_become_a_report_and_a_page_in_one_file(call: Call, ledger: Path
     assert "<script" not in page
 
 
+def test_a_report_says_where_measuring_took_longer_than_was_given(tmp_path: Path) -> None:
+    assert overrun(None, None) == overrun(120.0, 3.0) == []
+    (said,) = remarks = overrun(120.0, -125.0)
+    assert "took 245 s, and 120 s were given" in said
+    text = write(study(profiled(CONFIG, {"data": 5.0, "forward": 95.0})), tmp_path, remarks).read_text()
+    assert said in text.partition("## Executive summary")[2].partition("## ")[0]
+
+
 def test_scripts_get_the_same_as_json(call: Call, ledger: Path, tmp_path: Path) -> None:
     code, out, _ = call("bottleneck", "--ledger", ledger, "--output-dir", tmp_path, "--json")
     assert code == 0
@@ -57,6 +66,10 @@ def test_what_makes_no_sense_is_refused(call: Call, ledger: Path, tmp_path: Path
         code, _, error = call("bottleneck", *arguments, "--output-dir", tmp_path)
         assert code == 2
         assert len(error.strip().splitlines()) == 1
+    code, _, error = call("bottleneck", "--batch-size", 99_999_999, "--output-dir", tmp_path)
+    assert code == 2
+    assert "global_batch_size is 99,999,999" in error.splitlines()[-1]
+    assert Ledger(tmp_path / "trace_output" / "ledger.jsonl").read() == ([], [])
     empty = tmp_path / "empty.jsonl"
     Ledger(empty).append(told(CONFIG, {}))
     assert call("bottleneck", "--ledger", empty, "--output-dir", tmp_path)[:2] == (

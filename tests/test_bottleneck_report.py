@@ -15,6 +15,7 @@ from ddpm_lab.explain import bottleneck, bounds
 from ddpm_lab.explain.bands import S002
 from ddpm_lab.explain.bottleneck import MET, MISSED, NO_TARGET, UNKNOWN
 from ddpm_lab.explain.bottleneck_report import markdown
+from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.record import RunRecord
 
@@ -71,7 +72,10 @@ def test_the_phases_add_up_and_have_their_classes() -> None:
         (STARVED, ["limited by I/O", "I/O 60 % (poor)", "compute share 39 % (poor)"]),
         (BUSY, ["limited by compute", "compute share 97 % (good)", "I/O 2.0 % (good)"]),
         ({"copy": 50.0, "forward": 49.0, "data": 1.0}, ["limited by memory transfer"]),
-        ({"forward": 75.0, "data": 25.0}, ["limited by compute", "between good and poor", "not small"]),
+        (
+            {"forward": 75.0, "data": 25.0},
+            ["limited by compute", "between good and poor", "above its target (below 15 %)"],
+        ),
     ],
 )
 def test_the_verdict_names_what_takes_most(phases: dict[str, float], words: list[str]) -> None:
@@ -108,6 +112,44 @@ def test_targets_are_met_missed_or_not_measured() -> None:
     assert (known["memory in use"], known["CPU utilisation"]) == (NO_TARGET, MISSED)
 
 
+@pytest.mark.parametrize(
+    ("others", "status", "now"),
+    [
+        (0.1, MET, "90 %"),
+        (1.0, UNKNOWN, "45 %; other processes took 1.0 of 2 cores"),
+        (None, UNKNOWN, "95 % with other processes, whose share is unknown"),
+    ],
+)
+def test_neighbours_are_no_utilisation(others: float | None, status: str, now: str) -> None:
+    """The cores were busy for 95 % of the time, and what others took of that counts for nothing."""
+    budget = with_memory(profiled(CONFIG, BUSY), 0.5, 95.0)
+    assert budget.profile is not None
+    budget.profile["budget"]["others_cores"] = others
+    shown = study(budget)
+    about = bounds.subject(shown)
+    assert about is not None
+    (found,) = (t for t in bottleneck.targets(shown, about, ()) if t.name == "CPU utilisation")
+    assert (found.status, found.now) == (status, now)
+
+
+def test_what_neighbours_took_is_told_of_the_budget_and_of_the_sets_apart() -> None:
+    budget = profiled(CONFIG, BUSY)
+    assert budget.profile is not None
+    budget.profile["budget"]["others_cores"] = 1.4
+    sets = told(CONFIG, {"bf16": (replace(CONFIG, precision="bf16"), 1.4)}, count=6)
+    sets = [replace(r, windows=tuple(replace(w, others_cores=1.1) for w in r.windows)) for r in sets]
+    text = markdown(study(budget, *sets))
+    assert "Other processes kept 1.4 of 2 cores busy while the time budget was taken." in text
+    assert "other processes took 1.1 of 2 cores on average in the windows that count. The time budget was taken" in text
+
+
+def test_a_target_is_told_from_the_name_of_a_share() -> None:
+    text = markdown(study(profiled(CONFIG, {"data": 17.0, "forward": 83.0})))
+    assert "I/O 17 % (good), and waiting for data is above its target (below 15 %)" in text
+    assert "I/O good up to 20 %" in text.partition("## Method")[2]
+    assert "I/O below 15 %, which is less than what it names good" in text.partition("## Method")[2]
+
+
 def test_names_of_shares_are_the_published_bands() -> None:
     assert [S002.compute_name(s) for s in (0.95, 0.85, 0.75, 0.6, 0.3)] == [
         *("good", "good", "between good and poor", "poor", "poor")
@@ -129,6 +171,27 @@ def test_a_recommendation_says_all_that_is_asked_of_it() -> None:
     assert "waiting for data: 2.0 % of a step" in fine
     assert re.search(r"Compile the step: 0\.8\d* times as fast .*\(slower\)", fine)
     assert "Train in bf16" not in fine
+
+
+def test_what_one_set_reads_comes_with_its_noise_floor_and_promises_nothing() -> None:
+    bf16 = {"bf16": (replace(CONFIG, precision="bf16"), 1.77)}
+    shown = study(profiled(CONFIG, BUSY), *told(CONFIG, bf16, count=1, set_noise=0.3))
+    (again,) = (r["ratio"] for r in comparisons(shown) if r["role"] == "twin")
+    reads = f"the present settings against themselves read {again:.2f}"
+    assert abs(again - 1) > 0.03
+    assert reads in bottleneck.summary(shown)[3]
+    first = markdown(shown).partition(". Train in bf16\n")[2].partition("###")[0]
+    assert reads in first.partition("**Evidence:**")[2].partition("\n")[0]
+    assert first.partition("**Expected result:** ")[2].startswith("not known: the gain is not resolved")
+    assert first.partition("**Expected improvement:** ")[2].startswith("not resolved")
+
+
+def test_with_enough_sets_the_noise_floor_is_an_interval_and_the_result_is_stated() -> None:
+    text = markdown(measured(BUSY, bf16=1.4))
+    assert re.search(r"Noise floor: the present settings against themselves read .* \(95 % interval ", text)
+    assert re.search(r"\*\*Evidence:\*\* .*; noise floor \d\.\d+ to \d\.\d+\)", text)
+    assert re.search(r"\*\*Expected result:\*\* \d", text)
+    assert "Noise floor" not in "".join(bottleneck.summary(study(profiled(CONFIG, BUSY))))
 
 
 def test_a_batch_that_was_swept_is_a_row_and_one_that_was_not_has_its_command() -> None:

@@ -86,7 +86,7 @@ class Advice:
         if math.isnan(self.ratio):
             return NOT_MEASURED
         text = phrases.times(self.ratio, self.low, self.high, what=" times as fast")
-        return f"{text}, not resolved" if self.status == NOT_RESOLVED else text
+        return f"not resolved: reads {text}" if self.status == NOT_RESOLVED else text
 
 
 def advice(study: Study) -> tuple[Advice, ...]:
@@ -168,7 +168,7 @@ def _of_row(study: Study, about: Subject, row: Row, name: str) -> Advice:
     base = _base(study, about, row["config"], name)
     if not row["sets"]:
         return replace(base, status=FAILED, evidence=phrases.failure(row))
-    told = f"Measured in {row['family']}: {phrases.ratio(row)} ({phrases.evidence(row)}{sentences.noise(row)})"
+    told = f"Measured in {row['family']}: {phrases.ratio(row)} ({phrases.evidence(row)}{_noise(study, row)})"
     if not resolved(row):
         told += f"; {phrases.outcome(row)}"
     if row["config"].compile != "off" and about.config.compile == "off":
@@ -181,6 +181,20 @@ def _of_row(study: Study, about: Subject, row: Row, name: str) -> Advice:
         low=float(row["low"]),
         high=float(row["high"]),
     )
+
+
+def _noise(study: Study, row: Row) -> str:
+    """The noise floor after a semicolon; of sets too few for an interval what the baseline against itself reads."""
+    if (floor := sentences.noise(row)) or (again := twin(study, row)) is None:
+        return floor
+    return f"; noise floor: the present settings against themselves read {phrases.ratio(again)}"
+
+
+def twin(study: Study, row: Row) -> Row | None:
+    """The baseline against itself in a row's sets; None where it has no speed."""
+    mine = ("twin", row["experiment"], row["family"], row["baseline_id"])
+    every = (r for r in comparisons(study) if (r["role"], r["experiment"], r["family"], r["baseline_id"]) == mine)
+    return next((r for r in every if r["sets"]), None)
 
 
 def _to_the_loss(study: Study, config: RunConfig, other: RunConfig) -> str:
@@ -205,6 +219,11 @@ def _unmeasured(study: Study, about: Subject, other: RunConfig, name: str) -> Ad
     """What the time budget allows a change at most, and what it was worth elsewhere."""
     base, most = _base(study, about, other, name), bounds.bound(study, about, other)
     told = "Not measured against the present settings"
+    if bounds.shares_cores(about, other):
+        told += f"; {bounds.SHARED_CORES}"
+    mine = ("note", name, about.config.run_id)
+    notes = [r for r in comparisons(study) if (r["role"], r["label"], r["baseline_id"]) == mine]
+    told += "".join(f"; {r['reason']}" for r in notes[-1:])
     if near := _elsewhere(study, about, other):
         where = phrases.settings(near["baseline"])
         told += f"; from other ones ({where}) it reads {phrases.ratio(near)} ({phrases.evidence(near)})"

@@ -44,6 +44,11 @@ def summary(study: Study) -> list[str]:
         told.append(f"{'First recommendation' if sure else 'First to be measured'}: {_first(found[0])}.")
     else:
         told.append("Nothing that was measured, or that the time budget allows, would make it faster.")
+    if about.speed and (again := adv.twin(study, about.speed)) is not None:
+        told.append(
+            f"Noise floor: the present settings against themselves read {phrases.ratio(again)} "
+            f"({phrases.evidence(again)}); what is no further from 1 is not told apart from no gain."
+        )
     table = targets(study, about, found)
     missed = [t.name for t in table if t.status == MISSED]
     unknown = [t.name for t in table if t.status == UNKNOWN]
@@ -69,7 +74,9 @@ def verdict(about: Subject) -> str:
     if most == bd.IO:
         text = f"The step is limited by I/O: {told}"
     elif most == bd.COMPUTE:
-        beside = "" if io < TARGETS.io else f", and waiting for data is not small (below {bd.percent(TARGETS.io)} is)"
+        beside = (
+            "" if io < TARGETS.io else f", and waiting for data is above its target (below {bd.percent(TARGETS.io)})"
+        )
         text = f"The step is limited by compute: {told}{beside}"
     else:
         text = f"The step is limited by {LONG.get(most, most)}, {bd.percent(shares[most])} of it: {told}"
@@ -80,7 +87,6 @@ def targets(study: Study, about: Subject, found: Sequence[Advice]) -> list[Targe
     """The targets of the report and what is reached of each."""
     line, low, high = about.taken.running, *TARGETS.memory
     memory, of = _memory(about)
-    used, device = _utilisation(about)
     first = next((a for a in found if a.status == adv.FASTER), None)
     epoch = about.step_seconds * PROJECTED_IMAGES / about.config.global_batch_size
     held = _target(f"memory in use, of {of}", f"{100 * low:.0f} to {bd.percent(high)}", memory, low, high)
@@ -88,7 +94,7 @@ def targets(study: Study, about: Subject, found: Sequence[Advice]) -> list[Targe
         _target("compute share", f"above {bd.percent(TARGETS.compute)}", line.share(bd.COMPUTE), TARGETS.compute, 1.01),
         _target("I/O share", f"below {bd.percent(TARGETS.io)}", line.share(bd.IO), -1.0, TARGETS.io),
         replace(held, status=NO_TARGET) if about.config.device == "cpu" else held,
-        _target(f"{device} utilisation", f"above {bd.percent(TARGETS.utilisation)}", used, TARGETS.utilisation, 1.01),
+        _utilisation(about),
         Target(
             name=f"time of {PROJECTED_IMAGES:,} images",
             target=phrases.seconds(epoch / first.ratio) if first else "no change is known to be faster",
@@ -122,11 +128,26 @@ def _memory(about: Subject) -> tuple[float, str]:
     return (sum(p or 0 for p in peaks) / total if total and peaks and all(peaks) else math.nan), "the machine's"
 
 
-def _utilisation(about: Subject) -> tuple[float, str]:
-    """Share of the time that the device was busy while the budget was taken; NaN is unknown."""
+def _utilisation(about: Subject) -> Target:
+    """How busy the device was while the budget was taken; a CPU by what was measured alone, without its neighbours.
+
+    Where these took more than a tenth of the cores nobody knows whether the target would have been met without them.
+    """
+    values, wanted = (about.profile.profile or {})["budget"], f"above {bd.percent(TARGETS.utilisation)}"
     name, key = ("GPU", "gpu") if about.config.device == "cuda" else ("CPU", "cpu")
-    taken = (about.profile.profile or {})["budget"].get("state", {}).get(f"{key}_utilisation_percent")
-    return (math.nan if taken is None else taken / 100), name
+    taken = values.get("state", {}).get(f"{key}_utilisation_percent")
+    used = math.nan if taken is None else taken / 100
+    others, cores = values.get("others_cores"), about.profile.environment.machine.usable_cores
+    if key == "gpu" or math.isnan(used):
+        return _target(f"{name} utilisation", wanted, used, TARGETS.utilisation, 1.01)
+    if others is None:
+        now = f"{bd.percent(used)} with other processes, whose share is unknown"
+        return Target(name=f"{name} utilisation", target=wanted, now=now, status=UNKNOWN)
+    found = _target(f"{name} utilisation", wanted, max(0.0, used - others / cores), TARGETS.utilisation, 1.01)
+    if others <= bd.DISTURBED * cores:
+        return found
+    now = f"{found.now}; other processes took {others:.1f} of {phrases.plural(cores, 'core')}"
+    return replace(found, now=now, status=MET if found.status == MET else UNKNOWN)
 
 
 def speed(about: Subject) -> str:

@@ -28,8 +28,11 @@ from ddpm_lab.explain.frames import Study, rank_zero
 TITLE = "Bottleneck report"
 
 
-def markdown(study: Study, figures: Sequence[tuple[str, str]] = ()) -> str:
-    """The whole report; ``figures`` are (text alternative, file name) of pictures that lie beside it."""
+def markdown(study: Study, figures: Sequence[tuple[str, str]] = (), remarks: Sequence[str] = ()) -> str:
+    """The whole report; ``figures`` are (text alternative, file name) of pictures that lie beside it.
+
+    ``remarks`` are sentences on how it was measured that end the executive summary.
+    """
     about = bounds.subject(study)
     if about is None:
         return f"# {TITLE}\n\n{bottleneck.summary(study)[0]}\n"
@@ -37,7 +40,7 @@ def markdown(study: Study, figures: Sequence[tuple[str, str]] = ()) -> str:
     targets = [(t.name, t.target, t.now, t.status) for t in bottleneck.targets(study, about, found)]
     pictures = [f"![{alt}]({name})" for alt, name in figures]
     sections = {
-        "Executive summary": [_items(bottleneck.summary(study))],
+        "Executive summary": [_items([*bottleneck.summary(study), *remarks])],
         "Bottleneck identification": [
             _phases(about),
             f"**Verdict.** {bottleneck.verdict(about)}",
@@ -137,6 +140,9 @@ def _recommendations(study: Study, about: Subject, found: Sequence[Advice]) -> l
     if any(a.status == adv.NOT_MEASURED for a in found):
         how = change_phrases.command(study, about.config)
         parts.append(f"Of what is not measured the time budget says nothing; `{how}` measures it.")
+        parts.append(
+            _items([f"{a.title}: {a.evidence}." for a in found if a.status == adv.NOT_MEASURED and ";" in a.evidence])
+        )
     return parts
 
 
@@ -159,7 +165,10 @@ def _result(about: Subject, a: Advice) -> str:
     if a.status == adv.BOUND:
         return f"no less than {phrases.seconds(now / a.most)} for an image ({per})."
     span = "" if math.isnan(a.low) else f" ({phrases.seconds(now / a.high)} to {phrases.seconds(now / a.low)})"
-    return f"{phrases.seconds(now / a.ratio)} for an image{span}; {per}."
+    told = f"{phrases.seconds(now / a.ratio)} for an image{span}; {per}."
+    return (
+        f"not known: the gain is not resolved. If it is what it reads, {told}" if a.status == adv.NOT_RESOLVED else told
+    )
 
 
 def _why(study: Study, about: Subject) -> list[str]:
@@ -255,13 +264,16 @@ def _method(study: Study, about: Subject) -> list[str]:
         f"{bd.percent(bd.UNEXPLAINED)} in no phase names no bottleneck.",
         "Speeds: fresh process groups take turns in sets, the present settings twice. Ratios are paired by turn, "
         "intervals are 95 % over sets, and verdicts are corrected for all comparisons of an experiment (Holm).",
-        "A bound is what a step would gain if the phases that a change acts on took no time, or n ranks took 1/n: it "
+        "A bound is what a step would gain if the phases that a change acts on took no time, or n GPUs took 1/n: it "
         "is no measurement, and hardly ever reached.",
-        f"Targets and names of shares are those of {TARGETS.whose}: compute {compute}, else poor; I/O {io}, else poor. "
+        f"{TARGETS.whose} names shares: compute {compute}, else poor; I/O {io}, else poor. Its targets are goals of "
+        f"their own: compute above {bd.percent(TARGETS.compute)}, I/O below {bd.percent(TARGETS.io)}, which is less "
+        "than what it names good. "
         f"Impact by the lower end of the interval: {impacts}, else low.",
         "Compute share is the part of the wall time in forward, backward, optimizer and weight averaging. It is not "
         "the utilisation of the device, which is read from the machine.",
         f"Code version {record.code_version}, run {record.run_id}, measured {study.date}.",
     ]
     busy = machine_state.busy(study).strip()
-    return [*told, busy] if busy else told
+    apart = "The time budget was taken apart from these sets, and what others took then is said with it."
+    return [*told, f"{busy} {apart}"] if busy else told

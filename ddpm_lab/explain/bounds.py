@@ -14,6 +14,7 @@ from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import LIMITS
 from ddpm_lab.record import RunRecord
 
+SHARED_CORES = "the ranks would share the cores that the present ones already use, so the time budget bounds nothing"
 _COMPUTE = ("forward", "backward")
 ACTS_ON = {
     "loader": ("data", "copy"),
@@ -56,7 +57,7 @@ def subject(study: Study) -> Subject | None:
 
 
 def bound(study: Study, about: Subject, other: RunConfig) -> float:
-    """How many times as fast a change can make a step at most: its phases take no time at all, or n ranks 1/n.
+    """How many times as fast a change can make a step at most: its phases take no time at all, or n GPUs 1/n.
 
     What leaves less than a twentieth of the step bounds nothing. For computing in the same format also what the
     machine's peaks allow, where they were measured. NaN where nothing bounds it: such as for another batch, of which a
@@ -65,7 +66,7 @@ def bound(study: Study, about: Subject, other: RunConfig) -> float:
     line, changed = about.taken.running, other.differences(about.config).keys()
     if "world_size" in changed:
         gain = other.world_size / about.config.world_size
-        return gain if gain > 1 else math.nan
+        return gain if gain > 1 and not shares_cores(about, other) else math.nan
     phases = {phase for name in changed for phase in ACTS_ON.get(name, ())}
     if not phases or not about.taken.explained or changed & {"global_batch_size", "read_loss"}:
         return math.nan
@@ -75,6 +76,11 @@ def bound(study: Study, about: Subject, other: RunConfig) -> float:
         return most
     allowed = max(1.0, peak.measured_seconds / peak.fused_seconds)
     return allowed if math.isnan(most) else min(most, allowed)
+
+
+def shares_cores(about: Subject, other: RunConfig) -> bool:
+    """Whether a change splits the cores that the present ranks already use among more ranks."""
+    return other.device == "cpu" and other.world_size > about.config.world_size
 
 
 def roofline(study: Study, about: Subject) -> limits.Roofline | None:

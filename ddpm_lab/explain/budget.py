@@ -137,7 +137,8 @@ def _disturbance(others_cores: float | None, usable_cores: int) -> str:
         return "What other processes took is unknown here"
     if others_cores <= DISTURBED * usable_cores:
         return ""
-    return f"Other processes kept {others_cores:.1f} of {phrases.plural(usable_cores, 'core')} busy meanwhile"
+    cores = phrases.plural(usable_cores, "core")
+    return f"Other processes kept {others_cores:.1f} of {cores} busy while the time budget was taken"
 
 
 def _straggler(lines: Sequence[Line]) -> str:
@@ -200,8 +201,8 @@ def evidence(found: Budget) -> str:
     parts = [
         f"A step{whose} takes {phrases.seconds(line.step_seconds)}: {phrases.joined(shares)}; "
         f"{percent(line.residual_share)} lies in no phase",
-        f"Compute share {percent(line.share(COMPUTE))} (above {percent(TARGETS.compute)} counts as good), "
-        f"I/O {percent(line.share(IO))} (below {percent(TARGETS.io)})",
+        f"Compute share {percent(line.share(COMPUTE))} (target: above {percent(TARGETS.compute)}), "
+        f"I/O {percent(line.share(IO))} (target: below {percent(TARGETS.io)})",
     ]
     parts += [found.straggler] if found.straggler else []
     parts += [f"Beside the phases: {phrases.joined(beside(found))}"] if beside(found) else []

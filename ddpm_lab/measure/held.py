@@ -24,6 +24,8 @@ class Held:
         self._fids: set[tuple[str, str, int]] = set()  # run id, hash of the Inception, images
         self._checks: set[str] = set()
         self._cold: Counter[str] = Counter()
+        self.compile_seconds: list[float] = []
+        """What each compile from empty caches took."""
         self._notes: set[tuple[object, ...]] = set()
         self.searched: list[RunRecord] = []
         """Sizes that were tried in search of the largest batch, and how the searches ended."""
@@ -50,6 +52,7 @@ class Held:
                     self._fids.add((r.run_id, found["inception_sha256"], found["images"]))
             elif r.role == "cold" and r.status == "ok" and r.compile_cache == "cold":
                 self._cold[r.run_id] += 1
+                self.compile_seconds += [r.stages["compile"]] if "compile" in r.stages else []
             elif r.role in ("baseline", "twin", "candidate") and r.status == "ok":
                 self._sets[r.baseline_id][r.set_id][r.role, r.run_id] = r
                 if r.windows:
