@@ -14,6 +14,7 @@ from ddpm_lab.explain.pairs import (
     EPOCH,
     RECOMMENDATIONS,
     Pair,
+    beyond,
     in_words,
     layout,
     means,
@@ -67,6 +68,8 @@ def _rests_on(study: Study) -> list[str]:
         lines.append(f"Noise floor, one {unit(pairs(study))} against itself: {'; '.join(floor)}.")
     if sentences.quality(rows) == "quality not measured":
         lines.append("Quality is not measured: `--seeds 8` with `ddpm-lab run multi_gpu` does so.")
+    if said := beyond(study):
+        lines.append(said)
     return lines
 
 
