@@ -109,6 +109,7 @@ def test_targets_are_met_missed_or_not_measured() -> None:
 
 
 def test_names_of_shares_are_the_published_bands() -> None:
+    assert "S002, a report on the bottlenecks of one training run" in markdown(study(profiled(CONFIG, BUSY)))
     assert [S002.compute_name(s) for s in (0.95, 0.85, 0.75, 0.6, 0.3)] == [
         *("good", "good", "between good and poor", "poor", "poor")
     ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ddpm_lab.explain import findings, phrases, scaling, sentences
-from ddpm_lab.explain.bands import S000
+from ddpm_lab.explain.bands import S000, documents
 from ddpm_lab.explain.comparisons import Row
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.grids import Grid, literal, markdown
@@ -68,9 +68,8 @@ def _rests_on(study: Study) -> list[str]:
         lines.append(f"Noise floor, one {unit(pairs(study))} against itself: {'; '.join(floor)}.")
     if sentences.quality(rows) == "quality not measured":
         lines.append("Quality is not measured: `--seeds 8` with `ddpm-lab run multi_gpu` does so.")
-    if said := beyond(study):
-        lines.append(said)
-    return lines
+    lines += [said] if (said := beyond(study)) else []
+    return [*lines, documents(S000.whose, RECOMMENDATIONS.whose)]
 
 
 def conclusion(found: Sequence[Pair]) -> str:
