@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import NETWORKS
+from ddpm_lab.config import NETWORKS, RunConfig
 from ddpm_lab.files import LEDGER, ledgers, output_folder, writing
 from ddpm_lab.ledger import read_all
 from ddpm_lab.options import add, given
@@ -226,7 +226,7 @@ def _run_of(folder: Path) -> Any:
     from ddpm_lab import summary_lines  # noqa: PLC0415
     from ddpm_lab.explain.summary import Row  # noqa: PLC0415
 
-    told = summary_lines.of_training(_settings(folder, "SOURCE"), folder, None)
+    told = summary_lines.of_training(_settings(folder, "SOURCE")[0], folder, None)
     return Row(log=str(folder), summary=dataclasses.replace(told, job_id=None))  # which job it was, nobody has noted
 
 
@@ -255,11 +255,12 @@ def diff_command(options: argparse.Namespace) -> int:
 
 def _run(named: str, place: str, asked: Sequence[str] | None) -> Run:
     """The run that is named on the command line."""
-    from ddpm_lab.explain.differences import Run, of_record  # noqa: PLC0415
+    from ddpm_lab.explain.differences import LENGTH, Run, of_record  # noqa: PLC0415
 
     path = Path(named).expanduser()
     if path.is_dir() or path.suffix == ".toml":
-        return Run(name=named, config=_settings(path, place))
+        config, steps = _settings(path, place)
+        return Run(name=named, config=config, circumstances={} if steps is None else {LENGTH: steps})
     files = ledgers(asked, output_folder(None))
     name, _, label = named.partition(":")
     records, _ = read_all([f for f in files if asked or f.exists()])
@@ -275,11 +276,11 @@ def _run(named: str, place: str, asked: Sequence[str] | None) -> Run:
     )
 
 
-def _settings(path: Path, place: str) -> Any:
-    """The settings in a file, or of a run's folder."""
+def _settings(path: Path, place: str) -> tuple[RunConfig, Any]:
+    """The settings in a file, or of a run's folder, and how many steps it trains (None: it does not say)."""
     file = path / SETTINGS if path.is_dir() else path
     if path.is_dir() and not file.is_file():
         raise ConfigError(f"{place}: {path} holds no {SETTINGS}: give a folder of ddpm-lab train")
     values = read_settings(file, place)
-    values.pop("train", None)
-    return configuration(values, f"{place} ({file})")
+    length = values.pop("train", None)
+    return configuration(values, f"{place} ({file})"), length.get("steps") if isinstance(length, dict) else None

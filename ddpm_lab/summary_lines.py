@@ -82,7 +82,7 @@ def of_training(config: RunConfig, folder: Path, gpu_percent: float | None) -> S
         epochs = steps * config.global_batch_size / train_count(config)
     except DataError:  # a run that is looked at later, when its images are gone
         epochs = None
-    return _summary(config, seconds=seconds, epochs=epochs, loss=best, gpu_percent=gpu_percent)
+    return _summary(config, seconds=seconds, epochs=epochs, loss=best, gpu_percent=gpu_percent, steps=steps)
 
 
 def of_records(records: Iterable[RunRecord], images: Mapping[str, int]) -> dict[str, Summary]:

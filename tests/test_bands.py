@@ -1,11 +1,14 @@
 """Names of parallel efficiency: the two published tables literally, and what is refused of one's own."""
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.explain.bands import S000, S001, bands
+from ddpm_lab.explain.bands import DOCUMENTS, S000, S001, bands
 
 
 def test_the_published_tables() -> None:
@@ -90,3 +93,15 @@ def test_a_better_efficiency_never_gets_a_worse_name(one: float, other: float) -
     for table in (S000, S001, bands("a=0.9,b=0.3,c=0")):
         names = [name for name, _ in table.table]
         assert names.index(table.name(high)) <= names.index(table.name(low))
+
+
+@pytest.mark.parametrize("page", ["docs/reading_results.md", "notebooks/09_claims.ipynb"])
+def test_what_the_published_studies_are_is_told_the_same_everywhere(page: str) -> None:
+    text = " ".join((Path(__file__).parents[1] / page).read_text().split())
+    assert [key for key, what in DOCUMENTS.items() if f"{key}, {what}" not in text] == []
+
+
+def test_every_published_study_that_is_named_is_defined() -> None:
+    package = Path(__file__).parents[1] / "ddpm_lab"
+    named = {key for file in package.rglob("*.py") for key in re.findall(r"\bS00\d\b", file.read_text())}
+    assert named == DOCUMENTS.keys()

@@ -219,6 +219,8 @@ def test_the_summary_of_ledgers_logs_and_run_folders_is_one_table(call: Call, tm
     assert frame["Configuration"].tolist()[-2:] == ["other", "tiny, batch 32"]
     assert frame["Time (s)"].tolist()[-2:] == [5.5, 1.0]
     assert frame["Val Loss"].tolist()[-1] == 0.5
+    assert frame["Steps"].tolist()[-1] == 2
+    assert "0.5000 in 2 steps" in out
     assert len(frame) == 8
     assert "Baseline (Single GPU; seed, batch 64):" in out
     code, out, _ = call("summary", ledger, "--json", "--markdown", tmp_path / "t.md")

@@ -151,6 +151,7 @@ def test_a_target_is_told_from_the_name_of_a_share() -> None:
 
 
 def test_names_of_shares_are_the_published_bands() -> None:
+    assert "S002, a report on the bottlenecks of one training run" in markdown(study(profiled(CONFIG, BUSY)))
     assert [S002.compute_name(s) for s in (0.95, 0.85, 0.75, 0.6, 0.3)] == [
         *("good", "good", "between good and poor", "poor", "poor")
     ]

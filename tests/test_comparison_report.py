@@ -12,6 +12,7 @@ from paired_records import alone, family, paired
 from records import study
 
 from ddpm_lab.explain import comparison_report, figure_dashboard, figure_style, pages
+from ddpm_lab.explain.bands import documents
 from ddpm_lab.explain.frames import Study
 
 SHARED = {256: 1.6, 128: 1.05, 64: 0.8}
@@ -57,7 +58,15 @@ def test_the_conclusion_is_computed() -> None:
 
 def test_cpu_ranks_are_never_called_gpus() -> None:
     text = comparison_report.report(paired({16: 1.1}, {8: 1.2}, device="cpu", ranks=2), "gpu_benchmark_comparison.png")
-    for allowed in ("2 cores, no GPU", "`ddpm-lab run multi_gpu`", "gpu_benchmark_comparison.png", "ranks or GPUs"):
+    published = documents("S000", "S003")
+    assert published in text
+    for allowed in (
+        published,
+        "2 cores, no GPU",
+        "`ddpm-lab run multi_gpu`",
+        "gpu_benchmark_comparison.png",
+        "ranks or GPUs",
+    ):
         text = text.replace(allowed, "")
     assert "gpu" not in text.lower()
     assert tables(text)[0][0][:3] == ["Batch Size", "Single CPU rank", "Several CPU ranks"]

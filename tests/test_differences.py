@@ -144,8 +144,25 @@ def test_run_folders_and_files(call: Call, tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text(settings_text({"world_size": 2, "train": {"steps": 7}}))
     code, out, err = call("diff", tmp_path / "run", tmp_path / "own.toml")
     assert (code, err) == (0, "")
-    assert {line.split(" | ")[0].strip() for line in out.splitlines()[2:-1]} == {"seed", "world_size"}
+    assert {line.split(" | ")[0].strip() for line in out.splitlines()[2:-1]} == {"seed", "world_size", "train.steps"}
     assert call("diff", tmp_path / "run", tmp_path / "run")[1] == "Nothing differs: both do the same work.\n"
+
+
+def test_another_length_is_told_for_the_losses_sake(call: Call, tmp_path: Path) -> None:
+    for name, steps, precision in (("a", 20, "fp32"), ("b", 14, "bf16")):
+        with RunFolder(tmp_path / name) as folder:
+            folder.write_settings(replace(BASE, precision=precision), {"steps": steps})
+    code, out, _ = call("diff", tmp_path / "a", tmp_path / "b")
+    *_, row, said = out.splitlines()
+    assert (code, row.split(" | ")[0].strip()) == (0, "train.steps")
+    assert all(part in row for part in ("20", "14", "how long it is trained"))
+    assert said.startswith("train.steps should not differ (only how it is trained may differ). As it should be: precis")
+    assert "losses do not compare" in said
+    code, out, _ = call("diff", tmp_path / "a", tmp_path / "b", "--only", "precision,train.steps")
+    assert code == 0, "a length that is allowed still makes other losses"
+    assert "Only what should differ does" in out
+    assert "losses do not compare" in out
+    assert call("diff", tmp_path / "a", tmp_path / "b", "--only", "precision")[0] == 1
 
 
 @pytest.mark.parametrize(

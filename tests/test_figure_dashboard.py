@@ -23,6 +23,10 @@ STUDIES = {
     "ranks": paired({16: 1.1}, {8: 1.2}, device="cpu", ranks=2),
     "many": paired({2**k: 1 + k / 8 for k in range(3, 12)}, {32: 6.45, 64: 7.1, 128: 7.6}),
     "one set": paired({16: 1.1}, {8: 1.2}, count=1),
+    "two noisy sets": paired(
+        {16: 1.35}, {8: 1.2, 16: 1.5}, count=2, set_noise=0.9, turn_noise=0.3, device="cpu", ranks=2
+    ),
+    "three noisy sets": paired({16: 1.35}, {8: 9.0}, count=3, set_noise=0.9, device="cpu", ranks=2),
     "slow": paired({512: 1.9}, {512: 7.5}, step_seconds=40.0, set_noise=0.1),
     "failed": study([*family(64, 1.6), *family(128, 1.0, failed=("crashed", REASON))]),
     "all failed": nothing_ran(REASON),
@@ -67,6 +71,29 @@ def test_the_table_holds_every_configuration_with_its_evidence() -> None:
     assert all(part in said for part in ("8 GPUs", "good", "6 sets", "2026-01-03", "Geometric mean", "not measured"))
     failed = words(figure_dashboard.summary_table(STUDIES["failed"]))
     assert REASON in failed
+
+
+@pytest.mark.parametrize("name", ["one set", "two noisy sets", "three noisy sets", "gpus"])
+def test_bars_stay_readable_however_wide_the_intervals(name: str) -> None:
+    figure = figure_dashboard.dashboard(STUDIES[name])
+    for ax in figure.axes[:2]:
+        tallest = max(p.get_height() for p in ax.patches if isinstance(p, Rectangle))
+        assert tallest > 0.35 * ax.get_ylim()[1]
+        assert bool(ax.lines) == (name in ("three noisy sets", "gpus")), "lines only where there are intervals to show"
+    arrows = [line for ax in figure.axes for line in ax.lines if line.get_marker() == "^"]
+    assert bool(arrows) == (name == "three noisy sets")
+    title = next(t.get_text() for t in figure.texts)
+    assert (" to " in title) == (name == "gpus"), title
+
+
+def test_the_note_says_what_makes_the_numbers_doubtful() -> None:
+    quiet = STUDIES["three noisy sets"]
+    records = tuple(replace(r, windows=tuple(replace(w, others_cores=1.5) for w in r.windows)) for r in quiet.records)
+    for draw in (figure_dashboard.dashboard, figure_dashboard.summary_table):
+        said = words(draw(replace(quiet, records=records)))
+        assert "The machine was busy: other processes took 1.5 of 2 cores" in said
+        assert "cannot come from ranks that share cores" in said
+        assert "The machine was busy" not in words(draw(quiet))
 
 
 def test_the_ranks_of_a_cpu_are_called_so() -> None:

@@ -13,7 +13,7 @@ from paired_records import alone, family, nothing_ran, paired
 from records import study
 
 from ddpm_lab.explain import figure_dashboard, results_file
-from ddpm_lab.explain.pairs import Mean, banner, layout, means, pairs, recommendation
+from ddpm_lab.explain.pairs import Mean, banner, beyond, known, layout, means, pairs, recommendation
 
 SHARED = {256: 1.6, 128: 1.05, 64: 0.8}
 
@@ -74,7 +74,7 @@ def test_a_side_that_failed_or_was_not_asked_for() -> None:
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=6))
 def test_the_mean_of_a_speed_up_and_its_inverse_is_none(ratios: list[float]) -> None:
-    row = {"config": pairs(ONE)[0].sides[0]["config"]}
+    row = {"config": pairs(ONE)[0].sides[0]["config"], "sets": 6, "verdict": "faster"}
     rows = [{**row, "ratio": r, "low": r / 1.1, "high": r * 1.1} for r in (*ratios, *(1 / r for r in ratios))]
     found = _mean(rows)
     assert found.value == pytest.approx(1.0)
@@ -89,6 +89,27 @@ def test_the_mean_is_over_the_batches_that_are_shared() -> None:
     assert mean.low < 1.0 < mean.high
     assert mean.sentence().startswith("Geometric mean speed-up of 8 GPUs over 2 batch sizes: 1.0")
     assert means(pairs(paired({}, {32: 7.0}))) == []
+
+
+def test_a_mean_of_what_is_not_resolved_is_no_headline() -> None:
+    (one,) = means(pairs(paired({16: 4.5}, {}, count=1)))
+    assert re.fullmatch(r"8 GPUs not resolved where they share a batch \(reads 4\.\d\dx\)", one.headline())
+    assert one.sentence().endswith("x (no interval from fewer than 3 sets), not resolved.")
+    (two,) = means(pairs(paired({16: 1.3, 32: 1.4}, {}, count=2, set_noise=0.5)))
+    assert known(two.low), "kept in the results, where a program may read it"
+    assert two.between() == ""
+    (six,) = means(pairs(paired({16: 1.3, 32: 1.0}, {}, set_noise=0.001)))
+    assert re.fullmatch(r"8 GPUs 1\.1\dx \(1\.1\d to 1\.1\d\) on average where they share a batch", six.headline())
+
+
+def test_ranks_that_share_cores_are_no_more_than_one_that_has_them() -> None:
+    ranks = {"device": "cpu", "ranks": 2, "set_noise": 0.001}
+    assert re.fullmatch(
+        r"An efficiency of 4[45]\d % at batch 8 each cannot come from ranks that share cores: the baseline was .*",
+        beyond(paired({16: 1.2}, {8: 9.0}, **ranks)),
+    )
+    assert beyond(paired({16: 1.2}, {8: 2.1}, **ranks)) == "", "noise"
+    assert beyond(paired({16: 30.0}, {})) == "", "GPUs share nothing"
 
 
 # --- the banner ------------------------------------------------------------------------------------------------------

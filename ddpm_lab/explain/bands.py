@@ -8,6 +8,14 @@ from typing import Any
 
 from ddpm_lab.checks import ConfigError, number
 
+DOCUMENTS = {
+    "S000": "a benchmark of DDPM training on one GPU and on eight",
+    "S001": "a guide to benchmarking on several GPUs and nodes",
+    "S002": "a report on the bottlenecks of one training run",
+    "S003": "a benchmark of one GPU against several with repeats",
+    "S004": "a report on optimising DDPM training without losing quality",
+}
+"""The published studies whose names and thresholds are used, and whose claims are checked."""
 _FORM = "give names with falling lower bounds that end at 0, such as good=0.75, fair=0.5, poor=0"
 
 
@@ -71,6 +79,11 @@ S001 = Bands(
 )
 NAMED = {"s000": S000, "s001": S001}
 DEFAULT = "s001"
+
+
+def documents(*keys: str) -> str:
+    """What published studies are, in a sentence."""
+    return f"Published: {'; '.join(f'{key}, {DOCUMENTS[key]}' for key in keys)}."
 
 
 def share(value: float) -> str:

@@ -21,6 +21,7 @@ from ddpm_lab.explain import (
 from ddpm_lab.explain import budget as bd
 from ddpm_lab.explain.advice import Advice
 from ddpm_lab.explain.bands import S002 as TARGETS
+from ddpm_lab.explain.bands import documents
 from ddpm_lab.explain.bounds import Subject
 from ddpm_lab.explain.comparisons import Row
 from ddpm_lab.explain.frames import Study, rank_zero
@@ -269,7 +270,7 @@ def _method(study: Study, about: Subject) -> list[str]:
         f"{TARGETS.whose} names shares: compute {compute}, else poor; I/O {io}, else poor. Its targets are goals of "
         f"their own: compute above {bd.percent(TARGETS.compute)}, I/O below {bd.percent(TARGETS.io)}, which is less "
         "than what it names good. "
-        f"Impact by the lower end of the interval: {impacts}, else low.",
+        f"Impact by the lower end of the interval: {impacts}, else low. {documents(TARGETS.whose)}",
         "Compute share is the part of the wall time in forward, backward, optimizer and weight averaging. It is not "
         "the utilisation of the device, which is read from the machine.",
         f"Code version {record.code_version}, run {record.run_id}, measured {study.date}.",

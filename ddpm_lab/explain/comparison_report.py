@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ddpm_lab.explain import findings, phrases, scaling, sentences
-from ddpm_lab.explain.bands import S000
+from ddpm_lab.explain.bands import S000, documents
 from ddpm_lab.explain.comparisons import Row
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.grids import Grid, literal, markdown
@@ -14,6 +14,7 @@ from ddpm_lab.explain.pairs import (
     EPOCH,
     RECOMMENDATIONS,
     Pair,
+    beyond,
     in_words,
     layout,
     means,
@@ -67,7 +68,8 @@ def _rests_on(study: Study) -> list[str]:
         lines.append(f"Noise floor, one {unit(pairs(study))} against itself: {'; '.join(floor)}.")
     if sentences.quality(rows) == "quality not measured":
         lines.append("Quality is not measured: `--seeds 8` with `ddpm-lab run multi_gpu` does so.")
-    return lines
+    lines += [said] if (said := beyond(study)) else []
+    return [*lines, documents(S000.whose, RECOMMENDATIONS.whose)]
 
 
 def conclusion(found: Sequence[Pair]) -> str:

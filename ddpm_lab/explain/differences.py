@@ -19,28 +19,35 @@ HOW = (
     *("exchange.bucket_view", "exchange.static_graph", "exchange.bucket_mb", "exchange.hook", "exchange.nccl"),
 )
 """Settings of how a network is trained, which a benchmark varies: all others say what is trained."""
+LENGTH = "train.steps"
+"""How long a run trains, which is none of its settings: speeds compare all the same, losses do not."""
 ABSENT = "\N{EN DASH}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run as it is compared: its settings, and what else is known of where it ran (``circumstances``)."""
+    """A run as it is compared: its settings, and what is known of where and how long it ran (``circumstances``)."""
 
     name: str
     config: RunConfig
-    circumstances: Mapping[str, str] = field(default_factory=dict)
+    circumstances: Mapping[str, str | int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A setting that differs; ``kind`` is how, what or where."""
+    """A setting that differs; ``kind`` is how, what, length or where."""
 
     setting: str
     values: tuple[Any, Any]
     kind: str
 
 
-KINDS = {"how": "how it is trained", "what": "what is trained", "where": "where it ran"}
+KINDS = {
+    "how": "how it is trained",
+    "what": "what is trained",
+    "length": "how long it is trained",
+    "where": "where it ran",
+}
 
 
 def of_record(name: str, record: RunRecord) -> Run:
@@ -66,7 +73,14 @@ def differences(one: Run, other: Run) -> list[Difference]:
     ]
     both = [n for n in one.circumstances if n in other.circumstances]
     values = ((n, one.circumstances[n], other.circumstances[n]) for n in both)
-    return [*found, *(Difference(setting=n, values=(a, b), kind="where") for n, a, b in values if a != b)]
+    return [
+        *found,
+        *(
+            Difference(setting=n, values=(a, b), kind="length" if n == LENGTH else "where")
+            for n, a, b in values
+            if a != b
+        ),
+    ]
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:
@@ -96,7 +110,7 @@ def unexpected(found: Sequence[Difference], only: Sequence[str] | None) -> list[
 
     Raises ConfigError for a name that is no setting; a table's name stands for all that is in it.
     """
-    known = {*_flat(RunConfig()), "machine", "torch", "code version", "images", "turns and windows"}
+    known = {*_flat(RunConfig()), "machine", "torch", "code version", "images", "turns and windows", LENGTH}
     tables = {name.partition(".")[0] for name in known if "." in name}
     for name in only or ():
         if name not in known | tables and not name.startswith("options."):
@@ -114,11 +128,16 @@ def sentence(found: Sequence[Difference], only: Sequence[str] | None) -> str:
     allowed = f"only {joined(list(only))} may differ" if only else "nothing may differ"
     expected = "only how it is trained may differ" if only is None else allowed
     fine = [d.setting for d in found if d not in wrong]
+    longer = (
+        " Their trainings are not equally long, so their losses do not compare."
+        if any(d.kind == "length" for d in found)
+        else ""
+    )
     if not wrong:
-        return f"Only what should differ does: {joined(fine)} ({expected})."
+        return f"Only what should differ does: {joined(fine)} ({expected}).{longer}"
     told = f"{joined([d.setting for d in wrong])} should not differ ({expected})"
     if only is None and any(d.kind == "what" for d in wrong):
         told += ": another training, so that a ratio of speeds says nothing of equal work by itself"
-    elif only is None:
+    elif only is None and any(d.kind == "where" for d in wrong):
         told += ": the lab compares no records that disagree there"
-    return f"{told}." + (f" As it should be: {joined(fine)}." if fine else "")
+    return f"{told}." + (f" As it should be: {joined(fine)}." if fine else "") + longer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -16,12 +17,14 @@ from ddpm_lab.explain.figure_extras import projection
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.pairs import (
     EPOCH,
+    LEAST_SHOWN,
     Pair,
     known,
     layout,
     means,
     pairs,
     recommendation,
+    remarks,
     speed_up,
     unit,
     where,
@@ -30,6 +33,8 @@ from ddpm_lab.explain.pairs import (
 _HEIGHT, _LEFT, _BETWEEN, _RIGHT = 2.5, 0.95, 0.95, 0.25  # inches
 _MOST = 7
 """Pairs that have room side by side."""
+_ROOM = 2.0
+"""Axes end at so many times their tallest bar or point: an interval beyond that would hide what was measured."""
 Values = Callable[[Row], tuple[float, float, float]]
 """Value and interval of a row."""
 
@@ -58,9 +63,9 @@ def _dashboard(study: Study, found: Sequence[Pair], hidden: int) -> Figure:
         right=_RIGHT,
         gap=0.62,
         bottom=0.66,
-        note="Bars: geometric mean over sets; lines: 95 % interval over sets. Batch N each: each device has N images "
-        f"a step; batch N: they share N. {EPOCH} {phrases.begun(quality)}."
-        + (f" {hidden} more in the table." if hidden > 0 else ""),
+        note=f"Bars: geometric mean over sets; {_lines(found)}. Batch N each: each device has N images a step; "
+        f"batch N: they share N. {EPOCH} {phrases.begun(quality)}. "
+        + " ".join([f"{hidden} more in the table."] * (hidden > 0) + remarks(study)),
     )
     time, rate, gain, memory = (ax for row in rows for ax in _halves(figure, row))
     unit_of_time, time_of = projection([r for p in found for r in p.sides if r["sets"]])
@@ -74,6 +79,17 @@ def _dashboard(study: Study, found: Sequence[Pair], hidden: int) -> Figure:
     return figure
 
 
+def _lines(found: Sequence[Pair]) -> str:
+    """What the lines at the bars are; why there are none."""
+    if any(_drawn(row) for p in found for row in p.sides):
+        return "lines: 95 % interval (arrow: it goes on)"
+    return f"no interval from fewer than {LEAST_SHOWN} sets"
+
+
+def _drawn(row: Row) -> bool:
+    return int(row["sets"]) >= LEAST_SHOWN
+
+
 def headline(found: Sequence[Pair]) -> str:
     """What the pictures show, in a line: the speed-up with a batch for each, and the mean of the shared batches."""
     told = []
@@ -82,7 +98,7 @@ def headline(found: Sequence[Pair]) -> str:
         devices, single = scaling.layout(row["config"]), layout(found)[0]
         speed = f"{speed_up(row)} as fast as {single}" if resolved(row) else f"{phrases.outcome(row)} against {single}"
         told.append(f"{devices} {speed} with {weak.name}")
-    told += [f"{m.devices} {m.value:.2f}x{m.between()} on average where they share a batch" for m in means(found)]
+    told += [mean.headline() for mean in means(found)]
     return "; ".join(told) or f"{next(scaling.layout(r['config']) for p in found for r in p.sides if r['sets'])} alone"
 
 
@@ -111,7 +127,7 @@ def _ticks(ax: Axes, found: Sequence[Pair], heading: str) -> None:
 
 def _bars(ax: Axes, found: Sequence[Pair], heading: str, values: Values) -> None:
     """One bar a side; a side without a value is named instead of drawn."""
-    top = 0.0
+    top, spans = 0.0, []
     for x, pair in enumerate(found):
         for side, row, (colour, hatch) in zip((-1, 1), (pair.single, pair.multi), _LOOKS, strict=True):
             if row is None:
@@ -122,10 +138,20 @@ def _bars(ax: Axes, found: Sequence[Pair], heading: str, values: Values) -> None
                 ax.text(at, 0, " no value", rotation=90, ha="center", va="bottom", fontsize=fs.SMALL_POINTS)
                 continue
             ax.bar(at, value, 0.36, color=colour, hatch=hatch, edgecolor="white", lw=0)
-            fs.interval(ax, (low, high), at, upright=True, color=fs.INK, lw=1.6)
-            top = max(top, value, high if known(high) else 0.0)
+            spans += [(at, low, high)] * _drawn(row)
+            top = max(top, value)
     _ticks(ax, found, heading)
-    ax.set_ylim(0, 1.1 * top or 1)
+    ax.set_ylim(0, 1.1 * _intervals(ax, spans, top, color=fs.INK, lw=1.6) or 1)
+
+
+def _intervals(ax: Axes, spans: Sequence[tuple[float, float, float]], top: float, **look: Any) -> float:
+    """Upright lines at (place, low, high); return where the highest ends, no further than _ROOM times ``top``."""
+    most = _ROOM * top
+    for at, low, high in spans:
+        fs.interval(ax, (low, min(high, most)), at, upright=True, **look)
+        if high > most:
+            ax.plot([at], [most], "^", ms=6, color=look["color"])
+    return max([top, *(min(high, most) for _, _, high in spans if known(high))])
 
 
 _LOOKS = ((fs.PALETTE[1], ""), (fs.PALETTE[0], "///"))
@@ -142,30 +168,30 @@ def _legend(ax: Axes, found: Sequence[Pair]) -> None:
 
 def _gains(ax: Axes, found: Sequence[Pair]) -> None:
     """Speed-ups as points with their intervals, below the ideal of so many devices."""
-    top = 1.0
-    for x, pair in enumerate(found):
-        row = pair.compared
+    rows = [p.compared for p in found]
+    top = max([1.0, *(max(r["ranks"], r["ratio"]) for r in rows if r)])
+    spans = [(float(x), r["low"], r["high"]) for x, r in enumerate(rows) if r and _drawn(r)]
+    end = _intervals(ax, spans, top, color=fs.PALETTE[0], lw=3)
+    tops = {x: min(high, _ROOM * top) for x, _, high in spans}
+    for x, row in enumerate(rows):
         if row is None:
             ax.text(x, 0.05, " not compared", rotation=90, ha="center", va="bottom", fontsize=fs.SMALL_POINTS)
             continue
         ax.plot([x - 0.38, x + 0.38], [row["ranks"]] * 2, "--", color=fs.SOFT, lw=1.4)
-        fs.interval(ax, (row["low"], row["high"]), x, upright=True, color=fs.PALETTE[0], lw=3)
         ax.plot([x], [row["ratio"]], "o", ms=5, color=fs.PALETTE[0], zorder=5)
-        above = row["high"] if known(row["high"]) else row["ratio"]
         label = f"{speed_up(row)}\n{scaling.efficiency(row)}"
         ax.annotate(
             label,
-            (x, above),
+            (x, tops.get(x, row["ratio"])),
             (0, 5),
             textcoords="offset points",
             ha="center",
             fontsize=fs.SMALL_POINTS,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
         )
-        top = max(top, row["ranks"], above)
     ax.axhline(1, color=fs.INK, lw=1)
     _ticks(ax, found, "Speed-up and efficiency (dashed: ideal)")
-    ax.set_ylim(0, 1.28 * top)
+    ax.set_ylim(0, 1.28 * end)
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -188,7 +214,7 @@ def _line(pair: Pair, row: Row) -> tuple[str, ...]:
         return (name, on, total, phrases.without_speed(row), "", "", "", "", "0", "")
     gain, efficiency, quality = phrases.DASH, phrases.DASH, phrases.DASH
     if row is pair.compared:
-        between = f" ({phrases.interval(row)})" if phrases.interval(row) else ""
+        between = f" ({phrases.interval(row)})" if phrases.interval(row) and _drawn(row) else ""
         gain = f"{speed_up(row)}{between} {phrases.outcome(row)}"
         efficiency = scaling.efficiency(row) + (f", {scaling.band(row, S000)}" if resolved(row) else "")
         quality = str(row["quality"])
@@ -215,7 +241,8 @@ def _table(study: Study, found: Sequence[Pair], lines: Sequence[tuple[str, ...]]
         left=0.22,
         right=0.22,
         bottom=0.15,
-        note=f"{told} {EPOCH} N each: every device has N images a step. Efficiency by S000's bands.".strip(),
+        note=f"{told} {EPOCH} N each: every device has N images a step. Efficiency by S000's bands. "
+        + " ".join(remarks(study)),
     )
     ax.set_axis_off()
     ax.set_xlim(0, fs.WIDTH - 0.44)

@@ -167,7 +167,7 @@ def sheet(
     """
     title = _balanced(title, WIDTH - 2 * _EDGE, 3, TITLE_POINTS)
     context = _wrap_items(context, WIDTH - 2 * _EDGE)
-    note = fit(note, WIDTH - 2 * _EDGE, 4)
+    note = fit(note, WIDTH - 2 * _EDGE, 8)
     head = _EDGE + _TITLE_LINE * (title.count("\n") + 1) + _CONTEXT_LINE * (context.count("\n") + 1) + 0.24
     foot = _CONTEXT_LINE * (note.count("\n") + 1) + 0.12 if note else 0.0
     heads = [fit(text, WIDTH - 2 * _EDGE, 3, HEADING_POINTS, bold=True) for text in headings]

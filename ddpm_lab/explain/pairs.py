@@ -22,6 +22,10 @@ RECOMMENDATIONS = Bands(
     threshold=1.1,
 )
 """S003's names for speed-ups, with their lower bounds."""
+LEAST_SHOWN = 3
+"""Sets from which on pictures and sentences on means give intervals: Student's t of two spans orders of magnitude."""
+_FAR = 1.25
+"""An efficiency on CPU cores that no noise of a usual set explains."""
 EPOCH = f"An epoch is {PROJECTED_IMAGES:,} images, and its time a projection from measured throughput."
 
 
@@ -114,23 +118,37 @@ def known(value: float) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mean:
-    """The geometric mean of speed-ups over batches, with its 95 % interval (NaN where one of them has none)."""
+    """The geometric mean of speed-ups over batches, with its 95 % interval (NaN where one of them has none).
+
+    ``sets`` is the least number of a batch; ``resolved`` says whether any of the batches has an answer.
+    """
 
     devices: str
     value: float
     low: float
     high: float
     batches: int
+    sets: int
+    resolved: bool
 
     def sentence(self) -> str:
         """The mean in a sentence that says which mean it is."""
         over = phrases.plural(self.batches, "batch size")
-        between = self.between().replace("(", "(95 % interval ") or " (no interval)"
-        return f"Geometric mean speed-up of {self.devices} over {over}: {self.value:.2f}x{between}."
+        between = self.between().replace("(", "(95 % interval ") or f" (no interval from fewer than {LEAST_SHOWN} sets)"
+        open_ = "" if self.resolved else ", not resolved"
+        return f"Geometric mean speed-up of {self.devices} over {over}: {self.value:.2f}x{between}{open_}."
+
+    def headline(self) -> str:
+        """The mean as a title says it; what no batch resolves is only what it reads."""
+        where = "on average " * (self.batches > 1) + "where they share a batch"
+        if self.resolved:
+            return f"{self.devices} {self.value:.2f}x{self.between()} {where}"
+        return f"{self.devices} not resolved {where} (reads {self.value:.2f}x)"
 
     def between(self) -> str:
-        """The interval in brackets, after a space; empty without one."""
-        return f" ({self.low:.2f} to {self.high:.2f})" if known(self.low) else ""
+        """The interval in brackets, after a space; empty without one, or from few sets."""
+        shown = known(self.low) and self.sets >= LEAST_SHOWN
+        return f" ({self.low:.2f} to {self.high:.2f})" if shown else ""
 
 
 def means(found: Sequence[Pair]) -> list[Mean]:
@@ -149,13 +167,34 @@ def _mean(devices: str, rows: Sequence[Mapping[str, Any]]) -> Mean:
     value = stats.geometric_mean([r["ratio"] for r in rows])
     halves = np.array([math.log(r["high"] / r["low"]) / 2 for r in rows])
     factor = math.exp(float(np.sqrt((halves**2).sum())) / len(rows))
-    return Mean(devices=devices, value=value, low=value / factor, high=value * factor, batches=len(rows))
+    return Mean(
+        devices=devices,
+        value=value,
+        low=value / factor,
+        high=value * factor,
+        batches=len(rows),
+        sets=min(int(r["sets"]) for r in rows),
+        resolved=any(resolved(r) for r in rows),
+    )
 
 
 def records_of(study: Study, row: Row) -> list[RunRecord]:
     """The records of sets that a row was made from."""
     mine = (row["role"], row["run_id"], row["baseline_id"], row["scaling"])
     return [r for r in study.records if (r.role, r.run_id, r.baseline_id, kind_of(r.family)) == mine]
+
+
+def remarks(study: Study) -> list[str]:
+    """What a reader of the numbers must know: that the machine was busy, and efficiencies that cannot be."""
+    return [said for said in (machine_state.busy(study).strip(), beyond(study)) if said]
+
+
+def beyond(study: Study) -> str:
+    """Efficiencies on CPU cores that no sharing of them gives, with what may be behind them; empty without any."""
+    found = [(p, row) for p in pairs(study) if (row := p.compared) and row["config"].device == "cpu"]
+    far = [f"{scaling.efficiency(row)} at {p.name}" for p, row in found if row["efficiency"] > _FAR]
+    said = f"An efficiency of {phrases.joined(far)} cannot come from ranks that share cores: {scaling.DISTURBED}."
+    return said if far else ""
 
 
 def speed_up(row: Mapping[str, Any]) -> str:
@@ -195,8 +234,7 @@ def banner(study: Study) -> list[str]:
     else:
         why = recommendation(lead)
         lines += [f"Time Speedup: {why}", f"{of}: {why}"]
-    busy = [said] if (said := machine_state.busy(study).strip()) else []
-    return [*lines, *(f"  {line}" for line in _sides(lead)), f"Measured on {where(study)}", *busy]
+    return [*lines, *(f"  {line}" for line in _sides(lead)), f"Measured on {where(study)}", *remarks(study)]
 
 
 def _sides(pair: Pair) -> Iterator[str]:

@@ -63,6 +63,7 @@ def rated(row: Mapping[str, Any], bands: Bands) -> str:
 
 
 BEYOND = "above 100 %"
+DISTURBED = "the baseline was disturbed, or caches hold what each of them works on"
 
 
 def band(row: Mapping[str, Any], bands: Bands) -> str:
@@ -129,10 +130,7 @@ def _band(row: Row, bands: Bands, busy: str) -> str:
     if math.isnan(row["efficiency_low"]):
         return f"{name}, so no band{busy}"
     if name == BEYOND:
-        return (
-            f"interval {interval(row)}: all of it above 100 %, which more ranks alone cannot give: the baseline was "
-            f"disturbed, or caches hold what each of them works on{busy}"
-        )
+        return f"interval {interval(row)}: all of it {BEYOND}, which more ranks alone cannot give: {DISTURBED}{busy}"
     ends = [bands.name(row[f"efficiency_{end}"]) for end in ("low", "high")]
     return name if ends == [name, name] else f"{name}; its interval: {' to '.join(dict.fromkeys(ends))}"
 

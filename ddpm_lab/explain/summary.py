@@ -31,7 +31,8 @@ class Summary:
     """What a run's last lines say; None is unknown, and never 0.
 
     ``seconds`` is the time spent in training steps over ``epochs`` passes through the training images, ``loss`` the
-    lowest held-out loss, ``gpu_percent`` the mean utilisation of its GPUs. ``note`` says why there is no time.
+    lowest held-out loss of ``steps`` steps, ``gpu_percent`` the mean utilisation of its GPUs. ``note`` says why there
+    is no time.
     """
 
     job_id: str | None = None
@@ -45,6 +46,7 @@ class Summary:
     loss: float | None = None
     gpu_percent: float | None = None
     note: str = ""
+    steps: int | None = None
 
     @property
     def devices(self) -> int | None:
@@ -89,9 +91,17 @@ def cells(row: Row) -> list[str]:
         name,
         *(UNKNOWN if value is None else str(value) for value in (told.gpus, told.nodes)),
         *(UNKNOWN if value is None else f"{value:,.2f}" for value in (told.seconds, told.epoch_seconds)),
-        UNKNOWN if told.loss is None else (f"{told.loss:.4f}" if told.loss >= 0.01 else f"{told.loss:.4g}"),
+        _loss(told),
         ACCURACY,
     ]
+
+
+def _loss(told: Summary) -> str:
+    """The lowest loss with the length of the training, where that is known: without it losses do not compare."""
+    if told.loss is None:
+        return UNKNOWN
+    text = f"{told.loss:.4f}" if told.loss >= 0.01 else f"{told.loss:.4g}"
+    return f"{text} in {told.steps:,} step{'s' * (told.steps > 1)}" if told.steps else text
 
 
 def grid(rows: Sequence[Row]) -> list[list[str]]:
@@ -104,15 +114,16 @@ def grid(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def plain(rows: Sequence[Row]) -> list[list[object]]:
-    """The table for a CSV file: bare numbers, empty where unknown; ranks, utilisation, remark and source after."""
-    shown: list[list[object]] = [[*COLUMNS, "Ranks", "GPU-Util (%)", "Note", "Log"]]
+    """The table for a CSV file: bare numbers, empty where unknown; ranks, utilisation and more after."""
+    shown: list[list[object]] = [[*COLUMNS, "Ranks", "GPU-Util (%)", "Note", "Log", "Steps"]]
     for row in rows:
         told = row.summary
         numbers = (told.gpus, told.nodes, told.seconds, told.epoch_seconds, told.loss)
         values = ["" if value is None else value for value in numbers]
         busy = "" if told.gpu_percent is None else round(told.gpu_percent, 1)
         ranks = "" if told.ranks is None else told.ranks
-        shown.append([told.job_id or "", cells(row)[1], *values, ACCURACY, ranks, busy, row.remark, row.log])
+        after = [ranks, busy, row.remark, row.log, "" if told.steps is None else told.steps]
+        shown.append([told.job_id or "", cells(row)[1], *values, ACCURACY, *after])
     return shown
 
 
