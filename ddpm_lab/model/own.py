@@ -157,8 +157,15 @@ class OwnTraining:
         if made.optimizer is not None and not isinstance(made.optimizer, torch.optim.Optimizer):
             kind = type(made.optimizer).__name__
             raise TypeError(f"{self.name}: optimizer is {kind}: give a torch.optim.Optimizer of the model's parameters")
-        if not any(p.requires_grad for p in made.model.parameters()):
+        trained = {id(p) for p in made.model.parameters() if p.requires_grad}
+        if not trained:
             raise TypeError(f"{self.name}: no parameter of the model requires a gradient, so nothing is trained")
+        # A step of the user's may have optimizers that the lab is not told of.
+        if made.loss and made.optimizer and trained.isdisjoint(map(id, _optimized(made.optimizer))):
+            raise TypeError(
+                f"{self.name}: the optimizer holds none of the model's parameters, so nothing is trained: make it "
+                "of the parameters() of the model that you return"
+            )
 
     def _loss(self, model: Any, batch: Any) -> Tensor:
         assert self.made.loss
@@ -239,6 +246,10 @@ class _Positions:
     def __iter__(self) -> Iterator[list[int]]:
         for _, indices, _ in self._plan.draws():
             yield indices.tolist()
+
+
+def _optimized(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def is_dataset(data: Any) -> bool:
