@@ -205,6 +205,14 @@ def test_of_a_whole_step_the_number_format_is_left_to_it(made: Make) -> None:
             "the loss of mine:bad (mine.py, line BODY) returned float32 8x10: let it return the mean loss of the batch",
         ),
         (
+            "return Training(model=Net(), data=data(), loss=lambda model, batch: loss(model, batch).detach())",
+            "the loss of mine:bad (mine.py, line BODY) returned float32 without a gradient (detach() or no_grad?): let",
+        ),
+        (
+            "return Training(model=Net(), data=data(), loss=lambda model, batch: loss(model, batch).item())",
+            "returned float: let it return the mean loss of the batch, a tensor of one number that backward() can",
+        ),
+        (
             "return Training(model=Net(), data=data(), step=lambda model, batch: None)",
             "the step of mine:bad (mine.py, line BODY) returned nothing: let it return the mean loss of the batch",
         ),

@@ -171,20 +171,23 @@ class OwnTraining:
         assert self.made.loss
         loss = self.made.loss(model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise TypeError(self._no_loss("loss", loss))
+            raise TypeError(self._no_loss("loss", described(loss)))
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise TypeError(self._no_loss("loss", f"{described(loss)} without a gradient (detach() or no_grad?)"))
         return loss
 
     def _step(self, model: Any, batch: Any) -> Tensor:
         assert self.made.step
         loss = self.made.step(model, batch)
         if not isinstance(loss, Tensor | float | int) or (isinstance(loss, Tensor) and loss.numel() != 1):
-            raise TypeError(self._no_loss("step", loss))
+            raise TypeError(self._no_loss("step", described(loss)))
         return torch.as_tensor(loss)
 
-    def _no_loss(self, what: str, value: Any) -> str:
+    def _no_loss(self, what: str, returned: str) -> str:
+        kind = "a tensor of one number that backward() can be called on" if what == "loss" else "one number"
         return (
-            f"the {what} of {self.config.work_name} ({self.place}) returned {described(value)}: let it return the mean "
-            "loss of the batch, one number"
+            f"the {what} of {self.config.work_name} ({self.place}) returned {returned}: let it return the mean loss of "
+            f"the batch, {kind}"
         )
 
     def batches(self) -> Iterator[Any]:
