@@ -15,6 +15,7 @@ from typing import Any
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.ledger import Ledger
+from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.measure.hardware import machine
 from ddpm_lab.measure.seat import Instrument
@@ -37,7 +38,7 @@ def find_here() -> None:
 
 
 def code_of_own(question: str, name: object) -> tuple[str, str]:
-    """What ranks run of a user's training, each as module:function. Raises ConfigError for what cannot be asked."""
+    """What ranks run of a user's training, as module:function. Raises ConfigError for what cannot be asked or read."""
     module, _, function = name.partition(":") if isinstance(name, str) else ("", "", "")
     if not module or not function.isidentifier():
         raise ConfigError(f"workload is {name!r}: name the function that makes your training as module:function")
@@ -47,6 +48,7 @@ def code_of_own(question: str, name: object) -> tuple[str, str]:
             f"some of {', '.join(FOR_OWN)}"
         )
     find_here()
+    code_version(str(name))  # refused here alone: a later sentence would name the lab's own module beside it
     return OWN, str(name)
 
 

@@ -22,7 +22,6 @@ from ddpm_lab.explain.pages import DONE, FAILED, METADATA, NOT_RUN, STOPPED, Pag
 from ddpm_lab.files import CHECKOUT
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.notebooks import (
     NUMBERED,
     Stop,
@@ -120,7 +119,7 @@ def report(
     given["output_dir"] = None if output_dir is None else str(output_dir)
     known = {file: parameter_names(file) for file in files}
     if workload is not None:
-        code_version(*code_of_own("profile", workload))  # refused here rather than in each notebook
+        code_of_own("profile", workload)  # refused here rather than in each notebook
         check_brought(workload, {**{name: given[name] for name in ("data", "held_out", "network")}, **parameters})
         if not notebooks:  # the others are about the lab's own trainer
             known = {file: names for file, names in known.items() if "workload" in names}

@@ -9,7 +9,8 @@ import pytest
 import records as make
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain.answers import first_losses
+from ddpm_lab.explain.answers import answer_text, first_losses
+from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
 
 ONE = [1.25, 1.1, 1.05]
@@ -64,3 +65,19 @@ def test_records_of_before_and_unfinished_sets_say_nothing() -> None:
     assert first_losses(make.study(made)).verdict == "not measured"
     alone = [r for r in study(ONE, ONE).records if r.role == "baseline"]
     assert first_losses(make.study(alone)).sentence == "not measured: no set is complete"
+
+
+@pytest.mark.parametrize("reason", ["rank 0: KeyError: 'mine' (bad.py, line 118)", "rank 0 was killed by SIGKILL"])
+def test_the_place_of_a_failure_is_told_once(reason: str) -> None:
+    place = " (bad.py, line 118)"
+    failure = {"status": "crashed", "reason": reason, "windows": ()}
+    witness = {"traceback": 'File "/home/me/bad.py", line 118, in gen_raises'}
+    records = [
+        dataclasses.replace(r, witness=witness, **failure)  # type: ignore[arg-type]
+        if r.role == "candidate"
+        else dataclasses.replace(r, witness={})
+        for r in study(ONE, ONE).records
+    ]
+    failed = make.study(records)
+    told = answer_text(failed, finding(failed)).splitlines()[-1]
+    assert told == f"  working tree: crashed: {reason.removesuffix(place)}{place}"

@@ -195,10 +195,22 @@ def test_of_a_whole_step_the_number_format_is_left_to_it(made: Make) -> None:
         ("return Training(model=Net(), data=7, loss=loss)", "data is int: give a dataset with len(data)"),
         ("return Training(model=Net(), data=TensorDataset(torch.ones(0)), loss=loss)", "data holds no sample"),
         ("return Training(model=Net(), data=data(), loss=loss, optimizer='sgd')", "optimizer is str: give a torch"),
+        (
+            "return Training(model=Net(), data=data(), loss=loss, optimizer=torch.optim.SGD(Net().parameters()))",
+            "mine:bad (mine.py, line DEF): the optimizer holds none of the model's parameters, so nothing is trained",
+        ),
         ("return Training(model=nn.ReLU(), data=data(), loss=loss)", "no parameter of the model requires a gradient"),
         (
             "return Training(model=Net(), data=data(), loss=lambda model, batch: model(batch[0]))",
             "the loss of mine:bad (mine.py, line BODY) returned float32 8x10: let it return the mean loss of the batch",
+        ),
+        (
+            "return Training(model=Net(), data=data(), loss=lambda model, batch: loss(model, batch).detach())",
+            "the loss of mine:bad (mine.py, line BODY) returned float32 without a gradient (detach() or no_grad?): let",
+        ),
+        (
+            "return Training(model=Net(), data=data(), loss=lambda model, batch: loss(model, batch).item())",
+            "returned float: let it return the mean loss of the batch, a tensor of one number that backward() can",
         ),
         (
             "return Training(model=Net(), data=data(), step=lambda model, batch: None)",

@@ -86,7 +86,7 @@ def test_a_question_about_the_labs_own_trainer_is_refused(call: Call, here: Path
         (["--mode", "auto"], "--mode auto weighs the lab's own networks"),
         (["--workload", "nowhere:make"], "there is no module 'nowhere'; is its folder on the Python path?"),
         (["--workload", "mine:other"], "mine.py defines no 'other'"),
-        (["--workload", "broken:make"], "broken.py, line 1"),
+        (["--workload", "broken:make"], "ddpm-lab: workload 'broken:make': {here}/broken.py, line 1: invalid syntax"),
     ],
 )
 def test_what_means_nothing_beside_it_is_refused_in_a_sentence(
@@ -96,7 +96,7 @@ def test_what_means_nothing_beside_it_is_refused_in_a_sentence(
     (here / "broken.py").write_text("def make(:\n")
     code, _, said = call("run", "amp", "--workload", "mine:make", *options, "--output-dir", here / "out")
     assert code == 2
-    assert words in said
+    assert words.format(here=here) in said
     assert len(said.strip().splitlines()) == 1
     assert not (here / "out" / "trace_output" / "ledger.jsonl").exists()
 

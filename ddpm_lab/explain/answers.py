@@ -96,7 +96,8 @@ def _place(record: RunRecord) -> str:
     own = [
         (file, number) for file, number in lines if "site-packages" not in file and "ddpm_lab" not in Path(file).parts
     ]
-    return f" ({Path(own[-1][0]).name}, line {own[-1][1]})" if own else ""
+    place = f"{Path(own[-1][0]).name}, line {own[-1][1]}" if own else ""
+    return f" ({place})" if place and place not in (record.reason or "") else ""  # a rank's error names it already
 
 
 def _known(value: Any) -> Any:

@@ -36,6 +36,9 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
         "nccl": config.exchange.nccl,
         **({"threads": config.threads} if config.threads else {}),
     }
+    if gone_past := _gone_past(config, ranks):
+        found.append(gone_past)
+        expected = {name: label for name, label in expected.items() if name not in ("compile", "exchange_enabled")}
     for seen in ranks:
         found += _changed(config, seen)
         for name, label in expected.items():
@@ -69,6 +72,21 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
     if len(set(shares)) != len(shares):
         found.append(f"the label says {config.world_size} ranks share each batch, some of them used the same images")
     return found
+
+
+def _gone_past(config: RunConfig, ranks: list[dict[str, Any]]) -> str:
+    """What did not happen in rank 0 since the user's training calls another model than it is given; empty if it did."""
+    seen = ranks[0] if config.is_own and ranks else {}
+    missing = ["was not compiled"] if config.compile != "off" and seen.get("compile") == "off" else []
+    if config.exchange.enabled and seen.get("exchange_enabled") is False:
+        missing.append(f"exchanged no gradients between its {config.world_size} ranks")
+    if not missing:
+        return ""
+    return (
+        f"{config.work_name} ({seen['maker']}) {' and '.join(missing)} in {seen['steps']} steps: let its "
+        f"{'loss' if 'loss' in seen['offers'] else 'step'} ({seen['place']}) call the model that it is given, as "
+        "model(...); one that it holds itself, model.module and a model's other methods go past what the lab sets"
+    )
 
 
 def _changed(config: RunConfig, seen: dict[str, Any]) -> list[str]:

@@ -109,6 +109,9 @@ class LossStep:
             **exchange_seen(self.ddp, self.context),
             **counters,
         }
+        # The wrapper exchanges nothing where a loss goes past it. A static graph is first timed in the second step.
+        if self.ddp and self.steps > 1 and not any(self.ddp.reducer.get_backward_stats()):
+            seen["exchange_enabled"] = False
         if self.precision.layers and self.steps and not self.whole:
             seen["precision"] = self.precision.seen()
             seen["autocast_scaler"] = self.scaler is not None and self.scaler.is_enabled()

@@ -157,27 +157,37 @@ class OwnTraining:
         if made.optimizer is not None and not isinstance(made.optimizer, torch.optim.Optimizer):
             kind = type(made.optimizer).__name__
             raise TypeError(f"{self.name}: optimizer is {kind}: give a torch.optim.Optimizer of the model's parameters")
-        if not any(p.requires_grad for p in made.model.parameters()):
+        trained = {id(p) for p in made.model.parameters() if p.requires_grad}
+        if not trained:
             raise TypeError(f"{self.name}: no parameter of the model requires a gradient, so nothing is trained")
+        # A step of the user's may have optimizers that the lab is not told of.
+        if made.loss and made.optimizer and trained.isdisjoint(map(id, _optimized(made.optimizer))):
+            raise TypeError(
+                f"{self.name}: the optimizer holds none of the model's parameters, so nothing is trained: make it "
+                "of the parameters() of the model that you return"
+            )
 
     def _loss(self, model: Any, batch: Any) -> Tensor:
         assert self.made.loss
         loss = self.made.loss(model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise TypeError(self._no_loss("loss", loss))
+            raise TypeError(self._no_loss("loss", described(loss)))
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise TypeError(self._no_loss("loss", f"{described(loss)} without a gradient (detach() or no_grad?)"))
         return loss
 
     def _step(self, model: Any, batch: Any) -> Tensor:
         assert self.made.step
         loss = self.made.step(model, batch)
         if not isinstance(loss, Tensor | float | int) or (isinstance(loss, Tensor) and loss.numel() != 1):
-            raise TypeError(self._no_loss("step", loss))
+            raise TypeError(self._no_loss("step", described(loss)))
         return torch.as_tensor(loss)
 
-    def _no_loss(self, what: str, value: Any) -> str:
+    def _no_loss(self, what: str, returned: str) -> str:
+        kind = "a tensor of one number that backward() can be called on" if what == "loss" else "one number"
         return (
-            f"the {what} of {self.config.work_name} ({self.place}) returned {described(value)}: let it return the mean "
-            "loss of the batch, one number"
+            f"the {what} of {self.config.work_name} ({self.place}) returned {returned}: let it return the mean loss of "
+            f"the batch, {kind}"
         )
 
     def batches(self) -> Iterator[Any]:
@@ -239,6 +249,10 @@ class _Positions:
     def __iter__(self) -> Iterator[list[int]]:
         for _, indices, _ in self._plan.draws():
             yield indices.tolist()
+
+
+def _optimized(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def is_dataset(data: Any) -> bool:
