@@ -39,7 +39,7 @@ STATE = (
     *("gpu_clock_mhz", "gpu_temperature_celsius", "gpu_power_watts"),
 )
 """What a tracker is told of the machine, by the names of ``Watch``."""
-_KEPT_KEY = "comet.key"
+_KEPT_KEY = "comet_experiment.txt"
 
 
 class Tracker:

@@ -54,7 +54,7 @@ def test_an_archive_holds_what_two_ranks_have_logged(data: Path, untracked: Chec
     losses = [(row["step"], row["loss"]) for row in logged(tmp_path)]
     assert [metric(archive, "train_loss") for archive in archives] == [losses[:6], losses[6:]]
     rows = [read_by_comet(archive) for archive in archives]
-    key = (tmp_path / "comet.key").read_text().strip()
+    key = (tmp_path / "comet_experiment.txt").read_text().strip()
     assert {row["experiment"] for found in rows for row in found} == {key}
     read_back = [float(r["value"]) for found in rows for r in found if r["name"] == "train_loss"]
     assert read_back == [loss for _, loss in losses]
