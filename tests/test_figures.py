@@ -60,30 +60,24 @@ def check_texts(figure: Figure) -> None:
             assert apart, f"{first!r} lies on {second!r}"
 
 
+def check_marks(figure: Figure) -> None:
+    """Fail if a mark of a figure that was drawn lies outside its panel."""
+    for ax in figure.axes:
+        for line in ax.lines:
+            if line.get_transform() == ax.transData and line.get_marker() != "None" and line.get_clip_on():
+                points = np.column_stack(line.get_data()).astype(float)
+                drawn_points = points[~np.isnan(points).all(axis=1)]  # the rest are gaps of a line
+                pixels = ax.transData.transform(drawn_points)
+                assert np.isfinite(pixels).all()
+                assert ax.bbox.padded(1).count_contains(pixels) == len(pixels)
+
+
 @pytest.mark.parametrize("name", STUDIES)
-def test_no_text_is_cut_or_lies_on_another(name: str) -> None:
+def test_nothing_is_cut_or_shortened_or_lies_elsewhere(name: str) -> None:
     for figure in drawn_once(name):
         check_texts(figure)
-
-
-@pytest.mark.parametrize("name", STUDIES)
-def test_no_text_is_shortened(name: str) -> None:
-    for figure in drawn_once(name):
         assert [t.get_text() for t in texts(figure) if "\N{HORIZONTAL ELLIPSIS}" in t.get_text()] == []
-
-
-@pytest.mark.parametrize("name", STUDIES)
-def test_no_mark_lies_outside_its_panel(name: str) -> None:
-    for figure in drawn_once(name):
-        figure.draw_without_rendering()  # limits that follow the data are found when something is drawn
-        for ax in figure.axes:
-            for line in ax.lines:
-                if line.get_transform() == ax.transData and line.get_marker() != "None" and line.get_clip_on():
-                    points = np.column_stack(line.get_data()).astype(float)
-                    drawn_points = points[~np.isnan(points).all(axis=1)]  # the rest are gaps of a line
-                    pixels = ax.transData.transform(drawn_points)
-                    assert np.isfinite(pixels).all()
-                    assert ax.bbox.padded(1).count_contains(pixels) == len(pixels)
+        check_marks(figure)
 
 
 def test_a_waterfall_of_small_gains_has_an_axis_to_read() -> None:
