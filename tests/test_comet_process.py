@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 from comet_archive import messages, metric, others, read_by_comet
 from test_tracking import notes
-from test_training_run import command, data, equal, finished, logged
+from test_training_run import logged
+from test_training_run_processes import command, data, equal, finished
 
 from ddpm_lab import comet_process
 from ddpm_lab.model.checkpoint import Checkpoint, read

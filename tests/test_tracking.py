@@ -16,7 +16,8 @@ from typing import Any
 
 import psutil
 import pytest
-from test_training_run import CONFIG, data, logged, ranks
+from test_training_run import CONFIG, logged, ranks
+from test_training_run_processes import data
 
 from ddpm_lab import tracking
 from ddpm_lab.config import RunConfig

@@ -1,40 +1,28 @@
-"""A training run: what is due when, going on, and every way to end; then real ranks and real kills."""
+"""A training run: what is due when, going on, and every way to end."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
 import os
-import random
-import shutil
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from test_checkpoint import made
 
 from ddpm_lab import training_run
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import TRAINING, DiffusionConfig, OptimizerConfig, RunConfig
-from ddpm_lab.data.packed import prepare
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.progress import Progress
-from ddpm_lab.model.checkpoint import SECTIONS, Checkpoint, read, write
-from ddpm_lab.run_folder import RunFailed, RunFolder, checkpoints_in
+from ddpm_lab.model.checkpoint import read, write
+from ddpm_lab.run_folder import RunFailed, checkpoints_in
 from ddpm_lab.stopping import Stop
 from ddpm_lab.training_run import Outcome, Schedule, differences, train
-
-# As many as one cares to wait for: KILLS=20 takes two minutes and a half.
-KILLS = int(os.environ.get("KILLS", "6"))
 
 CONFIG = RunConfig(workload=TRAINING, purpose="quality", image_size=8, world_size=2, global_batch_size=8)
 
@@ -311,162 +299,3 @@ def test_every_setting_is_decided() -> None:
     }
     assert {f.name for f in dataclasses.fields(RunConfig)} == computed | set(training_run.LEARNED)
     assert {f.name for f in dataclasses.fields(OptimizerConfig)} == {"adam", "ema", *training_run.LEARNED_BY}
-
-
-# --- real ranks ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "prepared"
-    prepare("synthetic", folder, image_size=8)
-    return folder
-
-
-ON_ONE_CORE = """
-import os, sys
-cores = sorted(os.sched_getaffinity(0))
-os.sched_setaffinity(0, [cores[int(sys.argv[1]) % len(cores)]])
-os.execv(sys.argv[2], sys.argv[2:])
-"""
-"""One thread for each trainer: two of them would wait for each other beside busy neighbours."""
-
-
-def command(data: Path, folder: Path, steps: int, *more: str) -> list[str]:
-    words = f"--steps {steps} --image-size 8 --global-batch-size 8 --sample-every 0 --evaluate-every 0 --seed 5"
-    paths = ["--data", str(data), "--output-dir", str(folder)]
-    return [sys.executable, "-m", "ddpm_lab", "train", *paths, *words.split(), *more]
-
-
-@contextlib.contextmanager
-def started(arguments: list[str], core: int = 0) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        [sys.executable, "-c", ON_ONE_CORE, str(core), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def finished(arguments: list[str]) -> tuple[int, str, str]:
-    with started(arguments) as process:
-        out, err = process.communicate(timeout=300)
-    return process.returncode, out, err
-
-
-def equal(one: Checkpoint, two: Checkpoint) -> bool:
-    same = all(
-        torch.equal(tensor, getattr(two, section)[name])
-        for section in SECTIONS
-        for name, tensor in getattr(one, section).items()
-    )
-    return same and (one.step, one.adam_steps) == (two.step, two.adam_steps)
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
-
-
-def _killed_often(arguments: list[str], checkpoints: Path, seed: int) -> list[int]:
-    """Kill -9 the same command at random moments; returns the steps of the checkpoints that each left."""
-    chance = random.Random(seed)
-    left = []
-    for _ in range(KILLS // 2):
-        before = checkpoints_in(checkpoints)[:1]
-        with started(arguments, core=seed) as process:
-            if chance.random() < 0.7:  # once it trains; else while it starts
-                wait_for(lambda: checkpoints_in(checkpoints)[:1] != before or process.poll() is not None)  # noqa: B023
-                time.sleep(chance.uniform(0, 0.3))
-            else:
-                time.sleep(chance.uniform(0, 6))
-            assert process.poll() is None, "it ended before it could be killed: more steps are needed"
-        left += [read(path).step for path in checkpoints_in(checkpoints)[:2]]
-    return left
-
-
-@pytest.mark.slow
-def test_kills_change_nothing(data: Path, tmp_path: Path) -> None:
-    """Kill -9 at random moments: while starting, training, and saving, which happens ten times a second."""
-    steps, often = 300 + 15 * KILLS, ("--save-every", "4", "--keep", "2")
-    code, _, err = finished(command(data, tmp_path / "whole", steps, *often))
-    assert code == 0, err
-    whole = read(tmp_path / "whole" / "checkpoints" / f"step-{steps:08d}.pt")
-    rows = [(r["step"], r["loss"]) for r in logged(tmp_path / "whole")]
-    assert [step for step, _ in rows] == list(range(1, steps + 1))
-    folders = [tmp_path / name for name in ("first", "second")]
-    commands = [command(data, folder, steps, *often) for folder in folders]
-    with ThreadPoolExecutor() as pool:
-        left = list(pool.map(_killed_often, commands, [f / "checkpoints" for f in folders], (0, 1)))
-    for folder, arguments, seen in zip(folders, commands, left, strict=True):
-        assert len(set(seen)) > KILLS // 4
-        code, _, err = finished(arguments)
-        assert code == 0, err
-        assert f"goes on after step {max(seen):,} of {steps:,}" in err
-        assert not list(folder.rglob("*.unreadable"))
-        assert equal(read(folder / "checkpoints" / f"step-{steps:08d}.pt"), whole)
-        assert [(r["step"], r["loss"]) for r in logged(folder)] == rows
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("whole_session", [False, True])
-def test_sigterm_saves_and_stops(data: Path, tmp_path: Path, whole_session: bool) -> None:
-    """Also where every process gets it, as from ``timeout`` or a service manager."""
-    arguments = command(data, tmp_path, 100_000, "--save-every", "100000")
-    with started(arguments) as process:
-        wait_for((tmp_path / "log.jsonl").exists)
-        wait_for(lambda: (tmp_path / "log.jsonl").stat().st_size > 0)
-        (os.killpg if whole_session else os.kill)(process.pid, signal.SIGTERM)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM, err
-    (step,) = steps_in(tmp_path)
-    assert err.splitlines()[-1] == f"SIGTERM, saved after step {step:,}: the same command goes on from there"
-    assert len(logged(tmp_path)) == step
-    code, _, err = finished(command(data, tmp_path, step + 5))
-    assert code == 0, err
-    assert f"goes on after step {step:,} of {step + 5:,}" in err
-
-
-@pytest.mark.slow
-def test_a_full_disk_leaves_the_old_checkpoint(data: Path, tmp_path: Path) -> None:
-    assert finished(command(data, tmp_path, 5))[0] == 0
-    before = (tmp_path / "checkpoints" / "step-00000005.pt").read_bytes()
-    shell = shutil.which("bash") or "/bin/bash"
-    limited = [shell, "-c", 'ulimit -f 200; exec "$@"', "-", *command(data, tmp_path, 10)]
-    code, _, err = finished(limited)
-    assert code == 1, err
-    words = "step-00000010.pt: File too large; the last good checkpoint is"
-    assert words in err.splitlines()[-1]
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000005.pt"]
-    assert (tmp_path / "checkpoints" / "step-00000005.pt").read_bytes() == before
-
-
-@pytest.mark.slow
-def test_another_world_size_goes_on_in_the_same_order(data: Path, tmp_path: Path) -> None:
-    fp32 = ("--precision", "fp32", "--save-every", "10", "--oversubscribe")
-    for name in ("one", "two"):
-        assert finished(command(data, tmp_path / name, 10, *fp32))[0] == 0
-    for name, ranks in (("one", "1"), ("two", "2")):
-        code, _, err = finished(command(data, tmp_path / name, 20, *fp32, "--world-size", ranks))
-        assert code == 0, err
-    one, two = (read(tmp_path / name / "checkpoints" / "step-00000020.pt") for name in ("one", "two"))
-    for section in ("weights", "averages"):
-        mine, theirs = (torch.cat([t.flatten() for t in getattr(c, section).values()]) for c in (one, two))
-        assert (mine - theirs).norm() <= 1e-5 * mine.norm()
-    losses = [[r["loss"] for r in logged(tmp_path / name)] for name in ("one", "two")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_another_run_in_the_same_folder_is_refused(data: Path, tmp_path: Path) -> None:
-    with RunFolder(tmp_path):
-        code, _, err = finished(command(data, tmp_path, 5))
-    assert code == 2
-    assert err.startswith("ddpm-lab: another run works in")
