@@ -162,7 +162,7 @@ def scaled(config: RunConfig, baseline: RunConfig) -> RunConfig:
     return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, learning_rate=rate))
 
 
-WITH_TRIALS = ("multi_gpu", "amp", "torch_compile", "batch_size", "peers")
+WITH_TRIALS = ("multi_gpu", "amp", "torch_compile", "batch_size", "exchange", "peers")
 """Questions about speed whose configurations can be trained for quality besides."""
 SEARCH, RECOMMENDATION = "search", "recommendation"
 """Short sets of a search, and the sets that measure again what it found."""

@@ -157,7 +157,8 @@ def _trials(family: Family, setup: Setup, seeds: int, images: int) -> list[Trial
     """Trials of a family's baseline and of the candidates that are this trainer; none where there is none of them.
 
     Batches of several sizes are trained on equally many images; larger ones besides, and last, with a learning rate
-    that grows as they do. What differs in its loader alone is trained for a few steps: it must learn the very same.
+    that grows as they do. What differs in its loader alone, or in how two ranks exchange the same gradients, is trained
+    for a few steps: it must learn the very same.
     """
     rows = [row for row in family.candidates if _trains(row[1])]
     apart = family.mechanism or family.name.endswith(LOST)  # no answers whose quality anybody would ask for
@@ -190,9 +191,19 @@ def _trains(config: RunConfig) -> bool:
 
 
 def _tried(config: RunConfig) -> RunConfig:
-    """A configuration as it is tried: a loader changes nothing, and a short run moves its averages at every step."""
+    """A configuration as it is tried: a loader changes nothing, and a short run moves its averages at every step.
+
+    Nor does how two ranks exchange their gradients as they are: a sum of two has no order.
+    """
     optimizer = replace(config.optimizer, ema_every=1)
-    return replace(config, loader=config.loader if config.is_own else "packed", loader_workers=0, optimizer=optimizer)
+    plainly = config.world_size == 2 and config.exchange.enabled and config.exchange.hook == "none"
+    return replace(
+        config,
+        loader=config.loader if config.is_own else "packed",
+        loader_workers=0,
+        optimizer=optimizer,
+        exchange=ExchangeConfig() if plainly else config.exchange,
+    )
 
 
 def trial(

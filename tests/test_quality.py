@@ -141,3 +141,20 @@ def test_wrong_trials_are_refused_in_a_sentence(name: str, grid: dict[str, int],
     assert "\n" not in str(refusal.value)
     for word in words:
         assert word in str(refusal.value)
+
+
+def test_only_what_may_change_a_gradient_is_trained_for_its_quality() -> None:
+    """Two ranks' sum is the same whatever bucket it travels in; hooks round it, and the sum of three has an order."""
+    experiment = ask(
+        "exchange", replace(HERE, usable_cores=4), seeds=3, images=400, world_sizes=[2, 3], global_batch_size=12
+    )
+    learned: dict[int, set[str]] = {2: set(), 3: set()}
+    same: dict[int, set[str]] = {2: set(), 3: set()}
+    for t in experiment.trials:
+        (learned if t.config.workload == TRAINING else same)[t.config.world_size].add(t.label)
+    assert learned[2] == {"default", "bf16 hook", "fp16 hook"}
+    assert {"default", "static graph", "buckets of 5 MiB", "no bucket view"} <= same[2]
+    assert learned[3] >= {"default", "bf16 hook", "buckets of 5 MiB", "static graph"}
+    assert not same[3]
+    assert all(t.config.exchange.enabled for t in experiment.trials)
+    assert all(t.config.accumulation == 1 for t in experiment.trials)
