@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpm_lab.checks import ConfigError, choice, known, number, several, whole
+from ddpm_lab.checks import ConfigError, choice, known, number, whole
 from ddpm_lab.exchange_settings import ExchangeConfig
+from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.own_settings import ABLE, OWN, OWN_LOADER, TRIED
 
 PURPOSES = ("timing", "profile", "quality", "check")
@@ -24,8 +25,6 @@ COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")
 IMPLEMENTATIONS = ("lab", "plain")
 KERNELS = ("aten", "fused")
 ATTENTION_AXES = ("channels", "positions")
-ADAMS = ("fused", "foreach", "loop")
-EMAS = ("foreach", "loop")
 LOADERS = ("packed", "files", "resident", "still")
 """``still`` hands out its first batch at every step: no work of loading is left, and nothing worth learning."""
 NETWORKS = {"tiny": 4, "seed": 4, "ddpm": 8, "s000": 4}
@@ -70,38 +69,6 @@ class DiffusionConfig:
             raise ConfigError(f"diffusion.min_snr_gamma needs loss 'l2', not {self.loss!r}: set diffusion.loss to l2")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerConfig:
-    """Adam, gradient clipping and the exponential moving average of the weights.
-
-    ``adam`` and ``ema`` say how these are computed, never what: in one kernel for all weights (fused), one for each
-    operation (foreach), or weight by weight (loop).
-    """
-
-    learning_rate: float = 2e-4
-    betas: tuple[float, float] = (0.9, 0.99)
-    clip_norm: float | None = 1.0
-    ema_decay: float = 0.995
-    ema_every: int = 10
-    adam: str = "fused"
-    ema: str = "foreach"
-
-    def __post_init__(self) -> None:
-        several("optimizer.betas", self.betas)
-        object.__setattr__(self, "betas", tuple(self.betas))
-        if not (number(self.learning_rate) and self.learning_rate > 0):
-            raise ConfigError(f"optimizer.learning_rate is {self.learning_rate!r}: give a number above 0")
-        if len(self.betas) != 2 or not all(number(b) and 0 <= b < 1 for b in self.betas):
-            raise ConfigError(f"optimizer.betas is {self.betas!r}: give two numbers in [0, 1)")
-        if self.clip_norm is not None and not (number(self.clip_norm) and self.clip_norm > 0):
-            raise ConfigError(f"optimizer.clip_norm is {self.clip_norm!r}: give a number above 0, or null for none")
-        if not (number(self.ema_decay) and 0 <= self.ema_decay < 1):
-            raise ConfigError(f"optimizer.ema_decay is {self.ema_decay!r}: give a number in [0, 1)")
-        whole("optimizer.ema_every", self.ema_every, 1)
-        choice("optimizer.adam", self.adam, ADAMS)
-        choice("optimizer.ema", self.ema, EMAS)
-
-
 PARTS = (("diffusion", DiffusionConfig), ("optimizer", OptimizerConfig), ("exchange", ExchangeConfig))
 LATER: dict[str, Any] = {
     "compile_mode": "default",
@@ -112,7 +79,7 @@ LATER: dict[str, Any] = {
     "nodes": 1,
     "exchange": {"enabled": True, "bucket_view": True, "static_graph": False, "bucket_mb": 25}
     | {"hook": "none", "nccl": "default"},
-    "optimizer": {"adam": "fused", "ema": "foreach"},
+    "optimizer": {"adam": "fused", "ema": "foreach", "ema_warmup": False},
     "threads": 0,
     "revision": "",
 }

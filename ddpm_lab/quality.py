@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab.checks import ConfigError, choice, several, whole
-from ddpm_lab.config import CHECK, DDPM, TRAINING, OptimizerConfig, RunConfig
+from ddpm_lab.config import CHECK, DDPM, TRAINING, RunConfig
 from ddpm_lab.data.prepared import read_manifest
 from ddpm_lab.exchange_settings import ExchangeConfig
 from ddpm_lab.inception import plan_fid
+from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.own_settings import OWN
 from ddpm_lab.plan import LOST, Experiment, Family, Fid, Trial, scaled
 from ddpm_lab.setting import Setup
@@ -124,7 +125,9 @@ def settings_of(base: RunConfig, setup: Setup) -> dict[str, RunConfig]:
         changes["fp16 exchange"] = {**two, "exchange": ExchangeConfig(hook="fp16")}
     if batch % 2 == 0:
         changes["2 micro-batches"] = {"accumulation": 2}
-    changes["EMA every 10 steps"] = {"optimizer": replace(base.optimizer, ema_every=10)}
+    tenth = replace(base.optimizer, ema_every=10)
+    changes["EMA every 10 steps"] = {"optimizer": tenth}
+    changes["EMA every 10 steps, warmed up"] = {"optimizer": replace(tenth, ema_warmup=True)}
     return {name: replace(base, **change) for name, change in changes.items()}
 
 

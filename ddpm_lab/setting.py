@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpm_lab.checks import ConfigError, choice, several, whole
-from ddpm_lab.config import LOADER_ALONE, OptimizerConfig, RunConfig, digest
+from ddpm_lab.config import LOADER_ALONE, RunConfig, digest
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.fleet import fewest_hosts
+from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.own_settings import OWN, OWN_LOADER
 
 OWN_DATA = "own-"

@@ -8,7 +8,8 @@ from typing import Any
 
 from ddpm_lab import plan
 from ddpm_lab.checks import ConfigError, whole
-from ddpm_lab.config import DDPM, SAMPLING, SEED_FAMILY, DiffusionConfig, OptimizerConfig, RunConfig
+from ddpm_lab.config import DDPM, SAMPLING, SEED_FAMILY, DiffusionConfig, RunConfig
+from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.plan import BOTH_FP32, LEVERS, LIMITS, OURS, TUNED, Experiment, Family, Plan
 from ddpm_lab.setting import DEFAULTS, Setup, each_choice
 

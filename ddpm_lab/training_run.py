@@ -34,7 +34,7 @@ COMPILING_CHUNKS = 3
 HELD_OUT_DRAWS = 1_000
 GRID_IMAGES, GRID_STEPS = 36, 50
 LEARNED = ("network", "image_size", "attention_axis", "diffusion", "global_batch_size", "seed", "data_sha256")
-LEARNED_BY = ("learning_rate", "betas", "clip_norm", "ema_decay", "ema_every")
+LEARNED_BY = ("learning_rate", "betas", "clip_norm", "ema_decay", "ema_every", "ema_warmup")
 """Settings that decide what is learned, the latter those of the optimizer: a run that goes on keeps them."""
 
 

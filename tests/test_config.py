@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import LATER, DiffusionConfig, OptimizerConfig, RunConfig
+from ddpm_lab.config import LATER, DiffusionConfig, RunConfig
 from ddpm_lab.exchange_settings import ExchangeConfig
+from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.plan import PRESETS, Experiment, Family, Plan, preset
 
 # For every field a value that differs from ``START`` and is valid beside it.
@@ -76,6 +77,7 @@ NESTED: list[tuple[str, Any]] = [
             {"clip_norm": None},
             {"ema_decay": 0.9},
             {"ema_every": 1},
+            {"ema_warmup": True},
             {"adam": "loop"},
             {"ema": "loop"},
         )
@@ -291,7 +293,7 @@ def test_a_setting_that_does_not_exist_is_named() -> None:
     ("place", "name", "allowed"),
     [
         ("diffusion", "steps", "loss, min_snr_gamma, objective, schedule, timesteps"),
-        ("optimizer", "lr", "adam, betas, clip_norm, ema, ema_decay, ema_every, learning_rate"),
+        ("optimizer", "lr", "adam, betas, clip_norm, ema, ema_decay, ema_every, ema_warmup, learning_rate"),
     ],
 )
 def test_a_nested_setting_that_does_not_exist_is_named(place: str, name: str, allowed: str) -> None:

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from ddpm_lab.config import DDPM, OptimizerConfig, RunConfig
+from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.explain import quality
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.quality import IDENTICAL, NOT_ENOUGH, NOT_MEASURED, NOT_WORSE, WORSE, Trials, equivalence
+from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.quality import quality as plan_quality
 from ddpm_lab.questions import amp
 from ddpm_lab.record import RunRecord

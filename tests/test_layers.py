@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "ddpm_lab"
 ROWS = (
     ("comet_process", "ddpm_lab"),
     ("checks",),
-    ("exchange_settings", "files", "own_settings"),
+    ("exchange_settings", "files", "optimizer_settings", "own_settings"),
     ("config",),
     ("space",),
     ("changes", "plan", "settings_file", "stopping"),

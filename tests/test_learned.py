@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import records as make
 
-from ddpm_lab.config import OptimizerConfig, RunConfig
+from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import learned, stats
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.plan import scaled
 from ddpm_lab.record import RunRecord
 

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from ddpm_lab.config import OptimizerConfig, RunConfig
+from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.model.train import Trainer
 from ddpm_lab.model.unet import NETWORKS
+from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.workload import RankContext
 
 LEVERS: list[dict[str, Any]] = [

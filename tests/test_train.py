@@ -15,12 +15,13 @@ from fresh_processes import DoublePrecision, context, gradients
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
-from ddpm_lab.config import DiffusionConfig, OptimizerConfig, RunConfig
+from ddpm_lab.config import DiffusionConfig, RunConfig
 from ddpm_lab.data.draws import noise_and_timesteps
 from ddpm_lab.data.prepared import open_packed
 from ddpm_lab.model.feed import Feed, LoaderAlone
 from ddpm_lab.model.train import Trainer
 from ddpm_lab.model.unet import build_network
+from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.workload import Unsupported
 
 
@@ -37,11 +38,12 @@ def weights(module: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
 
 
-def test_a_step_is_the_plain_algorithm(config: RunConfig) -> None:
+@pytest.mark.parametrize("decays", [(0.995, 0.995), (2 / 11, 3 / 12)])
+def test_a_step_is_the_plain_algorithm(config: RunConfig, decays: tuple[float, float]) -> None:
     """Against a loop written from the paper: noise, predict, L2, Adam, clipping, averaged weights."""
-    config = dataclasses.replace(
-        config, diffusion=DiffusionConfig(loss="l2", schedule="linear"), optimizer=OptimizerConfig(ema_every=2)
-    )
+    warmed = decays[0] < 0.995
+    optimizer = OptimizerConfig(ema_every=2, ema_warmup=warmed)
+    config = dataclasses.replace(config, diffusion=DiffusionConfig(loss="l2", schedule="linear"), optimizer=optimizer)
     trainer = Trainer(config, context())
     losses = train(trainer, 4)
 
@@ -62,12 +64,14 @@ def test_a_step_is_the_plain_algorithm(config: RunConfig) -> None:
         nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         adam.step()
         if step % 2:
+            decay = decays[step // 2]
             for a, p in zip(averaged, network.parameters(), strict=True):
-                a.mul_(0.995).add_(p.detach(), alpha=0.005)
+                a.mul_(decay).add_(p.detach(), alpha=1 - decay)
         expected.append(float(loss.detach()))
     assert losses == pytest.approx(expected, rel=1e-5)
     torch.testing.assert_close(weights(trainer.network), weights(network), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(weights(trainer.ema), torch.cat([a.reshape(-1) for a in averaged]), rtol=1e-4, atol=1e-6)
+    assert trainer.witness()["ema_warmup"] is warmed
 
 
 @pytest.mark.slow

@@ -71,6 +71,7 @@ save_every = 7
     config, schedule = plan(data, text, schedule={"steps": 5}, precision="bf16", optimizer__learning_rate=2e-3)
     assert (config.seed, config.precision) == (4, "bf16")
     assert (config.optimizer.learning_rate, config.optimizer.clip_norm) == (2e-3, None)
+    assert config.optimizer.ema_warmup, "real runs are looked at from their first grid on"
     assert schedule == Schedule(steps=5, save_every=7)
 
 

@@ -14,7 +14,7 @@ import torch
 from conftest import BUSY
 from torch import Tensor
 
-from ddpm_lab.config import TRAINING, OptimizerConfig, RunConfig
+from ddpm_lab.config import TRAINING, RunConfig
 from ddpm_lab.data.loader import Batch
 from ddpm_lab.explain import quality, samples
 from ddpm_lab.explain.quality import IDENTICAL, NOT_WORSE, WORSE
@@ -24,6 +24,7 @@ from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import measure_alone
 from ddpm_lab.measure.trial import LOOKS, MOST_BYTES, MOST_IMAGES, SAMPLER_STEPS, train_once
 from ddpm_lab.model.training import Training
+from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.plan import Plan
 from ddpm_lab.record import RunRecord
 from ddpm_lab.workload import RankContext

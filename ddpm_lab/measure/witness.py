@@ -30,6 +30,7 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
         "read_loss": config.read_loss,
         "adam": config.optimizer.adam,
         "ema": config.optimizer.ema,
+        "ema_warmup": config.optimizer.decay_at(1) < config.optimizer.ema_decay,
         "exchange": {name: exchange[name] for name in ("enabled", "bucket_view", "static_graph", "bucket_mb")},
         "exchange_enabled": config.exchange.enabled,
         "exchange_hook": config.exchange.hook,

@@ -87,6 +87,7 @@ class Trainer:
         self.losses_read = start_step if config.read_loss else 0
         self.fused_before = fused.uses()
         self.ema_seen: str | None = None
+        self.warmup_seen: bool | None = None
         self.hook_seen = "none"
         self.precision = PrecisionWatch(
             self.network, self.device, eager=config.compile == "off", run=self._forward_once
@@ -162,7 +163,10 @@ class Trainer:
     @torch.no_grad()
     def update_ema(self) -> None:
         """Move the averaged weights towards the trained ones: ema <- decay ema + (1 - decay) weights."""
-        decay = self.config.optimizer.ema_decay
+        update = self.steps // self.config.optimizer.ema_every
+        decay = self.config.optimizer.decay_at(update)
+        if update == 1:  # later ones may have reached the decay that was asked for
+            self.warmup_seen = decay < self.config.optimizer.ema_decay
         self.ema_seen = self.config.optimizer.ema
         if self.ema_seen == "foreach":
             torch._foreach_lerp_(self.averages, self.weights, 1 - decay)
@@ -202,6 +206,8 @@ class Trainer:
             seen["read_loss"] = self.losses_read == self.steps
         if self.ema_seen:
             seen["ema"] = self.ema_seen
+        if self.warmup_seen is not None:
+            seen["ema_warmup"] = self.warmup_seen
         if self.ddp and self.steps:
             seen["exchange_hook"] = self.hook_seen
         return seen | exchange_seen(self.ddp, self.context)
