@@ -34,6 +34,20 @@ def test_the_answer_is_the_fastest_that_is_not_worse() -> None:
     assert found.quality == "quality not worse (8 seeds)"
 
 
+def test_another_baseline_is_not_passed_over_in_silence() -> None:
+    other = RunConfig(global_batch_size=128)
+    earlier = make.sets(
+        {"bf16": (replace(other, precision="bf16"), 1.2)},
+        baseline=other,
+        experiment="quality",
+        family="tiny, batch 128",
+    )
+    of = studied()
+    both = replace(make.study([*earlier, *of.records], "quality"), trials=of.trials)
+    assert "from another baseline, and not shown here: tiny, batch 128." in finding(both).claim
+    assert "another baseline" not in finding(of).claim
+
+
 def test_too_few_seeds_give_no_answer() -> None:
     found = finding(studied(3))
     assert found.status == "not enough data"

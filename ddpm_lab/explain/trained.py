@@ -36,6 +36,13 @@ def _family(study: Study) -> list[Row]:
     return [r for r in comparisons(study) if r["baseline_id"] == latest]
 
 
+def elsewhere(study: Study) -> str:
+    """A sentence that names what was measured from another baseline and is not shown; empty where there is none."""
+    shown = {r["family"] for r in _family(study)}
+    others = list(dict.fromkeys(r["family"] for r in comparisons(study) if r["family"] not in shown))
+    return f" Measured besides, from another baseline, and not shown here: {phrases.joined(others)}." if others else ""
+
+
 def trials_of(study: Study, row: Row) -> list[RunRecord]:
     """The trials of a row that verdicts rest on, in the order of their seeds."""
     found = rows(study)
