@@ -205,8 +205,8 @@ def cpu_model() -> str:
 def processor_name(cpuinfo: str) -> str:
     """The first processor's name in the text of /proc/cpuinfo; empty where it has none.
 
-    Hosts of virtual machines hide the model of theirs: "AMD EPYC" is every generation of it, and the next one multiplies
-    bf16 twice as fast. Such a name gets family and model, which tell generations apart.
+    Virtual machines may hide the model of theirs: "AMD EPYC" is every generation of it, of which one multiplies bf16
+    twice as fast as another. Such a name gets family and model, which tell generations apart.
     """
     told: dict[str, str] = {}
     for line in cpuinfo.splitlines():
