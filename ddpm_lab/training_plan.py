@@ -14,7 +14,7 @@ from ddpm_lab.data.prepared import read_manifest
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.fleet import current, spread, usual_ranks
 from ddpm_lab.run_folder import OWN
-from ddpm_lab.setting import DEFAULTS, check_ranks, usual_device
+from ddpm_lab.setting import DEFAULTS, check_cores, check_ranks, usual_device
 from ddpm_lab.settings_file import configuration, read_settings
 from ddpm_lab.training_run import Schedule
 
@@ -74,7 +74,10 @@ def plan_training(
         )
     if not config.exchange.enabled:
         raise ConfigError("exchange.enabled is false: ranks that exchange nothing train a network each; leave it out")
-    check_ranks(config.device, config.node_size, len(hardware.gpus()), hardware.usable_cores(), config.oversubscribe)
+    cores = hardware.usable_cores()
+    check_ranks(config.device, config.node_size, len(hardware.gpus()), cores, config.oversubscribe)
+    for name in ("loader_workers", "threads"):
+        check_cores(name, getattr(config, name), cores, config.node_size)
     folder = resolve(
         config.data or "synthetic",
         cache,
