@@ -97,8 +97,9 @@ def train_command(options: argparse.Namespace) -> int:
     folder = Path(options.output_dir).expanduser().absolute()
     progress = Progress("train")
     tracker = tracker_chosen(said.get("tracker"))
+    stop = Stop()
     try:
-        with Stop() as stop:
+        with stop:
             config, schedule = plan_training(
                 settings,
                 {name: said[name] for name in SCHEDULED_BY if name in said},
@@ -116,11 +117,8 @@ def train_command(options: argparse.Namespace) -> int:
                     config, schedule, folder, threads=threads, stop=stop, progress=progress, tracker=tracker
                 )
     except Stopped as stopped:
-        print(
-            f"\nddpm-lab: {signal_name(stopped.number)}, stopped at once; the same command goes on from the last "
-            "checkpoint",
-            file=sys.stderr,
-        )
+        found = "goes on from the last checkpoint" if stop.gentle else "starts again: nothing was trained this time"
+        print(f"\nddpm-lab: {signal_name(stopped.number)}, stopped at once; the same command {found}", file=sys.stderr)
         return 128 + stopped.number
     except RunFailed as failed:
         print(f"\nddpm-lab: {failed}", file=sys.stderr)
@@ -132,9 +130,8 @@ def train_command(options: argparse.Namespace) -> int:
     ]
     progress.done(", ".join([f"step {outcome.step:,} of {schedule.steps:,}", *measured]))
     if outcome.step < schedule.steps and stop.number is not None:
-        name = signal_name(stop.number)
-        where = f"saved after step {outcome.step:,}" if outcome.step else "before the first step"
-        print(f"{name}, {where}: the same command goes on from there", file=sys.stderr)
+        where = f"{signal_name(stop.number)}, saved after step {outcome.step:,}"
+        print(f"{where}: the same command goes on from there", file=sys.stderr)
         return 128 + stop.number
     print(*summary_lines.lines(summary_lines.of_training(config, folder, gpus.percent)), sep="\n", file=sys.stderr)
     print(outcome.checkpoint)
