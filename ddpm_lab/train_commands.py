@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from ddpm_lab.checks import ConfigError, whole_options
 from ddpm_lab.config import COMPILE, NETWORKS, PRECISIONS
-from ddpm_lab.files import PREPARED, output_folder
+from ddpm_lab.files import PREPARED, expanded, output_folder
 from ddpm_lab.options import add, given, tracker_chosen
 from ddpm_lab.run_folder import RunFailed
 from ddpm_lab.stopping import Stop, Stopped, signal_name
@@ -94,7 +93,7 @@ def train_command(options: argparse.Namespace) -> int:
         settings["optimizer.learning_rate"] = said["learning_rate"]
     whole_options(said, steps=1, global_batch_size=1, accumulation=1, world_size=1, image_size=1, seed=0)
     whole_options(said, save_every=1, sample_every=0, evaluate_every=0, keep=1)
-    folder = Path(options.output_dir).expanduser().absolute()
+    folder = expanded(options.output_dir).absolute()
     progress = Progress("train")
     tracker = tracker_chosen(said.get("tracker"))
     stop = Stop()
@@ -103,7 +102,7 @@ def train_command(options: argparse.Namespace) -> int:
             config, schedule = plan_training(
                 settings,
                 {name: said[name] for name in SCHEDULED_BY if name in said},
-                file=Path(said["config"]).expanduser() if "config" in said else None,
+                file=expanded(said["config"]) if "config" in said else None,
                 cache=output_folder(None) / PREPARED,
                 held_out=said.get("held_out"),
                 skip_bad=said.get("skip_bad", False),
@@ -150,8 +149,8 @@ def sample_command(options: argparse.Namespace) -> int:
         there, lacking = ("--inception", "--data") if options.inception else ("--data", "--inception")
         raise ConfigError(f"{there} is for a FID, which needs {lacking} too: give both, or neither")
     progress = Progress("sample")
-    checkpoint = Path(options.checkpoint).expanduser()
-    folder = Path(options.output_dir).expanduser() if options.output_dir else checkpoint.with_suffix("")
+    checkpoint = expanded(options.checkpoint)
+    folder = expanded(options.output_dir) if options.output_dir else checkpoint.with_suffix("")
     sampling = Sampling(**given(options, "sampler", "steps", "seed", "weights"))
     world_size = usual_ranks() if options.world_size is None else options.world_size
     try:

@@ -28,6 +28,11 @@ from ddpm_lab.training_run import Outcome
         ("train --output-dir {} --steps 5 --precision fp16 --device cpu", "needs a CUDA device"),
         ("sample {}/none.pt --count 3", "No such file"),
         ("sample {}/none.pt", "--count"),
+        ("train --output-dir ~nosuchuser/a --steps 5", "~nosuchuser/a: there is no such user's home folder"),
+        ("train --output-dir {} --steps 5 --config ~nosuchuser/a.toml", "~nosuchuser/a.toml: there is no such user"),
+        ("train --output-dir {} --steps 5 --data ~nosuchuser/a", "~nosuchuser/a: there is no such user's home"),
+        ("sample ~nosuchuser/a.pt --count 3", "~nosuchuser/a.pt: there is no such user's home folder"),
+        ("sample {}/none.pt --count 3 --output-dir ~nosuchuser/a", "~nosuchuser/a: there is no such user's home"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(call: Call, tmp_path: Path, arguments: str, words: str) -> None:
