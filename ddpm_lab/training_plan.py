@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab.checks import ConfigError, known
-from ddpm_lab.config import TRAINING, RunConfig
+from ddpm_lab.checks import ConfigError, choice, known
+from ddpm_lab.config import DEVICES, TRAINING, RunConfig
 from ddpm_lab.data.packed import resolve
 from ddpm_lab.data.prepared import read_manifest
 from ddpm_lab.measure import hardware
@@ -61,6 +61,7 @@ def plan_training(
         else:
             values[name] = value
     device = values.setdefault("device", usual_device(None))
+    choice(f"{place}: device", device, DEVICES)
     values = {**USUAL.get(device, {}), **_defaults(device, values), **values}
     table = _table(place, "optimizer", values.get("optimizer", {}))
     values["optimizer"] = {"ema_warmup": True, **table}  # real runs are looked at from their first grid on
