@@ -19,6 +19,7 @@ TRAINED_BY = (
 )
 """Options of the command line that are settings of the same name."""
 USUAL_RANKS = "default: 1; after rank, every process of the job"
+EXAMPLE = "runs/first/checkpoints/step-00020000.pt"
 SCHEDULED_BY = ("steps", "save_every", "sample_every", "evaluate_every", "keep")
 
 
@@ -55,10 +56,8 @@ def add_options(subparsers: Any) -> None:
     train.set_defaults(command=train_command)
 
     sample = subparsers.add_parser("sample", help="draw images from a checkpoint; the same command goes on")
-    sample.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="a file such as runs/first/checkpoints/step-00020000.pt"
-    )
-    sample.add_argument("--count", type=int, required=True, metavar="N", help="how many images")
+    sample.add_argument("checkpoint", metavar="CHECKPOINT", help=f"a file such as {EXAMPLE}")
+    sample.add_argument("--count", type=int, required=True, metavar="N", help="how many images, at most 1000000")
     sample.add_argument("--sampler", choices=("ddpm", "ddim"), default="ddim", help="default: ddim")
     sample.add_argument("--steps", type=int, default=250, help="denoising steps (default: 250)")
     add(sample, "seed", help="with an image's number, its noise (default: 0)")
@@ -150,6 +149,8 @@ def sample_command(options: argparse.Namespace) -> int:
         raise ConfigError(f"{there} is for a FID, which needs {lacking} too: give both, or neither")
     progress = Progress("sample")
     checkpoint = expanded(options.checkpoint)
+    if not checkpoint.name:
+        raise ConfigError(f"CHECKPOINT is {options.checkpoint!r}: give a file, such as {EXAMPLE}")
     folder = expanded(options.output_dir) if options.output_dir else checkpoint.with_suffix("")
     sampling = Sampling(**given(options, "sampler", "steps", "seed", "weights"))
     world_size = usual_ranks() if options.world_size is None else options.world_size

@@ -28,6 +28,10 @@ from ddpm_lab.training_run import Outcome
         ("train --output-dir {} --steps 5 --precision fp16 --device cpu", "needs a CUDA device"),
         ("sample {}/none.pt --count 3", "No such file"),
         ("sample {}/none.pt", "--count"),
+        ("sample . --count 3", "CHECKPOINT is '.': give a file, such as runs/first"),
+        ("sample / --count 3 --output-dir {}/a", "CHECKPOINT is '/': give a file"),
+        ("sample .. --count 3", "directory"),
+        ("sample {}/none.pt --count 1000000000", "count is 1,000,000,000: give at most 1,000,000"),
         ("train --output-dir ~nosuchuser/a --steps 5", "~nosuchuser/a: there is no such user's home folder"),
         ("train --output-dir {} --steps 5 --config ~nosuchuser/a.toml", "~nosuchuser/a.toml: there is no such user"),
         ("train --output-dir {} --steps 5 --data ~nosuchuser/a", "~nosuchuser/a: there is no such user's home"),
@@ -37,7 +41,7 @@ from ddpm_lab.training_run import Outcome
 )
 def test_bad_input_is_refused_in_one_sentence(call: Call, tmp_path: Path, arguments: str, words: str) -> None:
     code, out, err = call(*arguments.replace("{}", str(tmp_path)).split())
-    assert (code, out) == (2, "")
+    assert (code, out) == (2, ""), err
     assert err.startswith("ddpm-lab: ")
     assert len(err.splitlines()) == 1
     assert words in err
