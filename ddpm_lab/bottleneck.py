@@ -14,7 +14,7 @@ from ddpm_lab.measure.largest_batch import host_bytes, predicted_bytes, same_wor
 from ddpm_lab.measure.trials import COMPILE_SECONDS
 from ddpm_lab.plan import Experiment, Family
 from ddpm_lab.record import RunRecord
-from ddpm_lab.setting import Setup, each_choice
+from ddpm_lab.setting import Setup, check_cores, each_choice
 
 BASELINE = "the present settings"
 COMPILE_SHARE = 0.5
@@ -46,10 +46,7 @@ def bottleneck(
     setup.check_ranks(world_size)
     batch = setup.batch_size(global_batch_size, world_size)
     config = setup.config(global_batch_size=batch, world_size=world_size, **settings)
-    if config.loader_workers > setup.usable_cores:
-        raise ConfigError(
-            f"loader_workers is {config.loader_workers}: {setup.usable_cores} cores are usable, give at most that"
-        )
+    check_cores("loader_workers", config.loader_workers, setup.usable_cores)
     one, sizes = changes(config, usable_cores=setup.usable_cores, most_ranks=setup.node_size), batch_sizes(config)
     each_choice("changes", only, (*one, *sizes))
     if only is None and setup.preset == "smoke":

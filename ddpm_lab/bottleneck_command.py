@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpm_lab.checks import ConfigError, percent
 from ddpm_lab.config import COMPILE, LOADERS, NETWORKS, PARTS, PRECISIONS
-from ddpm_lab.files import ledgers, output_folder
+from ddpm_lab.files import expanded, ledgers, output_folder
 from ddpm_lab.options import add, given, plain, tell
 from ddpm_lab.plan import RECOMMENDATION
 from ddpm_lab.settings_file import configuration, read_settings
@@ -141,7 +141,7 @@ def _check_memory(campaign: Campaign) -> None:
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """What is measured, from the file and the options, which go first."""
-    found = read_settings(Path(options.config).expanduser(), "--config") if options.config else {}
+    found = read_settings(expanded(options.config), "--config") if options.config else {}
     for name in ("train", "data_sha256"):  # how long a run is, and what its images were
         found.pop(name, None)
     if found.get("nodes") == 1:

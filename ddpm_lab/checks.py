@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -63,8 +64,15 @@ def known(place: str, values: Mapping[str, Any], kind: type) -> None:
 
 
 def number(value: object) -> bool:
-    """Whether ``value`` is a number; True and False are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether ``value`` is a finite number; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def texts(**values: object) -> None:
+    """Raise ConfigError for a value that is no text."""
+    for place, value in values.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{place} is {value!r}: give a text in quotation marks")
 
 
 def percent(text: str, place: str = "a share") -> float:

@@ -8,11 +8,10 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from ddpm_lab.checks import choice, percent
-from ddpm_lab.files import ledgers, output_folder
+from ddpm_lab.files import expanded, ledgers, output_folder
 from ddpm_lab.options import given, tell
 
 
@@ -37,7 +36,7 @@ def prepare(options: argparse.Namespace) -> int:
 
     manifest = prepare(
         options.source,
-        Path(options.dest).expanduser(),
+        expanded(options.dest),
         progress=lambda line: print(line, file=sys.stderr),
         **given(options, "image_size", "held_out", "skip_bad"),
     )

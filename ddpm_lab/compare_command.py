@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 from ddpm_lab.checks import ConfigError, percent
+from ddpm_lab.files import expanded
 from ddpm_lab.options import RESOLUTION, add, given, tell, track, tracker_chosen
 
 
@@ -115,7 +115,7 @@ def _summarise(options: argparse.Namespace, text: str) -> None:
     path = options.summary or os.environ.get("GITHUB_STEP_SUMMARY")
     if path:
         try:
-            with Path(path).expanduser().open("a") as file:
+            with expanded(path).open("a") as file:
                 file.write(text)
         except OSError as error:
             raise ConfigError(f"--summary: cannot write {path}: {error.strerror}; name another file") from error

@@ -18,7 +18,7 @@ from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.data.packed import resolve
 from ddpm_lab.data.prepared import read_manifest
 from ddpm_lab.experiments import study_of
-from ddpm_lab.files import PREPARED, output_folder
+from ddpm_lab.files import PREPARED, expanded, output_folder
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.own_workload import find_here
@@ -212,7 +212,7 @@ def side(given: Side, place: str, device: str | None) -> RunConfig:
         return RunConfig(workload=_workload_of(given, place), device=device, global_batch_size=1)
     text = str(given)
     if text.endswith(".toml"):
-        values = {"device": device, **read_settings(path := Path(text).expanduser(), place)}
+        values = {"device": device, **read_settings(path := expanded(text), place)}
         return configuration(values, f"{place}, {path}")
     if ":" not in text:
         raise ConfigError(f"{place} is {text!r}: name a workload as module:function, or a file that ends in .toml")

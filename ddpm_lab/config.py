@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpm_lab.checks import ConfigError, choice, known, number, whole
+from ddpm_lab.checks import ConfigError, choice, known, number, texts, whole
 from ddpm_lab.exchange_settings import ExchangeConfig
 from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.own_settings import ABLE, OWN, OWN_LOADER, TRIED
@@ -63,9 +63,9 @@ class DiffusionConfig:
         choice("diffusion.objective", self.objective, OBJECTIVES)
         choice("diffusion.loss", self.loss, LOSSES)
         whole("diffusion.timesteps", self.timesteps, 2)
-        if self.min_snr_gamma is not None and not (number(self.min_snr_gamma) and self.min_snr_gamma > 0):
-            raise ConfigError(f"diffusion.min_snr_gamma is {self.min_snr_gamma!r}: give a number above 0, or null")
-        if self.min_snr_gamma is not None and self.loss != "l2":
+        if (gamma := self.min_snr_gamma) is not None and not (number(gamma) and gamma > 0):
+            raise ConfigError(f"diffusion.min_snr_gamma is {gamma!r}: give a finite number above 0, or null")
+        if gamma is not None and self.loss != "l2":
             raise ConfigError(f"diffusion.min_snr_gamma needs loss 'l2', not {self.loss!r}: set diffusion.loss to l2")
 
 
@@ -99,9 +99,8 @@ class RunConfig(_Remembered):
 
     ``global_batch_size`` counts the images of one optimizer step over all ranks; a rank sees
     ``global_batch_size / world_size`` of them in ``accumulation`` micro-batches. The ranks are spread evenly over
-    ``nodes`` hosts. ``data`` is the folder that
-    ``data_sha256`` was read from: where the images lie is not part of what is run, so it is not part of the run id.
-    ``options`` are the settings of a workload other than the lab's own.
+    ``nodes`` hosts. ``data`` is the folder that ``data_sha256`` was read from: where the images lie is not part of what
+    is run, so it is not part of the run id. ``options`` are the settings of a workload other than the lab's own.
 
     ``implementation`` "plain" is the network as its paper's code is usually written, in NCHW and einsum; ``kernels``
     "fused" joins normalisation and what follows it in one pass (CPU only). ``attention_axis`` is over what the seed
@@ -142,16 +141,17 @@ class RunConfig(_Remembered):
     options: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
+        texts(workload=self.workload, data=self.data, data_sha256=self.data_sha256, revision=self.revision)
+        for name in ("channels_last", "read_loss", "oversubscribe"):
+            choice(name, getattr(self, name), (True, False))
         choice("purpose", self.purpose, PURPOSES)
         choice("device", self.device, DEVICES)
         choice("precision", self.precision, PRECISIONS)
         choice("compile", self.compile, COMPILE)
         choice("compile_mode", self.compile_mode, COMPILE_MODES)
-        choice("channels_last", self.channels_last, (True, False))
         choice("implementation", self.implementation, IMPLEMENTATIONS)
         choice("kernels", self.kernels, KERNELS)
         choice("attention_axis", self.attention_axis, ATTENTION_AXES)
-        choice("read_loss", self.read_loss, (True, False))
         choice("loader", self.loader, LOADERS)
         choice("network", self.network, NETWORKS)
         least = dict.fromkeys(("world_size", "nodes", "global_batch_size", "accumulation", "image_size"), 1)

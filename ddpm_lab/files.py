@@ -14,16 +14,24 @@ PREPARED = Path("data", "prepared")
 """Records and prepared images, in an output folder."""
 
 
+def expanded(path: str | Path) -> Path:
+    """A path of the user's, with ``~`` as a home folder. Raises ConfigError for that of a user who is not known."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{path}: there is no such user's home folder; give the whole path, from / on") from error
+
+
 def output_folder(output_dir: str | Path | None) -> Path:
     """Where results go: ``output_dir``, the checkout of this package, or for an installed copy the working folder."""
     if output_dir is not None:
-        return Path(output_dir).expanduser().absolute()
+        return expanded(output_dir).absolute()
     return CHECKOUT if (CHECKOUT / "notebooks").is_dir() else Path.cwd()
 
 
 def ledgers(given: Sequence[str | Path] | None, output: Path) -> list[Path]:
     """The files of records that are given, or else the one in ``output``."""
-    return [Path(file).expanduser() for file in ([output / LEDGER] if given is None else given)]
+    return [expanded(file) for file in ([output / LEDGER] if given is None else given)]
 
 
 @contextmanager

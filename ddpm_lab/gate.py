@@ -18,7 +18,7 @@ from typing import Any
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.comparison import plan_pair, side, with_images
 from ddpm_lab.config import RunConfig
-from ddpm_lab.files import output_folder
+from ddpm_lab.files import expanded, output_folder
 from ddpm_lab.measure.code_version import CodeVersion, Tree, code_version, in_repository, is_library
 from ddpm_lab.measure.worktree import Repository, tree_of
 from ddpm_lab.planning import Measured
@@ -101,7 +101,7 @@ def _counterpart(given: str | None, root: Path, folder: Path) -> str | None:
     """A file of settings as the revision has it; one that it has not, or that lies elsewhere, counts for both sides."""
     if given is None or not given.endswith(".toml"):
         return given
-    path = Path(given).expanduser().resolve()
+    path = expanded(given).resolve()
     if not in_repository(path, str(root)):
         return given
     there = folder / path.relative_to(root)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ddpm_lab.checks import ConfigError, whole
 from ddpm_lab.data.prepared import Manifest
+from ddpm_lab.files import expanded
 from ddpm_lab.plan import Fid
 
 PACKAGES = ("torchmetrics", "torch_fidelity")
@@ -23,7 +24,7 @@ def inception_sha256(path: str) -> str:
     for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"a FID needs {package}, which is not installed: {INSTALL}")
-    file = Path(path).expanduser().absolute()
+    file = expanded(path).absolute()
     if not file.is_file():
         raise ConfigError(
             f"inception is {path!r}: there is no such file; give that of torch-fidelity's Inception, "
@@ -54,4 +55,4 @@ def plan_fid(path: str, images: int, manifest: Manifest | None) -> Fid:
             f"a FID of {images:,} images needs as many training images, and the data has {manifest.train_count:,}: "
             "give at most that"
         )
-    return Fid(inception=str(Path(path).expanduser().absolute()), sha256=sha256, images=images)
+    return Fid(inception=str(expanded(path).absolute()), sha256=sha256, images=images)

@@ -33,11 +33,11 @@ class OptimizerConfig:
         several("optimizer.betas", self.betas)
         object.__setattr__(self, "betas", tuple(self.betas))
         if not (number(self.learning_rate) and self.learning_rate > 0):
-            raise ConfigError(f"optimizer.learning_rate is {self.learning_rate!r}: give a number above 0")
+            raise ConfigError(f"optimizer.learning_rate is {self.learning_rate!r}: give a finite number above 0")
         if len(self.betas) != 2 or not all(number(b) and 0 <= b < 1 for b in self.betas):
             raise ConfigError(f"optimizer.betas is {self.betas!r}: give two numbers in [0, 1)")
-        if self.clip_norm is not None and not (number(self.clip_norm) and self.clip_norm > 0):
-            raise ConfigError(f"optimizer.clip_norm is {self.clip_norm!r}: give a number above 0, or null for none")
+        if (clip := self.clip_norm) is not None and not (number(clip) and clip > 0):
+            raise ConfigError(f"optimizer.clip_norm is {clip!r}: give a finite number above 0, or null for none")
         if not (number(self.ema_decay) and 0 <= self.ema_decay < 1):
             raise ConfigError(f"optimizer.ema_decay is {self.ema_decay!r}: give a number in [0, 1)")
         whole("optimizer.ema_every", self.ema_every, 1)

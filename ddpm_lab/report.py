@@ -19,7 +19,7 @@ from ddpm_lab.data.folder import DataError, list_images
 from ddpm_lab.data.packed import resolve
 from ddpm_lab.explain import calibration, figure_calibration, pages
 from ddpm_lab.explain.pages import DONE, FAILED, METADATA, NOT_RUN, STOPPED, Page, Section
-from ddpm_lab.files import CHECKOUT
+from ddpm_lab.files import CHECKOUT, expanded
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.notebooks import (
@@ -133,7 +133,7 @@ def report(
         for file, names in known.items()
     }
     run = _Run(
-        folder=_writable(Path(output_dir) if output_dir is not None else CHECKOUT),
+        folder=_writable(expanded(output_dir) if output_dir is not None else CHECKOUT),
         preset=preset,
         progress=progress or _print,
         command=command({**given, "minutes": minutes}, parameters, notebooks or ()),
@@ -320,7 +320,7 @@ def _calibration(ledger: Path) -> Section | None:
 
 def _check_data(data: str, held_out: str | None) -> None:
     """Refuse a place without images now, rather than in each notebook."""
-    for path in (None if data == "synthetic" else Path(data).expanduser(), held_out and Path(held_out).expanduser()):
+    for path in (None if data == "synthetic" else expanded(data), held_out and expanded(held_out)):
         if not path or (path.is_file() and archives.is_archive(path)) or prepared.is_prepared(path):
             continue
         if not list_images(path):

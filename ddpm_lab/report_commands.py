@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import NETWORKS, RunConfig
-from ddpm_lab.files import LEDGER, ledgers, output_folder, writing
+from ddpm_lab.files import LEDGER, expanded, ledgers, output_folder, writing
 from ddpm_lab.ledger import read_all
 from ddpm_lab.options import add, given
 from ddpm_lab.run_folder import SETTINGS
@@ -145,7 +145,7 @@ def _numbers(words: Sequence[str] | None) -> list[int] | None:
 def _benchmark(options: argparse.Namespace, asked: dict[str, Any], ledger: Sequence[str] | None = None) -> int:
     from ddpm_lab import benchmark, experiments  # noqa: PLC0415 - commands load what they need
 
-    folder = Path(options.output_dir or f"benchmark_results_{datetime.now():%Y%m%d_%H%M%S}").expanduser().absolute()
+    folder = expanded(options.output_dir or f"benchmark_results_{datetime.now():%Y%m%d_%H%M%S}").absolute()
     if ledger:
         study = experiments.run("multi_gpu", ledger=ledger, machine=options.machine)
         return _write(study, folder, ", ".join(ledger), as_json=options.json)
@@ -202,7 +202,7 @@ def summary_command(options: argparse.Namespace) -> int:
     apart: list[summary.Row] = []
     found: list[summary.SpeedUps] = []
     for path in map(Path, options.sources or [str(output_folder(None) / LEDGER)]):
-        source = path.expanduser()
+        source = expanded(path)
         if source.suffix == ".jsonl":
             from ddpm_lab.experiments import run  # noqa: PLC0415
             from ddpm_lab.explain.study_summary import of_study  # noqa: PLC0415
@@ -257,7 +257,7 @@ def _run(named: str, place: str, asked: Sequence[str] | None) -> Run:
     """The run that is named on the command line."""
     from ddpm_lab.explain.differences import LENGTH, Run, of_record  # noqa: PLC0415
 
-    path = Path(named).expanduser()
+    path = expanded(named)
     if path.is_dir() or path.suffix == ".toml":
         config, steps = _settings(path, place)
         return Run(name=named, config=config, circumstances={} if steps is None else {LENGTH: steps})

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -100,17 +100,23 @@ class RunFolder:
     def log(self, rows: Sequence[dict[str, Any]]) -> None:
         """Append rows to both logs. Raises RunFailed if they cannot be written."""
         texts = ("".join(f"{json.dumps(row)}\n" for row in rows), _csv(map(_cells, rows)))
-        try:
+        with self._writing_log():
             for file, text in zip(self._files, texts, strict=True):
                 file.write(text)
                 file.flush()
-        except OSError as error:
-            raise RunFailed(f"cannot write the log in {self.path}: {error.strerror}") from error
 
     def sync_logs(self) -> None:
-        """See the logs onto the disk: a checkpoint must not outlive the rows before it."""
-        for file in self._files:
-            os.fsync(file.fileno())
+        """See the logs onto the disk: a checkpoint must not outlive the rows before it. Raises RunFailed."""
+        with self._writing_log():
+            for file in self._files:
+                os.fsync(file.fileno())
+
+    @contextlib.contextmanager
+    def _writing_log(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunFailed(f"cannot write the log in {self.path}: {error.strerror}") from error
 
 
 def trained(folder: Path, global_batch_size: int) -> tuple[int, float, float | None]:

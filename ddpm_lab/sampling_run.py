@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import tempfile
@@ -35,6 +36,9 @@ SAMPLERS = ("ddim", "ddpm")
 WEIGHTS = ("ema", "trained")
 SETTINGS = "sampling.json"
 SILENCE_SECONDS = 600.0
+PNG_END = b"IEND\xaeB`\x82"
+MOST_IMAGES = 1_000_000
+"""In one folder: a file is named by the six digits of its image's number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +79,8 @@ def sample(
     """
     for name, value in (("count", count), ("world_size", world_size), ("batch_size", batch_size)):
         whole(name, value, 1)
+    if count > MOST_IMAGES:
+        raise ConfigError(f"count is {count:,}: give at most {MOST_IMAGES:,}, and more with another seed and folder")
     device = usual_device(device)
     cores = hardware.usable_cores()
     nodes = spread(world_size)
@@ -92,8 +98,7 @@ def sample(
     content = hashlib.sha256(checkpoint.read_bytes()).hexdigest()[:16]
     _claim(folder, {"run": found.config.run_id, "step": found.step, "checkpoint": content, **asdict(sampling)})
     paths = [folder / image_name(number) for number in range(count)]
-    # A file without content is what a machine that lost its power left.
-    missing = [n for n, path in enumerate(paths) if not path.is_file() or not path.stat().st_size]
+    missing = [n for n, path in enumerate(paths) if not _is_whole(path, found.config.image_size)]
     if not missing:
         progress.done(f"all {count:,} images are there")
         return paths
@@ -121,6 +126,17 @@ def sample(
     del found
     _make(config, len(missing), count, cores // config.node_size, progress)
     return paths
+
+
+def _is_whole(path: Path, image_size: int) -> bool:
+    """Whether an image is there to its last byte: a machine that lost its power leaves files that are cut off."""
+    try:
+        content = path.read_bytes()
+        with Image.open(io.BytesIO(content), formats=("PNG",)) as image:
+            image.load()
+            return content.endswith(PNG_END) and image.size == (image_size, image_size)
+    except Exception:  # decoders meet damage with OSError, SyntaxError, ValueError, struct.error, ...
+        return False
 
 
 def _make(config: RunConfig, missing: int, count: int, threads: int, progress: Progress) -> None:
@@ -199,8 +215,10 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
             if not path.exists() and not strange:
                 replace(path, json.dumps(settings, indent=1) + "\n")
             before = {} if strange else json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is damaged: give another --output-dir") from error
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        before = None
+    if not isinstance(before, dict):
+        raise ConfigError(f"{path} is damaged: give another --output-dir")
     if strange:
         raise ConfigError(f"{folder} holds images of another origin: give another --output-dir")
     if before != settings:

@@ -168,9 +168,7 @@ class Setup:
     def files(self, loader_workers: int) -> dict[str, Any]:
         """Settings of a loader that decodes each file when it is needed; raises ConfigError for too many workers."""
         whole("loader_workers", loader_workers, 0)
-        if loader_workers > self.usable_cores:
-            most = self.usable_cores
-            raise ConfigError(f"loader_workers is {loader_workers}: {most} cores are usable, give at most that")
+        check_cores("loader_workers", loader_workers, self.usable_cores)
         return {"loader": "files", "loader_workers": loader_workers}
 
     def ranks_label(self, ranks: int) -> str:
@@ -257,3 +255,11 @@ def check_ranks(device: str, ranks: int, gpus: int, usable_cores: int, oversubsc
     raise ConfigError(
         f"{need}: give at most {most}, or set oversubscribe (such records show that it works, and nothing about speed)"
     )
+
+
+def check_cores(name: str, count: int, usable_cores: int, ranks: int = 1) -> None:
+    """Raise ConfigError for more workers or threads than a rank has cores; one is never refused."""
+    most = max(1, usable_cores // ranks)
+    if count > most:
+        give = "that" if ranks == 1 else f"{most} to each of {ranks} ranks"
+        raise ConfigError(f"{name} is {count}: {usable_cores} cores are usable, give at most {give}")

@@ -50,5 +50,9 @@ def settings_text(values: Mapping[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    """Strings, numbers, booleans and lists of them are written in TOML as in JSON."""
+    """Strings, numbers, booleans and lists of them are written in TOML as in JSON, but for inf and nan."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, float):
+        return float.__repr__(value)
     return json.dumps(NONE if value is None else value, ensure_ascii=False)

@@ -22,7 +22,7 @@ from typing import Any
 
 from ddpm_lab import __version__
 from ddpm_lab.checks import ConfigError, choice, whole
-from ddpm_lab.files import CHECKOUT, replace, writing
+from ddpm_lab.files import CHECKOUT, expanded, replace, writing
 from ddpm_lab.questions import QUESTIONS
 from ddpm_lab.settings_file import read_settings
 
@@ -195,7 +195,7 @@ def submit(tasks: Sequence[Task], request: Request, folder: Path, *, requeue: bo
         raise ConfigError("there is no sbatch here: submit from a login node of a SLURM cluster")
     if not request.script.is_file():
         raise ConfigError(f"there is no job script {request.script}: submit with the lab of a checkout")
-    place = _new_folder(folder.expanduser().absolute(), request.name)
+    place = _new_folder(expanded(folder).absolute(), request.name)
     log = str(place).replace("%", "%%") + f"/slurm-{'%A_%a' if len(tasks) > 1 else '%j'}.out"
     words = [sbatch, "--parsable", "--export=ALL", f"--chdir={Path.cwd()}", f"--output={log}", *request.options()]
     words += [f"--array=0-{len(tasks) - 1}"] if len(tasks) > 1 else []

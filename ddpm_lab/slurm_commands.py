@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.files import LEDGER, output_folder
+from ddpm_lab.files import LEDGER, expanded, output_folder
 from ddpm_lab.options import add, given, tell
 
 OUTPUTS = "outputs"
@@ -55,7 +55,7 @@ def add_options(subparsers: Any, lab: argparse.ArgumentParser) -> None:
 
 
 def _outputs(folder: str | None) -> Path:
-    return Path(folder).expanduser().absolute() if folder else output_folder(None) / OUTPUTS
+    return expanded(folder).absolute() if folder else output_folder(None) / OUTPUTS
 
 
 def submit_command(options: argparse.Namespace) -> int:
@@ -63,7 +63,7 @@ def submit_command(options: argparse.Namespace) -> int:
     from ddpm_lab.slurm import Request, submit, tasks_of  # noqa: PLC0415 - commands load what they need
 
     words = options.words[1:] if options.words[:1] == ["--"] else options.words
-    tasks = tasks_of(words, [Path(f).expanduser() for f in options.array])
+    tasks = tasks_of(words, [expanded(f) for f in options.array])
     for task in tasks:
         said = io.StringIO()
         try:
@@ -121,7 +121,7 @@ def logs_command(options: argparse.Namespace) -> int:
     from ddpm_lab.explain import summary  # noqa: PLC0415
     from ddpm_lab.slurm_logs import read_log  # noqa: PLC0415
 
-    rows = [row for log in options.logs for row in read_log(Path(log).expanduser())]
+    rows = [row for log in options.logs for row in read_log(expanded(log))]
     summary.show(rows, [summary.speed_ups(rows)], csv=options.csv, as_json=options.json)
     if any(row.found for row in rows):
         return 0

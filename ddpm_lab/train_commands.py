@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from ddpm_lab.checks import ConfigError, whole_options
 from ddpm_lab.config import COMPILE, NETWORKS, PRECISIONS
-from ddpm_lab.files import PREPARED, output_folder
+from ddpm_lab.files import PREPARED, expanded, output_folder
 from ddpm_lab.options import add, given, tracker_chosen
 from ddpm_lab.run_folder import RunFailed
 from ddpm_lab.stopping import Stop, Stopped, signal_name
@@ -20,6 +19,7 @@ TRAINED_BY = (
 )
 """Options of the command line that are settings of the same name."""
 USUAL_RANKS = "default: 1; after rank, every process of the job"
+EXAMPLE = "runs/first/checkpoints/step-00020000.pt"
 SCHEDULED_BY = ("steps", "save_every", "sample_every", "evaluate_every", "keep")
 
 
@@ -56,10 +56,8 @@ def add_options(subparsers: Any) -> None:
     train.set_defaults(command=train_command)
 
     sample = subparsers.add_parser("sample", help="draw images from a checkpoint; the same command goes on")
-    sample.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="a file such as runs/first/checkpoints/step-00020000.pt"
-    )
-    sample.add_argument("--count", type=int, required=True, metavar="N", help="how many images")
+    sample.add_argument("checkpoint", metavar="CHECKPOINT", help=f"a file such as {EXAMPLE}")
+    sample.add_argument("--count", type=int, required=True, metavar="N", help="how many images, at most 1000000")
     sample.add_argument("--sampler", choices=("ddpm", "ddim"), default="ddim", help="default: ddim")
     sample.add_argument("--steps", type=int, default=250, help="denoising steps (default: 250)")
     add(sample, "seed", help="with an image's number, its noise (default: 0)")
@@ -94,15 +92,16 @@ def train_command(options: argparse.Namespace) -> int:
         settings["optimizer.learning_rate"] = said["learning_rate"]
     whole_options(said, steps=1, global_batch_size=1, accumulation=1, world_size=1, image_size=1, seed=0)
     whole_options(said, save_every=1, sample_every=0, evaluate_every=0, keep=1)
-    folder = Path(options.output_dir).expanduser().absolute()
+    folder = expanded(options.output_dir).absolute()
     progress = Progress("train")
     tracker = tracker_chosen(said.get("tracker"))
+    stop = Stop()
     try:
-        with Stop() as stop:
+        with stop:
             config, schedule = plan_training(
                 settings,
                 {name: said[name] for name in SCHEDULED_BY if name in said},
-                file=Path(said["config"]).expanduser() if "config" in said else None,
+                file=expanded(said["config"]) if "config" in said else None,
                 cache=output_folder(None) / PREPARED,
                 held_out=said.get("held_out"),
                 skip_bad=said.get("skip_bad", False),
@@ -116,11 +115,8 @@ def train_command(options: argparse.Namespace) -> int:
                     config, schedule, folder, threads=threads, stop=stop, progress=progress, tracker=tracker
                 )
     except Stopped as stopped:
-        print(
-            f"\nddpm-lab: {signal_name(stopped.number)}, stopped at once; the same command goes on from the last "
-            "checkpoint",
-            file=sys.stderr,
-        )
+        found = "goes on from the last checkpoint" if stop.gentle else "starts again: nothing was trained this time"
+        print(f"\nddpm-lab: {signal_name(stopped.number)}, stopped at once; the same command {found}", file=sys.stderr)
         return 128 + stopped.number
     except RunFailed as failed:
         print(f"\nddpm-lab: {failed}", file=sys.stderr)
@@ -132,9 +128,8 @@ def train_command(options: argparse.Namespace) -> int:
     ]
     progress.done(", ".join([f"step {outcome.step:,} of {schedule.steps:,}", *measured]))
     if outcome.step < schedule.steps and stop.number is not None:
-        name = signal_name(stop.number)
-        where = f"saved after step {outcome.step:,}" if outcome.step else "before the first step"
-        print(f"{name}, {where}: the same command goes on from there", file=sys.stderr)
+        where = f"{signal_name(stop.number)}, saved after step {outcome.step:,}"
+        print(f"{where}: the same command goes on from there", file=sys.stderr)
         return 128 + stop.number
     print(*summary_lines.lines(summary_lines.of_training(config, folder, gpus.percent)), sep="\n", file=sys.stderr)
     print(outcome.checkpoint)
@@ -153,8 +148,10 @@ def sample_command(options: argparse.Namespace) -> int:
         there, lacking = ("--inception", "--data") if options.inception else ("--data", "--inception")
         raise ConfigError(f"{there} is for a FID, which needs {lacking} too: give both, or neither")
     progress = Progress("sample")
-    checkpoint = Path(options.checkpoint).expanduser()
-    folder = Path(options.output_dir).expanduser() if options.output_dir else checkpoint.with_suffix("")
+    checkpoint = expanded(options.checkpoint)
+    if not checkpoint.name:
+        raise ConfigError(f"CHECKPOINT is {options.checkpoint!r}: give a file, such as {EXAMPLE}")
+    folder = expanded(options.output_dir) if options.output_dir else checkpoint.with_suffix("")
     sampling = Sampling(**given(options, "sampler", "steps", "seed", "weights"))
     world_size = usual_ranks() if options.world_size is None else options.world_size
     try:

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab.checks import ConfigError, known
-from ddpm_lab.config import TRAINING, RunConfig
+from ddpm_lab.checks import ConfigError, choice, known
+from ddpm_lab.config import DEVICES, TRAINING, RunConfig
 from ddpm_lab.data.packed import resolve
 from ddpm_lab.data.prepared import read_manifest
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.fleet import current, spread, usual_ranks
 from ddpm_lab.run_folder import OWN
-from ddpm_lab.setting import DEFAULTS, check_ranks, usual_device
+from ddpm_lab.setting import DEFAULTS, check_cores, check_ranks, usual_device
 from ddpm_lab.settings_file import configuration, read_settings
 from ddpm_lab.training_run import Schedule
 
@@ -61,6 +61,7 @@ def plan_training(
         else:
             values[name] = value
     device = values.setdefault("device", usual_device(None))
+    choice(f"{place}: device", device, DEVICES)
     values = {**USUAL.get(device, {}), **_defaults(device, values), **values}
     table = _table(place, "optimizer", values.get("optimizer", {}))
     values["optimizer"] = {"ema_warmup": True, **table}  # real runs are looked at from their first grid on
@@ -74,7 +75,10 @@ def plan_training(
         )
     if not config.exchange.enabled:
         raise ConfigError("exchange.enabled is false: ranks that exchange nothing train a network each; leave it out")
-    check_ranks(config.device, config.node_size, len(hardware.gpus()), hardware.usable_cores(), config.oversubscribe)
+    cores = hardware.usable_cores()
+    check_ranks(config.device, config.node_size, len(hardware.gpus()), cores, config.oversubscribe)
+    for name in ("loader_workers", "threads"):
+        check_cores(name, getattr(config, name), cores, config.node_size)
     folder = resolve(
         config.data or "synthetic",
         cache,

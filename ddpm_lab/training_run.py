@@ -10,6 +10,7 @@ import dataclasses
 import math
 import signal
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -114,8 +115,8 @@ def train(
 ) -> Outcome:
     """Train up to the last step, from the newest readable checkpoint in ``folder`` if there is one.
 
-    Ends early, with everything saved, when ``stop`` notes a signal. ``threads`` are those of each rank; ``tracker`` is
-    comet or comet-offline, or None for neither.
+    Ends early, with everything saved, when ``stop`` notes a signal, which it does from the first step on. ``threads``
+    are those of each rank; ``tracker`` is comet or comet-offline, or None for neither.
 
     Raises:
         ConfigError: the folder cannot be used, or holds checkpoints of a run that learns something else.
@@ -155,6 +156,17 @@ def train(
             return _Run(config, schedule, run, stop, progress, tracked=tracked).train(step, threads)
 
 
+@contextlib.contextmanager
+def _without_sigterm() -> Iterator[None]:
+    """Processes that start here never get SIGTERM: a signal to all of them is the parent's to handle, afterwards."""
+    resource_tracker.ensure_running()  # it would let SIGTERM through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class _Run:
     """A run while it trains."""
 
@@ -179,9 +191,9 @@ class _Run:
         """Start the ranks and train on after ``step``."""
         self.step = self.saved = step
         self.progress("starting")
-        self.stop.gentle = True
         try:
-            with self._ranks(threads) as group:
+            how: dict[str, Any] = {"environment": {}, "progress": self.progress, "starting": _without_sigterm}
+            with Group(self.config, threads=threads, modules=(), **how) as group:
                 if self.config.nodes > 1:  # each host has its own copy of the images, for all that is known here
                     self._check_images(group)
                 while self.step < self.schedule.steps and self.stop.number is None:
@@ -208,15 +220,6 @@ class _Run:
                 sentence = f"rank {rank} sees other images than its configuration names: prepare them alike everywhere"
                 raise GroupFailed("refused", sentence)
 
-    def _ranks(self, threads: int) -> Group:
-        """The group, whose processes never get SIGTERM: a signal to all of them is the parent's to handle."""
-        resource_tracker.ensure_running()  # it would let SIGTERM through again
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        try:
-            return Group(self.config, threads=threads, modules=(), environment={}, progress=self.progress)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
     def _advance(self, group: Group) -> None:
         """Train one chunk, and do what is due after it."""
         first = math.isinf(self.step_seconds)
@@ -225,6 +228,7 @@ class _Run:
         steps = min(steps, self.schedule.next_stop(self.step) - self.step)
         limit = SILENCE_SECONDS if self.chunks <= COMPILING_CHUNKS else max(60.0, 20 * self.step_seconds)
         reports = group.advance(steps, limit)
+        self.stop.gentle = True  # before this there is nothing to save
         seconds = max(float(report["seconds"]) for report in reports)
         # The first step may have compiled: it says only how long the others take at most.
         self.step_seconds = min(seconds, CHUNK_SECONDS) if first else seconds / steps

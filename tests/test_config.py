@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import math
 import pickle
 import subprocess
 import sys
@@ -251,6 +252,10 @@ REFUSED: list[tuple[type, dict[str, Any], list[str]]] = [
     (OptimizerConfig, {"learning_rate": float("nan")}, ["optimizer.learning_rate", "nan", "above 0"]),
     (OptimizerConfig, {"betas": (0.9, 1.0)}, ["optimizer.betas", "1.0", "[0, 1)"]),
     (OptimizerConfig, {"betas": (0.9,)}, ["optimizer.betas", "(0.9,)", "two numbers"]),
+    (OptimizerConfig, {"learning_rate": math.inf}, ["optimizer.learning_rate is inf", "finite"]),
+    (OptimizerConfig, {"learning_rate": 10**400}, ["optimizer.learning_rate", "finite"]),
+    (DiffusionConfig, {"loss": "l2", "min_snr_gamma": math.inf}, ["diffusion.min_snr_gamma is inf", "finite"]),
+    (RunConfig, {"oversubscribe": "yes"}, ["oversubscribe is 'yes'", "True, False"]),
     (OptimizerConfig, {"clip_norm": -1.0}, ["optimizer.clip_norm", "-1.0", "above 0", "null"]),
     (OptimizerConfig, {"ema_decay": 1.0}, ["optimizer.ema_decay", "1.0", "[0, 1)"]),
     (OptimizerConfig, {"ema_every": 0}, ["optimizer.ema_every", "0", "at least 1"]),

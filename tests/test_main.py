@@ -70,6 +70,8 @@ def test_the_module_runs_like_the_command() -> None:
         ("run multi_gpu --scaling sideways", ["--scaling", "sideways"]),
         ("run dance", ["experiment", "'dance'", "multi_gpu"]),
         ("run amp dance", ["experiment", "'dance'"]),
+        ("run amp --output-dir ~nosuchuser/a", ["~nosuchuser/a", "no such user", "whole path"]),
+        ("run amp --data ~nosuchuser/a --output-dir EMPTY", ["~nosuchuser/a", "no such user"]),
         ("run amp --preset huge", ["preset", "'huge'", "smoke, quick, full"]),
         ("run amp --network huge", ["network", "'huge'", "tiny"]),
         ("run amp --minutes 0", ["minutes", "0", "above 0"]),

@@ -1,7 +1,9 @@
 """A run's folder: one run at a time, checkpoints by step, and a log in which every step stands once."""
 
 import csv
+import errno
 import json
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -88,10 +90,16 @@ def test_the_settings_can_be_given_again(tmp_path: Path, world_size: int) -> Non
     assert "options" not in tomllib.loads((tmp_path / "config.toml").read_text())
 
 
-def test_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
+def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     with RunFolder(tmp_path) as run:
         run.open_logs(0)
         run._files[0].close()
         run._files[0] = Path("/dev/full").open("w")  # noqa: SIM115 - closed with the run
         with pytest.raises(RunFailed, match=r"cannot write the log in .*: No space left"):
             run.log([row(1)])
+        monkeypatch.setattr(os, "fsync", full)  # a network's disk may say so only now
+        with pytest.raises(RunFailed, match=r"cannot write the log in .*: No space left"):
+            run.sync_logs()

@@ -18,12 +18,13 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.model.checkpoint import CheckpointError, write
+from ddpm_lab.model.generation import write_grid
 from ddpm_lab.run_folder import RunFailed
 from ddpm_lab.sampling_run import Sampling, sample
 
 
 class Ranks:
-    """Touches the images that ranks would make."""
+    """Writes black images where ranks would write theirs."""
 
     def __init__(self, fail_at: int = -1) -> None:
         self.fail_at = fail_at
@@ -48,7 +49,7 @@ class Ranks:
         config = self.configs[-1]
         size = config.global_batch_size
         for number in config.option("numbers", ())[self.steps * size : (self.steps + 1) * size]:
-            Path(config.option("folder", ""), f"{number:06d}.png").write_text("image")
+            Image.new("RGB", (8, 8)).save(Path(config.option("folder", ""), f"{number:06d}.png"))
         self.steps += 1
 
 
@@ -92,16 +93,20 @@ def test_only_what_is_missing_is_made(checkpoint: Path, ranks: Callable[..., Ran
     folder = checkpoint.parent / "images"
     assert len(list(folder.glob("*.png"))) == 4
     (folder / "000002.png").write_text("")  # its content was lost with the power
-    (folder / "000003.png").write_text("mine")
+    mine = Image.new("RGB", (8, 8), "red")
+    mine.save(folder / "000003.png")
+    (folder / "000001.png").write_bytes((folder / "000001.png").read_bytes()[:-1])  # so was its end
+    mine.resize((9, 9)).save(folder / "000000.png")
     group = ranks()
     paths = draw(checkpoint, 9, seed=3, weights="trained", world_size=2, batch_size=1)
     config = group.configs[0]
-    assert config.option("numbers", ()) == (2, 4, 5, 6, 7, 8)
+    assert config.option("numbers", ()) == (0, 1, 2, 4, 5, 6, 7, 8)
     assert (config.world_size, config.global_batch_size, config.precision, config.seed) == (2, 2, "fp32", 3)
     assert config.diffusion.timesteps == 300
     assert config.option("weights", "") == "trained"
-    assert all(path.stat().st_size for path in paths)
-    assert (folder / "000003.png").read_text() == "mine"
+    write_grid(paths, folder / "grid.png")
+    with Image.open(folder / "000003.png") as kept:
+        assert kept.getpixel((0, 0)) == (255, 0, 0)
     group = ranks()
     assert draw(checkpoint, 9, seed=3, weights="trained") == paths
     assert group.configs == [], "nothing is missing"
@@ -129,15 +134,17 @@ def test_a_folder_of_other_images_is_left_alone(checkpoint: Path, ranks: Callabl
     with pytest.raises(ConfigError, match="images of another origin"):
         draw(checkpoint, 3)
     assert [p.name for p in folder.iterdir()] == ["000000.png"]
-    (folder / "sampling.json").write_text("{")
-    with pytest.raises(ConfigError, match="is damaged"):
-        draw(checkpoint, 3)
+    for damaged in ("{", "[]", "null"):
+        (folder / "sampling.json").write_text(damaged)
+        with pytest.raises(ConfigError, match="is damaged"):
+            draw(checkpoint, 3)
 
 
 @pytest.mark.parametrize(
     ("count", "more", "words"),
     [
         (0, {}, "count is 0"),
+        (1_000_001, {}, "count is 1,000,001: give at most 1,000,000"),
         (1, {"world_size": 3}, "3 CPU ranks need 3 cores"),
         (1, {"batch_size": 0}, "batch_size is 0"),
         (1, {"steps": 0}, "steps is 0"),

@@ -1,5 +1,6 @@
 """Settings in a file: read, refused in one sentence, and written so that they are read back."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,12 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert configuration(read_settings(tmp_path / "a.toml", "a"), "a") == config
 
 
+def test_what_is_not_finite_is_read_back(tmp_path: Path) -> None:
+    values = {"each": [math.inf, -math.inf, 1e-05, [True, "a"]], "part": {"least": math.nan}}
+    (tmp_path / "a.toml").write_text(settings_text(values))
+    assert repr(read_settings(tmp_path / "a.toml", "a")) == repr(values)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -28,6 +35,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         ("magic = 1", "no setting 'magic'"),
         ("network = 'huge'", "network is 'huge'"),
         ("optimizer = 3", "optimizer is 3"),
+        ("data = 5", "data is 5: give a text"),
         ("[optimizer]\nbetas = 3", "betas is 3"),
         ("world_size = '2'", "world_size is '2'"),
     ],

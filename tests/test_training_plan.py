@@ -95,12 +95,18 @@ def test_what_ran_can_be_run_again(data: Path, tmp_path: Path) -> None:
         ("", {"steps": 0}, {}, "steps is 0"),
         ("", {"steps": 5, "keep": 0}, {}, "keep is 0"),
         ("", None, {"world_size": 4}, "4 CPU ranks need 4 cores"),
+        ("loader = 'files'\nloader_workers = 3", None, {}, "loader_workers is 3: 2 cores are usable, give at most"),
+        ("loader = 'files'\nloader_workers = 2", None, {"world_size": 2}, "give at most 1 to each of 2 ranks"),
+        ("threads = 100000", None, {}, "threads is 100000: 2 cores are usable, give at most that"),
         ("", None, {"device": "cuda", "network": "tiny"}, "no GPU is visible"),
         ("", None, {"device": "tpu"}, "device is 'tpu'"),
         ("", None, {"precision": "fp16"}, "needs a CUDA device"),
         ("", None, {"global_batch_size": 0}, "global_batch_size is 0"),
         ("", None, {"global_batch_size": 7, "world_size": 2}, "cannot be shared by 2 ranks"),
         ("", None, {"optimizer__learning_rate": -1.0}, "learning_rate is -1.0"),
+        ("device = ['cpu']", None, {}, r"device is \['cpu'\]: choose one of cpu, cuda"),
+        ("[device]\nname = 'cpu'", None, {}, "device is {'name': 'cpu'}: choose"),
+        ("[optimizer]\nclip_norm = inf", None, {}, "clip_norm is inf: give a finite number"),
         ("magic = 1", None, {}, "no setting 'magic'"),
         ("[train]\nmagic = 1", None, {}, "has no setting 'magic'"),
         ("train = 3", None, {}, "train is 3: give a table"),
@@ -116,6 +122,12 @@ def test_bad_settings_are_refused(
     with pytest.raises(ConfigError, match=words) as caught:
         plan(data, text, schedule, **flags)
     assert "\n" not in str(caught.value)
+
+
+def test_workers_and_threads_may_be_as_many_as_cores(data: Path) -> None:
+    config, _ = plan(data, loader="files", loader_workers=2, threads=2)
+    assert (config.loader_workers, config.threads) == (2, 2)
+    assert plan(data, world_size=4, oversubscribe=True, threads=1)[0].threads == 1
 
 
 def test_other_images_than_the_file_names_are_refused(data: Path, tmp_path: Path) -> None:

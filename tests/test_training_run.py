@@ -22,7 +22,7 @@ from ddpm_lab.measure.progress import Progress
 from ddpm_lab.model.checkpoint import read, write
 from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.run_folder import RunFailed, checkpoints_in
-from ddpm_lab.stopping import Stop
+from ddpm_lab.stopping import Stop, Stopped
 from ddpm_lab.training_run import Outcome, Schedule, differences, train
 
 CONFIG = RunConfig(workload=TRAINING, purpose="quality", image_size=8, world_size=2, global_batch_size=8)
@@ -177,12 +177,13 @@ def test_a_signal_saves_and_stops_after_the_chunk(tmp_path: Path, ranks: Callabl
     assert len(logged(tmp_path)) == outcome.step
 
 
-def test_a_signal_while_ranks_start_waits_for_them(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
-    """Else the group would be lost before anybody holds it."""
-    with Stop() as stop:
-        group = ranks(lambda what, _: os.kill(os.getpid(), signal.SIGTERM) if what == "start" else None)
-        outcome = run(tmp_path, 30, stop=stop)
-    assert (stop.number, outcome.step, group.calls) == (signal.SIGTERM, 0, [])
+@pytest.mark.parametrize("what", ["start", "loss"])
+def test_a_signal_before_a_step_is_trained_ends_at_once(tmp_path: Path, ranks: Callable[..., Ranks], what: str) -> None:
+    """There is nothing to save while ranks build, or compile in their first step."""
+    group = ranks(lambda now, _: os.kill(os.getpid(), signal.SIGTERM) if now == what else None)
+    with pytest.raises(Stopped), Stop() as stop:
+        run(tmp_path, 30, stop=stop)
+    assert (stop.number, stop.gentle, group.calls, logged(tmp_path)) == (None, False, [], [])
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------

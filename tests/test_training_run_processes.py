@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from test_training_run import logged, steps_in
@@ -143,6 +144,20 @@ def test_sigterm_saves_and_stops(data: Path, tmp_path: Path, whole_session: bool
     code, _, err = finished(command(data, tmp_path, step + 5))
     assert code == 0, err
     assert f"goes on after step {step:,} of {step + 5:,}" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole_session", [False, True])
+def test_a_signal_while_ranks_build_ends_at_once(data: Path, tmp_path: Path, whole_session: bool) -> None:
+    with started(command(data, tmp_path, 100_000)) as process:
+        wait_for((tmp_path / "log.jsonl").exists)
+        wait_for(lambda: bool(psutil.Process(process.pid).children()))
+        begun = psutil.Process(process.pid).children(recursive=True)
+        (os.killpg if whole_session else os.kill)(process.pid, signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, logged(tmp_path)) == (128 + signal.SIGTERM, []), err
+    assert psutil.wait_procs(begun, timeout=10)[1] == [], "nobody is left"
+    assert "SIGTERM, stopped at once; the same command starts again: nothing was trained" in err.splitlines()[-1]
 
 
 @pytest.mark.slow

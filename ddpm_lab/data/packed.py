@@ -32,6 +32,7 @@ from ddpm_lab.data.prepared import (
     read_manifest,
 )
 from ddpm_lab.data.progress import Progress
+from ddpm_lab.files import expanded
 
 __all__ = ["DataError", "Manifest", "PackedImages", "is_prepared", "open_packed", "prepare", "resolve"]
 
@@ -105,7 +106,7 @@ def resolve(
     The folder in ``cache`` is named by a hash of the source's path and the options, so that each combination has its
     own. The other arguments and errors are those of ``prepare``.
     """
-    path = Path(source).expanduser()
+    path = expanded(source)
     if str(source) != SYNTHETIC and is_prepared(path):
         manifest = read_manifest(path)
         if manifest.image_size != image_size:
@@ -129,7 +130,7 @@ def _job(source: str | Path, image_size: int, held_out: str | Path | None, skip_
     if str(source) == SYNTHETIC:
         kind, path = "synthetic", Path(SYNTHETIC)
     else:
-        path = Path(source).expanduser().absolute()
+        path = expanded(source).absolute()
         kind = "archive" if archives.is_archive(path) and not path.is_dir() else "folder"
         if not path.exists():
             raise DataError(f"no such data: {path}; give a folder of images, an archive, or 'synthetic'")
@@ -140,7 +141,7 @@ def _job(source: str | Path, image_size: int, held_out: str | Path | None, skip_
             )
         if is_prepared(path):
             raise DataError(f"{path} is already prepared; use it as it is, or prepare its source again")
-    held_out_path = Path(held_out).expanduser().absolute() if held_out is not None else None
+    held_out_path = expanded(held_out).absolute() if held_out is not None else None
     return _Job(kind=kind, source=path, image_size=image_size, held_out=held_out_path, skip_bad=skip_bad)
 
 

@@ -160,7 +160,7 @@ def _trained(study: Study) -> Finding:
     short, lead = trained.headline(rows)
     ending = f"{trained.to_the_loss(study)}{trained.unsound(study)}{sentences.untrained(study)}"
     ending += f"{machine_state.busy(study)} {trained.method(study)}{trained.elsewhere(study)}"
-    ending += f" FID: {samples.fid_sentence(known)}." if (known := trained.fids(study)) else ""
+    ending += f" FID: {samples.fid_sentence(trained.fids(study))}."
     ending += _where(study, sentences.quality(rows))
     status = ANSWERED if trained.answered(rows) else quality.NOT_ENOUGH
     return _about(study, lead, short, f"{short}. {trained.evidence(rows)}{ending}", status)

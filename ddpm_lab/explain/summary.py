@@ -8,13 +8,13 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.explain import grids
 from ddpm_lab.explain.bands import S001
+from ddpm_lab.files import expanded
 
 COLUMNS = ("Job ID", "Configuration", "GPUs", "Nodes", "Time (s)", "Time/Epoch (s)", "Val Loss", "Val Acc")
 ACCURACY = "not defined for a DDPM"
@@ -334,7 +334,7 @@ def show(
     ):
         if name is not None:
             try:
-                Path(name).expanduser().write_text(text, newline="")
+                expanded(name).write_text(text, newline="")
             except OSError as error:
                 raise ConfigError(f"{option}: cannot write {name}: {error.strerror}") from error
     if as_json:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -55,7 +56,10 @@ class Limits:
 
 
 class Group:
-    """The ranks of one configuration. Use as a context manager: leaving it kills whatever is left."""
+    """The ranks of one configuration. Use as a context manager: leaving it kills whatever is left.
+
+    ``starting`` is entered while processes start, and left before they are waited for.
+    """
 
     def __init__(
         self,
@@ -68,6 +72,7 @@ class Group:
         start_method: str = "forkserver",
         limits: Limits | None = None,
         progress: Progress = lambda _: None,
+        starting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         choice("start_method", start_method, START_METHODS)
         self.config = config
@@ -87,18 +92,19 @@ class Group:
                 "collective_seconds": self.limits.build_seconds,
                 "modules": modules,
             }
-            if fleet and len(places) > 1:
-                self._start_on(fleet, common, environment, start_method)
-            else:
-                for rank in range(config.world_size):
-                    job = RankJob(
-                        **common,
-                        rank=rank,
-                        device_index=places[rank].device_index if places else rank,
-                        environment={"GLOO_SOCKET_IFNAME": "lo", **environment},
-                        tree=tree,
-                    )
-                    self._ranks.append(LocalRank(job, start_method))
+            with starting():
+                if fleet and len(places) > 1:
+                    self._start_on(fleet, common, environment, start_method)
+                else:
+                    for rank in range(config.world_size):
+                        job = RankJob(
+                            **common,
+                            rank=rank,
+                            device_index=places[rank].device_index if places else rank,
+                            environment={"GLOO_SOCKET_IFNAME": "lo", **environment},
+                            tree=tree,
+                        )
+                        self._ranks.append(LocalRank(job, start_method))
             self._wait("built", self.limits.build_seconds, "building")
         except BaseException:
             self.kill()
