@@ -24,7 +24,7 @@ from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.own_workload import find_here
 from ddpm_lab.plan import Experiment, Family, Plan
 from ddpm_lab.planning import MOST_SETS, Measured, Planned, plan_experiment
-from ddpm_lab.setting import check_ranks, usual_device
+from ddpm_lab.setting import check_cores, check_ranks, usual_device
 from ddpm_lab.settings_file import configuration, read_settings
 
 if TYPE_CHECKING:
@@ -168,6 +168,7 @@ def plan_pair(
     one, two = pair
     for config in pair:
         check_ranks(config.device, config.world_size, len(hardware.gpus()), hardware.usable_cores())
+        check_cores("loader_workers", config.loader_workers, hardware.usable_cores(), config.world_size)
     if one.data_sha256 and two.data_sha256 and one.data_sha256 != two.data_sha256:
         raise ConfigError("the two sides train on different images: give both the same data, or it is not equal work")
     family = Family(

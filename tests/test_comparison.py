@@ -69,6 +69,7 @@ def in_a_cell() -> None:
         ("huge.toml", "baseline, huge.toml: network is 'huge'"),
         ("typo.toml", "baseline, typo.toml: a configuration has no setting 'netwrok'"),
         ("many.toml", "500 CPU ranks need 500 cores"),
+        ("busy.toml", "loader_workers is 500: 2 cores are usable"),
         ("folder.toml", "nowhere"),
     ],
 )
@@ -79,6 +80,7 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(
     monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
     files = {"bad": "network = ", "huge": 'network = "huge"', "typo": 'netwrok = "tiny"'}
     files |= {"many": "world_size = 500\nglobal_batch_size = 500", "folder": 'data = "nowhere"'}
+    files["busy"] = 'loader = "files"\nloader_workers = 500'
     for name, text in files.items():
         (tmp_path / f"{name}.toml").write_text(text)
     with pytest.raises(ValueError, match=r".") as refusal:
