@@ -41,6 +41,7 @@ class Lab:
         self.folder = folder
         self.now = 0.0
         self.failures: dict[str, str] = {}
+        self.qualities: dict[str, dict[str, Any]] = {}  # by run id: what a check or a trial found
         self.passing = False
         self.sets: list[tuple[str, list[str]]] = []
         self.alone: list[tuple[str, str]] = []
@@ -92,6 +93,7 @@ class Lab:
             code_version=code.key,
             status=status,
             stages={"start": 3.0, "steady": 4.0},
+            quality=self.qualities.get(member.config.run_id),
             windows=(WINDOW,) if status == "ok" else (),
             **values,
         )

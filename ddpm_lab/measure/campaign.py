@@ -269,7 +269,7 @@ class Campaign:
             self._alone(trial.family, member, work=work_of(trial), by=self.for_trials, **told)
 
         left = self.trials.run(self.trials.missing(wanted), progress, self.seconds_left, train)
-        for trial, reason in short_of(wanted, left):
+        for trial, reason in (*self.trials.unsound(wanted), *short_of(wanted, left)):
             self._note(trial.family, trial.label, trial.config, trial.baseline, reason)
 
     def _profile(self, family: str, label: str, config: RunConfig, progress: Progress) -> None:

@@ -1,4 +1,7 @@
-"""What a gradient check says of a configuration: that it computes what its precision allows, or what is wrong."""
+"""What a gradient check says of a configuration: that it computes what its precision allows, or what is wrong.
+
+Both halves ask: whoever measures does not train what is wrong, and whoever explains says so.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from ddpm_lab.explain import phrases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +90,27 @@ def verdict(answer: Mapping[str, Any]) -> Verdict:
         return Verdict(as_expected=False, sentence=f"not as expected: {'; '.join(faults)}")
     layer = max((step["worst_layer"] for step in taken), key=lambda layer: float(layer["error"]))
     sentence = (
-        f"as expected for {precision}: over {phrases.plural(len(taken), 'step')} the gradient is off by at most "
+        f"as expected for {precision}: over {len(taken)} step{'s' * (len(taken) != 1)} the gradient is off by at most "
         f"{_share(max(step['gradient_error'] for step in taken))} of single precision's, that of the worst layer "
         f"({layer['name']}) by {_share(layer['error'])} and the loss by {_share(max(s['loss_error'] for s in taken))}"
     )
     if len(taken) < len(steps):
         sentence += f"; the gradient scaler skipped {len(steps) - len(taken)} of {len(steps)} steps"
     return Verdict(as_expected=True, sentence=sentence)
+
+
+def failure(answer: Mapping[str, Any]) -> str:
+    """Why a configuration is not worth hours of training, in a few words; empty where it is as expected."""
+    taken = [step for step in answer["steps"] if not step["skipped"]]
+    faults = _faults(answer, taken)
+    numbers = ("worst_layer", "gradient_error", "loss_error", "ranks_error")
+    if not faults or not taken or any(step[name] is None for step in taken for name in numbers):
+        return "".join(faults[:1])
+    layer = max((step["worst_layer"] for step in taken), key=lambda layer: float(layer["error"]))
+    gradient, loss, ranks = (max(float(step[name]) for step in taken) for name in numbers[1:])
+    found = f"worst layer {layer['name']} off by {_share(layer['error'])}, "
+    found += f"the gradient by {_share(gradient)}, the loss by {_share(loss)}"
+    return f"{found}, two ranks' gradients by {_share(ranks)}" if ranks > RANKS else found
 
 
 def _faults(answer: Mapping[str, Any], taken: Sequence[Mapping[str, Any]]) -> list[str]:
