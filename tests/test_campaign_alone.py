@@ -13,6 +13,7 @@ from ddpm_lab.measure import campaign
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.plan import Experiment, Family
 from ddpm_lab.quality import quality
+from ddpm_lab.questions import ask
 from ddpm_lab.setting import Images
 
 HERE = setup(images=Images(folder="", sha256="", name=""))
@@ -171,3 +172,27 @@ def test_a_check_that_crashes_or_whose_baseline_fails_too_keeps_nobody_from_trai
     lab.run(asked, sets=1)
     assert [label for role, label in lab.alone if role == "quality"] == ["fp32", "bf16"] * 2
     assert not lab.records("note")
+
+
+def test_a_check_is_made_by_the_code_of_the_trials_and_speaks_for_that_of_the_sets(lab: Lab) -> None:
+    """The module that compares gradients is no part of a question about speed, whose ranks would refuse it."""
+    asked = ask("amp", HERE, seeds=1, images=800, global_batch_size=8)
+    (check,) = asked.checks
+    lab.qualities = {check.config.run_id: {**gradients_off_by(0.0), "checked_by": "trials"}}
+    lab.run(asked, sets=1, trials="trials")
+    assert lab.ran_by == {"check": "trials", "quality": "trials"}
+    assert [r.code_version for r in lab.records("check")] == ["code"], "so that it stands beside the sets"
+    lab.run(asked, sets=1, trials="trials")
+    assert lab.alone == []
+    lab.run(asked, sets=1, trials="newer")
+    assert ("check", "bf16") in lab.alone
+
+
+def test_other_questions_do_not_train_either_what_their_checks_find(lab: Lab) -> None:
+    asked = ask("exchange", HERE, seeds=2, images=800, global_batch_size=8)
+    lab.qualities = {c.config.run_id: gradients_off_by(0.9 * (c.label == "fp16 hook")) for c in asked.checks}
+    lab.run(asked, sets=1)
+    trained = {label for role, label in lab.alone if role == "quality"}
+    assert {"default", "bf16 hook", "static graph"} <= trained
+    assert "fp16 hook" not in trained
+    assert [n.label for n in lab.records("note")] == ["fp16 hook"]

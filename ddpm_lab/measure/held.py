@@ -155,7 +155,13 @@ def held_of(ledger: Ledger, experiment: Experiment, plan: Plan, *, machine_key: 
         return head.experiment == experiment.name and head.cohort in sets
 
     found, _ = ledger.read(lambda heads: [h for h in heads if mine(h)])
-    return Held(r for r in found if r.role != "quality" or r.run_id in wanted)
+
+    def counts(r: RunRecord) -> bool:
+        if r.role == "check" and r.quality:
+            return bool(r.quality.get("checked_by", r.code_version) == codes[1])
+        return r.role != "quality" or r.run_id in wanted
+
+    return Held(filter(counts, found))
 
 
 def _gradient_of(config: RunConfig) -> str:
