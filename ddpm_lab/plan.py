@@ -164,6 +164,8 @@ def scaled(config: RunConfig, baseline: RunConfig) -> RunConfig:
 
 WITH_TRIALS = ("multi_gpu", "amp", "torch_compile", "batch_size", "exchange", "peers")
 """Questions about speed whose configurations can be trained for quality besides."""
+NOT_TRAINED = "not trained"
+"""Begins the note of a configuration that is not trained for its quality since its gradient check failed."""
 SEARCH, RECOMMENDATION = "search", "recommendation"
 """Short sets of a search, and the sets that measure again what it found."""
 START = "baseline"

@@ -72,12 +72,21 @@ def quality(
         for i in range(count)
         for label, config in (("fp32", base), *rows)
     ]
-    checks = tuple(
-        Trial(family=family.name, label=label, baseline=base, config=replace(config, purpose="check", workload=CHECK))
+    return Experiment(name="quality", families=(family,), trials=tuple(trials), checks=checks_of(family, base, rows))
+
+
+def checks_of(family: Family, base: RunConfig, rows: Sequence[tuple[str, RunConfig]]) -> tuple[Trial, ...]:
+    """Checks of loss and gradient: of the rows that are more than ``base`` with another optimizer or batch."""
+    return tuple(
+        Trial(
+            family=family.name,
+            label=label,
+            baseline=family.baseline,
+            config=replace(config, purpose="check", workload=CHECK),
+        )
         for label, config in rows
-        if replace(config, optimizer=base.optimizer, global_batch_size=batch) != base
+        if replace(config, optimizer=base.optimizer, global_batch_size=base.global_batch_size) != base
     )
-    return Experiment(name="quality", families=(family,), trials=tuple(trials), checks=checks)
 
 
 _SMOKE = ("bf16", "2 micro-batches")
@@ -132,7 +141,7 @@ def settings_of(base: RunConfig, setup: Setup) -> dict[str, RunConfig]:
 
 
 def with_trials(experiment: Experiment, setup: Setup, *, seeds: int | None, images: int | None) -> Experiment:
-    """An experiment with trials of its families besides: what their settings cost in quality.
+    """An experiment with trials of its families besides: what their settings cost in quality, and checks before them.
 
     ``seeds`` and ``images`` are as in ``quality``; None is no trial at all, except in ``full``, which has the time.
     The families come one after the other, so that the first has a verdict where time is short. Raises ConfigError.
@@ -145,7 +154,9 @@ def with_trials(experiment: Experiment, setup: Setup, *, seeds: int | None, imag
     if not count and images is not None:
         raise ConfigError(f"images is {images!r}, and without seeds no run is trained on them: give seeds, such as 8")
     amount = _images(setup, images)
-    found = [t for f in experiment.families for t in (_trials(f, setup, count, amount) if count else ())]
+    tried = [f for f in experiment.families if count and _rows(f)]
+    found = [t for f in tried for t in _trials(f, setup, count, amount)]
+    checks = [c for f in tried if not f.baseline.is_own for c in checks_of(f, _tried(f.baseline), _learners(f))]
     others = [config for f in experiment.families for _, config in f.candidates]
     if seeds and others and not any(map(_trains, others)):
         raise ConfigError(
@@ -153,20 +164,30 @@ def with_trials(experiment: Experiment, setup: Setup, *, seeds: int | None, imag
             "add the parts levers or exchange"
         )
     once = {t.config.run_id: t for t in (*experiment.trials, *found)}
-    return replace(experiment, trials=tuple(once.values()))
+    checked = {c.config.run_id: c for c in (*experiment.checks, *checks)}
+    return replace(experiment, trials=tuple(once.values()), checks=tuple(checked.values()))
+
+
+def _rows(family: Family) -> list[tuple[str, RunConfig]]:
+    """The candidates that are this trainer, where the baseline is; none of families whose quality nobody asks for."""
+    apart = family.mechanism or family.name.endswith(LOST)
+    return [] if apart or not _trains(family.baseline) else [row for row in family.candidates if _trains(row[1])]
+
+
+def _learners(family: Family) -> list[tuple[str, RunConfig]]:
+    """Those that may learn something else than the baseline, as they are tried."""
+    tried = [(label, _tried(config)) for label, config in _rows(family)]
+    return [row for row in tried if row[1] != _tried(family.baseline)]
 
 
 def _trials(family: Family, setup: Setup, seeds: int, images: int) -> list[Trial]:
-    """Trials of a family's baseline and of the candidates that are this trainer; none where there is none of them.
+    """Trials of a family's baseline and of the candidates that are this trainer.
 
     Batches of several sizes are trained on equally many images; larger ones besides, and last, with a learning rate
     that grows as they do. What differs in its loader alone, or in how two ranks exchange the same gradients, is trained
     for a few steps: it must learn the very same.
     """
-    rows = [row for row in family.candidates if _trains(row[1])]
-    apart = family.mechanism or family.name.endswith(LOST)  # no answers whose quality anybody would ask for
-    if apart or not _trains(family.baseline) or not rows:
-        return []
+    rows = _rows(family)
     base = _tried(family.baseline)
     amount = _equal_images(images, [base, *(config for _, config in rows)])
     learners = [row for row in rows if _tried(row[1]) != base]

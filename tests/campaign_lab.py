@@ -41,9 +41,11 @@ class Lab:
         self.folder = folder
         self.now = 0.0
         self.failures: dict[str, str] = {}
+        self.qualities: dict[str, dict[str, Any]] = {}  # by run id: what a check or a trial found
         self.passing = False
         self.sets: list[tuple[str, list[str]]] = []
         self.alone: list[tuple[str, str]] = []
+        self.ran_by: dict[str, str] = {}  # role -> code of whoever ran it
         self.traces: list[Path] = []
         self.stop_after: int | None = None
 
@@ -77,6 +79,7 @@ class Lab:
     ) -> RunRecord:
         del work  # how it is done is not for this laboratory
         self.alone.append((member.role, member.label))
+        self.ran_by[member.role] = instrument.code.key
         self.now += PLACE_SECONDS
         values: dict[str, Any] = {"experiment": experiment, "family": family, "plan": plan, "set_id": f"one-{self.now}"}
         found = self._record(member, member, instrument.code, **values)
@@ -92,17 +95,19 @@ class Lab:
             code_version=code.key,
             status=status,
             stages={"start": 3.0, "steady": 4.0},
+            quality=self.qualities.get(member.config.run_id),
             windows=(WINDOW,) if status == "ok" else (),
             **values,
         )
 
-    def campaign(self, experiment: Experiment, *, code: str = "code", **target: Any) -> Campaign:
+    def campaign(self, experiment: Experiment, *, code: str = "code", trials: str = "", **target: Any) -> Campaign:
         """A new campaign, as a new process would make it."""
         values = {"plan": Plan(), "sets": 3, "cold_compiles": 2, **target}
         instrument = Instrument(
             code=CodeVersion(code, (), {}), cache=self.folder / "cache", usable_cores=2, data_name="synthetic images"
         )
-        return Campaign(experiment, Target(**values), instrument, self.ledger, self.folder)
+        for_trials = dataclasses.replace(instrument, code=CodeVersion(trials or code, (), {}))
+        return Campaign(experiment, Target(**values), instrument, self.ledger, self.folder, trials=for_trials)
 
     def run(self, experiment: Experiment, **target: Any) -> Campaign:
         """Run a new campaign; ``sets`` and ``alone`` then hold what it measured."""

@@ -1,20 +1,40 @@
-"""The campaign: what is measured alone, before the sets (cold compiles, profiles, a search), and notes."""
+"""The campaign: what is measured alone, before the sets (checks, cold compiles, profiles, a search), and notes."""
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 from campaign_lab import BOTH, Lab, config, experiment, family, laboratory
+from setups import setup
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import campaign
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.plan import Experiment, Family
+from ddpm_lab.quality import quality
+from ddpm_lab.questions import ask
+from ddpm_lab.setting import Images
+
+HERE = setup(images=Images(folder="", sha256="", name=""))
 
 
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     return laboratory(tmp_path, monkeypatch)
+
+
+def gradients_off_by(error: float) -> dict[str, Any]:
+    """What a check finds of a step in fp32 whose gradient is off by so much."""
+    step: dict[str, Any] = {
+        "loss_error": 0.0,
+        "gradient_error": error,
+        "ranks_error": 0.0,
+        "norm_ratio": 1.0,
+        "cosine": 1.0,
+    }
+    step |= {"skipped": False, "worst_layer": {"name": "stem.bias", "error": error}}
+    return {"gradients": {"precision": "fp32", "loss": "l1", "steps": [step], "worst": {"nonfinite": 0}}}
 
 
 COMPILED = Family(
@@ -114,3 +134,65 @@ def test_progress_names_the_set_and_the_time_left(
     assert len(lines) == 3
     assert all(f"set {i} of 3" in line and "tiny, batch 32" in line for i, line in enumerate(lines, 1))
     assert "left" in lines[0]
+
+
+# --- gradient checks and what they keep from being trained -----------------------------------------------------------
+
+
+def test_what_fails_its_gradient_check_is_measured_and_not_trained(lab: Lab) -> None:
+    asked = quality(HERE, seeds=3, images=800, candidates=["bf16", "2 micro-batches"])
+    lab.qualities = {c.config.run_id: gradients_off_by(0.9 if c.label == "bf16" else 0.0) for c in asked.checks}
+    unknown = lab.campaign(asked).forecast()
+    lab.run(asked, sets=1)
+    assert lab.alone[:2] == [("check", "bf16"), ("check", "2 micro-batches")]
+    assert lab.alone[2:] == [("quality", "fp32"), ("quality", "2 micro-batches")] * 3
+    assert lab.sets == [(asked.families[0].name, ["fp32", "fp32 again", "bf16", "2 micro-batches"])]
+    (note,) = lab.records("note")
+    assert (note.label, note.status, note.config.purpose) == ("bf16", "left out", "quality")
+    assert note.reason == (
+        "not trained: its gradient check failed (worst layer stem.bias off by 90 %, the gradient by 90 %, the loss by "
+        "0 %)"
+    )
+    again = lab.campaign(asked, sets=1)
+    assert again.forecast() == 0 < unknown, "what is not trained takes no time"
+    lab.run(asked, sets=1)
+    assert (lab.alone, len(lab.records("note"))) == ([], 1)
+
+
+def test_a_check_that_crashes_or_whose_baseline_fails_too_keeps_nobody_from_training(lab: Lab) -> None:
+    asked = quality(HERE, seeds=2, images=800, candidates=["bf16"])
+    (check,) = asked.checks
+    of_base = dataclasses.replace(check, label="fp32", config=dataclasses.replace(check.config, precision="fp32"))
+    both = dataclasses.replace(asked, checks=(of_base, check))
+    lab.qualities = {c.config.run_id: gradients_off_by(0.9) for c in both.checks}
+    lab.run(both, sets=1)
+    assert [label for role, label in lab.alone if role == "quality"] == ["fp32", "bf16"] * 2
+    lab.ledger.path.unlink()
+    lab.qualities, lab.failures = {}, {check.config.run_id: "crashed"}
+    lab.run(asked, sets=1)
+    assert [label for role, label in lab.alone if role == "quality"] == ["fp32", "bf16"] * 2
+    assert not lab.records("note")
+
+
+def test_a_check_is_made_by_the_code_of_the_trials_and_speaks_for_that_of_the_sets(lab: Lab) -> None:
+    """The module that compares gradients is no part of a question about speed, whose ranks would refuse it."""
+    asked = ask("amp", HERE, seeds=1, images=800, global_batch_size=8)
+    (check,) = asked.checks
+    lab.qualities = {check.config.run_id: {**gradients_off_by(0.0), "checked_by": "trials"}}
+    lab.run(asked, sets=1, trials="trials")
+    assert lab.ran_by == {"check": "trials", "quality": "trials"}
+    assert [r.code_version for r in lab.records("check")] == ["code"], "so that it stands beside the sets"
+    lab.run(asked, sets=1, trials="trials")
+    assert lab.alone == []
+    lab.run(asked, sets=1, trials="newer")
+    assert ("check", "bf16") in lab.alone
+
+
+def test_other_questions_do_not_train_either_what_their_checks_find(lab: Lab) -> None:
+    asked = ask("exchange", HERE, seeds=2, images=800, global_batch_size=8)
+    lab.qualities = {c.config.run_id: gradients_off_by(0.9 * (c.label == "fp16 hook")) for c in asked.checks}
+    lab.run(asked, sets=1)
+    trained = {label for role, label in lab.alone if role == "quality"}
+    assert {"default", "bf16 hook", "static graph"} <= trained
+    assert "fp16 hook" not in trained
+    assert [n.label for n in lab.records("note")] == ["fp16 hook"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ddpm_lab.config import CHECK, DiffusionConfig, RunConfig
 from ddpm_lab.data.loader import Batch
 from ddpm_lab.exchange_settings import ExchangeConfig
-from ddpm_lab.explain.gradients import Verdict, verdict
+from ddpm_lab.gradient_bounds import Verdict, verdict
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.gradients import WARM_STEPS, compare_gradients

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ddpm_lab.config import PRECISIONS
 from ddpm_lab.exchange_settings import HOOKS as ALL_HOOKS
-from ddpm_lab.explain.gradients import BOUNDS, FLIPS, HOOKS, verdict
+from ddpm_lab.gradient_bounds import BOUNDS, FLIPS, HOOKS, failure, verdict
 
 
 def step(
@@ -108,6 +108,19 @@ def test_what_is_wrong_says_how() -> None:
         "not as expected: the gradient is off by 100 %, and fp32 explains 0.01 %; the gradient of stem.bias is off by "
         "100 %, and fp32 explains 0.1 % (the whole gradient is 2 times as long as it should be, at a cosine of 1)"
     )
+
+
+def test_a_failure_is_told_in_a_few_words() -> None:
+    """The reason for which nothing is trained: it names the worst layer and how far off everything is."""
+    assert failure(answer(step(), step(1e-6, layer=1e-5))) == ""
+    off = answer(step(), step(1.0, layer=0.8, loss=0.002))
+    assert failure(off) == "worst layer stem.bias off by 80 %, the gradient by 100 %, the loss by 0.2 %"
+    assert failure(answer(step(ranks_error=0.001))).endswith(", two ranks' gradients by 0.1 %")
+    assert failure(answer(step(None, nonfinite=12), nonfinite=12)).startswith("12 values of loss and gradient")
+    assert "skipped every step" in failure(answer(step(skipped=True)))
+    one_layer = answer(step(3e-5, layer=0.58))
+    assert not verdict(one_layer).as_expected
+    assert failure(one_layer) == "", "trials say what one layer costs"
 
 
 def test_what_cannot_be_judged_is_not_as_expected() -> None:

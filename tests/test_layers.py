@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "ddpm_lab"
 # module is given a place here.
 ROWS = (
     ("comet_process", "ddpm_lab"),
-    ("checks",),
+    ("checks", "gradient_bounds"),
     ("exchange_settings", "files", "optimizer_settings", "own_settings"),
     ("config",),
     ("space",),
@@ -65,7 +65,7 @@ ROWS = (
     ("explain.quality",),
     ("explain.comparisons",),
     ("explain.link_fit", "explain.phrases", "explain.ranking", "explain.straggler"),
-    ("explain.calibration", "explain.differences", "explain.gradients", "explain.learned"),
+    ("explain.calibration", "explain.differences", "explain.learned"),
     (
         "explain.batch_sizes",
         "explain.budget",

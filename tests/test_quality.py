@@ -8,7 +8,7 @@ import pytest
 from setups import setup
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import TRAINING, RunConfig
+from ddpm_lab.config import CHECK, DDPM, TRAINING, RunConfig
 from ddpm_lab.plan import WITH_TRIALS, Experiment, Trial, scaled
 from ddpm_lab.questions import QUESTIONS, ask
 from ddpm_lab.setting import Setup
@@ -80,6 +80,34 @@ def test_a_trial_trains_what_is_timed(name: str, here: Setup) -> None:
         assert changed <= allowed
         if looks and not t.label.endswith("scaled learning rate"):
             assert replace(t.config.optimizer, ema_every=1) == replace(t.timed.optimizer, ema_every=1)
+
+
+CHECKED = {
+    "multi_gpu": {"2 ranks"},
+    "amp": {"bf16"},
+    "torch_compile": {"compiled", "compiled block by block"},
+    "batch_size": set(),
+    "exchange": {"bf16 hook", "fp16 hook"},
+    "peers": {"fp32", "eager kernels", "NCHW", "every loss read", "compiled block by block"},
+}
+
+
+@pytest.mark.parametrize("name", WITH_TRIALS)
+def test_what_computes_another_gradient_is_checked_before_an_hour_is_spent(name: str) -> None:
+    """Every configuration that is trained and is more than its baseline with another optimizer, batch or loader."""
+    setup = replace(HERE, preset="full", network="seed" if name == "peers" else "tiny")
+    experiment = ask(name, setup)
+    assert {c.label for c in experiment.checks} == CHECKED[name]
+    ids = [c.config.run_id for c in experiment.checks]
+    assert len(set(ids)) == len(ids), "checked twice"
+    same = {"purpose": "timing", "workload": DDPM, "seed": 0, "options": ()}
+    trained = {replace(t.config, **same).run_id for t in judged(experiment)}  # type: ignore[arg-type]
+    families = {f.name: f.baseline for f in experiment.families}
+    for check in experiment.checks:
+        assert (check.config.purpose, check.config.workload) == ("check", CHECK)
+        assert check.baseline == families[check.family]
+        assert replace(check.config, **same).run_id in trained, "what is trained, to the last setting"  # type: ignore[arg-type]
+    assert ask(name, setup, seeds=0).checks == (), "nothing is trained, and so nothing checked"
 
 
 def test_larger_batches_are_trained_at_the_same_rate_first_and_then_at_a_scaled_one() -> None:

@@ -12,16 +12,19 @@ import numpy as np
 import pytest
 import torch
 from fresh_processes import DoublePrecision, context, gradients
+from PIL import Image
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
 from ddpm_lab.config import DiffusionConfig, RunConfig
 from ddpm_lab.data.draws import noise_and_timesteps
+from ddpm_lab.data.packed import prepare
 from ddpm_lab.data.prepared import open_packed
 from ddpm_lab.model.feed import Feed, LoaderAlone
 from ddpm_lab.model.train import Trainer
 from ddpm_lab.model.unet import build_network
 from ddpm_lab.optimizer_settings import OptimizerConfig
+from ddpm_lab.quality import IDENTITY_STEPS
 from ddpm_lab.workload import Unsupported
 
 
@@ -114,6 +117,29 @@ def test_loaders_train_to_identical_weights(config: RunConfig) -> None:
         assert (said["loader"], said["loader_workers"], said["data_device"]) == (loader, workers, "cpu")
         trainer.close()
     assert all(torch.equal(trained[0], other) for other in trained[1:])
+
+
+def test_loaders_train_to_identical_weights_over_several_epochs(config: RunConfig, tmp_path: Path) -> None:
+    """Twenty steps of eight over fewer images than that: where an epoch ends within a batch, nobody may differ."""
+    rng = np.random.default_rng(0)
+    (tmp_path / "images").mkdir()
+    for i in range(61):
+        Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(tmp_path / "images" / f"{i}.png")
+    manifest = prepare(tmp_path / "images", tmp_path / "prepared")
+    small = dataclasses.replace(config, data=str(tmp_path / "prepared"), data_sha256=manifest.content_hash)
+    drawn = IDENTITY_STEPS * small.global_batch_size
+    assert drawn > 2 * manifest.train_count, "two epochs end on the way"
+    assert manifest.train_count % small.global_batch_size, "and within a batch"
+    hashes, seen = set(), set()
+    for loader, workers in (("packed", 0), ("files", 0), ("files", 1), ("files", 2), ("resident", 0)):
+        trainer = Trainer(dataclasses.replace(small, loader=loader, loader_workers=workers), context())
+        train(trainer, IDENTITY_STEPS)
+        said = trainer.witness()
+        assert (said["loader"], said["loader_workers"], said["images"]) == (loader, workers, drawn)
+        hashes.add(trainer.weights_sha256())
+        seen.add(said["indices_sha256"])
+        trainer.close()
+    assert (len(hashes), len(seen)) == (1, 1)
 
 
 def test_held_out_images_are_never_used(config: RunConfig) -> None:

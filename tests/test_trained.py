@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import records as make
 
-from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import learned, trained
+from ddpm_lab.config import CHECK, RunConfig
+from ddpm_lab.explain import figures, learned, trained
+from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.tables import table
+from ddpm_lab.explain.tables import more, table
+from ddpm_lab.plan import NOT_TRAINED, WITH_TRIALS
 
 BF16, LARGE, MICRO = RunConfig(precision="bf16"), RunConfig(global_batch_size=64), RunConfig(accumulation=2)
 SPEEDS = {"bf16": (BF16, 1.6), "batch 64": (LARGE, 1.3), "2 micro-batches": (MICRO, 0.9)}
@@ -102,6 +105,57 @@ def test_a_setting_that_is_not_resolved_hides_none_that_is_faster() -> None:
     rows = {r["label"]: r for r in trained.rows(of)}
     assert not trained.faster(rows["2 micro-batches"])
     assert finding(of).headline.startswith("bf16 trains 1.6")
+
+
+def checked(study: Study, error: float) -> Study:
+    """The study with a check of each candidate, whose gradient is off by so much."""
+    step: dict[str, Any] = {
+        "loss_error": 0.0,
+        "gradient_error": error,
+        "ranks_error": 0.0,
+        "norm_ratio": 1.0,
+        "cosine": 1.0,
+    }
+    step |= {"skipped": False, "worst_layer": {"name": "stem.bias", "error": error, "cosine": 1.0}}
+    worst = {**step, "nonfinite": 0, "skipped": 0}
+    answer = {"gradients": {"precision": "fp32", "loss": "l1", "steps": [step], "worst": worst}}
+    tried = {r.run_id: r for r in study.records if r.role == "candidate"}.values()
+    checks = [
+        replace(r, role="check", set_id="", windows=(), quality=answer, config=check)
+        for r in tried
+        if (check := replace(r.config, purpose="check", workload=CHECK))
+    ]
+    return replace(study, records=(*checks, *study.records))
+
+
+@pytest.mark.parametrize("name", [*WITH_TRIALS, "quality"])
+def test_checks_are_no_rows_and_are_told_where_they_fail(name: str) -> None:
+    speeds = make.sets(SPEEDS, experiment=name, family="tiny, batch 32, 1 rank")
+    plain = replace(make.study(speeds, name), trials=tuple(make.trials(LOSSES)))
+    sound, wrong = checked(plain, 0.0), checked(plain, 0.9)
+    for study in (sound, wrong):
+        assert [r["label"] for r in comparisons(study)] == [r["label"] for r in comparisons(plain)]
+        assert table(study).equals(table(plain))
+        assert finding(study).headline == finding(plain).headline
+        assert figures.figure(study).axes
+        (shown,) = (frame for caption, frame in more(study) if caption.startswith("Loss and gradient of a step"))
+        assert list(shown["Configuration"]) == list(SPEEDS)
+        assert not shown.isna().any(axis=None)
+    assert repr(finding(sound)) == repr(finding(plain))
+    assert "he gradient of bf16 is not as expected" in finding(wrong).claim
+    assert not [caption for caption, _ in more(plain) if caption.startswith("Loss and gradient of a step")]
+
+
+def test_what_a_check_kept_from_being_trained_is_said_with_its_reason() -> None:
+    trial, why = make.trials(LOSSES, seeds=1)[1], "its gradient check failed (worst layer stem.bias off by 90 %)"
+    note = replace(trial, role="note", status="left out", reason=f"{NOT_TRAINED}: {why}", quality=None)
+    for name in ("quality", "amp"):
+        speeds = make.sets(SPEEDS, experiment=name, family="tiny, batch 32")
+        others = tuple(t for t in make.trials(LOSSES) if t.label != "bf16")
+        of = replace(make.study([*speeds, note], name), trials=others)
+        assert f" bf16 was not trained: {why}." in finding(of).claim
+        row = next(r for r in comparisons(of) if r["label"] == "bf16")
+        assert (row["quality"], bool(row["sets"])) == ("not measured", True), "its speed stands, without a verdict"
 
 
 def test_nothing_is_said_of_speeds_that_are_not_resolved() -> None:

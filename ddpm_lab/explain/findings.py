@@ -106,7 +106,7 @@ def _comparison(study: Study) -> Finding:
     others = [r for r in rows if r["role"] not in ("baseline", "twin")]
     measured = [r for r in others if r["sets"]]
     training = [r for r in measured if not r["loader_alone"]] or measured
-    ending = sentences.left_over(rows) + sentences.untrained(study)
+    ending = sentences.left_over(rows) + trained.unsound(study) + sentences.untrained(study)
     ending += sentences.lost(study, rows) + machine_state.leaking(study)
     ending += machine_state.unknown(study) + machine_state.busy(study)
     ending += _where(study, sentences.quality(rows, evidence=True))

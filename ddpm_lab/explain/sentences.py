@@ -10,7 +10,7 @@ from ddpm_lab.explain import phrases, stats
 from ddpm_lab.explain import quality as equivalence
 from ddpm_lab.explain.comparisons import COMPARED, MECHANISM_ONLY, QUALITY, resolved
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.plan import WEAK
+from ddpm_lab.plan import NOT_TRAINED, WEAK
 
 _SENTENCES = {
     "amp": "{label} trains {ratio} times as fast as {base}",
@@ -152,7 +152,13 @@ def untrained(study: Study) -> str:
         several = len({f for (f, name), why in lacking.items() if name == label and why}) > 1
         by_reason.setdefault(reason, []).append(f"{label} of {family}" if several else label)
     each = {reason: " each" if len(names) > 1 else "" for reason, names in by_reason.items()}
-    return "".join(f" Of {phrases.joined(names)}{each[why]} {why}." for why, names in by_reason.items() if why)
+    return "".join(
+        f" {phrases.joined(names)} {'were' if each[why] else 'was'} {why}."
+        if why.startswith(NOT_TRAINED)
+        else f" Of {phrases.joined(names)}{each[why]} {why}."
+        for why, names in by_reason.items()
+        if why
+    )
 
 
 def left_over(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -71,7 +71,7 @@ def more(study: Study) -> list[tuple[str, pd.DataFrame]]:
         caption = "Each fault: what is done wrong, what that did to a number here, how it is done right."
         found.append((caption, faults.table(study)))
         found.append(("What the right way rests on: the sets of this notebook.", _comparison(study)))
-    if study.experiment == trained.EXPERIMENT:
+    if study.experiment in (trained.EXPERIMENT, *WITH_TRIALS):
         found.append(("Loss and gradient of a step against fp32 on the same batch.", trained.check_table(study)))
     if study.experiment in WITH_TRIALS:
         found += trained.tables(study)

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ddpm_lab.explain import gradients, learned, phrases, quality, samples, stats
+from ddpm_lab import gradient_bounds
+from ddpm_lab.explain import learned, phrases, quality, samples, stats
 from ddpm_lab.explain.comparisons import Row, comparisons, resolved
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.learned import Array, baseline_trials, extent_of, images_of, pairs_of
@@ -129,9 +130,9 @@ def unsound(study: Study) -> str:
     for r, answer in _checks(study):
         if not answer:
             told.append(f"the check of {r.label} failed ({phrases.failed(r.status, r.reason)})")
-        elif not (judged := gradients.verdict(answer)).as_expected:
+        elif not (judged := gradient_bounds.verdict(answer)).as_expected:
             told.append(f"the gradient of {r.label} is {judged.sentence}")
-    return f" {phrases.begun(phrases.joined(told))}." if told else ""
+    return f" {phrases.begun(phrases.joined(list(dict.fromkeys(told))))}." if told else ""
 
 
 def _checks(study: Study) -> list[tuple[RunRecord, Mapping[str, Any]]]:
@@ -204,12 +205,13 @@ def check_table(study: Study) -> pd.DataFrame:
     shown = []
     for r, answer in _checks(study):
         if not answer:
-            shown.append({"Configuration": r.label, "Verdict": phrases.failed(r.status, r.reason)})
+            shown.append({"Family": r.family, "Configuration": r.label, "Verdict": phrases.failed(r.status, r.reason)})
             continue
         worst, layer = answer["worst"], answer["worst"].get("worst_layer") or {}
-        judged = gradients.verdict(answer)
+        judged = gradient_bounds.verdict(answer)
         shown.append(
             {
+                "Family": r.family,
                 "Configuration": r.label,
                 "Verdict": "as expected" if judged.as_expected else judged.sentence,
                 "Loss off by": _share(worst.get("loss_error")),
@@ -220,7 +222,8 @@ def check_table(study: Study) -> pd.DataFrame:
                 "Skipped steps": str(worst.get("skipped", _NONE)),
             }
         )
-    return pd.DataFrame(shown).fillna(_NONE)
+    frame = pd.DataFrame(shown, columns=["Family"] if not shown else None).fillna(_NONE)
+    return frame.drop(columns="Family") if frame["Family"].nunique() < 2 else frame
 
 
 def _share(error: float | None) -> str:

@@ -86,7 +86,8 @@ class Campaign:
             if not self.held.checked(check.config.run_id):
                 role, work = _CHECKS[check.config.workload]
                 member = Member(role, check.label, check.config)
-                self._alone(check.family, member, work=work, baseline_id=check.baseline.run_id)
+                whose = {"baseline_id": check.baseline.run_id, "code_version": self.instrument.code.key}  # of the sets
+                self._alone(check.family, member, work=work, by=self.for_trials, **whose)
         for family_label, label, config in self.experiment.profiles:
             self._profile(family_label, label, config, progress)
         for family in self.experiment.families:
@@ -269,7 +270,7 @@ class Campaign:
             self._alone(trial.family, member, work=work_of(trial), by=self.for_trials, **told)
 
         left = self.trials.run(self.trials.missing(wanted), progress, self.seconds_left, train)
-        for trial, reason in short_of(wanted, left):
+        for trial, reason in (*self.trials.unsound(wanted), *short_of(wanted, left)):
             self._note(trial.family, trial.label, trial.config, trial.baseline, reason)
 
     def _profile(self, family: str, label: str, config: RunConfig, progress: Progress) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
+from ddpm_lab.config import CHECK, DDPM, TRAINING, RunConfig
+from ddpm_lab.gradient_bounds import failure
 from ddpm_lab.ledger import Head, Ledger
+from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.plan import Experiment, Fid, Plan
 from ddpm_lab.record import LASTING, RunRecord, kept_seconds, set_log_ratio
 
@@ -23,6 +27,7 @@ class Held:
         self._trials: dict[str, float] = {}
         self._fids: set[tuple[str, str, int]] = set()  # run id, hash of the Inception, images
         self._checks: set[str] = set()
+        self._faults: dict[str, str] = {}  # what computes a gradient -> why its check failed, or nothing
         self._cold: Counter[str] = Counter()
         self.compile_seconds: list[float] = []
         """What each compile from empty caches took."""
@@ -46,6 +51,8 @@ class Held:
                 self._profiles.add(r.run_id)
             elif r.role in ("check", "wrong") and (r.status == "ok" or r.status in LASTING):
                 self._checks.add(r.run_id)
+                if answer := (r.quality or {}).get("gradients"):
+                    self._faults[_gradient_of(r.config)] = failure(answer)
             elif r.role == "quality" and r.status == "ok":
                 self._trials[r.run_id] = sum(r.stages.values())
                 if "fid" in (found := (r.quality or {}).get("fid", {})):
@@ -91,6 +98,10 @@ class Held:
     def checked(self, run_id: str) -> bool:
         """Whether a check of a configuration, or its wrong ways, are here, or a reason why there can be none."""
         return run_id in self._checks
+
+    def unsound(self, config: RunConfig) -> str:
+        """Why the gradient check of a configuration failed; empty where it did not, or where there is none."""
+        return self._faults.get(_gradient_of(config), "") if self._faults else ""
 
     def trained(self, run_id: str, fid: Fid | None = None) -> bool:
         """Whether a trial is here, and with it the FID that is asked for."""
@@ -145,7 +156,22 @@ def held_of(ledger: Ledger, experiment: Experiment, plan: Plan, *, machine_key: 
         return head.experiment == experiment.name and head.cohort in sets
 
     found, _ = ledger.read(lambda heads: [h for h in heads if mine(h)])
-    return Held(r for r in found if r.role != "quality" or r.run_id in wanted)
+
+    def counts(r: RunRecord) -> bool:
+        if r.role == "check" and r.quality:
+            return bool(r.quality.get("checked_by", r.code_version) == codes[1])
+        return r.role != "quality" or r.run_id in wanted
+
+    return Held(filter(counts, found))
+
+
+def _gradient_of(config: RunConfig) -> str:
+    """What computes a configuration's gradient: no matter who asks, how images are loaded, or what is done with it."""
+    same: dict[str, object] = {"purpose": "timing", "seed": 0, "loader": "packed", "loader_workers": 0}
+    same |= {"optimizer": OptimizerConfig(), "options": config.own_options}
+    if config.workload in (CHECK, TRAINING):
+        same["workload"] = DDPM
+    return dataclasses.replace(config, **same).run_id  # type: ignore[arg-type]
 
 
 def note_key(record: RunRecord) -> tuple[object, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.progress import Progress
-from ddpm_lab.plan import Trial
+from ddpm_lab.plan import NOT_TRAINED, Trial
 
 TRIAL_SECONDS, COMPILE_SECONDS = 30.0, 60.0
 """Forecast for a trial, and for its compiling, until something like it has shown better."""
@@ -28,9 +28,21 @@ class Trials:
         return [t for t in self._trials if t.timed is None or t.timed.run_id in timed]
 
     def missing(self, trials: Sequence[Trial] | None = None) -> list[Trial]:
-        """Those of ``trials``, or of all, that are still to be made: neither here, nor known to fail."""
+        """Those of ``trials``, or of all, that are still to be made: neither here, nor known to fail or to be wrong."""
+        return [t for t in self._lacking(trials) if not self._unsound(t)]
+
+    def unsound(self, trials: Sequence[Trial]) -> list[tuple[Trial, str]]:
+        """The first that is missing of each configuration whose gradient check failed, with a sentence that says so."""
+        first = {(t.family, t.label): (t, why) for t in reversed(self._lacking(trials)) if (why := self._unsound(t))}
+        return [(t, f"{NOT_TRAINED}: its gradient check failed ({why})") for t, why in first.values()]
+
+    def _lacking(self, trials: Sequence[Trial] | None) -> list[Trial]:
         asked, done = self._trials if trials is None else trials, self._held
         return [t for t in asked if not done.trained(t.config.run_id, t.fid) and t.config.run_id not in done.lasting]
+
+    def _unsound(self, trial: Trial) -> str:
+        """Why a trial's gradients are wrong; empty where they are not, or where its baseline's are wrong too."""
+        return "" if self._held.unsound(trial.baseline) else self._held.unsound(trial.config)
 
     def seconds(self, trials: Sequence[Trial]) -> float:
         """What ``trials`` will take."""
