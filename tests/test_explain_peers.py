@@ -50,13 +50,13 @@ def pair(end: str, ratio: float, **values: Any) -> list[RunRecord]:
     return make.sets(label, baseline=base, baseline_label=OURS, family=FAMILY + end, **COMMON)
 
 
-def machine(flops: float = 400e9, bandwidth: float = 40e9) -> list[RunRecord]:
+def machine(flops: float = 400e9, bandwidth: float = 40e9, *, work: float = 8e9, **of: Any) -> list[RunRecord]:
     """Peaks with a known answer: a product of 2 GFLOP and a copy of 1 GB, both at the peak."""
-    single = dataclasses.replace(OWN, workload=PRODUCT, precision="fp32", global_batch_size=1)
+    single = dataclasses.replace(OWN, workload=PRODUCT, precision="fp32", global_batch_size=1, **of)
     own, copy = dataclasses.replace(single, precision="bf16"), dataclasses.replace(single, workload=COPY)
     seconds = 2e9 / (flops / 2)
     rows = {"product, bf16": (own, 2.0), "copy": (copy, seconds / (1e9 / bandwidth))}
-    family = f"{LIMITS}, seed"
+    family = f"{LIMITS}, {single.network}"
     still: dict[str, Any] = {"drift": 0, "turn_noise": 0, "set_noise": 0}
     found = make.sets(
         rows,
@@ -67,12 +67,12 @@ def machine(flops: float = 400e9, bandwidth: float = 40e9) -> list[RunRecord]:
         **still,
         **COMMON,
     )
-    work = {
-        "convolution": {"flop": 8e9, "elements": 10e6},
+    counted = {
+        "convolution": {"flop": work, "elements": 10e6},
         "normalisation": {"flop": 0.0, "elements": 20e6},
         "weights": {"flop": 0.0, "elements": 10e6},
     }
-    seen = {PRODUCT: {"flop": 2e9, "work": work}, COPY: {"bytes": 1e9}}
+    seen = {PRODUCT: {"flop": 2e9, "work": counted}, COPY: {"bytes": 1e9}}
     return [dataclasses.replace(r, witness={"ranks": [seen[r.config.workload]]}) for r in found]
 
 
@@ -171,6 +171,31 @@ def test_without_peaks_nothing_is_said_of_limits() -> None:
     assert limits.sentence(alone, peers.own(alone)) == ""
     assert limits.table(alone, peers.own(alone)).empty
     assert figure_peers.roofline(alone) is None
+
+
+@pytest.mark.parametrize("other", [{"network": "tiny"}, {"image_size": 64}, {"device": "cuda"}])
+def test_the_limits_are_those_of_the_network_that_is_spoken_of(other: dict[str, Any]) -> None:
+    """A second network, size or device in the same ledger, measured before or after, changes nothing."""
+    elsewhere = machine(4e9, 1e9, work=1e6, **other)
+    for records in ((*WHOLE.records, *elsewhere), (*elsewhere, *WHOLE.records)):
+        both = study(*records)
+        assert limits.roofline(both, peers.own(both)) == limits.roofline(WHOLE, peers.own(WHOLE))
+    alone = study(*against(), *elsewhere)
+    assert limits.sentence(alone, peers.own(alone)) == ""
+    assert set(tables.table(WHOLE).set_index("Configuration").loc[[f"{OURS} (baseline)"], "GFLOP/image"]) == {"8.00"}
+    assert set(tables.table(alone)["GFLOP/image"]) == {"\N{EN DASH}"}
+
+
+def test_a_step_faster_than_the_peak_says_nothing() -> None:
+    """400 GFLOP/s cannot do 16 GFLOP in a thirty-second of a second."""
+    wrong = study(*against(), *machine(work=16e9))
+    assert limits.sentence(wrong, peers.own(wrong)) == ""
+    assert figure_peers.roofline(wrong) is None
+
+
+def test_no_peak_of_another_precision_is_taken() -> None:
+    single = study(*against(), *(r for r in machine() if r.label != "product, bf16"))
+    assert limits.roofline(single, peers.own(single)) is None
 
 
 def test_levers_are_shown_apart() -> None:

@@ -71,14 +71,13 @@ def roofline(study: Study) -> Figure | None:
     if line is None:
         return None
     percent = f"{100 * line.flop_share:.0f} %"
-    most = f"{line.measured_seconds / line.fused_seconds:.1f}"
     peaks = (
         f"peak {phrases.significant(line.flops / 1e9)} GFLOP/s in {line.precision} "
         f"({phrases.significant(line.single_flops / 1e9)} in fp32), "
         f"{phrases.significant(line.bandwidth / 1e9)} GB/s in a copy"
     )
     figure, (ax,) = fs.sheet(
-        f"{percent} of the peak; at most {most} times as fast if all else were free",
+        f"{percent} of the peak; at most {line.headroom:.1f} times as fast if all else were free",
         f"{_context(study)} \N{MIDDLE DOT} {peaks}",
         [1.5],
         left=2.35,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pandas as pd
 
+from ddpm_lab.config import DDPM
 from ddpm_lab.explain import limits, phrases, stats
 from ddpm_lab.explain.comparisons import Row, comparisons, resolved
 from ddpm_lab.explain.frames import Study, rank_zero
@@ -144,7 +145,7 @@ def table(study: Study) -> pd.DataFrame:
                 "Format": str(row["config"].precision) if measured else _NONE,
                 "Peak memory": phrases.peak_memory(row) if measured else _NONE,
                 "Weights": f"{seen['parameters'] / 1e6:.2f} M" if "parameters" in seen else _NONE,
-                "GFLOP/image": _flop(study, seen),
+                "GFLOP/image": _flop(study, row, seen),
                 loss: _NONE if SAMPLING in row["name"] else _loss(records, steps),
                 "Sets \N{MULTIPLICATION SIGN} turns": f"{row['sets']} \N{MULTIPLICATION SIGN} {row['turns']}",
                 "Quality": str(row["quality"]) if measured else _NONE,
@@ -185,8 +186,10 @@ def _records(study: Study, row: Mapping[str, Any]) -> list[RunRecord]:
     return [r for r in study.records if r.run_id == row["run_id"] and r.role == role and r.status == "ok"]
 
 
-def _flop(study: Study, seen: Mapping[str, Any]) -> str:
-    value = seen.get("flop_per_image") or (limits.flop_per_image(study) if "implementation" in seen else None)
+def _flop(study: Study, row: Row, seen: Mapping[str, Any]) -> str:
+    """Of what a row times: each peer has counted its own work, that of the lab's networks stands with the limits."""
+    trains = row["config"].workload == DDPM
+    value = seen.get("flop_per_image") or (limits.flop_per_image(study, row["config"]) if trains else None)
     return f"{value / 1e9:.2f}" if value else _NONE
 
 
