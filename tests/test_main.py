@@ -83,6 +83,8 @@ def test_the_module_runs_like_the_command() -> None:
         ("run amp --seed -1", ["seed", "-1", "at least 0"]),
         ("run amp --seed 99999999999999999999", ["seed", "99999999999999999999", "below 2**63"]),
         ("run amp --image-size 30", ["image_size", "30", "multiple of 4"]),
+        ("run peers --image-size 30", ["image_size", "30", "network 'seed'", "multiple of 4"]),
+        ("run peers --network tiny --parts fp32", ["'fp32'", "the published code", "'tiny'"]),
         ("run amp --image-size 0", ["image_size", "0"]),
         ("run amp --batch-size 0", ["--batch-size is 0", "at least 1"]),
         ("run multi_gpu --batch-size -8", ["--batch-size is -8", "at least 1"]),
