@@ -14,7 +14,7 @@ from ddpm_lab.config import DDPM
 from ddpm_lab.explain import limits, phrases, stats
 from ddpm_lab.explain.comparisons import Row, comparisons, resolved
 from ddpm_lab.explain.frames import Study, rank_zero
-from ddpm_lab.plan import BOTH_FP32, EXCHANGE, LEVERS, LIMITS, OURS, SAMPLING, TUNED
+from ddpm_lab.plan import BOTH_FP32, LEVERS, LIMITS, OURS, SAMPLING, TUNED
 from ddpm_lab.record import RunRecord
 
 EXPERIMENT = "peers"
@@ -46,8 +46,7 @@ def _elsewhere(row: Row, base: Row | None) -> str:
 
 def levers(study: Study) -> list[Row]:
     """Each setting put back alone, as it was measured: below 1 the trainer's own choice is faster."""
-    found = [r for r in comparisons(study) if r["family"].endswith((LEVERS, EXCHANGE)) and r["role"] == "candidate"]
-    return [{**r, "label": f"2 ranks, {r['label']}" if r["family"].endswith(EXCHANGE) else r["label"]} for r in found]
+    return [r for r in comparisons(study) if r["family"].endswith(LEVERS) and r["role"] == "candidate"]
 
 
 def own(study: Study) -> Row | None:
@@ -61,7 +60,7 @@ def own(study: Study) -> Row | None:
 
 
 def _is_rival(family: str) -> bool:
-    return not family.endswith((LEVERS, EXCHANGE)) and not family.startswith(LIMITS)
+    return not family.endswith(LEVERS) and not family.startswith(LIMITS)
 
 
 def is_peer(row: Mapping[str, Any]) -> bool:
