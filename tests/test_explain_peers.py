@@ -11,6 +11,7 @@ import pytest
 import records as make
 from matplotlib.figure import Figure
 
+from ddpm_lab import config
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import figure_peers, figures, limits, peers, tables
 from ddpm_lab.explain.findings import finding
@@ -46,7 +47,8 @@ def against(**values: Any) -> list[RunRecord]:
 
 def pair(end: str, ratio: float, **values: Any) -> list[RunRecord]:
     base = dataclasses.replace(OWN, precision="fp32", **values)
-    label = {"slow": (dataclasses.replace(base, workload="peer:a"), ratio)}
+    change = {"implementation": "plain", "channels_last": False} if values else {"workload": "peer:a"}
+    label = {"slow": (dataclasses.replace(base, **change), ratio)}
     return make.sets(label, baseline=base, baseline_label=OURS, family=FAMILY + end, **COMMON)
 
 
@@ -80,7 +82,7 @@ def study(*records: RunRecord, **values: Any) -> Study:
     return Study(experiment="peers", records=records, output_dir=Path(), **values)
 
 
-WHOLE = study(*against(), *pair(BOTH_FP32, 0.8), *pair(SAMPLING, 0.5, seed=7), *machine())
+WHOLE = study(*against(), *pair(BOTH_FP32, 0.8), *pair(SAMPLING, 0.5, workload=config.SAMPLING), *machine())
 
 
 def test_ratios_are_turned_round_with_their_intervals_and_verdicts() -> None:
@@ -143,6 +145,14 @@ def test_the_table_has_a_row_for_everyone_and_the_reason_of_the_missing() -> Non
     assert shown.loc["slow" + SAMPLING, loss] == "\N{EN DASH}"  # a step of sampling has none
     assert str(shown.loc["slow", "This trainer is"]).startswith(("3.9", "4.0"))
     assert all(isinstance(cell, str) for c in shown.columns for cell in shown[c])
+
+
+def test_a_step_of_sampling_has_the_work_that_it_witnessed_and_not_that_of_training() -> None:
+    seen = {"ranks": [{"flop_per_image": 3.05e9}]}
+    told = [dataclasses.replace(r, witness=seen) if r.family.endswith(SAMPLING) else r for r in WHOLE.records]
+    for records, work in ((told, "3.05"), (WHOLE.records, "\N{EN DASH}")):
+        shown = tables.table(study(*records)).set_index("Configuration")["GFLOP/image"]
+        assert (shown["slow" + SAMPLING], shown[f"{OURS} (baseline)"]) == (work, "8.00")
 
 
 def test_the_roofline_of_a_known_machine() -> None:

@@ -186,7 +186,7 @@ def _records(study: Study, row: Mapping[str, Any]) -> list[RunRecord]:
 
 
 def _flop(study: Study, row: Row, seen: Mapping[str, Any]) -> str:
-    """Of what a row times: each peer has counted its own work, that of the lab's networks stands with the limits."""
+    """Of what a row times: a peer and a sampler count their own work, that of the lab's trainer is with the limits."""
     trains = row["config"].workload == DDPM
     value = seen.get("flop_per_image") or (limits.flop_per_image(study, row["config"]) if trains else None)
     return f"{value / 1e9:.2f}" if value else _NONE
