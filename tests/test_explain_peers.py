@@ -224,7 +224,40 @@ def test_figures_and_their_words() -> None:
     said = figures.alt_text(WHOLE)
     for row in peers.rows(WHOLE):
         assert (row["name"] in said) == bool(row["sets"])
-    assert len(tables.more(WHOLE)) == 1
+    assert len(tables.more(WHOLE)) == 2
+
+
+def beside_another_network() -> Study:
+    """Comparisons and levers of one network, and of another at a smaller batch."""
+    change = {"NCHW": (dataclasses.replace(OWN, channels_last=False), 0.9)}
+    rows = make.sets(change, baseline=OWN, family=FAMILY + LEVERS, count=9, **COMMON)
+    small = dataclasses.replace(OWN, network="ddpm", global_batch_size=8)
+    rival = {"slow": (dataclasses.replace(small, workload="peer:a"), 0.5)}
+    there = make.sets(rival, baseline=small, baseline_label=OURS, family="ddpm, batch 8", count=7, **COMMON)
+    return study(*WHOLE.records, *rows, *there)
+
+
+def test_this_trainer_has_a_row_in_each_of_its_families() -> None:
+    shown = tables.table(beside_another_network()).set_index("Configuration")
+    mine = [f"{OURS} (baseline){end}" for end in ("", BOTH_FP32, SAMPLING, ", on ddpm at batch 8")]
+    assert [name for name in shown.index if "(baseline)" in name] == mine
+    for name in mine[1:]:
+        following = shown.index[list(shown.index).index(name) + 1]
+        assert following == "slow" + name.removeprefix(f"{OURS} (baseline)"), "before the others of its family"
+    assert shown.loc[mine, "Peak memory"].eq("512 MiB").all()
+    assert shown.loc[mine, "Images/s"].str.match(r"\d").all()
+
+
+def test_a_ratio_times_the_headroom_is_the_most() -> None:
+    shown = peers.at_most_table(beside_another_network()).set_index("Configuration")
+    line = limits.roofline(WHOLE, peers.own(WHOLE))
+    assert line is not None
+    for name, ratio in (("slow", 4.0), ("slow, tuned", 1.6)):
+        assert float(shown.loc[name, "At most here"].split()[0]) == pytest.approx(ratio * line.headroom, rel=0.03)
+    for name in ("slow" + SAMPLING, "slow, on ddpm at batch 8"):
+        assert shown.loc[name, "Headroom"] == "no limits measured"
+    assert "absent" not in shown.index
+    assert peers.at_most_table(study(*against())).empty
 
 
 def test_nothing_measured_is_said_with_the_command() -> None:
