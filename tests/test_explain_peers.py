@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import records as make
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from ddpm_lab import config
 from ddpm_lab.config import RunConfig
@@ -235,6 +236,32 @@ def beside_another_network() -> Study:
     rival = {"slow": (dataclasses.replace(small, workload="peer:a"), 0.5)}
     there = make.sets(rival, baseline=small, baseline_label=OURS, family="ddpm, batch 8", count=7, **COMMON)
     return study(*WHOLE.records, *rows, *there)
+
+
+def words(drawn: Figure | None) -> str:
+    assert drawn is not None
+    return " ".join(text.get_text().replace("\n", " ") for text in drawn.findobj(Text))
+
+
+def test_figures_name_the_network_batch_and_sets_of_what_they_draw() -> None:
+    both = beside_another_network()
+    levers, limit = words(figure_peers.levers(both)), words(figure_peers.roofline(both))
+    whole = words(figure_peers.figure(both, "title"))
+    for said, sets in ((levers, "9 sets"), (limit, "6 sets")):
+        assert "seed network" in said
+        assert "batch 32 \N{MIDDLE DOT} " in said
+        assert f"\N{MIDDLE DOT} {sets} of 6 turns" in said
+    assert "seed and ddpm network" in whole
+    assert "batch 8 and 32" in whole
+
+
+def test_a_verdict_is_written_whole_beside_its_row() -> None:
+    """Of thirty some are open only for the correction, and that is more than a line."""
+    change = {f"{n} threads": (dataclasses.replace(OWN, threads=n), 0.98) for n in range(1, 31)}
+    rows = make.sets(change, baseline=OWN, family=FAMILY + LEVERS, set_noise=0.013, **COMMON)
+    open_ = [r for r in peers.levers(study(*rows)) if "corrected" in r["verdict"]]
+    assert open_
+    assert open_[0]["verdict"] in words(figure_peers.levers(study(*rows)))
 
 
 def test_this_trainer_has_a_row_in_each_of_its_families() -> None:

@@ -62,8 +62,8 @@ def more(study: Study) -> list[tuple[str, pd.DataFrame]]:
             ),
             (
                 "At most here: how many times as fast this trainer is, times its headroom: its time over the least at "
-                "this machine's peaks, with all but convolutions, products and the optimizer free. A peak is the median "
-                "of windows: single steps may exceed it.",
+                "this machine's peaks, with all but convolutions, products and the optimizer free. A peak is the "
+                "median of windows: single steps may exceed it.",
                 peers.at_most_table(study),
             ),
             ("What each setting of the trainer is worth here.", peers.lever_table(study)),
