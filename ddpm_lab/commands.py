@@ -103,8 +103,13 @@ def report(options: argparse.Namespace) -> int:
     return report(notebooks=options.notebook, parameters=parameters, **settings).exit_code
 
 
+_PYTHON = {"True": True, "False": False, "None": None}
+
+
 def _literal(text: str) -> Any:
-    """A parameter's value as JSON where it is JSON, else as it was typed."""
+    """A parameter's value as JSON where it is JSON, or as Python writes such a value, else as it was typed."""
+    if text in _PYTHON:
+        return _PYTHON[text]
     try:
         return json.loads(text)
     except ValueError:

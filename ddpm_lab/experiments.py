@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpm_lab.checks import choice, whole
+from ddpm_lab.checks import ConfigError, choice, whole
 from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
 from ddpm_lab.files import CHECKOUT, LEDGER, ledgers, output_folder
@@ -30,6 +30,8 @@ SEARCH_SECONDS = 1800.0
 """Forecast for a search with the trials of what it finds: how long it takes is known when it ends."""
 SEARCHED = ("sets", "resolution", "seeds", "images", "only", "any_batch", "global_batch_size")
 """Settings of a search, and of what it found, alone."""
+USUAL = {"data": "synthetic", "skip_bad": False, "image_size": 32, "seed": 0}
+"""Settings of a question that are not None where nobody sets them."""
 LAST = "batch_size"
 """Measured by the recommendation too, in the preset ``full``."""
 
@@ -54,10 +56,15 @@ def run(
     """
     choice("experiment", name, QUESTIONS)
     table = bands_called(bands)
+    if published is not None and not isinstance(published, bool):
+        raise ConfigError(f"published is {published!r}: give True, False or None")
     if ledger is not None or machine is not None:
         answer = _stored(name, output_dir, ledger, machine, settings.get("workload"))
     elif published or (published is None and name in LONG and settings.get("preset") != "full"):
         answer = _published(name, output_folder(output_dir))
+        idle = [n for n, value in settings.items() if n != "preset" and value is not None and value != USUAL.get(n)]
+        if idle:
+            print(f"note: no effect on records that exist: {', '.join(idle)}; published = False measures with them")
     else:
         answer = study_of(measure(name, output_dir=output_dir, **settings))
     return dataclasses.replace(answer, bands=table)

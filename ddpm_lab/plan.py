@@ -179,8 +179,6 @@ LEVERS = ", one lever at a time"
 WHOLE_QUESTION = "the whole question"
 """Label of what is left out where nothing of a question can be asked."""
 SAMPLING = ", a step of sampling"
-EXCHANGE = ", exchange of gradients"
-"""In records of before the exchange had a question of its own."""
 LIMITS = "limits of this machine"
 
 # Families of the experiment "multi_gpu": a name without either is strong scaling.
@@ -203,6 +201,6 @@ ONE_SMALL_THREADS = "one rank, batch and threads of a rank"
 
 def scaling(family: str) -> str | None:
     """Which scaling a family of the experiment "multi_gpu" shows: strong or weak; None if it asks something else."""
-    if LOST in family or EXCHANGE in family:
+    if LOST in family:
         return None
     return "weak" if WEAK in family else "strong"

@@ -67,6 +67,12 @@ def peers(
     long = setup.preset == "full" or parts is not None
     if "levers" in wanted and long:
         families.append(_levers(ours, f"{name}{LEVERS}", setup))
+    if PUBLISHED not in asked and (empty := [part for part in ("fp32", "sampling") if part in (parts or ())]):
+        missing = "that trainer among trainers" if PUBLISHED in able else f"network seed, not {setup.network!r}"
+        raise ConfigError(
+            f"parts has {empty[0]!r}, which compares with {PUBLISHED} alone and needs {missing}: give that, or leave "
+            "the part out"
+        )
     return Experiment(name="peers", families=tuple(families))
 
 

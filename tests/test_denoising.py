@@ -18,7 +18,7 @@ from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.model import inference
 from ddpm_lab.model.denoising import Sampling, sampling
-from ddpm_lab.model.unet import NETWORKS, build_network, count_parameters
+from ddpm_lab.model.unet import NETWORKS, build_network, count_flops, count_parameters
 from ddpm_lab.workload import RankContext
 
 STEPS = 12
@@ -107,6 +107,9 @@ def test_the_witness_agrees_with_what_ran_and_with_nothing_else(lever: dict[str,
     assert seen["images"] == 2 * 3
     assert seen["parameters"] == other["parameters"] == count_parameters(build_network("seed"))
     assert (seen["sampler"], seen["sampler_steps"]) == ("ddpm", STEPS)
+    # Training does each product of forward three times; here there is forward alone.
+    both = count_flops("seed", image_size=CONFIG.image_size)[1]
+    assert seen["flop_per_image"] == other["flop_per_image"] == pytest.approx(both / 3, rel=0.02)
 
 
 def test_an_autocast_that_was_forgotten_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,14 +8,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import records as make
 from conftest import alive
 
 from ddpm_lab import experiments
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import DDPM
+from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.data.folder import DataError
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.ledger import Ledger
@@ -119,6 +121,34 @@ def test_wrong_values_are_refused_before_anything_is_made(tmp_path: Path) -> Non
     empty.mkdir()
     with pytest.raises(DataError, match="empty"):
         experiments.run("amp", data=str(empty), output_dir=out)
+
+
+@pytest.mark.parametrize("published", ["False", 0, "yes"])
+def test_published_is_true_or_false_or_none(tmp_path: Path, published: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"published is {published!r}: give True, False or None"):
+        experiments.run("peers", published=published, output_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"network": "ddpm", "parts": ["peers"], "seed": 0, "data": "synthetic", "preset": "smoke"}, "network, parts"),
+        ({"global_batch_size": 8, "trainers": ["diffusers"], "seed": 1}, "global_batch_size, trainers, seed"),
+        ({"network": None, "seed": 0, "skip_bad": False, "image_size": 32, "data": "synthetic"}, ""),
+    ],
+)
+def test_what_changes_nothing_of_shown_records_is_named(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    settings: dict[str, Any],
+    told: str,
+) -> None:
+    monkeypatch.setattr(experiments, "_published", lambda *_: make.study([make.record(RunConfig())]))
+    experiments.run("peers", output_dir=tmp_path, **settings)
+    said = capsys.readouterr().out
+    assert said.count("\n") == bool(told)
+    assert f"records that exist: {told};" in said or not told
 
 
 def test_an_unwritable_output_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import records as make
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
+from ddpm_lab import config
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import figure_peers, figures, limits, peers, tables
 from ddpm_lab.explain.findings import finding
@@ -46,17 +48,18 @@ def against(**values: Any) -> list[RunRecord]:
 
 def pair(end: str, ratio: float, **values: Any) -> list[RunRecord]:
     base = dataclasses.replace(OWN, precision="fp32", **values)
-    label = {"slow": (dataclasses.replace(base, workload="peer:a"), ratio)}
+    change = {"implementation": "plain", "channels_last": False} if values else {"workload": "peer:a"}
+    label = {"slow": (dataclasses.replace(base, **change), ratio)}
     return make.sets(label, baseline=base, baseline_label=OURS, family=FAMILY + end, **COMMON)
 
 
-def machine(flops: float = 400e9, bandwidth: float = 40e9) -> list[RunRecord]:
+def machine(flops: float = 400e9, bandwidth: float = 40e9, *, work: float = 8e9, **of: Any) -> list[RunRecord]:
     """Peaks with a known answer: a product of 2 GFLOP and a copy of 1 GB, both at the peak."""
-    single = dataclasses.replace(OWN, workload=PRODUCT, precision="fp32", global_batch_size=1)
+    single = dataclasses.replace(OWN, workload=PRODUCT, precision="fp32", global_batch_size=1, **of)
     own, copy = dataclasses.replace(single, precision="bf16"), dataclasses.replace(single, workload=COPY)
     seconds = 2e9 / (flops / 2)
     rows = {"product, bf16": (own, 2.0), "copy": (copy, seconds / (1e9 / bandwidth))}
-    family = f"{LIMITS}, seed"
+    family = f"{LIMITS}, {single.network}"
     still: dict[str, Any] = {"drift": 0, "turn_noise": 0, "set_noise": 0}
     found = make.sets(
         rows,
@@ -67,12 +70,12 @@ def machine(flops: float = 400e9, bandwidth: float = 40e9) -> list[RunRecord]:
         **still,
         **COMMON,
     )
-    work = {
-        "convolution": {"flop": 8e9, "elements": 10e6},
+    counted = {
+        "convolution": {"flop": work, "elements": 10e6},
         "normalisation": {"flop": 0.0, "elements": 20e6},
         "weights": {"flop": 0.0, "elements": 10e6},
     }
-    seen = {PRODUCT: {"flop": 2e9, "work": work}, COPY: {"bytes": 1e9}}
+    seen = {PRODUCT: {"flop": 2e9, "work": counted}, COPY: {"bytes": 1e9}}
     return [dataclasses.replace(r, witness={"ranks": [seen[r.config.workload]]}) for r in found]
 
 
@@ -80,7 +83,7 @@ def study(*records: RunRecord, **values: Any) -> Study:
     return Study(experiment="peers", records=records, output_dir=Path(), **values)
 
 
-WHOLE = study(*against(), *pair(BOTH_FP32, 0.8), *pair(SAMPLING, 0.5, seed=7), *machine())
+WHOLE = study(*against(), *pair(BOTH_FP32, 0.8), *pair(SAMPLING, 0.5, workload=config.SAMPLING), *machine())
 
 
 def test_ratios_are_turned_round_with_their_intervals_and_verdicts() -> None:
@@ -145,6 +148,14 @@ def test_the_table_has_a_row_for_everyone_and_the_reason_of_the_missing() -> Non
     assert all(isinstance(cell, str) for c in shown.columns for cell in shown[c])
 
 
+def test_a_step_of_sampling_has_the_work_that_it_witnessed_and_not_that_of_training() -> None:
+    seen = {"ranks": [{"flop_per_image": 3.05e9}]}
+    told = [dataclasses.replace(r, witness=seen) if r.family.endswith(SAMPLING) else r for r in WHOLE.records]
+    for records, work in ((told, "3.05"), (WHOLE.records, "\N{EN DASH}")):
+        shown = tables.table(study(*records)).set_index("Configuration")["GFLOP/image"]
+        assert (shown["slow" + SAMPLING], shown[f"{OURS} (baseline)"]) == (work, "8.00")
+
+
 def test_the_roofline_of_a_known_machine() -> None:
     """400 GFLOP/s and 40 GB/s: 8 GFLOP take 20 ms; 40 MB of normalisation take 1 ms; the optimizer 0.22 ms."""
     line = limits.roofline(WHOLE, peers.own(WHOLE))
@@ -173,6 +184,31 @@ def test_without_peaks_nothing_is_said_of_limits() -> None:
     assert figure_peers.roofline(alone) is None
 
 
+@pytest.mark.parametrize("other", [{"network": "tiny"}, {"image_size": 64}, {"device": "cuda"}])
+def test_the_limits_are_those_of_the_network_that_is_spoken_of(other: dict[str, Any]) -> None:
+    """A second network, size or device in the same ledger, measured before or after, changes nothing."""
+    elsewhere = machine(4e9, 1e9, work=1e6, **other)
+    for records in ((*WHOLE.records, *elsewhere), (*elsewhere, *WHOLE.records)):
+        both = study(*records)
+        assert limits.roofline(both, peers.own(both)) == limits.roofline(WHOLE, peers.own(WHOLE))
+    alone = study(*against(), *elsewhere)
+    assert limits.sentence(alone, peers.own(alone)) == ""
+    assert set(tables.table(WHOLE).set_index("Configuration").loc[[f"{OURS} (baseline)"], "GFLOP/image"]) == {"8.00"}
+    assert set(tables.table(alone)["GFLOP/image"]) == {"\N{EN DASH}"}
+
+
+def test_a_step_faster_than_the_peak_says_nothing() -> None:
+    """400 GFLOP/s cannot do 16 GFLOP in a thirty-second of a second."""
+    wrong = study(*against(), *machine(work=16e9))
+    assert limits.sentence(wrong, peers.own(wrong)) == ""
+    assert figure_peers.roofline(wrong) is None
+
+
+def test_no_peak_of_another_precision_is_taken() -> None:
+    single = study(*against(), *(r for r in machine() if r.label != "product, bf16"))
+    assert limits.roofline(single, peers.own(single)) is None
+
+
 def test_levers_are_shown_apart() -> None:
     change = {"fp32": (dataclasses.replace(OWN, precision="fp32"), 0.5)}
     rows = make.sets(change, baseline=OWN, baseline_label="as by default", family=FAMILY + LEVERS, **COMMON)
@@ -189,7 +225,66 @@ def test_figures_and_their_words() -> None:
     said = figures.alt_text(WHOLE)
     for row in peers.rows(WHOLE):
         assert (row["name"] in said) == bool(row["sets"])
-    assert len(tables.more(WHOLE)) == 1
+    assert len(tables.more(WHOLE)) == 2
+
+
+def beside_another_network() -> Study:
+    """Comparisons and levers of one network, and of another at a smaller batch."""
+    change = {"NCHW": (dataclasses.replace(OWN, channels_last=False), 0.9)}
+    rows = make.sets(change, baseline=OWN, family=FAMILY + LEVERS, count=9, **COMMON)
+    small = dataclasses.replace(OWN, network="ddpm", global_batch_size=8)
+    rival = {"slow": (dataclasses.replace(small, workload="peer:a"), 0.5)}
+    there = make.sets(rival, baseline=small, baseline_label=OURS, family="ddpm, batch 8", count=7, **COMMON)
+    return study(*WHOLE.records, *rows, *there)
+
+
+def words(drawn: Figure | None) -> str:
+    assert drawn is not None
+    return " ".join(text.get_text().replace("\n", " ") for text in drawn.findobj(Text))
+
+
+def test_figures_name_the_network_batch_and_sets_of_what_they_draw() -> None:
+    both = beside_another_network()
+    levers, limit = words(figure_peers.levers(both)), words(figure_peers.roofline(both))
+    whole = words(figure_peers.figure(both, "title"))
+    for said, sets in ((levers, "9 sets"), (limit, "6 sets")):
+        assert "seed network" in said
+        assert "batch 32 \N{MIDDLE DOT} " in said
+        assert f"\N{MIDDLE DOT} {sets} of 6 turns" in said
+    assert "seed and ddpm network" in whole
+    assert "batch 8 and 32" in whole
+
+
+def test_a_verdict_is_written_whole_beside_its_row() -> None:
+    """Of thirty some are open only for the correction, and that is more than a line."""
+    change = {f"{n} threads": (dataclasses.replace(OWN, threads=n), 0.98) for n in range(1, 31)}
+    rows = make.sets(change, baseline=OWN, family=FAMILY + LEVERS, set_noise=0.013, **COMMON)
+    open_ = [r for r in peers.levers(study(*rows)) if "corrected" in r["verdict"]]
+    assert open_
+    assert open_[0]["verdict"] in words(figure_peers.levers(study(*rows)))
+
+
+def test_this_trainer_has_a_row_in_each_of_its_families() -> None:
+    shown = tables.table(beside_another_network()).set_index("Configuration")
+    mine = [f"{OURS} (baseline){end}" for end in ("", BOTH_FP32, SAMPLING, ", on ddpm at batch 8")]
+    assert [name for name in shown.index if "(baseline)" in name] == mine
+    for name in mine[1:]:
+        following = shown.index[list(shown.index).index(name) + 1]
+        assert following == "slow" + name.removeprefix(f"{OURS} (baseline)"), "before the others of its family"
+    assert shown.loc[mine, "Peak memory"].eq("512 MiB").all()
+    assert shown.loc[mine, "Images/s"].str.match(r"\d").all()
+
+
+def test_a_ratio_times_the_headroom_is_the_most() -> None:
+    shown = peers.at_most_table(beside_another_network()).set_index("Configuration")
+    line = limits.roofline(WHOLE, peers.own(WHOLE))
+    assert line is not None
+    for name, ratio in (("slow", 4.0), ("slow, tuned", 1.6)):
+        assert float(str(shown.loc[name, "At most here"]).split()[0]) == pytest.approx(ratio * line.headroom, rel=0.03)
+    for name in ("slow" + SAMPLING, "slow, on ddpm at batch 8"):
+        assert shown.loc[name, "Headroom"] == "no limits measured"
+    assert "absent" not in shown.index
+    assert peers.at_most_table(study(*against())).empty
 
 
 def test_nothing_measured_is_said_with_the_command() -> None:

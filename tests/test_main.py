@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +86,8 @@ def test_the_module_runs_like_the_command() -> None:
         ("run amp --seed -1", ["seed", "-1", "at least 0"]),
         ("run amp --seed 99999999999999999999", ["seed", "99999999999999999999", "below 2**63"]),
         ("run amp --image-size 30", ["image_size", "30", "multiple of 4"]),
+        ("run peers --image-size 30", ["image_size", "30", "network 'seed'", "multiple of 4"]),
+        ("run peers --network tiny --parts fp32", ["'fp32'", "the published code", "'tiny'"]),
         ("run amp --image-size 0", ["image_size", "0"]),
         ("run amp --batch-size 0", ["--batch-size is 0", "at least 1"]),
         ("run multi_gpu --batch-size -8", ["--batch-size is -8", "at least 1"]),
@@ -156,6 +159,25 @@ def test_a_wrong_value_exits_2_with_one_line(
     for word in words:
         assert word in err
     assert not list(tmp_path.rglob("ledger.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("typed", "value"),
+    [("True", True), ("False", False), ("None", None), ("true", True), ("[1, 2]", [1, 2]), ("seed", "seed")],
+)
+def test_a_parameter_may_be_typed_as_python_or_json_has_it(
+    call: Call, monkeypatch: pytest.MonkeyPatch, typed: str, value: object
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def report(**how: Any) -> SimpleNamespace:
+        seen.update(how)
+        return SimpleNamespace(exit_code=0)
+
+    monkeypatch.setattr("ddpm_lab.report.report", report)
+    assert call("report", "-p", "published", typed)[0] == 0
+    assert seen["parameters"] == {"published": value}
+    assert type(seen["parameters"]["published"]) is type(value)
 
 
 def test_several_ranks_without_several_cores_exit_1(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

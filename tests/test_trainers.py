@@ -86,6 +86,16 @@ def test_parts_and_trainers_can_be_chosen() -> None:
     assert [label for label, _ in found.candidates] == ["diffusers", "diffusers, tuned"]
 
 
+@pytest.mark.parametrize("part", ["fp32", "sampling"])
+def test_a_part_that_gives_nothing_is_refused_alone_and_beside_others(part: str) -> None:
+    for parts in ([part], ["peers", part]):
+        with pytest.raises(ConfigError, match=rf"'{part}'.*the published code alone.*network seed, not 'tiny'"):
+            peers(setup(network="tiny"), parts=parts)
+        with pytest.raises(ConfigError, match=rf"'{part}'.*the published code alone.*among trainers"):
+            peers(setup(), parts=parts, trainers=["diffusers"])
+    assert peers(setup(network="tiny")).families, "of those that nobody names, what there is"
+
+
 def test_a_network_without_a_published_code_is_compared_with_the_others() -> None:
     here = setup(network="ddpm")
     assert [label for label, _ in peers(here).families[0].candidates if PUBLISHED in label] == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ddpm_lab.config import DDPM, RunConfig
+from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import budget as bd
 from ddpm_lab.explain import limits, phrases
 from ddpm_lab.explain.budget import Budget
@@ -74,8 +74,7 @@ def bound(study: Study, about: Subject, other: RunConfig) -> float:
     most = 1 / rest if rest >= 0.05 else math.nan
     if phases != set(_COMPUTE) or "precision" in changed or (peak := roofline(study, about)) is None:
         return most
-    allowed = max(1.0, peak.measured_seconds / peak.fused_seconds)
-    return allowed if math.isnan(most) else min(most, allowed)
+    return peak.headroom if math.isnan(most) else min(most, peak.headroom)
 
 
 def shares_cores(about: Subject, other: RunConfig) -> bool:
@@ -85,9 +84,7 @@ def shares_cores(about: Subject, other: RunConfig) -> bool:
 
 def roofline(study: Study, about: Subject) -> limits.Roofline | None:
     """How far the present step is from its machine's peaks; None where these, or its speed, were not measured."""
-    same = tuple(r for r in study.records if r.family.startswith(LIMITS) and r.config.network == about.config.network)
-    if about.speed is None or about.config.workload != DDPM:
-        return None
+    same = tuple(r for r in study.records if r.family.startswith(LIMITS))
     return limits.roofline(replace(study, records=same), about.speed)
 
 

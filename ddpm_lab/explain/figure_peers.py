@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -13,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import limits, peers, phrases, quality
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.plan import LIMITS, SAMPLING, TUNED
+from ddpm_lab.plan import SAMPLING, TUNED
 
 _ROW, _VERSUS = 0.6, 2.75  # inches for a row, and for what stands beside it
 
@@ -31,8 +30,8 @@ def figure(study: Study, title: str) -> Figure | None:
     note += "Quality is not measured: the losses in the table are of the first steps."
     figure, (ax,) = fs.sheet(
         title,
-        _context(study),
-        [_ROW * len(rows) + 0.1],
+        _context(study, [r for r in rows if SAMPLING not in r["name"]] or rows),
+        [_height([_beside(r) for r in rows])],
         left=0.3 + max(fs.block_width(_name(r), fs.TEXT_POINTS) for r in rows),
         right=_VERSUS,
         note=note,
@@ -52,8 +51,8 @@ def levers(study: Study) -> Figure | None:
     beside = [_beside(r) for r in rows]
     figure, (ax,) = fs.sheet(
         "What each setting of the trainer is worth here",
-        _context(study),
-        [(_ROW + fs.LINE * (max(text.count("\n") for text in beside) - 1)) * len(rows) + 0.1],
+        _context(study, rows),
+        [_height(beside)],
         left=0.3 + max(fs.width(name, fs.TEXT_POINTS) for name in names),
         right=_VERSUS,
         note="Speed of the trainer with one setting put back, relative to the trainer as it is by default: below 1 the "
@@ -67,19 +66,19 @@ def levers(study: Study) -> Figure | None:
 
 def roofline(study: Study) -> Figure | None:
     """The time of an image: at the machine's peaks by kind of work, and measured; None where it was not measured."""
-    line = limits.roofline(study, peers.own(study))
-    if line is None:
+    base = peers.own(study)
+    line = limits.roofline(study, base)
+    if base is None or line is None:
         return None
     percent = f"{100 * line.flop_share:.0f} %"
-    most = f"{line.measured_seconds / line.fused_seconds:.1f}"
     peaks = (
         f"peak {phrases.significant(line.flops / 1e9)} GFLOP/s in {line.precision} "
         f"({phrases.significant(line.single_flops / 1e9)} in fp32), "
         f"{phrases.significant(line.bandwidth / 1e9)} GB/s in a copy"
     )
     figure, (ax,) = fs.sheet(
-        f"{percent} of the peak; at most {most} times as fast if all else were free",
-        f"{_context(study)} \N{MIDDLE DOT} {peaks}",
+        f"{percent} of the peak; at most {line.headroom:.1f} times as fast if all else were free",
+        f"{_context(study, [base])} \N{MIDDLE DOT} {peaks}",
         [1.5],
         left=2.35,
         right=0.4,
@@ -120,7 +119,7 @@ def _name(row: dict[str, Any]) -> str:
 
 def _beside(row: dict[str, Any]) -> str:
     first = f"{phrases.throughput(row)}, {phrases.peak_memory(row)}"
-    lines = [fs.fit(line, _VERSUS - 0.25, 1) for line in (first, phrases.outcome(row))]
+    lines = [fs.fit(line, _VERSUS - 0.25, most) for most, line in enumerate((first, phrases.outcome(row)), 1)]
     judged = row["equivalence"]
     if judged is not None and judged.seeds:
         told = [f"quality {quality.sentence(judged)}", f"loss {quality.evidence(judged)}"]
@@ -128,10 +127,14 @@ def _beside(row: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _context(study: Study) -> str:
-    """Of the trainers: the limits of the machine have a batch of their own."""
-    records = tuple(r for r in study.records if not r.family.startswith(LIMITS) and not r.family.endswith(SAMPLING))
-    return phrases.context(dataclasses.replace(study, records=records))
+def _height(beside: list[str]) -> float:
+    """Inches for the rows, of which the one with most lines beside it sets how high each is."""
+    return (_ROW + fs.LINE * (max(text.count("\n") for text in beside) - 1)) * len(beside) + 0.1
+
+
+def _context(study: Study, rows: list[dict[str, Any]]) -> str:
+    """Of what is drawn."""
+    return phrases.context(peers.drawn(study, rows))
 
 
 def _draw(

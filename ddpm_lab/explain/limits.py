@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study, rank_zero
@@ -68,16 +69,27 @@ class Roofline:
         """Model FLOP utilisation (Chowdhery et al. 2022, appendix B): FLOP of an image over what the peak does then."""
         return sum(p.flop for p in self.parts) / self.measured_seconds / self.flops
 
+    @property
+    def headroom(self) -> float:
+        """How many times as fast the step could be at most: its time over the least; caches can make that too long."""
+        return max(1.0, self.measured_seconds / self.fused_seconds)
+
 
 def roofline(study: Study, own: Mapping[str, Any] | None) -> Roofline | None:
-    """The roofline of ``own``, the lab's trainer in a study; None where peaks or trainer are not measured."""
-    peaks = _peaks(study)
-    if own is None or "bandwidth" not in peaks or "fp32" not in peaks:
+    """The roofline of ``own``, a row of the lab's trainer, from the work and the peaks of its network and device.
+
+    None where these were not measured in its precision, where it does not train, and where it reads faster than the
+    peak: then one of the two is wrong.
+    """
+    if own is None or own["config"].workload != DDPM:
         return None
-    precision = own["config"].precision
-    flops, bandwidth = peaks.get(precision, peaks["fp32"]), peaks["bandwidth"]
+    config = own["config"]
+    peaks, precision = _peaks(study, config), config.precision
+    if not {"bandwidth", "fp32", precision} <= peaks.keys():
+        return None
+    flops, bandwidth = peaks[precision], peaks["bandwidth"]
     parts = []
-    for kind, work in _work(study).items():
+    for kind, work in _work(study, config).items():
         if kind == "weights":
             size = OPTIMIZER_BYTES * work["elements"] / own["batch"]
             parts.append(_part(OPTIMIZER, 0.0, size, flops, bandwidth))
@@ -85,7 +97,7 @@ def roofline(study: Study, own: Mapping[str, Any] | None) -> Roofline | None:
             parts.append(_part(kind, work["flop"], BYTES[precision] * work["elements"], flops, bandwidth))
     if not parts:
         return None
-    return Roofline(
+    line = Roofline(
         precision=precision,
         flops=flops,
         single_flops=peaks["fp32"],
@@ -93,17 +105,20 @@ def roofline(study: Study, own: Mapping[str, Any] | None) -> Roofline | None:
         parts=tuple(sorted(parts, key=lambda p: -p.seconds)),
         measured_seconds=own["step_seconds"] / own["batch"],
     )
+    return line if line.flop_share <= 1 else None
 
 
 def _part(kind: str, flop: float, size: float, flops: float, bandwidth: float) -> Part:
     return Part(kind=kind, flop=flop, bytes=size, compute_seconds=flop / flops, memory_seconds=size / bandwidth)
 
 
-def _peaks(study: Study) -> dict[str, float]:
+def _peaks(study: Study, config: RunConfig) -> dict[str, float]:
     """FLOP/s by precision, the better of a matrix product and a convolution, and bytes/s of a copy."""
     found: dict[str, float] = {}
     for row in comparisons(study):
         if not str(row["family"]).startswith(LIMITS) or not row["sets"] or row["role"] == "twin":
+            continue
+        if not _alike(row["config"], config):
             continue
         mine = (rank_zero(r) for r in reversed(study.records) if r.run_id == row["run_id"])
         seen = next(filter(None, mine), {})
@@ -115,13 +130,19 @@ def _peaks(study: Study) -> dict[str, float]:
     return found
 
 
-def _work(study: Study) -> dict[str, dict[str, float]]:
-    return next((work for r in reversed(study.records) if (work := rank_zero(r).get("work"))), {})
+def _work(study: Study, config: RunConfig) -> dict[str, dict[str, float]]:
+    alike = (rank_zero(r) for r in reversed(study.records) if _alike(r.config, config))
+    return next((work for seen in alike if (work := seen.get("work"))), {})
 
 
-def flop_per_image(study: Study) -> float | None:
-    """FLOP of forward and backward for an image by the lab's own network, or None where it was not counted."""
-    return sum(part["flop"] for part in _work(study).values()) or None
+def _alike(one: RunConfig, other: RunConfig) -> bool:
+    """Whether what was measured of one says something of the other: the same network, image size and device."""
+    return all(getattr(one, name) == getattr(other, name) for name in ("network", "image_size", "device"))
+
+
+def flop_per_image(study: Study, config: RunConfig) -> float | None:
+    """FLOP of forward and backward for an image by the network of ``config``, or None where it was not counted."""
+    return sum(part["flop"] for part in _work(study, config).values()) or None
 
 
 def sentence(study: Study, own: Mapping[str, Any] | None) -> str:
@@ -133,11 +154,10 @@ def sentence(study: Study, own: Mapping[str, Any] | None) -> str:
 def sentence_of(line: Roofline) -> str:
     """How far from the limit, in one sentence."""
     percent = f"{100 * line.flop_share:.0f} %"
-    most = line.measured_seconds / line.fused_seconds
     return (
         f"It reaches {percent} of this machine's {phrases.significant(line.flops / 1e9)} GFLOP/s in {line.precision}; "
         f"at that peak, with all but convolutions, products and the optimizer free, it could be at most "
-        f"{most:.1f} times as fast."
+        f"{line.headroom:.1f} times as fast."
     )
 
 

@@ -6,18 +6,21 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 
+from ddpm_lab.config import DDPM
 from ddpm_lab.explain import limits, phrases, stats
 from ddpm_lab.explain.comparisons import Row, comparisons, resolved
 from ddpm_lab.explain.frames import Study, rank_zero
-from ddpm_lab.plan import BOTH_FP32, EXCHANGE, LEVERS, LIMITS, OURS, SAMPLING, TUNED
+from ddpm_lab.plan import BOTH_FP32, LEVERS, LIMITS, OURS, SAMPLING, TUNED
 from ddpm_lab.record import RunRecord
 
 EXPERIMENT = "peers"
 _NONE = phrases.DASH
+_TIMES = " \N{MULTIPLICATION SIGN}"
 
 
 def rows(study: Study) -> list[Row]:
@@ -30,10 +33,14 @@ def rows(study: Study) -> list[Row]:
     for row in comparisons(study):
         if row["role"] not in ("candidate", "note") or not _is_rival(row["family"]):
             continue
-        kind = next((s for s in (BOTH_FP32, SAMPLING) if row["family"].endswith(s)), "")
-        row["name"] = row["label"] + (kind or _elsewhere(row, base))
+        row["name"] = row["label"] + (_kind(row["family"]) or _elsewhere(row, base))
         found.append(_turned(row) if row["sets"] else row)
     return found
+
+
+def _kind(family: str) -> str:
+    """What is compared there, where it is not training in the trainer's own precision."""
+    return next((kind for kind in (BOTH_FP32, SAMPLING, LEVERS) if family.endswith(kind)), "")
 
 
 def _elsewhere(row: Row, base: Row | None) -> str:
@@ -45,22 +52,32 @@ def _elsewhere(row: Row, base: Row | None) -> str:
 
 def levers(study: Study) -> list[Row]:
     """Each setting put back alone, as it was measured: below 1 the trainer's own choice is faster."""
-    found = [r for r in comparisons(study) if r["family"].endswith((LEVERS, EXCHANGE)) and r["role"] == "candidate"]
-    return [{**r, "label": f"2 ranks, {r['label']}" if r["family"].endswith(EXCHANGE) else r["label"]} for r in found]
+    return [r for r in comparisons(study) if r["family"].endswith(LEVERS) and r["role"] == "candidate"]
 
 
 def own(study: Study) -> Row | None:
     """The lab's own trainer, as the baseline of the others; of several networks or batches that of most others."""
-    trained = [
-        r for r in comparisons(study) if _is_rival(r["family"]) and not r["family"].endswith((BOTH_FP32, SAMPLING))
-    ]
+    trained = [r for r in comparisons(study) if _is_rival(r["family"]) and not _kind(r["family"])]
     others = Counter(r["family"] for r in trained if r["role"] == "candidate" and r["sets"])
     mine = [r for r in trained if r["role"] == "baseline" and r["sets"]]
     return max(mine, key=lambda r: others[r["family"]], default=None)
 
 
+def _baselines(study: Study) -> dict[tuple[str, str], Row]:
+    """The lab's own trainer as the baseline of each family in which it has a speed, by family and baseline."""
+    mine = [r for r in comparisons(study) if r["role"] == "baseline" and r["sets"] and _is_rival(r["family"])]
+    return {(r["family"], r["baseline_id"]): r for r in mine}
+
+
+def drawn(study: Study, rows: Sequence[Row]) -> Study:
+    """The study of the families that rows belong to: what is said beside them is of these alone."""
+    wanted = {(r["baseline_id"], _kind(r["family"])) for r in rows}
+    records = [r for r in study.records if _is_rival(r.family) or r.family.endswith(LEVERS)]
+    return replace(study, records=tuple(r for r in records if (r.baseline_id, _kind(r.family)) in wanted))
+
+
 def _is_rival(family: str) -> bool:
-    return not family.endswith((LEVERS, EXCHANGE)) and not family.startswith(LIMITS)
+    return not family.endswith(LEVERS) and not family.startswith(LIMITS)
 
 
 def is_peer(row: Mapping[str, Any]) -> bool:
@@ -122,20 +139,21 @@ def evidence(study: Study) -> str:
 
 
 def table(study: Study) -> pd.DataFrame:
-    """One row a trainer: how many times as fast this one is, size, speed, memory, and loss after equal images."""
-    base = own(study)
+    """How many times as fast this trainer is as each other, size, speed, memory, and loss after equal images.
+
+    Before the others of a family stands this trainer as it ran beside them.
+    """
     steps = _common_steps(study)
     loss = f"Loss near step {steps[-1]}" if steps else "Loss"
-    shown = ([{**base, "name": f"{OURS} (baseline)"}] if base else []) + _twins(study) + rows(study)
     found = []
-    for row in shown:
+    for row in _shown(study):
         records = _records(study, row)
         seen = rank_zero(records[-1]) if records else {}
         measured = bool(row["sets"])
         found.append(
             {
                 "Configuration": row["name"],
-                "This trainer is": phrases.ratio_with_interval(row, " \N{MULTIPLICATION SIGN}")
+                "This trainer is": phrases.ratio_with_interval(row, _TIMES)
                 if measured and row["role"] == "candidate"
                 else _NONE,
                 "Verdict": phrases.outcome(row),
@@ -144,7 +162,7 @@ def table(study: Study) -> pd.DataFrame:
                 "Format": str(row["config"].precision) if measured else _NONE,
                 "Peak memory": phrases.peak_memory(row) if measured else _NONE,
                 "Weights": f"{seen['parameters'] / 1e6:.2f} M" if "parameters" in seen else _NONE,
-                "GFLOP/image": _flop(study, seen),
+                "GFLOP/image": _flop(study, row, seen),
                 loss: _NONE if SAMPLING in row["name"] else _loss(records, steps),
                 "Sets \N{MULTIPLICATION SIGN} turns": f"{row['sets']} \N{MULTIPLICATION SIGN} {row['turns']}",
                 "Quality": str(row["quality"]) if measured else _NONE,
@@ -155,6 +173,37 @@ def table(study: Study) -> pd.DataFrame:
     if frame.empty:
         return pd.DataFrame(columns=["Configuration", "This trainer is", "Verdict"])
     return frame if frame["Note"].any() else frame.drop(columns="Note")
+
+
+def _shown(study: Study) -> list[Row]:
+    base, bases, others = own(study), _baselines(study), rows(study)
+    found, twins = [], _twins(study)
+    # The family that is described in words comes first, whatever order they were measured in.
+    for row in ([base] if base else []) + others:
+        if mine := bases.pop((row["family"], row["baseline_id"]), None):
+            where = _kind(mine["family"]) or _elsewhere(mine, base)
+            found += [{**mine, "name": f"{OURS} (baseline){where}"}, *twins]
+            twins = []
+        found += [row] if row["role"] != "baseline" else []
+    return found
+
+
+def at_most_table(study: Study) -> pd.DataFrame:
+    """What each ratio could be at most, if this trainer ran at the machine's peaks; empty where no limits are known."""
+    lines = {key: limits.roofline(study, row) for key, row in _baselines(study).items()}
+    found = []
+    for row in rows(study) if any(lines.values()) else []:
+        line = lines.get((row["family"], row["baseline_id"]))
+        if row["sets"]:
+            found.append(
+                {
+                    "Configuration": row["name"],
+                    "This trainer is": phrases.ratio_with_interval(row, _TIMES),
+                    "Headroom": f"{line.headroom:.1f}{_TIMES}" if line else "no limits measured",
+                    "At most here": f"{row['ratio'] * line.headroom:.1f}{_TIMES}" if line else _NONE,
+                }
+            )
+    return pd.DataFrame(found)
 
 
 def lever_table(study: Study) -> pd.DataFrame:
@@ -185,8 +234,10 @@ def _records(study: Study, row: Mapping[str, Any]) -> list[RunRecord]:
     return [r for r in study.records if r.run_id == row["run_id"] and r.role == role and r.status == "ok"]
 
 
-def _flop(study: Study, seen: Mapping[str, Any]) -> str:
-    value = seen.get("flop_per_image") or (limits.flop_per_image(study) if "implementation" in seen else None)
+def _flop(study: Study, row: Row, seen: Mapping[str, Any]) -> str:
+    """Of what a row times: a peer and a sampler count their own work, that of the lab's trainer is with the limits."""
+    trains = row["config"].workload == DDPM
+    value = seen.get("flop_per_image") or (limits.flop_per_image(study, row["config"]) if trains else None)
     return f"{value / 1e9:.2f}" if value else _NONE
 
 

@@ -60,6 +60,12 @@ def more(study: Study) -> list[tuple[str, pd.DataFrame]]:
                 "The parts of a step: work for an image, its least time at this machine's peaks, and what sets it.",
                 limits.table(study, peers.own(study)),
             ),
+            (
+                "At most here: how many times as fast this trainer is, times its headroom: its time over the least at "
+                "this machine's peaks, with all but convolutions, products and the optimizer free. A peak is the "
+                "median of windows: single steps may exceed it.",
+                peers.at_most_table(study),
+            ),
             ("What each setting of the trainer is worth here.", peers.lever_table(study)),
         ]
     if study.experiment == RECOMMENDATION and (searched := recommended.recommendation(study)) is not None:

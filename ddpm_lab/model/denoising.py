@@ -20,6 +20,7 @@ from ddpm_lab.model.network import compile_seen, configured_network, network_see
 from ddpm_lab.model.reference_sampling import ReferenceSampler
 from ddpm_lab.model.sampling import ddim_steps, ddpm_steps, denoise, sampling_timesteps
 from ddpm_lab.model.step import compile_counters
+from ddpm_lab.model.unet import count_flops
 from ddpm_lab.workload import RankContext
 
 SAMPLERS = ("ddpm", "ddim")
@@ -108,6 +109,7 @@ class Sampling:
             "weights_device": str(next(network.parameters()).device),
             "sampler": self.sampler,
             "sampler_steps": len(self.times),
+            "flop_per_image": count_flops(self.config.network, image_size=self.config.image_size)[0],
             "images": self.steps * self.shape[0],
             **network_seen(network),
             "compile": compile_seen(self.config, self.evaluate.model),
