@@ -287,6 +287,27 @@ def test_a_ratio_times_the_headroom_is_the_most() -> None:
     assert peers.at_most_table(study(*against())).empty
 
 
+def test_the_limits_alone_are_told() -> None:
+    found = finding(study(*machine()))
+    assert found.headline == "Peaks of this machine: 400 GFLOP/s in bf16, 200 GFLOP/s in fp32 and 40.0 GB/s in a copy"
+    assert (found.status, found.verdict) == ("answered", "measured")
+    assert "Nothing to compare" not in found.claim
+
+
+def test_others_that_cannot_run_here_are_named_with_the_reason_beside_what_was_measured() -> None:
+    why = "diffusers is not installed: make peers"
+    formats = {"diffusers": "fp32", "diffusers, tuned": "bf16"}
+    missing = {name: (other("c", precision=p), "unsupported", why) for name, p in formats.items()}
+    values: dict[str, Any] = {"baseline_label": OURS, "family": FAMILY, "step_seconds": 1.0, **COMMON}
+    found = finding(study(*make.sets({}, baseline=OWN, failures=missing, **values), *machine()))
+    assert found.headline == "No other trainer can run here: diffusers"
+    assert found.status == "failed"
+    for words in (why, "images/s in bf16", "It reaches 6", "Peaks of this machine: 400 GFLOP/s in bf16"):
+        assert words in found.claim
+    crashed = {"diffusers": (other("c"), "crashed", "signal 9")}
+    assert finding(study(*make.sets({}, baseline=OWN, failures=crashed, **values))).headline.startswith("All config")
+
+
 def test_nothing_measured_is_said_with_the_command() -> None:
     found = finding(study())
     assert found.status == "not measured"

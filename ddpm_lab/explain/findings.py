@@ -11,6 +11,7 @@ from ddpm_lab.explain import (
     budget,
     claims,
     compiling,
+    limits,
     links,
     machine_state,
     operators,
@@ -28,7 +29,7 @@ from ddpm_lab.explain import (
 )
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, QUALITY, Row, comparisons, resolved
 from ddpm_lab.explain.frames import ALL_REDUCE, CLAIMS, RECOMMENDATION, Study, once
-from ddpm_lab.plan import LIMITS, WHOLE_QUESTION, WITH_TRIALS
+from ddpm_lab.plan import LIMITS, TUNED, WHOLE_QUESTION, WITH_TRIALS
 
 FAILED = "failed"
 ANSWERED = "answered"
@@ -116,6 +117,8 @@ def _comparison(study: Study) -> Finding:
         training = [r for r in training if sentences.trains(r)]
     if study.experiment == peers.EXPERIMENT:
         training = [r for r in training if not r["family"].startswith(LIMITS)]
+    if not training and study.experiment == peers.EXPERIMENT and (found := _alone(study, others, ending)) is not None:
+        return found
     if not training:
         return _nothing_to_compare(study, rows, others, ending)
     several = len({r["family"] for r in training}) > 1
@@ -143,6 +146,18 @@ def _comparison(study: Study) -> Finding:
         short = f"{short}; {to}"
     text += sentences.tally(training, lead) + _extra(study, rows, lead) + machine_state.peaks(rows, lead) + ending
     return _about(study, lead, short, text, ANSWERED if resolved(lead) else stats.NOT_RESOLVED)
+
+
+def _alone(study: Study, others: Sequence[Row], ending: str) -> Finding | None:
+    """Of this trainer beside others, where these cannot run here, or where nothing but the machine was asked for."""
+    rivals = [r for r in others if not r["family"].startswith(LIMITS)]
+    peaks = f"Peaks of this machine: {known}" if (known := limits.peaks(study)) else ""
+    away = [str(r["label"]) for r in rivals if r["status"] == "unsupported" and not r["label"].endswith(TUNED)]
+    if away and all(r["status"] in ("unsupported", "left out") for r in rivals):
+        told = " ".join(text for text in (peers.evidence(study), f"{peaks}." if peaks else "") if text)
+        short = f"No other trainer can run here: {phrases.joined(list(dict.fromkeys(away)))}"
+        return _plain(study, short, f"{told}{ending}".strip(), FAILED)
+    return _plain(study, peaks, ending.strip(), ANSWERED, "measured") if peaks and not rivals else None
 
 
 def _claims(study: Study) -> Finding:

@@ -130,6 +130,16 @@ def _peaks(study: Study, config: RunConfig) -> dict[str, float]:
     return found
 
 
+def peaks(study: Study) -> str:
+    """The peaks of the machine, as they were measured last, in words; empty where they were not."""
+    last = next((r.config for r in reversed(study.records) if r.family.startswith(LIMITS)), None)
+    found = _peaks(study, last) if last else {}
+    copied = found.pop("bandwidth", None)
+    told = [f"{phrases.significant(found[name] / 1e9)} GFLOP/s in {name}" for name in sorted(found)]
+    told += [f"{phrases.significant(copied / 1e9)} GB/s in a copy"] if copied else []
+    return phrases.joined(told)
+
+
 def _work(study: Study, config: RunConfig) -> dict[str, dict[str, float]]:
     alike = (rank_zero(r) for r in reversed(study.records) if _alike(r.config, config))
     return next((work for seen in alike if (work := seen.get("work"))), {})
