@@ -109,6 +109,17 @@ def test_the_claim_is_about_the_nearest_and_lists_all() -> None:
     assert found.low < 1.6 < found.high
 
 
+def test_compilation_that_was_not_tried_on_a_cpu_is_said() -> None:
+    words = "Compilation of the others is not tried on a CPU but in full."
+    assert words in finding(WHOLE).claim
+    whole = {"slow, tuned, compiled": (other("a", compile="whole"), 1 / 1.5)}
+    more = make.sets(whole, baseline=OWN, baseline_label=OURS, family=FAMILY, step_seconds=1.0, **COMMON)
+    said = finding(study(*against(), *more)).claim
+    assert words not in said
+    assert "times slow, compiled (" in said
+    assert words not in finding(study(*pair(BOTH_FP32, 0.8))).claim
+
+
 def test_two_sets_claim_nothing() -> None:
     found = finding(study(*against(count=2)))
     assert found.status == "not resolved"

@@ -109,11 +109,14 @@ def evidence(study: Study) -> str:
     ):
         if chosen:
             listed = [
-                f"{phrases.ratio(r)} times {r['label'].removesuffix(TUNED)}"
+                f"{phrases.ratio(r)} times {r['label'].replace(TUNED, '')}"
                 f"{'' if words in ('Both in fp32', 'Sampling') else _elsewhere(r, base)} ({phrases.evidence(r)})"
                 for r in chosen
             ]
             told.append(f"{words}: {phrases.joined(listed)}.")
+    tuned = [r["config"] for r in measured if TUNED in r["name"]]
+    if tuned and all((config.device, config.compile) == ("cpu", "off") for config in tuned):
+        told.append("Compilation of the others is not tried on a CPU but in full.")
     if base is not None:
         told.append(f"It takes {phrases.throughput(base)} in {base['config'].precision} at batch {base['batch']}.")
     if said := limits.sentence(study, base):

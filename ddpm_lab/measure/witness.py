@@ -7,6 +7,7 @@ from typing import Any
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.own_settings import MADE
+from ddpm_lab.plan import FLASH_ATTENTION
 
 
 def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
@@ -35,6 +36,7 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
         "exchange_enabled": config.exchange.enabled,
         "exchange_hook": config.exchange.hook,
         "nccl": config.exchange.nccl,
+        FLASH_ATTENTION: config.option(FLASH_ATTENTION, False),
         **({"threads": config.threads} if config.threads else {}),
     }
     if gone_past := _gone_past(config, ranks):
