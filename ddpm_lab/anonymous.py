@@ -25,7 +25,7 @@ WITNESSED = frozenset(
         *("recompiles", "parameters", "weights_device", "data_sha256", "loader", "loader_workers", "prefetch_batches"),
         *("implementation", "channels_last", "kernels", "attention_axis", "adam", "ema", "ema_warmup", "read_loss"),
         *("exchange", "exchange_enabled", "exchange_hook", "nccl", "sampler", "sampler_steps", "flop_per_image"),
-        *("flash_attention", "flop", "bytes"),
+        *("flash_attention", "compile_mode", "autotuned", "cuda_graphs", "cuda_graph_skips", "flop", "bytes"),
         *("work", "dtype", "astray_modules", "first_losses"),
         *("message_bytes", "buckets", "summed_over", "waited_seconds", "hosts"),
         *("data_device", "images", "steps", "indices_sha256", "device_used_bytes", "device_total_bytes"),

@@ -154,7 +154,7 @@ def _place(network: nn.Module, config: RunConfig, context: RankContext) -> None:
     """
     network.to(context.device)
     if config.channels_last:
-        network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        network.to(memory_format=torch.channels_last)
 
 
 def _one_rank(config: RunConfig) -> None:
