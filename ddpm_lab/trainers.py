@@ -130,19 +130,23 @@ def _sampling(ours: RunConfig, setup: Setup) -> Family:
 
 
 def _levers(ours: RunConfig, name: str, setup: Setup) -> Family:
-    """Each of the trainer's settings put back alone; those that cannot apply to this device are not in the list."""
-    optimizer = ours.optimizer
+    """Each of the trainer's settings put back alone; those that cannot apply to this device are not in the list.
+
+    The joined kernels work in channels-last and eagerly alone: what puts these back puts the kernels back too, and its
+    label says so.
+    """
+    optimizer, fused = ours.optimizer, ours.kernels == "fused"
     changes: list[tuple[str, dict[str, Any]]] = [
         ("fp32", {"precision": "fp32"}),
-        ("NCHW", {"channels_last": False, "kernels": "aten"}),
+        ("NCHW, eager kernels" if fused else "NCHW", {"channels_last": False, "kernels": "aten"}),
         ("Adam weight by weight", {"optimizer": dataclasses.replace(optimizer, adam="loop")}),
         ("EMA weight by weight", {"optimizer": dataclasses.replace(optimizer, ema="loop")}),
         ("every loss read", {"read_loss": True}),
         ("files, no workers", {"loader": "files"}),
     ]
-    if ours.kernels == "fused":
+    if fused:
         changes.insert(1, ("eager kernels", {"kernels": "aten"}))
-        changes.append(("compiled block by block", {"kernels": "aten", "compile": "regional"}))
+        changes.append(("compiled block by block, kernels not joined", {"kernels": "aten", "compile": "regional"}))
     if setup.device == "cuda":
         changes.insert(1, ("eager", {"compile": "off"}))
         changes += [

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import records as make
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import figure_peers, figures, limits, peers, tables
@@ -192,6 +193,23 @@ def test_levers_are_shown_apart() -> None:
     assert "fp32" not in {r["name"] for r in peers.rows(both)}
     assert isinstance(figure_peers.levers(both), Figure)
     assert peers.lever_table(both)["Configuration"].tolist() == ["fp32"]
+
+
+def test_levers_that_put_two_settings_back_are_named_whatever_their_label() -> None:
+    """Records of before carry a label that does not say it."""
+    base = dataclasses.replace(OWN, kernels="fused")
+    changes = {
+        "eager kernels": (dataclasses.replace(base, kernels="aten"), 0.8),
+        "NCHW": (dataclasses.replace(base, kernels="aten", channels_last=False), 0.7),
+        "fp32": (dataclasses.replace(base, precision="fp32"), 0.5),
+    }
+    rows = make.sets(changes, baseline=base, baseline_label="as by default", family=FAMILY + LEVERS, **COMMON)
+    of = study(*rows)
+    assert peers.levers_with_kernels(of) == ["NCHW"]
+    figure = figure_peers.levers(of)
+    assert figure is not None
+    words = " ".join(text.get_text() for text in figure.findobj(Text))
+    assert "Two settings: \u201cNCHW\u201d, since joined kernels need" in " ".join(words.split())
 
 
 def test_figures_and_their_words() -> None:

@@ -82,10 +82,11 @@ def test_both_in_fp32_differ_in_nothing_but_how_the_step_is_computed() -> None:
 @pytest.mark.parametrize(("device", "gpus"), [("cpu", 0), ("cuda", 2)])
 def test_each_lever_is_put_back_alone(device: str, gpus: int) -> None:
     found = family(LEVERS, device=device, gpus=gpus)
-    for _, config in found.candidates:
+    for label, config in found.candidates:
         changed = set(found.baseline.differences(config))
         # The joined kernels need the channels-last format and an eager step: without these they go too.
         assert len(changed - {"kernels"}) == 1 or changed == {"kernels"}
+        assert ("kernels" in label) == ("kernels" in changed)
 
 
 def test_levers_are_measured_in_full_or_when_asked_for() -> None:

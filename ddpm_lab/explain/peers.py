@@ -49,6 +49,15 @@ def levers(study: Study) -> list[Row]:
     return [{**r, "label": f"2 ranks, {r['label']}" if r["family"].endswith(EXCHANGE) else r["label"]} for r in found]
 
 
+def levers_with_kernels(study: Study) -> list[str]:
+    """The levers that put the joined kernels back too, as their configurations say: labels did not always."""
+    base = {r["family"]: r["config"] for r in comparisons(study) if r["role"] == "baseline"}
+    changed = {
+        r["label"]: set(base[r["family"]].differences(r["config"])) for r in levers(study) if r["family"] in base
+    }
+    return [label for label, names in changed.items() if "kernels" in names and len(names) > 1]
+
+
 def own(study: Study) -> Row | None:
     """The lab's own trainer, as the baseline of the others; of several networks or batches that of most others."""
     trained = [
