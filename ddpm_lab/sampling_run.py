@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -17,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from ddpm_lab.checks import ConfigError, choice, whole
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import COMPILE, PRECISIONS, RunConfig
 from ddpm_lab.data.packed import resolve
 from ddpm_lab.data.prepared import read_manifest
 from ddpm_lab.files import replace, writing
@@ -27,6 +28,7 @@ from ddpm_lab.measure.fid import distance
 from ddpm_lab.measure.fleet import spread
 from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.measure.progress import Progress
+from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.plan import Fid
 from ddpm_lab.run_folder import RunFailed
 from ddpm_lab.setting import DEFAULTS, check_ranks, usual_device
@@ -41,18 +43,26 @@ MOST_IMAGES = 1_000_000
 """In one folder: a file is named by the six digits of its image's number."""
 
 
+LATER = {"precision": "fp32", "compile": "off"}
+"""Settings that came later, as folders of before were made: these are gone on with."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """What decides the images: the sampler, its steps, the seed of the noise, and which weights."""
+    """What decides the images: the sampler, its steps, the seed of the noise, which weights, and how these are run."""
 
     sampler: str = "ddim"
     steps: int = 250
     seed: int = 0
     weights: str = "ema"
+    precision: str = "fp32"
+    compile: str = "off"
 
     def __post_init__(self) -> None:
         choice("sampler", self.sampler, SAMPLERS)
         choice("weights", self.weights, WEIGHTS)
+        choice("precision", self.precision, PRECISIONS)
+        choice("compile", self.compile, COMPILE)
         whole("steps", self.steps, 1)
         whole("seed", self.seed, 0)
 
@@ -70,7 +80,7 @@ def sample(
 ) -> list[Path]:
     """Make the images 0 to ``count`` - 1 of a checkpoint that ``folder`` lacks, and return the paths of all.
 
-    ``batch_size`` is that of each rank. The network runs in fp32.
+    ``batch_size`` is that of each rank. On a CPU the network has joined kernels, unless it is compiled.
 
     Raises:
         ConfigError: this cannot be run here, or the folder holds images of other settings.
@@ -95,20 +105,15 @@ def sample(
         raise ConfigError(
             f"steps is {sampling.steps}: give at most the {found.config.diffusion.timesteps} timesteps of the process"
         )
-    content = hashlib.sha256(checkpoint.read_bytes()).hexdigest()[:16]
-    _claim(folder, {"run": found.config.run_id, "step": found.step, "checkpoint": content, **asdict(sampling)})
-    paths = [folder / image_name(number) for number in range(count)]
-    missing = [n for n, path in enumerate(paths) if not _is_whole(path, found.config.image_size)]
-    if not missing:
-        progress.done(f"all {count:,} images are there")
-        return paths
     config = RunConfig(
         workload=GENERATION,
         device=device,
         world_size=world_size,
         nodes=nodes,
         global_batch_size=world_size * batch_size,
-        kernels=DEFAULTS[device]["kernels"],
+        precision=sampling.precision,
+        compile=sampling.compile,
+        kernels=DEFAULTS[device]["kernels"] if sampling.compile == "off" else "aten",
         network=found.config.network,
         image_size=found.config.image_size,
         attention_axis=found.config.attention_axis,
@@ -120,9 +125,16 @@ def sample(
             ("sampler", sampling.sampler),
             ("steps", sampling.steps),
             ("folder", str(folder.absolute())),
-            ("numbers", tuple(missing)),
         ),
     )
+    content = hashlib.sha256(checkpoint.read_bytes()).hexdigest()[:16]
+    _claim(folder, {"run": found.config.run_id, "step": found.step, "checkpoint": content, **asdict(sampling)})
+    paths = [folder / image_name(number) for number in range(count)]
+    missing = [n for n, path in enumerate(paths) if not _is_whole(path, found.config.image_size)]
+    if not missing:
+        progress.done(f"all {count:,} images are there")
+        return paths
+    config = dataclasses.replace(config, options=(*config.options, ("numbers", tuple(missing))))
     del found
     _make(config, len(missing), count, cores // config.node_size, progress)
     return paths
@@ -148,6 +160,8 @@ def _make(config: RunConfig, missing: int, count: int, threads: int, progress: P
             begun = time.monotonic()
             for batch in range(1, math.ceil(missing / config.global_batch_size) + 1):
                 group.advance(1, SILENCE_SECONDS, "sampling")
+                if batch == 1 and (wrong := _wrong(config, group.witness())):
+                    raise RunFailed(f"{wrong}; its images are of no use")
                 made = min(batch * config.global_batch_size, missing)
                 rate = made / (time.monotonic() - begun)
                 progress.expect((missing - made) / rate)
@@ -157,6 +171,11 @@ def _make(config: RunConfig, missing: int, count: int, threads: int, progress: P
         advice = "; a smaller --batch-size needs less" if failed.status == "oom" else ""
         raise RunFailed(f"{where}{failed.reason}{advice}; the images that were made stay") from failed
     progress.done(f"made {missing:,} images, {missing / (time.monotonic() - begun):.3g} images/s")
+
+
+def _wrong(config: RunConfig, ranks: list[dict[str, Any]]) -> str:
+    """What ran otherwise than was asked for: no more than the settings is judged, since no record is kept."""
+    return "; ".join(mismatches(config, [{**seen, "images": None, "unlisted_modules": []} for seen in ranks]))
 
 
 def plan_sample_fid(
@@ -221,6 +240,7 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
         raise ConfigError(f"{path} is damaged: give another --output-dir")
     if strange:
         raise ConfigError(f"{folder} holds images of another origin: give another --output-dir")
+    before = LATER | before
     if before != settings:
         unlike = [f"{name} is {value!r}" for name, value in settings.items() if before.get(name) != value]
         raise ConfigError(f"{folder} holds images of other settings ({'; '.join(unlike)}): give another --output-dir")

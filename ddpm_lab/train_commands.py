@@ -62,6 +62,8 @@ def add_options(subparsers: Any) -> None:
     sample.add_argument("--steps", type=int, default=250, help="denoising steps (default: 250)")
     add(sample, "seed", help="with an image's number, its noise (default: 0)")
     sample.add_argument("--weights", choices=("ema", "trained"), default="ema", help="averaged or last (default: ema)")
+    sample.add_argument("--precision", choices=PRECISIONS, default="fp32", help="number format (default: fp32)")
+    sample.add_argument("--compile", choices=COMPILE, default="off", help="torch.compile (default: off)")
     add(sample, "output-dir", help="folder of the images (default: named after the checkpoint, beside it)")
     sample.add_argument("--grid", action="store_true", help="write all images as one, grid.png, too")
     sample.add_argument(
@@ -152,7 +154,7 @@ def sample_command(options: argparse.Namespace) -> int:
     if not checkpoint.name:
         raise ConfigError(f"CHECKPOINT is {options.checkpoint!r}: give a file, such as {EXAMPLE}")
     folder = expanded(options.output_dir) if options.output_dir else checkpoint.with_suffix("")
-    sampling = Sampling(**given(options, "sampler", "steps", "seed", "weights"))
+    sampling = Sampling(**given(options, "sampler", "steps", "seed", "weights", "precision", "compile"))
     world_size = usual_ranks() if options.world_size is None else options.world_size
     try:
         with Stop():

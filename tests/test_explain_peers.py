@@ -112,6 +112,17 @@ def test_the_claim_is_about_the_nearest_and_lists_all() -> None:
     assert found.low < 1.6 < found.high
 
 
+def test_compilation_that_was_not_tried_on_a_cpu_is_said() -> None:
+    words = "Compilation of the others is not tried on a CPU but in full."
+    assert words in finding(WHOLE).claim
+    whole = {"slow, tuned, compiled": (other("a", compile="whole"), 1 / 1.5)}
+    more = make.sets(whole, baseline=OWN, baseline_label=OURS, family=FAMILY, step_seconds=1.0, **COMMON)
+    said = finding(study(*against(), *more)).claim
+    assert words not in said
+    assert "times slow, compiled (" in said
+    assert words not in finding(study(*pair(BOTH_FP32, 0.8))).claim
+
+
 def test_two_sets_claim_nothing() -> None:
     found = finding(study(*against(count=2)))
     assert found.status == "not resolved"
@@ -217,6 +228,23 @@ def test_levers_are_shown_apart() -> None:
     assert "fp32" not in {r["name"] for r in peers.rows(both)}
     assert isinstance(figure_peers.levers(both), Figure)
     assert peers.lever_table(both)["Configuration"].tolist() == ["fp32"]
+
+
+def test_levers_that_put_two_settings_back_are_named_whatever_their_label() -> None:
+    """Records of before carry a label that does not say it."""
+    base = dataclasses.replace(OWN, kernels="fused")
+    changes = {
+        "eager kernels": (dataclasses.replace(base, kernels="aten"), 0.8),
+        "NCHW": (dataclasses.replace(base, kernels="aten", channels_last=False), 0.7),
+        "fp32": (dataclasses.replace(base, precision="fp32"), 0.5),
+    }
+    rows = make.sets(changes, baseline=base, baseline_label="as by default", family=FAMILY + LEVERS, **COMMON)
+    of = study(*rows)
+    assert peers.levers_with_kernels(of) == ["NCHW"]
+    figure = figure_peers.levers(of)
+    assert figure is not None
+    words = " ".join(text.get_text() for text in figure.findobj(Text))
+    assert "Two settings: \u201cNCHW\u201d, since joined kernels need" in " ".join(words.split())
 
 
 def test_figures_and_their_words() -> None:

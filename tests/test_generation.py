@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from test_checkpoint import made
 from torch import Tensor
 
 from ddpm_lab.config import RunConfig
+from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.model.checkpoint import write
 from ddpm_lab.model.diffusion import Diffusion
 from ddpm_lab.model.generation import (
@@ -82,6 +84,23 @@ def test_a_grid_holds_the_pixels_of_its_files(tmp_path: Path) -> None:
     assert grid.shape == (10, 10, 3)
     for path, (top, left) in zip(paths, ((0, 0), (0, 6), (6, 0)), strict=True):
         assert (grid[top : top + 4, left : left + 4] == np.asarray(Image.open(path))).all()
+
+
+@pytest.mark.parametrize(("precision", "kernels"), [("fp32", "aten"), ("fp32", "fused"), ("bf16", "fused")])
+def test_how_the_network_ran_is_witnessed(tmp_path: Path, precision: str, kernels: str) -> None:
+    write(tmp_path / "a.pt", made(RunConfig(image_size=8)))
+    options = (("checkpoint", str(tmp_path / "a.pt")), ("steps", 2), ("numbers", (0, 1)), ("folder", str(tmp_path)))
+    config = RunConfig(image_size=8, global_batch_size=2, options=options, precision=precision, kernels=kernels)
+    context = RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=lambda _: None)
+    workload = generation(config, context)
+    assert workload.witness() == {"images": 0}
+    for numbers in workload.batches():
+        workload.step(numbers)
+    seen = {"rank": 0, "device": "cpu", "steps": 1, **workload.witness()}
+    assert mismatches(config, [seen]) == []
+    other = dataclasses.replace(config, precision="fp32" if precision == "bf16" else "bf16")
+    assert [line for line in mismatches(other, [seen]) if "precision" in line]
+    assert seen["kernels"] == kernels
 
 
 @pytest.mark.parametrize("weights", ["ema", "trained"])

@@ -16,6 +16,7 @@ from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.model import peers
 from ddpm_lab.model.unet import NETWORKS
 from ddpm_lab.optimizer_settings import OptimizerConfig
+from ddpm_lab.plan import FLASH_ATTENTION
 from ddpm_lab.workload import RankContext, Unsupported
 
 Make = Callable[[RunConfig, RankContext], peers.Peer]
@@ -27,7 +28,7 @@ PARAMETERS = {"denoising_diffusion_pytorch": 9_904_515, "diffusers": 8_952_067}
 COMES: dict[str, Any] = {
     "channels_last": False,
     "read_loss": True,
-    "optimizer": OptimizerConfig(adam="loop"),
+    "optimizer": OptimizerConfig(adam="loop", ema="loop"),
 }
 TUNED: dict[str, Any] = {"precision": "bf16"}
 
@@ -70,6 +71,27 @@ def test_a_step_is_witnessed_as_its_label_says(
     other = dataclasses.replace(config, **(TUNED if settings is COMES else COMES))
     assert len(mismatches(other, [seen])) >= 2
     assert seen["images"] == 8
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize(("make", "module"), INSTALLED)
+def test_averages_in_one_call_and_flash_attention_learn_the_same(config: RunConfig, make: Make, module: str) -> None:
+    """What is tuned beyond precision and memory format, in fp32: read back, and the same losses."""
+    flash = ((FLASH_ATTENTION, True),) if module == "denoising_diffusion_pytorch" else ()
+    found = []
+    for ema, options in (("loop", ()), ("foreach", flash)):
+        label = dataclasses.replace(config, optimizer=OptimizerConfig(ema=ema, ema_every=1), options=options)
+        peer = made(make, module, label)
+        found.append(losses(peer, 4))
+        seen = {"rank": 0, "device": "cpu", **peer.witness()}
+        assert mismatches(label, [seen]) == []
+        wrong = dataclasses.replace(label, optimizer=OptimizerConfig(ema="loop" if ema == "foreach" else "foreach"))
+        assert [line for line in mismatches(wrong, [seen]) if "ema" in line]
+        if flash:
+            other = dataclasses.replace(label, options=() if options else flash)
+            assert [line for line in mismatches(other, [seen]) if FLASH_ATTENTION in line]
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -140,7 +162,8 @@ def test_what_cannot_be_compared_is_unsupported(config: RunConfig, make: Make, m
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("make", "module"), INSTALLED)
 def test_on_a_gpu(config: RunConfig, make: Make, module: str) -> None:
-    label = dataclasses.replace(config, device="cuda", precision="fp16", loader="resident")
+    flash = ((FLASH_ATTENTION, True),) if module == "denoising_diffusion_pytorch" else ()
+    label = dataclasses.replace(config, device="cuda", precision="fp16", loader="resident", options=flash)
     pytest.importorskip(module)
     peer = make(label, RankContext(rank=0, world_size=1, device="cuda:0", threads=1, mark=lambda _: None))
     assert all(0 < loss < 3 for loss in losses(peer, 3))

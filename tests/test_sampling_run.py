@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,14 @@ from ddpm_lab.measure.progress import Progress
 from ddpm_lab.model.checkpoint import CheckpointError, write
 from ddpm_lab.model.generation import write_grid
 from ddpm_lab.run_folder import RunFailed
-from ddpm_lab.sampling_run import Sampling, sample
+from ddpm_lab.sampling_run import LATER, Sampling, sample
 
 
 class Ranks:
     """Writes black images where ranks would write theirs."""
 
-    def __init__(self, fail_at: int = -1) -> None:
-        self.fail_at = fail_at
+    def __init__(self, fail_at: int = -1, ran: str = "") -> None:
+        self.fail_at, self.ran = fail_at, ran
         self.configs: list[RunConfig] = []
         self.steps = 0
 
@@ -41,6 +42,11 @@ class Ranks:
 
     def __exit__(self, *_: object) -> None:
         pass
+
+    def witness(self) -> list[dict[str, Any]]:
+        config = self.configs[-1]
+        seen = {"precision": self.ran or config.precision, "device": config.device, "images": 0}
+        return [{"rank": rank, **seen} for rank in range(config.world_size)]
 
     def advance(self, steps: int, limit: float, stage: str) -> None:
         assert (steps, limit >= 60, stage) == (1, True, "sampling")
@@ -65,8 +71,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ranks]:
     monkeypatch.setattr(hardware, "gpus", lambda: ())
     monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
 
-    def use(fail_at: int = -1) -> Ranks:
-        group = Ranks(fail_at)
+    def use(fail_at: int = -1, ran: str = "") -> Ranks:
+        group = Ranks(fail_at, ran)
         monkeypatch.setattr(sampling_run, "Group", group)
         return group
 
@@ -115,7 +121,13 @@ def test_only_what_is_missing_is_made(checkpoint: Path, ranks: Callable[..., Ran
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [({"seed": 1}, "seed is 1"), ({"sampler": "ddpm"}, "sampler is 'ddpm'"), ({"weights": "trained"}, "weights is")],
+    [
+        ({"seed": 1}, "seed is 1"),
+        ({"sampler": "ddpm"}, "sampler is 'ddpm'"),
+        ({"weights": "trained"}, "weights is"),
+        ({"precision": "bf16"}, "precision is 'bf16'"),
+        ({"compile": "whole"}, "compile is 'whole'"),
+    ],
 )
 def test_images_of_other_settings_are_not_mixed(
     checkpoint: Path, ranks: Callable[..., Ranks], settings: dict[str, Any], words: str
@@ -124,6 +136,42 @@ def test_images_of_other_settings_are_not_mixed(
     draw(checkpoint, 3)
     with pytest.raises(ConfigError, match=f"images of other settings .*{words}"):
         draw(checkpoint, 3, **settings)
+
+
+def test_a_folder_of_before_is_gone_on_with_in_fp32_alone(checkpoint: Path, ranks: Callable[..., Ranks]) -> None:
+    ranks()
+    draw(checkpoint, 3)
+    note = checkpoint.parent / "images" / "sampling.json"
+    before = {name: value for name, value in json.loads(note.read_text()).items() if name not in LATER}
+    note.write_text(json.dumps(before))
+    assert len(draw(checkpoint, 4)) == 4
+    with pytest.raises(ConfigError, match="precision is 'bf16'"):
+        draw(checkpoint, 4, precision="bf16")
+
+
+@pytest.mark.parametrize(
+    ("settings", "kernels"),
+    [
+        ({}, "fused"),
+        ({"precision": "bf16"}, "fused"),
+        ({"compile": "whole"}, "aten"),
+        ({"compile": "regional"}, "aten"),
+    ],
+)
+def test_images_are_made_as_they_are_asked_for(
+    checkpoint: Path, ranks: Callable[..., Ranks], settings: dict[str, Any], kernels: str
+) -> None:
+    group = ranks()
+    draw(checkpoint, 3, **settings)
+    (config,) = group.configs
+    assert config.kernels == kernels
+    assert (config.precision, config.compile) == tuple((LATER | settings).values())
+
+
+def test_ranks_that_ran_otherwise_are_stopped(checkpoint: Path, ranks: Callable[..., Ranks]) -> None:
+    ranks(ran="fp32")
+    with pytest.raises(RunFailed, match="the label says precision bf16, rank 0 ran with fp32"):
+        draw(checkpoint, 3, precision="bf16")
 
 
 def test_a_folder_of_other_images_is_left_alone(checkpoint: Path, ranks: Callable[..., Ranks]) -> None:
@@ -152,6 +200,10 @@ def test_a_folder_of_other_images_is_left_alone(checkpoint: Path, ranks: Callabl
         (1, {"sampler": "plms"}, "sampler is 'plms'"),
         (1, {"weights": "best"}, "weights is 'best'"),
         (1, {"seed": -1}, "seed is -1"),
+        (1, {"precision": "fp8"}, "precision is 'fp8'"),
+        (1, {"precision": "fp16"}, "precision 'fp16' needs a CUDA device: use fp32 or bf16 on a CPU"),
+        (1, {"precision": "tf32"}, "precision 'tf32' needs a CUDA device"),
+        (1, {"compile": "all"}, "compile is 'all'"),
     ],
 )
 def test_bad_settings_are_refused(

@@ -9,7 +9,7 @@ import pytest
 import setups
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.plan import BOTH_FP32, LEVERS, LIMITS, SAMPLING, Family
+from ddpm_lab.plan import BOTH_FP32, FLASH_ATTENTION, LEVERS, LIMITS, SAMPLING, Family
 from ddpm_lab.setting import DEFAULTS, Setup
 from ddpm_lab.trainers import PARTS, PEERS, PUBLISHED, peers
 
@@ -24,7 +24,7 @@ def family(end: str, **changes: Any) -> Family:
 
 
 def test_others_come_as_they_are_and_tuned_on_equal_batches_with_equal_objective() -> None:
-    found = peers(setup()).families[0]
+    found = peers(setup(preset="quick")).families[0]
     assert [label for label, _ in found.candidates] == [*PEERS, *(f"{peer}, tuned" for peer in PEERS)]
     for name, config in found.candidates:
         assert config.global_batch_size == found.baseline.global_batch_size == 32
@@ -32,8 +32,37 @@ def test_others_come_as_they_are_and_tuned_on_equal_batches_with_equal_objective
         assert (config.precision, config.channels_last) == (("bf16", True) if "tuned" in name else ("fp32", False))
         assert config.read_loss == ("tuned" not in name)
         assert config.optimizer.adam == ("fused" if "tuned" in name else "loop")
+        assert config.optimizer.ema == ("foreach" if "tuned" in name else "loop")
+        assert config.option(FLASH_ATTENTION, None) is None
         assert config.workload == PEERS[name.removesuffix(", tuned")]
         assert (config.implementation == "plain") == (PUBLISHED in name)
+
+
+def test_flash_attention_is_part_of_tuning_on_a_gpu_where_a_trainer_offers_it() -> None:
+    rows = dict(peers(setup(device="cuda", gpus=1)).families[0].candidates)
+    flash = [name for name, config in rows.items() if config.option(FLASH_ATTENTION, False)]
+    assert flash == ["denoising-diffusion-pytorch, tuned"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "trainers", "compiled"),
+    [
+        ({"preset": "full"}, None, list(PEERS)),
+        ({"preset": "quick"}, None, []),
+        ({"preset": "quick"}, ["diffusers"], ["diffusers"]),
+        ({"preset": "full", "device": "cuda", "gpus": 1}, None, []),  # there all that is tuned is compiled
+    ],
+)
+def test_on_a_cpu_the_tuned_are_compiled_in_full_or_when_named(
+    changes: dict[str, Any], trainers: list[str] | None, compiled: list[str]
+) -> None:
+    rows = dict(peers(setup(**changes), trainers=trainers).families[0].candidates)
+    assert [name for name in rows if name.endswith("compiled")] == [f"{peer}, tuned, compiled" for peer in compiled]
+    for peer in compiled:
+        tuned, whole = rows[f"{peer}, tuned"], rows[f"{peer}, tuned, compiled"]
+        assert tuned.differences(whole) == {"compile": ("off", "whole")}
+    if changes.get("device") == "cuda":
+        assert {config.compile for name, config in rows.items() if "tuned" in name} == {"whole"}
 
 
 @pytest.mark.parametrize(("device", "gpus"), [("cpu", 0), ("cuda", 1)])
@@ -53,10 +82,11 @@ def test_both_in_fp32_differ_in_nothing_but_how_the_step_is_computed() -> None:
 @pytest.mark.parametrize(("device", "gpus"), [("cpu", 0), ("cuda", 2)])
 def test_each_lever_is_put_back_alone(device: str, gpus: int) -> None:
     found = family(LEVERS, device=device, gpus=gpus)
-    for _, config in found.candidates:
+    for label, config in found.candidates:
         changed = set(found.baseline.differences(config))
         # The joined kernels need the channels-last format and an eager step: without these they go too.
         assert len(changed - {"kernels"}) == 1 or changed == {"kernels"}
+        assert ("kernels" in label) == ("kernels" in changed)
 
 
 def test_levers_are_measured_in_full_or_when_asked_for() -> None:
@@ -83,7 +113,7 @@ def test_limits_are_peaks_in_the_precision_of_the_trainer() -> None:
 def test_parts_and_trainers_can_be_chosen() -> None:
     assert len(peers(setup(), parts=PARTS).families) == len(PARTS)
     (found,) = peers(setup(), parts=["peers"], trainers=["diffusers"]).families
-    assert [label for label, _ in found.candidates] == ["diffusers", "diffusers, tuned"]
+    assert [label for label, _ in found.candidates] == ["diffusers", "diffusers, tuned", "diffusers, tuned, compiled"]
 
 
 @pytest.mark.parametrize("part", ["fp32", "sampling"])

@@ -89,6 +89,30 @@ def test_each_lie_is_named_with_its_rank(lie: dict[str, Any], words: str) -> Non
     assert "\n" not in sentence
 
 
+GRAPHS = dataclasses.replace(TWO_GPUS, compile_mode="reduce-overhead")
+RECORDED = {"compile_mode": "reduce-overhead", "cuda_graphs": 2, "cuda_graph_skips": 0}
+
+
+@pytest.mark.parametrize(
+    ("counted", "words"),
+    [
+        ({}, ""),
+        ({"cuda_graphs": 0}, "rank 1 recorded 0 and skipped 0; TORCH_LOGS=cudagraphs says why"),
+        ({"cuda_graphs": 0, "cuda_graph_skips": 2}, "rank 1 recorded 0 and skipped 2;"),
+        ({"cuda_graphs": 1, "cuda_graph_skips": 1}, "rank 1 recorded 1 and skipped 1;"),
+        ({"compile_mode": "default"}, "compile_mode reduce-overhead, rank 1 ran with default"),
+        ({"cuda_graphs": 0, "steps": 2, "images": 32}, ""),  # not recorded yet
+    ],
+)
+def test_a_fall_back_from_cuda_graphs_is_named(counted: dict[str, Any], words: str) -> None:
+    found = mismatches(GRAPHS, [saw(0, **RECORDED), saw(1, **(RECORDED | counted))])
+    assert [words in sentence for sentence in found] == ([True] if words else [])
+
+
+def test_a_rank_that_cannot_say_how_it_was_compiled_is_not_judged_on_it() -> None:
+    assert mismatches(GRAPHS, [saw(0), saw(1)]) == []
+
+
 def test_a_revision_that_ran_the_working_trees_modules_is_named() -> None:
     label = RunConfig(revision="1234567890ab")
     seen = {**saw_on_cpu(0), "world_size": 1, "astray_modules": ["mine", "pack.inner"]}

@@ -47,16 +47,20 @@ def levers(study: Study) -> Figure | None:
     rows = sorted((r for r in peers.levers(study) if r["sets"]), key=lambda r: r["ratio"])
     if not rows:
         return None
-    names = [str(r["label"]) for r in rows]
+    names = [_name({"name": r["label"]}) for r in rows]
     beside = [_beside(r) for r in rows]
+    note = "Speed of the trainer with one setting put back, relative to the trainer as it is by default: below 1 the "
+    note += "default is faster. Point and bar: geometric mean and 95 % interval over sets; grey: the noise floor."
+    if both := peers.levers_with_kernels(study):
+        quoted = phrases.joined([f"\u201c{name}\u201d" for name in both])
+        note += f" Two settings: {quoted}, since joined kernels need channels-last memory and an eager step."
     figure, (ax,) = fs.sheet(
         "What each setting of the trainer is worth here",
         _context(study, rows),
         [_height(beside)],
-        left=0.3 + max(fs.width(name, fs.TEXT_POINTS) for name in names),
+        left=0.3 + max(fs.block_width(name, fs.TEXT_POINTS) for name in names),
         right=_VERSUS,
-        note="Speed of the trainer with one setting put back, relative to the trainer as it is by default: below 1 the "
-        "default is faster. Point and bar: geometric mean and 95 % interval over sets; grey: the noise floor.",
+        note=note,
     )
     noise = (rows[0]["noise_low"], rows[0]["noise_high"])
     _draw(ax, rows, names, beside, None if math.isnan(noise[0]) else noise)

@@ -55,6 +55,15 @@ def levers(study: Study) -> list[Row]:
     return [r for r in comparisons(study) if r["family"].endswith(LEVERS) and r["role"] == "candidate"]
 
 
+def levers_with_kernels(study: Study) -> list[str]:
+    """The levers that put the joined kernels back too, as their configurations say: labels did not always."""
+    base = {r["family"]: r["config"] for r in comparisons(study) if r["role"] == "baseline"}
+    changed = {
+        r["label"]: set(base[r["family"]].differences(r["config"])) for r in levers(study) if r["family"] in base
+    }
+    return [label for label, names in changed.items() if "kernels" in names and len(names) > 1]
+
+
 def own(study: Study) -> Row | None:
     """The lab's own trainer, as the baseline of the others; of several networks or batches that of most others."""
     trained = [r for r in comparisons(study) if _is_rival(r["family"]) and not _kind(r["family"])]
@@ -126,11 +135,14 @@ def evidence(study: Study) -> str:
     ):
         if chosen:
             listed = [
-                f"{phrases.ratio(r)} times {r['label'].removesuffix(TUNED)}"
+                f"{phrases.ratio(r)} times {r['label'].replace(TUNED, '')}"
                 f"{'' if words in ('Both in fp32', 'Sampling') else _elsewhere(r, base)} ({phrases.evidence(r)})"
                 for r in chosen
             ]
             told.append(f"{words}: {phrases.joined(listed)}.")
+    tuned = [r["config"] for r in measured if TUNED in r["name"]]
+    if tuned and all((config.device, config.compile) == ("cpu", "off") for config in tuned):
+        told.append("Compilation of the others is not tried on a CPU but in full.")
     if base is not None:
         told.append(f"It takes {phrases.throughput(base)} in {base['config'].precision} at batch {base['batch']}.")
     if said := limits.sentence(study, base):

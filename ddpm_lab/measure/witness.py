@@ -7,6 +7,10 @@ from typing import Any
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.own_settings import MADE
+from ddpm_lab.plan import FLASH_ATTENTION
+
+RECORDED_AFTER = 3
+"""Steps after which a CUDA graph that is to be used has been recorded."""
 
 
 def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
@@ -20,6 +24,7 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
         "world_size": config.world_size,
         "precision": config.precision,
         "compile": config.compile,
+        "compile_mode": config.compile_mode,
         "loader": config.loader,
         "loader_workers": config.loader_workers,
         "data_sha256": config.data_sha256,
@@ -35,6 +40,7 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
         "exchange_enabled": config.exchange.enabled,
         "exchange_hook": config.exchange.hook,
         "nccl": config.exchange.nccl,
+        FLASH_ATTENTION: config.option(FLASH_ATTENTION, False),
         **({"threads": config.threads} if config.threads else {}),
     }
     if gone_past := _gone_past(config, ranks):
@@ -47,7 +53,7 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
                 found.append(f"the label says {name} {label}, rank {seen['rank']} ran with {seen[name]}")
         if not str(seen["device"]).startswith(config.device):
             found.append(f"the label says device {config.device}, rank {seen['rank']} ran on {seen['device']}")
-        found += consumption(config, seen)
+        found += [*consumption(config, seen), *_without_graphs(config, seen)]
         if config.precision == "fp16" and not seen.get("autocast_scaler", True):
             found.append(f"the label says precision fp16, rank {seen['rank']} ran it without a gradient scaler")
         if seen.get("unlisted_modules"):
@@ -73,6 +79,22 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
     if len(set(shares)) != len(shares):
         found.append(f"the label says {config.world_size} ranks share each batch, some of them used the same images")
     return found
+
+
+def _without_graphs(config: RunConfig, seen: dict[str, Any]) -> list[str]:
+    """Whether a rank fell back from the CUDA graphs that its mode of compilation asks for, all or some of them.
+
+    A graph is recorded when it runs for the second time.
+    """
+    if config.compile_mode == "default" or "cuda_graphs" not in seen:
+        return []
+    graphs, skips = seen["cuda_graphs"], seen["cuda_graph_skips"]
+    if not skips and (graphs or seen.get("steps", 0) < RECORDED_AFTER):
+        return []
+    return [
+        f"the label says compile_mode {config.compile_mode}, which runs as CUDA graphs: rank {seen['rank']} recorded "
+        f"{graphs} and skipped {skips}; TORCH_LOGS=cudagraphs says why, and compile_mode default does without"
+    ]
 
 
 def _gone_past(config: RunConfig, ranks: list[dict[str, Any]]) -> str:

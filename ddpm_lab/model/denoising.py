@@ -19,7 +19,6 @@ from ddpm_lab.model.inference import Inference, PlainInference
 from ddpm_lab.model.network import compile_seen, configured_network, network_seen
 from ddpm_lab.model.reference_sampling import ReferenceSampler
 from ddpm_lab.model.sampling import ddim_steps, ddpm_steps, denoise, sampling_timesteps
-from ddpm_lab.model.step import compile_counters
 from ddpm_lab.model.unet import count_flops
 from ddpm_lab.workload import RankContext
 
@@ -112,8 +111,7 @@ class Sampling:
             "flop_per_image": count_flops(self.config.network, image_size=self.config.image_size)[0],
             "images": self.steps * self.shape[0],
             **network_seen(network),
-            "compile": compile_seen(self.config, self.evaluate.model),
-            **compile_counters(self.config),
+            **compile_seen(self.config, self.evaluate.model),
         }
         if self.steps:
             seen["kernels"] = "fused" if fused.uses() > self.fused_before else "aten"

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.draws import rank_share
+from ddpm_lab.model import fused
 from ddpm_lab.model.checkpoint import Checkpoint, read
 from ddpm_lab.model.diffusion import Diffusion
 from ddpm_lab.model.inference import Inference
-from ddpm_lab.model.network import AnyUNet, configured_network
+from ddpm_lab.model.network import AnyUNet, compile_seen, configured_network, network_seen
 from ddpm_lab.model.sampling import Step, ddim_steps, ddpm_steps, denoise, image_grid
 from ddpm_lab.workload import RankContext
 
@@ -113,6 +114,7 @@ class Generation:
         self.numbers: list[int] = list(config.option("numbers", ()))
         self.folder = Path(config.option("folder", ""))
         self.images = 0
+        self.fused_before = fused.uses()
 
     def batches(self) -> Iterator[list[int]]:
         """The numbers of this rank's images, batch by batch; at the end there may be none."""
@@ -138,8 +140,16 @@ class Generation:
         return 0.0
 
     def witness(self) -> dict[str, Any]:
-        """How many images were made."""
-        return {"images": self.images}
+        """How many images were made, and how the network ran that made them."""
+        if not self.images:
+            return {"images": 0}
+        return {
+            "images": self.images,
+            "precision": self.evaluate.precision.seen(),
+            "kernels": "fused" if fused.uses() > self.fused_before else "aten",
+            **network_seen(self.evaluate.network),
+            **compile_seen(self.config, self.evaluate.model),
+        }
 
     def close(self) -> None:
         """Nothing was started."""

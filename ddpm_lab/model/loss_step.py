@@ -18,6 +18,7 @@ from ddpm_lab.model.step import (
     descend,
     distributed,
     exchange_seen,
+    inductor_seen,
     require,
 )
 from ddpm_lab.workload import RankContext
@@ -108,6 +109,7 @@ class LossStep:
             "parameters": sum(p.numel() for p in self.parameters),
             **exchange_seen(self.ddp, self.context),
             **counters,
+            **(inductor_seen(self.model) if counters.get("compiled_frames", 0) else {}),
         }
         # The wrapper exchanges nothing where a loss goes past it. A static graph is first timed in the second step.
         if self.ddp and self.steps > 1 and not any(self.ddp.reducer.get_backward_stats()):

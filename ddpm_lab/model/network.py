@@ -10,7 +10,7 @@ from torch import nn
 from ddpm_lab.config import RunConfig
 from ddpm_lab.model.blocks import Stage
 from ddpm_lab.model.reference import ReferenceUNet, reference
-from ddpm_lab.model.step import autocast, channels_last_seen, compile_counters
+from ddpm_lab.model.step import autocast, channels_last_seen, compile_counters, inductor_seen
 from ddpm_lab.model.unet import UNet, build_network
 
 AnyUNet = UNet | ReferenceUNet
@@ -59,8 +59,10 @@ def network_seen(network: AnyUNet) -> dict[str, Any]:
     }
 
 
-def compile_seen(config: RunConfig, model: Any) -> str:
-    """What was compiled of ``model``, if frames were: a silent fall-back to eager compiles none."""
-    if not compile_counters(config).get("compiled_frames", 0):
-        return "off"
-    return "whole" if hasattr(model, "_orig_mod") else "regional"
+def compile_seen(config: RunConfig, model: Any) -> dict[str, Any]:
+    """What was compiled of ``model`` and how, if frames were: a silent fall-back to eager compiles none."""
+    counters = compile_counters(config)
+    if not counters.get("compiled_frames", 0):
+        return {"compile": "off", **counters}
+    how = "whole" if hasattr(model, "_orig_mod") else "regional"
+    return {"compile": how, **counters, **inductor_seen(model)}

@@ -3,7 +3,8 @@
 Each step is written as the project's own training loop writes it (``Trainer.train`` there, and the example
 ``train_unconditional.py`` of diffusers): mixed precision by autocast, gradient clipping, Adam, and the project's own
 moving average of the weights. The configuration tunes what their users could: precision, memory format, compilation,
-the implementation of Adam, and whether every step waits for its loss. Timesteps and noise are drawn as they draw them.
+flash attention, the implementation of Adam and of the average, and whether every step waits for its loss. Timesteps and
+noise are drawn as they draw them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ddpm_lab.model.feed import Feed
 from ddpm_lab.model.loss_step import LossStep
 from ddpm_lab.model.step import adam, adam_seen
 from ddpm_lab.model.unet import NETWORKS
+from ddpm_lab.plan import FLASH_ATTENTION
 from ddpm_lab.workload import RankContext, Unsupported
 
 INSTALL = "make peers, or pip install denoising-diffusion-pytorch diffusers"
@@ -33,19 +35,24 @@ _BETAS = {"linear": "linear", "cosine": "squaredcos_cap_v2"}
 class Parts:
     """What a project brings: ``model`` holds the weights; ``loss(images, model)`` is their loss, in [-1, 1] as the
     lab's batches are; ``update`` moves its average of the weights and is called after every step; ``unet`` makes the
-    network once more, for counting.
+    network once more, for counting; ``seen`` reads settings of the project's own back from what was made.
     """
 
     model: nn.Module
     unet: Callable[[], nn.Module]
     loss: Callable[[Tensor, Callable[..., Any]], Tensor]
     update: Callable[[], None]
+    seen: Callable[[], dict[str, Any]]
 
 
 def denoising_diffusion_pytorch(config: RunConfig, context: RankContext) -> Peer:
-    """The trainer of denoising-diffusion-pytorch. Raises Unsupported where it is not installed."""
+    """The trainer of denoising-diffusion-pytorch. Raises Unsupported where it is not installed.
+
+    ``options``: flash_attention, which its network offers.
+    """
     try:
         from denoising_diffusion_pytorch import GaussianDiffusion, Unet  # noqa: PLC0415 - optional
+        from denoising_diffusion_pytorch.attend import Attend  # noqa: PLC0415 - optional
         from ema_pytorch import EMA  # noqa: PLC0415 - optional
     except ImportError as missing:
         raise Unsupported(f"denoising-diffusion-pytorch is not installed: {INSTALL}") from missing
@@ -54,26 +61,36 @@ def denoising_diffusion_pytorch(config: RunConfig, context: RankContext) -> Peer
     if shape.family != "seed":
         raise Unsupported(f"denoising-diffusion-pytorch has no network of the size of {config.network!r}: use seed")
 
-    def unet() -> nn.Module:
-        made: nn.Module = Unet(dim=shape.width, dim_mults=shape.multipliers)
+    def unet(flash: bool = False) -> nn.Module:
+        made: nn.Module = Unet(dim=shape.width, dim_mults=shape.multipliers, flash_attn=flash)
         return made
 
     torch.manual_seed(config.seed)
     diffusion = GaussianDiffusion(
-        unet(),
+        unet(flash=config.option(FLASH_ATTENTION, False)),
         image_size=config.image_size,
         timesteps=config.diffusion.timesteps,
         objective="pred_noise",
         beta_schedule=config.diffusion.schedule,
         auto_normalize=False,  # the lab's batches are in [-1, 1] already
-    ).to(context.device)
-    average = EMA(diffusion, beta=config.optimizer.ema_decay, update_every=config.optimizer.ema_every)
+    )
+    _place(diffusion, config, context)
+    average = EMA(
+        diffusion,
+        beta=config.optimizer.ema_decay,
+        update_every=config.optimizer.ema_every,
+        use_foreach=config.optimizer.ema == "foreach",
+    )
 
     def loss(images: Tensor, model: Callable[..., Any]) -> Tensor:
         value: Tensor = model(images)
         return value
 
-    return Peer(config, context, Parts(model=diffusion, unet=unet, loss=loss, update=average.update))
+    def seen() -> dict[str, Any]:
+        attends = [bool(m.flash) for m in diffusion.modules() if isinstance(m, Attend)]
+        return {FLASH_ATTENTION: bool(attends) and all(attends), "ema": "foreach" if average.use_foreach else "loop"}
+
+    return Peer(config, context, Parts(model=diffusion, unet=unet, loss=loss, update=average.update, seen=seen))
 
 
 def diffusers(config: RunConfig, context: RankContext) -> Peer:
@@ -107,9 +124,11 @@ def diffusers(config: RunConfig, context: RankContext) -> Peer:
         return made
 
     torch.manual_seed(config.seed)
-    network = unet().to(context.device)
+    network = unet()
+    _place(network, config, context)
     scheduler = DDPMScheduler(config.diffusion.timesteps, beta_schedule=_BETAS[config.diffusion.schedule])
-    average = EMAModel(network.parameters(), decay=config.optimizer.ema_decay)
+    foreach = config.optimizer.ema == "foreach"
+    average = EMAModel(network.parameters(), decay=config.optimizer.ema_decay, foreach=foreach)
     steps = iter(range(1, 2**62))
 
     def update() -> None:
@@ -122,7 +141,20 @@ def diffusers(config: RunConfig, context: RankContext) -> Peer:
         noisy = scheduler.add_noise(images, noise, t)
         return nn.functional.mse_loss(model(noisy, t, return_dict=False)[0].float(), noise)
 
-    return Peer(config, context, Parts(model=network, unet=unet, loss=loss, update=update))
+    def seen() -> dict[str, Any]:
+        return {"ema": "foreach" if average.foreach else "loop"}
+
+    return Peer(config, context, Parts(model=network, unet=unet, loss=loss, update=update, seen=seen))
+
+
+def _place(network: nn.Module, config: RunConfig, context: RankContext) -> None:
+    """Put a network where it runs, in its memory format, before a project copies it for its average of the weights.
+
+    Weights and averages in two formats could not be averaged in one call.
+    """
+    network.to(context.device)
+    if config.channels_last:
+        network.to(memory_format=torch.channels_last)
 
 
 def _one_rank(config: RunConfig) -> None:
@@ -165,7 +197,7 @@ class Peer:
     def witness(self) -> dict[str, Any]:
         """What runs, read back from the objects that run, and the size of the network."""
         own = {"adam": adam_seen(self.optimizer), "flop_per_image": self._count_flop()}
-        return {**self.training.witness(), **own, **self.data.witness()}
+        return {**self.training.witness(), **own, **self.parts.seen(), **self.data.witness()}
 
     def _count_flop(self) -> int:
         """FLOP of forward and backward for one image, counted on the meta device."""

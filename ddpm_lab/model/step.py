@@ -127,7 +127,11 @@ def channels_last_seen(network: nn.Module) -> bool | None:
 
 
 def compile_counters(config: RunConfig) -> dict[str, int]:
-    """What torch.compile did in this process; nothing where the configuration compiles nothing."""
+    """What torch.compile did in this process; nothing where the configuration compiles nothing.
+
+    ``autotuned`` are operators whose kernel was chosen by timing several, counted also where their code came from
+    torch's cache of compiled graphs; not where it was compiled anew from timings of earlier.
+    """
     if config.compile == "off":
         return {}
     from torch._dynamo.utils import counters  # noqa: PLC0415 - only where something was compiled
@@ -137,7 +141,54 @@ def compile_counters(config: RunConfig) -> dict[str, int]:
         "graphs": int(counters["stats"]["unique_graphs"]),
         "graph_breaks": int(sum(counters["graph_break"].values())),
         "recompiles": int(sum(counters["recompiles"].values())),
+        "autotuned": int(counters["inductor"]["select_algorithm_autotune"]),
     }
+
+
+_MODES = {
+    (False, False): "default",
+    (True, False): "reduce-overhead",
+    (True, True): "max-autotune",
+    (False, True): "max-autotune-no-cudagraphs",
+}
+"""Mode of compilation by whether inductor makes CUDA graphs, and whether it chooses kernels by timing them."""
+
+
+def inductor_seen(model: Any) -> dict[str, Any]:
+    """The mode in which a model or its blocks were compiled, read back from what torch made of them, and CUDA graphs.
+
+    What a mode asks for may silently not be done: graphs that inductor left out, such as those with an operator on
+    the CPU, are counted by torch, and those that were recorded are counted here, in the tree that replays them.
+    Nothing where nothing was compiled, and no more than can be read from this version of torch.
+    """
+    made = [model] if hasattr(model, "_orig_mod") else []
+    if not made and isinstance(model, nn.Module):
+        made = [call for m in model.modules() if (call := getattr(m, "_compiled_call_impl", None)) is not None]
+    modes = {_MODES[bool(c["triton.cudagraphs"]), bool(c["max_autotune"])] for c in map(_inductor_settings, made) if c}
+    if not modes:
+        return {}
+    seen: dict[str, Any] = {"compile_mode": " and ".join(sorted(modes))}
+    if modes & {"reduce-overhead", "max-autotune"}:
+        from torch._dynamo.utils import counters  # noqa: PLC0415 - only where something was compiled
+        from torch._inductor import cudagraph_trees  # noqa: PLC0415
+
+        seen["cuda_graph_skips"] = int(counters["inductor"]["cudagraph_skips"])
+        tree = cudagraph_trees.get_manager(create_if_none_exists=False)
+        seen["cuda_graphs"] = _nodes(tree.roots) if tree else 0
+    return seen
+
+
+def _inductor_settings(compiled: Any) -> dict[str, Any] | None:
+    """The settings that inductor compiles with, of a compiled model or function."""
+    context = getattr(compiled, "dynamo_ctx", None)  # a model has it, a function the method
+    ask = getattr(compiled, "get_compiler_config", lambda: None)
+    found: dict[str, Any] | None = getattr(context, "compiler_config", None) if context else ask()
+    return found
+
+
+def _nodes(children: Any) -> int:
+    """CUDA graphs in a part of the tree."""
+    return sum(1 + _nodes(node.children) for nodes in children.values() for node in nodes)
 
 
 class PrecisionWatch:

@@ -24,7 +24,6 @@ from ddpm_lab.model.step import (
     adam_seen,
     allow_tf32,
     autocast,
-    compile_counters,
     descend,
     distributed,
     exchange_seen,
@@ -187,11 +186,10 @@ class Trainer:
         return {
             "precision": self.precision.seen(),
             "autocast_scaler": self.scaler is not None and self.scaler.is_enabled(),
-            "compile": compile_seen(self.config, self.model),
+            **compile_seen(self.config, self.model),
             "parameters": sum(p.numel() for p in self.parameters),
             "weights_device": str(self.parameters[0].device),
             **self._levers_seen(),
-            **compile_counters(self.config),
             **self.data.witness(),
         }
 
