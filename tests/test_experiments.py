@@ -124,7 +124,8 @@ def test_wrong_values_are_refused_before_anything_is_made(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("published", ["False", 0, "yes"])
-def test_published_is_true_or_false_or_none(tmp_path: Path, published: Any) -> None:
+def test_published_is_true_or_false_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, published: Any) -> None:
+    monkeypatch.delattr(experiments, "measure")
     with pytest.raises(ConfigError, match=rf"published is {published!r}: give True, False or None"):
         experiments.run("peers", published=published, output_dir=tmp_path)
 
