@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,23 @@ def test_a_step_is_predicted_from_compute_links_and_the_measured_overlap() -> No
     assert found.exchanged.message_bytes == BYTES
     assert "compute hides 60 % of the exchange, as measured" in found.assumptions(8)
     assert found.at(8).efficiency == pytest.approx(step(1, 64, False) / step(8, 64, True), rel=0.01)
+
+
+def test_what_an_exchange_costs_beyond_its_all_reduces_is_added_and_said() -> None:
+    """Ranks that wait for each other exchange for three times as long as their all-reduce alone takes."""
+
+    def waiting(ranks: int, images: int, exchanged: bool) -> float:
+        return step(ranks, images, False) + (exchange(ranks) + 2 * exchange(2)) * exchanged
+
+    found = predicted.basis(answer(*scaled(waiting, ranks=(2,), **CALM), *exchanges(**CALM)))
+    for ranks in (2, 8):
+        made = found.at(ranks)
+        assert made.seconds == pytest.approx(waiting(ranks, 64, True), rel=0.01)
+        assert made.low < waiting(ranks, 64, True) < made.high
+    told = re.search(r"takes (.*) ms more than compute and all-reduces, as measured", found.assumptions(8))
+    assert told
+    assert float(told[1]) == pytest.approx(1e3 * 2 * exchange(2), rel=0.01)
+    assert "hides" not in found.assumptions(8)
 
 
 def test_without_a_measured_overlap_a_prediction_reaches_from_none_to_full() -> None:

@@ -88,7 +88,13 @@ CHECKED = {
     "torch_compile": {"compiled", "compiled block by block"},
     "batch_size": set(),
     "exchange": {"bf16 hook", "fp16 hook"},
-    "peers": {"fp32", "eager kernels", "NCHW", "every loss read", "compiled block by block"},
+    "peers": {
+        "fp32",
+        "eager kernels",
+        "NCHW, eager kernels",
+        "every loss read",
+        "compiled block by block, kernels not joined",
+    },
 }
 
 

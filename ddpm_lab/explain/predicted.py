@@ -18,7 +18,17 @@ from ddpm_lab.explain import links, phrases, prediction
 from ddpm_lab.explain.comparisons import Row, comparisons, throughput
 from ddpm_lab.explain.frames import SCALING, Study, rank_zero
 from ddpm_lab.explain.link_fit import Link, NotEnoughData
-from ddpm_lab.explain.prediction import LEAST_SETS, Cluster, Compute, Exchanged, Pair, Prediction, Speed, hidden, pairs
+from ddpm_lab.explain.prediction import (
+    LEAST_SETS,
+    Cluster,
+    Compute,
+    Exchanged,
+    Pair,
+    Prediction,
+    Speed,
+    overlapped,
+    pairs,
+)
 from ddpm_lab.explain.stats import LEVEL
 from ddpm_lab.plan import scaling
 
@@ -94,12 +104,13 @@ class Basis:
             if per_host is None
             else f"{phrases.plural(per_host, 'rank')} a host, a ring within it and a {link.algorithm} between hosts"
         )
-        hidden = self.exchanged.hidden
-        overlap = (
-            "overlap with the backward pass not measured: from none to full"
-            if hidden is None
-            else f"compute hides {100 * float(np.median(hidden)):.0f} % of the exchange, as measured"
-        )
+        hidden, added = self.exchanged.hidden, float(np.median(self.exchanged.added))
+        if hidden is None:
+            overlap = "overlap with the backward pass not measured: from none to full"
+        elif added:
+            overlap = f"each step takes {phrases.seconds(added)} more than compute and all-reduces, as measured"
+        else:
+            overlap = f"compute hides {100 * float(np.median(hidden)):.0f} % of the exchange, as measured"
         size = f"{self.exchanged.message_bytes / 2**20:.3g} MiB of gradients"
         buckets = phrases.plural(self.exchanged.buckets, "bucket")
         return (
@@ -152,7 +163,7 @@ def basis(
     return Basis(
         config=own["config"],
         compute=compute,
-        exchanged=replace(exchanged, hidden=hidden(measured, cluster, exchanged)),
+        exchanged=overlapped(measured, cluster, exchanged),
         cluster=cluster,
         rank_batch=own["batch"],
         own_seconds=own["step_seconds"],
@@ -254,9 +265,10 @@ def _checks(
             continue
         known = compute if pair is None else Compute(speeds=(pair.compute(),))
         here = without[ranks].spread(ranks, config.nodes)
-        share = hidden([p for p in pairs if p.config.world_size != ranks], without[ranks], exchanged)
+        others = [p for p in pairs if p.config.world_size != ranks]
         try:
-            yield row, prediction.predict(here, known, replace(exchanged, hidden=share), ranks, row["batch"] / ranks)
+            seen = overlapped(others, without[ranks], exchanged)
+            yield row, prediction.predict(here, known, seen, ranks, row["batch"] / ranks)
         except NotEnoughData:
             yield row, None
 

@@ -149,13 +149,15 @@ class Cluster:
 class Exchanged:
     """What a step exchanges: bytes, in so many all-reduces, and the share of their time that compute hides.
 
-    ``hidden`` None is unknown: then predictions reach from none to all that the backward pass can hide. Draws of a
-    share that was measured carry its error.
+    ``hidden`` None is unknown: then predictions reach from none to all that the backward pass can hide. ``added`` are
+    seconds that the exchange adds to a step beyond its all-reduces: copies, and waiting for the slowest rank. Draws of
+    what was measured carry its error.
     """
 
     message_bytes: float
     buckets: int = 1
     hidden: float | tuple[float, ...] | None = 0.0
+    added: float | tuple[float, ...] = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,10 +192,11 @@ def predict(
 ) -> Prediction:
     """A step of ``ranks`` ranks with ``rank_batch`` images each; efficiency is against one with ``own_batch`` of them.
 
-    seconds = compute + exchange - min(hidden x exchange, two thirds of the compute). Beyond four times the largest
-    measured number of ranks, and outside of the measured batches, ``own_batch`` too, it is an extrapolation: draws of
-    the exchange, or of the compute, then lie 1 + d times as far from their middle, in logarithm, d being the doublings
-    beyond. Raises NotEnoughData, also where the ends of the interval lie further apart than a factor of ten.
+    seconds = compute + exchange + added - min(hidden x exchange, two thirds of the compute). Beyond four times the
+    largest measured number of ranks, and outside of the measured batches, ``own_batch`` too, it is an extrapolation:
+    draws of the exchange and what it adds, or of the compute, then lie 1 + d times as far from their middle, in
+    logarithm, d being the doublings beyond. Raises NotEnoughData, also where the ends of the interval lie further apart
+    than a factor of ten.
     """
     message = (ranks, exchanged.message_bytes, exchanged.buckets)
     alone, exchange = compute.seconds(rank_batch), cluster.seconds(*message)
@@ -205,11 +208,14 @@ def predict(
     own = compute.seconds(own_batch)
     per_image = own / own_batch
     per_image_draws = _widened(compute.draws(own_batch, np.random.default_rng(0)), own, beyond[2]) / own_batch
+    more = np.resize(np.asarray(exchanged.added, dtype=float), DRAWS)
+    added = float(np.median(more))
+    added_draws = _widened(np.maximum(more, 1e-3 * added), added, beyond[1])
     middles, ends, shares = [], [], []
     for hidden in (0.0, 1.0) if exchanged.hidden is None else (exchanged.hidden,):
         share = np.resize(np.asarray(hidden, dtype=float), DRAWS)
-        middles.append(float(_step(alone, exchange, np.median(share))))
-        steps = _step(alone_draws, exchange_draws, share)
+        middles.append(float(_step(alone, exchange, np.median(share))) + added)
+        steps = _step(alone_draws, exchange_draws, share) + added_draws
         ends.append(bounds(steps))
         shares.append(bounds(rank_batch * per_image_draws / steps))
     seconds, low, high = math.sqrt(middles[0] * middles[-1]), ends[-1][0], ends[0][1]
@@ -294,16 +300,22 @@ def pairs(study: Study) -> list[Pair]:
     ]
 
 
-def hidden(measured: Iterable[Pair], cluster: Cluster, exchanged: Exchanged) -> tuple[float, ...] | None:
-    """Draws of the share of the exchange that compute hides: 1 - (step - step without exchange) / exchange.
+def overlapped(measured: Iterable[Pair], cluster: Cluster, exchanged: Exchanged) -> Exchanged:
+    """``exchanged`` with draws of what was measured of the overlap, each the mean over pairs.
 
-    The mean over pairs; None where there is none whose links are known.
+    The share that compute hides is 1 - (step - step without exchange) / exchange, and what is more than all of the
+    exchange is added. Nothing is known where there is no pair whose links are known.
     """
-    found = []
+    shares, added = [], []
     rng = np.random.default_rng(0)
     for pair in measured:
         ranks, nodes = pair.config.world_size, pair.config.nodes
         with contextlib.suppress(NotEnoughData):  # a kind of link that was not measured
             whole = cluster.spread(ranks, nodes).draws(ranks, exchanged.message_bytes, exchanged.buckets, rng)
-            found.append(np.clip(1 - pair.exposed(rng) / whole, 0.0, 1.0))
-    return tuple(float(v) for v in np.mean(found, axis=0)) if found else None
+            exposed = pair.exposed(rng)
+            shares.append(np.clip(1 - exposed / whole, 0.0, 1.0))
+            added.append(np.maximum(exposed - whole, 0.0))
+    if not shares:
+        return replace(exchanged, hidden=None, added=0.0)
+    means = (tuple(float(v) for v in np.mean(draws, axis=0)) for draws in (shares, added))
+    return replace(exchanged, hidden=next(means), added=next(means))
