@@ -4,12 +4,10 @@ import contextlib
 import dataclasses
 import json
 import os
-import pickle
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,9 +21,7 @@ from namespaces import Host, Link, hosts, why_not
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import fleet
-from ddpm_lab.measure.fleet import Fleet, Introduction, Slot, fewest_hosts
-from ddpm_lab.measure.torchrun import JOIN_SECONDS, Process
-from ddpm_lab.measure.wire import Wire
+from ddpm_lab.measure.fleet import Fleet, Slot, fewest_hosts
 
 several_hosts = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 TESTS = Path(__file__).parent
@@ -90,44 +86,6 @@ def test_only_commands_that_start_ranks_run_on_several_hosts(words: tuple[str, .
     assert "choose one of run, train, sample" in err
 
 
-@pytest.fixture
-def store() -> Iterator[Process]:
-    """A job of two processes on this host, with a store as torchrun has it."""
-    from ddpm_lab.measure.meeting import store_at  # noqa: PLC0415 - imports torch
-
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    server = store_at("127.0.0.1", port, "torchrun", seconds=30, listener=listener)
-    yield Process.read({**TOLD, "MASTER_PORT": str(port)})
-    del server
-
-
-def test_a_leader_that_refuses_says_so_to_the_others(store: Process) -> None:
-    """Both end with the leader's sentence: the one who joins is not left to wait for somebody who does not come."""
-    told: list[str] = []
-
-    def lead() -> None:
-        with pytest.raises(ConfigError) as caught:
-            fleet._gather(store, "nonsense0")
-        told.append(str(caught.value))
-
-    thread = threading.Thread(target=lead)
-    thread.start()
-    with pytest.raises(ConfigError, match=r"rank 0.*has refused: --interface is 'nonsense0'"):
-        fleet.join(dataclasses.replace(store, rank=1))
-    thread.join(3 * fleet.GONE_SECONDS)
-    assert not thread.is_alive(), "the leader waits for somebody who knows already"
-    assert len(told) == 1
-
-
-def test_a_store_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "GONE_SECONDS", 0.1)
-    begun = time.monotonic()
-    with pytest.raises(ConfigError, match=r"rank 1 on .*rank 0. did not come.*127\.0\.0\.1 port 1 does not answer"):
-        fleet.join(Process.read({**TOLD, "RANK": "1"}))
-    assert time.monotonic() - begun < JOIN_SECONDS / 4
-
-
 @pytest.mark.parametrize(("led", "nodes", "ranks"), [(None, None, 1), (("aa",), None, 2), (("aa", "bb"), None, 4)])
 def test_every_place_is_used_unless_it_is_said_otherwise(
     led: tuple[str, ...] | None, nodes: int | None, ranks: int, monkeypatch: pytest.MonkeyPatch
@@ -144,51 +102,6 @@ def test_help_of_a_command_needs_no_torchrun(call: Call) -> None:
     code, out, err = call("rank", "run", "--help")
     assert (code, err) == (0, "")
     assert "--preset" in out
-
-
-def test_strangers_are_sent_away_and_the_one_who_knows_the_token_joins() -> None:
-    """Another job's process, and somebody who speaks no protocol at all, must not take a place."""
-    me = Introduction.of(Process.read({**TOLD, "RANK": "1"}), "right")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = listener.getsockname()
-
-        def knock(token: str | None) -> Wire | socket.socket:
-            joined = socket.create_connection(address)
-            if token is None:
-                joined.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(4096))
-                return joined
-            wire = Wire(joined)
-            wire.send(**{**dataclasses.asdict(me), "token": token})
-            return wire
-
-        found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.extend(fleet._accept(listener, 1, "right")))
-        thread.start()
-        knocked = [knock(token) for token in (None, "wrong", "", "right")]
-        thread.join(30)
-        assert [who.token for _, who in found] == ["right"]
-        refused = knocked[1]
-        assert isinstance(refused, Wire)
-        with pytest.raises((EOFError, OSError)):
-            refused.receive()
-    for end in (*knocked, found[0][0]):
-        end.close()
-
-
-def test_a_wire_carries_json_and_nothing_that_runs() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        sender = Wire(socket.create_connection(listener.getsockname()))
-        near = Wire(listener.accept()[0])
-    sender.send(said="done", reports={"a": [1.5, None]})
-    assert near.receive() == {"said": "done", "reports": {"a": [1.5, None]}}
-    for evil in (pickle.dumps({"said": "done"}), b"[1]", b"\xff\xfe"):
-        sender.connection.send_bytes(evil)
-        with pytest.raises(OSError, match="no message of the lab"):
-            near.receive()
-    sender.close()
-    with pytest.raises(EOFError):
-        near.receive()
-    near.close()
 
 
 class Job:

@@ -2,7 +2,8 @@
 
 They are the processes that torchrun starts. The leading one (rank 0) runs a command of the lab as on one machine; what
 it starts on other hosts goes over one wire for each serving process. torchrun's own store is used once, to tell them
-where the leader listens; that is on one address, and whoever connects must know the job's token.
+where the leader listens; that is on one address, and whoever connects must know the job's token: that of the store, or
+a secret with which every process was started.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from ddpm_lab.measure.wire import Wire
 
 GONE_SECONDS = 5.0
 """For so long nobody listens where torchrun's store was before the job is believed to be gone."""
+
+SECRET = "DDPM_LAB_SECRET"
+"""The job's token, where every process is started with it: then torchrun's store, which anybody can read, lacks it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +185,7 @@ def join(process: Process) -> Wire:
                 raise ConfigError(f"the leading process (rank 0) has refused: {told['refused']}")
             left = max(1.0, deadline - time.monotonic())
             wire = Wire(socket.create_connection((told["address"], told["port"]), timeout=left))
-            wire.send(**dataclasses.asdict(Introduction.of(process, told["token"])))
+            wire.send(**dataclasses.asdict(Introduction.of(process, _token_of(process, told))))
             return wire
         except (OSError, RuntimeError) as error:
             if time.monotonic() < deadline and isinstance(error, ConnectionError):
@@ -194,6 +198,17 @@ def join(process: Process) -> Wire:
                 f"rank {process.rank} on {socket.gethostname()} cannot reach the leading process: {reason}; "
                 "is its address one that this host can reach (ddpm-lab rank --interface)?"
             ) from error
+
+
+def _token_of(process: Process, told: dict[str, Any]) -> str:
+    """The job's token: what every process was started with, or what the store says. Raises ConfigError without it."""
+    token = told.get("token") or os.environ.get(SECRET)
+    if not token:
+        raise ConfigError(
+            f"rank {process.rank} on {socket.gethostname()}: {SECRET} is set for rank 0 and not here: set it to the "
+            "same on every host"
+        )
+    return str(token)
 
 
 def _await_store(process: Process) -> None:
@@ -236,10 +251,12 @@ def _gather(process: Process, interface: str | None) -> Fleet:
     except LabError as refused:
         _refuse(process, refused)
         raise
-    token = secrets.token_hex(16)
+    secret = os.environ.get(SECRET)
+    token = secret or secrets.token_hex(16)
     with socket.create_server((address, 0), family=_family(address), backlog=process.world_size) as listener:
         port = listener.getsockname()[1]
-        process.store().set("leader", json.dumps({"address": address, "port": port, "token": token}))
+        told = {"address": address, "port": port} | ({} if secret else {"token": token})
+        process.store().set("leader", json.dumps(told))
         joined = _accept(listener, process.world_size - 1, token)
     me = Introduction.of(process, token)
     unlike = [there for _, there in joined if there.machine != me.machine]
