@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image, ImageFilter
 
 from ddpm_lab.anonymous import anonymous
-from ddpm_lab.explain import figures, findings, frames
+from ddpm_lab.explain import figures, findings, frames, lost_scaling_table
 from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
 from ddpm_lab.explain.findings import Finding
@@ -136,7 +136,8 @@ def _evidence(studies: Sequence[Study], folder: Path) -> str:
         lines += [f"![{figures.alt_text(answer)}]({stem}.png)", ""]
         for name, caption in figures.captions(answer.experiment).items():
             if (folder / f"{stem}_{name}.png").exists():  # without data there is none
-                lines += [caption, "", f"![{caption}]({stem}_{name}.png)", ""]
+                told = f"{caption} {lost_scaling_table.sentences(answer)}" if name == "lost_scaling" else caption
+                lines += [told, "", f"![{told}]({stem}_{name}.png)", ""]
     return "\n".join(lines)
 
 

@@ -163,6 +163,13 @@ def test_where_nothing_is_lost_nothing_is_claimed() -> None:
     assert "of which" not in said
 
 
+def test_the_figure_is_headed_by_what_was_lost_to() -> None:
+    lost = splits(study(measured(FAMILY, communication=2.0, slow=4.0)))
+    assert lost_scaling_table.headline(lost) == "Lost to slowest rank and exposed communication"
+    for nothing in (measured(FAMILY), measured(FAMILY, communication=4.0, interaction=3.0)):
+        assert lost_scaling_table.headline(splits(study(nothing))) == "Where the lost scaling went"
+
+
 def heading(of: Study) -> str:
     with figure_style.style():
         drawn = figure_waterfalls.lost_scaling(of)

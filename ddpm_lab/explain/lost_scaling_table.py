@@ -64,6 +64,19 @@ def sentence(split: Split) -> str:
     return text
 
 
+def sentences(study: Study) -> str:
+    """What every split of a study says."""
+    return " ".join(map(sentence, splits(study)))
+
+
+def headline(found: Sequence[Split]) -> str:
+    """What scaling was lost to, where one split is resolved and reliable; else the question."""
+    parts = [p for p in found[0].parts if p.lost] if len(found) == 1 and not found[0].doubt else []
+    if not parts or not found[0].reliable or not found[0].loss.low > 0:
+        return "Where the lost scaling went"
+    return f"Lost to {phrases.joined([p.name for p in sorted(parts, key=lambda p: -p.seconds.value)])}"
+
+
 def as_values(study: Study) -> list[dict[str, Any]]:
     """Each split as plain values: the work, the sentence, and the rows of its table."""
     found = []
