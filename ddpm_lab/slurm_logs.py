@@ -1,7 +1,7 @@
 """Read the output files of SLURM jobs: a job's log is often all that is left of it.
 
 Read are the lines of ``summary_lines``, and what benchmarks of this kind print in other words: "Number of GPUs",
-"Average epoch time", times in minutes or as a clock, and the GPU-Util column of nvidia-smi.
+"Average epoch time", "Epoch 10/10", times in minutes or as a clock, and the GPU-Util column of nvidia-smi.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ _WHOLES = {
 }
 _PER_NODE = _line(r"gpus[ _]per[ _]node", _WHOLE)
 _EPOCHS = _line(r"(?:number of |total |num[ _])?epochs", _NUMBER)
+_EPOCH = re.compile(r"(?<![\w-])epoch\s*[:=]?\s*[\[(]?\s*(?P<current>\d+)\s*/\s*(?P<whole>\d+)(?![\d.])", re.IGNORECASE)
 _TIME = _line("total training time", _REST)
 _EPOCH_TIME = _line("(?:average |mean )?(?:time (?:per|/) ?epoch|epoch time)", _REST)
 _WHY = re.compile(rf"{NOT_CLAIMED} \((.*)\)", re.IGNORECASE)
@@ -135,6 +136,8 @@ class _Reader:
         if ended := next((state for pattern, state in ENDED_IN_LOG if pattern.search(line)), None):
             self.runs[-1].setdefault("ended", _ENDED[ended])  # the first tells why, and others follow from it
             return
+        if match := _EPOCH.search(line):
+            self._progress(int(match["current"]), int(match["whole"]))
         if match := _JOB.search(line):
             self._set("job_id", match["text"], begins=True)
         elif match := _NAME.search(line):
@@ -157,6 +160,16 @@ class _Reader:
             for name, pattern in _WHOLES.items():
                 if match := pattern.search(line):
                     self._set(name, int(match["whole"]))
+
+    def _progress(self, current: int, total: int) -> None:
+        """An epoch that began or ended. After the end of a run only a first one tells of the next: others came late."""
+        if "time" in self.runs[-1]:
+            if current > 1 and "ended" not in self.runs[-1]:
+                return
+            self.runs.append({})
+            self.busy.append([])
+        first, last, _ = self.runs[-1].get("progress", (current, current, total))
+        self.runs[-1]["progress"] = (min(first, current), max(last, current), total)
 
     def _utilisation(self, line: str) -> bool:
         """Whether a line tells of a GPU's utilisation, itself or as a row below nvidia-smi's heading."""
@@ -185,7 +198,9 @@ class _Reader:
             ended = values.pop("ended", "")
             if values.get("gpus") is None and self.per_node is not None and "ranks" not in values:
                 values["gpus"] = self.per_node * values.get("nodes", 1)
-            epochs = values.get("epochs")
+            first, last, total = values.pop("progress", (0, 0, 0))
+            trained_all = last >= total or (first == 0 and last == total - 1)  # a run may stop early; some count from 0
+            epochs = values.get("epochs", float(total) if trained_all else None)
             epochs = epochs if epochs and math.isfinite(epochs) else None
             if values.get("epoch_seconds") is None and seconds is not None and epochs:
                 values["epoch_seconds"] = seconds / epochs

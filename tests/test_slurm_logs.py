@@ -182,6 +182,31 @@ def test_two_runs_in_a_log_share_the_job_and_nothing_else(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    ("told", "epochs"),
+    [
+        ("Epoch 1/10: loss 0.9\nEpoch 10/10: loss 0.4\n", 10),
+        ("Epoch [1/10], Step [1/391]\nEpoch [10/10], Step [391/391], loss 0.4\n", 10),
+        ("\rEpoch: 10/10:  50%|#####     | 195/391\rEpoch: 10/10: 100%|##########| 391/391\n", 10),
+        ("Epoch 0/10\nEpoch 9/10\n", 10),
+        ("Epochs: 12\nEpoch 10/10\n", 12),
+        ("Epoch 10/10\nEpochs: 12\n", 12),
+        ("Epoch 1/10\nEpoch 7/10, no better for 5 epochs\n", None),
+        ("step 10/10\n", None),
+    ],
+)
+def test_epochs_are_counted_where_no_line_tells_their_number(tmp_path: Path, told: str, epochs: int | None) -> None:
+    """A run that may have stopped early did not train all of them."""
+    (summary,) = summaries(tmp_path, f"{told}Total training time: 60 s\nEpoch 10/10 of another rank\n")
+    assert summary.epochs == epochs
+    assert summary.epoch_seconds == (None if epochs is None else pytest.approx(60 / epochs))
+
+
+def test_a_first_epoch_begins_the_next_run(tmp_path: Path) -> None:
+    told = "Epoch 1/{0}\nEpoch {0}/{0}\nTotal training time: {0} s\n"
+    assert [s.epochs for s in summaries(tmp_path, told.format(10) + told.format(20))] == [10, 20]
+
+
+@pytest.mark.parametrize(
     ("time", "seconds"),
     [
         ("362.45 seconds", 362.45),
