@@ -90,6 +90,13 @@ def test_only_commands_that_start_ranks_run_on_several_hosts(words: tuple[str, .
     assert "choose one of run, train, sample" in err
 
 
+@pytest.mark.parametrize("option", [("--interface", "lo"), ("--interface=lo",)])
+def test_an_option_of_rank_behind_the_command_is_told_its_place(option: tuple[str, ...], call: Call) -> None:
+    code, _, err = call("rank", "run", "amp", *option)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "give it before the command, as in rank --interface lo run" in err
+
+
 @pytest.fixture
 def store() -> Iterator[Process]:
     """A job of two processes on this host, with a store as torchrun has it."""
