@@ -53,10 +53,10 @@ def test_nobody_reads_on(tmp_path: Path, words: str, buffered: str, closed: tupl
     (tmp_path / "a.out").write_text("Total training time: 5 s\n")
     reader, writer = os.pipe()
     os.close(reader)
-    streams = {name: writer if name in closed else subprocess.PIPE for name in ("stdout", "stderr")}
+    out, err = (writer if name in closed else subprocess.PIPE for name in ("stdout", "stderr"))
     command = [sys.executable, "-m", "ddpm_lab", *words.split()]
     environment = {**os.environ, "PYTHONUNBUFFERED": "" if buffered else "1"}
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, **streams, text=True, check=False)
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, stdout=out, stderr=err, text=True, check=False)
     os.close(writer)
     assert ended.returncode == 141
     assert not ended.stderr
