@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
+import select
 import signal
 import sys
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from ddpm_lab import (
     __version__,
@@ -33,8 +35,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit code.
 
     0 is success, 1 no answer, a run that failed or a change that must not pass, 2 wrong input, 3 and 4 a gate that
-    cannot tell (see docs/gate.md), and 128 + n the signal n that ended it.
+    cannot tell (see docs/gate.md), and 128 + n the signal n that ended it: SIGPIPE where nobody reads on, as in a pipe
+    into head.
     """
+    try:
+        try:
+            return _run(arguments)
+        finally:  # help and refusals, too, end here; what is still buffered would fail where nobody catches it
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        unread = [stream for stream in (sys.stdout, sys.stderr) if stream is not None and _unread(stream)]
+        if not unread:
+            raise  # another pipe, such as that of a rank
+        for stream in unread:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _unread(stream: TextIO) -> bool:
+    """Whether the other end of an output was closed."""
+    try:
+        number = stream.fileno()
+    except OSError:  # no file, as in a notebook
+        return False
+    watch = select.poll()
+    watch.register(number, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in watch.poll(0))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    """Run a command; its exit code, where all that it prints is read."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ddpm_lab.checks import choice, percent
+from ddpm_lab.checks import ConfigError, choice, percent
 from ddpm_lab.files import expanded, ledgers, output_folder
 from ddpm_lab.options import given, tell
 
@@ -61,6 +61,11 @@ def rank(options: argparse.Namespace, main: Callable[[Sequence[str]], int]) -> i
     choice("the command after rank", next(iter(options.words), None), MANY_HOSTS)
     if {"-h", "--help"} & set(options.words):
         return main(options.words)
+    if misplaced := next((word for word in options.words if word.partition("=")[0] == "--interface"), None):
+        raise ConfigError(
+            f"{misplaced} is an option of rank, not of {options.words[0]}: give it before the command, "
+            f"as in rank --interface lo {options.words[0]}"
+        )
     process = Process.read(os.environ)
     if process.rank:
         return host.serve(fleet.join(process))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpm_lab.slurm_logs import text_lines
+from ddpm_lab.slurm_logs import ENDED_IN_LOG, text_lines
 
 ACTIVE = (
     *("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD"),
@@ -24,13 +24,6 @@ ENDED_BY_SLURM = {
     "NODE_FAIL": ("crashed", "lost its node"),
     "BOOT_FAIL": ("crashed", "lost its node while it booted"),
 }
-_SAID_IN_LOG = (
-    (re.compile(r"CANCELLED AT .* DUE TO TIME LIMIT"), "TIMEOUT"),
-    (re.compile(r"CANCELLED AT .* DUE TO PREEMPTION"), "PREEMPTED"),
-    (re.compile(r"oom[-_ ]kill", re.IGNORECASE), "OUT_OF_MEMORY"),
-    (re.compile(r"DUE TO NODE FAILURE"), "NODE_FAIL"),
-    (re.compile(r"slurmstepd.*CANCELLED AT"), "CANCELLED"),
-)
 FORGOTTEN = {
     "KILLED": "was killed before its script could end, and SLURM has forgotten it",
     "FORGOTTEN": "never started, and SLURM has forgotten it",
@@ -157,7 +150,7 @@ def _recalled(events: Mapping[str, str], log_tail: Sequence[str], *, certain: bo
         return Told(state="NOT AGAIN") if certain else None
     if "ended" in events:
         return Told(state="FAILED" if int(events["ended"]) else "COMPLETED", exit_code=f"{events['ended']}:0")
-    said = next((name for line in reversed(log_tail) for form, name in _SAID_IN_LOG if form.search(line)), None)
+    said = next((name for line in reversed(log_tail) for form, name in ENDED_IN_LOG if form.search(line)), None)
     if said is None and not certain:
         return None
     return Told(state=said or ("KILLED" if "started" in events else "FORGOTTEN"))

@@ -1,7 +1,7 @@
 """Read the output files of SLURM jobs: a job's log is often all that is left of it.
 
 Read are the lines of ``summary_lines``, and what benchmarks of this kind print in other words: "Number of GPUs",
-"Average epoch time", times in minutes or as a clock, and the GPU-Util column of nvidia-smi.
+"Average epoch time", "Epoch 10/10", times in minutes or as a clock, and the GPU-Util column of nvidia-smi.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ _WHOLES = {
 }
 _PER_NODE = _line(r"gpus[ _]per[ _]node", _WHOLE)
 _EPOCHS = _line(r"(?:number of |total |num[ _])?epochs", _NUMBER)
+_EPOCH = re.compile(r"(?<![\w-])epoch\s*[:=]?\s*[\[(]?\s*(?P<current>\d+)\s*/\s*(?P<whole>\d+)(?![\d.])", re.IGNORECASE)
 _TIME = _line("total training time", _REST)
 _EPOCH_TIME = _line("(?:average |mean )?(?:time (?:per|/) ?epoch|epoch time)", _REST)
 _WHY = re.compile(rf"{NOT_CLAIMED} \((.*)\)", re.IGNORECASE)
@@ -55,6 +56,23 @@ _UNITS = {
     **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), 60.0),
     **dict.fromkeys(("", "s", "sec", "secs", "second", "seconds"), 1.0),
     "ms": 1e-3,
+}
+
+
+ENDED_IN_LOG = (
+    (re.compile(r"CANCELLED.* DUE TO TIME LIMIT"), "TIMEOUT"),
+    (re.compile(r"CANCELLED.* DUE TO PREEMPTION"), "PREEMPTED"),
+    (re.compile(r"oom[-_ ]kill|(?:srun|slurmstepd): error: .*\bout[ _-]of[ _-]memory", re.IGNORECASE), "OUT_OF_MEMORY"),
+    (re.compile(r"DUE TO NODE FAILURE"), "NODE_FAIL"),
+    (re.compile(r"slurmstepd.*CANCELLED|\*\*\* (?:JOB|STEP) .*CANCELLED"), "CANCELLED"),
+)
+"""What SLURM writes into the log of a job that it ends, the more telling first, and the state that this means."""
+_ENDED = {
+    "TIMEOUT": "cancelled at its time limit",
+    "PREEMPTED": "cancelled as others went first",
+    "OUT_OF_MEMORY": "killed for want of memory",
+    "NODE_FAIL": "lost its node",
+    "CANCELLED": "cancelled",
 }
 
 
@@ -115,6 +133,11 @@ class _Reader:
 
     def read(self, line: str) -> None:
         """Take up one line; a value that cannot be read is as good as none."""
+        if ended := next((state for pattern, state in ENDED_IN_LOG if pattern.search(line)), None):
+            self.runs[-1].setdefault("ended", _ENDED[ended])  # the first tells why, and others follow from it
+            return
+        if match := _EPOCH.search(line):
+            self._progress(int(match["current"]), int(match["whole"]))
         if match := _JOB.search(line):
             self._set("job_id", match["text"], begins=True)
         elif match := _NAME.search(line):
@@ -126,6 +149,7 @@ class _Reader:
             seconds = _seconds(match["rest"])
             zero = "the log tells of 0 seconds, in which nothing trains" if seconds == 0 else ""
             self._set("time", (None, why[1]) if why else (seconds or None, zero))
+            self.runs[-1].pop("ended", None)  # put back into the queue, it went on to its end
         elif match := _EPOCH_TIME.search(line):
             self._set("epoch_seconds", _seconds(match["rest"]))
         elif match := _LOSS.search(line):
@@ -136,6 +160,16 @@ class _Reader:
             for name, pattern in _WHOLES.items():
                 if match := pattern.search(line):
                     self._set(name, int(match["whole"]))
+
+    def _progress(self, current: int, total: int) -> None:
+        """An epoch that began or ended. After the end of a run only a first one tells of the next: others came late."""
+        if "time" in self.runs[-1]:
+            if current > 1 and "ended" not in self.runs[-1]:
+                return
+            self.runs.append({})
+            self.busy.append([])
+        first, last, _ = self.runs[-1].get("progress", (current, current, total))
+        self.runs[-1]["progress"] = (min(first, current), max(last, current), total)
 
     def _utilisation(self, line: str) -> bool:
         """Whether a line tells of a GPU's utilisation, itself or as a row below nvidia-smi's heading."""
@@ -154,21 +188,24 @@ class _Reader:
             return
         self._set("loss", loss)
 
-    def summaries(self) -> Iterator[Summary]:
-        """The runs, each with what an earlier one has said of the job where it says nothing itself."""
+    def summaries(self) -> Iterator[tuple[Summary, str]]:
+        """The runs and how SLURM ended them; what a run does not say of its job, an earlier one has said."""
         job: dict[str, Any] = {}
         for run, busy in zip(self.runs, self.busy, strict=True):
             values = {**job, **run}
             job = {name: values[name] for name in ("job_id", "gpus", "ranks", "nodes") if name in values}
             seconds, note = values.pop("time", (None, ""))
+            ended = values.pop("ended", "")
             if values.get("gpus") is None and self.per_node is not None and "ranks" not in values:
                 values["gpus"] = self.per_node * values.get("nodes", 1)
-            epochs = values.get("epochs")
+            first, last, total = values.pop("progress", (0, 0, 0))
+            trained_all = last >= total or (first == 0 and last == total - 1)  # a run may stop early; some count from 0
+            epochs = values.get("epochs", float(total) if trained_all else None)
             epochs = epochs if epochs and math.isfinite(epochs) else None
             if values.get("epoch_seconds") is None and seconds is not None and epochs:
                 values["epoch_seconds"] = seconds / epochs
             values |= {"epochs": epochs, "gpu_percent": fmean(busy) if busy else None}
-            yield Summary(seconds=seconds, note=note, **values)
+            yield Summary(seconds=seconds, note=note, **values), ended
 
 
 def read_log(path: Path) -> list[Row]:
@@ -184,10 +221,10 @@ def read_log(path: Path) -> list[Row]:
     named = re.fullmatch(r"slurm-(\d+(?:_\d+)?)\.out", path.name)
     note = "cut off in its last line" if cut else ""
     rows = []
-    for summary in reader.summaries():
+    for summary, ended in reader.summaries():
         if summary.job_id is None and named:
             summary = dataclasses.replace(summary, job_id=named[1])  # noqa: PLW2901 - slurm-123_4.out
-        rows.append(Row(log=str(path), summary=summary, note=note))
+        rows.append(Row(log=str(path), summary=summary, note=note, ended=ended))
     found = [row for row in rows if row.found]
     if found:
         return [dataclasses.replace(row, note="") for row in found[:-1]] + [found[-1]]

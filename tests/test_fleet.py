@@ -86,6 +86,13 @@ def test_only_commands_that_start_ranks_run_on_several_hosts(words: tuple[str, .
     assert "choose one of run, train, sample" in err
 
 
+@pytest.mark.parametrize("option", [("--interface", "lo"), ("--interface=lo",)])
+def test_an_option_of_rank_behind_the_command_is_told_its_place(option: tuple[str, ...], call: Call) -> None:
+    code, _, err = call("rank", "run", "amp", *option)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "give it before the command, as in rank --interface lo run" in err
+
+
 @pytest.mark.parametrize(("led", "nodes", "ranks"), [(None, None, 1), (("aa",), None, 2), (("aa", "bb"), None, 4)])
 def test_every_place_is_used_unless_it_is_said_otherwise(
     led: tuple[str, ...] | None, nodes: int | None, ranks: int, monkeypatch: pytest.MonkeyPatch

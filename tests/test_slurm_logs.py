@@ -182,6 +182,31 @@ def test_two_runs_in_a_log_share_the_job_and_nothing_else(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    ("told", "epochs"),
+    [
+        ("Epoch 1/10: loss 0.9\nEpoch 10/10: loss 0.4\n", 10),
+        ("Epoch [1/10], Step [1/391]\nEpoch [10/10], Step [391/391], loss 0.4\n", 10),
+        ("\rEpoch: 10/10:  50%|#####     | 195/391\rEpoch: 10/10: 100%|##########| 391/391\n", 10),
+        ("Epoch 0/10\nEpoch 9/10\n", 10),
+        ("Epochs: 12\nEpoch 10/10\n", 12),
+        ("Epoch 10/10\nEpochs: 12\n", 12),
+        ("Epoch 1/10\nEpoch 7/10, no better for 5 epochs\n", None),
+        ("step 10/10\n", None),
+    ],
+)
+def test_epochs_are_counted_where_no_line_tells_their_number(tmp_path: Path, told: str, epochs: int | None) -> None:
+    """A run that may have stopped early did not train all of them."""
+    (summary,) = summaries(tmp_path, f"{told}Total training time: 60 s\nEpoch 10/10 of another rank\n")
+    assert summary.epochs == epochs
+    assert summary.epoch_seconds == (None if epochs is None else pytest.approx(60 / epochs))
+
+
+def test_a_first_epoch_begins_the_next_run(tmp_path: Path) -> None:
+    told = "Epoch 1/{0}\nEpoch {0}/{0}\nTotal training time: {0} s\n"
+    assert [s.epochs for s in summaries(tmp_path, told.format(10) + told.format(20))] == [10, 20]
+
+
+@pytest.mark.parametrize(
     ("time", "seconds"),
     [
         ("362.45 seconds", 362.45),
@@ -217,6 +242,46 @@ def test_a_loss_that_diverged_is_no_number_and_never_the_best(tmp_path: Path, lo
         tmp_path, f"Best validation loss: {loss}\nBest validation loss: 0.5\nTotal training time: 5 s\n"
     )
     assert summary.loss == 0.5
+
+
+# --- jobs that SLURM ended -------------------------------------------------------------------------------------------
+
+ERROR = "slurmstepd: error: "
+CANCELLED = f"{ERROR}*** JOB 123 ON n1 CANCELLED AT 2026-01-02T03:04:05"
+
+
+@pytest.mark.parametrize(
+    ("line", "ended"),
+    [
+        (f"{CANCELLED} DUE TO TIME LIMIT ***", "cancelled at its time limit"),
+        (f"{CANCELLED} DUE TO TIME LIMIT ***\n{CANCELLED} ***", "cancelled at its time limit"),
+        (f"{CANCELLED} ***", "cancelled"),
+        (f"{CANCELLED} DUE TO PREEMPTION ***", "cancelled as others went first"),
+        (f"{ERROR}Detected 1 oom-kill event(s) in StepId=123.batch.", "killed for want of memory"),
+        (f"{ERROR}Detected 1 oom_kill event in StepId=123.batch.", "killed for want of memory"),
+        ("srun: error: n1: task 0: Out Of Memory", "killed for want of memory"),
+    ],
+)
+def test_a_job_that_slurm_ended_has_not_finished(tmp_path: Path, line: str, ended: str) -> None:
+    (row,) = read(tmp_path, f"{S001}{line}\n")
+    assert (row.ended, row.summary.seconds) == (ended, 57.14)
+    assert row.remark == f"{ended}: left out of means and speed-ups"
+    (row,) = read(tmp_path, f"{S001[: S001.index('Total')]}{line}\n")
+    assert row.remark == ended, "it has no time that could enter a mean"
+
+
+def test_a_run_that_was_put_back_into_the_queue_and_ended_has_finished(tmp_path: Path) -> None:
+    begun, cancelled = S001[: S001.index("Total")], f"{CANCELLED} DUE TO TIME LIMIT ***\n"
+    (row,) = read(tmp_path, begun + cancelled + S001)
+    assert (row.ended, row.remark, row.summary.seconds) == ("", "", 57.14)
+    first, second = read(tmp_path, S001 + cancelled + S001.replace("57.14", "58.14"))
+    assert (first.ended, first.summary.seconds) == ("cancelled at its time limit", 57.14)
+    assert (second.ended, second.summary.seconds) == ("", 58.14)
+
+
+def test_what_ran_out_of_memory_and_went_on_has_finished(tmp_path: Path) -> None:
+    (row,) = read(tmp_path, f"{S001}torch.OutOfMemoryError: CUDA out of memory\n")
+    assert row.ended == ""
 
 
 # --- damaged logs ----------------------------------------------------------------------------------------------------

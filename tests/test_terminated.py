@@ -1,7 +1,11 @@
-"""SIGTERM ends a run as Ctrl-C does: with a sentence, after its ranks, and what was measured stays."""
+"""SIGTERM ends a run as Ctrl-C does: with a sentence, after its ranks, and what was measured stays.
+
+A reader that goes away ends a command without a word.
+"""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -9,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import alive
+from conftest import Call, alive
 
 
 @pytest.mark.slow
@@ -33,3 +37,35 @@ def test_ranks_are_gone_before_the_run_is(tmp_path: Path) -> None:
     while alive(family) and time.monotonic() - ended < 3:  # the server of forks, which sees that its parent has gone
         time.sleep(0.05)
     assert alive(family) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "buffered", "closed"),
+    [
+        ("slurm logs a.out", "", ("stdout",)),  # written at once, in the middle of the command
+        ("slurm logs a.out", "1", ("stdout",)),  # written at its end
+        ("--help", "1", ("stdout",)),
+        ("slurm logs none.out", "1", ("stdout", "stderr")),
+    ],
+)
+def test_nobody_reads_on(tmp_path: Path, words: str, buffered: str, closed: tuple[str, ...]) -> None:
+    """As in ``ddpm-lab ... | head -1``, or with ``2>&1``."""
+    (tmp_path / "a.out").write_text("Total training time: 5 s\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    out, err = (writer if name in closed else subprocess.PIPE for name in ("stdout", "stderr"))
+    command = [sys.executable, "-m", "ddpm_lab", *words.split()]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "" if buffered else "1"}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, stdout=out, stderr=err, text=True, check=False)
+    os.close(writer)
+    assert ended.returncode == 141
+    assert not ended.stderr
+
+
+def test_a_pipe_of_its_own_that_breaks_is_a_defect(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("ddpm_lab.commands.check", broken)
+    with pytest.raises(BrokenPipeError):
+        call("check")

@@ -63,12 +63,13 @@ class Summary:
 class Row:
     """A run, or (``summary`` without seconds and loss) a log of which no run could be read.
 
-    ``log`` is where it was read: an output file, a run's folder or a ledger.
+    ``log`` is where it was read: a file, a run's folder or a ledger; ``ended`` is how SLURM ended it before its end.
     """
 
     log: str
     summary: Summary
     note: str = ""
+    ended: str = ""
 
     @property
     def found(self) -> bool:
@@ -79,7 +80,8 @@ class Row:
     def remark(self) -> str:
         """What a reader must know of the row."""
         claimed = f"speed {NOT_CLAIMED}: {self.summary.note}" if self.summary.note else ""
-        return "; ".join(text for text in (claimed, self.note) if text)
+        ended = self.ended + ": left out of means and speed-ups" * bool(self.ended and self.summary.seconds)
+        return "; ".join(text for text in (claimed, self.note, ended) if text)
 
 
 def cells(row: Row) -> list[str]:
@@ -100,7 +102,7 @@ def _loss(told: Summary) -> str:
     """The lowest loss with the length of the training, where that is known: without it losses do not compare."""
     if told.loss is None:
         return UNKNOWN
-    text = f"{told.loss:.4f}" if told.loss >= 0.01 else f"{told.loss:.4g}"
+    text = format(told.loss, ".4f" if told.loss >= 0.01 else ".4g")
     return f"{text} in {told.steps:,} step{'s' * (told.steps > 1)}" if told.steps else text
 
 
@@ -209,9 +211,9 @@ def speed_ups(rows: Sequence[Row]) -> SpeedUps:
 
     A baseline ran on one device of the same kind (GPU, or CPU rank) and did the same: its name is the same, or that
     with the batch of each device instead of all (weak scaling). Runs over different numbers of epochs are compared by
-    the time of an epoch, and not at all where a log does not tell it.
+    the time of an epoch, and not at all where a log does not tell it. What SLURM has ended early takes no part.
     """
-    told = [row.summary for row in rows if row.summary.seconds and row.summary.devices]
+    told = [row.summary for row in rows if row.summary.seconds and row.summary.devices and not row.ended]
     named = {s.configuration for s in told if _work(s.configuration, 1)}
     weak = len(named) > len({_work(name, None) for name in named})
     unlike = len({s.epochs for s in told}) > 1
@@ -241,7 +243,10 @@ def speed_ups(rows: Sequence[Row]) -> SpeedUps:
             found = dataclasses.replace(found, speed_up=None, evidence="", missing=why)
         compared.append(found)
     untold = any(one.speed_up is not None and _work(one.configuration, 1) is None for one in compared)
-    notes = (APART, *((BY_EPOCH,) if per_epoch and compared else ()), *((UNTOLD,) if untold else ()))
+    left = [f"{row.summary.job_id or row.log} ({row.ended})" for row in rows if row.ended and row.summary.seconds]
+    out = f"Left out of baselines, means and speed-ups: {', '.join(left)}."
+    said = ((APART, True), (BY_EPOCH, per_epoch and compared), (UNTOLD, untold), (out, left))
+    notes = tuple(text for text, is_so in said if is_so)
     return SpeedUps(per_epoch=per_epoch, baselines=baselines, compared=tuple(compared), notes=notes)
 
 
@@ -282,9 +287,8 @@ def speed_up_block(found: SpeedUps) -> list[str]:
     unit = "seconds per epoch" if found.per_epoch else "seconds"
     lines = []
     for base in found.baselines:
-        kind = f"Single {'GPU' if base.gpu else 'CPU rank'}"
         which = f"; {base.configuration}" if len(found.baselines) > 1 and base.configuration else ""
-        lines.append(f"Baseline ({kind}{which}): {_mean(base, unit)}")
+        lines.append(f"Baseline (Single {'GPU' if base.gpu else 'CPU rank'}{which}): {_mean(base, unit)}")
     for one in found.compared:
         lines += ["", f"{one.name}:", f"  Average time: {_mean(one, unit)}"]
         if one.speed_up is None or one.efficiency is None:
