@@ -52,7 +52,8 @@ def test_a_question_is_measured_once(tmp_path: Path) -> None:
     assert len({r.set_id for r in more.records if r.set_id}) == 2
 
     tried = experiments.run("amp", preset="smoke", sets=2, seeds=1, images=80, output_dir=tmp_path)
-    assert tried.measured_sets == 2
+    assert tried.measured_sets == 3, "two trials, and a check of the candidate's gradient"
+    assert [r.label for r in tried.records if r.role == "check"] == ["bf16"]
     assert sorted((r.label, r.status) for r in tried.trials) == [("bf16", "ok"), ("fp32", "ok")]
     (judged,) = [row["quality"] for row in comparisons(tried) if row["role"] == "candidate"]
     assert judged.startswith("not enough data (1 seed")
