@@ -76,7 +76,11 @@ def test_a_smoke_report_is_whole_and_the_next_one_measures_nothing() -> None:
     lines: list[str] = []
     result = report.report(preset="smoke", output_dir=output, progress=lines.append)
     assert result.exit_code == 0, "\n".join(lines)
-    assert (output / "trace_output" / "ledger.jsonl").read_text() == measured
+    after = (output / "trace_output" / "ledger.jsonl").read_text()
+    assert after.startswith(measured)
+    short = {r["experiment"] for r in map(json.loads, measured.splitlines()) if "did not fit" in (r["reason"] or "")}
+    more = {json.loads(line)["experiment"] for line in after.removeprefix(measured).splitlines()}
+    assert more <= short, "only what a busy machine had left no time for is measured now"
     findings = {page.name: page.finding for page in result.pages}
     assert len(findings) == 9
     for name in ("02_multi_gpu", "03_amp", "04_workers"):
@@ -88,7 +92,7 @@ def test_a_smoke_report_is_whole_and_the_next_one_measures_nothing() -> None:
         assert findings[name]["published"], "it takes too long to be measured here"
     here = [finding for finding in findings.values() if not finding["published"] and finding["code_version"]]
     assert len({finding["code_version"] for finding in here}) == 1
-    ledger = [json.loads(line) for line in measured.splitlines()]
+    ledger = [json.loads(line) for line in after.splitlines()]
     asked = {"profile", "multi_gpu", "amp", "workers", "torch_compile", "search", "recommendation"}
     assert asked == {record["experiment"] for record in ledger}
     assert max(len(r["ranks"]) for r in ledger if r["experiment"] == "multi_gpu" and r["status"] == "ok") == 2
