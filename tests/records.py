@@ -295,6 +295,14 @@ def trials(
     return found
 
 
+def gradient_check(error: float) -> dict[str, Any]:
+    """What a check finds of a step in fp32 whose gradient is off by so much."""
+    step: dict[str, Any] = {"loss_error": 0.0, "gradient_error": error, "ranks_error": 0.0, "norm_ratio": 1.0}
+    step |= {"cosine": 1.0, "skipped": False, "worst_layer": {"name": "stem.bias", "error": error, "cosine": 1.0}}
+    worst = {**step, "nonfinite": 0, "skipped": 0}
+    return {"gradients": {"precision": "fp32", "loss": "l1", "steps": [step], "worst": worst}}
+
+
 def drew(record: RunRecord, images: np.ndarray[Any, Any], *, steps: int = 50, fid: float | None = None) -> RunRecord:
     """The same trial, which has drawn ``images``, uint8 (N, S, S, 3), and whose FID was measured on 2,500."""
     stream = io.BytesIO()

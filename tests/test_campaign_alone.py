@@ -2,10 +2,10 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 from campaign_lab import BOTH, Lab, config, experiment, family, laboratory
+from records import gradient_check
 from setups import setup
 
 from ddpm_lab.config import RunConfig
@@ -22,19 +22,6 @@ HERE = setup(images=Images(folder="", sha256="", name=""))
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     return laboratory(tmp_path, monkeypatch)
-
-
-def gradients_off_by(error: float) -> dict[str, Any]:
-    """What a check finds of a step in fp32 whose gradient is off by so much."""
-    step: dict[str, Any] = {
-        "loss_error": 0.0,
-        "gradient_error": error,
-        "ranks_error": 0.0,
-        "norm_ratio": 1.0,
-        "cosine": 1.0,
-    }
-    step |= {"skipped": False, "worst_layer": {"name": "stem.bias", "error": error}}
-    return {"gradients": {"precision": "fp32", "loss": "l1", "steps": [step], "worst": {"nonfinite": 0}}}
 
 
 COMPILED = Family(
@@ -141,7 +128,7 @@ def test_progress_names_the_set_and_the_time_left(
 
 def test_what_fails_its_gradient_check_is_measured_and_not_trained(lab: Lab) -> None:
     asked = quality(HERE, seeds=3, images=800, candidates=["bf16", "2 micro-batches"])
-    lab.qualities = {c.config.run_id: gradients_off_by(0.9 if c.label == "bf16" else 0.0) for c in asked.checks}
+    lab.qualities = {c.config.run_id: gradient_check(0.9 if c.label == "bf16" else 0.0) for c in asked.checks}
     unknown = lab.campaign(asked).forecast()
     lab.run(asked, sets=1)
     assert lab.alone[:2] == [("check", "bf16"), ("check", "2 micro-batches")]
@@ -164,7 +151,7 @@ def test_a_check_that_crashes_or_whose_baseline_fails_too_keeps_nobody_from_trai
     (check,) = asked.checks
     of_base = dataclasses.replace(check, label="fp32", config=dataclasses.replace(check.config, precision="fp32"))
     both = dataclasses.replace(asked, checks=(of_base, check))
-    lab.qualities = {c.config.run_id: gradients_off_by(0.9) for c in both.checks}
+    lab.qualities = {c.config.run_id: gradient_check(0.9) for c in both.checks}
     lab.run(both, sets=1)
     assert [label for role, label in lab.alone if role == "quality"] == ["fp32", "bf16"] * 2
     lab.ledger.path.unlink()
@@ -178,7 +165,7 @@ def test_a_check_is_made_by_the_code_of_the_trials_and_speaks_for_that_of_the_se
     """The module that compares gradients is no part of a question about speed, whose ranks would refuse it."""
     asked = ask("amp", HERE, seeds=1, images=800, global_batch_size=8)
     (check,) = asked.checks
-    lab.qualities = {check.config.run_id: {**gradients_off_by(0.0), "checked_by": "trials"}}
+    lab.qualities = {check.config.run_id: {**gradient_check(0.0), "checked_by": "trials"}}
     lab.run(asked, sets=1, trials="trials")
     assert lab.ran_by == {"check": "trials", "quality": "trials"}
     assert [r.code_version for r in lab.records("check")] == ["code"], "so that it stands beside the sets"
@@ -190,7 +177,7 @@ def test_a_check_is_made_by_the_code_of_the_trials_and_speaks_for_that_of_the_se
 
 def test_other_questions_do_not_train_either_what_their_checks_find(lab: Lab) -> None:
     asked = ask("exchange", HERE, seeds=2, images=800, global_batch_size=8)
-    lab.qualities = {c.config.run_id: gradients_off_by(0.9 * (c.label == "fp16 hook")) for c in asked.checks}
+    lab.qualities = {c.config.run_id: gradient_check(0.9 * (c.label == "fp16 hook")) for c in asked.checks}
     lab.run(asked, sets=1)
     trained = {label for role, label in lab.alone if role == "quality"}
     assert {"default", "bf16 hook", "static graph"} <= trained

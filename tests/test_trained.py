@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import records as make
@@ -109,16 +108,7 @@ def test_a_setting_that_is_not_resolved_hides_none_that_is_faster() -> None:
 
 def checked(study: Study, error: float) -> Study:
     """The study with a check of each candidate, whose gradient is off by so much."""
-    step: dict[str, Any] = {
-        "loss_error": 0.0,
-        "gradient_error": error,
-        "ranks_error": 0.0,
-        "norm_ratio": 1.0,
-        "cosine": 1.0,
-    }
-    step |= {"skipped": False, "worst_layer": {"name": "stem.bias", "error": error, "cosine": 1.0}}
-    worst = {**step, "nonfinite": 0, "skipped": 0}
-    answer = {"gradients": {"precision": "fp32", "loss": "l1", "steps": [step], "worst": worst}}
+    answer = make.gradient_check(error)
     tried = {r.run_id: r for r in study.records if r.role == "candidate"}.values()
     checks = [
         replace(r, role="check", set_id="", windows=(), quality=answer, config=check)
