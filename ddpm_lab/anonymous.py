@@ -24,6 +24,7 @@ WITNESSED = frozenset(
         *("unlisted_modules", "precision", "autocast_scaler", "compile", "compiled_frames", "graphs", "graph_breaks"),
         *("recompiles", "parameters", "weights_device", "data_sha256", "loader", "loader_workers", "prefetch_batches"),
         *("implementation", "channels_last", "kernels", "attention_axis", "adam", "ema", "ema_warmup", "read_loss"),
+        "freed_memory",
         *("exchange", "exchange_enabled", "exchange_hook", "nccl", "sampler", "sampler_steps", "flop_per_image"),
         *("flash_attention", "compile_mode", "autotuned", "cuda_graphs", "cuda_graph_skips", "flop", "bytes"),
         *("work", "dtype", "astray_modules", "first_losses"),

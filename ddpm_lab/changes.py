@@ -37,6 +37,8 @@ def changes(config: RunConfig, *, usable_cores: int, most_ranks: int) -> dict[st
             found["joined kernels"] = {"kernels": "fused"}
     else:
         found["eager"] = {"compile": "off", "compile_mode": "default"}
+    if config.device == "cpu":
+        found["freed memory kept"] = {"freed_memory": "kept"}
     found["channels last"] = {"channels_last": True}
     found["losses not read"] = {"read_loss": False}
     found["fused Adam"] = {"optimizer": dataclasses.replace(config.optimizer, adam="fused", ema="foreach")}

@@ -24,6 +24,7 @@ COMPILE = ("off", "regional", "whole")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")
 IMPLEMENTATIONS = ("lab", "plain")
 KERNELS = ("aten", "fused")
+FREED_MEMORY = ("default", "kept")
 ATTENTION_AXES = ("channels", "positions")
 LOADERS = ("packed", "files", "resident", "still")
 """``still`` hands out its first batch at every step: no work of loading is left, and nothing worth learning."""
@@ -74,6 +75,7 @@ LATER: dict[str, Any] = {
     "compile_mode": "default",
     "implementation": "lab",
     "kernels": "aten",
+    "freed_memory": "default",
     "attention_axis": "channels",
     "read_loss": False,
     "nodes": 1,
@@ -103,8 +105,10 @@ class RunConfig(_Remembered):
     is run, so it is not part of the run id. ``options`` are the settings of a workload other than the lab's own.
 
     ``implementation`` "plain" is the network as its paper's code is usually written, in NCHW and einsum; ``kernels``
-    "fused" joins normalisation and what follows it in one pass (CPU only). ``attention_axis`` is over what the seed
-    family's middle attention normalises. ``read_loss`` makes every step wait for its loss, as printing it would.
+    "fused" computes its blocks as is fastest on a CPU, such as normalisation and what follows it in one pass.
+    ``freed_memory`` "kept" keeps what a step frees for the next one, where the C library by default gives large blocks
+    back (CPU only). ``attention_axis`` is over what the seed family's middle attention normalises. ``read_loss`` makes
+    every step wait for its loss, as printing it would.
     ``threads`` are the compute threads of a rank; 0 gives each its share of the usable cores. With ``oversubscribe``
     there are more ranks than cores, or GPUs, which they share by gloo: that shows that it works, and no speed.
     ``revision`` is the commit whose sources run; none is the code as it lies here.
@@ -123,6 +127,7 @@ class RunConfig(_Remembered):
     channels_last: bool = True
     implementation: str = "lab"
     kernels: str = "aten"
+    freed_memory: str = "default"
     attention_axis: str = "channels"
     read_loss: bool = False
     loader: str = "packed"
@@ -151,6 +156,7 @@ class RunConfig(_Remembered):
         choice("compile_mode", self.compile_mode, COMPILE_MODES)
         choice("implementation", self.implementation, IMPLEMENTATIONS)
         choice("kernels", self.kernels, KERNELS)
+        choice("freed_memory", self.freed_memory, FREED_MEMORY)
         choice("attention_axis", self.attention_axis, ATTENTION_AXES)
         choice("loader", self.loader, LOADERS)
         choice("network", self.network, NETWORKS)
@@ -209,6 +215,10 @@ class RunConfig(_Remembered):
             )
         if self.kernels == "fused" and not self.channels_last:
             raise ConfigError("kernels is 'fused', which works in the channels_last format: set channels_last, or aten")
+        if self.freed_memory == "kept" and self.device != "cpu":
+            raise ConfigError(
+                f"freed_memory is 'kept' on {self.device}, where a step's memory is the GPU's: leave it at default"
+            )
         if self.implementation == "plain" and self.compile == "regional":
             raise ConfigError("compile is 'regional', which compiles the lab's own blocks: use whole for 'plain'")
         if self.world_size == 1 and self.exchange != ExchangeConfig():

@@ -174,6 +174,7 @@ START = "baseline"
 # Names in the experiment "peers" that the questions write and the explaining half reads.
 OURS = "this trainer"
 TUNED = ", tuned"
+FORMATS = ", in bf16 and channels_last"
 COMPILED = ", compiled"
 FLASH_ATTENTION = "flash_attention"
 """An option of the trainer that has it."""

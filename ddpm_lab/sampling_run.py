@@ -114,6 +114,7 @@ def sample(
         precision=sampling.precision,
         compile=sampling.compile,
         kernels=DEFAULTS[device]["kernels"] if sampling.compile == "off" else "aten",
+        freed_memory=DEFAULTS[device].get("freed_memory", "default"),
         network=found.config.network,
         image_size=found.config.image_size,
         attention_axis=found.config.attention_axis,

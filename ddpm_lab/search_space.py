@@ -18,6 +18,7 @@ SEARCH_PLAN = Plan(turns=6)
 """Half as many turns as elsewhere: a search has no verdict to give, and more sets for those that stay in the race."""
 CUDA_ONLY = {"tf32": "needs a CUDA device", "fp16": "needs a CUDA device"}
 _PRECISIONS = ("fp32", "bf16", *CUDA_ONLY)
+_FREED = {"default": " given back", "kept": " kept"}
 _WORKERS = {"smoke": (0,), "quick": (0, 1, 2), "full": (0, 1, 2, 8)}
 _BATCHES = {"smoke": (1,), "quick": (1, 2, 4), "full": (1, 2, 4)}
 """Multiples of the baseline's batch."""
@@ -70,6 +71,7 @@ def _settings(setup: Setup, batch: int) -> tuple[dict[str, tuple[Value, ...]], l
         memory.reverse()
         able = able if "loss" in own.offers else ["fp32"]
     loaders = [Value("packed", "packed data", {"loader": "packed", "loader_workers": 0})]
+    freed = [] if cuda else [Value(kind, f"freed memory{end}", {"freed_memory": kind}) for kind, end in _FREED.items()]
     modes = {"reduce-overhead": "compiled, CUDA graphs", "max-autotune": "compiled, max-autotune"}
     if preset == "full" and not own:
         compiles.append(Value("regional", "compiled block by block", {"compile": "regional"}))
@@ -97,6 +99,7 @@ def _settings(setup: Setup, batch: int) -> tuple[dict[str, tuple[Value, ...]], l
         "precision": tuple(Value(p, p, {"precision": p}) for p in able),
         "memory": tuple(memory),
         "compile": tuple(compiles),
+        **({"freed_memory": tuple(freed)} if freed else {}),
         "ranks": tuple(Value(str(n), setup.ranks_label(n), {"world_size": n, "nodes": setup.nodes(n)}) for n in ranks),
         LOADER: tuple(loaders),
         BATCH: tuple(Value(str(n), f"batch {n}", {"global_batch_size": n}) for n in sizes),

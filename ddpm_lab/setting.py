@@ -16,7 +16,8 @@ from ddpm_lab.own_settings import OWN, OWN_LOADER
 
 OWN_DATA = "own-"
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": {"precision": "bf16", "channels_last": True, "kernels": "fused", "compile": "off", "loader": "packed"},
+    "cpu": {"precision": "bf16", "channels_last": True, "kernels": "fused", "compile": "off", "loader": "packed"}
+    | {"freed_memory": "kept"},
     "cuda": {"precision": "bf16", "channels_last": True, "kernels": "aten", "compile": "whole", "loader": "resident"},
 }
 """The trainer's settings for speed by kind of device; Adam in one kernel and EMA in one call are the same on both.

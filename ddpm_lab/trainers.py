@@ -10,7 +10,19 @@ from ddpm_lab import plan
 from ddpm_lab.checks import ConfigError, whole
 from ddpm_lab.config import DDPM, SAMPLING, SEED_FAMILY, DiffusionConfig, RunConfig
 from ddpm_lab.optimizer_settings import OptimizerConfig
-from ddpm_lab.plan import BOTH_FP32, COMPILED, FLASH_ATTENTION, LEVERS, LIMITS, OURS, TUNED, Experiment, Family, Plan
+from ddpm_lab.plan import (
+    BOTH_FP32,
+    COMPILED,
+    FLASH_ATTENTION,
+    FORMATS,
+    LEVERS,
+    LIMITS,
+    OURS,
+    TUNED,
+    Experiment,
+    Family,
+    Plan,
+)
 from ddpm_lab.setting import DEFAULTS, Setup, each_choice
 
 DDPT = "ddpm_lab.model.peers:denoising_diffusion_pytorch"
@@ -81,6 +93,7 @@ def peers(
 
 def _against(ours: RunConfig, name: str, asked: Sequence[str], *, compiled: bool) -> Family:
     rows = [(peer, _as_it_comes(ours, peer)) for peer in asked]
+    rows += [(peer + FORMATS, _formatted(ours, peer)) for peer in asked]
     rows += [(peer + TUNED, _tuned(ours, peer)) for peer in asked]
     if compiled:
         whole = [(peer, dataclasses.replace(_tuned(ours, peer), compile="whole")) for peer in asked]
@@ -97,6 +110,7 @@ def _as_it_comes(ours: RunConfig, peer: str) -> RunConfig:
         precision="fp32",
         channels_last=False,
         kernels="aten",
+        freed_memory="default",
         compile="off",
         loader="packed",
         implementation="plain" if peer == PUBLISHED else "lab",
@@ -105,8 +119,13 @@ def _as_it_comes(ours: RunConfig, peer: str) -> RunConfig:
     )
 
 
+def _formatted(ours: RunConfig, peer: str) -> RunConfig:
+    """The same in number and memory format of this trainer: what two lines change."""
+    return dataclasses.replace(_as_it_comes(ours, peer), precision=ours.precision, channels_last=True)
+
+
 def _tuned(ours: RunConfig, peer: str) -> RunConfig:
-    """The same with what its users could change: precision, memory format, fused Adam, averages in one call.
+    """The same with all that its users could change: formats, fused Adam, averages in one call, freed memory kept.
 
     On a GPU it is compiled, and has flash attention if it offers that. On a CPU flash attention gives the same and is
     no faster: of eight steps in turn with eight without, on 2 cores in bf16 at batch 32, the median took 1.02 times as
@@ -114,11 +133,10 @@ def _tuned(ours: RunConfig, peer: str) -> RunConfig:
     """
     flash = ours.device == "cuda" and PEERS[peer] == DDPT
     return dataclasses.replace(
-        _as_it_comes(ours, peer),
-        precision=ours.precision,
-        channels_last=True,
+        _formatted(ours, peer),
         compile=ours.compile,
         loader=ours.loader,
+        freed_memory=ours.freed_memory,
         optimizer=OptimizerConfig(),
         read_loss=False,
         options=((FLASH_ATTENTION, True),) if flash else (),
@@ -128,9 +146,8 @@ def _tuned(ours: RunConfig, peer: str) -> RunConfig:
 def _sampling(ours: RunConfig, setup: Setup) -> Family:
     """A denoising step of ancestral sampling, beside the published code's sampler."""
     here = dataclasses.replace(ours, workload=SAMPLING, global_batch_size=SAMPLED, loader="packed")
-    published = dataclasses.replace(
-        here, precision="fp32", channels_last=False, kernels="aten", compile="off", implementation="plain"
-    )
+    plain: dict[str, Any] = {"precision": "fp32", "channels_last": False, "kernels": "aten", "freed_memory": "default"}
+    published = dataclasses.replace(here, compile="off", implementation="plain", **plain)
     name = f"{setup.family_name(SAMPLED)}{plan.SAMPLING}"
     return Family(name=name, baseline=here, baseline_label=OURS, candidates=((PUBLISHED, published),))
 
@@ -152,6 +169,7 @@ def _levers(ours: RunConfig, name: str, setup: Setup) -> Family:
     ]
     if fused:
         changes.insert(1, ("eager kernels", {"kernels": "aten"}))
+        changes.insert(2, ("freed memory given back", {"freed_memory": "default"}))
         changes.append(("compiled block by block, kernels not joined", {"kernels": "aten", "compile": "regional"}))
     if setup.device == "cuda":
         changes.insert(1, ("eager", {"compile": "off"}))

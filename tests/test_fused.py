@@ -104,7 +104,7 @@ def test_layer_norm(dtype: torch.dtype, added: bool, shape: tuple[int, ...]) -> 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", fused.HEAD_WIDTHS)
-@pytest.mark.parametrize(("count", "length", "heads"), [(2, 37, 3), (1, 1, 1), (3, 64, 4)])
+@pytest.mark.parametrize(("count", "length", "heads"), [(2, 37, 3), (1, 1, 1), (3, 64, 4), (1, 100, 2)])
 def test_linear_attention(dtype: torch.dtype, width: int, count: int, length: int, heads: int) -> None:
     def apart(qkv: Tensor) -> Tensor:
         q, k, v = (part.view(count, length, heads, width).transpose(1, 2) for part in qkv.chunk(3, dim=-1))
@@ -119,6 +119,19 @@ def test_linear_attention(dtype: torch.dtype, width: int, count: int, length: in
         torch.testing.assert_close(fused.linear_attention(qkv, heads), apart(qkv), rtol=2e-2, atol=1e-5)
 
 
+def test_keys_that_grow_from_position_to_position_are_summed_as_one() -> None:
+    """Sums of exponentials are relative to the largest key so far, which here is another one in every tile."""
+    qkv = values(2, 130, 3 * 2 * 16, dtype=torch.float32).detach()
+    qkv[..., 32:64] += torch.linspace(-60, 60, 130)[:, None]
+
+    def apart(qkv: Tensor) -> Tensor:
+        q, k, v = (part.view(2, 130, 2, 16).transpose(1, 2) for part in qkv.chunk(3, dim=-1))
+        out: Tensor = (q.softmax(-1) / 4 @ (k.softmax(-2).transpose(-1, -2) @ v)).transpose(1, 2).flatten(2)
+        return out
+
+    check(lambda x: fused.linear_attention(x, 2), apart, [qkv.requires_grad_()])
+
+
 def test_extreme_values_stay_finite_and_nan_is_not_hidden() -> None:
     norm = nn.GroupNorm(1, 4)
     x = torch.tensor([-1e4, -100.0, 100.0, 1e4]).reshape(1, 4, 1, 1).expand(1, 4, 2, 2)
@@ -131,12 +144,14 @@ def test_extreme_values_stay_finite_and_nan_is_not_hidden() -> None:
 
 def test_the_result_does_not_depend_on_the_number_of_threads() -> None:
     x, norm = torch.randn(5, 16, 9, 9), nn.GroupNorm(4, 16)
+    qkv = torch.randn(1, 70, 3 * 3 * 16)  # one image: with two threads each head is taken apart
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        one = fused.group_norm(x, norm)
+        one, attended = fused.group_norm(x, norm), fused.linear_attention(qkv, 3)
         torch.set_num_threads(2)
         assert torch.equal(fused.group_norm(x, norm), one)
+        assert torch.equal(fused.linear_attention(qkv, 3), attended)
     finally:
         torch.set_num_threads(before)
 

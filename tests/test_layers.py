@@ -38,6 +38,7 @@ ROWS = (
     # measure: what runs it and times it
     (
         "measure.code_version",
+        "measure.freed_memory",
         "measure.hardware",
         "measure.measuring_lock",
         "measure.meeting",
@@ -166,7 +167,7 @@ TORCH = {
     *("model.gradient_check", "model.wrong_ways"),
     "planted",
     *("data.dataset_loader", "data.draws", "data.loader", "data.pixels", "data.resident", "data.still", "data.uploads"),
-    *("measure.meeting", "measure.phases", "measure.profiling", "measure.rank"),
+    *("measure.meeting", "measure.freed_memory", "measure.phases", "measure.profiling", "measure.rank"),
 }
 EXPLAINING = {"pandas", "scipy", "matplotlib", "seaborn", "papermill", "nbconvert", "nbformat", "IPython"}
 FILES = {

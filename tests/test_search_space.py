@@ -71,7 +71,7 @@ def test_settings_are_held_to_some_values_and_the_first_is_where_it_sets_out() -
     [
         (
             {"only": {"speed": ["all"]}},
-            "only is 'speed': choose one of precision, memory, compile, ranks, loader, batch",
+            "only is 'speed': choose one of precision, memory, compile, freed_memory, ranks, loader, batch",
         ),
         (
             {"only": {"precision": ["fp16"]}},
@@ -86,7 +86,7 @@ def test_settings_are_held_to_some_values_and_the_first_is_where_it_sets_out() -
         (
             {
                 "only": {n: [1] for n in ("ranks",)}
-                | {"precision": ["fp32"], "memory": ["nchw"], "compile": ["off"]}
+                | {"precision": ["fp32"], "memory": ["nchw"], "compile": ["off"], "freed_memory": ["default"]}
                 | {"loader": ["packed"], "batch": [8]}
             },
             "nothing is left to be searched",

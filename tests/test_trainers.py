@@ -9,7 +9,7 @@ import pytest
 import setups
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.plan import BOTH_FP32, FLASH_ATTENTION, LEVERS, LIMITS, SAMPLING, Family
+from ddpm_lab.plan import BOTH_FP32, COMPILED, FLASH_ATTENTION, FORMATS, LEVERS, LIMITS, SAMPLING, TUNED, Family
 from ddpm_lab.setting import DEFAULTS, Setup
 from ddpm_lab.trainers import PARTS, PEERS, PUBLISHED, peers
 
@@ -25,16 +25,18 @@ def family(end: str, **changes: Any) -> Family:
 
 def test_others_come_as_they_are_and_tuned_on_equal_batches_with_equal_objective() -> None:
     found = peers(setup(preset="quick")).families[0]
-    assert [label for label, _ in found.candidates] == [*PEERS, *(f"{peer}, tuned" for peer in PEERS)]
+    steps = ("", FORMATS, TUNED)
+    assert [label for label, _ in found.candidates] == [peer + step for step in steps for peer in PEERS]
     for name, config in found.candidates:
         assert config.global_batch_size == found.baseline.global_batch_size == 32
         assert config.diffusion == found.baseline.diffusion
-        assert (config.precision, config.channels_last) == (("bf16", True) if "tuned" in name else ("fp32", False))
+        assert (config.precision, config.channels_last) == (("fp32", False) if name in PEERS else ("bf16", True))
+        assert (config.freed_memory == "kept") == ("tuned" in name)
         assert config.read_loss == ("tuned" not in name)
         assert config.optimizer.adam == ("fused" if "tuned" in name else "loop")
         assert config.optimizer.ema == ("foreach" if "tuned" in name else "loop")
         assert config.option(FLASH_ATTENTION, None) is None
-        assert config.workload == PEERS[name.removesuffix(", tuned")]
+        assert config.workload == PEERS[name.removesuffix(TUNED).removesuffix(FORMATS)]
         assert (config.implementation == "plain") == (PUBLISHED in name)
 
 
@@ -76,7 +78,7 @@ def test_both_in_fp32_differ_in_nothing_but_how_the_step_is_computed() -> None:
     ((_, other),) = found.candidates
     assert (found.baseline.precision, other.precision) == ("fp32", "fp32")
     changed = set(found.baseline.differences(other))
-    assert changed == {"channels_last", "kernels", "implementation", "read_loss", "optimizer"}
+    assert changed == {"channels_last", "kernels", "freed_memory", "implementation", "read_loss", "optimizer"}
 
 
 @pytest.mark.parametrize(("device", "gpus"), [("cpu", 0), ("cuda", 2)])
@@ -113,7 +115,9 @@ def test_limits_are_peaks_in_the_precision_of_the_trainer() -> None:
 def test_parts_and_trainers_can_be_chosen() -> None:
     assert len(peers(setup(), parts=PARTS).families) == len(PARTS)
     (found,) = peers(setup(), parts=["peers"], trainers=["diffusers"]).families
-    assert [label for label, _ in found.candidates] == ["diffusers", "diffusers, tuned", "diffusers, tuned, compiled"]
+    assert [label for label, _ in found.candidates] == [
+        "diffusers" + end for end in ("", FORMATS, TUNED, TUNED + COMPILED)
+    ]
 
 
 @pytest.mark.parametrize("part", ["fp32", "sampling"])

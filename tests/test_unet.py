@@ -201,6 +201,24 @@ def test_seed_block_against_a_plain_implementation(outputs: int) -> None:
     agree(block(x, embedding), np.stack(expected))
 
 
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("size", [16, 72])
+def test_what_is_fastest_on_a_cpu_computes_the_same(name: str, size: int) -> None:
+    """Joined kernels, joined upsampling, and attention by products and, of 324 tokens, by torch's own kernel."""
+    plain, fast = UNet(SMALL[name]), UNet(replace(SMALL[name], fused=True))
+    randomise(plain)
+    fast.load_state_dict(plain.state_dict())
+    x, t = torch.randn(2, 3, size, size), torch.rand(2) * 1000
+    found = []
+    for network in (plain, fast):
+        output = network.to(memory_format=torch.channels_last)(x, t)
+        (output.square().mean() / output.detach().square().mean()).backward()
+        found.append([output.detach(), *(p.grad for p in network.parameters() if p.grad is not None)])
+    whole = math.sqrt(sum(float(g.square().sum()) for g in found[0][1:]))
+    for expected, actual in zip(*found, strict=True):
+        assert float((actual - expected).norm()) < 1e-5 * max(float(expected.norm()), 0.05 * whole)
+
+
 def test_the_slip_changes_the_network() -> None:
     x, t = inputs()
     right = UNet(SMALL["seed"])

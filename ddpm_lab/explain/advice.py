@@ -24,7 +24,7 @@ NOT_RESOLVED, NOT_MEASURED = stats.NOT_RESOLVED, "not measured"
 _TIERS = {FASTER: 0, DERIVED: 0, BOUND: 1, NOT_RESOLVED: 2, NOT_MEASURED: 3}
 SLOWER, WORSE, NO_GAIN, FAILED = stats.SLOWER, "worse quality", "no gain", "failed"
 
-_BESIDE = {"precision", "loader", "loader_workers", "compile", "kernels"}
+_BESIDE = {"precision", "loader", "loader_workers", "compile", "kernels", "freed_memory"}
 """In which another baseline may differ for what was measured from it to be worth telling."""
 
 

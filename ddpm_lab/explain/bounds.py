@@ -22,6 +22,7 @@ ACTS_ON = {
     "exchange": ("communication",),
     "optimizer": ("optimizer", "EMA"),
     **dict.fromkeys(("precision", "compile", "kernels", "channels_last"), _COMPUTE),
+    "freed_memory": ("data", *_COMPUTE, "optimizer", "EMA"),
 }
 """Phases that a setting can make shorter: what it gains is at most what they take."""
 

@@ -17,6 +17,7 @@ _TITLES: dict[str, Callable[[Any], str]] = {
     "precision": lambda kind: f"train in {kind}",
     "compile": lambda how: "switch torch.compile off" if how == "off" else "compile the step",
     "kernels": lambda kind: "use the joined kernels" if kind == "fused" else "use torch's own kernels",
+    "freed_memory": lambda kind: "keep freed memory" if kind == "kept" else "give freed memory back",
     "global_batch_size": lambda batch: f"use batches of {phrases.plural(batch, 'image')}",
     "world_size": lambda ranks: f"train with {phrases.plural(ranks, 'rank')}",
     "channels_last": lambda _: "use the channels_last memory format",

@@ -183,7 +183,8 @@ def _quality(rows: list[Row], why: str) -> Judged:
 
 def preserves(e: Evidence) -> Judged:
     """What was optimised and is no batch: precision, compiling, ranks, loader workers."""
-    free = {"precision", "compile", "compile_mode", "kernels", "world_size", "nodes", "loader", "loader_workers"}
+    free = {"precision", "compile", "compile_mode", "kernels", "freed_memory"}
+    free |= {"world_size", "nodes", "loader", "loader_workers"}
     rows = [r for r in e.rows("quality", "workers") if r["config"].differences(r["base"]).keys() <= free]
     return _quality(rows, "held-out loss, paired by seed: of these settings, this network and these images")
 

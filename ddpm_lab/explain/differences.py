@@ -14,7 +14,7 @@ from ddpm_lab.record import RunRecord
 
 HOW = (
     *("device", "world_size", "nodes", "oversubscribe", "threads", "accumulation", "precision", "channels_last"),
-    *("compile", "compile_mode", "implementation", "kernels", "optimizer.adam", "optimizer.ema"),
+    *("compile", "compile_mode", "implementation", "kernels", "freed_memory", "optimizer.adam", "optimizer.ema"),
     *("loader", "loader_workers", "read_loss"),
     *("exchange.bucket_view", "exchange.static_graph", "exchange.bucket_mb", "exchange.hook", "exchange.nccl"),
 )

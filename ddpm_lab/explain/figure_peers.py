@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import limits, peers, phrases, quality
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.plan import SAMPLING, TUNED
+from ddpm_lab.plan import SAMPLING
 
 _ROW, _VERSUS = 0.6, 2.75  # inches for a row, and for what stands beside it
 
@@ -22,7 +22,7 @@ def figure(study: Study, title: str) -> Figure | None:
     rows = [r for r in peers.rows(study) if r["sets"]]
     if not rows:
         return None
-    rows = sorted(rows, key=lambda r: (not peers.is_peer(r), TUNED in r["name"], -r["ratio"]))
+    rows = sorted(rows, key=lambda r: (not peers.is_peer(r), peers.step_of(r), -r["ratio"]))
     note = "Time of the other trainer for equal images divided by this trainer's, with 95 % interval over sets. "
     base = peers.own(study)
     if base is not None:

@@ -29,7 +29,7 @@ from ddpm_lab.explain import (
 )
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, QUALITY, Row, comparisons, resolved
 from ddpm_lab.explain.frames import ALL_REDUCE, CLAIMS, RECOMMENDATION, Study, once
-from ddpm_lab.plan import LIMITS, TUNED, WHOLE_QUESTION, WITH_TRIALS
+from ddpm_lab.plan import FORMATS, LIMITS, TUNED, WHOLE_QUESTION, WITH_TRIALS
 
 FAILED = "failed"
 ANSWERED = "answered"
@@ -152,7 +152,8 @@ def _alone(study: Study, others: Sequence[Row], ending: str) -> Finding | None:
     """Of this trainer beside others, where these cannot run here, or where nothing but the machine was asked for."""
     rivals = [r for r in others if not r["family"].startswith(LIMITS)]
     peaks = f"Peaks of this machine: {known}" if (known := limits.peaks(study)) else ""
-    away = [str(r["label"]) for r in rivals if r["status"] == "unsupported" and not r["label"].endswith(TUNED)]
+    unable = [str(r["label"]) for r in rivals if r["status"] == "unsupported"]
+    away = [label for label in unable if not label.endswith((TUNED, FORMATS))]
     if away and all(r["status"] in ("unsupported", "left out") for r in rivals):
         told = " ".join(text for text in (peers.evidence(study), f"{peaks}." if peaks else "") if text)
         short = f"No other trainer can run here: {phrases.joined(list(dict.fromkeys(away)))}"

@@ -15,7 +15,7 @@ from ddpm_lab.config import DDPM
 from ddpm_lab.explain import limits, phrases, stats
 from ddpm_lab.explain.comparisons import Row, comparisons, resolved
 from ddpm_lab.explain.frames import Study, rank_zero
-from ddpm_lab.plan import BOTH_FP32, LEVERS, LIMITS, OURS, SAMPLING, TUNED
+from ddpm_lab.plan import BOTH_FP32, FORMATS, LEVERS, LIMITS, OURS, SAMPLING, TUNED
 from ddpm_lab.record import RunRecord
 
 EXPERIMENT = "peers"
@@ -94,6 +94,11 @@ def is_peer(row: Mapping[str, Any]) -> bool:
     return bool(row["sets"]) and BOTH_FP32 not in row["name"] and SAMPLING not in row["name"]
 
 
+def step_of(row: Mapping[str, Any]) -> int:
+    """How far a trainer was tuned: 0 as it comes, 1 in this trainer's formats, 2 all that its users could change."""
+    return 2 if TUNED in row["name"] else int(FORMATS in row["name"])
+
+
 def _turned(row: Row) -> Row:
     words = {stats.FASTER: stats.SLOWER, stats.SLOWER: stats.FASTER}
     return {
@@ -128,14 +133,15 @@ def evidence(study: Study) -> str:
     told, base = [], own(study)
     measured = [r for r in rows(study) if r["sets"]]
     for words, chosen in (
-        ("As they come", [r for r in measured if is_peer(r) and TUNED not in r["name"]]),
-        ("Tuned", [r for r in measured if TUNED in r["name"]]),
+        ("As they come", [r for r in measured if is_peer(r) and step_of(r) == 0]),
+        ("Given bf16 and channels_last", [r for r in measured if step_of(r) == 1]),
+        ("Tuned", [r for r in measured if step_of(r) == 2]),
         ("Both in fp32", [r for r in measured if BOTH_FP32 in r["name"]]),
         ("Sampling", [r for r in measured if SAMPLING in r["name"]]),
     ):
         if chosen:
             listed = [
-                f"{phrases.ratio(r)} times {r['label'].replace(TUNED, '')}"
+                f"{phrases.ratio(r)} times {r['label'].replace(TUNED, '').replace(FORMATS, '')}"
                 f"{'' if words in ('Both in fp32', 'Sampling') else _elsewhere(r, base)} ({phrases.evidence(r)})"
                 for r in chosen
             ]

@@ -164,6 +164,7 @@ def settings(config: RunConfig) -> str:
     compiled = ["compiled"] * (config.compile != "off")
     lab = not config.is_own
     forms = ["NCHW"] * (lab and not config.channels_last) + ["joined kernels"] * (lab and config.kernels == "fused")
+    forms += ["freed memory kept"] * (config.freed_memory == "kept")
     return ", ".join([plural(config.world_size, unit), *formats, *compiled, *forms, *loads])
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ddpm_lab.exchange_settings import NCCL
 from ddpm_lab.measure.code_version import astray, unlisted
+from ddpm_lab.measure.freed_memory import freed_memory_seen, keep_freed_memory
 from ddpm_lab.measure.meeting import store_at
 from ddpm_lab.measure.phases import UNNAMED, PhaseClock, mean
 from ddpm_lab.measure.plain import make_workload
@@ -76,6 +77,8 @@ class Rank:
         # NCCL reads its settings when a group's first communicator is made.
         os.environ.update({**self.job.environment, **NCCL[config.exchange.nccl]})
         torch.set_num_threads(self.job.threads)
+        if config.freed_memory == "kept":
+            keep_freed_memory()
         torch.manual_seed(config.seed)
         self.cuda = config.device == "cuda"
         self.device = f"cuda:{self._device_index()}" if self.cuda else "cpu"
@@ -214,6 +217,7 @@ class Rank:
             "cuda": torch.version.cuda if self.cuda else None,
             "threads": torch.get_num_threads(),
             "threads_wait": {name: os.environ.get(name) for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")},
+            "freed_memory": freed_memory_seen(),
             "unlisted_modules": unlisted(self.job.modules),
             **({"astray_modules": astray(self.job.tree.apart)} if self.job.tree else {}),
             **self.workload.witness(),

@@ -41,6 +41,8 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
         "exchange_hook": config.exchange.hook,
         "nccl": config.exchange.nccl,
         FLASH_ATTENTION: config.option(FLASH_ATTENTION, False),
+        # Where nothing is asked for, whatever the C library does is meant: one may have been put in its place.
+        **({"freed_memory": "kept"} if config.freed_memory == "kept" else {}),
         **({"threads": config.threads} if config.threads else {}),
     }
     if gone_past := _gone_past(config, ranks):

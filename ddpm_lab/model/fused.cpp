@@ -49,6 +49,48 @@ inline float exponential(float x) {
 }
 inline float sigmoid(float z) { return 1.0f / (1.0f + exponential(-z)); }
 
+// Sixteen numbers at once, however many registers that takes on this processor. Left to itself the compiler takes sums
+// and largest values over channels apart, lane by lane.
+typedef float Lanes __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t Whole __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
+inline Lanes& lanes(float* p) { return *reinterpret_cast<Lanes*>(p); }
+inline const Lanes& lanes(const float* p) { return *reinterpret_cast<const Lanes*>(p); }
+inline Lanes load16(const float* p) { return lanes(p); }
+inline Lanes load16(const bfloat16* p) {
+  return (Lanes)(__builtin_convertvector(*reinterpret_cast<const Halves*>(p), Whole) << 16);
+}
+inline void store16(float* p, Lanes v) { lanes(p) = v; }
+inline void store16(bfloat16* p, Lanes v) {
+  const Whole u = (Whole)v;
+  *reinterpret_cast<Halves*>(p) = __builtin_convertvector((u + 0x7fff + ((u >> 16) & 1)) >> 16, Halves);
+}
+inline Lanes exponential(Lanes x) {
+  x = x < -87.0f ? Lanes{} - 87.0f : x;
+  Lanes n = x * 1.44269504f + 12582912.0f;
+  const Whole bits = (Whole)n;
+  n -= 12582912.0f;
+  const Lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Lanes p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  return p * (Lanes)((bits << 23) + 0x3f800000);
+}
+// The lanes joined in pairs, four times.
+template <typename F>
+inline float joined(Lanes v, F&& join) {
+  v = join(v, __builtin_shuffle(v, Whole{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
+  v = join(v, __builtin_shuffle(v, Whole{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
+  v = join(v, __builtin_shuffle(v, Whole{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));
+  v = join(v, __builtin_shuffle(v, Whole{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}));
+  return v[0];
+}
+inline float sum16(Lanes v) { return joined(v, [](Lanes a, Lanes b) { return a + b; }); }
+inline float max16(Lanes v) { return joined(v, [](Lanes a, Lanes b) { return a > b ? a : b; }); }
+
 // Mean and 1 / standard deviation of each channel's group. Every channel is summed relative to its first pixel, and the
 // channels are joined as in Chan et al. 1979, so that a large mean costs no digits.
 template <typename T>
@@ -249,190 +291,226 @@ void layer_backward(const T* dy, const T* x, const float* gain, const float* mea
   }
 }
 
-// Softmax over the channels of one query, divided by sqrt(D).
-template <typename T, int D>
-inline void queries(const T* q, float* row) {
-  float top = load(q), sum = 0.0f;
-#pragma omp simd reduction(max : top)
-  for (int d = 0; d < D; ++d) top = std::max(top, load(q + d));
-#pragma omp simd reduction(+ : sum)
-  for (int d = 0; d < D; ++d) {
-    row[d] = exponential(load(q + d) - top);
-    sum += row[d];
-  }
-  const float factor = 1.0f / (sum * std::sqrt(static_cast<float>(D)));
-#pragma omp simd
-  for (int d = 0; d < D; ++d) row[d] *= factor;
-}
+// Tokens are taken TILE at a time, so that what is computed of them stays in the first cache, and all heads of a tile
+// before the next one: a token's heads lie side by side, and a head alone would use two cache lines of every twelve.
+constexpr int TILE = 32;
+template <int D>
+using Tile = float[TILE][D];
+template <int D>
+using Square = float[D][D];
 
-// Tokens are taken BLOCK at a time, so that a row of a context is loaded once for all of them.
-constexpr int BLOCK = 8;
-
-// Rows of a block: f(row index, address of the row), and zeros for the rows beyond the last token.
+// Rows of a tile: f(row index, address of the row), and zeros for the rows beyond the last token.
 template <int D, typename F>
-inline void rows(float (*out)[D], int count, F&& f) {
-  for (int j = 0; j < BLOCK; ++j) {
-    if (j < count) {
-      f(j, out[j]);
-    } else {
-      for (int d = 0; d < D; ++d) out[j][d] = 0.0f;
-    }
-  }
+inline void rows(Tile<D>& out, int count, F&& f) {
+  for (int j = 0; j < count; ++j) f(j, out[j]);
+  if (count < TILE) std::memset(out[count], 0, sizeof(float) * D * (TILE - count));
 }
 
-// context += a^T b over the rows of a block.
-template <int D>
-inline void outer(const float (*a)[D], const float (*b)[D], float (*context)[D]) {
-  for (int d = 0; d < D; ++d) {
-#pragma omp simd
-    for (int e = 0; e < D; ++e) {
-      float sum = context[d][e];
+// out = m1 m2 with sixteen sums in registers at a time, of K terms each; first(i, k) is an element of m1.
+template <int D, int K, bool ADD, typename F>
+inline void product(int height, F&& first, const float (*m2)[D], float (*out)[D]) {
+  constexpr int V = D / 16, R = 16 / V < 8 ? 16 / V : 8;
+  for (int i = 0; i < height; i += R) {
+    Lanes sums[R][V];
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) sums[r][v] = ADD ? lanes(out[i + r] + 16 * v) : Lanes{};
+    for (int k = 0; k < K; ++k)
 #pragma GCC unroll 8
-      for (int j = 0; j < BLOCK; ++j) sum += a[j][d] * b[j][e];
-      context[d][e] = sum;
-    }
-  }
-}
-
-// out = a m for the rows of a block.
-template <int D>
-inline void times(const float (*a)[D], const float (*m)[D], float (*out)[D]) {
-  for (int j = 0; j < BLOCK; j += 4) {
-    float sums[4][D] = {};
-    for (int d = 0; d < D; ++d) {
+      for (int r = 0; r < R; ++r) {
+        const float factor = first(i + r, k);
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        const float factor = a[j + i][d];
-#pragma omp simd
-        for (int e = 0; e < D; ++e) sums[i][e] += factor * m[d][e];
+        for (int v = 0; v < V; ++v) sums[r][v] += factor * lanes(m2[k] + 16 * v);
       }
-    }
-    std::memcpy(out[j], sums, sizeof sums);
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) lanes(out[i + r] + 16 * v) = sums[r][v];
   }
 }
 
-// Linear attention (Shen et al. 2021) of one head, from tokens (L, stride) that hold D queries, keys and values at the
-// given addresses: out = softmax_channels(q) / sqrt(D) times softmax_positions(k)^T v. top and sum are the keys' (D,).
+// square += a^T b over the rows of a tile.
+template <int D>
+inline void outer(const Tile<D>& a, const Tile<D>& b, Square<D>& square) {
+  product<D, TILE, true>(D, [&](int d, int j) { return a[j][d]; }, b, square);
+}
+
+// out = a m for the rows of a tile.
+template <int D>
+inline void times(const Tile<D>& a, const Square<D>& m, Tile<D>& out) {
+  product<D, D, false>(TILE, [&](int j, int d) { return a[j][d]; }, m, out);
+}
+
+// Asks for the row of a later tile: the processor does not guess that far across the other heads.
+template <int D, typename T>
+inline void ahead(const T* row) {
+  for (int d = 0; d < D; d += 64 / sizeof(T)) __builtin_prefetch(row + d);
+}
+
+// A tile as it lies in memory.
+template <int D, typename T>
+inline void read(const T* from, int64_t stride, int count, Tile<D>& out) {
+  rows<D>(out, count, [&](int j, float* row) {
+    ahead<D>(from + (j + TILE) * stride);
+    for (int d = 0; d < D; d += 16) lanes(row + d) = load16(from + j * stride + d);
+  });
+}
+
+// Linear attention (Shen et al. 2021) of H heads of one image, from tokens (L, stride) whose queries, keys and values
+// of all heads lie side by side: out = softmax_channels(q) / sqrt(D) times softmax_positions(k)^T v. Left for the
+// backward pass are the keys' largest values and sums of exponentials, top and sum (H, D), contexts (H, D, D), which are
+// softmax(k)^T v, and levels (H, L, 2): exp(q - first) * second is the softmax of a query divided by sqrt(D).
 template <typename T, int D>
-void attend(const T* q, const T* k, const T* v, T* out, int64_t L, int64_t stride, int64_t out_stride, float* top,
-            float* sum) {
-  float context[D][D] = {}, key[BLOCK][D], value[BLOCK][D];
-  for (int d = 0; d < D; ++d) { top[d] = load(k + d); sum[d] = 0.0f; }
-  for (int64_t l = 1; l < L; ++l)
-#pragma omp simd
-    for (int d = 0; d < D; ++d) {
-      const float x = load(k + l * stride + d);
-      top[d] = x > top[d] ? x : top[d];
-    }
-  for (int64_t l = 0; l < L; l += BLOCK) {
-    const int count = static_cast<int>(std::min<int64_t>(BLOCK, L - l));
-    rows<D>(key, count, [&](int j, float* row) {
-#pragma omp simd
-      for (int d = 0; d < D; ++d) {
-        row[d] = exponential(load(k + (l + j) * stride + d) - top[d]);
-        sum[d] += row[d];
+void attend(const T* q, const T* k, const T* v, T* out, int64_t L, int64_t H, int64_t stride, int64_t out_stride,
+            float* top, float* sum, float* contexts, float* levels) {
+  Tile<D> key, value;
+  std::fill(contexts, contexts + H * D * D, 0.0f);
+  std::fill(sum, sum + H * D, 0.0f);
+  for (int64_t c = 0; c < H * D; ++c) top[c] = load(k + c);
+  for (int64_t l = 0; l < L; l += TILE) {
+    const int count = static_cast<int>(std::min<int64_t>(TILE, L - l));
+    for (int64_t h = 0; h < H; ++h) {
+      Square<D>& context = reinterpret_cast<Square<D>*>(contexts)[h];
+      float *most = top + h * D, *total = sum + h * D;
+      read<D>(v + l * stride + h * D, stride, count, value);
+      read<D>(k + l * stride + h * D, stride, count, key);
+      for (int d = 0; d < D; d += 16) {
+        Lanes now = lanes(most + d);
+        for (int j = 0; j < count; ++j) now = lanes(key[j] + d) > now ? lanes(key[j] + d) : now;
+        // Where it is larger than any before, what was summed is relative to the old one.
+        const Lanes factor = exponential(lanes(most + d) - now);
+        Lanes all = lanes(total + d) * factor;
+        lanes(most + d) = now;
+        for (int j = 0; j < count; ++j) {
+          lanes(key[j] + d) = exponential(lanes(key[j] + d) - now);
+          all += lanes(key[j] + d);
+        }
+        lanes(total + d) = all;
+        if (sum16(factor) != 16.0f)
+          for (int i = 0; i < 16; ++i)
+            for (int e = 0; e < D; e += 16) lanes(context[d + i] + e) *= factor[i];
       }
-    });
-    rows<D>(value, count, [&](int j, float* row) {
-#pragma omp simd
-      for (int d = 0; d < D; ++d) row[d] = load(v + (l + j) * stride + d);
-    });
-    outer<D>(key, value, context);
+      if (count < TILE) std::memset(key[count], 0, sizeof(float) * D * (TILE - count));
+      outer<D>(key, value, context);
+    }
   }
-  for (int d = 0; d < D; ++d)
-#pragma omp simd
-    for (int e = 0; e < D; ++e) context[d][e] /= sum[d];
-  for (int64_t l = 0; l < L; l += BLOCK) {
-    const int count = static_cast<int>(std::min<int64_t>(BLOCK, L - l));
-    rows<D>(key, count, [&](int j, float* row) { queries<T, D>(q + (l + j) * stride, row); });
-    times<D>(key, context, value);
-    for (int j = 0; j < count; ++j)
-#pragma omp simd
-      for (int e = 0; e < D; ++e) store(out + (l + j) * out_stride + e, value[j][e]);
+  for (int64_t c = 0; c < H * D; ++c)
+    for (int e = 0; e < D; ++e) contexts[c * D + e] /= sum[c];
+  for (int64_t l = 0; l < L; l += TILE) {
+    const int count = static_cast<int>(std::min<int64_t>(TILE, L - l));
+    for (int64_t h = 0; h < H; ++h) {
+      read<D>(q + l * stride + h * D, stride, count, key);
+      for (int j = 0; j < count; ++j) {
+        Lanes most = lanes(key[j]), total = {};
+        for (int d = 16; d < D; d += 16) most = lanes(key[j] + d) > most ? lanes(key[j] + d) : most;
+        const float least = max16(most);
+        for (int d = 0; d < D; d += 16) total += lanes(key[j] + d) = exponential(lanes(key[j] + d) - least);
+        const float factor = 1.0f / (sum16(total) * std::sqrt(static_cast<float>(D)));
+        float* level = levels + 2 * (h * L + l + j);
+        level[0] = least;
+        level[1] = factor;
+        for (int d = 0; d < D; d += 16) lanes(key[j] + d) *= factor;
+      }
+      times<D>(key, reinterpret_cast<const Square<D>*>(contexts)[h], value);
+      for (int j = 0; j < count; ++j)
+        for (int e = 0; e < D; e += 16) store16(out + (l + j) * out_stride + h * D + e, lanes(value[j] + e));
+    }
   }
 }
 
 // The gradients of attend, written where q, k and v stand in an array of the same shape.
 template <typename T, int D>
-void attend_backward(const T* dout, const T* q, const T* k, const T* v, T* dq, T* dk, T* dv, int64_t L, int64_t stride,
-                     int64_t out_stride, const float* top, const float* sum) {
-  float context[D][D] = {}, d_context[D][D] = {}, turned[D][D], d_turned[D][D], inner[D] = {}, share[D];
-  float query[BLOCK][D], key[BLOCK][D], value[BLOCK][D], grad[BLOCK][D];
-  float d_query[BLOCK][D], d_key[BLOCK][D], d_value[BLOCK][D];
-  for (int d = 0; d < D; ++d) share[d] = 1.0f / sum[d];
-  auto read = [&](int64_t l, int count) {
-    rows<D>(query, count, [&](int j, float* row) { queries<T, D>(q + (l + j) * stride, row); });
-    rows<D>(key, count, [&](int j, float* row) {
-#pragma omp simd
-      for (int d = 0; d < D; ++d) row[d] = exponential(load(k + (l + j) * stride + d) - top[d]) * share[d];
+void attend_backward(const T* dout, const T* q, const T* k, const T* v, T* dq, T* dk, T* dv, int64_t L, int64_t H,
+                     int64_t stride, int64_t out_stride, const float* top, const float* sum, const float* contexts,
+                     const float* levels) {
+  struct Head { Square<D> d_context, d_turned, turned; float inner[D], share[D]; };
+  std::vector<Head> heads(H);
+  Tile<D> query, key, value, grad, d_query, d_key, d_value;
+  auto queries = [&](int64_t l, int64_t h, int count) {
+    rows<D>(query, count, [&](int j, float* row) {
+      const float *level = levels + 2 * (h * L + l + j), least = level[0], factor = level[1];
+      const T* from = q + (l + j) * stride + h * D;
+      ahead<D>(from + TILE * stride);
+      for (int d = 0; d < D; d += 16) lanes(row + d) = exponential(load16(from + d) - least) * factor;
     });
-    rows<D>(value, count, [&](int j, float* row) {
-#pragma omp simd
-      for (int d = 0; d < D; ++d) row[d] = load(v + (l + j) * stride + d);
-    });
-    rows<D>(grad, count, [&](int j, float* row) {
-#pragma omp simd
-      for (int d = 0; d < D; ++d) row[d] = load(dout + (l + j) * out_stride + d);
-    });
+    read<D>(dout + l * out_stride + h * D, out_stride, count, grad);
   };
-  for (int64_t l = 0; l < L; l += BLOCK) {
-    read(l, static_cast<int>(std::min<int64_t>(BLOCK, L - l)));
-    outer<D>(key, value, context);
-    outer<D>(query, grad, d_context);
-  }
-  for (int d = 0; d < D; ++d)
-    for (int e = 0; e < D; ++e) {
-      turned[e][d] = context[d][e];
-      d_turned[e][d] = d_context[d][e];
-      inner[d] += context[d][e] * d_context[d][e];  // sum over positions of key times its gradient
+  for (int64_t l = 0; l < L; l += TILE)
+    for (int64_t h = 0; h < H; ++h) {
+      queries(l, h, static_cast<int>(std::min<int64_t>(TILE, L - l)));
+      outer<D>(query, grad, heads[h].d_context);
     }
-  for (int64_t l = 0; l < L; l += BLOCK) {
-    const int count = static_cast<int>(std::min<int64_t>(BLOCK, L - l));
-    read(l, count);
-    times<D>(grad, turned, d_query);
-    times<D>(value, d_turned, d_key);
-    times<D>(key, d_context, d_value);
-    for (int j = 0; j < count; ++j) {
-      float along = 0.0f;
-#pragma omp simd reduction(+ : along)
-      for (int d = 0; d < D; ++d) along += query[j][d] * d_query[j][d];
-      along *= std::sqrt(static_cast<float>(D));  // the query holds the factor 1 / sqrt(D) once too often
-      const int64_t at = (l + j) * stride;
-#pragma omp simd
-      for (int d = 0; d < D; ++d) {
-        store(dq + at + d, query[j][d] * (d_query[j][d] - along));
-        store(dk + at + d, key[j][d] * (d_key[j][d] - inner[d]));
-        store(dv + at + d, d_value[j][d]);
+  for (int64_t h = 0; h < H; ++h) {
+    Head& head = heads[h];
+    const Square<D>& context = reinterpret_cast<const Square<D>*>(contexts)[h];
+    for (int d = 0; d < D; ++d) {
+      head.share[d] = 1.0f / sum[h * D + d];
+      for (int e = 0; e < D; ++e) {
+        head.turned[e][d] = context[d][e];
+        head.d_turned[e][d] = head.d_context[d][e];
+        head.inner[d] += context[d][e] * head.d_context[d][e];  // sum over positions of key times its gradient
+      }
+    }
+  }
+  for (int64_t l = 0; l < L; l += TILE) {
+    const int count = static_cast<int>(std::min<int64_t>(TILE, L - l));
+    for (int64_t h = 0; h < H; ++h) {
+      const Head& head = heads[h];
+      const int64_t at = l * stride + h * D;
+      const float* most = top + h * D;
+      queries(l, h, count);
+      rows<D>(key, count, [&](int j, float* row) {
+        ahead<D>(k + at + (j + TILE) * stride);
+        for (int d = 0; d < D; d += 16)
+          lanes(row + d) = exponential(load16(k + at + j * stride + d) - lanes(most + d)) * lanes(head.share + d);
+      });
+      read<D>(v + at, stride, count, value);
+      times<D>(grad, head.turned, d_query);
+      times<D>(value, head.d_turned, d_key);
+      times<D>(key, head.d_context, d_value);
+      for (int j = 0; j < count; ++j) {
+        Lanes sums = {};
+        for (int d = 0; d < D; d += 16) sums += lanes(query[j] + d) * lanes(d_query[j] + d);
+        // The query holds the factor 1 / sqrt(D) once too often.
+        const float along = sum16(sums) * std::sqrt(static_cast<float>(D));
+        const int64_t token = at + j * stride;
+        for (int d = 0; d < D; d += 16) {
+          store16(dq + token + d, lanes(query[j] + d) * (lanes(d_query[j] + d) - along));
+          store16(dk + token + d, lanes(key[j] + d) * (lanes(d_key[j] + d) - lanes(head.inner + d)));
+          store16(dv + token + d, lanes(d_value[j] + d));
+        }
       }
     }
   }
 }
 
+// Heads that a thread takes together: all of an image, unless there are fewer images than threads.
+inline int64_t together(int64_t N, int64_t H, int threads) { return N >= threads ? H : 1; }
+
 template <typename T, int D>
-void attention(const T* qkv, T* out, float* top, float* sum, int64_t N, int64_t L, int64_t H, int threads) {
-  const int64_t inner = H * D;
+void attention(const T* qkv, T* out, float* top, float* sum, float* contexts, float* levels, int64_t N, int64_t L,
+               int64_t H, int threads) {
+  const int64_t inner = H * D, some = together(N, H, threads);
 #pragma omp parallel for num_threads(threads) schedule(static) collapse(2)
   for (int64_t n = 0; n < N; ++n)
-    for (int64_t h = 0; h < H; ++h) {
+    for (int64_t h = 0; h < H; h += some) {
       const T* at = qkv + n * L * 3 * inner + h * D;
       const int64_t keys = (n * H + h) * D;
-      attend<T, D>(at, at + inner, at + 2 * inner, out + n * L * inner + h * D, L, 3 * inner, inner, top + keys,
-                   sum + keys);
+      attend<T, D>(at, at + inner, at + 2 * inner, out + n * L * inner + h * D, L, some, 3 * inner, inner, top + keys,
+                   sum + keys, contexts + keys * D, levels + 2 * (n * H + h) * L);
     }
 }
 
 template <typename T, int D>
-void attention_backward(const T* dout, const T* qkv, T* d_qkv, const float* top, const float* sum, int64_t N, int64_t L,
-                        int64_t H, int threads) {
-  const int64_t inner = H * D;
+void attention_backward(const T* dout, const T* qkv, T* d_qkv, const float* top, const float* sum,
+                        const float* contexts, const float* levels, int64_t N, int64_t L, int64_t H, int threads) {
+  const int64_t inner = H * D, some = together(N, H, threads);
 #pragma omp parallel for num_threads(threads) schedule(static) collapse(2)
   for (int64_t n = 0; n < N; ++n)
-    for (int64_t h = 0; h < H; ++h) {
+    for (int64_t h = 0; h < H; h += some) {
       const int64_t at = n * L * 3 * inner + h * D, keys = (n * H + h) * D;
       const T* in = qkv + at;
       T* back = d_qkv + at;
       attend_backward<T, D>(dout + n * L * inner + h * D, in, in + inner, in + 2 * inner, back, back + inner,
-                            back + 2 * inner, L, 3 * inner, inner, top + keys, sum + keys);
+                            back + 2 * inner, L, some, 3 * inner, inner, top + keys, sum + keys, contexts + keys * D,
+                            levels + 2 * (n * H + h) * L);
     }
 }
 
@@ -468,14 +546,16 @@ void attention_backward(const T* dout, const T* qkv, T* d_qkv, const float* top,
   }
 
 #define ATTENTION(NAME, T, D)                                                                                        \
-  extern "C" void attention_forward_##NAME##_##D(const void* qkv, void* out, float* top, float* sum, int64_t N,      \
-                                                 int64_t L, int64_t H, int threads) {                                \
-    attention<T, D>(static_cast<const T*>(qkv), static_cast<T*>(out), top, sum, N, L, H, threads);                   \
+  extern "C" void attention_forward_##NAME##_##D(const void* qkv, void* out, float* top, float* sum,                 \
+                                                 float* contexts, float* levels, int64_t N, int64_t L, int64_t H,    \
+                                                 int threads) {                                                      \
+    attention<T, D>(static_cast<const T*>(qkv), static_cast<T*>(out), top, sum, contexts, levels, N, L, H, threads); \
   }                                                                                                                  \
   extern "C" void attention_backward_##NAME##_##D(const void* dout, const void* qkv, void* d_qkv, const float* top,  \
-                                                  const float* sum, int64_t N, int64_t L, int64_t H, int threads) {  \
+                                                  const float* sum, const float* contexts, const float* levels,      \
+                                                  int64_t N, int64_t L, int64_t H, int threads) {                    \
     attention_backward<T, D>(static_cast<const T*>(dout), static_cast<const T*>(qkv), static_cast<T*>(d_qkv), top,   \
-                             sum, N, L, H, threads);                                                                 \
+                             sum, contexts, levels, N, L, H, threads);                                               \
   }
 
 ATTENTION(float32, float, 16)

@@ -58,8 +58,8 @@ def library() -> ctypes.CDLL:
             (f"group_backward_{name}", [pointer] * 11 + [whole] * 4 + [count, count]),
             (f"layer_forward_{name}", [pointer] * 7 + [whole] * 2 + [single, count]),
             (f"layer_backward_{name}", [pointer] * 8 + [whole] * 2 + [count]),
-            *((f"attention_forward_{name}_{d}", [pointer] * 4 + [whole] * 3 + [count]) for d in HEAD_WIDTHS),
-            *((f"attention_backward_{name}_{d}", [pointer] * 5 + [whole] * 3 + [count]) for d in HEAD_WIDTHS),
+            *((f"attention_forward_{name}_{d}", [pointer] * 6 + [whole] * 3 + [count]) for d in HEAD_WIDTHS),
+            *((f"attention_backward_{name}_{d}", [pointer] * 7 + [whole] * 3 + [count]) for d in HEAD_WIDTHS),
         ):
             getattr(loaded, function).argtypes = arguments
             getattr(loaded, function).restype = None
@@ -209,20 +209,22 @@ class _LinearAttention(torch.autograd.Function):
         d = width // (3 * heads)
         out = qkv.new_empty(n, length, heads * d)
         top, total = qkv.new_empty((2, n, heads, d), dtype=torch.float32)
+        contexts = qkv.new_empty((n, heads, d, d), dtype=torch.float32)
+        levels = qkv.new_empty((n, heads, length, 2), dtype=torch.float32)
         ctx.sizes, ctx.name = (n, length, heads), f"{NAMES[qkv.dtype]}_{d}"
         getattr(library(), f"attention_forward_{ctx.name}")(
-            *map(_address, (qkv, out, top, total)), *ctx.sizes, torch.get_num_threads()
+            *map(_address, (qkv, out, top, total, contexts, levels)), *ctx.sizes, torch.get_num_threads()
         )
-        ctx.save_for_backward(qkv, top, total)
+        ctx.save_for_backward(qkv, top, total, contexts, levels)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        qkv, top, total = ctx.saved_tensors
+        qkv, top, total, contexts, levels = ctx.saved_tensors
         dout = gradients[0].to(qkv.dtype).contiguous()
         d_qkv = torch.empty_like(qkv)
         getattr(library(), f"attention_backward_{ctx.name}")(
-            *map(_address, (dout, qkv, d_qkv, top, total)), *ctx.sizes, torch.get_num_threads()
+            *map(_address, (dout, qkv, d_qkv, top, total, contexts, levels)), *ctx.sizes, torch.get_num_threads()
         )
         return d_qkv, None
 

@@ -16,7 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddpm_lab.model.blocks import CosineAttention, DDPMAttention, DDPMBlock, LinearAttention, SeedBlock, Stage, zero
+from ddpm_lab.model.blocks import (
+    CosineAttention,
+    DDPMAttention,
+    DDPMBlock,
+    LinearAttention,
+    SeedBlock,
+    Stage,
+    upsampled,
+    zero,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +37,8 @@ class UNetConfig:
     ``attention_levels`` belongs to the ddpm family; the seed family has attention at every level, with ``heads`` heads
     of ``head_width`` channels. ``middle_attention_axis`` says over what the seed family's middle attention normalises
     queries and keys: each vector over its channels, which is cosine similarity, or each channel over all positions,
-    the slip of the published code, kept for exact comparison. ``fused`` asks for the kernels of ``fused.py``.
+    the slip of the published code, kept for exact comparison. ``fused`` asks for what is fastest on a CPU, see
+    ``blocks.py``.
     """
 
     family: Literal["seed", "ddpm"]
@@ -133,13 +143,12 @@ def _build_seed(c: UNetConfig) -> _Parts:
     for level, (d, e) in levels:
         down += stages(d, d)
         down += [nn.Conv2d(d, e, 4, stride=2, padding=1) if level < last else nn.Conv2d(d, e, 3, padding=1)]
-    attention = CosineAttention(bottom, c.heads, c.head_width, c.middle_attention_axis)
+    attention = CosineAttention(bottom, c.heads, c.head_width, c.middle_attention_axis, fused=c.fused)
     middle: list[nn.Module] = [Stage(block(bottom, bottom), attention), Stage(block(bottom, bottom))]
     up: list[nn.Module] = []
     for level, (d, e) in reversed(levels):
         up += stages(e + d, e)
-        up += [nn.Upsample(scale_factor=2)] if level > 0 else []
-        up += [nn.Conv2d(e, d, 3, padding=1)]
+        up += upsampled(e, d, fused=c.fused) if level > 0 else [nn.Conv2d(e, d, 3, padding=1)]
     up += [Stage(block(2 * c.width, c.width))]
     return nn.Conv2d(pixel, c.width, 7, padding=3), down, middle, up, nn.Conv2d(c.width, pixel, 1)
 
@@ -175,7 +184,7 @@ def _build_ddpm(c: UNetConfig) -> _Parts:
         for _ in range(c.blocks + 1):
             up += [stage(inputs + remembered.pop(), level)]
             inputs = width
-        up += [nn.Upsample(scale_factor=2), nn.Conv2d(width, width, 3, padding=1)] if level > 0 else []
+        up += upsampled(width, width, fused=c.fused) if level > 0 else []
     head = nn.Sequential(nn.GroupNorm(c.groups, inputs, eps=1e-6), nn.SiLU(), nn.Conv2d(inputs, pixel, 3, padding=1))
     zero(head[-1])
     return nn.Conv2d(pixel, c.width, 3, padding=1), down, middle, up, head
