@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from setups import setup
 from ddpm_lab import plan
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain.lost_scaling import splits
+from ddpm_lab.files import CHECKOUT
 from ddpm_lab.lost_scaling import lost_scaling
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
@@ -43,16 +45,17 @@ def test_each_configuration_has_its_own_thing_off(device: str, threads: int) -> 
         assert rows[plan.ONE_SMALL_THREADS] == dataclasses.replace(rows[plan.ONE_SMALL], threads=threads)
 
 
-def test_work_of_rank_zero_is_switched_off_where_a_workload_has_some() -> None:
-    one = RunConfig(workload="mine:step", global_batch_size=16, options=(("logs", True), ("size", 3)))
-    many, off = on_two(one), {"logs": False}
-    family = lost_scaling(one, many, name="work", ranks_label="2 ranks", usable_cores=4, without_rank_zero=off)
-    quiet = [label for label, config in family.candidates if not config.option("logs", True)]
-    assert set(quiet) == {
-        *(plan.ALL_OFF, plan.ONE_SMALL, plan.ONE_SMALL_THREADS, plan.NO_RANK_ZERO, plan.ONE_NO_RANK_ZERO),
-    }
-    assert not family.baseline.option("logs", True)
-    assert all(config.option("size", 0) == 3 for _, config in family.candidates)
+@pytest.mark.parametrize(
+    "module", ["model/train.py", "model/step.py", "model/loss_step.py", "model/feed.py", "data/loader.py"]
+)
+def test_no_rank_does_in_a_step_what_others_do_not(module: str) -> None:
+    """The split says that rank 0 has no work of its own, and so has no part for it: no step asks which rank it is."""
+    tree = ast.parse((CHECKOUT / "ddpm_lab" / module).read_text())
+    asked = [node.test for node in ast.walk(tree) if isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert)]
+    asked += [node for node in ast.walk(tree) if isinstance(node, ast.BoolOp | ast.Compare)]
+    words = {n.attr for test in asked for n in ast.walk(test) if isinstance(n, ast.Attribute)}
+    words |= {n.id for test in asked for n in ast.walk(test) if isinstance(n, ast.Name)}
+    assert words.isdisjoint({"rank", "get_rank", "local_rank"})
 
 
 def test_it_is_measured_in_full_or_when_asked_for_with_a_profile_of_all_ranks() -> None:

@@ -11,9 +11,10 @@ import pandas as pd
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.lost_scaling import RANK_ZERO, Part, Seconds, Split, splits
+from ddpm_lab.explain.lost_scaling import Part, Seconds, Split, splits
 
 _NONE = phrases.DASH
+_RANK_ZERO = "work of rank 0 alone"
 
 
 def milliseconds(split: Split, seconds: Seconds, *, sign: bool = False) -> str:
@@ -98,10 +99,7 @@ def _frame(shown: Sequence[Split]) -> pd.DataFrame:
         rows: list[tuple[str, str, Seconds, str]] = [
             ("ideal", f"one rank's time divided by {split.ranks}", split.ideal, ""),
             *((p.name, p.how, p.seconds, p.note or _negative(split, p)) for p in split.parts),
-        ]
-        if all(p.name != RANK_ZERO for p in split.parts):
-            rows.append((RANK_ZERO, "none: every rank does the same", Seconds(value=0.0), ""))
-        rows += [
+            (_RANK_ZERO, "none in this step: every rank does the same", Seconds(value=0.0), ""),
             ("sum of the parts", "", split.total, ""),
             ("interaction", "the loss less the sum", split.interaction, "" if split.reliable else "split unreliable"),
             ("loss", "measured less ideal", split.loss, split.doubt),
@@ -115,7 +113,7 @@ def _frame(shown: Sequence[Split]) -> pd.DataFrame:
                 **several,
                 "Part": name,
                 "How it is measured": how,
-                "Time in a step": milliseconds(split, seconds) if name != RANK_ZERO or seconds.sets else "0",
+                "Time in a step": milliseconds(split, seconds) if name != _RANK_ZERO else "0",
                 "Share of the loss": _share(seconds, split) if name in lossy else _NONE,
                 "Sets": str(seconds.sets) if seconds.sets else _NONE,
                 "Note": note,
