@@ -178,7 +178,7 @@ def test_a_second_job_on_a_taken_port_fails_and_does_not_join_the_first(
                 two.wait_until_connected(port)
                 with pytest.raises(subprocess.TimeoutExpired):
                     two.wait(4)
-                assert two.left() == [two.pid]
+                assert two.running() == [two.pid]
                 assert alive(pids) == pids
                 one.terminate()
             out, said = two.communicate(timeout=15)

@@ -47,8 +47,15 @@ class Torchrun(subprocess.Popen[str]):
         while not any(c.raddr and c.raddr.port == port for c in process.net_connections("tcp")):
             time.sleep(0.1)
 
-    def left(self) -> list[int]:
-        """Processes of the job that still run."""
+    def left(self, seconds: float = 3.0) -> list[int]:
+        """Processes of the job that still run after some seconds, in which helpers see that their parent has gone."""
+        deadline = time.monotonic() + seconds
+        while (pids := self.running()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return pids
+
+    def running(self) -> list[int]:
+        """Processes of the job."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
@@ -64,7 +71,7 @@ def torchrun(*words: str, **environment: str) -> Iterator[Torchrun]:
     try:
         yield job
     finally:
-        while pids := job.left():
+        while pids := job.running():
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
