@@ -309,7 +309,10 @@ def test_a_time_below_zero_says_what_it_means() -> None:
 
 
 def test_the_run_that_asks_for_it_prints_it(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    of = study(measured(FAMILY, communication=4.0))
+    more = {"4 ranks": (RunConfig(world_size=4), 1.2), "2 ranks": (RunConfig(world_size=2), 1.5)}
+    of = study(
+        [*make.sets(more, experiment="multi_gpu", baseline_label="1 rank"), *measured(FAMILY, communication=4.0)]
+    )
     answered = SimpleNamespace(
         experiment=SimpleNamespace(name="multi_gpu", configurations=()),
         measured_sets=0,
@@ -323,6 +326,7 @@ def test_the_run_that_asks_for_it_prints_it(call: Call, monkeypatch: pytest.Monk
     said = lost_scaling_table.sentence(splits(of)[0])
     assert f"where the lost scaling went, tiny, batch 16, 2 ranks: {said}" in out
     assert any(line.startswith("exposed communication") for line in out.splitlines())
+    assert "where the lost scaling went, not split: 4 ranks; --world-sizes 1,4 does that\n" in out
     (shown,) = json.loads(call("run", "multi_gpu", "--lost-scaling", "--json")[1])
     assert shown["lost_scaling"][0]["sentence"] == said
     assert "exposed communication" in [row["Part"] for row in shown["lost_scaling"][0]["parts"]]

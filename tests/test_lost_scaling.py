@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import records as make
 from setups import setup
 
 from ddpm_lab import plan
+from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain.lost_scaling import splits
 from ddpm_lab.files import CHECKOUT
@@ -21,6 +23,9 @@ from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import measure_set
 from ddpm_lab.plan import Plan
 from ddpm_lab.questions import multi_gpu
+from ddpm_lab.setting import Setup
+
+OVERSUBSCRIBED = dataclasses.replace(setup(cores=2), oversubscribe=True)
 
 
 def on_two(one: RunConfig) -> RunConfig:
@@ -79,6 +84,37 @@ def test_ranks_that_share_cores_say_so_in_every_part_and_in_the_profile() -> Non
     assert found.profiles
     assert any(f.together for f in found.families)
     assert {(c.world_size, c.oversubscribe) for c in found.configurations} == {(1, False), (4, True)}
+
+
+@pytest.mark.parametrize(
+    ("machine", "asked", "split"),
+    [
+        (setup(cores=4), {"world_sizes": [1, 2, 4]}, ("4 ranks", 16)),
+        (setup(gpus=6), {}, ("4 GPUs", 128)),
+        (OVERSUBSCRIBED, {"world_sizes": [1, 2, 3], "global_batch_sizes": [24, 18]}, ("2 ranks", 18)),
+        (OVERSUBSCRIBED, {"world_sizes": [1, 3], "global_batch_sizes": [18]}, ("3 ranks", 18)),
+        (OVERSUBSCRIBED, {"world_sizes": [1, 2, 3], "global_batch_sizes": [16], "scaling": "weak"}, ("2 ranks", 16)),
+    ],
+)
+def test_of_many_ranks_the_most_that_have_a_speed_and_a_batch_to_share_are_split(
+    machine: Setup, asked: dict[str, Any], split: tuple[str, int]
+) -> None:
+    (family,) = (f for f in multi_gpu(machine, lost_scaling=True, **asked).families if f.together)
+    label, config = family.candidates[0]
+    assert (label, config.global_batch_size) == split
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"world_sizes": [1]}, "one rank alone was asked for: give world_sizes"),
+        ({"world_sizes": [1, 2], "global_batch_sizes": [9], "scaling": "weak"}, "2 ranks cannot share a batch of 9"),
+        ({"world_sizes": [1, 2, 3]}, "16 cannot be shared by 3 ranks: give a multiple"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_and_not_left_out_in_silence(asked: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        multi_gpu(dataclasses.replace(OVERSUBSCRIBED, preset="smoke"), lost_scaling=True, **asked)
 
 
 @pytest.mark.alone

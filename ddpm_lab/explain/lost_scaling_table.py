@@ -12,6 +12,7 @@ from ddpm_lab.explain import phrases
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.lost_scaling import Part, Seconds, Split, splits
+from ddpm_lab.plan import scaling
 
 _NONE = phrases.DASH
 _RANK_ZERO = "work of rank 0 alone"
@@ -68,6 +69,17 @@ def sentence(split: Split) -> str:
 def sentences(study: Study) -> str:
     """What every split of a study says."""
     return " ".join(map(sentence, splits(study)))
+
+
+def unsplit(study: Study) -> str:
+    """Which ranks were compared and not split, and how to ask for that; empty where all are split, or none."""
+    found = {split.ranks for split in splits(study)}
+    compared = {r.config.world_size: r.label for r in study.records if r.role == "candidate" and scaling(r.family)}
+    others = sorted(compared.keys() - found) if found else []
+    if not others:
+        return ""
+    labels = phrases.joined([compared[n] for n in others])
+    return f"not split: {labels}; --world-sizes {' or '.join(f'1,{n}' for n in others)} does that"
 
 
 def headline(found: Sequence[Split]) -> str:
