@@ -79,6 +79,25 @@ def measured_here(name: str, output_dir: str | Path | None) -> Study | None:
     return None
 
 
+def cohorts_here(name: str, output_dir: str | Path | None) -> list[Study]:
+    """Every cohort of this machine and of the code measured last that answers a question, as a study; the latest last.
+
+    What was measured later, with other images or for less time, hides nothing here.
+    """
+    from ddpm_lab.explain.frames import cohorts, study  # noqa: PLC0415 - as above
+
+    output, here = output_folder(output_dir), hardware.machine().key
+
+    def mine(heads: Sequence[Head]) -> list[Head]:
+        found = [h for h in of_training(heads, None) if h.experiment == name and h.machine.key == here]
+        latest = set(cohorts(found))
+        return [h for h in found if h.cohort in latest]
+
+    records, damaged = Ledger(output / LEDGER).read(mine)
+    _note(damaged)
+    return [study(records, name, cohort=cohort, output_dir=output) for cohort in cohorts(records)]
+
+
 def _published(name: str, output: Path) -> Study:
     """The records of this machine, or else the latest that came with the checkout."""
     from ddpm_lab.explain.frames import study  # noqa: PLC0415 - the explaining half is not on a bare GPU node

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from ddpm_lab import plan
@@ -19,7 +18,6 @@ def lost_scaling(
     name: str,
     ranks_label: str,
     usable_cores: int,
-    without_rank_zero: Mapping[str, Any] | None = None,
 ) -> Family:
     """Configurations of strong scaling from ``one`` rank to ``many`` at the same global batch, all in each set.
 
@@ -27,34 +25,25 @@ def lost_scaling(
     off. With one rank: as it trains, with ready batches, with the batch of a rank, and on a CPU with its threads too.
     The baseline is one rank with all of it off: what it does, the others do too.
 
-    ``without_rank_zero`` are options of the workload that switch off what rank 0 alone does. The lab's own trainer has
-    no such work, so None leaves it out.
+    There is no work of rank 0 to switch off: in a step of the lab's own trainer, the only one that is split so, rank 0
+    does what every rank does. What it does alone, a checkpoint or a grid of images, lies between steps.
     """
-    quiet: dict[str, Any] = {}
-    if without_rank_zero is not None:
-        quiet = {"options": tuple({**dict(one.options), **without_rank_zero}.items())}
     alone = ExchangeConfig(enabled=False)
     still: dict[str, Any] = {"loader": "still", "loader_workers": 0}
-    small = dataclasses.replace(one, **still, **quiet, global_batch_size=many.rank_batch_size)
+    small = dataclasses.replace(one, **still, global_batch_size=many.rank_batch_size)
     rows = [
         (ranks_label, many),
         (plan.NO_EXCHANGE, dataclasses.replace(many, exchange=alone)),
-        (plan.ALL_OFF, dataclasses.replace(many, **still, **quiet, exchange=alone)),
+        (plan.ALL_OFF, dataclasses.replace(many, **still, exchange=alone)),
         (plan.READY_BATCHES, dataclasses.replace(many, **still)),
         (plan.ONE_RANK, one),
         (plan.ONE_SMALL, small),
     ]
     if one.device == "cpu":
         rows.append((plan.ONE_SMALL_THREADS, dataclasses.replace(small, threads=many.rank_threads(usable_cores))))
-    if quiet:
-        rows += [
-            (plan.NO_RANK_ZERO, dataclasses.replace(many, **quiet)),
-            (plan.ONE_READY, dataclasses.replace(one, **still)),
-            (plan.ONE_NO_RANK_ZERO, dataclasses.replace(one, **quiet)),
-        ]
     return Family(
         name=f"{name}{plan.LOST}",
-        baseline=dataclasses.replace(one, **still, **quiet),
+        baseline=dataclasses.replace(one, **still),
         baseline_label=plan.ONE_OFF,
         candidates=tuple(rows),
         together=True,

@@ -68,9 +68,9 @@ def multi_gpu(
 
     Weak scaling takes ``global_batch_sizes`` as those of one rank: n ranks take n times as many images. ``scaling``
     None is both; in ``smoke`` strong alone, in ``quick`` weak of the first batch size, last, if there is time.
-    ``lost_scaling`` measures where the rest of the ideal went, for the most ranks and the smallest batch that they can
-    share; None does so in ``full``. ``loader_workers`` decode files while they are needed; None packs the images
-    beforehand. ``alone`` measures the most ranks without one rank beside them, and so no ratio.
+    ``lost_scaling`` measures where the rest of the ideal went, for the most ranks that have a device each and can share
+    a batch, the smallest one; None does so in ``full``. ``loader_workers`` decode files while they are needed; None
+    packs the images beforehand. ``alone`` measures the most ranks without one rank beside them, and so no ratio.
     """
     full = setup.preset == "full"
     usual = [*setup.doubled_ranks, setup.most_ranks] if full or setup.device == "cuda" else [1, 2]
@@ -102,18 +102,27 @@ def multi_gpu(
         left_out += [(f.name, setup.ranks_label(2), setup.why_alone) for f in families]
         if setup.device == "cuda" and setup.usable_cores >= 2 and setup.places != 1 and not setup.own:
             families.append(_mechanism(setup, precision))
-    shared = next((batch for batch in sorted(batches) if ranks and batch % ranks[-1] == 0), None)
-    if setup.splits_scaling(lost_scaling) and shared is not None:
+    # Ranks that share a core show no speed, and so no loss: they are split only where nothing else was asked for.
+    shared = [(n <= setup.most_ranks, n, -batch) for n in ranks for batch in batches if batch % n == 0]
+    if setup.splits_scaling(lost_scaling) and shared:
+        _, most, negative = max(shared)
         lost = lost_scaling_of(
-            setup.config(global_batch_size=shared, **settings),
-            setup.config(global_batch_size=shared, world_size=ranks[-1], **settings),
-            name=setup.family_name(shared, ranks[-1]),
-            ranks_label=setup.ranks_label(ranks[-1]),
+            setup.config(global_batch_size=-negative, **settings),
+            setup.config(global_batch_size=-negative, world_size=most, **settings),
+            name=setup.family_name(-negative, most),
+            ranks_label=setup.ranks_label(most),
             usable_cores=setup.usable_cores,
         )
         families.append(lost)
         label, config = lost.candidates[0]
         profiles.append((lost.name, label, dataclasses.replace(config, purpose="profile")))
+    elif lost_scaling and ranks:
+        sizes = ", ".join(map(str, batches))
+        raise ConfigError(
+            f"lost_scaling: {setup.ranks_label(ranks[0])} cannot share a batch of {sizes}: give a multiple"
+        )
+    elif lost_scaling and world_sizes is not None:
+        raise ConfigError("lost_scaling is what several ranks lose, and one rank alone was asked for: give world_sizes")
     return Experiment(name="multi_gpu", families=tuple(families), left_out=tuple(left_out), profiles=tuple(profiles))
 
 

@@ -56,7 +56,7 @@ def add_options(subparsers: Any) -> None:
         "--lost-scaling",
         action="store_true",
         default=None,
-        help="multi_gpu: also where the rest of the ideal speed-up went (default: in full)",
+        help="multi_gpu: also where the rest of the ideal speed-up of the most ranks went (default: in full)",
     )
     parser.add_argument("--trainers", help="peers: names of other trainers, with commas between (default: all)")
     parser.add_argument("--candidates", help="quality: settings to try, with commas between (default: the preset's)")
@@ -127,6 +127,8 @@ def run_command(options: argparse.Namespace) -> int:
             for split in result.get("lost_scaling", ()):
                 print(f"where the lost scaling went, {split['family']}: {split['sentence']}")
                 show([list(split["parts"][0]), *(list(row.values()) for row in split["parts"])])
+            if others := result.get("lost_scaling_unsplit"):
+                print(f"where the lost scaling went, {others}")
         print(f"records: {results[-1]['ledger']}", flush=True)
     sys.stdout.flush()
     _print_summaries(measured)
@@ -168,7 +170,8 @@ def _answer(measured: Any, table: Bands) -> dict[str, Any]:
     found = findings.finding(study)
     values |= {"finding": found.claim, "verdict": found.verdict, "status": found.status}
     lost = lost_scaling_table.as_values(study)
-    return {**values, "lost_scaling": lost} if lost else values
+    others = lost_scaling_table.unsplit(study)
+    return values | ({"lost_scaling": lost} if lost else {}) | ({"lost_scaling_unsplit": others} if others else {})
 
 
 def _grid(name: str, options: argparse.Namespace, weighed: Strategy | None) -> dict[str, Any]:

@@ -78,8 +78,8 @@ def strategy(
     else:
         whole("parameters", parameters, 1)
         network = next((name for name, count in explained.PARAMETERS.items() if count == parameters), None)
-    study = experiments.measured_here("multi_gpu", output_dir)
-    return explained.strategy(study, network=network, parameters=parameters, batch=batch, device=device)
+    studies = experiments.cohorts_here("multi_gpu", output_dir)
+    return explained.strategy(studies, network=network, parameters=parameters, batch=batch, device=device)
 
 
 def measure(found: Strategy, mode: str, *, output_dir: str | Path | None = None, **settings: Any) -> Measured:

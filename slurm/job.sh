@@ -48,12 +48,25 @@ first_address() {
   echo "${found:-127.0.0.1}"
 }
 
+# The first port from $1 on that nobody holds on this node, where torchrun of the first node will serve the others.
+free_port() {
+  "$DDPM_LAB_PYTHON" -c '
+import contextlib, socket, sys
+first = int(sys.argv[1])
+for port in range(first, first + 100):
+    with contextlib.suppress(OSError), socket.create_server(("", port)):
+        print(port)
+        sys.exit()
+sys.exit(f"ddpm-lab: the ports {first} to {first + 99} of {socket.gethostname()} are all held: see who does (ss -ltnp)")
+' "$1"
+}
+
 if ((nodes > 1)); then
   # The rendezvous of torchrun is open to the network: what lets a process join the job is told by the environment alone.
   DDPM_LAB_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
   export DDPM_LAB_SECRET
   # Below the ports that Linux gives out by itself; two jobs that share a node have different numbers.
-  port=$((15000 + SLURM_JOB_ID % 15000))
+  port=$(free_port $((15000 + SLURM_JOB_ID % 15000)))
   address=${DDPM_LAB_ADDRESS:-$(first_address)}
   echo "rendezvous: ${DDPM_LAB_RDZV:-static} at $address:$port"
   # A step does not take over the cores of a task by itself.

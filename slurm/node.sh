@@ -28,4 +28,28 @@ case ${DDPM_LAB_RDZV:-static} in
     exit 2
     ;;
 esac
-exec "$DDPM_LAB_PYTHON" -m torch.distributed.run "${options[@]}" -m ddpm_lab rank "$@"
+# torchrun, which ends in a traceback where the port has been taken since it was found free, and leaves the other nodes
+# waiting for minutes. This process stays the one that SLURM signals.
+exec "$DDPM_LAB_PYTHON" -c '
+import contextlib, os, socket, subprocess, sys
+from torch.distributed.run import main
+
+address, port, *words = sys.argv[1:]
+try:
+    main(words)
+except Exception as error:
+    reason = error
+    while reason is not None and "EADDRINUSE" not in str(reason):
+        reason = reason.__cause__
+    if reason is None:
+        raise
+    print(
+        f"ddpm-lab: port {port} of {socket.gethostname()} ({address}), where the nodes of this job were to meet, is held by "
+        "another process: submit the job again, which takes the next free port",
+        file=sys.stderr,
+        flush=True,
+    )
+    with contextlib.suppress(OSError, KeyError):
+        subprocess.run(["scancel", "{SLURM_JOB_ID}.{SLURM_STEP_ID}".format(**os.environ)], check=False)
+    sys.exit(1)
+' "$address" "$port" "${options[@]}" -m ddpm_lab rank "$@"

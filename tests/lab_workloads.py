@@ -242,7 +242,7 @@ class Waiting:
     """A step of timed waits, so that ranks do not fight for cores: what is lost to more ranks is planted, in seconds.
 
     A step takes ``fixed`` and for each image of the rank ``image``; ``loader`` unless batches are ready, ``exchange``
-    where gradients are exchanged, ``rank_zero`` on rank 0 and ``slow`` on rank 1.
+    where gradients are exchanged, and ``slow`` on rank 1.
     """
 
     def __init__(self, config: RunConfig, context: RankContext) -> None:
@@ -262,8 +262,8 @@ class Waiting:
         del batch
         self.wait("fixed")
         self.wait("image", self.config.rank_batch_size)
-        if self.context.rank < 2:
-            self.wait(("rank_zero", "slow")[self.context.rank])
+        if self.context.rank == 1:
+            self.wait("slow")
         if self.context.world_size > 1 and self.config.exchange.enabled:
             dist.all_reduce(self.gradients)
             self.wait("exchange")

@@ -76,7 +76,7 @@ def test_one_side_alone() -> None:
 @pytest.mark.usefixtures("eight_gpus")
 def test_auto_asks_for_each_batch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """S003's thresholds: a network of ten million parameters wants several devices from batch 64 on."""
-    monkeypatch.setattr(experiments, "measured_here", lambda *_: None)
+    monkeypatch.setattr(experiments, "cohorts_here", lambda *_: [])
     asked = ask(mode="auto", batch_size=64, batch_sizes=[32, 64, 128], network="seed")
     assert [(p["scaling"], p["global_batch_sizes"], p["world_sizes"]) for p in parts(asked)] == [
         ("weak", [64], [1, 8]),

@@ -35,13 +35,9 @@ ONE = RunConfig(global_batch_size=16)
 RANKS, IMAGE = 2, 1.0
 MANY = dataclasses.replace(ONE, world_size=RANKS)
 FAMILY = lost_scaling(ONE, MANY, name="tiny, batch 16, 2 ranks", ranks_label="2 ranks", usable_cores=2)
-WITH_RANK_ZERO = lost_scaling(
-    ONE, MANY, name="tiny, batch 16, 2 ranks", ranks_label="2 ranks", usable_cores=2, without_rank_zero={"logs": False}
-)
 PARTS = {
     "communication": "exposed communication",
     "data": "waiting for data",
-    "rank_zero": "work of rank 0 alone",
     "slow": "slowest rank",
     "fixed": "smaller batch of a rank",
     "threads": "fewer threads for a rank",
@@ -55,18 +51,15 @@ def steps(**plants: float) -> dict[str, float]:
     p = {**dict.fromkeys(PARTS, 0.0), **plants}
     small = p["fixed"] + IMAGE * ONE.global_batch_size / RANKS
     off = small + p["threads"] + p["shared"] + p["slow"]
-    many = off + p["communication"] + p["data"] + p["rank_zero"] + p["interaction"]
+    many = off + p["communication"] + p["data"] + p["interaction"]
     one_off = p["fixed"] + IMAGE * ONE.global_batch_size
     return {
         "2 ranks": many,
         plan.NO_EXCHANGE: many - p["communication"],
         plan.READY_BATCHES: many - p["data"],
-        plan.NO_RANK_ZERO: many - p["rank_zero"],
         plan.ALL_OFF: off,
         plan.ONE_OFF: one_off,
-        plan.ONE_RANK: one_off + p["data"] + p["rank_zero"],
-        plan.ONE_READY: one_off + p["rank_zero"],
-        plan.ONE_NO_RANK_ZERO: one_off + p["data"],
+        plan.ONE_RANK: one_off + p["data"],
         plan.ONE_SMALL: small,
         plan.ONE_SMALL_THREADS: small + p["threads"],
     }
@@ -97,8 +90,8 @@ def study(records: Sequence[RunRecord]) -> Study:
     return make.study(list(records), "multi_gpu")
 
 
-def split(family: plan.Family = FAMILY, **plants: float) -> Split:
-    (found,) = splits(study(measured(family, **plants)))
+def split(**plants: float) -> Split:
+    (found,) = splits(study(measured(FAMILY, **plants)))
     return found
 
 
@@ -106,14 +99,13 @@ def parts(found: Split) -> Mapping[str, Any]:
     return {**{part.name: part.seconds for part in found.parts}, "interaction": found.interaction}
 
 
-# One rank pays for its data and for rank 0's work too, so that half of them is no loss; half of what is fixed is one.
-LOST = {"data": 0.5, "rank_zero": 0.5, "fixed": 0.5}
+# One rank pays for its data too, so that half of it is no loss; half of what is fixed is one.
+LOST = {"data": 0.5, "fixed": 0.5}
 
 
 @pytest.mark.parametrize("plant", PARTS)
 def test_a_planted_loss_is_found_by_its_own_part_and_by_no_other(plant: str) -> None:
-    family = WITH_RANK_ZERO if plant == "rank_zero" else FAMILY
-    found = split(family, **{plant: 4.0})
+    found = split(**{plant: 4.0})
     expected = {name: 4.0 * LOST.get(key, 1.0) if key == plant else 0.0 for key, name in PARTS.items()}
     for name, seconds in parts(found).items():
         assert 1e3 * seconds.value == pytest.approx(expected[name], abs=0.15), name
@@ -125,8 +117,8 @@ def test_a_planted_loss_is_found_by_its_own_part_and_by_no_other(plant: str) -> 
 
 
 def test_all_losses_together_add_up_to_the_loss() -> None:
-    planted = {"communication": 3.0, "data": 2.0, "rank_zero": 1.0, "slow": 2.5, "fixed": 2.0, "threads": 1.5}
-    found = split(WITH_RANK_ZERO, **planted, shared=0.5, interaction=0.7)
+    planted = {"communication": 3.0, "data": 2.0, "slow": 2.5, "fixed": 2.0, "threads": 1.5}
+    found = split(**planted, shared=0.5, interaction=0.7)
     assert len(found.parts) == len(PARTS) - 1
     total = sum(part.seconds.value for part in found.parts)
     for name, seconds in parts(found).items():
@@ -278,7 +270,7 @@ def test_the_question_shows_figure_table_and_sentence() -> None:
     assert phrases.context(of) == phrases.context(study(main)), "the question's batches, not those of the parts"
     assert "lost_scaling" not in [name for _, _, name in figures.more(study(main))]
     shown = lost_scaling_table.table(of).set_index("Part")
-    assert shown.loc["work of rank 0 alone", "How it is measured"] == "none: every rank does the same"
+    assert shown.loc["work of rank 0 alone", "How it is measured"] == "none in this step: every rank does the same"
     assert shown.loc["exposed communication", "Share of the loss"] in ("99 %", "100 %", "101 %")
 
 
@@ -317,7 +309,10 @@ def test_a_time_below_zero_says_what_it_means() -> None:
 
 
 def test_the_run_that_asks_for_it_prints_it(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    of = study(measured(FAMILY, communication=4.0))
+    more = {"4 ranks": (RunConfig(world_size=4), 1.2), "2 ranks": (RunConfig(world_size=2), 1.5)}
+    of = study(
+        [*make.sets(more, experiment="multi_gpu", baseline_label="1 rank"), *measured(FAMILY, communication=4.0)]
+    )
     answered = SimpleNamespace(
         experiment=SimpleNamespace(name="multi_gpu", configurations=()),
         measured_sets=0,
@@ -331,6 +326,7 @@ def test_the_run_that_asks_for_it_prints_it(call: Call, monkeypatch: pytest.Monk
     said = lost_scaling_table.sentence(splits(of)[0])
     assert f"where the lost scaling went, tiny, batch 16, 2 ranks: {said}" in out
     assert any(line.startswith("exposed communication") for line in out.splitlines())
+    assert "where the lost scaling went, not split: 4 ranks; --world-sizes 1,4 does that\n" in out
     (shown,) = json.loads(call("run", "multi_gpu", "--lost-scaling", "--json")[1])
     assert shown["lost_scaling"][0]["sentence"] == said
     assert "exposed communication" in [row["Part"] for row in shown["lost_scaling"][0]["parts"]]

@@ -4,12 +4,15 @@ import dataclasses
 import json
 import pickle
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from conftest import alive
+from torchruns import on_host, torchrun
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.measure import fleet
@@ -143,3 +146,43 @@ def test_a_wire_carries_json_and_nothing_that_runs() -> None:
     with pytest.raises(EOFError):
         near.receive()
     near.close()
+
+
+STATIC = ("--master-addr", "127.0.0.1", "--master-port", "{port}")
+C10D = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:{port}", "--rdzv-id", "job")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("meeting", "told", "words"),
+    [
+        (STATIC, (), "EADDRINUSE"),
+        (C10D, ("--rdzv-conf", "is_host=1"), "EADDRINUSE"),
+        (C10D, (), "The connection to the C10d store has failed"),
+    ],
+    ids=["static", "c10d", "c10d, not told who the host is"],
+)
+def test_a_second_job_on_a_taken_port_fails_and_does_not_join_the_first(
+    meeting: tuple[str, ...], told: tuple[str, ...], words: str
+) -> None:
+    """Under the very same name. torchrun itself refuses, or waits for the first to end: docs/clusters.md says which."""
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    options = [word.format(port=port) for word in meeting]
+    script = on_host([("at work", 1, 1, {"micro_steps": 10**9})])
+    with torchrun(*options, *script) as one:
+        rows = one.rows()
+        pids = [next(rows)["leads"], *next(rows)["pids"]]
+        with torchrun(*options, *told, *script) as two:
+            if words != "EADDRINUSE":
+                two.wait_until_connected(port)
+                with pytest.raises(subprocess.TimeoutExpired):
+                    two.wait(4)
+                assert two.running() == [two.pid]
+                assert alive(pids) == pids
+                one.terminate()
+            out, said = two.communicate(timeout=15)
+            assert (two.returncode, out) == (1, ""), "a process of the second job has led"
+            assert words in said
+            assert two.left() == []
+        assert words != "EADDRINUSE" or alive(pids) == pids, "the first job has noticed"

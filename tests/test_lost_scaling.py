@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import records as make
 from setups import setup
 
 from ddpm_lab import plan
+from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain.lost_scaling import splits
+from ddpm_lab.files import CHECKOUT
 from ddpm_lab.lost_scaling import lost_scaling
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
@@ -19,6 +23,9 @@ from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import measure_set
 from ddpm_lab.plan import Plan
 from ddpm_lab.questions import multi_gpu
+from ddpm_lab.setting import Setup
+
+OVERSUBSCRIBED = dataclasses.replace(setup(cores=2), oversubscribe=True)
 
 
 def on_two(one: RunConfig) -> RunConfig:
@@ -43,16 +50,17 @@ def test_each_configuration_has_its_own_thing_off(device: str, threads: int) -> 
         assert rows[plan.ONE_SMALL_THREADS] == dataclasses.replace(rows[plan.ONE_SMALL], threads=threads)
 
 
-def test_work_of_rank_zero_is_switched_off_where_a_workload_has_some() -> None:
-    one = RunConfig(workload="mine:step", global_batch_size=16, options=(("logs", True), ("size", 3)))
-    many, off = on_two(one), {"logs": False}
-    family = lost_scaling(one, many, name="work", ranks_label="2 ranks", usable_cores=4, without_rank_zero=off)
-    quiet = [label for label, config in family.candidates if not config.option("logs", True)]
-    assert set(quiet) == {
-        *(plan.ALL_OFF, plan.ONE_SMALL, plan.ONE_SMALL_THREADS, plan.NO_RANK_ZERO, plan.ONE_NO_RANK_ZERO),
-    }
-    assert not family.baseline.option("logs", True)
-    assert all(config.option("size", 0) == 3 for _, config in family.candidates)
+@pytest.mark.parametrize(
+    "module", ["model/train.py", "model/step.py", "model/loss_step.py", "model/feed.py", "data/loader.py"]
+)
+def test_no_rank_does_in_a_step_what_others_do_not(module: str) -> None:
+    """The split says that rank 0 has no work of its own, and so has no part for it: no step asks which rank it is."""
+    tree = ast.parse((CHECKOUT / "ddpm_lab" / module).read_text())
+    asked = [node.test for node in ast.walk(tree) if isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert)]
+    asked += [node for node in ast.walk(tree) if isinstance(node, ast.BoolOp | ast.Compare)]
+    words = {n.attr for test in asked for n in ast.walk(test) if isinstance(n, ast.Attribute)}
+    words |= {n.id for test in asked for n in ast.walk(test) if isinstance(n, ast.Name)}
+    assert words.isdisjoint({"rank", "get_rank", "local_rank"})
 
 
 def test_it_is_measured_in_full_or_when_asked_for_with_a_profile_of_all_ranks() -> None:
@@ -76,6 +84,37 @@ def test_ranks_that_share_cores_say_so_in_every_part_and_in_the_profile() -> Non
     assert found.profiles
     assert any(f.together for f in found.families)
     assert {(c.world_size, c.oversubscribe) for c in found.configurations} == {(1, False), (4, True)}
+
+
+@pytest.mark.parametrize(
+    ("machine", "asked", "split"),
+    [
+        (setup(cores=4), {"world_sizes": [1, 2, 4]}, ("4 ranks", 16)),
+        (setup(gpus=6), {}, ("4 GPUs", 128)),
+        (OVERSUBSCRIBED, {"world_sizes": [1, 2, 3], "global_batch_sizes": [24, 18]}, ("2 ranks", 18)),
+        (OVERSUBSCRIBED, {"world_sizes": [1, 3], "global_batch_sizes": [18]}, ("3 ranks", 18)),
+        (OVERSUBSCRIBED, {"world_sizes": [1, 2, 3], "global_batch_sizes": [16], "scaling": "weak"}, ("2 ranks", 16)),
+    ],
+)
+def test_of_many_ranks_the_most_that_have_a_speed_and_a_batch_to_share_are_split(
+    machine: Setup, asked: dict[str, Any], split: tuple[str, int]
+) -> None:
+    (family,) = (f for f in multi_gpu(machine, lost_scaling=True, **asked).families if f.together)
+    label, config = family.candidates[0]
+    assert (label, config.global_batch_size) == split
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"world_sizes": [1]}, "one rank alone was asked for: give world_sizes"),
+        ({"world_sizes": [1, 2], "global_batch_sizes": [9], "scaling": "weak"}, "2 ranks cannot share a batch of 9"),
+        ({"world_sizes": [1, 2, 3]}, "16 cannot be shared by 3 ranks: give a multiple"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_and_not_left_out_in_silence(asked: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        multi_gpu(dataclasses.replace(OVERSUBSCRIBED, preset="smoke"), lost_scaling=True, **asked)
 
 
 @pytest.mark.alone

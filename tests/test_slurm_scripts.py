@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -73,6 +74,42 @@ def collected(call: Call, output: Path) -> dict[str, Any]:
     code, out, err = call("slurm", "collect", "outputs", "--output-dir", output, "--json")
     assert code in (0, 1), err
     return {job["job_id"]: job for job in json.loads(out)["jobs"]}
+
+
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+def test_a_port_that_is_taken_meanwhile_ends_all_nodes_with_one_sentence(tmp_path: Path, rendezvous: str) -> None:
+    """Not with torchrun's traceback on one node, and minutes of waiting on the others."""
+    executable(tmp_path / "scancel", '#!/bin/bash\necho cancels "$@"\n')
+    told = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "3", "SLURM_NODEID": "0", "SLURM_JOB_NUM_NODES": "2"}
+    settings = {"DDPM_LAB_PYTHON": sys.executable, "DDPM_LAB_RDZV": rendezvous}
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        node = subprocess.run(
+            ["/bin/bash", CHECKOUT / "slurm" / "node.sh", "127.0.0.1", str(port), "run", "amp"],
+            env={**os.environ, **told, **settings, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (node.returncode, node.stdout) == (1, "cancels 7.3\n"), node.stderr
+    assert node.stderr.count("\n") == 1
+    assert f"port {port} of {socket.gethostname()} (127.0.0.1)" in node.stderr
+    assert "is held by another process: submit the job again" in node.stderr
+
+
+def test_a_job_takes_the_first_port_that_is_free() -> None:
+    script = (CHECKOUT / "slurm" / "job.sh").read_text()
+    function = script[script.index("free_port() {") : script.index("\n}\n", script.index("free_port() {")) + 3]
+
+    def found(first: int) -> int:
+        words = ["/bin/bash", "-c", f'set -euo pipefail\n{function}free_port "$1"', "-", str(first)]
+        environment = {**os.environ, "DDPM_LAB_PYTHON": sys.executable}
+        return int(subprocess.run(words, env=environment, capture_output=True, check=True).stdout)
+
+    start = found(15000)
+    with socket.create_server(("127.0.0.1", start)):
+        assert start < found(start) < start + 100
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from ddpm_lab.explain.strategy import MEASURE, MULTI, PRIOR, SINGLE, Strategy, p
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import fleet, hardware
 from ddpm_lab.measure.fleet import Slot
+from ddpm_lab.plan import Plan
 from ddpm_lab.record import RunRecord
 
 ONE = RunConfig(device="cuda", network="seed", global_batch_size=64)
@@ -34,7 +35,7 @@ def gpus(ratios: dict[int, float], batch: int = 64, **values: Any) -> list[RunRe
 
 def ask(*records: list[RunRecord], batch: int = 64, network: str = "seed", device: str = "cuda") -> Strategy:
     return explained.strategy(
-        study(*records) if records else None,
+        [study(*records)] if records else [],
         network=network,
         parameters=explained.PARAMETERS[network],
         batch=batch,
@@ -165,11 +166,11 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
 
 
-def here(tmp_path: Path, ratio: float, batch: int = 32, **values: Any) -> None:
-    """Records of this machine."""
+def here(tmp_path: Path, ratio: float | None, batch: int = 32, **values: Any) -> None:
+    """Records of this machine; without a ratio those of one rank alone."""
     base = RunConfig(global_batch_size=batch)
     found = make.sets(
-        {"2 ranks": (replace(base, world_size=2), ratio)},
+        {} if ratio is None else {"2 ranks": (replace(base, world_size=2), ratio)},
         baseline=base,
         baseline_label="1 rank",
         experiment="multi_gpu",
@@ -189,6 +190,29 @@ def test_the_ledger_of_this_machine_decides(tmp_path: Path) -> None:
     assert same.source == "measured", "a network is known by its number of parameters"
     other = strategy.strategy(parameters=44_333, batch_size=32, output_dir=tmp_path)
     assert (other.network, other.source) == (None, PRIOR)
+
+
+@pytest.mark.usefixtures("two_cores")
+@pytest.mark.parametrize(
+    ("later", "answer", "sets"),
+    [
+        ({"ratio": None}, MULTI, 6),
+        ({"ratio": 0.5, "count": 1}, MULTI, 6),
+        ({"ratio": 0.5, "twin_ratio": 1.2}, MULTI, 6),
+        ({"ratio": 0.5}, SINGLE, 6),
+        ({"ratio": 1.0, "count": 7, "set_noise": 0.05}, "not resolved", 7),
+        ({"ratio": None, "code_version": "code-2"}, SINGLE, 0),
+    ],
+)
+def test_what_is_measured_later_in_less_time_hides_nothing(
+    tmp_path: Path, later: dict[str, Any], answer: str, sets: int
+) -> None:
+    """Sets of several plans are never pooled: the last that can decide does, and other code decides nothing."""
+    here(tmp_path, 1.6)
+    here(tmp_path, plan=Plan(turns=2), seed=1, environment=make.environment(date="2026-01-04T10:00:00+00:00"), **later)
+    found = strategy.strategy(output_dir=tmp_path)
+    assert (found.answer, found.sets, found.source) == (answer, sets, "measured" if sets else PRIOR)
+    assert len(found.speeds) == (2 if sets else 1)
 
 
 @pytest.mark.usefixtures("two_cores")

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import phrases, quality, recommended_words, stats
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.lost_scaling import RANK_ZERO, Seconds, Split, splits
+from ddpm_lab.explain.lost_scaling import Seconds, Split, splits
 from ddpm_lab.explain.lost_scaling_table import headline, milliseconds, rate
 from ddpm_lab.explain.recommended import Recommendation, Step
 from ddpm_lab.plan import LOST
@@ -128,9 +128,8 @@ def lost_scaling(study: Study) -> Figure | None:
         gap=0.62,
         note="Each part is what a step gains where it alone is switched off, with its 95 % interval over sets; the "
         "interaction is what all of them together gain more or less. Ideal: one rank's time for the whole batch, "
-        "divided by the number of ranks. Intervals that rest on which rank is the slowest are corrected for it."
-        + " Rank 0 does nothing that the others do not."
-        * all(p.name != RANK_ZERO for s in found for p in s.parts),
+        "divided by the number of ranks. Intervals that rest on which rank is the slowest are corrected for it. "
+        "Rank 0 does nothing that the others do not.",
     )
     for ax, split in zip(axes, found, strict=True):
         _step(ax, split)

@@ -234,6 +234,13 @@ def _one_cohort(records: Sequence[T], cohort: Cohort | None, *, mixed: bool = Fa
     return [r for r in records if r.cohort[mixed:] == cohort[mixed:]]
 
 
+def cohorts(records: Sequence[T]) -> list[Cohort]:
+    """The cohorts of the code that was measured last, the latest last: none of them is compared with another."""
+    measured = sorted((r for r in records if r.role not in ("note", TRIAL, JOB)), key=_moment)
+    latest = dict.fromkeys(r.cohort for r in reversed(measured) if r.cohort[1] == measured[-1].cohort[1])
+    return list(latest)[::-1]
+
+
 def _one_code(trials: Sequence[T]) -> list[T]:
     """Those of the code and data that were tried last: a trial has no turns, so the plan of a set is not part of it."""
     latest = max(trials, key=_moment).cohort[:3]

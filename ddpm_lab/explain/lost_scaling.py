@@ -1,10 +1,10 @@
 """Where the lost scaling went: the step of all ranks beside the ideal, split into losses that were each switched off.
 
 For equal images n ranks should take 1/n of one rank's time, T(1) / n. What they take longer, L = T(n) - T(1) / n, is
-the sum of: what each of exchange, loading and rank 0's own work costs (the step with it less the step without it,
-beyond that share of T(1) / n which one rank pays too); what is left with all of these off, which is the smaller batch
-of a rank, its fewer threads, the others beside it, and the slowest rank; and the interaction, which is what switching
-off all at once gains more or less than switching off each.
+the sum of: what exchange and loading each cost (the step with it less the step without it, beyond that share of
+T(1) / n which one rank pays too); what is left with both off, which is the smaller batch of a rank, its fewer threads,
+the others beside it, and the slowest rank; and the interaction, which is what switching off both at once gains more or
+less than switching off each. A step of the lab's trainer has no work that rank 0 alone does.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _split(records: Sequence[RunRecord], beside: Sequence[RunRecord], trusted: b
     if many is None or not sets:
         return None
     n = many.config.world_size
-    off = (plan.NO_EXCHANGE, plan.READY_BATCHES, plan.ALL_OFF, plan.NO_RANK_ZERO)
+    off = (plan.NO_EXCHANGE, plan.READY_BATCHES, plan.ALL_OFF)
     all_ranks = next((r for r in records if r.config.world_size == n and r.label not in off), many).label
     trained = next((r for r in records if r.label == all_ranks), many).config
     times = [_times(found) for found in sets]
@@ -183,22 +183,14 @@ def _split(records: Sequence[RunRecord], beside: Sequence[RunRecord], trusted: b
 
 
 STRAGGLER = "slowest rank"
-RANK_ZERO = "work of rank 0 alone"
 _WAIT = "seconds that the other ranks wait for the slowest"
 Term = tuple[str, str, tuple[str, ...], Callable[[Times], float]]
 
 
 def _terms(all_ranks: str, n: int, sets: Sequence[Mapping[str, RunRecord]]) -> list[Term]:
     """The parts of the loss: name, how it is measured, the configurations that it needs, and its seconds in a set."""
-    labels = {label for found in sets for label in found}
-    has_rank_zero = plan.NO_RANK_ZERO in labels
-    ready = plan.ONE_READY if has_rank_zero else plan.ONE_OFF
     cpu = any(r.config.device == "cpu" for found in sets for r in found.values())
     small = plan.ONE_SMALL_THREADS if cpu else plan.ONE_SMALL
-
-    def beyond_one(off: str, one_off: str) -> Callable[[Times], float]:
-        return lambda t: (t[all_ranks] - t[off]) - (t[plan.ONE_RANK] - t[one_off]) / n
-
     found: list[Term] = [
         (
             "exposed communication",
@@ -209,20 +201,9 @@ def _terms(all_ranks: str, n: int, sets: Sequence[Mapping[str, RunRecord]]) -> l
         (
             "waiting for data",
             "ready batches in place of the loader, less what one rank waits",
-            (all_ranks, plan.READY_BATCHES, plan.ONE_RANK, ready),
-            beyond_one(plan.READY_BATCHES, ready),
+            (all_ranks, plan.READY_BATCHES, plan.ONE_RANK, plan.ONE_OFF),
+            lambda t: (t[all_ranks] - t[plan.READY_BATCHES]) - (t[plan.ONE_RANK] - t[plan.ONE_OFF]) / n,
         ),
-    ]
-    if has_rank_zero:
-        found.append(
-            (
-                RANK_ZERO,
-                "switched off, less what one rank has of it",
-                (all_ranks, plan.NO_RANK_ZERO, plan.ONE_RANK, plan.ONE_NO_RANK_ZERO),
-                beyond_one(plan.NO_RANK_ZERO, plan.ONE_NO_RANK_ZERO),
-            )
-        )
-    found += [
         (STRAGGLER, "its own time against the others', nothing exchanged", (plan.ALL_OFF,), lambda t: t[_WAIT]),
         (
             "smaller batch of a rank",

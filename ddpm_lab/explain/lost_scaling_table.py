@@ -11,9 +11,11 @@ import pandas as pd
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.lost_scaling import RANK_ZERO, Part, Seconds, Split, splits
+from ddpm_lab.explain.lost_scaling import Part, Seconds, Split, splits
+from ddpm_lab.plan import scaling
 
 _NONE = phrases.DASH
+_RANK_ZERO = "work of rank 0 alone"
 
 
 def milliseconds(split: Split, seconds: Seconds, *, sign: bool = False) -> str:
@@ -69,6 +71,17 @@ def sentences(study: Study) -> str:
     return " ".join(map(sentence, splits(study)))
 
 
+def unsplit(study: Study) -> str:
+    """Which ranks were compared and not split, and how to ask for that; empty where all are split, or none."""
+    found = {split.ranks for split in splits(study)}
+    compared = {r.config.world_size: r.label for r in study.records if r.role == "candidate" and scaling(r.family)}
+    others = sorted(compared.keys() - found) if found else []
+    if not others:
+        return ""
+    labels = phrases.joined([compared[n] for n in others])
+    return f"not split: {labels}; --world-sizes {' or '.join(f'1,{n}' for n in others)} does that"
+
+
 def headline(found: Sequence[Split]) -> str:
     """What scaling was lost to, where one split is resolved and reliable; else the question."""
     parts = [p for p in found[0].parts if p.lost] if len(found) == 1 and not found[0].doubt else []
@@ -98,10 +111,7 @@ def _frame(shown: Sequence[Split]) -> pd.DataFrame:
         rows: list[tuple[str, str, Seconds, str]] = [
             ("ideal", f"one rank's time divided by {split.ranks}", split.ideal, ""),
             *((p.name, p.how, p.seconds, p.note or _negative(split, p)) for p in split.parts),
-        ]
-        if all(p.name != RANK_ZERO for p in split.parts):
-            rows.append((RANK_ZERO, "none: every rank does the same", Seconds(value=0.0), ""))
-        rows += [
+            (_RANK_ZERO, "none in this step: every rank does the same", Seconds(value=0.0), ""),
             ("sum of the parts", "", split.total, ""),
             ("interaction", "the loss less the sum", split.interaction, "" if split.reliable else "split unreliable"),
             ("loss", "measured less ideal", split.loss, split.doubt),
@@ -115,7 +125,7 @@ def _frame(shown: Sequence[Split]) -> pd.DataFrame:
                 **several,
                 "Part": name,
                 "How it is measured": how,
-                "Time in a step": milliseconds(split, seconds) if name != RANK_ZERO or seconds.sets else "0",
+                "Time in a step": milliseconds(split, seconds) if name != _RANK_ZERO else "0",
                 "Share of the loss": _share(seconds, split) if name in lossy else _NONE,
                 "Sets": str(seconds.sets) if seconds.sets else _NONE,
                 "Note": note,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import machine_state, phrases, scaling, sentences, stats
+from ddpm_lab.explain.comparisons import Row
 from ddpm_lab.explain.frames import Study
 
 SINGLE, MULTI, MEASURE, NOT_RESOLVED = "single", "multi", "measure", stats.NOT_RESOLVED
@@ -85,14 +87,15 @@ def prior(parameters: int, batch: int) -> tuple[str, str]:
     return SINGLE, f"the batch is below {LARGE_BATCH}: increase it for several"
 
 
-def strategy(study: Study | None, *, network: str | None, parameters: int, batch: int, device: str) -> Strategy:
+def strategy(studies: Sequence[Study], *, network: str | None, parameters: int, batch: int, device: str) -> Strategy:
     """The answer for a network and a global batch size.
 
     Strong scaling of the plain step (fp32, eager) that was measured with this network on this kind of device decides:
-    at this batch, else at the nearest one. Only where there is none does the prior speak.
+    at this batch, else at the nearest one. Of several cohorts the last with sets enough for a verdict counts, else the
+    last. Only where there is none does the prior speak.
 
     Args:
-        study: records of the experiment multi_gpu of one machine, or None without any.
+        studies: records of the experiment multi_gpu of one machine, a study for each cohort, the latest last.
         network: its name; None for one of which only the size is known.
         parameters: trained parameters.
         batch: images of an optimizer step over all ranks.
@@ -100,20 +103,18 @@ def strategy(study: Study | None, *, network: str | None, parameters: int, batch
     """
     answer, reason = prior(parameters, batch)
     common: dict[str, Any] = {"network": network, "parameters": parameters, "batch": batch, "device": device}
-    told = [
-        r
-        for r in (scaling.rows(study) if study is not None else [])
-        if r["scaling"] == "strong" and r["sets"] and r["role"] in ("baseline", "candidate")
-        if r["config"].network == network and r["config"].device == device
-        if r["config"].differences(PLAIN).keys() <= _VARIES
-    ]
-    compared = [r for r in told if r["role"] == "candidate"]
+    each = [_told(study, network, device) for study in studies]
+    compared = [(study, told, r) for study, told in zip(studies, each, strict=True) for r in told if _compared(r)]
     if not compared:
-        speeds = tuple(f"{r['label']}: {phrases.throughput(r)}" for r in told if r["batch"] == batch)
-        return Strategy(answer=answer, reason=reason, source=PRIOR, speeds=speeds, **common)
-    nearest = min((r["batch"] for r in compared), key=lambda b: (abs(math.log(b / batch)), b))
-    last = next(r["baseline_id"] for r in reversed(compared) if r["batch"] == nearest)
-    candidates = [r for r in compared if r["baseline_id"] == last]
+        speeds = {
+            r["label"]: f"{r['label']}: {phrases.throughput(r)}" for told in each for r in told if r["batch"] == batch
+        }
+        return Strategy(answer=answer, reason=reason, source=PRIOR, speeds=tuple(speeds.values()), **common)
+    nearest = min((r["batch"] for *_, r in compared), key=lambda b: (abs(math.log(b / batch)), b))
+    near = [found for found in compared if found[2]["batch"] == nearest]
+    study, told, last = next((found for found in reversed(near) if _weighs(found[2])), near[-1])
+    told = [r for r in told if r["baseline_id"] == last["baseline_id"]]
+    candidates = [r for r in told if _compared(r)]
     faster = [r for r in candidates if r["verdict"] == stats.FASTER]
     lead = max(faster or candidates, key=lambda r: r["ratio"])
     if faster or all(r["verdict"] == stats.SLOWER for r in candidates):
@@ -125,13 +126,12 @@ def strategy(study: Study | None, *, network: str | None, parameters: int, batch
         reason = f"{pair} reads {phrases.ratio(lead)} ({phrases.evidence(lead)})"
         if lead["verdict"] != stats.NOT_RESOLVED:
             reason += f", {phrases.outcome(lead)}"
-    assert study is not None
     return Strategy(
         answer=answer,
         reason=reason,
         source="measured" if nearest == batch else f"measured at batch {nearest}, the nearest to {batch}",
         measured_batch=int(nearest),
-        speeds=tuple(f"{r['label']}: {phrases.throughput(r)}" for r in told if r["baseline_id"] == last),
+        speeds=tuple(f"{r['label']}: {phrases.throughput(r)}" for r in told),
         ratio=lead["ratio"],
         low=lead["low"],
         high=lead["high"],
@@ -139,3 +139,23 @@ def strategy(study: Study | None, *, network: str | None, parameters: int, batch
         where=f"{study.hardware}, {study.date}" + "; the machine was busy" * bool(machine_state.busy(study)),
         **common,
     )
+
+
+def _told(study: Study, network: str | None, device: str) -> list[Row]:
+    """Strong scaling of the plain step, with a speed."""
+    return [
+        r
+        for r in scaling.rows(study)
+        if r["scaling"] == "strong" and r["sets"] and r["role"] in ("baseline", "candidate")
+        if r["config"].network == network and r["config"].device == device
+        if r["config"].differences(PLAIN).keys() <= _VARIES
+    ]
+
+
+def _compared(row: Row) -> bool:
+    return bool(row["role"] == "candidate")
+
+
+def _weighs(row: Row) -> bool:
+    """Whether there are sets enough for a verdict, by an instrument that is trusted; whichever verdict that is."""
+    return bool(row["sets"] >= stats.LEAST_SETS and row["verdict"] != stats.NOT_TRUSTED)
