@@ -60,3 +60,9 @@ def test_peaks_do_the_work_they_say(precision: str, monkeypatch: pytest.MonkeyPa
     assert convolution.witness()["flop"] == 2 * 256 * 128 * 128 * 9
     assert copy.witness()["bytes"] == 2 * 4096
     assert set(product.witness()["work"]) >= {CONVOLUTION, PRODUCT, "weights"}
+
+
+def test_joined_upsampling_needs_sixteen_products_where_there_were_thirty_six() -> None:
+    """The seed network: 256 -> 128 channels from 8x8 pixels and 128 -> 64 from 16x16, forward and twice backward."""
+    plain, joined = (count_work("seed", joined=joined)[CONVOLUTION]["flop"] for joined in (False, True))
+    assert plain - joined == 3 * 2 * (36 - 16) * (256 * 128 * 8**2 + 128 * 64 * 16**2)

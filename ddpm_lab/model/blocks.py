@@ -81,7 +81,9 @@ class UpsampledConv2d(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         outputs, inputs = self.weight.shape[:2]
-        with torch.autocast(x.device.type, enabled=False):  # sums of weights, before they are rounded
+        # Sums of weights, before they are rounded. There is no autocast where work is only counted.
+        kind = x.device.type if x.device.type != "meta" else "cpu"
+        with torch.autocast(kind, enabled=False):
             kernel = (self.weight.reshape(-1, 9) @ self.taps).view(outputs, inputs, 4, 4).transpose(0, 1)
         return F.conv_transpose2d(x, kernel, self.bias, stride=2, padding=1)
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ddpm_lab.config import RunConfig
+from ddpm_lab.model.blocks import upsampled
 from ddpm_lab.model.step import AUTOCAST, allow_tf32
 from ddpm_lab.model.unet import NETWORKS, UNet
 from ddpm_lab.workload import RankContext
@@ -36,14 +37,20 @@ CONVOLVED = {"cpu": 32, "cuda": 1024}
 COPY_BYTES = {"cpu": 2**27, "cuda": 2**31}
 
 
-def count_work(network: str, *, image_size: int = 32) -> dict[str, dict[str, float]]:
+def count_work(network: str, *, image_size: int = 32, joined: bool = False) -> dict[str, dict[str, float]]:
     """Work per image of forward and backward, by kind of kernel: ``flop``, and ``elements`` read and written.
 
-    Multiply elements by the bytes of a number to get bytes. "weights" holds the number of weights as elements: the
-    optimizer reads and writes them once a step, whatever the batch.
+    ``joined`` counts upsampling and the convolution after it as the fewest products that give the same, as the trainer
+    computes them on a CPU. Multiply elements by the bytes of a number to get bytes. "weights" holds the number of
+    weights as elements: the optimizer reads and writes them once a step, whatever the batch.
     """
     with torch.device("meta"):
         model = UNet(NETWORKS[network])
+        for i, layer in enumerate(model.up if joined else ()):
+            if isinstance(layer, nn.Upsample):
+                after = model.up[i + 1]
+                assert isinstance(after, nn.Conv2d)
+                model.up[i], model.up[i + 1] = upsampled(after.in_channels, after.out_channels, fused=True)
         images, t = torch.empty(1, 3, image_size, image_size), torch.empty(1)
     images, t = (x.expand(_COUNTED, *x.shape[1:]).contiguous() for x in (images, t))
     with _Counter() as counter:
@@ -116,7 +123,7 @@ class _Product(_Peak):
 
     def witness(self) -> dict[str, Any]:
         """FLOP of a step, and the work of the configuration's network, which is to be compared with the peaks."""
-        work = count_work(self.config.network, image_size=self.config.image_size)
+        work = count_work(self.config.network, image_size=self.config.image_size, joined=self.config.device == "cpu")
         return self.seen(flop=2 * self.size**3, dtype=str(self.out.dtype), work=work)
 
 
