@@ -6,6 +6,7 @@ import dataclasses
 import io
 import re
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 import matplotlib as mpl
@@ -18,6 +19,7 @@ from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.frames import RECOMMENDATION, Study, study
+from ddpm_lab.explain.quality import NOT_MEASURED
 from ddpm_lab.explain.show import NAMES
 from ddpm_lab.files import replace
 from ddpm_lab.ledger import Head, Ledger, read_all
@@ -95,7 +97,11 @@ def publish(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[
 
 
 def _pages(output: Path) -> dict[Path, str]:
-    """What is written from the published records: the README's answers, and a page of evidence beside the figures."""
+    """What is written from the published records: the README's answers, and a page of evidence beside the figures.
+
+    Machines with GPUs come first, of both kinds those with a recommendation, and of these the one measured last. What
+    was not measured on a machine has no line of its own.
+    """
     pages, blocks = {}, []
     for ledger in sorted((output / RECORDS).glob("*.jsonl")):
         records = Ledger(ledger).read()[0]
@@ -103,26 +109,30 @@ def _pages(output: Path) -> dict[Path, str]:
             continue
         folder = FIGURES / ledger.stem
         studies = {s.experiment: s for s in _studies(records, None, output)}
-        shown = studies[RECOMMENDATION]
         pages[output / folder / README] = _evidence(list(studies.values()), output / folder)
+        found = {name: findings.finding(s) for name, s in studies.items()}
+        told = [name for name in studies if found[name].status != NOT_MEASURED] or list(studies)
+        shown = studies[RECOMMENDATION if RECOMMENDATION in told else told[0]]
         where = f"{shown.hardware}, {shown.date}"
         lines = [
-            f"![{figures.alt_text(shown)}]({(folder / f'{NAMES[RECOMMENDATION]}.png').as_posix()})",
+            f"![{figures.alt_text(shown)}]({(folder / f'{NAMES[shown.experiment]}.png').as_posix()})",
             *("", f"{where} ([every figure, and the evidence in full]({(folder / README).as_posix()})):", ""),
             *("| question | answer | ratio, 95 % interval | quality |", "| --- | --- | --- | --- |"),
         ]
-        for answer in studies.values():
-            found = findings.finding(answer)
-            linked = f"[{found.question}]({(folder / f'{NAMES[answer.experiment]}.png').as_posix()})"
-            cells = (linked, found.headline, found.evidence(), found.quality.removeprefix("quality "))
+        for name in told:
+            answer = found[name]
+            linked = f"[{answer.question}]({(folder / f'{NAMES[name]}.png').as_posix()})"
+            cells = (linked, answer.headline, answer.evidence(), answer.quality.removeprefix("quality "))
             lines.append(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |")
-        blocks.append((not shown.records[-1].environment.machine.gpus, "\n".join(lines)))
+        latest = max(datetime.fromisoformat(r.date) for r in records)
+        no_gpu = not records[-1].environment.machine.gpus
+        blocks.append((no_gpu, RECOMMENDATION not in told, -latest.timestamp(), "\n".join(lines)))
     readme = output / README
     text = readme.read_text() if readme.is_file() else ""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     if after:
-        answers = "\n\n".join(block for _, block in sorted(blocks)) or "No measurements are published yet."
+        answers = "\n\n".join(block for *_, block in sorted(blocks)) or "No measurements are published yet."
         pages[readme] = f"{before}{BEGIN}\n{answers}\n{END}{after}"
     return pages
 

@@ -29,7 +29,8 @@ def add_options(subparsers: Any) -> None:
         action="append",
         metavar="NAME=VALUE,...",
         help="hold a setting to these values, such as precision=bf16 or loader=packed,files-2 (may be repeated); the "
-        "first is where the search sets out; settings: precision, memory, compile, ranks, loader, batch",
+        "first is where the search sets out; settings: precision, memory, compile, ranks, "
+        "loader, batch, and on a CPU freed_memory",
     )
     parser.add_argument(
         "--any-batch",

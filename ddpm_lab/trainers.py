@@ -77,8 +77,10 @@ def peers(
         families.append(Family(name=f"{name}{BOTH_FP32}", baseline=single, baseline_label=OURS, candidates=rows))
     if "sampling" in wanted and PUBLISHED in asked:
         families.append(_sampling(ours, setup))
+    profiles: tuple[tuple[str, str, RunConfig], ...] = ()
     if "limits" in wanted:
         families.append(_limits(ours, f"{LIMITS}, {setup.network}"))
+        profiles = ((name, OURS, dataclasses.replace(ours, purpose="profile")),)
     long = setup.preset == "full" or parts is not None
     if "levers" in wanted and long:
         families.append(_levers(ours, f"{name}{LEVERS}", setup))
@@ -88,7 +90,7 @@ def peers(
             f"parts has {empty[0]!r}, which compares with {PUBLISHED} alone and needs {missing}: give that, or leave "
             "the part out"
         )
-    return Experiment(name="peers", families=tuple(families))
+    return Experiment(name="peers", families=tuple(families), profiles=profiles)
 
 
 def _against(ours: RunConfig, name: str, asked: Sequence[str], *, compiled: bool) -> Family:

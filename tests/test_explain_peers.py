@@ -187,6 +187,24 @@ def test_the_roofline_of_a_known_machine() -> None:
     assert f"at most {line.measured_seconds / line.fused_seconds:.1f} times as fast" in finding(WHOLE).claim
 
 
+def test_a_profile_of_the_trainer_says_what_its_convolutions_leave_to_gain() -> None:
+    def profiled(config: RunConfig) -> RunRecord:
+        record = make.profile(dataclasses.replace(config, purpose="profile"))
+        return dataclasses.replace(record, experiment="peers", family=FAMILY)
+
+    said = "convolutions take 62 % of the operators' time: as fast as they are, with all else free, it would be 1.6"
+    both = study(*against(), *machine(), profiled(OWN))
+    assert said in finding(both).claim
+    line = limits.roofline(both, peers.own(both))
+    assert line is not None
+    assert line.shares["convolution"] == pytest.approx(12 / 19.5)
+    assert sum(line.shares.values()) == pytest.approx(1)
+    frame = limits.table(both, peers.own(both)).set_index("Operator")["Time in a profile"]
+    assert (frame["convolution"], frame["measured"]) == ("62 %", "")
+    elsewhere = study(*against(), *machine(), profiled(dataclasses.replace(OWN, global_batch_size=8)))
+    assert "profile" not in finding(elsewhere).claim
+
+
 def test_without_peaks_nothing_is_said_of_limits() -> None:
     alone = study(*against())
     assert limits.roofline(alone, peers.own(alone)) is None

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 
 import pytest
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.measure.code_version import code_version
+from ddpm_lab.measure.group import Group
+from ddpm_lab.measure.witness import mismatches
 
 PROGRAM = """
 import json, resource, sys
@@ -58,3 +64,17 @@ def test_it_is_seen_whoever_told_it() -> None:
     """The documented way for code of one's own, which is the environment."""
     assert run(MALLOC_MMAP_MAX_="0", MALLOC_TRIM_THRESHOLD_=str(2**31 - 1))[0] == "kept"
     assert run()[2] == run()[0]
+
+
+def test_a_rank_keeps_it_says_so_and_learns_the_same(synthetic: RunConfig) -> None:
+    version, hashes = code_version(synthetic.workload), []
+    kept = dataclasses.replace(synthetic, freed_memory="kept")
+    for config in (synthetic, kept):
+        with Group(config, threads=1, modules=version.modules, environment={}) as group:
+            group.advance(3, 120)
+            witness = group.witness()
+            hashes.append(group.call("weights_sha256", 60))
+            group.finish()
+        assert mismatches(config, witness) == []
+    assert hashes[0] == hashes[1]
+    assert mismatches(kept, [w | {"freed_memory": "default"} for w in witness]) != []

@@ -66,7 +66,7 @@ ROWS = (
     ("explain.quality",),
     ("explain.comparisons",),
     ("explain.link_fit", "explain.phrases", "explain.ranking", "explain.straggler"),
-    ("explain.calibration", "explain.differences", "explain.learned"),
+    ("explain.calibration", "explain.differences", "explain.learned", "explain.operators"),
     (
         "explain.batch_sizes",
         "explain.budget",
@@ -78,7 +78,6 @@ ROWS = (
     (
         "explain.links",
         "explain.lost_scaling_table",
-        "explain.operators",
         "explain.peers",
         "explain.prediction",
     ),

@@ -273,10 +273,21 @@ def test_of_two_machines_one_must_be_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_machines_are_published_side_by_side(output: Path) -> None:
+    """In the README GPUs come first, and of two machines without any the one that was measured last."""
+    (output / "README.md").write_text(f"above\n{published.BEGIN}\n{published.END}\nbelow\n")
     Ledger(output / "gpu.jsonl").append(make.on(make.GPUS, make.sets({}, turns=2)))
     published.publish([output / "gpu.jsonl"], None, output)
-    assert len(list((output / published.RECORDS).glob("*.jsonl"))) == 2
+    other = dataclasses.replace(make.CPU, cpu="Another CPU")
+    later = make.environment(other, date="2026-02-03T10:00:00+00:00")
+    Ledger(output / "other.jsonl").append([dataclasses.replace(r, environment=later) for r in make.sets({}, turns=2)])
+    published.publish([output / "other.jsonl"], None, output)
     assert published.check(output) == []
+    text = (output / "README.md").read_text()
+    slugs = [path.stem for path in (output / published.RECORDS).glob("*.jsonl")]
+    first, second, third = sorted(slugs, key=lambda slug: text.index(f"]({published.FIGURES}/{slug}/"))
+    assert "example-gpu-x" in first
+    assert second.startswith("another-cpu")
+    assert third == SLUG
 
 
 def test_nothing_to_publish_and_missing_files_are_refused(tmp_path: Path) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
 
 from ddpm_lab.config import DDPM, RunConfig
-from ddpm_lab.explain import phrases
+from ddpm_lab.explain import operators, phrases
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study, rank_zero
 from ddpm_lab.plan import LIMITS
@@ -53,6 +53,8 @@ class Roofline:
     bandwidth: float
     parts: tuple[Part, ...]
     measured_seconds: float
+    shares: Mapping[str, float]
+    """Share of each kind of work in the time of a step's operators, from a profile; empty without one."""
 
     @property
     def eager_seconds(self) -> float:
@@ -104,8 +106,30 @@ def roofline(study: Study, own: Mapping[str, Any] | None) -> Roofline | None:
         bandwidth=bandwidth,
         parts=tuple(sorted(parts, key=lambda p: -p.seconds)),
         measured_seconds=own["step_seconds"] / own["batch"],
+        shares=_shares(study, config),
     )
     return line if line.flop_share <= 1 else None
+
+
+_KINDS = {
+    "convolution": "convolution",
+    "matrix product, attention": "matrix product",
+    "normalisation": "normalisation",
+    "element-wise, sums": "element-wise",
+    "optimizer and averaging": OPTIMIZER,
+}
+"""Kinds of work by the classes of a profile's operators; any other is the rest."""
+
+
+def _shares(study: Study, config: RunConfig) -> dict[str, float]:
+    """What each kind of work took of the operators' time when ``config`` was profiled last; empty if it never was."""
+    mine = [r for r in study.records if replace(r.config, purpose=config.purpose).run_id == config.run_id]
+    record = operators.latest_profile(mine)
+    found: dict[str, float] = {}
+    for row in operators.classes(record).to_dict("records") if record else ():
+        kind = _KINDS.get(str(row["class"]), "rest")
+        found[kind] = found.get(kind, 0.0) + float(row["share"])
+    return found
 
 
 def _part(kind: str, flop: float, size: float, flops: float, bandwidth: float) -> Part:
@@ -167,7 +191,18 @@ def sentence_of(line: Roofline) -> str:
     return (
         f"It reaches {percent} of this machine's {phrases.significant(line.flops / 1e9)} GFLOP/s in {line.precision}; "
         f"at that peak, with all but convolutions, products and the optimizer free, it could be at most "
-        f"{line.headroom:.1f} times as fast."
+        f"{line.headroom:.1f} times as fast." + _around_convolutions(line)
+    )
+
+
+def _around_convolutions(line: Roofline) -> str:
+    """What the convolutions as they are leave to gain, in a sentence; empty without a profile."""
+    share = line.shares.get("convolution", 0.0)
+    if not share:
+        return ""
+    return (
+        f" In a profile convolutions take {100 * share:.0f} % of the operators' time: as fast as they are, with all "
+        f"else free, it would be {1 / share:.1f} times as fast."
     )
 
 
@@ -183,6 +218,7 @@ def table(study: Study, own: Mapping[str, Any] | None) -> pd.DataFrame:
             "MB/image": f"{part.bytes / 1e6:.1f}",
             "At peak": phrases.seconds(part.seconds),
             "Bound by": part.bound,
+            **({"Time in a profile": f"{100 * line.shares.get(part.kind, 0.0):.0f} %"} if line.shares else {}),
         }
         for part in line.parts
     ]
@@ -195,4 +231,4 @@ def table(study: Study, own: Mapping[str, Any] | None) -> pd.DataFrame:
         {"Operator": name, "GFLOP/image": "", "MB/image": "", "At peak": phrases.seconds(value), "Bound by": ""}
         for name, value in totals
     ]
-    return pd.DataFrame(cells)
+    return pd.DataFrame(cells).fillna("")
