@@ -73,18 +73,28 @@ class UpsampledConv2d(nn.Conv2d):
     """
 
     taps: Tensor
+    held: Tensor | None
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, 3, padding=1)
         row = torch.tensor([[0.0, 0.0, 1.0], [0.0, 1.0, 1.0], [1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
         self.register_buffer("taps", torch.einsum("ak,bl->klab", row, row).reshape(9, 16), persistent=False)
+        self.register_buffer("held", None, persistent=False)
+
+    def kernel(self) -> Tensor:
+        """The 4x4 taps (C, C', 4, 4): sums of weights, before these are rounded."""
+        outputs, inputs = self.weight.shape[:2]
+        device = self.weight.device.type
+        # There is no autocast where work is only counted.
+        with torch.autocast(device if device != "meta" else "cpu", enabled=False):
+            return (self.weight.reshape(-1, 9) @ self.taps).view(outputs, inputs, 4, 4).transpose(0, 1)
+
+    def hold(self) -> None:
+        """Take the taps as they are now from here on: the weights will not change, or be rounded."""
+        self.held = self.kernel().detach()
 
     def forward(self, x: Tensor) -> Tensor:
-        outputs, inputs = self.weight.shape[:2]
-        # Sums of weights, before they are rounded. There is no autocast where work is only counted.
-        kind = x.device.type if x.device.type != "meta" else "cpu"
-        with torch.autocast(kind, enabled=False):
-            kernel = (self.weight.reshape(-1, 9) @ self.taps).view(outputs, inputs, 4, 4).transpose(0, 1)
+        kernel = self.kernel() if self.held is None else self.held
         return F.conv_transpose2d(x, kernel, self.bias, stride=2, padding=1)
 
 

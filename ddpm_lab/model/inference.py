@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpm_lab.config import RunConfig
+from ddpm_lab.model.blocks import UpsampledConv2d
 from ddpm_lab.model.network import AnyUNet, compile_stages, forward_once
 from ddpm_lab.model.step import AUTOCAST, PrecisionWatch, allow_tf32, autocast, require
 
@@ -52,6 +53,8 @@ class Inference:
         if dtype is None:
             return
         for module in self.network.modules():
+            if isinstance(module, UpsampledConv2d):
+                module.hold()
             if isinstance(module, nn.Conv2d | nn.Linear):
                 module.to(dtype)
 
