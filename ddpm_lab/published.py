@@ -99,7 +99,7 @@ def publish(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[
 def _pages(output: Path) -> dict[Path, str]:
     """What is written from the published records: the README's answers, and a page of evidence beside the figures.
 
-    Machines with GPUs come first, of both kinds those with a recommendation, and of these the one measured last. What
+    Machines with GPUs come first, of both kinds the one with most answers, and of equals the one measured last. What
     was not measured on a machine has no line of its own.
     """
     pages, blocks = {}, []
@@ -126,7 +126,7 @@ def _pages(output: Path) -> dict[Path, str]:
             lines.append(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |")
         latest = max(datetime.fromisoformat(r.date) for r in records)
         no_gpu = not records[-1].environment.machine.gpus
-        blocks.append((no_gpu, RECOMMENDATION not in told, -latest.timestamp(), "\n".join(lines)))
+        blocks.append((no_gpu, -len(told), -latest.timestamp(), "\n".join(lines)))
     readme = output / README
     text = readme.read_text() if readme.is_file() else ""
     before, _, rest = text.partition(BEGIN)

@@ -91,6 +91,7 @@ CHECKED = {
     "peers": {
         "fp32",
         "eager kernels",
+        "freed memory given back",
         "NCHW, eager kernels",
         "every loss read",
         "compiled block by block, kernels not joined",

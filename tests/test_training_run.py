@@ -297,7 +297,7 @@ def test_every_setting_is_decided() -> None:
     computed = {
         *("purpose", "workload", "device", "world_size", "accumulation", "precision", "compile", "compile_mode"),
         *("channels_last", "implementation", "kernels", "read_loss", "loader", "loader_workers", "data", "exchange"),
-        *("oversubscribe", "options", "optimizer", "threads", "nodes", "revision"),
+        *("oversubscribe", "options", "optimizer", "threads", "nodes", "revision", "freed_memory"),
     }
     assert {f.name for f in dataclasses.fields(RunConfig)} == computed | set(training_run.LEARNED)
     assert {f.name for f in dataclasses.fields(OptimizerConfig)} == {"adam", "ema", *training_run.LEARNED_BY}
