@@ -201,6 +201,10 @@ def test_a_profile_of_the_trainer_says_what_its_convolutions_leave_to_gain() -> 
     assert sum(line.shares.values()) == pytest.approx(1)
     frame = limits.table(both, peers.own(both)).set_index("Operator")["Time in a profile"]
     assert (frame["convolution"], frame["measured"]) == ("62 %", "")
+    figure = figure_peers.roofline(both)
+    assert figure is not None
+    bars = [p for p in figure.axes[0].patches if p.get_y() < 0 and p.get_width() > 0]  # type: ignore[attr-defined]
+    assert max(p.get_width() for p in bars[1:]) == pytest.approx(12 / 19.5 * bars[0].get_width())  # type: ignore[attr-defined]
     elsewhere = study(*against(), *machine(), profiled(dataclasses.replace(OWN, global_batch_size=8)))
     assert "profile" not in finding(elsewhere).claim
 

@@ -88,11 +88,18 @@ def roofline(study: Study) -> Figure | None:
         right=0.4,
         bottom=1.05,
         note="Each kind of work takes the longer of its FLOP at the measured peak (the better of a large product and a "
-        "convolution forward) and its bytes at the measured bandwidth. Caches can make bytes cheaper.",
+        "convolution forward) and its bytes at the measured bandwidth. Caches can make bytes cheaper."
+        + " The measured time is split as a profile splits that of the operators."
+        * bool(line.shares),
     )
     names = ["measured", "at peak, every kernel\nfor itself", "at peak, the rest free"]
     ax.barh([0], [1e3 * line.measured_seconds], color=fs.FAINT, height=0.6, lw=0)
     colours = {part.kind: fs.PALETTE[i % len(fs.PALETTE)] for i, part in enumerate(line.parts)}
+    done = 0.0
+    for kind in colours:
+        taken = 1e3 * line.measured_seconds * line.shares.get(kind, 0.0)
+        ax.barh([0], [taken], left=done, color=colours[kind], height=0.6, lw=0)
+        done += taken
     for y, kinds in ((1, [p.kind for p in line.parts]), (2, [*limits.NEEDED, limits.OPTIMIZER])):
         left = 0.0
         for part in line.parts:
