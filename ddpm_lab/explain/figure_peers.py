@@ -75,6 +75,11 @@ def roofline(study: Study) -> Figure | None:
     if base is None or line is None:
         return None
     percent = f"{100 * line.flop_share:.0f} %"
+    note = "Each kind of work takes the longer of its FLOP at the measured peak (the better of a large product and a "
+    note += "convolution forward) and its bytes at the measured bandwidth. Caches can make bytes cheaper."
+    if line.shares:
+        note += " The measured time is split as a profile splits that of the operators"
+        note += ", where attention's linear layers are convolutions" * (base["config"].kernels == "fused") + "."
     peaks = (
         f"peak {phrases.significant(line.flops / 1e9)} GFLOP/s in {line.precision} "
         f"({phrases.significant(line.single_flops / 1e9)} in fp32), "
@@ -87,18 +92,15 @@ def roofline(study: Study) -> Figure | None:
         left=2.35,
         right=0.4,
         bottom=1.05,
-        note="Each kind of work takes the longer of its FLOP at the measured peak (the better of a large product and a "
-        "convolution forward) and its bytes at the measured bandwidth. Caches can make bytes cheaper."
-        + " The measured time is split as a profile splits that of the operators."
-        * bool(line.shares),
+        note=note,
     )
     names = ["measured", "at peak, every kernel\nfor itself", "at peak, the rest free"]
     ax.barh([0], [1e3 * line.measured_seconds], color=fs.FAINT, height=0.6, lw=0)
     colours = {part.kind: fs.PALETTE[i % len(fs.PALETTE)] for i, part in enumerate(line.parts)}
     done = 0.0
-    for kind in colours:
+    for kind, colour in colours.items():
         taken = 1e3 * line.measured_seconds * line.shares.get(kind, 0.0)
-        ax.barh([0], [taken], left=done, color=colours[kind], height=0.6, lw=0)
+        ax.barh([0], [taken], left=done, color=colour, height=0.6, lw=0)
         done += taken
     for y, kinds in ((1, [p.kind for p in line.parts]), (2, [*limits.NEEDED, limits.OPTIMIZER])):
         left = 0.0

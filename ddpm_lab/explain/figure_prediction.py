@@ -16,7 +16,7 @@ from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.link_fit import NotEnoughData
 from ddpm_lab.explain.links import Exchange
 from ddpm_lab.explain.predicted import WORLD_SIZES, Basis
-from ddpm_lab.explain.prediction import Prediction
+from ddpm_lab.explain.prediction import WIDEST, Prediction
 
 _RIGHT, _PANEL = 2.15, 2.5  # inches beside the panels, and their height
 _DASHES = {"ring": (0, (5, 2)), "tree": (0, (1.5, 1.5))}
@@ -131,6 +131,10 @@ def steps(study: Study) -> Figure | None:
     made = {name: [p for p in each if isinstance(p, Prediction)] for name, each in predictions.items()}
     ring, shown = known["ring"], {p.ranks: p for each in made.values() for p in each}
     most = max(shown)
+    ended = [name for name, each in made.items() if each and each[-1].ranks < max(WORLD_SIZES)]
+    note = f"{ring.assumptions(most)} Bands: 90 % prediction intervals. {predicted_words.rule(shown)}".strip()
+    if ended:
+        note += f" Where the interval would span more than a factor of {WIDEST:.0f}, the {phrases.joined(ended)} ends."
     own = "" if ring.cores is None else f" and has {phrases.plural(ring.cores, 'core')} of its own"
     first = next((p for p in reversed(made["ring"]) if p.label == "predicted"), made["ring"][0])
     figure, axes = fs.sheet(
@@ -142,7 +146,7 @@ def steps(study: Study) -> Figure | None:
         left=1.15,
         right=_RIGHT,
         gap=0.22,
-        note=f"{ring.assumptions(most)} Bands: 90 % prediction intervals. {predicted_words.rule(shown)}".strip(),
+        note=note,
     )
     views: tuple[Callable[[int, float], float], ...] = (
         lambda _, seconds: 1e3 * seconds,
