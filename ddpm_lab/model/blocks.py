@@ -8,6 +8,7 @@ pixels, few tokens attended by plain products. The mathematics is the same.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import cast
 
 import torch
@@ -65,6 +66,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, fused: bool) -> Te
     return (logits.float() * scale).softmax(-1).to(v.dtype) @ v
 
 
+@cache
+def _taps(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Which of the 3x3 taps each of the 4x4 sums (9, 16). No buffer: ranks would exchange it in every step."""
+    with torch.inference_mode(mode=False):
+        row = torch.tensor([[0.0, 0, 1], [0, 1, 1], [1, 1, 0], [1, 0, 0]], dtype=dtype, device=device)
+        return torch.einsum("ak,bl->klab", row, row).reshape(9, 16)
+
+
 class UpsampledConv2d(nn.Conv2d):
     """Nearest-neighbour upsampling by 2 and then this 3x3 convolution, (N, C, H, W) -> (N, C', 2 H, 2 W), joined.
 
@@ -72,13 +81,10 @@ class UpsampledConv2d(nn.Conv2d):
     taps with stride 2, each the sum of taps that meet the same pixel: 16 products a pixel of input in place of 36.
     """
 
-    taps: Tensor
     held: Tensor | None
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, 3, padding=1)
-        row = torch.tensor([[0.0, 0.0, 1.0], [0.0, 1.0, 1.0], [1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
-        self.register_buffer("taps", torch.einsum("ak,bl->klab", row, row).reshape(9, 16), persistent=False)
         self.register_buffer("held", None, persistent=False)
 
     def kernel(self) -> Tensor:
@@ -87,7 +93,8 @@ class UpsampledConv2d(nn.Conv2d):
         device = self.weight.device.type
         # There is no autocast where work is only counted.
         with torch.autocast(device if device != "meta" else "cpu", enabled=False):
-            return (self.weight.reshape(-1, 9) @ self.taps).view(outputs, inputs, 4, 4).transpose(0, 1)
+            sums = self.weight.reshape(-1, 9) @ _taps(self.weight.dtype, self.weight.device)
+        return sums.view(outputs, inputs, 4, 4).transpose(0, 1)
 
     def hold(self) -> None:
         """Take the taps as they are now from here on: the weights will not change, or be rounded."""
