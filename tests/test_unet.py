@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddpm_lab.model.blocks import CosineAttention, LinearAttention, SeedBlock
+from ddpm_lab.model.blocks import CosineAttention, LinearAttention, SeedBlock, _attend
 from ddpm_lab.model.unet import NETWORKS, UNet, UNetConfig, build_network, count_flops, count_parameters
 
 SMALL = {
@@ -218,6 +219,17 @@ def test_what_is_fastest_on_a_cpu_computes_the_same(name: str, size: int) -> Non
     whole = math.sqrt(sum(float(g.square().sum()) for g in found[0][1:]))
     for expected, actual in zip(*found, strict=True):
         assert float((actual - expected).norm()) < 1e-5 * max(float(expected.norm()), 0.05 * whole)
+
+
+def test_attention_by_products_rounds_no_logits() -> None:
+    """As near to double precision, in bf16, as torch's own kernel: logits of 16 are rounded to 0.06."""
+    torch.manual_seed(0)
+    q, k, v = (F.normalize(torch.randn(2, 4, 64, 32), dim=-1).bfloat16() for _ in range(3))
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), scale=16.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [_attend(q, k, v, scale=16.0, fused=fused) for fused in (True, False)]
+    products, kernel = (float((made.double() - exact).norm() / exact.norm()) for made in found)
+    assert products < 1.5 * kernel < 5e-3
 
 
 def test_the_slip_changes_the_network() -> None:

@@ -62,8 +62,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, fused: bool) -> Te
     """
     if not fused or q.shape[2] > PRODUCTS_UP_TO:
         return F.scaled_dot_product_attention(q, k, v, scale=scale)
-    logits = q @ k.transpose(-1, -2)
-    return (logits.float() * scale).softmax(-1).to(v.dtype) @ v
+    with torch.autocast(q.device.type, enabled=False):  # it would round the logits
+        logits = (q.float() * scale) @ k.float().transpose(-1, -2)
+    return logits.softmax(-1).to(v.dtype) @ v
 
 
 @cache

@@ -79,13 +79,18 @@ inline Lanes exponential(Lanes x) {
   p = p * r * r + r + 1.0f;
   return p * (Lanes)((bits << 23) + 0x3f800000);
 }
+#ifdef __clang__
+#define SHUFFLED(V, ...) __builtin_shufflevector(V, V, __VA_ARGS__)
+#else
+#define SHUFFLED(V, ...) __builtin_shuffle(V, Whole{__VA_ARGS__})
+#endif
 // The lanes joined in pairs, four times.
 template <typename F>
 inline float joined(Lanes v, F&& join) {
-  v = join(v, __builtin_shuffle(v, Whole{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
-  v = join(v, __builtin_shuffle(v, Whole{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
-  v = join(v, __builtin_shuffle(v, Whole{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));
-  v = join(v, __builtin_shuffle(v, Whole{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}));
+  v = join(v, SHUFFLED(v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  v = join(v, SHUFFLED(v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+  v = join(v, SHUFFLED(v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+  v = join(v, SHUFFLED(v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
   return v[0];
 }
 inline float sum16(Lanes v) { return joined(v, [](Lanes a, Lanes b) { return a + b; }); }

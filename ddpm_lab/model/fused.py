@@ -24,7 +24,7 @@ from torch import Tensor
 from ddpm_lab.workload import Unsupported
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=c++17")
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=c++17", "-Wno-psabi")
 HEAD_WIDTHS = (16, 32, 64)
 """Widths of a head that linear attention is compiled for."""
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
