@@ -50,15 +50,15 @@ def _pointwise(tokens: Tensor, layer: nn.Linear, like: Tensor) -> Tensor:
     return _tokens(F.conv2d(image, layer.weight[:, :, None, None], layer.bias))
 
 
-PRODUCTS_UP_TO = 256
+PRODUCTS_UP_TO = 128
 """Tokens up to which attention is plain products where that is asked for: their logits are few."""
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, fused: bool) -> Tensor:
     """Attention of q, k and v (N, heads, L, d), with logits in single precision.
 
-    Torch's kernel for CPUs is made for long sequences: on 64 tokens in bf16, forward and backward take it five times as
-    long as plain products, on 256 two and a half times (AMD EPYC of family 26, one thread).
+    Torch's kernel for CPUs is made for long sequences: on 64 tokens in bf16, forward and backward take it 2.6 times as
+    long as plain products, on 256 as long (AMD EPYC of family 26, one thread).
     """
     if not fused or q.shape[2] > PRODUCTS_UP_TO:
         return F.scaled_dot_product_attention(q, k, v, scale=scale)
