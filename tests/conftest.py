@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.data.packed import prepare
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
-from ddpm_lab.measure.group import Limits
+from ddpm_lab.measure.group import Group, Limits
 from ddpm_lab.measure.seat import Instrument
 from ddpm_lab.plan import Plan
 
@@ -26,12 +26,31 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests measure side by side.
 os.environ.setdefault("DDPM_LAB_MEASURING_LOCK", "")
 
+# Threads that wait for others of their rank while another test has the cores would burn them: ten times slower.
+BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ
+if BESIDE_OTHERS:
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # Properties are no speed claims either, and a busy machine fails none of them.
 settings.register_profile("lab", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("lab")
 
 BUSY = "lab_workloads:busy"
 Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread_a_rank() -> Iterator[None]:
+    """Ranks of tests that run side by side take a core each, and not all that there are."""
+    real = Group.__init__
+
+    def made(group: Group, config: RunConfig, *, threads: int, **others: Any) -> None:
+        real(group, config, threads=config.threads or min(threads, 1), **others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if BESIDE_OTHERS:
+            patch.setattr(Group, "__init__", made)
+        yield
 
 
 @pytest.fixture

@@ -7,13 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pandas as pd
 import pytest
 import records as make
 from conftest import Call
 from paired_records import paired
-from test_results_file import SCHEMA
+from results_schema import validator
 
 from ddpm_lab import experiments, files, report_commands, strategy
 from ddpm_lab.benchmark import Benchmark, parts, request
@@ -173,6 +172,7 @@ def ledger_of(tmp_path: Path, **values: Any) -> Path:
     return tmp_path / "l.jsonl"
 
 
+@pytest.mark.slow
 def test_the_folder_from_records_alone(call: Call, tmp_path: Path) -> None:
     code, out, err = call("benchmark", "--ledger", ledger_of(tmp_path), "--output-dir", tmp_path / "out")
     assert (code, err) == (0, "")
@@ -180,7 +180,7 @@ def test_the_folder_from_records_alone(call: Call, tmp_path: Path) -> None:
     sides = {f"benchmark_seed_{side}_gpu.json" for side in ("single", "multi")}
     assert {p.name for p in (tmp_path / "out").iterdir()} == FILES | report | sides
     for name in ("benchmark_results.json", *sides):
-        jsonschema.validate(json.loads((tmp_path / "out" / name).read_text()), SCHEMA)
+        validator().validate(json.loads((tmp_path / "out" / name).read_text()))
     for name in ("benchmark_results.csv", "summary_table.csv"):
         assert len(pd.read_csv(tmp_path / "out" / name)) == 6
     assert re.search(r"^BENCHMARK COMPLETE!\nTime Speedup: 6\.\d\dx \(95 % interval", out, re.MULTILINE)
@@ -242,7 +242,7 @@ def test_a_demo_is_measured_once_and_goes_on(call: Call, tmp_path: Path, monkeyp
     (folder,) = tmp_path.glob("benchmark_results_*")
     assert re.fullmatch(r"benchmark_results_\d{8}_\d{6}", folder.name)
     results = json.loads((folder / "benchmark_results.json").read_text())
-    jsonschema.validate(results, SCHEMA)
+    validator().validate(results)
     ran = [(c["scaling"], c["side"], c["device"], c["global_batch_size"], c["sets"]) for c in results["configurations"]]
     assert ran == [
         ("weak", "single", "cpu", 8, 1),

@@ -15,7 +15,7 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import LATER, DiffusionConfig, RunConfig
 from ddpm_lab.exchange_settings import ExchangeConfig
 from ddpm_lab.optimizer_settings import OptimizerConfig
-from ddpm_lab.plan import PRESETS, Experiment, Family, Plan, preset
+from ddpm_lab.plan import Plan
 
 # For every field a value that differs from ``START`` and is valid beside it.
 START = RunConfig(device="cuda", loader="files", global_batch_size=32)
@@ -309,41 +309,6 @@ def test_a_nested_setting_that_does_not_exist_is_named(place: str, name: str, al
     with pytest.raises(ConfigError) as refusal:
         RunConfig.from_dict(values)
     assert str(refusal.value) == f"{place} has no setting {name!r}: it has {allowed}"
-
-
-def test_plans_are_pooled_only_when_they_are_equal() -> None:
-    plans = [
-        Plan(),
-        Plan(turns=5),
-        Plan(window_seconds=0.5),
-        Plan(window_steps=6),
-        Plan(settle_steps=3),
-        Plan(warmup_steps=11),
-    ]
-    assert len({plan.key for plan in plans}) == len(plans) == len(dataclasses.fields(Plan)) + 1
-    assert Plan(turns=12).key == Plan().key
-
-
-def test_presets_are_what_the_readme_promises() -> None:
-    smoke, quick, full = (preset(name) for name in ("smoke", "quick", "full"))
-    assert set(PRESETS) == {"smoke", "quick", "full"}
-    assert (smoke.sets, smoke.plan.turns, smoke.cold_compiles) == (1, 2, 1)
-    assert quick.sets == 6, "fewer sets never give a verdict"
-    assert smoke.minutes is not None
-    assert smoke.minutes <= 3
-    assert quick.minutes is not None
-    assert quick.minutes < 10
-    assert full.minutes is None
-    assert full.sets >= quick.sets
-    with pytest.raises(ConfigError, match="preset is 'huge': choose one of smoke, quick, full"):
-        preset("huge")
-
-
-def test_an_experiment_lists_what_it_compares_and_profiles() -> None:
-    base, bf16, profiled = RunConfig(), RunConfig(precision="bf16"), RunConfig(purpose="profile")
-    family = Family(name="f", baseline=base, baseline_label="fp32", candidates=(("bf16", bf16),))
-    experiment = Experiment(name="amp", families=(family, family), profiles=(("f", "fp32", profiled),))
-    assert experiment.configurations == (base, bf16, base, bf16, profiled)
 
 
 def test_a_notebook_shows_a_refusal_without_the_labs_insides() -> None:

@@ -1,89 +1,21 @@
-"""What is said, drawn and listed of the trainers and of the machine's limits, from records with planted ratios."""
+"""What is said, drawn and listed of the trainers, from records with planted ratios."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import records as make
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from peer_records import COMMON, FAMILY, OWN, WHOLE, against, machine, other, pair, study
 
-from ddpm_lab import config
-from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import figure_peers, figures, limits, peers, tables
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.plan import BOTH_FP32, LEVERS, LIMITS, OURS, SAMPLING, Plan
-from ddpm_lab.record import RunRecord
-
-OWN = RunConfig(network="seed", precision="bf16", global_batch_size=32)
-FAMILY = "seed, batch 32"
-PRODUCT, COPY = "ddpm_lab.model.limits:product", "ddpm_lab.model.limits:copy"
-COMMON: dict[str, Any] = {"experiment": "peers", "plan": Plan(settle_steps=1), "warmup_steps": 3}
-
-
-def other(name: str, **settings: Any) -> RunConfig:
-    return dataclasses.replace(OWN, workload=f"peer:{name}", **settings)
-
-
-def against(**values: Any) -> list[RunRecord]:
-    """One takes 4 times as long as this trainer, the tuned one 1.6 times; a third is not installed."""
-    candidates = {"slow": (other("a", precision="fp32"), 0.25), "slow, tuned": (other("a"), 1 / 1.6)}
-    missing = {"absent": (other("b"), "unsupported", "absent is not installed: make peers")}
-    return make.sets(
-        candidates,
-        baseline=OWN,
-        baseline_label=OURS,
-        family=FAMILY,
-        step_seconds=1.0,
-        failures=missing,
-        **COMMON,
-        **values,
-    )
-
-
-def pair(end: str, ratio: float, **values: Any) -> list[RunRecord]:
-    base = dataclasses.replace(OWN, precision="fp32", **values)
-    change = {"implementation": "plain", "channels_last": False} if values else {"workload": "peer:a"}
-    label = {"slow": (dataclasses.replace(base, **change), ratio)}
-    return make.sets(label, baseline=base, baseline_label=OURS, family=FAMILY + end, **COMMON)
-
-
-def machine(flops: float = 400e9, bandwidth: float = 40e9, *, work: float = 8e9, **of: Any) -> list[RunRecord]:
-    """Peaks with a known answer: a product of 2 GFLOP and a copy of 1 GB, both at the peak."""
-    single = dataclasses.replace(OWN, workload=PRODUCT, precision="fp32", global_batch_size=1, **of)
-    own, copy = dataclasses.replace(single, precision="bf16"), dataclasses.replace(single, workload=COPY)
-    seconds = 2e9 / (flops / 2)
-    rows = {"product, bf16": (own, 2.0), "copy": (copy, seconds / (1e9 / bandwidth))}
-    family = f"{LIMITS}, {single.network}"
-    still: dict[str, Any] = {"drift": 0, "turn_noise": 0, "set_noise": 0}
-    found = make.sets(
-        rows,
-        baseline=single,
-        baseline_label="product, fp32",
-        family=family,
-        step_seconds=seconds,
-        **still,
-        **COMMON,
-    )
-    counted = {
-        "convolution": {"flop": work, "elements": 10e6},
-        "normalisation": {"flop": 0.0, "elements": 20e6},
-        "weights": {"flop": 0.0, "elements": 10e6},
-    }
-    seen = {PRODUCT: {"flop": 2e9, "work": counted}, COPY: {"bytes": 1e9}}
-    return [dataclasses.replace(r, witness={"ranks": [seen[r.config.workload]]}) for r in found]
-
-
-def study(*records: RunRecord, **values: Any) -> Study:
-    return Study(experiment="peers", records=records, output_dir=Path(), **values)
-
-
-WHOLE = study(*against(), *pair(BOTH_FP32, 0.8), *pair(SAMPLING, 0.5, workload=config.SAMPLING), *machine())
+from ddpm_lab.plan import BOTH_FP32, LEVERS, OURS, SAMPLING
 
 
 def test_ratios_are_turned_round_with_their_intervals_and_verdicts() -> None:
@@ -165,81 +97,6 @@ def test_a_step_of_sampling_has_the_work_that_it_witnessed_and_not_that_of_train
     for records, work in ((told, "3.05"), (WHOLE.records, "\N{EN DASH}")):
         shown = tables.table(study(*records)).set_index("Configuration")["GFLOP/image"]
         assert (shown["slow" + SAMPLING], shown[f"{OURS} (baseline)"]) == (work, "8.00")
-
-
-def test_the_roofline_of_a_known_machine() -> None:
-    """400 GFLOP/s and 40 GB/s: 8 GFLOP take 20 ms; 40 MB of normalisation take 1 ms; the optimizer 0.22 ms."""
-    line = limits.roofline(WHOLE, peers.own(WHOLE))
-    assert line is not None
-    assert line.flops == pytest.approx(400e9, rel=1e-6)
-    assert line.bandwidth == pytest.approx(40e9, rel=1e-6)
-    parts = {p.kind: p for p in line.parts}
-    assert parts["convolution"].seconds == pytest.approx(20e-3)
-    assert parts["convolution"].bound == "compute"
-    assert parts["normalisation"].seconds == pytest.approx(1e-3)
-    assert parts["normalisation"].bound == "memory"
-    assert parts["optimizer"].seconds == pytest.approx(28 * 10e6 / 32 / 40e9)
-    assert line.eager_seconds == pytest.approx(21.22e-3, rel=1e-3)
-    assert line.fused_seconds == pytest.approx(20.22e-3, rel=1e-3)
-    assert line.measured_seconds == pytest.approx(1 / 32, rel=0.03)
-    assert line.flop_share == pytest.approx(0.64, rel=0.03)
-    assert "reaches 6" in finding(WHOLE).claim
-    assert f"at most {line.measured_seconds / line.fused_seconds:.1f} times as fast" in finding(WHOLE).claim
-
-
-def test_a_profile_of_the_trainer_says_what_its_convolutions_leave_to_gain() -> None:
-    def profiled(config: RunConfig) -> RunRecord:
-        record = make.profile(dataclasses.replace(config, purpose="profile"))
-        return dataclasses.replace(record, experiment="peers", family=FAMILY)
-
-    said = "convolutions take 62 % of the operators' time: as fast as they are, with all else free, it would be 1.6"
-    both = study(*against(), *machine(), profiled(OWN))
-    assert said in finding(both).claim
-    line = limits.roofline(both, peers.own(both))
-    assert line is not None
-    assert line.shares["convolution"] == pytest.approx(12 / 19.5)
-    assert sum(line.shares.values()) == pytest.approx(1)
-    frame = limits.table(both, peers.own(both)).set_index("Operator")["Time in a profile"]
-    assert (frame["convolution"], frame["measured"]) == ("62 %", "")
-    figure = figure_peers.roofline(both)
-    assert figure is not None
-    bars = [p for p in figure.axes[0].patches if p.get_y() < 0 and p.get_width() > 0]  # type: ignore[attr-defined]
-    assert max(p.get_width() for p in bars[1:]) == pytest.approx(12 / 19.5 * bars[0].get_width())  # type: ignore[attr-defined]
-    elsewhere = study(*against(), *machine(), profiled(dataclasses.replace(OWN, global_batch_size=8)))
-    assert "profile" not in finding(elsewhere).claim
-
-
-def test_without_peaks_nothing_is_said_of_limits() -> None:
-    alone = study(*against())
-    assert limits.roofline(alone, peers.own(alone)) is None
-    assert limits.sentence(alone, peers.own(alone)) == ""
-    assert limits.table(alone, peers.own(alone)).empty
-    assert figure_peers.roofline(alone) is None
-
-
-@pytest.mark.parametrize("other", [{"network": "tiny"}, {"image_size": 64}, {"device": "cuda"}])
-def test_the_limits_are_those_of_the_network_that_is_spoken_of(other: dict[str, Any]) -> None:
-    """A second network, size or device in the same ledger, measured before or after, changes nothing."""
-    elsewhere = machine(4e9, 1e9, work=1e6, **other)
-    for records in ((*WHOLE.records, *elsewhere), (*elsewhere, *WHOLE.records)):
-        both = study(*records)
-        assert limits.roofline(both, peers.own(both)) == limits.roofline(WHOLE, peers.own(WHOLE))
-    alone = study(*against(), *elsewhere)
-    assert limits.sentence(alone, peers.own(alone)) == ""
-    assert set(tables.table(WHOLE).set_index("Configuration").loc[[f"{OURS} (baseline)"], "GFLOP/image"]) == {"8.00"}
-    assert set(tables.table(alone)["GFLOP/image"]) == {"\N{EN DASH}"}
-
-
-def test_a_step_faster_than_the_peak_says_nothing() -> None:
-    """400 GFLOP/s cannot do 16 GFLOP in a thirty-second of a second."""
-    wrong = study(*against(), *machine(work=16e9))
-    assert limits.sentence(wrong, peers.own(wrong)) == ""
-    assert figure_peers.roofline(wrong) is None
-
-
-def test_no_peak_of_another_precision_is_taken() -> None:
-    single = study(*against(), *(r for r in machine() if r.label != "product, bf16"))
-    assert limits.roofline(single, peers.own(single)) is None
 
 
 def test_levers_are_shown_apart() -> None:
@@ -335,13 +192,6 @@ def test_a_ratio_times_the_headroom_is_the_most() -> None:
         assert shown.loc[name, "Headroom"] == "no limits measured"
     assert "absent" not in shown.index
     assert peers.at_most_table(study(*against())).empty
-
-
-def test_the_limits_alone_are_told() -> None:
-    found = finding(study(*machine()))
-    assert found.headline == "Peaks of this machine: 400 GFLOP/s in bf16, 200 GFLOP/s in fp32 and 40.0 GB/s in a copy"
-    assert (found.status, found.verdict) == ("answered", "measured")
-    assert "Nothing to compare" not in found.claim
 
 
 def test_others_that_cannot_run_here_are_named_with_the_reason_beside_what_was_measured() -> None:

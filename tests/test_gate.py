@@ -137,6 +137,7 @@ def test_identical_code_passes_unmeasured_and_a_comment_is_none(
     assert not (tmp_path / "out" / "trace_output" / "ledger.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_the_labs_own_checkout_is_refused_where_the_instrument_itself_changed(tmp_path: Path) -> None:
     lab = lab_checkout(tmp_path)
     with (lab / "ddpm_lab" / "measure" / "phases.py").open("a") as file:

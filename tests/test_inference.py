@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from random_networks import randomise
+from torch import Tensor
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.model import fused
@@ -26,8 +27,7 @@ def network(**settings: Any) -> UNet:
     """A network in which every parameter takes part."""
     torch.manual_seed(0)
     made = UNet(dataclasses.replace(SMALL, **settings))
-    for parameter in made.parameters():
-        nn.init.normal_(parameter, std=0.1)
+    randomise(made)
     return made
 
 

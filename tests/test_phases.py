@@ -57,7 +57,7 @@ def known(request: pytest.FixtureRequest) -> Known:
     one window. No phase is short: what Python does between the two looks is some 40 us on a slow machine.
     """
     with group("phased", unnamed_seconds=request.param) as g:
-        budgets = [g.budget(settle=1, steps=6, rounds=1, limit=60)[0] for _ in range(3)]
+        budgets = [g.budget(settle=1, steps=6, rounds=1, limit=60)[0] for _ in range(5)]
         (witness,) = g.witness()
     windows = [budget[variant] for budget in budgets for variant in ("unsynchronised", "synchronised")]
     steps = witness["truth"]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from random_networks import randomise
 from torch import Tensor, nn
 
 from ddpm_lab.model.reference import ReferenceUNet, reference
@@ -18,8 +19,7 @@ def lab(seed: int, config: UNetConfig) -> UNet:
     """A network in which every parameter takes part: gains, biases, and layers that start at zero."""
     torch.manual_seed(seed)
     network = UNet(config)
-    for parameter in network.parameters():
-        nn.init.normal_(parameter, std=0.1)
+    randomise(network)
     return network.to(memory_format=torch.channels_last)
 
 

@@ -6,21 +6,18 @@ import io
 import json
 import math
 from pathlib import Path
-from typing import Any
 
-import jsonschema
 import pandas as pd
 import pytest
 from paired_records import alone, family, paired
 from records import study
+from results_schema import SCHEMA, validator
 
-import ddpm_lab
 from ddpm_lab.explain import results_file
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.grids import csv_text
 from ddpm_lab.explain.scaling import rows
 
-SCHEMA = json.loads((Path(ddpm_lab.__file__).parent / "schemas" / "benchmark_results_1.json").read_text())
 STUDIES = {
     "gpus": paired({256: 1.6, 64: 0.8}, {32: 6.45}),
     "ranks": paired({16: 1.1}, {8: 1.2}, device="cpu", ranks=2),
@@ -33,12 +30,7 @@ STUDIES = {
 }
 
 
-def validator() -> Any:
-    return jsonschema.Draft202012Validator(SCHEMA, format_checker=jsonschema.FormatChecker())
-
-
 def test_the_schema_is_one_and_refuses_what_it_does_not_name() -> None:
-    jsonschema.Draft202012Validator.check_schema(SCHEMA)
     good = results_file.document(STUDIES["gpus"])
     assert validator().is_valid(good)
     assert not validator().is_valid({**good, "more": 1})

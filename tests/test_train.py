@@ -119,6 +119,7 @@ def test_loaders_train_to_identical_weights(config: RunConfig) -> None:
     assert all(torch.equal(trained[0], other) for other in trained[1:])
 
 
+@pytest.mark.slow
 def test_loaders_train_to_identical_weights_over_several_epochs(config: RunConfig, tmp_path: Path) -> None:
     """Twenty steps of eight over fewer images than that: where an epoch ends within a batch, nobody may differ."""
     rng = np.random.default_rng(0)

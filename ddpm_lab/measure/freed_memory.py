@@ -1,7 +1,8 @@
 """What becomes of the memory that a step frees: given back to the system, or kept for the next step.
 
 The GNU C library maps every large block anew and unmaps it when it is freed. The kernel then clears each page again
-when it is first written to, in every step: at batch 32 the seed network's step has 65,000 such page faults in bf16.
+when it is first written to, in every step: at batch 32 a step of the seed network has 50,000 such page faults in
+bf16 and 130,000 in fp32 (pages of 4 KiB).
 """
 
 from __future__ import annotations

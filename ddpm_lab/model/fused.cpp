@@ -65,6 +65,8 @@ inline void store16(bfloat16* p, Lanes v) {
   const Whole u = (Whole)v;
   *reinterpret_cast<Halves*>(p) = __builtin_convertvector((u + 0x7fff + ((u >> 16) & 1)) >> 16, Halves);
 }
+// The same of sixteen numbers that are 0 or less, as those of a softmax are: no template, since the attributes of such
+// types are lost in one.
 inline Lanes exponential(Lanes x) {
   x = x < -87.0f ? Lanes{} - 87.0f : x;
   Lanes n = x * 1.44269504f + 12582912.0f;

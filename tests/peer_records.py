@@ -1,0 +1,80 @@
+"""Records of other trainers and of a machine's limits, with planted ratios and peaks."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import records as make
+
+from ddpm_lab import config
+from ddpm_lab.config import RunConfig
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.plan import BOTH_FP32, LIMITS, OURS, SAMPLING, Plan
+from ddpm_lab.record import RunRecord
+
+OWN = RunConfig(network="seed", precision="bf16", global_batch_size=32)
+FAMILY = "seed, batch 32"
+PRODUCT, COPY = "ddpm_lab.model.limits:product", "ddpm_lab.model.limits:copy"
+COMMON: dict[str, Any] = {"experiment": "peers", "plan": Plan(settle_steps=1), "warmup_steps": 3}
+
+
+def other(name: str, **settings: Any) -> RunConfig:
+    return dataclasses.replace(OWN, workload=f"peer:{name}", **settings)
+
+
+def against(**values: Any) -> list[RunRecord]:
+    """One takes 4 times as long as this trainer, the tuned one 1.6 times; a third is not installed."""
+    candidates = {"slow": (other("a", precision="fp32"), 0.25), "slow, tuned": (other("a"), 1 / 1.6)}
+    missing = {"absent": (other("b"), "unsupported", "absent is not installed: make peers")}
+    return make.sets(
+        candidates,
+        baseline=OWN,
+        baseline_label=OURS,
+        family=FAMILY,
+        step_seconds=1.0,
+        failures=missing,
+        **COMMON,
+        **values,
+    )
+
+
+def pair(end: str, ratio: float, **values: Any) -> list[RunRecord]:
+    base = dataclasses.replace(OWN, precision="fp32", **values)
+    change = {"implementation": "plain", "channels_last": False} if values else {"workload": "peer:a"}
+    label = {"slow": (dataclasses.replace(base, **change), ratio)}
+    return make.sets(label, baseline=base, baseline_label=OURS, family=FAMILY + end, **COMMON)
+
+
+def machine(flops: float = 400e9, bandwidth: float = 40e9, *, work: float = 8e9, **of: Any) -> list[RunRecord]:
+    """Peaks with a known answer: a product of 2 GFLOP and a copy of 1 GB, both at the peak."""
+    single = dataclasses.replace(OWN, workload=PRODUCT, precision="fp32", global_batch_size=1, **of)
+    own, copy = dataclasses.replace(single, precision="bf16"), dataclasses.replace(single, workload=COPY)
+    seconds = 2e9 / (flops / 2)
+    rows = {"product, bf16": (own, 2.0), "copy": (copy, seconds / (1e9 / bandwidth))}
+    family = f"{LIMITS}, {single.network}"
+    still: dict[str, Any] = {"drift": 0, "turn_noise": 0, "set_noise": 0}
+    found = make.sets(
+        rows,
+        baseline=single,
+        baseline_label="product, fp32",
+        family=family,
+        step_seconds=seconds,
+        **still,
+        **COMMON,
+    )
+    counted = {
+        "convolution": {"flop": work, "elements": 10e6},
+        "normalisation": {"flop": 0.0, "elements": 20e6},
+        "weights": {"flop": 0.0, "elements": 10e6},
+    }
+    seen = {PRODUCT: {"flop": 2e9, "work": counted}, COPY: {"bytes": 1e9}}
+    return [dataclasses.replace(r, witness={"ranks": [seen[r.config.workload]]}) for r in found]
+
+
+def study(*records: RunRecord, **values: Any) -> Study:
+    return Study(experiment="peers", records=records, output_dir=Path(), **values)
+
+
+WHOLE = study(*against(), *pair(BOTH_FP32, 0.8), *pair(SAMPLING, 0.5, workload=config.SAMPLING), *machine())
