@@ -60,7 +60,9 @@ def rank_of(workload: Sampling) -> dict[str, Any]:
     return {"rank": 0, "device": "cpu", "world_size": 1, "steps": workload.steps, **workload.witness()}
 
 
-@pytest.mark.parametrize("objective", ["noise", "x0", "v"])
+@pytest.mark.parametrize(
+    "objective", ["noise", *(pytest.param(other, marks=pytest.mark.slow) for other in ("x0", "v"))]
+)
 @pytest.mark.parametrize("options", [(), DDIM], ids=["ddpm", "ddim"])
 @pytest.mark.parametrize(("kernels", "image_size", "batch"), [("aten", 12, 3), ("fused", 20, 1)])
 def test_every_implementation_walks_through_the_same_images(

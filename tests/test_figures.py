@@ -72,7 +72,17 @@ def check_marks(figure: Figure) -> None:
                 assert ax.bbox.padded(1).count_contains(pixels) == len(pixels)
 
 
-@pytest.mark.parametrize("name", STUDIES)
+# Of each question one, and what has been cut before.
+OFTEN = {
+    *("resolved", "all failed", "12 configurations", "gpus", "wordy", "sizes", "machine", "strong and weak"),
+    *("compiled", "batch sizes", "profile", "recommendation, searched", "quality, with samples"),
+    "two families, learned",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in STUDIES]
+)
 def test_nothing_is_cut_or_shortened_or_lies_elsewhere(name: str) -> None:
     for figure in drawn_once(name):
         check_texts(figure)

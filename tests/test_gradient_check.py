@@ -98,6 +98,7 @@ def test_sound_settings_are_as_expected(config: RunConfig, settings: dict[str, A
     assert all(step["layers"] == 70 for step in answer["steps"]), "a layer without a gradient is not checked"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{"implementation": "plain", "channels_last": False}, {"kernels": "fused", "precision": "bf16"}]
 )
@@ -157,7 +158,7 @@ class Infinite(GradientCheck):
         return super().loss(batch, part) * float("inf")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 @pytest.mark.parametrize("kind", [LastOnly, Undivided, Weighted, Frozen, Infinite])
 def test_planted_defects_are_found(config: RunConfig, kind: type[GradientCheck], precision: str) -> None:
     found = judged(dataclasses.replace(config, accumulation=2, precision=precision), kind)

@@ -27,9 +27,6 @@ LEVERS: list[dict[str, Any]] = [
     {"optimizer": OptimizerConfig(ema="loop", ema_every=2)},
 ]
 
-OTHERS = [LEVERS[0], *LEVERS[3:]]
-"""Those that change little of the code that is run."""
-
 
 @pytest.fixture(scope="module")
 def config(synthetic: RunConfig) -> RunConfig:
@@ -54,7 +51,11 @@ def rank_of(trainer: Trainer) -> dict[str, Any]:
     return {"rank": 0, "device": "cpu", "world_size": 1, **trainer.witness()}
 
 
-@pytest.mark.parametrize("lever", [*LEVERS[1:3], *(pytest.param(lever, marks=pytest.mark.slow) for lever in OTHERS)])
+def some_slow(levers: list[dict[str, Any]], fast: list[dict[str, Any]]) -> list[Any]:
+    return [pytest.param(lever, marks=() if lever in fast else pytest.mark.slow) for lever in levers]
+
+
+@pytest.mark.parametrize("lever", some_slow(LEVERS, fast=[{"kernels": "fused"}]))
 def test_a_lever_is_witnessed_and_changes_no_loss(config: RunConfig, lever: dict[str, Any]) -> None:
     _, plain = trained(config, 4)
     pulled = dataclasses.replace(config, **lever)
@@ -69,9 +70,7 @@ def test_a_lever_is_witnessed_and_changes_no_loss(config: RunConfig, lever: dict
                 assert float((a.reshape(b.shape) - b).detach().abs().max()) < 2e-4  # Adam's first steps are 2e-4 each
 
 
-@pytest.mark.parametrize(
-    "lever", [*LEVERS[2:4], *(pytest.param(lever, marks=pytest.mark.slow) for lever in OTHERS[2:])]
-)
+@pytest.mark.parametrize("lever", some_slow(LEVERS[2:], fast=[{"kernels": "fused"}, {"read_loss": True}]))
 def test_a_lever_that_was_not_pulled_is_noticed(config: RunConfig, lever: dict[str, Any]) -> None:
     """The label says that it was: what ran says otherwise."""
     trainer, _ = trained(config, 2)
