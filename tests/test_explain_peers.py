@@ -15,7 +15,7 @@ from peer_records import COMMON, FAMILY, OWN, WHOLE, against, machine, other, pa
 from ddpm_lab.explain import figure_peers, figures, limits, peers, tables
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.plan import BOTH_FP32, LEVERS, OURS, SAMPLING
+from ddpm_lab.plan import BOTH_FP32, FORMATS, LEVERS, OURS, SAMPLING
 
 
 def test_ratios_are_turned_round_with_their_intervals_and_verdicts() -> None:
@@ -160,6 +160,13 @@ def test_figures_name_the_network_batch_and_sets_of_what_they_draw() -> None:
         assert f"\N{MIDDLE DOT} {sets} of 6 turns" in said
     assert "seed and ddpm network" in whole
     assert "batch 8 and 32" in whole
+
+
+def test_the_longest_name_is_written_whole() -> None:
+    small, name = dataclasses.replace(OWN, global_batch_size=8), "denoising-diffusion-pytorch" + FORMATS
+    rival = {name: (dataclasses.replace(small, workload="peer:a"), 0.5)}
+    there = make.sets(rival, baseline=small, baseline_label=OURS, family="seed, batch 8", **COMMON)
+    assert f"{name}, on seed at batch 8" in words(figure_peers.figure(study(*WHOLE.records, *there), "title"))
 
 
 def test_a_verdict_is_written_whole_beside_its_row() -> None:
