@@ -65,6 +65,15 @@ def saw_on_cpu(rank: int) -> dict[str, Any]:
     return {"rank": rank, "world_size": 2, "device": "cpu", "device_uuid": None}
 
 
+def test_freed_memory_is_held_against_the_label_only_where_keeping_it_was_asked_for() -> None:
+    """Another allocator may keep it by itself."""
+    seen = [saw_on_cpu(0) | {"world_size": 1, "freed_memory": kind} for kind in ("kept", "default")]
+    assert mismatches(RunConfig(freed_memory="kept"), seen[:1]) == []
+    (found,) = mismatches(RunConfig(freed_memory="kept"), seen[1:])
+    assert "freed_memory kept, rank 0 ran with default" in found
+    assert [mismatches(RunConfig(), [one]) for one in seen] == [[], []]
+
+
 @pytest.mark.parametrize(
     ("lie", "words"),
     [
