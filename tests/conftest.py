@@ -44,8 +44,8 @@ def one_thread_a_rank() -> Iterator[None]:
     """Ranks of tests that run side by side take a core each, and not all that there are."""
     real = Group.__init__
 
-    def made(group: Group, config: RunConfig, *, threads: int, **others: Any) -> None:
-        real(group, config, threads=config.threads or min(threads, 1), **others)
+    def made(group: Group, config: RunConfig, **given: Any) -> None:
+        real(group, config, **given | {"threads": config.threads or 1})
 
     with pytest.MonkeyPatch.context() as patch:
         if BESIDE_OTHERS:
