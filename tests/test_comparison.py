@@ -15,6 +15,7 @@ from ddpm_lab.__main__ import main
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.comparison import Comparison, measure
 from ddpm_lab.config import RunConfig
+from ddpm_lab.explain import phrases
 from ddpm_lab.explain.stats import NOT_TRUSTED
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
@@ -144,7 +145,8 @@ def test_twice_the_work_is_slower_and_everything_is_said(mine: Path, tmp_path: P
     # By design one null in twenty is called different, and then no verdict is given.
     assert found.verdict in ("slower", NOT_TRUSTED)
     text = str(found)
-    words = ("95 % interval", "noise floor", "sets", "peak memory", "ran as 1 rank on cpu", "figure: ")
+    threads = f"ran as 1 rank on cpu, {phrases.plural(hardware.usable_cores(), 'thread')}"
+    words = ("95 % interval", "noise floor", "sets", "peak memory", threads, "figure: ")
     for word in (found.verdict, *words):
         assert word in text
     assert found.figure.is_file()
