@@ -43,13 +43,13 @@ def seeded() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("silu", [True, False])
-@pytest.mark.parametrize(("scaled", "added"), [(True, True), (True, False), (False, True), (False, False)])
-@pytest.mark.parametrize(("shape", "groups"), [((2, 16, 8, 8), 8), ((3, 15, 3, 5), 5), ((1, 64, 1, 1), 8)])
-def test_group_norm(  # noqa: PLR0917 - a grid
-    dtype: torch.dtype, silu: bool, scaled: bool, added: bool, shape: tuple[int, ...], groups: int
-) -> None:
+@pytest.mark.parametrize("extras", ["", "scale_shift", "residual", "before", "before scale_shift residual"])
+@pytest.mark.parametrize(("shape", "groups"), [((2, 16, 8, 8), 8), ((3, 90, 3, 5), 9), ((1, 64, 1, 1), 8)])
+def test_group_norm(dtype: torch.dtype, silu: bool, extras: str, shape: tuple[int, ...], groups: int) -> None:
     n, c = shape[:2]
+    shifted, scaled, added = (name in extras for name in ("before", "scale_shift", "residual"))
     optional = {
+        "before": values(n, c, dtype=torch.float32) if shifted else None,
         "scale_shift": values(n, 2 * c, dtype=torch.float32) if scaled else None,
         "residual": values(*shape, dtype=dtype) if added else None,
     }
@@ -64,7 +64,7 @@ def test_group_norm(  # noqa: PLR0917 - a grid
 
     def apart(x: Tensor, gain: Tensor, bias: Tensor, *rest: Tensor) -> Tensor:
         extra = dict(zip(given, rest, strict=True))
-        h = F.group_norm(x, groups, gain, bias)
+        h = F.group_norm(x + extra["before"][:, :, None, None] if shifted else x, groups, gain, bias)
         if scaled:
             scale, shift = extra["scale_shift"][:, :, None, None].chunk(2, dim=1)
             h = h * (scale + 1) + shift
@@ -140,6 +140,10 @@ def test_extreme_values_stay_finite_and_nan_is_not_hidden() -> None:
     broken = torch.zeros(1, 4, 2, 2)
     broken[0, 1, 1, 1] = torch.nan
     assert fused.group_norm(broken, norm).isnan().any()
+    for part in range(3):  # of queries, of keys, of values
+        qkv = torch.zeros(1, 4, 48)
+        qkv[0, 1, 16 * part] = torch.nan
+        assert fused.linear_attention(qkv, 1).isnan().any()
 
 
 def test_the_result_does_not_depend_on_the_number_of_threads() -> None:

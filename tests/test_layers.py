@@ -24,7 +24,7 @@ ROWS = (
     ("data.packed", "data.loader"),
     ("data.resident", "data.still"),
     # model: what is trained
-    ("model.fused", "model.diffusion", "model.step"),
+    ("model.attention", "model.fused", "model.diffusion", "model.step"),
     ("model.held_out_loss", "model.loss_step"),
     ("model.blocks", "model.sampling"),
     ("model.fid", "model.unet", "model.feed"),
@@ -152,6 +152,7 @@ UPWARDS = {("measure.process", "measure.rank")}
 TORCH = {
     *(
         "model.allreduce",
+        "model.attention",
         "model.blocks",
         "model.checkpoint",
         "model.denoising",

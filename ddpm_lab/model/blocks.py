@@ -3,7 +3,7 @@
 Both memory formats run without conversion: convolutions and norms keep the format of their input, and attention works
 on tokens (N, H * W, C), which under channels_last are a view of the image. With ``fused`` each block is computed as is
 fastest on a CPU: a norm and what follows it in one kernel (``fused.py``), an upsampled image without its copies of
-pixels, few tokens attended by plain products. The mathematics is the same.
+pixels, few tokens attended by plain products (``attention.py``). The mathematics is the same.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddpm_lab.model import fused as kernels
+from ddpm_lab.model.attention import attend
 
 
 def _tokens(image: Tensor) -> Tensor:
@@ -48,23 +49,6 @@ def _pointwise(tokens: Tensor, layer: nn.Linear, like: Tensor) -> Tensor:
     """
     image = tokens.transpose(1, 2).view(len(like), -1, *like.shape[2:])  # channels last
     return _tokens(F.conv2d(image, layer.weight[:, :, None, None], layer.bias))
-
-
-PRODUCTS_UP_TO = 128
-"""Tokens up to which attention is plain products where that is asked for: their logits are few."""
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, fused: bool) -> Tensor:
-    """Attention of q, k and v (N, heads, L, d), with logits in single precision.
-
-    Torch's kernel for CPUs is made for long sequences: on 64 tokens in bf16, forward and backward take it 2.6 times as
-    long as plain products, on 256 as long (AMD EPYC of family 26, one thread).
-    """
-    if not fused or q.shape[2] > PRODUCTS_UP_TO:
-        return F.scaled_dot_product_attention(q, k, v, scale=scale)
-    with torch.autocast(q.device.type, enabled=False):  # it would round the logits
-        logits = (q.float() * scale) @ k.float().transpose(-1, -2)
-    return logits.softmax(-1).to(v.dtype) @ v
 
 
 @cache
@@ -195,11 +179,21 @@ class CosineAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = _split_heads(self.qkv(_layer_norm(_tokens(x), self.norm)), self.heads)
         q, k = F.normalize(q, dim=self.axis), F.normalize(k, dim=self.axis)
-        return x + _image(self.out(_join_heads(_attend(q, k, v, scale=16.0, fused=self.fused))), x)
+        return x + _image(self.out(_join_heads(attend(q, k, v, scale=16.0, products=self.fused))), x)
 
 
-def _norm_silu(x: Tensor, norm: nn.GroupNorm, fused: bool) -> Tensor:
-    return kernels.group_norm(x, norm) if fused else F.silu(norm(x))
+class NormSiLU(nn.GroupNorm):
+    """GroupNorm and SiLU, joined."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return kernels.group_norm(x, self)
+
+
+def norm_silu(groups: int, width: int, *, fused: bool) -> list[nn.Module]:
+    """GroupNorm and SiLU of the ddpm family; two modules with the same parameters whether they are joined or not."""
+    if fused:
+        return [NormSiLU(groups, width, eps=1e-6), nn.Identity()]
+    return [nn.GroupNorm(groups, width, eps=1e-6), nn.SiLU()]
 
 
 class DDPMBlock(nn.Module):
@@ -217,8 +211,13 @@ class DDPMBlock(nn.Module):
         zero(self.conv2)
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
-        h = self.conv1(_norm_silu(x, self.norm1, self.fused)) + self.time(embedding)[:, :, None, None]
-        return cast(Tensor, self.conv2(_norm_silu(h, self.norm2, self.fused)) + self.shortcut(x))
+        if self.fused:
+            h = self.conv1(kernels.group_norm(x, self.norm1))
+            h = kernels.group_norm(h, self.norm2, before=self.time(embedding))
+        else:
+            h = self.conv1(F.silu(self.norm1(x))) + self.time(embedding)[:, :, None, None]
+            h = F.silu(self.norm2(h))
+        return cast(Tensor, self.conv2(h) + self.shortcut(x))
 
 
 class DDPMAttention(nn.Module):
@@ -233,10 +232,13 @@ class DDPMAttention(nn.Module):
         zero(self.out)
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = kernels.group_norm(x, self.norm, silu=False) if self.fused else self.norm(x)
-        q, k, v = _split_heads(self.qkv(_tokens(normed)), heads=1)
-        values = _attend(q, k, v, scale=q.shape[-1] ** -0.5, fused=self.fused)
-        return x + _image(self.out(_join_heads(values)), x)
+        if self.fused:
+            qkv = _pointwise(_tokens(kernels.group_norm(x, self.norm, silu=False)), self.qkv, x)
+        else:
+            qkv = self.qkv(_tokens(self.norm(x)))
+        q, k, v = _split_heads(qkv, heads=1)
+        values = _join_heads(attend(q, k, v, scale=q.shape[-1] ** -0.5, products=self.fused))
+        return x + _image(_pointwise(values, self.out, x) if self.fused else self.out(values), x)
 
 
 class Stage(nn.Module):

@@ -7,47 +7,21 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 namespace {
 
 struct bfloat16 { uint16_t bits; };
 
 inline float load(const float* p) { return *p; }
-inline void store(float* p, float v) { *p = v; }
 inline float load(const bfloat16* p) {
   uint32_t u = static_cast<uint32_t>(p->bits) << 16;
   float v;
   std::memcpy(&v, &u, 4);
   return v;
 }
-inline void store(bfloat16* p, float v) {  // round to nearest, ties to even
-  uint32_t u;
-  std::memcpy(&u, &v, 4);
-  p->bits = static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
-}
-
-// exp(x) to about two units in the last place, in a form that compilers vectorise (Cody and Waite 1980, chapter 6).
-inline float exponential(float x) {
-  x = x < -87.0f ? -87.0f : x;
-  x = x > 88.0f ? 88.0f : x;
-  float n = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to a whole number
-  int32_t bits;
-  std::memcpy(&bits, &n, 4);
-  n -= 12582912.0f;
-  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  bits = (bits << 23) + 0x3f800000;
-  float scale;
-  std::memcpy(&scale, &bits, 4);
-  return p * scale;
-}
-inline float sigmoid(float z) { return 1.0f / (1.0f + exponential(-z)); }
 
 // Sixteen numbers at once, however many registers that takes on this processor. Left to itself the compiler takes sums
 // and largest values over channels apart, lane by lane.
@@ -58,28 +32,76 @@ inline Lanes& lanes(float* p) { return *reinterpret_cast<Lanes*>(p); }
 inline const Lanes& lanes(const float* p) { return *reinterpret_cast<const Lanes*>(p); }
 inline Lanes load16(const float* p) { return lanes(p); }
 inline Lanes load16(const bfloat16* p) {
+#ifdef __AVX512F__  // what compilers make of the line below is four instructions
+  return (Lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16);
+#else
   return (Lanes)(__builtin_convertvector(*reinterpret_cast<const Halves*>(p), Whole) << 16);
+#endif
 }
 inline void store16(float* p, Lanes v) { lanes(p) = v; }
-inline void store16(bfloat16* p, Lanes v) {
+inline void store16(bfloat16* p, Lanes v) {  // round to nearest, ties to even
+#ifdef __AVX512BF16__
+  const auto rounded = _mm512_cvtneps_pbh((__m512)v);
+  std::memcpy(p, &rounded, sizeof rounded);
+#else
   const Whole u = (Whole)v;
   *reinterpret_cast<Halves*>(p) = __builtin_convertvector((u + 0x7fff + ((u >> 16) & 1)) >> 16, Halves);
+#endif
 }
-// The same of sixteen numbers that are 0 or less, as those of a softmax are: no template, since the attributes of such
-// types are lost in one.
+// The same step for each of V vectors: a processor looks ahead too few instructions to find them where each vector takes
+// all of its steps first.
+#define EACH(V) _Pragma("GCC unroll 8") for (int i = 0; i < V; ++i)
+// exp(x) to about two units in the last place (Cody and Waite 1980, chapter 6), in place.
+template <int V>
+inline void exponentials(Lanes (&x)[V]) {
+  Lanes n[V], p[V];
+#ifdef __AVX512F__
+  EACH(V) x[i] = (Lanes)_mm512_max_ps(_mm512_set1_ps(-87.0f), (__m512)x[i]);  // of NaN and another, the second
+  EACH(V) x[i] = (Lanes)_mm512_min_ps(_mm512_set1_ps(87.0f), (__m512)x[i]);
+  EACH(V) n[i] = x[i] * 1.44269504f;
+  EACH(V) n[i] = (Lanes)_mm512_roundscale_ps((__m512)n[i], 0);
+#else
+  Whole bits[V];
+  EACH(V) x[i] = x[i] < -87.0f ? Lanes{} - 87.0f : x[i];
+  EACH(V) x[i] = x[i] > 87.0f ? Lanes{} + 87.0f : x[i];
+  EACH(V) n[i] = x[i] * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to a whole number
+  EACH(V) bits[i] = (Whole)n[i];
+  EACH(V) n[i] -= 12582912.0f;
+#endif
+  EACH(V) x[i] = x[i] - n[i] * 0.693359375f;
+  EACH(V) x[i] = x[i] + n[i] * 2.12194440e-4f;
+  EACH(V) p[i] = x[i] * 1.9875691500e-4f + 1.3981999507e-3f;
+  EACH(V) p[i] = p[i] * x[i] + 8.3334519073e-3f;
+  EACH(V) p[i] = p[i] * x[i] + 4.1665795894e-2f;
+  EACH(V) p[i] = p[i] * x[i] + 1.6666665459e-1f;
+  EACH(V) p[i] = p[i] * x[i] + 5.0000001201e-1f;
+  EACH(V) p[i] = p[i] * x[i];
+  EACH(V) x[i] = p[i] * x[i] + x[i];
+  EACH(V) x[i] = x[i] + 1.0f;
+#ifdef __AVX512F__
+  EACH(V) x[i] = (Lanes)_mm512_scalef_ps((__m512)x[i], (__m512)n[i]);
+#else
+  EACH(V) x[i] = x[i] * (Lanes)((bits[i] << 23) + 0x3f800000);
+#endif
+}
 inline Lanes exponential(Lanes x) {
-  x = x < -87.0f ? Lanes{} - 87.0f : x;
-  Lanes n = x * 1.44269504f + 12582912.0f;
-  const Whole bits = (Whole)n;
-  n -= 12582912.0f;
-  const Lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  Lanes p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  return p * (Lanes)((bits << 23) + 0x3f800000);
+  Lanes one[1] = {x};
+  exponentials(one);
+  return one[0];
+}
+template <int V>
+inline void sigmoids(const Lanes (&z)[V], Lanes (&out)[V]) {
+  EACH(V) out[i] = -z[i];
+  exponentials(out);
+  EACH(V) out[i] = 1.0f + out[i];
+#ifdef __AVX512F__
+  Lanes guess[V];
+  EACH(V) guess[i] = (Lanes)_mm512_rcp14_ps((__m512)out[i]);  // and one of Newton's steps, which doubles its digits
+  EACH(V) out[i] = 2.0f - out[i] * guess[i];
+  EACH(V) out[i] = out[i] * guess[i];
+#else
+  EACH(V) out[i] = 1.0f / out[i];
+#endif
 }
 #ifdef __clang__
 #define SHUFFLED(V, ...) __builtin_shufflevector(V, V, __VA_ARGS__)
@@ -98,90 +120,135 @@ inline float joined(Lanes v, F&& join) {
 inline float sum16(Lanes v) { return joined(v, [](Lanes a, Lanes b) { return a + b; }); }
 inline float max16(Lanes v) { return joined(v, [](Lanes a, Lanes b) { return a > b ? a : b; }); }
 
-// Mean and 1 / standard deviation of each channel's group. Every channel is summed relative to its first pixel, and the
-// channels are joined as in Chan et al. 1979, so that a large mean costs no digits.
-template <typename T>
-void moments(const T* x, int64_t P, int64_t C, int64_t G, float eps, float* mean, float* rstd, float* room) {
-  float *first = room, *s1 = room + C, *s2 = room + 2 * C;
-  for (int64_t c = 0; c < C; ++c) { first[c] = load(x + c); s1[c] = s2[c] = 0.0f; }
-  for (int64_t p = 1; p < P; ++p) {
-    const T* row = x + p * C;
-#pragma omp simd
-    for (int64_t c = 0; c < C; ++c) {
-      const float v = load(row + c) - first[c];
-      s1[c] += v;
-      s2[c] += v * v;
-    }
+// Channels are taken in runs: sixty-four at a time, whose sums stay in registers over all pixels, then sixteen, then
+// what is left of sixteen. f gets the run and its first channel.
+template <int V, bool ALL>
+struct Run {
+  static constexpr int vectors = V;
+  int left;  // of the last sixteen, unless they are ALL there
+  template <typename T>
+  Lanes take(const T* p) const {
+    if (ALL) return load16(p);
+    T some[16] = {};
+    std::memcpy(some, p, sizeof(T) * left);
+    return load16(some);
   }
+  Lanes present(Lanes v) const {  // zero beyond the last
+    if (!ALL)
+      for (int i = left; i < 16; ++i) v[i] = 0.0f;
+    return v;
+  }
+  template <typename T>
+  void give(T* p, Lanes v) const {
+    if (ALL) return store16(p, v);
+    T some[16];
+    store16(some, v);
+    std::memcpy(p, some, sizeof(T) * left);
+  }
+};
+template <typename F>
+inline void runs(int64_t C, F&& f) {
+  int64_t c = 0;
+  for (; c + 64 <= C; c += 64) f(Run<4, true>{}, c);
+  for (; c + 16 <= C; c += 16) f(Run<1, true>{}, c);
+  if (c < C) f(Run<1, false>{static_cast<int>(C - c)}, c);
+}
+inline int64_t padded(int64_t C) { return (C + 15) / 16 * 16; }
+
+// Mean and 1 / standard deviation of each channel's group, of x + before, which is (C). Every channel is summed relative
+// to its first pixel, and the channels are joined as in Chan et al. 1979, so that a large mean costs no digits.
+template <typename T>
+void moments(const T* x, const float* before, int64_t P, int64_t C, int64_t G, float eps, float* mean, float* rstd,
+             float* room) {
+  float *of_channel = room, *squares = room + padded(C);
+  runs(C, [&](auto run, int64_t c) {
+    constexpr int V = decltype(run)::vectors;
+    Lanes first[V], s1[V] = {}, s2[V] = {};
+    for (int i = 0; i < V; ++i) first[i] = run.take(x + c + 16 * i);
+    for (int64_t p = 1; p < P; ++p)
+      for (int i = 0; i < V; ++i) {
+        const Lanes v = run.take(x + p * C + c + 16 * i) - first[i];
+        s1[i] += v;
+        s2[i] += v * v;
+      }
+    for (int i = 0; i < V; ++i) {
+      lanes(of_channel + c + 16 * i) = first[i] + s1[i] / static_cast<float>(P);
+      lanes(squares + c + 16 * i) = s2[i] - s1[i] * s1[i] / static_cast<float>(P);
+    }
+  });
+  if (before)
+    for (int64_t c = 0; c < C; ++c) of_channel[c] += before[c];
   const int64_t D = C / G;
   for (int64_t g = 0; g < G; ++g) {
     float m = 0.0f, m2 = 0.0f;
-    for (int64_t c = g * D; c < (g + 1) * D; ++c) {
-      s2[c] -= s1[c] * s1[c] / P;
-      first[c] += s1[c] / P;
-      m += first[c];
-    }
+    for (int64_t c = g * D; c < (g + 1) * D; ++c) m += of_channel[c];
     m /= D;
-    for (int64_t c = g * D; c < (g + 1) * D; ++c) m2 += s2[c] + P * (first[c] - m) * (first[c] - m);
+    for (int64_t c = g * D; c < (g + 1) * D; ++c) m2 += squares[c] + P * (of_channel[c] - m) * (of_channel[c] - m);
     const float r = 1.0f / std::sqrt(std::max(m2, 0.0f) / (P * D) + eps);
-    for (int64_t c = g * D; c < (g + 1) * D; ++c) { mean[c] = m; rstd[c] = r; }
+    for (int64_t c = g * D; c < (g + 1) * D; ++c) { mean[c] = before ? m - before[c] : m; rstd[c] = r; }
   }
 }
 
-// y = f(norm(x) * gain + bias) + residual, with (gain, bias) scaled by 1 + scale and shifted by shift where given, and f
-// SiLU or the identity. scale_shift is (N, 2 C), mean and rstd are (N, C) for the backward pass.
+// y = f(norm(x + before) * gain + bias) + residual, with (gain, bias) scaled by 1 + scale and shifted by shift where
+// given, and f SiLU or the identity. before is (N, C), scale_shift (N, 2 C). mean, less before, and rstd are (N, C) for
+// the backward pass.
 template <typename T, bool SILU>
-void group_forward(const T* x, const float* gain, const float* bias, const float* scale_shift, const T* residual,
-                   T* y, float* mean, float* rstd, int64_t N, int64_t P, int64_t C, int64_t G, float eps, int threads) {
+void group_forward(const T* x, const float* gain, const float* bias, const float* before, const float* scale_shift,
+                   const T* residual, T* y, float* mean, float* rstd, int64_t N, int64_t P, int64_t C, int64_t G,
+                   float eps, int threads) {
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<float> room(3 * C), slope(C), offset(C);
-    float *a = slope.data(), *b = offset.data();
+    std::vector<float> room(4 * padded(C));
+    float *a = room.data() + 2 * padded(C), *b = a + padded(C);
 #pragma omp for schedule(static)
     for (int64_t n = 0; n < N; ++n) {
+      const T* in = x + n * P * C;
+      const T* more = residual ? residual + n * P * C : nullptr;
+      T* out = y + n * P * C;
       float *m = mean + n * C, *r = rstd + n * C;
-      moments(x + n * P * C, P, C, G, eps, m, r, room.data());
+      moments(in, before ? before + n * C : nullptr, P, C, G, eps, m, r, room.data());
       for (int64_t c = 0; c < C; ++c) {
         const float s = scale_shift ? scale_shift[n * 2 * C + c] + 1.0f : 1.0f;
         const float t = scale_shift ? scale_shift[n * 2 * C + C + c] : 0.0f;
         a[c] = r[c] * gain[c] * s;
         b[c] = bias[c] * s + t - m[c] * a[c];
       }
-      for (int64_t p = 0; p < P; ++p) {
-        const int64_t at = (n * P + p) * C;
-        const T* in = x + at;
-        T* out = y + at;
-        if (residual) {
-          const T* more = residual + at;
-#pragma omp simd
-          for (int64_t c = 0; c < C; ++c) {
-            const float z = load(in + c) * a[c] + b[c];
-            store(out + c, (SILU ? z * sigmoid(z) : z) + load(more + c));
+      runs(C, [&](auto run, int64_t c) {
+        constexpr int V = decltype(run)::vectors;
+        Lanes slope[V], offset[V];
+        for (int i = 0; i < V; ++i) { slope[i] = lanes(a + c + 16 * i); offset[i] = lanes(b + c + 16 * i); }
+        for (int64_t p = 0; p < P; ++p) {
+          const int64_t at = p * C + c;
+          Lanes z[V], g[V];
+          EACH(V) z[i] = run.take(in + at + 16 * i) * slope[i] + offset[i];
+          if (SILU) {
+            sigmoids(z, g);
+            EACH(V) z[i] *= g[i];
           }
-        } else {
-#pragma omp simd
-          for (int64_t c = 0; c < C; ++c) {
-            const float z = load(in + c) * a[c] + b[c];
-            store(out + c, SILU ? z * sigmoid(z) : z);
-          }
+          if (more) EACH(V) z[i] += run.take(more + at + 16 * i);
+          EACH(V) run.give(out + at + 16 * i, z[i]);
         }
-      }
+      });
     }
   }
 }
 
-// The gradients of group_forward. d_gain and d_bias are (N, C), still to be summed over N; d_scale_shift is (N, 2 C).
+// The gradients of group_forward. d_gain and d_bias are (N, C), still to be summed over N; d_before is (N, C) where it
+// is asked for, and d_scale_shift (N, 2 C).
 template <typename T, bool SILU>
 void group_backward(const T* dy, const T* x, const float* gain, const float* bias, const float* scale_shift,
-                    const float* mean, const float* rstd, T* dx, float* d_gain, float* d_bias, float* d_scale_shift,
-                    int64_t N, int64_t P, int64_t C, int64_t G, int threads) {
+                    const float* mean, const float* rstd, T* dx, float* d_gain, float* d_bias, float* d_before,
+                    float* d_scale_shift, int64_t N, int64_t P, int64_t C, int64_t G, int threads) {
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<float> held(P * C), room(7 * C);
-    float *dz = held.data(), *a = room.data(), *b = a + C, *k = b + C, *s0 = k + C, *s1 = s0 + C, *u = s1 + C, *w = u + C;
-    const int64_t D = C / G;
+    const int64_t D = C / G, W = padded(C);
+    std::vector<float> held(P * W), room(8 * W);
+    float *dz = held.data(), *a = room.data(), *b = a + W, *k = b + W, *s0 = k + W, *s1 = s0 + W, *u = s1 + W,
+          *w = u + W, *all = w + W;
 #pragma omp for schedule(static)
     for (int64_t n = 0; n < N; ++n) {
+      const T *in = x + n * P * C, *grad = dy + n * P * C;
+      T* out = dx + n * P * C;
       const float *m = mean + n * C, *r = rstd + n * C;
       for (int64_t c = 0; c < C; ++c) {
         const float s = scale_shift ? scale_shift[n * 2 * C + c] + 1.0f : 1.0f;
@@ -189,24 +256,34 @@ void group_backward(const T* dy, const T* x, const float* gain, const float* bia
         k[c] = gain[c] * s;  // dz/d(normalised x)
         a[c] = r[c] * k[c];
         b[c] = bias[c] * s + t - m[c] * a[c];
-        s0[c] = s1[c] = 0.0f;
+        all[c] = m[c];
       }
-      for (int64_t p = 0; p < P; ++p) {
-        const T *in = x + (n * P + p) * C, *grad = dy + (n * P + p) * C;
-        float* keep = dz + p * C;
-#pragma omp simd
-        for (int64_t c = 0; c < C; ++c) {
-          const float v = load(in + c);
-          float d = load(grad + c);
-          if (SILU) {
-            const float z = v * a[c] + b[c], g = sigmoid(z);
-            d *= g * (1.0f + z * (1.0f - g));
-          }
-          keep[c] = d;
-          s0[c] += d;
-          s1[c] += d * (v - m[c]) * r[c];
+      runs(C, [&](auto run, int64_t c) {
+        constexpr int V = decltype(run)::vectors;
+        Lanes slope[V], offset[V], middle[V], plain[V] = {}, along[V] = {};
+        for (int i = 0; i < V; ++i) {
+          slope[i] = lanes(a + c + 16 * i);
+          offset[i] = lanes(b + c + 16 * i);
+          middle[i] = lanes(all + c + 16 * i);
         }
-      }
+        for (int64_t p = 0; p < P; ++p) {
+          const int64_t at = p * C + c;
+          Lanes d[V], v[V], z[V], g[V];
+          EACH(V) v[i] = run.take(in + at + 16 * i);
+          EACH(V) d[i] = run.take(grad + at + 16 * i);
+          if (SILU) {
+            EACH(V) z[i] = v[i] * slope[i] + offset[i];
+            sigmoids(z, g);
+            EACH(V) z[i] = z[i] * (1.0f - g[i]) + 1.0f;
+            EACH(V) d[i] *= g[i] * z[i];
+          }
+          EACH(V) lanes(dz + p * W + c + 16 * i) = d[i];
+          EACH(V) plain[i] += d[i];
+          EACH(V) along[i] += d[i] * (v[i] - middle[i]);
+        }
+        for (int i = 0; i < V; ++i) { lanes(s0 + c + 16 * i) = plain[i]; lanes(s1 + c + 16 * i) = along[i]; }
+      });
+      for (int64_t c = 0; c < C; ++c) s1[c] *= r[c];
       for (int64_t g = 0; g < G; ++g) {
         float plain = 0.0f, along = 0.0f;
         for (int64_t c = g * D; c < (g + 1) * D; ++c) { plain += k[c] * s0[c]; along += k[c] * s1[c]; }
@@ -217,13 +294,24 @@ void group_backward(const T* dy, const T* x, const float* gain, const float* bia
           u[c] = r[c] * plain - w[c] * m[c];
         }
       }
-      for (int64_t p = 0; p < P; ++p) {
-        const T* in = x + (n * P + p) * C;
-        T* out = dx + (n * P + p) * C;
-        const float* keep = dz + p * C;
-#pragma omp simd
-        for (int64_t c = 0; c < C; ++c) store(out + c, a[c] * keep[c] - u[c] - w[c] * load(in + c));
-      }
+      runs(C, [&](auto run, int64_t c) {
+        constexpr int V = decltype(run)::vectors;
+        Lanes slope[V], offset[V], share[V], sums[V] = {};
+        for (int i = 0; i < V; ++i) {
+          slope[i] = lanes(a + c + 16 * i);
+          offset[i] = lanes(u + c + 16 * i);
+          share[i] = lanes(w + c + 16 * i);
+        }
+        for (int64_t p = 0; p < P; ++p)
+          for (int i = 0; i < V; ++i) {
+            const int64_t at = c + 16 * i;
+            const Lanes d = lanes(dz + p * W + at) * slope[i] - offset[i] - run.take(in + p * C + at) * share[i];
+            sums[i] += d;
+            run.give(out + p * C + at, d);
+          }
+        for (int i = 0; i < V; ++i) lanes(all + c + 16 * i) = sums[i];
+      });
+      if (d_before) std::copy(all, all + C, d_before + n * C);
       for (int64_t c = 0; c < C; ++c) {
         const float s = scale_shift ? scale_shift[n * 2 * C + c] + 1.0f : 1.0f;
         d_gain[n * C + c] = s1[c] * s;
@@ -237,6 +325,14 @@ void group_backward(const T* dy, const T* x, const float* gain, const float* bia
   }
 }
 
+// Sixteen channels at a time; what is beyond the last is zero.
+template <typename F>
+inline void sixteens(int64_t C, F&& f) {
+  int64_t c = 0;
+  for (; c + 16 <= C; c += 16) f(Run<1, true>{}, c);
+  if (c < C) f(Run<1, false>{static_cast<int>(C - c)}, c);
+}
+
 // y = LayerNorm over the last axis of x (rows, C), plus residual where given; mean and rstd are (rows,).
 template <typename T>
 void layer_forward(const T* x, const float* gain, const float* bias, const T* residual, T* y, float* mean, float* rstd,
@@ -245,23 +341,21 @@ void layer_forward(const T* x, const float* gain, const float* bias, const T* re
   for (int64_t i = 0; i < rows; ++i) {
     const T* in = x + i * C;
     T* out = y + i * C;
-    float m = 0.0f, v = 0.0f;
-#pragma omp simd reduction(+ : m)
-    for (int64_t c = 0; c < C; ++c) m += load(in + c);
-    m /= C;
-#pragma omp simd reduction(+ : v)
-    for (int64_t c = 0; c < C; ++c) { const float d = load(in + c) - m; v += d * d; }
-    const float r = 1.0f / std::sqrt(v / C + eps);
+    Lanes sums = {}, squares = {};
+    sixteens(C, [&](auto run, int64_t c) { sums += run.take(in + c); });
+    const float m = sum16(sums) / C;
+    sixteens(C, [&](auto run, int64_t c) {
+      const Lanes d = run.present(run.take(in + c) - m);
+      squares += d * d;
+    });
+    const float r = 1.0f / std::sqrt(sum16(squares) / C + eps);
     mean[i] = m;
     rstd[i] = r;
-    if (residual) {
-      const T* more = residual + i * C;
-#pragma omp simd
-      for (int64_t c = 0; c < C; ++c) store(out + c, (load(in + c) - m) * r * gain[c] + bias[c] + load(more + c));
-    } else {
-#pragma omp simd
-      for (int64_t c = 0; c < C; ++c) store(out + c, (load(in + c) - m) * r * gain[c] + bias[c]);
-    }
+    sixteens(C, [&](auto run, int64_t c) {
+      Lanes z = (run.take(in + c) - m) * r * run.take(gain + c) + run.take(bias + c);
+      if (residual) z += run.take(residual + i * C + c);
+      run.give(out + c, z);
+    });
   }
 }
 
@@ -271,30 +365,28 @@ void layer_backward(const T* dy, const T* x, const float* gain, const float* mea
                     float* d_gain, float* d_bias, int64_t rows, int64_t C, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
   for (int part = 0; part < threads; ++part) {
-    float *dg = d_gain + part * C, *db = d_bias + part * C;
-    std::fill(dg, dg + C, 0.0f);
-    std::fill(db, db + C, 0.0f);
+    std::vector<float> room(2 * padded(C));
+    float *dg = room.data(), *db = dg + padded(C);
     for (int64_t i = rows * part / threads; i < rows * (part + 1) / threads; ++i) {
       const T *in = x + i * C, *grad = dy + i * C;
       T* out = dx + i * C;
       const float m = mean[i], r = rstd[i];
-      float plain = 0.0f, along = 0.0f;
-#pragma omp simd reduction(+ : plain, along)
-      for (int64_t c = 0; c < C; ++c) {
-        const float d = load(grad + c), h = (load(in + c) - m) * r;
-        dg[c] += d * h;
-        db[c] += d;
-        plain += d * gain[c];
-        along += d * gain[c] * h;
-      }
-      plain /= C;
-      along /= C;
-#pragma omp simd
-      for (int64_t c = 0; c < C; ++c) {
-        const float h = (load(in + c) - m) * r;
-        store(out + c, r * (load(grad + c) * gain[c] - plain - h * along));
-      }
+      Lanes sums = {}, products = {};
+      sixteens(C, [&](auto run, int64_t c) {
+        const Lanes d = run.take(grad + c), h = (run.take(in + c) - m) * r, along = d * run.take(gain + c);
+        lanes(dg + c) += d * h;
+        lanes(db + c) += d;
+        sums += along;
+        products += along * h;
+      });
+      const float plain = sum16(sums) / C, along = sum16(products) / C;
+      sixteens(C, [&](auto run, int64_t c) {
+        const Lanes h = (run.take(in + c) - m) * r;
+        run.give(out + c, r * (run.take(grad + c) * run.take(gain + c) - plain - h * along));
+      });
     }
+    std::copy(dg, dg + C, d_gain + part * C);
+    std::copy(db, db + C, d_bias + part * C);
   }
 }
 
@@ -306,11 +398,21 @@ using Tile = float[TILE][D];
 template <int D>
 using Square = float[D][D];
 
-// Rows of a tile: f(row index, address of the row), and zeros for the rows beyond the last token.
-template <int D, typename F>
-inline void rows(Tile<D>& out, int count, F&& f) {
-  for (int j = 0; j < count; ++j) f(j, out[j]);
-  if (count < TILE) std::memset(out[count], 0, sizeof(float) * D * (TILE - count));
+// Zeros for the rows beyond the last token.
+template <int D>
+inline void clear(Tile<D>& tile, int count) {
+  if (count < TILE) std::memset(tile[count], 0, sizeof(float) * D * (TILE - count));
+}
+
+// exp of all rows of a tile.
+template <int D>
+inline void exponentials(Tile<D>& tile) {
+  for (float* at = tile[0]; at < tile[0] + TILE * D; at += 64) {
+    Lanes x[4];
+    EACH(4) x[i] = lanes(at + 16 * i);
+    exponentials(x);
+    EACH(4) lanes(at + 16 * i) = x[i];
+  }
 }
 
 // out = m1 m2 with sixteen sums in registers at a time, of K terms each; first(i, k) is an element of m1.
@@ -354,10 +456,11 @@ inline void ahead(const T* row) {
 // A tile as it lies in memory.
 template <int D, typename T>
 inline void read(const T* from, int64_t stride, int count, Tile<D>& out) {
-  rows<D>(out, count, [&](int j, float* row) {
+  for (int j = 0; j < count; ++j) {
     ahead<D>(from + (j + TILE) * stride);
-    for (int d = 0; d < D; d += 16) lanes(row + d) = load16(from + j * stride + d);
-  });
+    for (int d = 0; d < D; d += 16) lanes(out[j] + d) = load16(from + j * stride + d);
+  }
+  clear<D>(out, count);
 }
 
 // Linear attention (Shen et al. 2021) of H heads of one image, from tokens (L, stride) whose queries, keys and values
@@ -378,23 +481,26 @@ void attend(const T* q, const T* k, const T* v, T* out, int64_t L, int64_t H, in
       float *most = top + h * D, *total = sum + h * D;
       read<D>(v + l * stride + h * D, stride, count, value);
       read<D>(k + l * stride + h * D, stride, count, key);
+      float factors[D];
       for (int d = 0; d < D; d += 16) {
         Lanes now = lanes(most + d);
         for (int j = 0; j < count; ++j) now = lanes(key[j] + d) > now ? lanes(key[j] + d) : now;
-        // Where it is larger than any before, what was summed is relative to the old one.
-        const Lanes factor = exponential(lanes(most + d) - now);
-        Lanes all = lanes(total + d) * factor;
+        for (int j = 0; j < count; ++j) lanes(key[j] + d) -= now;
+        lanes(factors + d) = exponential(lanes(most + d) - now);
         lanes(most + d) = now;
-        for (int j = 0; j < count; ++j) {
-          lanes(key[j] + d) = exponential(lanes(key[j] + d) - now);
-          all += lanes(key[j] + d);
-        }
+      }
+      exponentials<D>(key);
+      clear<D>(key, count);
+      for (int d = 0; d < D; d += 16) {
+        // Where a key is larger than any before, what was summed is relative to the old one.
+        const Lanes factor = lanes(factors + d);
+        Lanes all = lanes(total + d) * factor;
+        for (int j = 0; j < count; ++j) all += lanes(key[j] + d);
         lanes(total + d) = all;
         if (sum16(factor) != 16.0f)
           for (int i = 0; i < 16; ++i)
             for (int e = 0; e < D; e += 16) lanes(context[d + i] + e) *= factor[i];
       }
-      if (count < TILE) std::memset(key[count], 0, sizeof(float) * D * (TILE - count));
       outer<D>(key, value, context);
     }
   }
@@ -405,14 +511,18 @@ void attend(const T* q, const T* k, const T* v, T* out, int64_t L, int64_t H, in
     for (int64_t h = 0; h < H; ++h) {
       read<D>(q + l * stride + h * D, stride, count, key);
       for (int j = 0; j < count; ++j) {
-        Lanes most = lanes(key[j]), total = {};
+        Lanes most = lanes(key[j]);
         for (int d = 16; d < D; d += 16) most = lanes(key[j] + d) > most ? lanes(key[j] + d) : most;
         const float least = max16(most);
-        for (int d = 0; d < D; d += 16) total += lanes(key[j] + d) = exponential(lanes(key[j] + d) - least);
+        levels[2 * (h * L + l + j)] = least;
+        for (int d = 0; d < D; d += 16) lanes(key[j] + d) -= least;
+      }
+      exponentials<D>(key);
+      for (int j = 0; j < count; ++j) {
+        Lanes total = {};
+        for (int d = 0; d < D; d += 16) total += lanes(key[j] + d);
         const float factor = 1.0f / (sum16(total) * std::sqrt(static_cast<float>(D)));
-        float* level = levels + 2 * (h * L + l + j);
-        level[0] = least;
-        level[1] = factor;
+        levels[2 * (h * L + l + j) + 1] = factor;
         for (int d = 0; d < D; d += 16) lanes(key[j] + d) *= factor;
       }
       times<D>(key, reinterpret_cast<const Square<D>*>(contexts)[h], value);
@@ -427,16 +537,21 @@ template <typename T, int D>
 void attend_backward(const T* dout, const T* q, const T* k, const T* v, T* dq, T* dk, T* dv, int64_t L, int64_t H,
                      int64_t stride, int64_t out_stride, const float* top, const float* sum, const float* contexts,
                      const float* levels) {
+  constexpr int V = D / 16;
   struct Head { Square<D> d_context, d_turned, turned; float inner[D], share[D]; };
   std::vector<Head> heads(H);
   Tile<D> query, key, value, grad, d_query, d_key, d_value;
   auto queries = [&](int64_t l, int64_t h, int count) {
-    rows<D>(query, count, [&](int j, float* row) {
-      const float *level = levels + 2 * (h * L + l + j), least = level[0], factor = level[1];
+    const float* level = levels + 2 * (h * L + l);
+    for (int j = 0; j < count; ++j) {
       const T* from = q + (l + j) * stride + h * D;
       ahead<D>(from + TILE * stride);
-      for (int d = 0; d < D; d += 16) lanes(row + d) = exponential(load16(from + d) - least) * factor;
-    });
+      Lanes x[V];
+      EACH(V) x[i] = load16(from + 16 * i) - level[2 * j];
+      exponentials(x);
+      EACH(V) lanes(query[j] + 16 * i) = x[i] * level[2 * j + 1];
+    }
+    clear<D>(query, count);
     read<D>(dout + l * out_stride + h * D, out_stride, count, grad);
   };
   for (int64_t l = 0; l < L; l += TILE)
@@ -463,11 +578,15 @@ void attend_backward(const T* dout, const T* q, const T* k, const T* v, T* dq, T
       const int64_t at = l * stride + h * D;
       const float* most = top + h * D;
       queries(l, h, count);
-      rows<D>(key, count, [&](int j, float* row) {
-        ahead<D>(k + at + (j + TILE) * stride);
-        for (int d = 0; d < D; d += 16)
-          lanes(row + d) = exponential(load16(k + at + j * stride + d) - lanes(most + d)) * lanes(head.share + d);
-      });
+      for (int j = 0; j < count; ++j) {
+        const T* from = k + at + j * stride;
+        ahead<D>(from + TILE * stride);
+        Lanes x[V];
+        EACH(V) x[i] = load16(from + 16 * i) - lanes(most + 16 * i);
+        exponentials(x);
+        EACH(V) lanes(key[j] + 16 * i) = x[i] * lanes(head.share + 16 * i);
+      }
+      clear<D>(key, count);
       read<D>(v + at, stride, count, value);
       times<D>(grad, head.turned, d_query);
       times<D>(value, head.d_turned, d_key);
@@ -524,20 +643,21 @@ void attention_backward(const T* dout, const T* qkv, T* d_qkv, const float* top,
 }  // namespace
 
 #define NORMS(NAME, T)                                                                                                \
-  extern "C" void group_forward_##NAME(const void* x, const float* gain, const float* bias, const float* scale_shift, \
-                                       const void* residual, void* y, float* mean, float* rstd, int64_t N, int64_t P, \
-                                       int64_t C, int64_t G, float eps, int silu, int threads) {                      \
+  extern "C" void group_forward_##NAME(const void* x, const float* gain, const float* bias, const float* before,      \
+                                       const float* scale_shift, const void* residual, void* y, float* mean,          \
+                                       float* rstd, int64_t N, int64_t P, int64_t C, int64_t G, float eps, int silu,  \
+                                       int threads) {                                                                 \
     (silu ? group_forward<T, true> : group_forward<T, false>)(                                                        \
-        static_cast<const T*>(x), gain, bias, scale_shift, static_cast<const T*>(residual), static_cast<T*>(y), mean, \
-        rstd, N, P, C, G, eps, threads);                                                                              \
+        static_cast<const T*>(x), gain, bias, before, scale_shift, static_cast<const T*>(residual),                   \
+        static_cast<T*>(y), mean, rstd, N, P, C, G, eps, threads);                                                    \
   }                                                                                                                   \
   extern "C" void group_backward_##NAME(const void* dy, const void* x, const float* gain, const float* bias,          \
                                         const float* scale_shift, const float* mean, const float* rstd, void* dx,     \
-                                        float* d_gain, float* d_bias, float* d_scale_shift, int64_t N, int64_t P,     \
-                                        int64_t C, int64_t G, int silu, int threads) {                                \
+                                        float* d_gain, float* d_bias, float* d_before, float* d_scale_shift,          \
+                                        int64_t N, int64_t P, int64_t C, int64_t G, int silu, int threads) {          \
     (silu ? group_backward<T, true> : group_backward<T, false>)(                                                      \
         static_cast<const T*>(dy), static_cast<const T*>(x), gain, bias, scale_shift, mean, rstd,                     \
-        static_cast<T*>(dx), d_gain, d_bias, d_scale_shift, N, P, C, G, threads);                                     \
+        static_cast<T*>(dx), d_gain, d_bias, d_before, d_scale_shift, N, P, C, G, threads);                           \
   }                                                                                                                   \
   extern "C" void layer_forward_##NAME(const void* x, const float* gain, const float* bias, const void* residual,     \
                                        void* y, float* mean, float* rstd, int64_t rows, int64_t C, float eps,         \

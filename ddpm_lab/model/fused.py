@@ -54,8 +54,8 @@ def library() -> ctypes.CDLL:
     for name in NAMES.values():
         pointer, whole, single, count = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
         for function, arguments in (
-            (f"group_forward_{name}", [pointer] * 8 + [whole] * 4 + [single, count, count]),
-            (f"group_backward_{name}", [pointer] * 11 + [whole] * 4 + [count, count]),
+            (f"group_forward_{name}", [pointer] * 9 + [whole] * 4 + [single, count, count]),
+            (f"group_backward_{name}", [pointer] * 12 + [whole] * 4 + [count, count]),
             (f"layer_forward_{name}", [pointer] * 7 + [whole] * 2 + [single, count]),
             (f"layer_backward_{name}", [pointer] * 8 + [whole] * 2 + [count]),
             *((f"attention_forward_{name}_{d}", [pointer] * 6 + [whole] * 3 + [count]) for d in HEAD_WIDTHS),
@@ -118,6 +118,7 @@ class _GroupNorm(torch.autograd.Function):
         x: Tensor,
         gain: Tensor,
         bias: Tensor,
+        before: Tensor | None,
         scale_shift: Tensor | None,
         residual: Tensor | None,
         groups: int,
@@ -128,19 +129,20 @@ class _GroupNorm(torch.autograd.Function):
         x = _flat(x, x.dtype)
         n, c, height, width = x.shape
         more = None if residual is None else _flat(residual, x.dtype)
-        factors = None if scale_shift is None else scale_shift.float().contiguous()
+        added, factors = (None if v is None else v.float().contiguous() for v in (before, scale_shift))
         y = torch.empty_like(x)
         mean, rstd = x.new_empty((2, n, c), dtype=torch.float32)
         sizes = (n, height * width, c, groups)
         getattr(library(), f"group_forward_{NAMES[x.dtype]}")(
-            *map(_address, (x, gain, bias, factors, more, y, mean, rstd)), *sizes, eps, silu, torch.get_num_threads()
+            *map(_address, (x, gain, bias, added, factors, more, y, mean, rstd)),
+            *sizes,
+            eps,
+            silu,
+            torch.get_num_threads(),
         )
         ctx.save_for_backward(x, gain, bias, factors, mean, rstd)
         ctx.sizes, ctx.silu = sizes, silu
-        ctx.dtypes = (
-            None if scale_shift is None else scale_shift.dtype,
-            None if residual is None else residual.dtype,
-        )
+        ctx.dtypes = [None if v is None else v.dtype for v in (before, scale_shift, residual)]
         return y
 
     @staticmethod
@@ -150,18 +152,20 @@ class _GroupNorm(torch.autograd.Function):
         n, _, c, _ = ctx.sizes
         dx = torch.empty_like(x)
         d_gain, d_bias = x.new_empty((2, n, c), dtype=torch.float32)
+        of_before, of_factors, of_residual = ctx.dtypes
+        d_before = None if of_before is None else torch.empty_like(d_gain)
         d_factors = None if factors is None else torch.empty_like(factors)
         getattr(library(), f"group_backward_{NAMES[x.dtype]}")(
-            *map(_address, (dy, x, gain, bias, factors, mean, rstd, dx, d_gain, d_bias, d_factors)),
+            *map(_address, (dy, x, gain, bias, factors, mean, rstd, dx, d_gain, d_bias, d_before, d_factors)),
             *ctx.sizes,
             ctx.silu,
             torch.get_num_threads(),
         )
-        of_factors, of_residual = ctx.dtypes
         return (
             dx,
             d_gain.sum(0),
             d_bias.sum(0),
+            None if d_before is None else d_before.to(of_before),
             None if d_factors is None else d_factors.to(of_factors),
             None if of_residual is None else dy.to(of_residual),
             None,
@@ -233,16 +237,17 @@ def group_norm(
     x: Tensor,
     norm: torch.nn.GroupNorm,
     *,
+    before: Tensor | None = None,
     scale_shift: Tensor | None = None,
     residual: Tensor | None = None,
     silu: bool = True,
 ) -> Tensor:
-    """f(norm(x) (1 + scale) + shift) + residual of images (N, C, H, W), with f SiLU or nothing; float32 or bfloat16.
+    """f(norm(x + before) (1 + scale) + shift) + residual of images (N, C, H, W), with f SiLU or nothing.
 
-    ``scale_shift`` is (N, 2 C). The result is channels-last, in the dtype of ``x``. Raises Unsupported without a C++
-    compiler.
+    ``before`` is (N, C), ``scale_shift`` (N, 2 C). Images are float32 or bfloat16; the result is channels-last, in the
+    dtype of ``x``. Raises Unsupported without a C++ compiler.
     """
-    made = _GroupNorm.apply(x, norm.weight, norm.bias, scale_shift, residual, norm.num_groups, norm.eps, silu)
+    made = _GroupNorm.apply(x, norm.weight, norm.bias, before, scale_shift, residual, norm.num_groups, norm.eps, silu)
     return cast(Tensor, made)
 
 

@@ -23,6 +23,7 @@ from ddpm_lab.model.blocks import (
     LinearAttention,
     SeedBlock,
     Stage,
+    norm_silu,
     upsampled,
     zero,
 )
@@ -185,7 +186,7 @@ def _build_ddpm(c: UNetConfig) -> _Parts:
             up += [stage(inputs + remembered.pop(), level)]
             inputs = width
         up += upsampled(width, width, fused=c.fused) if level > 0 else []
-    head = nn.Sequential(nn.GroupNorm(c.groups, inputs, eps=1e-6), nn.SiLU(), nn.Conv2d(inputs, pixel, 3, padding=1))
+    head = nn.Sequential(*norm_silu(c.groups, inputs, fused=c.fused), nn.Conv2d(inputs, pixel, 3, padding=1))
     zero(head[-1])
     return nn.Conv2d(pixel, c.width, 3, padding=1), down, middle, up, head
 
