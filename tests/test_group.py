@@ -122,7 +122,8 @@ def test_nccl_on_a_gpu_of_its_own_and_gloo_where_two_ranks_share_one(
     assert len(set(hashes)) == 1, "the ranks train one network"
 
 
-@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_peak_memory_is_the_ranks_own_and_not_its_parents(method: str) -> None:
     """The kernel's ru_maxrss goes through fork and exec; a parent that holds much would be in every rank's peak."""
     held = bytearray(b"x") * (1 << 30)

@@ -56,7 +56,7 @@ def test_a_leader_that_refuses_says_so_to_the_others(store: Process) -> None:
     assert len(told) == 1
 
 
-@pytest.mark.parametrize("there", ["the same", None, "another"])
+@pytest.mark.parametrize("there", ["the same", None, pytest.param("another", marks=pytest.mark.slow)])
 def test_with_a_secret_the_store_lets_nobody_join(
     store: Process, there: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

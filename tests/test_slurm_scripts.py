@@ -76,7 +76,8 @@ def collected(call: Call, output: Path) -> dict[str, Any]:
     return {job["job_id"]: job for job in json.loads(out)["jobs"]}
 
 
-@pytest.mark.parametrize("rendezvous", ["static", pytest.param("c10d", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
 def test_a_port_that_is_taken_meanwhile_ends_all_nodes_with_one_sentence(tmp_path: Path, rendezvous: str) -> None:
     """Not with torchrun's traceback on one node, and minutes of waiting on the others."""
     executable(tmp_path / "scancel", '#!/bin/bash\necho cancels "$@"\n')
