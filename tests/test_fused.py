@@ -171,7 +171,7 @@ def test_what_does_not_compile_is_unsupported_and_leaves_nothing(
 ) -> None:
     broken = tmp_path / "fused.cpp"
     broken.write_text("int main( {")
-    monkeypatch.setattr(fused, "SOURCE", broken)
+    monkeypatch.setattr(fused, "SOURCES", (broken,))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(Unsupported, match="did not compile"):
         fused.library.__wrapped__()

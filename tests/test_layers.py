@@ -25,7 +25,7 @@ ROWS = (
     ("data.resident", "data.still"),
     # model: what is trained
     ("model.attention", "model.fused", "model.diffusion", "model.step"),
-    ("model.held_out_loss", "model.loss_step"),
+    ("model.convolution", "model.held_out_loss", "model.loss_step"),
     ("model.blocks", "model.sampling"),
     ("model.fid", "model.unet", "model.feed"),
     ("model.reference",),
@@ -155,6 +155,7 @@ TORCH = {
         "model.attention",
         "model.blocks",
         "model.checkpoint",
+        "model.convolution",
         "model.denoising",
         "model.diffusion",
         "model.feed",

@@ -129,7 +129,7 @@ def headline(study: Study, nearest: Mapping[str, Any]) -> str:
 
 
 def evidence(study: Study) -> str:
-    """All ratios with their intervals, apart as the trainers come and as they were tuned, and the training losses."""
+    """Ratios with intervals, apart as the trainers come and as they were tuned: of more than three the ends."""
     told, base = [], own(study)
     measured = [r for r in rows(study) if r["sets"]]
     for words, chosen in (
@@ -140,12 +140,13 @@ def evidence(study: Study) -> str:
         ("Sampling", [r for r in measured if SAMPLING in r["name"]]),
     ):
         if chosen:
+            ends = sorted(chosen, key=lambda r: float(r["ratio"]))[:: len(chosen) - 1] if len(chosen) > 3 else chosen
             listed = [
                 f"{phrases.ratio(r)} times {r['label'].replace(TUNED, '').replace(FORMATS, '')}"
                 f"{'' if words in ('Both in fp32', 'Sampling') else _elsewhere(r, base)} ({phrases.evidence(r)})"
-                for r in chosen
+                for r in ends
             ]
-            told.append(f"{words}: {phrases.joined(listed)}.")
+            told.append(f"{words}: {' to '.join(listed) if len(chosen) > 3 else phrases.joined(listed)}.")
     tuned = [r["config"] for r in measured if TUNED in r["name"]]
     if tuned and all((config.device, config.compile) == ("cpu", "off") for config in tuned):
         told.append("Compilation of the others is not tried on a CPU but in full.")

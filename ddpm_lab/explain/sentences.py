@@ -172,13 +172,17 @@ def left_over(rows: Sequence[Mapping[str, Any]]) -> str:
         everywhere = lacking[str(r["label"]), phrases.failure(r)] == families
         return str(r["label"]) if everywhere else f"{r['label']} of {r['family']}"
 
-    failed = [f"{name(r)} ({phrases.failure(r)})" for r in unmeasured(rows) if r["status"] not in ("ok", "left out")]
-    left_out = [f"{name(r)} ({r['reason']})" for r in unmeasured(rows) if r["status"] == "left out"]
-    mechanism = [str(r["label"]) for r in rows if r["mechanism_only"] and r["role"] != "twin"]
+    failed = [(name(r), phrases.failure(r)) for r in unmeasured(rows) if r["status"] not in ("ok", "left out")]
+    left_out = [(name(r), str(r["reason"])) for r in unmeasured(rows) if r["status"] == "left out"]
+    mechanism = [(str(r["label"]), "") for r in rows if r["mechanism_only"] and r["role"] != "twin"]
     text = ""
     for head, items in (("Failed", failed), ("Left out", left_out), (MECHANISM_ONLY.capitalize(), mechanism)):
+        by_reason: dict[str, list[str]] = {}
+        for label, why in dict.fromkeys(items):
+            by_reason.setdefault(why, []).append(label)
         if items:
-            text += f" {head}: {phrases.joined(list(dict.fromkeys(items)))}."
+            each = [phrases.joined(names) + (f" ({why})" if why else "") for why, names in by_reason.items()]
+            text += f" {head}: {'; '.join(each)}."
     return text
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ddpm_lab.model import fused as kernels
 from ddpm_lab.model.attention import attend
+from ddpm_lab.model.convolution import Convolution3x3
 
 
 def _tokens(image: Tensor) -> Tensor:
@@ -97,6 +98,11 @@ def upsampled(inputs: int, outputs: int, *, fused: bool) -> list[nn.Module]:
     return [nn.Upsample(scale_factor=2), nn.Conv2d(inputs, outputs, 3, padding=1)]
 
 
+def convolution(inputs: int, outputs: int, *, fused: bool) -> nn.Conv2d:
+    """A 3x3 convolution that keeps the size."""
+    return Convolution3x3(inputs, outputs) if fused else nn.Conv2d(inputs, outputs, 3, padding=1)
+
+
 def _layer_norm(tokens: Tensor, norm: nn.LayerNorm) -> Tensor:
     """LayerNorm, in single precision on a CPU, as autocast does by itself on a GPU.
 
@@ -121,9 +127,9 @@ class SeedBlock(nn.Module):
         super().__init__()
         self.fused = fused
         self.time = nn.Linear(time_width, 2 * outputs)
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1)
+        self.conv1 = convolution(inputs, outputs, fused=fused)
         self.norm1 = nn.GroupNorm(groups, outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1)
+        self.conv2 = convolution(outputs, outputs, fused=fused)
         self.norm2 = nn.GroupNorm(groups, outputs)
         self.shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
 
@@ -203,10 +209,10 @@ class DDPMBlock(nn.Module):
         super().__init__()
         self.fused = fused
         self.norm1 = nn.GroupNorm(groups, inputs, eps=1e-6)
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1)
+        self.conv1 = convolution(inputs, outputs, fused=fused)
         self.time = nn.Linear(time_width, outputs)
         self.norm2 = nn.GroupNorm(groups, outputs, eps=1e-6)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1)
+        self.conv2 = convolution(outputs, outputs, fused=fused)
         self.shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
         zero(self.conv2)
 

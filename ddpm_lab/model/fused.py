@@ -1,8 +1,8 @@
 """Normalisation joined with what follows it, for CPUs: one pass over memory where eager kernels take four or five.
 
-The kernels are C++ (``fused.cpp``), compiled once on each machine, in some seconds, into the user's cache. On a GPU
-torch.compile makes such kernels; on a CPU what it makes of normalisation over channels-last images is no faster than
-eager code, after minutes of compiling.
+The kernels are C++ (``fused.cpp``, and ``convolution.cpp`` for another module), compiled once on each machine, in some
+seconds, into the user's cache. On a GPU torch.compile makes such kernels; on a CPU what it makes of normalisation over
+channels-last images is no faster than eager code, after minutes of compiling.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ddpm_lab.workload import Unsupported
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("fused.cpp", "convolution.cpp"))
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=c++17", "-Wno-psabi")
 HEAD_WIDTHS = (16, 32, 64)
 """Widths of a head that linear attention is compiled for."""
@@ -46,13 +46,13 @@ def library() -> ctypes.CDLL:
     # Compiled for the very processor it is run on: a home folder may be shared between different ones.
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     processor = [line for line in lines if line.startswith(("model name", "flags", "Features"))][:2]
-    text = "\n".join([SOURCE.read_text(), version, *FLAGS, platform.machine(), *processor])
+    text = "\n".join([*(source.read_text() for source in SOURCES), version, *FLAGS, platform.machine(), *processor])
     path = _folder() / f"fused-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if not path.exists():
         _compile(compiler, path)
     loaded = ctypes.CDLL(str(path))
+    pointer, whole, single, count = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
     for name in NAMES.values():
-        pointer, whole, single, count = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
         for function, arguments in (
             (f"group_forward_{name}", [pointer] * 9 + [whole] * 4 + [single, count, count]),
             (f"group_backward_{name}", [pointer] * 12 + [whole] * 4 + [count, count]),
@@ -63,6 +63,9 @@ def library() -> ctypes.CDLL:
         ):
             getattr(loaded, function).argtypes = arguments
             getattr(loaded, function).restype = None
+    if loaded.multiplies_pairs():
+        loaded.convolution_backward.argtypes = [pointer] * 4 + [whole] * 6 + [count]
+        loaded.convolution_backward.restype = None
     return loaded
 
 
@@ -84,12 +87,12 @@ def _folder() -> Path:
 def _compile(compiler: str, path: Path) -> None:
     """Compile into ``path`` in one step: another rank may be doing the same."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        compiled, linked = Path(folder, "fused.o"), Path(folder, "fused.so")
+        objects, linked = [str(Path(folder, f"{source.stem}.o")) for source in SOURCES], Path(folder, "fused.so")
         for command in (
-            [compiler, *FLAGS, "-c", str(SOURCE), "-o", str(compiled)],
+            *([compiler, *FLAGS, "-c", str(s), "-o", o] for s, o in zip(SOURCES, objects, strict=True)),
             # Linked without OpenMP, so that its names are found in the library torch has loaded: two of them in one
             # process would be two pools of threads.
-            [compiler, "-shared", str(compiled), "-o", str(linked)],
+            [compiler, "-shared", *objects, "-o", str(linked)],
         ):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:

@@ -23,6 +23,7 @@ from ddpm_lab.model.blocks import (
     LinearAttention,
     SeedBlock,
     Stage,
+    convolution,
     norm_silu,
     upsampled,
     zero,
@@ -143,13 +144,13 @@ def _build_seed(c: UNetConfig) -> _Parts:
     down: list[nn.Module] = []
     for level, (d, e) in levels:
         down += stages(d, d)
-        down += [nn.Conv2d(d, e, 4, stride=2, padding=1) if level < last else nn.Conv2d(d, e, 3, padding=1)]
+        down += [nn.Conv2d(d, e, 4, stride=2, padding=1) if level < last else convolution(d, e, fused=c.fused)]
     attention = CosineAttention(bottom, c.heads, c.head_width, c.middle_attention_axis, fused=c.fused)
     middle: list[nn.Module] = [Stage(block(bottom, bottom), attention), Stage(block(bottom, bottom))]
     up: list[nn.Module] = []
     for level, (d, e) in reversed(levels):
         up += stages(e + d, e)
-        up += upsampled(e, d, fused=c.fused) if level > 0 else [nn.Conv2d(e, d, 3, padding=1)]
+        up += upsampled(e, d, fused=c.fused) if level > 0 else [convolution(e, d, fused=c.fused)]
     up += [Stage(block(2 * c.width, c.width))]
     return nn.Conv2d(pixel, c.width, 7, padding=3), down, middle, up, nn.Conv2d(c.width, pixel, 1)
 

@@ -1,0 +1,111 @@
+"""The convolution with a weights' gradient of its own against double precision, at awkward sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddpm_lab.model.convolution import COLUMNS, Convolution3x3
+from ddpm_lab.model.fused import library
+
+pairs = pytest.mark.skipif(
+    not library().multiplies_pairs(), reason="this processor has no AVX512_BF16, which the kernel is for"
+)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def error(made: Tensor, exact: Tensor) -> float:
+    """Relative L2 error."""
+    return float((made.detach().double() - exact.detach()).norm() / exact.detach().norm())
+
+
+def trained(layer: nn.Conv2d, x: Tensor, weights: Tensor, *, autocast: bool = True) -> list[Tensor]:
+    """Output and gradients of input, weight and bias."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = layer(x)
+    assert layer.bias is not None
+    return [y, *torch.autograd.grad(y, [x, layer.weight, layer.bias], weights.to(y.dtype))]
+
+
+@pairs
+@pytest.mark.parametrize(
+    ("images", "inputs", "outputs", "height", "width", "threads"),
+    [
+        (3, 64, 32, 5, 7, 1),
+        (2, 128, 96, 4, 4, 2),
+        (1, 64, 64, 1, 1, 1),
+        (5, 192, 32, 8, 8, 3),  # fewer tiles than threads: images are taken apart
+        (2, 64, 32, 3, 90, 4),
+        (1, 128, 32, 70, 33, 1),  # some rows of an image at a time
+        (40, 64, 32, 4, 6, 1),  # some images at a time
+    ],
+)
+def test_output_and_gradients_are_exact_but_for_the_format(  # noqa: PLR0917 - a grid
+    images: int, inputs: int, outputs: int, height: int, width: int, threads: int
+) -> None:
+    """What is bfloat16 is rounded once; the gradients of the weights, in single precision, not at all."""
+    torch.set_num_threads(threads)
+    layer = Convolution3x3(inputs, outputs).to(memory_format=torch.channels_last)
+    with torch.no_grad():  # so that autocast rounds nothing
+        for parameter in layer.parameters():
+            parameter.copy_(parameter.bfloat16())
+    x = torch.randn(images, inputs, height, width).bfloat16().requires_grad_()
+    weights = torch.randn(images, outputs, height, width).bfloat16()
+    double = nn.Conv2d(inputs, outputs, 3, padding=1).double()
+    double.load_state_dict(layer.state_dict())
+    exact = trained(double, x.detach().double().requires_grad_(), weights.double(), autocast=False)
+    y, d_x, d_weight, d_bias = trained(layer, x, weights)
+    assert y.dtype == d_x.dtype == torch.bfloat16
+    assert d_weight.dtype == d_bias.dtype == torch.float32
+    assert d_weight.stride() == layer.weight.stride(), "else the optimizer copies it in every step"
+    assert error(y, exact[0]) < 4e-3
+    assert error(d_x, exact[1]) < 4e-3
+    assert error(d_weight, exact[2]) < 1e-5
+    assert error(d_bias, exact[3]) < 1e-5
+
+
+@pytest.mark.parametrize("case", ["single precision", "other channels", "no autocast", "without gradients"])
+def test_elsewhere_it_is_the_usual_convolution(case: str) -> None:
+    inputs = COLUMNS // 2 if case == "other channels" else COLUMNS
+    layer, usual = Convolution3x3(inputs, 32), nn.Conv2d(inputs, 32, 3, padding=1)
+    usual.load_state_dict(layer.state_dict())
+    dtype = torch.bfloat16 if case == "other channels" else torch.float32
+    x, weights = torch.randn(2, inputs, 6, 6, requires_grad=True), torch.randn(2, 32, 6, 6)
+    if case == "without gradients":
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(layer(x), usual(x))
+        return
+    found, expected = (trained(one, x, weights, autocast=dtype == torch.bfloat16) for one in (layer, usual))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pairs
+def test_gradients_are_the_same_with_one_thread_and_with_two() -> None:
+    layer = Convolution3x3(64, 64)
+    x, weights = torch.randn(3, 64, 8, 8, requires_grad=True), torch.randn(3, 64, 8, 8)
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found.append(trained(layer, x, weights)[2:])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pairs
+def test_what_is_not_a_number_is_not_hidden() -> None:
+    layer = Convolution3x3(64, 32)
+    x = torch.randn(1, 64, 4, 4)
+    x[0, 5, 2, 2] = torch.nan
+    *_, d_weight, d_bias = trained(layer, x.requires_grad_(), torch.ones(1, 32, 4, 4))
+    assert d_weight[:, 5].isnan().all()
+    assert d_weight[:, :5].isfinite().all()
+    assert d_bias.isfinite().all()
