@@ -116,7 +116,7 @@ def _pages(output: Path) -> dict[Path, str]:
         where = f"{shown.hardware}, {shown.date}"
         lines = [
             f"![{figures.alt_text(shown)}]({(folder / f'{NAMES[shown.experiment]}.png').as_posix()})",
-            *("", f"{where} ([every figure, and the evidence in full]({(folder / README).as_posix()})):", ""),
+            *("", f"{where} ([every figure, and the evidence]({(folder / README).as_posix()})):", ""),
             *("| question | answer | ratio, 95 % interval | quality |", "| --- | --- | --- | --- |"),
         ]
         for name in told:
@@ -138,7 +138,7 @@ def _pages(output: Path) -> dict[Path, str]:
 
 
 def _evidence(studies: Sequence[Study], folder: Path) -> str:
-    """A page with each answer in full and its figures, for the folder that holds them."""
+    """A page with what is said of each answer and its figures, for the folder that holds them."""
     lines = [f"# {studies[0].hardware}", "", "Written by `ddpm-lab figures --publish` from the published records.", ""]
     for answer in studies:
         found, stem = findings.finding(answer), NAMES[answer.experiment]

@@ -10,10 +10,12 @@ from torch import Tensor
 from ddpm_lab.model.attention import PRODUCTS_UP_TO, attend
 
 
-def errors(*, products: bool, length: int, scale: float) -> list[float]:
+def errors(*, products: bool, length: int, scale: float, mean: float) -> list[float]:
     """Relative errors of the output and of the gradients of q, k and v in bf16, with autocast on as in training."""
     torch.manual_seed(0)
     q, k, v = (F.normalize(torch.randn(2, 3, length, 32), dim=-1).bfloat16().requires_grad_() for _ in range(3))
+    with torch.no_grad():
+        v += mean
     doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
     logits = doubles[0] @ doubles[1].transpose(-1, -2) * scale
     exact = logits.softmax(-1) @ doubles[2]
@@ -28,12 +30,17 @@ def errors(*, products: bool, length: int, scale: float) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize(("length", "scale"), [(64, 16.0), (17, 0.18), (PRODUCTS_UP_TO, 16.0)])
-def test_products_are_as_exact_as_the_kernel_and_round_no_logits(length: int, scale: float) -> None:
-    """Logits of 16 rounded to bf16 would be off by up to 0.06, and every weight by as much of itself."""
-    products, kernel = (errors(products=which, length=length, scale=scale) for which in (True, False))
+@pytest.mark.parametrize(
+    ("length", "scale", "mean"), [(64, 16.0, 0.0), (17, 0.18, 0.0), (PRODUCTS_UP_TO, 16.0, 0.0), (64, 16.0, 4.0)]
+)
+def test_products_are_as_exact_as_the_kernel_and_round_no_logits(length: int, scale: float, mean: float) -> None:
+    """Logits of 16 rounded to bf16 would be off by up to 0.06, and every weight by as much of itself.
+
+    Where all values have a large part in common, torch's own kernel is off by several percent in the gradients.
+    """
+    products, kernel = (errors(products=which, length=length, scale=scale, mean=mean) for which in (True, False))
     for ours, torchs in zip(products, kernel, strict=True):
-        assert ours < 1.5 * torchs < 1e-2
+        assert ours < min(1.5 * torchs, 4e-3)
 
 
 def test_in_single_precision_and_for_many_tokens_it_is_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ def test_ratios_are_turned_round_with_their_intervals_and_verdicts() -> None:
     assert math.isnan(rows["absent"]["ratio"])
 
 
-def test_the_claim_is_about_the_nearest_and_lists_all() -> None:
+def test_the_claim_is_about_the_nearest_and_lists_few() -> None:
     found = finding(WHOLE)
     assert found.headline.startswith("This trainer is 1.6")
     assert found.headline.endswith("times as fast as the nearest of 2 others (slow, tuned)")
@@ -42,6 +43,17 @@ def test_the_claim_is_about_the_nearest_and_lists_all() -> None:
     ):
         assert words in found.claim
     assert found.low < 1.6 < found.high
+
+
+def test_of_many_trainers_the_nearest_and_the_furthest_are_said() -> None:
+    """Twenty ratios in a sentence are read by nobody: they are in the table."""
+    ratios = {"a": 0.5, "b": 0.25, "c": 0.4, "d": 0.3}
+    rivals = {name: (other(name, precision="fp32"), ratio) for name, ratio in ratios.items()}
+    records = make.sets(rivals, baseline=OWN, baseline_label=OURS, family=FAMILY, step_seconds=1.0, **COMMON)
+    said = finding(study(*records)).claim
+    assert re.search(r"As they come: \d\.\d+ times a \(95 % .* to \d\.\d+ times b \(95 % [^)]*\)\. ", said), said
+    assert "times c" not in said
+    assert "times d" not in said
 
 
 def test_compilation_that_was_not_tried_on_a_cpu_is_said() -> None:

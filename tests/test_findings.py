@@ -154,7 +154,7 @@ def test_a_sentence_about_one_of_several_families_names_it() -> None:
         )
     claim = finding(make.study(records)).claim
     assert "The highest ratio, of tiny, batch " in claim
-    assert "Failed: 4 ranks (crashed: lost) and 3 ranks of tiny, batch 32 (out of memory: no room)." in claim
+    assert "Failed: 4 ranks (crashed: lost); 3 ranks of tiny, batch 32 (out of memory: no room)." in claim
 
 
 def test_a_verdict_on_quality_is_told_for_each_family_that_differs() -> None:

@@ -34,6 +34,7 @@ def test_a_budget_that_makes_no_sense_is_refused(tmp_path: Path, minutes: Any) -
     ("settings", "words"),
     [
         ({"only": {"precision": ["fp64"]}}, "only precision is 'fp64': choose one of fp32, bf16"),
+        ({"sets": 0}, "sets is 0"),
         ({"seeds": -1}, "seeds is -1"),
         ({"images": 100}, "images is 100, and without seeds"),
         ({"device": "tpu"}, "device is 'tpu'"),

@@ -97,7 +97,7 @@ def test_unknown_names_are_refused() -> None:
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("size", [16, 72])
 def test_what_is_fastest_on_a_cpu_computes_the_same(name: str, size: int) -> None:
-    """Joined kernels, joined upsampling, and attention by products and, of 324 tokens, by torch's own kernel."""
+    """Joined kernels and joined upsampling, in single precision."""
     plain, fast = UNet(SMALL[name]), UNet(replace(SMALL[name], fused=True))
     assert not list(fast.buffers()), "ranks would exchange buffers in every step"
     randomise(plain)

@@ -129,7 +129,7 @@ def headline(study: Study, nearest: Mapping[str, Any]) -> str:
 
 
 def evidence(study: Study) -> str:
-    """Ratios with intervals, apart as the trainers come and as they were tuned: of more than three the ends."""
+    """Ratios with intervals, as the trainers come and tuned; of more than three the lowest and the highest."""
     told, base = [], own(study)
     measured = [r for r in rows(study) if r["sets"]]
     for words, chosen in (

@@ -181,8 +181,8 @@ def left_over(rows: Sequence[Mapping[str, Any]]) -> str:
         for label, why in dict.fromkeys(items):
             by_reason.setdefault(why, []).append(label)
         if items:
-            each = [phrases.joined(names) + (f" ({why})" if why else "") for why, names in by_reason.items()]
-            text += f" {head}: {'; '.join(each)}."
+            each = {why: f" ({'each ' * (len(names) > 1)}{why})" if why else "" for why, names in by_reason.items()}
+            text += f" {head}: {'; '.join('; '.join(names) + each[why] for why, names in by_reason.items())}."
     return text
 
 

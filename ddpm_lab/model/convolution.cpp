@@ -62,7 +62,7 @@ inline Pair paired(__m512i first, __m512i second) {
   return {_mm512_permutex2var_epi16(first, _mm512_load_si512(low), second),
           _mm512_permutex2var_epi16(first, _mm512_load_si512(high), second)};
 }
-// Of a pixel of a row; zeros beside the row.
+// Thirty-two channels of a pixel of a row; zeros beside the row.
 inline __m512i pixel(const Number* row, int64_t column, int64_t width, int64_t channels) {
   const bool inside = column >= 0 && column < width;
   return inside ? _mm512_loadu_si512(row + column * channels) : _mm512_setzero_si512();

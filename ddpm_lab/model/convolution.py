@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ddpm_lab.model.fused import library
 
@@ -29,6 +30,7 @@ class _Convolution(torch.autograd.Function):
         return F.conv2d(x, rounded, bias.to(torch.bfloat16), padding=1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         x, rounded = ctx.saved_tensors
         grad = gradients[0].to(torch.bfloat16).contiguous(memory_format=torch.channels_last)
@@ -40,9 +42,9 @@ class _Convolution(torch.autograd.Function):
             )
         n, inputs, height, width = x.shape
         outputs, threads = grad.shape[1], torch.get_num_threads()
-        parts = min(n, math.ceil(threads / (outputs // TILE)))  # so that no thread is without work
-        d_weight = torch.empty(parts, outputs, 3, 3, inputs)
-        d_bias = torch.empty(parts, outputs)
+        parts = min(n, math.ceil(threads / (outputs // TILE)))  # work for more threads than there are tiles
+        d_weight = x.new_empty((parts, outputs, 3, 3, inputs), dtype=torch.float32)
+        d_bias = x.new_empty((parts, outputs), dtype=torch.float32)
         library().convolution_backward(
             *(t.data_ptr() for t in (x, grad, d_weight, d_bias)), n, height, width, inputs, outputs, parts, threads
         )
@@ -66,4 +68,5 @@ class Convolution3x3(nn.Conv2d):
 def _in_bfloat16(x: Tensor) -> bool:
     """Whether x is computed with in bfloat16 on a CPU that the kernel is for."""
     autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
-    return x.device.type == "cpu" and autocast and bool(library().multiplies_pairs())
+    half = x.dtype != torch.float64 and autocast
+    return x.device.type == "cpu" and half and bool(library().multiplies_pairs())

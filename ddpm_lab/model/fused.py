@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ddpm_lab.workload import Unsupported
 
@@ -149,6 +150,7 @@ class _GroupNorm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         x, gain, bias, factors, mean, rstd = ctx.saved_tensors
         dy = _flat(gradients[0], x.dtype)
@@ -196,6 +198,7 @@ class _LayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         x, gain, mean, rstd = ctx.saved_tensors
         dy = gradients[0].to(x.dtype).contiguous()
@@ -226,6 +229,7 @@ class _LinearAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         qkv, top, total, contexts, levels = ctx.saved_tensors
         dout = gradients[0].to(qkv.dtype).contiguous()
