@@ -127,7 +127,7 @@ def describe(study: Study) -> str:
 
 
 def _name(row: dict[str, Any]) -> str:
-    return fs.fit(str(row["name"]), 2.6, 3, fs.TEXT_POINTS)
+    return fs.fit(str(row["name"]).replace("batch ", "batch\N{NO-BREAK SPACE}"), 2.6, 3, fs.TEXT_POINTS)
 
 
 def _beside(row: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -96,7 +97,7 @@ def fit(text: str, inches: float, lines: int, points: float = SMALL_POINTS, *, b
         return width(line, points, bold=bold) <= inches
 
     done: list[str] = []
-    for word in text.split():
+    for word in re.split(r"[ \n]+", text.strip()):
         rest = word
         if done and fits(f"{done[-1]} {rest}"):
             done[-1] += f" {rest}"
