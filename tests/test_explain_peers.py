@@ -159,7 +159,7 @@ def beside_another_network() -> Study:
 
 def words(drawn: Figure | None) -> str:
     assert drawn is not None
-    return " ".join(text.get_text().replace("\n", " ") for text in drawn.findobj(Text))
+    return " ".join(" ".join(text.get_text().split()) for text in drawn.findobj(Text))
 
 
 def test_figures_name_the_network_batch_and_sets_of_what_they_draw() -> None:

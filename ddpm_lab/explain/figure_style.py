@@ -91,7 +91,10 @@ def block_width(text: str, points: float = SMALL_POINTS, *, bold: bool = False) 
 
 
 def fit(text: str, inches: float, lines: int, points: float = SMALL_POINTS, *, bold: bool = False) -> str:
-    """``text`` wrapped to a width; only what does not fit into so many lines is cut, with an ellipsis."""
+    """``text`` wrapped to a width, never at a no-break space.
+
+    Only what does not fit into so many lines is cut, with an ellipsis.
+    """
 
     def fits(line: str) -> bool:
         return width(line, points, bold=bold) <= inches

@@ -140,13 +140,14 @@ def evidence(study: Study) -> str:
         ("Sampling", [r for r in measured if SAMPLING in r["name"]]),
     ):
         if chosen:
-            ends = sorted(chosen, key=lambda r: float(r["ratio"]))[:: len(chosen) - 1] if len(chosen) > 3 else chosen
+            many = len(chosen) > 3
+            told_of = sorted(chosen, key=lambda r: float(r["ratio"]))[:: len(chosen) - 1] if many else chosen
             listed = [
                 f"{phrases.ratio(r)} times {r['label'].replace(TUNED, '').replace(FORMATS, '')}"
                 f"{'' if words in ('Both in fp32', 'Sampling') else _elsewhere(r, base)} ({phrases.evidence(r)})"
-                for r in ends
+                for r in told_of
             ]
-            told.append(f"{words}: {' to '.join(listed) if len(chosen) > 3 else phrases.joined(listed)}.")
+            told.append(f"{words}: {' to '.join(listed) if many else phrases.joined(listed)}.")
     tuned = [r["config"] for r in measured if TUNED in r["name"]]
     if tuned and all((config.device, config.compile) == ("cpu", "off") for config in tuned):
         told.append("Compilation of the others is not tried on a CPU but in full.")

@@ -16,7 +16,7 @@ _FLAG = threading.Lock()
 
 
 def _exact_product(a: Tensor, b: Tensor) -> Tensor:
-    """A b of bfloat16 as float32, which no operator gives directly on a CPU.
+    """The product a b of bfloat16 as float32, which no operator gives directly on a CPU.
 
     oneDNN's kernel, allowed to round its factors to bfloat16, which they are already, has five times the speed of the
     one for single precision. The permission is for the whole process: what another thread multiplies in single
@@ -32,7 +32,7 @@ def _exact_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _Products(torch.autograd.Function):
-    """softmax(scale q k^T) v of bfloat16: logits, weights and their gradients stay in single precision until used."""
+    """softmax(scale q k^T) v of bfloat16: logits, weights and the gradients of both are in single precision."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

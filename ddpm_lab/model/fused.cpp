@@ -147,11 +147,15 @@ struct Run {
   }
 };
 template <typename F>
+inline void sixteens(int64_t c, int64_t C, F&& f) {
+  for (; c + 16 <= C; c += 16) f(Run<1, true>{}, c);
+  if (c < C) f(Run<1, false>{static_cast<int>(C - c)}, c);
+}
+template <typename F>
 inline void runs(int64_t C, F&& f) {
   int64_t c = 0;
   for (; c + 64 <= C; c += 64) f(Run<4, true>{}, c);
-  for (; c + 16 <= C; c += 16) f(Run<1, true>{}, c);
-  if (c < C) f(Run<1, false>{static_cast<int>(C - c)}, c);
+  sixteens(c, C, f);
 }
 inline int64_t padded(int64_t C) { return (C + 15) / 16 * 16; }
 
@@ -244,7 +248,7 @@ void group_backward(const T* dy, const T* x, const float* gain, const float* bia
     const int64_t D = C / G, W = padded(C);
     std::vector<float> held(P * W), room(8 * W);
     float *dz = held.data(), *a = room.data(), *b = a + W, *k = b + W, *s0 = k + W, *s1 = s0 + W, *u = s1 + W,
-          *w = u + W, *all = w + W;
+          *w = u + W, *sum = w + W;
 #pragma omp for schedule(static)
     for (int64_t n = 0; n < N; ++n) {
       const T *in = x + n * P * C, *grad = dy + n * P * C;
@@ -256,7 +260,6 @@ void group_backward(const T* dy, const T* x, const float* gain, const float* bia
         k[c] = gain[c] * s;  // dz/d(normalised x)
         a[c] = r[c] * k[c];
         b[c] = bias[c] * s + t - m[c] * a[c];
-        all[c] = m[c];
       }
       runs(C, [&](auto run, int64_t c) {
         constexpr int V = decltype(run)::vectors;
@@ -264,7 +267,7 @@ void group_backward(const T* dy, const T* x, const float* gain, const float* bia
         for (int i = 0; i < V; ++i) {
           slope[i] = lanes(a + c + 16 * i);
           offset[i] = lanes(b + c + 16 * i);
-          middle[i] = lanes(all + c + 16 * i);
+          middle[i] = run.take(m + c + 16 * i);
         }
         for (int64_t p = 0; p < P; ++p) {
           const int64_t at = p * C + c;
@@ -309,9 +312,9 @@ void group_backward(const T* dy, const T* x, const float* gain, const float* bia
             sums[i] += d;
             run.give(out + p * C + at, d);
           }
-        for (int i = 0; i < V; ++i) lanes(all + c + 16 * i) = sums[i];
+        for (int i = 0; i < V; ++i) lanes(sum + c + 16 * i) = sums[i];
       });
-      if (d_before) std::copy(all, all + C, d_before + n * C);
+      if (d_before) std::copy(sum, sum + C, d_before + n * C);
       for (int64_t c = 0; c < C; ++c) {
         const float s = scale_shift ? scale_shift[n * 2 * C + c] + 1.0f : 1.0f;
         d_gain[n * C + c] = s1[c] * s;
@@ -325,14 +328,6 @@ void group_backward(const T* dy, const T* x, const float* gain, const float* bia
   }
 }
 
-// Sixteen channels at a time; what is beyond the last is zero.
-template <typename F>
-inline void sixteens(int64_t C, F&& f) {
-  int64_t c = 0;
-  for (; c + 16 <= C; c += 16) f(Run<1, true>{}, c);
-  if (c < C) f(Run<1, false>{static_cast<int>(C - c)}, c);
-}
-
 // y = LayerNorm over the last axis of x (rows, C), plus residual where given; mean and rstd are (rows,).
 template <typename T>
 void layer_forward(const T* x, const float* gain, const float* bias, const T* residual, T* y, float* mean, float* rstd,
@@ -342,16 +337,16 @@ void layer_forward(const T* x, const float* gain, const float* bias, const T* re
     const T* in = x + i * C;
     T* out = y + i * C;
     Lanes sums = {}, squares = {};
-    sixteens(C, [&](auto run, int64_t c) { sums += run.take(in + c); });
+    sixteens(0, C, [&](auto run, int64_t c) { sums += run.take(in + c); });
     const float m = sum16(sums) / C;
-    sixteens(C, [&](auto run, int64_t c) {
+    sixteens(0, C, [&](auto run, int64_t c) {
       const Lanes d = run.present(run.take(in + c) - m);
       squares += d * d;
     });
     const float r = 1.0f / std::sqrt(sum16(squares) / C + eps);
     mean[i] = m;
     rstd[i] = r;
-    sixteens(C, [&](auto run, int64_t c) {
+    sixteens(0, C, [&](auto run, int64_t c) {
       Lanes z = (run.take(in + c) - m) * r * run.take(gain + c) + run.take(bias + c);
       if (residual) z += run.take(residual + i * C + c);
       run.give(out + c, z);
@@ -372,7 +367,7 @@ void layer_backward(const T* dy, const T* x, const float* gain, const float* mea
       T* out = dx + i * C;
       const float m = mean[i], r = rstd[i];
       Lanes sums = {}, products = {};
-      sixteens(C, [&](auto run, int64_t c) {
+      sixteens(0, C, [&](auto run, int64_t c) {
         const Lanes d = run.take(grad + c), h = (run.take(in + c) - m) * r, along = d * run.take(gain + c);
         lanes(dg + c) += d * h;
         lanes(db + c) += d;
@@ -380,7 +375,7 @@ void layer_backward(const T* dy, const T* x, const float* gain, const float* mea
         products += along * h;
       });
       const float plain = sum16(sums) / C, along = sum16(products) / C;
-      sixteens(C, [&](auto run, int64_t c) {
+      sixteens(0, C, [&](auto run, int64_t c) {
         const Lanes h = (run.take(in + c) - m) * r;
         run.give(out + c, r * (run.take(grad + c) * run.take(gain + c) - plain - h * along));
       });
