@@ -35,8 +35,8 @@ lab: setup ## open JupyterLab in the notebooks folder
 	@exec .venv/bin/jupyter lab --ServerApp.root_dir=. --ServerApp.preferred_dir=notebooks --LabApp.news_url=None \
 	  --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate $(ARGS)
 
-test: setup ## run the fast tests, two at a time (ARGS='-n 0': one by one)
-	@.venv/bin/python -m pytest -n 2 --dist worksteal -m 'not slow and not gpu' $(ARGS)
+test: setup ## run the fast tests, three at a time, for some of them wait (ARGS='-n 0': one by one)
+	@.venv/bin/python -m pytest -n 3 --dist worksteal -m 'not slow and not gpu' $(ARGS)
 
 test-slow: setup ## run the other tests (those that need a GPU skip themselves without one)
 	@.venv/bin/python -m pytest -n 2 --dist worksteal -m '(slow or gpu) and not alone' $(ARGS)

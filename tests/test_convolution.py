@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddpm_lab.model import convolution
 from ddpm_lab.model.blocks import SeedBlock
-from ddpm_lab.model.convolution import COLUMNS, Convolution3x3
+from ddpm_lab.model.convolution import TILE, Convolution, convolve
 from ddpm_lab.model.fused import library
 
 
@@ -38,51 +40,83 @@ def trained(layer: nn.Conv2d, x: Tensor, weights: Tensor, *, autocast: bool = Tr
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = layer(x)
     assert layer.bias is not None
-    return [y, *torch.autograd.grad(y, [x, layer.weight, layer.bias], weights.to(y.dtype))]
+    return [y, *torch.autograd.grad(y, [x, layer.weight, layer.bias], weights.to(y.dtype).expand_as(y))]
+
+
+SAME, HALVED, DOUBLED = (3, 1, 1, False), (4, 2, 1, False), (4, 2, 1, True)
+"""Taps, stride, padding, and whether transposed."""
 
 
 @pytest.mark.usefixtures("pairs")
 @pytest.mark.parametrize(
-    ("images", "inputs", "outputs", "height", "width", "threads"),
+    ("kind", "images", "inputs", "outputs", "height", "width", "threads"),
     [
-        (3, 64, 32, 5, 7, 1),
-        (2, 128, 96, 4, 4, 2),
-        (1, 64, 64, 1, 1, 1),
-        (5, 192, 32, 8, 8, 3),  # fewer tiles than threads: images are taken apart
-        (2, 64, 32, 3, 90, 4),
-        (1, 128, 32, 70, 33, 1),  # some rows of an image at a time
-        (40, 64, 32, 4, 6, 1),  # some images at a time
+        (SAME, 3, 64, 32, 5, 7, 1),
+        (SAME, 2, 128, 96, 4, 4, 2),
+        (SAME, 1, 64, 64, 1, 1, 1),
+        (SAME, 5, 192, 32, 8, 8, 3),  # fewer tiles than threads: images are taken apart
+        (SAME, 2, 64, 160, 3, 90, 4),  # more tiles, not evenly shared
+        (SAME, 1, 128, 32, 70, 33, 1),  # some rows of an image at a time
+        (SAME, 40, 64, 32, 4, 6, 1),  # some images at a time
+        (HALVED, 3, 32, 64, 8, 6, 2),
+        (HALVED, 2, 64, 32, 9, 7, 1),  # rows and columns that no tap reaches
+        (HALVED, 1, 128, 32, 140, 66, 2),
+        (DOUBLED, 3, 32, 64, 5, 7, 1),
+        (DOUBLED, 30, 64, 32, 4, 4, 3),
+        (DOUBLED, 1, 64, 128, 70, 50, 2),
+        ((3, 2, 0, False), 3, 96, 64, 9, 7, 1),
+        ((1, 1, 0, False), 3, 96, 32, 5, 3, 2),
+        ((1, 1, 0, False), 1, 64, 384, 80, 65, 5),
+        ((7, 1, 3, False), 2, 32, 32, 9, 8, 2),
+        ((5, 3, 2, False), 2, 32, 32, 9, 8, 2),
     ],
 )
 def test_output_and_gradients_are_exact_but_for_the_format(  # noqa: PLR0917 - a grid
-    images: int, inputs: int, outputs: int, height: int, width: int, threads: int
+    kind: tuple[int, int, int, bool],
+    images: int,
+    inputs: int,
+    outputs: int,
+    height: int,
+    width: int,
+    threads: int,
 ) -> None:
     """What is bfloat16 is rounded once; the gradients of the weights, in single precision, not at all."""
+    taps, stride, padding, transposed = kind
     torch.set_num_threads(threads)
-    layer = Convolution3x3(inputs, outputs).to(memory_format=torch.channels_last)
-    with torch.no_grad():  # so that autocast rounds nothing
-        for parameter in layer.parameters():
-            parameter.copy_(parameter.bfloat16())
-    x = torch.randn(images, inputs, height, width).bfloat16().requires_grad_()
-    weights = torch.randn(images, outputs, height, width).bfloat16()
-    double = nn.Conv2d(inputs, outputs, 3, padding=1).double()
-    double.load_state_dict(layer.state_dict())
-    exact = trained(double, x.detach().double().requires_grad_(), weights.double(), autocast=False)
-    y, d_x, d_weight, d_bias = trained(layer, x, weights)
-    assert y.dtype == d_x.dtype == torch.bfloat16
-    assert d_weight.dtype == d_bias.dtype == torch.float32
-    assert d_weight.stride() == layer.weight.stride(), "else the optimizer copies it in every step"
-    assert error(y, exact[0]) < 4e-3
-    assert error(d_x, exact[1]) < 4e-3
-    assert error(d_weight, exact[2]) < 1e-5
-    assert error(d_bias, exact[3]) < 1e-5
+    shape = (inputs, outputs) if transposed else (outputs, inputs)
+    leaves = torch.randn(images, inputs, height, width), torch.randn(*shape, taps, taps), torch.randn(outputs)
+    x, weight, bias = (leaf.bfloat16().float().requires_grad_() for leaf in leaves)  # so that autocast rounds nothing
+    with torch.autocast("cpu", torch.bfloat16):
+        y = convolve(x, weight, bias, stride=stride, padding=padding, transposed=transposed)
+    weights = torch.randn_like(y)
+    whole = [leaf.detach().double().requires_grad_() for leaf in (x, weight, bias)]
+    usual: Any = F.conv_transpose2d if transposed else F.conv2d
+    double = usual(*whole, stride=stride, padding=padding)
+    exact = torch.autograd.grad(double, whole, weights.double())
+    d_x, d_weight, d_bias = torch.autograd.grad(y, [x, weight, bias], weights)
+    assert y.dtype == torch.bfloat16
+    assert error(y, double) < 4e-3
+    assert error(d_x, exact[0]) < 4e-3
+    assert error(d_weight, exact[1]) < 1e-5
+    assert error(d_bias, exact[2]) < 1e-5
+
+
+@pytest.mark.usefixtures("pairs")
+@pytest.mark.parametrize(("taps", "stride"), [(3, 1), (4, 2), (1, 1)])
+def test_gradients_lie_as_the_weights_do(taps: int, stride: int) -> None:
+    """Else the optimizer copies them in every step."""
+    layer = Convolution(64, 32, taps, stride=stride).to(memory_format=torch.channels_last)
+    _, d_x, d_weight, d_bias = trained(layer, torch.randn(2, 64, 8, 8, requires_grad=True), torch.ones(()))
+    assert (d_x.dtype, d_weight.dtype, d_bias.dtype) == (torch.float32,) * 3
+    if taps > 1:  # else every order is the same one
+        assert d_weight.stride() == layer.weight.stride()
 
 
 @pytest.mark.parametrize("case", ["single precision", "other channels", "no autocast", "without gradients"])
 def test_elsewhere_it_is_the_usual_convolution(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = COLUMNS // 2 if case == "other channels" else COLUMNS
+    inputs = TILE // 2 if case == "other channels" else TILE
     dtype = torch.bfloat16 if case == "no autocast" else torch.float32
-    layer, usual = Convolution3x3(inputs, 32).to(dtype), nn.Conv2d(inputs, 32, 3, padding=1).to(dtype)
+    layer, usual = Convolution(inputs, 32, 3, padding=1).to(dtype), nn.Conv2d(inputs, 32, 3, padding=1).to(dtype)
     usual.load_state_dict(layer.state_dict())
     x, weights = torch.randn(2, inputs, 6, 6, dtype=dtype, requires_grad=True), torch.randn(2, 32, 6, 6)
     monkeypatch.setattr(convolution, "_Convolution", None)
@@ -114,7 +148,7 @@ def test_a_block_trains_by_it_and_its_gradients_add_up() -> None:
 
 @pytest.mark.usefixtures("pairs")
 def test_what_is_not_a_number_is_not_hidden() -> None:
-    layer = Convolution3x3(64, 32)
+    layer = Convolution(64, 32, 3, padding=1)
     x = torch.randn(1, 64, 4, 4)
     x[0, 5, 2, 2] = torch.nan
     *_, d_weight, d_bias = trained(layer, x.requires_grad_(), torch.ones(1, 32, 4, 4))

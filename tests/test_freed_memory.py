@@ -52,6 +52,7 @@ def run(*arguments: str, **environment: str) -> tuple[str, int, str, int]:
     return str(seen), int(faults), str(after), int(left)
 
 
+@pytest.mark.slow
 def test_what_is_freed_is_kept_when_told() -> None:
     before, faults, after, left = run("keep")
     if before != "default":

@@ -100,6 +100,7 @@ def test_the_residual_is_the_time_that_no_mark_names(known: Known) -> None:
     assert statistics.median(off) < 0.03
 
 
+@pytest.mark.slow
 def test_a_timed_run_carries_no_phase_clock() -> None:
     with group("busy", purpose="timing", micro_steps=5) as g, pytest.raises(GroupFailed, match="purpose 'profile'"):
         take(g)

@@ -185,11 +185,13 @@ TROUBLE: list[tuple[dict[str, str], str]] = [
     ({"trouble": f"if name == 'end': {RAISES}"}, "ValueError: planted"),
     ({"start": "Experiment.alive = False"}, "did not accept"),
     ({"start": "time.sleep(600)"}, "no answer in time"),
-    ({"trouble": "time.sleep(600)"}, "no answer in time"),
 ]
 
 
-@pytest.mark.parametrize(("planted", "words"), TROUBLE)
+@pytest.mark.parametrize(
+    ("planted", "words"),
+    [*TROUBLE, pytest.param({"trouble": "time.sleep(600)"}, "no answer in time", marks=pytest.mark.slow)],
+)
 def test_whatever_fails_the_run_ends_as_usual_and_says_so_once(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, planted: dict[str, str], words: str
 ) -> None:

@@ -55,8 +55,8 @@ class _Products(torch.autograd.Function):
 def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, products: bool) -> Tensor:
     """softmax(scale q k^T) v of q, k and v (N, heads, L, d), with logits and softmax in single precision.
 
-    Torch's kernel for CPUs is made for long sequences. Forward and backward in bfloat16 it takes 2.4 times as long as
-    ``products`` on 256 tokens of one head 256 wide, and 4 to 5 times on 64 tokens of four heads 32 wide (AMD EPYC of
+    Torch's kernel for CPUs is made for long sequences. Forward and backward in bfloat16 it takes 2.1 times as long as
+    ``products`` on 256 tokens of one head 256 wide, and 3 to 4 times on 64 tokens of four heads 32 wide (AMD EPYC of
     family 26, one thread); in float32 it is as fast.
     """
     if products and q.dtype == torch.bfloat16 and q.device.type == "cpu" and q.shape[2] <= PRODUCTS_UP_TO:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ddpm_lab.model import fused as kernels
 from ddpm_lab.model.attention import attend
-from ddpm_lab.model.convolution import Convolution3x3
+from ddpm_lab.model.convolution import Convolution, convolve
 
 
 def _tokens(image: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def _pointwise(tokens: Tensor, layer: nn.Linear, like: Tensor) -> Tensor:
     forward and backward in bf16, and 1.1 to 2.2 times in fp32, on the seed network's sizes at batch 32.
     """
     image = tokens.transpose(1, 2).view(len(like), -1, *like.shape[2:])  # channels last
-    return _tokens(F.conv2d(image, layer.weight[:, :, None, None], layer.bias))
+    return _tokens(convolve(image, layer.weight[:, :, None, None], layer.bias))
 
 
 @cache
@@ -88,7 +88,7 @@ class UpsampledConv2d(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         kernel = self.kernel() if self.held is None else self.held
-        return F.conv_transpose2d(x, kernel, self.bias, stride=2, padding=1)
+        return convolve(x, kernel, self.bias, stride=2, padding=1, transposed=True)
 
 
 def upsampled(inputs: int, outputs: int, *, fused: bool) -> list[nn.Module]:
@@ -98,9 +98,12 @@ def upsampled(inputs: int, outputs: int, *, fused: bool) -> list[nn.Module]:
     return [nn.Upsample(scale_factor=2), nn.Conv2d(inputs, outputs, 3, padding=1)]
 
 
-def convolution(inputs: int, outputs: int, *, fused: bool) -> nn.Conv2d:
-    """A 3x3 convolution that keeps the size."""
-    return Convolution3x3(inputs, outputs) if fused else nn.Conv2d(inputs, outputs, 3, padding=1)
+def convolution(
+    inputs: int, outputs: int, taps: int = 3, *, stride: int = 1, padding: int | None = None, fused: bool
+) -> nn.Conv2d:
+    """A convolution of square taps; without ``padding`` as much as keeps the size at stride 1."""
+    kind = Convolution if fused else nn.Conv2d
+    return kind(inputs, outputs, taps, stride=stride, padding=taps // 2 if padding is None else padding)
 
 
 def _layer_norm(tokens: Tensor, norm: nn.LayerNorm) -> Tensor:
@@ -131,7 +134,7 @@ class SeedBlock(nn.Module):
         self.norm1 = nn.GroupNorm(groups, outputs)
         self.conv2 = convolution(outputs, outputs, fused=fused)
         self.norm2 = nn.GroupNorm(groups, outputs)
-        self.shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
+        self.shortcut = convolution(inputs, outputs, 1, fused=fused) if inputs != outputs else nn.Identity()
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
         if self.fused:
@@ -213,7 +216,7 @@ class DDPMBlock(nn.Module):
         self.time = nn.Linear(time_width, outputs)
         self.norm2 = nn.GroupNorm(groups, outputs, eps=1e-6)
         self.conv2 = convolution(outputs, outputs, fused=fused)
-        self.shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
+        self.shortcut = convolution(inputs, outputs, 1, fused=fused) if inputs != outputs else nn.Identity()
         zero(self.conv2)
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
-// The gradient of a 3x3 convolution's weights, of images (N, H, W, C) and gradients (N, H, W, K) in bfloat16, for
-// processors that multiply pairs of bfloat16 (AVX512_BF16): d_weights (K, 3, 3, C) = sum over pixels of gradient times
-// the image shifted by the tap. Such an instruction adds two products, so two neighbouring pixels are laid side by side
-// first, once for even and once for odd pairs; everything after that is a product of matrices. Sums are in single
-// precision from first to last.
+// The gradient of a convolution's weights, for processors that multiply pairs of bfloat16 (AVX512_BF16): of a small
+// image and a large one that the taps reach into, d_weights (S, taps, taps, L) = sum over the small image's pixels of
+// its S channels times the L channels of the large image at stride * pixel + tap - padding. The large image is a
+// convolution's input and the small one the gradient of its output; of a transposed convolution it is the other way
+// round. Such an instruction adds two products, so two neighbouring pixels of the small image are laid side by side
+// first, and the two that a tap meets of the large one; everything after that is a product of matrices. Sums are in
+// single precision from first to last.
 
 #include <algorithm>
 #include <cstdint>
@@ -16,40 +18,48 @@
 namespace {
 
 using Number = uint16_t;  // a bfloat16
-constexpr int ROWS = 4, COLUMNS = 64;  // of the sums that stay in registers: output by input channels
-constexpr int TILE = 32;               // output channels that are taken together
-constexpr int64_t CACHED = 320 << 10;  // bytes of laid-out images at a time, which should stay in a core's second cache
+constexpr int ROWS = 8, COLUMNS = 32;  // of the sums that stay in registers: small by large channels
+constexpr int VECTORS = COLUMNS / 16;
+constexpr int TILE = 32;  // small channels that are taken together
+constexpr int64_t CACHED = 320 << 10;  // bytes of large images laid at a time, which should stay in a second cache
 
-struct Line { int64_t image, gradient; };  // where a row of pixels begins, in numbers
+// Images (N, height, width, channels).
+struct Images {
+  const Number* numbers;
+  int64_t height, width, channels;
+  const Number* row(int64_t n, int64_t h) const { return numbers + (n * height + h) * width * channels; }
+};
+struct Taps { int64_t count, stride, padding; };
+struct Line { int64_t large, small; };  // which rows of pixels meet, as laid
 
-// sums (ROWS, COLUMNS) += gradients times images over the pairs of some rows of pixels.
-__attribute__((noinline)) void accumulate(const Number* image, const Number* gradient, const std::vector<Line>& lines,
-                                          int64_t pairs, float* sums, int64_t stride) {
-  __m512 held[ROWS][4];
-#pragma GCC unroll 4
+// sums (ROWS, COLUMNS) += small times large over the pairs of some rows of pixels.
+__attribute__((noinline)) void accumulate(const Number* large, int64_t length, const Number* small, int64_t pairs,
+                                          const std::vector<Line>& lines, float* sums, int64_t stride) {
+  __m512 held[ROWS][VECTORS];
+#pragma GCC unroll 8
   for (int k = 0; k < ROWS; ++k)
-#pragma GCC unroll 4
-    for (int v = 0; v < 4; ++v) held[k][v] = _mm512_loadu_ps(sums + k * stride + 16 * v);
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; ++v) held[k][v] = _mm512_loadu_ps(sums + k * stride + 16 * v);
   for (const Line& line : lines) {
-    const Number *x = image + line.image, *g = gradient + line.gradient;
+    const Number *x = large + line.large * length * COLUMNS * 2, *g = small + line.small * pairs * ROWS * 2;
     for (const Number* end = g + pairs * ROWS * 2; g != end; x += COLUMNS * 2, g += ROWS * 2) {
-      __m512bh pixels[4];
-#pragma GCC unroll 4
-      for (int v = 0; v < 4; ++v) pixels[v] = (__m512bh)_mm512_loadu_si512(x + 32 * v);
-#pragma GCC unroll 4
+      __m512bh pixels[VECTORS];
+#pragma GCC unroll 8
+      for (int v = 0; v < VECTORS; ++v) pixels[v] = (__m512bh)_mm512_loadu_si512(x + 32 * v);
+#pragma GCC unroll 8
       for (int k = 0; k < ROWS; ++k) {
         int32_t pair;
         std::memcpy(&pair, g + 2 * k, sizeof pair);
         const __m512bh factor = (__m512bh)_mm512_set1_epi32(pair);
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) held[k][v] = _mm512_dpbf16_ps(held[k][v], pixels[v], factor);
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; ++v) held[k][v] = _mm512_dpbf16_ps(held[k][v], pixels[v], factor);
       }
     }
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int k = 0; k < ROWS; ++k)
-#pragma GCC unroll 4
-    for (int v = 0; v < 4; ++v) _mm512_storeu_ps(sums + k * stride + 16 * v, held[k][v]);
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; ++v) _mm512_storeu_ps(sums + k * stride + 16 * v, held[k][v]);
 }
 
 // Thirty-two channels of two pixels, channel by channel side by side.
@@ -62,36 +72,43 @@ inline Pair paired(__m512i first, __m512i second) {
   return {_mm512_permutex2var_epi16(first, _mm512_load_si512(low), second),
           _mm512_permutex2var_epi16(first, _mm512_load_si512(high), second)};
 }
-// Thirty-two channels of a pixel of a row; zeros beside the row.
-inline __m512i pixel(const Number* row, int64_t column, int64_t width, int64_t channels) {
-  const bool inside = column >= 0 && column < width;
-  return inside ? _mm512_loadu_si512(row + column * channels) : _mm512_setzero_si512();
+// Thirty-two channels, from c, of a pixel of a row; zeros beside the row.
+inline __m512i pixel(const Number* row, int64_t column, const Images& of, int64_t c) {
+  const bool inside = column >= 0 && column < of.width;
+  return inside ? _mm512_loadu_si512(row + column * of.channels + c) : _mm512_setzero_si512();
 }
 inline void store(Number* to, Pair pair) {
   _mm512_storeu_si512(to, pair.low);
   _mm512_storeu_si512(to + 32, pair.high);
 }
 
-// One image row (W, C) as even pairs of pixels (0, 1), (2, 3), ... and as odd ones (-1, 0), (1, 2), ...; blocks of
-// COLUMNS channels lie even_step and odd_step apart.
-void lay_image(const Number* row, int64_t W, int64_t C, Number* even, int64_t even_step, Number* odd, int64_t odd_step) {
-  const int64_t pairs = (W + 1) / 2;
-  for (int64_t i = 0; i <= pairs; ++i)
-    for (int64_t c = 0; c < C; c += 32) {
-      const int64_t block = c / COLUMNS, at = (i * COLUMNS + c % COLUMNS) * 2;
-      const __m512i middle = pixel(row + c, 2 * i, W, C);
-      store(odd + block * odd_step + at, paired(pixel(row + c, 2 * i - 1, W, C), middle));
-      if (i < pairs) store(even + block * even_step + at, paired(middle, pixel(row + c, 2 * i + 1, W, C)));
-    }
-}
+// A tap meets every stride-th pixel of a row; a layout holds these in pairs. A tap two strides further meets the same
+// pairs but the first.
+struct Layouts {
+  Taps taps;
+  int64_t pairs, length;  // of a small row; of a large one
+  Layouts(Taps taps, int64_t width)
+      : taps(taps), pairs((width + 1) / 2), length(pairs + further(taps.count - 1)) {}
+  int64_t count() const { return std::min(taps.count, 2 * taps.stride); }
+  int64_t of(int64_t tap) const { return tap % (2 * taps.stride); }
+  int64_t further(int64_t tap) const { return tap / (2 * taps.stride); }
 
-// TILE channels of one row of gradients (W, K) as pairs, ROWS channels at a time, which lie step apart; and their sums.
-void lay_gradient(const Number* row, int64_t W, int64_t K, Number* to, int64_t step, __m512* sums) {
+  // Lay one large row out; blocks of COLUMNS channels lie step apart.
+  void lay(const Number* row, const Images& large, int64_t layout, Number* to, int64_t step) const {
+    for (int64_t i = 0, column = layout - taps.padding; i < length; ++i, column += 2 * taps.stride)
+      for (int64_t c = 0; c < large.channels; c += COLUMNS)
+        store(to + c / COLUMNS * step + i * COLUMNS * 2,
+              paired(pixel(row, column, large, c), pixel(row, column + taps.stride, large, c)));
+  }
+};
+
+// TILE channels, from k, of one small row as pairs, ROWS channels at a time, which lie step apart; and their sums.
+void lay_small(const Number* row, const Images& small, int64_t k, Number* to, int64_t step, float* sums) {
   const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3f803f80);
-  for (int64_t i = 0; i < (W + 1) / 2; ++i) {
-    const Pair pair = paired(pixel(row, 2 * i, W, K), pixel(row, 2 * i + 1, W, K));
-    sums[0] = _mm512_dpbf16_ps(sums[0], (__m512bh)pair.low, ones);
-    sums[1] = _mm512_dpbf16_ps(sums[1], (__m512bh)pair.high, ones);
+  for (int64_t i = 0; i < (small.width + 1) / 2; ++i) {
+    const Pair pair = paired(pixel(row, 2 * i, small, k), pixel(row, 2 * i + 1, small, k));
+    _mm512_storeu_ps(sums, _mm512_dpbf16_ps(_mm512_loadu_ps(sums), (__m512bh)pair.low, ones));
+    _mm512_storeu_ps(sums + 16, _mm512_dpbf16_ps(_mm512_loadu_ps(sums + 16), (__m512bh)pair.high, ones));
     Number together[2 * TILE];
     store(together, pair);
     for (int q = 0; q < TILE / ROWS; ++q)
@@ -99,72 +116,72 @@ void lay_gradient(const Number* row, int64_t W, int64_t K, Number* to, int64_t s
   }
 }
 
-// The gradients of TILE output channels from some images; d_weights (TILE, 3, 3, C) and d_bias (TILE) are overwritten.
-void gradients(const Number* images, const Number* grads, int64_t N, int64_t H, int64_t W, int64_t C, int64_t K,
-               float* d_weights, float* d_bias) {
-  const int64_t pairs = (W + 1) / 2, odd = pairs + 1;
-  // As many whole images as fit, each with room for a row above and below, or some rows of one.
-  const int64_t fit = std::max<int64_t>(3, CACHED / ((pairs + odd) * C * 4));
-  const int64_t together = std::max<int64_t>(1, std::min(N, fit / (H + 2)));
-  const int64_t height = together > 1 ? H : std::min(H, fit - 2);
-  const int64_t image_rows = together * (height + 2), rows = together * height;
-  const int64_t even_step = image_rows * pairs * COLUMNS * 2, odd_step = image_rows * odd * COLUMNS * 2;
-  const int64_t step = rows * pairs * ROWS * 2;
-  const std::unique_ptr<Number[]> even_images(new Number[C / COLUMNS * even_step]);
-  const std::unique_ptr<Number[]> odd_images(new Number[C / COLUMNS * odd_step]);
-  const std::unique_ptr<Number[]> laid(new Number[TILE / ROWS * step]);
-  __m512 sums[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-  std::fill(d_weights, d_weights + TILE * 9 * C, 0.0f);
-  std::vector<Line> lines[2][3];  // of even and odd pairs, for the row of taps above, at, and below
-  for (int64_t n = 0; n < N; n += together)
+// The gradients of the small channels from first to last, of the images from begin to end; d_weights (.., taps, taps, L)
+// and d_sums (..) of these channels are overwritten.
+void gradients(const Images& large, const Images& small, Taps taps, int64_t begin, int64_t end, int64_t first,
+               int64_t last, float* d_weights, float* d_sums) {
+  const Layouts layouts(taps, small.width);
+  const int64_t H = small.height, L = large.channels, pairs = layouts.pairs, length = layouts.length;
+  // As many whole images as fit, each with the rows that taps reach, or some rows of one.
+  const int64_t fit = CACHED / (layouts.count() * length * L * 4), reach = taps.stride * (H - 1) + taps.count;
+  const int64_t together = std::max<int64_t>(1, std::min(end - begin, fit / reach));
+  const int64_t height = std::min(H, fit < reach ? std::max<int64_t>(0, fit - taps.count) / taps.stride + 1 : H);
+  const int64_t deep = taps.stride * (height - 1) + taps.count;
+  const int64_t step = together * deep * length * COLUMNS * 2, small_step = together * height * pairs * ROWS * 2;
+  const std::unique_ptr<Number[]> laid(new Number[layouts.count() * (L / COLUMNS) * step]);
+  const std::unique_ptr<Number[]> laid_small(new Number[TILE / ROWS * small_step]);
+  std::vector<std::vector<Line>> lines(taps.count);  // for each row of taps
+  const int64_t row_size = taps.count * taps.count * L;
+  std::fill(d_weights, d_weights + (last - first) * row_size, 0.0f);
+  std::fill(d_sums, d_sums + last - first, 0.0f);
+  for (int64_t n = begin; n < end; n += together)
     for (int64_t top = 0; top < H; top += height) {
-      const int64_t count = std::min(together, N - n), tall = std::min(height, H - top);
-      for (auto& of_parity : lines)
-        for (auto& of_tap : of_parity) of_tap.clear();
-      for (int64_t m = 0; m < count; ++m) {
-        for (int64_t l = 0; l < tall + 2; ++l) {
-          const int64_t h = top + l - 1, at = m * (height + 2) + l;
-          if (h < 0 || h >= H) continue;
-          lay_image(images + ((n + m) * H + h) * W * C, W, C, even_images.get() + at * pairs * COLUMNS * 2, even_step,
-                    odd_images.get() + at * odd * COLUMNS * 2, odd_step);
+      const int64_t count = std::min(together, end - n), tall = std::min(height, H - top);
+      for (auto& of_tap : lines) of_tap.clear();
+      for (int64_t m = 0; m < count; ++m)
+        for (int64_t l = 0; l < taps.stride * (tall - 1) + taps.count; ++l) {
+          const int64_t h = taps.stride * top + l - taps.padding, at = m * deep + l;
+          if (h < 0 || h >= large.height) continue;  // zeros above and below the image
+          for (int64_t layout = 0; layout < layouts.count(); ++layout)
+            layouts.lay(large.row(n + m, h), large, layout,
+                        laid.get() + layout * (L / COLUMNS) * step + at * length * COLUMNS * 2, step);
+          for (int64_t r = l % taps.stride; r <= std::min(l, taps.count - 1); r += taps.stride)
+            if ((l - r) / taps.stride < tall) lines[r].push_back({at, m * height + (l - r) / taps.stride});
         }
-        for (int64_t l = 0; l < tall; ++l) {
-          const int64_t at = (m * height + l) * pairs * ROWS * 2;
-          lay_gradient(grads + ((n + m) * H + top + l) * W * K, W, K, laid.get() + at, step, sums);
-          for (int r = 0; r < 3; ++r) {
-            if (top + l + r < 1 || top + l + r > H) continue;  // zeros above and below the image
-            const int64_t row = (m * (height + 2) + l + r) * COLUMNS * 2;
-            lines[0][r].push_back({row * pairs, at});
-            lines[1][r].push_back({row * odd, at});
-          }
-        }
+      for (int64_t k = first; k < last; k += TILE) {
+        for (int64_t m = 0; m < count; ++m)
+          for (int64_t l = 0; l < tall; ++l)
+            lay_small(small.row(n + m, top + l), small, k, laid_small.get() + (m * height + l) * pairs * ROWS * 2,
+                      small_step, d_sums + k - first);
+        for (int64_t block = 0; block < L / COLUMNS; ++block)
+          for (int64_t q = 0; q < TILE / ROWS; ++q)
+            for (int64_t r = 0; r < taps.count; ++r)
+              for (int64_t s = 0; s < taps.count; ++s)
+                accumulate(laid.get() + (layouts.of(s) * (L / COLUMNS) + block) * step +
+                               layouts.further(s) * COLUMNS * 2,
+                           length, laid_small.get() + q * small_step, pairs, lines[r],
+                           d_weights + (k - first + q * ROWS) * row_size + (r * taps.count + s) * L + block * COLUMNS,
+                           row_size);
       }
-      for (int64_t block = 0; block < C / COLUMNS; ++block)
-        for (int64_t q = 0; q < TILE / ROWS; ++q)
-          for (int r = 0; r < 3; ++r)
-            for (int s = 0; s < 3; ++s) {
-              const Number* image = s == 1 ? even_images.get() + block * even_step
-                                           : odd_images.get() + block * odd_step + s / 2 * COLUMNS * 2;
-              accumulate(image, laid.get() + q * step, lines[s != 1][r], pairs,
-                         d_weights + (q * ROWS * 9 + r * 3 + s) * C + block * COLUMNS, 9 * C);
-            }
     }
-  _mm512_storeu_ps(d_bias, sums[0]);
-  _mm512_storeu_ps(d_bias + 16, sums[1]);
 }
 
 }  // namespace
 
-// d_weights (parts, K, 3, 3, C) and d_bias (parts, K), still to be summed over parts; C is a multiple of 64, K of 32.
-extern "C" void convolution_backward(const Number* images, const Number* grads, float* d_weights, float* d_bias,
-                                     int64_t N, int64_t H, int64_t W, int64_t C, int64_t K, int64_t parts,
-                                     int threads) {
+// d_weights (parts, S, taps, taps, L) and d_sums (parts, S), the sums of the small images, still to be summed over
+// parts; L and S are multiples of 32.
+extern "C" void weights_gradient(const Number* large, const Number* small, float* d_weights, float* d_sums, int64_t N,
+                                 int64_t large_height, int64_t large_width, int64_t L, int64_t small_height,
+                                 int64_t small_width, int64_t S, int64_t taps, int64_t stride, int64_t padding,
+                                 int64_t parts, int threads) {
+  const int64_t tiles = S / TILE, shares = std::min<int64_t>(tiles, (threads + parts - 1) / parts);
 #pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t task = 0; task < parts * (K / TILE); ++task) {
-    const int64_t part = task / (K / TILE), k = task % (K / TILE) * TILE;
-    const int64_t first = N * part / parts, last = N * (part + 1) / parts;
-    gradients(images + first * H * W * C, grads + first * H * W * K + k, last - first, H, W, C, K,
-              d_weights + (part * K + k) * 9 * C, d_bias + part * K + k);
+  for (int64_t task = 0; task < parts * shares; ++task) {
+    const int64_t part = task / shares, share = task % shares;
+    const int64_t first = tiles * share / shares * TILE, last = tiles * (share + 1) / shares * TILE;
+    gradients({large, large_height, large_width, L}, {small, small_height, small_width, S}, {taps, stride, padding},
+              N * part / parts, N * (part + 1) / parts, first, last,
+              d_weights + (part * S + first) * taps * taps * L, d_sums + part * S + first);
   }
 }
 extern "C" int multiplies_pairs() { return 1; }

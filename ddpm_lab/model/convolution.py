@@ -1,8 +1,8 @@
-"""3x3 convolutions whose weights get their gradient from a kernel of our own where a CPU multiplies pairs of bfloat16.
+"""Convolutions whose weights get their gradient from a kernel of our own where a CPU multiplies pairs of bfloat16.
 
-The kernel is C++ (``convolution.cpp``). oneDNN's takes 1.02 to 1.4 times as long on the sizes of the seed network at
-batch 32, and 1.6 to 3 times on images of 8x8 and 4x4 at batch 8 (AMD EPYC of family 26, one thread); it also rounds the
-gradients to bfloat16, which this one does not.
+The kernel is C++ (``convolution.cpp``). On the sizes of the seed network at batch 32 oneDNN's takes 1.1 to 1.4 times as
+long, and on those of stride 2 and transposed ones 1.3 to 2.7 times; on 3x3 of 4x4 images at batch 8 3.6 times (AMD EPYC
+of family 26, 2 threads). It also rounds the gradients to bfloat16, which this one does not.
 """
 
 from __future__ import annotations
@@ -17,52 +17,76 @@ from torch.autograd.function import once_differentiable
 
 from ddpm_lab.model.fused import library
 
-COLUMNS, TILE = 64, 32
-"""The kernel takes multiples of so many input and output channels."""
+TILE = 32
+"""The kernel takes multiples of so many channels, in and out."""
 
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def forward(  # noqa: PLR0917 - autograd passes all by position
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int, transposed: bool
+    ) -> Tensor:
         x = x.to(torch.bfloat16).contiguous(memory_format=torch.channels_last)
         rounded = weight.to(torch.bfloat16)
         ctx.save_for_backward(x, rounded)
-        return F.conv2d(x, rounded, bias.to(torch.bfloat16), padding=1)
+        ctx.settings = stride, padding, transposed
+        usual = F.conv_transpose2d if transposed else F.conv2d
+        return usual(x, rounded, None if bias is None else bias.to(torch.bfloat16), stride, padding)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         x, rounded = ctx.saved_tensors
+        stride, padding, transposed = ctx.settings
         grad = gradients[0].to(torch.bfloat16).contiguous(memory_format=torch.channels_last)
         d_x = None
         if ctx.needs_input_grad[0]:
-            ones = [1, 1]
-            d_x, _, _ = torch.ops.aten.convolution_backward(
-                grad, x, rounded, None, ones, ones, ones, False, [0, 0], 1, [True, False, False]
-            )
-        n, inputs, height, width = x.shape
-        outputs, threads = grad.shape[1], torch.get_num_threads()
-        parts = min(n, math.ceil(threads / (outputs // TILE)))  # work for more threads than there are tiles
-        d_weight = x.new_empty((parts, outputs, 3, 3, inputs), dtype=torch.float32)
-        d_bias = x.new_empty((parts, outputs), dtype=torch.float32)
-        library().convolution_backward(
-            *(t.data_ptr() for t in (x, grad, d_weight, d_bias)), n, height, width, inputs, outputs, parts, threads
-        )
-        whole = d_weight[0] if parts == 1 else d_weight.sum(0)
-        return d_x, whole.permute(0, 3, 1, 2), d_bias[0] if parts == 1 else d_bias.sum(0)
+            settings = [stride] * 2, [padding] * 2, [1, 1], transposed, [0, 0], 1, [True, False, False]
+            d_x, _, _ = torch.ops.aten.convolution_backward(grad, x, rounded, None, *settings)
+        large, small = (grad, x) if transposed else (x, grad)
+        d_weight, sums = _weights_gradient(large, small, rounded.shape[-1], stride, padding)
+        d_bias = None
+        if ctx.needs_input_grad[2]:
+            d_bias = grad.sum((0, 2, 3), dtype=torch.float32) if transposed else sums
+        return d_x, d_weight, d_bias, None, None, None
 
 
-class Convolution3x3(nn.Conv2d):
-    """``nn.Conv2d(inputs, outputs, 3, padding=1)``, trained in bfloat16 by the kernel above where that can be."""
+def _weights_gradient(large: Tensor, small: Tensor, taps: int, stride: int, padding: int) -> tuple[Tensor, Tensor]:
+    """The gradient (S, L, taps, taps) for images (N, L, ..) that the taps reach into and (N, S, ..), and their sums.
 
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, 3, padding=1)
+    A convolution's input is large and the gradient of its output small, whatever their sizes; a transposed one's are
+    the other way round.
+    """
+    (n, columns, *large_size), (rows, *small_size) = large.shape, small.shape[1:]
+    threads = torch.get_num_threads()
+    parts = min(n, math.ceil(threads / (rows // TILE)))  # work for more threads than there are tiles
+    d_weight = large.new_empty((parts, rows, taps, taps, columns), dtype=torch.float32)
+    sums = large.new_empty((parts, rows), dtype=torch.float32)
+    sizes = n, *large_size, columns, *small_size, rows, taps, stride, padding, parts, threads
+    library().weights_gradient(*(t.data_ptr() for t in (large, small, d_weight, sums)), *sizes)
+    d_weight, sums = (t[0] if parts == 1 else t.sum(0) for t in (d_weight, sums))
+    return d_weight.permute(0, 3, 1, 2), sums
+
+
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, stride: int = 1, padding: int = 0, transposed: bool = False
+) -> Tensor:
+    """``F.conv2d``, or ``F.conv_transpose2d``, trained in bfloat16 by the kernel above where that can be."""
+    fits = weight.shape[0] % TILE == weight.shape[1] % TILE == 0
+    if fits and torch.is_grad_enabled() and weight.requires_grad and _in_bfloat16(x):
+        return cast(Tensor, _Convolution.apply(x, weight, bias, stride, padding, transposed))
+    return (F.conv_transpose2d if transposed else F.conv2d)(x, weight, bias, stride, padding)
+
+
+class Convolution(nn.Conv2d):
+    """``nn.Conv2d`` of square taps, computed by ``convolve``."""
+
+    def __init__(self, inputs: int, outputs: int, taps: int, *, stride: int = 1, padding: int = 0) -> None:
+        super().__init__(inputs, outputs, taps, stride=stride, padding=padding)
 
     def forward(self, x: Tensor) -> Tensor:
-        sizes = self.in_channels % COLUMNS == self.out_channels % TILE == 0
-        if sizes and torch.is_grad_enabled() and self.weight.requires_grad and _in_bfloat16(x):
-            return cast(Tensor, _Convolution.apply(x, self.weight, self.bias))
-        return super().forward(x)
+        (stride, _), (padding, _) = self.stride, cast("tuple[int, int]", self.padding)
+        return convolve(x, self.weight, self.bias, stride=stride, padding=padding)
 
 
 def _in_bfloat16(x: Tensor) -> bool:

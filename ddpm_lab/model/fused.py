@@ -65,8 +65,8 @@ def library() -> ctypes.CDLL:
             getattr(loaded, function).argtypes = arguments
             getattr(loaded, function).restype = None
     if loaded.multiplies_pairs():
-        loaded.convolution_backward.argtypes = [pointer] * 4 + [whole] * 6 + [count]
-        loaded.convolution_backward.restype = None
+        loaded.weights_gradient.argtypes = [pointer] * 4 + [whole] * 11 + [count]
+        loaded.weights_gradient.restype = None
     return loaded
 
 

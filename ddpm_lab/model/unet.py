@@ -144,7 +144,8 @@ def _build_seed(c: UNetConfig) -> _Parts:
     down: list[nn.Module] = []
     for level, (d, e) in levels:
         down += stages(d, d)
-        down += [nn.Conv2d(d, e, 4, stride=2, padding=1) if level < last else convolution(d, e, fused=c.fused)]
+        taps, stride = (4, 2) if level < last else (3, 1)
+        down += [convolution(d, e, taps, stride=stride, padding=1, fused=c.fused)]
     attention = CosineAttention(bottom, c.heads, c.head_width, c.middle_attention_axis, fused=c.fused)
     middle: list[nn.Module] = [Stage(block(bottom, bottom), attention), Stage(block(bottom, bottom))]
     up: list[nn.Module] = []
@@ -174,7 +175,8 @@ def _build_ddpm(c: UNetConfig) -> _Parts:
             down += [stage(remembered[-1], level)]
             remembered += [width]
         if level < last:  # padded below and on the right only, as "SAME" padding is in the original
-            down += [nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(width, width, 3, stride=2))]
+            halved = convolution(width, width, stride=2, padding=0, fused=c.fused)
+            down += [nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), halved)]
             remembered += [width]
     middle: list[nn.Module] = [
         Stage(block(bottom, bottom), DDPMAttention(bottom, c.groups, fused=c.fused)),
