@@ -1,9 +1,11 @@
 """The blocks that the U-Nets are built from: residual convolutions and attention, each (N, C, H, W) -> (N, C', H, W).
 
-Both memory formats run without conversion: convolutions and norms keep the format of their input, and attention works
-on tokens (N, H * W, C), which under channels_last are a view of the image. With ``fused`` each block is computed as is
-fastest on a CPU: a norm and what follows it in one kernel (``fused.py``), an upsampled image without its copies of
-pixels, few tokens attended by plain products (``attention.py``). The mathematics is the same.
+Both memory formats run without conversion: convolutions and norms keep the format of their input (those of our own are
+channels-last always), and attention works on tokens (N, H * W, C), which under channels_last are a view of the image.
+With ``fused`` each block is computed as is fastest on a CPU: a norm and what follows it in one kernel (``fused.py``),
+an upsampled image without its copies of pixels, few tokens attended by plain products (``attention.py``), the time
+embedding's layers of all blocks at once, the gradients of weights in single precision (``convolution.py``). The
+mathematics is the same.
 """
 
 from __future__ import annotations
@@ -101,7 +103,7 @@ def upsampled(inputs: int, outputs: int, *, fused: bool) -> list[nn.Module]:
 def convolution(
     inputs: int, outputs: int, taps: int = 3, *, stride: int = 1, padding: int | None = None, fused: bool
 ) -> nn.Conv2d:
-    """A convolution of square taps; without ``padding`` as much as keeps the size at stride 1."""
+    """A convolution of square taps; without ``padding`` as much as keeps the size at stride 1 with odd taps."""
     kind = Convolution if fused else nn.Conv2d
     return kind(inputs, outputs, taps, stride=stride, padding=taps // 2 if padding is None else padding)
 
@@ -124,7 +126,10 @@ def zero(layer: nn.Module) -> None:
 
 
 class SeedBlock(nn.Module):
-    """Two times convolution, GroupNorm, SiLU; the time embedding scales and shifts the first half; a shortcut."""
+    """Two times convolution, GroupNorm, SiLU; the time embedding scales and shifts the first half; a shortcut.
+
+    With ``fused`` what it is given is not the embedding, but what ``time`` makes of it.
+    """
 
     def __init__(self, inputs: int, outputs: int, time_width: int, groups: int, *, fused: bool = False) -> None:
         super().__init__()
@@ -138,7 +143,7 @@ class SeedBlock(nn.Module):
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
         if self.fused:
-            h = kernels.group_norm(self.conv1(x), self.norm1, scale_shift=self.time(embedding))
+            h = kernels.group_norm(self.conv1(x), self.norm1, scale_shift=embedding)
             return kernels.group_norm(self.conv2(h), self.norm2, residual=self.shortcut(x))
         scale, shift = self.time(embedding)[:, :, None, None].chunk(2, dim=1)
         h = self.norm1(self.conv1(x))
@@ -206,7 +211,10 @@ def norm_silu(groups: int, width: int, *, fused: bool) -> list[nn.Module]:
 
 
 class DDPMBlock(nn.Module):
-    """Two times GroupNorm, SiLU, convolution; the time embedding is added in between; a shortcut."""
+    """Two times GroupNorm, SiLU, convolution; the time embedding is added in between; a shortcut.
+
+    With ``fused`` what it is given is not the embedding, but what ``time`` makes of it.
+    """
 
     def __init__(self, inputs: int, outputs: int, time_width: int, groups: int, *, fused: bool = False) -> None:
         super().__init__()
@@ -222,7 +230,7 @@ class DDPMBlock(nn.Module):
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
         if self.fused:
             h = self.conv1(kernels.group_norm(x, self.norm1))
-            h = kernels.group_norm(h, self.norm2, before=self.time(embedding))
+            h = kernels.group_norm(h, self.norm2, before=embedding)
         else:
             h = self.conv1(F.silu(self.norm1(x))) + self.time(embedding)[:, :, None, None]
             h = F.silu(self.norm2(h))
@@ -250,10 +258,32 @@ class DDPMAttention(nn.Module):
         return x + _image(_pointwise(values, self.out, x) if self.fused else self.out(values), x)
 
 
+class JoinedLinear:
+    """Linear layers of one input as one. Each is so small that a CPU takes longer to begin it than to compute it."""
+
+    def __init__(self, layers: list[nn.Linear]) -> None:
+        self.layers = layers
+        self.held: tuple[Tensor, Tensor] | None = None
+
+    def joined(self) -> tuple[Tensor, Tensor]:
+        """Weights (sum of C', C) and biases (sum of C',) of all layers, in their order."""
+        weight, bias = (torch.cat([getattr(layer, name) for layer in self.layers]) for name in ("weight", "bias"))
+        return weight, bias
+
+    def hold(self) -> None:
+        """Take the weights as they are now from here on."""
+        self.held = self.joined()
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The output (N, C') of each layer."""
+        joined = F.linear(x, *(self.held or self.joined()))
+        return torch.split(joined, [layer.out_features for layer in self.layers], dim=1)
+
+
 class Stage(nn.Module):
     """A residual block, then attention where there is one."""
 
-    def __init__(self, block: nn.Module, attention: nn.Module | None = None) -> None:
+    def __init__(self, block: SeedBlock | DDPMBlock, attention: nn.Module | None = None) -> None:
         super().__init__()
         self.block, self.attention = block, attention
 

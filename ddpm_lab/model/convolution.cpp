@@ -1,10 +1,10 @@
-// The gradient of a convolution's weights, for processors that multiply pairs of bfloat16 (AVX512_BF16): of a small
-// image and a large one that the taps reach into, d_weights (S, taps, taps, L) = sum over the small image's pixels of
-// its S channels times the L channels of the large image at stride * pixel + tap - padding. The large image is a
-// convolution's input and the small one the gradient of its output; of a transposed convolution it is the other way
-// round. Such an instruction adds two products, so two neighbouring pixels of the small image are laid side by side
-// first, and the two that a tap meets of the large one; everything after that is a product of matrices. Sums are in
-// single precision from first to last.
+// The gradient of a convolution's weights, for processors that multiply pairs of bfloat16 (AVX512_BF16). All images are
+// channels-last. d_weights[s][r][c][l] is the sum over the pixels (y, x) of a small image of
+// small[y][x][s] * large[stride * y + r - padding][stride * x + c - padding][l], with zeros outside. A convolution's large
+// image is its input and its small one the gradient of its output; a transposed convolution's are the other way round.
+// Such an instruction adds two products, so two neighbouring pixels of the small image are laid side by side first, and
+// the two that a tap meets of the large one; everything after that is a product of matrices. Sums are in single precision
+// from first to last.
 
 #include <algorithm>
 #include <cstdint>
@@ -21,7 +21,8 @@ using Number = uint16_t;  // a bfloat16
 constexpr int ROWS = 8, COLUMNS = 32;  // of the sums that stay in registers: small by large channels
 constexpr int VECTORS = COLUMNS / 16;
 constexpr int TILE = 32;  // small channels that are taken together
-constexpr int64_t CACHED = 320 << 10;  // bytes of large images laid at a time, which should stay in a second cache
+static_assert(COLUMNS == 32 && TILE == 32 && TILE % ROWS == 0, "channels are laid by the vector of 32");
+constexpr int64_t CACHED = 320 << 10;  // bytes of large images laid at a time, to stay in a core's second-level cache
 
 // Images (N, height, width, channels).
 struct Images {
@@ -30,7 +31,7 @@ struct Images {
   const Number* row(int64_t n, int64_t h) const { return numbers + (n * height + h) * width * channels; }
 };
 struct Taps { int64_t count, stride, padding; };
-struct Line { int64_t large, small; };  // which rows of pixels meet, as laid
+struct Line { int64_t large, small; };  // the index of a laid large row, and of the laid small row that it meets
 
 // sums (ROWS, COLUMNS) += small times large over the pairs of some rows of pixels.
 __attribute__((noinline)) void accumulate(const Number* large, int64_t length, const Number* small, int64_t pairs,
@@ -82,8 +83,9 @@ inline void store(Number* to, Pair pair) {
   _mm512_storeu_si512(to + 32, pair.high);
 }
 
-// A tap meets every stride-th pixel of a row; a layout holds these in pairs. A tap two strides further meets the same
-// pairs but the first.
+// A tap meets every stride-th pixel of a row; a layout holds these in pairs. Layout j begins at column j - padding; the tap
+// j + 2 * stride reads it from its second pair on. Where a small row is odd, its last pair ends with a zero, which meets
+// one pixel more of the large row: what is not finite there is seen by taps that do not reach it.
 struct Layouts {
   Taps taps;
   int64_t pairs, length;  // of a small row; of a large one
@@ -93,7 +95,7 @@ struct Layouts {
   int64_t of(int64_t tap) const { return tap % (2 * taps.stride); }
   int64_t further(int64_t tap) const { return tap / (2 * taps.stride); }
 
-  // Lay one large row out; blocks of COLUMNS channels lie step apart.
+  // Lay one large row out; blocks of COLUMNS channels lie step numbers apart.
   void lay(const Number* row, const Images& large, int64_t layout, Number* to, int64_t step) const {
     for (int64_t i = 0, column = layout - taps.padding; i < length; ++i, column += 2 * taps.stride)
       for (int64_t c = 0; c < large.channels; c += COLUMNS)
@@ -102,7 +104,8 @@ struct Layouts {
   }
 };
 
-// TILE channels, from k, of one small row as pairs, ROWS channels at a time, which lie step apart; and their sums.
+// TILE channels, from k, of one small row as pairs, ROWS channels at a time, step numbers apart; and add them to
+// sums.
 void lay_small(const Number* row, const Images& small, int64_t k, Number* to, int64_t step, float* sums) {
   const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3f803f80);
   for (int64_t i = 0; i < (small.width + 1) / 2; ++i) {
@@ -116,13 +119,14 @@ void lay_small(const Number* row, const Images& small, int64_t k, Number* to, in
   }
 }
 
-// The gradients of the small channels from first to last, of the images from begin to end; d_weights (.., taps, taps, L)
-// and d_sums (..) of these channels are overwritten.
+// The gradients of the small channels [first, last) from the images [begin, end); d_weights (.., taps, taps, L) and
+// d_sums (..) of these channels are overwritten.
 void gradients(const Images& large, const Images& small, Taps taps, int64_t begin, int64_t end, int64_t first,
                int64_t last, float* d_weights, float* d_sums) {
   const Layouts layouts(taps, small.width);
   const int64_t H = small.height, L = large.channels, pairs = layouts.pairs, length = layouts.length;
-  // As many whole images as fit, each with the rows that taps reach, or some rows of one.
+  // As many whole images as fit are laid together, each with the rows that taps reach, or a window of one: fit, reach and
+  // deep count large rows, of the cache, an image and a window; height the small rows of a window.
   const int64_t fit = CACHED / (layouts.count() * length * L * 4), reach = taps.stride * (H - 1) + taps.count;
   const int64_t together = std::max<int64_t>(1, std::min(end - begin, fit / reach));
   const int64_t height = std::min(H, fit < reach ? std::max<int64_t>(0, fit - taps.count) / taps.stride + 1 : H);

@@ -1,8 +1,8 @@
 """Convolutions whose weights get their gradient from a kernel of our own where a CPU multiplies pairs of bfloat16.
 
-The kernel is C++ (``convolution.cpp``). On the sizes of the seed network at batch 32 oneDNN's takes 1.1 to 1.4 times as
-long, and on those of stride 2 and transposed ones 1.3 to 2.7 times; on 3x3 of 4x4 images at batch 8 3.6 times (AMD EPYC
-of family 26, 2 threads). It also rounds the gradients to bfloat16, which this one does not.
+The kernel is C++ (``convolution.cpp``). oneDNN's takes 1.1 to 1.4 times as long for the seed network's 3x3 and 1x1
+convolutions at batch 32, and 1.3 to 2.7 times for strided and transposed ones; 3.6 times for 3x3 on 4x4 pixels at batch
+8 (AMD EPYC of family 26, 2 threads). It also rounds the gradients to bfloat16, which this one does not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from ddpm_lab.model.fused import library
 
 TILE = 32
-"""The kernel takes multiples of so many channels, in and out."""
+"""Channels in and out have to be multiples of it for the kernel."""
 
 
 class _Convolution(torch.autograd.Function):
@@ -52,14 +52,14 @@ class _Convolution(torch.autograd.Function):
 
 
 def _weights_gradient(large: Tensor, small: Tensor, taps: int, stride: int, padding: int) -> tuple[Tensor, Tensor]:
-    """The gradient (S, L, taps, taps) for images (N, L, ..) that the taps reach into and (N, S, ..), and their sums.
+    """The gradient (S, L, taps, taps) of images (N, L, ..), which taps reach into, and (N, S, ..); the latter's sums.
 
     A convolution's input is large and the gradient of its output small, whatever their sizes; a transposed one's are
     the other way round.
     """
     (n, columns, *large_size), (rows, *small_size) = large.shape, small.shape[1:]
     threads = torch.get_num_threads()
-    parts = min(n, math.ceil(threads / (rows // TILE)))  # work for more threads than there are tiles
+    parts = max(1, min(n, math.ceil(threads / (rows // TILE))))  # work for more threads than there are tiles
     d_weight = large.new_empty((parts, rows, taps, taps, columns), dtype=torch.float32)
     sums = large.new_empty((parts, rows), dtype=torch.float32)
     sizes = n, *large_size, columns, *small_size, rows, taps, stride, padding, parts, threads
@@ -71,8 +71,8 @@ def _weights_gradient(large: Tensor, small: Tensor, taps: int, stride: int, padd
 def convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, stride: int = 1, padding: int = 0, transposed: bool = False
 ) -> Tensor:
-    """``F.conv2d``, or ``F.conv_transpose2d``, trained in bfloat16 by the kernel above where that can be."""
-    fits = weight.shape[0] % TILE == weight.shape[1] % TILE == 0
+    """``F.conv2d``, or ``F.conv_transpose2d``; the weights' gradient is by our kernel where autocast is bfloat16."""
+    fits = x.ndim == 4 and weight.shape[0] % TILE == weight.shape[1] % TILE == weight.shape[2] - weight.shape[3] == 0
     if fits and torch.is_grad_enabled() and weight.requires_grad and _in_bfloat16(x):
         return cast(Tensor, _Convolution.apply(x, weight, bias, stride, padding, transposed))
     return (F.conv_transpose2d if transposed else F.conv2d)(x, weight, bias, stride, padding)

@@ -13,6 +13,7 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.model.blocks import UpsampledConv2d
 from ddpm_lab.model.network import AnyUNet, compile_stages, forward_once
 from ddpm_lab.model.step import AUTOCAST, PrecisionWatch, allow_tf32, autocast, require
+from ddpm_lab.model.unet import UNet
 
 
 class Inference:
@@ -57,6 +58,8 @@ class Inference:
                 module.hold()
             if isinstance(module, nn.Conv2d | nn.Linear):
                 module.to(dtype)
+        if isinstance(self.network, UNet) and self.network.times is not None:
+            self.network.times.hold()
 
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
         with torch.inference_mode(), autocast(self.config, self.device):

@@ -7,6 +7,7 @@ al. 2020 (appendix B), without its dropout, so that a step draws no random numbe
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Literal, cast
@@ -20,6 +21,7 @@ from ddpm_lab.model.blocks import (
     CosineAttention,
     DDPMAttention,
     DDPMBlock,
+    JoinedLinear,
     LinearAttention,
     SeedBlock,
     Stage,
@@ -98,20 +100,26 @@ class UNet(nn.Module):
         self.stem, down, middle, up, self.head = build(config)
         self.down, self.middle, self.up = nn.ModuleList(down), nn.ModuleList(middle), nn.ModuleList(up)
         self.remember_downsampled = config.family == "ddpm"
+        stages = [layer for layer in (*down, *middle, *up) if isinstance(layer, Stage)]
+        self.times = JoinedLinear([stage.block.time for stage in stages]) if config.fused else None
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         embedding = self.time(self._sinusoids(t))
+        embeddings = itertools.repeat(embedding) if self.times is None else iter(self.times(embedding))
         h = self.stem(F.pixel_unshuffle(x, self.config.patch) if self.config.patch > 1 else x)
         remembered = [h]
         for layer in self.down:
             is_stage = isinstance(layer, Stage)
-            h = layer(h, embedding) if is_stage else layer(h)
+            h = layer(h, next(embeddings)) if is_stage else layer(h)
             if is_stage or self.remember_downsampled:
                 remembered.append(h)
         for stage in self.middle:
-            h = stage(h, embedding)
+            h = stage(h, next(embeddings))
         for layer in self.up:
-            h = layer(torch.cat((h, remembered.pop()), dim=1), embedding) if isinstance(layer, Stage) else layer(h)
+            if isinstance(layer, Stage):
+                h = layer(torch.cat((h, remembered.pop()), dim=1), next(embeddings))
+            else:
+                h = layer(h)
         h = self.head(h)
         return F.pixel_shuffle(h, self.config.patch) if self.config.patch > 1 else h
 
