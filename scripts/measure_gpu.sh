@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measure every experiment on a GPU node that has torch, torchvision, numpy, psutil and Pillow, and nothing else.
+# Measure profile, multi_gpu, amp, workers, torch_compile, batch_size and peers on a GPU node that has torch, torchvision, numpy, psutil and Pillow, and nothing else.
 # Usage: scripts/measure_gpu.sh [options of ddpm-lab run, for example --data /path/to/images --preset quick --minutes 25]
 # Give absolute paths; without --minutes there is no time limit.
 # The records end up in trace_output/ledger.jsonl; look at them elsewhere with: ddpm-lab figures --ledger ledger.jsonl

@@ -166,14 +166,21 @@ def test_without_a_compiler_it_is_unsupported(monkeypatch: pytest.MonkeyPatch) -
         fused.library.__wrapped__()
 
 
-def test_what_does_not_compile_is_unsupported_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("int main( {", "did not compile"),
+        ("void nowhere(); void here() { nowhere(); }", "cannot be loaded.*CXX=g"),  # as of another OpenMP than torch's
+    ],
+)
+def test_a_compiler_that_does_not_serve_is_unsupported_and_leaves_nothing(
+    source: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     broken = tmp_path / "fused.cpp"
-    broken.write_text("int main( {")
+    broken.write_text(source)
     monkeypatch.setattr(fused, "SOURCES", (broken,))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.raises(Unsupported, match="did not compile"):
+    with pytest.raises(Unsupported, match=words):
         fused.library.__wrapped__()
     assert list((tmp_path / "cache" / "ddpm_lab").iterdir()) == []
 

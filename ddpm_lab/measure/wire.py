@@ -1,7 +1,7 @@
 """The connection between the process that leads several hosts and one that serves a rank: JSON in frames, no pickle.
 
-Both ends notice within ten seconds that the other's host is gone, without a message of their own: the kernel asks an
-idle peer, and gives up on one that acknowledges nothing.
+Both ends notice after some ten seconds that the other's host is gone, without a message of their own: the kernel asks
+an idle peer, and gives up on one that acknowledges nothing.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class _Uses:
 
 @cache
 def library() -> ctypes.CDLL:
-    """The compiled kernels, from the cache or made now. Raises Unsupported without a C++ compiler."""
+    """The compiled kernels, from the cache or made now. Raises Unsupported without a C++ compiler that serves."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise Unsupported(f"kernels 'fused' need a C++ compiler ({compiler}); on Debian or Ubuntu: apt install g++")
@@ -51,7 +51,13 @@ def library() -> ctypes.CDLL:
     path = _folder() / f"fused-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if not path.exists():
         _compile(compiler, path)
-    loaded = ctypes.CDLL(str(path))
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError as problem:  # of a compiler whose OpenMP is not the one that torch has loaded
+        path.unlink(missing_ok=True)
+        raise Unsupported(
+            f"kernels 'fused' compiled by {compiler} cannot be loaded ({problem}): use g++ (CXX=g++)"
+        ) from None
     pointer, whole, single, count = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
     for name in NAMES.values():
         for function, arguments in (
