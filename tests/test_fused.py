@@ -160,6 +160,13 @@ def test_the_result_does_not_depend_on_the_number_of_threads() -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("name", ["before", "scale_shift", "residual"])
+def test_what_has_another_shape_is_refused(name: str) -> None:
+    """The kernel would read beyond its end."""
+    with pytest.raises(ValueError, match=rf"{name} is \(2, 3\): for images \(2, 8, 4, 4\) give"):
+        fused.group_norm(torch.randn(2, 8, 4, 4), nn.GroupNorm(2, 8), **{name: torch.randn(2, 3)})  # type: ignore[arg-type]
+
+
 def test_without_a_compiler_it_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(Unsupported, match=r"no-such-compiler.*apt install"):

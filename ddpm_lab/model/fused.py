@@ -258,8 +258,14 @@ def group_norm(
     """f(norm(x + before) (1 + scale) + shift) + residual of images (N, C, H, W), with f SiLU or nothing.
 
     ``before`` is (N, C), ``scale_shift`` (N, 2 C). Images are float32 or bfloat16; the result is channels-last, in the
-    dtype of ``x``. Raises Unsupported without a C++ compiler.
+    dtype of ``x``. Raises ValueError for other shapes, Unsupported without a C++ compiler.
     """
+    n, c = x.shape[:2]
+    # The kernel reads memory by these sizes.
+    shapes = {"before": (before, (n, c)), "scale_shift": (scale_shift, (n, 2 * c)), "residual": (residual, x.shape)}
+    for name, (given, shape) in shapes.items():
+        if given is not None and given.shape != shape:
+            raise ValueError(f"{name} is {tuple(given.shape)}: for images {tuple(x.shape)} give {tuple(shape)}")
     made = _GroupNorm.apply(x, norm.weight, norm.bias, before, scale_shift, residual, norm.num_groups, norm.eps, silu)
     return cast(Tensor, made)
 
