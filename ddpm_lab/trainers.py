@@ -35,6 +35,8 @@ WORKLOADS = (DDPM, DDPT, DIFFUSERS, SAMPLING, PRODUCT, CONVOLUTION, COPY)
 PUBLISHED = "the published code"
 PEERS = {PUBLISHED: DDPM, "denoising-diffusion-pytorch": DDPT, "diffusers": DIFFUSERS}
 """Other trainers by name; the published code is the seed network as it was first written, by the lab's own step."""
+BEYOND_SEED = ("diffusers",)
+"""Those that have a network of another family too; the others' networks are of the seed family."""
 PARTS = ("peers", "fp32", "sampling", "limits", "levers")
 
 SAMPLED = 16
@@ -60,9 +62,9 @@ def peers(
     whole("global_batch_size", batch, 1)
     each_choice("trainers", trainers, PEERS)
     each_choice("parts", parts, PARTS)
-    able = [n for n in PEERS if n != PUBLISHED or setup.network in SEED_FAMILY]
+    able = [n for n in PEERS if n in BEYOND_SEED or setup.network in SEED_FAMILY]
     if trainers is not None and (lost := [n for n in trainers if n not in able]):
-        raise ConfigError(f"trainers has {lost[0]!r}, which is not written for network {setup.network!r}: use seed")
+        raise ConfigError(f"trainers has {lost[0]!r}, which has no network of the size of {setup.network!r}: use seed")
     asked = [n for n in able if trainers is None or n in trainers]
     ours = setup.config(global_batch_size=batch, diffusion=DiffusionConfig(loss="l2"), **DEFAULTS[setup.device])
     name = setup.family_name(batch)

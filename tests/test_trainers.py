@@ -130,12 +130,14 @@ def test_a_part_that_gives_nothing_is_refused_alone_and_beside_others(part: str)
     assert peers(setup(network="tiny")).families, "of those that nobody names, what there is"
 
 
-def test_a_network_without_a_published_code_is_compared_with_the_others() -> None:
+def test_a_network_is_compared_with_those_that_have_one_of_its_size() -> None:
     here = setup(network="ddpm")
-    assert [label for label, _ in peers(here).families[0].candidates if PUBLISHED in label] == []
+    assert {config.workload for _, config in peers(here).families[0].candidates} == {PEERS["diffusers"]}
     assert not [f for f in peers(here).families if f.name.endswith((BOTH_FP32, SAMPLING))]
-    with pytest.raises(ConfigError, match=r"'the published code'.*'ddpm'.*use seed"):
-        peers(here, trainers=[PUBLISHED])
+    for name in (PUBLISHED, "denoising-diffusion-pytorch"):
+        with pytest.raises(ConfigError, match=rf"'{name}'.*'ddpm'.*use seed"):
+            peers(here, trainers=[name])
+    assert peers(setup(network="s000"), trainers=list(PEERS)).families
 
 
 @pytest.mark.parametrize(
