@@ -6,6 +6,7 @@ A test module has none of its own there: some packages install a top-level ``tes
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from pathlib import Path
 from unittest import mock
@@ -64,3 +65,5 @@ def gradients(rank: int, world_size: int, config: RunConfig, folder: str, kind: 
     if rank == 0:
         flat = torch.cat([g.reshape(-1) for g in seen])
         torch.save({"gradient": flat, "loss": float(loss) / world_size}, f"{folder}/{world_size}.pt")
+    # As the lab's own ranks leave: in an orderly exit gloo's threads may be found running, which aborts the process.
+    os._exit(0)
