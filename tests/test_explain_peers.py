@@ -79,26 +79,32 @@ def test_published_records_say_that_they_are_not_from_here() -> None:
 
 
 def test_losses_are_compared_at_equal_steps() -> None:
-    """A trainer whose windows hold more steps has gone further: only what both have done counts."""
+    """A trainer whose windows hold more steps has gone further: only what all of its family have done counts."""
+    small, elsewhere = dataclasses.replace(OWN, global_batch_size=8), FAMILY.replace("32", "8")
+    rows = {"quick": (other("quick", global_batch_size=8), 0.5)}
+    beside = make.sets(
+        rows, baseline=small, baseline_label=OURS, family=elsewhere, count=1, turns=2, step_seconds=1.0, **COMMON
+    )
     records = []
-    for r in against(count=1, turns=2):
-        steps = 4 if r.label == "slow" else 8
+    for r in [*against(count=1, turns=2), *beside]:
+        steps = {"slow": 4, "quick": 2}.get(r.label, 8)
         windows = tuple(dataclasses.replace(w, steps=steps) for w in r.windows)
         first = [*range(5, 5 + steps), *range(6 + steps, 6 + 2 * steps)]  # after 3 steps of warm-up and a settling one
         ranks = (dataclasses.replace(make.rank_record(0), losses=tuple(100.0 - n for n in first)),)
         records.append(dataclasses.replace(r, windows=windows, ranks=ranks) if r.windows else r)
     shown = tables.table(study(*records))
-    (column,) = [c for c in shown.columns if c.startswith("Loss")]
-    assert column == "Loss near step 12"  # 13 was a settling step of the others
-    assert set(shown[shown["Configuration"] != "absent"][column]) == {"88.500"}
+    of_batch_8 = shown["Configuration"].str.contains("batch 8")
+    assert of_batch_8.sum() == 2
+    losses = shown[shown["Configuration"] != "absent"]["Loss"]
+    assert set(losses[~of_batch_8]) == {"88.500 near step 12"}  # 13 was a settling step of the others
+    assert set(losses[of_batch_8]) == {"91.000 near step 9"}
 
 
 def test_the_table_has_a_row_for_everyone_and_the_reason_of_the_missing() -> None:
     shown = tables.table(WHOLE).set_index("Configuration")
     assert list(shown.index[:2]) == [f"{OURS} (baseline)", f"{OURS} (null twin)"]
     assert shown.loc["absent", "Note"] == "absent is not installed: make peers"
-    (loss,) = [c for c in shown.columns if c.startswith("Loss")]
-    assert shown.loc["slow" + SAMPLING, loss] == "\N{EN DASH}"  # a step of sampling has none
+    assert shown.loc["slow" + SAMPLING, "Loss"] == "\N{EN DASH}"  # a step of sampling has none
     assert str(shown.loc["slow", "This trainer is"]).startswith(("3.9", "4.0"))
     assert all(isinstance(cell, str) for c in shown.columns for cell in shown[c])
 

@@ -164,7 +164,6 @@ def table(study: Study) -> pd.DataFrame:
     Before the others of a family stands this trainer as it ran beside them.
     """
     steps = _common_steps(study)
-    loss = f"Loss near step {steps[-1]}" if steps else "Loss"
     found = []
     for row in _shown(study):
         records = _records(study, row)
@@ -183,7 +182,7 @@ def table(study: Study) -> pd.DataFrame:
                 "Peak memory": phrases.peak_memory(row) if measured else _NONE,
                 "Weights": f"{seen['parameters'] / 1e6:.2f} M" if "parameters" in seen else _NONE,
                 "GFLOP/image": _flop(study, row, seen),
-                loss: _NONE if SAMPLING in row["name"] else _loss(records, steps),
+                "Loss": _loss(records, steps.get(str(row["family"]), [])),
                 "Sets \N{MULTIPLICATION SIGN} turns": f"{row['sets']} \N{MULTIPLICATION SIGN} {row['turns']}",
                 "Quality": str(row["quality"]) if measured else _NONE,
                 "Note": str(row["reason"]) if not measured else "",
@@ -251,7 +250,8 @@ def _twins(study: Study) -> list[Row]:
 
 def _records(study: Study, row: Mapping[str, Any]) -> list[RunRecord]:
     role = "twin" if str(row["name"]).endswith("(null twin)") else row["role"]
-    return [r for r in study.records if r.run_id == row["run_id"] and r.role == role and r.status == "ok"]
+    mine = [r for r in study.records if r.run_id == row["run_id"] and r.family == row["family"]]
+    return [r for r in mine if r.role == role and r.status == "ok"]
 
 
 def _flop(study: Study, row: Row, seen: Mapping[str, Any]) -> str:
@@ -261,12 +261,15 @@ def _flop(study: Study, row: Row, seen: Mapping[str, Any]) -> str:
     return f"{value / 1e9:.2f}" if value else _NONE
 
 
-def _common_steps(study: Study) -> list[int]:
-    """The last third of the steps that were timed in every run: there all trainers have seen the same images."""
-    trained = [r for r in study.records if _is_rival(r.family) and not r.family.endswith(SAMPLING)]
-    timed = [set(_losses(r)) for r in trained if r.status == "ok" and r.windows]
-    common = sorted(set.intersection(*timed)) if timed else []
-    return common[-max(1, len(common) // 3) :]
+def _common_steps(study: Study) -> dict[str, list[int]]:
+    """By family the last third of the steps that were timed in its every run: there all have seen the same images."""
+    timed: dict[str, list[set[int]]] = {}
+    for record in study.records:
+        trains = _is_rival(record.family) and not record.family.endswith(SAMPLING)
+        if trains and record.status == "ok" and record.windows:
+            timed.setdefault(record.family, []).append(set(_losses(record)))
+    common = {family: sorted(set.intersection(*steps)) for family, steps in timed.items()}
+    return {family: steps[-max(1, len(steps) // 3) :] for family, steps in common.items()}
 
 
 def _losses(record: RunRecord) -> dict[int, float]:
@@ -284,4 +287,5 @@ def _losses(record: RunRecord) -> dict[int, float]:
 
 def _loss(records: Sequence[RunRecord], steps: Sequence[int]) -> str:
     values = [losses[step] for r in records for losses in [_losses(r)] for step in steps if step in losses]
-    return f"{statistics.fmean(values):.3f}" if values and math.isfinite(statistics.fmean(values)) else _NONE
+    mean = statistics.fmean(values) if values else math.nan
+    return f"{mean:.3f} near step {steps[-1]}" if math.isfinite(mean) else _NONE
