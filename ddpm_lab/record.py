@@ -18,7 +18,6 @@ from ddpm_lab.plan import Plan
 
 SCHEMA = 3
 Cohort = tuple[str, str, str, str]
-STATUSES = ("ok", "oom", "unsupported", "diverged", "crashed", "timed out", "refused", "left out", "cancelled")
 JOB = "job"
 """Role of a SLURM job that failed: what it measured before has records of its own."""
 LASTING = ("oom", "diverged", "refused")
@@ -148,6 +147,7 @@ class RunRecord:
     run to be shown; its numbers are in the profile and no speed), note (a configuration that was left out before any
     set), space (what a search could choose from, and by its family the sets that measured again what it found), or job
     (a SLURM job that failed: its command as the label, its log's end in the witness; the configuration says nothing).
+    ``status`` is ok, oom, unsupported, diverged, crashed, timed out, refused, left out or cancelled.
     ``baseline_id`` is the run id of the set's baseline. ``stages`` are seconds: start, build, compile (the first step,
     compiled configurations only), warmup, steady, teardown; of a trial training.
     """

@@ -15,7 +15,7 @@ import records as make
 
 from ddpm_lab.config import DiffusionConfig, RunConfig
 from ddpm_lab.ledger import Ledger, read_all
-from ddpm_lab.record import LASTING, SCHEMA, STATUSES, LedgerError, Machine, RunRecord
+from ddpm_lab.record import SCHEMA, LedgerError, Machine, RunRecord
 
 
 def some_records() -> list[RunRecord]:
@@ -260,11 +260,6 @@ def test_a_cohort_is_machine_code_data_and_plan() -> None:
     assert len({r.cohort for r in (record, *others)}) == 5
     same = dataclasses.replace(record, set_id="another", label="another", config=RunConfig(seed=5, data="elsewhere"))
     assert same.cohort == record.cohort
-
-
-def test_a_failure_lasts_or_may_pass() -> None:
-    assert set(LASTING) < set(STATUSES)
-    assert set(STATUSES) - set(LASTING) == {"ok", "unsupported", "crashed", "timed out", "left out", "cancelled"}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from ddpm_lab.model.inference import Inference, PlainInference
 from ddpm_lab.model.network import compile_seen, configured_network, network_seen
 from ddpm_lab.model.reference_sampling import ReferenceSampler
 from ddpm_lab.model.sampling import ddim_steps, ddpm_steps, denoise, sampling_timesteps
-from ddpm_lab.model.unet import count_flops
+from ddpm_lab.model.unet import count_flops, count_parameters
 from ddpm_lab.workload import RankContext
 
 SAMPLERS = ("ddpm", "ddim")
@@ -104,7 +104,7 @@ class Sampling:
         network = self.evaluate.network
         seen: dict[str, Any] = {
             "precision": self.evaluate.precision.seen(),
-            "parameters": sum(p.numel() for p in network.parameters()),
+            "parameters": count_parameters(network),
             "weights_device": str(next(network.parameters()).device),
             "sampler": self.sampler,
             "sampler_steps": len(self.times),

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from ddpm_lab.config import RunConfig
 from ddpm_lab.model.blocks import upsampled
 from ddpm_lab.model.step import AUTOCAST, allow_tf32
-from ddpm_lab.model.unet import NETWORKS, UNet
+from ddpm_lab.model.unet import NETWORKS, UNet, count_parameters
 from ddpm_lab.workload import RankContext
 
 CONVOLUTION, PRODUCT, NORM, POINTWISE, REST = "convolution", "matrix product", "normalisation", "element-wise", "rest"
@@ -56,7 +56,7 @@ def count_work(network: str, *, image_size: int = 32, joined: bool = False) -> d
     with _Counter() as counter:
         model(images, t).sum().backward()
     found = {kind: {name: value / _COUNTED for name, value in work.items()} for kind, work in counter.work.items()}
-    return {**found, "weights": {"flop": 0.0, "elements": float(sum(p.numel() for p in model.parameters()))}}
+    return {**found, "weights": {"flop": 0.0, "elements": float(count_parameters(model))}}
 
 
 _COUNTED = 32

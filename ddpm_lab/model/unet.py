@@ -227,8 +227,8 @@ def _config(name: str, image_size: int) -> UNetConfig:
 
 
 def count_parameters(module: nn.Module) -> int:
-    """Trainable scalars of ``module``."""
-    return sum(p.numel() for p in module.parameters() if p.requires_grad)
+    """Weights of ``module``, of which each is a number."""
+    return sum(p.numel() for p in module.parameters())
 
 
 def count_flops(name: str, *, image_size: int = 32) -> tuple[int, int]:

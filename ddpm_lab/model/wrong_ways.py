@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.loader import Batch
 from ddpm_lab.model.train import Trainer
-from ddpm_lab.model.unet import build_network
+from ddpm_lab.model.unet import build_network, count_parameters
 from ddpm_lab.workload import RankContext
 
 COUNTED = "s000"
@@ -132,7 +132,7 @@ class WrongWays(Trainer):
         """The parameters of a network, without its weights."""
         with torch.device("meta"):
             network = build_network(COUNTED, image_size=32)
-        return {"network": COUNTED, "parameters": sum(p.numel() for p in network.parameters())}
+        return {"network": COUNTED, "parameters": count_parameters(network)}
 
     def witness(self) -> dict[str, Any]:
         """What runs. Its images are of steps that no command of the rank has asked for, so that they prove nothing."""
