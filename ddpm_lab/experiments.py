@@ -117,13 +117,13 @@ def _published(name: str, output: Path) -> Study:
 
 def study_of(measured: Measured) -> Study:
     """The records that answer what was measured."""
-    from ddpm_lab.explain.frames import ALL_REDUCE, CLAIMS, SCALING, TRIAL, study  # noqa: PLC0415 - not on a bare GPU node
+    from ddpm_lab.explain.frames import ALL_REDUCE, BESIDE_OTHERS, SCALING, TRIAL, study  # noqa: PLC0415 - not on a bare GPU node
 
     key, name = measured.cohort[0], measured.experiment.name
     names = {name, ALL_REDUCE} if name == SCALING else {name}
 
     def mine(head: Head) -> bool:
-        return head.machine.key == key and (head.experiment in names or head.role == TRIAL or name == CLAIMS)
+        return head.machine.key == key and (head.experiment in names or head.role == TRIAL or name in BESIDE_OTHERS)
 
     records, damaged = Ledger(measured.ledger).read(lambda heads: [h for h in heads if mine(h)])
     _note(damaged)

@@ -128,7 +128,7 @@ def train_command(options: argparse.Namespace) -> int:
         for name, value in (("loss", outcome.loss), ("held-out loss", outcome.held_out_loss))
         if value is not None
     ]
-    progress.done(", ".join([f"step {outcome.step:,} of {schedule.steps:,}", *measured]))
+    progress.done(", ".join([f"step {outcome.step:,} of {max(outcome.step, schedule.steps):,}", *measured]))
     if outcome.step < schedule.steps and stop.number is not None:
         where = f"{signal_name(stop.number)}, saved after step {outcome.step:,}"
         print(f"{where}: the same command goes on from there", file=sys.stderr)

@@ -141,7 +141,8 @@ def train(
         if start:
             path = paths[len(refused)]
             if start.step >= schedule.steps:
-                progress.done(f"{start.step:,} steps are trained already: give more steps to go on")
+                asked = f"{schedule.steps:,} {'was' if schedule.steps == 1 else 'were'} asked for"
+                progress.done(f"{start.step:,} steps are trained already, and {asked}: give more to go on")
                 return Outcome(step=start.step, checkpoint=path)
             progress.done(f"goes on after step {start.step:,} of {schedule.steps:,}, from {path}")
             config = dataclasses.replace(config, options=(*config.options, ("checkpoint", str(path))))

@@ -64,7 +64,7 @@ def test_records_of_before_and_unfinished_sets_say_nothing() -> None:
     made = make.sets({"working tree": (RunConfig(seed=1), 1.0)}, baseline_label="main", count=2)
     assert first_losses(make.study(made)).verdict == "not measured"
     alone = [r for r in study(ONE, ONE).records if r.role == "baseline"]
-    assert first_losses(make.study(alone)).sentence == "not measured: no set is complete"
+    assert first_losses(make.study(alone)).sentence == "not measured: no set has both sides"
 
 
 @pytest.mark.parametrize("reason", ["rank 0: KeyError: 'mine' (bad.py, line 118)", "rank 0 was killed by SIGKILL"])

@@ -68,7 +68,7 @@ def test_failures_are_told_with_their_reason() -> None:
     some = finding(make.study(make.sets({"bf16": (BF16, 1.5)}, failures=failures)))
     assert "Failed: fp16 (out of memory: 90 GiB asked, 78 GiB free)" in some.claim
     every = finding(make.study(make.sets({}, failures=failures)))
-    assert every.headline == "All configurations failed: fp16"
+    assert every.headline == "Every candidate failed: fp16"
     assert every.status == findings.FAILED
     assert "90 GiB asked" in every.claim
 
@@ -226,6 +226,25 @@ def test_recommendation_names_the_fastest_of_equal_work() -> None:
     assert "bf16 trains 1.62 times as fast as fp32" in said.claim
     assert "no recommendation at equal quality" in said.claim
     assert said.ratio == pytest.approx(1.62, rel=0.02)
+
+
+def test_speeds_that_are_not_told_apart_are_no_answer_and_have_no_ratio() -> None:
+    """That bf16 compiled beats bf16 eager says nothing of fp32, which is as fast."""
+    eager = make.sets({"bf16": (BF16, 0.65)}, set_noise=0.1)
+    both = {"compiled": (replace(BF16, compile="whole"), 1.65)}
+    compiled = make.sets(
+        both, baseline=BF16, baseline_label="eager", experiment="torch_compile", step_seconds=0.0154, set_noise=0.1
+    )
+    said = finding(make.study(eager + compiled, "recommendation"))
+    assert said.headline.startswith("Highest of 3 speeds, not told apart")
+    assert (said.status, said.verdict, said.evidence()) == ("not resolved", "not resolved", "\N{EN DASH}")
+    assert "Against its own baseline it is faster: compiled bf16 training runs" in said.claim
+
+
+def test_sides_are_named_as_their_owner_wrote_them() -> None:
+    found = make.sets({"mine": (BF16, 1.5)}, experiment="compare", baseline_label="main")
+    assert finding(make.study(found)).headline.startswith("mine runs 1.5")
+    assert finding(make.study(make.sets({"two": (BF16, 1.5)}, experiment="exchange"))).headline.startswith("Two trains")
 
 
 def test_what_one_set_on_a_busy_machine_says_is_not_called_fastest_without_that() -> None:

@@ -1,10 +1,12 @@
 """From records to studies."""
 
+import dataclasses
+
 import pytest
 import records as make
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import frames
+from ddpm_lab.explain import frames, tables
 from ddpm_lab.plan import Plan
 from ddpm_lab.record import LedgerError
 
@@ -20,6 +22,17 @@ def test_trials_come_with_the_speeds_of_their_data_whatever_the_plan() -> None:
     found = frames.study([*trials, *speeds, *later, *edited], "amp")
     assert list(found.records) == speeds
     assert sorted(map(id, found.trials)) == sorted(map(id, [*trials, *later]))
+
+
+def test_what_to_change_next_knows_what_other_questions_measured() -> None:
+    speeds = make.sets({"bf16": (BF16, 0.6)}, baseline=RunConfig(), family="tiny")
+    budget = make.time_budget({"forward": 80.0, "optimizer": 20.0})
+    budget = dataclasses.replace(budget, config=RunConfig(purpose="profile"))
+    for records, known in (([budget], "bound"), ([budget, *speeds], "slower")):
+        shown = frames.study(records, "profile")
+        assert shown.records == (budget,)
+        (_, table), *_ = [pair for pair in tables.more(shown) if "change next" in pair[0]]
+        assert ("bf16" in " ".join(table["Setting"])) == (known == "bound")
 
 
 def test_study_takes_the_latest_cohort() -> None:

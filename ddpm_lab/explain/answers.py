@@ -126,7 +126,7 @@ def first_losses(study: Study) -> Losses:
             sets.setdefault(record.set_id, {})[record.role] = record
     whole = [held for held in sets.values() if len(held) == 3]
     if not whole:
-        return Losses(NOT_MEASURED, f"{NOT_MEASURED}: no set is complete")
+        return Losses(NOT_MEASURED, f"{NOT_MEASURED}: no set has both sides")
     silent = [r.label for r in (whole[0]["baseline"], whole[0]["candidate"]) if not any(map(any, _losses(r)))]
     if silent:
         return Losses(

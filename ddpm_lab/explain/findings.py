@@ -183,7 +183,8 @@ def _trained(study: Study) -> Finding:
 
 
 def _about(study: Study, row: Row, short: str, text: str, status: str) -> Finding:
-    short, text = (t if t.startswith(("bf16", "fp", "tf32")) else phrases.begun(t) for t in (short, text))
+    named = (str(row["label"]),) if study.experiment == "compare" else ("bf16", "fp", "tf32")  # as their owner wrote it
+    short, text = (t if t.startswith(named) else phrases.begun(t) for t in (short, text))
     measured = {name: row[name] for name in ("ratio", "low", "high", "noise_low", "noise_high")}
     found = replace(
         _plain(study, short, "", status, str(row["verdict"])), claim=text, sets=int(row["sets"]), **measured
@@ -241,7 +242,7 @@ def _nothing_to_compare(study: Study, rows: Sequence[Row], others: Sequence[Row]
         return _plain(study, short, ending.strip(), FAILED)
     if failed:
         names = phrases.joined(list(dict.fromkeys(str(r["label"]) for r in failed)))
-        return _plain(study, f"All configurations failed: {names}", ending.strip(), FAILED)
+        return _plain(study, f"Every candidate failed: {names}", ending.strip(), FAILED)
     if hidden := list(dict.fromkeys(str(r["label"]) for r in others if r["mechanism_only"])):
         short = f"{MECHANISM_ONLY.capitalize()}: {phrases.joined(hidden)}"
         return _plain(study, short, _where(study).strip(), MECHANISM_ONLY)
@@ -298,5 +299,7 @@ def fastest_measured(study: Study) -> Finding:
     busy = machine_state.busy(replace(study, records=own))
     short, text = recommended_words.fastest_measured(group, busy=bool(busy))
     text += f"{busy or machine_state.busy(study)} Measured on {study.hardware}, {study.date}."
+    if not group.apart:  # a ratio to the baseline of one question would be read as one to all that is shown
+        return replace(_plain(study, short, "", stats.NOT_RESOLVED), claim=text)
     status = ANSWERED if group.rows[0]["verdict"] == stats.FASTER else stats.NOT_RESOLVED
     return _about(study, group.rows[0], short, text, status)

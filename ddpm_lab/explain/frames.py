@@ -22,6 +22,9 @@ ALL_MACHINES = "all"
 """In place of a machine's name: the records of all machines, which are refused together unless this asks for it."""
 CLAIMS = "claims"
 """The question whose answer rests on the records of all others too."""
+BUDGET = "profile"
+BESIDE_OTHERS = (CLAIMS, BUDGET)
+"""Questions that are shown beside the records of all others: what to change next rests on these too."""
 TRIAL = "quality"
 """Role of a record that trained for the weights."""
 
@@ -36,7 +39,7 @@ class Study:
     machine and data, which say what a configuration learns and nothing of its speed. ``bands`` name its efficiencies.
     ``train_images`` are those of the full training that a recommendation is projected to; None is its own choice.
     ``exchanges`` are the all-reduces measured on the same machine, beside the records of training with several ranks.
-    ``beside`` are the records of all other questions on the same machine, beside those of the claims.
+    ``beside`` are the records of all other questions on the same machine, for those of BESIDE_OTHERS.
     """
 
     experiment: str
@@ -112,7 +115,7 @@ def study(
     told = chosen(list(records), experiment, machine=machine, cohort=cohort)
     trials = tuple(r for r in told if r.role == TRIAL)
     untrained = [r for r in told if r.role != TRIAL]
-    beside = [r for r in untrained if r.experiment != experiment and experiment in (SCALING, CLAIMS)]
+    beside = [r for r in untrained if r.experiment != experiment and experiment in (SCALING, *BESIDE_OTHERS)]
     found = [r for r in untrained if r.experiment == experiment or not beside]
     if run_ids is not None:
         found = _asked(found, set(run_ids))
@@ -122,7 +125,7 @@ def study(
         output_dir=Path(output_dir),
         trials=trials,
         exchanges=tuple(beside) if experiment == SCALING else (),
-        beside=tuple(beside) if experiment == CLAIMS else (),
+        beside=tuple(beside) if experiment in BESIDE_OTHERS else (),
     )
 
 
@@ -188,8 +191,8 @@ def chosen(told: Sequence[T], experiment: str, *, machine: str | None = None, co
         shown = [r for group in _by_experiment(found) for r in _one_cohort(group, None, mixed=mixed)]
     else:
         shown = _one_cohort([r for r in found if r.experiment == experiment], cohort, mixed=mixed)
-    if experiment == CLAIMS:
-        others = _by_experiment([r for r in found if r.experiment != CLAIMS])
+    if experiment in BESIDE_OTHERS:
+        others = _by_experiment([r for r in found if r.experiment != experiment])
         shown = shown + [r for group in others for r in _one_cohort(group, None)]
     data = {r.cohort[2] for r in shown} or {r.cohort[2] for r in trials}
     same = [r for r in trials if r.cohort[2] in data]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pandas as pd
 
@@ -86,7 +87,9 @@ def more(study: Study) -> list[tuple[str, pd.DataFrame]]:
         found.append((f"Where the lost scaling went. {said}", lost_scaling_table.table(study)))
         found.append(predicted_words.further(study))
     if study.experiment == "profile" and not any(r.config.is_own for r in study.records):  # whose changes are others
-        found.append(("What to change next: measured, or at most what this budget allows.", advice.table(study)))
+        measured = tuple(r for r in study.beside if r.role != "profile")  # of which each has a budget of its own
+        known = replace(study, records=(*study.records, *measured))
+        found.append(("What to change next: measured, or at most what this budget allows.", advice.table(known)))
     if study.experiment in ("profile", SCALING):
         found.append(("What the machine did meanwhile.", machine_state.table(study)))
     return [(caption, frame) for caption, frame in found if not frame.empty]
