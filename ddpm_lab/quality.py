@@ -136,7 +136,7 @@ def settings_of(base: RunConfig, setup: Setup) -> dict[str, RunConfig]:
         changes["2 micro-batches"] = {"accumulation": 2}
     tenth = replace(base.optimizer, ema_every=10)
     changes["EMA every 10 steps"] = {"optimizer": tenth}
-    changes["EMA every 10 steps, warmed up"] = {"optimizer": replace(tenth, ema_warmup=True)}
+    changes["EMA every 10 steps and warmed up"] = {"optimizer": replace(tenth, ema_warmup=True)}
     return {name: replace(base, **change) for name, change in changes.items()}
 
 

@@ -187,6 +187,18 @@ def test_what_one_set_reads_comes_with_its_noise_floor_and_promises_nothing() ->
     assert first.partition("**Expected improvement:** ")[2].startswith("not resolved")
 
 
+def test_what_was_asked_for_is_told_whatever_came_of_it_and_a_bound_is_no_recommendation() -> None:
+    compiled = {"compiled": (replace(CONFIG, compile="whole"), 1.0)}
+    shown = study(profiled(CONFIG, BUSY), *told(CONFIG, compiled))
+    said = " ".join(bottleneck.summary(shown))
+    assert "First to be measured: Train in bf16" in said
+    assert re.search(r"Measured too: compile the step, (1\.0|0\.99)\d* times as fast \(.*\): no gain\.", said)
+    text = markdown(shown)
+    assert "**To be measured:** `precision" in text
+    assert "**Recommended:**" not in text
+    assert "**Recommended:** `precision" in markdown(measured(BUSY, bf16=1.4))
+
+
 def test_with_enough_sets_the_noise_floor_is_an_interval_and_the_result_is_stated() -> None:
     text = markdown(measured(BUSY, bf16=1.4))
     assert re.search(r"Noise floor: the present settings against themselves read .* \(95 % interval ", text)

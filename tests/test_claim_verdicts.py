@@ -64,7 +64,7 @@ def test_a_cpu_decides_nothing_about_the_speed_of_a_gpu(ratio: float) -> None:
         found = answer(of, key, text)
         assert found.verdict == UNTESTABLE, (key, text)
         assert "GPU" in found.why
-        assert "this machine has none" in found.why
+        assert "the machine has none" in found.why
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_eight_gpus_decide_about_eight_gpus(ratio: float, expected: str) -> None
     assert verdict(on(make.GPUS, *records), "S000-1") == expected
     one = answer(on(ONE_GPU), "S000-1")
     assert one.verdict == UNTESTABLE
-    assert "needs 8 GPUs, this machine has 1" in one.why
+    assert "needs 8 GPUs, the machine has 1" in one.why
     assert verdict(on(make.GPUS), "S000-1") == NOT_MEASURED
 
 

@@ -210,6 +210,21 @@ def test_a_busy_machine_is_said_to_be_busy_and_a_quiet_one_is_not() -> None:
     assert ms.busy(make.study(unknown)) == ""
 
 
+def test_a_set_that_lay_under_a_neighbour_is_told_where_the_others_were_quiet() -> None:
+    """Its turns are no exception in it, so they count; the average over all sets does not show it."""
+    records = ranks(count=12)
+    hit = records[0].set_id
+    told = [
+        dataclasses.replace(r, windows=tuple(dataclasses.replace(w, others_cores=0.9) for w in r.windows))
+        if r.set_id == hit
+        else r
+        for r in records
+    ]
+    said = " The machine was busy in 1 of 12 sets: there other processes took 0.9 of 2 cores on average."
+    assert ms.busy(make.study(told)) == said
+    assert said in findings.finding(make.study(told)).claim
+
+
 def held(record: RunRecord, memory: Callable[[int], float | None], kind: str = "rss_bytes") -> RunRecord:
     windows = tuple(dataclasses.replace(w, state={kind: memory(w.turn)}) for w in record.windows)
     return dataclasses.replace(record, windows=windows, witness=SEEN)

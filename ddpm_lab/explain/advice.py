@@ -58,9 +58,14 @@ class Advice:
         return self.status in _TIERS
 
     @property
+    def sure(self) -> bool:
+        """Whether its gain was measured, and is resolved."""
+        return self.status in (FASTER, DERIVED)
+
+    @property
     def impact(self) -> str:
         """High, medium or low by the lower end of the interval; of a bound "at most" that."""
-        if self.status in (FASTER, DERIVED):
+        if self.sure:
             return TARGETS.impact(self.low)
         return f"at most {TARGETS.impact(self.most)}" if self.status == BOUND else "unknown"
 

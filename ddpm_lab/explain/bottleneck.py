@@ -19,6 +19,8 @@ HOW = "ddpm-lab bottleneck"
 DIFFERS = 0.10
 """By which a step in sets and in its time budget may differ unsaid."""
 MET, MISSED, UNKNOWN, NO_TARGET = "met", "missed", "not measured", "no target on a CPU"
+TOLD = 3
+"""Changes that the summary tells beside the first."""
 LONG = {bd.TRANSFER: "memory transfer", bd.OTHER: "phases of the workload's own"}
 
 
@@ -40,8 +42,7 @@ def summary(study: Study) -> list[str]:
     found = adv.advice(study)
     told = [verdict(about), f"{speed(about)}."]
     if found:
-        sure = found[0].status in (adv.FASTER, adv.DERIVED)
-        told.append(f"{'First recommendation' if sure else 'First to be measured'}: {_first(found[0])}.")
+        told.append(f"{'First recommendation' if found[0].sure else 'First to be measured'}: {_first(found[0])}.")
     else:
         told.append("Nothing that was measured, or that the time budget allows, would make it faster.")
     if about.speed and (again := adv.twin(study, about.speed)) is not None:
@@ -49,6 +50,7 @@ def summary(study: Study) -> list[str]:
             f"Noise floor: the present settings against themselves read {phrases.ratio(again)} "
             f"({phrases.evidence(again)}); what is no further from 1 is not told apart from no gain."
         )
+    told += _measured(study, found)
     table = targets(study, about, found)
     missed = [t.name for t in table if t.status == MISSED]
     unknown = [t.name for t in table if t.status == UNKNOWN]
@@ -59,6 +61,16 @@ def summary(study: Study) -> list[str]:
     if about.taken.disturbance:
         told.append(f"{about.taken.disturbance}.")
     return told
+
+
+def _measured(study: Study, found: Sequence[Advice]) -> list[str]:
+    """What was measured beside the first change, since somebody asked for it: a few by name."""
+    others = [a for a in (*found[1:], *adv.declined(study)) if math.isfinite(a.ratio)]
+    if not others:
+        return []
+    named = [f"{phrases.within(a.title)}, {a.expected().removeprefix('not resolved: ')}: {a.status}" for a in others]
+    more = [f"{len(named) - TOLD} more in the table of changes"] if len(named) > TOLD else []
+    return [f"Measured too: {'; '.join([*named[:TOLD], *more])}."]
 
 
 def verdict(about: Subject) -> str:

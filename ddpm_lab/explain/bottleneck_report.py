@@ -128,7 +128,7 @@ def _recommendations(study: Study, about: Subject, found: Sequence[Advice]) -> l
     for i, a in enumerate(told_in_full, 1):
         told = [
             f"**Impact:** {a.impact}",
-            f"**Now:** `{a.current}`. **Recommended:** `{a.recommended}`",
+            f"**Now:** `{a.current}`. **{'Recommended' if a.sure else 'To be measured'}:** `{a.recommended}`",
             f"**Rationale:** {a.rationale}.",
             f"**Evidence:** {a.evidence}.",
             f"**Expected improvement:** {a.expected()}.",
@@ -215,7 +215,7 @@ def _sweep(study: Study, about: Subject) -> list[Row]:
 
 
 def _actions(study: Study, found: Sequence[Advice]) -> list[str]:
-    sure = [a for a in found if a.status in (adv.FASTER, adv.DERIVED)]
+    sure = [a for a in found if a.sure]
     told = [f"{a.title}: `{a.recommended}` ({a.expected()})." for a in sure]
     if len(sure) > 1:
         told.append("Change one at a time and measure again after each: gains of separate changes do not multiply.")
@@ -228,7 +228,7 @@ def _actions(study: Study, found: Sequence[Advice]) -> list[str]:
 
 def _conclusion(study: Study, about: Subject, found: Sequence[Advice], left: Sequence[Advice]) -> list[str]:
     parts = [bottleneck.verdict(about)]
-    sure = [a for a in found if a.status in (adv.FASTER, adv.DERIVED)]
+    sure = [a for a in found if a.sure]
     parts.append(f"The largest sure gain: {sure[0].title}, {sure[0].expected()}." if sure else "No gain is sure yet.")
     open_ = [a for a in found if a not in sure]
     if open_:

@@ -95,7 +95,7 @@ def _if_resolved(row: Row, holds: bool, why: str) -> Judged:
 def _no_gpu(e: Evidence, count: int = 1, *, here: str = phrases.DASH, command: str = "") -> Judged:
     need = "a GPU" if count == 1 else f"{count} GPUs"
     what = f"; there {command} measures it" if command else ""
-    return Judged(verdict=UNTESTABLE, here=here, why=f"needs {need}, this machine has {e.gpus or 'none'}{what}")
+    return Judged(verdict=UNTESTABLE, here=here, why=f"needs {need}, the machine has {e.gpus or 'none'}{what}")
 
 
 def _unmeasured(command: str, here: str = phrases.DASH) -> Judged:

@@ -147,15 +147,15 @@ def judged(study: Study) -> list[tuple[Claim, Judged]]:
 
 
 def table(study: Study) -> pd.DataFrame:
-    """One row a claim: published, the wrong way here, the right way here, verdict and reason."""
+    """One row a claim: published, what the wrong and the right way read, verdict and reason."""
     found = {f.key: f"{f.name}: {f.compared or f.reads}" for f in faults.faults(study) if f.shown}
     return pd.DataFrame(
         [
             {
                 "Claim": f"{claim.key}: {claim.text}",
                 "Published": claim.published,
-                "Wrong way here": "; ".join(found[key] for key in claim.wrong if key in found) or phrases.DASH,
-                "Right way here": answer.here,
+                "Wrong way, measured": "; ".join(found[key] for key in claim.wrong if key in found) or phrases.DASH,
+                "Right way, measured": answer.here,
                 "Verdict": answer.verdict,
                 "Why": answer.why,
             }
@@ -167,7 +167,7 @@ def table(study: Study) -> pd.DataFrame:
 def headline(study: Study) -> str:
     """How many claims are confirmed, refuted, and not testable, in one line."""
     counts = Counter(answer.verdict for _, answer in judged(study))
-    words = [f"{counts[verdicts.CONFIRMED]} are confirmed here"]
+    words = [f"{counts[verdicts.CONFIRMED]} are confirmed{'' if study.published else ' here'}"]
     words += [f"{counts[v]} {v}" for v in (verdicts.REFUTED, stats.NOT_RESOLVED, quality.NOT_MEASURED) if counts[v]]
     words += [f"{counts[verdicts.UNTESTABLE]} not testable"] if counts[verdicts.UNTESTABLE] else []
     return f"Of {len(PUBLISHED)} published claims {phrases.joined(words)}"

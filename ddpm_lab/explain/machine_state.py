@@ -78,18 +78,26 @@ def unknown(study: Study) -> str:
 
 
 def busy(study: Study) -> str:
-    """A sentence where others kept more than a tenth of the cores busy on average; empty where they did not."""
-    taken = [w.others_cores for r in study.records for w in r.windows if w.others_cores is not None and not w.dropped]
-    if not taken:
+    """A sentence where others kept more than a tenth of the cores busy on average, or a quarter in some sets.
+
+    Empty where they did neither. A single set that lay under a neighbour can widen an interval beyond use.
+    """
+    taken: dict[str, list[float]] = defaultdict(list)
+    for r in study.records:
+        taken[r.set_id] += [w.others_cores for w in r.windows if w.others_cores is not None and not w.dropped]
+    sets = {name: cores for name, cores in taken.items() if cores}
+    if not sets:
         return ""
     cores = study.records[-1].environment.machine.usable_cores
-    mean = sum(taken) / len(taken)
-    if mean <= 0.1 * cores:
+    of = f"of {phrases.plural(cores, 'core')}"
+    mean = fmean([x for found in sets.values() for x in found])
+    if mean > 0.1 * cores:
+        return f" The machine was busy: other processes took {mean:.1f} {of} on average in the windows that count."
+    disturbed = [m for found in sets.values() if (m := fmean(found)) > 0.25 * cores]
+    if not disturbed:
         return ""
-    return (
-        f" The machine was busy: other processes took {mean:.1f} of {phrases.plural(cores, 'core')} on average in the "
-        "windows that count."
-    )
+    which = f"{len(disturbed)} of {phrases.plural(len(sets), 'set')}"
+    return f" The machine was busy in {which}: there other processes took {fmean(disturbed):.1f} {of} on average."
 
 
 def peaks(rows: Sequence[Mapping[str, Any]], lead: Mapping[str, Any]) -> str:
