@@ -81,6 +81,20 @@ def test_strong_and_weak_are_told_apart_with_efficiency_and_band() -> None:
     assert found.ratio == pytest.approx(6.45, rel=0.02)
 
 
+def test_the_batch_of_a_ratio_is_named_where_there_are_several() -> None:
+    large = RunConfig(device="cuda", global_batch_size=64)
+    more = make.sets(
+        {"2 GPUs": (replace(large, world_size=2), 1.9)},
+        baseline=large,
+        baseline_label="1 GPU",
+        experiment="multi_gpu",
+        family="tiny, batch 64",
+    )
+    found = findings.finding(study(strong({2: 1.84}), make.on(make.GPUS, more), weak({2: 1.7})))
+    assert found.headline.startswith("Strong scaling at batch 64: 2 GPUs 1.9")
+    assert "; weak scaling: 2 GPUs 1.7" in found.headline
+
+
 def test_what_was_not_measured_is_said() -> None:
     assert "Weak scaling (each rank keeps its batch): not measured." in claim(strong({2: 1.8}))
     only = findings.finding(study(weak({2: 1.8})))

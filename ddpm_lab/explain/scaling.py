@@ -88,8 +88,16 @@ def answer(study: Study, measured: Sequence[Row]) -> tuple[str, str, Row]:
         found = by_kind[kind]
         short, _ = sentences.claim(only, len(found), only["family"] if _several(found) else "")
         return short, " ".join(told), only
-    short = "; ".join(f"{kind} scaling: {_short(lead)}" for kind, lead in leads.items())
+    short = "; ".join(f"{kind} scaling{_batch(by_kind[kind], lead)}: {_short(lead)}" for kind, lead in leads.items())
     return phrases.begun(short), " ".join(told), leads["strong"]
+
+
+def _batch(found: Sequence[Row], lead: Row) -> str:
+    """Of which batch a comparison is, where there are several: a ratio without it means nothing."""
+    if not _several(found):
+        return ""
+    own = lead["config"]
+    return f" at batch {own.global_batch_size}" if lead["scaling"] == "strong" else f" at {own.rank_batch_size} a rank"
 
 
 def _several(found: Sequence[Row]) -> bool:
