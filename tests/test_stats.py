@@ -157,6 +157,8 @@ def test_a_quotient_of_which_one_side_is_known_has_the_ends_of_the_other() -> No
     assert stats.quotient_interval(known, (0.02, 0.015, 0.03)) == pytest.approx((1000, 2000))
     assert stats.quotient_interval((30.0, 20.0, 40.0), (0.02, 0.02, 0.02)) == pytest.approx((1000, 2000))
     assert stats.quotient_interval(known, (0.02, -0.001, 0.05)) == pytest.approx((600, math.inf))
+    for known_b in np.linspace(0.001, 1, 200):  # the difference of two equal products may round to less than nothing
+        assert stats.quotient_interval((0.3,) * 3, (known_b,) * 3) == pytest.approx((0.3 / known_b,) * 2, rel=1e-6)
 
 
 def test_the_interval_of_a_quotient_covers_it() -> None:

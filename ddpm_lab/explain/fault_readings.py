@@ -140,7 +140,7 @@ def single(seen: Seen) -> Reading | None:
     return Reading(
         ratio=Estimate(value=high / low, low=math.nan, high=math.nan, p=math.nan, sets=len(runs)),
         reads=f"{phrases.significant(high / low)} between two",
-        truth=f"against itself it is {phrases.ratio(seen.twin)}",
+        truth=f"nothing was changed, so 1; sets read {phrases.ratio(seen.twin)}",
         did=f"The same workload, once in each of {len(runs)} fresh processes, reads {phrases.seconds(low)} to "
         f"{phrases.seconds(high)} a step: two such bars differ by up to {100 * (high / low - 1):.0f} %, and nothing "
         f"was changed. In sets the baseline against itself reads {phrases.ratio_with_interval(seen.twin)}.",
@@ -240,12 +240,11 @@ def percentiles(seen: Seen) -> Reading | None:
     if not runs or seen.base is None:
         return None
     step = step_of(seen.base)
-    half = math.log(step.high / step.low) / 2
+    half = math.sqrt(step.high / step.low) - 1
     if not half > 0:
         return None
-    spreads = [float(np.log(np.percentile(one, 97.5) / np.percentile(one, 2.5))) / 2 for one in runs]
-    wrong = over(spreads)
-    read, known = (f"\N{PLUS-MINUS SIGN} {100 * math.expm1(v):.1f} %" for v in (wrong.value, half))
+    wrong = over([float(np.sqrt(np.percentile(one, 97.5) / np.percentile(one, 2.5))) - 1 for one in runs])
+    read, known = (f"\N{PLUS-MINUS SIGN} {100 * v:.1f} %" for v in (wrong.value, half))
     return Reading(
         ratio=quotient(wrong, Estimate(value=half, low=math.nan, high=math.nan, p=math.nan, sets=step.sets)),
         reads=read,

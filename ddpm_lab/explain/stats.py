@@ -190,11 +190,12 @@ def quotient_interval(
         for v, low, high in (numerator, denominator)
     )
     below, above = a_low * (2 * a - a_low), a_high * (2 * a - a_high)
-    low = below / (a * b + math.sqrt((a * b) ** 2 - below * b_high * (2 * b - b_high)))
+    # What is zero where both are known may come out of the rounding as less.
+    low = below / (a * b + math.sqrt(max(0.0, (a * b) ** 2 - below * b_high * (2 * b - b_high))))
     if not b_low > 0:
         return low, math.inf
     scale = b_low * (2 * b - b_low)
-    return low, (a * b + math.sqrt((a * b) ** 2 - above * scale)) / scale
+    return low, (a * b + math.sqrt(max(0.0, (a * b) ** 2 - above * scale))) / scale
 
 
 def break_even_steps(cost_seconds: float, baseline_step_seconds: float, ratio: float) -> float:
