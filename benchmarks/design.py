@@ -28,7 +28,7 @@ from ddpm_lab.plan import Plan
 from ddpm_lab.planning import instrument_for
 from ddpm_lab.record import set_log_ratio
 
-PLAN = Plan()
+PLAN = Plan(turns=12)
 BASELINE = RunConfig(workload=WORKLOAD, global_batch_size=1, options=(("pieces", PIECES),))
 
 
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--output-dir", default="benchmarks/results")
     options = parser.parse_args()
     output = Path(options.output_dir).absolute()
-    instrument = instrument_for((WORKLOAD,), output, Progress("design", quiet=True))
+    instrument = instrument_for(output, Progress("design", quiet=True))
     busy = multiprocessing.Process(target=_neighbour, daemon=True)
     if options.neighbour:
         busy.start()

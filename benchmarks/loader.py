@@ -27,7 +27,7 @@ from ddpm_lab.data.draws import EpochStream
 from ddpm_lab.data.loader import FileLoader, Loader, PackedLoader, Plan
 from ddpm_lab.data.packed import PackedImages, open_packed, resolve
 from ddpm_lab.data.resident import ResidentLoader
-from ddpm_lab.explain.stats import geometric_estimate
+from ddpm_lab.explain.stats import estimate
 from ddpm_lab.measure.hardware import CpuClock, cpu_model, gpus, usable_cores
 
 REFERENCE = "files, 2 workers"
@@ -111,7 +111,7 @@ def main() -> None:
                     found.setdefault(name, []).append(speed)
         print(f"batch {batch}, {rounds} rounds of {options.rounds}{':' if rounds else ': too busy, run it again'}")
         for name, speeds in sorted(found.items(), key=lambda item: statistics.median(item[1])):
-            ratio = geometric_estimate([math.log(a / b) for a, b in zip(speeds, found[REFERENCE], strict=True)])
+            ratio = estimate([math.log(a / b) for a, b in zip(speeds, found[REFERENCE], strict=True)])
             print(
                 f"  {name:18}{statistics.median(speeds):12,.0f} images/s"
                 f"{ratio.value:8.2f} times {REFERENCE} ({ratio.low:.2f} to {ratio.high:.2f})"

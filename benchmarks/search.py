@@ -23,7 +23,6 @@ sys.path[:0] = [str(CHECKOUT)]
 import numpy as np  # noqa: E402
 
 from ddpm_lab import search  # noqa: E402
-from ddpm_lab.config import DDPM  # noqa: E402
 from ddpm_lab.explain import stats  # noqa: E402
 from ddpm_lab.ledger import Ledger  # noqa: E402
 from ddpm_lab.plan import Experiment, Family  # noqa: E402
@@ -84,7 +83,6 @@ def main() -> None:
         )
         made = plan_experiment(
             Experiment(name=experiment, families=(family,)),
-            workloads=(DDPM,),
             data_name=data_name,
             plan=dataclasses.replace(campaign.target.plan, turns=12),
             sets=sets,
@@ -120,9 +118,7 @@ def main() -> None:
         if r.role in ("baseline", "candidate") and r.status == "ok":
             pairs.setdefault(r.set_id, {})[r.run_id] = r
     ours, its = cells[winner].run_id, cells[best].run_id
-    found = stats.geometric_estimate(
-        [set_log_ratio(s[its], s[ours]) for s in pairs.values() if {ours, its} <= s.keys()]
-    )
+    found = stats.estimate([set_log_ratio(s[its], s[ours]) for s in pairs.values() if {ours, its} <= s.keys()])
     print(
         f"measured again in the same {found.sets} sets, the search's winner is {found.value:.3f} times as fast as the "
         f"grid's ({found.low:.3f} to {found.high:.3f})\nwithin 3 %: {'yes' if found.value >= 1 / 1.03 else 'no'}"

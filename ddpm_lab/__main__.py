@@ -18,7 +18,6 @@ from ddpm_lab import (
     bottleneck_command,
     commands,
     compare_command,
-    predict_command,
     recommend_command,
     report_commands,
     run_command,
@@ -137,7 +136,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     rank.set_defaults(command=functools.partial(commands.rank, main=main))
     slurm_commands.add_options(subparsers, parser)
-    predict_command.add_options(subparsers)
     recommend_command.add_options(subparsers)
     report = subparsers.add_parser("report", help="execute the notebooks and write their pages")
     add(report, *COMMON)

@@ -14,7 +14,8 @@ from typing import Any
 
 from ddpm_lab.checks import ConfigError, whole
 from ddpm_lab.files import PREPARED, output_folder
-from ddpm_lab.planning import Measured, Planned, merged, plan_question
+from ddpm_lab.planned import Measured, Planned
+from ddpm_lab.planning import merged, plan_question
 from ddpm_lab.setting import each_whole, usual_device
 from ddpm_lab.strategy import USUAL, most_ranks, several_ranks, strategy
 

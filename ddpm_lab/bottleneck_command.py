@@ -50,7 +50,7 @@ def add_options(subparsers: Any) -> None:
 
 def bottleneck_command(options: argparse.Namespace) -> int:
     """Measure what is missing, write the report, and print its summary; 1 where there is nothing to report."""
-    from ddpm_lab.explain import advice, bottleneck, bounds  # noqa: PLC0415 - commands load what they need
+    from ddpm_lab.explain import advice, bottleneck, subject  # noqa: PLC0415 - commands load what they need
 
     output = output_folder(options.output_dir)
     remarks: list[str] = []
@@ -59,7 +59,7 @@ def bottleneck_command(options: argparse.Namespace) -> int:
     else:
         study, remarks = _measured(options, output)
     lines = [*bottleneck.summary(study), *remarks]
-    if bounds.subject(study) is None:
+    if subject.subject(study) is None:
         print(*lines, sep="\n")
         return 1
     report = write(study, output / "reports", remarks)
@@ -70,10 +70,10 @@ def bottleneck_command(options: argparse.Namespace) -> int:
 
 def write(study: Study, folder: Path, remarks: Sequence[str] = ()) -> Path:
     """Write the report with its pictures into ``folder``, as Markdown and as a page; returns the former."""
-    from ddpm_lab.explain import bounds, figures, pages  # noqa: PLC0415
+    from ddpm_lab.explain import figures, findings, pages, subject  # noqa: PLC0415
     from ddpm_lab.explain.bottleneck_report import markdown  # noqa: PLC0415
 
-    about = bounds.subject(study)
+    about = subject.subject(study)
     folder.mkdir(parents=True, exist_ok=True)
     shown = []
     changed = tuple(r for r in study.records if r.experiment == "bottleneck" and r.role != "profile")
@@ -83,7 +83,7 @@ def write(study: Study, folder: Path, remarks: Sequence[str] = ()) -> Path:
             part = dataclasses.replace(study, experiment=name, records=records)
             path = folder / f"{STEM}_{name}.png"
             figures.save(figures.figure(part), path)
-            shown.append((figures.alt_text(part), path.name))
+            shown.append((findings.finding(part).headline, path.name))
     text = markdown(study, shown, remarks)
     target = folder / f"{STEM}.md"
     pages.replace_text(target, text)

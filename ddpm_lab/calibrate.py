@@ -20,7 +20,7 @@ from ddpm_lab.measure.measuring_lock import measuring
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Member
 from ddpm_lab.measure.sets import measure_set
-from ddpm_lab.plan import Plan
+from ddpm_lab.plan import USUAL_TURNS, Plan
 from ddpm_lab.planning import instrument_for
 from ddpm_lab.record import LedgerError, RunRecord
 from ddpm_lab.setting import usual_device
@@ -61,7 +61,7 @@ def calibrate(
         raise ConfigError(f"planted is {planted!r}: give whole per cents from 0.01 to 1, such as 0.05")
     output = output_folder(output_dir)
     show = Progress(EXPERIMENT, quiet=quiet)
-    instrument = instrument_for((WORKLOAD,), output, progress or show)
+    instrument = instrument_for(output, progress or show)
     ledger = Ledger(output / LEDGER)
     sweep()
     baseline = RunConfig(
@@ -77,6 +77,7 @@ def calibrate(
         Member("twin", "baseline again", baseline),
         Member("candidate", label, slower),
     ]
+    plan = Plan(turns=USUAL_TURNS)
     family = f"calibration of {datetime.now().astimezone().isoformat(timespec='seconds')}"
     with measuring(show.always):
         begun, found = time.monotonic(), list[RunRecord]()
@@ -87,7 +88,7 @@ def calibrate(
             if done and left < elapsed / done:
                 break
             show.prefix = f"set {done + 1}, {max(0, left):.0f} s left;"
-            records = measure_set(instrument, experiment=EXPERIMENT, family=family, plan=Plan(), members=members)
+            records = measure_set(instrument, experiment=EXPERIMENT, family=family, plan=plan, members=members)
             ledger.append(records)
             failed = [r for r in records if r.status != "ok"]
             found += records

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpm_lab.measure import hardware
+from ddpm_lab.measure.gpu_trouble import gpu_trouble
 
 NEEDED = ("Linux", "Python 3.11 to 3.13", "torch", "numpy", "psutil", "PIL", "output folder")
 _MEASURING = {
@@ -43,11 +44,12 @@ class Item:
 
 
 def checkup(output: Path) -> list[Item]:
-    """Look at everything; nothing is changed and no GPU is woken."""
+    """Look at everything; nothing is changed."""
     fork = "the lab starts its ranks by fork: use a Linux machine"
     another = "run make setup with PYTHON=python3.13 or another of them"
     version, gpus, cores = sys.version_info, hardware.gpus(), hardware.usable_cores()
-    slower = "the speeds that people train at; without one the lab measures the CPU and says so"
+    trouble = gpu_trouble()
+    slower = "the speeds that people train at" + "; without one the lab measures the CPU and says so" * (not trouble)
     compiler = os.environ.get("CXX", "g++")
     found = shutil.which(compiler)
     header = Path(sysconfig.get_path("include"), "Python.h")
@@ -60,7 +62,7 @@ def checkup(output: Path) -> list[Item]:
         ("Linux", sys.platform == "linux", platform.platform(terse=True), fork),
         ("Python 3.11 to 3.13", (3, 11) <= version < (3, 14), platform.python_version(), another),
         *map(_package, _MEASURING.items()),
-        ("NVIDIA GPU", bool(gpus), ", ".join(map(_card, gpus)) or "none visible", slower),
+        ("NVIDIA GPU", bool(gpus) and not trouble, trouble or ", ".join(map(_card, gpus)) or "none visible", slower),
         ("C++ compiler", found is not None, found or f"{compiler} is missing", f"{compiling} g++"),
         ("Python headers", header.exists(), headers, f"{compiling} python3-dev"),
         *map(_package, _EXPLAINING.items()),

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ddpm_lab.checks import whole
-from ddpm_lab.config import DDPM, RunConfig
+from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.wrong_ways import WORKLOAD
 from ddpm_lab.plan import Experiment, Family, Trial
 from ddpm_lab.setting import Setup
 
-WORKLOADS = (DDPM, WORKLOAD)
 BAR_STEPS = 6
 """Steps of the smaller batch in a bar; the larger batch does as many as fit into the same images, which is fewer."""
 _REPEATS = {"smoke": 1, "quick": 6, "full": 12}

@@ -10,7 +10,6 @@ from ddpm_lab.plan import Experiment, Family, Plan
 from ddpm_lab.setting import Setup, each_whole
 
 ALL_REDUCE = "ddpm_lab.model.allreduce:all_reduce"
-WORKLOADS = (ALL_REDUCE,)
 PLAN = Plan(turns=6, window_seconds=0.1, window_steps=5, settle_steps=2, warmup_steps=5)
 """Nothing is compared with anything: a time within some per cent is enough, and large messages take long."""
 MESSAGES = (2**10, 2**14, 2**18, 2**20, 2**23, 2**26)

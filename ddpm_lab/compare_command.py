@@ -39,7 +39,7 @@ def add_options(subparsers: Any) -> None:
         metavar="SHARE",
         help="a gate that fails only what is surely slower by more, such as 3%% (default with --against: --resolution)",
     )
-    parser.add_argument("--strict", action="store_true", help="with a gate: exit 4 where nothing is resolved")
+    parser.add_argument("--strict", action="store_true", help="with a gate: exit 4 where the answer is inconclusive")
     parser.add_argument(
         "--summary", metavar="FILE", help="append the decision as Markdown (default: $GITHUB_STEP_SUMMARY, if any)"
     )

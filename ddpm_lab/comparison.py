@@ -23,7 +23,8 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.own_workload import find_here
 from ddpm_lab.plan import Experiment, Family, Plan
-from ddpm_lab.planning import MOST_SETS, Measured, Planned, plan_experiment
+from ddpm_lab.planned import Measured, Planned
+from ddpm_lab.planning import MOST_SETS, plan_experiment
 from ddpm_lab.setting import check_cores, check_ranks, usual_device
 from ddpm_lab.settings_file import configuration, read_settings
 
@@ -52,7 +53,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """faster, slower or not resolved: the candidate's, against the baseline."""
+        """The candidate's against the baseline: faster, slower, same speed, inconclusive or too few sets."""
         return self.finding.verdict
 
     @property
@@ -143,7 +144,7 @@ def measure(
     if one.run_id == two.run_id:
         raise ConfigError(
             f"both sides are {_name(candidate, two)} with the same settings: every comparison measures its baseline "
-            "against itself anyway, as the noise floor, and ddpm-lab calibrate tells how finely this machine measures"
+            "against itself anyway, and ddpm-lab calibrate tells how finely this machine measures"
         )
     labels = _labels(_name(baseline, one), _name(candidate, two))
     return plan_pair((one, two), labels, output=output, quiet=quiet, **limits).measure()
@@ -176,10 +177,10 @@ def plan_pair(
         baseline=one,
         baseline_label=names[0],
         candidates=((names[1], two),),
+        primary=names[1],
     )
     return plan_experiment(
         Experiment(name="compare", families=(family,)),
-        workloads=(one.workload, two.workload),
         data_name=_data_name(one),
         plan=Plan(),
         sets=sets,

@@ -71,21 +71,8 @@ class DiffusionConfig:
 
 
 PARTS = (("diffusion", DiffusionConfig), ("optimizer", OptimizerConfig), ("exchange", ExchangeConfig))
-LATER: dict[str, Any] = {
-    "compile_mode": "default",
-    "implementation": "lab",
-    "kernels": "aten",
-    "freed_memory": "default",
-    "attention_axis": "channels",
-    "read_loss": False,
-    "nodes": 1,
-    "exchange": {"enabled": True, "bucket_view": True, "static_graph": False, "bucket_mb": 25}
-    | {"hook": "none", "nccl": "default"},
-    "optimizer": {"adam": "fused", "ema": "foreach", "ema_warmup": False},
-    "threads": 0,
-    "revision": "",
-}
-"""Settings that came later, and what was done before: left out of the run id, so that earlier records keep theirs."""
+UNLEARNED: dict[str, Any] = {"loader": "packed", "loader_workers": 0, "freed_memory": "default", "read_loss": False}
+"""Settings that change no bit of what the lab's trainer learns, and their values where only that matters."""
 
 
 class _Remembered:
@@ -276,7 +263,7 @@ class RunConfig(_Remembered):
         except AttributeError:
             values = self.as_dict()
             del values["data"]
-            object.__setattr__(self, "_run_id", digest(_without_later(values)))
+            object.__setattr__(self, "_run_id", digest(values))
             return self._run_id
 
     def option(self, name: str, default: Any) -> Any:
@@ -304,24 +291,13 @@ class RunConfig(_Remembered):
         return cls(**values)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For another process by name, as in a record: the lab may be of another revision there, with more settings."""
-        return RunConfig.from_dict, (_without_later(self.as_dict()),)
+        """For another process by name, without defaults: the lab may be of another revision there, with others."""
+        usual, values = RunConfig().as_dict(), self.as_dict()
+        for place, _ in PARTS:
+            values[place] = {k: v for k, v in values[place].items() if v != usual[place][k]}
+        return RunConfig.from_dict, ({k: v for k, v in values.items() if v != usual[k]},)
 
     def differences(self, other: RunConfig) -> dict[str, tuple[Any, Any]]:
         """Settings whose values differ, as name -> (mine, other's); ``data`` is left out as in the run id."""
         mine, theirs = self.as_dict(), other.as_dict()
         return {k: (mine[k], theirs[k]) for k in mine if k != "data" and mine[k] != theirs[k]}
-
-
-def _without_later(values: dict[str, Any]) -> dict[str, Any]:
-    """``values`` without the settings of ``LATER`` that are as they always were."""
-    kept = {}
-    for name, value in values.items():
-        before = LATER.get(name)
-        if isinstance(before, dict):
-            part = {k: v for k, v in value.items() if k not in before or before[k] != v}
-            if part:
-                kept[name] = part
-        elif name not in LATER or before != value:
-            kept[name] = value
-    return kept

@@ -54,6 +54,7 @@ def exchange(
                 baseline=base,
                 baseline_label=BASELINE,
                 candidates=_candidates(base)[: 2 if setup.preset == "smoke" else None],
+                primary="bf16 hook",
             )
         )
         if setup.preset != "smoke":
@@ -88,5 +89,4 @@ def _half_as_often(setup: Setup, base: RunConfig) -> Family:
         baseline=twice,
         baseline_label=BASELINE,
         candidates=((NO_EXCHANGE, dataclasses.replace(twice, exchange=ExchangeConfig(enabled=False))),),
-        last=True,
     )

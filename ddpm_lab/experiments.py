@@ -14,10 +14,11 @@ from ddpm_lab.checks import ConfigError, choice, whole
 from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
 from ddpm_lab.files import CHECKOUT, LEDGER, ledgers, output_folder
-from ddpm_lab.ledger import Damaged, Head, Ledger, read_all
+from ddpm_lab.ledger import PUBLISHED, Damaged, Head, Ledger, published_trials, read_all
 from ddpm_lab.measure import hardware
-from ddpm_lab.plan import PRESETS
-from ddpm_lab.planning import Measured, plan_question
+from ddpm_lab.plan import PRESETS, TOGETHER, Experiment, Family
+from ddpm_lab.planned import Measured, Planned
+from ddpm_lab.planning import plan_question
 from ddpm_lab.questions import LONG, QUESTIONS
 from ddpm_lab.recommend import LEAST_MINUTES, recommend
 from ddpm_lab.record import RunRecord
@@ -106,7 +107,7 @@ def _published(name: str, output: Path) -> Study:
         return mine
     heads = {
         file: [head for head in Ledger(file).heads()[0] if head.experiment == name]
-        for file in sorted((CHECKOUT / "trace_output" / "published").glob("*.jsonl"))
+        for file in sorted((CHECKOUT / PUBLISHED).glob("*.jsonl"))
     }
     told = [(head.date, file, head.machine.key) for file, found in heads.items() for head in found]
     if not told:
@@ -117,13 +118,14 @@ def _published(name: str, output: Path) -> Study:
 
 def study_of(measured: Measured) -> Study:
     """The records that answer what was measured."""
-    from ddpm_lab.explain.frames import ALL_REDUCE, BESIDE_OTHERS, SCALING, TRIAL, study  # noqa: PLC0415 - not on a bare GPU node
+    from ddpm_lab.explain.frames import BESIDE_OTHERS, LOOK, TRIAL, study  # noqa: PLC0415 - not on a bare GPU node
 
     key, name = measured.cohort[0], measured.experiment.name
-    names = {name, ALL_REDUCE} if name == SCALING else {name}
 
     def mine(head: Head) -> bool:
-        return head.machine.key == key and (head.experiment in names or head.role == TRIAL or name in BESIDE_OTHERS)
+        return head.machine.key == key and (
+            head.experiment == name or head.role in (TRIAL, LOOK) or name in BESIDE_OTHERS
+        )
 
     records, damaged = Ledger(measured.ledger).read(lambda heads: [h for h in heads if mine(h)])
     _note(damaged)
@@ -139,12 +141,13 @@ def study_of(measured: Measured) -> Study:
         )
         for data in dict.fromkeys(c.data_sha256 for c in configurations)
     ]
-    answer = dataclasses.replace(
+    return dataclasses.replace(
         parts[0],
         records=tuple(r for part in parts for r in part.records),
         trials=tuple(r for part in parts for r in part.trials),
+        published_trials=published_trials(),
+        measured_sets=measured.measured_sets,
     )
-    return dataclasses.replace(answer, measured_sets=measured.measured_sets)
 
 
 def records_of(measured: Measured) -> list[RunRecord]:
@@ -171,8 +174,8 @@ def recommendation(
 ) -> Study:
     """The fastest configuration that a search finds, with all experiments' records of one machine.
 
-    The preset ``smoke`` tries a handful; ``quick`` searches where it is given ``minutes``, and else shows the last
-    search of this machine, or without one what all questions measured: a report has no time for a search beside them.
+    ``quick`` searches where it is given ``minutes``, and else shows the last search of this machine, or without one
+    what all questions came to: a report has no time for a search beside them, and gives 0 in every preset.
     ``full`` first measures the largest batch that fits. What is recommended is written into ``recommended.toml`` too.
     With ``ledger`` or ``machine`` nothing is measured; "all" machines are pooled only where that is asked for.
     ``train_images`` are those of the full training that is projected; the other settings are those of
@@ -186,7 +189,7 @@ def recommendation(
     if train_images is not None:
         whole("train_images", train_images, 1)
     output, reads = output_folder(output_dir), ledger is not None or machine is not None
-    searches = not reads and (preset != "quick" or minutes is not None)
+    searches = not reads and (preset != "quick" if minutes is None else minutes > 0)
     if searches:
         settings = {"preset": preset, "output_dir": output_dir, "workload": workload, **settings}
         if preset == "full":
@@ -242,7 +245,8 @@ def read_study(
 
     records, damaged = read_all(files, lambda heads: chosen(among(heads), name, machine=machine))
     _note(damaged)
-    return study(records, name, machine=machine, output_dir=output)
+    answer = study(records, name, machine=machine, output_dir=output)
+    return dataclasses.replace(answer, published_trials=published_trials())
 
 
 def _note(damaged: Iterable[Damaged]) -> None:
@@ -253,9 +257,51 @@ def _note(damaged: Iterable[Damaged]) -> None:
 def measure(name: str, **settings: Any) -> Measured:
     """Measure what the ledger lacks for a question, and say which records answer it.
 
-    ``settings`` are those of ``planning.plan_question``, and the errors too.
+    ``settings`` are those of ``planning.plan_question``, and the errors too. Comparisons that have an answer get no
+    more sets; those that were shown to be inconclusive do.
     """
-    return plan_question(name, **settings).measure()
+    return undecided(plan_question(name, **settings)).measure()
+
+
+def undecided(planned: Planned) -> Planned:
+    """A question without further sets for the comparisons whose answer was shown before."""
+    campaign = planned.campaign
+    if campaign.target.seconds == 0 or not any(
+        campaign.held.looked(f.baseline.run_id) for f in campaign.experiment.families
+    ):
+        return planned
+    try:
+        from ddpm_lab.explain.comparisons import comparisons  # noqa: PLC0415 - not on a bare GPU node
+    except ModuleNotFoundError:
+        return planned
+    answered = frozenset(c.run_id for c in comparisons(study_of(planned.result())) if c.answered)
+    return planned.renewed(decided=answered)
+
+
+def combination(planned: Planned) -> Planned | None:
+    """What may be recommended together, ready to be measured beside the baseline; None for fewer than two changes.
+
+    ``planned`` is a question of the same training. Nothing can tell on a node without pandas.
+    """
+    try:
+        from ddpm_lab.explain import gains  # noqa: PLC0415 - not on a bare GPU node
+    except ModuleNotFoundError:
+        return None
+    campaign, name = planned.campaign, planned.campaign.experiment.configurations[0]
+    workload = name.work_name if name.is_own else None
+    study = _stored("recommendation", planned.output, None, campaign.machine_key, workload)
+    if (found := gains.combination(study)) is None:
+        return None
+    base, base_label, config, label = found
+    family = Family(
+        name=f"{base.work_name}, batch {base.global_batch_size}{TOGETHER}",
+        baseline=base,
+        baseline_label=base_label,
+        candidates=((label, config),),
+        primary=label,
+        together=True,
+    )
+    return planned.renewed(Experiment(name="recommendation", families=(family,)))
 
 
 def forecast(name: str, *, preset: str = "quick", output_dir: str | Path | None = None, **settings: Any) -> float:

@@ -17,11 +17,14 @@ from typing import Any
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.comparison import plan_pair, side, with_images
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.files import expanded, output_folder
-from ddpm_lab.measure.code_version import CodeVersion, Tree, code_version, in_repository, is_library
+from ddpm_lab.measure.code_version import CodeVersion, Tree, in_repository, is_library
+from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.worktree import Repository, tree_of
-from ddpm_lab.planning import Measured
+from ddpm_lab.own_workload import code_of
+from ddpm_lab.planned import Measured
+from ddpm_lab.planning import instrument_for
 from ddpm_lab.setting import usual_device
 
 WORKING_TREE = "working tree"
@@ -60,20 +63,23 @@ def measure(
     commit = repository.commit(against)
     output = output_folder(output_dir)
 
+    instrument = instrument_for(output, Progress("compare", quiet=quiet))
     trainer = RunConfig(device=usual_device(device))
-    ours = side(given or trainer, "the step", device)
-    mine = code_version(ours.workload)
-    _refuse_strangers(repository, mine)
+
+    def made(given: str | RunConfig, place: str) -> RunConfig:
+        config = side(given, place, device)
+        return config if config.workload == DDPM else with_images(config, output, quiet)  # it is looked at
+
+    ours = made(given or trainer, "the step")
+    mine = code_of([ours], instrument)
+    _refuse_strangers(repository, mine, ours.workload)
     with repository.worktree(commit) as folder:
-        base = side(_counterpart(given, repository.root, folder) or trainer, f"the step in {against}", device)
-        tree = tree_of(repository, commit, folder, mine.modules)
+        base = made(_counterpart(given, repository.root, folder) or trainer, f"the step in {against}")
+        tree = tree_of(repository, commit, folder, mine.sources)
         try:
-            theirs = code_version(base.workload, tree=tree)
+            theirs = code_of([base], instrument, tree)
         except ConfigError as error:
-            why = str(error).partition(";")[0]
-            raise ConfigError(
-                f"{against} ({tree.revision}) does not hold what is to be measured: {why}; name a step that both have"
-            ) from error
+            raise ConfigError(f"{against} ({tree.revision}): {error}; name a step that both have") from error
         changed = _changed(mine, theirs)
         if not changed and ours == base and not always:
             return Unchanged(
@@ -114,10 +120,9 @@ def _changed(mine: CodeVersion, theirs: CodeVersion) -> list[str]:
     return sorted({name for name, _ in ours ^ others})
 
 
-def _refuse_strangers(repository: Repository, mine: CodeVersion) -> None:
+def _refuse_strangers(repository: Repository, mine: CodeVersion, workload: str) -> None:
     """Raise ConfigError where no revision of the repository could change what is run, or a part would not be seen."""
-    workload = mine.workloads[0]
-    files = {name: source.file for name, source in mine.sources.items()}
+    files = {name: Path(source.file) for name, source in mine.sources.items()}
     root = str(repository.root)
     if not any(in_repository(file, root) for file in files.values()):
         place = files[workload.partition(":")[0]]

@@ -16,8 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from ddpm_lab.files import CHECKOUT
 from ddpm_lab.plan import Plan
-from ddpm_lab.record import SCHEMA, Cohort, LedgerError, Machine, NewerSchemaError, RunRecord
+from ddpm_lab.record import SCHEMA, Cohort, LedgerError, Machine, OtherSchemaError, RunRecord
+
+PUBLISHED = Path("trace_output", "published")
+"""The records that come with the checkout, or are published into another output folder: a file for each machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,7 @@ class Ledger:
     def heads(self) -> tuple[list[Head], list[Damaged]]:
         """What each record is, in the order they were written, and the lines that could not be read.
 
-        A missing file is an empty ledger. Raises LedgerError for a record of a newer schema.
+        A missing file is an empty ledger. Raises LedgerError for a record of another edition.
         """
         heads: list[Head] = []
         damaged: list[Damaged] = []
@@ -99,7 +103,7 @@ class Ledger:
                 found = _head(line, known)
                 try:
                     tail = _TAIL.search(line[-64:])
-                    if found is None or tail is None or int(tail[1]) > SCHEMA:
+                    if found is None or tail is None or int(tail[1]) != SCHEMA:
                         record = _parsed(line, self.path, number)
                         told = (record.experiment, record.role, record.machine, record.cohort, record.date)
                     else:
@@ -120,7 +124,7 @@ class Ledger:
         """Records in the order they were written, and the lines that could not be read.
 
         ``select`` chooses from the heads which records are wanted; None wants all. A missing file is an empty ledger.
-        Raises LedgerError for a record of a newer schema.
+        Raises LedgerError for a record of another edition.
         """
         heads, damaged = self.heads()
         records, more = load(heads if select is None else select(heads))
@@ -199,12 +203,12 @@ _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
 def _parsed(line: bytes, path: Path, number: int) -> RunRecord:
     try:
         return RunRecord.from_dict(json.loads(line))
-    except NewerSchemaError as error:
-        raise NewerSchemaError(f"{path}, line {number}: {error}") from error
+    except OtherSchemaError as error:
+        raise OtherSchemaError(f"{path}, line {number}: {error}") from error
 
 
 def _damage(path: Path, number: int, error: Exception) -> Damaged:
-    if isinstance(error, NewerSchemaError):
+    if isinstance(error, OtherSchemaError):
         raise error
     return Damaged(path, number, f"not a record ({type(error).__name__}: {error})")
 
@@ -234,3 +238,9 @@ def read_all(paths: Sequence[Path | str], select: Select | None = None) -> tuple
         once = {id(r) for r in told.values()}
         records = [r for r in records if id(r) in once]
     return records, damaged + bad
+
+
+def published_trials(output: Path = CHECKOUT) -> tuple[RunRecord, ...]:
+    """The trials of every machine whose records are published: what they say of quality holds elsewhere too."""
+    ledgers = [Ledger(file) for file in sorted((output / PUBLISHED).glob("*.jsonl"))]
+    return tuple(r for each in ledgers for r in each.read(lambda heads: [h for h in heads if h.role == "quality"])[0])

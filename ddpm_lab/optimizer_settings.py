@@ -25,7 +25,7 @@ class OptimizerConfig:
     clip_norm: float | None = 1.0
     ema_decay: float = 0.995
     ema_every: int = 10
-    ema_warmup: bool = False
+    ema_warmup: bool = True
     adam: str = "fused"
     ema: str = "foreach"
 

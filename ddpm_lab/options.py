@@ -16,14 +16,14 @@ from ddpm_lab.explain.bands import DEFAULT, NAMED
 from ddpm_lab.plan import PRESETS
 
 if TYPE_CHECKING:
-    from ddpm_lab.planning import Measured
+    from ddpm_lab.planned import Measured
 
 KEY_VARIABLE = "COMET_API_KEY"
 RESOLUTION = "smallest difference to be found, such as 2%%"
 SHARED: dict[str, dict[str, Any]] = {
     "preset": {"default": "quick", "help": f"how much is run: {', '.join(PRESETS)} (default: quick)"},
     "minutes": {"type": float, "help": "time budget"},
-    "sets": {"type": int, "help": "sets per comparison (default: the preset's)"},
+    "sets": {"type": int, "help": "sets per comparison (default: what the time gives, at least 4)"},
     "resolution": {"metavar": "SHARE", "help": RESOLUTION},
     "mode": {"choices": ("single", "multi", "auto")},
     "device": {"choices": DEVICES, "help": "default: the GPU where there is one"},

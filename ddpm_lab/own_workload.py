@@ -7,20 +7,21 @@ refused here in one sentence, with the line.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.measure.code_version import code_version
+from ddpm_lab.measure.code_version import CodeVersion, Loaded, Tree, code_version, in_lab
 from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.measure.hardware import machine
 from ddpm_lab.measure.seat import Instrument
 from ddpm_lab.measure.witness import mismatches
-from ddpm_lab.own_settings import MADE, OWN
+from ddpm_lab.own_settings import MADE
 from ddpm_lab.plan import RECOMMENDATION, SEARCH, WHOLE_QUESTION, Experiment
 from ddpm_lab.setting import Own, Setup, own_data
 
@@ -37,8 +38,8 @@ def find_here() -> None:
         sys.path.insert(0, here)  # first, as for a script: train.py and test.py are common names
 
 
-def code_of_own(question: str, name: object) -> tuple[str, str]:
-    """What ranks run of a user's training, as module:function. Raises ConfigError for what cannot be asked or read."""
+def check_name(question: str, name: object) -> None:
+    """Raise ConfigError for a training of the user's that is not named so that it is found, or cannot be asked of."""
     module, _, function = name.partition(":") if isinstance(name, str) else ("", "", "")
     if not module or not function.isidentifier():
         raise ConfigError(f"workload is {name!r}: name the function that makes your training as module:function")
@@ -48,38 +49,66 @@ def code_of_own(question: str, name: object) -> tuple[str, str]:
             f"some of {', '.join(FOR_OWN)}"
         )
     find_here()
-    code_version(str(name))  # refused here alone: a later sentence would name the lab's own module beside it
-    return OWN, str(name)
+    if importlib.util.find_spec(top := module.partition(".")[0]) is None:
+        raise ConfigError(f"workload {name!r}: there is no module {top!r}; is its folder on the Python path?")
 
 
-def look_at(name: str, instrument: Instrument, *, device: str, seed: int) -> Own:
-    """Make the training of ``name`` in a rank of its own and do one step. Raises ConfigError where that fails."""
+def code_of(configs: Iterable[RunConfig], instrument: Instrument, tree: Tree | None = None) -> CodeVersion:
+    """The code that ranks run for configurations, those of a revision in its ``tree``.
+
+    Of a workload that lies outside of the lab a rank tells it, after one step. Raises ConfigError where that fails.
+    """
+    modules: dict[str, str] = {}
+    libraries: set[str] = set()
+    for config in {config.sources: config for config in configs}.values():
+        if not all(in_lab(source.partition(":")[0]) for source in config.sources):
+            eager = dataclasses.replace(config, compile="off", compile_mode="default")
+            found = look(dataclasses.replace(eager, revision=tree.revision) if tree else eager, instrument, tree)[1]
+            modules.update(found.modules)
+            libraries.update(found.libraries)
+    return code_version(Loaded(modules, sorted(libraries)), tree)
+
+
+def look(config: RunConfig, instrument: Instrument, tree: Tree | None = None) -> tuple[dict[str, Any], Loaded]:
+    """Build a configuration's workload and do one step: what its first rank says of itself, and what it loaded.
+
+    Raises ConfigError where that fails, or where it ran other than its label says.
+    """
+    name = config.sources[-1]
     instrument.progress(f"looking at {name}")
-    own = Own(name=name)
-    config = RunConfig(**own.settings(), device=device, seed=seed, global_batch_size=BATCH_SIZE)
     limit = instrument.limits.build_seconds
     try:
         with Group(
             config,
             threads=config.rank_threads(instrument.usable_cores),
-            modules=instrument.code.modules,
+            modules={},
             environment={},
+            tree=tree,
             start_method=instrument.start_method,
             limits=instrument.limits,
             progress=lambda text: instrument.progress(f"{name}: {text}"),
         ) as group:
             group.advance(1, limit)
-            seen = group.witness()[0]
+            ranks, loaded = group.witness(), group.loaded()
     except GroupFailed as failed:
         raise ConfigError(f"workload {name!r} cannot be measured: {failed.reason}") from failed
-    if wrong := mismatches(config, [seen]):
+    if wrong := mismatches(config, [{**seen, "unlisted_modules": []} for seen in ranks]):
         raise ConfigError(f"workload {name!r} cannot be measured: {'; '.join(wrong)}")
+    return ranks[0], loaded
+
+
+def look_at(name: str, instrument: Instrument, *, device: str, seed: int) -> tuple[Own, CodeVersion]:
+    """What the training of ``name`` offers, and its code. Raises ConfigError where its first step fails."""
+    own = Own(name=name)
+    config = RunConfig(**own.settings(), device=device, seed=seed, global_batch_size=BATCH_SIZE)
+    seen, loaded = look(config, instrument)
+    code = code_version(loaded)
     if "offers" not in seen:
-        return Own(name=name, options=(("number_format", "own"),))
+        return Own(name=name, options=(("number_format", "own"),)), code
     options = [(key, seen[key]) for key in MADE]
     if "loss" not in seen["offers"]:
         options.append(("number_format", "own"))
-    return Own(name=name, place=seen["maker"], options=tuple(options), offers=("training", *seen["offers"]))
+    return Own(name=name, place=seen["maker"], options=tuple(options), offers=("training", *seen["offers"])), code
 
 
 def check_brought(name: str, given: Mapping[str, Any]) -> None:
@@ -91,9 +120,8 @@ def check_brought(name: str, given: Mapping[str, Any]) -> None:
             raise ConfigError(f"{place} is {value!r}, and {name} brings its own data and model: leave it out")
 
 
-def with_own(setup: Setup, name: str, instrument: Instrument) -> Setup:
-    """The set-up of a training of the user's. Raises ConfigError where that cannot be measured."""
-    own = look_at(name, instrument, device=setup.device, seed=setup.seed)
+def with_own(setup: Setup, own: Own) -> Setup:
+    """The set-up of a training of the user's."""
     samples = dict(own.options).get("samples")
     told = "data of its own" if samples is None else f"{samples:,} samples"
     images = dataclasses.replace(setup.images, sha256=own.sha256, name=told)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,23 +11,28 @@ from ddpm_lab.checks import ConfigError, choice, number, whole
 from ddpm_lab.config import RunConfig, digest
 from ddpm_lab.space import Space
 
+USUAL_TURNS = 12
+"""Of a set whose turns are not computed yet."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How one set is measured.
 
     A window lasts ``window_seconds`` or ``window_steps`` steps, whichever is longer; with loader workers at least 20
-    steps and ten times the prefetch queue. A set has ``turns`` turns, half as many where windows last over twice that.
+    steps and ten times the prefetch queue. A set has ``turns`` turns; 0 computes them before the first set of a
+    comparison from what its start and its turns cost, and every further set has as many.
     """
 
-    turns: int = 12
+    turns: int = 0
     window_seconds: float = 0.2
-    window_steps: int = 5
+    window_steps: int = 1
     settle_steps: int = 2
     warmup_steps: int = 10
 
     def __post_init__(self) -> None:
-        for name in ("turns", "window_steps", "settle_steps", "warmup_steps"):
+        whole("plan.turns", self.turns, 0)
+        for name in ("window_steps", "settle_steps", "warmup_steps"):
             whole(f"plan.{name}", getattr(self, name), 1)
         if not (number(self.window_seconds) and 0 < self.window_seconds < 3600):
             raise ConfigError(f"plan.window_seconds is {self.window_seconds!r}: give seconds above 0")
@@ -34,13 +40,13 @@ class Plan:
 
     @property
     def key(self) -> str:
-        """Hash that says which sets may be pooled."""
+        """Hash that says which sets may be pooled; their number of turns is fixed for each comparison instead."""
         return _plan_key(self)
 
 
 @lru_cache(maxsize=256)
 def _plan_key(plan: Plan) -> str:
-    return digest(dataclasses.asdict(plan))
+    return digest({k: v for k, v in dataclasses.asdict(plan).items() if k != "turns"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +86,10 @@ class Family:
 
     ``candidates`` come in order of importance: where time is short the last ones are left out first. A family that only
     shows that a mechanism works (``mechanism``) needs one set. With ``search_up_to`` the largest global batch size that
-    fits into memory, up to this one, is searched first, and larger candidates are left out. A family that is measured
-    ``last`` waits until all others are complete, and gets the time that they leave. ``together`` puts all candidates
-    into each set, however many they are: what is computed from several of them needs them side by side.
+    fits into memory, up to this one, is searched first, and larger candidates are left out. ``together`` puts all
+    candidates into each set, however many they are: what is computed from several of them needs them side by side.
+    ``primary`` is the label of the candidate that the question's answer is about: the definition of the question fixes
+    it, and it is measured before all others, in sets of its own.
     """
 
     name: str
@@ -91,13 +98,34 @@ class Family:
     candidates: tuple[tuple[str, RunConfig], ...]
     mechanism: bool = False
     search_up_to: int = 0
-    last: bool = False
     together: bool = False
+    primary: str = ""
 
     @property
     def at_once(self) -> int:
         """The most candidates in one set."""
         return max(1, len(self.candidates)) if self.together else MOST_CANDIDATES
+
+
+PRIMARY, OTHERS = "primary", "others"
+"""The stages of a question: its primary comparison first, then all others with the time that is left."""
+
+
+def by_stage(families: Sequence[Family]) -> tuple[list[Family], list[Family]]:
+    """The primary comparisons, and all others; of a question without a primary comparison everything is primary."""
+    primary = [
+        dataclasses.replace(f, candidates=first)
+        for f in families
+        if (first := tuple(row for row in f.candidates if row[0] == f.primary or (f.primary and f.together)))
+    ]
+    if not primary:
+        return list(families), []
+    taken = {(f.name, row) for f in primary for row in f.candidates}
+    rest = [
+        dataclasses.replace(f, candidates=tuple(row for row in f.candidates if (f.name, row) not in taken))
+        for f in families
+    ]
+    return primary, [f for f, whole in zip(rest, families, strict=True) if f.candidates or not whole.candidates]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +216,8 @@ LIMITS = "limits of this machine"
 # Families of the experiment "multi_gpu": a name without either is strong scaling.
 SCALINGS = ("strong", "weak", "both")
 WEAK = ", weak scaling"
+TOGETHER = ", together"
+"""Ends the family in which what may be recommended is measured together."""
 LOST = ", lost scaling"
 # Configurations from whose differences the lost scaling is computed. One of all ranks is named as elsewhere, such as
 # "2 ranks".

@@ -3,91 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab.checks import ConfigError, choice, several, whole
-from ddpm_lab.config import DDPM, DEVICES, NETWORKS
+from ddpm_lab.checks import ConfigError, choice, number, several, whole
+from ddpm_lab.chosen_once import compiled_in, cores_of
+from ddpm_lab.config import DEVICES, NETWORKS
 from ddpm_lab.data.packed import resolve
 from ddpm_lab.data.prepared import read_manifest
 from ddpm_lab.files import LEDGER, PREPARED, output_folder, writing
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.campaign import Campaign, Target
+from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.code_version import CodeVersion, code_version
 from ddpm_lab.measure.fleet import current
-from ddpm_lab.measure.group_folder import sweep
-from ddpm_lab.measure.measuring_lock import measuring
 from ddpm_lab.measure.network_choice import choose_network
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument
-from ddpm_lab.own_workload import check_brought, code_of_own, with_changes, with_own
+from ddpm_lab.measure.shortfall import LEAST_SETS, Target
+from ddpm_lab.own_workload import check_brought, check_name, code_of, look_at, with_changes, with_own
 from ddpm_lab.plan import Experiment, Plan
 from ddpm_lab.plan import preset as preset_called
-from ddpm_lab.quality import WORKLOADS as TRAINED
-from ddpm_lab.questions import PLANS, QUESTIONS, STAGES, WORKLOADS, ask
+from ddpm_lab.planned import Planned
+from ddpm_lab.questions import PLANS, QUESTIONS, STAGES, ask
 from ddpm_lab.record import LedgerError
 from ddpm_lab.setting import Images, Setup, check_ranks, usual_device
 
+LEAST_PLACE_SECONDS = 1.0
+"""What one configuration in one set takes at least, where nothing is known of it."""
 MOST_SETS = 100
 """Where a resolution says how many sets are measured, and nothing else limits them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What a call to ``measure`` answered with: the question's run ids, their cohort, and how many sets it added.
-
-    ``completed`` says whether the ledger now holds an answer; ``seconds_left`` is below 0 where time was overrun.
-    """
-
-    experiment: Experiment
-    ledger: Path
-    output_dir: Path
-    cohort: tuple[str, str, str, str]
-    measured_sets: int
-    completed: bool
-    seconds_left: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """An experiment that is checked and ready to be measured: nothing is refused any more."""
-
-    campaign: Campaign
-    output: Path
-    progress: Progress
-
-    def renewed(self, experiment: Experiment | None = None) -> Planned:
-        """The same with what the ledger holds by now, or for another experiment."""
-        c = self.campaign
-        again = Campaign(experiment or c.experiment, c.target, c.instrument, c.ledger, c.traces, trials=c.for_trials)
-        return dataclasses.replace(self, campaign=again)
-
-    def measure(self) -> Measured:
-        """Measure what the ledger lacks, once no other process measures here."""
-        sweep()
-        with measuring(self.progress.always) as waited:
-            campaign = self.renewed().campaign if waited else self.campaign
-            campaign.run(self.progress)
-        count = campaign.measured_sets
-        self.progress.done(f"measured {count} set{'s' * (count != 1)} now" if count else "every set is in the ledger")
-        return Measured(
-            experiment=campaign.experiment,
-            ledger=campaign.ledger.path,
-            output_dir=self.output,
-            cohort=(
-                campaign.machine_key,
-                campaign.instrument.code.key,
-                campaign.experiment.configurations[0].data_sha256,
-                campaign.target.plan.key,
-            ),
-            measured_sets=count,
-            completed=campaign.held.any,
-            seconds_left=campaign.seconds_left(),
-        )
 
 
 def plan_question(
@@ -100,6 +48,9 @@ def plan_question(
     output_dir: str | Path | None = None,
     start_method: str = "forkserver",
     quiet: bool = False,
+    say: Callable[[str], None] | None = None,
+    further: bool = True,
+    decided: Collection[str] = (),
     **settings: Any,
 ) -> Planned:
     """Check a question and prepare its images: nothing of it is refused any more.
@@ -107,13 +58,16 @@ def plan_question(
     Args:
         name: a question, such as profile, multi_gpu or amp, or a stage of a search.
         preset: smoke, quick or full: how much is run.
-        minutes: time budget; what does not fit becomes fewer configurations or fewer sets. None is no limit.
-        sets: sets per comparison; None is the preset's number.
+        minutes: time budget, which says how many sets there are; what does not fit becomes fewer configurations. None
+            is no limit, 0 measures nothing.
+        sets: sets per comparison, just so many; None is what the time gives, or the preset's number.
         resolution: measure each comparison until a relative difference of this size would be found (0.02 is 2 %), in
             at most ``sets`` sets (100 by default); None measures the planned number of sets.
         output_dir: folder that receives ``trace_output/``; None is the checkout.
         start_method: forkserver, or spawn, which costs some 5 seconds more for each group.
         quiet: show no progress.
+        say: gets the lines of progress instead of the terminal.
+        further: whether comparisons whose answer was shown get more sets; none of ``decided``, which are run ids.
         settings: those of ``prepare_experiment``.
 
     Raises:
@@ -123,40 +77,50 @@ def plan_question(
     """
     choice("experiment", name, (*QUESTIONS, *STAGES))
     scope = preset_called(preset)
-    output, progress = output_folder(output_dir), Progress(name, quiet=quiet)
+    output, progress = output_folder(output_dir), Progress(name, quiet=quiet, say=say)
     plan = PLANS.get(name, scope.plan)
     if preset == "smoke":
         plan = dataclasses.replace(plan, turns=scope.plan.turns)
     target = _target(plan, sets, minutes, resolution, planned=scope.sets, cold_compiles=scope.cold_compiles)
+    exact = target.exact or preset == "smoke"
+    target = dataclasses.replace(target, exact=exact, further=further, decided=frozenset(decided))
     ledger = Ledger(output / LEDGER)
-    workload = settings.get("workload")
-    runs = WORKLOADS.get(name, (DDPM,)) if workload is None else code_of_own(name, workload)
-    instrument = instrument_for(runs, output, progress, start_method)
-    experiment, images = prepare_experiment(
+    instrument = instrument_for(output, progress, start_method)
+    experiment, instrument = prepare_experiment(
         name, preset=preset, output=output, instrument=instrument, ledger=ledger, target=target, **settings
     )
-    instrument = dataclasses.replace(instrument, data_name=images.name)
-    campaign = Campaign(
-        experiment, target, instrument, ledger, output / "trace_output", trials=_for_trials(instrument, experiment)
+    campaign = Campaign(experiment, target, instrument, ledger, output / "trace_output")
+    if name not in STAGES:  # these get the time that a search leaves
+        _check_time(campaign)
+    limits = {"preset": preset, "minutes": minutes, "sets": sets, "resolution": resolution, "output_dir": output_dir}
+    same: dict[str, Any] = {**limits, "start_method": start_method, "quiet": quiet, **settings}
+    on_cores = (
+        None
+        if settings.get("cores")
+        else lambda free: plan_question(name, **{**same, "cores": free, "say": say, "further": further})
     )
-    return Planned(campaign=campaign, output=output, progress=progress)
+    return Planned(campaign=campaign, output=output, progress=progress, on_cores=on_cores)
 
 
-def _for_trials(instrument: Instrument, experiment: Experiment) -> Instrument | None:
-    """What trials are measured with: one code for all questions, so that one run serves them all; None without any.
-
-    Those of the user's training are measured with its own.
-    """
-    if not experiment.trials or experiment.trials[0].config.is_own:
-        return None
-    keys = {code_version(*workloads).key for workloads in ((DDPM,), *WORKLOADS.values())}
-    return dataclasses.replace(instrument, code=code_version(*TRAINED), codes=tuple(sorted(keys)))
+def _check_time(campaign: Campaign) -> None:
+    """Refuse a budget in which not even the primary comparison can get its least sets. Raises ConfigError."""
+    target, family = campaign.target, next(iter(campaign.experiment.families), None)
+    if not target.seconds or target.exact or family is None or not family.candidates:
+        return
+    base, candidates = family.baseline.run_id, dict(family.candidates)
+    place = campaign.held.place_seconds(base) or LEAST_PLACE_SECONDS
+    have = campaign.held.sets(base, candidates.get(family.primary, family.candidates[0][1]).run_id)
+    needed = max(0, LEAST_SETS - have) * 3 * place
+    if needed > target.seconds:
+        raise ConfigError(
+            f"minutes is {target.seconds / 60:.2g}: {LEAST_SETS} sets of the primary comparison take about "
+            f"{math.ceil(needed / 0.6) / 100:g} minutes here; give at least that"
+        )
 
 
 def plan_experiment(
     experiment: Experiment,
     *,
-    workloads: Sequence[str],
     data_name: str,
     plan: Plan,
     sets: int,
@@ -168,11 +132,13 @@ def plan_experiment(
 ) -> Planned:
     """Make an experiment of any workloads ready; one code version covers the sources of all of them.
 
-    ``code`` is that version where it is known; None finds it.
+    ``code`` is that version where it is known; None looks at each workload that is not of the lab.
     """
     target = _target(plan, sets, minutes, resolution)
     progress = Progress(experiment.name, quiet=quiet)
-    instrument = dataclasses.replace(instrument_for(workloads, output, progress, code=code), data_name=data_name)
+    instrument = instrument_for(output, progress)
+    code = code or code_of(experiment.configurations, instrument)
+    instrument = dataclasses.replace(instrument, code=code, data_name=data_name)
     campaign = Campaign(experiment, target, instrument, Ledger(output / LEDGER), output / "trace_output")
     return Planned(campaign=campaign, output=output, progress=progress)
 
@@ -187,8 +153,8 @@ def _target(
     cold_compiles: int = 0,
 ) -> Target:
     """How much is measured. Without scipy nothing can say what an interval resolves: then the sets are planned."""
-    if minutes is not None and not (isinstance(minutes, int | float) and minutes > 0):
-        raise ConfigError(f"minutes is {minutes!r}: give a number above 0, or leave it out for no limit")
+    if minutes is not None and not (number(minutes) and minutes >= 0):
+        raise ConfigError(f"minutes is {minutes!r}: give a number from 0, or leave it out for no limit")
     if sets is not None:
         whole("sets", sets, 1)
     to_come = None
@@ -196,33 +162,31 @@ def _target(
         if not (isinstance(resolution, int | float) and 0 < resolution < 1):
             raise ConfigError(f"resolution is {resolution!r}: give a share such as 0.02, for 2 %")
         try:
-            from ddpm_lab.explain import stats  # noqa: PLC0415 - the explaining half is not on a bare GPU node
+            from ddpm_lab.explain import decisions  # noqa: PLC0415 - the explaining half is not on a bare GPU node
         except ModuleNotFoundError as missing:
             raise ConfigError(
                 f"resolution needs {missing.name}, which is not installed here: give the number of sets instead"
             ) from missing
-        to_come = partial(stats.sets_to_come, effect=resolution)
+        to_come = partial(decisions.sets_to_come, effect=resolution)
         planned = MOST_SETS
     return Target(
         plan=plan,
         sets=sets or planned,
         cold_compiles=cold_compiles,
+        exact=sets is not None,
         seconds=None if minutes is None else minutes * 60,
         sets_to_come=to_come,
     )
 
 
-def instrument_for(
-    workloads: Sequence[str],
-    output: Path,
-    progress: Callable[[str], None],
-    start_method: str = "forkserver",
-    code: CodeVersion | None = None,
-) -> Instrument:
-    """What measuring workloads with results in ``output`` needs to know. Raises LedgerError if it is not writable."""
+def instrument_for(output: Path, progress: Callable[[str], None], start_method: str = "forkserver") -> Instrument:
+    """What measuring the lab's own workloads with results in ``output`` needs to know.
+
+    Raises LedgerError if that is not writable.
+    """
     _check_writable(output)
     return Instrument(
-        code=code or code_version(*workloads),
+        code=code_version(),
         cache=output / "trace_output" / "cache",
         usable_cores=hardware.usable_cores(),
         data_name="",
@@ -250,13 +214,15 @@ def prepare_experiment(
     oversubscribe: bool = False,
     cache: Path | None = None,
     workload: str | None = None,
+    cores: int | None = None,
     **grid: Any,
-) -> tuple[Experiment, Images]:
+) -> tuple[Experiment, Instrument]:
     """Settle what None leaves open, prepare the images, and make the experiment's configurations.
 
-    ``image_sizes`` makes one part of the experiment for each size. ``cache`` keeps prepared images, by default in the
-    output folder. ``workload`` is a training of the user's, which brings its own data and model. ``grid`` goes to
-    ``questions.ask``.
+    Returns them with the instrument, which then knows images and code. ``cores`` are those to measure with on a CPU;
+    None is as many as earlier sets of this question had, or as are free. ``image_sizes`` makes one part of the
+    experiment for each size. ``cache`` keeps prepared images, by default in the output folder. ``workload`` is a
+    training of the user's, which brings its own data and model. ``grid`` goes to ``questions.ask``.
     """
     visible = hardware.gpus()
     device = usual_device(device)
@@ -270,8 +236,12 @@ def prepare_experiment(
     if workload is not None:
         brought = {"data": data, "held_out": held_out, "skip_bad": skip_bad, "network": network}
         check_brought(workload, {**brought, "image_size": image_size, "image_sizes": image_sizes})
+        check_name(name, workload)
     parts = []
     chosen = network
+    cores = cores_of(name, cores, device, instrument, ledger, own=workload is not None)
+    if name == "torch_compile" and grid.get("precision") is None and device == "cpu" and workload is None:
+        grid = {**grid, "precision": compiled_in(instrument, ledger)}
     fleet = current()
     for size in image_sizes or (image_size,):
         setup = Setup(
@@ -280,7 +250,8 @@ def prepare_experiment(
             images=Images(folder="", sha256="", name="", image_size=size),
             device=device,
             gpus=len(visible),
-            usable_cores=instrument.usable_cores,
+            usable_cores=cores,
+            limited=cores < instrument.usable_cores,
             seed=seed,
             oversubscribe=oversubscribe,
             hosts=len(fleet.hosts) if fleet else 1,
@@ -288,7 +259,8 @@ def prepare_experiment(
         )
         ask(name, setup, **grid)  # refuses a bad size or grid before an image is decoded or anything is tried
         if workload is not None:
-            setup = with_own(setup, workload, instrument)
+            own, code = look_at(workload, instrument, device=device, seed=seed)
+            setup, instrument = with_own(setup, own), dataclasses.replace(instrument, code=code)
         else:
             how = {"held_out": held_out, "skip_bad": skip_bad, "progress": instrument.progress}
             images = _images(data, cache or output / PREPARED, image_size=size, **how)
@@ -297,7 +269,8 @@ def prepare_experiment(
             chosen = _network(name, setup, instrument, ledger, target)
             setup = dataclasses.replace(setup, network=chosen)
         parts.append(ask(name, setup, **grid))
-    return with_changes(merged(parts), setup.own, ledger, instrument.code.key), setup.images
+    instrument = dataclasses.replace(instrument, data_name=setup.images.name)
+    return with_changes(merged(parts), setup.own, ledger, instrument.code.key), instrument
 
 
 def merged(parts: Sequence[Experiment]) -> Experiment:

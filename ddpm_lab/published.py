@@ -22,14 +22,14 @@ from ddpm_lab.explain.frames import RECOMMENDATION, Study, study
 from ddpm_lab.explain.quality import NOT_MEASURED
 from ddpm_lab.explain.show import NAMES
 from ddpm_lab.files import replace
-from ddpm_lab.ledger import Head, Ledger, read_all
+from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials, read_all
 from ddpm_lab.plan import SEARCH
 from ddpm_lab.record import LedgerError, RunRecord
 
 SHOWN = {*NAMES, SEARCH}
 """Experiments whose records some figure shows: the questions, and the search behind the recommendation."""
 FIGURES = Path("image_output", "published")
-RECORDS = Path("trace_output", "published")
+RECORDS = PUBLISHED
 README = "README.md"
 BEGIN = "<!-- answers: written by ddpm-lab figures --publish -->"
 END = "<!-- end of answers -->"
@@ -111,11 +111,12 @@ def _pages(output: Path) -> dict[Path, str]:
         studies = {s.experiment: s for s in _studies(records, None, output)}
         pages[output / folder / README] = _evidence(list(studies.values()), output / folder)
         found = {name: findings.finding(s) for name, s in studies.items()}
-        told = [name for name in studies if found[name].status != NOT_MEASURED] or list(studies)
+        answered = [name for name in studies if found[name].status != NOT_MEASURED]
+        told = answered or list(studies)
         shown = studies[RECOMMENDATION if RECOMMENDATION in told else told[0]]
         where = f"{shown.hardware}, {shown.date}"
         lines = [
-            f"![{figures.alt_text(shown)}]({(folder / f'{NAMES[shown.experiment]}.png').as_posix()})",
+            f"![{found[shown.experiment].headline}]({(folder / f'{NAMES[shown.experiment]}.png').as_posix()})",
             *("", f"{where} ([every figure, and the evidence]({(folder / README).as_posix()})):", ""),
             *("| question | answer | ratio, 95 % interval | quality |", "| --- | --- | --- | --- |"),
         ]
@@ -126,7 +127,7 @@ def _pages(output: Path) -> dict[Path, str]:
             lines.append(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |")
         latest = max(datetime.fromisoformat(r.date) for r in records)
         no_gpu = not records[-1].environment.machine.gpus
-        blocks.append((no_gpu, -len(told), -latest.timestamp(), "\n".join(lines)))
+        blocks.append((no_gpu, -len(answered), -latest.timestamp(), "\n".join(lines)))
     readme = output / README
     text = readme.read_text() if readme.is_file() else ""
     before, _, rest = text.partition(BEGIN)
@@ -143,11 +144,11 @@ def _evidence(studies: Sequence[Study], folder: Path) -> str:
     for answer in studies:
         found, stem = findings.finding(answer), NAMES[answer.experiment]
         lines += [f"## {found.question}", "", found.claim.replace("|", BAR), ""]
-        lines += [f"![{figures.alt_text(answer)}]({stem}.png)", ""]
+        lines += [f"![{found.headline}]({stem}.png)", ""]
         for name, caption in figures.captions(answer.experiment).items():
             if (folder / f"{stem}_{name}.png").exists():  # without data there is none
                 told = f"{caption} {lost_scaling_table.sentences(answer)}" if name == "lost_scaling" else caption
-                lines += [told, "", f"![{told}]({stem}_{name}.png)", ""]
+                lines += [told, "", f"![{caption}]({stem}_{name}.png)", ""]
     return "\n".join(lines)
 
 
@@ -215,7 +216,11 @@ def _shown(heads: Sequence[Head], machine: str | None) -> list[Head]:
 
 def _studies(records: Sequence[RunRecord], machine: str | None, output: Path) -> list[Study]:
     names = [name for name in NAMES if name == RECOMMENDATION or any(r.experiment == name for r in records)]
-    return [study(records, name, machine=machine, output_dir=output) for name in names]
+    told, trials = (
+        [study(records, name, machine=machine, output_dir=output) for name in names],
+        published_trials(output),
+    )
+    return [dataclasses.replace(s, published_trials=trials) for s in told]
 
 
 def _pictures(answer: Study, folder: Path) -> list[tuple[Path, bytes]]:

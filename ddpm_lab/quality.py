@@ -9,21 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab.checks import ConfigError, choice, several, whole
-from ddpm_lab.config import CHECK, DDPM, TRAINING, RunConfig
+from ddpm_lab.config import CHECK, DDPM, TRAINING, UNLEARNED, RunConfig
 from ddpm_lab.data.prepared import read_manifest
 from ddpm_lab.exchange_settings import ExchangeConfig
 from ddpm_lab.inception import plan_fid
-from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.own_settings import OWN
 from ddpm_lab.plan import LOST, Experiment, Family, Fid, Trial, scaled
 from ddpm_lab.setting import Setup
 
-WORKLOADS = (DDPM, TRAINING, CHECK)
 IDENTITY_STEPS = 20
 """Steps after which settings that must not change what is learned have the same weights, to the last bit."""
 _SEEDS = {"smoke": 2, "quick": 4, "full": 8}
-_IMAGES = {"smoke": 320, "quick": 4_000, "full": 8_000}
-_CUDA_IMAGES = {"smoke": 2_560, "quick": 64_000, "full": 640_000}
+_STEPS = {"smoke": 40, "quick": 2_500, "full": 2_500}
+"""Of the baseline's batch: tiny at batch 8 reaches the loss that shows harm (``explain.quality``) after 1,600."""
 _DRAWS = {"smoke": 64, "quick": 512, "full": 512}
 _FID_IMAGES = {"smoke": 64, "quick": 2_500, "full": 10_000}
 """Of a FID, where the data has so many to train on; with fewer than 2,049 the covariance is singular."""
@@ -42,8 +40,7 @@ def quality(
     """What does each setting cost in quality, and what does it gain in speed? fp32, eager, one rank is the baseline.
 
     ``images`` are those that one run trains on, rounded up to whole steps of every batch size; ``seeds`` the runs of
-    each configuration; ``candidates`` are names of ``settings_of``, and None is the preset's choice. The average of the
-    weights is moved at every step: runs are short.
+    each configuration; ``candidates`` are names of ``settings_of``, and None is the preset's choice.
     The first seed of each configuration draws images. Where a file of the Inception's weights is given, their FID is
     measured, of ``fid_images`` images against as many training images.
     """
@@ -51,7 +48,7 @@ def quality(
     batch = setup.batch_size(global_batch_size) if cuda or global_batch_size else 8
     count = _SEEDS[setup.preset] if seeds is None else seeds
     whole("seeds", count, 1)
-    base = setup.config(global_batch_size=batch, optimizer=OptimizerConfig(ema_every=1))
+    base = setup.config(global_batch_size=batch)
     known = settings_of(base, setup)
     if candidates is not None:
         several("candidates", candidates)
@@ -61,7 +58,7 @@ def quality(
         n for n in known if (n in candidates if candidates is not None else setup.preset != "smoke" or n in _SMOKE)
     ]
     rows = tuple((name, known[name]) for name in asked)
-    amount = _equal_images(_images(setup, images), [base, *(config for _, config in rows)])
+    amount = _images(setup, images, [base, *(config for _, config in rows)])
     family = Family(name=setup.family_name(batch), baseline=base, baseline_label="fp32", candidates=rows)
     fid = _fid(setup, inception, fid_images)
     draws = _DRAWS[setup.preset]
@@ -92,13 +89,14 @@ def checks_of(family: Family, base: RunConfig, rows: Sequence[tuple[str, RunConf
 _SMOKE = ("bf16", "2 micro-batches")
 
 
-def _images(setup: Setup, asked: int | None) -> int:
-    return (_CUDA_IMAGES if setup.device == "cuda" else _IMAGES)[setup.preset] if asked is None else asked
+def _images(setup: Setup, asked: int | None, configs: Sequence[RunConfig]) -> int:
+    """The images asked for, or the preset's, or the next number that batches of every size make up in whole steps.
 
-
-def _equal_images(images: int, configs: Sequence[RunConfig]) -> int:
-    """So many images, or the next number that batches of every size make up in whole steps. Raises ConfigError."""
+    The baseline is the first of ``configs``. Raises ConfigError.
+    """
     sizes = {config.global_batch_size for config in configs}
+    usual = max(_STEPS[setup.preset] * configs[0].global_batch_size, *sizes)
+    images = usual if asked is None else asked
     whole("images", images, max(sizes))
     step = math.lcm(*sizes)
     return -(-images // step) * step if len(sizes) > 1 else images
@@ -134,28 +132,27 @@ def settings_of(base: RunConfig, setup: Setup) -> dict[str, RunConfig]:
         changes["fp16 exchange"] = {**two, "exchange": ExchangeConfig(hook="fp16")}
     if batch % 2 == 0:
         changes["2 micro-batches"] = {"accumulation": 2}
-    tenth = replace(base.optimizer, ema_every=10)
-    changes["EMA every 10 steps"] = {"optimizer": tenth}
-    changes["EMA every 10 steps and warmed up"] = {"optimizer": replace(tenth, ema_warmup=True)}
+    changes["EMA every step"] = {"optimizer": replace(base.optimizer, ema_every=1)}
     return {name: replace(base, **change) for name, change in changes.items()}
 
 
 def with_trials(experiment: Experiment, setup: Setup, *, seeds: int | None, images: int | None) -> Experiment:
     """An experiment with trials of its families besides: what their settings cost in quality, and checks before them.
 
-    ``seeds`` and ``images`` are as in ``quality``; None is no trial at all, except in ``full``, which has the time.
-    The families come one after the other, so that the first has a verdict where time is short. Raises ConfigError.
+    ``seeds`` and ``images`` are as in ``quality``; None is no trial at all, except in ``full`` on a GPU: a CPU would
+    take days for the steps that show harm, in batches as large as those of ``full``. The families come one after the
+    other, so that the first has a verdict where time is short. Raises ConfigError.
     """
     judged = not setup.own or "held_out_loss" in setup.own.offers
     if setup.own and seeds and not judged:
         raise ConfigError(f"seeds is {seeds!r}, and {setup.own.name} gives no held_out_loss that would judge its runs")
-    count = (_SEEDS["full"] if setup.preset == "full" and judged else 0) if seeds is None else seeds
+    unasked = setup.preset == "full" and setup.device == "cuda" and judged
+    count = (_SEEDS["full"] if unasked else 0) if seeds is None else seeds
     whole("seeds", count, 0)
     if not count and images is not None:
         raise ConfigError(f"images is {images!r}, and without seeds no run is trained on them: give seeds, such as 8")
-    amount = _images(setup, images)
     tried = [f for f in experiment.families if count and _rows(f)]
-    found = [t for f in tried for t in _trials(f, setup, count, amount)]
+    found = [t for f in tried for t in _trials(f, setup, count, images)]
     checks = [c for f in tried if not f.baseline.is_own for c in checks_of(f, _tried(f.baseline), _learners(f))]
     others = [config for f in experiment.families for _, config in f.candidates]
     if seeds and others and not any(map(_trains, others)):
@@ -176,11 +173,17 @@ def _rows(family: Family) -> list[tuple[str, RunConfig]]:
 
 def _learners(family: Family) -> list[tuple[str, RunConfig]]:
     """Those that may learn something else than the baseline, as they are tried."""
-    tried = [(label, _tried(config)) for label, config in _rows(family)]
-    return [row for row in tried if row[1] != _tried(family.baseline)]
+    base = _learned(family.baseline)
+    return [(label, _tried(config)) for label, config in _rows(family) if _learned(config) != base]
 
 
-def _trials(family: Family, setup: Setup, seeds: int, images: int) -> list[Trial]:
+def _learned(config: RunConfig) -> RunConfig:
+    """A configuration without what changes no bit of what is learned."""
+    tried = _tried(config)
+    return tried if config.is_own else replace(tried, **UNLEARNED)
+
+
+def _trials(family: Family, setup: Setup, seeds: int, images: int | None) -> list[Trial]:
     """Trials of a family's baseline and of the candidates that are this trainer.
 
     Batches of several sizes are trained on equally many images; larger ones besides, and last, with a learning rate
@@ -189,8 +192,8 @@ def _trials(family: Family, setup: Setup, seeds: int, images: int) -> list[Trial
     """
     rows = _rows(family)
     base = _tried(family.baseline)
-    amount = _equal_images(images, [base, *(config for _, config in rows)])
-    learners = [row for row in rows if _tried(row[1]) != base]
+    amount = _images(setup, images, [base, *(config for _, config in rows)])
+    learners = [row for row in rows if _learned(row[1]) != _learned(family.baseline)]
     equal = [(family.baseline_label, base, family.baseline)] if learners else []
     equal += [(label, _tried(config), config) for label, config in learners]
     draws = 1 if base.is_own else _DRAWS[setup.preset]  # how much it looks at is the user's affair
@@ -215,17 +218,15 @@ def _trains(config: RunConfig) -> bool:
 
 
 def _tried(config: RunConfig) -> RunConfig:
-    """A configuration as it is tried: a loader changes nothing, and a short run moves its averages at every step.
+    """A configuration as it is tried: a loader changes nothing.
 
     Nor does how two ranks exchange their gradients as they are: a sum of two has no order.
     """
-    optimizer = replace(config.optimizer, ema_every=1)
     plainly = config.world_size == 2 and config.exchange.enabled and config.exchange.hook == "none"
     return replace(
         config,
         loader=config.loader if config.is_own else "packed",
         loader_workers=0,
-        optimizer=optimizer,
         exchange=ExchangeConfig() if plainly else config.exchange,
     )
 

@@ -13,7 +13,6 @@ from typing import Any
 from ddpm_lab import collectives
 from ddpm_lab.bottleneck import bottleneck
 from ddpm_lab.checks import ConfigError, choice, whole
-from ddpm_lab.claims import WORKLOADS as CLAIMED
 from ddpm_lab.claims import claims
 from ddpm_lab.collectives import all_reduce
 from ddpm_lab.config import DDPM, LOADER_ALONE
@@ -21,18 +20,18 @@ from ddpm_lab.exchange import exchange
 from ddpm_lab.lost_scaling import lost_scaling as lost_scaling_of
 from ddpm_lab.own_workload import nothing_asked
 from ddpm_lab.plan import RECOMMENDATION, SCALINGS, SEARCH, WEAK, WITH_TRIALS, Experiment, Family
-from ddpm_lab.quality import WORKLOADS as TRAINED
 from ddpm_lab.quality import identity_trials, quality, with_trials
 from ddpm_lab.search_space import SEARCH_PLAN, recommendation, search
 from ddpm_lab.setting import Setup, each_choice, each_whole
 from ddpm_lab.trainers import PLAN, peers
-from ddpm_lab.trainers import WORKLOADS as TRAINERS
 
 CUDA_PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 CPU_PRECISIONS = ("fp32", "bf16")
 FULL_BATCH_SIZES = (32, 64, 128, 256, 512)
 MOST_CPU, MOST_CUDA = 1024, 65_536
 """Where a search for the largest batch ends if nothing else ends it."""
+PRIMARY_WORKERS = 2
+"""Whose comparison with none is the primary one."""
 FULL_WORKERS = (0, 1, 2, 4, 8, 12, 16, 20)
 
 
@@ -93,7 +92,7 @@ def multi_gpu(
             left_out += [(family.name, setup.ranks_label(n), f"{images} {setup.ranks_label(n)}") for n in uneven]
     weak = batches if full or scaling else batches[:1] if setup.preset == "quick" else ()
     if scaling == "weak" or (ranks and scaling != "strong"):
-        families += [_scaled(setup, b, ranks, settings, weak=True, last=not full and scaling is None) for b in weak]
+        families += [_scaled(setup, b, ranks, settings, weak=True) for b in weak]
     if not families:
         raise ConfigError(f"{left_out[0][2]}, so nothing can be compared: give a batch size that they can share")
     if alone:
@@ -134,9 +133,7 @@ def _alone(family: Family) -> Family:
     return dataclasses.replace(family, baseline=most, baseline_label=label, candidates=())
 
 
-def _scaled(
-    setup: Setup, batch: int, ranks: Sequence[int], settings: dict[str, Any], *, weak: bool = False, last: bool = False
-) -> Family:
+def _scaled(setup: Setup, batch: int, ranks: Sequence[int], settings: dict[str, Any], *, weak: bool = False) -> Family:
     """Strong: the same global batch on each number of ranks. Weak: the same batch on each rank, over equal images."""
     many = [(n, setup.config(global_batch_size=n * batch if weak else batch, world_size=n, **settings)) for n in ranks]
     return Family(
@@ -144,7 +141,7 @@ def _scaled(
         baseline_label=setup.ranks_label(1),
         baseline=setup.config(global_batch_size=batch, **settings),
         candidates=tuple((setup.ranks_label(n), config) for n, config in many),
-        last=last,
+        primary=setup.ranks_label(ranks[-1]) if ranks and not weak else "",
     )
 
 
@@ -187,6 +184,7 @@ def amp(
                     for p in sorted(wanted, key=("bf16", "fp16", "tf32").index)
                     if p in able
                 ),
+                primary="bf16",
             )
         )
         left_out += [(name, p, "needs a CUDA device") for p in wanted if p not in able]
@@ -224,12 +222,11 @@ def workers(
                 baseline_label=_workers_label(first),
                 baseline=base,
                 candidates=tuple((_workers_label(n), dataclasses.replace(base, loader_workers=n)) for n in others),
+                primary=_workers_label(PRIMARY_WORKERS if PRIMARY_WORKERS in others else max(asked)),
             )
         )
         left_out += [
-            (name, _workers_label(n), f"more than the {setup.usable_cores} usable cores")
-            for n in asked
-            if n > setup.usable_cores
+            (name, _workers_label(n), f"more than the {setup.cores_name}") for n in asked if n > setup.usable_cores
         ]
     # What a loader changes is nothing: shown in seconds, and to the last bit. A user's dataset may draw in its workers.
     trials = tuple(t for f in families if f.baseline.workload == DDPM for t in identity_trials(f))
@@ -272,6 +269,7 @@ def torch_compile(
                     for label, how in (("compiled", "whole"), ("compiled block by block", "regional"))
                     if how == "whole" or (setup.preset == "full" and not setup.own)
                 ),
+                primary="compiled",
             )
         )
     return Experiment(name="torch_compile", families=tuple(families))
@@ -301,6 +299,7 @@ def batch_size(
         baseline_label=f"batch {smallest}",
         candidates=tuple((f"batch {n}", dataclasses.replace(base, global_batch_size=n)) for n in larger),
         search_up_to=max(most, smallest, *larger),
+        primary=f"batch {larger[min(1, len(larger) - 1)]}" if larger else "",
     )
     return Experiment(name="batch_size", families=(family,))
 
@@ -309,8 +308,6 @@ PLANS = {"peers": PLAN, "all_reduce": collectives.PLAN, SEARCH: SEARCH_PLAN}
 """How a set is measured where it is not as the preset says."""
 LONG = ("peers", "quality", "claims")
 """Questions that take too long to be measured beside the others: notebooks do so in the preset ``full`` only."""
-WORKLOADS = {"peers": TRAINERS, "quality": TRAINED, "all_reduce": collectives.WORKLOADS, "claims": CLAIMED}
-"""What a question runs beside the lab's own trainer; one code version covers all of it."""
 QUESTIONS: dict[str, Callable[..., Experiment]] = {
     f.__name__: f
     for f in (
@@ -325,6 +322,13 @@ STAGES: dict[str, Callable[..., Experiment]] = {f.__name__: f for f in (search, 
 
 def ask(name: str, setup: Setup, *, seeds: int | None = None, images: int | None = None, **grid: Any) -> Experiment:
     """The experiment that answers a question; ``seeds`` and ``images`` are those of the runs that are for quality."""
+    experiment = _ask(name, setup, seeds=seeds, images=images, **grid)
+    # A question has one primary comparison: that of its first family.
+    others = tuple(dataclasses.replace(f, primary="") for f in experiment.families[1:])
+    return dataclasses.replace(experiment, families=experiment.families[:1] + others)
+
+
+def _ask(name: str, setup: Setup, *, seeds: int | None, images: int | None, **grid: Any) -> Experiment:
     if setup.own and setup.own.lacks(name):
         return nothing_asked(name, setup)
     trained = {option: value for option, value in (("seeds", seeds), ("images", images)) if value is not None}

@@ -14,14 +14,17 @@ from typing import Any
 
 from ddpm_lab import search
 from ddpm_lab.checks import ConfigError, number
-from ddpm_lab.measure.campaign import PLACE_SECONDS, Campaign
+from ddpm_lab.ledger import published_trials
+from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.group_folder import sweep
 from ddpm_lab.measure.hardware import environment
 from ddpm_lab.measure.measuring_lock import measuring
+from ddpm_lab.measure.shortfall import PLACE_SECONDS
 from ddpm_lab.measure.trials import COMPILE_SECONDS
 from ddpm_lab.plan import RECOMMENDATION, SEARCH
 from ddpm_lab.plan import preset as preset_called
-from ddpm_lab.planning import Measured, Planned, plan_question
+from ddpm_lab.planned import Measured, Planned
+from ddpm_lab.planning import plan_question
 from ddpm_lab.record import RunRecord
 from ddpm_lab.search import Belief, Ratios
 from ddpm_lab.space import BATCH, Cell, Space
@@ -120,7 +123,7 @@ def _check(minutes: float | None) -> None:
 
 
 def _admissible(campaign: Campaign, space: Space) -> list[Cell]:
-    """The cells that may win, by the trials in the ledger; without scipy nothing is known of any quality."""
+    """The cells that may win, by the trials in the ledger and published ones; without scipy no quality is known."""
     try:
         from ddpm_lab.explain import quality  # noqa: PLC0415 - the explaining half is not on a bare GPU node
     except ModuleNotFoundError:
@@ -129,7 +132,7 @@ def _admissible(campaign: Campaign, space: Space) -> list[Cell]:
     records, _ = campaign.ledger.read(
         lambda heads: [h for h in heads if h.role == "quality" and (h.machine.key, h.cohort[2]) == (key, data)]
     )
-    trials, code = quality.Trials(records), campaign.instrument.code.key
+    trials, code = quality.Trials(records, published_trials()), campaign.instrument.code.key
     return search.admissible(space, lambda config: trials.verdict(space.baseline, config, code).verdict)
 
 
@@ -193,7 +196,7 @@ def _apart(one: Cell, other: Cell) -> list[int]:
 def _place_seconds(campaign: Campaign) -> float:
     """What a configuration takes in a set of the search."""
     (family,) = campaign.experiment.families
-    if costs := campaign.costs.get(family.name):
+    if costs := campaign.lacks.costs.get(family.name):
         return min(costs)  # a set that compiled took longer, and will not again
     seen = campaign.held.place_seconds(family.baseline.run_id)
     return PLACE_SECONDS if seen is None else seen

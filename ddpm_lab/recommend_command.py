@@ -59,6 +59,8 @@ def recommend_command(options: argparse.Namespace) -> int:
     settings = given(options, "preset", "data", "held_out", "skip_bad", "network", "workload", "device", "any_batch")
     settings |= given(options, "seeds", "images", "sets", "train_images", "ledger", "machine", "output_dir")
     reads = options.ledger is not None or options.machine is not None
+    if options.minutes is not None and not options.minutes > 0:
+        raise ConfigError(f"minutes is {options.minutes!r}: give a number above 0")
     minutes = options.minutes if options.minutes is not None or reads else MINUTES.get(options.preset)
     try:
         study = experiments.recommendation(

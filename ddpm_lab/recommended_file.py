@@ -28,7 +28,6 @@ def write(study: Study) -> Path | None:
         return None
     here = Path(found.config.data).is_dir()
     values = {name: value for name, value in found.config.as_dict().items() if name not in OWN}
-    del values["optimizer"]["ema_warmup"]  # which changes no speed: train has it on
     if not here:  # the images of the machine that measured are not on this one
         values = {name: value for name, value in values.items() if name not in ("data", "data_sha256")}
     steps = max(1, forecast(found, found.best).images // found.config.global_batch_size)

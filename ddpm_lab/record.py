@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -16,10 +16,11 @@ from ddpm_lab.checks import LabError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.plan import Plan
 
-SCHEMA = 3
+SCHEMA = 4
 Cohort = tuple[str, str, str, str]
 JOB = "job"
 """Role of a SLURM job that failed: what it measured before has records of its own."""
+TWIN = "twin"
 LASTING = ("oom", "diverged", "refused")
 """Failures that another try on the same machine and code would meet again; what is unsupported can be installed."""
 
@@ -28,8 +29,8 @@ class LedgerError(LabError):
     """A ledger that cannot be used, in one sentence."""
 
 
-class NewerSchemaError(LedgerError):
-    """A record that a newer version of the lab wrote."""
+class OtherSchemaError(LedgerError):
+    """A record that another edition of the lab wrote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +93,7 @@ class Window:
     A step ends when its slowest rank ends it, so ``step_seconds`` add up to the window; ``data_seconds`` is each rank's
     wait for data; ``others_cores`` is how many cores other processes kept busy meanwhile (None: unknown). ``state`` is
     what the machine did, by the names of ``measure.machine_watch.Watch``, and the memory that the largest rank held at
-    the window's end (``rss_bytes``, on a GPU ``allocated_bytes`` and ``reserved_bytes``). A dropped window was
-    disturbed from outside; its turn is dropped for every configuration of the set.
+    the window's end (``rss_bytes``, on a GPU ``allocated_bytes`` and ``reserved_bytes``).
     """
 
     turn: int
@@ -108,7 +108,6 @@ class Window:
     others_cores: float | None = None
     stolen_seconds: float | None = None
     state: dict[str, float | None] = field(default_factory=dict)
-    dropped: bool = False
 
     @property
     def seconds_per_image(self) -> float:
@@ -145,9 +144,12 @@ class RunRecord:
     (a network chosen for this machine), search (a size tried for the largest batch that fits, alone), largest (how that
     search ended, its limit as the label; both belong to no set), check (of a gradient), wrong (a wrong way to measure,
     run to be shown; its numbers are in the profile and no speed), note (a configuration that was left out before any
-    set), space (what a search could choose from, and by its family the sets that measured again what it found), or job
-    (a SLURM job that failed: its command as the label, its log's end in the witness; the configuration says nothing).
+    set), space (what a search could choose from, and by its family the sets that measured again what it found), job (a
+    SLURM job that failed: its command as the label, its log's end in the witness; the configuration says nothing),
+    or look (an answer was shown: ``look`` has the ``sets`` of this baseline that it rested on, and their ``log_ratios``
+    by run id, the twin's under TWIN: they say how much sets of this machine scatter).
     ``status`` is ok, oom, unsupported, diverged, crashed, timed out, refused, left out or cancelled.
+    ``primary`` marks the candidate of the question's primary comparison, which its definition fixes.
     ``baseline_id`` is the run id of the set's baseline. ``stages`` are seconds: start, build, compile (the first step,
     compiled configurations only), warmup, steady, teardown; of a trial training.
     """
@@ -166,6 +168,7 @@ class RunRecord:
     status: str = "ok"
     reason: str | None = None
     mechanism_only: bool = False
+    primary: bool = False
     stages: dict[str, float] = field(default_factory=dict)
     compile_cache: str | None = None
     warmup_steps: int = 0
@@ -175,6 +178,7 @@ class RunRecord:
     profile: dict[str, Any] | None = None
     quality: dict[str, Any] | None = None
     space: dict[str, Any] | None = None
+    look: dict[str, Any] | None = None
     schema: int = SCHEMA
 
     @property
@@ -210,11 +214,14 @@ class RunRecord:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunRecord:
-        """Rebuild a record. Raises LedgerError if it was written by a newer version of the lab."""
+        """Rebuild a record. Raises LedgerError if another edition of the lab wrote it."""
         values = dict(values)
-        if values.get("schema", 0) > SCHEMA:
-            raise NewerSchemaError(
-                f"a record has schema {values['schema']}, this version reads up to {SCHEMA}: update ddpm_lab"
+        if (schema := values["schema"]) > SCHEMA:
+            raise OtherSchemaError(f"a record has schema {schema}, this version reads {SCHEMA}: update ddpm_lab")
+        if schema < SCHEMA:
+            raise OtherSchemaError(
+                f"a record has schema {schema}, of an earlier edition, and this version reads {SCHEMA}: move the file "
+                "away and measure again"
             )
         values.pop("run_id", None)
         environment = dict(values["environment"])
@@ -228,32 +235,69 @@ class RunRecord:
         return cls(**values)
 
 
-def set_log_ratio(baseline: RunRecord, other: RunRecord) -> float:
-    """What a set says of two configurations: the median over turns of ln(baseline's seconds per image / the other's).
+CROWDED_CORES = 0.25
+"""A turn is crowded when its ranks' threads and other processes want so many cores more than there are."""
+CROWDED_SHARE = 0.2
+"""A set with more than this share of crowded turns does not count, and is measured again."""
+BUSY_GPU_PERCENT = 10.0
+"""Share of a GPU's time that other processes may take before a turn on it is crowded."""
 
-    Above 0 the other is faster. Only turns count that both sides have and that were disturbed for neither; NaN where
-    there is none. The median, since what a neighbour takes begins and ends within a turn now and then, and is then many
-    times the noise of all other turns.
+
+def set_log_ratio(baseline: RunRecord, other: RunRecord, twin: RunRecord | None = None) -> float:
+    """What one set finds for a configuration: the mean over turns of ln(baseline's seconds per image / its own).
+
+    Above 0 the configuration is faster. With ``twin`` the baseline's logarithm is the mean of the baseline's and its
+    twin's, which is narrower at no cost; the mean of their times would favour every candidate where windows scatter.
+    Only turns count that all have; NaN where there is none.
     """
-    ours, theirs = kept_seconds(baseline), kept_seconds(other)
-    dropped = {w.turn for r in (baseline, other) for w in r.windows if w.dropped}
-    logs = [math.log(ours[turn] / theirs[turn]) for turn in ours.keys() & theirs.keys() - dropped]
-    return statistics.median(logs) if logs else math.nan
+    logs = turn_log_ratios(baseline, other, twin)
+    return statistics.fmean(logs) if logs else math.nan
 
 
-def burst_log(record: RunRecord) -> float:
-    """ln(mean over median) of a run's windows in a set: what windows far slower than most add to its time.
+def turn_log_ratios(baseline: RunRecord, other: RunRecord, twin: RunRecord | None = None) -> list[float]:
+    """The log ratio of each turn that all have; see ``set_log_ratio``."""
+    sides = [seconds_by_turn(r) for r in (baseline, *([twin] if twin else []))]
+    theirs = seconds_by_turn(other)
+    turns = theirs.keys() & set.intersection(*(set(side) for side in sides))
+    return [statistics.fmean(math.log(side[t]) for side in sides) - math.log(theirs[t]) for t in sorted(turns)]
 
-    A neighbour adds as much to the baseline. What only one side has is its own: such as saving every hundred steps.
-    """
-    seconds = list(kept_seconds(record).values())
-    return math.log(statistics.fmean(seconds) / statistics.median(seconds)) if seconds else math.nan
 
-
-def kept_seconds(record: RunRecord) -> dict[int, float]:
-    """Seconds per image by turn, of the windows that have a time and were not disturbed."""
-    values = {w.turn: w.seconds_per_image for w in record.windows if not w.dropped}
+def seconds_by_turn(record: RunRecord) -> dict[int, float]:
+    """Seconds per image by turn, of the windows that have a time."""
+    values = {w.turn: w.seconds_per_image for w in record.windows}
     return {turn: seconds for turn, seconds in values.items() if math.isfinite(seconds) and seconds > 0}
+
+
+def crowded(records: Sequence[RunRecord]) -> bool:
+    """Whether a set does not count, since other processes took the cores or the GPU of its ranks in too many turns.
+
+    A turn is crowded when, on average over its windows, the ranks' threads together with what other processes and the
+    hypervisor took exceed the usable cores by a quarter of a core or more; on a GPU, when another process computes on
+    it. Decided by load, never by time. What is not known crowds nothing.
+    """
+    turns: dict[int, list[float]] = {}
+    for r in records:
+        cuda, cores = r.config.device == "cuda", r.environment.machine.usable_cores
+        threads = 0 if cuda else min(cores, r.config.rank_threads(cores) * r.config.node_size)
+        for w in r.windows:
+            excess = _gpu_excess(w) if cuda else threads + _taken_cores(w) - cores - CROWDED_CORES
+            turns.setdefault(w.turn, []).append(-1.0 if r.config.oversubscribe else excess)
+    full = sum(statistics.fmean(excess) >= 0 for excess in turns.values())
+    return full > CROWDED_SHARE * len(turns)
+
+
+def _taken_cores(window: Window) -> float:
+    """Cores that other processes and the hypervisor took during a window."""
+    watched = window.state.get("watched_seconds")
+    return (window.others_cores or 0.0) + ((window.stolen_seconds or 0.0) / watched if watched else 0.0)
+
+
+def _gpu_excess(window: Window) -> float:
+    """At least 0 where another process computes on the window's GPUs."""
+    percent = window.state.get("gpu_others_percent")
+    if percent is None and window.state.get("gpu_others_changed_bytes"):
+        percent = 100.0  # NVML does not tell how busy it is: one that comes, goes or changes its memory is at work
+    return (percent or 0.0) - BUSY_GPU_PERCENT
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab import __version__
+from ddpm_lab import __version__, agenda
 from ddpm_lab.checks import LabError, choice
 from ddpm_lab.config import NETWORKS
 from ddpm_lab.data import archives, prepared
@@ -31,22 +31,18 @@ from ddpm_lab.notebooks import (
     parameter_names,
     stop_on_signals,
 )
-from ddpm_lab.own_workload import check_brought, code_of_own
+from ddpm_lab.own_workload import check_brought, check_name
 from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.report_lines import clock, command, words
+from ddpm_lab.setting import usual_device
 
 LAST = "06_recommendation"
 LONG = (LAST, "07_peers", "08_quality", "09_claims")
 """They show what the others measured, or what was measured before, and get time to measure only in ``full``."""
-WEIGHTS = {
-    **{"01_profile": 1, "02_multi_gpu": 17, "03_amp": 8, "04_workers": 13, "05_torch_compile": 13},
-    **{LAST: 150, "07_peers": 100, "08_quality": 200, "09_claims": 25},
-}
-"""How a budget is divided: about the seconds that each notebook takes for ``quick``, by ten; LONG ones for ``full``."""
+_SHOWING = ("bands", "minutes", "published")
+"""Parameters of notebooks that say how results are shown, and not what is measured."""
 NOTEBOOK_SECONDS = 6.0
 """What a notebook takes beside measuring: its kernel, imports, figures and page."""
-LEAST_SECONDS = 3.0
-"""What a notebook may use when the budget is spent: enough to show what the ledger holds."""
 
 
 class ReportError(LabError):
@@ -103,7 +99,7 @@ def report(
     Raises:
         NotebookError: a notebook or a parameter does not exist.
         ReportError: the output folder cannot be written, or ``minutes`` is not above 0.
-        ConfigError: there is no such preset, network or workload.
+        ConfigError: there is no such preset, network or workload, or torch cannot use the GPU.
         DataError: there are no images where ``data`` or ``held_out`` says.
     """
     chosen = preset_called(preset)
@@ -119,12 +115,14 @@ def report(
     given["output_dir"] = None if output_dir is None else str(output_dir)
     known = {file: parameter_names(file) for file in files}
     if workload is not None:
-        code_of_own("profile", workload)  # refused here rather than in each notebook
+        check_name("profile", workload)  # refused here rather than in each notebook
         check_brought(workload, {**{name: given[name] for name in ("data", "held_out", "network")}, **parameters})
         if not notebooks:  # the others are about the lab's own trainer
             known = {file: names for file, names in known.items() if "workload" in names}
             files = list(known)
     check_parameters(known, parameters)
+    if any("device" in names for names in known.values()) and not parameters.keys() & {"ledger", "machine"}:
+        usual_device(parameters.get("device"))  # a GPU that torch cannot use, refused once
     values = {
         file: {
             **{name: value for name, value in given.items() if value is not None and name in names},
@@ -142,7 +140,10 @@ def report(
         measuring=[
             file
             for file, names in known.items()
-            if "minutes" in names and "minutes" not in values[file] and (preset == "full" or file.stem not in LONG)
+            if file.stem.partition("_")[2] in agenda.MEASURED  # a notebook of the user's own measures by itself
+            and "minutes" in names
+            and "minutes" not in values[file]
+            and (preset == "full" or file.stem not in LONG)
         ],
         seconds=None if (total := minutes if minutes is not None else chosen.minutes) is None else total * 60,
     )
@@ -151,8 +152,11 @@ def report(
         cache = run.folder.parent / "data" / "prepared"
         resolve(data, cache, held_out=held_out, progress=run.progress, **options)
     run.collect(files)
-    if preset == "full":
-        run.forecast({file: values[file] for file in files if file.stem in WEIGHTS and "ledger" not in values[file]})
+    if run.seconds is not None:
+        try:
+            run.measure(values)
+        except KeyboardInterrupt:
+            return run.finish(stopped=True)
     with stop_on_signals() as stop:
         for file in files:
             if stop.requested:
@@ -175,7 +179,6 @@ class _Run:
     seconds: float | None
     files: list[Path] = field(default_factory=list)
     pages: dict[str, Page] = field(default_factory=dict)
-    forecasts: dict[Path, float] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
     calibration: Section | None = None
 
@@ -199,25 +202,28 @@ class _Run:
             self.pages[file.stem] = page
         self.index()
 
-    def forecast(self, values: Mapping[Path, Mapping[str, Any]]) -> None:
-        """Say how long each notebook will measure, before the first one starts."""
-        from ddpm_lab import experiments  # noqa: PLC0415 - only the preset without a budget asks
-
-        for file, settings in values.items():
-            self.forecasts[file] = experiments.forecast(file.stem.partition("_")[2], **settings)
-            self.say(file.stem, f"forecast {words(self.forecasts[file])}")
-        self.progress(f"[{clock(self.elapsed)}] forecast for all: {words(sum(self.forecasts.values()))}")
+    def measure(self, values: Mapping[Path, Mapping[str, Any]]) -> None:
+        """Measure what the notebooks will show, the primary comparisons of all of them first; they measure nothing."""
+        asked = {
+            file.stem.partition("_")[2]: {name: value for name, value in values[file].items() if name not in _SHOWING}
+            for file in self.measuring
+            if not values[file].keys() & {"ledger", "machine"}
+        }
+        names = {file.stem.partition("_")[2]: file.stem for file in self.measuring}
+        seconds = (self.seconds or 0.0) - self.elapsed - NOTEBOOK_SECONDS * len(self.files)
+        self.progress(
+            f"[{clock(self.elapsed)}] measuring takes up to {words(max(0.0, seconds))}; then {len(self.files)} pages"
+        )
+        agenda.measure(asked, seconds=seconds, say=lambda name, line: self.say(names.get(name, name), line))
 
     def executed(self, file: Path) -> Path:
         return self.folder / "notebooks" / file.name
 
     def one(self, file: Path, values: dict[str, Any], stop: Stop) -> None:
         """Execute one notebook, publish it, and bring the index up to date."""
-        if file in self.measuring:
-            if (seconds := self.share(file)) is not None:
-                values = {**values, "minutes": round(seconds / 60, 2)}
-            self.measuring.remove(file)
-        self.say(file.stem, f"starts{self.outlook(file, values)}")
+        if self.seconds is not None and file in self.measuring:
+            values = {**values, "minutes": 0}
+        self.say(file.stem, "starts")
         began = self.elapsed
         target = self.executed(file)
         error = execute(file, target, values, say=lambda line: self.say(file.stem, line), stop=stop)
@@ -240,26 +246,13 @@ class _Run:
         self.index()
         self.say(file.stem, f"{state}: {error}" if error else page.headline or state)
 
-    def share(self, file: Path) -> float | None:
-        """Seconds that a notebook may measure: its part, by weight, of what is left of the budget."""
-        if self.seconds is None:
-            return None
-        left = self.seconds - self.elapsed - NOTEBOOK_SECONDS * len(self.files)
-        weights = {file.stem: WEIGHTS.get(file.stem, 1) for file in self.measuring}
-        return max(left * weights[file.stem] / sum(weights.values()), LEAST_SECONDS)
-
-    def outlook(self, file: Path, values: Mapping[str, Any]) -> str:
-        """How long a notebook may or will take, and with a forecast how long all that is left."""
-        if file in self.forecasts:
-            left = sum(self.forecasts.get(other, 0) for other in self.files)
-            return f", forecast {words(self.forecasts[file])} of {words(left)} that are left"
-        return f", with {values['minutes']:g} min to measure" if "minutes" in values else ""
-
     def say(self, name: str, line: str) -> None:
         self.progress(f"[{clock(self.elapsed)}] {name}: {line}")
 
     def finish(self, stopped: bool) -> ReportResult:
         index = self.index(stopped=stopped)
+        for name, lines in pages.answers(list(self.pages.values())):
+            self.progress(f"{name}: {'; '.join(lines)}")
         self.progress(f"[{clock(self.elapsed)}] report: {index}")
         return ReportResult(pages=tuple(self.pages.values()), index=index, stopped=stopped)
 
@@ -278,6 +271,7 @@ class _Run:
             target,
             subject=self.workload or "a diffusion model",
             facts=self.facts(),
+            answered=pages.answers(list(self.pages.values())),
             notice=notice,
             command=self.command,
             ledger=os.path.relpath(ledger, self.folder) if ledger.exists() else "",

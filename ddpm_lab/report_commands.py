@@ -174,7 +174,7 @@ def _write(study: Study, folder: Path, ledger: str, *, as_json: bool) -> int:
     from ddpm_lab.explain.study_summary import of_study  # noqa: PLC0415
 
     found = pairs.pairs(study)
-    measured = any(row["sets"] for pair in found for row in pair.sides)
+    measured = any(row.sets for pair in found for row in pair.sides)
     if not study.records:
         print(f"ddpm-lab: {ledger} holds no records of one GPU or rank beside several", file=sys.stderr)
         return 1

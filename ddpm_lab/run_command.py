@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import inspect
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,19 +27,24 @@ _OWNED = {
     **dict.fromkeys(("scaling", "lost_scaling"), "multi_gpu"),
 }
 """Options that one experiment alone takes."""
+_NAMES = {"way_out": "to answer it", "figure": "figure"}
 
 
 def add_options(subparsers: Any) -> None:
     """Add the command to the command line."""
-    parser = subparsers.add_parser("run", help="measure what is missing for one or more experiments")
+    parser = subparsers.add_parser(
+        "run",
+        help="measure what is missing for one or more experiments; again, more where the answer is inconclusive",
+    )
     parser.add_argument(
         "experiments",
         nargs="+",
         metavar="EXPERIMENT",
-        help="profile, multi_gpu, amp, workers, torch_compile, batch_size (the largest batch that fits), exchange (how "
-        "ranks exchange gradients), all_reduce (how fast their links are), peers (this trainer beside others, and the "
-        "limits of the machine), quality (what each setting costs in loss), bottleneck (what to change next) or claims "
-        "(published claims, and wrong ways to measure)",
+        help="profile (where the time of a step goes), multi_gpu (one rank against several), amp (number formats), "
+        "workers (of the data loader), torch_compile (what compiling gains and costs), batch_size (the largest batch "
+        "that fits), exchange (how ranks exchange gradients), all_reduce (how fast their links are), peers (this "
+        "trainer beside others, and the limits of the machine), quality (what each setting costs in loss), bottleneck "
+        "(what to change next) or claims (published claims, and wrong ways to measure)",
     )
     add(parser, *COMMON)
     add(parser, "mode", help="one rank only; at least two; or what `ddpm-lab strategy` says of the network and batch")
@@ -75,7 +81,13 @@ def add_options(subparsers: Any) -> None:
         help="quality: images of a FID (default: 64, 2,500 or 10,000, where there are as many to train on)",
     )
     add(parser, "image-size", "sets")
-    add(parser, "resolution", help=f"{RESOLUTION}: measure until then (default: the planned number of sets)")
+    parser.add_argument(
+        "--cores",
+        type=int,
+        metavar="N",
+        help="CPU cores to measure with (default: those that other processes leave free)",
+    )
+    add(parser, "resolution", help=f"{RESOLUTION}: measure until then (default: what the time gives)")
     add(parser, "seed")
     parser.add_argument(
         "--oversubscribe", action="store_true", help="allow more ranks than cores or GPUs; speed is not claimed"
@@ -101,7 +113,7 @@ def _weighed(options: argparse.Namespace) -> Strategy | None:
 
 def run_command(options: argparse.Namespace) -> int:
     """Measure what is missing for experiments."""
-    from ddpm_lab import planning  # noqa: PLC0415 - commands load what they need
+    from ddpm_lab import experiments, planning  # noqa: PLC0415 - commands load what they need
     from ddpm_lab.explain.grids import show  # noqa: PLC0415
     from ddpm_lab.questions import QUESTIONS  # noqa: PLC0415
 
@@ -112,18 +124,21 @@ def run_command(options: argparse.Namespace) -> int:
     weighed = _weighed(options)
     grids = {name: _grid(name, options, weighed) for name in options.experiments}
     settings = given(options, "preset", "sets", "output_dir", "start_method", "data", "held_out", "skip_bad", "network")
-    settings |= given(options, "device", "image_size", "seed", "oversubscribe", "workload")
+    settings |= given(options, "device", "image_size", "seed", "oversubscribe", "workload", "cores")
     settings["minutes"] = options.minutes / len(grids) if options.minutes else options.minutes
     settings["resolution"] = percent(options.resolution) if options.resolution else None
     # All are checked before the first is measured.
     planned = [planning.plan_question(name, **settings, **grid) for name, grid in grids.items()]
-    measured = [one.measure() for one in planned]
+    measured = [experiments.undecided(one).measure() for one in planned]
     results = [_answer(one, table) for one in measured]
     if options.json:
         print(json.dumps(results, indent=1))
     else:
         for result in results:
             print(f"{result['experiment']}: {result['finding']}")
+            for name in ("way_out", "figure"):
+                if result.get(name):
+                    print(f"{_NAMES[name]}: {result[name]}")
             for split in result.get("lost_scaling", ()):
                 print(f"where the lost scaling went, {split['family']}: {split['sentence']}")
                 show([list(split["parts"][0]), *(list(row.values()) for row in split["parts"])])
@@ -139,8 +154,8 @@ def run_command(options: argparse.Namespace) -> int:
 
 
 def _print_summaries(measured: Sequence[Any]) -> None:
-    """The lines that a log is searched for, a block for each configuration that trained; a terminal needs none."""
-    if sys.stderr.isatty():
+    """The lines that the log of a job is searched for, a block for each configuration that trained."""
+    if "SLURM_JOB_ID" not in os.environ:
         return
     from ddpm_lab import summary_lines  # noqa: PLC0415
     from ddpm_lab.experiments import records_of  # noqa: PLC0415
@@ -160,7 +175,7 @@ def _answer(measured: Any, table: Bands) -> dict[str, Any]:
         "ledger": str(measured.ledger),
     }
     try:
-        from ddpm_lab.explain import findings, lost_scaling_table  # noqa: PLC0415
+        from ddpm_lab.explain import figures, findings, lost_scaling_table, show  # noqa: PLC0415
     except ModuleNotFoundError as missing:
         advice = f"measured; {missing.name} is not installed here, so take the ledger elsewhere: ddpm-lab figures"
         return {**values, "finding": f"{advice} --ledger {measured.ledger.name}"}
@@ -168,7 +183,10 @@ def _answer(measured: Any, table: Bands) -> dict[str, Any]:
 
     study = dataclasses.replace(study_of(measured), bands=table)
     found = findings.finding(study)
-    values |= {"finding": found.claim, "verdict": found.verdict, "status": found.status}
+    values |= {"finding": found.claim, "verdict": found.verdict, "status": found.status, "way_out": found.way_out}
+    figure = measured.output_dir / "image_output" / f"{show.NAMES[study.experiment]}.png"
+    figures.save(figures.figure(study), figure)
+    values["figure"] = str(figure)
     lost = lost_scaling_table.as_values(study)
     others = lost_scaling_table.unsplit(study)
     return values | ({"lost_scaling": lost} if lost else {}) | ({"lost_scaling_unsplit": others} if others else {})

@@ -43,10 +43,6 @@ MOST_IMAGES = 1_000_000
 """In one folder: a file is named by the six digits of its image's number."""
 
 
-LATER = {"precision": "fp32", "compile": "off"}
-"""Settings that came later, as folders of before were made: these are gone on with."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """What decides the images: the sampler, its steps, the seed of the noise, which weights, and how these are run."""
@@ -157,7 +153,7 @@ def _make(config: RunConfig, missing: int, count: int, threads: int, progress: P
     done, begun = count - missing, time.monotonic()
     progress(f"{done:,} of {count:,} images; starting")
     try:
-        with Group(config, threads=max(1, threads), modules=(), environment={}, progress=progress) as group:
+        with Group(config, threads=max(1, threads), modules={}, environment={}, progress=progress) as group:
             begun = time.monotonic()
             for batch in range(1, math.ceil(missing / config.global_batch_size) + 1):
                 group.advance(1, SILENCE_SECONDS, "sampling")
@@ -241,7 +237,6 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
         raise ConfigError(f"{path} is damaged: give another --output-dir")
     if strange:
         raise ConfigError(f"{folder} holds images of another origin: give another --output-dir")
-    before = LATER | before
     if before != settings:
         unlike = [f"{name} is {value!r}" for name, value in settings.items() if before.get(name) != value]
         raise ConfigError(f"{folder} holds images of other settings ({'; '.join(unlike)}): give another --output-dir")

@@ -20,14 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.record import LASTING, RunRecord, set_log_ratio
+from ddpm_lab.record import LASTING, RunRecord, crowded, set_log_ratio
 from ddpm_lab.space import BATCH, Cell, Space
 
 Array = npt.NDArray[np.float64]
 Ratios = dict[str, float]
 """ln(baseline's time / another's) in one set, by run id; the twin's under TWIN. NaN: it failed, -inf: for good."""
 TWIN = "twin"
-NOT_WORSE, WORSE = ("not worse", "identical"), "worse"
+NOT_WORSE, WORSE = ("not worse", "identical", "worse by less than the margin"), "worse"
 """Verdicts of trials that let a batch be chosen, and the one that keeps anything out."""
 
 MAIN, PAIR, OWN = 0.25, 0.12, 0.05
@@ -57,7 +57,7 @@ def observations(records: Iterable[RunRecord], baseline_id: str) -> list[Ratios]
     found = []
     for members in sets.values():
         base = next((r for r in members if r.role == "baseline" and r.status == "ok"), None)
-        if base is not None:
+        if base is not None and not crowded(members):
             others = [r for r in members if r.role != "baseline"]
             found.append({TWIN if r.role == "twin" else r.run_id: _log_ratio(base, r) for r in others})
     return found
@@ -111,12 +111,6 @@ class Belief:
             return max(mean, 0.0)
         z = mean / spread
         return mean * _below(z) + spread * math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
-
-    def chance(self, cell: Cell, over: Cell, by: float) -> float:
-        """The probability that a cell is faster than another by more than a ratio."""
-        mean, spread = self.gain(cell, over)
-        ahead = mean - math.log(by)
-        return _below(ahead / spread) if spread else float(ahead > 0)
 
     def losses(self, among: Sequence[Cell]) -> dict[Cell, float]:
         """What is lost on average by taking the best so far, by the cell that would have been the fastest.

@@ -88,7 +88,7 @@ def _settings(setup: Setup, batch: int) -> tuple[dict[str, tuple[Value, ...]], l
     for count in _WORKERS[preset] if not own or "dataset" in own.offers else ():
         label = f"{'' if own else 'files, '}{count} worker{'s' * (count != 1)}"
         if count > setup.usable_cores:
-            left_out.append((label, f"more than the {setup.usable_cores} usable cores"))
+            left_out.append((label, f"more than the {setup.cores_name}"))
         else:
             loaders.append(Value(f"files-{count}", label, {"loader": "files", "loader_workers": count}))
     ranks = setup.doubled_ranks
@@ -158,5 +158,6 @@ def recommendation(setup: Setup, *, space: Space, steps: Sequence[Cell]) -> Expe
         baseline_label=START,
         candidates=(*rows[-1:], *rows[:-1]),
         together=True,
+        primary=rows[-1][0] if rows else "",
     )
     return Experiment(name=RECOMMENDATION, families=(family,), trials=trials, space=space)

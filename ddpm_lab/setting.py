@@ -11,6 +11,7 @@ from ddpm_lab.checks import ConfigError, choice, several, whole
 from ddpm_lab.config import LOADER_ALONE, RunConfig, digest
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.fleet import fewest_hosts
+from ddpm_lab.measure.gpu_trouble import gpu_trouble
 from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.own_settings import OWN, OWN_LOADER
 
@@ -97,6 +98,8 @@ class Setup:
     hosts: int = 1
     places: int = 0
     """Hosts that can be used, and the ranks that a job has a place for on each; 0 is as many as there are devices."""
+    limited: bool = False
+    """Whether ``usable_cores`` are fewer than the machine has: other processes take the rest."""
     own: Own | None = None
     """A training of the user's, in place of the network and the images."""
 
@@ -119,6 +122,8 @@ class Setup:
                 raise ConfigError(f"precision is {settings['precision']!r}: {self.own.lacks('amp')}")
         settings = {"nodes": self.nodes(settings.get("world_size", 1)), **settings}
         config = RunConfig(**{**common, **settings})
+        if self.limited and config.device == "cpu":
+            config = dataclasses.replace(config, threads=max(1, self.usable_cores // config.node_size))
         over = config.node_size > (self.gpus if config.device == "cuda" else self.usable_cores)
         return dataclasses.replace(config, oversubscribe=True) if over and self.oversubscribe else config
 
@@ -164,7 +169,7 @@ class Setup:
         nodes = self.nodes(ranks)
         if ranks % nodes:
             raise ConfigError(f"{ranks} ranks cannot be spread evenly over {nodes} hosts: give a multiple of {nodes}")
-        check_ranks(self.device, ranks // nodes, self.gpus, self.usable_cores, self.oversubscribe)
+        check_ranks(self.device, ranks // nodes, self.gpus, self.usable_cores, self.oversubscribe, limited=self.limited)
 
     def files(self, loader_workers: int) -> dict[str, Any]:
         """Settings of a loader that decodes each file when it is needed; raises ConfigError for too many workers."""
@@ -208,8 +213,16 @@ class Setup:
     @property
     def why_alone(self) -> str:
         """Why a machine with one device measures no second rank."""
+        if self.limited and self.device == "cpu":
+            return "one core is free, since other processes take the rest; each rank needs its own"
         have = "GPU" if self.device == "cuda" else "usable core"
         return f"this machine has one {have}; each rank needs its own"
+
+    @property
+    def cores_name(self) -> str:
+        """The cores that can be measured with, for people."""
+        kind = "free" if self.limited else "usable"
+        return f"{self.usable_cores} {kind} core{'s' * (self.usable_cores != 1)}"
 
     def images_name(self, batch: int | None, *, per_rank: bool = False) -> str:
         """How many images a step takes, and their size where it is not CIFAR's: ``batch 8, 64x64 pixels``."""
@@ -220,7 +233,9 @@ class Setup:
 
 
 def usual_device(device: str | None) -> str:
-    """The device, or the GPU where there is one."""
+    """The device, or the GPU where there is one. Raises ConfigError for a GPU that torch cannot use."""
+    if device in (None, "cuda") and (trouble := gpu_trouble()):
+        raise ConfigError(trouble)
     return device or ("cuda" if hardware.gpus() else "cpu")
 
 
@@ -240,11 +255,16 @@ def each_whole(place: str, values: Sequence[object] | None, least: int) -> None:
             whole(place, value, least)
 
 
-def check_ranks(device: str, ranks: int, gpus: int, usable_cores: int, oversubscribe: bool = False) -> None:
+def check_ranks(
+    device: str, ranks: int, gpus: int, usable_cores: int, oversubscribe: bool = False, *, limited: bool = False
+) -> None:
     """Raise ConfigError for more ranks than there are GPUs, or usable cores, to give each one of its own.
 
-    With ``oversubscribe`` ranks share them.
+    With ``oversubscribe`` ranks share them. ``limited`` cores are those that other processes leave free. A GPU that
+    torch cannot use is refused too.
     """
+    if device == "cuda" and (trouble := gpu_trouble()):
+        raise ConfigError(trouble)
     if device == "cuda" and not gpus:
         raise ConfigError("device is 'cuda', but no GPU is visible: use device cpu, or check the driver (nvidia-smi)")
     most = gpus if device == "cuda" else usable_cores
@@ -252,7 +272,8 @@ def check_ranks(device: str, ranks: int, gpus: int, usable_cores: int, oversubsc
         return
     need = f"{ranks} ranks need {ranks} GPUs, this machine has {gpus}"
     if device == "cpu":
-        need = f"{ranks} CPU ranks need {ranks} cores, {usable_cores} are usable here"
+        have = "are free, since other processes take the rest" if limited else "are usable here"
+        need = f"{ranks} CPU ranks need {ranks} cores, {usable_cores} {have}"
     raise ConfigError(
         f"{need}: give at most {most}, or set oversubscribe (such records show that it works, and nothing about speed)"
     )

@@ -10,7 +10,7 @@ from ddpm_lab.checks import ConfigError, choice, whole
 from ddpm_lab.config import DEVICES, NETWORKS
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.fleet import current
-from ddpm_lab.planning import Measured
+from ddpm_lab.planned import Measured
 from ddpm_lab.setting import check_ranks, usual_device
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ def add_options(subparsers: Any) -> None:
         help="measure one rank; one and several; or several unless the answer is single (default: measure nothing)",
     )
     add(parser, "device", "preset", "minutes")
-    add(parser, "sets", help="sets to measure (default: the preset's)")
+    add(parser, "sets", help="sets to measure (default: what the time gives)")
     add(parser, "data", "output-dir", "json")
     parser.set_defaults(command=strategy_command)
 

@@ -88,8 +88,8 @@ def of_training(config: RunConfig, folder: Path, gpu_percent: float | None) -> S
 def of_records(records: Iterable[RunRecord], images: Mapping[str, int]) -> dict[str, Summary]:
     """One summary for each configuration that was timed in sets or trained for its loss, under its label.
 
-    Seconds and images of a set's windows that were not disturbed; the second baseline is the first again. ``images``
-    says by their ``data_sha256`` how many images an epoch has.
+    Seconds and images of the windows of its sets; the second baseline is the first again. ``images`` says by their
+    ``data_sha256`` how many images an epoch has.
     """
     by_run: dict[str, list[RunRecord]] = defaultdict(list)
     for r in records:
@@ -105,7 +105,7 @@ def of_records(records: Iterable[RunRecord], images: Mapping[str, int]) -> dict[
 
 def _measured(records: list[RunRecord], known: Mapping[str, int]) -> Summary:
     config = records[0].config
-    windows = [w for r in records for w in r.windows if not w.dropped]
+    windows = [w for r in records for w in r.windows]
     looks = [look["loss"] for r in records for look in (r.quality or {}).get("held_out") or ()]
     busy = [value for w in windows if (value := w.state.get("gpu_utilisation_percent")) is not None]
     images = sum(w.images for w in windows)

@@ -9,6 +9,7 @@ from typing import Any
 from ddpm_lab import plan
 from ddpm_lab.checks import ConfigError, whole
 from ddpm_lab.config import DDPM, SAMPLING, SEED_FAMILY, DiffusionConfig, RunConfig
+from ddpm_lab.measure.hardware import package_version
 from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.plan import (
     BOTH_FP32,
@@ -30,7 +31,6 @@ DIFFUSERS = "ddpm_lab.model.peers:diffusers"
 PRODUCT = "ddpm_lab.model.limits:product"
 COPY = "ddpm_lab.model.limits:copy"
 CONVOLUTION = "ddpm_lab.model.limits:convolution"
-WORKLOADS = (DDPM, DDPT, DIFFUSERS, SAMPLING, PRODUCT, CONVOLUTION, COPY)
 
 PUBLISHED = "the published code"
 PEERS = {PUBLISHED: DDPM, "denoising-diffusion-pytorch": DDPT, "diffusers": DIFFUSERS}
@@ -41,7 +41,7 @@ PARTS = ("peers", "fp32", "sampling", "limits", "levers")
 
 SAMPLED = 16
 """Images sampled at once."""
-PLAN = Plan(turns=6, window_seconds=1.0, window_steps=1, settle_steps=1, warmup_steps=3)
+PLAN = Plan(window_seconds=1.0, settle_steps=1, warmup_steps=3)
 """Steps of seconds need few of them: no window shorter than a second, and ratios of two or three no hundredth parts."""
 
 
@@ -102,7 +102,7 @@ def _against(ours: RunConfig, name: str, asked: Sequence[str], *, compiled: bool
     if compiled:
         whole = [(peer, dataclasses.replace(_tuned(ours, peer), compile="whole")) for peer in asked]
         rows += [(peer + TUNED + COMPILED, config) for peer, config in whole]
-    return Family(name=name, baseline=ours, baseline_label=OURS, candidates=tuple(rows))
+    return Family(name=name, baseline=ours, baseline_label=OURS, candidates=tuple(rows), primary=asked[0] + TUNED)
 
 
 def _as_it_comes(ours: RunConfig, peer: str) -> RunConfig:
@@ -120,7 +120,14 @@ def _as_it_comes(ours: RunConfig, peer: str) -> RunConfig:
         implementation="plain" if peer == PUBLISHED else "lab",
         optimizer=OptimizerConfig(adam=adam, ema="loop"),
         read_loss=True,
+        options=_package(peer),
     )
+
+
+def _package(peer: str) -> tuple[tuple[str, str], ...]:
+    """The version of another trainer's package, where it is installed: another version is other work."""
+    version = "" if peer == PUBLISHED else package_version(peer)
+    return (("package", f"{peer} {version}"),) if version else ()
 
 
 def _formatted(ours: RunConfig, peer: str) -> RunConfig:
@@ -143,7 +150,7 @@ def _tuned(ours: RunConfig, peer: str) -> RunConfig:
         freed_memory=ours.freed_memory,
         optimizer=OptimizerConfig(),
         read_loss=False,
-        options=((FLASH_ATTENTION, True),) if flash else (),
+        options=(*_package(peer), *(((FLASH_ATTENTION, True),) if flash else ())),
     )
 
 

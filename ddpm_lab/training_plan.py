@@ -60,11 +60,11 @@ def plan_training(
             values[part] = {**_table(place, part, values.get(part, {})), inner: value}
         else:
             values[name] = value
-    device = values.setdefault("device", usual_device(None))
+    if "device" not in values:
+        values["device"] = usual_device(None)
+    device = values["device"]
     choice(f"{place}: device", device, DEVICES)
     values = {**USUAL.get(device, {}), **_defaults(device, values), **values}
-    table = _table(place, "optimizer", values.get("optimizer", {}))
-    values["optimizer"] = {"ema_warmup": True, **table}  # real runs are looked at from their first grid on
     values.setdefault("world_size", usual_ranks(values.get("nodes")))
     values.setdefault("nodes", spread(values["world_size"]))
     config = configuration({**values, "workload": TRAINING, "purpose": "quality"}, place)

@@ -194,7 +194,7 @@ class _Run:
         self.progress("starting")
         try:
             how: dict[str, Any] = {"environment": {}, "progress": self.progress, "starting": _without_sigterm}
-            with Group(self.config, threads=threads, modules=(), **how) as group:
+            with Group(self.config, threads=threads, modules={}, **how) as group:
                 if self.config.nodes > 1:  # each host has its own copy of the images, for all that is known here
                     self._check_images(group)
                 while self.step < self.schedule.steps and self.stop.number is None:

@@ -1,6 +1,7 @@
 """A laboratory for campaigns: its sets return records at once, and it moves the clock."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,12 @@ import records as make
 from ddpm_lab.config import RunConfig
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import campaign
-from ddpm_lab.measure.campaign import Campaign, Target
+from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument, Member
-from ddpm_lab.plan import Experiment, Family, Plan
+from ddpm_lab.measure.shortfall import Target
+from ddpm_lab.plan import OTHERS, PRIMARY, Experiment, Family, Plan
 from ddpm_lab.record import RunRecord, Window
 
 WINDOW = Window(
@@ -29,7 +31,7 @@ WINDOW = Window(
     step_seconds=(1.0,),
     data_seconds=(0.0,),
 )
-PLACE_SECONDS = 10.0
+PLACE_SECONDS, START_SECONDS = 10.0, 4.0
 BOTH = ["base", "base again"]
 
 
@@ -44,24 +46,40 @@ class Lab:
         self.qualities: dict[str, dict[str, Any]] = {}  # by run id: what a check or a trial found
         self.passing = False
         self.sets: list[tuple[str, list[str]]] = []
+        self.primaries: list[list[str]] = []  # of each set, labels that are marked as primary
+        self.turns: list[int] = []  # of each set
+        self.loads: list[float] = []  # cores that others take in the sets to come; none once it is empty
+        self.seconds_per_image: dict[str, float] = {}  # by run id; 1 / 32 for all others
         self.alone: list[tuple[str, str]] = []
         self.ran_by: dict[str, str] = {}  # role -> code of whoever ran it
         self.traces: list[Path] = []
         self.stop_after: int | None = None
 
     def measure_set(
-        self, instrument: Instrument, *, experiment: str, family: str, plan: Plan, members: list[Member]
+        self,
+        instrument: Instrument,
+        *,
+        experiment: str,
+        family: str,
+        plan: Plan,
+        members: list[Member],
+        turns: Callable[[float, float], int],
     ) -> list[RunRecord]:
         if len(self.sets) == self.stop_after:
             raise KeyboardInterrupt
         assert len(self.sets) < 50, "the campaign never ends"
         self.sets.append((family, [m.label for m in members]))
-        self.now += PLACE_SECONDS * len(members)
+        self.primaries.append([m.label for m in members if m.primary])
+        places = len(members)
+        plan = plan if plan.turns else dataclasses.replace(plan, turns=turns(START_SECONDS * places, 0.3 * places))
+        self.turns.append(plan.turns)
+        self.now += PLACE_SECONDS * places
+        load = self.loads.pop(0) if self.loads else 0.0
         baseline, twin, *_ = members
         assert (baseline.role, twin.role) == ("baseline", "twin")
         assert baseline.config == twin.config
         values: dict[str, Any] = {"experiment": experiment, "family": family, "plan": plan, "set_id": f"set-{self.now}"}
-        records = [self._record(m, baseline, instrument.code, **values) for m in members]
+        records = [self._record(m, baseline, instrument.code, load, **values) for m in members]
         lost = [r for r in records if r.role in ("baseline", "twin") and r.status != "ok"]
         if self.passing:
             self.failures = {}
@@ -82,11 +100,13 @@ class Lab:
         self.ran_by[member.role] = instrument.code.key
         self.now += PLACE_SECONDS
         values: dict[str, Any] = {"experiment": experiment, "family": family, "plan": plan, "set_id": f"one-{self.now}"}
-        found = self._record(member, member, instrument.code, **values)
+        found = self._record(member, member, instrument.code, 0.0, **values)
         return dataclasses.replace(found, compile_cache="cold")
 
-    def _record(self, member: Member, baseline: Member, code: CodeVersion, **values: Any) -> RunRecord:
+    def _record(self, member: Member, baseline: Member, code: CodeVersion, load: float, **values: Any) -> RunRecord:
         status = self.failures.get(member.config.run_id, "ok")
+        seconds = 32 * self.seconds_per_image.get(member.config.run_id, 1 / 32)
+        window = dataclasses.replace(WINDOW, seconds=seconds, others_cores=load)
         return make.record(
             member.config,
             role=member.role,
@@ -96,25 +116,28 @@ class Lab:
             status=status,
             stages={"start": 3.0, "steady": 4.0},
             quality=self.qualities.get(member.config.run_id),
-            windows=(WINDOW,) if status == "ok" else (),
+            windows=(window,) if status == "ok" else (),
+            primary=member.primary,
             **values,
         )
 
     def campaign(self, experiment: Experiment, *, code: str = "code", trials: str = "", **target: Any) -> Campaign:
         """A new campaign, as a new process would make it."""
-        values = {"plan": Plan(), "sets": 3, "cold_compiles": 2, **target}
+        values = {"plan": Plan(), "sets": 6 if "seconds" in target else 3, "cold_compiles": 2, **target}
         instrument = Instrument(
-            code=CodeVersion(code, (), {}), cache=self.folder / "cache", usable_cores=2, data_name="synthetic images"
+            code=CodeVersion(code), cache=self.folder / "cache", usable_cores=2, data_name="synthetic images"
         )
-        for_trials = dataclasses.replace(instrument, code=CodeVersion(trials or code, (), {}))
+        for_trials = dataclasses.replace(instrument, code=CodeVersion(trials or code))
         return Campaign(experiment, Target(**values), instrument, self.ledger, self.folder, trials=for_trials)
 
-    def run(self, experiment: Experiment, **target: Any) -> Campaign:
+    def run(
+        self, experiment: Experiment, *, stages: Sequence[str] = (PRIMARY, OTHERS), look: bool = True, **target: Any
+    ) -> Campaign:
         """Run a new campaign; ``sets`` and ``alone`` then hold what it measured."""
-        self.sets, self.alone = [], []
+        self.sets, self.primaries, self.turns, self.alone = [], [], [], []
         self.traces.clear()
         made = self.campaign(experiment, **target)
-        made.run(Progress("test", quiet=True))
+        made.run(Progress("test", quiet=True), stages=stages, look=look)
         assert made.measured_sets == len(self.sets) + len(self.alone)
         return made
 
@@ -129,6 +152,7 @@ def laboratory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     monkeypatch.setattr(campaign, "measure_alone", made.measure_alone)
     monkeypatch.setattr(campaign, "profile_alone", made.traces.extend)
     monkeypatch.setattr(campaign, "environment", make.environment)
+    monkeypatch.setattr(campaign, "await_quiet", lambda *_: None)
     monkeypatch.setattr(campaign, "time", SimpleNamespace(monotonic=lambda: made.now))
     return made
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from ddpm_lab.__main__ import main
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.packed import prepare
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.code_version import code_version
+from ddpm_lab.measure.code_version import CodeVersion, Loaded, code_version
 from ddpm_lab.measure.group import Group, Limits
 from ddpm_lab.measure.seat import Instrument
 from ddpm_lab.plan import Plan
@@ -63,7 +65,7 @@ def short_plan() -> Plan:
 def instrument(tmp_path: Path) -> Instrument:
     """An instrument for the busy workload, with short limits."""
     return Instrument(
-        code=code_version(BUSY),
+        code=code_of(BUSY),
         cache=tmp_path / "cache",
         usable_cores=hardware.usable_cores(),
         data_name="none",
@@ -84,6 +86,25 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
         return code, shown.out, shown.err
 
     return call
+
+
+@pytest.fixture
+def never_waiting() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Makes a context in which the host fails when it waits for the GPU."""
+    import torch  # noqa: PLC0415 - after the number of threads is set
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        with warnings.catch_warnings():
+            # Torch calls the mode a prototype each time it is set, also when it is set back.
+            warnings.filterwarnings("ignore", message="Synchronization debug mode", category=UserWarning)
+            try:
+                torch.cuda.set_sync_debug_mode("error")
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+    return context
 
 
 @pytest.fixture(scope="session")
@@ -126,6 +147,12 @@ def inception(tmp_path_factory: pytest.TempPathFactory) -> str:
             torch.nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
     torch.save(network.state_dict(), path)
     return str(path)
+
+
+def code_of(workload: str) -> CodeVersion:
+    """The code of a workload of the tests, which loads no module beside its own."""
+    module = workload.partition(":")[0]
+    return code_version(Loaded({module: str(Path(__file__).with_name(f"{module}.py"))}))
 
 
 def busy_config(world_size: int = 1, **options: Any) -> RunConfig:

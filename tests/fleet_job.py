@@ -12,17 +12,16 @@ import time
 from typing import Any
 
 import psutil
-from conftest import busy_config
+from conftest import busy_config, code_of
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import fleet, host
-from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.group import Group, GroupFailed, Limits
 from ddpm_lab.measure.torchrun import Process
 
 
 def start(config: RunConfig) -> Group:
-    modules = code_version(config.workload).modules
+    modules = code_of(config.workload).modules
     return Group(config, threads=1, modules=modules, environment={}, limits=Limits(build_seconds=60))
 
 

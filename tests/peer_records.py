@@ -35,6 +35,7 @@ def against(**values: Any) -> list[RunRecord]:
         family=FAMILY,
         step_seconds=1.0,
         failures=missing,
+        primary="slow, tuned",
         **COMMON,
         **values,
     )
@@ -44,7 +45,7 @@ def pair(end: str, ratio: float, **values: Any) -> list[RunRecord]:
     base = dataclasses.replace(OWN, precision="fp32", **values)
     change = {"implementation": "plain", "channels_last": False} if values else {"workload": "peer:a"}
     label = {"slow": (dataclasses.replace(base, **change), ratio)}
-    return make.sets(label, baseline=base, baseline_label=OURS, family=FAMILY + end, **COMMON)
+    return make.sets(label, baseline=base, baseline_label=OURS, family=FAMILY + end, primary="", **COMMON)
 
 
 def machine(flops: float = 400e9, bandwidth: float = 40e9, *, work: float = 8e9, **of: Any) -> list[RunRecord]:
@@ -61,6 +62,7 @@ def machine(flops: float = 400e9, bandwidth: float = 40e9, *, work: float = 8e9,
         baseline_label="product, fp32",
         family=family,
         step_seconds=seconds,
+        primary="",
         **still,
         **COMMON,
     )

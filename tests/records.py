@@ -73,18 +73,21 @@ def sets(
     twin_ratio: float = 1.0,
     failures: Mapping[str, tuple[RunConfig, str, str]] | None = None,
     mechanism_only: Sequence[str] = (),
-    dropped: Sequence[tuple[int, int]] = (),
+    crowded: Sequence[int | tuple[int, int]] = (),
+    primary: str | None = None,
     seed: int = 0,
     **values: Any,
 ) -> list[RunRecord]:
     """``count`` complete sets: baseline, twin and candidates (label -> configuration, planted ratio).
 
     ``set_noise`` is the spread of the log ratio between sets, ``turn_noise`` of single windows, ``drift`` of what all
-    windows of a turn share. ``dropped`` lists (set, turn) that were disturbed. ``failures`` are label -> configuration,
-    status, reason.
+    windows of a turn share. In ``crowded`` sets, or turns (set, turn), another process took a core: there candidates,
+    in turns all, took three times as long. ``failures`` are label -> configuration, status, reason. ``primary`` is the
+    label of the primary comparison, by default that of the first candidate.
     """
     rng = np.random.default_rng(seed)
     base = baseline or RunConfig()
+    primary = next(iter(candidates), "") if primary is None else primary
     entries = [("baseline", baseline_label, base, 1.0, 0.0), ("twin", f"{baseline_label} again", base, twin_ratio, 1.0)]
     entries += [("candidate", label, config, ratio, 1.0) for label, (config, ratio) in candidates.items()]
     records = []
@@ -105,9 +108,8 @@ def sets(
                 batch = config.global_batch_size
                 step = step_seconds * batch / base.global_batch_size / ratio
                 step *= float(np.exp(shared[turn] + offset + rng.normal(0, turn_noise)))
-                lost = (s, turn) in dropped
-                if lost:
-                    step *= 3  # a disturbance that would be seen if it were not dropped
+                turn_crowded = (s, turn) in crowded
+                step *= 3 if turn_crowded or (s in crowded and role == "candidate") else 1
                 windows.append(
                     Window(
                         turn=turn,
@@ -119,9 +121,8 @@ def sets(
                         rank_seconds=(40 * step,) * config.world_size,
                         step_seconds=(step,) * 40,
                         data_seconds=(0.001,) * config.world_size,
-                        others_cores=0.9 if lost else 0.0,
+                        others_cores=1.0 if turn_crowded or s in crowded else 0.0,
                         stolen_seconds=None,
-                        dropped=lost and role == "baseline",
                     )
                 )
             records.append(
@@ -132,6 +133,7 @@ def sets(
                     windows=tuple(windows),
                     ranks=tuple(rank_record(r) for r in range(config.world_size)),
                     mechanism_only=label in mechanism_only,
+                    primary=role == "candidate" and label == primary,
                     **common,
                 )
             )
@@ -263,7 +265,7 @@ def trials(
     for seed in range(seeds):
         shared = seed_noise * rng.standard_normal()
         for label, (config, worse) in {"fp32": (base, 0.0), **candidates}.items():
-            end = 0.45 + shared + (worse + pair_noise * rng.standard_normal() if config != base else 0.0)
+            end = 0.35 + shared + (worse + pair_noise * rng.standard_normal() if config != base else 0.0)
             looks = [(share, end + gain * (1 - share) / 0.05) for share in (0.0, 0.5, 0.9, 0.95, 1.0)]
             held_out = [
                 {"images": round(share * images), "step": 0, "loss": loss, "by_time": [loss] * 10}

@@ -88,7 +88,7 @@ def test_options_that_cannot_be_run_are_refused(options: dict[str, Any], words: 
 def test_two_ranks_are_measured_in_sets_as_any_workload_and_a_larger_message_takes_longer(
     instrument: Instrument, short_plan: Plan
 ) -> None:
-    instrument = dataclasses.replace(instrument, code=code_version(ALL_REDUCE))
+    instrument = dataclasses.replace(instrument, code=code_version())
     small, large = (
         RunConfig(workload=ALL_REDUCE, world_size=2, global_batch_size=2, options=(("message_bytes", size),))
         for size in (1024, 2**24)

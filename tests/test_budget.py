@@ -121,9 +121,7 @@ def test_table_adds_up_and_has_a_column_for_every_rank() -> None:
     assert list(shown["Phase"])[-2:] == ["in no phase", "whole step"]
     assert "Rank 0" in shown
     assert not shown.isna().any(axis=None)
-    (_, operators), (caption, next_changes), *_ = tables.more(make.study([record]))
-    assert "What to change next" in caption
-    assert "Train in bf16" in set(next_changes["Change"])
+    (_, operators), *_ = tables.more(make.study([record]))
     assert "aten::convolution_backward" in set(operators["Operator"])
 
 

@@ -124,7 +124,6 @@ def test_words_and_picture_exist_for_each(records: Sequence[RunRecord]) -> None:
     picture = figure_calibration.figure(found)
     assert len(picture.axes) == 2
     assert np.isfinite(picture.axes[0].get_ylim()).all()
-    assert "nan" not in figure_calibration.alt_text(found)
 
 
 def test_the_index_says_how_finely_the_machine_measures(tmp_path: Path) -> None:
@@ -135,6 +134,5 @@ def test_the_index_says_how_finely_the_machine_measures(tmp_path: Path) -> None:
     assert "ddpm-lab calibrate" in target.read_text()
     pages.write_index([], target, calibration=figure_calibration.section(found))
     html = target.read_text()
-    assert found.verdict() in html
-    assert figure_calibration.alt_text(found) in html
+    assert f'alt="{found.verdict()}"' in html
     assert "data:image/png;base64," in html

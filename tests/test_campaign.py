@@ -15,10 +15,8 @@ import pytest
 import records as make
 from campaign_lab import BOTH, Lab, config, experiment, family, laboratory
 
-from ddpm_lab.measure import campaign
 from ddpm_lab.measure.progress import Progress
-from ddpm_lab.measure.trials import COMPILE_SECONDS
-from ddpm_lab.plan import MOST_CANDIDATES, Experiment, Plan
+from ddpm_lab.plan import MOST_CANDIDATES, Plan
 
 
 @pytest.fixture
@@ -67,7 +65,7 @@ def test_an_interrupt_costs_the_unfinished_set(lab: Lab) -> None:
     assert len(lab.records("baseline")) == 3
 
 
-@pytest.mark.parametrize("other", [{"code": "other"}, {"plan": Plan(turns=5)}])
+@pytest.mark.parametrize("other", [{"code": "other"}, {"plan": Plan(window_steps=5)}])
 def test_sets_of_another_code_or_plan_do_not_count(lab: Lab, other: dict[str, Any]) -> None:
     asked = experiment(family("f", 1))
     lab.run(asked, **other)
@@ -151,7 +149,7 @@ def test_a_lost_set_is_told_with_its_reason_and_counted(
     (told,) = [line for line in said if "lost: " in line]
     assert f"base {status} (" in told
     assert told.endswith(ending)
-    counts = [tuple(map(int, re.findall(r"set (\d+) of (\d+),", line)[0])) for line in said if "starting" in line]
+    counts = [tuple(map(int, re.findall(r"set (\d+) of about (\d+),", line)[0])) for line in said if "starting" in line]
     assert [done for done, _ in counts] == list(range(1, len(lab.sets) + 1))
     assert all(done <= total for done, total in counts)
     assert counts[-1][0] == counts[-1][1]
@@ -172,22 +170,6 @@ def test_families_grow_at_the_same_pace(lab: Lab) -> None:
         counts = [so_far.count(name) for name in names]
         assert max(counts) - min(counts) <= 1
     assert len(lab.sets) == 12
-
-
-def test_a_family_that_comes_last_waits_for_all_others(lab: Lab) -> None:
-    late = family("late", 1, first=20, last=True)
-    asked = experiment(late, family("a", 1), family("b", 1, first=10))
-    lab.run(asked)
-    names = [name for name, _ in lab.sets]
-    assert Counter(names[:6]) == {"a": 3, "b": 3}
-    assert names[6:] == ["late"] * 3
-
-
-def test_a_family_that_comes_last_gets_the_time_that_is_left_and_takes_none(lab: Lab) -> None:
-    late = family("late", 4, first=20, last=True)
-    lab.run(experiment(family("a", 2), late), sets=6, seconds=6 * 40 + 60 + 1)
-    assert [name for name, _ in lab.sets] == ["a"] * 6 + ["late"]
-    assert not lab.records("note"), "what is certain to fit leaves nothing out for what may not"
 
 
 def test_a_candidate_added_later_gets_sets_of_its_own_with_baseline_and_twin(lab: Lab) -> None:
@@ -228,72 +210,3 @@ def test_a_family_without_candidates_is_measured_against_its_twin(lab: Lab) -> N
 def test_a_mechanism_needs_one_set(lab: Lab) -> None:
     lab.run(experiment(family("f", 1, mechanism=True)))
     assert len(lab.sets) == 1
-
-
-# --- time ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_budget_leaves_the_last_candidates_out_and_says_so(lab: Lab) -> None:
-    asked = experiment(family("f", 4))
-    # The first set takes 60 s; six sets of one candidate fit into what is left, of two they do not.
-    lab.run(asked, sets=6, seconds=60 + 5 * 30 + 1)
-    assert lab.sets == [("f", [*BOTH, "c1", "c2", "c3", "c4"])] + [("f", [*BOTH, "c1"])] * 5
-    notes = lab.records("note")
-    assert [(n.label, n.run_id, n.baseline_id, n.status, n.set_id) for n in notes] == [
-        (f"c{i}", config(i).run_id, config(0).run_id, "left out", "") for i in (4, 3, 2)
-    ]
-    assert {n.reason for n in notes} == {"did not fit into the time that was given"}
-    lab.run(asked, sets=6)
-    assert lab.sets == [("f", [*BOTH, "c2", "c3", "c4"])] * 5, "with more time they are measured after all"
-
-
-def test_the_family_with_most_candidates_gives_way_first(lab: Lab) -> None:
-    asked = experiment(family("small", 1), family("large", 3, first=10))
-    # First sets: 30 s and 50 s. Five more of each with one and two candidates: 150 s and 200 s.
-    lab.run(asked, sets=6, seconds=80 + 150 + 200 + 1)
-    assert [(n.family, n.label) for n in lab.records("note")] == [("large", "c3")]
-    assert Counter(name for name, _ in lab.sets) == {"small": 6, "large": 6}
-
-
-def test_what_fits_is_decided_when_every_family_has_its_cost(lab: Lab) -> None:
-    """Also where a family begins with more sets than another, or fails."""
-    lab.run(experiment(family("small", 1)), sets=2)
-    lab.failures = {config(20).run_id: "crashed"}
-    asked = experiment(family("small", 1), family("large", 3, first=10), family("broken", 1, first=20))
-    # Two sets of large, two tries of broken, one of small; then three of small and four of large with two candidates.
-    lab.run(asked, sets=6, seconds=(2 * 50 + 2 * 30 + 30) + 3 * 30 + 4 * 40 + 1)
-    assert [(n.family, n.label) for n in lab.records("note")] == [("large", "c3")]
-
-
-def test_enough_time_leaves_nothing_out(lab: Lab) -> None:
-    lab.run(experiment(family("f", 4)), sets=6, seconds=361)
-    assert len(lab.sets) == 6
-    assert lab.records("note") == []
-
-
-def test_time_that_is_too_short_gives_fewer_sets_but_at_least_one(lab: Lab) -> None:
-    lab.run(experiment(family("f", 1)), sets=6, seconds=100)
-    assert len(lab.sets) == 3  # of 30 s each
-    assert lab.now <= 100
-    lab.ledger.path.unlink()
-    lab.run(experiment(family("f", 1)), sets=6, seconds=1)
-    assert len(lab.sets) == 1
-
-
-def test_the_forecast_is_what_is_missing_times_what_it_took(lab: Lab) -> None:
-    asked = experiment(family("f", 2))
-    unknown = lab.campaign(asked).forecast()
-    assert unknown == 3 * 4 * campaign.PLACE_SECONDS
-    lab.run(asked, sets=1)
-    assert lab.campaign(asked).forecast() == 2 * 4 * 7.0  # the stages of a record add up to 7 s
-    lab.run(asked)
-    assert lab.campaign(asked).forecast() == 0
-
-
-def test_the_forecast_counts_profiles_and_compiles(lab: Lab) -> None:
-    compiled = dataclasses.replace(family("f", 0), candidates=(("compiled", config(0, compile="whole")),))
-    profile = ("f", "fp32", config(0, purpose="profile"))
-    assert lab.campaign(Experiment(name="profile", families=(), profiles=(profile,))).forecast() > 0
-    with_compiles = lab.campaign(experiment(compiled)).forecast()
-    without = lab.campaign(experiment(compiled), cold_compiles=0).forecast()
-    assert with_compiles - without == 2 * COMPILE_SECONDS

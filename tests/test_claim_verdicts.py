@@ -11,10 +11,10 @@ from claimed import BASE
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import claims
 from ddpm_lab.explain.claim_verdicts import CONFIRMED, REFUTED, UNTESTABLE, Judged
+from ddpm_lab.explain.decisions import INCONCLUSIVE
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.quality import NOT_MEASURED
-from ddpm_lab.explain.stats import NOT_RESOLVED
 from ddpm_lab.record import Machine, RunRecord
 
 ONE_GPU = replace(make.GPUS, gpus=make.GPUS.gpus[:1])
@@ -73,7 +73,7 @@ def test_a_cpu_decides_nothing_about_the_speed_of_a_gpu(ratio: float) -> None:
         (1.3, CONFIRMED, CONFIRMED),
         (2.0, REFUTED, CONFIRMED),
         (0.8, REFUTED, REFUTED),
-        (1.0, NOT_RESOLVED, NOT_RESOLVED),
+        (1.0, INCONCLUSIVE, INCONCLUSIVE),
     ],
 )
 def test_a_gpu_decides_about_mixed_precision(ratio: float, held: str, accelerates: str) -> None:
@@ -108,14 +108,14 @@ def test_compiling_that_pays_off_refutes_a_general_statement() -> None:
         told = verdict(on(machine, *slow, cold(compiled, baseline)), "S004-4", "unsuitable")
         assert told == (CONFIRMED if machine is ONE_GPU else UNTESTABLE), "a slow CPU says nothing of a GPU"
     unclear = sets("torch_compile", {"compiled": (claimed.CONFIGS["compiled"], 1.0)}, baseline=BASE, set_noise=0.02)
-    assert verdict(on(make.CPU, *unclear), "S004-4", "unsuitable") == NOT_RESOLVED
+    assert verdict(on(make.CPU, *unclear), "S004-4", "unsuitable") == INCONCLUSIVE
 
 
-def test_fewer_than_six_sets_and_an_instrument_that_is_not_trusted_decide_nothing() -> None:
+def test_too_few_sets_and_what_is_smaller_than_the_twin_decide_nothing() -> None:
     half = replace(CUDA, precision="fp16")
-    for values in ({"count": 5}, {"twin_ratio": 1.2}):
+    for values in ({"count": 3}, {"twin_ratio": 2.0}):
         of = on(ONE_GPU, *sets("amp", {"fp16": (half, 1.3)}, baseline=CUDA, **values))
-        assert verdict(of, "S002-4") == verdict(of, "S004-1") == NOT_RESOLVED
+        assert verdict(of, "S002-4") == verdict(of, "S004-1") == INCONCLUSIVE
 
 
 @pytest.mark.parametrize(("count", "expected"), [(39_156_227, REFUTED), (13_400_000, CONFIRMED)])

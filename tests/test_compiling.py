@@ -12,13 +12,13 @@ import records as make
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import compiling
-from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.frames import Study
 
 COMPILED = RunConfig(compile="whole")
 
 
-def study(cold: Sequence[float], ratio: float = 1.25, **values: Any) -> tuple[Study, dict[str, Any]]:
+def study(cold: Sequence[float], ratio: float = 1.25, **values: Any) -> tuple[Study, Comparison]:
     """A step of 100 ms that compiling makes faster, and so many cold compiles; with the compiled row."""
     records = make.sets(
         {"compiled": (COMPILED, ratio)}, baseline_label="eager", experiment="torch_compile", step_seconds=0.1, **values
@@ -26,17 +26,17 @@ def study(cold: Sequence[float], ratio: float = 1.25, **values: Any) -> tuple[St
     common = {"experiment": "torch_compile", "baseline_id": RunConfig().run_id, "label": "compiled"}
     found = make.study(records + make.cold(COMPILED, cold, **common))
     rows = comparisons(found)
-    return found, next({str(k): v for k, v in r.items()} for r in rows if r["role"] == "candidate")
+    return found, next(r for r in rows if r.role == "candidate")
 
 
 def test_one_compile_tells_no_spread_and_says_so() -> None:
     found, row = study([30.0])
     cost = compiling.break_even(found, row)
-    step = row["step_seconds"] * row["ratio"]
+    step = row.step_seconds * row.ratio.value
     assert cost.cold_seconds == pytest.approx(30)
     assert math.isnan(cost.cold_low)
-    assert cost.steps_low == pytest.approx(30 / (step * (1 - 1 / row["high"])))
-    assert cost.steps_high == pytest.approx(30 / (step * (1 - 1 / row["low"])))
+    assert cost.steps_low == pytest.approx(30 / (step * (1 - 1 / row.ratio.high)))
+    assert cost.steps_high == pytest.approx(30 / (step * (1 - 1 / row.ratio.low)))
     text = compiling.sentence(found, row)
     assert "(1 measurement)" in text
     assert "the interval is that of the speed alone" in text
@@ -61,14 +61,14 @@ def test_several_compiles_widen_the_interval() -> None:
 def test_the_band_meets_eager_training_where_the_interval_ends(cold: list[float]) -> None:
     found, row = study(cold)
     cost = compiling.break_even(found, row)
-    step = row["step_seconds"] * row["ratio"]
+    step = row.step_seconds * row.ratio.value
     for at, end in ((cost.steps_low, 1), (cost.steps, 0), (cost.steps_high, 2)):
         assert compiling.total_seconds(cost, row, at)[end] == pytest.approx(at * step)
 
 
 def test_without_a_bound_it_pays_off_after_so_many_or_more() -> None:
     found, row = study([30.0])
-    row = {**row, "low": 0.999}
+    row = dataclasses.replace(row, ratio=dataclasses.replace(row.ratio, low=0.999))
     cost = compiling.break_even(found, row)
     assert cost.steps_high == math.inf
     assert compiling.pays_off(cost, row).endswith(" or more)")
@@ -82,7 +82,7 @@ def test_without_a_bound_it_pays_off_after_so_many_or_more() -> None:
 
 def test_the_counters_are_those_of_the_witness() -> None:
     found, row = study([30.0])
-    assert compiling.counters(found, row["run_id"]) == ""
+    assert compiling.counters(found, row.run_id) == ""
     assert "Witnessed" not in compiling.sentence(found, row)
     seen = {"compiled_frames": 2, "graphs": 3, "graph_breaks": 1, "recompiles": 0}
     records = tuple(
@@ -90,5 +90,5 @@ def test_the_counters_are_those_of_the_witness() -> None:
     )
     found = dataclasses.replace(found, records=records)
     words = "2 compiled frames, 3 graphs, 1 graph break and 0 recompiles"
-    assert compiling.counters(found, row["run_id"]) == words
+    assert compiling.counters(found, row.run_id) == words
     assert f"Witnessed: {words}." in compiling.sentence(found, row)

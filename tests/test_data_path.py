@@ -3,6 +3,7 @@
 import functools
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from itertools import islice
 from types import SimpleNamespace
 
@@ -264,15 +265,14 @@ def test_on_a_gpu_a_busy_device_spoils_no_batch(
 
 @pytest.mark.gpu
 @needs_gpu
-def test_on_a_gpu_the_resident_loader_never_waits_for_the_device(packed: PackedImages) -> None:
+def test_on_a_gpu_the_resident_loader_never_waits_for_the_device(
+    packed: PackedImages, never_waiting: Callable[[], AbstractContextManager[None]]
+) -> None:
     batches = ResidentLoader(packed, plan_for(packed), device="cuda:0")
     next(batches)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         for _ in range(50):
             next(batches)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,16 @@ from scipy import stats as scipy_stats
 from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.explain import quality
 from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.quality import IDENTICAL, NOT_ENOUGH, NOT_MEASURED, NOT_WORSE, WORSE, Trials, equivalence
+from ddpm_lab.explain.quality import (
+    IDENTICAL,
+    NOT_ENOUGH,
+    NOT_MEASURED,
+    NOT_WORSE,
+    SLIGHTLY,
+    WORSE,
+    Trials,
+    equivalence,
+)
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.quality import quality as plan_quality
@@ -41,7 +52,9 @@ def test_the_interval_is_students_and_the_verdict_follows_from_it(values: list[f
     if len(set(values)) > 1:
         low, high = scipy_stats.t.interval(0.90, len(values) - 1, loc=np.mean(values), scale=scipy_stats.sem(values))
         assert [found.low, found.high] == pytest.approx([low, high])
-    expected = NOT_WORSE if found.high < margin else WORSE if found.low > 0 else NOT_ENOUGH
+    harmed = found.low > 0
+    good = SLIGHTLY if harmed else NOT_WORSE
+    expected = good if found.high < margin else WORSE if harmed else NOT_ENOUGH
     assert found.verdict == expected
 
 
@@ -86,7 +99,7 @@ def test_a_baseline_with_other_seeds_is_not_worse_at_two_standard_deviations(pub
     margin = 2 * float(np.std([quality.curve(r)[1][-1] for r in published], ddof=1))
     assert reseeded(published, margin, 10, seed=1)[NOT_WORSE] >= 8
     verdicts = reseeded(published, margin, 1000, seed=2)
-    assert verdicts[NOT_WORSE] > 0.97 * 1000
+    assert verdicts[NOT_WORSE] + verdicts[SLIGHTLY] > 0.97 * 1000
     assert verdicts[WORSE] < 0.02 * 1000
 
 
@@ -102,12 +115,12 @@ def test_a_baseline_with_other_seeds_is_not_worse_at_the_margin_of_the_lab(publi
     assert verdicts[WORSE] <= 0.05 * 2000
 
 
-@pytest.mark.parametrize(("true", "wrong", "most"), [(1.0, NOT_WORSE, 0.065), (0.0, WORSE, 0.065)])
-def test_a_wrong_verdict_is_rare_at_the_edge(true: float, wrong: str, most: float) -> None:
-    """A difference of the margin itself is called not worse in 5 %; no difference is called worse in at most that."""
+@pytest.mark.parametrize(("true", "wrong"), [(1.0, quality.GOOD), (0.0, (WORSE,))])
+def test_a_wrong_verdict_is_rare_at_the_edge(true: float, wrong: tuple[str, ...]) -> None:
+    """A difference of the margin itself is called less in 5 %; no difference is called worse in at most that."""
     rng = np.random.default_rng(2)
     found = [equivalence(true + rng.standard_normal(8), 1.0).verdict for _ in range(2000)]
-    assert found.count(wrong) < most * 2000
+    assert sum(v in wrong for v in found) < 0.065 * 2000
 
 
 def test_a_margin_that_is_estimated_makes_no_more_errors() -> None:
@@ -118,7 +131,99 @@ def test_a_margin_that_is_estimated_makes_no_more_errors() -> None:
         base = rng.standard_normal(8)
         margin = quality.margin_of(base, base + 99)
         found.append(equivalence(2 + 0.1 * rng.standard_normal(8), margin).verdict)
-    assert found.count(NOT_WORSE) < 0.065 * 2000
+    assert sum(v in quality.GOOD for v in found) < 0.065 * 2000
+
+
+@pytest.mark.parametrize("seeds", [5, 8])
+@pytest.mark.parametrize("gain_noise", [0.0002, 0.0005, 0.001, 0.002])
+def test_a_margin_of_the_last_gain_makes_no_more_errors(seeds: int, gain_noise: float) -> None:
+    """A true difference of the true gain, which binds: with the mean gain itself 11 to 43 % were called less.
+
+    Some pairs are as the published ones, some nearly perfect.
+    """
+    rng = np.random.default_rng(4)
+    for pair_noise in (0.0003, 0.00001):
+        final = 0.33 + 0.02 * rng.standard_normal((1000, seeds))
+        before = final + 0.0066 + gain_noise * rng.standard_normal((1000, seeds))
+        worse = 0.0066 + pair_noise * rng.standard_normal((1000, seeds))
+        found = [equivalence(w, quality.margin_of(f, b)).verdict for w, f, b in zip(worse, final, before, strict=True)]
+        assert sum(v in quality.GOOD for v in found) < 0.065 * 1000
+
+
+def test_a_harm_below_the_margin_is_said() -> None:
+    found = judged(make.trials({"bf16": (BF16, 0.0005)}, gain=0.001, seed_noise=0.005))
+    assert (found.verdict, found.images) == (SLIGHTLY, 8_000)
+    assert 0 < found.low < found.high < found.margin
+    assert found.behind == pytest.approx(found.difference / 0.001 * 0.05, rel=1e-6), "the last 5 % gain 0.001"
+    assert found.margin_behind == pytest.approx(found.margin / 0.001 * 0.05, rel=1e-6)
+    ahead = judged(make.trials({"bf16": (BF16, -0.0005)}, gain=0.001, seed_noise=0.005))
+    assert ahead.verdict == NOT_WORSE
+    assert ahead.behind == pytest.approx(ahead.difference / 0.001 * 0.05, rel=1e-6)
+    frozen = judged(make.trials({"bf16": (BF16, 9.0)}))
+    assert (frozen.verdict, frozen.behind) == (WORSE, 1.0)
+
+
+def test_a_trial_that_ends_too_early_to_show_harm_says_nothing() -> None:
+    """The baselines end at a loss of 0.35; a network without a named loss must only have learned something."""
+    needed, harm = quality.SHOWS_HARM["tiny"], {"bf16": (BF16, 0.5)}
+    assert needed > 0.36
+    short = [
+        replace(r, quality={**(r.quality or {}), "held_out": [{**h, "loss": h["loss"] + 0.05} for h in looks]})
+        for r in make.trials(harm)
+        if (looks := (r.quality or {})["held_out"])
+    ]
+    found = judged(short)
+    assert (found.verdict, found.seeds_needed) == (NOT_ENOUGH, None)
+    assert quality.sentence(found) == f"not enough data (the trial ends before the loss {needed:g} that shows harm)"
+    assert judged(make.trials(harm)).verdict == WORSE
+    seed, other = RunConfig(network="seed"), RunConfig(network="seed", precision="bf16")
+    raised = [replace(r, config=replace(r.config, network="seed")) for r in short]
+    assert Trials(raised).verdict(seed, other, "code-1").verdict == WORSE
+
+
+def elsewhere(records: Sequence[RunRecord], **values: str) -> list[RunRecord]:
+    """The same trials, published: of another machine, code and images."""
+    machine = replace(make.CPU, cpu="Example CPU 1")
+    moved = make.on(machine, [replace(r, config=replace(r.config, data_sha256="cd" * 32)) for r in records])
+    return [replace(r, **{"code_version": "older", "data_name": "47,500 images", **values}) for r in moved]  # type: ignore[arg-type]
+
+
+def test_a_published_verdict_serves_every_machine() -> None:
+    told = elsewhere(make.trials({"bf16": (BF16, 0.0)}))
+    found = Trials([], told).verdict(BASE, BF16, "code-1")
+    assert (found.verdict, found.images, found.seeds, found.published) == (NOT_WORSE, 8_000, 8, "2026-01-03")
+    assert quality.sentence(found) == "not worse after 8,000 images (8 seeds; published 2026-01-03)"
+    assert found.pairs == (), "they are not this machine's, and are no part of its figures"
+    one, kept = (replace(c, threads=1, loader="files", loader_workers=2, freed_memory="kept") for c in (BASE, BF16))
+    assert Trials([], told).verdict(one, kept, "code-1").verdict == NOT_WORSE, "the same arithmetic"
+    others: list[dict[str, Any]] = [{"global_batch_size": 64}, {"network": "seed"}, {"image_size": 64}]
+    others += [{"optimizer": OptimizerConfig(ema_every=1)}, {"channels_last": False}, {"device": "cuda"}]
+    for change in others:
+        base, bf16 = (replace(c, **change) for c in (BASE, BF16))
+        assert Trials([], told).verdict(base, bf16, "code-1").verdict == NOT_MEASURED, change
+    synthetic = elsewhere(make.trials({"bf16": (BF16, 0.0)}), data_name="1,900 synthetic images")
+    assert Trials([], synthetic).verdict(BASE, BF16, "code-1").verdict == NOT_MEASURED
+
+
+def test_trials_of_this_machine_win_where_they_decide() -> None:
+    told = elsewhere(make.trials({"bf16": (BF16, 0.0)}))
+    own = Trials(make.trials({"bf16": (BF16, 0.02)}), told).verdict(BASE, BF16, "code-1")
+    assert (own.verdict, own.published) == (WORSE, "")
+    few = make.trials({"bf16": (BF16, 0.02)}, seeds=3)
+    assert Trials(few, told).verdict(BASE, BF16, "code-1").published, "three seeds say nothing"
+    assert Trials(few, []).verdict(BASE, BF16, "code-1").verdict == NOT_ENOUGH
+    machines = [*told, *make.on(make.GPUS, elsewhere(make.trials({"bf16": (BF16, 0.02)}, images=16_000)))]
+    assert Trials([], machines).verdict(BASE, BF16, "code-1").verdict == WORSE, "the longest of them"
+
+
+def test_what_cannot_change_a_bit_needs_no_trial() -> None:
+    same: list[dict[str, Any]] = [{"loader": "files", "loader_workers": 2}, {"freed_memory": "kept"}]
+    for change in (*same, {"read_loss": True}):
+        found = Trials([]).verdict(BASE, replace(BASE, **change), "code-1")
+        assert quality.sentence(found) == "identical (the same arithmetic)"
+    other: list[dict[str, Any]] = [{"channels_last": False}, {"kernels": "fused"}, {"threads": 1}, {"loader": "still"}]
+    for change in other:
+        assert Trials([]).verdict(BASE, replace(BASE, **change), "code-1").verdict == NOT_MEASURED
 
 
 def test_without_a_margin_there_is_no_verdict() -> None:
@@ -156,9 +261,9 @@ def test_few_seeds_say_nothing_and_tell_how_many_would() -> None:
     found = judged(make.trials({"bf16": (BF16, 0.0)}, seeds=4))
     assert found.verdict == NOT_ENOUGH
     assert found.seeds_needed == 5
-    assert quality.sentence(found) == "not enough data (4 seeds, 5 would do)"
+    assert quality.sentence(found) == "not enough data after 8,000 images (4 seeds, 5 would do)"
     alone = judged(make.trials({"bf16": (BF16, 0.0)}, seeds=1))
-    assert quality.sentence(alone) == "not enough data (1 seed, 5 would do)"
+    assert quality.sentence(alone) == "not enough data after 8,000 images (1 seed, 5 would do)"
 
 
 def test_pairs_share_a_seed() -> None:
@@ -198,7 +303,7 @@ def test_equal_weights_are_identical_whatever_the_seeds() -> None:
     assert judged(same, files).verdict == IDENTICAL
     assert quality.sentence(judged(same, files)) == "identical (after 250 steps)"
     other = [same[0], replace(same[1], quality={**(same[1].quality or {}), "weights_sha256": "other"})]
-    assert judged(other, files).verdict == NOT_MEASURED, "other weights say nothing of better or worse"
+    assert quality.sentence(judged(other, files)) == "not enough data (other weights after 250 steps, no held-out loss)"
 
 
 def test_only_the_same_code_speaks_and_the_longest_trials_count() -> None:
@@ -241,8 +346,11 @@ def test_a_trial_speaks_for_every_code_that_holds_its_trainer() -> None:
 def test_a_verdict_in_full_holds_difference_interval_and_margin() -> None:
     found = judged(make.trials({"bf16": (BF16, 0.0)}))
     low, high = f"{found.low:+.2g}", f"{found.high:+.2g}"
+    share = f"{100 * found.margin_behind:.2g} %"
+    assert -0.001 < found.behind < 0
     assert quality.full(found) == (
-        f"not worse (8 seeds; loss {found.difference:+.2g} ({low} to {high}), margin {found.margin:.2g})"
+        f"not worse after 8,000 images (8 seeds; loss {found.difference:+.2g} ({low} to {high}), under 0.1 % "
+        f"of the images ahead; margin {found.margin:.2g}, {share} of the images)"
     )
     assert quality.full(judged([], BF16)) == "not measured"
 
@@ -255,33 +363,35 @@ def test_trials_with_another_loader_speak_for_both() -> None:
 
 
 def test_trials_speak_for_the_plans_of_other_questions() -> None:
-    """Notebook 03 moves its averages every tenth step, trials at every one."""
+    """What is timed and what is tried move their averages by one schedule."""
     images = Images(folder="", sha256="", name="")
     here = Setup(preset="quick", network="tiny", images=images, device="cpu", gpus=0, usable_cores=2)
     asked, tried = amp(here).families[0], plan_quality(here)
     speeds, planned = dict(asked.candidates), dict(tried.families[0].candidates)
     records = make.trials(
-        {"bf16": (planned["bf16"], 0.0), "EMA": (planned["EMA every 10 steps"], 0.3)},
+        {"bf16": (planned["bf16"], 0.0), "EMA": (planned["EMA every step"], 0.3)},
         baseline=tried.families[0].baseline,
     )
     assert Trials(records).verdict(asked.baseline, speeds["bf16"], "code-1").verdict == NOT_WORSE
-    every = replace(asked.baseline, optimizer=replace(asked.baseline.optimizer, ema_every=1))
-    assert Trials(records).verdict(every, asked.baseline, "code-1").verdict == WORSE, "the average itself is compared"
+    every = planned["EMA every step"]
+    assert Trials(records).verdict(asked.baseline, every, "code-1").verdict == WORSE, "the average itself is compared"
+    base, bf16 = (replace(c, optimizer=every.optimizer) for c in (asked.baseline, speeds["bf16"]))
+    assert Trials(records).verdict(base, bf16, "code-1").verdict == NOT_MEASURED, "another average on both sides"
 
 
 def test_images_to_reach_a_loss_lie_on_the_line_between_looks() -> None:
     (record, *_) = make.trials({}, seeds=1, seed_noise=0.0)
-    assert quality.images_to_reach(record, 0.45 + 0.01 * 0.075 / 0.05) == pytest.approx(0.925 * 8_000)
+    assert quality.images_to_reach(record, 0.35 + 0.01 * 0.075 / 0.05) == pytest.approx(0.925 * 8_000)
     assert quality.images_to_reach(record, 0.1) == math.inf
     assert quality.images_to_reach(record, 9.0) == 0
 
 
 def test_the_verdict_stands_beside_every_speed() -> None:
     study = replace(make.study(make.sets({"bf16": (BF16, 1.6)})), trials=tuple(make.trials({"bf16": (BF16, 0.0)})))
-    row = next(r for r in comparisons(study) if r["role"] == "candidate")
-    assert row["quality"] == "not worse (8 seeds)"
-    without = next(r for r in comparisons(make.study(make.sets({"bf16": (BF16, 1.6)}))) if r["role"] == "candidate")
-    assert without["quality"] == "not measured"
+    row = next(r for r in comparisons(study) if r.role == "candidate")
+    assert row.quality == "not worse after 8,000 images (8 seeds)"
+    without = next(r for r in comparisons(make.study(make.sets({"bf16": (BF16, 1.6)}))) if r.role == "candidate")
+    assert without.quality == "not measured"
 
 
 def test_what_is_identical_rests_on_no_margin() -> None:
@@ -291,13 +401,49 @@ def test_what_is_identical_rests_on_no_margin() -> None:
     assert quality.evidence(same) == ""
     assert quality.full(same) == "identical (after 20 steps)"
     found = quality.Equivalence(verdict=quality.NOT_WORSE, difference=0.0, low=-0.1, high=0.1, margin=0.2, seeds=8)
-    assert quality.evidence(found) == "+0 (-0.1 to +0.1), margin 0.2"
+    assert quality.evidence(found) == "+0 (-0.1 to +0.1); margin 0.2"
 
 
 def test_nothing_is_said_of_runs_that_have_hardly_learned() -> None:
     """Weights that have not moved lose as much in any setting."""
-    short = judged(make.trials({"bf16": (BF16, 0.0)}, gain=0.0004, seed_noise=0.0001, pair_noise=1e-6))
+    own = RunConfig(network="seed")
+    noise = {"seed_noise": 0.0001, "pair_noise": 1e-6}
+
+    def seen(gain: float) -> quality.Equivalence:
+        trials = make.trials({"bf16": (replace(own, precision="bf16"), 0.0)}, baseline=own, gain=gain, **noise)  # type: ignore[arg-type]
+        return Trials(trials).verdict(own, replace(own, precision="bf16"), "code-1")
+
+    short = seen(0.0002)
     assert short.verdict == NOT_ENOUGH
-    assert short.reason == "the baseline has hardly learned: loss 0.458 to 0.45"
-    longer = judged(make.trials({"bf16": (BF16, 0.0)}, gain=0.001, seed_noise=0.0001, pair_noise=1e-6))
-    assert longer.verdict == NOT_WORSE
+    assert short.reason == "the baseline has hardly learned: loss 0.354 to 0.35"
+    assert seen(0.001).verdict == NOT_WORSE
+
+
+def test_planted_harm_is_worse_and_the_default_is_not() -> None:
+    """Real images and the settings of ``run quality``, as ``benchmarks/quality.py`` trains them.
+
+    Four seeds, of which there are no more of two configurations, give no verdict, but an interval.
+    """
+    file = Path(__file__).parents[1] / "benchmarks" / "published" / "quality-tiny.json"
+    planted = {
+        "fp32": RunConfig(global_batch_size=8),
+        "default": RunConfig(global_batch_size=8, precision="bf16"),
+        "weights in bf16": RunConfig(global_batch_size=8, workload="quality:weights_in_bf16"),
+        "learning rate 2": RunConfig(global_batch_size=8, optimizer=OptimizerConfig(learning_rate=2.0)),
+    }
+    records = [
+        make.record(
+            replace(config, purpose="quality", seed=row["seed"], options=(("images", row["held_out"][-1]["images"]),)),
+            role="quality",
+            quality={"steps": 2_500, "held_out": row["held_out"], "weights_sha256": row["configuration"] + str(i)},
+        )
+        for i, row in enumerate(json.loads(file.read_text()))
+        if (config := planted.get(row["configuration"]))
+    ]
+    base = planted.pop("fp32")
+    found = {name: Trials(records).verdict(base, config, "code-1") for name, config in planted.items()}
+    rounded, default, fast = (found[name] for name in ("weights in bf16", "default", "learning rate 2"))
+    assert {(f.images, f.seeds) for f in (default, fast)} == {(20_000, 4)}
+    assert default.high < default.margin
+    assert fast.low > fast.margin
+    assert (rounded.verdict, rounded.images, rounded.seeds) == (WORSE, 20_000, 5)

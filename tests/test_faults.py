@@ -12,7 +12,6 @@ from claimed import STEP
 
 from ddpm_lab.explain import figures, frames, tables
 from ddpm_lab.explain.faults import Fault, faults, table
-from ddpm_lab.explain.figure_claims import describe
 from ddpm_lab.record import RunRecord
 
 
@@ -192,9 +191,6 @@ def test_every_fault_says_what_was_wrong_what_it_did_and_what_is_right() -> None
     assert len(shown) == len(set(shown["Fault"])) == 14
     for column in ("Done wrong", "Here", "Done right"):
         assert all(text.endswith(".") or text.endswith(")") for text in shown[column]), column
-    words = describe(of)
-    for found in faults(of):
-        assert found.name in words
 
 
 def test_the_figure_is_drawn_with_and_without_numbers() -> None:
@@ -205,7 +201,6 @@ def test_the_figure_is_drawn_with_and_without_numbers() -> None:
     for records in ([*claimed.sets(), *some], claimed.sets(), some):
         of = claimed.study(records)
         assert figures.png(figures.figure(of))
-        assert "claims" in figures.alt_text(of)
 
 
 def test_a_machine_without_any_record_has_a_page_all_the_same() -> None:

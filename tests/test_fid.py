@@ -73,7 +73,7 @@ def test_a_trials_fid_is_the_closed_formula(data: RunConfig, inception: str, ins
     fid = plan_fid(inception, MOST_IMAGES, None)
     trial = Trial(family="trials", label="fp32", baseline=config, config=config, draw=True, fid=fid)
     record = measure_alone(
-        replace(instrument, code=code_version(TRAINING), limits=replace(instrument.limits, build_seconds=180)),
+        replace(instrument, code=code_version(), limits=replace(instrument.limits, build_seconds=180)),
         experiment="quality",
         family="trials",
         plan=Plan(),

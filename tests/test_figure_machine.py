@@ -16,7 +16,8 @@ from ddpm_lab.explain.frames import Study
 
 
 def study(**state: float | None) -> Study:
-    found = make.sets({"2 ranks": (RunConfig(world_size=2), 1.3)}, experiment="multi_gpu", count=2, dropped=[(1, 0)])
+    two = {"2 ranks": (RunConfig(world_size=2), 1.3)}
+    found = make.sets(two, experiment="multi_gpu", count=2, crowded=[(1, 0), (1, 1)])
     return make.study(make.with_state(found, **state))
 
 
@@ -40,15 +41,15 @@ def test_each_set_is_a_line_of_its_own_at_its_turns() -> None:
     assert len([line for line in memory.lines if len(np.asarray(line.get_xdata())) > 1]) == 2
 
 
-def test_a_dropped_turn_is_crossed_and_stands_above_the_line() -> None:
+def test_a_set_that_does_not_count_is_crossed_and_its_crowded_turns_stand_above_the_line() -> None:
     neighbours, _ = drawn(study()).axes
     (crosses,) = [line for line in neighbours.lines if line.get_marker() == "x"]
-    assert np.asarray(crosses.get_xdata()).tolist() == [7]
+    assert np.asarray(crosses.get_xdata()).tolist() == [7, 8, 9, 10, 11, 12]
     (limit,) = [line for line in neighbours.lines if line.get_linestyle() == "--"]
     (bars,) = neighbours.collections
     boxes = [path.get_extents() for path in bars.get_paths()]
     heights = {round((box.x0 + box.x1) / 2): box.y1 for box in boxes}
-    assert [turn for turn, height in heights.items() if height > np.asarray(limit.get_ydata())[0]] == [7]
+    assert [turn for turn, height in heights.items() if height > np.asarray(limit.get_ydata())[0]] == [7, 8]
 
 
 def test_unknown_neighbours_are_not_drawn_as_none() -> None:

@@ -75,8 +75,8 @@ def test_a_row_says_its_loss_its_verdict_and_its_fid() -> None:
     told = [" ".join(t.split()) for t in texts]
     fid = "FID 123.4 (2,500 images)"
     assert f"fp32 (baseline): held-out loss {losses['fp32']:.4f}, {fid}" in told
-    assert f"bf16: held-out loss {losses['bf16']:.4f}, not worse (8 seeds), {fid}" in told
-    assert f"batch 64: held-out loss {losses['batch 64']:.4f}, worse (8 seeds), {fid}" in told
+    assert f"bf16: held-out loss {losses['bf16']:.4f}, not worse after 8,000 images (8 seeds), {fid}" in told
+    assert f"batch 64: held-out loss {losses['batch 64']:.4f}, worse after 8,000 images (8 seeds), {fid}" in told
     (note,) = (t for t in told if "DDIM, 50 steps" in t)
     assert "Same noise" in note
     assert "trained on 8,000 images with seed 0" in note

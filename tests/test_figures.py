@@ -95,7 +95,7 @@ def test_a_waterfall_of_small_gains_has_an_axis_to_read() -> None:
 
 def test_a_long_verdict_stands_in_full() -> None:
     words = " ".join(" ".join(t.get_text().split()) for t in texts(figures.figure(corrected())))
-    assert "not resolved (corrected for 8 comparisons)" in words
+    assert "inconclusive (resolves " in words
 
 
 @pytest.mark.parametrize("bold", [False, True])
@@ -166,9 +166,9 @@ def test_no_global_setting_is_changed() -> None:
 def test_the_answer_shows_its_numbers() -> None:
     words = " ".join(t.get_text() for t in texts(figures.figure(amp())))
     for part in (
-        "bf16 trains 1.62 times",
+        "bf16 is 62 % faster than fp32",
         "1.60–1.6",
-        "noise floor",
+        "the baseline repeated",
         "6 sets of 6 turns",
         "2026-01-03",
         "2 cores, no GPU",
@@ -201,15 +201,6 @@ def test_a_mechanism_is_in_no_figure_of_speed() -> None:
         labels = [t.get_text() for ax in figure.axes for t in (*ax.get_yticklabels(), *ax.get_xticklabels())]
         assert not {"4 ranks", "4"} & set(labels)
     assert "Not shown: 4 ranks" in " ".join(t.get_text() for t in texts(figures.figure(study)))
-
-
-def test_alt_text_gives_the_numbers() -> None:
-    text = figures.alt_text(amp())
-    assert "bf16 1.62 (95 % interval 1.6" in text
-    assert "convolution 62 %" in figures.alt_text(STUDIES["profile"]())
-    assert "signal 9" in figures.alt_text(STUDIES["all failed"]())
-    assert "signal 9" in figures.alt_text(STUDIES["only the twin, failed"]())
-    assert all(figures.alt_text(make_study()) for make_study in STUDIES.values())
 
 
 def test_save_replaces_the_file_in_one_step(tmp_path: Path) -> None:

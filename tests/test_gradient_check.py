@@ -255,7 +255,7 @@ def test_gradients_against_known_ones() -> None:
 @pytest.fixture
 def instrument(tmp_path: Path) -> Instrument:
     return Instrument(
-        code=code_version(CHECK), cache=tmp_path / "cache", usable_cores=hardware.usable_cores(), data_name="synthetic"
+        code=code_version(), cache=tmp_path / "cache", usable_cores=hardware.usable_cores(), data_name="synthetic"
     )
 
 

@@ -20,15 +20,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import alive, busy_config
+from conftest import BUSY, alive, busy_config, code_of
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.group import Group, GroupFailed, Limits
 from ddpm_lab.measure.group_folder import sweep
 from ddpm_lab.measure.witness import mismatches
 
-MODULES = code_version("lab_workloads:busy").modules
+MODULES = code_of(BUSY).modules
 
 
 def group(config: RunConfig, limits: Limits | None = None, start_method: str = "forkserver") -> Group:
@@ -83,11 +82,10 @@ def test_ranks_listen_to_this_host_alone() -> None:
 @pytest.mark.slow
 def test_one_to_four_ranks_train_the_same(synthetic: RunConfig) -> None:
     """Beyond the cores too, where nothing is said of speed: the images, timesteps and noise are those of the batch."""
-    version = code_version(synthetic.workload)
     losses = []
     for ranks in (1, 2, 3, 4):
         config = dataclasses.replace(synthetic, global_batch_size=12, world_size=ranks, oversubscribe=True)
-        with Group(config, threads=1, modules=version.modules, environment={}) as g:
+        with Group(config, threads=1, modules={}, environment={}) as g:
             found = g.advance(6, 120)
             witness = g.witness()
             g.finish()
@@ -110,8 +108,7 @@ def test_nccl_on_a_gpu_of_its_own_and_gloo_where_two_ranks_share_one(
     synthetic: RunConfig, ranks: int, backend: str
 ) -> None:
     config = _on_gpu(ranks, data=synthetic.data, data_sha256=synthetic.data_sha256, oversubscribe=ranks > 1)
-    version = code_version(config.workload)
-    with Group(config, threads=1, modules=version.modules, environment={}) as g:
+    with Group(config, threads=1, modules={}, environment={}) as g:
         g.window(settle=1, steps=3, limit=120, stage="testing")
         witness = g.witness()
         hashes = g.call("weights_sha256", 60)
@@ -299,7 +296,6 @@ from conftest import busy_config
 from test_group import group
 if {what!r} == "compile":
     from ddpm_lab.config import RunConfig
-    from ddpm_lab.measure.code_version import code_version
     config = RunConfig(workload="lab_workloads:compiling", oversubscribe=True)
 else:
     config = busy_config(2, micro_steps=10**9 if {what!r} == "step" else 1, fault="hang" if {what!r} == "collective"

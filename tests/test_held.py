@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import records as make
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.held import Held
-from ddpm_lab.plan import Fid
+from ddpm_lab.plan import Fid, Plan
 
 BASE, FAST = RunConfig(), RunConfig(precision="bf16")
 SETS = make.sets({"bf16": (FAST, 1.5)}, count=3)
@@ -86,6 +87,65 @@ def test_sets_count_together_only_in_their_own_family_and_where_all_took_part() 
     held = Held([*one, *both, *make.sets({"2 ranks": (two, 1.2)}, family="both", count=3, turns=2, seed=1)])
     base, ids = RunConfig().run_id, (bf16.run_id, two.run_id)
     assert held.sets(base, bf16.run_id) == 8
-    assert held.sets_together("both", base, ids) == 2
-    assert held.sets_together("one", base, ids) == 0
-    assert held.sets_together("one", base, ids[:1]) == 6
+    assert held.sets_together("both", base, ids) == {r.set_id for r in both}
+    assert held.sets_together("one", base, ids) == set()
+    assert held.sets_together("one", base, ids[:1]) == {r.set_id for r in one}
+
+
+def test_crowded_sets_are_kept_and_do_not_count() -> None:
+    found = make.sets({"bf16": (FAST, 1.5)}, count=6, crowded=[1, 4], set_noise=0, turn_noise=0, family="f")
+    held, ids = Held(found), list(dict.fromkeys(r.set_id for r in found))
+    quiet = {ids[i] for i in (0, 2, 3, 5)}
+    assert held.set_ids(BASE.run_id, FAST.run_id) == held.set_ids(BASE.run_id, BASE.run_id) == quiet
+    assert held.sets_together("f", BASE.run_id, [FAST.run_id]) == quiet
+    assert held.log_ratios(BASE.run_id, FAST.run_id) == pytest.approx([math.log(1.5)] * 4)
+    assert Held(found).any
+    assert not Held(r for r in found if r.set_id == ids[1]).any
+    assert Held(found[3:6]).turns(BASE.run_id, FAST.run_id) == Plan().turns
+
+
+def test_a_set_that_is_read_in_parts_is_judged_when_it_is_whole() -> None:
+    found = make.sets({"bf16": (FAST, 1.5)}, count=1)
+    alone = [dataclasses.replace(w, others_cores=0.9) for w in found[2].windows]
+    held = Held(found[:2])
+    assert held.sets(BASE.run_id, BASE.run_id) == 1
+    held.add([dataclasses.replace(found[2], windows=tuple(alone))])
+    assert held.sets(BASE.run_id, BASE.run_id) == 0, "0.3 cores of others in each turn, on average over three groups"
+
+
+def test_the_baselines_time_is_the_mean_of_its_own_and_its_twins() -> None:
+    found = make.sets({"bf16": (FAST, 1.5)}, twin_ratio=1.1, count=2, set_noise=0, turn_noise=0)
+    held = Held(found)
+    assert held.log_ratios(BASE.run_id, BASE.run_id) == pytest.approx([math.log(1.1)] * 2)
+    assert held.log_ratios(BASE.run_id, FAST.run_id) == pytest.approx([math.log(1.5) - math.log(1.1) / 2] * 2)
+
+
+def test_turns_are_those_of_the_first_set_of_a_comparison() -> None:
+    slow = RunConfig(compile="whole")
+    one = make.sets({"bf16": (FAST, 1.5)}, count=1, plan=Plan(turns=9))
+    other = make.sets({"compiled": (slow, 0.5)}, count=1, plan=Plan(turns=5), seed=1)
+    held = Held([*one, *other])
+    assert [held.turns(BASE.run_id, c.run_id) for c in (FAST, slow)] == [9, 5]
+    assert held.turns(BASE.run_id, BASE.run_id) == 0, "no set has the baseline and its twin alone"
+    assert Held(make.sets({}, count=1, plan=Plan(turns=3))).turns(BASE.run_id, BASE.run_id) == 3
+
+
+def test_what_an_answer_rests_on() -> None:
+    found = make.sets({"bf16": (FAST, 1.5)}, count=5, crowded=[0], set_noise=0, turn_noise=0)
+    held = Held(found)
+    rests_on = held.evaluated(BASE.run_id)
+    assert set(rests_on["sets"]) == held.set_ids(BASE.run_id, BASE.run_id)
+    assert rests_on["log_ratios"] == {FAST.run_id: [round(math.log(1.5), 6)] * 4, "twin": [0.0] * 4}
+    assert held.looked(BASE.run_id) == set()
+    held.add([make.record(BASE, role="look", set_id="", look={**rests_on, "sets": rests_on["sets"][:3]})])
+    held.add([make.record(BASE, role="look", set_id="", look=rests_on)])
+    assert held.looked(BASE.run_id) == set(rests_on["sets"])
+    assert held.looked(FAST.run_id) == set()
+
+
+@pytest.mark.parametrize(("role", "status"), [("candidate", "ok"), ("candidate", "crashed"), ("note", "left out")])
+def test_a_comparison_is_met_by_a_set_a_failure_or_a_note(role: str, status: str) -> None:
+    held = Held([make.record(FAST, role=role, status=status, baseline_id=BASE.run_id)])
+    assert held.met(BASE.run_id, FAST.run_id)
+    assert not held.met(FAST.run_id, BASE.run_id)
+    assert not Held().met(BASE.run_id, FAST.run_id)

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from ddpm_lab.config import RunConfig
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import campaign, hardware, largest_batch, sets
-from ddpm_lab.measure.campaign import Campaign, Target
+from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument, Member
+from ddpm_lab.measure.shortfall import Target
 from ddpm_lab.plan import Experiment, Family, Plan
 from ddpm_lab.record import RunRecord
 

@@ -101,7 +101,8 @@ def test_a_torn_last_line_costs_only_itself(tmp_path: Path, kept: int) -> None:
         b'"text"',
         b"7",
         b"\xff\xfe",
-        b'{"schema": 1, "environment": 3}',
+        b'{"schema": 4, "environment": 3}',
+        b'{"something": "else"}',
         b'{"schema": "x"}',
         b'{"schema": null}',
     ],
@@ -131,15 +132,16 @@ def test_a_line_with_a_wrong_value_inside_is_damaged_not_believed(tmp_path: Path
     assert "fp7" in damaged.reason
 
 
-def test_a_newer_schema_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("schema", "way_out"), [(SCHEMA + 1, "update ddpm_lab"), (SCHEMA - 1, "move the file away")])
+def test_another_edition_is_refused_in_one_sentence(tmp_path: Path, schema: int, way_out: str) -> None:
     path = tmp_path / "ledger.jsonl"
-    values = some_records()[0].as_dict() | {"schema": SCHEMA + 1, "something": "new"}
+    values = some_records()[0].as_dict() | {"schema": schema, "something": "new"}
     path.write_text(json.dumps(values) + "\n")
     with pytest.raises(LedgerError) as refusal:
         Ledger(path).read()
     assert f"{path}, line 1" in str(refusal.value)
-    assert f"schema {SCHEMA + 1}" in str(refusal.value)
-    assert "update ddpm_lab" in str(refusal.value)
+    assert f"schema {schema}" in str(refusal.value)
+    assert way_out in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
@@ -254,12 +256,14 @@ def test_a_cohort_is_machine_code_data_and_plan() -> None:
     others = [
         dataclasses.replace(record, code_version="other"),
         dataclasses.replace(record, config=dataclasses.replace(record.config, data_sha256="00")),
-        dataclasses.replace(record, plan=dataclasses.replace(record.plan, turns=record.plan.turns + 1)),
+        dataclasses.replace(record, plan=dataclasses.replace(record.plan, window_steps=record.plan.window_steps + 1)),
         make.on(make.GPUS, [record])[0],
     ]
     assert len({r.cohort for r in (record, *others)}) == 5
     same = dataclasses.replace(record, set_id="another", label="another", config=RunConfig(seed=5, data="elsewhere"))
     assert same.cohort == record.cohort
+    turns = dataclasses.replace(record, plan=dataclasses.replace(record.plan, turns=31))
+    assert turns.cohort == record.cohort
 
 
 @pytest.mark.parametrize(

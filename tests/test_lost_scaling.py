@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import records as make
+from conftest import code_of
 from setups import setup
 
 from ddpm_lab import plan
@@ -18,7 +19,6 @@ from ddpm_lab.explain.lost_scaling import splits
 from ddpm_lab.files import CHECKOUT
 from ddpm_lab.lost_scaling import lost_scaling
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import measure_set
 from ddpm_lab.plan import Plan
@@ -127,7 +127,7 @@ def test_what_is_planted_in_real_ranks_is_found(tmp_path: Path, monkeypatch: pyt
     one = RunConfig(workload=workload, global_batch_size=8, oversubscribe=True, options=tuple(planted.items()))
     cores = hardware.usable_cores()
     family = lost_scaling(one, on_two(one), name="waits", ranks_label="2 ranks", usable_cores=cores)
-    instrument = Instrument(code=code_version(workload), cache=tmp_path, usable_cores=cores, data_name="none")
+    instrument = Instrument(code=code_of(workload), cache=tmp_path, usable_cores=cores, data_name="none")
     members = [
         Member("baseline", family.baseline_label, family.baseline),
         *(Member("candidate", label, config) for label, config in family.candidates),

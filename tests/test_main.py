@@ -14,16 +14,17 @@ import pytest
 import records as make
 from conftest import Call
 
-from ddpm_lab import __version__, planning
+from ddpm_lab import __version__, planned, planning
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.synthetic import write_folder
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
+from ddpm_lab.measure.campaign import Campaign
 
 COMMANDS = (
     *("check", "prepare", "run", "compare", "calibrate", "strategy", "bottleneck", "benchmark", "demo", "summary"),
-    *("diff", "train", "sample", "rank", "slurm submit", "slurm collect", "slurm logs", "predict", "recommend"),
+    *("diff", "train", "sample", "rank", "slurm submit", "slurm collect", "slurm logs", "recommend"),
     *("report", "figures"),
 )
 
@@ -75,9 +76,8 @@ def test_the_module_runs_like_the_command() -> None:
         ("run amp --data ~nosuchuser/a --output-dir EMPTY", ["~nosuchuser/a", "no such user"]),
         ("run amp --preset huge", ["preset", "'huge'", "smoke, quick, full"]),
         ("run amp --network huge", ["network", "'huge'", "tiny"]),
-        ("run amp --minutes 0", ["minutes", "0", "above 0"]),
-        ("run amp --minutes -1", ["minutes", "-1", "above 0"]),
-        ("run amp --minutes nan", ["minutes", "nan", "above 0"]),
+        ("run amp --minutes -1", ["minutes", "-1", "from 0"]),
+        ("run amp --minutes nan", ["minutes", "nan", "from 0"]),
         ("run amp --minutes ten", ["--minutes", "'ten'"]),
         ("run amp --sets 0", ["sets", "0", "at least 1"]),
         ("run amp --seeds -1", ["seeds", "-1", "at least 0"]),
@@ -133,7 +133,6 @@ def test_the_module_runs_like_the_command() -> None:
         ("run multi_gpu --world-sizes 1,4", ["4 CPU ranks need 4 cores", "oversubscribe"]),
         ("figures --ledger nowhere.jsonl", ["nowhere.jsonl", "no ledger"]),
         ("figures --ledger TEXT", ["TEXT", "none of its 2 lines is a record"]),
-        ("predict --ledger TEXT", ["TEXT", "none of its 2 lines is a record"]),
         ("figures --ledger LEDGER --machine cray", ["'cray'", "Example CPU 9000"]),
         ("figures --check --publish", ["--publish", "--check"]),
     ],
@@ -260,7 +259,7 @@ def test_options_reach_the_experiment(
 def test_every_experiment_is_checked_before_the_first_is_measured(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning.Planned, "measure", lambda _: pytest.fail("something was measured"))
+    monkeypatch.setattr(planned.Planned, "measure", lambda _: pytest.fail("something was measured"))
     monkeypatch.setattr(hardware, "gpus", tuple)
     monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
     code, _, err = call("run", "amp", "multi_gpu", "--mode", "multi", "--batch-size", "5", "--output-dir", tmp_path)
@@ -270,8 +269,7 @@ def test_every_experiment_is_checked_before_the_first_is_measured(
 
 @pytest.mark.slow
 def test_nothing_completed_exits_1(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The rank loads modules that the code version of another workload does not list, and is refused.
-    monkeypatch.setattr(planning, "DDPM", "lab_workloads:busy")
+    monkeypatch.setattr(Campaign, "run", lambda *_, **__: None)
     code, out, _ = call("run", "profile", "--preset", "smoke", "--output-dir", tmp_path)
     assert code == 1, out
 

@@ -10,11 +10,11 @@ import records as make
 from ddpm_lab.config import RunConfig
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import network_choice
-from ddpm_lab.measure.campaign import Target
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.measure.network_choice import choose_network, forecast_seconds
 from ddpm_lab.measure.seat import Instrument, Member
-from ddpm_lab.plan import Plan
+from ddpm_lab.measure.shortfall import Target
+from ddpm_lab.plan import USUAL_TURNS, Plan
 from ddpm_lab.record import RunRecord
 
 SECONDS = {"tiny": 1.0, "seed": 3.0, "ddpm": 9.0}
@@ -46,7 +46,7 @@ class Trials:
         self.tried = []
         target = Target(plan=plan or Plan(), sets=1, cold_compiles=1)
         one = make.record(RunConfig(), plan=target.plan, stages={"start": 1.0})
-        instrument = Instrument(code=CodeVersion(code, (), {}), cache=Path(), usable_cores=2, data_name="")
+        instrument = Instrument(code=CodeVersion(code), cache=Path(), usable_cores=2, data_name="")
         budget = places * forecast_seconds(one, target.plan, 1) / network_choice.SHARE
         return choose_network(CANDIDATES, instrument, self.ledger, target, budget_seconds=budget)
 
@@ -108,5 +108,7 @@ def test_the_forecast_counts_groups_windows_and_sets() -> None:
     fast = make.record(RunConfig(), stages={"start": 2.0, "warmup": 0.2}, warmup_steps=10)
     # 6 turns of 0.4 s and two settling steps of 0.02 s, beside 2.2 s of start and warm-up.
     assert forecast_seconds(fast, plan, 3) == pytest.approx(3 * network_choice.PLACES * (2.2 + 6 * 0.44))
+    computed = dataclasses.replace(plan, turns=0)
+    assert forecast_seconds(fast, computed, 3) == pytest.approx(3 * network_choice.PLACES * (2.2 + USUAL_TURNS * 0.44))
     slow = dataclasses.replace(fast, stages={"start": 2.0, "warmup": 10.0})
     assert forecast_seconds(slow, plan, 1) == pytest.approx(network_choice.PLACES * (12.0 + 6 * 7.0))

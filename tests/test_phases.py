@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import code_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.packed import prepare
 from ddpm_lab.measure import phases
-from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.group import Group, GroupFailed, Limits
 from ddpm_lab.measure.phases import PhaseClock
 from ddpm_lab.measure.process import BEAT, Heartbeat
@@ -36,7 +36,7 @@ def group(function: str, world_size: int = 1, purpose: str = "profile", **option
         oversubscribe=True,
         options=tuple(options.items()),
     )
-    modules = code_version(config.workload).modules
+    modules = code_of(config.workload).modules
     return Group(config, threads=1, modules=modules, environment={}, limits=Limits(build_seconds=60))
 
 

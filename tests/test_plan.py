@@ -12,14 +12,15 @@ from ddpm_lab.plan import PRESETS, Experiment, Family, Plan, preset
 def test_plans_are_pooled_only_when_they_are_equal() -> None:
     plans = [
         Plan(),
-        Plan(turns=5),
         Plan(window_seconds=0.5),
         Plan(window_steps=6),
         Plan(settle_steps=3),
         Plan(warmup_steps=11),
     ]
-    assert len({plan.key for plan in plans}) == len(plans) == len(dataclasses.fields(Plan)) + 1
-    assert Plan(turns=12).key == Plan().key
+    assert len({plan.key for plan in plans}) == len(plans) == len(dataclasses.fields(Plan))
+    assert Plan(turns=12).key == Plan().key, "a comparison's turns are fixed by its first set"
+    with pytest.raises(ConfigError, match=r"plan.turns is -1"):
+        Plan(turns=-1)
 
 
 def test_presets_are_what_the_readme_promises() -> None:

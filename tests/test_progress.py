@@ -121,3 +121,18 @@ def test_a_line_that_stays_is_whole_and_the_next_one_comes_below_it(
     shown = capsys.readouterr().err
     assert "x" * 300 + "\n" in shown
     assert shown.endswith("amp: turn 2")
+
+
+def test_lines_go_to_whoever_asked_for_them_and_nowhere_else(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    lines: list[str] = []
+    progress = Progress("amp", say=lines.append)
+    progress.prefix = "set 1 of 6;"
+    progress.always("turn 1")
+    progress.done("measured 6 sets now")
+    assert lines == ["set 1 of 6; turn 1", "measured 6 sets now"]
+    assert capsys.readouterr().err == ""
+    Progress("amp", quiet=True, say=lines.append).always("nobody hears this")
+    assert len(lines) == 2

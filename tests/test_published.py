@@ -151,8 +151,8 @@ def test_an_empty_published_ledger_is_named_and_the_rest_stands(output: Path) ->
     (output / "README.md").write_text(f"above\n{published.BEGIN}\n{published.END}\nbelow\n")
     published.publish([output / published.RECORDS / f"{SLUG}.jsonl"], None, output)
     text = (output / "README.md").read_text()
-    (row,) = [line for line in text.splitlines() if "bf16 trains 1.50 times as fast as fp32" in line]
-    assert f"(image_output/published/{SLUG}/03_amp.png)" in row
+    (row,) = [line for line in text.splitlines() if f"](image_output/published/{SLUG}/03_amp.png)" in line]
+    assert "bf16 is 50 % faster than fp32" in row
     assert "1.50 (" in row, "the ratio stands beside the answer, with its interval"
     empty = output / published.RECORDS / "another-machine.jsonl"
     empty.touch()

@@ -23,16 +23,15 @@ def judged(experiment: Experiment) -> list[Trial]:
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_only_full_trains_for_quality_without_being_asked(name: str) -> None:
-    for preset in ("smoke", "quick"):
-        here = replace(HERE, preset=preset, network="seed")
-        assert not judged(ask(name, here)) or name == "quality"
-    full = ask(name, replace(HERE, preset="full", network="seed"))
+def test_only_full_on_a_gpu_trains_for_quality_without_being_asked(name: str) -> None:
+    for here in (*(replace(HERE, preset=preset) for preset in ("smoke", "quick", "full")), GPUS):
+        assert not judged(ask(name, replace(here, network="seed"))) or name == "quality"
+    full = ask(name, replace(GPUS, preset="full", network="seed"))
     assert bool(judged(full)) == (name in (*WITH_TRIALS, "quality"))
-    assert all(8_000 <= t.config.option("images", 0) <= 8_000 + 1_024 for t in judged(full))
+    assert all(t.config.option("images", 0) >= 2_500 * t.baseline.global_batch_size for t in judged(full))
     assert {t.config.seed for t in judged(full)} <= set(range(8))
     if name in WITH_TRIALS:
-        assert ask(name, replace(HERE, preset="full", network="seed"), seeds=0).trials == ()
+        assert ask(name, replace(GPUS, preset="full", network="seed"), seeds=0).trials == ()
 
 
 def test_one_run_serves_every_question_that_needs_it() -> None:
@@ -41,7 +40,6 @@ def test_one_run_serves_every_question_that_needs_it() -> None:
     theirs = {t.config.run_id for t in ask("quality", HERE, seeds=3, images=400).trials}
     assert len(mine) == 2 * 3
     assert mine.keys() < theirs
-    assert {t.config.optimizer.ema_every for t in mine.values()} == {1}
     assert {t.label for t in mine.values()} == {"fp32", "bf16"}
     ranks = ask("multi_gpu", HERE, seeds=2, images=400, global_batch_sizes=[8])
     assert {t.config.run_id for t in ranks.trials if t.label == "1 rank"} < mine.keys()
@@ -51,7 +49,7 @@ def test_one_run_serves_every_question_that_needs_it() -> None:
 @pytest.mark.parametrize("here", [HERE, GPUS, replace(HERE, usable_cores=1), replace(GPUS, gpus=1)])
 def test_a_trial_trains_what_is_timed(name: str, here: Setup) -> None:
     setup = replace(here, preset="full", network="seed" if name == "peers" else "tiny")
-    experiment = ask(name, setup)
+    experiment = ask(name, setup, **({} if name == "workers" else {"seeds": 2}))
     timed = {
         (f.name, c.run_id)
         for f in experiment.families
@@ -75,11 +73,10 @@ def test_a_trial_trains_what_is_timed(name: str, here: Setup) -> None:
             "purpose",
             "seed",
             "options",
-            *(["workload", "optimizer", "loader", "loader_workers"] if looks else []),
+            *(["workload", "loader", "loader_workers"] if looks else []),
+            *(["optimizer"] if t.label.endswith("scaled learning rate") else []),
         }
         assert changed <= allowed
-        if looks and not t.label.endswith("scaled learning rate"):
-            assert replace(t.config.optimizer, ema_every=1) == replace(t.timed.optimizer, ema_every=1)
 
 
 CHECKED = {
@@ -91,9 +88,7 @@ CHECKED = {
     "peers": {
         "fp32",
         "eager kernels",
-        "freed memory given back",
         "NCHW, eager kernels",
-        "every loss read",
         "compiled block by block, kernels not joined",
     },
 }
@@ -103,7 +98,7 @@ CHECKED = {
 def test_what_computes_another_gradient_is_checked_before_an_hour_is_spent(name: str) -> None:
     """Every configuration that is trained and is more than its baseline with another optimizer, batch or loader."""
     setup = replace(HERE, preset="full", network="seed" if name == "peers" else "tiny")
-    experiment = ask(name, setup)
+    experiment = ask(name, setup, seeds=2)
     assert {c.label for c in experiment.checks} == CHECKED[name]
     ids = [c.config.run_id for c in experiment.checks]
     assert len(set(ids)) == len(ids), "checked twice"
@@ -142,15 +137,16 @@ def test_batches_of_every_size_are_trained_on_equal_images(batch: int) -> None:
     odd = ask("batch_size", HERE, seeds=1, images=1_000, global_batch_sizes=[24, 32]).trials
     assert {t.config.option("images", 0) for t in odd} == {1_056}, "whole steps of 24 and of 32"
     full = ask("quality", replace(HERE, preset="full")).trials
-    assert {t.config.option("images", 0) for t in full} == {8_000}, "whole steps already: its records stay valid"
+    assert {t.config.option("images", 0) for t in full} == {20_000}
 
 
 def test_what_differs_in_its_loader_alone_must_learn_the_very_same() -> None:
     levers = ask("peers", replace(HERE, network="seed"), parts=["levers"], seeds=2).trials
     alone = [t for t in levers if t.config.workload != TRAINING]
-    assert {t.label for t in alone} == {"as by default", "files, no workers"}
+    same = {"files, no workers", "freed memory given back", "every loss read"}
+    assert {t.label for t in alone} == {"as by default", *same}
     assert {t.config.option("draws", 1) for t in alone} == {0}
-    assert "files, no workers" not in {t.label for t in levers if t not in alone}
+    assert same.isdisjoint(t.label for t in levers if t not in alone)
     both = ask("workers", replace(HERE, preset="full"))
     assert {t.config.precision for t in both.trials} == {"fp32", "bf16"}, (
         "each family's loader is shown to change nothing"

@@ -101,8 +101,6 @@ def test_multi_gpu_grids(machine: str, preset: str, sizes: list[int], ranks: lis
     assert batches(strong) == sizes
     weak = of_kind(experiment, "weak")
     assert [f.baseline.global_batch_size for f in weak] == {"smoke": [], "quick": sizes[:1], "full": sizes}[preset]
-    assert all(f.last == (preset == "quick") for f in weak)
-    assert not any(f.last for f in strong.families)
     asked = dataclasses.replace(experiment, families=(*strong.families, *weak))
     for family, found in zip(asked.families, labels(asked), strict=True):
         left_out = [label for name, label, _ in experiment.left_out if name == family.name]
@@ -222,9 +220,11 @@ def test_workers_grids(machine: str, preset: str, expected: list[int]) -> None:
 
 def test_more_workers_than_cores_are_left_out_by_name() -> None:
     experiment = workers(setup("1 core"))
-    assert {row[1:] for row in experiment.left_out} == {("2 workers", "more than the 1 usable cores")}
+    assert {row[1:] for row in experiment.left_out} == {("2 workers", "more than the 1 usable core")}
     assert {row[0] for row in experiment.left_out} == {f.name for f in experiment.families}
     assert labels(experiment) == [["0 workers", "1 worker"]]
+    beside = workers(setup("1 core", limited=True))
+    assert {row[1:] for row in beside.left_out} == {("2 workers", "more than the 1 free core")}
     assert labels(workers(setup(), worker_counts=[1, 2, 2])) == [["1 worker", "2 workers"]]
 
 

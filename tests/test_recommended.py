@@ -15,7 +15,7 @@ import records as make
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import findings, recommended_words, show, stats, tables
+from ddpm_lab.explain import decisions, findings, recommended_words, show, tables
 from ddpm_lab.explain.frames import study
 from ddpm_lab.explain.recommended import Recommendation, forecast, next_change, recommendation
 from ddpm_lab.ledger import Ledger
@@ -51,7 +51,7 @@ def test_each_step_is_compared_with_the_one_before_in_the_same_sets() -> None:
     one, both = (planted.SPACE.cells()[c].run_id for c in (found.steps[0].cell, found.steps[1].cell))
     by_hand = np.exp(np.mean([math.log(s[one] / s[both]) for s in sets.values()]))
     assert found.steps[1].gain.value == pytest.approx(by_hand, rel=0.01)
-    assert found.best["ratio"] == pytest.approx(math.prod(s.gain.value for s in found.steps), rel=0.02)
+    assert found.best.ratio.value == pytest.approx(math.prod(s.gain.value for s in found.steps), rel=0.02)
     assert [s.gain.sets for s in found.steps] == [6, 6]
 
 
@@ -63,14 +63,14 @@ def test_the_winners_own_sets_give_the_ratio_and_not_those_that_chose_it() -> No
         else r
         for r in records
     ]
-    assert of(slower).best["ratio"] < of(records).best["ratio"]
+    assert of(slower).best.ratio.value < of(records).best.ratio.value
     more = [
         replace(r, windows=tuple(replace(w, seconds=w.seconds / 2) for w in r.windows))
         if r.experiment == "search" and r.role == "candidate"
         else r
         for r in records
     ]
-    assert of(more).best["ratio"] == of(records).best["ratio"]
+    assert of(more).best.ratio.value == of(records).best.ratio.value
 
 
 def test_what_is_worse_is_not_recommended_nor_is_another_batch_that_is_not_judged() -> None:
@@ -93,7 +93,7 @@ def test_a_loader_that_learns_the_same_has_the_quality_of_the_step_before() -> N
     loader = (Value("packed", "packed", {}), Value("files", "files", {"loader": "files"}))
     space = replace(planted.SPACE, settings={"loader": loader, **planted.SPACE.settings})
     records = planted.searched(space, {**planted.GAINS, "files": 1.4}, winner=(1, 0, 0, 0, 0))
-    assert of(records).judged.verdict == "not measured"
+    assert of(records).judged.reason == "the same arithmetic"
     pair = make.trials(
         {"files": (replace(planted.BASE, loader="files"), 0.0)}, baseline=planted.BASE, seeds=1, images=160
     )
@@ -105,15 +105,16 @@ def test_a_loader_that_learns_the_same_has_the_quality_of_the_step_before() -> N
         )
         for t in pair
     ]
-    assert of(records, trials=tuple(same)).judged.verdict == "identical"
+    assert of(records, trials=tuple(same)).judged.reason == "after 20 steps"
+    other = [replace(t, quality={**(t.quality or {}), "weights_sha256": t.label}) for t in same]
+    assert of(records, trials=tuple(other)).judged.verdict == "not enough data", "a loader that was seen to differ"
 
 
-def test_one_set_resolves_nothing_and_recommends_nothing() -> None:
+def test_one_set_recommends_nothing() -> None:
     found = of(planted.searched(sets=1))
     said = findings.finding(planted.study(planted.searched(sets=1)))
     assert found.count == 0
-    assert said.status == stats.NOT_RESOLVED
-    assert said.headline == "Not resolved (1 set): bf16, 2 ranks against the baseline"
+    assert (said.status, said.sets) == (decisions.TOO_FEW, 1)
     nothing = planted.searched(gains={"bf16": 0.8, "2 ranks": 0.7, "joined kernels": 0.9, "batch 16": 0.9})
     assert of(nothing).steps == ()
     kept = findings.finding(planted.study(nothing))
@@ -123,18 +124,18 @@ def test_one_set_resolves_nothing_and_recommends_nothing() -> None:
 def test_the_finding_says_what_was_tried_what_not_and_what_comes_next() -> None:
     answer = planted.study(planted.searched(), train_images=1_000_000)
     said = findings.finding(answer)
-    assert said.headline.startswith("Use bf16, 2 ranks: 1.6")
-    assert "quality not measured" in said.headline
+    assert said.headline.startswith("bf16, 2 ranks: ")
+    assert "quality not measured" in said.headline, "so it is not said to be used"
     assert "Left out: tf32 (needs a CUDA device) and fp16 (needs a CUDA device)." in said.claim
     assert "Not tried: batch 16 (another batch is another training)." in said.claim
     assert "ddpm-lab recommend --seeds 8 --network tiny --batch-size 8 measures it" in said.claim
-    assert "Projected to 1,000,000 images" in said.claim
-    assert "power was not measured, so energy is not" in said.claim
     assert said.ratio == pytest.approx(1.62, rel=0.03)
     assert said.sets == 6
     shown = tables.table(answer)
     assert list(shown["Configuration"]) == ["baseline", "+ 2 ranks", "+ bf16"]
     assert list(shown["Recommended"]) == ["", "", "yes"]
+    assert "1,000,000 images" in shown
+    assert not {"Energy of its GPUs", "Compiling pays off"} & set(shown), "neither was measured"
     captions = [caption for caption, _ in tables.more(answer)]
     assert any("search tried" in caption for caption in captions)
 
@@ -142,8 +143,7 @@ def test_the_finding_says_what_was_tried_what_not_and_what_comes_next() -> None:
 def test_the_next_change_is_the_one_that_is_expected_to_gain_most() -> None:
     change = next_change(of(planted.searched()))
     assert change is not None
-    assert (change.label, change.sets) == ("batch 16", 0)
-    assert change.low < 1 < change.high
+    assert change.label == "batch 16"
     assert change.command == (
         "ddpm-lab recommend --only precision=bf16 --only ranks=2 --only memory=channels_last --only batch=8,16 "
         "--any-batch --seeds 8 --network tiny"
@@ -153,8 +153,6 @@ def test_the_next_change_is_the_one_that_is_expected_to_gain_most() -> None:
     known = next_change(of(not_judged, trials=()))
     assert known is not None
     assert known.label == "batch 16"
-    assert known.low < planted.GAINS["batch 16"] < known.high
-    assert known.sets
     done = {"bf16": 1.2, "2 ranks": 1.5, "joined kernels": 0.5, "batch 16": 0.5}
     assert next_change(of(planted.searched(replace(planted.SPACE, any_batch=True), done))) is None
 
@@ -180,9 +178,7 @@ def test_what_was_measured_again_speaks_for_itself() -> None:
     assert change is not None
     assert change.again is not None
     assert change.label == "bf16"
-    assert change.gain == pytest.approx(1.2 / 0.6, rel=0.05)
-    assert f"bf16, which read {change.gain:.2f} (" in recommended_words.next_words(found)
-    assert "in the 1 set after the search" in recommended_words.next_words(found)
+    assert change.again.gain.value == pytest.approx(1.2 / 0.6, rel=0.05)
     slower = next_change(measured(1.5))
     assert slower is None or slower.label != "bf16", "it has just read slower"
 
@@ -191,14 +187,13 @@ def test_a_training_takes_its_images_over_the_speed_and_pays_compiling_once() ->
     found = of(planted.searched(), train_images=1_000_000)
     plain, best = forecast(found, found.baseline), forecast(found, found.best, 100.0)
     assert plain.seconds == pytest.approx(1e6 * 0.010 / 8, rel=0.05)
-    assert best.seconds - 100 == pytest.approx(plain.seconds / found.best["ratio"], rel=0.02)
-    assert best.low < best.seconds < best.high
+    assert best.seconds - 100 == pytest.approx(plain.seconds / found.best.ratio.value, rel=0.02)
     assert forecast(of(planted.searched()), found.baseline).images == 800_000 * 8
     assert math.isnan(plain.joules)
     powered = [make.with_state([r], gpu_power_watts=400.0)[0] if r.windows else r for r in planted.searched()]
     joules = forecast(of(powered, train_images=1_000_000), found.baseline).joules
     assert joules == pytest.approx(400 * 1e6 * 0.010 / 8, rel=0.05)
-    assert "kWh of its GPUs" in recommended_words.answer(of(powered))[1]
+    assert recommended_words.table(of(powered))["Energy of its GPUs"].str.endswith(" kWh").all()
 
 
 def test_compiling_pays_off_after_its_seconds_over_what_a_step_saves() -> None:
@@ -211,8 +206,8 @@ def test_compiling_pays_off_after_its_seconds_over_what_a_step_saves() -> None:
     (step,) = of([*records, *colds]).steps
     assert step.cold_seconds == pytest.approx(30)
     assert step.pays_off_steps == pytest.approx(30 / (0.010 * (1 - 1 / 1.25)), rel=0.05)
-    assert "Compiling takes 30.0 s and pays off after" in recommended_words.answer(of([*records, *colds]))[1]
-    assert "Compiling takes unknown" in recommended_words.answer(of(records))[1]
+    assert recommended_words.table(of([*records, *colds]))["Compiling pays off"].iloc[1].startswith("after ")
+    assert recommended_words.table(of(records))["Compiling pays off"].iloc[1] == "compile time unknown"
 
 
 def test_records_of_several_machines_are_refused_unless_they_are_asked_for() -> None:
@@ -221,7 +216,7 @@ def test_records_of_several_machines_are_refused_unless_they_are_asked_for() -> 
         study([*here, *there], "recommendation")
     one = study([*here, *there], "recommendation", machine="Example CPU 9000, 2 cores")
     both = study([*here, *there], "recommendation", machine="all")
-    assert [of(list(s.records)).best["sets"] for s in (one, both)] == [6, 12]
+    assert [of(list(s.records)).best.sets for s in (one, both)] == [6, 12]
     assert findings.finding(both).hardware.startswith("2 machines: ")
 
 
@@ -236,7 +231,6 @@ def test_the_file_is_what_train_takes(tmp_path: Path, synthetic: RunConfig, sets
     assert (settings["precision"], settings["world_size"]) == (("bf16", 2) if sets == 6 else ("fp32", 1))
     config, schedule = plan_training({"oversubscribe": True}, {}, file=path, cache=tmp_path / "cache")
     wanted = of(list(answer.records)).config
-    wanted = replace(wanted, optimizer=replace(wanted.optimizer, ema_warmup=True))  # as train has it
     assert config.differences(wanted).keys() <= {"purpose", "workload", "oversubscribe"}
     assert config.data == synthetic.data
     assert schedule.steps == 800_000
@@ -246,16 +240,10 @@ def test_the_file_is_what_train_takes(tmp_path: Path, synthetic: RunConfig, sets
         plan_training({}, {}, file=path, cache=tmp_path / "cache")
 
 
-def test_without_a_search_the_fastest_of_all_questions_is_told() -> None:
-    said = findings.finding(make.study(make.sets({"bf16": (RunConfig(precision="bf16"), 1.5)}), "recommendation"))
-    assert said.headline.startswith("Fastest measured: 1 CPU rank, bf16")
-    assert "ddpm-lab recommend" in said.claim
-
-
 def test_a_ledger_keeps_the_space(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l.jsonl")
     ledger.append(planted.searched())
     records, damaged = ledger.read()
     assert not damaged
-    assert of(records).best["ratio"] == of(planted.searched()).best["ratio"]
+    assert of(records).best.ratio.value == of(planted.searched()).best.ratio.value
     assert show.NAMES["recommendation"] == "06_recommendation"

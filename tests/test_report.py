@@ -5,14 +5,14 @@ from __future__ import annotations
 import html.parser
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
 
-from ddpm_lab import plan, report
+from ddpm_lab import agenda, report
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.data.folder import DataError
 from ddpm_lab.explain import pages
@@ -77,6 +77,14 @@ class Loads(html.parser.HTMLParser):
         else:
             places = [values.get(name) or "" for name in ("src", "href", "srcset", "data", "poster", "action")]
             self.fetched += [place for place in places if place and not place.startswith("data:")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unmeasured() -> Iterator[None]:
+    """Nothing is measured for notebooks that are thrown away."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agenda, "measure", lambda *_, **__: 0)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -161,39 +169,46 @@ def test_executed_notebooks_keep_their_outputs(made: Made) -> None:
     assert "before" in text
 
 
-def test_unused_time_passes_to_the_next(made: Made) -> None:
-    _, _, folder = made
-    # Four equal weights: a quarter of three minutes at first; all that is left for the last.
-    given = {}
-    for path in sorted((folder / "notebooks").glob("*.ipynb")):
-        match = re.search(r"minutes = ([\d.]+)", path.read_text())
-        assert match is not None
-        given[path.stem] = float(match[1])
-    total = plan.PRESETS["smoke"].minutes or 0
-    assert given["01_answers"] <= total / 4
-    assert given["01_answers"] < given["02_fails"] < given["03_dies"] < given["04_after"] < total
+def test_what_the_notebooks_show_is_measured_first_within_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(agenda, "measure", lambda questions, **given: asked.update(given, questions=questions))
+    files = [write(tmp_path / f"0{i}_{name}.ipynb", "print(minutes)") for i, name in enumerate(("amp", "workers"), 1)]
+    files.append(write(tmp_path / "03_own.ipynb", "print(1)", parameters="preset = 'quick'  # sizes"))
+    result, _ = run(files, tmp_path / "out", minutes=2)
+    assert result.exit_code == 0
+    assert list(asked["questions"]) == ["amp", "workers"], "the third has no minutes, and measures by itself"
+    assert 0 < asked["seconds"] <= 120 - 3 * report.NOTEBOOK_SECONDS
+    shown = [
+        p for p in (result.index.parent / "notebooks").glob("*.ipynb") if re.search(r"minutes = 0\b", p.read_text())
+    ]
+    assert sorted(path.stem for path in shown) == ["01_amp", "02_workers"], "they show what was measured before them"
 
 
-def test_the_table_of_weights_names_the_notebooks() -> None:
-    numbered = {path.stem for path in (CHECKOUT / "notebooks").glob(NUMBERED)}
-    assert set(report.WEIGHTS) == numbered
-    assert report.LAST in numbered
+def test_questions_that_take_long_are_measured_in_full_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, set[str]] = {}
 
-
-def test_the_recommendation_gets_time_only_where_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, float | None] = {}
-
-    def execute(file: Path, target: Path, values: dict[str, Any], **_: Any) -> None:
-        given[values["preset"]] = values.get("minutes")
+    def execute(file: Path, target: Path, *_: Any, **__: Any) -> None:
         nbformat.write(nbformat.read(file, as_version=4), target)  # type: ignore[no-untyped-call]
 
     monkeypatch.setattr(report, "execute", execute)
-    monkeypatch.setattr(report._Run, "forecast", lambda *_: None)
-    last = CHECKOUT / "notebooks" / f"{report.LAST}.ipynb"
     for preset in ("smoke", "full"):
-        run([last], tmp_path / preset, preset=preset, minutes=2)
-    assert given["smoke"] is None
-    assert 1 < (given["full"] or 0) <= 2
+        names = asked.setdefault(preset, set())
+        monkeypatch.setattr(agenda, "measure", lambda questions, names=names, **_: names.update(questions))
+        report.report(preset=preset, minutes=2, output_dir=tmp_path / preset, progress=lambda _: None)
+    assert asked["full"] - asked["smoke"] == {name.partition("_")[2] for name in report.LONG}
+    numbered = {path.stem.partition("_")[2] for path in (CHECKOUT / "notebooks").glob(NUMBERED)}
+    assert asked["full"] <= numbered
+
+
+def test_the_report_ends_with_its_answers(made: Made) -> None:
+    result, lines, folder = made
+    told = [f"{name}: {'; '.join(found)}" for name, found in pages.answers(result.pages)]
+    assert told
+    assert lines[-1 - len(told) : -1] == told
+    index = Loads((folder / "index.html").read_text())
+    assert index.images
 
 
 @pytest.mark.slow
@@ -275,7 +290,7 @@ def test_the_state_of_a_page_is_what_its_chip_says() -> None:
     chips = [
         (page("not run"), "not run", "idle"),
         (page("done", status="answered"), "answered", "answered"),
-        (page("done", status="not resolved"), "not resolved", "unresolved"),
+        (page("done", status="inconclusive"), "inconclusive", "unresolved"),
         (page("done"), "no answer", "unresolved"),
         (page("failed", status="answered"), "failed", "failed"),
         (page("stopped"), "stopped", "failed"),

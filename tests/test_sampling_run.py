@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from ddpm_lab.measure.progress import Progress
 from ddpm_lab.model.checkpoint import CheckpointError, write
 from ddpm_lab.model.generation import write_grid
 from ddpm_lab.run_folder import RunFailed
-from ddpm_lab.sampling_run import LATER, Sampling, sample
+from ddpm_lab.sampling_run import Sampling, sample
 
 
 class Ranks:
@@ -138,17 +137,6 @@ def test_images_of_other_settings_are_not_mixed(
         draw(checkpoint, 3, **settings)
 
 
-def test_a_folder_of_before_is_gone_on_with_in_fp32_alone(checkpoint: Path, ranks: Callable[..., Ranks]) -> None:
-    ranks()
-    draw(checkpoint, 3)
-    note = checkpoint.parent / "images" / "sampling.json"
-    before = {name: value for name, value in json.loads(note.read_text()).items() if name not in LATER}
-    note.write_text(json.dumps(before))
-    assert len(draw(checkpoint, 4)) == 4
-    with pytest.raises(ConfigError, match="precision is 'bf16'"):
-        draw(checkpoint, 4, precision="bf16")
-
-
 @pytest.mark.parametrize(
     ("settings", "kernels"),
     [
@@ -165,7 +153,7 @@ def test_images_are_made_as_they_are_asked_for(
     draw(checkpoint, 3, **settings)
     (config,) = group.configs
     assert config.kernels == kernels
-    assert (config.precision, config.compile) == tuple((LATER | settings).values())
+    assert (config.precision, config.compile) == tuple(({"precision": "fp32", "compile": "off"} | settings).values())
 
 
 def test_ranks_that_ran_otherwise_are_stopped(checkpoint: Path, ranks: Callable[..., Ranks]) -> None:

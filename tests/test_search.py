@@ -216,7 +216,6 @@ def test_losses_and_gains_are_those_of_draws() -> None:
     assert belief.gain(one, other)[0] == pytest.approx(apart.mean(), abs=0.01)
     assert belief.gain(one, other)[1] == pytest.approx(apart.std(), rel=0.02)
     assert belief.expected_gain(one, other) == pytest.approx(np.maximum(apart, 0).mean(), rel=0.02)
-    assert belief.chance(one, other, 1.03) == pytest.approx((apart > math.log(1.03)).mean(), abs=0.01)
 
 
 def test_twins_that_scatter_make_it_doubt() -> None:

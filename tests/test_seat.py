@@ -1,4 +1,4 @@
-"""Compile caches: who starts from which, and what is removed."""
+"""Compile caches: who starts from which, and what is removed; and the untimed steps before a window."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from conftest import busy_config
 
-from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.measure.seat import CACHE_DAYS, Instrument, Member, Seat
 from ddpm_lab.plan import Plan
 
@@ -18,7 +17,7 @@ COMPILED = dataclasses.replace(busy_config(), compile="whole")
 
 
 def seat(instrument: Instrument, role: str, key: str = "a" * 12) -> Seat:
-    code = CodeVersion(key, instrument.code.modules, {})
+    code = dataclasses.replace(instrument.code, key=key)
     return Seat(Member(role, "compiled", COMPILED), Plan(), dataclasses.replace(instrument, code=code))
 
 
@@ -88,3 +87,16 @@ def test_nothing_that_a_link_leads_to_is_removed(instrument: Instrument, tmp_pat
         os.utime(root / target.name, (0, 0), follow_symlinks=False)
     start(seat(instrument, "candidate"))
     assert (target / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "prefetch", "settle"),
+    [(0.01, 0, 2), (0.05, 0, 2), (0.1, 0, 1), (0.9, 0, 1), (1.0, 0, 0), (20.0, 0, 0), (20.0, 4, 4), (0.01, 8, 8)],
+)
+def test_long_steps_need_none_to_wake_up_and_prefetched_batches_are_always_used_up(
+    instrument: Instrument, step_seconds: float, prefetch: int, settle: int
+) -> None:
+    sitting = seat(instrument, "candidate")
+    sitting.warm_step_seconds, sitting.witness = step_seconds, [{"prefetch_batches": prefetch}]
+    assert sitting.settle_steps == settle
+    assert sitting.window_seconds(5) == pytest.approx((5 + settle) * step_seconds)

@@ -56,6 +56,37 @@ def test_a_set_holds_every_member_with_equal_work(instrument: Instrument, short_
         assert all(len(rank.losses) == sum(w.steps for w in r.windows) for rank in r.ranks)
 
 
+def test_turns_are_computed_from_what_start_and_turns_cost(instrument: Instrument, short_plan: Plan) -> None:
+    plan = dataclasses.replace(short_plan, turns=0)
+    asked: list[tuple[float, float]] = []
+
+    def turns(start_seconds: float, turn_seconds: float) -> int:
+        asked.append((start_seconds, turn_seconds))
+        return 3
+
+    pair = members()
+    records = measure_set(instrument, experiment="test", family="busy", plan=plan, members=pair, turns=turns)
+    ((start, turn),) = asked
+    assert [(r.plan.turns, len(r.windows)) for r in records] == [(3, 3)] * 2
+    assert {r.cohort for r in records} == {dataclasses.replace(records[0], plan=short_plan).cohort}
+    built = sum(seconds for r in records for name, seconds in r.stages.items() if name in ("start", "build", "warmup"))
+    assert start >= 0.5 * built
+    assert turn >= 2 * plan.window_seconds, "both windows, and what lies between them"
+    measure_set(instrument, experiment="test", family="busy", plan=short_plan, members=pair, turns=turns)
+    assert len(asked) == 1, "a plan that has turns keeps them"
+
+
+def test_the_primary_candidate_is_marked_and_side_by_side_no_load_is_recorded(
+    instrument: Instrument, short_plan: Plan
+) -> None:
+    first, second = members()
+    other = dataclasses.replace(members(("longer", busy_config(micro_steps=40)))[2], primary=True)
+    records = measure_set(instrument, experiment="test", family="busy", plan=short_plan, members=[first, second, other])
+    assert [r.primary for r in records] == [False, False, True]
+    loads = {(w.others_cores, w.stolen_seconds) for r in records for w in r.windows}
+    assert loads == {(None, None)}, "tests that measure at once would crowd each other"
+
+
 @pytest.mark.slow
 def test_failures_are_rows_and_the_rest_goes_on(instrument: Instrument, short_plan: Plan) -> None:
     records = measure_set(

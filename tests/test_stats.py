@@ -1,9 +1,6 @@
 """Statistics against simulation, hand-worked cases and invariants."""
 
-import json
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +39,7 @@ def test_interval_covers_the_planted_ratio(sets: int) -> None:
     runs = 4000
     covered = 0
     for _ in range(runs):
-        estimate = stats.geometric_estimate(set_log_ratios(*simulated(rng, sets, 6, 1.03)))
+        estimate = stats.estimate(set_log_ratios(*simulated(rng, sets, 6, 1.03)))
         covered += estimate.low <= 1.03 <= estimate.high
     assert 0.93 <= covered / runs <= 0.97
 
@@ -53,38 +50,14 @@ def test_interval_over_pooled_turns_would_not_cover() -> None:
     covered = 0
     for _ in range(500):
         base, other = simulated(rng, 6, 6, 1.03)
-        estimate = stats.geometric_estimate(np.log(base / other).ravel())
+        estimate = stats.estimate(np.log(base / other).ravel())
         covered += estimate.low <= 1.03 <= estimate.high
     assert covered / 500 < 0.85
 
 
-def test_identical_groups_are_rarely_called_different() -> None:
-    """Four comparisons that are all null: any false call in at most some 5 % of experiments."""
-    rng = np.random.default_rng(3)
-    runs = 1500
-    calls = 0
-    for _ in range(runs):
-        estimates = [stats.geometric_estimate(set_log_ratios(*simulated(rng, 6, 4, 1.0))) for _ in range(4)]
-        adjusted = stats.holm([e.p for e in estimates])
-        calls += any(stats.called(e, p) for e, p in zip(estimates, adjusted, strict=True))
-    assert calls / runs <= 0.06
-
-
-def test_planted_effect_is_found_at_the_number_of_sets_that_is_said_to_resolve_it() -> None:
-    rng = np.random.default_rng(4)
-    wide = set_log_ratios(*simulated(rng, 200, 6, 1.0))
-    needed = stats.sets_to_resolve(wide, 0.05)
-    assert needed is not None
-    found = 0
-    for _ in range(300):
-        estimate = stats.geometric_estimate(set_log_ratios(*simulated(rng, needed, 6, 1 / 1.05)))
-        found += stats.verdict(estimate, estimate.p, 1) == stats.SLOWER
-    assert found / 300 > 0.9
-
-
 def test_estimate_equals_scipy() -> None:
     logs = np.array([0.02, 0.05, -0.01, 0.04, 0.03, 0.01])
-    ours = stats.geometric_estimate(logs)
+    ours = stats.estimate(logs)
     test = scipy_stats.ttest_1samp(logs, 0.0)
     interval = test.confidence_interval(0.95)
     assert ours.p == pytest.approx(float(test.pvalue))
@@ -94,8 +67,8 @@ def test_estimate_equals_scipy() -> None:
 @given(st.lists(st.tuples(FINITE, FINITE), min_size=2, max_size=10))
 def test_swapping_the_sides_inverts_the_ratio(pairs: list[tuple[float, float]]) -> None:
     a, b = (np.array(side)[:, None] for side in zip(*pairs, strict=True))
-    forward = stats.geometric_estimate(set_log_ratios(a, b))
-    backward = stats.geometric_estimate(set_log_ratios(b, a))
+    forward = stats.estimate(set_log_ratios(a, b))
+    backward = stats.estimate(set_log_ratios(b, a))
     assert forward.value == pytest.approx(1 / backward.value)
     assert forward.low == pytest.approx(1 / backward.high)
     assert forward.p == pytest.approx(backward.p)
@@ -111,34 +84,16 @@ def test_holm_by_hand() -> None:
 
 
 def test_one_set_has_a_ratio_and_no_interval() -> None:
-    estimate = stats.geometric_estimate([math.log(1.5)])
+    estimate = stats.estimate([math.log(1.5)])
     assert estimate.value == pytest.approx(1.5)
     assert math.isnan(estimate.low)
     assert math.isnan(estimate.p)
-    assert stats.sets_to_resolve([0.1]) is None
-    assert math.isnan(stats.geometric_estimate([]).value)
-
-
-def test_a_verdict_needs_six_sets() -> None:
-    logs = np.array([0.5, 0.51, 0.49, 0.5, 0.505])
-    five, six = stats.geometric_estimate(logs), stats.geometric_estimate([*logs, 0.495])
-    assert stats.verdict(five, five.p, 1) == stats.NOT_RESOLVED
-    assert stats.verdict(six, six.p, 1) == stats.FASTER
-
-
-def test_verdict_says_where_only_the_correction_prevents_it() -> None:
-    logs = np.array([0.01, 0.06, 0.05, 0.0, 0.055, 0.03])
-    estimate = stats.geometric_estimate(logs)
-    assert estimate.low > 1
-    assert stats.verdict(estimate, 5 * estimate.p, 5) == "not resolved (corrected for 5 comparisons)"
-    assert stats.verdict(estimate, estimate.p, 1) == stats.FASTER
+    assert math.isnan(stats.estimate([]).value)
 
 
 def test_no_spread() -> None:
-    assert stats.geometric_estimate([0.5] * 6).p == 0.0
-    assert stats.geometric_estimate([0.0] * 6).p == 1.0
-    assert stats.sets_to_resolve([0.1] * 6) == stats.LEAST_SETS
-    assert stats.sets_to_resolve([-9.0, 9.0], most=50) is None
+    assert stats.estimate([0.5] * 6).p == 0.0
+    assert stats.estimate([0.0] * 6).p == 1.0
 
 
 def test_geometric_mean_of_a_ratio_and_its_inverse_is_one() -> None:
@@ -167,100 +122,54 @@ def test_the_interval_of_a_quotient_covers_it() -> None:
     for few, many, spread in ((2, 6, 0.05), (3, 6, 0.05), (3, 12, 0.02), (3, 12, 0.1)):
         hits = 0
         for _ in range(1500):
-            a = stats.geometric_estimate(np.log(30) + rng.normal(0, spread, few))
-            b = stats.geometric_estimate(np.log(0.02) + rng.normal(0, 0.05, many))
+            a = stats.estimate(np.log(30) + rng.normal(0, spread, few))
+            b = stats.estimate(np.log(0.02) + rng.normal(0, 0.05, many))
             low, high = stats.quotient_interval((a.value, a.low, a.high), (b.value, b.low, b.high))
             hits += low <= 1500 <= high
         assert 0.93 <= hits / 1500 <= 0.985, (few, many, spread)
 
 
-# --- stopping when the interval is narrow enough ---------------------------------------------------------------------
+# --- the spread of other comparisons ---------------------------------------------------------------------------------
 
 
-def stopped(rng: np.random.Generator, spread: float, ratio: float, effect: float) -> stats.Estimate:
-    """What a comparison reads that stops by the rule: normal noise between sets, at most 120 sets."""
-    logs = rng.normal(math.log(ratio), spread, 120)
-    count = stats.LEAST_SETS
-    while count < len(logs) and (to_come := stats.sets_to_come(logs[:count], effect)):
-        # Where many are still to come the width is not looked at set by set: it cannot be narrow before.
-        count = min(len(logs), count + max(1, to_come // 2))
-    return stats.geometric_estimate(logs[:count])
+def test_the_posterior_variance_by_hand() -> None:
+    spread = stats.Spread(variance=4e-4, df=4.0)
+    assert stats.steadied(1e-4, 5, spread) == pytest.approx(((4 * 4e-4 + 5 * 1e-4) / 9, 4.0))
+    assert stats.steadied(1e-4, 5, None) == (1e-4, 0.0)
+    # F(0.95; 5, 4) is 6.26: a comparison that scatters more than that keeps its own variance.
+    assert stats.steadied(6.2 * 4e-4, 5, spread)[1] == 4.0
+    assert stats.steadied(6.3 * 4e-4, 5, spread) == pytest.approx((6.3 * 4e-4, 0.0))
 
 
-@pytest.mark.parametrize("spread", [0.005, 0.015, 0.03])
-def test_a_comparison_that_stops_by_its_width_covers_and_finds_the_effect(spread: float) -> None:
-    rng = np.random.default_rng(int(spread * 1000))
-    runs, effect = 1500, 0.03
-    nulls = [stopped(rng, spread, 1.0, effect) for _ in range(runs)]
-    found = [stopped(rng, spread, 1 + effect, effect) for _ in range(runs)]
-    covered = [e.low <= ratio <= e.high for es, ratio in ((nulls, 1.0), (found, 1 + effect)) for e in es]
-    assert 0.93 <= np.mean(covered) <= 0.97
-    assert np.mean([stats.called(e, e.p) for e in nulls]) <= 0.07
-    assert np.mean([stats.called(e, e.p) and e.value > 1 for e in found]) >= 0.9
-    assert min(e.sets for e in nulls) >= stats.LEAST_SETS + stats.NARROW_IN_A_ROW - 1
+def test_a_steadied_estimate_has_the_degrees_of_freedom_of_both() -> None:
+    logs = np.array([0.02, 0.05, -0.01, 0.04])
+    plain, found = stats.estimate(logs), stats.estimate(logs, stats.Spread(variance=4e-4, df=4.0))
+    assert plain == stats.estimate([*logs, math.nan])
+    assert (plain.value, plain.low, plain.high, plain.p, plain.sets) == pytest.approx(
+        [getattr(stats.estimate(logs), name) for name in ("value", "low", "high", "p", "sets")]
+    )
+    variance = (4 * 4e-4 + 3 * logs.var(ddof=1)) / 7
+    assert (found.df, found.standard_error) == pytest.approx((7.0, math.sqrt(variance / 4)))
+    assert found.half_width == pytest.approx(scipy_stats.t.ppf(0.975, 7) * found.standard_error)
+    assert found.p == pytest.approx(2 * scipy_stats.t.sf(logs.mean() / found.standard_error, 7))
+    assert stats.estimate([0.1]).half_width == math.inf
 
 
-def test_the_width_decides_and_never_the_ratio() -> None:
-    logs = np.array([0.001, -0.002, 0.0, 0.002, -0.001, 0.001, 0.0, -0.001])
-    assert stats.sets_to_come(logs, 0.03) == 0
-    assert stats.sets_to_come(logs + 0.5, 0.03) == 0
-    assert stats.sets_to_come(logs[:7], 0.03) == 1
-    assert stats.sets_to_come(30 * logs, 0.03) > 0
-    assert stats.sets_to_come(30 * logs + 0.5, 0.03) == stats.sets_to_come(30 * logs, 0.03)
-    assert stats.sets_to_come([], 0.03) == stats.LEAST_SETS + stats.NARROW_IN_A_ROW - 1
-    assert stats.sets_to_come([0.0, math.nan, 0.1], 0.03) > 5
+def test_the_prior_of_a_planted_population_comes_back() -> None:
+    """Variances drawn as s0^2 d0 / chi2(d0), with 3 to 11 degrees of freedom of their own."""
+    rng = np.random.default_rng(0)
+    drawn = [np.sqrt(4e-4 * 3 / rng.chisquare(3)) * rng.normal(size=n) for n in rng.integers(4, 13, 4000)]
+    found = stats.spread_of(drawn)
+    assert found is not None
+    assert found.df == pytest.approx(3, rel=0.1)
+    assert found.variance == pytest.approx(4e-4, rel=0.05)
 
 
-def test_the_smallest_effect_is_what_the_sets_resolve() -> None:
-    rng = np.random.default_rng(5)
-    logs = rng.normal(0, 0.02, 12)
-    spread = float(logs.std(ddof=1))
-    effect = stats.smallest_effect(spread, len(logs))
-    assert stats.half_width(logs) == pytest.approx(math.log1p(effect) / 2)
-    assert stats.sets_to_resolve(logs, effect * 1.001) == 12
-    assert stats.smallest_effect(spread, 5) == math.inf
-    assert stats.half_width([0.1]) == math.inf
-
-
-# --- noise recorded on a real machine ---------------------------------------------------------------------------------
-
-NOISE: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "noise.json").read_text())
-
-
-def replayed(rng: np.random.Generator, ratio: float, kind: str) -> stats.Estimate:
-    """A comparison of five minutes whose noise is recorded: blocks of neighbouring sets.
-
-    Each block keeps its order, and is mirrored or not, as if baseline and twin had changed places.
-    """
-    noise = NOISE[kind]
-    count, length = noise["sets"], 4
-    logs: list[float] = []
-    while len(logs) < count:
-        run = np.log(noise["null_ratios"][rng.integers(len(noise["null_ratios"]))])
-        start = rng.integers(len(run) - length + 1)
-        logs += list(rng.choice([-1, 1]) * run[start : start + length])
-    return stats.geometric_estimate(math.log(ratio) + np.array(logs[:count]))
-
-
-def verdicts(rng: np.random.Generator, kind: str) -> tuple[list[str], list[stats.Estimate], list[stats.Estimate]]:
-    """What 1,500 comparisons call 3 % more work, their estimates of it, and those of the baseline against itself."""
-    nulls = [replayed(rng, 1.0, kind) for _ in range(1500)]
-    planted = [replayed(rng, 1 / 1.03, kind) for _ in range(1500)]
-    called = []
-    for pair in zip(planted, nulls, strict=True):
-        adjusted = stats.holm([e.p for e in pair])
-        called.append(stats.verdict(pair[0], adjusted[0], 2))
-    return called, planted, nulls
-
-
-def test_on_recorded_noise_three_percent_is_found_and_nothing_is_not() -> None:
-    called, planted, nulls = verdicts(np.random.default_rng(5), "quiet")
-    assert np.mean([word == stats.SLOWER for word in called]) >= 0.9
-    assert np.mean([stats.called(e, e.p) for e in nulls]) <= 0.06
-    assert 0.93 <= np.mean([e.low <= 1 / 1.03 <= e.high for e in planted]) <= 0.97
-
-
-def test_on_noise_beside_other_jobs_less_is_found_and_nothing_wrong() -> None:
-    called, _, nulls = verdicts(np.random.default_rng(6), "busy")
-    assert np.mean([word == stats.FASTER for word in called]) <= 0.01
-    assert np.mean([stats.called(e, e.p) for e in nulls]) <= 0.06
+def test_alike_spreads_count_for_four_at_most_and_fewer_than_three_for_none() -> None:
+    rng = np.random.default_rng(1)
+    found = stats.spread_of(0.02 * rng.normal(size=(200, 6)))
+    assert found is not None
+    assert found.df == stats.MOST_PRIOR_DF
+    assert found.variance == pytest.approx(4e-4, rel=0.1)
+    assert stats.spread_of(0.02 * rng.normal(size=(2, 6))) is None
+    assert stats.spread_of([[0.1], [0.1, 0.1], [0.1, math.nan], [0.1, 0.2], [0.3, 0.1]]) is None

@@ -14,6 +14,7 @@ from test_scaling import lost, study, weak
 
 from ddpm_lab import experiments, strategy
 from ddpm_lab.config import NETWORKS, RunConfig
+from ddpm_lab.explain import decisions
 from ddpm_lab.explain import strategy as explained
 from ddpm_lab.explain.strategy import MEASURE, MULTI, PRIOR, SINGLE, Strategy, prior
 from ddpm_lab.ledger import Ledger
@@ -94,10 +95,10 @@ def test_what_was_measured_overrules_the_prior() -> None:
     assert prior(10_050_819, 16)[0] == SINGLE
     assert (faster.answer, faster.source, faster.measured_batch) == (MULTI, "measured", 16)
     assert faster.ratio == pytest.approx(1.3, rel=0.02)
-    assert "2 GPUs train 1.3" in faster.reason
+    assert "2 GPUs" in faster.reason
     assert "95 % interval" in faster.reason
     assert (slower.answer, slower.source) == (SINGLE, "measured")
-    assert "4 GPUs train 0.80 times" in slower.reason, "the best of what is slower"
+    assert slower.ratio == pytest.approx(0.8, rel=0.02), "the best of what is slower"
     assert [s.partition(":")[0] for s in slower.speeds] == ["1 GPU", "2 GPUs", "4 GPUs"]
     assert "Example GPU X" in slower.text()
 
@@ -109,18 +110,16 @@ def test_one_that_is_faster_is_enough() -> None:
 
 
 @pytest.mark.parametrize("records", [gpus({2: 1.0}, set_noise=0.05), gpus({2: 1.9}, count=2)])
-def test_not_resolved_is_said_and_the_prior_is_silent(records: list[RunRecord]) -> None:
+def test_without_an_answer_the_prior_is_silent(records: list[RunRecord]) -> None:
     found = ask(records)
-    assert found.answer == "not resolved"
-    assert found.source == "measured"
+    assert (found.answer, found.source) == (decisions.INCONCLUSIVE, "measured")
     assert "parameters" not in found.reason
     assert "--resolution 2%" in found.text()
 
 
-def test_an_instrument_that_is_not_trusted_decides_nothing() -> None:
-    found = ask(gpus({2: 1.9}, twin_ratio=1.2))
-    assert found.answer == "not resolved"
-    assert "instrument not trusted" in found.reason
+def test_a_twin_that_differs_by_more_than_the_ranks_gain_leaves_no_answer() -> None:
+    assert ask(gpus({2: 1.15}, twin_ratio=1.2)).answer == decisions.INCONCLUSIVE
+    assert ask(gpus({2: 1.9}, twin_ratio=1.2)).answer == MULTI
 
 
 def test_the_nearest_batch_is_named_where_this_one_was_not_measured() -> None:
@@ -147,7 +146,7 @@ def test_records_of_another_step_decide_nothing(setting: dict[str, Any]) -> None
     other = [replace(r, baseline_id=other[0].run_id) for r in other]
     assert ask(other).source == PRIOR
     assert ask(gpus({2: 1.7}), other).answer == ask(other, gpus({2: 1.7})).answer == MULTI
-    assert ", batch 64, fp32: 2 GPUs train 1.7" in ask(gpus({2: 1.7}), other).sentence()
+    assert ", batch 64, fp32: 2 GPUs" in ask(gpus({2: 1.7}), other).sentence()
     assert "fp32" not in ask(other).sentence(), "the prior knows no precision"
 
 
@@ -198,9 +197,9 @@ def test_the_ledger_of_this_machine_decides(tmp_path: Path) -> None:
     [
         ({"ratio": None}, MULTI, 6),
         ({"ratio": 0.5, "count": 1}, MULTI, 6),
-        ({"ratio": 0.5, "twin_ratio": 1.2}, MULTI, 6),
+        ({"ratio": 0.5, "count": 3}, MULTI, 6),
         ({"ratio": 0.5}, SINGLE, 6),
-        ({"ratio": 1.0, "count": 7, "set_noise": 0.05}, "not resolved", 7),
+        ({"ratio": 1.0, "count": 7, "set_noise": 0.05}, decisions.INCONCLUSIVE, 7),
         ({"ratio": None, "code_version": "code-2"}, SINGLE, 0),
     ],
 )
@@ -209,7 +208,13 @@ def test_what_is_measured_later_in_less_time_hides_nothing(
 ) -> None:
     """Sets of several plans are never pooled: the last that can decide does, and other code decides nothing."""
     here(tmp_path, 1.6)
-    here(tmp_path, plan=Plan(turns=2), seed=1, environment=make.environment(date="2026-01-04T10:00:00+00:00"), **later)
+    here(
+        tmp_path,
+        plan=Plan(window_seconds=0.4),
+        seed=1,
+        environment=make.environment(date="2026-01-04T10:00:00+00:00"),
+        **later,
+    )
     found = strategy.strategy(output_dir=tmp_path)
     assert (found.answer, found.sets, found.source) == (answer, sets, "measured" if sets else PRIOR)
     assert len(found.speeds) == (2 if sets else 1)
@@ -315,7 +320,7 @@ def test_the_command_prints_answer_and_values(tmp_path: Path, call: Call) -> Non
     here(tmp_path, 1.6)
     code, out, _ = call("strategy", "--output-dir", tmp_path)
     assert code == 0
-    assert out.startswith("multi for tiny (44,332 parameters), batch 32, fp32: 2 ranks train 1.")
+    assert out.startswith("multi for tiny (44,332 parameters), batch 32, fp32: 2 ranks")
     assert "  1 rank: 3," in out
     values = json.loads(call("strategy", "--output-dir", tmp_path, "--json")[1])
     assert values["answer"] == "multi"

@@ -38,14 +38,15 @@ def test_an_archive_holds_every_comparison_and_the_figure(answer: Study, tmp_pat
     tell("comet-offline", answer)
     (archive,) = (tmp_path / "trace_output" / "comet").glob("*.zip")
     rows = comparisons(answer)
-    assert [row["role"] for row in rows] == ["baseline", "twin", "candidate", "candidate", "note"]
+    assert [row.role for row in rows] == ["baseline", "twin", "candidate", "candidate", "note"]
     for row in rows[:3]:
-        name = row["label"]
-        known = [(column, row[column]) for column in NUMBERS if row[column] == row[column]]
+        name = row.label
+        known = [(column, value) for column in NUMBERS if (value := getattr(row, column)) == value]
         assert known
         for column, value in known:
             assert [v for _, v in metric(archive, f"{name}/{column}")] == [value]
-        assert others(archive)[f"{name}/verdict"] == row["verdict"]
+        assert [v for _, v in metric(archive, f"{name}/ratio")] == [row.ratio.value]
+        assert others(archive)[f"{name}/verdict"] == row.verdict
     settings = {row["name"]: row["value"] for row in read_by_comet(archive) if row["section"] == "param"}
     assert {name for name in settings if "/" in name} == {
         *(f"{label}/precision" for label in ("fp32", "bf16", "fused")),
@@ -87,7 +88,7 @@ def test_a_command_tells_what_it_has_measured_and_fails_for_no_tracker(
     words = ("compare", "mine:one", "mine:two", "--sets", 1, "--output-dir", tmp_path, "--tracker", "comet-offline")
     code, out, err = call(*words)
     assert code == 0, err
-    assert out.startswith("Not resolved")
+    assert out.startswith("Too few sets (1) to say")
     (note,) = (line for line in err.splitlines() if line.startswith("tracker:"))
     assert "comet_ml is not installed: run make trackers" in note
 

@@ -210,8 +210,8 @@ def test_precisions_on_a_gpu(config: RunConfig, precision: str) -> None:
 def test_the_hash_is_of_weights_and_averages(config: RunConfig) -> None:
     """A frozen average would otherwise be taken for the same training."""
     hashes = set()
-    for decay in (0.9, 0.999999):
-        optimizer = dataclasses.replace(config.optimizer, ema_every=1, ema_decay=decay)
+    for every in (1, 2):
+        optimizer = dataclasses.replace(config.optimizer, ema_every=every)
         trainer = Trainer(dataclasses.replace(config, optimizer=optimizer), context())
         train(trainer, 1)
         hashes.add(trainer.weights_sha256())

@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import BUSY
+from conftest import BUSY, code_of
 from torch import Tensor
 
-from ddpm_lab.config import TRAINING, RunConfig
+from ddpm_lab.config import TRAINING, UNLEARNED, RunConfig
 from ddpm_lab.data.loader import Batch
 from ddpm_lab.explain import quality, samples
-from ddpm_lab.explain.quality import IDENTICAL, NOT_WORSE, WORSE
+from ddpm_lab.explain.quality import GOOD, IDENTICAL, WORSE
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import measure_alone
 from ddpm_lab.measure.trial import LOOKS, MOST_BYTES, MOST_IMAGES, SAMPLER_STEPS, train_once
@@ -27,11 +26,12 @@ from ddpm_lab.model.training import Training
 from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.plan import Plan
 from ddpm_lab.record import RunRecord
+from ddpm_lab.setting import DEFAULTS
 from ddpm_lab.workload import RankContext
 
 UNDERFLOW = "test_trial:underflow"
-LARGEST_RATE = 0.02
-"""Of Adam in 40 steps of 8 synthetic images: at 0.05 runs of some seeds end where they began."""
+TOO_LARGE_RATE = 2.0
+"""Ten times the largest with which anything is learned; 0.002, ten times the usual, only learns faster."""
 
 
 class Underflow(Training):
@@ -60,7 +60,6 @@ def config(synthetic: RunConfig) -> RunConfig:
         synthetic,
         purpose="quality",
         workload=TRAINING,
-        optimizer=OptimizerConfig(ema_every=1, ema_decay=0.9),
         options=(("images", 160), ("draws", 40)),
     )
 
@@ -71,7 +70,7 @@ def tried(tmp_path: Path) -> Callable[..., RunRecord]:
 
     def run(config: RunConfig, **asked: Any) -> RunRecord:
         instrument = Instrument(
-            code=code_version(config.workload, BUSY),
+            code=code_of(BUSY),
             cache=tmp_path / "cache",
             usable_cores=hardware.usable_cores(),
             data_name="synthetic",
@@ -126,13 +125,16 @@ def test_what_diverges_is_a_row_and_says_where(config: RunConfig, tried: Callabl
 
 
 @pytest.mark.slow
-def test_loaders_and_workers_are_identical_and_two_ranks_agree(
+def test_what_is_not_learned_is_identical_and_two_ranks_agree(
     config: RunConfig, tried: Callable[[RunConfig], RunRecord]
 ) -> None:
     base = tried(config)
     assert quality.compare([base], [tried(config)]).verdict == IDENTICAL, "the same seed, the same weights"
     assert learned(tried(replace(config, seed=1)))["weights_sha256"] != learned(base)["weights_sha256"]
-    for change in ({"loader": "files", "loader_workers": 1}, {"loader": "resident"}):
+    changes: list[dict[str, Any]] = [{"loader": "files", "loader_workers": 1}, {"loader": "resident"}]
+    changes += [{"read_loss": True}, {"freed_memory": "kept"}]
+    assert {name for change in changes for name in change} == UNLEARNED.keys()
+    for change in changes:
         assert quality.compare([base], [tried(replace(config, **change))]).verdict == IDENTICAL
     two = learned(tried(replace(config, world_size=2)))
     assert two["losses"] == pytest.approx(learned(base)["losses"], rel=1e-3)
@@ -143,22 +145,20 @@ def test_loaders_and_workers_are_identical_and_two_ranks_agree(
 def test_planted_faults_are_worse_and_another_rounding_is_not(
     config: RunConfig, tried: Callable[[RunConfig], RunRecord]
 ) -> None:
-    config = replace(config, options=(("images", 320), ("draws", 64)))
-
-    def at(rate: float) -> RunConfig:
-        return replace(config, optimizer=dataclasses.replace(config.optimizer, learning_rate=rate))
-
-    fine = {"bf16": replace(config, precision="bf16"), "the largest learning rate that trains": at(LARGEST_RATE)}
+    """With a rate that gets to the loss that shows harm in 120 steps; ``benchmarks/quality.py`` has the usual one."""
+    quick = OptimizerConfig(learning_rate=5e-3)
+    config = replace(config, optimizer=quick, options=(("images", 960), ("draws", 64)))
+    fine = {"the default on a CPU, in bf16": replace(config, **DEFAULTS["cpu"])}
     faults = {
-        "a learning rate ten times too large": at(10 * LARGEST_RATE),
-        "a frozen average": replace(config, optimizer=dataclasses.replace(config.optimizer, ema_decay=0.999999)),
+        "a learning rate ten times too large": replace(config, optimizer=OptimizerConfig(learning_rate=TOO_LARGE_RATE)),
+        "a frozen average": replace(config, optimizer=dataclasses.replace(quick, ema_every=1000)),
         "underflow": replace(config, workload=UNDERFLOW),
     }
     seeds = range(5)
     base = [tried(replace(config, seed=seed)) for seed in seeds]
     runs = {name: [tried(replace(c, seed=seed)) for seed in seeds] for name, c in (fine | faults).items()}
     verdicts = {name: quality.compare(base, found).verdict for name, found in runs.items()}
-    assert {name for name, verdict in verdicts.items() if verdict == NOT_WORSE} == fine.keys(), verdicts
+    assert {name for name, verdict in verdicts.items() if verdict in GOOD} == fine.keys(), verdicts
     assert {name for name, verdict in verdicts.items() if verdict == WORSE} == faults.keys(), verdicts
 
 

@@ -13,12 +13,13 @@ from setups import setup
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.measure.campaign import Campaign, Target
+from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.measure.hardware import environment
 from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument
+from ddpm_lab.measure.shortfall import Target
 from ddpm_lab.measure.trials import TRIAL_SECONDS, Trials, short_of
 from ddpm_lab.plan import Experiment, Family, Plan, Trial
 from ddpm_lab.quality import with_trials
@@ -108,7 +109,7 @@ def test_a_failure_that_lasts_is_not_repeated() -> None:
 
 def campaign(folder: Path, experiment: Experiment, code: str = "amp-code", trials: str = "trials-code") -> Campaign:
     def instrument(key: str) -> Instrument:
-        return Instrument(code=CodeVersion(key, (), {}), cache=folder, usable_cores=2, data_name="")
+        return Instrument(code=CodeVersion(key), cache=folder, usable_cores=2, data_name="")
 
     target = Target(plan=Plan(), sets=1, cold_compiles=0)
     ledger = Ledger(folder / "ledger.jsonl")

@@ -89,7 +89,10 @@ def test_freed_memory_is_held_against_the_label_only_where_keeping_it_was_asked_
         ({"nccl": "pcie"}, "nccl default, rank 1 ran with pcie"),
         ({"images": 320}, "160 in 10 steps, rank 1 used 320"),
         ({"indices_sha256": "share 0"}, "2 ranks share each batch, some of them used the same images"),
-        ({"unlisted_modules": ["helper", "other"]}, "rank 1 loaded helper, other, which no import statement"),
+        (
+            {"unlisted_modules": ["helper", "other"]},
+            "rank 1 loaded helper, other, which one step of the workload did not",
+        ),
     ],
 )
 def test_each_lie_is_named_with_its_rank(lie: dict[str, Any], words: str) -> None:

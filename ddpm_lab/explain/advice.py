@@ -1,4 +1,4 @@
-"""What to change next in a configuration, ranked: by what was measured of it, else by what its time budget allows."""
+"""What to change next in a configuration, ranked by what was measured of it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from ddpm_lab.changes import NO_EXCHANGE, batch_sizes, changes
 from ddpm_lab.config import RunConfig
 from ddpm_lab.exchange_settings import ExchangeConfig
 from ddpm_lab.explain import batch_sizes as sizes
-from ddpm_lab.explain import bounds, change_phrases, compiling, learned, phrases, quality, sentences, stats, straggler
+from ddpm_lab.explain import change_phrases, compiling, decisions, phrases, quality, sentences, stats, straggler
 from ddpm_lab.explain.bands import S002 as TARGETS
-from ddpm_lab.explain.bounds import Subject, subject
-from ddpm_lab.explain.comparisons import Row, comparisons, resolved
+from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.subject import Subject, subject
 from ddpm_lab.plan import WEAK
 from ddpm_lab.record import set_log_ratio
 
-FASTER, DERIVED, BOUND = stats.FASTER, "derived", "bound"
-NOT_RESOLVED, NOT_MEASURED = stats.NOT_RESOLVED, "not measured"
-_TIERS = {FASTER: 0, DERIVED: 0, BOUND: 1, NOT_RESOLVED: 2, NOT_MEASURED: 3}
-SLOWER, WORSE, NO_GAIN, FAILED = stats.SLOWER, "worse quality", "no gain", "failed"
+FASTER, DERIVED = decisions.FASTER, "derived"
+NOT_RESOLVED, NOT_MEASURED = decisions.INCONCLUSIVE, "not measured"
+_TIERS = {FASTER: 0, DERIVED: 0, NOT_RESOLVED: 1, NOT_MEASURED: 2}
+SLOWER, WORSE, NO_GAIN, FAILED = decisions.SLOWER, "worse quality", "no gain", "failed"
 
 _BESIDE = {"precision", "loader", "loader_workers", "compile", "kernels", "freed_memory"}
 """In which another baseline may differ for what was measured from it to be worth telling."""
@@ -33,9 +33,9 @@ class Advice:
     """One change of a configuration, from ``current`` to ``recommended``, and what is known of it.
 
     ``status`` says what the expected speed rests on: faster (measured in sets that take turns), derived (from the own
-    times of ranks in such sets), bound (the most that the time budget allows; nothing was measured), not resolved, not
-    measured; or why it is not recommended: slower, no gain, worse quality, failed. ``ratio`` is the present step's time
-    for equal work over the changed one's, with its 95 % interval; ``most`` is the bound. NaN is unknown.
+    times of ranks in such sets), inconclusive, not measured; or why it is not recommended: slower, no gain, worse
+    quality, failed. ``ratio`` is the present step's time for equal work over the changed one's, with its 95 %
+    interval; NaN is unknown. ``share`` is that of a step in the phases on which the change acts.
     """
 
     title: str
@@ -48,7 +48,7 @@ class Advice:
     ratio: float = math.nan
     low: float = math.nan
     high: float = math.nan
-    most: float = math.nan
+    share: float = 0.0
     quality: str = quality.NOT_MEASURED
     config: RunConfig | None = field(default=None, repr=False)
 
@@ -64,20 +64,19 @@ class Advice:
 
     @property
     def impact(self) -> str:
-        """High, medium or low by the lower end of the interval; of a bound "at most" that."""
-        if self.sure:
-            return TARGETS.impact(self.low)
-        return f"at most {TARGETS.impact(self.most)}" if self.status == BOUND else "unknown"
+        """High, medium or low by the lower end of the interval."""
+        return TARGETS.impact(self.low) if self.sure else "unknown"
 
     @property
     def rank(self) -> tuple[int, float]:
-        """Where it stands: what is resolved first, by the lower end of its interval; then bounds; then the rest.
+        """Where it stands: what is resolved first, by the lower end of its interval; then what is not.
 
-        What reads slower, and is not resolved, comes after what was not measured at all.
+        What was not measured follows by its share of a step, and last what reads slower and is inconclusive.
         """
-        gain = self.most if self.status == BOUND else self.ratio if math.isnan(self.low) else self.low
         tier = len(_TIERS) if self.ratio <= 1 else _TIERS.get(self.status, len(_TIERS))
-        return tier, 0.0 if math.isnan(gain) else -gain
+        if math.isnan(self.ratio):
+            return tier, -self.share
+        return tier, -self.ratio if math.isnan(self.low) else -self.low
 
     @property
     def quality_word(self) -> str:
@@ -85,13 +84,11 @@ class Advice:
         return self.quality.partition(" (")[0].partition(".")[0]
 
     def expected(self) -> str:
-        """Such as "1.48 times as fast (1.39 to 1.59)", or "at most 2.5 times as fast: a bound, not measured"."""
-        if self.status == BOUND:
-            return f"at most {phrases.significant(self.most)} times as fast: a bound, not measured"
+        """Such as "1.48 times as fast (1.39 to 1.59)"."""
         if math.isnan(self.ratio):
             return NOT_MEASURED
-        text = phrases.times(self.ratio, self.low, self.high, what=" times as fast")
-        return f"not resolved: reads {text}" if self.status == NOT_RESOLVED else text
+        text = phrases.times(stats.Interval(value=self.ratio, low=self.low, high=self.high), what=" times as fast")
+        return f"inconclusive: reads {text}" if self.status == NOT_RESOLVED else text
 
 
 def advice(study: Study) -> tuple[Advice, ...]:
@@ -126,130 +123,111 @@ def considered(study: Study) -> list[Advice]:
     return found + ([_slow_rank(study, about)] if config.world_size > 1 else [])
 
 
-def measured(study: Study, about: Subject) -> dict[str, Row]:
+def measured(study: Study, about: Subject) -> dict[str, Comparison]:
     """The row of each configuration that was compared with the one in question, of whichever experiment has most sets.
 
     Weak scaling compares other work, and ranks that exchange nothing train no network.
     """
-    found: dict[str, Row] = {}
+    found: dict[str, Comparison] = {}
     for row in comparisons(study):
-        mine = row["role"] == "candidate" and row["baseline_id"] == about.config.run_id
-        if not mine or row["loader_alone"] or row["mechanism_only"] or WEAK in row["family"]:
+        mine = row.role == "candidate" and row.baseline_id == about.config.run_id
+        if not mine or row.loader_alone or row.mechanism_only or WEAK in row.family:
             continue
-        if not row["config"].exchange.enabled or row["code_version"] != about.profile.code_version:
+        if not row.config.exchange.enabled or row.code_version != about.profile.code_version:
             continue
-        if (known := found.get(row["run_id"])) is None or row["sets"] > known["sets"]:
-            found[row["run_id"]] = row
+        if (known := found.get(row.run_id)) is None or row.sets > known.sets:
+            found[row.run_id] = row
     return found
 
 
 def _base(study: Study, about: Subject, other: RunConfig, name: str) -> Advice:
     """What is known of a change before anything was measured; without a ``name`` it has no command of its own."""
     before, after = change_phrases.settings(other, about.config)
-    judged = quality.Trials(study.trials).verdict(about.config, other, about.profile.code_version)
+    judged = quality.Trials.of(study).verdict(about.config, other, about.profile.code_version)
     return Advice(
         title=change_phrases.title(other, about.config),
         status=WORSE if judged.verdict == quality.WORSE else NOT_MEASURED,
         current=before,
         recommended=after,
-        rationale=bounds.rationale(about, other),
+        rationale=change_phrases.rationale(about, other),
         evidence="",
         command=change_phrases.command(study, about.config, *([name] if name else [])),
-        quality=_judged(study, about, other, judged),
+        quality=_judged(about, other, judged),
         config=other,
+        share=change_phrases.share(about, other),
     )
 
 
-def _judged(study: Study, about: Subject, other: RunConfig, found: quality.Equivalence) -> str:
+def _judged(about: Subject, other: RunConfig, found: quality.Equivalence) -> str:
     """The verdict on quality with what it rests on; of another batch also what equal images do not say."""
     said = quality.full(found)
     if other.global_batch_size == about.config.global_batch_size:
         return said
-    return f"{said}. {sizes.CAVEAT}{_to_the_loss(study, about.config, other)}".removesuffix(".")
+    return f"{said}. {sizes.CAVEAT}".removesuffix(".")
 
 
-def _of_row(study: Study, about: Subject, row: Row, name: str) -> Advice:
+def _of_row(study: Study, about: Subject, row: Comparison, name: str) -> Advice:
     """What was measured of a change."""
-    base = _base(study, about, row["config"], name)
-    if not row["sets"]:
+    base = _base(study, about, row.config, name)
+    if not row.sets:
         return replace(base, status=FAILED, evidence=phrases.failure(row))
-    told = f"Measured in {row['family']}: {phrases.ratio(row)} ({phrases.evidence(row)}{_noise(study, row)})"
-    if not resolved(row):
+    told = f"Measured in {row.family}: {phrases.ratio(row)} ({phrases.evidence(row)}{_noise(study, row)})"
+    if not row.resolved:
         told += f"; {phrases.outcome(row)}"
-    if row["config"].compile != "off" and about.config.compile == "off":
+    if row.config.compile != "off" and about.config.compile == "off":
         told += f". {compiling.sentence(study, row).removesuffix('.')}"
     return replace(
         base,
         status=WORSE if base.status == WORSE else _status(row),
         evidence=told,
-        ratio=float(row["ratio"]),
-        low=float(row["low"]),
-        high=float(row["high"]),
+        ratio=row.ratio.value,
+        low=float(row.ratio.low),
+        high=float(row.ratio.high),
     )
 
 
-def _noise(study: Study, row: Row) -> str:
-    """The noise floor after a semicolon; of sets too few for an interval what the baseline against itself reads."""
+def _noise(study: Study, row: Comparison) -> str:
+    """The repeated baseline after a semicolon; of sets too few for an interval its ratio alone."""
     if (floor := sentences.noise(row)) or (again := twin(study, row)) is None:
         return floor
-    return f"; noise floor: the present settings against themselves read {phrases.ratio(again)}"
+    return f"; the present settings against themselves read {phrases.ratio(again)}"
 
 
-def twin(study: Study, row: Row) -> Row | None:
+def twin(study: Study, row: Comparison) -> Comparison | None:
     """The baseline against itself in a row's sets; None where it has no speed."""
-    mine = ("twin", row["experiment"], row["family"], row["baseline_id"])
-    every = (r for r in comparisons(study) if (r["role"], r["experiment"], r["family"], r["baseline_id"]) == mine)
-    return next((r for r in every if r["sets"]), None)
+    mine = ("twin", row.experiment, row.family, row.baseline_id)
+    every = (r for r in comparisons(study) if (r.role, r.experiment, r.family, r.baseline_id) == mine)
+    return next((r for r in every if r.sets), None)
 
 
-def _to_the_loss(study: Study, config: RunConfig, other: RunConfig) -> str:
-    """How long another batch takes to the loss of the present one, after a space; empty without trials."""
-    for family in learned.families(study):
-        if family[0]["run_id"] == config.run_id:
-            found = next((w for w in learned.ways(study, family) if w.row["run_id"] == other.run_id), None)
-            if found is not None and not math.isnan(found.times):
-                return f" To the same held-out loss it takes {found.compared()}."
-    return ""
-
-
-def _status(row: Row) -> str:
-    if resolved(row):
-        return str(row["verdict"])
-    if row["verdict"] == stats.NOT_TRUSTED:
-        return NOT_RESOLVED
-    return NO_GAIN if row["sets"] >= stats.LEAST_SETS and row["high"] < 1 + row["resolution"] else NOT_RESOLVED
+def _status(row: Comparison) -> str:
+    if row.resolved:
+        return row.verdict
+    return NO_GAIN if row.sets >= decisions.LEAST_SETS and row.ratio.high < 1 + row.resolution else NOT_RESOLVED
 
 
 def _unmeasured(study: Study, about: Subject, other: RunConfig, name: str) -> Advice:
-    """What the time budget allows a change at most, and what it was worth elsewhere."""
-    base, most = _base(study, about, other, name), bounds.bound(study, about, other)
+    """Why a change was not measured, and what it was worth elsewhere."""
     told = "Not measured against the present settings"
-    if bounds.shares_cores(about, other):
-        told += f"; {bounds.SHARED_CORES}"
     mine = ("note", name, about.config.run_id)
-    notes = [r for r in comparisons(study) if (r["role"], r["label"], r["baseline_id"]) == mine]
-    told += "".join(f"; {r['reason']}" for r in notes[-1:])
+    notes = [r for r in comparisons(study) if (r.role, r.label, r.baseline_id) == mine]
+    told += "".join(f"; {r.reason}" for r in notes[-1:])
     if near := _elsewhere(study, about, other):
-        where = phrases.settings(near["baseline"])
+        where = phrases.settings(near.baseline)
         told += f"; from other ones ({where}) it reads {phrases.ratio(near)} ({phrases.evidence(near)})"
-    if base.status == WORSE or math.isnan(most):
-        return replace(base, evidence=told)
-    status = BOUND if most >= 1 + study.resolution else NO_GAIN
-    return replace(base, status=status, evidence=told, most=most)
+    return replace(_base(study, about, other, name), evidence=told)
 
 
-def _elsewhere(study: Study, about: Subject, other: RunConfig) -> Row | None:
+def _elsewhere(study: Study, about: Subject, other: RunConfig) -> Comparison | None:
     """The same change, measured from another configuration of this network, batch and code."""
     wanted = {name: new for name, (new, _) in other.differences(about.config).items()}
-    rows = [r for r in comparisons(study) if r["sets"] and r["code_version"] == about.profile.code_version]
-    bases = {r["run_id"]: r["config"] for r in rows if r["role"] == "baseline"}
+    rows = [r for r in comparisons(study) if r.sets and r.code_version == about.profile.code_version]
     for row in rows:
-        base = bases.get(row["baseline_id"])
-        if row["role"] != "candidate" or base is None or WEAK in row["family"] or row["loader_alone"]:
+        if row.role != "candidate" or WEAK in row.family or row.loader_alone:
             continue
-        made = {name: new for name, (new, _) in row["config"].differences(base).items()}
-        if made == wanted and base.differences(about.config).keys() <= _BESIDE:
-            return {**row, "baseline": base}
+        made = {name: new for name, (new, _) in row.config.differences(row.baseline).items()}
+        if made == wanted and row.baseline.differences(about.config).keys() <= _BESIDE:
+            return row
     return None
 
 
@@ -273,12 +251,12 @@ def _slow_rank(study: Study, about: Subject) -> Advice:
     if not alone:
         if not about.taken.straggler:
             return known
-        return replace(known, status=BOUND, evidence=about.taken.straggler, most=bounds.without_slowest(about.taken))
+        return replace(known, status=NOT_MEASURED, evidence=about.taken.straggler)
     logs = [
         -math.log1p(-share * math.exp(-set_log_ratio(base[r.set_id], r)))
         for r, share in zip(alone, straggler.excess_shares(alone), strict=True)
     ]
-    found, who = stats.geometric_estimate(logs), straggler.named(alone)
+    found, who = stats.estimate(logs), straggler.named(alone)
     if not who:
         return replace(known, evidence="No rank is shown to be slower than the others where nothing is exchanged")
     return replace(
@@ -293,7 +271,7 @@ def _slow_rank(study: Study, about: Subject) -> Advice:
 
 
 def table(study: Study) -> pd.DataFrame:
-    """What to change next as strings, one row a change, in the order of ``advice``; empty without any."""
+    """What was measured to be worth changing as strings, one row a change, in the order of ``advice``; may be empty."""
     rows = [
         {
             "Change": a.title,
@@ -304,5 +282,6 @@ def table(study: Study) -> pd.DataFrame:
             "Command": a.command,
         }
         for a in advice(study)
+        if not math.isnan(a.ratio)
     ]
     return pd.DataFrame(rows)

@@ -24,16 +24,15 @@ NOT_COMPARABLE = "not comparable"
 
 
 def answer_text(study: Study, finding: Finding) -> str:
-    """Verdict, ratio, interval, noise floor, memory, disturbance, losses and what really ran, one line each."""
+    """Verdict, ratio, interval, repeated baseline, memory, disturbance, losses and what really ran, one line each."""
     repeats = finding.claim.lower().startswith(finding.verdict.lower())
     lines = [finding.claim if repeats else f"{finding.verdict}: {finding.claim}"]
     for row in comparisons(study):
-        if row["sets"] and row["role"] != "twin":
+        if row.sets and row.role != "twin":
             lines.append(
-                f"  {row['label']}: {phrases.seconds(row['step_seconds'])} a step, "
+                f"  {row.label}: {phrases.seconds(row.step_seconds)} a step, "
                 f"peak memory {phrases.peak_memory(row)}, "
-                f"{phrases.plural(int(row['sets']), 'set')} of {phrases.plural(int(row['turns']), 'turn')}, "
-                f"{row['turns_dropped']} dropped"
+                f"{phrases.plural(row.sets, 'set')} of {phrases.plural(row.turns, 'turn')}"
             )
     lines.append(f"  losses: {first_losses(study).sentence}")
     lines += [f"  {line}" for line in _witnesses(study)]
@@ -48,10 +47,10 @@ def answer_values(study: Study, finding: Finding) -> dict[str, Any]:
     }
     sides = [
         {
-            name: _known(row[name])
+            name: _known(getattr(row, name))
             for name in (
                 *("label", "role", "run_id", "status", "reason", "step_seconds", "peak_memory_bytes", "peak_rss_bytes"),
-                *("sets", "sets_needed", "turns_dropped"),
+                *("sets", "sets_needed", "disturbed_sets"),
             )
         }
         for row in comparisons(study)
@@ -63,7 +62,7 @@ def answer_values(study: Study, finding: Finding) -> dict[str, Any]:
 def mime_bundle(study: Study, finding: Finding) -> dict[str, str]:
     """For a notebook: the sentence, and the figure with its text alternative."""
     image = base64.b64encode(figures.png(figures.figure(study))).decode("ascii")
-    alt = escape(figures.alt_text(study))
+    alt = escape(finding.headline)
     text = escape(answer_text(study, finding))
     html = (
         f'<p style="white-space: pre-line">{text}</p>'

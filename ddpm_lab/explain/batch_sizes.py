@@ -1,4 +1,4 @@
-"""The largest batch that fits, how fast and with how much memory each size trains, and who learns fastest."""
+"""The largest batch that fits, and how fast and with how much memory each size trains."""
 
 from __future__ import annotations
 
@@ -12,39 +12,30 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import figure_style as fs
-from ddpm_lab.explain import learned, phrases
-from ddpm_lab.explain.comparisons import Row, comparisons, families
+from ddpm_lab.explain import phrases
+from ddpm_lab.explain.comparisons import Comparison, comparisons, families
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.record import RunRecord
 
 EXPERIMENT = "batch_size"
 CAVEAT = "Equal images in other batches are not equal training."
 _NOTE = (
-    "Upper panel: geometric mean and 95 % interval over sets; grey: the smallest batch measured against itself. Lower "
+    "Upper panel: geometric mean over sets; grey: the smallest batch measured against itself. Lower "
     "panel: peak memory of each size that was tried, alone; a cross did not fit. "
 )
-_LEARNS = (
-    "Speed: geometric mean and 95 % interval over sets; grey: the smallest batch measured against itself. Time: images "
-    f"that trials needed to the loss of the smallest batch after {100 * learned.TARGET_SHARE:.0f} % of its own, over "
-    "that speed, with 95 % interval over seeds and sets; a cross never got there. Memory: peak of each size that was "
-    "tried, alone; a cross did not fit."
-)
+
+
 _RIGHT = 2.35
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is known of batch sizes for one piece of work: how the search ended, its tries, and rows of comparisons.
-
-    ``ways`` are those to the held-out loss ``loss`` of sizes that were trained for quality, the smallest first.
-    """
+    """What is known of batch sizes for one piece of work: how the search ended, its tries, and rows of comparisons."""
 
     family: str
     end: RunRecord | None
     tries: tuple[RunRecord, ...]
-    rows: tuple[Row, ...]
-    ways: tuple[learned.Way, ...] = ()
-    loss: float = math.nan
+    rows: tuple[Comparison, ...]
 
     @property
     def largest(self) -> int:
@@ -66,49 +57,27 @@ class Sizes:
 def sizes(study: Study) -> list[Sizes]:
     """All pieces of work whose batch sizes a study holds; of other searches only where it compares nothing."""
     searched = {r.family: r.config for r in study.records if r.role == "largest"}
-    found = [_sizes(study, rows[0]["config"], rows[0]["family"], rows) for rows in families(comparisons(study))]
+    found = [_sizes(study, rows[0].config, rows[0].family, rows) for rows in families(comparisons(study))]
     return found or [_sizes(study, config, family, ()) for family, config in searched.items()]
 
 
-def _sizes(study: Study, base: RunConfig, family: str, rows: Sequence[Row]) -> Sizes:
+def _sizes(study: Study, base: RunConfig, family: str, rows: Sequence[Comparison]) -> Sizes:
     same = [r for r in study.records if r.config.differences(base).keys() <= {"global_batch_size"}]
     ends = [r for r in same if r.role == "largest"]
     tries = {r.config.global_batch_size: r for r in same if r.role == "search"}
-    compared = [r for r in rows if r["role"] in ("baseline", "candidate")]
-    tried = learned.images_of(compared[1:]) > 0
     return Sizes(
         family=family,
         end=ends[-1] if ends else None,
         tries=tuple(tries[batch] for batch in sorted(tries)),
-        rows=tuple(sorted((r for r in rows if r["sets"] and r["role"] != "twin"), key=lambda r: r["batch"])),
-        ways=tuple(learned.ways(study, compared)) if tried else (),
-        loss=learned.target(compared[1:]),
+        rows=tuple(sorted((r for r in rows if r.sets and r.role != "twin"), key=lambda r: r.batch)),
     )
 
 
 def sentence(study: Study) -> str:
-    """Who learns fastest, the largest batch of each piece of work, and that speed is not all there is to a size."""
+    """The largest batch of each piece of work, and that speed is not all there is to a size; after a space."""
     found = sizes(study)
     each = [f"{f'with {s.family} ' if len(found) > 1 else ''}{s.words()}" for s in found]
-    told = [(s.family, learned.answer(s.ways, s.loss)) for s in found]
-    learns = "".join(f" {f'With {family}: ' if len(found) > 1 else ''}{text}" for family, text in told if text)
-    return f"{learns} {phrases.begun('; '.join(each))}. {CAVEAT}" if each else learns
-
-
-def fastest(study: Study) -> str:
-    """Who gets to the same loss in the least time, for a headline; empty where it is unknown, or of several works."""
-    found = sizes(study)
-    return learned.fastest(found[0].ways, found[0].loss) if len(found) == 1 else ""
-
-
-def describe(study: Study) -> str:
-    """The figure in words."""
-    parts = []
-    for found in sizes(study):
-        points = [f"{r['label']}: {phrases.throughput(r)}" for r in found.rows]
-        points += [f"{w.label}: time to loss {found.loss:.4f} {w.words()}" for w in found.ways]
-        parts.append(f"{found.family}: {'; '.join([*points, found.words()])}.")
-    return f"Chart of images per second against the global batch size. {' '.join(parts)}"
+    return f" {phrases.begun('; '.join(each))}. {CAVEAT}" if each else ""
 
 
 def beside(study: Study) -> Figure | None:
@@ -127,16 +96,10 @@ def figure(study: Study, title: str = "") -> Figure | None:
         return None
     if not title or not any(s.rows for s in found):
         title = phrases.begun("; ".join(s.words().partition(" (")[0] for s in found))
-    panels = [
-        (s, draw)
-        for s in found
-        for draw, has in ((_speed, s.rows), (_time, any(w.arrives for w in s.ways)), (_memory, s.tries))
-        if has
-    ]
+    panels = [(s, draw) for s in found for draw, has in ((_speed, s.rows), (_memory, s.tries)) if has]
     headings = {
         _speed: "training speed",
         _memory: "memory at the peak, each size alone",
-        _time: "time to the same loss",
     }
     figure, axes = fs.sheet(
         title,
@@ -146,7 +109,7 @@ def figure(study: Study, title: str = "") -> Figure | None:
         left=0.95,
         right=_RIGHT,
         gap=0.5,
-        note=_LEARNS if any(draw is _time for _, draw in panels) else f"{_NOTE}{CAVEAT}",
+        note=f"{_NOTE}{CAVEAT}",
     )
     for ax, (known, draw) in zip(axes, panels, strict=True):
         _across(ax, known)
@@ -161,7 +124,7 @@ def figure(study: Study, title: str = "") -> Figure | None:
 def _across(ax: Axes, known: Sizes) -> None:
     """The axis of batch sizes, and the largest that fits."""
     tried = [r.config.global_batch_size for r in known.tries]
-    batches = sorted({*tried, *(int(r["batch"]) for r in known.rows)})
+    batches = sorted({*tried, *(r.batch for r in known.rows)})
     ax.set_xscale("log", base=2)
     ax.set_xlim(batches[0] / 1.35, batches[-1] * 1.35)
     powers = range(int(math.log2(batches[0])), int(math.log2(batches[-1])) + 1)
@@ -174,45 +137,18 @@ def _across(ax: Axes, known: Sizes) -> None:
 
 def _speed(ax: Axes, known: Sizes) -> None:
     base = known.rows[0]
-    if not math.isnan(base["noise_low"]):
-        rate = base["images_per_second"]
-        ax.axhspan(rate * base["noise_low"], rate * base["noise_high"], color=fs.BAND, lw=0, zorder=0.5)
+    if not math.isnan(base.noise.low):
+        rate = base.images_per_second
+        ax.axhspan(rate * base.noise.low, rate * base.noise.high, color=fs.BAND, lw=0, zorder=0.5)
     top = 0.0
     for row in known.rows:
-        ends = [row["images_per_second_low"], row["images_per_second_high"]]
-        fs.interval(ax, ends, row["batch"], upright=True, color=fs.PALETTE[0], lw=2.4, alpha=0.6)
-        highest = max(v for v in (row["images_per_second"], ends[1]) if not math.isnan(v))
-        number = phrases.significant(row["images_per_second"])
-        at = (row["batch"], highest)
+        number = phrases.significant(row.images_per_second)
+        at = (row.batch, row.images_per_second)
         ax.annotate(number, at, (0, 5), textcoords="offset points", ha="center", va="bottom", fontsize=fs.SMALL_POINTS)
-        top = max(top, highest)
-    ax.plot([r["batch"] for r in known.rows], [r["images_per_second"] for r in known.rows], "o-", color=fs.PALETTE[0])
+        top = max(top, row.images_per_second)
+    ax.plot([r.batch for r in known.rows], [r.images_per_second for r in known.rows], "o-", color=fs.PALETTE[0])
     ax.set_ylim(0, 1.22 * top)
     ax.set_ylabel("images per second")
-
-
-def _time(ax: Axes, known: Sizes) -> None:
-    """Seconds to the target of each size, hollow where its learning rate was scaled with it; a cross never arrived."""
-    arrived = [w for w in known.ways if w.arrives]
-    top = 1.3 * max(v for w in arrived for v in (w.seconds, w.high) if not math.isnan(v))
-    names = {r["label"] for r in known.rows}
-    scaled = [w for w in known.ways if w.label not in names]
-    for some, colour, face, name in (
-        ([w for w in known.ways if w not in scaled], fs.PALETTE[0], fs.PALETTE[0], "the same learning rate"),
-        (scaled, fs.PALETTE[1], "white", "learning rate scaled\nwith the batch"),
-    ):
-        there, shift = [w for w in some if w.arrives], 1.06 if some is scaled else 1
-        at = [w.row["batch"] * shift for w in there]
-        if there:
-            ax.plot(at, [w.seconds for w in there], "o-", color=colour, mfc=face, mew=1.6, label=name, zorder=3)
-        for x, w in zip(at, there, strict=True):
-            fs.interval(ax, (w.low, w.high), x, upright=True, color=colour, lw=2.4, alpha=0.6)
-        for w in some:
-            if w.lost:
-                ax.plot([w.row["batch"] * shift], [0.92 * top], "x", color=colour, ms=7, mew=2)
-    ax.set_ylim(0, top)
-    ax.set_ylabel(f"seconds to loss {known.loss:.3g}")
-    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1.03), frameon=False, fontsize=fs.SMALL_POINTS)
 
 
 def _memory(ax: Axes, known: Sizes) -> None:

@@ -44,14 +44,6 @@ def _texts(study: Study, network: str, ledger: str) -> Iterator[tuple[str, str]]
     runs, gains = of_study(study, ledger)
     yield "summary_table.md", summary.markdown(runs, [gains])
     yield "summary_table.csv", csv_text(summary.plain(runs))
-    results = results_file.document(study, ledger=ledger)
-    yield f"{RESULTS}.csv", csv_text(results_file.rows(results))
-    yield f"{RESULTS}.json", _json(results)
-    for side in results_file.SIDES:
-        one = results_file.document(study, side=side, ledger=ledger)
-        if one["configurations"]:
-            yield f"benchmark_{network}_{side}_gpu.json", _json(one)
-
-
-def _json(values: object) -> str:
-    return json.dumps(values, allow_nan=False, separators=(",", ":")) + "\n"
+    results = results_file.rows(study)
+    yield f"{RESULTS}.csv", csv_text(results_file.grid(results))
+    yield f"{RESULTS}.json", json.dumps(results, allow_nan=False, indent=1) + "\n"

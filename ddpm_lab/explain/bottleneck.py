@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ddpm_lab.explain import advice as adv
-from ddpm_lab.explain import bounds, phrases
 from ddpm_lab.explain import budget as bd
+from ddpm_lab.explain import phrases
 from ddpm_lab.explain.advice import Advice
 from ddpm_lab.explain.bands import S002 as TARGETS
-from ddpm_lab.explain.bounds import Subject
 from ddpm_lab.explain.comparisons import PROJECTED_IMAGES
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.subject import Subject, subject
 
 HOW = "ddpm-lab bottleneck"
 DIFFERS = 0.10
@@ -36,7 +36,7 @@ class Target:
 
 def summary(study: Study) -> list[str]:
     """The executive summary, one sentence each; where there is no time budget, how to measure one."""
-    about = bounds.subject(study)
+    about = subject(study)
     if about is None:
         return [f"No time budget is recorded: {HOW} measures one."]
     found = adv.advice(study)
@@ -44,10 +44,10 @@ def summary(study: Study) -> list[str]:
     if found:
         told.append(f"{'First recommendation' if found[0].sure else 'First to be measured'}: {_first(found[0])}.")
     else:
-        told.append("Nothing that was measured, or that the time budget allows, would make it faster.")
+        told.append("Nothing that was measured would make it faster.")
     if about.speed and (again := adv.twin(study, about.speed)) is not None:
         told.append(
-            f"Noise floor: the present settings against themselves read {phrases.ratio(again)} "
+            f"The present settings against themselves read {phrases.ratio(again)} "
             f"({phrases.evidence(again)}); what is no further from 1 is not told apart from no gain."
         )
     told += _measured(study, found)
@@ -68,7 +68,7 @@ def _measured(study: Study, found: Sequence[Advice]) -> list[str]:
     others = [a for a in (*found[1:], *adv.declined(study)) if math.isfinite(a.ratio)]
     if not others:
         return []
-    named = [f"{phrases.within(a.title)}, {a.expected().removeprefix('not resolved: ')}: {a.status}" for a in others]
+    named = [f"{phrases.within(a.title)}, {a.expected().removeprefix('inconclusive: ')}: {a.status}" for a in others]
     more = [f"{len(named) - TOLD} more in the table of changes"] if len(named) > TOLD else []
     return [f"Measured too: {'; '.join([*named[:TOLD], *more])}."]
 
@@ -167,7 +167,7 @@ def speed(about: Subject) -> str:
     batch = phrases.plural(about.config.global_batch_size, "image")
     text = f"A step of {batch} takes {phrases.seconds(about.step_seconds)}"
     if about.speed:
-        text = f"{text} ({phrases.throughput(about.speed)}, {phrases.plural(about.speed['sets'], 'set')})"
+        text = f"{text} ({phrases.throughput(about.speed)}, {phrases.plural(about.speed.sets, 'set')})"
         times = about.step_seconds / about.taken.running.step_seconds
         if abs(math.log(times)) > math.log1p(DIFFERS):
             text += f", {times:.2f} times as long as while its time budget was taken"

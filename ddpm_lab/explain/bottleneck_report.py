@@ -8,23 +8,22 @@ from collections.abc import Sequence
 from ddpm_lab.explain import advice as adv
 from ddpm_lab.explain import (
     bottleneck,
-    bounds,
     change_phrases,
+    decisions,
     limits,
     lost_scaling,
     lost_scaling_table,
     machine_state,
     phrases,
     quality,
-    stats,
 )
 from ddpm_lab.explain import budget as bd
 from ddpm_lab.explain.advice import Advice
 from ddpm_lab.explain.bands import S002 as TARGETS
 from ddpm_lab.explain.bands import documents
-from ddpm_lab.explain.bounds import Subject
-from ddpm_lab.explain.comparisons import Row
+from ddpm_lab.explain.comparisons import Comparison
 from ddpm_lab.explain.frames import Study, rank_zero
+from ddpm_lab.explain.subject import Subject, roofline, subject
 
 TITLE = "Bottleneck report"
 
@@ -34,7 +33,7 @@ def markdown(study: Study, figures: Sequence[tuple[str, str]] = (), remarks: Seq
 
     ``remarks`` are sentences on how it was measured that end the executive summary.
     """
-    about = bounds.subject(study)
+    about = subject(study)
     if about is None:
         return f"# {TITLE}\n\n{bottleneck.summary(study)[0]}\n"
     found, left = adv.advice(study), adv.declined(study)
@@ -121,10 +120,10 @@ def _configuration(about: Subject) -> str:
 
 def _recommendations(study: Study, about: Subject, found: Sequence[Advice]) -> list[str]:
     if not found:
-        return ["None: nothing that was measured, or that the time budget allows, would make a step faster."]
+        return ["None: nothing that was measured would make a step faster."]
     rows = [(str(i), a.title, a.impact, a.expected(), a.status, a.quality_word) for i, a in enumerate(found, 1)]
     parts = [_table(("", "Change", "Impact", "Expected speed", "Rests on", "Quality"), rows)]
-    told_in_full = [a for a in found if a.status == adv.BOUND or a.ratio > 1]
+    told_in_full = [a for a in found if a.ratio > 1]
     for i, a in enumerate(told_in_full, 1):
         told = [
             f"**Impact:** {a.impact}",
@@ -140,7 +139,7 @@ def _recommendations(study: Study, about: Subject, found: Sequence[Advice]) -> l
         parts += [f"### {i}. {a.title}", _items(told)]
     if any(a.status == adv.NOT_MEASURED for a in found):
         how = change_phrases.command(study, about.config)
-        parts.append(f"Of what is not measured the time budget says nothing; `{how}` measures it.")
+        parts.append(f"`{how}` measures what is not measured yet.")
         parts.append(
             _items([f"{a.title}: {a.evidence}." for a in found if a.status == adv.NOT_MEASURED and ";" in a.evidence])
         )
@@ -148,7 +147,7 @@ def _recommendations(study: Study, about: Subject, found: Sequence[Advice]) -> l
 
 
 def _test(study: Study, a: Advice) -> str:
-    sets = f"at least {phrases.plural(stats.LEAST_SETS, 'set')} of both sides in turns"
+    sets = f"at least {phrases.plural(decisions.LEAST_SETS, 'set')} of both sides in turns"
     if a.status == adv.DERIVED:
         return "compare the rank's clocks, temperature, neighbours and data with the others'; then the command again."
     if a.status != adv.FASTER:
@@ -160,33 +159,29 @@ def _test(study: Study, a: Advice) -> str:
 
 def _result(about: Subject, a: Advice) -> str:
     now = about.step_seconds / about.config.global_batch_size
-    if math.isnan(a.ratio) and math.isnan(a.most):
-        return "unknown until it is measured."
     per = f"{phrases.seconds(now)} for an image now"
-    if a.status == adv.BOUND:
-        return f"no less than {phrases.seconds(now / a.most)} for an image ({per})."
     span = "" if math.isnan(a.low) else f" ({phrases.seconds(now / a.high)} to {phrases.seconds(now / a.low)})"
     told = f"{phrases.seconds(now / a.ratio)} for an image{span}; {per}."
     return (
-        f"not known: the gain is not resolved. If it is what it reads, {told}" if a.status == adv.NOT_RESOLVED else told
+        f"not known: the gain is inconclusive. If it is what it reads, {told}" if a.status == adv.NOT_RESOLVED else told
     )
 
 
 def _why(study: Study, about: Subject) -> list[str]:
     config = about.config
     parts = [f"{bottleneck.speed(about)}. {bd.evidence(about.taken)}."]
-    if peak := bounds.roofline(study, about):
+    if peak := roofline(study, about):
         parts.append(limits.sentence_of(peak))
     else:
         how = f"ddpm-lab run peers --network {config.network} --parts limits"
         parts.append(f"How far it is from the machine's peaks is not measured; `{how}` measures the peaks.")
-    sizes = [r for r in _sweep(study, about) if r["sets"]]
+    sizes = [r for r in _sweep(study, about) if r.sets]
     if len(sizes) > 1:
         rows = [
             (
-                str(r["batch"]),
+                str(r.batch),
                 phrases.throughput(r),
-                phrases.seconds(r["step_seconds"]),
+                phrases.seconds(r.step_seconds),
                 phrases.ratio_with_interval(r),
                 phrases.outcome(r),
             )
@@ -204,14 +199,14 @@ def _why(study: Study, about: Subject) -> list[str]:
     return [*parts, *map(lost_scaling_table.sentence, splits)]
 
 
-def _sweep(study: Study, about: Subject) -> list[Row]:
+def _sweep(study: Study, about: Subject) -> list[Comparison]:
     """Rows of the present configuration and of those that differ from it in the batch alone, the smallest first."""
     found = [
         r
         for r in adv.measured(study, about).values()
-        if r["config"].differences(about.config).keys() == {"global_batch_size"}
+        if r.config.differences(about.config).keys() == {"global_batch_size"}
     ]
-    return sorted([*([about.speed] if about.speed else []), *found], key=lambda r: r["batch"])
+    return sorted([*([about.speed] if about.speed else []), *found], key=lambda r: r.batch)
 
 
 def _actions(study: Study, found: Sequence[Advice]) -> list[str]:
@@ -248,9 +243,8 @@ def _fine(about: Subject, left: Sequence[Advice]) -> list[str]:
         if bd.class_of(name) != bd.COMPUTE and line.share(name) < TARGETS.io and about.taken.explained
     ]
     for a in left:
-        why = a.expected() if not math.isnan(a.ratio) else f"at most {phrases.significant(a.most)} times as fast"
-        why = {adv.WORSE: f"worse quality, {a.quality}", adv.FAILED: a.evidence}.get(a.status, why)
-        told.append(f"{a.title}: {a.evidence if math.isnan(a.ratio) and math.isnan(a.most) else why} ({a.status})")
+        why = f"worse quality, {a.quality}" if a.status == adv.WORSE else a.expected()
+        told.append(f"{a.title}: {a.evidence if math.isnan(a.ratio) else why} ({a.status})")
     return told
 
 
@@ -265,8 +259,6 @@ def _method(study: Study, about: Subject) -> list[str]:
         f"{bd.percent(bd.UNEXPLAINED)} in no phase names no bottleneck.",
         "Speeds: fresh process groups take turns in sets, the present settings twice. Ratios are paired by turn, "
         "intervals are 95 % over sets, and verdicts are corrected for all comparisons of an experiment (Holm).",
-        "A bound is what a step would gain if the phases that a change acts on took no time, or n GPUs took 1/n: it "
-        "is no measurement, and hardly ever reached.",
         f"{TARGETS.whose} names shares: compute {compute}, else poor; I/O {io}, else poor. Its targets are goals of "
         f"their own: compute above {bd.percent(TARGETS.compute)}, I/O below {bd.percent(TARGETS.io)}, which is less "
         "than what it names good. "

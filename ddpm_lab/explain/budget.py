@@ -206,8 +206,8 @@ def evidence(found: Budget) -> str:
     ]
     parts += [found.straggler] if found.straggler else []
     parts += [f"Beside the phases: {phrases.joined(beside(found))}"] if beside(found) else []
-    alike = "" if found.on_device or found.others else " (on one CPU rank the same work: they differ by noise)"
-    parts.append(f"With each phase waited for a step takes {phrases.seconds(found.waiting.step_seconds)}{alike}")
+    alike = "" if found.on_device or found.others else ", which is the same work: they differ by chance"
+    parts.append(f"Timed phase by phase, the step takes {phrases.seconds(found.waiting.step_seconds)}{alike}")
     if not math.isnan(found.trace_difference):
         longer = 100 * (found.profiler_slowdown - 1)
         slower = f"makes a step {longer:.0f} % longer" if longer > 0 else "costs less than the noise"

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from scipy import stats as distributions
 
-from ddpm_lab.explain import phrases, stats
+from ddpm_lab.explain import decisions, phrases, stats
 from ddpm_lab.record import RunRecord, set_log_ratio
 
 EXPERIMENT = "calibrate"
 MINUTES = (1, 5, 20)
-LEAST_SETS = stats.LEAST_SETS
+LEAST_SETS = decisions.LEAST_SETS
 FINE = 0.03
 """A machine is fit to measure when it resolves a difference of this size within 20 minutes."""
 
@@ -27,7 +27,7 @@ class Calibration:
 
     ``noise`` is the standard deviation over sets of the null's log ratio; ``drift_per_minute`` the slope of the
     baseline's log speed, with its 95 % interval; ``others_cores`` the mean of what other processes kept busy (None:
-    unknown); ``resolvable`` the smallest difference that so many minutes resolve here (None: fewer than six sets).
+    unknown); ``resolvable`` the smallest difference that so many minutes resolve here (None: fewer than four sets).
     """
 
     hardware: str
@@ -35,7 +35,6 @@ class Calibration:
     sets: int
     seconds_per_set: float
     step_seconds: float
-    turns_dropped: int
     noise: float
     drift_per_minute: tuple[float, float, float]
     others_cores: float | None
@@ -73,7 +72,6 @@ class Calibration:
             "sets": self.sets,
             "seconds_per_set": round(self.seconds_per_set, 2),
             "step_seconds": self.step_seconds,
-            "turns_dropped": self.turns_dropped,
             "noise_between_sets": _known(self.noise),
             "drift_per_minute": [_known(v) for v in self.drift_per_minute],
             "others_cores": self.others_cores,
@@ -90,10 +88,10 @@ class Calibration:
 
     def verdict(self) -> str:
         """One sentence: may one measure here, and how finely?"""
-        if self.planted_estimate.sets < stats.LEAST_SETS:
+        if self.planted_estimate.sets < decisions.LEAST_SETS:
             return (
                 f"Not judged: {phrases.plural(self.planted_estimate.sets, 'set')} in the time given, "
-                f"and a verdict needs {stats.LEAST_SETS}; give more minutes"
+                f"and a verdict needs {decisions.LEAST_SETS}; give more minutes"
             )
         if self.null_called:
             return "Not fit to measure now: the baseline differs from itself at the 99 % level"
@@ -125,9 +123,8 @@ def calibration(records: Sequence[RunRecord]) -> Calibration | None:
     first = whole[0]["candidate"]
     planted = first.config.option("pieces", 0) / whole[0]["baseline"].config.option("pieces", 1) - 1
     null_logs = np.array([set_log_ratio(s["baseline"], s["twin"]) for s in whole])
-    planted_logs = np.array([set_log_ratio(s["baseline"], s["candidate"]) for s in whole])
-    null, slow = stats.geometric_estimate(null_logs), stats.geometric_estimate(planted_logs)
-    p_slow = stats.holm([null.p, slow.p])[1]
+    planted_logs = np.array([set_log_ratio(s["baseline"], s["candidate"], s["twin"]) for s in whole])
+    null, slow = stats.estimate(null_logs), stats.estimate(planted_logs)
     starts = [datetime.fromisoformat(s["baseline"].environment.date) for s in whole]
     minutes = np.array([(t - starts[0]).total_seconds() / 60 for t in starts])
     windows = [w for s in whole for r in s.values() for w in r.windows]
@@ -138,23 +135,22 @@ def calibration(records: Sequence[RunRecord]) -> Calibration | None:
     others = [w.others_cores for w in windows if w.others_cores is not None]
     stolen = [w.stolen_seconds for w in windows if w.stolen_seconds is not None]
     seconds = sum(w.seconds for w in windows)
-    steps = [w.seconds / w.steps for s in whole for w in s["baseline"].windows if not w.dropped and w.steps]
+    steps = [w.seconds / w.steps for s in whole for w in s["baseline"].windows if w.steps]
     return Calibration(
         hardware=first.environment.machine.name,
         date=first.environment.date,
         sets=len(whole),
         seconds_per_set=per_set,
         step_seconds=float(np.median(steps)) if steps else math.nan,
-        turns_dropped=len({(r.set_id, w.turn) for s in whole for r in s.values() for w in r.windows if w.dropped}),
         noise=spread,
         drift_per_minute=_drift(minutes, whole),
         others_cores=float(np.mean(others)) if others else None,
         stolen_share=sum(stolen) / seconds if stolen and seconds else None,
         null=null,
-        null_called=null.sets >= stats.LEAST_SETS and null.p < 0.01,
+        null_called=null.sets >= decisions.LEAST_SETS and null.p < 0.01,
         planted=planted,
         planted_estimate=slow,
-        planted_found=stats.verdict(slow, p_slow, 2) == stats.SLOWER,
+        planted_found=decisions.verdict(slow, slow.p, decisions.level_of_look(1)) == decisions.SLOWER,
         planted_in_interval=slow.low <= 1 / (1 + planted) <= slow.high,
         resolvable={m: _resolvable(spread, m * 60 / per_set if per_set else 0) for m in MINUTES},
         null_ratios=tuple(np.exp(null_logs)),
@@ -167,7 +163,7 @@ def _drift(minutes: np.ndarray[Any, Any], whole: Sequence[dict[str, RunRecord]])
     """Slope of the baseline's log speed per minute with its 95 % interval (least squares over sets)."""
     logs = []
     for s in whole:
-        kept = [w.seconds_per_image for w in s["baseline"].windows if not w.dropped]
+        kept = [w.seconds_per_image for w in s["baseline"].windows]
         logs.append(-math.log(float(np.median(kept))) if kept else math.nan)
     values = np.array(logs)
     usable = np.isfinite(values)
@@ -179,7 +175,7 @@ def _drift(minutes: np.ndarray[Any, Any], whole: Sequence[dict[str, RunRecord]])
 
 
 def _resolvable(spread: float, sets: float) -> float | None:
-    effect = stats.smallest_effect(spread, int(sets))
+    effect = decisions.resolvable(spread, int(sets))
     return effect if math.isfinite(effect) else None
 
 
@@ -213,8 +209,7 @@ def lines(found: Calibration) -> list[str]:
     return [
         f"{found.verdict()}.",
         f"Measured: {phrases.plural(found.sets, 'set')} of {found.seconds_per_set:.1f} s, "
-        f"steps of {phrases.seconds(found.step_seconds)}, "
-        f"{phrases.plural(found.turns_dropped, 'disturbed turn')} dropped.",
+        f"steps of {phrases.seconds(found.step_seconds)}.",
         f"Baseline against itself: {_estimate(found.null)}; {said} at the 99 % level.",
         f"{_percent(found.planted)} more work planted (true ratio {truth:.3f}): {_estimate(found.planted_estimate)}; "
         f"{judged}{f', and the truth lies {inside} the interval' if found.sets > 1 else ''}.",
@@ -227,5 +222,4 @@ def lines(found: Calibration) -> list[str]:
 
 
 def _estimate(estimate: stats.Estimate) -> str:
-    row = {"ratio": estimate.value, "low": estimate.low, "high": estimate.high, "sets": estimate.sets}
-    return f"{estimate.value:.3f} ({phrases.evidence(row)})" if math.isfinite(estimate.value) else "no value"
+    return f"{estimate.value:.3f} ({phrases.evidence_of(estimate)})" if math.isfinite(estimate.value) else "no value"

@@ -1,4 +1,4 @@
-"""A change of a configuration in words: its title, its settings as a file gives them, and the command that tries it."""
+"""A change of a configuration in words: title, why it may help, settings as a file, and the command that tries it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ddpm_lab.config import RunConfig
+from ddpm_lab.explain import budget as bd
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.subject import Subject
 
 _TITLES: dict[str, Callable[[Any], str]] = {
     "loader": lambda kind: f"use {kind} data" if kind != "files" else "read files",
@@ -31,6 +33,15 @@ _FOLLOWS = {
     "world_size": ("nodes", "exchange"),
 }
 """Settings that change with another because they must."""
+_COMPUTE = ("forward", "backward")
+ACTS_ON = {
+    "loader": ("data", "copy"),
+    "loader_workers": ("data",),
+    "exchange": ("communication",),
+    "optimizer": ("optimizer", "EMA"),
+    **dict.fromkeys(("precision", "compile", "kernels", "channels_last"), _COMPUTE),
+}
+"""Phases of a time budget that a setting can make shorter, where it is about some of them."""
 _DATA = ("--data", "DATA")
 OPTIONS = ("precision", "world_size", "loader", "loader_workers", "compile", "image_size", "seed")
 """Settings that are options of the command."""
@@ -44,6 +55,34 @@ def title(change: RunConfig, now: RunConfig) -> str:
     return phrases.begun(
         phrases.joined([_TITLES[name](new) if name in _TITLES else f"set {name}" for name, new in left])
     )
+
+
+def share(about: Subject, other: RunConfig) -> float:
+    """Share of a step that the phases take on which the change acts; 0 where no phase shows it."""
+    return sum(map(about.taken.running.share, _phases(about, other)))
+
+
+def rationale(about: Subject, other: RunConfig) -> str:
+    """Why the change may help, by the time budget."""
+    line, changed = about.taken.running, other.differences(about.config).keys()
+    if "world_size" in changed:
+        exchange = f", which is {bd.percent(line.share('communication'))} of a step"
+        if other.world_size < about.config.world_size:
+            return f"One rank exchanges nothing{exchange}, and computes all of the batch itself"
+        return f"{other.world_size} ranks share the batch, and exchange gradients for it"
+    if "global_batch_size" in changed:
+        return "What a step costs whatever its batch is shared by another number of images"
+    phases = _phases(about, other)
+    if not phases:
+        return "No phase of the time budget shows it"
+    names = phrases.joined([bd.LONG.get(p, p) for p in phases])
+    return f"It acts on {names}: {bd.percent(share(about, other))} of a step"
+
+
+def _phases(about: Subject, other: RunConfig) -> list[str]:
+    """Phases of the time budget on which a change acts."""
+    acts = {phase for name in other.differences(about.config) for phase in ACTS_ON.get(name, ())}
+    return [phase for phase in about.taken.running.phases if phase in acts]
 
 
 def settings(change: RunConfig, now: RunConfig) -> tuple[str, str]:

@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ddpm_lab.explain import budget, compiling, operators, phrases, quality, stats
-from ddpm_lab.explain.comparisons import Row, comparisons, resolved
+from ddpm_lab.explain import budget, compiling, decisions, operators, phrases, quality
+from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.faults import Fault, faults
 from ddpm_lab.explain.frames import CLAIMS, Study
 from ddpm_lab.explain.wrong_ways import Seen
@@ -43,37 +43,32 @@ class Evidence:
             for name in {r.experiment for r in records}
         }
 
-    def study_of(self, row: Row) -> Study:
+    def study_of(self, row: Comparison) -> Study:
         """The study that a row comes from."""
-        return self._studies[row["experiment"]]
+        return self._studies[row.experiment]
 
-    def rows(self, *experiments: str) -> list[Row]:
-        """Candidates that have a speed, of each experiment in this order, each with its baseline's configuration."""
-        found = []
-        for name in experiments:
-            rows = comparisons(self._studies[name]) if name in self._studies else []
-            base = {r["baseline_id"]: r["config"] for r in rows if r["role"] == "baseline"}
-            shown = [r for r in rows if r["role"] == "candidate" and r["sets"]]
-            found += [{**r, "base": base.get(r["baseline_id"], r["config"])} for r in shown]
-        return found
+    def rows(self, *experiments: str) -> list[Comparison]:
+        """Candidates that have a speed, of each experiment in this order."""
+        studies = [self._studies[name] for name in experiments if name in self._studies]
+        return [r for study in studies for r in comparisons(study) if r.role == "candidate" and r.sets]
 
-    def first(self, wanted: Callable[[Row], bool], *experiments: str) -> Row | None:
+    def first(self, wanted: Callable[[Comparison], bool], *experiments: str) -> Comparison | None:
         """The first such row that is wanted."""
         return next((row for row in self.rows(*experiments) if wanted(row)), None)
 
 
-def said(row: Row | None) -> str:
+def said(row: Comparison | None) -> str:
     """A row in words: "bf16 0.74 (0.62 to 0.88) times as fast as fp32, 6 sets, notebook 03"; a dash without one."""
     if row is None:
         return phrases.DASH
-    grown = row["batch"] != row["base"].global_batch_size
-    base = f"batch {row['base'].global_batch_size}" if grown and row["ranks"] == 1 else row["baseline_label"]
+    grown = row.batch != row.baseline.global_batch_size
+    base = f"batch {row.baseline.global_batch_size}" if grown and row.ranks == 1 else row.baseline_label
     words = [
-        f"{row['label']} {phrases.ratio_with_interval(row)} times as fast as {base}",
-        phrases.plural(int(row["sets"]), "set"),
+        f"{row.label} {phrases.ratio_with_interval(row)} times as fast as {base}",
+        phrases.plural(row.sets, "set"),
     ]
-    words += ["weak scaling"] if grown and row["ranks"] > 1 else []
-    return ", ".join([*words, _WHERE.get(row["experiment"], str(row["experiment"]))])
+    words += ["weak scaling"] if grown and row.ranks > 1 else []
+    return ", ".join([*words, _WHERE.get(row.experiment, row.experiment)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +80,10 @@ class Judged:
     why: str = ""
 
 
-def _if_resolved(row: Row, holds: bool, why: str) -> Judged:
-    """Confirmed or refuted where a row is called faster or slower, and else not resolved."""
-    if not resolved(row):
-        return Judged(verdict=stats.NOT_RESOLVED, here=said(row), why=phrases.outcome(row))
+def _if_resolved(row: Comparison, holds: bool, why: str) -> Judged:
+    """Confirmed or refuted where a row is called faster or slower, and else inconclusive."""
+    if not row.resolved:
+        return Judged(verdict=decisions.INCONCLUSIVE, here=said(row), why=phrases.outcome(row))
     return Judged(verdict=CONFIRMED if holds else REFUTED, here=said(row), why=why)
 
 
@@ -102,32 +97,32 @@ def _unmeasured(command: str, here: str = phrases.DASH) -> Judged:
     return Judged(verdict=quality.NOT_MEASURED, here=here, why=f"{command} measures it")
 
 
-def like(row: Row, low: float, high: float) -> Judged:
+def like(row: Comparison, low: float, high: float) -> Judged:
     """Whether a measured ratio meets a published one between ``low`` and ``high``: its interval decides."""
-    meets = row["low"] <= high and row["high"] >= low
+    meets = row.ratio.low <= high and row.ratio.high >= low
     published = f"{phrases.significant(low)} to {phrases.significant(high)}"
     return _if_resolved(row, meets, f"the interval {'meets' if meets else 'misses'} {published}")
 
 
-def near(row: Row, ratio: float) -> Judged:
+def near(row: Comparison, ratio: float) -> Judged:
     """Whether a measured ratio comes within ``LIKE`` of a published one that has no interval."""
     return like(row, ratio * (1 - LIKE), ratio * (1 + LIKE))
 
 
-def faster(row: Row) -> Judged:
+def faster(row: Comparison) -> Judged:
     """Whether a claim that something is faster holds, whatever number it came with."""
-    return _if_resolved(row, row["verdict"] == stats.FASTER, f"it is resolved as {row['verdict']}")
+    return _if_resolved(row, row.verdict == decisions.FASTER, f"it is resolved as {row.verdict}")
 
 
 def several(count: int, ratio: float, *, nodes: int = 1, kind: str = "strong") -> Callable[[Evidence], Judged]:
     """So many GPUs on so many hosts against one, in the scaling that was published if it was measured."""
 
     def judge(e: Evidence) -> Judged:
-        rows = sorted(e.rows("multi_gpu", CLAIMS), key=lambda r: scaling(r["family"]) != kind)
-        asked = (r for r in rows if _on_gpu(r) and (r["ranks"], r["config"].nodes) == (count, nodes))
+        rows = sorted(e.rows("multi_gpu", CLAIMS), key=lambda r: scaling(r.family) != kind)
+        asked = (r for r in rows if _on_gpu(r) and (r.ranks, r.config.nodes) == (count, nodes))
         if (row := next(asked, None)) is not None:
             return near(row, ratio)
-        here = said(next((r for r in rows if r["ranks"] == 2), None))
+        here = said(next((r for r in rows if r.ranks == 2), None))
         command = "ddpm-lab run multi_gpu --preset full"
         if e.gpus * nodes < count:
             return _no_gpu(e, count, here=here, command=command)
@@ -151,33 +146,33 @@ def parameters(e: Evidence) -> Judged:
 
 
 def same_loss(e: Evidence) -> Judged:
-    row = e.first(lambda r: r["ranks"] > 1 and _has_verdict(r), "quality", "multi_gpu")
+    row = e.first(lambda r: r.ranks > 1 and _has_verdict(r), "quality", "multi_gpu")
     if row is None:
         return _unmeasured("ddpm-lab run quality --preset full --data DATA")
-    found: quality.Equivalence = row["equivalence"]
+    found = row.equivalence
     ends = [loss for base, _ in found.pairs if (loss := quality.final_loss(base)) is not None]
     spread = f"{max(ends, default=0.0) - min(ends, default=0.0):.2g}"
     apart = f"; one run each could not show it: seeds of one configuration end {spread} apart" if len(ends) > 1 else ""
     return _quality([row], f"at equal images and an equal global batch{apart}")
 
 
-def _has_verdict(row: Row) -> bool:
-    found = row["equivalence"]
+def _has_verdict(row: Comparison) -> bool:
+    found = row.equivalence
     return found is not None and found.verdict != quality.NOT_MEASURED
 
 
-def _quality(rows: list[Row], why: str) -> Judged:
+def _quality(rows: list[Comparison], why: str) -> Judged:
     """Whether configurations learn as well as their baseline, by trials over seeds."""
     rows = [r for r in rows if _has_verdict(r)]
     if not rows:
         return _unmeasured("ddpm-lab run quality --preset full --data DATA")
     told: dict[str, list[str]] = {}
     for row in rows:
-        told.setdefault(quality.sentence(row["equivalence"]), []).append(str(row["label"]))
+        told.setdefault(quality.sentence(row.equivalence), []).append(row.label)
     here = "; ".join(f"{phrases.joined(list(dict.fromkeys(labels)))} {said}" for said, labels in told.items())
-    verdicts = {row["equivalence"].verdict for row in rows}
-    good = verdicts <= {quality.NOT_WORSE, quality.IDENTICAL}
-    verdict = REFUTED if quality.WORSE in verdicts else CONFIRMED if good else stats.NOT_RESOLVED
+    verdicts = {row.equivalence.verdict for row in rows}
+    good = verdicts <= set(quality.GOOD)
+    verdict = REFUTED if quality.WORSE in verdicts else CONFIRMED if good else decisions.INCONCLUSIVE
     return Judged(verdict=verdict, here=here, why=why)
 
 
@@ -185,7 +180,7 @@ def preserves(e: Evidence) -> Judged:
     """What was optimised and is no batch: precision, compiling, ranks, loader workers."""
     free = {"precision", "compile", "compile_mode", "kernels", "freed_memory"}
     free |= {"world_size", "nodes", "loader", "loader_workers"}
-    rows = [r for r in e.rows("quality", "workers") if r["config"].differences(r["base"]).keys() <= free]
+    rows = [r for r in e.rows("quality", "workers") if r.config.differences(r.baseline).keys() <= free]
     return _quality(rows, "held-out loss, paired by seed: of these settings, this network and these images")
 
 
@@ -194,9 +189,9 @@ def larger_batches(e: Evidence) -> Judged:
     return _quality(rows, "after equally many images, at the same learning rate")
 
 
-def _only(row: Row, name: str) -> bool:
+def _only(row: Comparison, name: str) -> bool:
     """Whether a configuration differs from its baseline in this alone."""
-    return bool(row["config"].differences(row["base"]).keys() == {name})
+    return bool(row.config.differences(row.baseline).keys() == {name})
 
 
 def other_models(e: Evidence) -> Judged:
@@ -236,7 +231,7 @@ def _one_number(found: Fault, within: float, here: str, why: str) -> Judged:
         return Judged(verdict=REFUTED, here=here, why=why)
     if within and least <= found.low and found.high <= most:
         return Judged(verdict=CONFIRMED, here=here, why=f"they differ by less than {100 * within:.0f} %")
-    return Judged(verdict=stats.NOT_RESOLVED, here=here, why="the interval of their ratio does not decide")
+    return Judged(verdict=decisions.INCONCLUSIVE, here=here, why="the interval of their ratio does not decide")
 
 
 def batches(e: Evidence) -> Judged:
@@ -245,27 +240,27 @@ def batches(e: Evidence) -> Judged:
     here = "; ".join(said(r) for r in rows[:4]) or phrases.DASH
     if not e.gpus:
         return _no_gpu(e, here=here, command="ddpm-lab run batch_size")
-    asked = [r for r in rows if r["base"].global_batch_size == 8 and r["batch"] in published and _on_gpu(r)]
+    asked = [r for r in rows if r.baseline.global_batch_size == 8 and r.batch in published and _on_gpu(r)]
     if not asked:
         return _unmeasured('experiments.run("batch_size", global_batch_sizes=[8, 16, 32, 64])', here)
-    judged = [like(r, published[r["batch"]][0] * (1 - LIKE), published[r["batch"]][1] * (1 + LIKE)) for r in asked]
+    judged = [like(r, published[r.batch][0] * (1 - LIKE), published[r.batch][1] * (1 + LIKE)) for r in asked]
     verdicts = {j.verdict for j in judged}
-    verdict = next(v for v in (REFUTED, stats.NOT_RESOLVED, CONFIRMED) if v in verdicts)
-    why = "; ".join(f"{r['label']}: {j.why}" for r, j in zip(asked, judged, strict=True))
+    verdict = next(v for v in (REFUTED, decisions.INCONCLUSIVE, CONFIRMED) if v in verdicts)
+    why = "; ".join(f"{r.label}: {j.why}" for r, j in zip(asked, judged, strict=True))
     return Judged(verdict=verdict, here="; ".join(j.here for j in judged), why=why)
 
 
-def _on_gpu(row: Row) -> bool:
-    return bool(row["config"].device == "cuda")
+def _on_gpu(row: Comparison) -> bool:
+    return bool(row.config.device == "cuda")
 
 
-def _narrow(e: Evidence, *, on_gpu: bool) -> Row | None:
+def _narrow(e: Evidence, *, on_gpu: bool) -> Comparison | None:
     """The row of fp16, or else bf16, against fp32 with one device."""
-    rows = [r for r in e.rows("amp", CLAIMS) if r["ranks"] == 1 and _only(r, "precision") and _on_gpu(r) == on_gpu]
-    return next((r for name in ("fp16", "bf16") for r in rows if r["label"] == name), None)
+    rows = [r for r in e.rows("amp", CLAIMS) if r.ranks == 1 and _only(r, "precision") and _on_gpu(r) == on_gpu]
+    return next((r for name in ("fp16", "bf16") for r in rows if r.label == name), None)
 
 
-def amp(judge: Callable[[Row], Judged]) -> Callable[[Evidence], Judged]:
+def amp(judge: Callable[[Comparison], Judged]) -> Callable[[Evidence], Judged]:
     def judged(e: Evidence) -> Judged:
         if (row := _narrow(e, on_gpu=True)) is not None:
             return judge(row)
@@ -276,13 +271,13 @@ def amp(judge: Callable[[Row], Judged]) -> Callable[[Evidence], Judged]:
     return judged
 
 
-def amp_memory(row: Row) -> Judged:
+def amp_memory(row: Comparison) -> Judged:
     judged = like(row, 1.2, 1.4)
     return dataclasses.replace(judged, here=f"{judged.here}; peak memory {phrases.peak_memory(row)}")
 
 
 def fades(e: Evidence) -> Judged:
-    here = said(e.first(lambda r: r["ranks"] == 2, "multi_gpu", CLAIMS))
+    here = said(e.first(lambda r: r.ranks == 2, "multi_gpu", CLAIMS))
     if e.gpus < 4:
         return _no_gpu(e, 4, here=here, command="ddpm-lab run multi_gpu --preset full")
     return _unmeasured("notebook 02 with world_sizes = [1, 2, 3, 4] and five batch sizes", here)
@@ -290,41 +285,41 @@ def fades(e: Evidence) -> Judged:
 
 def cpu_batches(e: Evidence) -> Judged:
     row = e.first(
-        lambda r: r["config"].device == "cpu" and r["base"].global_batch_size == 32 and r["batch"] == 256, "batch_size"
+        lambda r: r.config.device == "cpu" and r.baseline.global_batch_size == 32 and r.batch == 256, "batch_size"
     )
     if row is not None:
         return faster(row)
-    known = e.first(lambda r: r["config"].device == "cpu" and _only(r, "global_batch_size"), CLAIMS, "quality")
+    known = e.first(lambda r: r.config.device == "cpu" and _only(r, "global_batch_size"), CLAIMS, "quality")
     return _unmeasured("ddpm-lab run batch_size --preset full --device cpu", said(known))
 
 
 def workers(e: Evidence) -> Judged:
-    rows = [r for r in e.rows("workers") if not r["loader_alone"]]
+    rows = [r for r in e.rows("workers") if not r.loader_alone]
     here = "; ".join(said(r) for r in rows[:3]) or phrases.DASH
-    four = next((r for r in rows if r["config"].loader_workers == 4 and _on_gpu(r)), None)
+    four = next((r for r in rows if r.config.loader_workers == 4 and _on_gpu(r)), None)
     if four is None:
         command = "ddpm-lab run workers --preset full"
         return _unmeasured(command, here) if e.gpus else _no_gpu(e, here=here, command=command)
-    better = [r for r in rows if r["family"] == four["family"] and r["low"] > four["high"]]
-    why = f"{better[0]['label']} are faster" if better else f"four are {four['verdict']} than {four['baseline_label']}"
-    return _if_resolved(four, not better and four["verdict"] == stats.FASTER, why)
+    better = [r for r in rows if r.family == four.family and r.ratio.low > four.ratio.high]
+    why = f"{better[0].label} are faster" if better else f"four are {four.verdict} than {four.baseline_label}"
+    return _if_resolved(four, not better and four.verdict == decisions.FASTER, why)
 
 
-def _compiled(e: Evidence) -> Row | None:
-    return e.first(lambda r: r["config"].compile == "whole" and r["ranks"] == 1, "torch_compile", CLAIMS, "quality")
+def _compiled(e: Evidence) -> Comparison | None:
+    return e.first(lambda r: r.config.compile == "whole" and r.ranks == 1, "torch_compile", CLAIMS, "quality")
 
 
 def unsuitable(e: Evidence) -> Judged:
     """A general statement: one machine where compiling pays off refutes it, and no CPU can confirm it for a GPU."""
     if (row := _compiled(e)) is None:
         return _unmeasured("ddpm-lab run torch_compile")
-    if row["verdict"] == stats.SLOWER and not _on_gpu(row):
+    if row.verdict == decisions.SLOWER and not _on_gpu(row):
         return _no_gpu(e, here=said(row))
     cost = compiling.break_even(e.study_of(row), row)
-    if row["verdict"] == stats.FASTER and not math.isfinite(cost.steps):
+    if row.verdict == decisions.FASTER and not math.isfinite(cost.steps):
         return _unmeasured("what compiling costs is not known: ddpm-lab run torch_compile", said(row))
     what = f"compiling takes {phrases.seconds(cost.cold_seconds)} and pays off {compiling.pays_off(cost, row)}"
-    return _if_resolved(row, row["verdict"] == stats.SLOWER, f"as a general statement: {what}")
+    return _if_resolved(row, row.verdict == decisions.SLOWER, f"as a general statement: {what}")
 
 
 def compile_seconds(e: Evidence) -> Judged:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from ddpm_lab.explain import claim_verdicts as verdicts
-from ddpm_lab.explain import faults, phrases, quality, stats
+from ddpm_lab.explain import decisions, faults, phrases, quality
 from ddpm_lab.explain.claim_verdicts import Evidence, Judged
 from ddpm_lab.explain.frames import Study, once
 
@@ -168,7 +168,7 @@ def headline(study: Study) -> str:
     """How many claims are confirmed, refuted, and not testable, in one line."""
     counts = Counter(answer.verdict for _, answer in judged(study))
     words = [f"{counts[verdicts.CONFIRMED]} are confirmed{'' if study.published else ' here'}"]
-    words += [f"{counts[v]} {v}" for v in (verdicts.REFUTED, stats.NOT_RESOLVED, quality.NOT_MEASURED) if counts[v]]
+    words += [f"{counts[v]} {v}" for v in (verdicts.REFUTED, decisions.INCONCLUSIVE, quality.NOT_MEASURED) if counts[v]]
     words += [f"{counts[verdicts.UNTESTABLE]} not testable"] if counts[verdicts.UNTESTABLE] else []
     return f"Of {len(PUBLISHED)} published claims {phrases.joined(words)}"
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from ddpm_lab.explain import findings, phrases, scaling, sentences
 from ddpm_lab.explain.bands import S000, documents
-from ddpm_lab.explain.comparisons import Row
+from ddpm_lab.explain.comparisons import Comparison
+from ddpm_lab.explain.decisions import LEAST_SETS
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.grids import Grid, literal, markdown
 from ddpm_lab.explain.pairs import (
@@ -50,7 +51,7 @@ def report(study: Study, figure: str = "") -> str:
     if weak:
         parts += ["## The same batch on each", markdown(_weak(weak)), _bands(found)]
     if figure:
-        parts.append(f"![{describe(study)}]({figure})")
+        parts.append(f"![{title(study)}]({figure})")
     answer = findings.finding(replace(study, bands=S000))
     parts += ["## What the numbers rest on", literal(answer.claim), *_rests_on(study)]
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
@@ -58,14 +59,15 @@ def report(study: Study, figure: str = "") -> str:
 
 def _rests_on(study: Study) -> list[str]:
     rows = scaling.rows(study)
-    twins = [r for r in rows if r["role"] == "twin" and r["sets"]]
-    floor = [f"{r['family']}: {phrases.interval(r)}" for r in twins if phrases.interval(r)]
+    twins = [r for r in rows if r.role == "twin" and r.sets]
+    floor = [f"{r.family}: {phrases.interval(r)}" for r in twins if phrases.interval(r)]
     lines = [
         "Every speed-up is paired: in each set both sides run in fresh processes and take turns. The interval is "
-        "Student's t over sets; a verdict needs six sets and is corrected for the number of comparisons (Holm)."
+        f"Student's t over sets. A verdict needs {LEAST_SETS} sets; the question's primary comparison is tested on its "
+        "own, the others are corrected for their number (Holm)."
     ]
     if floor:
-        lines.append(f"Noise floor, one {unit(pairs(study))} against itself: {'; '.join(floor)}.")
+        lines.append(f"One {unit(pairs(study))} against itself: {'; '.join(floor)}.")
     if sentences.quality(rows) == "quality not measured":
         lines.append("Quality is not measured: `--seeds 8` with `ddpm-lab run multi_gpu` does so.")
     lines += [said] if (said := beyond(study)) else []
@@ -83,12 +85,8 @@ def conclusion(found: Sequence[Pair]) -> str:
     words = [f"{name} at batch {phrases.joined(batches)}" for name, batches in told.items()]
     text = f"With the batch shared: {'; '.join(words)}." if words else ""
     weak = [p for p in found if p.kind == "weak" and p.compared]
-    each = [f"{speed_up(p.multi)} at batch {p.batch} each, {_outcome(p.multi)}" for p in weak if p.multi]
+    each = [f"{speed_up(p.multi)} at batch {p.batch} each, {phrases.outcome(p.multi)}" for p in weak if p.multi]
     return " ".join(part for part in (text, f"With a batch of its own: {'; '.join(each)}." if each else "") if part)
-
-
-def _outcome(row: Row) -> str:
-    return phrases.outcome(row).partition(" (corrected")[0]
 
 
 def _strong(found: Sequence[Pair]) -> Grid:
@@ -107,7 +105,7 @@ def _weak(found: Sequence[Pair]) -> Grid:
     for pair in found:
         row = pair.compared
         efficiency = phrases.DASH if row is None else f"{scaling.efficiency(row)} ({rating(row, S000)})"
-        total = pair.multi["batch"] if pair.multi else pair.batch
+        total = pair.multi.batch if pair.multi else pair.batch
         epochs = _both(pair, found, "projected_seconds", "")
         rows.append([pair.batch, total, *epochs, _speed_up(pair), efficiency, *_rest(pair)])
     return [head, *rows]
@@ -115,7 +113,7 @@ def _weak(found: Sequence[Pair]) -> Grid:
 
 def _both(pair: Pair, found: Sequence[Pair], name: str, of: str) -> list[str]:
     """Both sides of a pair; where pairs are of several numbers of devices, each says its own."""
-    several = len({scaling.layout(p.multi["config"]) for p in found if p.multi}) > 1
+    several = len({scaling.layout(p.multi.config) for p in found if p.multi}) > 1
     return [_cell(pair.single, name, of, layout=False), _cell(pair.multi, name, of, layout=several)]
 
 
@@ -123,13 +121,13 @@ def _sides(found: Sequence[Pair]) -> tuple[str, str]:
     return ("Single GPU", "Multi GPU") if unit(found) == "GPU" else ("Single CPU rank", "Several CPU ranks")
 
 
-def _cell(row: Row | None, name: str, of: str, *, layout: bool) -> str:
+def _cell(row: Comparison | None, name: str, of: str, *, layout: bool) -> str:
     """Seconds of a step, or of an epoch, of one side; ``layout`` adds on what it ran."""
     if row is None:
         return "not asked for"
-    if not row["sets"]:
+    if not row.sets:
         return phrases.without_speed(row)
-    return f"{phrases.seconds(row[name])}{of}" + f" ({scaling.layout(row['config'])})" * layout
+    return f"{phrases.seconds(getattr(row, name))}{of}" + f" ({scaling.layout(row.config)})" * layout
 
 
 def _speed_up(pair: Pair) -> str:
@@ -139,8 +137,8 @@ def _speed_up(pair: Pair) -> str:
 def _rest(pair: Pair) -> list[str]:
     row = pair.compared
     if row is None:
-        return [phrases.DASH, str(max((int(r["sets"]) for r in pair.sides), default=0)), quality(pair)]
-    return [phrases.interval(row) or "no interval", str(int(row["sets"])), quality(pair)]
+        return [phrases.DASH, str(max((r.sets for r in pair.sides), default=0)), quality(pair)]
+    return [phrases.interval(row) or "no interval", str(row.sets), quality(pair)]
 
 
 def _thresholds(found: Sequence[Pair]) -> str:
@@ -157,9 +155,3 @@ def _bands(found: Sequence[Pair]) -> str:
         f"Each {unit(found)} keeps its batch, so several take larger steps and fewer of them: speeds compare equal "
         f"numbers of images, and the trainings are not the same. {EPOCH} Efficiency by S000's bands: {S000.sentence()}."
     )
-
-
-def describe(study: Study) -> str:
-    """The dashboard in words."""
-    told = [f"{p.name}: {speed_up(p.compared)}, {_outcome(p.compared)}" for p in pairs(study) if p.compared]
-    return f"Time of an epoch, throughput, speed-up and memory. {'; '.join(told)}".replace("|", " ").strip()

@@ -3,81 +3,282 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 
 from ddpm_lab.config import LOADER_ALONE, RunConfig
-from ddpm_lab.explain import quality, stats
+from ddpm_lab.explain import decisions, quality, stats
 from ddpm_lab.explain.frames import Study, once
+from ddpm_lab.explain.quality import Equivalence
 from ddpm_lab.own_settings import OWN_LOADER
-from ddpm_lab.plan import LOST
-from ddpm_lab.record import RunRecord, burst_log, kept_seconds, set_log_ratio
+from ddpm_lab.plan import LOST, scaling
+from ddpm_lab.record import TWIN, RunRecord, crowded, seconds_by_turn, set_log_ratio
 
 PROJECTED_IMAGES = 50_000
 MECHANISM_ONLY = "mechanism tested, speed not claimed"
 QUALITY = quality.NOT_MEASURED
 COMPARED = ("baseline", "twin", "candidate", "note")
-Row = dict[str, Any]
-"""One configuration beside its baseline: see ``comparisons``."""
 
 
-def comparisons(study: Study) -> list[Row]:
-    """One row for each configuration of each family: baseline, null twin, candidates, and what failed or was left out.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One configuration of a family beside its baseline.
 
-    ``ratio`` is the baseline's time for equal work divided by the configuration's, with its 95 % interval over sets;
-    ``p_holm`` is adjusted over all comparisons of the experiment, the twins among them. ``noise_low`` and
-    ``noise_high`` are the interval of the family's twin. ``images_per_second`` is the geometric mean over sets of the
-    set medians; ``projected_seconds`` is a projection of it to 50,000 images. ``set_ratios`` holds one ratio a set;
-    ``bursts`` is how many times as much windows far slower than most add to its time as to the baseline's.
-    ``estimate`` holds ratio, interval, p-value and sets together. Values that do not exist are NaN: records whose
-    mechanism alone was tested have no speed here.
+    ``ratio`` is the baseline's time for equal work divided by the configuration's, over the sets that count; of the
+    baseline itself it is 1 without an interval. ``logs`` has the log ratio of each of these sets, and ``noise`` is the
+    ratio of the family's twin. ``primary`` marks the comparison that the question's answer is about. ``p`` is the
+    p-value, of secondary comparisons adjusted over those of the experiment, and ``level`` what it is held against.
+    ``why`` says where the verdict is not what the interval alone would say. ``disturbed_sets`` did not count, since
+    other processes took the cores that they needed. ``images_per_second`` is the geometric mean over sets of their
+    medians; it has no interval, since the speeds of one session say little about those of another. ``set_seconds`` is
+    what a set takes with baseline, twin and this configuration. ``baseline`` is the configuration of the baseline, or
+    its own where none was measured.
+
+    Values that do not exist are NaN: configurations whose mechanism alone was tested have no speed here.
     """
-    return [dict(row) for row in _comparisons(study)]
+
+    experiment: str
+    family: str
+    baseline: RunConfig
+    baseline_id: str
+    baseline_label: str
+    role: str
+    label: str
+    primary: bool
+    run_id: str
+    config: RunConfig
+    code_version: str
+    status: str
+    reason: str
+    failed_sets: int
+    disturbed_sets: int
+    mechanism_only: bool
+    turns: int
+    ratio: stats.Estimate
+    logs: tuple[tuple[str, float], ...]
+    resolution: float
+    set_seconds: float
+    ranks_gain: float
+    images_per_second: float
+    peak_memory_bytes: float
+    peak_rss_bytes: float
+    noise: stats.Interval = field(default_factory=lambda: stats.Interval(value=1.0))
+    p: float = math.nan
+    level: float = math.nan
+    verdict: str = ""
+    why: str = ""
+    equivalence: Equivalence = field(default_factory=lambda: Equivalence(verdict=QUALITY))
+
+    @property
+    def sets(self) -> int:
+        """The number of sets behind the ratio, of a baseline behind its speed."""
+        return self.ratio.sets
+
+    @property
+    def set_ratios(self) -> tuple[float, ...]:
+        """One ratio a set."""
+        return tuple(math.exp(log) for _, log in self.logs)
+
+    @property
+    def efficiency(self) -> stats.Interval:
+        """The ratio divided by the ratio of the numbers of ranks."""
+        value, (low, high) = self.ratio.value, self.ratio.ends
+        return stats.Interval(value=value / self.ranks_gain, low=low / self.ranks_gain, high=high / self.ranks_gain)
+
+    @property
+    def resolved(self) -> bool:
+        """Whether a difference was found: faster, or slower."""
+        return self.verdict in (decisions.FASTER, decisions.SLOWER)
+
+    @property
+    def answered(self) -> bool:
+        """Whether the comparison has an answer: faster, slower, or the same."""
+        return self.verdict in decisions.ANSWERS
+
+    @property
+    def resolves(self) -> float:
+        """The smallest relative difference that these sets answer for, whatever the truth is; infinite without any."""
+        return decisions.resolves(self.ratio.half_width)
+
+    @property
+    def sets_needed(self) -> float:
+        """Sets that would answer for ``resolution``, at the scatter so far; NaN where nothing tells."""
+        return float(decisions.sets_to_resolve([log for _, log in self.logs], self.resolution) or math.nan)
+
+    @property
+    def minutes_needed(self) -> float:
+        """Minutes that the sets still needed would take; NaN where nothing tells."""
+        return max(self.sets_needed - self.sets, 0.0) * self.set_seconds / 60  # in this order NaN stays NaN
+
+    @property
+    def quality(self) -> str:
+        """The verdict on quality in a few words."""
+        return quality.sentence(self.equivalence)
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self.config.world_size
+
+    @property
+    def batch(self) -> int:
+        """The global batch size."""
+        return self.config.global_batch_size
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step."""
+        return self.batch / self.images_per_second
+
+    @property
+    def projected_seconds(self) -> float:
+        """Seconds of 50,000 images, a projection from the throughput."""
+        return PROJECTED_IMAGES / self.images_per_second
+
+    @property
+    def loader_alone(self) -> bool:
+        """Whether the loader was measured without training."""
+        return self.config.workload in (LOADER_ALONE, OWN_LOADER)
+
+    @property
+    def scaling(self) -> str | None:
+        """Which scaling a family of multi_gpu shows: strong or weak; None if it asks something else."""
+        return scaling(self.family)
 
 
 @once
-def _comparisons(study: Study) -> list[Row]:
-    rows: list[Row] = []
-    trials = quality.Trials(study.trials)
+def comparisons(study: Study) -> tuple[Comparison, ...]:
+    """One for each configuration of each family: baseline, null twin, candidates, and what failed or was left out."""
+    found: list[Comparison] = []
+    trials = quality.Trials.of(study)
     # The parts of the lost scaling are no answers to be compared: see lost_scaling. What is noted of a trial is no row:
     # its configuration has one of its own.
     compared = (r for r in study.records if r.role in COMPARED and r.config.purpose != "quality")
     ordered = sorted((r for r in compared if not r.family.endswith(LOST)), key=lambda r: r.experiment)
     for _, group in groupby(ordered, key=lambda r: r.experiment):
-        block = judged(list(group), study.resolution)
-        _weigh(block, trials)
-        rows += block
-    return rows
+        found += _weighed(judged(list(group), study.looks, study.resolution), trials)
+    return tuple(found)
 
 
-def families(rows: Iterable[Row]) -> list[list[Row]]:
-    """Rows by family and baseline, in order."""
-    found: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        found.setdefault((row["family"], row["baseline_id"]), []).append(row)
+def families(compared: Iterable[Comparison]) -> list[list[Comparison]]:
+    """Comparisons by family and baseline, in order."""
+    found: dict[tuple[str, str], list[Comparison]] = {}
+    for c in compared:
+        found.setdefault((c.family, c.baseline_id), []).append(c)
     return list(found.values())
 
 
-def throughput(row: Mapping[str, Any]) -> tuple[float, float, float]:
-    """Images per second of a row, with the ends of their interval (NaN without one)."""
-    return row["images_per_second"], row["images_per_second_low"], row["images_per_second_high"]
+def judged(records: Sequence[RunRecord], looks: Sequence[RunRecord], resolution: float) -> list[Comparison]:
+    """The families of one experiment, all of roles that are COMPARED, each comparison with its verdict on speed.
+
+    ``looks`` are the answers that the machine has shown, to this question and to all others.
+    """
+    compared = [c for family in _families(records) for c in _family(family, resolution)]
+    shown = _shown(compared, looks)
+    primary = [c for c in compared if c.role == "candidate" and c.primary]
+    others = [c for c in compared if c.role == "candidate" and not c.primary]
+    found: dict[int, decisions.Decision] = {}
+    for group in (*([c] for c in primary), others):
+        found |= dict(zip(map(id, group), _decided(group, shown, looks), strict=True))
+    return [_called(c, found.get(id(c)), compared) for c in compared]
 
 
-def resolved(row: Mapping[str, Any]) -> bool:
-    """Whether a comparison has an answer: faster, or slower."""
-    return row["verdict"] in (stats.FASTER, stats.SLOWER)
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """An answer that was shown: the sets that it rested on, and when."""
+
+    sets: frozenset[str]
+    when: float
 
 
-def judged(records: Sequence[RunRecord], resolution: float) -> list[Row]:
-    """Rows of the families of one experiment, all of roles that are COMPARED, each with its verdict on speed."""
-    rows = [row for family in _families(records) for row in _family_rows(family, resolution)]
-    _judge(rows)
-    return rows
+def _shown(compared: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[_Shown]:
+    """The looks at these comparisons, in order; without any record of one all sets are one look."""
+    every = frozenset(set_id for c in compared for set_id, _ in c.logs)
+    by_time: dict[float, set[str]] = {}
+    for r in looks:
+        if mine := every & set((r.look or {}).get("sets", ())):
+            by_time.setdefault(_when(r), set()).update(mine)
+    found: list[_Shown] = []
+    for when in sorted(by_time):
+        before = found[-1].sets if found else frozenset()
+        if not by_time[when] <= before:
+            found.append(_Shown(before | by_time[when], when))
+    return found or [_Shown(every, math.inf)]
+
+
+def _when(record: RunRecord) -> float:
+    return datetime.fromisoformat(record.date).timestamp()
+
+
+def _decided(
+    group: Sequence[Comparison], shown: Sequence[_Shown], looks: Sequence[RunRecord]
+) -> list[decisions.Decision]:
+    """What comparisons that are tested together are called, by what was shown of them so far."""
+    order: dict[str, None] = {}
+    for look in shown:
+        order |= dict.fromkeys(sorted(look.sets - order.keys()))
+    logs = [np.array([dict(c.logs).get(set_id, math.nan) for set_id in order]) for c in group]
+    spreads = [[_spread(c, looks, look.when) for c in group] for look in shown]
+    resolution = group[0].resolution if group else stats.RESOLUTION
+    return decisions.decided(logs, [len(look.sets) for look in shown], spreads, resolution)
+
+
+def _spread(c: Comparison, looks: Sequence[RunRecord], when: float) -> stats.Spread | None:
+    """What the machine's other comparisons, as far as they had been shown by then, say of this one's scatter."""
+    latest = {(r.experiment, r.baseline_id): r for r in looks if _when(r) <= when}
+    return stats.spread_of(
+        np.asarray(logs) * (stats.TWIN_SCALE if run_id == TWIN else 1)
+        for r in latest.values()
+        for run_id, logs in (r.look or {}).get("log_ratios", {}).items()
+        if (r.baseline_id, run_id) != (c.baseline_id, c.run_id)
+    )
+
+
+def _called(c: Comparison, decision: decisions.Decision | None, compared: Sequence[Comparison]) -> Comparison:
+    """A comparison with its verdict, and with the reason where that is not what its interval alone would say."""
+    if c.mechanism_only:
+        return replace(c, verdict=MECHANISM_ONLY)
+    if c.role == "baseline" and c.sets:
+        return replace(c, verdict="baseline")
+    if not c.sets or decision is None:
+        repeated = c.role == "twin" and c.sets
+        return replace(c, verdict="baseline" if repeated else "no result" if c.status == "ok" else c.status)
+    ratio, word, why = decision.estimate, decision.word, ""
+    twin = _twin_of(c, ratio.sets, compared)
+    if word in (decisions.FASTER, decisions.SLOWER) and twin is not None and not decisions.beyond_twin(ratio, twin):
+        word, why = decisions.INCONCLUSIVE, "no larger than what the repeated baseline differs by"
+    elif (
+        word == decisions.SAME
+        and twin is not None
+        and not twin.contains(1)
+        and max(twin.high, 1 / twin.low) > 1 + c.resolution
+    ):
+        word, why = decisions.INCONCLUSIVE, "the repeated baseline differs by more"
+    elif word == decisions.INCONCLUSIVE and not ratio.contains(1):
+        why = f"p = {decision.p:.2g}, and {100 * decision.level:.2g} % is needed"
+    return replace(c, ratio=ratio, p=decision.p, level=decision.level, verdict=word, why=why)
+
+
+def _twin_of(c: Comparison, sets: int, compared: Sequence[Comparison]) -> stats.Estimate | None:
+    """The repeated baseline in the first so many sets of a comparison, on which its verdict rests."""
+    rested_on = {set_id for set_id, _ in c.logs[:sets]}
+    twin = next((t for t in compared if t.role == "twin" and t.baseline_id == c.baseline_id), None)
+    found = stats.estimate([log for set_id, log in twin.logs if set_id in rested_on]) if twin else None
+    return found if found is not None and found.exists else None
+
+
+def repeats_itself(looks: Sequence[RunRecord]) -> bool:
+    """Whether the twins of all questions of a machine agree with their baselines, tested together at 1 %."""
+    latest = {(r.experiment, r.baseline_id): (r.look or {}).get("log_ratios", {}).get(TWIN, []) for r in looks}
+    return not decisions.twins_differ(
+        [stats.estimate(logs).p for logs in latest.values() if len(logs) >= decisions.LEAST_SETS]
+    )
 
 
 def _families(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
@@ -137,91 +338,86 @@ def _differences(mine: RunConfig, other: RunConfig) -> str:
     return ", ".join(words)
 
 
-def _family_rows(records: Sequence[RunRecord], resolution: float) -> list[Row]:
-    """Rows of one family, in the order the configurations first appear: baseline, twin, candidates, notes."""
-    dropped: dict[str, set[int]] = defaultdict(set)
-    for r in records:
-        dropped[r.set_id].update(w.turn for w in r.windows if w.dropped)
+def _family(records: Sequence[RunRecord], resolution: float) -> list[Comparison]:
+    """One family, in the order the configurations first appear: baseline, twin, candidates, notes; without verdicts."""
     groups: dict[tuple[str, str], list[RunRecord]] = {}
+    sets: dict[str, list[RunRecord]] = defaultdict(list)
     for r in records:
         # The twin runs the baseline's own configuration: its role tells them apart. A note may have no run of its own.
         key = (r.role, r.label if r.role == "note" else r.run_id)
         groups.setdefault(key, []).append(r)
+        if r.windows:
+            sets[r.set_id].append(r)
     ordered = sorted(groups.items(), key=lambda item: COMPARED.index(item[0][0]))
-    base = {r.set_id: r for r in records if r.role == "baseline" and _has_speed(r)}
-    twins = {r.set_id: r for r in records if r.role == "twin" and _has_speed(r)}
+    quiet = {set_id for set_id, members in sets.items() if not crowded(members)}
+    by_role = {
+        role: {r.set_id: r for r in records if r.role == role and _has_speed(r) and r.set_id in quiet}
+        for role in ("baseline", "twin")
+    }
     base_group = next((g for (role, _), g in ordered if role == "baseline"), None)
-    rows = [_row(group, base, base_group, dropped, resolution) for _, group in ordered]
-    twin = next((row for row in rows if row["role"] == "twin"), None)
-    for row, (_, group) in zip(rows, ordered, strict=True):
-        row["bursts"] = _bursts(group, base, twins) if row["role"] == "candidate" else 1.0
-        row["noise_low"], row["noise_high"] = (twin["low"], twin["high"]) if twin else (math.nan, math.nan)
-    return rows
+    found = [_comparison(group, by_role, base_group, quiet, resolution) for _, group in ordered]
+    twin = next((c.ratio for c in found if c.role == "twin"), None)
+    noise = (
+        stats.Interval(value=1.0) if twin is None else stats.Interval(value=twin.value, low=twin.low, high=twin.high)
+    )
+    return [replace(c, noise=noise) for c in found]
 
 
-def _row(
+def _comparison(
     group: Sequence[RunRecord],
-    base: dict[str, RunRecord],
+    by_role: Mapping[str, Mapping[str, RunRecord]],
     base_group: Sequence[RunRecord] | None,
-    dropped: dict[str, set[int]],
+    quiet: Collection[str],
     resolution: float,
-) -> Row:
+) -> Comparison:
     last = group[-1]
     mechanism_only = any(r.mechanism_only for r in group)
     ok = [r for r in group if r.status == "ok"]
     failed = [r for r in group if r.status != "ok"]
-    speed = [] if mechanism_only else [r for r in ok if _has_speed(r)]
-    pairs = [(base[r.set_id], r) for r in speed if r.set_id in base]
-    ratios = [set_log_ratio(*pair) for pair in pairs] if last.role != "baseline" else []
-    logs = np.array([log for log in ratios if math.isfinite(log)])
-    estimate = stats.geometric_estimate(logs)
-    # Without the turns that were disturbed for any configuration of the set.
-    kept = [[s for turn, s in kept_seconds(r).items() if turn not in dropped[r.set_id]] for r in speed]
-    throughput = stats.throughput_estimate([float(np.median(k)) ** -1 for k in kept if k])
-    batch, ranks = last.config.global_batch_size, last.config.world_size
-    gain = ranks / base_group[-1].config.world_size if base_group else math.nan
-    baseline = last.role == "baseline" and bool(speed)
-    return {
-        "experiment": last.experiment,
-        "family": last.family,
-        "baseline_id": last.baseline_id,
-        "baseline_label": base_group[-1].label if base_group else "the baseline",
-        "role": last.role,
-        "label": last.label,
-        "run_id": last.run_id,
-        "config": last.config,
-        "code_version": last.code_version,
-        "status": "ok" if ok else last.status,
-        "reason": (failed[-1].reason if failed else last.reason) or "",
-        "failed_sets": len({r.set_id for r in failed}),
-        "mechanism_only": mechanism_only,
-        "sets": len(speed) if baseline else estimate.sets,
-        "turns": max((len(r.windows) for r in speed), default=0),
-        "turns_dropped": sum(len(dropped[r.set_id]) for r in speed),
-        "ratio": 1.0 if baseline else estimate.value,
-        "low": estimate.low,
-        "high": estimate.high,
-        "p": estimate.p,
-        "set_ratios": tuple(float(v) for v in np.exp(logs)),
-        "resolution": resolution,
-        "sets_needed": float(stats.sets_to_resolve(logs, resolution) or math.nan),
-        "images_per_second": throughput.value,
-        "images_per_second_low": throughput.low,
-        "images_per_second_high": throughput.high,
-        "step_seconds": batch / throughput.value,
-        "projected_seconds": PROJECTED_IMAGES / throughput.value,
-        "peak_memory_bytes": max((peak(r, "peak_memory_bytes") for r in ok), default=math.nan),
-        "peak_rss_bytes": max((peak(r, "peak_rss_bytes") for r in ok), default=math.nan),
-        "ranks": ranks,
-        "batch": batch,
-        "loader_alone": last.config.workload in (LOADER_ALONE, OWN_LOADER),
-        "efficiency": 1.0 if baseline else estimate.value / gain,
-        "efficiency_low": estimate.low / gain,
-        "efficiency_high": estimate.high / gain,
-        "quality": QUALITY,
-        "equivalence": None,
-        "estimate": estimate,
-    }
+    measured = [] if mechanism_only else [r for r in ok if _has_speed(r)]
+    speed = [r for r in measured if r.set_id in quiet]
+    logs = [] if last.role == "baseline" else [(r.set_id, _log_ratio(r, by_role)) for r in speed]
+    logs = [(set_id, log) for set_id, log in logs if math.isfinite(log)]
+    ratio = stats.estimate([log for _, log in logs])
+    if last.role == "baseline" and speed:
+        ratio = replace(ratio, value=1.0, sets=len(speed))
+    rates = [1 / statistics.median(seconds) for r in speed or measured if (seconds := seconds_by_turn(r).values())]
+    members = [r for held in by_role.values() for r in held.values()] + speed
+    return Comparison(
+        experiment=last.experiment,
+        family=last.family,
+        baseline=base_group[-1].config if base_group else last.config,
+        baseline_id=last.baseline_id,
+        baseline_label=base_group[-1].label if base_group else "the baseline",
+        role=last.role,
+        label=last.label,
+        primary=any(r.primary for r in group),
+        run_id=last.run_id,
+        config=last.config,
+        code_version=last.code_version,
+        status="ok" if ok else last.status,
+        reason=(failed[-1].reason if failed else last.reason) or "",
+        failed_sets=len({r.set_id for r in failed}),
+        disturbed_sets=len({r.set_id for r in measured} - set(quiet)),
+        mechanism_only=mechanism_only,
+        turns=max((r.plan.turns or len(r.windows) for r in measured), default=0),
+        ratio=ratio,
+        logs=tuple(logs),
+        resolution=resolution,
+        set_seconds=sum(sum(r.stages.values()) for r in members) / len(speed) if speed else math.nan,
+        ranks_gain=last.config.world_size / base_group[-1].config.world_size if base_group else math.nan,
+        images_per_second=stats.geometric_mean(rates),
+        peak_memory_bytes=max((peak(r, "peak_memory_bytes") for r in ok), default=math.nan),
+        peak_rss_bytes=max((peak(r, "peak_rss_bytes") for r in ok), default=math.nan),
+    )
+
+
+def _log_ratio(record: RunRecord, by_role: Mapping[str, Mapping[str, RunRecord]]) -> float:
+    """What a set finds for a configuration, beside its baseline and twin; NaN where the set lacks one."""
+    base, twin = (by_role[role].get(record.set_id) for role in ("baseline", "twin"))
+    if base is None or twin is None:
+        return math.nan
+    return set_log_ratio(base, twin) if record.role == "twin" else set_log_ratio(base, record, twin)
 
 
 def peak(record: RunRecord, kind: str) -> float:
@@ -230,51 +426,15 @@ def peak(record: RunRecord, kind: str) -> float:
     return float(max(peaks)) if peaks and None not in peaks else math.nan
 
 
-def _bursts(group: Sequence[RunRecord], base: dict[str, RunRecord], twins: dict[str, RunRecord]) -> float:
-    """How many times as much its slowest windows add to a candidate's time as to the baseline's; 1 where none is sure.
-
-    The ratio is one of medians, which leave such windows out. Sure is what Student's t finds at 99 %.
-    """
-    logs = []
-    for record in group:
-        same = [r[record.set_id] for r in (base, twins) if record.set_id in r]
-        if same and _has_speed(record):
-            logs.append(burst_log(record) - float(np.mean([burst_log(r) for r in same])))
-    found = stats.geometric_estimate(logs)
-    return found.value if found.sets >= stats.LEAST_SETS and found.p < 0.01 else 1.0
-
-
-def _judge(rows: Sequence[Row]) -> None:
-    """Adjust the p-values over the experiment and give each row its verdict."""
-    tested = [row for row in rows if row["role"] in ("twin", "candidate") and not math.isnan(row["p"])]
-    for row in rows:
-        row["p_holm"], row["comparisons"] = math.nan, len(tested)
-    for row, p in zip(tested, stats.holm([row["p"] for row in tested]), strict=True):
-        row["p_holm"] = p
-    trusted = not any(row["role"] == "twin" and stats.called(row["estimate"], row["p_holm"]) for row in tested)
-    for row in rows:
-        if row["mechanism_only"]:
-            row["verdict"] = MECHANISM_ONLY
-        elif row["role"] == "baseline" and row["sets"]:
-            row["verdict"] = "baseline"
-        elif not row["sets"]:
-            row["verdict"] = "no result" if row["status"] == "ok" else row["status"]
-        elif not trusted:
-            row["verdict"] = stats.NOT_TRUSTED
-        else:
-            row["verdict"] = stats.verdict(row["estimate"], row["p_holm"], len(tested))
-            turned = (row["ratio"] - 1) * (row["ratio"] / row["bursts"] - 1) <= 0
-            if turned and resolved(row):
-                row["verdict"] = stats.BURSTS
-
-
-def _weigh(rows: Sequence[Row], trials: quality.Trials) -> None:
-    """Give each candidate the verdict on its quality."""
-    base = {row["baseline_id"]: row["config"] for row in rows if row["role"] == "baseline"}
-    for row in rows:
-        if row["role"] == "candidate" and row["baseline_id"] in base:
-            found = trials.verdict(base[row["baseline_id"]], row["config"], row["code_version"])
-            row["equivalence"], row["quality"] = found, quality.sentence(found)
+def _weighed(compared: Sequence[Comparison], trials: quality.Trials) -> list[Comparison]:
+    """The comparisons, each candidate with the verdict on its quality."""
+    base = {c.baseline_id: c.config for c in compared if c.role == "baseline"}
+    return [
+        replace(c, equivalence=trials.verdict(base[c.baseline_id], c.config, c.code_version))
+        if c.role == "candidate" and c.baseline_id in base
+        else c
+        for c in compared
+    ]
 
 
 def _has_speed(record: RunRecord) -> bool:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from ddpm_lab.explain import phrases, stats
+from ddpm_lab.explain import decisions, phrases, stats
+from ddpm_lab.explain.comparisons import Comparison
 from ddpm_lab.explain.frames import Study
 
 
@@ -31,16 +30,16 @@ class BreakEven:
     steps_high: float
 
 
-def break_even(study: Study, row: Mapping[str, Any]) -> BreakEven:
-    """The break-even of one compiled configuration, a row of ``frames.comparisons``."""
+def break_even(study: Study, row: Comparison) -> BreakEven:
+    """The break-even of one compiled configuration."""
     cold = [
         r.stages["compile"]
         for r in study.records
-        if r.role == "cold" and r.status == "ok" and r.run_id == row["run_id"] and "compile" in r.stages
+        if r.role == "cold" and r.status == "ok" and r.run_id == row.run_id and "compile" in r.stages
     ]
-    cost = stats.geometric_estimate(np.log(cold))
-    step = row["step_seconds"] * row["ratio"]  # of the baseline, paired with the configuration's
-    saved, saved_low, saved_high = (step * (1 - 1 / row[end]) for end in ("ratio", "low", "high"))
+    cost = stats.estimate(np.log(cold))
+    step = row.step_seconds * row.ratio.value  # of the baseline, paired with the configuration's
+    saved, saved_low, saved_high = (step * (1 - 1 / v) for v in (row.ratio.value, *row.ratio.ends))
     ends = (math.nan, math.nan)
     if cold and not math.isnan(saved_low):
         ends = (math.inf, math.inf)
@@ -51,22 +50,22 @@ def break_even(study: Study, row: Mapping[str, Any]) -> BreakEven:
         cold_low=cost.low,
         cold_high=cost.high,
         measurements=len(cold),
-        steps=stats.break_even_steps(cost.value, step, row["ratio"]),
+        steps=stats.break_even_steps(cost.value, step, row.ratio.value),
         steps_low=ends[0],
         steps_high=ends[1],
     )
 
 
-def total_seconds(cost: BreakEven, row: Mapping[str, Any], steps: float) -> tuple[float, float, float]:
+def total_seconds(cost: BreakEven, row: Comparison, steps: float) -> tuple[float, float, float]:
     """Compile time and so many steps: value and interval; the interval meets eager training at the break-even's ends.
 
     Distances of the parts from their ends add up as squares (MOVER, as for the break-even).
     """
-    step = row["step_seconds"] * row["ratio"]
-    total = cost.cold_seconds + steps * step / row["ratio"]
+    step = row.step_seconds * row.ratio.value
+    total = cost.cold_seconds + steps * step / row.ratio.value
     parts = (
         (cost.cold_seconds, cost.cold_low, cost.cold_high),
-        (steps * step / row["ratio"], steps * step / row["high"], steps * step / row["low"]),
+        (steps * step / row.ratio.value, steps * step / row.ratio.high, steps * step / row.ratio.low),
     )
     below, above = (
         math.hypot(*(0.0 if math.isnan(part[end]) else part[end] - part[0] for part in parts)) for end in (1, 2)
@@ -83,12 +82,12 @@ def counters(study: Study, run_id: str) -> str:
     return phrases.joined([phrases.plural(int(counted[-1][k]), noun) for k, noun in names.items()]) if counted else ""
 
 
-def pays_off(cost: BreakEven, row: Mapping[str, Any]) -> str:
-    """Such as "after 2,130 steps (1,900 to 2,500)", "never, at this speed", "not resolved", or "unknown"."""
-    if row["verdict"] == stats.SLOWER:
+def pays_off(cost: BreakEven, row: Comparison) -> str:
+    """Such as "after 2,130 steps (1,900 to 2,500)", "never, at this speed", "inconclusive", or "unknown"."""
+    if row.verdict == decisions.SLOWER:
         return "never, at this speed"
-    if row["verdict"] != stats.FASTER:
-        return stats.NOT_RESOLVED
+    if row.verdict != decisions.FASTER:
+        return decisions.INCONCLUSIVE
     if math.isnan(cost.steps):
         return "unknown"
     few, many = (phrases.significant(v) for v in (cost.steps_low, cost.steps_high))
@@ -96,17 +95,17 @@ def pays_off(cost: BreakEven, row: Mapping[str, Any]) -> str:
     return f"after {phrases.plural(phrases.significant(cost.steps), 'step')} ({between})"
 
 
-def sentence(study: Study, row: Mapping[str, Any]) -> str:
+def sentence(study: Study, row: Comparison) -> str:
     """Cost and break-even in a sentence."""
     cost = break_even(study, row)
     if math.isnan(cost.cold_seconds):
         return "The cost of a cold compile was not measured."
     measured = phrases.plural(cost.measurements, "measurement")
     text = f"Compiling takes {phrases.seconds(cost.cold_seconds)} with an empty cache ({measured})"
-    made = f" Witnessed: {found}." if (found := counters(study, row["run_id"])) else ""
+    made = f" Witnessed: {found}." if (found := counters(study, row.run_id)) else ""
     when = pays_off(cost, row)
-    if when == stats.NOT_RESOLVED:
-        return f"{text}; whether it pays off is not resolved.{made}"
+    if when == decisions.INCONCLUSIVE:
+        return f"{text}; whether it pays off is not known yet.{made}"
     if when.startswith("never"):
         return f"{text} and pays off never, at this speed.{made}"
     alone = "; the interval is that of the speed alone" if cost.measurements == 1 and when.startswith("after") else ""

@@ -17,7 +17,7 @@ import numpy as np
 from ddpm_lab.explain import compiling, phrases
 from ddpm_lab.explain.budget import COMPUTE, class_of, percent
 from ddpm_lab.explain.stats import Estimate
-from ddpm_lab.explain.wrong_ways import Seen, over, plain, quotient, step_of
+from ddpm_lab.explain.wrong_ways import Seen, over, plain, quotient
 
 MULTIPLIED = 300
 """How often the steps of a short run are drawn."""
@@ -54,7 +54,7 @@ def multiplied(seen: Seen) -> Reading | None:
         return None
     steps = len(fresh[0]["step_seconds"])
     totals = [start + sum(answer["step_seconds"]) for start, answer in zip(starts, fresh, strict=True)]
-    wrong, step = over([MULTIPLIED * total for total in totals]), step_of(seen.base)
+    wrong, step = over([MULTIPLIED * total for total in totals]), seen.step(seen.base)
     right = dataclasses.replace(step, **{e: getattr(step, e) * steps * MULTIPLIED for e in ("value", "low", "high")})
     spent = statistics.median(start / total for start, total in zip(starts, totals, strict=True))
     count = f"{steps * MULTIPLIED:,} steps"
@@ -71,7 +71,7 @@ def cold(seen: Seen) -> Reading | None:
     fresh = seen.of("fresh")
     if not fresh or seen.base is None:
         return None
-    wrong, right = over([statistics.fmean(f["step_seconds"]) for f in fresh]), step_of(seen.base)
+    wrong, right = over([statistics.fmean(f["step_seconds"]) for f in fresh]), seen.step(seen.base)
     first = over([f["step_seconds"][0] for f in fresh]).value
     did = f"The first step takes {phrases.seconds(first)} and the mean of {len(fresh[0]['step_seconds'])} is "
     did += f"{phrases.seconds(wrong.value)}; a steady step takes {phrases.seconds(right.value)}."
@@ -82,11 +82,11 @@ def compile_time(seen: Seen) -> Reading | None:
     row = seen.rows.get("compiled")
     if row is None:
         return None
-    runs = [r for r in seen.study.records if r.role == "cold" and r.status == "ok" and r.run_id == row["run_id"]]
+    runs = [r for r in seen.study.records if r.role == "cold" and r.status == "ok" and r.run_id == row.run_id]
     if not runs or seen.base is None:
         return None
     wrong = over([(r.stages["compile"] + r.stages["warmup"]) / r.warmup_steps for r in runs])
-    right, eager = step_of(row), step_of(seen.base)
+    right, eager = seen.step(row), seen.step(seen.base)
     earned = compiling.pays_off(compiling.break_even(seen.study, row), row)
     earned = f"compiling pays off {earned}" if earned.startswith(("after", "never")) else f"the break-even is {earned}"
     looks = f"{plain(eager.value / wrong.value)} times as fast as eager"
@@ -100,7 +100,7 @@ def profiler(seen: Seen) -> Reading | None:
     answers = seen.of("profiled")
     if not answers or seen.base is None:
         return None
-    wrong, right = over([a["seconds"] / a["steps"] for a in answers]), step_of(seen.base)
+    wrong, right = over([a["seconds"] / a["steps"] for a in answers]), seen.step(seen.base)
     outside = statistics.median(1 - a["loop_seconds"] / a["seconds"] for a in answers)
     did = (
         f"A step reads {phrases.seconds(wrong.value)}, and takes {phrases.seconds(right.value)}; {percent(outside)} of "
@@ -117,16 +117,16 @@ def profiler(seen: Seen) -> Reading | None:
 
 def unequal(seen: Seen) -> Reading | None:
     row = seen.larger
-    pairs = seen.pairs("bars", "fp32", str(row["label"])) if row else []
+    pairs = seen.pairs("bars", "fp32", row.label) if row else []
     if not row or not pairs:
         return None
     wrong = over([a["seconds"] / b["seconds"] for a, b in pairs])
     small, large = pairs[0]
     return Reading(
-        ratio=quotient(wrong, row["estimate"]),
+        ratio=quotient(wrong, row.ratio),
         reads=f"{phrases.significant(wrong.value)} times as fast",
         truth=f"for equal images {phrases.ratio(row)}",
-        did=f"The bar of {row['label']} holds {large['images']} images, that of batch "
+        did=f"The bar of {row.label} holds {large['images']} images, that of batch "
         f"{small['images'] // small['steps']} {small['images']}: it reads {phrases.significant(wrong.value)} times as "
         f"fast, and is {phrases.ratio_with_interval(row)} for equal images.",
     )
@@ -138,7 +138,7 @@ def single(seen: Seen) -> Reading | None:
         return None
     low, high = min(runs), max(runs)
     return Reading(
-        ratio=Estimate(value=high / low, low=math.nan, high=math.nan, p=math.nan, sets=len(runs)),
+        ratio=Estimate(value=high / low, p=math.nan, sets=len(runs)),
         reads=f"{phrases.significant(high / low)} between two",
         truth=f"nothing was changed, so 1; sets read {phrases.ratio(seen.twin)}",
         did=f"The same workload, once in each of {len(runs)} fresh processes, reads {phrases.seconds(low)} to "
@@ -153,7 +153,7 @@ def label(seen: Seen) -> Reading | None:
     if not runs or not refused:
         return None
     wrong = over([sum(one[::2]) / sum(one[1::2]) for one in runs])
-    name = row["label"] if row else "2 ranks" if not seen.cuda else "2 GPUs"
+    name = row.label if row else "2 ranks" if not seen.cuda else "2 GPUs"
     quoted = f"\N{LEFT DOUBLE QUOTATION MARK}{name}\N{RIGHT DOUBLE QUOTATION MARK}"
     really = (
         f"{name} that really run are {phrases.ratio_with_interval(row)} times as fast as one"
@@ -163,7 +163,7 @@ def label(seen: Seen) -> Reading | None:
     hidden = seen.of("hidden_devices")
     same = hidden and all(answer["same_device"] for answer in hidden)
     return Reading(
-        ratio=quotient(wrong, row["estimate"]) if row else wrong,
+        ratio=quotient(wrong, row.ratio) if row else wrong,
         reads=f"{phrases.significant(wrong.value)} for {quoted}",
         truth=f"they are {phrases.ratio(row)}" if row else "one ran",
         did=f"A bar {quoted} in which one ran reads "
@@ -239,16 +239,16 @@ def percentiles(seen: Seen) -> Reading | None:
     runs = [a["seconds"] for a in seen.of("runs")]
     if not runs or seen.base is None:
         return None
-    step = step_of(seen.base)
+    step = seen.step(seen.base)
     half = math.sqrt(step.high / step.low) - 1
     if not half > 0:
         return None
     wrong = over([float(np.sqrt(np.percentile(one, 97.5) / np.percentile(one, 2.5))) - 1 for one in runs])
     read, known = (f"\N{PLUS-MINUS SIGN} {100 * v:.1f} %" for v in (wrong.value, half))
     return Reading(
-        ratio=quotient(wrong, Estimate(value=half, low=math.nan, high=math.nan, p=math.nan, sets=step.sets)),
+        ratio=quotient(wrong, Estimate(value=half, p=math.nan, sets=step.sets)),
         reads=read,
-        truth=f"the mean is known to {known}",
+        truth=f"the 95 % interval of the mean is {known}",
         did=f"The percentiles of {len(runs[0])} runs read {read}, and would after thousands: they say where single "
         "runs lie, not how well their mean is known. The 95 % interval of the mean over "
         f"{phrases.plural(step.sets, 'set')} is {known}.",
@@ -264,7 +264,7 @@ def per_step(way: str) -> Callable[[Seen], Reading | None]:
             return None
         seconds = [sum(a["phases"].values()) if "phases" in a else a["seconds"] for a in answers]
         wrong = over([total / a["steps"] for total, a in zip(seconds, answers, strict=True)])
-        right = step_of(seen.base)
+        right = seen.step(seen.base)
         did = f"A step reads {phrases.seconds(wrong.value)}, and takes {phrases.seconds(right.value)}."
         return _a_step(wrong, right, "it takes", did)
 

@@ -105,7 +105,7 @@ _EVERY: tuple[Fault, ...] = (
     ),
     Fault(
         key="unequal",
-        name="Bars of unequal work",
+        name="Unequal work compared",
         brief="six small steps, one large",
         group=_BARS,
         seen_in="S004",
@@ -126,7 +126,7 @@ _EVERY: tuple[Fault, ...] = (
     ),
     Fault(
         key="label",
-        name="One labelled two",
+        name="One rank labelled two",
         brief="the label says two, one ran",
         group=_BARS,
         seen_in="S004",

@@ -167,12 +167,3 @@ def _places(labels: list[tuple[float, str]]) -> list[float]:
         places[i] = min(places[i], edge - half[i])
         edge = places[i] - half[i]
     return places
-
-
-def describe(found: Budget) -> str:
-    """The picture in words."""
-    line = found.running
-    parts = [f"{name} {bd.percent(line.share(name))} ({bd.class_of(name)})" for name in line.phases]
-    parts.append(f"{RESIDUAL} {bd.percent(line.residual_share)}")
-    beside = f" Beside it: {phrases.joined(bd.beside(found))}." if bd.beside(found) else ""
-    return f"Bar of one step of {phrases.seconds(line.step_seconds)}, cut into phases: {'; '.join(parts)}.{beside}"

@@ -10,8 +10,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ddpm_lab.explain import decisions, phrases
 from ddpm_lab.explain import figure_style as fs
-from ddpm_lab.explain import phrases, stats
 from ddpm_lab.explain.calibration import FINE, Calibration, lines
 from ddpm_lab.explain.pages import Section, spoken_date
 
@@ -29,7 +29,7 @@ def section(found: Calibration) -> Section:
     """For the index of the report."""
     image = base64.b64encode(fs.png(figure(found))).decode("ascii")
     sentences = (*lines(found), f"Measured on {found.hardware}, {spoken_date(found.date)}.")
-    return Section(sentences=sentences, image=image, alt=alt_text(found))
+    return Section(sentences=sentences, image=image, alt=found.verdict())
 
 
 def figure(found: Calibration) -> Figure:
@@ -41,7 +41,6 @@ def figure(found: Calibration) -> Figure:
                 found.date[:16].replace("T", " "),
                 f"{phrases.plural(found.sets, 'set')} of {found.seconds_per_set:.1f} s",
                 f"steps of {phrases.seconds(found.step_seconds)}",
-                f"{phrases.plural(found.turns_dropped, 'disturbed turn')} dropped",
             ]
         )
         drawn, (above, below) = fs.sheet(
@@ -58,12 +57,6 @@ def figure(found: Calibration) -> Figure:
         _sets(above, found)
         _curve(below, found)
         return drawn
-
-
-def alt_text(found: Calibration) -> str:
-    """The figure in words."""
-    ratios = f"null {found.null.value:.3f}, planted {found.planted_estimate.value:.3f}"
-    return f"{found.verdict()}. Ratios over {phrases.plural(found.sets, 'set')}: {ratios}."
 
 
 def _sets(ax: Axes, found: Calibration) -> None:
@@ -94,7 +87,7 @@ def _sets(ax: Axes, found: Calibration) -> None:
 def _curve(ax: Axes, found: Calibration) -> None:
     minutes = np.geomspace(0.5, 60, 200)
     counts = [int(m * 60 / found.seconds_per_set) if found.seconds_per_set else 0 for m in minutes]
-    effects = np.array([stats.smallest_effect(found.noise, n) for n in counts])
+    effects = np.array([decisions.resolvable(found.noise, n) for n in counts])
     shown = np.isfinite(effects)
     ax.set_xscale("log")
     if shown.any():

@@ -49,12 +49,6 @@ def figure(study: Study, title: str) -> Figure | None:
     return drawn
 
 
-def describe(study: Study) -> str:
-    """The figure in words, with its numbers."""
-    rows = [f"{f.name}: {_factor(f)} ({f.beside()})" if f.shown else f"{f.name}: {f.missing}" for f in faults(study)]
-    return f"Chart of what wrong ways of measuring read, over what is true. {'; '.join(rows)}."
-
-
 def _factor(fault: Fault) -> str:
     if math.isinf(fault.ratio):
         return "the truth is 0"

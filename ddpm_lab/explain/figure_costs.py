@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from ddpm_lab.explain import compiling, phrases
 from ddpm_lab.explain import figure_style as fs
-from ddpm_lab.explain.comparisons import Row, comparisons
+from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.record import RunRecord
 
@@ -36,8 +36,8 @@ def cost_split(study: Study) -> Figure | None:
     """One stacked bar for eager training, and for compiled training from a warm and from a cold cache."""
     panels = []
     for row in comparisons(study):
-        if row["role"] == "candidate" and (bars := _bars(study, row)):
-            panels.append((str(row["family"]), bars, compiling.counters(study, row["run_id"])))
+        if row.role == "candidate" and (bars := _bars(study, row)):
+            panels.append((row.family, bars, compiling.counters(study, row.run_id)))
     if not panels:
         return None
     counted = phrases.joined(list(dict.fromkeys(words for _, _, words in panels if words)))
@@ -59,18 +59,18 @@ def cost_split(study: Study) -> Figure | None:
     return figure
 
 
-def _bars(study: Study, row: Row) -> list[tuple[str, dict[str, float]]]:
+def _bars(study: Study, row: Comparison) -> list[tuple[str, dict[str, float]]]:
     """Names and stages of the bars of a compiled configuration; none unless its compile was measured."""
-    ok = [r for r in study.records if r.status == "ok" and r.baseline_id == row["baseline_id"]]
-    cold = [r for r in ok if r.run_id == row["run_id"] and r.compile_cache == "cold"]
-    warm = [r for r in ok if r.run_id == row["run_id"] and r.compile_cache == "warm"]
+    ok = [r for r in study.records if r.status == "ok" and r.baseline_id == row.baseline_id]
+    cold = [r for r in ok if r.run_id == row.run_id and r.compile_cache == "cold"]
+    warm = [r for r in ok if r.run_id == row.run_id and r.compile_cache == "warm"]
     eager = [r for r in ok if r.role in ("baseline", "twin")]
     if not (cold or warm):
         return []
     named = (
-        (row["baseline_label"], eager),
-        (f"{row['label']}, warm cache", warm),
-        (f"{row['label']}, cold cache", cold),
+        (row.baseline_label, eager),
+        (f"{row.label}, warm cache", warm),
+        (f"{row.label}, cold cache", cold),
     )
     return [
         (f"{name}\n({phrases.plural(len(found), 'group')})", stage_seconds(found)) for name, found in named if found

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import phrases, scaling, sentences
 from ddpm_lab.explain.bands import S000
-from ddpm_lab.explain.comparisons import Row, resolved, throughput
+from ddpm_lab.explain.comparisons import Comparison
 from ddpm_lab.explain.figure_extras import projection
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.pairs import (
@@ -35,13 +35,12 @@ _MOST = 7
 """Pairs that have room side by side."""
 _ROOM = 2.0
 """Axes end at so many times their tallest bar or point: an interval beyond that would hide what was measured."""
-Values = Callable[[Row], tuple[float, float, float]]
-"""Value and interval of a row."""
+Values = Callable[[Comparison], float]
 
 
 def dashboard(study: Study) -> Figure:
     """Time of an epoch, throughput, speed-up with its ideal, and memory: one device beside several for each batch."""
-    found = [p for p in pairs(study) if any(r["sets"] for r in p.sides)]
+    found = [p for p in pairs(study) if any(r.sets for r in p.sides)]
     with fs.style():
         if not found:
             return fs.message("Nothing was measured", where(study), _why(pairs(study)))
@@ -68,13 +67,13 @@ def _dashboard(study: Study, found: Sequence[Pair], hidden: int) -> Figure:
         + " ".join([f"{hidden} more in the table."] * (hidden > 0) + remarks(study)),
     )
     time, rate, gain, memory = (ax for row in rows for ax in _halves(figure, row))
-    unit_of_time, time_of = projection([r for p in found for r in p.sides if r["sets"]])
-    _bars(time, found, f"Time of an epoch (projection), {unit_of_time}", time_of)
-    _bars(rate, found, "Throughput, images per second", throughput)
+    unit_of_time, time_of = projection([r for p in found for r in p.sides if r.sets])
+    _bars(time, found, f"Time of an epoch (projected), {unit_of_time}", lambda r: time_of(r).value)
+    _bars(rate, found, "Throughput, images per second", lambda r: r.images_per_second)
     _gains(gain, found)
     gpu = unit(found) == "GPU"
     field, of = ("peak_memory_bytes", "a GPU") if gpu else ("peak_rss_bytes", "a rank (RSS)")
-    _bars(memory, found, f"Peak memory of {of}, GiB", lambda r: (r[field] / 2**30, math.nan, math.nan))
+    _bars(memory, found, f"Peak memory of {of}, GiB", lambda r: getattr(r, field) / 2**30)
     _legend(time, found)
     return figure
 
@@ -86,8 +85,8 @@ def _lines(found: Sequence[Pair]) -> str:
     return f"no interval from fewer than {LEAST_SHOWN} sets"
 
 
-def _drawn(row: Row) -> bool:
-    return int(row["sets"]) >= LEAST_SHOWN
+def _drawn(row: Comparison) -> bool:
+    return row.sets >= LEAST_SHOWN
 
 
 def headline(found: Sequence[Pair]) -> str:
@@ -95,11 +94,11 @@ def headline(found: Sequence[Pair]) -> str:
     told = []
     weak = next((p for p in found if p.kind == "weak" and p.compared), None)
     if weak is not None and (row := weak.compared) is not None:
-        devices, single = scaling.layout(row["config"]), layout(found)[0]
-        speed = f"{speed_up(row)} as fast as {single}" if resolved(row) else f"{phrases.outcome(row)} against {single}"
+        devices, single = scaling.layout(row.config), layout(found)[0]
+        speed = f"{speed_up(row)} as fast as {single}" if row.resolved else f"{phrases.outcome(row)} against {single}"
         told.append(f"{devices} {speed} with {weak.name}")
     told += [mean.headline() for mean in means(found)]
-    return "; ".join(told) or f"{next(scaling.layout(r['config']) for p in found for r in p.sides if r['sets'])} alone"
+    return "; ".join(told) or f"{next(scaling.layout(r.config) for p in found for r in p.sides if r.sets)} alone"
 
 
 def _halves(figure: Figure, ax: Axes) -> tuple[Axes, Axes]:
@@ -127,21 +126,20 @@ def _ticks(ax: Axes, found: Sequence[Pair], heading: str) -> None:
 
 def _bars(ax: Axes, found: Sequence[Pair], heading: str, values: Values) -> None:
     """One bar a side; a side without a value is named instead of drawn."""
-    top, spans = 0.0, []
+    top = 0.0
     for x, pair in enumerate(found):
         for side, row, (colour, hatch) in zip((-1, 1), (pair.single, pair.multi), _LOOKS, strict=True):
             if row is None:
                 continue
-            value, low, high = values(row) if row["sets"] else (math.nan, math.nan, math.nan)
+            value = values(row) if row.sets else math.nan
             at = x + 0.19 * side
             if not known(value):
                 ax.text(at, 0, " no value", rotation=90, ha="center", va="bottom", fontsize=fs.SMALL_POINTS)
                 continue
             ax.bar(at, value, 0.36, color=colour, hatch=hatch, edgecolor="white", lw=0)
-            spans += [(at, low, high)] * _drawn(row)
             top = max(top, value)
     _ticks(ax, found, heading)
-    ax.set_ylim(0, 1.1 * _intervals(ax, spans, top, color=fs.INK, lw=1.6) or 1)
+    ax.set_ylim(0, 1.1 * top or 1)
 
 
 def _intervals(ax: Axes, spans: Sequence[tuple[float, float, float]], top: float, **look: Any) -> float:
@@ -160,7 +158,7 @@ _LOOKS = ((fs.PALETTE[1], ""), (fs.PALETTE[0], "///"))
 def _legend(ax: Axes, found: Sequence[Pair]) -> None:
     """What the two kinds of bars are, above them."""
     for (colour, hatch), rows in zip(_LOOKS, ([p.single for p in found], [p.multi for p in found]), strict=True):
-        if names := list(dict.fromkeys(scaling.layout(row["config"]) for row in rows if row)):
+        if names := list(dict.fromkeys(scaling.layout(row.config) for row in rows if row)):
             ax.bar([0], [0], color=colour, hatch=hatch, edgecolor="white", lw=0, label=phrases.joined(names))
     ax.legend(loc="upper right", ncols=2, frameon=False, fontsize=fs.SMALL_POINTS, borderpad=0, borderaxespad=0)
     ax.set_ylim(0, 1.15 * ax.get_ylim()[1])
@@ -169,20 +167,20 @@ def _legend(ax: Axes, found: Sequence[Pair]) -> None:
 def _gains(ax: Axes, found: Sequence[Pair]) -> None:
     """Speed-ups as points with their intervals, below the ideal of so many devices."""
     rows = [p.compared for p in found]
-    top = max([1.0, *(max(r["ranks"], r["ratio"]) for r in rows if r)])
-    spans = [(float(x), r["low"], r["high"]) for x, r in enumerate(rows) if r and _drawn(r)]
+    top = max([1.0, *(max(r.ranks, r.ratio.value) for r in rows if r)])
+    spans = [(float(x), r.ratio.low, r.ratio.high) for x, r in enumerate(rows) if r and _drawn(r)]
     end = _intervals(ax, spans, top, color=fs.PALETTE[0], lw=3)
     tops = {x: min(high, _ROOM * top) for x, _, high in spans}
     for x, row in enumerate(rows):
         if row is None:
             ax.text(x, 0.05, " not compared", rotation=90, ha="center", va="bottom", fontsize=fs.SMALL_POINTS)
             continue
-        ax.plot([x - 0.38, x + 0.38], [row["ranks"]] * 2, "--", color=fs.SOFT, lw=1.4)
-        ax.plot([x], [row["ratio"]], "o", ms=5, color=fs.PALETTE[0], zorder=5)
+        ax.plot([x - 0.38, x + 0.38], [row.ranks] * 2, "--", color=fs.SOFT, lw=1.4)
+        ax.plot([x], [row.ratio.value], "o", ms=5, color=fs.PALETTE[0], zorder=5)
         label = f"{speed_up(row)}\n{scaling.efficiency(row)}"
         ax.annotate(
             label,
-            (x, tops.get(x, row["ratio"])),
+            (x, tops.get(x, row.ratio.value)),
             (0, 5),
             textcoords="offset points",
             ha="center",
@@ -208,19 +206,19 @@ def summary_table(study: Study) -> Figure:
         return _table(study, found, [head, *lines])
 
 
-def _line(pair: Pair, row: Row) -> tuple[str, ...]:
-    name, on, total = pair.name.removeprefix("batch "), scaling.layout(row["config"]), str(row["batch"])
-    if not row["sets"]:
+def _line(pair: Pair, row: Comparison) -> tuple[str, ...]:
+    name, on, total = pair.name.removeprefix("batch "), scaling.layout(row.config), str(row.batch)
+    if not row.sets:
         return (name, on, total, phrases.without_speed(row), "", "", "", "", "0", "")
     gain, efficiency, quality = phrases.DASH, phrases.DASH, phrases.DASH
     if row is pair.compared:
         between = f" ({phrases.interval(row)})" if phrases.interval(row) and _drawn(row) else ""
         gain = f"{speed_up(row)}{between} {phrases.outcome(row)}"
-        efficiency = scaling.efficiency(row) + (f", {scaling.band(row, S000)}" if resolved(row) else "")
-        quality = str(row["quality"])
-    took = phrases.seconds(row["projected_seconds"])
-    rate = phrases.significant(row["images_per_second"])
-    return (name, on, total, took, rate, gain, efficiency, phrases.peak_memory(row), str(int(row["sets"])), quality)
+        efficiency = scaling.efficiency(row) + (f", {scaling.band(row, S000)}" if row.resolved else "")
+        quality = row.quality
+    took = phrases.seconds(row.projected_seconds)
+    rate = phrases.significant(row.images_per_second)
+    return (name, on, total, took, rate, gain, efficiency, phrases.peak_memory(row), str(row.sets), quality)
 
 
 _WIDE = (0.72, 0.85, 0.5, 0.72, 0.72, 1.6, 0.95, 0.85, 0.42, 1.1)
@@ -235,7 +233,7 @@ def _table(study: Study, found: Sequence[Pair], lines: Sequence[tuple[str, ...]]
     heights = [0.14 + fs.LINE * (max(cell.count("\n") for cell in line) + 1) for line in wrapped]
     told = " ".join(mean.sentence() for mean in means(found))
     figure, (ax,) = fs.sheet(
-        f"Performance: {headline(found)}" if any(r["sets"] for p in found for r in p.sides) else "Nothing was measured",
+        f"Performance: {headline(found)}" if any(r.sets for p in found for r in p.sides) else "Nothing was measured",
         where(study),
         [sum(heights)],
         left=0.22,

@@ -10,20 +10,20 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from ddpm_lab.explain import compiling, phrases, stats
+from ddpm_lab.explain import compiling, decisions, phrases
 from ddpm_lab.explain import figure_style as fs
-from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Row, families
-from ddpm_lab.explain.comparisons import throughput as throughput_of
+from ddpm_lab.explain.comparisons import Comparison, families
 from ddpm_lab.explain.figure_ratios import rows_of
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.stats import Interval
 
 _BAR = 0.4
 
-Rows = list[Row]
+Rows = list[Comparison]
 
 
 def measured(study: Study) -> list[Rows]:
-    kept = [[r for r in rows if r["sets"] and r["role"] != "twin"] for rows in families(rows_of(study))]
+    kept = [[r for r in rows if r.sets and r.role != "twin"] for rows in families(rows_of(study))]
     return [rows for rows in kept if rows]
 
 
@@ -32,24 +32,24 @@ def throughput(study: Study) -> Figure | None:
     panels = measured(study)
     if not panels:
         return None
-    alone = any(r["loader_alone"] for rows in panels for r in rows)
+    alone = any(r.loader_alone for rows in panels for r in rows)
     title = "Images per second: training, and the loader alone" if alone else "Images per second in training"
-    headings = [str(rows[0]["family"]) for rows in panels]
-    return throughput_bars(title, study, panels, headings, lambda r: 2 if r["loader_alone"] else 0)
+    headings = [rows[0].family for rows in panels]
+    return throughput_bars(title, study, panels, headings, lambda r: 2 if r.loader_alone else 0)
 
 
 def throughput_bars(
-    title: str, study: Study, panels: Sequence[Rows], headings: Sequence[str], colour: Callable[[Row], int]
+    title: str, study: Study, panels: Sequence[Rows], headings: Sequence[str], colour: Callable[[Comparison], int]
 ) -> Figure:
     """Images per second as bars, all panels on one scale; ``colour`` is a number in the palette."""
-    most = max(max(r["images_per_second"], known(r["images_per_second_high"], 0)) for rows in panels for r in rows)
+    most = max(r.images_per_second for rows in panels for r in rows)
 
     def draw(ax: Axes, rows: Rows) -> None:
-        bars(ax, rows, [fs.PALETTE[colour(r)] for r in rows], "images_per_second", phrases.throughput)
+        bars(ax, rows, [fs.PALETTE[colour(r)] for r in rows], speed, phrases.throughput)
         ax.set_xlim(0, most * 1.02)
 
-    note = "Bar: geometric mean over sets of the set's median. Line: 95 % interval over sets. "
-    note += "Compare configurations by the paired ratios: throughputs also hold what changed between sets."
+    note = "Bar: geometric mean over sets of the set's median. "
+    note += "Use the ratios to compare: images/s also rise and fall with the machine."
     return bar_panels(title, study, panels, headings=headings, note=note, draw=draw, label="images per second")
 
 
@@ -83,21 +83,20 @@ def bar_panels(
     return figure
 
 
-def _bar_label(row: Row) -> str:
-    return fs.fit(str(row["label"]), 2.2, 6, fs.TEXT_POINTS)
+def _bar_label(row: Comparison) -> str:
+    return fs.fit(row.label, 2.2, 6, fs.TEXT_POINTS)
 
 
-def projection(rows: Sequence[Row]) -> tuple[str, Callable[[Row], tuple[float, float, float]]]:
+def speed(row: Comparison) -> Interval:
+    """Images per second, without an interval."""
+    return Interval(value=row.images_per_second)
+
+
+def projection(rows: Sequence[Comparison]) -> tuple[str, Callable[[Comparison], Interval]]:
     """The unit in which the longest time for 50,000 images is read, and what gives the time of a row in it."""
-    longest = max(r["projected_seconds"] for r in rows)
+    longest = max(r.projected_seconds for r in rows)
     unit, scale = ("hours", 3600.0) if longest > 7200 else ("minutes", 60.0) if longest > 300 else ("seconds", 1.0)
-
-    def time(row: Row) -> tuple[float, float, float]:
-        rate, low, high = throughput_of(row)
-        images = PROJECTED_IMAGES / scale
-        return images / rate, images / high, images / low
-
-    return unit, time
+    return unit, lambda row: Interval(value=row.projected_seconds / scale)
 
 
 def known(value: float, other: float) -> float:
@@ -105,12 +104,18 @@ def known(value: float, other: float) -> float:
 
 
 def bars(
-    ax: Axes, rows: Rows, colours: Sequence[str], field: str, text: Callable[[Row], str], *, scale: float = 1
+    ax: Axes,
+    rows: Rows,
+    colours: Sequence[str],
+    values: Callable[[Comparison], Interval],
+    text: Callable[[Comparison], str],
+    *,
+    scale: float = 1,
 ) -> None:
-    """Horizontal bars from zero with intervals, ``scale`` times what rows say, and the number at the right."""
+    """Horizontal bars from zero with intervals, ``scale`` times the ``values``, and the number at the right."""
     for y, (row, colour) in enumerate(zip(rows, colours, strict=True)):
-        ax.barh(y, scale * row[field], height=0.62, color=colour, alpha=0.85, lw=0)
-        fs.interval(ax, [scale * row[f"{field}_{end}"] for end in ("low", "high")], y, color=fs.INK, lw=1.6)
+        ax.barh(y, scale * values(row).value, height=0.62, color=colour, alpha=0.85, lw=0)
+        fs.interval(ax, [scale * end for end in values(row).ends], y, color=fs.INK, lw=1.6)
         ax.text(1.02, y, text(row), transform=ax.get_yaxis_transform(), va="center_baseline", fontsize=fs.SMALL_POINTS)
     fs.name_rows(ax, [_bar_label(r) for r in rows])
     fs.plain_numbers(ax.xaxis, 6)
@@ -141,7 +146,7 @@ def break_even(study: Study) -> Figure | None:
     for rows in measured(study):
         for row in rows:
             cost = compiling.break_even(study, row)
-            if row["role"] == "candidate" and not math.isnan(cost.cold_seconds):
+            if row.role == "candidate" and not math.isnan(cost.cold_seconds):
                 found.append((row, cost))
     if not found:
         return None
@@ -150,7 +155,7 @@ def break_even(study: Study) -> Figure | None:
         "When compiling pays off: total time with and without it",
         phrases.context(study),
         [2.5] * len(found),
-        headings=[str(row["family"]) for row, _ in found],
+        headings=[row.family for row, _ in found],
         left=0.95,
         right=2.3,
         gap=0.62,
@@ -162,16 +167,16 @@ def break_even(study: Study) -> Figure | None:
     return figure
 
 
-def _crossing(ax: Axes, row: Row, cost: compiling.BreakEven) -> None:
-    step = row["step_seconds"] * row["ratio"]
-    crossing = cost.steps if row["verdict"] == stats.FASTER and math.isfinite(cost.steps) else math.nan
+def _crossing(ax: Axes, row: Comparison, cost: compiling.BreakEven) -> None:
+    step = row.step_seconds * row.ratio.value
+    crossing = cost.steps if row.verdict == decisions.FASTER and math.isfinite(cost.steps) else math.nan
     last = 2.2 * crossing if not math.isnan(crossing) else 4 * cost.cold_seconds / step
     steps = np.array([0.0, last])
     scale, unit = (60.0, "minutes") if step * last > 300 else (1.0, "seconds")
-    eager, compiled = steps * step / scale, (cost.cold_seconds + steps * step / row["ratio"]) / scale
+    eager, compiled = steps * step / scale, (cost.cold_seconds + steps * step / row.ratio.value) / scale
     ax.plot(steps, eager, color=fs.PALETTE[1], lw=2.2, ls="--")
     ax.plot(steps, compiled, color=fs.PALETTE[0], lw=2.2)
-    if not math.isnan(row["low"]):
+    if not math.isnan(row.ratio.low):
         along = np.linspace(0, last, 60)
         _, low, high = np.array([compiling.total_seconds(cost, row, at) for at in along]).T / scale
         ax.fill_between(along, low, high, color=fs.PALETTE[0], alpha=0.15, lw=0)
@@ -179,7 +184,7 @@ def _crossing(ax: Axes, row: Row, cost: compiling.BreakEven) -> None:
     ax.set_xlim(0, last)
     ax.set_ylim(0, top)
     places = spread([eager[1], compiled[1]], 0.1 * top, top)
-    names = (row["baseline_label"], row["label"])
+    names = (row.baseline_label, row.label)
     to = ax.get_yaxis_transform()
     for name, y, colour in zip(names, places, (fs.PALETTE[1], fs.PALETTE[0]), strict=True):
         text = fs.fit(str(name), 2.0, 1, fs.TEXT_POINTS, bold=True)

@@ -12,9 +12,9 @@ from matplotlib.ticker import MaxNLocator
 
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import phrases
-from ddpm_lab.explain.budget import DISTURBED
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.machine_state import NOT_AVAILABLE, Moment, moments, unknown
+from ddpm_lab.record import CROWDED_CORES
 
 _NAMED = 7  # configurations with a colour and a name; further ones are grey
 
@@ -45,10 +45,11 @@ def over_the_run(study: Study) -> Figure | None:
         del panels[0]  # a GPU's own memory is what a configuration runs out of
     labels = list(dict.fromkeys(m.record.label for m in found if m.record.role != "twin"))
     colours = {label: fs.PALETTE[i] if i < _NAMED else fs.FAINT for i, label in enumerate(labels)}
-    cores = study.records[-1].environment.machine.usable_cores
     note = "One window of every configuration is a turn; sets follow each other. "
-    note += f"Dashed: {100 * DISTURBED:.0f} % of {phrases.plural(cores, 'core')}. A turn above it is dropped (cross), "
-    note += f"unless that would drop most of its set.{unknown(study)}"
+    note += (
+        f"Dashed: {CROWDED_CORES} cores. Cross: a set in which other processes took cores that it needed in more than "
+    )
+    note += f"a fifth of its turns; it does not count.{unknown(study)}"
     figure, axes = fs.sheet(
         "The machine while it was measured",
         phrases.context(study),
@@ -59,7 +60,7 @@ def over_the_run(study: Study) -> Figure | None:
         gap=0.25,
         note=note,
     )
-    _neighbours(axes[0], found, cores)
+    _neighbours(axes[0], found)
     for ax, (_, unit, value) in zip(axes[1:], panels, strict=True):
         # In each set a configuration's processes are new, and its line begins anew: a line each would take seconds.
         runs: dict[str, dict[str, list[tuple[float, float]]]] = {}
@@ -84,18 +85,18 @@ def over_the_run(study: Study) -> Figure | None:
     return figure
 
 
-def _neighbours(ax: Axes, found: list[Moment], cores: int) -> None:
+def _neighbours(ax: Axes, found: list[Moment]) -> None:
     taken: dict[int, float] = {}
     for m in found:
         if m.others_cores is not None:
             taken[m.turn] = max(taken.get(m.turn, 0.0), m.others_cores)
     if not taken:
         ax.text(0.5, 0.5, NOT_AVAILABLE, transform=ax.transAxes, ha="center", va="center", color=fs.SOFT)
-    dropped = sorted({m.turn for m in found if m.dropped})
+    dropped = sorted({m.turn for m in found if m.disturbed})
     # One collection: a bar each would take seconds where a ledger holds thousands of turns.
     bars = [[(t - 0.35, 0), (t - 0.35, v), (t + 0.35, v), (t + 0.35, 0)] for t, v in taken.items()]
     ax.add_collection(PolyCollection(bars, facecolors=fs.FAINT, edgecolors="none"), autolim=False)
-    ax.axhline(DISTURBED * cores, color=fs.INK, lw=1.0, ls="--")
+    ax.axhline(CROWDED_CORES, color=fs.INK, lw=1.0, ls="--")
     ax.plot(dropped, [0.9] * len(dropped), "x", transform=ax.get_xaxis_transform(), color=fs.INK, mew=1.6)
-    ax.set_ylim(0, 1.3 * max([*taken.values(), DISTURBED * cores]))
+    ax.set_ylim(0, 1.3 * max([*taken.values(), CROWDED_CORES]))
     ax.set_ylabel("cores")

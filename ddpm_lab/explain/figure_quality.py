@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import learned, phrases, quality, trained
-from ddpm_lab.explain.comparisons import Row
+from ddpm_lab.explain.comparisons import Comparison
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.learned import Array
 from ddpm_lab.record import RunRecord
@@ -20,6 +20,7 @@ from ddpm_lab.record import RunRecord
 _COLOURS = {
     quality.IDENTICAL: fs.PALETTE[2],
     quality.NOT_WORSE: fs.PALETTE[2],
+    quality.SLIGHTLY: fs.PALETTE[1],
     quality.WORSE: fs.PALETTE[3],
     quality.NOT_ENOUGH: fs.FAINT,
 }
@@ -33,16 +34,16 @@ def figure(study: Study, title: str) -> Figure | None:
     Settings on the Pareto front are filled, others are hollow.
     """
     lead = trained.base(study)
-    shown = [r for r in trained.rows(study) if r["equivalence"].seeds and r["sets"]]
+    shown = [r for r in trained.rows(study) if r.equivalence.seeds and r.sets]
     if lead is None or not shown:
         return None
-    shown = sorted(shown, key=lambda r: -r["ratio"])
-    ahead = {r["run_id"] for r in trained.front([lead, *shown])}
-    names = [fs.fit(str(r["label"]), 2.2, 2, fs.TEXT_POINTS) for r in shown]
+    shown = sorted(shown, key=lambda r: -r.ratio.value)
+    ahead = {r.run_id for r in trained.front([lead, *shown])}
+    names = [fs.fit(r.label, 2.2, 2, fs.TEXT_POINTS) for r in shown]
     left = 0.3 + max(fs.block_width(name, fs.TEXT_POINTS) for name in names)
-    margin = next((r["equivalence"].margin for r in shown if not math.isnan(r["equivalence"].margin)), math.nan)
+    margin = next((r.equivalence.margin for r in shown if not math.isnan(r.equivalence.margin)), math.nan)
     note = trained.method(study) + " Filled: on the Pareto front, no other setting is both faster and better. "
-    note += "Grey: noise floor of the speed, and the margin of the loss."
+    note += "Grey: the baseline repeated, and the margin of the loss."
     if not math.isnan(margin):
         note += f" A loss counts as not worse up to {margin:.2g} more."
     sheet, (ax,) = fs.sheet(title, phrases.context(study), [0.62 * len(shown) + 0.2], left=left, right=0.3, note=note)
@@ -56,13 +57,13 @@ def figure(study: Study, title: str) -> Figure | None:
     return sheet
 
 
-def _speeds(ax: Axes, shown: list[Row], names: list[str], ahead: set[str]) -> None:
-    if not math.isnan(shown[0]["noise_low"]):
-        ax.axvspan(shown[0]["noise_low"], shown[0]["noise_high"], color=fs.BAND, lw=0, zorder=0)
+def _speeds(ax: Axes, shown: list[Comparison], names: list[str], ahead: set[str]) -> None:
+    if not math.isnan(shown[0].noise.low):
+        ax.axvspan(shown[0].noise.low, shown[0].noise.high, color=fs.BAND, lw=0, zorder=0)
     ax.axvline(1, color=fs.SOFT, lw=1)
     for y, row in enumerate(shown):
-        _mark(ax, y, (row["ratio"], row["low"], row["high"]), row, ahead)
-    ends = [v for r in shown for v in (r["ratio"], r["low"], r["high"], 1.0) if not math.isnan(v)]
+        _mark(ax, y, (row.ratio.value, row.ratio.low, row.ratio.high), row, ahead)
+    ends = [v for r in shown for v in (r.ratio.value, r.ratio.low, r.ratio.high, 1.0) if not math.isnan(v)]
     pad = 0.08 * (max(ends) - min(ends) or 1)
     ax.set_xlim(min(ends) - pad, max(ends) + pad)
     fs.name_rows(ax, names, end=0.45)
@@ -70,8 +71,8 @@ def _speeds(ax: Axes, shown: list[Row], names: list[str], ahead: set[str]) -> No
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: fs.number(value)))
 
 
-def _losses(ax: Axes, shown: list[Row], ahead: set[str], margin: float) -> None:
-    equal = [r["equivalence"] for r in shown]
+def _losses(ax: Axes, shown: list[Comparison], ahead: set[str], margin: float) -> None:
+    equal = [r.equivalence for r in shown]
     close = [e for e in equal if e.verdict != quality.WORSE] or equal
     ends = [v for e in close for v in (e.low, e.high, e.difference) if not math.isnan(v)]
     ends += [] if math.isnan(margin) else [margin, -margin]
@@ -88,23 +89,23 @@ def _losses(ax: Axes, shown: list[Row], ahead: set[str], margin: float) -> None:
             ax.text(0.98, y, "\N{RIGHTWARDS ARROW}", transform=to, ha="right", va="center", color=colour)
         else:
             _mark(ax, y, (e.difference, e.low, e.high), row, ahead)
-        first = e.verdict if e.verdict in (quality.IDENTICAL, quality.WORSE) else quality.sentence(e)
+        first = e.verdict if e.reason or e.verdict in quality.DECIDED else quality.sentence(e)
         second = quality.interval(e) if e.verdict != quality.IDENTICAL else "the same weights to the last bit"
         ax.text(
-            1.05, y - 0.03, fs.fit(first, _BESIDE - 0.5, 1), transform=to, va="bottom", color=colour, fontweight="bold"
+            1.05, y - 0.03, fs.fit(first, _BESIDE - 0.5, 2), transform=to, va="bottom", color=colour, fontweight="bold"
         )
-        detail = fs.fit(e.reason or second, _BESIDE - 0.3, 1)
+        detail = fs.fit(e.reason or second, _BESIDE - 0.3, 2, fs.SMALL_POINTS)
         ax.text(1.05, y + 0.05, detail, transform=to, va="top", fontsize=fs.SMALL_POINTS, color=fs.SOFT)
     fs.name_rows(ax, [""] * len(shown), end=0.45)
     ax.set_xlabel("held-out loss, less the baseline's")
     ax.xaxis.set_major_locator(MaxNLocator(3))
 
 
-def _mark(ax: Axes, y: int, span: tuple[float, float, float], row: Row, ahead: set[str]) -> None:
+def _mark(ax: Axes, y: int, span: tuple[float, float, float], row: Comparison, ahead: set[str]) -> None:
     value, low, high = span
-    colour = _COLOURS.get(row["equivalence"].verdict, fs.FAINT)
+    colour = _COLOURS.get(row.equivalence.verdict, fs.FAINT)
     fs.interval(ax, (low, high), y, color=colour, lw=2.8, zorder=3)
-    face = colour if row["run_id"] in ahead else "white"
+    face = colour if row.run_id in ahead else "white"
     ax.plot([value], [y], "o", ms=8, mfc=face, mec=colour, mew=1.8, zorder=4)
 
 
@@ -152,7 +153,7 @@ def _overlaid(
         return None
     several = len(found) > 1
     seeds = {phrases.plural(len(learned.baseline_trials(rows[1:])), "seed") for rows in found}
-    heads = [f"{rows[0]['family']}: {phrases.within(heading)}" if several else heading for rows in found]
+    heads = [f"{rows[0].family}: {phrases.within(heading)}" if several else heading for rows in found]
     figure, axes = fs.sheet(
         title,
         phrases.context(study),
@@ -169,7 +170,7 @@ def _overlaid(
         lead, *others = learned.tried(study, rows)
         base = learned.baseline_trials(rows[1:])
         images, values = series(base, base[0])
-        above.plot(images, values.mean(0), color=fs.INK, lw=2.2, label=fs.fit(str(lead["label"]), 1.9, 2))
+        above.plot(images, values.mean(0), color=fs.INK, lw=2.2, label=fs.fit(lead.label, 1.9, 2))
         above.fill_between(images, values.min(0), values.max(0), color=fs.INK, alpha=0.12, lw=0)
         below.axhline(0, color=fs.INK, lw=1)
         wide = _hide(others)
@@ -177,8 +178,8 @@ def _overlaid(
             pairs = learned.pairs_of(row, learned.extent_of(rows[1:]))
             colour = fs.PALETTE[i % len(fs.PALETTE)]
             (images, theirs), (_, mine) = (series([p[side] for p in pairs], pairs[0][1 - side]) for side in (0, 1))
-            above.plot(images, mine.mean(0), color=colour, lw=1.6, label=fs.fit(str(row["label"]), 1.9, 2))
-            if str(row["label"]) in wide:
+            above.plot(images, mine.mean(0), color=colour, lw=1.6, label=fs.fit(row.label, 1.9, 2))
+            if row.label in wide:
                 continue
             apart = mine - theirs
             below.plot(images, apart.mean(0), color=colour, lw=1.6)
@@ -194,7 +195,7 @@ def _overlaid(
     return figure
 
 
-def _families(study: Study) -> list[list[Row]]:
+def _families(study: Study) -> list[list[Comparison]]:
     """Families with trials; of the question quality the one that it is about."""
     if study.experiment != trained.EXPERIMENT:
         return learned.families(study)
@@ -202,9 +203,9 @@ def _families(study: Study) -> list[list[Row]]:
     return [[lead, *rows]] if lead is not None and learned.images_of(rows) else []
 
 
-def _hide(rows: list[Row]) -> set[str]:
+def _hide(rows: list[Comparison]) -> set[str]:
     """Names of settings that are worse, beside which no other could be seen; none where all are."""
-    worse = {str(r["label"]) for r in rows if r["equivalence"].verdict == quality.WORSE}
+    worse = {r.label for r in rows if r.equivalence.verdict == quality.WORSE}
     return worse if len(worse) < len(rows) else set()
 
 
@@ -223,26 +224,16 @@ def by_time(study: Study) -> Figure | None:
         "equal ranges of timesteps. Early timesteps have little noise. Settings that are worse are left out.",
     )
     ax.axhline(0, color=fs.INK, lw=1)
-    at = (np.arange(10) + 0.5) / 10 * lead["config"].diffusion.timesteps
+    at = (np.arange(10) + 0.5) / 10 * lead.config.diffusion.timesteps
     extent = quality.extent(base[0])
     wide = _hide(trained.rows(study))
     for i, row in enumerate(trained.rows(study)):
-        if str(row["label"]) not in wide and (pairs := learned.pairs_of(row, extent)):
+        if row.label not in wide and (pairs := learned.pairs_of(row, extent)):
             apart = trained.by_time([b for _, b in pairs]) - trained.by_time([a for a, _ in pairs])
-            label = fs.fit(str(row["label"]), 1.9, 2)
+            label = fs.fit(row.label, 1.9, 2)
             ax.plot(at, apart.mean(0), color=fs.PALETTE[i % len(fs.PALETTE)], lw=1.6, marker="o", ms=3.5, label=label)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
     ax.set_xlabel("timestep")
     ax.set_ylabel("difference of the loss")
     ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1.03), frameon=False, fontsize=fs.SMALL_POINTS)
     return figure
-
-
-def describe(study: Study) -> str:
-    """The figure in words, with its numbers."""
-    listed = "; ".join(
-        f"{r['label']}: {phrases.ratio(r)} times as fast, {quality.sentence(r['equivalence'])}"
-        for r in trained.rows(study)
-        if r["sets"]
-    )
-    return f"Chart of speed and held-out loss of each setting relative to the baseline. {listed}."

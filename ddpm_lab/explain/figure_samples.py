@@ -57,8 +57,8 @@ def _shown(study: Study) -> list[tuple[str, RunRecord]]:
         return []
     found = []
     for row in (lead, *trained.rows(study)):
-        name = f"{row['label']} (baseline)" if row is lead else row["label"]
-        verdict = [] if row is lead else [quality.sentence(row["equivalence"])]
+        name = f"{row.label} (baseline)" if row is lead else row.label
+        verdict = [] if row is lead else [quality.sentence(row.equivalence)]
         for record in trained.trials_of(study, row):
             if _alike(record, like):
                 loss = f"held-out loss {quality.final_loss(record):.4f}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -11,10 +11,21 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import phrases, scaling
-from ddpm_lab.explain.comparisons import Row, throughput
-from ddpm_lab.explain.figure_extras import Rows, bar_panels, bars, known, measured, projection, spread, throughput_bars
+from ddpm_lab.explain.comparisons import Comparison
+from ddpm_lab.explain.figure_extras import (
+    Rows,
+    bar_panels,
+    bars,
+    known,
+    measured,
+    projection,
+    speed,
+    spread,
+    throughput_bars,
+)
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.scaling import KINDS
+from ddpm_lab.explain.stats import Interval
 
 _LABEL_LINE = 0.22  # inches from one label at the end of a line to the next
 _NAMES = 2.6  # inches for the names of lines
@@ -22,8 +33,7 @@ _MANY = 16  # ranks from which on an axis of equal steps has no room for the sma
 _INTERVALS = "Vertical lines: 95 % interval over sets. "
 
 Lines = dict[str, Rows]
-Values = Callable[[Row], tuple[float, float, float]]
-"""Value and interval of a row."""
+Values = Callable[[Comparison], Interval]
 
 
 def speed_up(study: Study) -> Figure | None:
@@ -45,10 +55,10 @@ def speed_up(study: Study) -> Figure | None:
     for ax, height, lines in zip(axes, sizes, kinds.values(), strict=True):
         every = [r for rows in lines.values() for r in rows]
         ranks = _rank_axis(ax, every)
-        top = max(known(r["high"], r["ratio"]) for r in every)
+        top = max(known(r.ratio.high, r.ratio.value) for r in every)
         ceiling = 1.08 * max(top, min(ranks[-1], 2 * top))
         if ranks[-1] > _MANY:
-            least = min(min(known(r["low"], r["ratio"]), r["ratio"]) for r in every)
+            least = min(min(known(r.ratio.low, r.ratio.value), r.ratio.value) for r in every)
             ax.set_yscale("log", base=2)
             ceiling = 1.1 * max(top, ranks[-1])
             ax.set_ylim(min(0.8, least / 1.1), ceiling)
@@ -59,18 +69,18 @@ def speed_up(study: Study) -> Figure | None:
         ax.plot([1, ranks[-1]], [1, ranks[-1]], "--", color=fs.SOFT, lw=1.4, zorder=1)
         at = 1 + 0.72 * (min(ranks[-1], ceiling) - 1)
         # On the side of the line where the points are not.
-        above = all(r["ratio"] <= r["ranks"] for r in every)
+        above = all(r.ratio.value <= r.ranks for r in every)
         beside, side, edge = (0.03, "right", "bottom") if above else (-0.03, "left", "top")
         ax.text(at, at + beside * ceiling, "ideal", color=fs.SOFT, ha=side, va=edge)
         _lines(
             ax,
             height,
             lines,
-            x=lambda r: r["ranks"],
-            values=lambda r: (r["ratio"], r["low"], r["high"]),
+            x=lambda r: r.ranks,
+            values=lambda r: r.ratio,
             name=lambda name, r: f"{name}: {phrases.ratio(r)}",
         )
-        base = next(iter(lines.values()))[0]["baseline_label"]
+        base = next(iter(lines.values()))[0].baseline_label
         ax.set_ylabel(fs.fit(f"speed relative to {base}", height, 1, fs.TEXT_POINTS))
     axes[-1].set_xlabel(unit)
     return figure
@@ -79,17 +89,17 @@ def speed_up(study: Study) -> Figure | None:
 def efficiency(study: Study) -> Figure | None:
     """Parallel efficiency as bars over the bands, with the line from where on scaling is called good."""
     kinds, bands = _by_family(study), study.bands
-    panels = [[r for r in rows if r["role"] != "baseline"] for lines in kinds.values() for rows in lines.values()]
+    panels = [[r for r in rows if r.role != "baseline"] for lines in kinds.values() for rows in lines.values()]
     panels = [rows for rows in panels if rows]
     if not panels:
         return None
-    most = max(1.05, *(known(r["efficiency_high"], r["efficiency"]) for rows in panels for r in rows))
+    most = max(1.05, *(known(r.efficiency.high, r.efficiency.value) for rows in panels for r in rows))
 
-    def text(row: Row) -> str:
+    def text(row: Comparison) -> str:
         return f"{scaling.efficiency(row)}, {scaling.band(row, bands)}"
 
     def draw(ax: Axes, rows: Rows) -> None:
-        bars(ax, rows, [fs.PALETTE[0]] * len(rows), "efficiency", text, scale=100)
+        bars(ax, rows, [fs.PALETTE[0]] * len(rows), lambda r: r.efficiency, text, scale=100)
         for i, (_, bound) in enumerate(bands.table):
             above = bands.table[i - 1][1] if i else 1.02 * most
             ax.axvspan(100 * bound, 100 * above, color=fs.BAND, alpha=0.55 * (i % 2), lw=0, zorder=0)
@@ -98,7 +108,7 @@ def efficiency(study: Study) -> Figure | None:
 
     title = "Parallel efficiency: speed-up divided by the number of " + _unit(kinds)
     note = scaling.legend(bands) + "Line: 95 % interval over sets. " + _shared_cores(study, kinds)
-    headings = [str(rows[0]["family"]) for rows in panels]
+    headings = [rows[0].family for rows in panels]
     label = "parallel efficiency, %"
     return bar_panels(title, study, panels, headings=headings, note=note, draw=draw, label=label)
 
@@ -114,19 +124,19 @@ def by_ranks(study: Study) -> Figure | None:
         _rank_axis(ax, rows)
         ax.set_xlabel(unit)
 
-    return _time_and_throughput(study, kinds, f"against the number of {unit}", ranks, lambda r: r["ranks"])
+    return _time_and_throughput(study, kinds, f"against the number of {unit}", ranks, lambda r: r.ranks)
 
 
 def by_batch(study: Study) -> Figure | None:
     """Time for 50,000 images, and throughput, against the batch size: one line a number of ranks."""
     kinds: dict[str, Lines] = {}
     for kind in KINDS:
-        rows = [r for panel in measured(study) for r in panel if r["scaling"] == kind]
-        several = len({r["config"].image_size for r in rows}) > 1
+        rows = [r for panel in measured(study) for r in panel if r.scaling == kind]
+        several = len({r.config.image_size for r in rows}) > 1
         lines: Lines = {}
-        for row in sorted(rows, key=lambda r: (r["config"].image_size, r["config"].device, r["ranks"], _x_batch(r))):
-            size = f", {row['config'].image_size} px" if several else ""
-            lines.setdefault(scaling.layout(row["config"]) + size, []).append(row)
+        for row in sorted(rows, key=lambda r: (r.config.image_size, r.config.device, r.ranks, _x_batch(r))):
+            size = f", {row.config.image_size} px" if several else ""
+            lines.setdefault(scaling.layout(row.config) + size, []).append(row)
         if len({_x_batch(r) for r in rows}) > 1:
             kinds[kind] = lines
     if not kinds:
@@ -136,7 +146,7 @@ def by_batch(study: Study) -> Figure | None:
         shown = sorted({_x_batch(r) for r in rows})
         _logarithmic(ax, shown[0], shown[-1])
         fs.fixed_ticks(ax.xaxis, shown, ".0f")
-        strong = rows[0]["scaling"] == "strong"
+        strong = rows[0].scaling == "strong"
         ax.set_xlabel("global batch size, images a step" if strong else "images a step on each rank")
 
     return _time_and_throughput(study, kinds, "against the batch size", batches, _x_batch, batch=False)
@@ -144,49 +154,49 @@ def by_batch(study: Study) -> Figure | None:
 
 def layouts(study: Study) -> Figure | None:
     """Images per second of CPU, one GPU, several and hosts, side by side wherever they did equal work."""
-    groups: dict[tuple[object, ...], dict[tuple[str, str], Row]] = {}
-    for row in (r for rows in measured(study) for r in rows if r["scaling"] == "strong"):
-        config = row["config"]
+    groups: dict[tuple[object, ...], dict[tuple[str, str], Comparison]] = {}
+    for row in (r for rows in measured(study) for r in rows if r.scaling == "strong"):
+        config = row.config
         work = (config.work_name, config.image_size, config.global_batch_size, config.data_sha256)
         name = scaling.layout(config)
         known_row = groups.setdefault(work, {}).get((name, config.precision))
-        if known_row is None or row["sets"] > known_row["sets"]:
-            groups[work][name, config.precision] = {**row, "label": name}
+        if known_row is None or row.sets > known_row.sets:
+            groups[work][name, config.precision] = replace(row, label=name)
     panels = [_told_apart(list(rows.values())) for rows in groups.values() if len(rows) > 1]
     if not panels:
         return None
-    headings = [f"{r['config'].work_name}, batch {r['batch']}{_pixels(r)}" for r, *_ in panels]
+    headings = [f"{r.config.work_name}, batch {r.batch}{_pixels(r)}" for r, *_ in panels]
     return throughput_bars("Images per second of equal work on each device", study, panels, headings, _colour)
 
 
 def _told_apart(rows: Rows) -> Rows:
     """Rows from the smallest to the largest machine; where several precisions were measured, each says its own."""
-    several = len({r["config"].precision for r in rows}) > 1
-    ordered = sorted(rows, key=lambda r: (r["config"].device, r["config"].nodes, r["ranks"]))
-    return [{**r, "label": f"{r['label']}, {r['config'].precision}"} for r in ordered] if several else ordered
+    several = len({r.config.precision for r in rows}) > 1
+    ordered = sorted(rows, key=lambda r: (r.config.device, r.config.nodes, r.ranks))
+    return [replace(r, label=f"{r.label}, {r.config.precision}") for r in ordered] if several else ordered
 
 
-def _colour(row: Row) -> int:
-    if row["config"].device == "cpu":
+def _colour(row: Comparison) -> int:
+    if row.config.device == "cpu":
         return 1
-    return 2 if row["config"].nodes > 1 else 0
+    return 2 if row.config.nodes > 1 else 0
 
 
-def _pixels(row: Row) -> str:
-    size = row["config"].image_size
-    return "" if row["config"].is_own else f", {size}\N{MULTIPLICATION SIGN}{size} images"
+def _pixels(row: Comparison) -> str:
+    size = row.config.image_size
+    return "" if row.config.is_own else f", {size}\N{MULTIPLICATION SIGN}{size} images"
 
 
 def _by_family(study: Study) -> dict[str, Lines]:
     """Families that hold more than the baseline, by kind of scaling, under short names, by batch size."""
     panels = [sorted(rows, key=_size) for rows in measured(study) if len(rows) > 1]
-    panels.sort(key=lambda rows: (rows[0]["config"].image_size, rows[0]["batch"]))
+    panels.sort(key=lambda rows: (rows[0].config.image_size, rows[0].batch))
     found: dict[str, Lines] = {}
     for kind in KINDS:
-        mine = [rows for rows in panels if rows[0]["scaling"] == kind]
+        mine = [rows for rows in panels if rows[0].scaling == kind]
         for rows in mine:
             lines, name = found.setdefault(kind, {}), _short(rows[0], mine)
-            lines[name if name not in lines else str(rows[0]["family"])] = rows
+            lines[name if name not in lines else rows[0].family] = rows
     return found
 
 
@@ -194,24 +204,24 @@ def _every(kinds: dict[str, Lines]) -> Rows:
     return [r for lines in kinds.values() for rows in lines.values() for r in rows]
 
 
-def _size(row: Row) -> tuple[int, int]:
-    return row["ranks"], row["config"].nodes
+def _size(row: Comparison) -> tuple[int, int]:
+    return row.ranks, row.config.nodes
 
 
-def _short(base: Row, panels: Sequence[Rows]) -> str:
+def _short(base: Comparison, panels: Sequence[Rows]) -> str:
     """The part of a family's name that differs: its batch size where that is all."""
-    sizes = {p[0]["config"].image_size for p in panels}
-    name = f"batch {base['batch']}" + " per rank" * (base["scaling"] == "weak")
-    return name if len(sizes) == 1 else f"{base['config'].image_size} px, {name}"
+    sizes = {p[0].config.image_size for p in panels}
+    name = f"batch {base.batch}" + " per rank" * (base.scaling == "weak")
+    return name if len(sizes) == 1 else f"{base.config.image_size} px, {name}"
 
 
-def _x_batch(row: Row) -> int:
+def _x_batch(row: Comparison) -> int:
     """Images of a step: of all ranks in strong scaling, of one in weak."""
-    return int(row["config"].rank_batch_size if row["scaling"] == "weak" else row["batch"])
+    return int(row.config.rank_batch_size if row.scaling == "weak" else row.batch)
 
 
 def _unit(kinds: dict[str, Lines]) -> str:
-    devices = {r["config"].device for r in _every(kinds)}
+    devices = {r.config.device for r in _every(kinds)}
     return "GPUs" if devices == {"cuda"} else "CPU ranks" if devices == {"cpu"} else "ranks"
 
 
@@ -223,9 +233,9 @@ def _shared_cores(study: Study, kinds: dict[str, Lines]) -> str:
 
 def _rank_axis(ax: Axes, rows: Rows) -> list[int]:
     """An axis of numbers of ranks, which names the hosts where there are several; the numbers."""
-    ranks = sorted({int(r["ranks"]) for r in rows})
+    ranks = sorted({r.ranks for r in rows})
     first, last = ranks[0], ranks[-1]
-    spread_over = {r["ranks"]: r["config"].nodes for r in sorted(rows, key=_size)}
+    spread_over = {r.ranks: r.config.nodes for r in sorted(rows, key=_size)}
     if last > _MANY:
         _logarithmic(ax, first, last)
     else:
@@ -249,9 +259,9 @@ def _lines(
     height: float,
     lines: Lines,
     *,
-    x: Callable[[Row], float],
+    x: Callable[[Comparison], float],
     values: Values,
-    name: Callable[[str, Row], str],
+    name: Callable[[str, Comparison], str],
 ) -> None:
     """Lines with intervals in a panel of ``height`` inches whose limits are set; names stand at the right."""
     to_axes = ax.transScale + ax.transLimits
@@ -260,13 +270,13 @@ def _lines(
         colour = fs.PALETTE[i % len(fs.PALETTE)]
         # A small shift keeps the intervals of several lines apart.
         shift = min(0.012, 0.1 / len(lines)) * (i - (len(lines) - 1) / 2)
-        points = [(x(r), *values(r)) for r in rows]
-        places = [to_axes.transform((at, value)) for at, value, _, _ in points]
+        points = [(x(r), values(r)) for r in rows]
+        places = [to_axes.transform((at, value.value)) for at, value in points]
         shifted = [to_axes.inverted().transform((place[0] + shift, place[1]))[0] for place in places]
-        for at, (_, _, low, high) in zip(shifted, points, strict=True):
-            if not math.isnan(low):
-                ax.plot([at, at], [low, high], color=colour, lw=2, alpha=0.6)
-        ax.plot(shifted, [value for _, value, _, _ in points], marker=fs.MARKERS[i % 8], ms=6, lw=1.8, color=colour)
+        for at, (_, value) in zip(shifted, points, strict=True):
+            if value.exists:
+                ax.plot([at, at], value.ends, color=colour, lw=2, alpha=0.6)
+        ax.plot(shifted, [value.value for _, value in points], marker=fs.MARKERS[i % 8], ms=6, lw=1.8, color=colour)
         ends.append(float(places[-1][1]))
     for i, ((short, rows), y) in enumerate(zip(lines.items(), spread(ends, _LABEL_LINE / height, 1.0), strict=True)):
         colour = fs.PALETTE[i % len(fs.PALETTE)]
@@ -280,15 +290,15 @@ def _time_and_throughput(
     kinds: dict[str, Lines],
     against: str,
     axis: Callable[[Axes, Rows], None],
-    x: Callable[[Row], float],
+    x: Callable[[Comparison], float],
     *,
     batch: bool = True,
 ) -> Figure:
     """Two panels for each kind of scaling, over an axis that ``axis`` sets for its rows."""
     unit, time = projection(_every(kinds))
     shown = (
-        ("time for 50,000 images", f"{unit} (projection)", time),
-        ("throughput", "images per second", throughput),
+        ("time for 50,000 images", f"{unit} (projected)", time),
+        ("throughput", "images per second", speed),
     )
     panels = [(kind, lines, *show) for kind, lines in kinds.items() for show in shown]
     figure, axes = fs.sheet(
@@ -299,12 +309,12 @@ def _time_and_throughput(
         left=1.15,
         right=_NAMES,
         gap=0.62,
-        note="The time is a projection from short timed windows, without start-up. " + _INTERVALS,
+        note="The time is a projection from short timed windows, without start-up.",
     )
     for ax, height, (_, lines, _, label, values) in zip(axes, sizes, panels, strict=True):
         rows = [r for found in lines.values() for r in found]
         axis(ax, rows)
-        ax.set_ylim(0, 1.08 * max(max(value, known(high, value)) for value, _, high in map(values, rows)))
+        ax.set_ylim(0, 1.08 * max(values(r).value for r in rows))
         fs.plain_numbers(ax.yaxis, 6)
         _lines(ax, height, lines, x=x, values=values, name=lambda name, _: name)
         ax.set_ylabel(label)

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from ddpm_lab.explain import decisions, phrases, quality, recommended_words
 from ddpm_lab.explain import figure_style as fs
-from ddpm_lab.explain import phrases, quality, recommended_words, stats
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.lost_scaling import Seconds, Split, splits
 from ddpm_lab.explain.lost_scaling_table import headline, milliseconds, rate
@@ -59,9 +59,9 @@ def _speed(ax: Axes, found: Recommendation, names: Sequence[str]) -> None:
         edges += [end, *ends]
         reached = end
     whole = found.best
-    ax.barh(last, whole["ratio"] - 1, left=1, height=0.56, color=_WHOLE, alpha=0.85, lw=0)
-    fs.interval(ax, (whole["low"], whole["high"]), last, color=fs.INK, lw=1.6)
-    edges += [whole[end] for end in ("low", "high") if not math.isnan(whole[end])]
+    ax.barh(last, whole.ratio.value - 1, left=1, height=0.56, color=_WHOLE, alpha=0.85, lw=0)
+    fs.interval(ax, (whole.ratio.low, whole.ratio.high), last, color=fs.INK, lw=1.6)
+    edges += [end for end in whole.ratio.ends if not math.isnan(end)]
     if found.count:
         below = f"{phrases.throughput(whole)}, quality {quality.sentence(found.judged)}"
         _beside(ax, last, phrases.ratio_with_interval(whole), below, bold=True)
@@ -69,7 +69,7 @@ def _speed(ax: Axes, found: Recommendation, names: Sequence[str]) -> None:
         _beside(ax, last, "the baseline", "no change is recommended", bold=True)
     ax.axvline(1, color=fs.SOFT, lw=1, zorder=0)
     ax.set_xscale("log")
-    low, high = min([*edges, whole["ratio"]]), max([*edges, whole["ratio"]])
+    low, high = min([*edges, whole.ratio.value]), max([*edges, whole.ratio.value])
     margin = max((high / low) ** 0.04, 1.01)
     ax.set_xlim(low / margin, high * margin)
     # Over so little a logarithmic axis is nearly an even one.
@@ -88,7 +88,7 @@ def _speed(ax: Axes, found: Recommendation, names: Sequence[str]) -> None:
 def _colour(found: Recommendation, step: Step, place: int) -> str:
     if place > found.count and found.count:
         return _REST
-    return {stats.FASTER: _GAIN, stats.SLOWER: _LOSS}.get(step.verdict, _REST)
+    return {decisions.FASTER: _GAIN, decisions.SLOWER: _LOSS}.get(step.verdict, _REST)
 
 
 def _note(found: Recommendation, step: Step, place: int) -> str:
@@ -102,13 +102,6 @@ def _beside(ax: Axes, y: float, text: str, below: str, *, bold: bool = False) ->
     ax.text(1.02, y - 0.03, text, transform=to, va="bottom", fontsize=fs.SMALL_POINTS, fontweight=weight)
     lines = fs.fit(below, _RIGHT - 0.25, 2, fs.SMALL_POINTS - 1)
     ax.text(1.02, y + 0.04, lines, transform=to, va="top", fontsize=fs.SMALL_POINTS - 1, color=fs.SOFT)
-
-
-def describe(found: Recommendation) -> str:
-    """The figure in words."""
-    said = [f"{step.label}: {recommended_words.gain_words(step)}" for step in found.steps]
-    ends = f"baseline: {phrases.throughput(found.baseline)}"
-    return f"Waterfall of speed. {'; '.join([ends, *said])}; recommended: {phrases.throughput(found.best)}."
 
 
 def lost_scaling(study: Study) -> Figure | None:

@@ -1,4 +1,4 @@
-"""One figure that answers each experiment's question, further ones, and their text alternatives."""
+"""One figure that answers each experiment's question, and further ones."""
 
 from __future__ import annotations
 
@@ -17,35 +17,33 @@ from ddpm_lab.explain import (
     figure_budget,
     figure_claims,
     figure_costs,
+    figure_links,
     figure_machine,
     figure_peers,
-    figure_prediction,
     figure_quality,
     figure_ratios,
     figure_samples,
     figure_scaling,
     figure_waterfalls,
+    gains,
     operators,
     peers,
     phrases,
-    ranking,
     recommended,
-    stats,
     trained,
 )
 from ddpm_lab.explain import figure_extras as extras
 from ddpm_lab.explain import figure_style as fs
-from ddpm_lab.explain.comparisons import MECHANISM_ONLY, throughput
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY
 from ddpm_lab.explain.figure_style import png, save
-from ddpm_lab.explain.findings import fastest_measured, finding
+from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import ALL_REDUCE, CLAIMS, RECOMMENDATION, Study
 from ddpm_lab.plan import WITH_TRIALS
 from ddpm_lab.record import RunRecord
 
-__all__ = ["alt_text", "figure", "more", "png", "save"]
+__all__ = ["figure", "more", "png", "save"]
 
 TOP_OPERATORS = 10
-TOP_CONFIGURATIONS = 12
 _NAME, _VERSUS = 2.65, 2.45  # inches for an operator's name, and for what stands beside a configuration
 
 _LEARNED: tuple[tuple[Callable[[Study], Figure | None], str, str], ...] = (
@@ -63,11 +61,6 @@ _MORE: dict[str, tuple[tuple[Callable[[Study], Figure | None], str, str], ...]] 
             figure_waterfalls.lost_scaling,
             "lost_scaling",
             "Where the lost scaling went, from the ideal step to the measured.",
-        ),
-        (
-            figure_prediction.steps,
-            "predicted",
-            "Predicted, not measured: the step with more ranks, from links and compute.",
         ),
         (figure_machine.over_the_run, "machine", "What neighbours took, and the memory of each configuration's ranks."),
     ),
@@ -102,14 +95,14 @@ _MORE: dict[str, tuple[tuple[Callable[[Study], Figure | None], str, str], ...]] 
 }
 
 
-_OWN: dict[str, tuple[Callable[[Study, str], Figure | None], Callable[[Study], str]]] = {
-    batch_sizes.EXPERIMENT: (batch_sizes.figure, batch_sizes.describe),
-    peers.EXPERIMENT: (figure_peers.figure, figure_peers.describe),
-    trained.EXPERIMENT: (figure_quality.figure, figure_quality.describe),
-    CLAIMS: (figure_claims.figure, figure_claims.describe),
-    ALL_REDUCE: (figure_prediction.exchange, figure_prediction.describe),
+_OWN: dict[str, Callable[[Study, str], Figure | None]] = {
+    batch_sizes.EXPERIMENT: batch_sizes.figure,
+    peers.EXPERIMENT: figure_peers.figure,
+    trained.EXPERIMENT: figure_quality.figure,
+    CLAIMS: figure_claims.figure,
+    ALL_REDUCE: figure_links.exchange,
 }
-"""Questions whose answer is drawn, from study and title, and told in a way of its own, where it has what that needs."""
+"""Questions whose answer is drawn, from study and title, in a way of its own, where it has what that needs."""
 
 
 def figure(study: Study) -> Figure:
@@ -118,11 +111,11 @@ def figure(study: Study) -> Figure:
         if study.experiment == RECOMMENDATION and (searched := recommended.recommendation(study)) is not None:
             return figure_waterfalls.recommendation(searched, finding(study).headline)
         if study.experiment == RECOMMENDATION:
-            return _fastest(study)
+            return figure_ratios.changes(study)
         if study.experiment == "profile":
             return _profile(study)
         own = _OWN.get(study.experiment)
-        drawn = own[0](study, finding(study).headline) if own else None
+        drawn = own(study, finding(study).headline) if own else None
         return drawn or figure_ratios.ratios(study)
 
 
@@ -140,39 +133,12 @@ def captions(experiment: str) -> dict[str, str]:
 
 def _further(experiment: str) -> tuple[tuple[Callable[[Study], Figure | None], str, str], ...]:
     if experiment == RECOMMENDATION:
-        own = ((_fastest_beside, "measured", "Everything measured that did equal work, fastest first."),)
+        own = ((_changes_beside, "measured", "Everything measured that did equal work, fastest first."),)
         return (*own, *_MORE[experiment])
     if experiment == "profile":
         own = ((_operators_beside, "operators", "Operators of profiled steps, each second counted once."),)
         return (*_MORE.get(experiment, ()), *own)
     return (*_MORE.get(experiment, ()), *(_LEARNED if experiment in WITH_TRIALS else ()))
-
-
-def alt_text(study: Study) -> str:
-    """The answer's figure in words, with its numbers."""
-    found = finding(study)
-    if not study.records:
-        return f"{found.claim} There is nothing to draw."
-    if study.experiment == RECOMMENDATION and (searched := recommended.recommendation(study)) is not None:
-        body = figure_waterfalls.describe(searched)
-    elif study.experiment == RECOMMENDATION:
-        group = ranking.fastest(study)
-        rows = group.rows[:TOP_CONFIGURATIONS] if group else ()
-        listed = "; ".join(f"{phrases.settings(r['config'])}: {phrases.throughput(r)}" for r in rows)
-        body = f"Chart of images per second, fastest first. {listed}."
-    elif study.experiment == "profile":
-        record = operators.latest_profile(study.records)
-        if record is None:
-            return found.claim
-        if (taken := budget.budget(record)) is not None:
-            body = figure_budget.describe(taken)
-        else:
-            classes = operators.classes(record)
-            listed = "; ".join(f"{r['class']} {100 * r['share']:.0f} %" for _, r in classes.iterrows())
-            body = f"Bar chart of exclusive operator time by class: {listed}."
-    else:
-        body = _OWN.get(study.experiment, (None, figure_ratios.describe))[1](study)
-    return f"{found.headline}. {body} Measured on {found.hardware}, {found.date}."
 
 
 def _profile(study: Study) -> Figure:
@@ -194,9 +160,9 @@ def _operators_beside(study: Study) -> Figure | None:
     return _operators(study, record)
 
 
-def _fastest_beside(study: Study) -> Figure | None:
+def _changes_beside(study: Study) -> Figure | None:
     """What all questions measured, where the answer is a search."""
-    return _fastest(study) if recommended.recommendation(study) and ranking.fastest(study) else None
+    return figure_ratios.changes(study) if recommended.recommendation(study) and gains.measured(study) else None
 
 
 def _operators(study: Study, record: RunRecord) -> Figure:
@@ -254,41 +220,3 @@ def _two_lines(name: str) -> str:
     first = next(name[:n] for n in range(len(name), 0, -1) if fs.width(name[:n]) <= _NAME)
     dots = "\N{HORIZONTAL ELLIPSIS}"
     return first + "\n" + next(dots + name[n:] for n in range(len(name)) if fs.width(dots + name[n:]) <= _NAME)
-
-
-def _fastest(study: Study) -> Figure:
-    """Everything measured that did equal work, fastest first."""
-    found = fastest_measured(study)
-    group = ranking.fastest(study)
-    if group is None:
-        return fs.message(found.headline, phrases.context(study), found.claim)
-    rows = group.rows[:TOP_CONFIGURATIONS]
-    names = [fs.fit(phrases.settings(r["config"]), 3.1, 2, fs.TEXT_POINTS) for r in rows]
-    context = f"{study.hardware} \N{MIDDLE DOT} {group.name} \N{MIDDLE DOT} {study.date}"
-    note = "Point and bar: geometric mean and 95 % interval over sets. Speeds of different questions are of different "
-    note += f"hours: only the ratio beside a row is one of the same sets. Of the first: {found.quality}."
-    if len(group.rows) > len(rows):
-        hidden = len(group.rows) - len(rows)
-        note += f" {hidden} slower ones are in the table." if hidden > 1 else " One slower one is in the table."
-    lines = max(_versus(row).count("\n") + 1 for row in rows)
-    figure, (ax,) = fs.sheet(
-        found.headline,
-        context,
-        [(0.46 + fs.LINE * (lines - 1)) * len(rows) + 0.1],
-        left=0.3 + max(fs.block_width(name, fs.TEXT_POINTS) for name in names),
-        right=_VERSUS,
-        note=note,
-    )
-    spans, beside = [throughput(r) for r in rows], [(phrases.throughput(r), _versus(r)) for r in rows]
-    fs.points(ax, names, spans, beside, start=0, first=fs.PALETTE[0], others=fs.SOFT)
-    ax.set_xlim(0, 1.03 * max(max(value, extras.known(high, 0)) for value, _, high in spans))
-    ax.set_xlabel("images per second in training")
-    return figure
-
-
-def _versus(row: dict[str, object]) -> str:
-    if row["role"] == "baseline":
-        return f"baseline of {row['experiment']}"
-    verdict = str(row["verdict"])
-    word = verdict if verdict in (stats.FASTER, stats.SLOWER) else stats.NOT_RESOLVED
-    return fs.fit(f"{phrases.ratio(row)} x {row['baseline_label']}, {word}", _VERSUS - 0.25, 2)

@@ -11,6 +11,8 @@ from ddpm_lab.explain import (
     budget,
     claims,
     compiling,
+    decisions,
+    gains,
     limits,
     links,
     machine_state,
@@ -18,7 +20,6 @@ from ddpm_lab.explain import (
     peers,
     phrases,
     quality,
-    ranking,
     recommended,
     recommended_words,
     samples,
@@ -27,7 +28,7 @@ from ddpm_lab.explain import (
     stats,
     trained,
 )
-from ddpm_lab.explain.comparisons import MECHANISM_ONLY, QUALITY, Row, comparisons, resolved
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY, QUALITY, Comparison, comparisons
 from ddpm_lab.explain.frames import ALL_REDUCE, CLAIMS, RECOMMENDATION, Study, once
 from ddpm_lab.plan import FORMATS, LIMITS, TUNED, WHOLE_QUESTION, WITH_TRIALS
 
@@ -41,8 +42,9 @@ class Finding:
     """The answer to a question.
 
     ``headline`` is short enough for a title; ``claim`` adds the evidence. ``verdict`` is the one of the comparison
-    that the claim is about. ``status`` says whether there is an answer: answered, not resolved, instrument not trusted
-    here, failed, or not measured. ``sets`` are those behind the comparison; ratio and interval are NaN without one.
+    that the claim is about. ``status`` says whether there is an answer: answered, inconclusive, too few sets, failed,
+    or not measured. ``sets`` are those behind the comparison; ratio and interval are NaN without one. ``way_out`` is
+    the command that would give an answer where there is none, with its minutes.
     """
 
     experiment: str
@@ -60,12 +62,14 @@ class Finding:
     noise_low: float = math.nan
     noise_high: float = math.nan
     quality: str = f"quality {QUALITY}"
+    way_out: str = ""
 
     def evidence(self) -> str:
         """Ratio, interval and sets of the comparison that the answer is about; a dash where it is about none."""
         if not self.sets:
             return "\N{EN DASH}"
-        return f"{phrases.times(self.ratio, self.low, self.high)}, {phrases.plural(self.sets, 'set')}"
+        ratio = stats.Interval(value=self.ratio, low=self.low, high=self.high)
+        return f"{phrases.times(ratio)}, {phrases.plural(self.sets, 'set')}"
 
 
 @once
@@ -104,57 +108,45 @@ def _plain(study: Study, short: str, rest: str, status: str, verdict: str | None
 
 def _comparison(study: Study) -> Finding:
     rows = scaling.rows(study) if study.experiment == scaling.EXPERIMENT else comparisons(study)
-    others = [r for r in rows if r["role"] not in ("baseline", "twin")]
-    measured = [r for r in others if r["sets"]]
-    training = [r for r in measured if not r["loader_alone"]] or measured
+    others = [r for r in rows if r.role not in ("baseline", "twin")]
+    measured = [r for r in others if r.sets]
+    training = [r for r in measured if not r.loader_alone] or measured
     ending = sentences.left_over(rows) + trained.unsound(study) + sentences.untrained(study)
-    ending += sentences.lost(study, rows) + machine_state.leaking(study)
-    ending += machine_state.unknown(study) + machine_state.busy(study)
+    ending += sentences.lost(study, rows) + machine_state.unknown(study) + machine_state.busy(study)
     ending += _where(study, sentences.quality(rows, evidence=True))
     if study.experiment == batch_sizes.EXPERIMENT:
         ending = f"{batch_sizes.sentence(study)}{ending}"
     if study.experiment == "exchange":
         training = [r for r in training if sentences.trains(r)]
     if study.experiment == peers.EXPERIMENT:
-        training = [r for r in training if not r["family"].startswith(LIMITS)]
+        training = [r for r in training if not r.family.startswith(LIMITS)]
     if not training and study.experiment == peers.EXPERIMENT and (found := _alone(study, others, ending)) is not None:
         return found
     if not training:
         return _nothing_to_compare(study, rows, others, ending)
-    several = len({r["family"] for r in training}) > 1
-    if any(r["verdict"] == stats.NOT_TRUSTED for r in measured):
-        twin = max((r for r in rows if r["role"] == "twin"), key=lambda r: abs(math.log(r["ratio"])))
-        short = "Instrument not trusted here: the baseline differs from itself"
-        of = f" with {twin['family']}" if several else ""
-        text = (
-            f"{short}. Measured against itself{of} it reads {phrases.ratio(twin)} ({phrases.evidence(twin)}), "
-            f"so no verdict is given.{ending}"
-        )
-        return _about(study, twin, short, text, stats.NOT_TRUSTED)
     if study.experiment == peers.EXPERIMENT and (nearest := peers.lead(study)) is not None:
-        short = peers.headline(study, nearest)
-        noise = sentences.noise(nearest).removeprefix("; ").capitalize()
-        text = f"{short}. {peers.evidence(study)}{f' {noise}.' if noise else ''}{ending}"
-        return _about(study, nearest, short, text, ANSWERED if resolved(nearest) else stats.NOT_RESOLVED)
-    if study.experiment == scaling.EXPERIMENT:
-        short, text, lead = scaling.answer(study, training)
-        text += machine_state.peaks(rows, lead) + ending
-        return _about(study, lead, short, text, ANSWERED if resolved(lead) else stats.NOT_RESOLVED)
+        short = peers.headline(nearest)
+        text = f"{short}. {peers.evidence(study)}{ending}"
+        return _about(study, nearest, short, text, _status(nearest))
     lead = sentences.lead(training)
-    short, text = sentences.claim(lead, len(training), lead["family"] if several else "")
-    if study.experiment == batch_sizes.EXPERIMENT and (to := batch_sizes.fastest(study)):
-        short = f"{short}; {to}"
-    text += sentences.tally(training, lead) + _extra(study, rows, lead) + machine_state.peaks(rows, lead) + ending
-    return _about(study, lead, short, text, ANSWERED if resolved(lead) else stats.NOT_RESOLVED)
+    short = sentences.headline(lead)
+    extra = f" {scaling.efficiencies(study, training, lead)}" if study.experiment == scaling.EXPERIMENT else ""
+    extra += sentences.tally(training, lead) + _extra(study, rows, lead) + machine_state.peaks(rows, lead)
+    text = f"{short}. {sentences.evidence(lead)}{extra}{ending}"
+    return replace(_about(study, lead, short, text, _status(lead)), way_out=sentences.way_out(lead))
 
 
-def _alone(study: Study, others: Sequence[Row], ending: str) -> Finding | None:
+def _status(row: Comparison) -> str:
+    return ANSWERED if row.answered else row.verdict
+
+
+def _alone(study: Study, others: Sequence[Comparison], ending: str) -> Finding | None:
     """Of this trainer beside others, where these cannot run here, or where nothing but the machine was asked for."""
-    rivals = [r for r in others if not r["family"].startswith(LIMITS)]
+    rivals = [r for r in others if not r.family.startswith(LIMITS)]
     peaks = f"Peaks of this machine: {known}" if (known := limits.peaks(study)) else ""
-    unable = [str(r["label"]) for r in rivals if r["status"] == "unsupported"]
+    unable = [r.label for r in rivals if r.status == "unsupported"]
     away = [label for label in unable if not label.endswith((TUNED, FORMATS))]
-    if away and all(r["status"] in ("unsupported", "left out") for r in rivals):
+    if away and all(r.status in ("unsupported", "left out") for r in rivals):
         told = " ".join(text for text in (peers.evidence(study), f"{peaks}." if peaks else "") if text)
         short = f"No other trainer can run here: {phrases.joined(list(dict.fromkeys(away)))}"
         return _plain(study, short, f"{told}{ending}".strip(), FAILED)
@@ -170,11 +162,11 @@ def _claims(study: Study) -> Finding:
 def _trained(study: Study) -> Finding:
     """What each setting costs in quality; the one named first is the fastest that is not worse."""
     rows = trained.rows(study)
-    judged = [r for r in rows if r["equivalence"].seeds]
+    judged = [r for r in rows if r.equivalence.seeds]
     if not judged:
         return _comparison(study)
     short, lead = trained.headline(rows)
-    ending = f"{trained.to_the_loss(study)}{trained.unsound(study)}{sentences.untrained(study)}"
+    ending = f"{trained.unsound(study)}{sentences.untrained(study)}"
     ending += f"{machine_state.busy(study)} {trained.method(study)}{trained.elsewhere(study)}"
     ending += f" FID: {samples.fid_sentence(trained.fids(study))}."
     ending += _where(study, sentences.quality(rows))
@@ -182,30 +174,36 @@ def _trained(study: Study) -> Finding:
     return _about(study, lead, short, f"{short}. {trained.evidence(rows)}{ending}", status)
 
 
-def _about(study: Study, row: Row, short: str, text: str, status: str) -> Finding:
-    named = (str(row["label"]),) if study.experiment == "compare" else ("bf16", "fp", "tf32")  # as their owner wrote it
+def _about(study: Study, row: Comparison, short: str, text: str, status: str) -> Finding:
+    named = (row.label,) if study.experiment == "compare" else ("bf16", "fp", "tf32")  # as their owner wrote it
     short, text = (t if t.startswith(named) else phrases.begun(t) for t in (short, text))
-    measured = {name: row[name] for name in ("ratio", "low", "high", "noise_low", "noise_high")}
     found = replace(
-        _plain(study, short, "", status, str(row["verdict"])), claim=text, sets=int(row["sets"]), **measured
+        _plain(study, short, "", status, row.verdict),
+        claim=text,
+        sets=row.sets,
+        ratio=row.ratio.value,
+        low=row.ratio.low,
+        high=row.ratio.high,
+        noise_low=row.noise.low,
+        noise_high=row.noise.high,
     )
-    return replace(found, quality=f"quality {row['quality']}")
+    return replace(found, quality=f"quality {row.quality}")
 
 
-def _extra(study: Study, rows: Sequence[Row], lead: Row) -> str:
+def _extra(study: Study, rows: Sequence[Comparison], lead: Comparison) -> str:
     """What an experiment says beside the ratio."""
     if study.experiment == "torch_compile":
         return f" {compiling.sentence(study, lead)}"
     if study.experiment == "exchange":
         return sentences.exposed_communication(rows)
     if study.experiment == "workers":
-        size = lead["config"].image_size
-        shown = [r for r in rows if r["sets"] and r["role"] != "twin" and r["config"].image_size == size]
-        alone = [r for r in shown if r["loader_alone"]]
-        trained = [r for r in shown if not r["loader_alone"]]
+        size = lead.config.image_size
+        shown = [r for r in rows if r.sets and r.role != "twin" and r.config.image_size == size]
+        alone = [r for r in shown if r.loader_alone]
+        trained = [r for r in shown if not r.loader_alone]
         if alone and trained:
-            rates = phrases.joined([f"{phrases.throughput(r)} with {r['label']}" for r in alone])
-            most = max(trained, key=lambda r: r["images_per_second"])
+            rates = phrases.joined([f"{phrases.throughput(r)} with {r.label}" for r in alone])
+            most = max(trained, key=lambda r: r.images_per_second)
             return f" The loader alone delivers {rates}, where training takes at most {phrases.throughput(most)}."
     return ""
 
@@ -230,22 +228,27 @@ def _where(study: Study, judged: str = f"quality {QUALITY}") -> str:
     return f" {measured} on {study.hardware}, {study.date}; {judged}."
 
 
-def _nothing_to_compare(study: Study, rows: Sequence[Row], others: Sequence[Row], ending: str) -> Finding:
-    if (whole := next((r for r in rows if r["label"] == WHOLE_QUESTION), None)) is not None:
-        short = f"Left out: this cannot be asked of {whole['config'].work_name}"
-        return _plain(study, short, f"{whole['reason']}.", quality.NOT_MEASURED)
-    bases = [r for r in rows if r["role"] == "baseline"]
-    failed_base = [r for r in bases if not r["sets"] and not r["mechanism_only"]]
-    failed = [r for r in others if not r["mechanism_only"] and r["status"] not in ("ok", "left out")]
+def _nothing_to_compare(study: Study, rows: Sequence[Comparison], others: Sequence[Comparison], ending: str) -> Finding:  # noqa: PLR0911 - each return is a reason
+    if (whole := next((r for r in rows if r.label == WHOLE_QUESTION), None)) is not None:
+        short = f"Left out: this cannot be asked of {whole.config.work_name}"
+        return _plain(study, short, f"{whole.reason}.", quality.NOT_MEASURED)
+    if any(r.disturbed_sets for r in rows):
+        short = "No answer yet: in every set other processes took the cores that it needed"
+        return replace(
+            _plain(study, short, ending.strip(), decisions.TOO_FEW), way_out=f"ddpm-lab run {study.experiment}"
+        )
+    bases = [r for r in rows if r.role == "baseline"]
+    failed_base = [r for r in bases if not r.sets and not r.mechanism_only]
+    failed = [r for r in others if not r.mechanism_only and r.status not in ("ok", "left out")]
     if bases and len(failed_base) == len(bases):
-        short = f"The baseline failed, so nothing can be compared: {failed_base[0]['label']}"
+        short = f"The baseline failed, so nothing can be compared: {failed_base[0].label}"
         return _plain(study, short, ending.strip(), FAILED)
-    if failed:
-        names = phrases.joined(list(dict.fromkeys(str(r["label"]) for r in failed)))
-        return _plain(study, f"Every candidate failed: {names}", ending.strip(), FAILED)
-    if hidden := list(dict.fromkeys(str(r["label"]) for r in others if r["mechanism_only"])):
-        short = f"{MECHANISM_ONLY.capitalize()}: {phrases.joined(hidden)}"
-        return _plain(study, short, _where(study).strip(), MECHANISM_ONLY)
+    if failed or any(r.mechanism_only for r in others):
+        hidden = [r for r in others if r.mechanism_only]
+        names = phrases.joined(list(dict.fromkeys(r.label for r in failed or hidden)))
+        if failed:
+            return _plain(study, f"Every candidate failed: {names}", ending.strip(), FAILED)
+        return _plain(study, f"{MECHANISM_ONLY.capitalize()}: {names}", _where(study).strip(), MECHANISM_ONLY)
     lost = next((r for r in reversed(study.records) if r.status not in ("ok", "left out")), None)
     if lost is not None:  # a compile from empty caches, a search, or a twin: none of them is a row
         reason = phrases.failed(lost.status, lost.reason)
@@ -277,29 +280,27 @@ _OWN = {"profile": _profile, trained.EXPERIMENT: _trained, CLAIMS: _claims}
 
 
 def _recommendation(study: Study) -> Finding:
-    """What a search found, by the sets that measured it again; without one the fastest of what was measured."""
+    """What a search found, by the sets that measured it again; without one what all questions came to."""
     searched = recommended.recommendation(study)
-    if searched is None:
-        return fastest_measured(study)
+    if searched is None or (not searched.count and gains.measured(study)):
+        return _combined(study)
     where = replace(study, records=searched.study.records)
     short, text, lead = recommended_words.answer(searched)
     text += f"{machine_state.busy(where)} Measured on {where.hardware}, {where.date}."
     if lead is None:
         return _plain(where, short, text.removeprefix(f"{short}. "), ANSWERED)
-    unanswered = stats.NOT_TRUSTED if lead["verdict"] == stats.NOT_TRUSTED else stats.NOT_RESOLVED
-    return _about(where, lead, short, text, ANSWERED if searched.count else unanswered)
+    if not searched.count:
+        return _about(where, lead, short, text, _status(lead))
+    if searched.judged.verdict in gains.GOOD:
+        return _about(where, lead, short, text, ANSWERED)
+    way_out = recommended.command(searched, "--seeds 8")
+    return replace(_about(where, lead, short, text, gains.UNTRIED), way_out=way_out)
 
 
-def fastest_measured(study: Study) -> Finding:
-    """What the records of all questions say of equal work; a search says more."""
-    group = ranking.fastest(study)
-    if group is None:
-        return _plain(study, "Nothing is measured yet on this machine", _how_to("amp"), quality.NOT_MEASURED)
-    own = tuple(r for r in study.records if r.run_id == group.rows[0]["run_id"])
-    busy = machine_state.busy(replace(study, records=own))
-    short, text = recommended_words.fastest_measured(group, busy=bool(busy))
-    text += f"{busy or machine_state.busy(study)} Measured on {study.hardware}, {study.date}."
-    if not group.apart:  # a ratio to the baseline of one question would be read as one to all that is shown
-        return replace(_plain(study, short, "", stats.NOT_RESOLVED), claim=text)
-    status = ANSWERED if group.rows[0]["verdict"] == stats.FASTER else stats.NOT_RESOLVED
-    return _about(study, group.rows[0], short, text, status)
+def _combined(study: Study) -> Finding:
+    """What the answers to all questions come to together."""
+    found = gains.answer(study)
+    text = f"{found.headline}. {found.detail}{machine_state.busy(study)} Measured on {study.hardware}, {study.date}."
+    if found.row is None:
+        return replace(_plain(study, found.headline, "", found.status), claim=text, way_out=found.way_out)
+    return replace(_about(study, found.row, found.headline, text, found.status), way_out=found.way_out)

@@ -17,7 +17,6 @@ from ddpm_lab.record import JOB, Cohort, LedgerError, Machine, RunRecord
 
 RECOMMENDATION = plan.RECOMMENDATION
 ALL_REDUCE, SCALING = "all_reduce", "multi_gpu"
-"""The question whose records say how fast links are, and the one whose answer they carry on to more ranks."""
 ALL_MACHINES = "all"
 """In place of a machine's name: the records of all machines, which are refused together unless this asks for it."""
 CLAIMS = "claims"
@@ -27,6 +26,8 @@ BESIDE_OTHERS = (CLAIMS, BUDGET)
 """Questions that are shown beside the records of all others: what to change next rests on these too."""
 TRIAL = "quality"
 """Role of a record that trained for the weights."""
+LOOK = "look"
+"""Role of a record of an answer that was shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -36,10 +37,11 @@ class Study:
     ``measured_sets`` counts the sets measured by the call that made the study; 0 means that all came from the ledger.
     ``resolution`` is the smallest relative difference that its comparisons are asked to find. ``published`` records
     came with the checkout: they were not measured here. ``trials`` are training runs of any experiment on the same
-    machine and data, which say what a configuration learns and nothing of its speed. ``bands`` name its efficiencies.
+    machine and data, which say what a configuration learns and nothing of its speed, ``published_trials`` those of any
+    machine that came with the checkout. ``bands`` name its efficiencies.
     ``train_images`` are those of the full training that a recommendation is projected to; None is its own choice.
-    ``exchanges`` are the all-reduces measured on the same machine, beside the records of training with several ranks.
-    ``beside`` are the records of all other questions on the same machine, for those of BESIDE_OTHERS.
+    ``beside`` are the records of all other questions on the same machine, for those of BESIDE_OTHERS. ``looks`` are the
+    answers to any question that this machine has shown: they say how much its sets scatter.
     """
 
     experiment: str
@@ -49,10 +51,11 @@ class Study:
     resolution: float = 0.03
     published: bool = False
     trials: tuple[RunRecord, ...] = ()
+    published_trials: tuple[RunRecord, ...] = ()
     bands: Bands = NAMED[DEFAULT]
-    exchanges: tuple[RunRecord, ...] = ()
     train_images: int | None = None
     beside: tuple[RunRecord, ...] = ()
+    looks: tuple[RunRecord, ...] = ()
 
     @property
     def hardware(self) -> str:
@@ -113,9 +116,11 @@ def study(
         LedgerError: ``machine`` names none or several, or is needed because the records come from several.
     """
     told = chosen(list(records), experiment, machine=machine, cohort=cohort)
+    looks = tuple(r for r in told if r.role == LOOK)
+    told = [r for r in told if r.role != LOOK]
     trials = tuple(r for r in told if r.role == TRIAL)
     untrained = [r for r in told if r.role != TRIAL]
-    beside = [r for r in untrained if r.experiment != experiment and experiment in (SCALING, *BESIDE_OTHERS)]
+    beside = [r for r in untrained if r.experiment != experiment and experiment in BESIDE_OTHERS]
     found = [r for r in untrained if r.experiment == experiment or not beside]
     if run_ids is not None:
         found = _asked(found, set(run_ids))
@@ -124,8 +129,8 @@ def study(
         records=tuple(found),
         output_dir=Path(output_dir),
         trials=trials,
-        exchanges=tuple(beside) if experiment == SCALING else (),
-        beside=tuple(beside) if experiment in BESIDE_OTHERS else (),
+        beside=tuple(beside),
+        looks=looks,
     )
 
 
@@ -179,14 +184,14 @@ T = TypeVar("T", bound=Told)
 
 
 def chosen(told: Sequence[T], experiment: str, *, machine: str | None = None, cohort: Cohort | None = None) -> list[T]:
-    """Those of the records, or heads of records, that ``study`` shows; see there. Trials come last."""
+    """Those of the records, or heads of records, that ``study`` shows; see there. Trials and looks come last."""
     found = [r for r in told if r.role != JOB]
     mixed = machine == ALL_MACHINES
     if found and not mixed:
         key = _machine_key(found, machine)
         found = [r for r in found if r.machine.key == key]
-    trials = [r for r in found if r.role == TRIAL]
-    found = [r for r in found if r.role != TRIAL]
+    trials, looks = ([r for r in found if r.role == role] for role in (TRIAL, LOOK))
+    found = [r for r in found if r.role not in (TRIAL, LOOK)]
     if experiment == RECOMMENDATION:
         shown = [r for group in _by_experiment(found) for r in _one_cohort(group, None, mixed=mixed)]
     else:
@@ -196,9 +201,7 @@ def chosen(told: Sequence[T], experiment: str, *, machine: str | None = None, co
         shown = shown + [r for group in others for r in _one_cohort(group, None)]
     data = {r.cohort[2] for r in shown} or {r.cohort[2] for r in trials}
     same = [r for r in trials if r.cohort[2] in data]
-    if experiment == SCALING:
-        shown = shown + _one_cohort([r for r in found if r.experiment == ALL_REDUCE], None)
-    return shown + [r for group in _by_experiment(same) for r in _one_code(group)]
+    return shown + [r for group in _by_experiment(same) for r in _one_code(group)] + looks
 
 
 def _by_experiment(records: Sequence[T]) -> list[list[T]]:
@@ -239,7 +242,7 @@ def _one_cohort(records: Sequence[T], cohort: Cohort | None, *, mixed: bool = Fa
 
 def cohorts(records: Sequence[T]) -> list[Cohort]:
     """The cohorts of the code that was measured last, the latest last: none of them is compared with another."""
-    measured = sorted((r for r in records if r.role not in ("note", TRIAL, JOB)), key=_moment)
+    measured = sorted((r for r in records if r.role not in ("note", TRIAL, JOB, LOOK)), key=_moment)
     latest = dict.fromkeys(r.cohort for r in reversed(measured) if r.cohort[1] == measured[-1].cohort[1])
     return list(latest)[::-1]
 

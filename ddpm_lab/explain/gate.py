@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddpm_lab.explain import phrases, stats
+from ddpm_lab.explain import decisions, phrases, stats
 from ddpm_lab.explain.answers import first_losses
-from ddpm_lab.explain.comparisons import Row, comparisons
+from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
 
@@ -14,9 +14,9 @@ PASSED = "passed"
 IDENTICAL = "identical code"
 SLOWER = "failed"
 NO_RESULT = "no result"
-EXIT_CODES = {PASSED: 0, IDENTICAL: 0, SLOWER: 1, NO_RESULT: 1, stats.NOT_TRUSTED: 3, stats.NOT_RESOLVED: 0}
+EXIT_CODES = {PASSED: 0, IDENTICAL: 0, SLOWER: 1, NO_RESULT: 1, decisions.INCONCLUSIVE: 0}
 STRICT = 4
-"""The exit code of what is not resolved, where that is not enough to pass."""
+"""The exit code of what is inconclusive, where that is not enough to pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +27,8 @@ class Outcome:
     sentence: str
 
     def exit_code(self, *, strict: bool = False) -> int:
-        """0 passed, 1 failed or no result, 3 not trusted; not resolved is 0, or 4 where ``strict``."""
-        return STRICT if strict and self.status == stats.NOT_RESOLVED else EXIT_CODES[self.status]
+        """0 passed, 1 failed or no result; inconclusive is 0, or 4 where ``strict``."""
+        return STRICT if strict and self.status == decisions.INCONCLUSIVE else EXIT_CODES[self.status]
 
 
 def outcome(study: Study, threshold: float) -> Outcome:
@@ -36,35 +36,30 @@ def outcome(study: Study, threshold: float) -> Outcome:
 
     *Failed*: the candidate is called slower, and the whole 95 % interval of its ratio lies below 1 - threshold. One
     that loses just the threshold fails in some 3 % of cases; one that loses as much again as the resolution, in 97 %.
-    *Passed*: the whole interval lies above. Anything else is *not resolved*. With a threshold of 0 what is called
+    *Passed*: the whole interval lies above. Anything else is *inconclusive*. With a threshold of 0 what is called
     slower fails.
     """
-    row = next((r for r in comparisons(study) if r["role"] == "candidate" and r["sets"]), None)
+    row = next((r for r in comparisons(study) if r.role == "candidate" and r.sets), None)
     if row is None:
         return _said(NO_RESULT, finding(study).headline)
-    if row["verdict"] == stats.NOT_TRUSTED:
-        return _said(stats.NOT_TRUSTED, f"{row['baseline_label']} differs from itself, so no verdict is given")
-    if row["sets"] < stats.LEAST_SETS:
-        text = f"{phrases.plural(int(row['sets']), 'set')}, and a verdict needs {stats.LEAST_SETS}"
-        return _said(stats.NOT_RESOLVED, text)
+    if row.sets < decisions.LEAST_SETS:
+        text = f"{phrases.plural(row.sets, 'set')}, and a verdict needs {decisions.LEAST_SETS}"
+        return _said(decisions.INCONCLUSIVE, text)
     return _judged(row, threshold)
 
 
-def _judged(row: Row, threshold: float) -> Outcome:
-    least, pair = 1 - threshold, f"{row['label']} {{}} slower than {row['baseline_label']}"
+def _judged(row: Comparison, threshold: float) -> Outcome:
+    least, pair = 1 - threshold, f"{row.label} {{}} slower than {row.baseline_label}"
     allowed = f"{_share(threshold)} is allowed" if threshold else "none is allowed"
-    if row["verdict"] == stats.SLOWER and row["high"] < least:
-        how = f"by {_share(1 - row['ratio'])}, and at least by {_share(1 - row['high'])}, where {allowed}"
+    if row.verdict == decisions.SLOWER and row.ratio.high < least:
+        how = f"by {_share(1 - row.ratio.value)}, and at least by {_share(1 - row.ratio.high)}, where {allowed}"
         return _said(SLOWER, f"{pair.format('is')} {how}")
-    if row["verdict"] == stats.BURSTS or row["ratio"] / row["bursts"] < least < row["low"]:
-        text = f"windows far slower than most, which a ratio of medians leaves out, make the time of {row['label']}"
-        return _said(stats.NOT_RESOLVED, f"{text} {row['bursts']:.3g} times as long, against {row['baseline_label']}")
-    if row["low"] >= 1:
+    if row.ratio.low >= 1:
         return _said(PASSED, pair.format("is not"))
-    if row["low"] > least:
-        return _said(PASSED, f"{pair.format('is')} by at most {_share(1 - row['low'])}, where {allowed}")
-    text = f"{pair.format('may be')} by up to {_share(1 - row['low'])}, where {allowed}"
-    return _said(stats.NOT_RESOLVED, f"{text}: measure longer, or on a quieter machine")
+    if row.ratio.low > least:
+        return _said(PASSED, f"{pair.format('is')} by at most {_share(1 - row.ratio.low)}, where {allowed}")
+    text = f"{pair.format('may be')} by up to {_share(1 - row.ratio.low)}, where {allowed}"
+    return _said(decisions.INCONCLUSIVE, f"{text}: measure longer, or on a quieter machine")
 
 
 def _said(status: str, text: str) -> Outcome:
@@ -81,7 +76,8 @@ def summary(study: Study, judged: Outcome, threshold: float) -> str:
     row = {
         "gate": judged.status,
         "ratio, 95 % interval": found.evidence(),
-        "noise floor": phrases.between(1.0, found.noise_low, found.noise_high) or phrases.DASH,
+        "baseline repeated": phrases.between(stats.Interval(value=1.0, low=found.noise_low, high=found.noise_high))
+        or phrases.DASH,
         "slowdown allowed": _share(threshold),
         "losses": first_losses(study).verdict,
     }

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pandas as pd
 
 from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.explain import operators, phrases
-from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.frames import Study, rank_zero
 from ddpm_lab.plan import LIMITS
 
@@ -77,15 +76,15 @@ class Roofline:
         return max(1.0, self.measured_seconds / self.fused_seconds)
 
 
-def roofline(study: Study, own: Mapping[str, Any] | None) -> Roofline | None:
+def roofline(study: Study, own: Comparison | None) -> Roofline | None:
     """The roofline of ``own``, a row of the lab's trainer, from the work and the peaks of its network and device.
 
     None where these were not measured in its precision, where it does not train, and where it reads faster than the
     peak: then one of the two is wrong.
     """
-    if own is None or own["config"].workload != DDPM:
+    if own is None or own.config.workload != DDPM:
         return None
-    config = own["config"]
+    config = own.config
     peaks, precision = _peaks(study, config), config.precision
     if not {"bandwidth", "fp32", precision} <= peaks.keys():
         return None
@@ -93,7 +92,7 @@ def roofline(study: Study, own: Mapping[str, Any] | None) -> Roofline | None:
     parts = []
     for kind, work in _work(study, config).items():
         if kind == "weights":
-            size = OPTIMIZER_BYTES * work["elements"] / own["batch"]
+            size = OPTIMIZER_BYTES * work["elements"] / own.batch
             parts.append(_part(OPTIMIZER, 0.0, size, flops, bandwidth))
         else:
             parts.append(_part(kind, work["flop"], BYTES[precision] * work["elements"], flops, bandwidth))
@@ -105,7 +104,7 @@ def roofline(study: Study, own: Mapping[str, Any] | None) -> Roofline | None:
         single_flops=peaks["fp32"],
         bandwidth=bandwidth,
         parts=tuple(sorted(parts, key=lambda p: -p.seconds)),
-        measured_seconds=own["step_seconds"] / own["batch"],
+        measured_seconds=own.step_seconds / own.batch,
         shares=_shares(study, config),
     )
     return line if line.flop_share <= 1 else None
@@ -140,17 +139,17 @@ def _peaks(study: Study, config: RunConfig) -> dict[str, float]:
     """FLOP/s by precision, the better of a matrix product and a convolution, and bytes/s of a copy."""
     found: dict[str, float] = {}
     for row in comparisons(study):
-        if not str(row["family"]).startswith(LIMITS) or not row["sets"] or row["role"] == "twin":
+        if not row.family.startswith(LIMITS) or not row.sets or row.role == "twin":
             continue
-        if not _alike(row["config"], config):
+        if not _alike(row.config, config):
             continue
-        mine = (rank_zero(r) for r in reversed(study.records) if r.run_id == row["run_id"])
+        mine = (rank_zero(r) for r in reversed(study.records) if r.run_id == row.run_id)
         seen = next(filter(None, mine), {})
         if seen.get("flop"):
-            precision, speed = row["config"].precision, seen["flop"] / row["step_seconds"]
+            precision, speed = row.config.precision, seen["flop"] / row.step_seconds
             found[precision] = max(found.get(precision, 0.0), speed)
         elif seen.get("bytes"):
-            found["bandwidth"] = seen["bytes"] / row["step_seconds"]
+            found["bandwidth"] = seen["bytes"] / row.step_seconds
     return found
 
 
@@ -179,7 +178,7 @@ def flop_per_image(study: Study, config: RunConfig) -> float | None:
     return sum(part["flop"] for part in _work(study, config).values()) or None
 
 
-def sentence(study: Study, own: Mapping[str, Any] | None) -> str:
+def sentence(study: Study, own: Comparison | None) -> str:
     """How far from the limit, in one sentence; empty where it was not measured."""
     line = roofline(study, own)
     return "" if line is None else sentence_of(line)
@@ -189,24 +188,12 @@ def sentence_of(line: Roofline) -> str:
     """How far from the limit, in one sentence."""
     percent = f"{100 * line.flop_share:.0f} %"
     return (
-        f"It reaches {percent} of this machine's {phrases.significant(line.flops / 1e9)} GFLOP/s in {line.precision}; "
-        f"at that peak, with all but convolutions, products and the optimizer free, it could be at most "
-        f"{line.headroom:.1f} times as fast." + _around_convolutions(line)
+        f"It reaches {percent} of this machine's {phrases.significant(line.flops / 1e9)} GFLOP/s in {line.precision}. "
+        f"Roofline limit: {line.headroom:.1f} times as fast, with element-wise operations and normalisation free."
     )
 
 
-def _around_convolutions(line: Roofline) -> str:
-    """What the convolutions as they are leave to gain, in a sentence; empty without a profile."""
-    share = line.shares.get("convolution", 0.0)
-    if not share:
-        return ""
-    return (
-        f" In a profile convolutions take {100 * share:.0f} % of the operators' time: as fast as they are, with all "
-        f"else free, it would be {1 / share:.1f} times as fast."
-    )
-
-
-def table(study: Study, own: Mapping[str, Any] | None) -> pd.DataFrame:
+def table(study: Study, own: Comparison | None) -> pd.DataFrame:
     """The parts of a step: work, least time at the machine's peaks, and what sets it; empty where not measured."""
     line = roofline(study, own)
     if line is None:

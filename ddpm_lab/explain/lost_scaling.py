@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ddpm_lab import plan
-from ddpm_lab.explain import phrases, stats, straggler
-from ddpm_lab.explain.comparisons import COMPARED, MECHANISM_ONLY, comparisons, judged
+from ddpm_lab.explain import decisions, phrases, stats, straggler
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.record import RunRecord, kept_seconds, set_log_ratio
+from ddpm_lab.record import RunRecord, crowded, seconds_by_turn, set_log_ratio
 
 UNRELIABLE = 1 / 3
 """Share of the loss above which an interaction makes the split unreliable."""
@@ -45,7 +45,7 @@ class Seconds:
     @property
     def resolved(self) -> bool:
         """Whether there are sets enough for a claim, and the interval leaves 0 out."""
-        return self.sets >= stats.LEAST_SETS and (self.low > 0 or self.high < 0)
+        return self.sets >= decisions.LEAST_SETS and (self.low > 0 or self.high < 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,31 +102,18 @@ def splits(study: Study) -> list[Split]:
     for r in study.records:
         if r.family.endswith(plan.LOST) and r.role in ("baseline", "candidate", "note"):
             groups.setdefault((r.family, r.baseline_id), []).append(r)
-    trusted = _trusted(study) if groups else True
-    return [found for records in groups.values() if (found := _split(records, study.records, trusted)) is not None]
+    return [found for records in groups.values() if (found := _split(records, study.records)) is not None]
 
 
-def _trusted(study: Study) -> bool:
-    """Whether no baseline differs from its twin, by the rule of all comparisons: neither here nor in the question."""
-    own = [r for r in study.records if r.family.endswith(plan.LOST) and r.role in COMPARED]
-    verdicts = [
-        *(row["verdict"] for row in judged(own, study.resolution)),
-        *(row["verdict"] for row in comparisons(study)),
-    ]
-    return stats.NOT_TRUSTED not in verdicts
-
-
-def _doubt(records: Sequence[RunRecord], loss: Seconds, trusted: bool) -> str:
+def _doubt(records: Sequence[RunRecord], loss: Seconds) -> str:
     if any(r.mechanism_only for r in records):
         return MECHANISM_ONLY
-    if not trusted:
-        return stats.NOT_TRUSTED
-    if loss.known and loss.sets < stats.LEAST_SETS:
-        return f"{phrases.plural(loss.sets, 'set')} only: a claim needs {stats.LEAST_SETS}"
+    if loss.known and loss.sets < decisions.LEAST_SETS:
+        return f"{phrases.plural(loss.sets, 'set')} only: a claim needs {decisions.LEAST_SETS}"
     return ""
 
 
-def _split(records: Sequence[RunRecord], beside: Sequence[RunRecord], trusted: bool) -> Split | None:
+def _split(records: Sequence[RunRecord], beside: Sequence[RunRecord]) -> Split | None:
     sets = _sets(records)
     many = next((r for r in records if r.role == "candidate" and r.config.world_size > 1), None)
     if many is None or not sets:
@@ -151,7 +138,7 @@ def _split(records: Sequence[RunRecord], beside: Sequence[RunRecord], trusted: b
     ranks = phrases.plural(n, "GPU" if many.config.device == "cuda" else "rank")
     terms = _terms(all_ranks, n, sets)
     loss = over_sets(lambda t: t[all_ranks] - t[plan.ONE_RANK] / n)
-    doubt = _doubt(records, loss, trusted)
+    doubt = _doubt(records, loss)
     slowest = "" if doubt else straggler.named(alone)
     parts = tuple(
         Part(
@@ -234,18 +221,19 @@ def _terms(all_ranks: str, n: int, sets: Sequence[Mapping[str, RunRecord]]) -> l
 
 
 def _sets(records: Sequence[RunRecord]) -> list[dict[str, RunRecord]]:
-    """Records with a speed by set and label; sets without their baseline have none."""
+    """Records with a speed by set and label; sets that are crowded, or without their baseline, have none."""
     found: dict[str, dict[str, RunRecord]] = {}
     for r in records:
         if r.role in ("baseline", "candidate") and r.status == "ok" and r.windows and not r.mechanism_only:
             found.setdefault(r.set_id, {})[r.label] = r
-    return [members for members in found.values() if plan.ONE_OFF in members and len(members) > 1]
+    whole = [members for members in found.values() if plan.ONE_OFF in members and len(members) > 1]
+    return [members for members in whole if not crowded(list(members.values()))]
 
 
 def _times(found: Mapping[str, RunRecord]) -> dict[str, float]:
     """Seconds of a step of each configuration: its ratio to the baseline, paired by turn, times the baseline's."""
     base = found[plan.ONE_OFF]
-    of_image = statistics.median(kept_seconds(base).values()) if kept_seconds(base) else math.nan
+    of_image = statistics.median(seconds_by_turn(base).values()) if seconds_by_turn(base) else math.nan
     return {
         label: of_image * math.exp(-set_log_ratio(base, r)) * r.config.global_batch_size for label, r in found.items()
     }

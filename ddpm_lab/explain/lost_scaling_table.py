@@ -143,7 +143,7 @@ def _negative(split: Split, part: Part) -> str:
     """What a time below zero says: a gain where it is resolved, and else no known difference from none."""
     if not part.seconds.value < 0:
         return ""
-    return "a gain" if part.gained and not split.doubt else "below zero: not resolved"
+    return "a gain" if part.gained and not split.doubt else "below zero: inconclusive"
 
 
 def _share(seconds: Seconds, split: Split) -> str:

@@ -1,21 +1,19 @@
-"""What the machine did while it was measured: neighbours, clocks, temperature, power, and memory that grows."""
+"""What the machine did while it was measured: neighbours, clocks, temperature, power and memory."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import fmean, median
-from typing import Any
 
 import pandas as pd
 
 from ddpm_lab.explain import phrases
-from ddpm_lab.explain.comparisons import peak
+from ddpm_lab.explain.comparisons import Comparison, peak
 from ddpm_lab.explain.frames import Study, once
 from ddpm_lab.plan import LOST
-from ddpm_lab.record import RunRecord, Window
+from ddpm_lab.record import RunRecord, Window, crowded
 
 NOT_AVAILABLE = "not available"
 _REASONS = {
@@ -33,7 +31,8 @@ _REASONS = {
 class Moment:
     """A window, or the windows of a time budget: who was measured, for how long, and what others took meanwhile.
 
-    ``turn`` counts from 1 over all sets of the study in their order; None is unknown.
+    ``turn`` counts from 1 over all sets of the study in their order; the set of a ``disturbed`` one does not count.
+    None is unknown.
     """
 
     record: RunRecord
@@ -42,7 +41,7 @@ class Moment:
     images: int
     others_cores: float | None
     stolen_seconds: float | None
-    dropped: bool
+    disturbed: bool
     state: dict[str, float | None]
 
 
@@ -51,7 +50,7 @@ def moments(study: Study) -> list[Moment]:
     """Every window of the study's sets, in the order of their turns, or the time budget of a profile."""
     found: list[Moment] = []
     first: dict[str, int] = {}
-    turns = 0
+    turns, disturbed = 0, _disturbed(study)
     for r in study.records:
         if r.family.endswith(LOST):  # beside the answer, and nothing that anybody would train with
             continue
@@ -59,7 +58,7 @@ def moments(study: Study) -> list[Moment]:
             first[r.set_id] = turns
             turns += 1 + max(w.turn for w in r.windows)
         for w in r.windows:
-            values = (w.seconds, w.images, w.others_cores, w.stolen_seconds, w.dropped, w.state)
+            values = (w.seconds, w.images, w.others_cores, w.stolen_seconds, r.set_id in disturbed, w.state)
             found.append(Moment(r, first[r.set_id] + w.turn + 1, *values))
         if taken := (r.profile or {}).get("budget"):
             others, stolen = taken.get("others_cores"), taken.get("stolen_seconds")
@@ -77,33 +76,40 @@ def unknown(study: Study) -> str:
     return ""
 
 
-def busy(study: Study) -> str:
-    """A sentence where others kept more than a tenth of the cores busy on average, or a quarter in some sets.
-
-    Empty where they did neither. A single set that lay under a neighbour can widen an interval beyond use.
-    """
-    taken: dict[str, list[float]] = defaultdict(list)
+def _disturbed(study: Study) -> set[str]:
+    """The sets that do not count, since other processes took the cores that they needed."""
+    sets: dict[str, list[RunRecord]] = defaultdict(list)
     for r in study.records:
-        taken[r.set_id] += [w.others_cores for w in r.windows if w.others_cores is not None and not w.dropped]
-    sets = {name: cores for name, cores in taken.items() if cores}
-    if not sets:
-        return ""
-    cores = study.records[-1].environment.machine.usable_cores
-    of = f"of {phrases.plural(cores, 'core')}"
-    mean = fmean([x for found in sets.values() for x in found])
-    if mean > 0.1 * cores:
-        return f" The machine was busy: other processes took {mean:.1f} {of} on average in the windows that count."
-    disturbed = [m for found in sets.values() if (m := fmean(found)) > 0.25 * cores]
-    if not disturbed:
-        return ""
-    which = f"{len(disturbed)} of {phrases.plural(len(sets), 'set')}"
-    return f" The machine was busy in {which}: there other processes took {fmean(disturbed):.1f} {of} on average."
+        if r.windows and r.set_id:
+            sets[r.set_id].append(r)
+    return {set_id for set_id, members in sets.items() if crowded(members)}
 
 
-def peaks(rows: Sequence[Mapping[str, Any]], lead: Mapping[str, Any]) -> str:
+def busy(study: Study) -> str:
+    """A sentence, after a space, on sets that did not count, and on cores that were left out; empty without any."""
+    disturbed, text = len(_disturbed(study)), ""
+    if disturbed:
+        of = f"{disturbed} of {phrases.plural(len({r.set_id for r in study.records if r.windows}), 'set')}"
+        verb, ending = ("was", "does") if disturbed == 1 else ("were", "do")
+        text = f" {of} {verb} disturbed by other processes and {ending} not count."
+    return text + cores_used(study)
+
+
+def cores_used(study: Study) -> str:
+    """A sentence, after a space, where fewer cores were measured with than the machine has; else empty."""
+    used = {
+        (r.config.threads * r.config.node_size, r.environment.machine.usable_cores)
+        for r in study.records
+        if r.role == "baseline" and r.config.device == "cpu" and r.config.threads
+    }
+    told = [f"{n} of {phrases.plural(most, 'core')}" for n, most in sorted(used) if n < most]
+    return f" Measured with {' and '.join(told)}: other processes took the rest." if told else ""
+
+
+def peaks(rows: Sequence[Comparison], lead: Comparison) -> str:
     """A sentence, after a space: peak memory of a comparison and of its baseline; empty where both are unknown."""
-    base = [r for r in rows if r["role"] == "baseline" and r["baseline_id"] == lead["baseline_id"]]
-    said = [f"{phrases.peak_memory(r)} with {r['label']}" for r in (lead, *base[:1])]
+    base = [r for r in rows if r.role == "baseline" and r.baseline_id == lead.baseline_id]
+    said = [f"{phrases.peak_memory(r)} with {r.label}" for r in (lead, *base[:1])]
     return (
         "" if all(text.startswith("unknown") for text in said) else f" Peak memory of a rank: {phrases.joined(said)}."
     )
@@ -180,9 +186,9 @@ def _host(study: Study, found: Sequence[Moment]) -> list[tuple[str, str]]:
             "Memory of the machine in use", "ram_used_bytes", found, lambda v: f"at most {phrases.memory(max(v))}{of}"
         ),
     ]
-    turns = {m.turn for m in found if m.record.windows}
-    lost = {m.turn for m in found if m.dropped}
-    return [*rows, ("Dropped turns", f"{len(lost)} of {len(turns)}")] if turns else rows
+    lost = {m.record.set_id for m in found if m.disturbed}
+    sets = {m.record.set_id for m in found if m.record.windows}
+    return [*rows, ("Disturbed sets, which do not count", f"{len(lost)} of {len(sets)}")] if sets else rows
 
 
 def _gpu(found: Sequence[Moment]) -> list[tuple[str, str]]:
@@ -207,7 +213,7 @@ def _throttled(masks: Sequence[float]) -> str:
 def _peak(record: RunRecord) -> str:
     """Peak memory of the largest rank; on a GPU also the share of the card that torch reserved, and what is left."""
     config, kinds = record.config, ("peak_memory_bytes", "peak_rss_bytes")
-    text = phrases.peak_memory({"config": config, **{kind: peak(record, kind) for kind in kinds}})
+    text = phrases.peak_of(config, *(peak(record, kind) for kind in kinds))
     reserved = max((rank.peak_reserved_bytes or 0 for rank in record.ranks), default=0)
     cards = [rank.get("device_total_bytes") for rank in record.witness.get("ranks", ())]
     if config.device == "cpu" or not reserved or not cards or None in cards:
@@ -217,70 +223,3 @@ def _peak(record: RunRecord) -> str:
         f"{text} allocated, {phrases.memory(reserved)} reserved: {100 * reserved / total:.0f} % of the card, "
         f"{phrases.memory(total - reserved)} headroom"
     )
-
-
-LEAST_WINDOWS = 6
-LEAST_SHARE = 0.9
-"""Share of successive windows of a set between which memory grew."""
-LEAST_BYTES = 8 * 2**20
-"""Growth over a set. Of 338 sets of the lab's own, on a CPU, memory grew in over 80 % of the windows of none."""
-KINDS = {"rss_bytes": "main memory", "allocated_bytes": "memory of the GPU"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leak:
-    """How much more a rank held after a set's last window than after its first, and over how many steps."""
-
-    record: RunRecord
-    kind: str
-    grown_bytes: float
-    steps: int
-    windows: int
-
-    def sentence(self) -> str:
-        """What is kept, by whom, how fast it grows, and where to look."""
-        config = self.record.config
-        place = next((str(r["place"]) for r in self.record.witness.get("ranks", ()) if r.get("place")), "")
-        name = config.work_name if config.is_own else config.workload
-        return (
-            f"{name}{f' ({place})' if place else ''} leaks memory: with {self.record.label} a rank holds "
-            f"{phrases.memory(self.grown_bytes)} more {KINDS[self.kind]} after {self.windows} windows than after the "
-            f"first, about {phrases.significant(self.grown_bytes / self.steps / 2**10)} KiB a step"
-        )
-
-
-def leaks(study: Study) -> list[Leak]:
-    """The fastest growing set of each configuration that leaks in at least half of its sets."""
-    by_run: dict[str, list[Leak | None]] = {}
-    for record in study.records:
-        if len(record.windows) >= LEAST_WINDOWS:
-            by_run.setdefault(record.run_id, []).append(leak(record))
-    found = []
-    for known in by_run.values():
-        sure = [one for one in known if one is not None]
-        if 2 * len(sure) >= len(known):
-            found.append(max(sure, key=lambda one: one.grown_bytes / one.steps))
-    return found
-
-
-def leak(record: RunRecord) -> Leak | None:
-    """How a record's memory grew; None where it did not, or where it cannot be known."""
-    windows = sorted(record.windows, key=lambda w: w.turn)
-    for kind in KINDS:
-        held = [bytes_held for w in windows if (bytes_held := w.state.get(kind)) is not None]
-        if len(held) < max(LEAST_WINDOWS, len(windows)):
-            continue
-        grew = sum(after > before for before, after in pairwise(held)) / (len(held) - 1)
-        if grew >= LEAST_SHARE and held[-1] - held[0] >= LEAST_BYTES:
-            steps = sum(w.steps + record.plan.settle_steps for w in windows[1:])
-            return Leak(record=record, kind=kind, grown_bytes=held[-1] - held[0], steps=steps, windows=len(windows))
-    return None
-
-
-def leaking(study: Study) -> str:
-    """A sentence after a space for what leaks, the fastest first; empty where nothing does."""
-    found = sorted(leaks(study), key=lambda one: -one.grown_bytes / one.steps)
-    if not found:
-        return ""
-    others = f"; so do {phrases.plural(len(found) - 1, 'other configuration')}" if len(found) > 1 else ""
-    return f" {found[0].sentence()}{others}."

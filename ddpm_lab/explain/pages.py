@@ -19,6 +19,7 @@ from ddpm_lab import __version__
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
 TITLE = "Which settings train {} fastest on this machine?"
+ANSWERED, SMOKE = "answered", "smoke"
 NOT_RUN, DONE, FAILED, STOPPED = "not run", "done", "failed", "stopped"
 METADATA = "ddpm_lab"
 """Where an executed notebook keeps what the index reads back: in its own metadata and in those of its finding."""
@@ -45,9 +46,13 @@ class Page:
 
     @property
     def status(self) -> str:
-        """What the chip says: failed, stopped, not run, not resolved, ..., or answered."""
+        """What the chip says: failed, stopped, not run, inconclusive, ..., or answered."""
         if self.state != DONE:
             return self.state
+        if self.finding.get("published"):
+            return "another machine"
+        if self.preset == SMOKE and self.finding.get("status") == ANSWERED:
+            return "smoke: only tried"
         return str(self.finding.get("status", "no answer"))
 
     @property
@@ -57,7 +62,7 @@ class Page:
             return "failed"
         if self.state == NOT_RUN:
             return "idle"
-        return "answered" if self.status == "answered" else "unresolved"
+        return ANSWERED if self.status == ANSWERED else "unresolved"
 
     @property
     def headline(self) -> str:
@@ -97,6 +102,30 @@ class Section:
     sentences: tuple[str, ...]
     image: str
     alt: str
+
+
+def answers(pages: Sequence[Page]) -> list[tuple[str, list[str]]]:
+    """What a report comes to, of this machine alone: what to use, what is slower or the same, and what is open.
+
+    An open question comes with the command that would answer it.
+    """
+    mine = [p for p in pages if p.state == DONE and p.finding and not p.finding.get("published")]
+    last = [p for p in mine if p.finding.get("experiment") == RECOMMENDATION]
+    others = [p for p in mine if p not in last and p.finding.get("experiment") not in _NO_SETTING]
+    settled = [p.headline for p in others if p.kind == ANSWERED and p.finding.get("verdict") != FASTER]
+    told = [*(p for p in last if p.kind != ANSWERED), *(p for p in others if p.kind != ANSWERED)]
+    ways: dict[str, list[str]] = {}
+    for page in told:
+        ways.setdefault(page.headline, []).append(str(page.finding.get("way_out") or ""))
+    open_ = [f"{headline}{': ' * any(found)}{' or '.join(filter(None, found))}" for headline, found in ways.items()]
+    use = [p.headline for p in last if p.kind == ANSWERED]
+    lines = (("Use", use), ("No gain", settled), ("Open", open_))
+    return [(name, found) for name, found in lines if found]
+
+
+RECOMMENDATION, FASTER = "recommendation", "faster"
+_NO_SETTING = ("profile", "claims", "peers", "quality")
+"""Questions whose answers are about no setting of a training."""
 
 
 def spoken_date(iso: str) -> str:
@@ -177,6 +206,8 @@ def write_page(page: Page, notebook: Any, target: Path) -> None:
         exclude_output_prompt=True,
         exclude_anchor_links=True,
     )
+    exporter.environment.autoescape = True
+    exporter.register_filter("markdown", _html)  # type: ignore[no-untyped-call]
     values = {"page": page, "version": __version__}
     html, _ = exporter.from_notebook_node(shown, resources={"metadata": {"name": page.name}, "lab": values})
     replace_text(target, html)
@@ -189,13 +220,15 @@ def write_index(
     subject: str = "a diffusion model",
     facts: Sequence[tuple[str, str]] = (),
     notice: str = "",
+    answered: Sequence[tuple[str, Sequence[str]]] = (),
     command: str = "ddpm-lab report",
     ledger: str = "",
     calibration: Section | None = None,
 ) -> None:
     """Write the index: every question with its answer, figure and status, what was run, and how to run it again.
 
-    ``subject`` is what is trained. ``facts`` are pairs of a term and a value for the head of the page; ``notice`` says
+    ``subject`` is what is trained; ``answered`` is what ``answers`` gives.
+    ``facts`` are pairs of a term and a value for the head of the page; ``notice`` says
     what is missing from an incomplete report; ``ledger`` is the path of the ledger relative to the page;
     ``calibration`` says how finely this machine measures, if it was asked. Raises OSError if the file cannot be
     written.
@@ -204,6 +237,7 @@ def write_index(
     html = environment.get_template("index.html.j2").render(
         title=TITLE.format(subject),
         pages=pages,
+        answered=answered,
         facts=facts,
         notice=notice,
         command=command,
@@ -219,8 +253,7 @@ def write_markdown(text: str, target: Path) -> None:
 
     Raises OSError if the file cannot be written.
     """
-    renderer = IPythonRenderer(exclude_anchor_links=True, embed_images=True, path=str(target.parent))
-    body = MarkdownWithMath(renderer=renderer).render(text)
+    body = str(_html(text, embed_images=True, path=str(target.parent)))
     for tag, wrapped in (("<table>", '<div class="scroll" tabindex="0"><table>'), ("</table>", "</table></div>")):
         body = body.replace(tag, wrapped)
     environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined)
@@ -228,6 +261,12 @@ def write_markdown(text: str, target: Path) -> None:
         title=text.partition("\n")[0].lstrip("# "), body=Markup(body), version=__version__
     )
     replace_text(target, html)
+
+
+def _html(text: str, **images: Any) -> Markup:
+    """Markdown as HTML: HTML in it is shown as text, and a link goes nowhere but to the web or to a file."""
+    renderer = IPythonRenderer(exclude_anchor_links=True, escape=True, allow_harmful_protocols=False, **images)
+    return Markup(MarkdownWithMath(renderer=renderer).render(text))
 
 
 def replace_text(target: Path, text: str) -> None:

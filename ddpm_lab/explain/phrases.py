@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ddpm_lab.config import DDPM, LOADER_ALONE, SAMPLING, RunConfig
-from ddpm_lab.explain import quality, stats
-from ddpm_lab.explain.comparisons import MECHANISM_ONLY
+from ddpm_lab.explain import decisions, quality, stats
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.stats import Interval
 from ddpm_lab.plan import LOST
 
 QUESTIONS = {
@@ -58,55 +59,59 @@ def joined(words: Sequence[str]) -> str:
     return ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else "".join(words)
 
 
-def decimals(value: float, low: float, high: float) -> int:
+def decimals(ratio: Interval) -> int:
     """Decimals of a ratio: three where a narrow interval lies close to 1, so that it does not round to 1.00."""
-    width = high - low
-    if width < 0.03 and abs(value - 1) < 0.06:
+    if ratio.high - ratio.low < 0.03 and abs(ratio.value - 1) < 0.06:
         return 3
-    return 2 if value < 10 else 1
+    return 2 if ratio.value < 10 else 1
 
 
-def between(value: float, low: float, high: float, *, to: str = " to ") -> str:
+def between(ratio: Interval, *, to: str = " to ") -> str:
     """The interval of a ratio, such as "1.55 to 1.69"; empty without one."""
-    digits = decimals(value, low, high)
-    return "" if math.isnan(low) else f"{low:.{digits}f}{to}{high:.{digits}f}"
+    digits = decimals(ratio)
+    return f"{ratio.low:.{digits}f}{to}{ratio.high:.{digits}f}" if ratio.exists else ""
 
 
-def ratio_of(value: float, low: float, high: float) -> str:
+def ratio_of(ratio: Interval) -> str:
     """Such as "1.62"."""
-    return f"{value:.{decimals(value, low, high)}f}"
+    return f"{ratio.value:.{decimals(ratio)}f}"
 
 
-def times(value: float, low: float, high: float, *, what: str = "") -> str:
+def times(ratio: Interval, *, what: str = "") -> str:
     """A ratio, what it is of, and its interval if it has one: "1.62 times as fast (1.55 to 1.69)"."""
-    span = between(value, low, high)
-    return f"{ratio_of(value, low, high)}{what}" + (f" ({span})" if span else "")
+    span = between(ratio)
+    return f"{ratio_of(ratio)}{what}" + (f" ({span})" if span else "")
 
 
-def ratio(row: Mapping[str, Any]) -> str:
+def ratio(row: Comparison) -> str:
     """Such as "1.62"."""
-    return ratio_of(row["ratio"], row["low"], row["high"])
+    return ratio_of(row.ratio)
 
 
-def interval(row: Mapping[str, Any]) -> str:
+def interval(row: Comparison) -> str:
     """Such as "1.55 to 1.69"; empty without an interval."""
-    return between(row["ratio"], row["low"], row["high"])
+    return between(row.ratio)
 
 
-def ratio_with_interval(row: Mapping[str, Any], what: str = "") -> str:
+def ratio_with_interval(row: Comparison, what: str = "") -> str:
     """Such as "1.62 (1.55 to 1.69)"; without an interval "1.62"."""
-    return times(row["ratio"], row["low"], row["high"], what=what)
+    return times(row.ratio, what=what)
 
 
-def noise_floor(row: Mapping[str, Any]) -> str:
+def noise_floor(row: Comparison) -> str:
     """The interval of the baseline against itself, such as "0.99 to 1.01"; empty where there is none."""
-    return between(1.0, row["noise_low"], row["noise_high"])
+    return between(row.noise)
 
 
-def evidence(row: Mapping[str, Any]) -> str:
+def evidence(row: Comparison) -> str:
     """Such as "95 % interval 1.55 to 1.69, 6 sets", or "1 set, no interval"."""
-    sets = plural(int(row["sets"]), "set")
-    return f"95 % interval {interval(row)}, {sets}" if interval(row) else f"{sets}, no interval"
+    return evidence_of(row.ratio)
+
+
+def evidence_of(estimate: stats.Estimate) -> str:
+    """The same of an estimate."""
+    sets = plural(estimate.sets, "set")
+    return f"95 % interval {between(estimate)}, {sets}" if estimate.exists else f"{sets}, no interval"
 
 
 def significant(value: float, digits: int = 3) -> str:
@@ -141,16 +146,21 @@ def memory(value: float) -> str:
     return f"{value / 2**20:,.0f} MiB" if value < 2**30 else f"{value / 2**30:,.1f} GiB"
 
 
-def peak_memory(row: Mapping[str, Any]) -> str:
+def peak_memory(row: Comparison) -> str:
     """Peak memory of a rank: "1.2 GiB" of its GPU, on a CPU the host's resident set, such as "412 MiB RSS"."""
-    if row["config"].device == "cpu" and math.isnan(row["peak_memory_bytes"]) and not math.isnan(row["peak_rss_bytes"]):
-        return f"{memory(row['peak_rss_bytes'])} RSS"
-    return memory(row["peak_memory_bytes"])
+    return peak_of(row.config, row.peak_memory_bytes, row.peak_rss_bytes)
 
 
-def throughput(row: Mapping[str, Any]) -> str:
+def peak_of(config: RunConfig, allocated: float, resident: float) -> str:
+    """The same from the bytes on a GPU and those of the resident set."""
+    if config.device == "cpu" and math.isnan(allocated) and not math.isnan(resident):
+        return f"{memory(resident)} RSS"
+    return memory(allocated)
+
+
+def throughput(row: Comparison) -> str:
     """Such as "4,310 images/s"."""
-    return f"{significant(row['images_per_second'])} images/s"
+    return f"{significant(row.images_per_second)} images/s"
 
 
 def settings(config: RunConfig) -> str:
@@ -212,29 +222,47 @@ def _range(counts: Iterable[int], noun: str) -> str:
     return plural(high, noun) if low == high else f"{low} to {plural(high, noun)}"
 
 
-def outcome(row: Mapping[str, Any]) -> str:
-    """Verdict of a row with the sets it rests on: "faster, 6 sets", "not resolved (1 set)"."""
-    if row["verdict"] == stats.NOT_RESOLVED and row["sets"] < stats.LEAST_SETS:
-        return f"not resolved ({plural(int(row['sets']), 'set')})"
-    return status(str(row["verdict"]))
+def outcome(row: Comparison) -> str:
+    """Verdict of a comparison: "faster", "same within 3 %", "inconclusive (resolves 8 %)", "too few sets (1)"."""
+    if row.verdict == decisions.SAME:
+        return f"same within {share(row.resolution)}"
+    if row.verdict == decisions.TOO_FEW:
+        return f"{decisions.TOO_FEW} ({row.sets})"
+    if row.verdict == decisions.INCONCLUSIVE:
+        return f"{decisions.INCONCLUSIVE} (resolves {share(row.resolves)}{f'; {row.why}' if row.why else ''})"
+    return status(row.verdict)
+
+
+def share(value: float) -> str:
+    """A share in per cent: "26 %", "1.4 %"."""
+    return f"{100 * value:.2g} %" if value < 0.995 else f"{100 * value:,.0f} %"
+
+
+def difference(ratio: float) -> str:
+    """How much faster or slower a ratio of speeds is: "26 % slower", "2.3 times as fast"."""
+    if ratio >= 2:
+        return f"{ratio:.2g} times as fast"
+    if ratio >= 1:
+        return f"{share(ratio - 1)} faster"
+    return f"{share(1 - ratio)} slower"
 
 
 LOSS = ("Loss difference (90 % interval)", "Margin")
 """Columns of a table that say what a verdict on quality rests on."""
 
 
-def loss(row: Mapping[str, Any]) -> dict[str, str]:
+def loss(row: Comparison) -> dict[str, str]:
     """The columns LOSS of a row: how much more a configuration loses than its baseline, and how much counts as none."""
-    found = row["equivalence"]
-    if found is None or math.isnan(found.low):
+    found = row.equivalence
+    if math.isnan(found.low):
         return dict.fromkeys(LOSS, DASH)
-    margin = DASH if math.isnan(found.margin) else f"{found.margin:.2g}"
-    return dict(zip(LOSS, (quality.interval(found), margin), strict=True))
+    margin = DASH if math.isnan(found.margin) else quality.margin_words(found)
+    return dict(zip(LOSS, (quality.difference(found), margin), strict=True))
 
 
-def failure(row: Mapping[str, Any]) -> str:
+def failure(row: Comparison) -> str:
     """Such as "out of memory: needs 90 GiB, 78 GiB are free"."""
-    return failed(row["status"], row["reason"])
+    return failed(row.status, row.reason)
 
 
 def failed(how: str, reason: str | None) -> str:
@@ -243,6 +271,6 @@ def failed(how: str, reason: str | None) -> str:
     return f"{words}: {reason}" if reason else words
 
 
-def without_speed(row: Mapping[str, Any]) -> str:
+def without_speed(row: Comparison) -> str:
     """Why a row has no speed."""
-    return MECHANISM_ONLY if row["mechanism_only"] else failure(row)
+    return MECHANISM_ONLY if row.mechanism_only else failure(row)

@@ -11,29 +11,43 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from ddpm_lab.config import DDPM, TRAINING, RunConfig
+from ddpm_lab.config import DDPM, TRAINING, UNLEARNED, DiffusionConfig, RunConfig
 from ddpm_lab.record import RunRecord
+
+if TYPE_CHECKING:
+    from ddpm_lab.explain.frames import Study
 
 IDENTICAL = "identical"
 NOT_WORSE = "not worse"
+SLIGHTLY = "worse by less than the margin"
 WORSE = "worse"
 NOT_ENOUGH = "not enough data"
 NOT_MEASURED = "not measured"
 DIVERGED = "diverged"
+GOOD = (IDENTICAL, NOT_WORSE, SLIGHTLY)
+"""Verdicts with which a configuration loses less than the margin, if anything."""
+DECIDED = (*GOOD, WORSE)
 
 LEVEL = 0.90
 """Of the interval: its upper end beyond the margin is the one-sided test of equivalence at 5 %."""
 LEAST_SEEDS = 5
 """With fewer seeds the difference is shown and no verdict is given: their spread, and so the margin, is not known."""
 MOST_SEEDS = 1000
+SHOWS_HARM = {"tiny": 0.38}
+"""The held-out loss that a baseline must reach before its trials show harm, by network, at 32x32 and the usual loss.
+
+Half-way in the logarithm from 0.798, untrained, to 0.183 after 500,000 CIFAR-10 images in batches of 8
+(``benchmarks/published/quality-tiny.json``).
+"""
 HARDLY = 0.98
-"""With more than this share of its untrained loss left a baseline has learned too little for anything to cost."""
+"""Other baselines with more than this share of their untrained loss left have learned too little for anything to cost.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +55,10 @@ class Equivalence:
     """The verdict on a configuration's held-out loss, and what it rests on.
 
     ``difference`` is the configuration's loss less the baseline's, mean over seeds, with its 90 % interval ``low`` to
-    ``high``; ``margin`` is the largest difference that counts as none. ``seeds_needed`` is None where no number of them
-    would show that the configuration is not worse, or where it is shown.
+    ``high``; ``margin`` is the largest difference that counts as none. ``behind`` and ``margin_behind`` say the same in
+    time: how much earlier the baseline had such a loss, as a share of the ``images`` of the trials. ``seeds_needed`` is
+    None where no number of them would show that the configuration is not worse, or where it is shown. ``published`` is
+    the day of trials that came with the checkout, empty for those of this machine.
     """
 
     verdict: str
@@ -50,19 +66,27 @@ class Equivalence:
     low: float = math.nan
     high: float = math.nan
     margin: float = math.nan
+    behind: float = math.nan
+    margin_behind: float = math.nan
+    images: int = 0
     seeds: int = 0
     seeds_needed: int | None = None
     reason: str = ""
+    published: str = ""
     pairs: tuple[tuple[RunRecord, RunRecord], ...] = ()
-    """The trials that were compared, the baseline's first: all of one extent, in the order of their seeds."""
+    """The trials that were compared, the baseline's first: all of one extent, in the order of their seeds.
+
+    None of published ones, which are no part of what was measured here.
+    """
 
 
 def equivalence(differences: npt.ArrayLike, margin: float) -> Equivalence:
     """Student's t interval of the mean of paired differences of the loss, against a margin set beforehand.
 
-    *Not worse*: the upper end of the 90 % interval is below the margin. *Worse*: the lower end is above 0 and the upper
-    end is not below the margin. Otherwise *not enough data*, with the number of seeds that would do at this mean and
-    spread. Fewer than five seeds give no verdict.
+    *Not worse*: the upper end of the 90 % interval is below the margin, and the lower end is not above 0; *worse by
+    less than the margin*: it is. *Worse*: the lower end is above 0 and the upper end is not below the margin. Otherwise
+    *not enough data*, with the number of seeds that would do at this mean and spread. Fewer than five seeds give no
+    verdict.
     """
     values = np.asarray(differences, dtype=float)
     n = len(values)
@@ -77,7 +101,7 @@ def equivalence(differences: npt.ArrayLike, margin: float) -> Equivalence:
     half = _half(n, spread)
     found = Equivalence(verdict=NOT_ENOUGH, difference=mean, low=mean - half, high=mean + half, margin=margin, seeds=n)
     if n >= LEAST_SEEDS and found.high < margin:
-        return dataclasses.replace(found, verdict=NOT_WORSE)
+        return dataclasses.replace(found, verdict=SLIGHTLY if found.low > 0 else NOT_WORSE)
     if n >= LEAST_SEEDS and found.low > 0:
         return dataclasses.replace(found, verdict=WORSE)
     enough = (k for k in range(max(n + 1, LEAST_SEEDS), MOST_SEEDS + 1) if mean + _half(k, spread) < margin)
@@ -91,25 +115,27 @@ def _half(n: int, spread: float) -> float:
 def margin_of(final: npt.ArrayLike, before: npt.ArrayLike) -> float:
     """The smaller of two standard deviations of the baseline's final losses over seeds, and its gain at the end.
 
-    ``before`` are its losses 5 % of the images earlier. The standard deviation is the lower 95 % confidence bound of
-    the one that n seeds show (chi-square): with the estimate itself a difference of two true ones would be called none
-    in every third case. NaN for fewer than two seeds.
+    ``before`` are its losses 5 % of the images earlier. Both are lower 95 % confidence bounds of what n seeds show
+    (chi-square, Student's t): with the estimates themselves a true difference as large as the margin would be called
+    none in a tenth to two fifths of the cases. NaN for fewer than two seeds.
     """
     last, earlier = np.asarray(final, dtype=float), np.asarray(before, dtype=float)
     n = len(last)
     if n < 2:
         return math.nan
     spread = float(last.std(ddof=1)) * math.sqrt((n - 1) / float(special.chdtri(n - 1, 0.05)))
-    return float(min(2 * spread, max(0.0, (earlier - last).mean())))
+    gains = earlier - last
+    return float(min(2 * spread, max(0.0, gains.mean() - _half(n, float(gains.std(ddof=1))))))
 
 
 def compare(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> Equivalence:
     """The verdict on ``candidate``'s trials against ``baseline``'s, paired by seed.
 
     Only trials of one extent count: those with the most held-out draws that both have, of them the longest. Without
-    held-out losses the final weights of equal seeds decide: identical or not. Where a baseline's loss stopped being
-    finite there is no verdict.
+    held-out losses the final weights of equal seeds decide: identical, or no verdict. Where a baseline's loss stopped
+    being finite, or is still above the one that shows harm, there is none either.
     """
+    found = Equivalence(verdict=NOT_MEASURED)
     for size in sorted({extent(r) for r in candidate}, reverse=True):
         ours, base = (
             {r.config.seed: r for r in side if extent(r) == size and r.status in ("ok", DIVERGED)}
@@ -125,20 +151,51 @@ def compare(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> Eq
         if lost := [seed for seed in seeds if ours[seed].status == DIVERGED]:
             return Equivalence(verdict=WORSE, seeds=len(seeds), reason=f"diverged with seed {lost[0]}")
         pairs = tuple((base[seed], ours[seed]) for seed in seeds)
+        steps = f"after {(pairs[0][0].quality or {})['steps']:,} steps"
         if all(_sha(a) == _sha(b) for a, b in pairs):
-            steps = f"after {(pairs[0][0].quality or {})['steps']:,} steps"
             same = Equivalence(verdict=IDENTICAL, difference=0.0, low=0.0, high=0.0, seeds=len(seeds), reason=steps)
+            same = dataclasses.replace(same, images=size[1])
             return dataclasses.replace(same, pairs=pairs if final_loss(pairs[0][0]) is not None else ())
         if any(final_loss(r) is None for pair in pairs for r in pair):
+            found = Equivalence(verdict=NOT_ENOUGH, seeds=len(seeds), reason=f"other weights {steps}, no held-out loss")
             continue
         margin = margin_of([_loss_at(r, 1.0) for r in base.values()], [_loss_at(r, 0.95) for r in base.values()])
         found = equivalence([_loss_at(b, 1.0) - _loss_at(a, 1.0) for a, b in pairs], margin)
-        first, last = (float(np.mean([_loss_at(a, share) for a, _ in pairs])) for share in (0.0, 1.0))
-        if found.verdict == NOT_WORSE and last > HARDLY * first:
-            reason = f"the baseline has hardly learned: loss {first:.3g} to {last:.3g}"
-            found = dataclasses.replace(found, verdict=NOT_ENOUGH, reason=reason)
-        return dataclasses.replace(found, pairs=pairs)
-    return Equivalence(verdict=NOT_MEASURED)
+        if reason := _too_short([a for a, _ in pairs]):
+            found = dataclasses.replace(found, verdict=NOT_ENOUGH, seeds_needed=None, reason=reason)
+        behind, margin_behind = (_behind(pairs, loss) for loss in (found.difference, found.margin))
+        return dataclasses.replace(found, pairs=pairs, images=size[1], behind=behind, margin_behind=margin_behind)
+    return found
+
+
+def _too_short(base: Sequence[RunRecord]) -> str:
+    """Why a baseline's trials end before they would show harm; empty where they do not."""
+    first, last = (float(np.mean([_loss_at(r, share) for r in base])) for share in (0.0, 1.0))
+    config = base[0].config
+    usual = not config.is_own and config.image_size == 32 and config.diffusion == DiffusionConfig()
+    if usual and config.network in SHOWS_HARM:
+        needed = SHOWS_HARM[config.network]
+        return f"the trial ends before the loss {needed:g} that shows harm" if last > needed else ""
+    return f"the baseline has hardly learned: loss {first:.3g} to {last:.3g}" if last > HARDLY * first else ""
+
+
+def _behind(pairs: Sequence[tuple[RunRecord, RunRecord]], loss: float) -> float:
+    """How much earlier the baseline, on average, had its final loss and so much more, as a share of the images.
+
+    Below 0 for a loss that is less: so much earlier the other one had the baseline's.
+    """
+    if math.isnan(loss):
+        return math.nan
+    side = [pair[loss < 0] for pair in pairs]
+    images, _ = curve(side[0])
+    losses = np.mean([np.interp(images, *curve(r)) for r in side], axis=0)
+    above = np.flatnonzero(losses >= losses[-1] + abs(loss))
+    if not len(above):
+        return math.copysign(1.0, loss)
+    i = int(above[-1])
+    near = slice(i, i + 2)
+    had = float(np.interp(-losses[-1] - abs(loss), -losses[near], images[near]))
+    return math.copysign(1 - had / float(images[-1]), loss)
 
 
 def final_loss(record: RunRecord) -> float | None:
@@ -184,48 +241,83 @@ def images_to_reach(record: RunRecord, target: float) -> float:
     return math.inf
 
 
-def work_of(config: RunConfig, *, loosely: bool = False) -> str:
+def work_of(config: RunConfig, *, loosely: bool = False, anywhere: bool = False) -> str:
     """What tells trained configurations apart: everything but the purpose, the seed and where the images lie.
 
-    ``loosely`` leaves out how images are loaded, which changes nothing, and how often the averaged weights are moved:
-    trials are short and move them at every step.
+    ``loosely`` leaves out what does not change what is learned: UNLEARNED, and the threads, which change roundings
+    alone; ``anywhere`` the images besides. What agrees then is network, image size, kind of device, number format,
+    kernels, memory format, compiling, ranks and their exchange, batch and micro-batches, optimizer with the average of
+    the weights, diffusion, and the revision if one is named.
     """
     same: dict[str, Any] = {"purpose": "timing", "seed": 0, "data": "", "oversubscribe": False}
     same["options"] = config.own_options
     if config.workload == TRAINING:
         same["workload"] = DDPM
-    if loosely and config.loader != "still":  # which repeats one batch
-        same |= {"loader": "packed", "loader_workers": 0}
-        same["optimizer"] = dataclasses.replace(config.optimizer, ema_every=1)
+    if (loosely or anywhere) and config.loader != "still":  # which repeats one batch
+        same |= {**UNLEARNED, "threads": 0}
+    if anywhere:
+        same["data_sha256"] = ""
     return dataclasses.replace(config, **same).run_id
 
 
 class Trials:
-    """The trials that speak for a study's configurations."""
+    """The trials that speak for a study's configurations: those of its machine, and published ones.
 
-    def __init__(self, records: Sequence[RunRecord]) -> None:
+    Quality belongs to the mathematics and not to the machine: a published verdict, on real images, serves where
+    ``work_of`` agrees ``anywhere``, whatever the machine, the images and the version of the code.
+    """
+
+    def __init__(self, records: Sequence[RunRecord], published: Sequence[RunRecord] = ()) -> None:
         self._exact: dict[str, list[RunRecord]] = {}
         self._by_work: dict[str, list[RunRecord]] = {}
+        self._published: dict[tuple[str, str, str], dict[str, list[RunRecord]]] = {}
         for r in records:
             self._exact.setdefault(work_of(r.config), []).append(r)
-            if r.config.optimizer.ema_every == 1:  # one kind of averaging, on both sides of a pair
-                self._by_work.setdefault(work_of(r.config, loosely=True), []).append(r)
+            self._by_work.setdefault(work_of(r.config, loosely=True), []).append(r)
+        for r in published:
+            if final_loss(r) is not None and "synthetic" not in r.data_name:
+                known = self._published.setdefault(r.cohort[:3], {})  # compared with those of its machine and code
+                known.setdefault(work_of(r.config, anywhere=True), []).append(r)
+
+    @classmethod
+    def of(cls, study: Study) -> Trials:
+        """Those that a study holds."""
+        return cls(study.trials, study.published_trials)
 
     def verdict(self, baseline: RunConfig, candidate: RunConfig, code_version: str) -> Equivalence:
-        """The verdict on a configuration, from trials of the very code that ``code_version`` names.
+        """The verdict on a configuration, from trials of the very code that ``code_version`` names, or published ones.
 
-        Where the configurations themselves were not tried, trials count whose loader and averaging are others, on both
-        sides alike: that a loader changes nothing is shown by trials of its own.
+        Where the configurations themselves were not tried, trials count that differ from them, on both sides, in what
+        does not change what is learned; what differs in that alone, and in no trial, is identical. A published verdict
+        counts where this machine's trials give none.
         """
         found = Equivalence(verdict=NOT_MEASURED)
         for loosely, known in ((False, self._exact), (True, self._by_work)):
             base, ours = work_of(baseline, loosely=loosely), work_of(candidate, loosely=loosely)
-            if base == ours or (loosely and baseline.optimizer.ema_every != candidate.optimizer.ema_every):
-                continue
-            found = compare(*([r for r in known.get(key, ()) if speaks_for(r, code_version)] for key in (base, ours)))
-            if found.verdict != NOT_MEASURED:
-                return found
-        return found
+            if base != ours and found.verdict not in DECIDED:
+                sides = ([r for r in known.get(key, ()) if speaks_for(r, code_version)] for key in (base, ours))
+                judged = compare(*sides)
+                found = found if judged.verdict == NOT_MEASURED else judged
+        if base == ours:
+            alike = (baseline.workload, baseline.threads) == (DDPM, candidate.threads)
+            same = Equivalence(verdict=IDENTICAL, difference=0.0, low=0.0, high=0.0, reason="the same arithmetic")
+            return same if alike and found.verdict == NOT_MEASURED else found
+        if found.verdict in DECIDED:
+            return found
+        published = self._elsewhere(baseline, candidate)
+        return published if published.verdict in DECIDED or found.verdict == NOT_MEASURED else found
+
+    def _elsewhere(self, baseline: RunConfig, candidate: RunConfig) -> Equivalence:
+        """The verdict of published trials: a decided one, of these the longest, of equals the latest."""
+        base, ours = work_of(baseline, anywhere=True), work_of(candidate, anywhere=True)
+        found = []
+        for known in self._published.values():
+            judged = compare(known.get(base, ()), known.get(ours, ()))
+            if judged.verdict != NOT_MEASURED:
+                day = max(r.date[:10] for r in known[ours])
+                found.append(dataclasses.replace(judged, published=day, pairs=()))
+        best = max(found, key=lambda f: (f.verdict in DECIDED, f.images, f.published), default=None)
+        return best or Equivalence(verdict=NOT_MEASURED)
 
 
 def speaks_for(record: RunRecord, code_version: str) -> bool:
@@ -235,18 +327,22 @@ def speaks_for(record: RunRecord, code_version: str) -> bool:
 
 
 def sentence(found: Equivalence) -> str:
-    """A verdict in a few words, for tables: ``not worse (8 seeds)``."""
+    """A verdict in a few words, for tables: ``not worse after 20,000 images (8 seeds; published 2026-11-22)``."""
     if found.verdict == NOT_MEASURED:
         return NOT_MEASURED
-    if found.reason:
-        return f"{found.verdict} ({found.reason})"
     seeds = f"{found.seeds} seed{'s' if found.seeds != 1 else ''}"
     need = f", {found.seeds_needed} would do" if found.seeds_needed else ""
-    return f"{found.verdict} ({seeds}{need})"
+    told = [found.reason or f"{seeds}{need}", *([f"published {found.published}"] if found.published else [])]
+    return f"{found.verdict}{'' if found.reason else after(found)} ({'; '.join(told)})"
+
+
+def after(found: Equivalence) -> str:
+    """After how many images a verdict holds, after a space: `` after 20,000 images``; empty where no trial says."""
+    return f" after {found.images:,} images" if found.images else ""
 
 
 def full(found: Equivalence) -> str:
-    """A verdict with what it rests on: ``not worse (8 seeds; loss +0.0001 (-0.0001 to +0.0003), margin 0.006)``."""
+    """A verdict with what it rests on: that of ``sentence``, and the ``evidence``."""
     said, rests_on = sentence(found), evidence(found)
     return f"{said.removesuffix(')')}; loss {rests_on})" if rests_on and not found.reason else said
 
@@ -257,5 +353,25 @@ def interval(found: Equivalence) -> str:
 
 
 def evidence(found: Equivalence) -> str:
-    """Difference, interval and margin of a verdict; empty without an interval or, as of the identical, a margin."""
-    return "" if math.isnan(found.low + found.margin) else f"{interval(found)}, margin {found.margin:.2g}"
+    """Difference, interval and margin of a verdict; empty without an interval or, as of the identical, a margin.
+
+    Such as ``+0.0009 (+0.0004 to +0.0014), 0.5 % of the images behind; margin 0.0066, 3.6 % of the images``.
+    """
+    return "" if math.isnan(found.low + found.margin) else f"{difference(found)}; margin {margin_words(found)}"
+
+
+def difference(found: Equivalence) -> str:
+    """The difference of the loss with its interval, and what it is in images: see ``evidence``."""
+    side = "behind" if found.behind >= 0 else "ahead"
+    late = "" if math.isnan(found.behind) else f", {_percent(found.behind)} of the images {side}"
+    return f"{interval(found)}{late}"
+
+
+def margin_words(found: Equivalence) -> str:
+    """The margin of a verdict, and what it is in images: ``0.0066, 3.6 % of the images``."""
+    share = "" if math.isnan(found.margin_behind) else f", {_percent(found.margin_behind)} of the images"
+    return f"{found.margin:.2g}{share}"
+
+
+def _percent(share: float) -> str:
+    return "under 0.1 %" if 0 < abs(share) < 0.001 else f"{100 * abs(share):.2g} %"

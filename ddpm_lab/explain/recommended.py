@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from statistics import fmean
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import phrases, quality, stats
-from ddpm_lab.explain.comparisons import Row, comparisons, throughput
+from ddpm_lab.explain import decisions, phrases, quality, stats
+from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.frames import Study, once
 from ddpm_lab.explain.machine_state import joules_per_image
 from ddpm_lab.plan import SEARCH
@@ -19,7 +20,6 @@ from ddpm_lab.space import BATCH, Cell, Space
 
 STEPS = 800_000
 """Of a full training, where nobody says how long it is: the steps of Ho et al. (2020) on CIFAR-10."""
-AHEAD = 1.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Step:
 
     label: str
     cell: Cell
-    row: Row
+    row: Comparison
     gain: stats.Estimate
     verdict: str
     judged: quality.Equivalence
@@ -43,7 +43,7 @@ class Step:
     @property
     def config(self) -> RunConfig:
         """The whole configuration."""
-        config: RunConfig = self.row["config"]
+        config: RunConfig = self.row.config
         return config
 
     @property
@@ -54,16 +54,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Next:
-    """A change that may be worth trying: its gain over the recommended, expected and within 95 %, and the command.
-
-    ``sets`` are those of the search that had it; ``again`` is what sets after the search say of it, if there are any.
-    """
+    """A change that may be worth trying, and the command; ``again`` is what sets after the search say, if any do."""
 
     label: str
-    gain: float
-    low: float
-    high: float
-    sets: int
     again: Step | None
     command: str
 
@@ -76,8 +69,8 @@ class Recommendation:
     """
 
     study: Study
-    baseline: Row
-    twin: Row
+    baseline: Comparison
+    twin: Comparison
     steps: tuple[Step, ...]
     count: int
     space: Space
@@ -87,7 +80,7 @@ class Recommendation:
     failures: tuple[str, ...]
 
     @property
-    def best(self) -> Row:
+    def best(self) -> Comparison:
         """The row of what is recommended: the last of its steps, or the baseline."""
         return self.steps[self.count - 1].row if self.count else self.baseline
 
@@ -105,7 +98,7 @@ class Recommendation:
     @property
     def config(self) -> RunConfig:
         """What is recommended."""
-        config: RunConfig = self.best["config"]
+        config: RunConfig = self.best.config
         return config
 
 
@@ -121,14 +114,13 @@ def recommendation(study: Study) -> Recommendation | None:
     mine = [r for r in study.records if (r.experiment, r.family, r.baseline_id) == whose and r.role != "space"]
     fresh = replace(study, records=tuple(mine))
     of_role = {
-        role: [r for r in comparisons(fresh) if r["role"] == role and r["sets"]]
-        for role in ("baseline", "twin", "candidate")
+        role: [r for r in comparisons(fresh) if r.role == role and r.sets] for role in ("baseline", "twin", "candidate")
     }
     if not (of_role["baseline"] and of_role["twin"]):
         return None
     searched = [r for r in study.records if r.experiment == SEARCH and r.baseline_id == last.baseline_id]
     found = observations(searched, last.baseline_id)
-    trials = quality.Trials(study.trials)
+    trials = quality.Trials.of(study)
     among = admissible(space, lambda c: trials.verdict(space.baseline, c, last.code_version).verdict)
     steps = _steps(fresh, space, of_role["candidate"], trials)
     broke = [r for r in searched if r.role == "candidate" and r.status != "ok"]
@@ -147,27 +139,25 @@ def recommendation(study: Study) -> Recommendation | None:
     )
 
 
-def _steps(study: Study, space: Space, rows: Sequence[Row], trials: quality.Trials) -> tuple[Step, ...]:
+def _steps(study: Study, space: Space, rows: Sequence[Comparison], trials: quality.Trials) -> tuple[Step, ...]:
     """The measured candidates by the number of their changes, each compared with the one before in the same sets."""
     cells = {config.run_id: cell for cell, config in space.cells().items()}
-    known = sorted((r for r in rows if r["run_id"] in cells), key=lambda r: sum(map(bool, cells[r["run_id"]])))
+    known = sorted((r for r in rows if r.run_id in cells), key=lambda r: sum(map(bool, cells[r.run_id])))
     by_set: dict[str, dict[str, RunRecord]] = {}
     for r in study.records:
         if r.role in ("baseline", "candidate") and r.status == "ok" and r.windows:
             by_set.setdefault(r.set_id, {})[r.run_id] = r
-    before = [space.baseline.run_id, *(r["run_id"] for r in known)]
+    before = [space.baseline.run_id, *(r.run_id for r in known)]
     gains = [
-        stats.geometric_estimate(
-            [set_log_ratio(s[a], s[r["run_id"]]) for s in by_set.values() if {a, r["run_id"]} <= s.keys()]
-        )
+        stats.estimate([set_log_ratio(s[a], s[r.run_id]) for s in by_set.values() if {a, r.run_id} <= s.keys()])
         for a, r in zip(before, known, strict=False)
     ]
     adjusted = stats.holm([g.p for g in gains])
     found: list[Step] = []
     for row, gain, p in zip(known, gains, adjusted, strict=True):
         last = found[-1].cell if found else space.start
-        cell = cells[row["run_id"]]
-        verdict = stats.NOT_TRUSTED if row["verdict"] == stats.NOT_TRUSTED else stats.verdict(gain, p, len(gains))
+        cell = cells[row.run_id]
+        verdict = decisions.verdict(gain, p, decisions.level_of_look(1), study.resolution)
         previous = found[-1].config if found else space.baseline
         cold, pays_off = _compiling(study, row, gain, previous)
         found.append(
@@ -185,40 +175,38 @@ def _steps(study: Study, space: Space, rows: Sequence[Row], trials: quality.Tria
     return tuple(found)
 
 
-def _judged(row: Row, trials: quality.Trials, before: RunConfig, steps: Sequence[Step]) -> quality.Equivalence:
+def _judged(row: Comparison, trials: quality.Trials, before: RunConfig, steps: Sequence[Step]) -> quality.Equivalence:
     """The verdict against the baseline, or that of the step before where this one is shown to learn the very same."""
-    own: quality.Equivalence | None = row["equivalence"]
-    if own is not None and own.verdict != quality.NOT_MEASURED:
-        return own
-    same = trials.verdict(before, row["config"], row["code_version"])
+    if row.equivalence.verdict != quality.NOT_MEASURED:
+        return row.equivalence
+    same = trials.verdict(before, row.config, row.code_version)
     if same.verdict == quality.IDENTICAL:
         return steps[-1].judged if steps else same
     return quality.Equivalence(verdict=quality.NOT_MEASURED)
 
 
-def _compiling(study: Study, row: Row, gain: stats.Estimate, before: RunConfig) -> tuple[float, float]:
+def _compiling(study: Study, row: Comparison, gain: stats.Estimate, before: RunConfig) -> tuple[float, float]:
     """Seconds of a cold compile, and the steps after which they are earned back; 0 where nothing new is compiled."""
-    config: RunConfig = row["config"]
+    config = row.config
     if config.compile == "off" or (config.compile, config.compile_mode) == (before.compile, before.compile_mode):
         return 0.0, 0.0
-    cold = [r.stages["compile"] for r in study.records if r.run_id == row["run_id"] and r.compile_cache == "cold"]
+    cold = [r.stages["compile"] for r in study.records if r.run_id == row.run_id and r.compile_cache == "cold"]
     seconds = stats.geometric_mean(cold)
-    return seconds, stats.break_even_steps(seconds, row["step_seconds"] * gain.value, gain.value)
+    return seconds, stats.break_even_steps(seconds, row.step_seconds * gain.value, gain.value)
 
 
 def _recommended(steps: Sequence[Step], space: Space) -> int:
-    """How many steps are recommended: as many as end in what is faster than the baseline, and may be chosen."""
-    able = [i for i, step in enumerate(steps, 1) if step.row["verdict"] == stats.FASTER and _allowed(step, space)]
-    while len(able) > 1 and able[-1] and steps[able[-1] - 1].verdict == stats.SLOWER:
-        able.pop()
-    return able[-1] if able else 0
+    """How many steps are recommended: as many as were each called faster, and end in what may be chosen."""
+    sure = list(takewhile(lambda step: step.verdict == decisions.FASTER, steps))
+    able = [i for i, s in enumerate(sure, 1) if s.row.verdict == decisions.FASTER and _allowed(s, space)]
+    return max(able, default=0)
 
 
 def _allowed(step: Step, space: Space) -> bool:
     if step.judged.verdict == quality.WORSE:
         return False
     other_batch = step.config.global_batch_size != space.baseline.global_batch_size
-    return not other_batch or space.any_batch or step.judged.verdict in (quality.NOT_WORSE, quality.IDENTICAL)
+    return not other_batch or space.any_batch or step.judged.verdict in quality.GOOD
 
 
 def next_change(found: Recommendation) -> Next | None:
@@ -240,18 +228,9 @@ def next_change(found: Recommendation) -> Next | None:
     best = max(open_, key=lambda c: belief.expected_gain(c, here))
     if belief.expected_gain(best, here) < SIMPLER:
         return None
-    mean, spread = belief.gain(best, here)
-    gain, low, high = (math.exp(mean + side * spread) for side in (0, -1.96, 1.96))
-    again = after.get(best)  # measured again too, though not to be recommended
-    if again is not None:
-        gain, low, high = again.gain.value, again.gain.low, again.gain.high
     return Next(
         label=found.space.changed(best, here),
-        gain=gain,
-        low=low,
-        high=high,
-        sets=belief.sets.get(best, 0),
-        again=again,
+        again=after.get(best),  # measured again too, though not to be recommended
         command=command(found, _tries(found.space, best, here) + " --any-batch --seeds 8" * (best in other_batch)),
     )
 
@@ -274,24 +253,19 @@ def command(found: Recommendation, options: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """A full training at a measured speed: seconds with their interval, and joules, NaN where no power was measured."""
+    """A full training at a measured speed: seconds, and joules, NaN where no power was measured."""
 
     images: int
     seconds: float
-    low: float
-    high: float
     joules: float
 
 
-def forecast(found: Recommendation, row: Row, compile_seconds: float = 0.0) -> Forecast:
-    """Time and energy of a full training with a configuration; the compiling counts once."""
+def forecast(found: Recommendation, row: Comparison, compile_seconds: float = 0.0) -> Forecast:
+    """Time and energy of a full training with a configuration; compiling counts once, and where unknown not at all."""
     images = found.study.train_images or STEPS * found.space.baseline.global_batch_size
-    rate, low, high = throughput(row)
     once = 0.0 if math.isnan(compile_seconds) else compile_seconds
-    joules = images * _joules_per_image(found.study, row["run_id"])
-    return Forecast(
-        images=images, seconds=once + images / rate, low=once + images / high, high=once + images / low, joules=joules
-    )
+    joules = images * _joules_per_image(found.study, row.run_id)
+    return Forecast(images=images, seconds=once + images / row.images_per_second, joules=joules)
 
 
 def _joules_per_image(study: Study, run_id: str) -> float:

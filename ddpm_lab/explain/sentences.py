@@ -3,138 +3,160 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+import shlex
+from collections import Counter
+from collections.abc import Sequence
 
-from ddpm_lab.explain import phrases, stats
+from ddpm_lab.explain import decisions, phrases
 from ddpm_lab.explain import quality as equivalence
-from ddpm_lab.explain.comparisons import COMPARED, MECHANISM_ONLY, QUALITY, resolved
+from ddpm_lab.explain.comparisons import COMPARED, MECHANISM_ONLY, QUALITY, Comparison
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import NOT_TRAINED, WEAK
 
-_SENTENCES = {
-    "amp": "{label} trains {ratio} times as fast as {base}",
-    "multi_gpu": "{label} {verb} {ratio} times as fast as {base}",
-    "workers": "training with {label} runs {ratio} times as fast as with {base}",
-    "torch_compile": "{label}{narrow} training runs {ratio} times as fast as {base}{narrow} training",
-    "exchange": "{label} trains {ratio} times as fast as the {base}",
-    "batch_size": "training with {label} takes {ratio} times as many images a second as with {base}",
+_SUBJECTS = {
+    "multi_gpu": ("{label} at batch {batch}", "{base}"),
+    "workers": ("training with {label}", "with {base}"),
+    "torch_compile": ("{label} {precision} training", "{base} training"),
+    "exchange": ("the exchange with {label}", "the {base}"),
+    "batch_size": ("{label}", "{base}, image for image"),
 }
 
 
-def lead(rows: Sequence[Any]) -> Any:
-    """The comparison that a claim is about: the fastest resolved one, else the slowest, else the best known one."""
-    faster = [r for r in rows if r["verdict"] == stats.FASTER]
-    slower = [r for r in rows if r["verdict"] == stats.SLOWER]
-    if slower and not faster:
-        return min(slower, key=lambda r: r["ratio"])
-    return max(faster or rows, key=lambda r: r["ratio"])
+def lead(rows: Sequence[Comparison]) -> Comparison:
+    """The comparison that the answer is about: the primary one, with all cores where there are several."""
+    primary = [r for r in rows if r.primary]
+    return min(primary or rows[:1], key=lambda r: (not r.answered, r.config.threads != 0))
 
 
-def faster(row: Mapping[str, Any]) -> str:
-    """The ratio of a comparison in words: "bf16 trains 1.62 times as fast as fp32"."""
-    form = _SENTENCES.get(row["experiment"], "{label} runs {ratio} times as fast as {base}")
-    if row["loader_alone"]:
-        form = "the loader alone with {label} delivers {ratio} times the images of {base}"
-    if WEAK in row["family"]:
-        form = "{label} take {ratio} times as many images a second as {base}"
-    verb = "trains" if row["label"].startswith("1 ") else "train"
-    narrow = "" if row["config"].is_own else f" {row['config'].precision}"
-    names = {"label": row["label"], "base": row["baseline_label"], "verb": verb, "narrow": narrow}
-    return form.format(ratio=phrases.ratio(row), **names)
+def compared(row: Comparison) -> str:
+    """A comparison in words, whatever its verdict: "bf16 is 26 % slower than fp32"."""
+    subject, other = _subjects(row)
+    return f"{subject} {_is(row)} {_than(phrases.difference(row.ratio.value))} {other}"
 
 
-def trains(row: Mapping[str, Any]) -> bool:
+def headline(row: Comparison) -> str:
+    """The answer that a comparison gives, in at most some 15 words."""
+    subject, other = _subjects(row)
+    if row.resolved:
+        return compared(row)
+    if row.verdict == decisions.SAME:
+        return f"{subject} {_is(row)} as fast as {other}, within {phrases.share(row.resolution)}"
+    if row.verdict == decisions.TOO_FEW:
+        return f"Too few sets ({row.sets}) to say whether {subject} {_is(row)} faster"
+    low, high = (phrases.difference(end) for end in row.ratio.ends)
+    return f"No clear answer: {subject} may be anything from {low} to {_than(high)} {other}"
+
+
+def _subjects(row: Comparison) -> tuple[str, str]:
+    weak = WEAK in row.family
+    forms = (
+        ("{label}, each with its batch,", "{base}") if weak else _SUBJECTS.get(row.experiment, ("{label}", "{base}"))
+    )
+    if row.loader_alone:
+        forms = ("the loader alone with {label}", "with {base}")
+    names = {"label": row.label, "base": row.baseline_label, "batch": row.batch, "precision": row.config.precision}
+    if row.config.is_own:
+        names["precision"] = ""
+    return tuple(" ".join(form.format(**names).split()) for form in forms)  # type: ignore[return-value]
+
+
+def _is(row: Comparison) -> str:
+    several = row.experiment == "multi_gpu" and not row.label.startswith("1 ")
+    return "are" if several else "is"
+
+
+def _than(difference: str) -> str:
+    return f"{difference} as" if difference.endswith("as fast") else f"{difference} than"
+
+
+def evidence(row: Comparison) -> str:
+    """What an answer rests on, in one line."""
+    if not row.ratio.exists:
+        return f"Ratio {phrases.ratio(row)}, {phrases.plural(row.sets, 'set')}, no interval."
+    sets = f"{phrases.plural(row.sets, 'set')} of {phrases.plural(row.turns, 'turn')}"
+    text = f"Ratio {phrases.ratio_with_interval(row)}, 95 % interval over {sets}"
+    text += f"; the baseline repeated: {floor}" if (floor := phrases.noise_floor(row)) else ""
+    text += f"; resolves {phrases.share(row.resolves)}" if math.isfinite(row.resolves) else ""
+    return f"{text}{f'; {row.why}' if row.why else ''}."
+
+
+def way_out(row: Comparison) -> str:
+    """The command that would give an answer where there is none, and its minutes; empty where there is one."""
+    if row.answered or row.role != "candidate":
+        return ""
+    config = row.config
+    words = ["ddpm-lab", "run", row.experiment]
+    if row.experiment == "compare":
+        words = ["ddpm-lab", "compare", shlex.quote(row.baseline_label), shlex.quote(row.label)]
+    elif config.is_own:
+        words += ["--workload", config.work_name]
+    elif config.network != "tiny":
+        words += ["--network", config.network]
+    if row.verdict == decisions.TOO_FEW or math.isnan(row.sets_needed):
+        return " ".join(words)
+    if row.minutes_needed > 120:
+        return f"{' '.join(words)} measures more; {phrases.share(row.resolution)} would take over two hours here"
+    words += ["--resolution", phrases.share(row.resolution).replace(" ", "")]
+    return f"{' '.join(words)} (about {max(1.0, row.minutes_needed):.0f} min)"
+
+
+def trains(row: Comparison) -> bool:
     """Whether a row's ranks learn one network: without exchange each has its own, and its speed is no offer."""
-    return bool(row["config"].exchange.enabled)
+    return bool(row.config.exchange.enabled)
 
 
-def exposed_communication(rows: Sequence[Mapping[str, Any]]) -> str:
+def exposed_communication(rows: Sequence[Comparison]) -> str:
     """What a step takes less where ranks exchange nothing, each in a sentence after a space; empty without any."""
     told = ""
     for row in rows:
-        if row["role"] != "candidate" or trains(row) or not row["sets"]:
+        if row.role != "candidate" or trains(row) or not row.sets:
             continue
-        named = f"Without exchange a step of {row['family']} is"
-        if not resolved(row):
+        named = f"Without exchange a step of {row.family} is"
+        if not row.resolved:
             told += f" {named} not called shorter (ratio {phrases.ratio(row)}, {phrases.evidence(row)})."
             continue
-        shorter, low, high = (100 * (1 - 1 / row[end]) for end in ("ratio", "low", "high"))
+        shorter, low, high = (100 * (1 - 1 / v) for v in (row.ratio.value, *row.ratio.ends))
         span = "" if math.isnan(low) else f" ({low:.1f} to {high:.1f} %)"
         told += f" {named} {shorter:.1f} % shorter{span}: exposed communication."
     return told
 
 
-def claim(lead: Mapping[str, Any], count: int, family: str) -> tuple[str, str]:
-    """Headline and claim about the ``lead`` of ``count`` comparisons; ``family`` is its own where there are several."""
-    if not resolved(lead):
-        return unresolved(lead, count, family)
-    prefix, where = (f"With {family}: ", f" ({family})") if family else ("", "")
-    return f"{faster(lead)}{where}", f"{prefix}{faster(lead)} ({phrases.evidence(lead)}{noise(lead)})."
-
-
-def unresolved(lead: Mapping[str, Any], count: int, family: str) -> tuple[str, str]:
-    """The same where no comparison is resolved, so that the lead has the highest ratio."""
-    evidence = _evidence(lead)
-    pair = f"{lead['label']} against {lead['baseline_label']}"
-    sets = f" ({phrases.plural(int(lead['sets']), 'set')})" if lead["sets"] < stats.LEAST_SETS else ""
-    if count > 1:
-        short = f"Not resolved{sets}: no configuration of {count} is called faster or slower"
-        of = f", of {family}" if family else ""
-        return short, f"{short}. The highest ratio{of}: {evidence}"
-    where = f" ({family})" if family else ""
-    return f"Not resolved{sets}: {pair}{where}", f"Not resolved{where}: {evidence}"
-
-
-def _evidence(lead: Mapping[str, Any]) -> str:
-    text = f"{lead['label']} against {lead['baseline_label']} reads {phrases.ratio(lead)} ({phrases.evidence(lead)})"
-    if lead["sets"] < stats.LEAST_SETS:
-        return f"{text}; a verdict needs at least {stats.LEAST_SETS} sets."
-    effect = f"{100 * lead['resolution']:.3g} %"
-    if lead["low"] > 1 / (1 + lead["resolution"]) and lead["high"] < 1 + lead["resolution"]:
-        return f"{text}{noise(lead)}; the interval leaves no room for a difference of {effect}."
-    if math.isnan(lead["sets_needed"]):
-        return f"{text}{noise(lead)}; the spread between sets is too wide for {effect}."
-    return f"{text}{noise(lead)}; about {lead['sets_needed']:.0f} sets would resolve {effect}."
-
-
-def noise(row: Mapping[str, Any]) -> str:
-    """The noise floor after a semicolon; empty where there is none."""
+def noise(row: Comparison) -> str:
+    """The repeated baseline after a semicolon; empty where there is none."""
     floor = phrases.noise_floor(row)
-    return f"; noise floor {floor}" if floor else ""
+    return f"; the baseline repeated {floor}" if floor else ""
 
 
-def tally(rows: Sequence[Mapping[str, Any]], lead: Mapping[str, Any]) -> str:
-    """How many comparisons are faster, slower, not resolved; empty where the ``lead`` itself is not resolved."""
-    if len(rows) < 2 or not resolved(lead):
-        return ""
-    counts = [(sum(r["verdict"] == v for r in rows), v) for v in (stats.FASTER, stats.SLOWER)]
-    counts.append((len(rows) - sum(n for n, _ in counts), stats.NOT_RESOLVED))
-    words = [f"{n} {'is' if n == 1 else 'are'} {v}" for n, v in counts if n]
-    if len(words) == 1:
-        return f" {'Both' if len(rows) == 2 else f'All {len(rows)}'} comparisons are {lead['verdict']}."
-    return f" Of {len(rows)} comparisons {phrases.joined(words)}."
+def tally(rows: Sequence[Comparison], lead: Comparison) -> str:
+    """How the other comparisons ended, in a sentence after a space; empty where there are none."""
+    others = [r for r in rows if r is not lead]
+    told = [f"{r.label}{_family(r, lead)} {phrases.outcome(r)}" for r in others if len(others) <= 3]
+    if told:
+        return f" Beside it: {'; '.join(told)}."
+    counts = Counter(r.verdict for r in others)
+    return f" Of {len(others)} others {phrases.joined([f'{n} {v}' for v, n in counts.items()])}." if others else ""
 
 
-def quality(rows: Sequence[Mapping[str, Any]], *, evidence: bool = False) -> str:
+def _family(row: Comparison, lead: Comparison) -> str:
+    return "" if row.family == lead.family else f" ({row.family})"
+
+
+def quality(rows: Sequence[Comparison], *, evidence: bool = False) -> str:
     """What is known of the quality of the configurations, such as "quality: bf16 not worse (8 seeds)".
 
     With ``evidence`` each verdict comes with its difference, interval and margin. A configuration of which families
     say different things is named with its family.
     """
-    known = [r for r in rows if r["role"] == "candidate" and r["sets"]]
-    said = [
-        QUALITY if r["quality"] == QUALITY else equivalence.full(r["equivalence"]) if evidence else str(r["quality"])
-        for r in known
-    ]
+    known = [r for r in rows if r.role == "candidate" and r.sets]
+    said = [equivalence.full(r.equivalence) if evidence else r.quality for r in known]
     if set(said) <= {QUALITY}:
         return f"quality {QUALITY}"
     different: dict[str, set[str]] = {}
     for r, text in zip(known, said, strict=True):
-        different.setdefault(str(r["label"]), set()).add(text)
+        different.setdefault(r.label, set()).add(text)
     told: dict[str, str] = {}
     for r, text in zip(known, said, strict=True):
-        told[f"{r['label']} of {r['family']}" if len(different[str(r["label"])]) > 1 else str(r["label"])] = text
+        told[f"{r.label} of {r.family}" if len(different[r.label]) > 1 else r.label] = text
     text = f"quality: {phrases.joined([f'{name} {found}' for name, found in told.items() if found != QUALITY])}"
     others = [name for name, found in told.items() if found == QUALITY]
     return f"{text}; of {phrases.joined(others)} {QUALITY}" if others else text
@@ -161,20 +183,20 @@ def untrained(study: Study) -> str:
     )
 
 
-def left_over(rows: Sequence[Mapping[str, Any]]) -> str:
+def left_over(rows: Sequence[Comparison]) -> str:
     """Configurations without a speed, by why; those that only some families lack are named with their family."""
-    families = {str(r["family"]) for r in rows}
+    families = {r.family for r in rows}
     lacking: dict[tuple[str, str], set[str]] = {}
     for r in unmeasured(rows):
-        lacking.setdefault((str(r["label"]), phrases.failure(r)), set()).add(str(r["family"]))
+        lacking.setdefault((r.label, phrases.failure(r)), set()).add(r.family)
 
-    def name(r: Mapping[str, Any]) -> str:
-        everywhere = lacking[str(r["label"]), phrases.failure(r)] == families
-        return str(r["label"]) if everywhere else f"{r['label']} of {r['family']}"
+    def name(r: Comparison) -> str:
+        everywhere = lacking[r.label, phrases.failure(r)] == families
+        return r.label if everywhere else f"{r.label} of {r.family}"
 
-    failed = [(name(r), phrases.failure(r)) for r in unmeasured(rows) if r["status"] not in ("ok", "left out")]
-    left_out = [(name(r), str(r["reason"])) for r in unmeasured(rows) if r["status"] == "left out"]
-    mechanism = [(str(r["label"]), "") for r in rows if r["mechanism_only"] and r["role"] != "twin"]
+    failed = [(name(r), phrases.failure(r)) for r in unmeasured(rows) if r.status not in ("ok", "left out")]
+    left_out = [(name(r), r.reason) for r in unmeasured(rows) if r.status == "left out"]
+    mechanism = [(r.label, "") for r in rows if r.mechanism_only and r.role != "twin"]
     text = ""
     for head, items in (("Failed", failed), ("Left out", left_out), (MECHANISM_ONLY.capitalize(), mechanism)):
         by_reason: dict[str, list[str]] = {}
@@ -186,9 +208,9 @@ def left_over(rows: Sequence[Mapping[str, Any]]) -> str:
     return text
 
 
-def lost(study: Study, rows: Sequence[Mapping[str, Any]]) -> str:
+def lost(study: Study, rows: Sequence[Comparison]) -> str:
     """A sentence, after a space, on sets that a configuration failed in and was measured beside; else empty."""
-    have = {r["run_id"] for r in rows if r["sets"]}
+    have = {r.run_id for r in rows if r.sets}
     failed = [r for r in study.records if r.role in COMPARED and r.status not in ("ok", "left out")]
     failed = [r for r in failed if r.run_id in have]
     if not failed:
@@ -198,6 +220,6 @@ def lost(study: Study, rows: Sequence[Mapping[str, Any]]) -> str:
     return f" Lost on the way, in {sets}: {phrases.joined(list(dict.fromkeys(why)))}."
 
 
-def unmeasured(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def unmeasured(rows: Sequence[Comparison]) -> list[Comparison]:
     """Rows without a speed: they failed or were left out."""
-    return [r for r in rows if not r["sets"] and not r["mechanism_only"] and r["role"] != "twin"]
+    return [r for r in rows if not r.sets and not r.mechanism_only and r.role != "twin"]

@@ -19,7 +19,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 from matplotlib.figure import Figure
 
-from ddpm_lab.explain import figures, findings, machine_state, operators, phrases, samples, tables, trained
+from ddpm_lab.explain import figures, findings, machine_state, operators, phrases, samples, stats, tables, trained
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.grids import literal
@@ -48,7 +48,7 @@ NAMING = ("Configuration", "Family", "Operator", "Settings", "Work")
 
 def figure(study: Study) -> None:
     """Show the answer's figure with its text alternative, and write it to ``image_output/NN_name.png``."""
-    _show_figure(figures.figure(study), figures.alt_text(study), _path(study, ""))
+    _show_figure(figures.figure(study), findings.finding(study).headline, _path(study, ""))
 
 
 def table(study: Study) -> None:
@@ -64,15 +64,18 @@ def finding(study: Study) -> None:
     """Show the computed answer, and attach its values to the output for the index of the report."""
     found, how = findings.finding(study), findings.how_to_judge(study)
     last = study.records[-1] if study.records else None
-    told = ("experiment", "headline", "claim", "verdict", "status", "hardware", "date", "sets", "quality")
+    told = ("experiment", "headline", "claim", "verdict", "status", "hardware", "date", "sets", "quality", "way_out")
     values = {
         **{name: getattr(found, name) for name in told},
-        "evidence": _evidence(found) + (" \N{MIDDLE DOT} the machine was busy" if machine_state.busy(study) else ""),
+        "evidence": " \N{MIDDLE DOT} ".join(
+            part for part in (_evidence(found), machine_state.busy(study).strip()) if part
+        ),
         "published": study.published,
         "data": last.data_name if last else "",
         "code_version": last.code_version if last else "",
     }
     facts = {
+        "To answer it": found.way_out,
         "Verdict": found.verdict + f" ({found.status})" * (found.status not in (found.verdict, findings.ANSWERED)),
         "Evidence": _evidence(found),
         "Sets": str(found.sets) if found.sets else "",
@@ -93,10 +96,10 @@ def more(study: Study) -> None:
     if not further and not numbers and not traces:
         _display({"text/markdown": "There are none for this question.", "text/plain": "no further figures"})
     for caption, extra, name in further:
-        _display({"text/markdown": caption, "text/plain": caption})
+        _display({"text/markdown": literal(caption), "text/plain": caption})
         _show_figure(extra, caption, _path(study, f"_{name}"))
     for caption, frame in numbers:
-        _display({"text/markdown": caption, "text/plain": caption})
+        _display({"text/markdown": literal(caption), "text/plain": caption})
         _show_table(frame)
     if traces:
         names = ", ".join(f"`{trace}`" for trace in traces)
@@ -131,13 +134,14 @@ def _display(data: Mapping[str, Any], metadata: Mapping[str, Any] | None = None)
 
 
 def _evidence(found: Finding) -> str:
-    """Ratio, interval and noise floor in words; empty where nothing was compared."""
+    """Ratio, interval and the repeated baseline in words; empty where nothing was compared."""
     if math.isnan(found.ratio):
         return ""
-    span = (found.ratio, found.low, found.high)
-    pieces = [f"ratio {phrases.ratio_of(*span)}"]
-    for name, ends in (("95 % interval", span), ("noise floor", (1.0, found.noise_low, found.noise_high))):
-        if interval := phrases.between(*ends):
+    ratio = stats.Interval(value=found.ratio, low=found.low, high=found.high)
+    repeated = stats.Interval(value=1.0, low=found.noise_low, high=found.noise_high)
+    pieces = [f"ratio {phrases.ratio_of(ratio)}"]
+    for name, ends in (("95 % interval", ratio), ("baseline repeated", repeated)):
+        if interval := phrases.between(ends):
             pieces.append(f"{name} {interval}")
     return ", ".join(pieces)
 

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from ddpm_lab.explain import stats
+from ddpm_lab.explain import decisions, stats
 from ddpm_lab.record import RunRecord
 
 
@@ -35,14 +35,14 @@ def named(records: Sequence[RunRecord]) -> str:
     if not logs:
         return ""
     rank = _slowest(logs)
-    found = stats.geometric_estimate([of_set[rank] for of_set in logs])
-    slower = found.value > 1 and stats.called(found, min(1.0, len(logs[0]) * found.p))
+    found = stats.estimate([of_set[rank] for of_set in logs])
+    slower = found.value > 1 and found.sets >= decisions.LEAST_SETS and len(logs[0]) * found.p < 1 - stats.LEVEL
     return _place(rank, records) if slower else ""
 
 
 def _own_seconds(record: RunRecord) -> list[float]:
     """Each rank's own seconds of a step, from the barrier before a window to its own end: the median over turns."""
-    windows = [w for w in record.windows if not w.dropped]
+    windows = record.windows
     by_rank = zip(*([s / w.steps for s in w.rank_seconds] for w in windows), strict=True)
     return [statistics.median(seconds) for seconds in by_rank]
 

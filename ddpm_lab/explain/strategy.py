@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import machine_state, phrases, scaling, sentences, stats
-from ddpm_lab.explain.comparisons import Row
+from ddpm_lab.explain import decisions, machine_state, phrases, scaling, sentences
+from ddpm_lab.explain.comparisons import Comparison
 from ddpm_lab.explain.frames import Study
 
-SINGLE, MULTI, MEASURE, NOT_RESOLVED = "single", "multi", "measure", stats.NOT_RESOLVED
+SINGLE, MULTI, MEASURE, NOT_RESOLVED = "single", "multi", "measure", decisions.INCONCLUSIVE
 PRIOR = "prior, not measured"
 PARAMETERS = {"tiny": 44_332, "seed": 10_050_819, "ddpm": 35_746_307, "s000": 39_156_227}
 """Trained parameters of each network, which do not depend on the size of its images."""
@@ -27,7 +27,7 @@ _VARIES = {"network", "device", "global_batch_size", "world_size", "nodes", "dat
 class Strategy:
     """Whether one rank or several should train a network at a batch, and why.
 
-    ``answer`` is single, multi, not resolved (measured, and neither), or measure (the rule leaves it to a measurement).
+    ``answer`` is single, multi, inconclusive (measured, and neither), or measure (the rule leaves it to a measurement).
     ``source`` says what it rests on: "measured", with the batch where that is another one, or that it is a prior.
     ``speeds`` are the throughputs that were measured. Ratio, interval and sets are those of the comparison behind it.
     """
@@ -106,56 +106,54 @@ def strategy(studies: Sequence[Study], *, network: str | None, parameters: int, 
     each = [_told(study, network, device) for study in studies]
     compared = [(study, told, r) for study, told in zip(studies, each, strict=True) for r in told if _compared(r)]
     if not compared:
-        speeds = {
-            r["label"]: f"{r['label']}: {phrases.throughput(r)}" for told in each for r in told if r["batch"] == batch
-        }
+        speeds = {r.label: f"{r.label}: {phrases.throughput(r)}" for told in each for r in told if r.batch == batch}
         return Strategy(answer=answer, reason=reason, source=PRIOR, speeds=tuple(speeds.values()), **common)
-    nearest = min((r["batch"] for *_, r in compared), key=lambda b: (abs(math.log(b / batch)), b))
-    near = [found for found in compared if found[2]["batch"] == nearest]
+    nearest = min((r.batch for *_, r in compared), key=lambda b: (abs(math.log(b / batch)), b))
+    near = [found for found in compared if found[2].batch == nearest]
     study, told, last = next((found for found in reversed(near) if _weighs(found[2])), near[-1])
-    told = [r for r in told if r["baseline_id"] == last["baseline_id"]]
+    told = [r for r in told if r.baseline_id == last.baseline_id]
     candidates = [r for r in told if _compared(r)]
-    faster = [r for r in candidates if r["verdict"] == stats.FASTER]
-    lead = max(faster or candidates, key=lambda r: r["ratio"])
-    if faster or all(r["verdict"] == stats.SLOWER for r in candidates):
+    faster = [r for r in candidates if r.verdict == decisions.FASTER]
+    lead = max(faster or candidates, key=lambda r: r.ratio.value)
+    if faster or all(r.verdict == decisions.SLOWER for r in candidates):
         answer = MULTI if faster else SINGLE
-        reason = f"{sentences.faster(lead)} ({phrases.evidence(lead)})"
+        reason = f"{sentences.compared(lead)} ({phrases.evidence(lead)})"
     else:
         answer = NOT_RESOLVED
-        pair = f"{lead['label']} against {lead['baseline_label']}"
+        pair = f"{lead.label} against {lead.baseline_label}"
         reason = f"{pair} reads {phrases.ratio(lead)} ({phrases.evidence(lead)})"
-        if lead["verdict"] != stats.NOT_RESOLVED:
+        if lead.verdict != decisions.INCONCLUSIVE:
             reason += f", {phrases.outcome(lead)}"
     return Strategy(
         answer=answer,
         reason=reason,
         source="measured" if nearest == batch else f"measured at batch {nearest}, the nearest to {batch}",
         measured_batch=int(nearest),
-        speeds=tuple(f"{r['label']}: {phrases.throughput(r)}" for r in told),
-        ratio=lead["ratio"],
-        low=lead["low"],
-        high=lead["high"],
-        sets=int(lead["sets"]),
+        speeds=tuple(f"{r.label}: {phrases.throughput(r)}" for r in told),
+        ratio=lead.ratio.value,
+        low=lead.ratio.low,
+        high=lead.ratio.high,
+        sets=lead.sets,
         where=f"{study.hardware}, {study.date}" + "; the machine was busy" * bool(machine_state.busy(study)),
         **common,
     )
 
 
-def _told(study: Study, network: str | None, device: str) -> list[Row]:
+def _told(study: Study, network: str | None, device: str) -> list[Comparison]:
     """Strong scaling of the plain step, with a speed."""
     return [
         r
         for r in scaling.rows(study)
-        if r["scaling"] == "strong" and r["sets"] and r["role"] in ("baseline", "candidate")
-        if r["config"].network == network and r["config"].device == device
-        if r["config"].differences(PLAIN).keys() <= _VARIES
+        if r.scaling == "strong" and r.sets and r.role in ("baseline", "candidate")
+        if r.config.network == network and r.config.device == device
+        if r.config.differences(PLAIN).keys() <= _VARIES
     ]
 
 
-def _compared(row: Row) -> bool:
-    return bool(row["role"] == "candidate")
+def _compared(row: Comparison) -> bool:
+    return bool(row.role == "candidate")
 
 
-def _weighs(row: Row) -> bool:
+def _weighs(row: Comparison) -> bool:
     """Whether there are sets enough for a verdict, by an instrument that is trusted; whichever verdict that is."""
-    return bool(row["sets"] >= stats.LEAST_SETS and row["verdict"] != stats.NOT_TRUSTED)
+    return bool(row.sets >= decisions.LEAST_SETS)

@@ -14,6 +14,7 @@ from ddpm_lab.explain import (
     claims,
     compiling,
     faults,
+    gains,
     limits,
     links,
     lost_scaling,
@@ -22,14 +23,12 @@ from ddpm_lab.explain import (
     operators,
     peers,
     phrases,
-    predicted_words,
-    ranking,
     recommended,
     recommended_words,
     scaling,
     trained,
 )
-from ddpm_lab.explain.comparisons import Row, comparisons, throughput
+from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.frames import ALL_REDUCE, CLAIMS, RECOMMENDATION, SCALING, Study
 from ddpm_lab.plan import WITH_TRIALS
 
@@ -41,7 +40,7 @@ def table(study: Study) -> pd.DataFrame:
     """The answer of a study as a table of strings: one row a configuration (in a profile a phase or an operator)."""
     if study.experiment == RECOMMENDATION:
         searched = recommended.recommendation(study)
-        return _fastest(study) if searched is None else recommended_words.table(searched)
+        return gains.table(study) if searched is None else recommended_words.table(searched)
     if study.experiment == "profile":
         record = operators.latest_profile(study.records)
         taken = budget.budget(record) if record else None
@@ -61,18 +60,12 @@ def more(study: Study) -> list[tuple[str, pd.DataFrame]]:
                 "The parts of a step: work for an image, its least time at this machine's peaks, and what sets it.",
                 limits.table(study, peers.own(study)),
             ),
-            (
-                "At most here: how many times as fast this trainer is, times its headroom: its time over the least at "
-                "this machine's peaks, with all but convolutions, products and the optimizer free. A peak is the "
-                "median of windows: single steps may exceed it.",
-                peers.at_most_table(study),
-            ),
             ("What each setting of the trainer is worth here.", peers.lever_table(study)),
         ]
     if study.experiment == RECOMMENDATION and (searched := recommended.recommendation(study)) is not None:
         found += [
             ("What the search tried, by what all its short sets say.", recommended_words.tried_table(searched)),
-            ("Everything measured that did equal work, fastest first.", _fastest(study)),
+            ("Every change that was measured, each against its own baseline in the same sets.", gains.table(study)),
         ]
     if study.experiment == CLAIMS:
         caption = "Each fault: what is done wrong, what that did to a number here, how it is done right."
@@ -85,11 +78,15 @@ def more(study: Study) -> list[tuple[str, pd.DataFrame]]:
     if study.experiment == SCALING:
         said = " ".join(lost_scaling_table.sentence(split) for split in lost_scaling.splits(study))
         found.append((f"Where the lost scaling went. {said}", lost_scaling_table.table(study)))
-        found.append(predicted_words.further(study))
     if study.experiment == "profile" and not any(r.config.is_own for r in study.records):  # whose changes are others
         measured = tuple(r for r in study.beside if r.role != "profile")  # of which each has a budget of its own
         known = replace(study, records=(*study.records, *measured))
-        found.append(("What to change next: measured, or at most what this budget allows.", advice.table(known)))
+        found.append(
+            (
+                "What to change next, as measured; ddpm-lab bottleneck measures each change of one setting.",
+                advice.table(known),
+            )
+        )
     if study.experiment in ("profile", SCALING):
         found.append(("What the machine did meanwhile.", machine_state.table(study)))
     return [(caption, frame) for caption, frame in found if not frame.empty]
@@ -101,8 +98,8 @@ def _comparison(study: Study) -> pd.DataFrame:
     rows = []
     for row in map(scaling.named, scaling.rows(study)) if scales else comparisons(study):
         cells = {
-            "Family": row["family"],
-            "Configuration": f"{row['label']}{_SELF.get(row['role'], '')}",
+            "Family": row.family,
+            "Configuration": f"{row.label}{_SELF.get(row.role, '')}",
             **_speed(study, row),
         }
         columns = list(dict.fromkeys([*columns, *cells]))
@@ -114,7 +111,7 @@ def _comparison(study: Study) -> pd.DataFrame:
         return pd.DataFrame(columns=["Configuration", "Speed", "Verdict"])
     if shown["Family"].nunique() == 1 and not scales:
         shown = shown.drop(columns="Family")
-    for column in ("Note", "Dropped turns"):
+    for column in ("Note", "Disturbed sets"):
         if column in shown and shown[column].isin(["", "0"]).all():
             shown = shown.drop(columns=column)
     return _without_empty(shown)
@@ -125,53 +122,46 @@ def _without_empty(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.drop(columns=[c for c in phrases.LOSS if c in frame and frame[c].eq(_NONE).all()])
 
 
-_SELF = {"baseline": " (baseline)", "twin": " (null twin)"}
+_SELF = {"baseline": " (baseline)", "twin": ", repeated"}
 """Roles of the baseline's own configuration, as they are named."""
 
 
-def _speed(study: Study, row: Row) -> dict[str, str]:
-    measured = bool(row["sets"])
+def _speed(study: Study, row: Comparison) -> dict[str, str]:
+    measured = bool(row.sets)
     cells = {
         "Speed": phrases.ratio_with_interval(row) if measured else _NONE,
         "Verdict": phrases.outcome(row),
-        "Images/s": _range(row) if measured else _NONE,
-        "Step": phrases.seconds(row["step_seconds"]) if measured else _NONE,
-        "50,000 images (projection)": phrases.seconds(row["projected_seconds"]) if measured else _NONE,
+        "Images/s": phrases.significant(row.images_per_second) if measured else _NONE,
+        "Step": phrases.seconds(row.step_seconds) if measured else _NONE,
+        "Time for 50,000 images (projected)": phrases.seconds(row.projected_seconds) if measured else _NONE,
     }
     if study.experiment == scaling.EXPERIMENT:
-        rated = measured and row["role"] == "candidate"
+        rated = measured and row.role == "candidate"
         cells[f"Efficiency, by {scaling.whose(study.bands)} bands"] = (
             scaling.rated(row, study.bands) if rated else _NONE
         )
     if study.experiment == "torch_compile":
         cost = compiling.break_even(study, row)
-        compiled = measured and row["role"] == "candidate"
+        compiled = measured and row.role == "candidate"
         known = compiled and not math.isnan(cost.cold_seconds)
         cells["Compile, cold"] = phrases.seconds(cost.cold_seconds) if known else _NONE
         cells["Pays off"] = compiling.pays_off(cost, row) if compiled else _NONE
     return cells | {
-        "Peak memory": phrases.peak_memory(row) if row["status"] == "ok" else _NONE,
-        "Sets \N{MULTIPLICATION SIGN} turns": f"{row['sets']} \N{MULTIPLICATION SIGN} {row['turns']}",
-        "Dropped turns": str(row["turns_dropped"]),
-        "Quality": str(row["quality"]) if measured and row["role"] not in _SELF else _NONE,
+        "Peak memory": phrases.peak_memory(row) if row.status == "ok" else _NONE,
+        "Sets \N{MULTIPLICATION SIGN} turns": f"{row.sets} \N{MULTIPLICATION SIGN} {row.turns}" if measured else _NONE,
+        "Disturbed sets": str(row.disturbed_sets),
+        "Quality": row.quality if measured and row.role not in _SELF else _NONE,
         **phrases.loss(row),
         "Note": _note(row),
     }
 
 
-def _note(row: Row) -> str:
-    if row["sets"] and row["failed_sets"]:
-        return f"{phrases.plural(row['failed_sets'], 'set')} failed: {row['reason']}"
-    if row["status"] != "ok" and not row["mechanism_only"]:
-        return str(row["reason"])
-    if row["bursts"] != 1:
-        side = "its own" if row["bursts"] > 1 else "the baseline's"
-        return f"windows far slower than most add {100 * abs(row['bursts'] - 1):.0f} % to {side} time, not in the ratio"
+def _note(row: Comparison) -> str:
+    if row.sets and row.failed_sets:
+        return f"{phrases.plural(row.failed_sets, 'set')} failed: {row.reason}"
+    if row.status != "ok" and not row.mechanism_only:
+        return row.reason
     return ""
-
-
-def _range(row: Row) -> str:
-    return phrases.with_interval(phrases.significant, *throughput(row))
 
 
 def _profile(study: Study) -> pd.DataFrame:
@@ -195,36 +185,6 @@ def _profile(study: Study) -> pd.DataFrame:
 
 def _share(value: float) -> str:
     return f"{100 * value:.1f} %"
-
-
-def _fastest(study: Study) -> pd.DataFrame:
-    rows = []
-    for group in ranking.groups(study):
-        for row in group.rows:
-            compared = row["role"] == "candidate"
-            rows.append(
-                {
-                    "Work": group.name,
-                    "Settings": phrases.settings(row["config"]),
-                    "Images/s": _range(row),
-                    "Step": phrases.seconds(row["step_seconds"]),
-                    "Against its baseline": phrases.ratio_with_interval(
-                        row, f" \N{MULTIPLICATION SIGN} {row['baseline_label']}"
-                    )
-                    if compared
-                    else "baseline",
-                    "Verdict": phrases.outcome(row) if compared else _NONE,
-                    "Peak memory": phrases.peak_memory(row),
-                    "Experiment": str(row["experiment"]),
-                    "Sets": str(row["sets"]),
-                    "Quality": str(row["quality"]),
-                    **phrases.loss(row),
-                }
-            )
-    if not rows:
-        return pd.DataFrame(columns=["Settings", "Images/s", "Verdict"])
-    shown = _without_empty(pd.DataFrame(rows))
-    return shown.drop(columns="Work") if shown["Work"].nunique() == 1 else shown
 
 
 _OWN: dict[str, Callable[[Study], pd.DataFrame]] = {

@@ -10,44 +10,43 @@ import numpy as np
 import pandas as pd
 
 from ddpm_lab import gradient_bounds
-from ddpm_lab.explain import learned, phrases, quality, samples, stats
-from ddpm_lab.explain.comparisons import Row, comparisons, resolved
+from ddpm_lab.explain import decisions, learned, phrases, quality, samples
+from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.learned import Array, baseline_trials, extent_of, images_of, pairs_of
 from ddpm_lab.record import RunRecord
 
 EXPERIMENT = "quality"
 _NONE = phrases.DASH
-GOOD = (quality.IDENTICAL, quality.NOT_WORSE)
 
 
-def rows(study: Study) -> list[Row]:
+def rows(study: Study) -> list[Comparison]:
     """The configurations that were compared with the baseline, each with ``equivalence``."""
-    return [r for r in _family(study) if r["role"] == "candidate"]
+    return [r for r in _family(study) if r.role == "candidate"]
 
 
-def base(study: Study) -> Row | None:
+def base(study: Study) -> Comparison | None:
     """The baseline's row; None where nothing is measured."""
-    return next((r for r in _family(study) if r["role"] == "baseline"), None)
+    return next((r for r in _family(study) if r.role == "baseline"), None)
 
 
-def _family(study: Study) -> list[Row]:
+def _family(study: Study) -> list[Comparison]:
     """Rows of the baseline that was measured last: another batch or network is another question."""
     latest = next((r.baseline_id for r in reversed(study.records) if r.role == "baseline"), None)
-    return [r for r in comparisons(study) if r["baseline_id"] == latest]
+    return [r for r in comparisons(study) if r.baseline_id == latest]
 
 
 def elsewhere(study: Study) -> str:
     """A sentence that names what was measured from another baseline and is not shown; empty where there is none."""
-    shown = {r["family"] for r in _family(study)}
-    others = list(dict.fromkeys(r["family"] for r in comparisons(study) if r["family"] not in shown))
+    shown = {r.family for r in _family(study)}
+    others = list(dict.fromkeys(r.family for r in comparisons(study) if r.family not in shown))
     return f" Measured besides, from another baseline, and not shown here: {phrases.joined(others)}." if others else ""
 
 
-def trials_of(study: Study, row: Row) -> list[RunRecord]:
+def trials_of(study: Study, row: Comparison) -> list[RunRecord]:
     """The trials of a row that verdicts rest on, in the order of their seeds."""
     found = rows(study)
-    if row["role"] == "baseline":
+    if row.role == "baseline":
         return baseline_trials(found)
     return [b for _, b in pairs_of(row, extent_of(found))]
 
@@ -55,7 +54,7 @@ def trials_of(study: Study, row: Row) -> list[RunRecord]:
 def fids(study: Study) -> list[tuple[str, Mapping[str, Any]]]:
     """The FIDs that were asked for, by label, the baseline's first."""
     lead = base(study)
-    asked = [(r["label"], samples.fid(trials_of(study, r))) for r in ([lead] if lead else []) + rows(study)]
+    asked = [(r.label, samples.fid(trials_of(study, r))) for r in ([lead] if lead else []) + rows(study)]
     return [(label, found) for label, found in asked if found]
 
 
@@ -64,51 +63,56 @@ def by_time(records: Sequence[RunRecord]) -> Array:
     return np.array([(r.quality or {})["held_out"][-1]["by_time"] for r in records], float)
 
 
-def faster(row: Row) -> bool:
+def faster(row: Comparison) -> bool:
     """Whether a configuration is called faster."""
-    return bool(row["verdict"] == stats.FASTER)
+    return bool(row.verdict == decisions.FASTER)
 
 
-def answered(found: Sequence[Row]) -> bool:
+def answered(found: Sequence[Comparison]) -> bool:
     """Whether every setting that was tried has a verdict on its quality."""
-    tried = [r["equivalence"].verdict for r in found if r["equivalence"].seeds]
+    tried = [r.equivalence.verdict for r in found if r.equivalence.seeds]
     return bool(tried) and quality.NOT_ENOUGH not in tried
 
 
-def headline(found: Sequence[Row]) -> tuple[str, Row]:
+def headline(found: Sequence[Comparison]) -> tuple[str, Comparison]:
     """The answer in one line, and the configuration that it is about."""
-    good = [r for r in found if r["equivalence"].verdict in GOOD]
+    good = [r for r in found if r.equivalence.verdict in quality.GOOD]
     quick = [r for r in good if faster(r)]
-    worse = [r for r in found if r["equivalence"].verdict == quality.WORSE]
-    says = [f"{r['label']} is worse" for r in worse[:2]] + [f"so are {len(worse) - 2} more"] * (len(worse) > 2)
+    worse = [r for r in found if r.equivalence.verdict == quality.WORSE]
+    says = [f"{r.label} is worse" for r in worse[:2]] + [f"so are {len(worse) - 2} more"] * (len(worse) > 2)
     if quick:
-        lead = max(quick, key=lambda r: r["ratio"])
-        first = f"{lead['label']} trains {phrases.ratio(lead)} times as fast as {lead['baseline_label']}, not worse"
+        lead = max(quick, key=lambda r: r.ratio.value)
+        judged = lead.equivalence
+        how = quality.NOT_WORSE if judged.verdict == quality.IDENTICAL else judged.verdict
+        how += quality.after(judged)
+        first = f"{lead.label} trains {phrases.ratio(lead)} times as fast as {lead.baseline_label}, {how}"
         return "; ".join([first, *says]), lead
-    lead = max(good or worse or list(found), key=lambda r: r["ratio"] if r["sets"] else 0.0)
+    lead = max(good or worse or list(found), key=lambda r: r.ratio.value if r.sets else 0.0)
     if good:
-        decided = all(map(resolved, good))
-        first = f"{phrases.plural(len(good), 'setting')} of {len(found)} not worse than {lead['baseline_label']}, "
-        says.insert(0, first + ("none of them faster" if decided else "which is faster is not resolved"))
+        even = [r for r in good if r.equivalence.verdict != quality.SLIGHTLY]
+        decided, base_label = all(r.resolved for r in even or good), lead.baseline_label
+        what = f"not worse than {base_label}" if even else f"worse than {base_label} by less than the margin"
+        first = f"{phrases.plural(len(even or good), 'setting')} of {len(found)} {what}, "
+        says.insert(0, first + ("none of them faster" if decided else "which is faster is not known yet"))
     return "; ".join(says) or f"Not enough data for a verdict on {phrases.plural(len(found), 'setting')}", lead
 
 
-def evidence(found: Sequence[Row]) -> str:
+def evidence(found: Sequence[Comparison]) -> str:
     """The verdicts with their differences, intervals and margins."""
     told = []
-    for verdict in (quality.IDENTICAL, quality.NOT_WORSE, quality.WORSE, quality.NOT_ENOUGH):
-        chosen = [r for r in found if r["equivalence"].verdict == verdict]
+    for verdict in (*quality.DECIDED, quality.NOT_ENOUGH):
+        chosen = [r for r in found if r.equivalence.verdict == verdict]
         words = [_detail(r) for r in chosen]
         if words:
             told.append(f"{verdict.capitalize()}: {phrases.joined(words)}.")
     return " ".join(told)
 
 
-def _detail(row: Row) -> str:
-    equal: quality.Equivalence = row["equivalence"]
-    speed = f"{phrases.ratio(row)} times as fast" if row["sets"] else "speed not measured"
+def _detail(row: Comparison) -> str:
+    equal: quality.Equivalence = row.equivalence
+    speed = f"{phrases.ratio(row)} times as fast" if row.sets else "speed not measured"
     loss = equal.reason or (f"loss {quality.evidence(equal)}" if quality.evidence(equal) else "")
-    return f"{row['label']} ({'; '.join(part for part in (loss, speed) if part)})"
+    return f"{row.label} ({'; '.join(part for part in (loss, speed) if part)})"
 
 
 def method(study: Study) -> str:
@@ -140,19 +144,8 @@ def _checks(study: Study) -> list[tuple[RunRecord, Mapping[str, Any]]]:
     return [(r, (r.quality or {}).get("gradients") or {}) for r in study.records if r.role == "check"]
 
 
-def to_the_loss(study: Study) -> str:
-    """What other batches take to the same loss, after a space; empty where none has a verdict and a speed."""
-    found = rows(study)
-    if (lead := base(study)) is None or not baseline_trials(found):
-        return ""
-    first, *others = learned.ways(study, [lead, *found])
-    larger = [w for w in others if w.row["batch"] != lead["batch"]]
-    text = learned.answer([first, *larger], learned.target(found)) if larger else ""
-    return f" Among the batch sizes, {phrases.within(text)}" if text else ""
-
-
 def table(study: Study) -> pd.DataFrame:
-    """One row a configuration: speed, verdict on quality with its evidence, and time to the target."""
+    """One row a configuration: speed, verdict on quality with its evidence, and images to the target."""
     lead, found = base(study), rows(study)
     shown = _table(study, [lead, *found] if lead else found)
     frame = pd.DataFrame(shown) if shown else pd.DataFrame(columns=["Configuration", "Speed", "Quality"])
@@ -161,41 +154,41 @@ def table(study: Study) -> pd.DataFrame:
 
 def tables(study: Study) -> list[tuple[str, pd.DataFrame]]:
     """What the configurations of each family have learned, as (caption, table)."""
-    told = "Quality beside speed, and the time to the loss that the baseline has after 90 % of its images"
+    told = "Quality beside speed, and the images to the loss that the baseline has after 90 % of its own"
     return [
-        (f"{told}: {found[0]['family']}.", pd.DataFrame(_table(study, found)).drop(columns="FID", errors="ignore"))
+        (f"{told}: {found[0].family}.", pd.DataFrame(_table(study, found)).drop(columns="FID", errors="ignore"))
         for found in learned.families(study)
     ]
 
 
-def _table(study: Study, family: Sequence[Row]) -> list[dict[str, str]]:
-    found = [r for r in family if r["role"] == "candidate"]
-    images, time = images_of(found), f"Time to loss {learned.target(found):.4f}"
-    ways = learned.ways(study, family) if images else []
+def _table(study: Study, family: Sequence[Comparison]) -> list[dict[str, str]]:
+    found = [r for r in family if r.role == "candidate"]
+    images, loss = images_of(found), learned.target(found)
+    tried = learned.tried(study, family) if images else []
     shown = []
     for row in family:
-        own = [w for w in ways if w.row["run_id"] == row["run_id"]]
-        if not own or own[0].row is not row:  # without trials of its own
-            shown.append(_cells(row, [], images, {time: _NONE}))
-        for way in own:
-            lead = way.row["role"] == "baseline"
-            records = baseline_trials(found) if lead else [b for _, b in pairs_of(way.row, extent_of(found))]
-            shown.append(_cells(way.row, records, images, {time: way.words()}))
+        own = [r for r in tried if r.run_id == row.run_id]
+        if not own or own[0] is not row:  # without trials of its own
+            shown.append(_cells(row, [], images, loss))
+        for each in own:
+            lead = each.role == "baseline"
+            records = baseline_trials(found) if lead else [b for _, b in pairs_of(each, extent_of(found))]
+            shown.append(_cells(each, records, images, loss))
     return shown
 
 
-def _cells(row: Row, records: Sequence[RunRecord], images: int, time: dict[str, str]) -> dict[str, str]:
-    equal, lead = row["equivalence"], row["role"] == "baseline"
+def _cells(row: Comparison, records: Sequence[RunRecord], images: int, loss: float) -> dict[str, str]:
+    equal, lead = row.equivalence, row.role == "baseline"
     final = learned.held_out(records, np.array([images])).mean() if records else math.nan
     return {
-        "Configuration": f"{row['label']} (baseline)" if lead else str(row["label"]),
-        "Speed": phrases.ratio_with_interval(row) if row["sets"] else _NONE,
+        "Configuration": f"{row.label} (baseline)" if lead else row.label,
+        "Speed": phrases.ratio_with_interval(row) if row.sets else _NONE,
         "Verdict on speed": phrases.outcome(row),
         "Quality": "baseline" if lead else quality.sentence(equal),
         "Held-out loss": f"{final:.4f}" if records else _NONE,
         "FID": samples.fid_words(distance) if (distance := samples.fid(records)) else _NONE,
         **phrases.loss(row),
-        **time,
+        "Images to the same loss": learned.images_to_reach(records, loss),
         "Seeds": str(len(records)),
     }
 
@@ -230,17 +223,17 @@ def _share(error: float | None) -> str:
     return _NONE if error is None else f"{error:.1e}"
 
 
-def front(found: Sequence[Row]) -> list[Row]:
+def front(found: Sequence[Comparison]) -> list[Comparison]:
     """Configurations that no other beats in both speed and loss, slowest first: the Pareto front, baseline included."""
-    known = [r for r in found if r["sets"] and not math.isnan(_difference(r))]
+    known = [r for r in found if r.sets and not math.isnan(_difference(r))]
 
-    def beats(one: Row, other: Row) -> bool:
-        gains = one["ratio"] - other["ratio"], _difference(other) - _difference(one)
+    def beats(one: Comparison, other: Comparison) -> bool:
+        gains = one.ratio.value - other.ratio.value, _difference(other) - _difference(one)
         return bool(min(gains) >= 0 and max(gains) > 0)
 
     best = [r for r in known if not any(beats(o, r) for o in known)]
-    return sorted(best, key=lambda r: float(r["ratio"]))
+    return sorted(best, key=lambda r: r.ratio.value)
 
 
-def _difference(row: Row) -> float:
-    return 0.0 if row["role"] == "baseline" else float(row["equivalence"].difference)
+def _difference(row: Comparison) -> float:
+    return 0.0 if row.role == "baseline" else float(row.equivalence.difference)

@@ -7,12 +7,14 @@ stopped, at the cost of one unfinished set.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
+from ddpm_lab import turn_plan
 from ddpm_lab.config import CHECK, RunConfig
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import wrong_ways
@@ -20,37 +22,25 @@ from ddpm_lab.measure.gradients import compare_gradients
 from ddpm_lab.measure.hardware import environment
 from ddpm_lab.measure.held import held_of
 from ddpm_lab.measure.largest_batch import largest_batch, search_ended
+from ddpm_lab.measure.others import await_quiet
 from ddpm_lab.measure.progress import Progress, lost
+from ddpm_lab.measure.scatter import scatter
 from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import Work, measure_alone, measure_set, profile_alone, warm_up_alone
+from ddpm_lab.measure.shortfall import LEAST_SETS, PLACE_SECONDS, TRIES, Shortfall, Target
 from ddpm_lab.measure.trial import work_of
 from ddpm_lab.measure.trials import COMPILE_SECONDS, Trials, short_of
-from ddpm_lab.plan import Experiment, Family, Plan, Trial
-from ddpm_lab.record import RunRecord
+from ddpm_lab.plan import OTHERS, PRIMARY, Experiment, Family, Trial, by_stage
+from ddpm_lab.record import RunRecord, crowded
 
-SETS_FOR_A_VERDICT = 6
-PLACE_SECONDS = 5.0
-"""Forecast for one configuration in one set, until the first has shown better."""
+PRIMARY_SHARE = 0.6
+"""Of the time of a question that has both."""
+OVERRUN = 1.5
+"""A primary comparison may take so many times its time to reach the least sets: an answer is worth more than a row."""
 SEARCH_SECONDS = 60.0
-TRIES = 2
-"""A failure that may pass is met so often before a run leaves it to the next run."""
+NO_TIME = "did not fit into the time"
 _WRONG = ("wrong", wrong_ways.run_wrong_ways)
 _CHECKS: dict[str, tuple[str, Work]] = {CHECK: ("check", compare_gradients), wrong_ways.WORKLOAD: _WRONG}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """How much to measure: sets per comparison, cold compiles per compiled configuration, and until when.
-
-    With ``sets_to_come`` the number of sets is not planned: it says from the log ratios so far how many sets are still
-    to come until they resolve what was asked for, and ``sets`` is the most.
-    """
-
-    plan: Plan
-    sets: int
-    cold_compiles: int
-    seconds: float | None = None
-    sets_to_come: Callable[[Sequence[float]], int] | None = None
 
 
 class Campaign:
@@ -71,15 +61,24 @@ class Campaign:
         self.ledger, self.traces = ledger, traces
         self.machine_key = environment().machine.key
         codes = (instrument.code.key, self.for_trials.code.key)
-        self.held = held_of(ledger, experiment, target.plan, machine_key=self.machine_key, codes=codes)
+        few = target.sets < LEAST_SETS  # nothing is called
+        self.held = held_of(ledger, experiment, target.plan, machine_key=self.machine_key, codes=codes, disturbed=few)
+        self.lacks = Shortfall(experiment, target, self.held, cache(lambda: scatter(ledger, self.machine_key)))
         self.trials = Trials(experiment.trials, self.held)
         self.measured_sets = 0
+        self.disturbed = 0
+        """Sets of this run that did not count."""
+        self.crowded_out = False
+        """Whether the machine was too busy for a comparison with all its threads."""
         self.begun = time.monotonic()
-        self.costs: dict[str, list[float]] = {}
-        self.failed: Counter[str] = Counter()
+        self._stage_ends: float | None = None
+        self._stage_families = 1
 
-    def run(self, progress: Progress) -> None:
-        """Measure what is missing, as far as the time allows; the budget begins to count now."""
+    def run(self, progress: Progress, *, stages: Sequence[str] = (PRIMARY, OTHERS), look: bool = True) -> None:
+        """Measure what is missing, as far as the time allows; the budget begins to count now.
+
+        With ``look`` an answer is shown afterwards, which is recorded: going on later is another look.
+        """
         self.begun = time.monotonic()
         self._note_left_out()
         for check in self.experiment.checks:
@@ -94,122 +93,106 @@ class Campaign:
             for label, config in family.candidates:
                 self._cold_compiles(family, label, config, progress)
         families = [self._within_memory(family, progress) for family in self.experiment.families]
-        total, done, fitted = self._sets_missing(families), 0, False
-        while job := self._next(families):
+        primary, others = by_stage(families)
+        if PRIMARY in stages:
+            share = PRIMARY_SHARE if others and OTHERS in stages else 1.0
+            self._measure_stage(primary, progress, share, needed=True)
+        if self.crowded_out:
+            return  # what is shown is measured with fewer cores instead
+        if OTHERS in stages:
+            self._measure_stage(others, progress, 1.0, needed=False)
+            self._train(families, progress)
+        if look:
+            self.look()
+
+    def _measure_stage(self, families: list[Family], progress: Progress, share: float, *, needed: bool) -> None:
+        """Measure sets of ``families`` in ``share`` of the time that is left.
+
+        ``needed`` ones get their least sets even if that takes longer. Of all but a primary comparison, candidates that
+        have no time for their least sets are left out and noted; of needed ones each family keeps one.
+        """
+        left = self.seconds_left()
+        until = math.inf if left is None else time.monotonic() + share * left
+        self._stage_ends = None if left is None else until
+        self._stage_families = max(1, sum(bool(self.lacks.wanted(family)) for family in families))
+        latest = math.inf if left is None else time.monotonic() + OVERRUN * share * left
+        done, crowded_sets = 0, Counter[str]()
+        while True:
+            now = time.monotonic()
+            if not needed or all(label != f.primary for f in families for label, _ in f.candidates):
+                families, left_out = self.lacks.fit(families, (latest if needed else until) - now, fewest=int(needed))
+                for family, label, config in left_out:
+                    self._note(family.name, label, config, family.baseline, NO_TIME)
+            self.lacks.plan_sets(families, until - now)
+            if (job := self.lacks.next(families)) is None:
+                return
             family, candidates = job
-            left = self.seconds_left()
-            if left is not None and left < self._set_seconds(family, len(candidates)) and done:
-                break
-            forecast = self._forecast(families)
-            progress.prefix = f"set {done + 1} of {max(total, done + 1)},"
-            progress.expect(forecast if left is None else min(forecast, left))
+            have, new = map(min, zip(*(self.lacks.progress_of(family, c) for _, c in candidates), strict=True))
+            planned = new + max(self.lacks.missing(family, c) for _, c in candidates)
+            cost = self.lacks.set_seconds(family, len(candidates))
+            if now + cost > (latest if needed and have < LEAST_SETS else until) and (done or not needed):
+                return
+            progress.prefix = f"set {done + 1} of about {done + self.lacks.sets_missing(families)},"
+            progress.expect(min(self.lacks.forecast(families), until - now))
             progress.always(f"{family.name}: starting")
+            if not self.held.disturbed:
+                await_quiet(family.baseline, self.instrument.usable_cores, progress)
             records, done = self.measure(family, candidates), done + 1
-            if told := lost(records, self._hopeless):
+            if told := lost(records, self.lacks.hopeless):
                 progress.stay(told)
-                total = done + self._sets_missing(families)
-            # What fits is decided once, when the cost of every family is known.
-            known = (f.name in self.costs or f.last or not self._wanted(f) for f in families)
-            if left is not None and not fitted and all(known):
-                families, fitted = self._fit(families), True
-                total = done + self._sets_missing(families)
-        self._train(families, progress)
-        if unfinished := self._sets_missing(families):
-            progress.done(f"{unfinished} set{'s' if unfinished > 1 else ''} did not fit into the time")
+            if crowded(records) and not self.held.disturbed:
+                self.disturbed += 1
+                crowded_sets[family.name] += 1
+                progress.stay("set disturbed: other processes took the cores it needs; it is measured again")
+                if crowded_sets[family.name] >= planned:
+                    families = [f for f in families if f.name != family.name]
+                    self.crowded_out |= needed and have < LEAST_SETS and family.baseline.device == "cpu"
+
+    def look(self, date: str | None = None) -> None:
+        """Record what the answer that is shown now rests on, where sets are new; all of one ``date`` are one look."""
+        told = []
+        for family in {f.baseline.run_id: f for f in self.experiment.families}.values():
+            found = self.held.evaluated(base := family.baseline.run_id)
+            if self.target.sets >= LEAST_SETS and not set(found["sets"]) <= self.held.looked(base):
+                one = self._told("look", family.name, family.baseline_label, family.baseline, family.baseline)
+                date = date or one.date
+                told.append(
+                    dataclasses.replace(one, look=found, environment=dataclasses.replace(one.environment, date=date))
+                )
+        if told:
+            self._append(told)
 
     def seconds_left(self) -> float | None:
         """Seconds of the budget that are left, or None without one."""
         return None if self.target.seconds is None else self.target.seconds - (time.monotonic() - self.begun)
 
+    def missing(self) -> bool:
+        """Whether anything is still to be measured, or an answer to be shown."""
+        families = list(self.experiment.families)
+        bases = {f.baseline.run_id for f in families}
+        new = any(self.held.set_ids(base, base) - self.held.looked(base) for base in bases)
+        return (
+            (new and self.target.sets >= LEAST_SETS)
+            or bool(self.lacks.sets_missing(families))
+            or any(not self.held.profiled(c.run_id) for _, _, c in self.experiment.profiles)
+            or any(not self.held.checked(check.config.run_id) for check in self.experiment.checks)
+            or bool(self.trials.missing())
+        )
+
+    def compiling_seconds(self) -> float:
+        """Forecast of the cold compiles that are missing."""
+        rows = [(f, c) for f in self.experiment.families for _, c in f.candidates if c.compile != "off"]
+        return COMPILE_SECONDS * sum(self.lacks.compiles(f, c) for f, c in rows)
+
     def forecast(self) -> float:
         """Seconds that all that is missing will take, from what earlier sets took where there are any."""
-        compiles = sum(
-            self._compiles_missing(f, c)
-            for f in self.experiment.families
-            for _, c in f.candidates
-            if c.compile != "off"
-        )
         profiles = sum(not self.held.profiled(c.run_id) for _, _, c in self.experiment.profiles)
         searches = sum(
             bool(f.search_up_to) and not search_ended(self.held.searched, f.baseline) for f in self.experiment.families
         )
         trials = self.trials.seconds(self.trials.missing())
-        alone = compiles * COMPILE_SECONDS + profiles * PLACE_SECONDS + searches * SEARCH_SECONDS + trials
-        return self._forecast(list(self.experiment.families)) + alone
-
-    # What the ledger lacks
-
-    def _hopeless(self, config: RunConfig) -> bool:
-        """Whether a configuration is not tried again: its failure lasts, or this run has met it often enough."""
-        return config.run_id in self.held.lasting or self.failed[config.run_id] >= TRIES
-
-    def _missing(self, family: Family, config: RunConfig, least: int | None = None) -> int:
-        """Sets still to come; with ``least``, until there are so many."""
-        if self._hopeless(config) or self._hopeless(family.baseline):
-            return 0
-        wanted = 1 if family.mechanism else self.target.sets
-        if family.together:
-            able = [c.run_id for _, c in family.candidates if not self._hopeless(c)]
-            have = self.held.sets_together(family.name, family.baseline.run_id, able)
-        else:
-            have = self.held.sets(family.baseline.run_id, config.run_id)
-        missing = max(0, (wanted if least is None else min(least, wanted)) - have)
-        if least is None and missing and self.target.sets_to_come and not family.mechanism:
-            return min(missing, self.target.sets_to_come(self.held.log_ratios(family.baseline.run_id, config.run_id)))
-        return missing
-
-    def _wanted(self, family: Family) -> list[tuple[str, RunConfig]]:
-        """Candidates that lack sets; of a family without candidates the twin."""
-        members = family.candidates or ((family.baseline_label, family.baseline),)
-        lacking = [(self._missing(family, c), label, c) for label, c in members]
-        most = max(missing for missing, _, _ in lacking)
-        if self.target.sets_to_come is None:
-            # Those that lack most come first, so that all end with equally many.
-            lacking = [row for row in lacking if row[0] == most]
-        lacking.sort(key=lambda row: -row[0])
-        return [(label, c) for missing, label, c in lacking if missing][: family.at_once]
-
-    def _sets_missing(self, families: Sequence[Family], least: int | None = None) -> int:
-        """About how many sets are to come."""
-        total = 0
-        for family in families:
-            members = family.candidates or ((family.baseline_label, family.baseline),)
-            counts = sorted((self._missing(family, c, least) for _, c in members), reverse=True)
-            total += sum(counts[:: family.at_once])
-        return total
-
-    def _next(self, families: Sequence[Family]) -> tuple[Family, list[tuple[str, RunConfig]]] | None:
-        """The first family that lacks most sets, so that all grow at one pace; those measured last after all others."""
-        lacking = [(f, wanted) for f in families if (wanted := self._wanted(f))]
-        return min(lacking, key=lambda job: (job[0].last, -self._missing(job[0], job[1][0][1])), default=None)
-
-    # How long it takes
-
-    def _set_seconds(self, family: Family, candidates: int) -> float:
-        places = candidates + 2
-        if family.name in self.costs:
-            return places * self.costs[family.name][-1]
-        known = [cost for costs in self.costs.values() for cost in costs]
-        seen = self.held.place_seconds(family.baseline.run_id)
-        return places * (max(known, default=PLACE_SECONDS) if seen is None else seen)
-
-    def _forecast(self, families: Sequence[Family]) -> float:
-        return sum(self._sets_missing([f]) * self._set_seconds(f, min(len(f.candidates), f.at_once)) for f in families)
-
-    def _fit(self, families: list[Family]) -> list[Family]:
-        """Leave candidates out, the last ones first, until six sets fit into the time or each family has one left."""
-        while True:
-            left = self.seconds_left() or 0.0
-            due = [f for f in families if not f.last]
-            need = sum(
-                self._sets_missing([f], SETS_FOR_A_VERDICT) * self._set_seconds(f, len(f.candidates)) for f in due
-            )
-            longest = max(due, key=lambda f: len(f.candidates), default=None)
-            if need <= left or longest is None or len(longest.candidates) < 2:
-                return families
-            (label, config), kept = longest.candidates[-1], longest.candidates[:-1]
-            self._note(longest.name, label, config, longest.baseline, "did not fit into the time that was given")
-            families[families.index(longest)] = dataclasses.replace(longest, candidates=kept)
+        alone = self.compiling_seconds() + profiles * PLACE_SECONDS + searches * SEARCH_SECONDS + trials
+        return self.lacks.forecast(list(self.experiment.families)) + alone
 
     # Doing it
 
@@ -223,26 +206,43 @@ class Campaign:
         members = [
             Member("baseline", family.baseline_label, family.baseline),
             Member("twin", f"{family.baseline_label} again", family.baseline),
-            *(Member("candidate", label, c) for label, c in candidates if c.run_id != family.baseline.run_id),
+            *(
+                Member("candidate", label, c, primary=label == family.primary)
+                for label, c in candidates
+                if c.run_id != family.baseline.run_id
+            ),
         ]
         begun = time.monotonic()
         records = measure_set(
             self.instrument,
             experiment=self.experiment.name,
             family=family.name,
-            plan=self.target.plan,
+            plan=self.lacks.plan_of(family, candidates),
             members=members,
+            turns=self._turns,
         )
         self._append(records)
         self.measured_sets += 1
-        self.costs.setdefault(family.name, []).append((time.monotonic() - begun) / len(members))
-        self._count_failures(records)
+        self.lacks.costs.setdefault(family.name, []).append((time.monotonic() - begun) / len(members))
+        self.lacks.count_failures(records)
         return records
 
-    def _count_failures(self, records: Sequence[RunRecord]) -> None:
-        """A crash or a hang may pass and is tried again at once; what is not supported is left to the next run."""
-        for run_id, status in {(r.run_id, r.status) for r in records if r.status != "ok"}:
-            self.failed[run_id] += TRIES if status == "unsupported" else 1
+    def _turns(self, start_seconds: float, turn_seconds: float) -> int:
+        """Turns of a comparison's sets, by what the first one's start and turns cost."""
+        within, between = self.lacks.scatter()
+        if self._stage_ends is None or self.target.sets_to_come:
+            return turn_plan.best_turns(start_seconds, turn_seconds, within, between)
+        seconds = start_seconds + max(0.0, self._stage_ends - time.monotonic()) / self._stage_families
+        _, turns = turn_plan.plan_of_sets(
+            seconds,
+            start_seconds,
+            turn_seconds,
+            within=within,
+            between=between,
+            least_turns=turn_plan.LEAST_TURNS,
+            most_turns=turn_plan.MOST_TURNS,
+        )
+        return turns
 
     def _alone(
         self, family: str, member: Member, *, work: Work = warm_up_alone, by: Instrument | None = None, **told: str
@@ -263,7 +263,7 @@ class Campaign:
     def _train(self, families: Sequence[Family], progress: Progress) -> None:
         """Train for quality what has a speed, as far as the time allows."""
         compared = [c for f in families if f.candidates for c in (f.baseline, *(c for _, c in f.candidates))]
-        wanted = self.trials.of({c.run_id for c in compared if not self._hopeless(c)})
+        wanted = self.trials.of({c.run_id for c in compared if not self.lacks.hopeless(c)})
 
         def train(trial: Trial) -> None:
             member, told = Member("quality", trial.label, trial.config), {"baseline_id": trial.baseline.run_id}
@@ -282,21 +282,16 @@ class Campaign:
         traces = [self.traces / f"{stem}-rank{rank}.json.gz" for rank in range(config.world_size)]
         self._alone(family, Member("profile", label, config), work=profile_alone(traces))
 
-    def _compiles_missing(self, family: Family, config: RunConfig) -> int:
-        if self._hopeless(config) or family.mechanism:
-            return 0
-        return max(0, self.target.cold_compiles - self.held.cold_compiles(config.run_id))
-
     def _cold_compiles(self, family: Family, label: str, config: RunConfig, progress: Progress) -> None:
         """Compile from empty caches, alone: a cost of its own, and it fills the cache that the sets start from."""
         if config.compile == "off":
             return
-        missing = self._compiles_missing(family, config)
+        missing = self.lacks.compiles(family, config)
         for i in range(missing):
             progress.prefix = f"cold compile {i + 1} of {missing};"
             record = self._alone(family.name, Member("cold", label, config), baseline_id=family.baseline.run_id)
             if record.status != "ok":
-                self.failed[config.run_id] = TRIES  # a compile is long: it is not repeated within a run
+                self.lacks.failed[config.run_id] = TRIES  # a compile is long: it is not repeated within a run
                 return
 
     def _within_memory(self, family: Family, progress: Progress) -> Family:
@@ -331,20 +326,23 @@ class Campaign:
 
     def _note(self, family: str, label: str, config: RunConfig | None, baseline: RunConfig, reason: str) -> None:
         """A row for what is not measured, once. Without a configuration of its own it carries the baseline's."""
-        record = RunRecord(
+        record = self._told("note", family, label, config or baseline, baseline)
+        record = dataclasses.replace(record, status="left out", reason=reason)
+        if not self.held.noted(record):
+            self._append([record])
+
+    def _told(self, role: str, family: str, label: str, config: RunConfig, baseline: RunConfig) -> RunRecord:
+        """A record of something that was not run."""
+        return RunRecord(
             set_id="",
             experiment=self.experiment.name,
             family=family,
-            role="note",
+            role=role,
             label=label,
-            config=config or baseline,
+            config=config,
             baseline_id=baseline.run_id,
             plan=self.target.plan,
             environment=environment(),
             code_version=self.instrument.code.key,
             data_name=self.instrument.data_name,
-            status="left out",
-            reason=reason,
         )
-        if not self.held.noted(record):
-            self._append([record])

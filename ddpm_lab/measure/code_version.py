@@ -1,34 +1,41 @@
-"""A hash of the code that runs inside a rank: the same hash means the same code, whatever the commit says.
+"""Which code was measured: a hash of the files that hold it, so that the same hash means the same code.
 
-The sources are found without running them: the modules that a workload imports, followed through every import that
-lies outside the standard library and site-packages. Comments, docstrings and layout do not count. Packages that are
-imported directly count by name and version. A rank checks after its warm-up that it loaded no other source
-(``unlisted``), so an import hidden from this walk is refused and not overlooked. A C++ or CUDA source that bears a
-module's name and lies beside it counts with the module, comments included.
+The lab's own are all files of the folders and modules below, which ranks run or which time them. Of a workload that
+lies elsewhere they are the modules that a rank loaded from outside of libraries when it built it and did one step
+(``loaded``); of packages that these import the version counts. A C++ or CUDA source that bears a module's name and lies
+beside it counts with the module.
 
 The sources are those that this process would import, or those of a ``Tree``: a revision in a folder of its own.
 """
 
 from __future__ import annotations
 
-import ast
+import contextlib
 import hashlib
 import importlib.metadata
-import importlib.util
 import site
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.machinery import PathFinder
 from itertools import takewhile
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import NamedTuple
 
 from ddpm_lab.checks import ConfigError
 
-RANK_MODULE = "ddpm_lab.measure.rank"
+PACKAGE = Path(__file__).resolve().parents[1]
+FOLDERS = ("data", "measure", "model")
+MODULES = (
+    *("__init__", "checks", "config", "exchange_settings", "optimizer_settings", "own_settings", "plan", "planted"),
+    *("space", "workload"),
+)
+"""What of the lab a rank may load, or times it. A rank that loads another module of the lab is refused."""
+PACKAGES = ("torch", "torchvision", "numpy", "pillow", "psutil")
+"""Distributions that the lab's own workloads run."""
+LIBRARIES = ("site-packages", "dist-packages")
 SITE_MODULES = ("sitecustomize", "usercustomize")
 """Python runs them at every start, where an administrator put them: they belong to the machine, not to a workload."""
 
@@ -49,29 +56,54 @@ class Tree:
         """The Python path of its ranks: its own folders, then what does not belong to the working tree."""
         return [*self.folders, *(p for p in sys.path if not in_repository(p, self.apart))]
 
+    @property
+    def package(self) -> Path:
+        """The folder of the lab that its ranks run: the revision's own where it holds one."""
+        return next((p.resolve() for f in self.folders if (p := Path(f, PACKAGE.name)).is_dir()), PACKAGE)
+
+
+Stat = tuple[tuple[str, int, int, int], ...]
+
 
 class Source(NamedTuple):
-    """A module's file, and the hash of what counts in it."""
+    """A module's file, the hash of what counts in it, and by what an edit is noticed: name, size, time and inode."""
 
-    file: Path
+    file: str
     sha256: str
+    stat: Stat
+
+
+class Loaded(NamedTuple):
+    """What a rank loaded from outside of libraries, as module to file, and the libraries that these modules import."""
+
+    modules: Mapping[str, str]
+    libraries: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class CodeVersion:
-    """``key`` identifies the code of ``workloads``; ``modules`` are the sources that count, ``packages`` versions.
+    """``key`` identifies the code: the lab's sources, those of a workload that lies elsewhere, and package versions.
 
     They lie in ``tree``; None is wherever this process finds them. ``beside`` is the version of a revision that is
     measured in the same sets: the key then covers both.
     """
 
     key: str
-    modules: tuple[str, ...]
-    packages: dict[str, str]
-    workloads: tuple[str, ...] = ()
-    sources: Mapping[str, Source] = field(default_factory=dict)
+    lab: Mapping[str, Source] = field(default_factory=dict)
+    own: Mapping[str, Source] = field(default_factory=dict)
+    packages: Mapping[str, str] = field(default_factory=dict)
     tree: Tree | None = None
     beside: CodeVersion | None = None
+
+    @property
+    def sources(self) -> dict[str, Source]:
+        """Every source by its module's name."""
+        return {**self.lab, **self.own}
+
+    @property
+    def modules(self) -> dict[str, str]:
+        """The hash of each module of a workload that lies elsewhere: what its ranks may load beside the lab."""
+        return {name: source.sha256 for name, source in self.own.items()}
 
     def with_revision(self, other: CodeVersion) -> CodeVersion:
         """The same with the version of a revision, whose sources lie in a tree of their own, beside it."""
@@ -87,17 +119,92 @@ class CodeVersion:
         return self.beside
 
     def check_unchanged(self) -> None:
-        """Raise ConfigError if the sources are others by now: ranks read them when they start, each for itself."""
-        if not self.workloads:
-            return
-        now = code_version(*self.workloads, tree=self.tree)
+        """Raise ConfigError if a source is another by now: ranks load them when they start, each for itself."""
+        if edited := [name for name, source in self.lab.items() if _edited(source)]:
+            raise ConfigError(
+                f"the lab's own code was edited ({', '.join(edited)}) since this process loaded it, and what ran last "
+                "is not kept: start it again"
+            )
+        if edited := [name for name, source in self.own.items() if _edited(source)]:
+            raise ConfigError(
+                f"the code was edited while it was measured ({', '.join(edited)}), so what ran last is not kept: give "
+                "the same command again"
+            )
         if self.beside is not None:
             self.beside.check_unchanged()
-            now = now.with_revision(self.beside)
-        if now.key != self.key:
-            raise ConfigError(
-                "the code was edited while it was measured, so what ran last is not kept: give the same command again"
-            )
+
+
+def code_version(loaded: Loaded | None = None, tree: Tree | None = None) -> CodeVersion:
+    """The version of the code that ranks run: of the lab alone, or with what a workload ``loaded`` besides.
+
+    Raises ConfigError where the lab's own files are no longer those that this process loaded.
+    """
+    lab = _lab_sources(tree.package if tree else PACKAGE)
+    modules, libraries = loaded or ({}, [])
+    own = {name: _source(Path(file)) for name, file in modules.items()}
+    names = {*PACKAGES, *(name for top in libraries for name in _distributions().get(top, ()))}
+    packages = {name: version for name in sorted(names) if (version := _version(name))}
+    digest = hashlib.sha256()
+    for name, source in sorted((lab | own).items()):
+        digest.update(f"{name}\0{source.sha256}\0".encode())
+    for name, version in packages.items():
+        digest.update(f"{name}=={version}\0".encode())
+    found = CodeVersion(digest.hexdigest()[:12], lab, own, packages, tree)
+    found.check_unchanged()  # what is remembered of the lab's files is of this process's first look at them
+    return found
+
+
+@cache
+def _lab_sources(package: Path) -> dict[str, Source]:
+    files = [file for folder in FOLDERS for file in (package / folder).rglob("*.py")]
+    files += [file for name in MODULES if (file := package / f"{name}.py").is_file()]
+    return {".".join((PACKAGE.name, *f.relative_to(package).with_suffix("").parts)): _source(f) for f in files}
+
+
+def in_lab(module: str) -> bool:
+    """Whether a module is of the lab, and one that a rank may load of it."""
+    top, *rest = module.split(".")
+    return top == PACKAGE.name and (rest or ["__init__"])[0] in (*FOLDERS, *MODULES)
+
+
+def _source(file: Path) -> Source:
+    stat = _stat(file)  # first: a file that is written in between differs from it
+    return Source(str(file), _hash(file), stat)
+
+
+def _hash(file: Path) -> str:
+    return hashlib.sha256(b"\0".join(part.read_bytes() for part in _parts(file))).hexdigest()
+
+
+def _stat(file: Path) -> Stat:
+    found = ((part.name, part.stat()) for part in _parts(file))
+    return tuple((name, now.st_size, now.st_mtime_ns, now.st_ino) for name, now in found)
+
+
+def _parts(file: Path) -> list[Path]:
+    """A module's file, and the sources in other languages that bear its name and lie beside it: it compiles them."""
+    return [file, *(other for suffix in (".cpp", ".cu", ".c") if (other := file.with_suffix(suffix)).is_file())]
+
+
+def _edited(source: Source) -> bool:
+    """Whether a file is no longer what it was; it is read only where its size, time or inode changed."""
+    file = Path(source.file)
+    try:
+        return _stat(file) != source.stat and _hash(file) != source.sha256
+    except OSError:
+        return True
+
+
+@cache
+def _distributions() -> Mapping[str, list[str]]:
+    """Which installed distributions provide a module; reading it takes longer than all the rest."""
+    return importlib.metadata.packages_distributions()
+
+
+def _version(distribution: str) -> str:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(distribution)
+    return ""
 
 
 @cache
@@ -108,8 +215,25 @@ def _library_folders() -> tuple[str, ...]:
 
 
 def is_library(file: str) -> bool:
-    """Whether a source file belongs to the standard library or to an installed package."""
-    return str(Path(file).resolve()).startswith(_library_folders())
+    """Whether a source file belongs to the standard library or to an installed package, wherever that is installed."""
+    folder, _, name = file.rpartition("/")
+    return _is_library(folder) or name in _installed(folder)
+
+
+@cache
+def _is_library(folder: str) -> bool:
+    """Whether all that lies in a folder is of a library."""
+    path = Path(folder).resolve()
+    if f"{path}/".startswith(_library_folders()) or path.name in LIBRARIES:
+        return True
+    return path != path.parent and (path.name in _installed(str(path.parent)) or _is_library(str(path.parent)))
+
+
+@cache
+def _installed(folder: str) -> frozenset[str]:
+    """Names of the files and folders that pip has put into a folder (``--target``), by the lists that it left there."""
+    records = (record.read_text().splitlines() for record in Path(folder).glob("*.dist-info/RECORD"))
+    return frozenset(line.partition(",")[0].partition("/")[0] for lines in records for line in lines)
 
 
 def in_repository(file: str | Path, root: str) -> bool:
@@ -124,162 +248,28 @@ def in_repository(file: str | Path, root: str) -> bool:
     return not any((folder / ".git").exists() for folder in below)
 
 
-def _source(module: str, tree: Tree | None) -> Path | None:
-    """The file of a module that counts, or None for a built-in, a library, or a name that is no module.
-
-    Found by its path, not by ``find_spec`` of the whole name, which would run the packages above it.
-    """
-    top, *rest = module.split(".")
-    try:
-        own = PathFinder.find_spec(top, list(tree.folders)) if tree else None
-        spec = None if top in sys.stdlib_module_names else own or importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        return None
-    if spec is None or (spec.origin and is_library(spec.origin)):
-        return None
-    files = [Path(spec.origin)] if not rest and spec.origin and spec.origin.endswith(".py") else []
-    for location in (spec.submodule_search_locations or ()) if rest else ():
-        folder = Path(location).joinpath(*rest[:-1])
-        files += [folder / f"{rest[-1]}.py", folder / rest[-1] / "__init__.py"]
-    found = (file for file in files if file.is_file() and not is_library(str(file)))
-    return next((file for file in found if not (tree and in_repository(file, tree.apart))), None)
+# What a rank says of itself
 
 
-def _imports(tree: ast.AST, module: str, is_package: bool) -> Iterable[str]:
-    """Names that may be modules: ``from a import b`` gives both a and a.b. What only type checkers read is left out."""
-    for node in _executed(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parts = module.split(".")
-                parts = parts[: len(parts) - node.level + is_package]
-                base = ".".join([*parts, base] if base else parts)
-            if base:
-                yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
-
-
-def _executed(tree: ast.AST) -> Iterator[ast.AST]:
-    """Every node except those below ``if TYPE_CHECKING:``."""
-    yield tree
-    for child in ast.iter_child_nodes(tree):
-        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
-            for other in child.orelse:
-                yield from _executed(other)
-        else:
-            yield from _executed(child)
-
-
-def _without_docstrings(tree: ast.Module) -> str:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0] if node.body else None
-            if (
-                isinstance(first, ast.Expr)
-                and isinstance(first.value, ast.Constant)
-                and isinstance(first.value.value, str)
-            ):
-                node.body = node.body[1:]
-    return ast.dump(tree)
-
-
-def _parents(module: str) -> list[str]:
-    parts = module.split(".")
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
-
-
-def code_version(*workloads: str, tree: Tree | None = None) -> CodeVersion:
-    """The version of the code that ranks run for these workloads (``module:function`` each); in a ``tree``, that one's.
-
-    Two workloads that are compared share one version: an edit of either asks for new sets of both, since they are
-    measured in the same sets. Raises ConfigError if a module does not exist or has a syntax error.
-    """
-    waiting = _parents(RANK_MODULE)
-    for workload in workloads:
-        module = workload.partition(":")[0]
-        if _source(module, tree) is None:
-            raise ConfigError(
-                f"workload {workload!r}: there is no module {module!r}; is its folder on the Python path?"
-            )
-        waiting += _parents(module)
-    named = " and ".join(repr(w) for w in dict.fromkeys(workloads))
-    sources: dict[str, str] = {}
-    files: dict[str, Path] = {}
-    top_level: set[str] = set()
-    while waiting:
-        name = waiting.pop()
-        if name in sources:
-            continue
-        file = _source(name, tree)
-        if file is None:
-            top_level.add(name.partition(".")[0])
-            continue
-        try:
-            parsed = ast.parse(file.read_bytes())
-        except SyntaxError as error:
-            raise ConfigError(f"workload {named}: {file}, line {error.lineno}: {error.msg}") from error
-        for imported in _imports(parsed, name, file.name == "__init__.py"):
-            waiting += _parents(imported)
-        for workload in workloads:
-            module, _, function = workload.partition(":")
-            if module == name and not _binds(parsed, function):
-                raise ConfigError(f"workload {workload!r}: {file} defines no {function!r}")
-        sources[name], files[name] = _without_docstrings(parsed) + _beside(file), file
-    packages = _versions(top_level - {name.partition(".")[0] for name in sources} - set(sys.stdlib_module_names))
-    digest = hashlib.sha256()
-    for name in sorted(sources):
-        digest.update(f"{name}\0{sources[name]}\0".encode())
-    for name in sorted(packages):
-        digest.update(f"{name}=={packages[name]}\0".encode())
-    hashes = {name: Source(files[name], hashlib.sha256(text.encode()).hexdigest()) for name, text in sources.items()}
-    return CodeVersion(digest.hexdigest()[:12], tuple(sorted(sources)), packages, workloads, hashes, tree)
-
-
-def _beside(file: Path) -> str:
-    """Sources in other languages that bear a module's name and lie beside it: the module compiles them."""
-    others = [file.with_suffix(suffix) for suffix in (".cpp", ".cu", ".c")]
-    return "".join(f"\0{other.name}\0{other.read_text()}" for other in others if other.is_file())
-
-
-def _binds(tree: ast.Module, name: str) -> bool:
-    """Whether a module may bind a name: by a definition, an assignment or an import anywhere in it."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
-            return True
-        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store):
-            return True
-        if isinstance(node, ast.alias) and (node.asname or node.name) in (name, "*"):
-            return True
-    return False
-
-
-@cache
-def _distributions() -> Mapping[str, list[str]]:
-    """Which installed distributions provide a module; reading it takes longer than all the rest."""
-    return importlib.metadata.packages_distributions()
-
-
-def _versions(top_level: set[str]) -> dict[str, str]:
-    distributions = _distributions()
-    names = {d for t in top_level for d in distributions.get(t, ())}
-    return {name: importlib.metadata.version(name) for name in names}
-
-
-def unlisted(version_modules: Iterable[str]) -> list[str]:
-    """Modules loaded in this process from outside the libraries that the walk did not list."""
-    listed = set(version_modules)
-    found = []
+def loaded() -> Loaded:
+    """What this process has loaded from outside of libraries, but for what of the lab every rank may load."""
+    files, imported = {}, set()
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
         # A package's own machinery may load generated code from elsewhere (compiled kernels from a cache): it is not
         # a source of the workload. torch.ops and its like are no modules of source: their file is a bare name.
         package = getattr(sys.modules.get(name.partition(".")[0]), "__file__", None) or ""
-        source = file.endswith(".py") and Path(file).is_absolute() and not is_library(file) and not is_library(package)
-        if source and name not in listed and name not in SITE_MODULES and not name.startswith("__"):
-            found.append(name)
-    return sorted(found)
+        source = file.endswith(".py") and file.startswith("/") and not is_library(file) and not is_library(package)
+        if source and not in_lab(name) and name not in SITE_MODULES and not name.startswith("__"):
+            files[name] = file
+            imported |= {v.__name__ for v in vars(module).values() if isinstance(v, ModuleType)}
+            imported |= {str(v.__module__) for v in vars(module).values() if isinstance(v, type | FunctionType)}
+    return Loaded(files, sorted({name.partition(".")[0] for name in imported} - set(sys.stdlib_module_names)))
+
+
+def unlisted(modules: Mapping[str, str]) -> list[str]:
+    """Modules that this process has loaded and that are not among ``modules``, a hash each, or not as they were."""
+    return sorted(name for name, file in loaded().modules.items() if modules.get(name) != _hash(Path(file)))
 
 
 def astray(apart: str) -> list[str]:

@@ -39,7 +39,7 @@ def distance(
     with Group(
         config,
         threads=threads,
-        modules=(),
+        modules={},
         environment={},
         start_method=start_method,
         limits=Limits(build_seconds=SILENCE_SECONDS),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -18,7 +18,7 @@ from typing import Any
 
 from ddpm_lab.checks import choice
 from ddpm_lab.config import START_METHODS, RunConfig
-from ddpm_lab.measure.code_version import Tree
+from ddpm_lab.measure.code_version import Loaded, Tree
 from ddpm_lab.measure.fleet import Fleet, current
 from ddpm_lab.measure.group_folder import GroupFolder
 from ddpm_lab.measure.local_rank import LocalRank
@@ -66,7 +66,7 @@ class Group:
         config: RunConfig,
         *,
         threads: int,
-        modules: tuple[str, ...],
+        modules: Mapping[str, str],
         environment: dict[str, str],
         tree: Tree | None = None,
         start_method: str = "forkserver",
@@ -170,6 +170,12 @@ class Group:
         self._tell("witness", {})
         self._wait("done", self.limits.build_seconds, "reading the witness")
         return self._reports("witness")
+
+    def loaded(self) -> Loaded:
+        """What the first rank has loaded from outside of libraries."""
+        self._tell("loaded", {})
+        self._wait("done", self.limits.build_seconds, "naming what it loaded")
+        return Loaded(**self._reports("loaded")[0])
 
     def budget(self, *, settle: int, steps: int, rounds: int, limit: float) -> list[dict[str, Any]]:
         """Take each rank's time budget; ``limit`` is the longest silence of a rank, in seconds."""

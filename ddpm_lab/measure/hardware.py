@@ -181,8 +181,11 @@ def _nvidia() -> tuple[tuple[Gpu, ...], str | None]:
 
 def gpus() -> tuple[Gpu, ...]:
     """The GPUs that torch would see in this process; none if the installed torch cannot use CUDA."""
-    if "+cpu" in package_version("torch"):
-        return ()
+    return () if "+cpu" in package_version("torch") else listed_gpus()
+
+
+def listed_gpus() -> tuple[Gpu, ...]:
+    """The GPUs that NVML lists for this process, whether torch can use them or not: ``gpu_trouble`` says."""
     return _visible(list(_nvidia()[0]))
 
 
@@ -232,6 +235,7 @@ def machine() -> Machine:
     )
 
 
+@cache
 def _git_commit() -> str | None:
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists() or shutil.which("git") is None:

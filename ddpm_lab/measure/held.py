@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from ddpm_lab.config import CHECK, DDPM, TRAINING, RunConfig
 from ddpm_lab.gradient_bounds import failure
 from ddpm_lab.ledger import Head, Ledger
 from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.plan import Experiment, Fid, Plan
-from ddpm_lab.record import LASTING, RunRecord, kept_seconds, set_log_ratio
+from ddpm_lab.record import LASTING, TWIN, RunRecord, crowded, seconds_by_turn, set_log_ratio
 
 
 class Held:
     """Records of one experiment, machine, code version, plan and data."""
 
-    def __init__(self, records: Iterable[RunRecord] = ()) -> None:
+    def __init__(self, records: Iterable[RunRecord] = (), *, disturbed: bool = False) -> None:
+        self.disturbed = disturbed
+        """Whether sets count that other processes disturbed: where nothing is called they are as good as others."""
         self.lasting: set[str] = set()
         """Run ids that fail here in a way that another try would meet again."""
         # baseline -> set -> (role, run id) -> what it did
         self._sets: dict[str, dict[str, dict[tuple[str, str], RunRecord]]] = defaultdict(lambda: defaultdict(dict))
+        self._looked: dict[str, set[str]] = defaultdict(set)  # baseline -> sets
+        self._met: set[tuple[str, str]] = set()  # baseline, candidate
+        self._quiet: dict[tuple[str, int], bool] = {}  # set, its members -> whether it counts
         self._profiles: set[str] = set()
         self._trials: dict[str, float] = {}
         self._fids: set[tuple[str, str, int]] = set()  # run id, hash of the Inception, images
@@ -40,8 +47,12 @@ class Held:
     def add(self, records: Iterable[RunRecord]) -> None:
         """Take up more records."""
         for r in records:
+            self._met.add((r.baseline_id, r.run_id))
             if r.role == "note":
                 self._notes.add(note_key(r))
+                continue
+            if r.role == "look":
+                self._looked[r.baseline_id].update((r.look or {})["sets"])
                 continue
             if r.role in ("search", "largest"):
                 self.searched.append(r)
@@ -54,9 +65,7 @@ class Held:
                 if answer := (r.quality or {}).get("gradients"):
                     self._faults[_gradient_of(r.config)] = failure(answer)
             elif r.role == "quality" and r.status == "ok":
-                self._trials[r.run_id] = sum(r.stages.values())
-                if "fid" in (found := (r.quality or {}).get("fid", {})):
-                    self._fids.add((r.run_id, found["inception_sha256"], found["images"]))
+                self._add_trial(r)
             elif r.role == "cold" and r.status == "ok" and r.compile_cache == "cold":
                 self._cold[r.run_id] += 1
                 self.compile_seconds += [r.stages["compile"]] if "compile" in r.stages else []
@@ -65,26 +74,78 @@ class Held:
                 if r.windows:
                     self._seconds[r.baseline_id].append(sum(r.stages.values()))
 
+    def _add_trial(self, r: RunRecord) -> None:
+        self._trials[r.run_id] = sum(r.stages.values())
+        if "fid" in (found := (r.quality or {}).get("fid", {})):
+            self._fids.add((r.run_id, found["inception_sha256"], found["images"]))
+
     def sets(self, baseline_id: str, run_id: str) -> int:
-        """Complete sets, with baseline and twin, that hold a configuration."""
+        """How many ``set_ids`` there are."""
         return len(self._complete(baseline_id, run_id))
 
-    def sets_together(self, family: str, baseline_id: str, run_ids: Iterable[str]) -> int:
-        """Complete sets of a family that hold all of these configurations."""
+    def set_ids(self, baseline_id: str, run_id: str) -> set[str]:
+        """Complete sets, with baseline and twin, that hold a configuration and count."""
+        return set(self._complete(baseline_id, run_id))
+
+    def sets_together(self, family: str, baseline_id: str, run_ids: Iterable[str]) -> set[str]:
+        """Complete sets of a family that hold all of these configurations and count."""
         wanted = {("baseline", baseline_id), ("twin", baseline_id), *(("candidate", run_id) for run_id in run_ids)}
-        sets = self._sets.get(baseline_id, {}).values()
-        return sum(wanted <= held.keys() and held["baseline", baseline_id].family == family for held in sets)
+        return {
+            set_id
+            for set_id, held in self._sets.get(baseline_id, {}).items()
+            if wanted <= held.keys() and held["baseline", baseline_id].family == family and self._counts(set_id, held)
+        }
+
+    def met(self, baseline_id: str, run_id: str) -> bool:
+        """Whether anything is held of a comparison: a set, a failure, or a note that it was left out."""
+        return (baseline_id, run_id) in self._met
 
     def log_ratios(self, baseline_id: str, run_id: str) -> list[float]:
-        """The log ratio of each complete set in the order they were measured; for the baseline its twin's."""
-        pairs = self._complete(baseline_id, run_id)
-        return [set_log_ratio(baseline, other) for baseline, other in pairs]
+        """The log ratio of each complete set that counts, in the order they were measured; of the baseline its twin's.
 
-    def _complete(self, baseline_id: str, run_id: str) -> list[tuple[RunRecord, RunRecord]]:
+        The baseline's time is the mean of its own and its twin's.
+        """
+        if run_id == baseline_id:
+            return [set_log_ratio(base, twin) for base, twin, _ in self._complete(baseline_id, run_id).values()]
+        return [set_log_ratio(base, other, twin) for base, twin, other in self._complete(baseline_id, run_id).values()]
+
+    def evaluated(self, baseline_id: str) -> dict[str, Any]:
+        """What an answer about a baseline rests on now, as a record keeps it: sets that count, and their log ratios."""
+        others = {
+            run_id for held in self._sets.get(baseline_id, {}).values() for role, run_id in held if role == "candidate"
+        }
+        ratios = {run_id: self.log_ratios(baseline_id, run_id) for run_id in sorted(others)}
+        ratios[TWIN] = self.log_ratios(baseline_id, baseline_id)
+        rounded = {name: [round(v, 6) for v in values if math.isfinite(v)] for name, values in ratios.items() if values}
+        return {"sets": list(self._complete(baseline_id, baseline_id)), "log_ratios": rounded}
+
+    def looked(self, baseline_id: str) -> set[str]:
+        """The sets of a baseline that an answer shown so far rested on."""
+        return self._looked.get(baseline_id, set())
+
+    def turns(self, baseline_id: str, run_id: str) -> int:
+        """Turns of a comparison's sets, crowded ones too: every further set has as many; 0 before the first."""
+        for held in self._sets.get(baseline_id, {}).values():
+            for (_, found), record in held.items():
+                if found == run_id and (run_id != baseline_id or len(held) == 2):
+                    return record.plan.turns
+        return 0
+
+    def _complete(self, baseline_id: str, run_id: str) -> dict[str, tuple[RunRecord, RunRecord, RunRecord]]:
+        """Baseline, twin and the configuration of each set that holds all three and counts."""
         base, twin = ("baseline", baseline_id), ("twin", baseline_id)
         asked = twin if run_id == baseline_id else ("candidate", run_id)
-        sets = self._sets.get(baseline_id, {}).values()
-        return [(held[base], held[asked]) for held in sets if {base, twin, asked} <= held.keys()]
+        return {
+            set_id: (held[base], held[twin], held[asked])
+            for set_id, held in self._sets.get(baseline_id, {}).items()
+            if {base, twin, asked} <= held.keys() and self._counts(set_id, held)
+        }
+
+    def _counts(self, set_id: str, members: Mapping[tuple[str, str], RunRecord]) -> bool:
+        key = (set_id, len(members))
+        if key not in self._quiet:
+            self._quiet[key] = self.disturbed or not crowded(list(members.values()))
+        return self._quiet[key]
 
     def place_seconds(self, baseline_id: str) -> float | None:
         """What one configuration in one set with this baseline took, by its stages; None where nothing is held."""
@@ -116,7 +177,7 @@ class Held:
         for sets in self._sets.values():
             for held in reversed(sets.values()):
                 for (_, found), record in held.items():
-                    if found == run_id and (seconds := kept_seconds(record).values()):
+                    if found == run_id and (seconds := seconds_by_turn(record).values()):
                         return statistics.median(seconds)
         return None
 
@@ -130,20 +191,28 @@ class Held:
 
     @property
     def any(self) -> bool:
-        """Whether anything was completed: a whole set, a profile, a cold compile or a search that found something.
+        """Whether anything was completed: a set that counts, a profile, a cold compile, a search that found something.
 
         A trial alone answers nothing: without a speed there is no row that it could stand beside.
         """
-        sets = (roles for family in self._sets.values() for roles in family.values())
-        whole = any({"baseline", "twin"} <= {role for role, _ in roles} for roles in sets)
+        whole = any(self._complete(base, base) for base in self._sets)
         found = any(r.role == "largest" and r.status == "ok" for r in self.searched)
         return whole or found or bool(self._profiles - self.lasting) or bool(self._cold)
 
 
-def held_of(ledger: Ledger, experiment: Experiment, plan: Plan, *, machine_key: str, codes: tuple[str, str]) -> Held:
+def held_of(
+    ledger: Ledger,
+    experiment: Experiment,
+    plan: Plan,
+    *,
+    machine_key: str,
+    codes: tuple[str, str],
+    disturbed: bool = False,
+) -> Held:
     """What a ledger holds of an experiment on a machine, and its trials, whichever question made them.
 
     ``codes`` are the keys of the code of its sets and of its trials; of a trial the plan of a set is no part.
+    ``disturbed`` counts disturbed sets too.
     """
     data = {c.data_sha256 for c in experiment.configurations}
     sets = {(machine_key, codes[0], sha256, plan.key) for sha256 in data}
@@ -162,7 +231,7 @@ def held_of(ledger: Ledger, experiment: Experiment, plan: Plan, *, machine_key: 
             return bool(r.quality.get("checked_by", r.code_version) == codes[1])
         return r.role != "quality" or r.run_id in wanted
 
-    return Held(filter(counts, found))
+    return Held(filter(counts, found), disturbed=disturbed)
 
 
 def _gradient_of(config: RunConfig) -> str:

@@ -79,7 +79,7 @@ class _Served:
 
     def __init__(self, message: dict[str, Any], wire: Wire, start_method: str) -> None:
         config = RunConfig.from_dict(message["config"])
-        if code_version(*config.sources).key != message["code"]:
+        if code_version().key != message["code"]:
             raise ConfigError("the code here is another than the leader's: bring both checkouts to the same state")
         if config.data and not Path(config.data).is_dir():
             raise ConfigError(
@@ -88,7 +88,7 @@ class _Served:
             )
         told = start_of(message) | {
             "config": config,
-            "modules": tuple(message["modules"]),
+            "modules": message["modules"],
             "environment": {**network_settings(wire.own_address), **message["environment"]},
             "meeting": Meeting(**message["meeting"]),
         }

@@ -16,7 +16,11 @@ from typing import Any, NamedTuple
 
 from ddpm_lab.measure.process import BEAT, THREADING, Heartbeat, RankJob, kill, rank_main, start_ticks
 
-PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "torch.utils.data", "numpy", "PIL.Image")
+PRELOAD = (
+    *("torch", "torch._dynamo", "torch.distributed", "torch.utils.data", "numpy", "PIL.Image"),
+    *("ddpm_lab.measure.rank", "ddpm_lab.model.train", "ddpm_lab.model.own", "ddpm_lab.model.training"),
+    "ddpm_lab.measure.preload",
+)
 """What the fork server imports once. It must start no thread and touch no device."""
 
 LEFT = "left"

@@ -28,6 +28,11 @@ def lock_file() -> Path:
     return Path(os.environ.get(VARIABLE, usual))
 
 
+def side_by_side() -> bool:
+    """Whether processes measure at once, as tests do: what others take is then no disturbance, and not looked at."""
+    return os.environ.get(VARIABLE) == ""
+
+
 @contextlib.contextmanager
 def measuring(say: Callable[[str], None]) -> Iterator[bool]:
     """Hold the cores of this process while the context lasts; True where another process had to end first.

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.measure.campaign import Target
 from ddpm_lab.measure.hardware import machine
 from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import measure_alone
-from ddpm_lab.plan import Plan
+from ddpm_lab.measure.shortfall import Target
+from ddpm_lab.plan import USUAL_TURNS, Plan
 from ddpm_lab.record import RunRecord
 
 PLACES = 16
@@ -58,5 +58,5 @@ def choose_network(
 def forecast_seconds(record: RunRecord, plan: Plan, sets: int) -> float:
     """Seconds of a whole preset at the speed of a group that was started, warmed and ended once."""
     step = record.stages.get("warmup", 0.0) / max(1, record.warmup_steps)
-    windows = plan.turns * (max(plan.window_seconds, plan.window_steps * step) + plan.settle_steps * step)
-    return sets * PLACES * (sum(record.stages.values()) + windows)
+    window = max(plan.window_seconds, plan.window_steps * step) + plan.settle_steps * step
+    return sets * PLACES * (sum(record.stages.values()) + (plan.turns or USUAL_TURNS) * window)

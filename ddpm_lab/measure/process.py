@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import json
 import mmap
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import struct
@@ -21,14 +23,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddpm_lab.config import RunConfig, digest
-from ddpm_lab.measure.code_version import Tree, is_library
+from ddpm_lab.measure.code_version import PACKAGE, Tree, is_library
 from ddpm_lab.workload import Unsupported
 
 THREADING = {"GOMP_SPINCOUNT": "10000"}
@@ -37,7 +39,6 @@ THREADING = {"GOMP_SPINCOUNT": "10000"}
 By default they spin for milliseconds, and a step of two threads slows down manyfold as soon as a neighbour wants one of
 the cores. It must be in the environment before torch is imported, and it is the same for every configuration."""
 
-PACKAGE = Path(__file__).resolve().parents[1]
 BEAT = struct.Struct("<dqq24s")  # monotonic seconds, steps done, marks made, what the rank is about to do
 
 
@@ -58,8 +59,9 @@ class Meeting:
 class RankJob:
     """What the parent tells a rank at its start.
 
-    ``threads`` are the rank's own compute threads, ``device_index`` the number of its GPU on its host. Without a
-    ``meeting`` all ranks are on this host and meet in the folder. The sources of a revision lie in a ``tree``.
+    ``threads`` are the rank's own compute threads, ``device_index`` the number of its GPU on its host; ``modules`` the
+    hashes of modules that it may load beside the lab and libraries. Without a ``meeting`` all ranks are on this host
+    and meet in the folder. The sources of a revision lie in a ``tree``.
     """
 
     config: RunConfig
@@ -67,7 +69,7 @@ class RankJob:
     folder: Path
     threads: int
     collective_seconds: float
-    modules: tuple[str, ...]
+    modules: Mapping[str, str]
     environment: dict[str, str] = field(default_factory=dict)
     device_index: int = 0
     meeting: Meeting | None = None
@@ -116,6 +118,8 @@ class Heartbeat:
 
 def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
     """Entry point of a rank's process: build, then serve commands until told to finish."""
+    if job.tree and job.tree.package != PACKAGE:
+        _rank_main_of(job, commands, lifeline)
     os.setpgid(0, 0)
     # As in a training script of one's own. With the start method that this rank inherits, each lock that a library
     # makes (tqdm does, when torch compiles) would be a named semaphore, and this process, which is killed or leaves
@@ -149,6 +153,14 @@ def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
         with contextlib.suppress(OSError):  # as of a disk that is full
             stream.flush()
     os._exit(isinstance(said, dict))
+
+
+def _rank_main_of(job: RankJob, commands: Connection, lifeline: Connection) -> None:
+    """Be a rank of a revision's own lab: this one was there before, since the fork server holds it."""
+    told = pickle.dumps(job)
+    for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE.name]:
+        del sys.modules[name]
+    importlib.import_module(__name__).rank_main(pickle.loads(told), commands, lifeline)  # which does not return
 
 
 def _die_with_parent(lifeline: Connection) -> None:

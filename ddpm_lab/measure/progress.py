@@ -21,8 +21,8 @@ FILE_VARIABLE = "DDPM_LAB_PROGRESS"
 class Progress:
     """Called with one line of text; shows it at most about once a second, except where ``always`` asks for it."""
 
-    def __init__(self, title: str, *, quiet: bool = False) -> None:
-        self.title, self.quiet = title, quiet
+    def __init__(self, title: str, *, quiet: bool = False, say: Callable[[str], None] | None = None) -> None:
+        self.title, self.quiet, self.say = title, quiet, say
         self.prefix = ""
         self._until: float | None = None
         self._shown = 0.0
@@ -44,7 +44,9 @@ class Progress:
                 file.write(line + "\n")
         if self.quiet:
             return
-        if self._shell is not None:
+        if self.say is not None:
+            self.say(line)
+        elif self._shell is not None:
             self._display(line)
         elif sys.stderr.isatty():
             shown = f"\r\x1b[K{self.title}: {line}"
@@ -73,7 +75,7 @@ class Progress:
         """Show a line and leave it standing: the next one comes below it."""
         self.always(text, whole=True)
         self._handle = None
-        if self._shell is None and not self.quiet and sys.stderr.isatty():
+        if self.say is None and self._shell is None and not self.quiet and sys.stderr.isatty():
             print(file=sys.stderr)
 
     def _display(self, line: str) -> None:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ddpm_lab.exchange_settings import NCCL
-from ddpm_lab.measure.code_version import astray, unlisted
+from ddpm_lab.measure.code_version import astray, loaded, unlisted
 from ddpm_lab.measure.freed_memory import freed_memory_seen, keep_freed_memory
 from ddpm_lab.measure.meeting import store_at
 from ddpm_lab.measure.phases import UNNAMED, PhaseClock, mean
@@ -59,6 +59,7 @@ class Rank:
             handlers: dict[str, Callable[..., None]] = {
                 "window": self.window,
                 "witness": self.witness,
+                "loaded": self.loaded,
                 "budget": self.budget,
                 "profile": self.profile,
                 "advance": self.advance,
@@ -228,6 +229,10 @@ class Rank:
             free, total = torch.cuda.mem_get_info(self.device)
             seen["device_used_bytes"], seen["device_total_bytes"] = total - free, total
         report(self.job, "witness", seen)
+
+    def loaded(self) -> None:
+        """Say what was loaded from outside of libraries."""
+        report(self.job, "loaded", loaded()._asdict())
 
     def _uuid(self) -> str | None:
         if not self.cuda:

@@ -39,11 +39,11 @@ class RemoteRank:
             rank=job.rank,
             threads=job.threads,
             collective_seconds=job.collective_seconds,
-            modules=job.modules,
+            modules=dict(job.modules),
             environment=job.environment,
             device_index=slot.device_index,
             meeting={"address": meeting.address, "port": meeting.port, "token": meeting.token},
-            code=code_version(*job.config.sources).key,
+            code=code_version().key,
             relatives=slot.relatives if slot.watches else None,
         )
 

@@ -17,6 +17,7 @@ from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.measure.fleet import current
 from ddpm_lab.measure.group import Group, GroupFailed, Limits, Progress
 from ddpm_lab.measure.machine_watch import State, Watch
+from ddpm_lab.measure.measuring_lock import side_by_side
 from ddpm_lab.measure.witness import consumption, mismatches
 from ddpm_lab.plan import Plan
 from ddpm_lab.record import RankRecord, Window
@@ -26,18 +27,17 @@ FIRST_LOSSES = 20
 """Losses of the first steps that a record keeps to the last bit, so that two sides can be compared by them."""
 STEADY = 0.1
 WARMUP_SECONDS = 3.0
-"""On a disturbed machine steps never look steady: after this long they are as warm as they get."""
+"""After this long steps are as warm as they get: on a disturbed machine they never look steady."""
 
+SETTLE_SECONDS = 0.1
+"""Untimed steps after a sleep go on for no longer than this: the first one refills the caches."""
 CACHE_DAYS = 30.0
 """How long compile caches of another code version are kept after their last use, in case somebody goes back to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instrument:
-    """What measuring needs to know of this machine and this run, the same for every set.
-
-    ``codes`` are keys of code versions that hold the same trainer: what is learned with ``code`` speaks for them too.
-    """
+    """What measuring needs to know of this machine and this run, the same for every set."""
 
     code: CodeVersion
     cache: Path
@@ -46,7 +46,6 @@ class Instrument:
     start_method: str = "forkserver"
     limits: Limits = field(default_factory=Limits)
     progress: Progress = lambda _: None
-    codes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +55,7 @@ class Member:
     role: str
     label: str
     config: RunConfig
+    primary: bool = False
 
 
 class Seat:
@@ -174,40 +174,52 @@ class Seat:
         }, filled
 
     def _warm_up(self, group: Group) -> None:
-        """Step until two chunks in a row agree within 10 %, or ``WARMUP_SECONDS``, but at least ``plan.warmup_steps``.
+        """Step until two windows in a row agree within 10 %, or for ``WARMUP_SECONDS``.
 
-        The first step is apart: it compiles, allocates and lets cuDNN choose.
+        At least ``plan.warmup_steps``, where these fit into that time. The first step is apart and never the only one:
+        it compiles, allocates and lets cuDNN choose.
         """
         limit = self.instrument.limits.build_seconds
         compiled = self.config.compile != "off"
         begun = time.monotonic()
         reports = group.window(settle=0, steps=1, limit=limit, stage="compiling" if compiled else "warming up")
         self._first_losses = [rank["losses"] for rank in reports]
-        first = slowest(reports)[0]
-        done, last = 1, first
+        step = first = slowest(reports)[0]
+        done = steps = 1
         stepping = time.monotonic()
         while True:
-            reports = group.window(settle=0, steps=CHUNK, limit=limit, stage="warming up")
+            reports = group.window(settle=0, steps=steps, limit=limit, stage="warming up")
             for losses, rank in zip(self._first_losses, reports, strict=True):
                 losses.extend(rank["losses"][: FIRST_LOSSES - len(losses)])
-            done += CHUNK
-            step = statistics.median(slowest(reports))
+            done += steps
+            step, last = statistics.median(slowest(reports)), step
             steady = abs(step - last) <= STEADY * last
-            last = step
-            enough = steady or time.monotonic() - stepping >= WARMUP_SECONDS
-            if done >= self.plan.warmup_steps and enough:
+            left = WARMUP_SECONDS - (time.monotonic() - stepping)
+            few = done < self.plan.warmup_steps and self.plan.warmup_steps * step < WARMUP_SECONDS
+            if left <= 0 or (steady and not few):
                 break
+            steps = max(1, min(CHUNK, int(left / step)))
         seconds = time.monotonic() - begun
-        self.warm_step_seconds = last
+        self.warm_step_seconds = step
         self.warmup_steps += done
         if compiled:
-            self._add("compile", first - last)
-            seconds -= first - last
+            self._add("compile", first - step)
+            seconds -= first - step
         self._add("warmup", seconds)
+
+    @property
+    def settle_steps(self) -> int:
+        """Untimed steps before a window: what was prefetched, and the first after a sleep unless they are long."""
+        awake = math.ceil(SETTLE_SECONDS / max(self.warm_step_seconds, 1e-6)) if self.warm_step_seconds < 1 else 0
+        return max(min(self.plan.settle_steps, awake), self.prefetch_batches)
+
+    def window_seconds(self, steps: int) -> float:
+        """About how long a window of so many steps takes, with the untimed steps before it."""
+        return (steps + self.settle_steps) * self.warm_step_seconds
 
     def window(self, turn: int, position: int, steps: int) -> None:
         """One timed window, after enough untimed steps to use up what was prefetched. Raises GroupFailed."""
-        settle = max(self.plan.settle_steps, self.prefetch_batches)
+        settle = self.settle_steps
         limit = max(self.instrument.limits.window_seconds, 20 * self.warm_step_seconds)
         with self.watched() as watch:
             reports = self.alive.window(settle=settle, steps=steps, limit=limit, stage=f"measuring, turn {turn + 1}")
@@ -215,7 +227,7 @@ class Seat:
             losses += [round(loss, 6) for loss in rank["losses"]]
         if any(not math.isfinite(loss) for losses in self._losses for loss in losses):
             raise GroupFailed("diverged", "the training loss is no longer finite")
-        elsewhere = self.alive.watched_elsewhere()
+        hosts = [] if side_by_side() else [vars(watch), *self.alive.watched_elsewhere()]
         start = min(r["start"] for r in reports)
         self.windows.append(
             Window(
@@ -228,8 +240,8 @@ class Seat:
                 rank_seconds=tuple(round(r["end"] - r["start"], 6) for r in reports),
                 step_seconds=tuple(round(s, 6) for s in slowest(reports)),
                 data_seconds=tuple(round(r["data_seconds"], 6) for r in reports),
-                others_cores=_most(watch.others_cores, *(there["others_cores"] for there in elsewhere)),
-                stolen_seconds=_most(watch.stolen_seconds, *(there["stolen_seconds"] for there in elsewhere)),
+                others_cores=_most(*(host["others_cores"] for host in hosts)),
+                stolen_seconds=_most(*(host["stolen_seconds"] for host in hosts)),
                 state=watch.state | memory_held(reports),
             )
         )
@@ -289,7 +301,7 @@ def memory_held(reports: list[dict[str, Any]]) -> State:
 def _most(*taken: float | None) -> float | None:
     """What was taken of the host that lost most; unknown where one host's is."""
     known = [value for value in taken if value is not None]
-    return round(max(known), 3) if len(known) == len(taken) else None
+    return round(max(known), 3) if known and len(known) == len(taken) else None
 
 
 def slowest(ranks: list[dict[str, Any]]) -> list[float]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +16,7 @@ from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.hardware import environment
 from ddpm_lab.measure.seat import Instrument, Member, Seat
 from ddpm_lab.measure.time_budget import take_budget, with_traces
-from ddpm_lab.measure.turns import balanced_orders, disturbed_turns, steps_of_windows, turns_of_set
+from ddpm_lab.measure.turns import balanced_orders, steps_of_windows
 from ddpm_lab.plan import Plan
 from ddpm_lab.record import RunRecord
 
@@ -24,6 +24,14 @@ CARD_SHARE = 0.7
 """Groups share a GPU only while they use less than this share of its memory."""
 
 
+WINDOW_OVERHEAD_SECONDS = 0.03
+"""What waking a group and reading the machine's state take beside a window."""
+PROFILED_STEPS = 5
+TURNS_ALONE = 6
+"""Turns of a set whose groups are started for every turn, where nothing else is planned."""
+
+Turns = Callable[[float, float], int]
+"""From the seconds that a set's groups took to start, and those of one turn, to the turns of the set."""
 Work = Callable[[Seat], dict[str, Any]]
 """What a group does on its own: from its seat to what the record says of it, by name."""
 
@@ -35,8 +43,18 @@ class _DoesNotFitTogether(Exception):  # noqa: N818 - a turn of events, not a de
 class _SetRun:
     """One set of one family while it is measured; the first member is the baseline."""
 
-    def __init__(self, instrument: Instrument, experiment: str, family: str, plan: Plan, members: list[Member]) -> None:
+    def __init__(
+        self,
+        instrument: Instrument,
+        *,
+        experiment: str,
+        family: str,
+        plan: Plan,
+        members: list[Member],
+        turns: Turns | None = None,
+    ) -> None:
         self.instrument, self.experiment, self.family, self.plan = instrument, experiment, family, plan
+        self.turns = turns
         self.seats = [Seat(member, plan, instrument) for member in members]
         token = secrets.token_hex(3)
         self.set_id = f"{datetime.now():%Y%m%d-%H%M%S}-{token}"
@@ -45,12 +63,18 @@ class _SetRun:
 
     def together(self) -> None:
         """Every group lives for the whole set, one awake at a time."""
+        begun = time.monotonic()
         for i in balanced_orders(len(self.seats), 1, self.seed)[0]:
             self.guard(self.seats[i], self._open_beside_others)
             if self.baseline_lost():
                 return
         steps = self._steps(self.seats)
-        turns = turns_of_set(self.plan, max(s.warm_step_seconds * steps[s.member] for s in self.seats if not s.failure))
+        if not self.plan.turns:
+            assert self.turns is not None, "a plan without turns needs a rule for them"
+            turn = sum(s.window_seconds(steps[s.member]) for s in self.seats if not s.failure)
+            turns = self.turns(time.monotonic() - begun, turn + WINDOW_OVERHEAD_SECONDS * len(steps))
+            self.plan = dataclasses.replace(self.plan, turns=turns)
+        turns = self.plan.turns
         candidates = [s for s in self.seats if s.member.role == "candidate"]
         if candidates and all(s.failure for s in candidates):
             turns = 1  # nothing is left to compare: the baseline's speed is all there is to learn
@@ -74,7 +98,8 @@ class _SetRun:
         if self.baseline_lost():
             return
         steps = self._steps(self.seats)
-        turns = turns_of_set(self.plan, math.inf)  # each turn costs a start of every group
+        turns = self.plan.turns or TURNS_ALONE  # each turn costs a start of every group
+        self.plan = dataclasses.replace(self.plan, turns=turns)
         for turn, order in enumerate(balanced_orders(len(self.seats), turns, self.seed)):
             self.instrument.progress(f"turn {turn + 1} of {turns}, each group on its own")
             for position, i in enumerate(order):
@@ -127,16 +152,14 @@ class _SetRun:
 
     def records(self) -> list[RunRecord]:
         """The records of all members; without a baseline only of what failed, since the others compare with nothing."""
-        windows = [window for seat in self.seats for window in seat.windows]
-        dropped = disturbed_turns(windows, self.instrument.usable_cores)
         lost = [s for s in self.seats if s.failure and s.member.role in ("baseline", "twin")]
-        return [self.record(seat, dropped) for seat in (lost or self.seats)]
+        return [self.record(seat) for seat in (lost or self.seats)]
 
-    def record(self, seat: Seat, dropped: set[int], found: Mapping[str, Any] = MappingProxyType({})) -> RunRecord:
+    def record(self, seat: Seat, found: Mapping[str, Any] = MappingProxyType({})) -> RunRecord:
         """The record of one member, with what else was ``found``; a failed one keeps its reason and no windows."""
         config, failure = seat.config, seat.failure
         stages = {name: round(seconds, 4) for name, seconds in seat.stages.items()}
-        windows = [] if failure else [dataclasses.replace(w, dropped=w.turn in dropped) for w in seat.windows]
+        windows = [] if failure else seat.windows
         if windows:
             stages["steady"] = round(sum(w.seconds for w in windows), 4)
         witness: dict[str, Any] = {"ranks": seat.witness}
@@ -156,6 +179,7 @@ class _SetRun:
             data_name=self.instrument.data_name,
             status=failure.status if failure else "ok",
             reason=failure.reason if failure else None,
+            primary=seat.member.primary,
             mechanism_only=mechanism_only(config, bool(self.environment.machine.gpus)),
             stages=stages,
             compile_cache=seat.compile_cache,
@@ -176,13 +200,20 @@ def mechanism_only(config: RunConfig, machine_has_gpu: bool) -> bool:
 
 
 def measure_set(
-    instrument: Instrument, *, experiment: str, family: str, plan: Plan, members: list[Member]
+    instrument: Instrument,
+    *,
+    experiment: str,
+    family: str,
+    plan: Plan,
+    members: list[Member],
+    turns: Turns | None = None,
 ) -> list[RunRecord]:
     """Measure one set and return the records of all its members, to be appended to the ledger together.
 
     ``members`` begins with the baseline. A member that fails becomes a row with its reason, and the rest goes on.
+    ``turns`` computes the number of turns of a plan that has none.
     """
-    run = _SetRun(instrument, experiment, family, plan, members)
+    run = _SetRun(instrument, experiment=experiment, family=family, plan=plan, members=members, turns=turns)
     try:
         try:
             run.together()
@@ -209,7 +240,7 @@ def profile_alone(traces: list[Path]) -> Work:
         say(f"{seat.member.label}: taking the time budget")
         budget = take_budget(seat)  # before the profiler, which changes what it watches
         say(f"{seat.member.label}: profiling")
-        ranks = seat.alive.profile(traces, wait=1, warmup=2, active=seat.plan.window_steps, repeat=1)
+        ranks = seat.alive.profile(traces, wait=1, warmup=2, active=PROFILED_STEPS, repeat=1)
         names = [path.name for path in traces]
         return {"profile": {**ranks[0], "traces": names, "budget": with_traces(budget, ranks)}}
 
@@ -226,7 +257,7 @@ def measure_alone(
     work: Work = warm_up_alone,
 ) -> RunRecord:
     """One group on its own, which does some ``work``: by default it only starts, as for a cold compile."""
-    run = _SetRun(instrument, experiment, family, plan, [member])
+    run = _SetRun(instrument, experiment=experiment, family=family, plan=plan, members=[member])
     found: dict[str, Any] = {}
 
     def guarded(seat: Seat) -> None:
@@ -235,6 +266,6 @@ def measure_alone(
 
     try:
         run.guard(run.seats[0], guarded)
-        return run.record(run.seats[0], set(), found)
+        return run.record(run.seats[0], found)
     finally:
         run.seats[0].close()

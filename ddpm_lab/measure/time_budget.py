@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from ddpm_lab.measure.seat import Seat, memory_held
+from ddpm_lab.plan import USUAL_TURNS
 
 BUDGET_SECONDS = 6.0
 """Rounds beyond the first are taken while both kinds of window together stay below this."""
@@ -26,7 +27,7 @@ def take_budget(seat: Seat) -> dict[str, Any]:
     least = max(plan.window_steps, 10 * seat.prefetch_batches, math.ceil(plan.window_seconds / max(step_seconds, 1e-6)))
     cycle = seat.config.optimizer.ema_every
     steps = -(-least // cycle) * cycle
-    rounds = max(1, min(plan.turns, int(BUDGET_SECONDS / (2 * steps * max(step_seconds, 1e-6)))))
+    rounds = max(1, min(plan.turns or USUAL_TURNS, int(BUDGET_SECONDS / (2 * steps * max(step_seconds, 1e-6)))))
     with seat.watched() as watch:
         ranks = seat.alive.budget(
             settle=max(plan.settle_steps, seat.prefetch_batches),

@@ -9,8 +9,6 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from ddpm_lab.config import DDPM
-from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.fid import distance
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.seat import Seat
@@ -35,9 +33,9 @@ def train_once(seat: Seat, *, draw: bool = False, fid: Fid | None = None) -> dic
     """Train on ``images`` images (an option of the configuration) and compute the held-out loss with ``draws`` draws.
 
     Returns the record's ``quality``: the mean loss of every step over ranks, the held-out losses with the images and
-    steps they came after, the hash of the final weights, and the versions of code that hold this trainer; with ``draw``
-    the images that the averaged weights draw, and with ``fid`` the FID of many. The stage ``training`` counts the looks
-    too. Raises GroupFailed where a loss is no longer finite, or ranks of one group end with different weights.
+    steps they came after, and the hash of the final weights; with ``draw`` the images that the averaged weights draw,
+    and with ``fid`` the FID of many. The stage ``training`` counts the looks too. Raises GroupFailed where a loss is no
+    longer finite, or ranks of one group end with different weights.
     """
     config = seat.config
     steps = max(1, config.option("images", 0) // config.global_batch_size)
@@ -78,8 +76,6 @@ def train_once(seat: Seat, *, draw: bool = False, fid: Fid | None = None) -> dic
             "losses": [round(loss, 6) for loss in losses],
             "held_out": held_out,
             "weights_sha256": hashes[0],
-            "trainer": code_version(*(config.sources if config.is_own else (DDPM,))).key,
-            "codes": list(seat.instrument.codes),
             **(_samples(seat) if draw else {}),
             **(_fid(seat, fid) if fid else {}),
         }

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ddpm_lab.plan import Plan
-from ddpm_lab.record import Window
-
-DISTURBED = 0.1
-"""A turn is dropped if others took more than this share of what it needs."""
 
 
 def balanced_orders(count: int, turns: int, seed: int) -> list[list[int]]:
@@ -51,36 +47,3 @@ def steps_of_windows(
     affordable = max(floor, 10 * plan.window_seconds / slowest)
     images = math.ceil(min(needed, affordable) / unit) * unit
     return [images // b for b in batch_sizes]
-
-
-def turns_of_set(plan: Plan, longest_window_seconds: float) -> int:
-    """Turns of a set: ``plan.turns``, or half as many where long steps or a prefetch queue make its windows long."""
-    if longest_window_seconds <= 2 * plan.window_seconds:
-        return plan.turns
-    return max(min(2, plan.turns), plan.turns // 2)
-
-
-def disturbed_turns(windows: Iterable[Window], usable_cores: int) -> set[int]:
-    """Turns of a set in which others took more than ``DISTURBED`` of the cores or of a GPU in any of its windows.
-
-    The rule looks at what others took, never at the time that was measured; what is not known drops nothing. If it
-    would drop more than half of the turns, the machine is simply busy: then none is dropped, and the record says how
-    much others took.
-    """
-    taken: dict[int, float] = {}
-    for window in windows:
-        taken[window.turn] = max(taken.get(window.turn, 0.0), _taken(window, usable_cores))
-    dropped = {turn for turn, share in taken.items() if share > DISTURBED}
-    return dropped if len(dropped) <= len(taken) / 2 else set()
-
-
-def _taken(window: Window, usable_cores: int) -> float:
-    """The largest share that is known of what others took: processes and the hypervisor of the cores, and of a GPU.
-
-    Where NVML does not tell how busy other processes keep a GPU, one that comes, goes or changes its memory is at work.
-    """
-    watched, gpu = window.state.get("watched_seconds"), window.state.get("gpu_others_percent")
-    if gpu is None and window.state.get("gpu_others_changed_bytes"):
-        gpu = 100.0
-    stolen = (window.stolen_seconds or 0.0) / watched if watched else 0.0
-    return max((window.others_cores or 0.0) / usable_cores, stolen / usable_cores, (gpu or 0.0) / 100)

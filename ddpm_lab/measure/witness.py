@@ -60,8 +60,9 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
             found.append(f"the label says precision fp16, rank {seen['rank']} ran it without a gradient scaler")
         if seen.get("unlisted_modules"):
             found.append(
-                f"rank {seen['rank']} loaded {', '.join(seen['unlisted_modules'])}, which no import statement of the "
-                "workload names, so its version is unknown: import it by a plain import statement"
+                f"rank {seen['rank']} loaded {', '.join(seen['unlisted_modules'])}, which one step of the workload did "
+                "not, or not as it was then: import it at the top of its module, and leave it as it is while it is "
+                "measured, on all hosts"
             )
         if seen.get("astray_modules"):
             found.append(

@@ -1,0 +1,23 @@
+"""The last module that the fork server imports: what it holds by now is part of every rank.
+
+Left to the collector, these objects would be searched, and their pages copied, in each rank.
+"""
+
+import atexit
+import gc
+import os
+
+from ddpm_lab.measure.code_version import loaded
+
+loaded()  # which folders hold libraries is remembered
+gc.collect()
+gc.freeze()
+
+
+def _leave(server: int) -> None:
+    """End the fork server as it is: libraries would report each frozen object as leaked."""
+    if os.getpid() == server:
+        os._exit(0)
+
+
+atexit.register(_leave, os.getpid())

@@ -1,0 +1,127 @@
+"""The noise of published sets as it is: resampled set by set, with its skew, its drift and its outliers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ddpm_lab.explain.stats import TWIN_SCALE, Array
+
+SETS: dict[str, list[dict[str, Any]]] = json.loads((Path(__file__).parent / "data" / "recorded_sets.json").read_text())[
+    "machines"
+]
+MACHINES = tuple(SETS)
+NEIGHBOURS = 48
+"""Of fewer, sets drawn twice are common enough to make spreads small by chance."""
+BLOCK = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """One set: per-turn log ratios of baseline to twin, and of each candidate to the mean of both."""
+
+    family: str
+    quiet: bool
+    twin: Array
+    candidates: dict[str, Array]
+
+
+@cache
+def recorded(machine: str) -> tuple[Recorded, ...]:
+    """The sets of a machine in the order of measuring. Quiet are those with at most a fifth of their turns crowded."""
+    found = []
+    for row in SETS[machine]:
+        logs = {label: np.array(values) for label, values in row["logs"].items()}
+        base, twin = logs.pop("baseline"), logs.pop("twin")
+        found.append(
+            Recorded(
+                family=f"{row['experiment']}: {row['family']}",
+                quiet=row["crowded"] <= len(base) / 5,
+                twin=base - twin,
+                candidates={label: (base + twin) / 2 - other for label, other in logs.items()},
+            )
+        )
+    return tuple(found)
+
+
+@cache
+def comparisons(machine: str, *, quiet: bool = True) -> dict[tuple[str, str], list[tuple[int, Array]]]:
+    """For each candidate of each family, the place and the turns of each of its sets."""
+    found: dict[tuple[str, str], list[tuple[int, Array]]] = defaultdict(list)
+    for place, row in enumerate(recorded(machine)):
+        for label, turns in row.candidates.items():
+            if row.quiet or not quiet:
+                found[row.family, label].append((place, turns))
+    return dict(found)
+
+
+@cache
+def noise(machine: str, *, quiet: bool = True) -> list[Array]:
+    """For each set of a machine, in order, the noise of its candidates: their true ratios are taken as their means.
+
+    Taking the mean of n sets off makes what is left smaller by sqrt(1 - 1/n) on average, which is put back. Of
+    comparisons with fewer than four sets too little is known. Sets without one are left out.
+    """
+    found: dict[int, list[float]] = defaultdict(list)
+    for sets in comparisons(machine, quiet=quiet).values():
+        means = np.array([turns.mean() for _, turns in sets])
+        if len(sets) >= 4:
+            scaled = (means - means.mean()) / math.sqrt(1 - 1 / len(sets))
+            for (place, _), value in zip(sets, scaled, strict=True):
+                found[place].append(float(value))
+    return [np.array(found[place]) for place in sorted(found)]
+
+
+@cache
+def twins(machine: str, *, quiet: bool = True) -> Array:
+    """The log ratio of baseline and twin of each set, in order. Nothing is taken off: their true ratio is 1."""
+    return np.array([row.twin.mean() for row in recorded(machine) if row.quiet or not quiet])
+
+
+class Machine:
+    """Null comparisons made of whole sets of a real machine, drawn with replacement. The true log ratio is 0 exactly.
+
+    A candidate's sets are drawn from NEIGHBOURS that were measured one after the other, so that spells of noise stay
+    together and comparisons differ in their spread. Their order is not kept: of so few sets the first ones are off by
+    chance, which is no drift. A twin's sets are drawn as blocks of BLOCK in their order, from all of the machine.
+    """
+
+    def __init__(self, name: str, rng: np.random.Generator, *, quiet: bool = True) -> None:
+        self.rng, self.sets, logs = rng, noise(name, quiet=quiet), twins(name, quiet=quiet)
+        self.twin_logs = logs - logs.mean()
+
+    def question(self, sets: int, candidates: int = 1) -> Array:
+        """Log ratios [candidate, set] of candidates that are all as fast as the baseline, measured in the same sets.
+
+        Candidates of a set share its baselines. Where it had fewer, those of the sets that followed stand in.
+        """
+        start, total = self.rng.integers(len(self.sets)), len(self.sets)
+        pool = np.empty((candidates, NEIGHBOURS))
+        for i in range(NEIGHBOURS):
+            values: list[float] = []
+            place = start + i
+            while len(values) < candidates:
+                values += list(self.rng.permutation(self.sets[place % total]))
+                place += 1
+            pool[:, i] = values[:candidates]
+        pool -= pool.mean(axis=1, keepdims=True)
+        drawn: Array = pool[:, self.rng.integers(NEIGHBOURS, size=sets)]
+        return drawn
+
+    def twin(self, sets: int) -> Array:
+        """Log ratios of a twin."""
+        starts = self.rng.integers(len(self.twin_logs), size=-(-sets // BLOCK))
+        places = (starts[:, None] + np.arange(BLOCK)).ravel()[:sets]
+        drawn: Array = np.take(self.twin_logs, places, mode="wrap")
+        return drawn
+
+    def others(self, count: int, sets: int) -> list[Array]:
+        """Log ratios of other comparisons of the machine, scaled as candidates: half are candidates, half are twins."""
+        return [self.question(sets)[0] if i % 2 else self.twin(sets) * TWIN_SCALE for i in range(count)]

@@ -1,0 +1,288 @@
+"""The campaign: primary comparisons before others, and how many sets and turns the time gives.
+
+A set of the laboratory takes 10 s for each group, baseline and twin among them: 30 s with one candidate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import records as make
+from campaign_lab import BOTH, Lab, config, experiment, family, laboratory
+
+from ddpm_lab import turn_plan
+from ddpm_lab.measure import shortfall
+from ddpm_lab.measure.campaign import NO_TIME
+from ddpm_lab.measure.progress import Progress
+from ddpm_lab.measure.trials import COMPILE_SECONDS
+from ddpm_lab.plan import OTHERS, PRIMARY, Experiment, Plan, by_stage
+
+ONE = experiment(family("f", 1, primary="c1"))
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    return laboratory(tmp_path, monkeypatch)
+
+
+def measured(lab: Lab) -> Counter[str]:
+    """Sets that each candidate was in."""
+    return Counter(label for _, labels in lab.sets for label in labels[2:])
+
+
+def left_out(lab: Lab) -> list[str]:
+    assert {n.reason for n in lab.records("note")} <= {NO_TIME}
+    return [n.label for n in lab.records("note")]
+
+
+# --- the primary comparison ------------------------------------------------------------------------------------------
+
+
+def test_the_primary_comparison_comes_first_and_alone_in_its_sets(lab: Lab) -> None:
+    lab.run(experiment(family("f", 3, primary="c2"), family("g", 1, first=10)), sets=4)
+    assert lab.sets[:4] == [("f", [*BOTH, "c2"])] * 4
+    assert Counter(map(str, lab.sets[4:])) == {str(("f", [*BOTH, "c1", "c3"])): 4, str(("g", [*BOTH, "c1"])): 4}
+    assert lab.primaries == [["c2"]] * 4 + [[]] * 8
+    assert {r.label for r in lab.ledger.read()[0] if r.primary} == {"c2"}
+
+
+def test_stages_can_be_measured_one_by_one(lab: Lab) -> None:
+    asked = experiment(family("f", 2, primary="c1"))
+    lab.run(asked, sets=4, stages=(PRIMARY,), look=False)
+    assert (measured(lab), lab.records("look")) == ({"c1": 4}, [])
+    lab.run(asked, sets=4, stages=(OTHERS,))
+    assert measured(lab) == {"c2": 4}
+    assert len(lab.records("look")) == 1
+
+
+def test_without_a_primary_comparison_everything_is_needed() -> None:
+    plain, alone = family("f", 2), family("alone", 0, first=10)
+    assert by_stage([plain, alone]) == ([plain, alone], [])
+    with_primary = dataclasses.replace(plain, primary="c2")
+    (first,), (second, third) = by_stage([with_primary, alone])
+    assert [label for label, _ in first.candidates] == ["c2"]
+    assert [label for label, _ in second.candidates] == ["c1"]
+    assert third == alone
+    together = dataclasses.replace(with_primary, together=True)
+    assert by_stage([together]) == ([together], [])
+
+
+def test_what_cannot_run_makes_way_for_the_others(lab: Lab) -> None:
+    lab.failures = {config(1).run_id: "oom"}
+    lab.run(experiment(family("f", 2, primary="c1")), sets=4)
+    assert measured(lab) == {"c1": 1, "c2": 4}
+
+
+def test_a_primary_comparison_takes_most_of_the_time_and_others_the_rest(lab: Lab) -> None:
+    lab.run(experiment(family("f", 3, primary="c1")), seconds=600)
+    assert measured(lab) == {"c1": 12, "c2": 6, "c3": 6}, "360 s in sets of 30 s, 240 s in sets of 40 s"
+    assert lab.now == 600
+
+
+# --- what fits into the time -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds", "sets"), [(330, 11), (329, 10), (120, 4), (100, 4), (80, 4), (79, 3), (1, 1)], ids=str
+)
+def test_sets_fill_the_time_and_the_least_may_overrun_it_by_half(lab: Lab, seconds: float, sets: int) -> None:
+    lab.run(ONE, seconds=seconds)
+    assert len(lab.sets) == sets
+    assert len(lab.sets) == 1 or lab.now <= 1.5 * seconds
+
+
+def test_a_run_that_goes_on_fills_its_time_too(lab: Lab) -> None:
+    lab.run(ONE, seconds=240, look=False)
+    lab.run(ONE, seconds=300)
+    assert len(lab.sets) == 10
+    (look,) = lab.records("look")
+    assert len((look.look or {})["sets"]) == 18
+
+
+def test_all_families_get_equally_many_sets(lab: Lab) -> None:
+    lab.run(experiment(family("a", 1), family("b", 2, first=10)), seconds=5 * (30 + 40) + 20)
+    assert Counter(name for name, _ in lab.sets) == {"a": 5, "b": 5}
+
+
+def test_candidates_that_need_two_sets_are_planned_as_such(lab: Lab) -> None:
+    lab.run(experiment(family("f", 7)), seconds=5 * (70 + 40))
+    assert measured(lab) == {f"c{i}": 5 for i in range(1, 8)}
+    assert (lab.now, left_out(lab)) == (550, [])
+
+
+def test_no_more_sets_are_planned_than_resolve_the_usual_difference(lab: Lab) -> None:
+    lab.run(ONE, seconds=30_000)
+    unknown = len(lab.sets)
+    assert unknown == turn_plan.sets_that_resolve(0.03, lab.turns[0], turn_plan.WITHIN, turn_plan.BETWEEN)
+    lab.ledger.append(make.sets({}, experiment="other", count=60, turns=20, set_noise=0.005, turn_noise=1e-3))
+    lab.run(experiment(family("g", 1, first=10)), seconds=30_000)
+    assert 4 <= len(lab.sets) < unknown / 2, "on a machine that scatters little fewer are enough"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "sets", "notes"),
+    [
+        (400, {"c1": 8, "c2": 4, "c3": 4}, []),  # the primary took 240 s, and 160 s are four sets of 40 s
+        (399, {"c1": 7, "c2": 4, "c3": 4}, []),
+        (300, {"c1": 6, "c2": 4}, ["c3"]),
+        (200, {"c1": 4}, ["c3", "c2"]),
+    ],
+)
+def test_others_are_measured_where_their_least_sets_fit_and_noted_where_not(
+    lab: Lab, seconds: float, sets: dict[str, int], notes: list[str]
+) -> None:
+    lab.run(experiment(family("f", 3, primary="c1")), seconds=seconds)
+    assert (measured(lab), left_out(lab)) == (sets, notes)
+    assert lab.now <= seconds
+
+
+def test_notes_name_what_they_leave_out(lab: Lab) -> None:
+    lab.run(experiment(family("f", 2, primary="c1")), seconds=120)
+    ((label, *told),) = [(n.label, n.run_id, n.baseline_id, n.status, n.set_id) for n in lab.records("note")]
+    assert (label, *told) == ("c2", config(2).run_id, config(0).run_id, "left out", "")
+    lab.run(experiment(family("f", 2, primary="c1")), seconds=1000)
+    assert measured(lab)["c2"] >= 4, "with more time it is measured after all"
+
+
+def test_the_family_that_lacks_most_gives_way_first(lab: Lab) -> None:
+    asked = experiment(family("p", 1, first=50, primary="c1"), family("small", 1), family("large", 3, first=10))
+    # The primary takes 420 s of 700. Four sets of small and of large take 120 s and 200 s, without c3 160 s.
+    lab.run(asked, seconds=700)
+    assert [(n.family, n.label) for n in lab.records("note")] == [("large", "c3")]
+    assert Counter(name for name, _ in lab.sets) == {"p": 14, "small": 4, "large": 4}
+
+
+def test_without_a_primary_comparison_each_family_keeps_one_candidate(lab: Lab) -> None:
+    lab.run(experiment(family("f", 4)), seconds=100)
+    # Four sets may take 150 s: those of three groups take 120 s. The first set was begun before its cost was known.
+    assert left_out(lab) == ["c4", "c3", "c2"]
+    assert measured(lab)["c1"] >= 3
+
+
+def test_what_lacks_sets_is_left_out_and_not_what_has_them(lab: Lab) -> None:
+    lab.run(experiment(family("f", 3)), sets=4)
+    several = family("f", 4)
+    newest_first = dataclasses.replace(several, candidates=(several.candidates[3], *several.candidates[:3]))
+    lab.run(experiment(newest_first), seconds=50)
+    assert left_out(lab) == ["c4"]
+    assert measured(lab) == {"c1": 1, "c2": 1, "c3": 1}
+
+
+def test_a_mechanism_lacks_one_set_and_not_four(lab: Lab) -> None:
+    lab.run(experiment(family("p", 1, primary="c1"), family("m", 1, first=10, mechanism=True)), seconds=200)
+    assert Counter(name for name, _ in lab.sets) == {"p": 4, "m": 1}
+
+
+# --- so many sets and no others --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sets", [2, 5])
+def test_exact_sets_are_just_so_many(lab: Lab, sets: int) -> None:
+    for expected in (sets, 0):
+        lab.run(ONE, sets=sets, exact=True, seconds=10_000)
+        assert len(lab.sets) == expected
+    lab.run(ONE, sets=sets + 2, exact=True)
+    assert len(lab.sets) == 2
+
+
+def test_exact_sets_leave_nothing_out_that_was_asked_for(lab: Lab) -> None:
+    lab.run(experiment(family("f", 3)), sets=6, exact=True, seconds=130)
+    assert (measured(lab), left_out(lab)) == ({"c1": 3, "c2": 3, "c3": 3}, [])
+
+
+def test_sets_by_resolution_end_when_the_width_says_so(lab: Lab) -> None:
+    asked: list[int] = []
+
+    def to_come(logs: object) -> int:
+        asked.append(len(list(logs)))  # type: ignore[call-overload]
+        return max(0, 5 - asked[-1])
+
+    lab.run(ONE, sets=100, sets_to_come=to_come)
+    assert len(lab.sets) == max(asked) == 5
+
+
+# --- turns -----------------------------------------------------------------------------------------------------------
+
+
+def test_turns_are_computed_at_the_first_set_and_stay(lab: Lab) -> None:
+    lab.run(ONE, seconds=600)
+    first = lab.turns[0]
+    assert lab.turns == [first] * 20
+    assert {r.plan.turns for r in lab.records("candidate")} == {first}
+    lab.run(ONE, seconds=90)
+    assert lab.turns
+    assert set(lab.turns) == {first}, "whatever time there is later"
+
+
+def test_a_candidate_that_joins_others_has_their_turns(lab: Lab) -> None:
+    lab.run(experiment(family("f", 1)), seconds=600, look=False)
+    first = lab.turns[0]
+    lab.run(experiment(family("f", 2)), sets=12)
+    assert lab.sets[0] == ("f", [*BOTH, "c2"])
+    assert set(lab.turns) == {first}
+
+
+def test_turns_of_crowded_sets_stay_too(lab: Lab) -> None:
+    lab.loads = [1.0]
+    lab.run(ONE, seconds=600)
+    assert len(set(lab.turns)) == 1
+
+
+def test_a_plan_with_turns_keeps_them(lab: Lab) -> None:
+    lab.run(ONE, plan=Plan(turns=7), seconds=200)
+    assert set(lab.turns) == {7}
+
+
+@pytest.mark.parametrize(
+    ("set_noise", "turn_noise", "turns"),
+    # What is assumed where nothing is known: sqrt(12 s / 0.9 s) * 10 % / 3 % = 12.
+    [(0.0, 0.5, turn_plan.MOST_TURNS), (0.5, 1e-3, turn_plan.LEAST_TURNS), (None, None, 12)],
+)
+def test_turns_follow_from_how_this_machine_scatters(
+    lab: Lab, set_noise: float | None, turn_noise: float | None, turns: int
+) -> None:
+    if set_noise is not None and turn_noise is not None:
+        known = make.sets({}, experiment="other", count=60, turns=20, set_noise=set_noise, turn_noise=turn_noise)
+        lab.ledger.append(known)
+    lab.run(ONE, sets=1)
+    assert lab.turns == [turns]
+
+
+def test_crowded_sets_sets_of_one_turn_and_other_machines_say_nothing_of_the_scatter(lab: Lab) -> None:
+    wild = {"count": 30, "set_noise": 0.5, "turn_noise": 1e-3}
+    lab.ledger.append(make.sets({}, experiment="busy", turns=20, crowded=range(30), **wild))  # type: ignore[arg-type]
+    lab.ledger.append(make.sets({}, experiment="short", turns=1, **wild))  # type: ignore[arg-type]
+    lab.ledger.append(make.on(make.GPUS, make.sets({}, experiment="there", turns=20, **wild)))  # type: ignore[arg-type]
+    lab.run(ONE, sets=1)
+    assert lab.turns == [12]
+
+
+# --- the forecast ----------------------------------------------------------------------------------------------------
+
+
+def test_the_forecast_is_what_is_missing_times_what_it_took(lab: Lab) -> None:
+    asked = experiment(family("f", 2))
+    unknown = lab.campaign(asked).forecast()
+    assert unknown == 3 * 4 * shortfall.PLACE_SECONDS
+    lab.run(asked, sets=1)
+    assert lab.campaign(asked).forecast() == 2 * 4 * 7.0  # the stages of a record add up to 7 s
+    lab.run(asked)
+    assert lab.campaign(asked).forecast() == 0
+
+
+def test_the_forecast_counts_profiles_and_compiles(lab: Lab) -> None:
+    compiled = dataclasses.replace(family("f", 0), candidates=(("compiled", config(0, compile="whole")),))
+    profile = ("f", "fp32", config(0, purpose="profile"))
+    assert lab.campaign(Experiment(name="profile", families=(), profiles=(profile,))).forecast() > 0
+    made = lab.campaign(experiment(compiled))
+    assert made.compiling_seconds() == 2 * COMPILE_SECONDS
+    assert made.forecast() - lab.campaign(experiment(compiled), cold_compiles=0).forecast() == 2 * COMPILE_SECONDS
+
+
+def test_progress_never_counts_past_what_it_said(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    lab.campaign(ONE, seconds=300).run(Progress("test"))
+    lines = [line for line in capsys.readouterr().err.splitlines() if "starting" in line]
+    assert "set 10 of about 10," in lines[-1]

@@ -1,0 +1,208 @@
+"""Records come from strangers too: what they hold is text on every page, never markup, and no page runs or fetches."""
+
+from __future__ import annotations
+
+import base64
+import html.parser
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+import records as make
+from drawn_studies import STUDIES
+from paired_records import paired
+from planted_machines import profiled, told
+from test_report import PIXEL
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.explain import bottleneck_report, comparison_report, figures, pages, show
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.record import RunRecord
+
+v4: Any = nbformat.v4
+HOSTILE = (
+    """"><img src=x onerror="document.title='run'"><script>document.title="run"</script>' $<b>x</b>$ \\(<i>y</i>\\) """
+    "&lt;u&gt; **b** `c`<s>` [a](javascript:alert(1)) ![p](//example.org/p) <//example.org> ]|<!--"
+)
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def everywhere(value: Any) -> Any:
+    """Every text in ``value`` made hostile; endings stay, since the lab ends names of its own with marks."""
+    if isinstance(value, dict):
+        return {key: everywhere(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [everywhere(each) for each in value]
+    return HOSTILE + value if isinstance(value, str) else value
+
+
+def hostile(record: RunRecord) -> RunRecord:
+    """A record whose free texts are hostile; names that the lab chose, such as a status, stay."""
+    values = record.as_dict()
+    for name in ("family", "label", "data_name", "reason"):
+        values[name] = everywhere(values[name])
+    for name in ("hostname", "python", "packages", "cuda", "kernel", "slurm_job_id", "git_commit", "gpu_uuids"):
+        values["environment"][name] = everywhere(values["environment"][name])
+    values["environment"]["machine"] |= everywhere(
+        {name: values["environment"]["machine"][name] for name in ("cpu", "gpus", "driver", "torch", "python")}
+    )
+    for rank in values["ranks"]:
+        rank["device"] = everywhere(rank["device"])
+    if record.profile and "operators" in record.profile:
+        values["profile"] = {**record.profile, "operators": everywhere(record.profile["operators"])}
+    return RunRecord.from_dict(values)
+
+
+def made_hostile(study: Study) -> Study:
+    parts: dict[str, Any] = {
+        name: tuple(map(hostile, getattr(study, name))) for name in ("records", "trials", "beside", "looks")
+    }
+    return replace(study, **parts)
+
+
+class Markup(html.parser.HTMLParser):
+    """The elements of a page, each with the names of its attributes, and where its links and images lead."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        self.comments: list[str] = []
+        self.places: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements[tag, tuple(sorted(name for name, _ in attrs))] += 1
+        self.places += [value or "" for name, value in attrs if name in ("href", "src")]
+
+    def handle_comment(self, data: str) -> None:
+        self.comments.append(data)
+
+
+def same_markup(harmless: str, attacked: str) -> None:
+    """Assert that hostile texts have added no element, attribute, comment or link to a page."""
+    expected, found = Markup(harmless), Markup(attacked)
+    assert found.elements == expected.elements
+    assert not found.comments
+    assert {place for place in found.places if not place.startswith("data:image/png;")} <= set(expected.places)
+    assert not any(tag == "script" or any(name.startswith("on") for name in names) for tag, names in found.elements)
+    assert found.elements["meta", ("content", "http-equiv")] == 1
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Study], Any]:
+    """Makes the notebook of a study, as its kernel leaves it."""
+    outputs: list[Any] = []
+
+    def display(data: Any, metadata: Any = None) -> None:
+        outputs.append(v4.new_output("display_data", data=dict(data), metadata=dict(metadata or {})))
+
+    def make_notebook(study: Study) -> Any:
+        outputs.clear()
+        study = replace(study, output_dir=tmp_path)
+        for part in (show.figure, show.table, show.finding, show.more):
+            part(study)
+        cells = [v4.new_markdown_cell("# 1. Which?"), v4.new_code_cell("show()", outputs=list(outputs))]
+        return v4.new_notebook(cells=cells, metadata={"ddpm_lab": {"state": "done"}})
+
+    monkeypatch.setattr(show, "_display", display)
+    monkeypatch.setattr(figures, "save", lambda _, path: path.write_bytes(base64.b64decode(PIXEL)))
+    return make_notebook
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("resolved", "all failed", "loader", "strong and weak, two CPU ranks", "compiled, costs", "batch sizes"),
+        *("profile", "recommendation, searched", "quality, with samples", "levers, learned"),
+    ],
+)
+def test_a_page_and_the_index_show_hostile_records_as_text(
+    name: str, notebook: Callable[[Study], Any], tmp_path: Path
+) -> None:
+    study = STUDIES[name]()
+    texts = []
+    for folder, each in (("harmless", study), ("attacked", made_hostile(study))):
+        (tmp_path / folder).mkdir()
+        of = notebook(each)
+        page = pages.read(of, "01_which")
+        pages.write_page(page, of, tmp_path / folder / "01_which.html")
+        pages.write_index([page], tmp_path / folder / "index.html", facts=[("Hardware", each.hardware)])
+        texts.append([(tmp_path / folder / name).read_text() for name in ("01_which.html", "index.html")])
+    for harmless, attacked in zip(*texts, strict=True):
+        same_markup(harmless, attacked)
+    assert all("&lt;script&gt;" in text for text in texts[1]), "the hostile names are shown"
+
+
+def test_an_index_shows_what_it_is_given_as_text(tmp_path: Path) -> None:
+    texts = []
+    for said in ("said", HOSTILE):
+        page = pages.Page(name="x", title=said, state="failed", error=said, image=PIXEL, alt=said)
+        section = pages.Section(sentences=(said, said), image=PIXEL, alt=said)
+        given: dict[str, Any] = {"subject": said, "facts": [(said, said)], "notice": said, "command": said}
+        pages.write_index([page], tmp_path / "index.html", calibration=section, **given)
+        texts.append((tmp_path / "index.html").read_text())
+    same_markup(*texts)
+
+
+@pytest.mark.parametrize(
+    ("study", "text"),
+    [
+        (lambda: paired({64: 1.6, 128: 1.05}, {32: 6.45}), lambda s: comparison_report.report(s, "figure.png")),
+        (
+            lambda: make.study(
+                [
+                    profiled(RunConfig(global_batch_size=8), {"data": 60.0, "forward": 40.0}),
+                    *told(RunConfig(global_batch_size=8), {"bf16": (RunConfig(precision="bf16"), 1.4)}),
+                ],
+                "profile",
+            ),
+            bottleneck_report.markdown,
+        ),
+    ],
+    ids=["comparison", "bottleneck"],
+)
+def test_a_report_in_markdown_runs_nothing(
+    study: Callable[[], Study], text: Callable[[Study], str], tmp_path: Path
+) -> None:
+    """What Markdown makes of a name may be bold or a link to the web; it may be no HTML and run nothing."""
+    harmless, attacked = study(), made_hostile(study())
+    found = []
+    for each in (harmless, attacked):
+        pages.write_markdown(text(each), tmp_path / "report.html")
+        found.append(Markup((tmp_path / "report.html").read_text()))
+    usual, elements = ({tag for tag, _ in each.elements} for each in found)
+    assert elements <= usual | {"strong", "em", "code", "a", "img"}
+    assert not any(name.startswith("on") for _, names in found[1].elements for name in names)
+    assert not any(place.startswith("javascript:") for place in found[1].places)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_in_a_browser_nothing_runs_even_past_the_escaping_and_pictures_and_styles_are_shown(tmp_path: Path) -> None:
+    cells = [
+        v4.new_markdown_cell("# Title\n\n| a | b |\n| --- | --- |\n| $x_1$ | 2 |\n"),
+        v4.new_code_cell("1", outputs=[v4.new_output("display_data", data={"image/png": PIXEL}, metadata={})]),
+    ]
+    of = v4.new_notebook(cells=cells, metadata={"ddpm_lab": {"state": "done"}})
+    page = tmp_path / "page.html"
+    pages.write_page(pages.read(of, "page"), of, page)
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()]
+
+    def shown() -> tuple[str, str]:
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+        return done.stdout, done.stderr
+
+    _, complaints = shown()
+    assert "Content Security Policy" not in complaints
+    planted = '<script>document.title = "run"</script><img src="x" onerror="document.title = \'run\'">'
+    page.write_text(page.read_text().replace("</main>", f"{planted}</main>"))
+    document, complaints = shown()
+    assert "<title>Title</title>" in document
+    assert complaints.count("Content Security Policy") >= 2

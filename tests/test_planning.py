@@ -1,0 +1,248 @@
+"""From settings to something ready to be measured: cores, budgets, and what is refused before a rank starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import records as make
+
+from ddpm_lab import chosen_once, planning
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import RunConfig
+from ddpm_lab.files import LEDGER
+from ddpm_lab.ledger import Ledger
+from ddpm_lab.measure import hardware
+from ddpm_lab.planned import Planned
+from ddpm_lab.planning import plan_question
+from ddpm_lab.record import RunRecord
+
+Asking = Callable[..., Planned]
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images that are prepared once."""
+    return tmp_path_factory.mktemp("prepared")
+
+
+@pytest.fixture
+def plan(tmp_path: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> Asking:
+    """Plan amp on two cores, both free unless a test says otherwise."""
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
+    monkeypatch.setattr(chosen_once, "free_cores", lambda: 2)
+    monkeypatch.setattr(hardware, "gpus", list)
+    monkeypatch.setattr(planning, "usual_device", lambda device: device or "cpu")
+
+    def plan(name: str = "amp", **settings: Any) -> Planned:
+        return plan_question(name, output_dir=tmp_path, cache=prepared, image_size=8, quiet=True, **settings)
+
+    return plan
+
+
+def base_of(planned: Planned) -> RunConfig:
+    return planned.campaign.experiment.families[0].baseline
+
+
+def sets_of(planned: Planned, count: int, *, place_seconds: float = 5.0) -> list[RunRecord]:
+    """Sets of the first family's primary comparison, as this machine and code would have measured them."""
+    campaign, family = planned.campaign, planned.campaign.experiment.families[0]
+    found = make.sets(
+        {label: (config, 1.5) for label, config in family.candidates if label == family.primary},
+        baseline=family.baseline,
+        family=family.name,
+        count=count,
+        turns=1,
+        experiment=campaign.experiment.name,
+        plan=campaign.target.plan,
+        code_version=campaign.instrument.code.key,
+        stages={"steady": place_seconds},
+    )
+    return make.on(hardware.machine(), found)
+
+
+def write(planned: Planned, records: list[RunRecord]) -> None:
+    planned.campaign.ledger.append(records)
+
+
+# --- budgets ---------------------------------------------------------------------------------------------------------
+
+
+def smallest(refusal: pytest.ExceptionInfo[ConfigError]) -> float:
+    """The minutes that a refusal says would do."""
+    assert "\n" not in str(refusal.value)
+    found = re.search(r"take about ([\d.]+) minutes", str(refusal.value))
+    assert found, refusal.value
+    return float(found[1])
+
+
+def test_a_budget_too_small_for_the_primary_comparison_is_refused_with_the_smallest_that_would_do(plan: Asking) -> None:
+    with pytest.raises(ConfigError, match=r"minutes is 0.19: 4 sets of the primary") as refusal:
+        plan(minutes=0.19)
+    assert smallest(refusal) == 0.2, "4 sets of 3 groups, a second each"
+    assert plan(minutes=0.2).campaign.target.seconds == 12
+
+
+@pytest.mark.parametrize("place_seconds", [3.4, 3.4166, 7.0, 11.11])
+def test_the_smallest_that_would_do_follows_from_earlier_sets_and_does(plan: Asking, place_seconds: float) -> None:
+    write(planned := plan(), sets_of(planned, 1, place_seconds=place_seconds))
+    with pytest.raises(ConfigError) as refusal:
+        plan(minutes=0.1)
+    least = smallest(refusal)
+    assert least == pytest.approx(3 * 3 * place_seconds / 60, abs=0.011), "three sets are still to come"
+    assert plan(minutes=least)
+
+
+def test_sets_of_other_candidates_are_none_of_the_primary_comparison(plan: Asking) -> None:
+    planned = plan("batch_size")
+    others = [dataclasses.replace(r, role="twin") if r.role == "candidate" else r for r in sets_of(planned, 4)]
+    write(planned, [r for r in others if r.config == base_of(planned)])
+    with pytest.raises(ConfigError) as refusal:
+        plan("batch_size", minutes=0.5)
+    assert smallest(refusal) == 1.0
+
+
+@pytest.mark.parametrize("settings", [{"sets": 2}, {"preset": "smoke"}, {"precisions": ["fp32"]}])
+def test_what_promises_no_answer_takes_any_budget(plan: Asking, settings: dict[str, Any]) -> None:
+    assert plan(minutes=0.01, **settings)
+
+
+def test_a_comparison_that_has_its_sets_takes_any_budget(plan: Asking) -> None:
+    write(planned := plan(), sets_of(planned, 4))
+    assert plan(minutes=0.01)
+
+
+def test_no_time_measures_nothing(plan: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = plan(minutes=0)
+    monkeypatch.setattr(planned.campaign, "run", lambda *_, **__: pytest.fail("something was measured"))
+    found = planned.measure()
+    assert (found.measured_sets, found.completed, found.disturbed) == (0, False, 0)
+    assert not (planned.output / LEDGER).exists()
+
+
+@pytest.mark.parametrize("minutes", [-1, float("nan"), "5", True])
+def test_minutes_are_a_number_from_0(plan: Asking, minutes: object) -> None:
+    with pytest.raises(ConfigError, match="minutes is"):
+        plan(minutes=minutes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "exact", "sets"),
+    [
+        ({}, False, 6),
+        ({"preset": "full"}, False, 12),
+        ({"sets": 5}, True, 5),
+        ({"preset": "smoke"}, True, 1),
+        ({"minutes": 3}, False, 6),
+    ],
+)
+def test_sets_are_exact_where_they_are_asked_for_and_in_smoke(
+    plan: Asking, settings: dict[str, Any], exact: bool, sets: int
+) -> None:
+    target = plan(**settings).campaign.target
+    assert (target.exact, target.sets) == (exact, sets)
+    assert target.plan.turns == (2 if settings.get("preset") == "smoke" else 0)
+
+
+# --- cores -----------------------------------------------------------------------------------------------------------
+
+
+def busy(monkeypatch: pytest.MonkeyPatch, free: int = 1) -> list[int]:
+    """Others take cores; returns a list that grows by each look for free ones."""
+    looked: list[int] = []
+
+    def free_cores() -> int:
+        looked.append(free)
+        return free
+
+    monkeypatch.setattr(chosen_once, "free_cores", free_cores)
+    return looked
+
+
+def test_threads_are_all_that_there_are_where_all_cores_are_free(plan: Asking) -> None:
+    assert {c.threads for c in plan().campaign.experiment.configurations} == {0}
+
+
+def test_threads_are_as_many_as_cores_are_free(plan: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = busy(monkeypatch)
+    planned = plan(image_sizes=[8, 16])
+    assert {c.threads for c in planned.campaign.experiment.configurations} == {1}
+    assert looked == [1], "once a question"
+
+
+def test_cores_can_be_given(plan: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = busy(monkeypatch)
+    one, both = plan(cores=1), plan(cores=2)
+    assert [base_of(planned).threads for planned in (one, both)] == [1, 0]
+    assert (one.on_cores, looked) == (None, []), "what was asked for is kept"
+    with pytest.raises(ConfigError, match="cores is 3: 2 are usable here"):
+        plan(cores=3)
+    with pytest.raises(ConfigError, match="cores is 0"):
+        plan(cores=0)
+
+
+def test_cores_are_chosen_once_a_question(plan: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its last set at first, and by what was shown from then on; of several answers that with all cores leads."""
+    one, both = plan(cores=1), plan(cores=2)
+    looked = busy(monkeypatch, free=2)
+    write(one, sets_of(one, 1))
+    assert (base_of(plan()).threads, looked) == (1, [])
+    write(both, sets_of(both, 1))
+    assert base_of(plan()).threads == 0
+    one.renewed().campaign.look()
+    assert base_of(plan()).threads == 1, "that is the answer that was shown"
+    both.renewed().campaign.look()
+    assert (base_of(plan()).threads, looked) == (0, [])
+    assert (plan("batch_size"), looked)[1] == [2], "another question chooses its own"
+
+
+@pytest.mark.parametrize("other", ["machine", "code"])
+def test_cores_of_another_machine_or_code_are_not_taken(
+    plan: Asking, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    one = plan(cores=1)
+    found = sets_of(one, 1)
+    write(
+        one,
+        make.on(make.GPUS, found)
+        if other == "machine"
+        else [dataclasses.replace(r, code_version="other") for r in found],
+    )
+    looked = busy(monkeypatch, free=2)
+    assert base_of(plan()).threads == 0
+    assert looked == [2]
+
+
+def test_stages_of_a_search_and_one_core_need_no_look(plan: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = busy(monkeypatch)
+    plan("search")
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 1)
+    plan()
+    assert looked == []
+
+
+def test_a_question_can_be_asked_again_for_fewer_cores(plan: Asking) -> None:
+    planned = plan(minutes=5, global_batch_size=4, further=False)
+    assert planned.on_cores is not None
+    again = planned.on_cores(1)
+    assert base_of(again) == dataclasses.replace(base_of(planned), threads=1)
+    assert again.on_cores is None
+    assert again.output == planned.output
+    assert again.campaign.target == planned.campaign.target
+
+
+def test_what_was_shown_is_told_to_the_campaign(plan: Asking) -> None:
+    target = plan(further=False, decided=["a", "b"]).campaign.target
+    assert (target.further, target.decided) == (False, frozenset("ab"))
+
+
+def test_the_ledger_of_a_question_is_that_of_its_folder(plan: Asking) -> None:
+    planned = plan()
+    write(planned, found := sets_of(planned, 2))
+    assert Ledger(planned.output / LEDGER).read()[0] == found
+    candidate = dict(planned.campaign.experiment.families[0].candidates)["bf16"]
+    assert planned.renewed().campaign.held.sets(base_of(planned).run_id, candidate.run_id) == 2
