@@ -12,45 +12,24 @@ from typing import Any
 import pytest
 import torch
 from conftest import BUSY, code_of
-from torch import Tensor
+from underflow import underflow
 
 from ddpm_lab.config import TRAINING, UNLEARNED, RunConfig
-from ddpm_lab.data.loader import Batch
 from ddpm_lab.explain import quality, samples
 from ddpm_lab.explain.quality import GOOD, IDENTICAL, WORSE
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import measure_alone
 from ddpm_lab.measure.trial import LOOKS, MOST_BYTES, MOST_IMAGES, SAMPLER_STEPS, train_once
-from ddpm_lab.model.training import Training
 from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.plan import Plan
 from ddpm_lab.record import RunRecord
 from ddpm_lab.setting import DEFAULTS
 from ddpm_lab.workload import RankContext
 
-UNDERFLOW = "test_trial:underflow"
+UNDERFLOW = "underflow:underflow"
 TOO_LARGE_RATE = 2.0
 """Ten times the largest with which anything is learned; 0.002, ten times the usual, only learns faster."""
-
-
-class Underflow(Training):
-    """fp16 without a scaler on a loss so small that every gradient is rounded to nothing."""
-
-    def loss(self, batch: Batch, part: slice) -> Tensor:
-        return super().loss(batch, part) * 1e-9
-
-    def step(self, batch: Batch) -> Tensor:
-        hooks = [p.register_hook(lambda g: g.half().float()) for p in self.parameters]  # type: ignore[no-untyped-call]
-        try:
-            return super().step(batch) * 1e9
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-
-def underflow(config: RunConfig, context: RankContext) -> Underflow:
-    return Underflow(config, context)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +49,7 @@ def tried(tmp_path: Path) -> Callable[..., RunRecord]:
 
     def run(config: RunConfig, **asked: Any) -> RunRecord:
         instrument = Instrument(
-            code=code_of(BUSY),
+            code=code_of(BUSY if config.workload == TRAINING else config.workload),
             cache=tmp_path / "cache",
             usable_cores=hardware.usable_cores(),
             data_name="synthetic",
