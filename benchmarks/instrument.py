@@ -4,10 +4,10 @@
     python benchmarks/instrument.py --sets 200 --neighbour
 
 Each set holds the baseline, its repeat, and one configuration for each planted share of more work. A try is a run of
-consecutive sets that count, as many as five minutes hold at the cost of a single comparison; each is judged as the
-primary comparison of a question. With ``--neighbour`` a process keeps one core busy for spells of 20 s on average.
-Records go to ``benchmarks/results/instrument.jsonl`` (a killed run goes on from there), the table and the figure, the
-*instrument card*, beside them. ``--draw`` only draws.
+consecutive sets that count, as many as one minute or five hold at the cost of a single comparison (baseline, repeat,
+candidate); each is judged as the primary comparison of a question. With ``--neighbour`` a process keeps one core busy
+for spells of 20 s on average. Records go to ``benchmarks/results/instrument.jsonl`` (a killed run goes on from there),
+the table and the figure, the *instrument card*, beside them. ``--draw`` only draws.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ddpm_lab.record import RunRecord, crowded, set_log_ratio
 
 PLANTED = (0, 1, 2, 3, 5, 10)
 """Per cent more work."""
-TRY_SECONDS = 300.0
+TRY_MINUTES = (1, 5)
 ALONE, BESIDE = "alone", "beside a neighbour"
 
 
@@ -106,7 +106,7 @@ def counted(ledger: Ledger, kind: str) -> list[list[RunRecord]]:
 
 
 def card(sets: list[list[RunRecord]]) -> list[dict[str, float]]:
-    """For each planted share: tries, how often it was called and how often the same, and coverage of the truth."""
+    """For tries of each length and each planted share: tries, how many called it and how many the same, coverage."""
     logs: dict[int, list[float]] = {p: [] for p in PLANTED}
     seconds = []
     for members in sets:
@@ -114,23 +114,25 @@ def card(sets: list[list[RunRecord]]) -> list[dict[str, float]]:
         for r in others:
             logs[int(r.config.option("planted", 0))].append(set_log_ratio(base, r, twin))
         seconds.append(sum(sum(r.stages.values()) for r in (base, twin, others[0])))
-    each = max(decisions.LEAST_SETS, int(TRY_SECONDS / float(np.mean(seconds))))
     rows = []
-    for planted, values in logs.items():
-        tries = [values[i : i + each] for i in range(0, len(values) - each + 1, each)]
-        found = [decisions.decided([np.array(v)], [each])[0] for v in tries]
-        truth = 1 / (1 + planted / 100)
-        rows.append(
-            {
-                "planted": planted,
-                "sets": each,
-                "tries": len(tries),
-                "called": sum(d.word in (decisions.FASTER, decisions.SLOWER) for d in found),
-                "same": sum(d.word == decisions.SAME for d in found),
-                "covered": sum(d.estimate.contains(truth) for d in found),
-                "width": float(np.mean([2 * d.estimate.half_width for d in found])) if found else math.nan,
-            }
-        )
+    for minutes in TRY_MINUTES:
+        each = max(decisions.LEAST_SETS, int(60 * minutes / float(np.mean(seconds))))
+        for planted, values in logs.items():
+            tries = [values[i : i + each] for i in range(0, len(values) - each + 1, each)]
+            found = [decisions.decided([np.array(v)], [each])[0] for v in tries]
+            truth = 1 / (1 + planted / 100)
+            rows.append(
+                {
+                    "minutes": minutes,
+                    "planted": planted,
+                    "sets": each,
+                    "tries": len(tries),
+                    "called": sum(d.word in (decisions.FASTER, decisions.SLOWER) for d in found),
+                    "same": sum(d.word == decisions.SAME for d in found),
+                    "covered": sum(d.estimate.contains(truth) for d in found),
+                    "width": float(np.mean([2 * d.estimate.half_width for d in found])) if found else math.nan,
+                }
+            )
     return rows
 
 
@@ -142,16 +144,22 @@ def interval(count: float, tries: float) -> tuple[float, float]:
 
 def draw(cards: dict[str, list[dict[str, float]]], target: Path) -> None:
     """The instrument card: the share of tries in which each planted slowdown was called."""
-    figure, axes = plt.subplots(1, len(cards), figsize=(4.5 * len(cards), 3.4), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(1, len(cards), figsize=(4.8 * len(cards), 3.6), sharey=True, squeeze=False)
     for ax, (kind, rows) in zip(axes[0], cards.items(), strict=True):
-        for row in (r for r in rows if r["tries"]):
-            share, (low, high) = row["called"] / row["tries"], interval(row["called"], row["tries"])
-            ax.plot([row["planted"]] * 2, [100 * low, 100 * high], color="#0173b2", lw=2.5, solid_capstyle="butt")
-            ax.plot(row["planted"], 100 * share, "o", color="#0173b2", ms=6)
+        for minutes, color, marker, shift in zip(TRY_MINUTES, ("#de8f05", "#0173b2"), "so", (-0.1, 0.1), strict=True):
+            shown = [r for r in rows if r["minutes"] == minutes and r["tries"]]
+            for row in shown:
+                low, high = interval(row["called"], row["tries"])
+                ax.plot([row["planted"] + shift] * 2, [100 * low, 100 * high], color=color, lw=2, alpha=0.6)
+            label = f"{minutes} min: {shown[0]['tries']:.0f} tries of {shown[0]['sets']:.0f} sets" if shown else ""
+            shares = [100 * r["called"] / r["tries"] for r in shown]
+            ax.plot([r["planted"] + shift for r in shown], shares, color=color, marker=marker, ms=6, lw=1, label=label)
         ax.axhline(90, color="#9aa5b1", lw=1, ls="--")
-        ax.set_title(f"{kind}: tries of {rows[0]['sets']:.0f} sets, {rows[0]['tries']:.0f} each", fontsize=10)
+        ax.set_title(kind.capitalize(), fontsize=10)
         ax.set_xlabel("planted slowdown, % more work")
+        ax.set_xticks(PLANTED)
         ax.set_ylim(-3, 103)
+        ax.legend(fontsize=8, loc="lower right", frameon=False)
     axes[0][0].set_ylabel("called in % of tries\n(95 % interval)")
     figure.tight_layout()
     figure.savefig(target, dpi=150)
@@ -176,7 +184,8 @@ def main() -> None:
         print(kind)
         for row in rows:
             spans = [f"{name} {row[name]:.0f} of {row['tries']:.0f}" for name in ("called", "same", "covered")]
-            print(f"  {row['planted']:4.0f} %: {', '.join(spans)}; interval {100 * row['width']:.1f} % wide")
+            spans += [f"interval {100 * row['width']:.1f} % wide"]
+            print(f"  {row['minutes']} min, {row['planted']:2.0f} %: {', '.join(spans)}")
     (output / "instrument.json").write_text(json.dumps(cards, indent=1))
     if cards:
         draw(cards, output / "instrument.png")

@@ -117,14 +117,14 @@ def settings_of(base: RunConfig, setup: Setup) -> dict[str, RunConfig]:
     batch = base.global_batch_size
     changes: dict[str, dict[str, Any]] = {"bf16": {"precision": "bf16"}}
     if setup.device == "cuda":
-        changes |= {
-            "tf32": {"precision": "tf32"},
-            "fp16": {"precision": "fp16"},
-            "bf16 compiled": {"precision": "bf16", "compile": "whole"},
-        }
+        changes |= {"tf32": {"precision": "tf32"}, "fp16": {"precision": "fp16"}}
     else:
         changes |= {"bf16 with joined kernels": {"precision": "bf16", "kernels": "fused"}}
-    changes |= {"compiled": {"compile": "whole"}, f"batch {2 * batch}": {"global_batch_size": 2 * batch}}
+    changes |= {
+        "compiled": {"compile": "whole"},
+        "bf16 compiled": {"precision": "bf16", "compile": "whole"},
+        f"batch {2 * batch}": {"global_batch_size": 2 * batch},
+    }
     if setup.most_ranks > 1 and batch % 2 == 0:
         two = {"world_size": 2, "nodes": setup.nodes(2)}
         changes["2 GPUs" if setup.device == "cuda" else "2 ranks"] = two
