@@ -67,7 +67,7 @@ def compare(options: argparse.Namespace) -> int:
         measured = gate.measure(options.baseline, options.against, always=options.always, **how)
         if isinstance(measured, gate.Unchanged):
             return _unchanged(measured.sentence, options)
-    found = comparison.answer(measured, resolution)
+    found = comparison.answer(measured)
     if threshold is None:
         print(json.dumps(found.as_dict(), indent=1) if options.json else found, flush=True)
         if tracker:

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_lab.checks import ConfigError
+from ddpm_lab.chosen_once import cores_of_pair, on_cores
 from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.data.packed import resolve
 from ddpm_lab.data.prepared import read_manifest
 from ddpm_lab.experiments import study_of
-from ddpm_lab.files import PREPARED, expanded, output_folder
+from ddpm_lab.files import LEDGER, PREPARED, expanded, output_folder
+from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.own_workload import find_here
@@ -123,7 +125,7 @@ def compare(
         output_dir=output_dir,
         quiet=quiet,
     )
-    return answer(measured, resolution)
+    return answer(measured)
 
 
 def measure(
@@ -160,16 +162,20 @@ def plan_pair(
     minutes: float | None = None,
     sets: int = MOST_SETS,
     code: CodeVersion | None = None,
+    cores: int | None = None,
 ) -> Planned:
     """Make two configurations, the baseline first, ready to be measured in the same sets.
 
-    ``code`` is what they run; None is what lies here. Raises ConfigError where this machine cannot, or the work is not
-    equal.
+    ``code`` is what they run; None is what lies here. ``cores`` of a CPU are those of earlier sets, or that are free.
+    Raises ConfigError where this machine cannot, or the work is not equal.
     """
-    one, two = pair
+    most = hardware.usable_cores()
+    free = cores or cores_of_pair(pair, Ledger(output / LEDGER))
     for config in pair:
-        check_ranks(config.device, config.world_size, len(hardware.gpus()), hardware.usable_cores())
-        check_cores("loader_workers", config.loader_workers, hardware.usable_cores(), config.world_size)
+        ranks, gpus = config.world_size, len(hardware.gpus())
+        check_ranks(config.device, ranks, gpus, free, limited=free < most)
+        check_cores("loader_workers", config.loader_workers, most, ranks)
+    one, two = (on_cores(config, free) for config in pair)
     if one.data_sha256 and two.data_sha256 and one.data_sha256 != two.data_sha256:
         raise ConfigError("the two sides train on different images: give both the same data, or it is not equal work")
     family = Family(
@@ -179,24 +185,20 @@ def plan_pair(
         candidates=((names[1], two),),
         primary=names[1],
     )
-    return plan_experiment(
-        Experiment(name="compare", families=(family,)),
-        data_name=_data_name(one),
-        plan=Plan(),
-        sets=sets,
-        resolution=resolution,
-        minutes=minutes,
-        output=output,
-        quiet=quiet,
-        code=code,
+    limits: dict[str, Any] = {"output": output, "quiet": quiet, "code": code, "sets": sets}
+    limits |= {"resolution": resolution, "minutes": minutes}
+    planned = plan_experiment(
+        Experiment(name="compare", families=(family,)), data_name=_data_name(one), plan=Plan(), **limits
     )
+    again = None if cores else lambda n: plan_pair(pair, names, cores=n, **limits)
+    return dataclasses.replace(planned, on_cores=again)
 
 
-def answer(measured: Measured, resolution: float) -> Comparison:
+def answer(measured: Measured) -> Comparison:
     """What the records say, with a figure in ``image_output/``."""
     from ddpm_lab.explain import figures, findings  # noqa: PLC0415 - not on a bare GPU node
 
-    study = dataclasses.replace(study_of(measured), resolution=resolution)
+    study = study_of(measured)
     family = measured.experiment.families[0]
     name = "_".join("".join(c if c.isalnum() else "-" for c in family.name).split("-against-"))
     figure = measured.output_dir / "image_output" / f"compare_{name}.png"

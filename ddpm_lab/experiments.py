@@ -147,6 +147,7 @@ def study_of(measured: Measured) -> Study:
         trials=tuple(r for part in parts for r in part.trials),
         published_trials=published_trials(),
         measured_sets=measured.measured_sets,
+        resolution=measured.planned.campaign.target.resolution,
     )
 
 
@@ -175,7 +176,7 @@ def recommendation(
     """The fastest configuration that a search finds, with all experiments' records of one machine.
 
     ``quick`` searches where it is given ``minutes``, and else shows the last search of this machine, or without one
-    what all questions came to: a report has no time for a search beside them, and gives 0 in every preset.
+    what all questions came to: a report has no time for a search beside them, and gives 0.
     ``full`` first measures the largest batch that fits. What is recommended is written into ``recommended.toml`` too.
     With ``ledger`` or ``machine`` nothing is measured; "all" machines are pooled only where that is asked for.
     ``train_images`` are those of the full training that is projected; the other settings are those of
@@ -274,7 +275,7 @@ def undecided(planned: Planned) -> Planned:
         from ddpm_lab.explain.comparisons import comparisons  # noqa: PLC0415 - not on a bare GPU node
     except ModuleNotFoundError:
         return planned
-    answered = frozenset(c.run_id for c in comparisons(study_of(planned.result())) if c.answered)
+    answered = frozenset((c.baseline_id, c.run_id) for c in comparisons(study_of(planned.result())) if c.answered)
     return planned.renewed(decided=answered)
 
 

@@ -44,8 +44,8 @@ class Planned:
     campaign: Campaign
     output: Path
     progress: Progress
-    on_cores: Callable[[int], Planned] | None = None
-    """The same question for so many cores, where the machine is too busy for all of them."""
+    on_cores: Callable[[int | None], Planned] | None = None
+    """The same question for so many cores; None where they were asked for, and are not chosen by what is free."""
 
     def renewed(self, experiment: Experiment | None = None, **changes: Any) -> Planned:
         """The same with what the ledger holds by now, or for another experiment, or with ``changes`` of the target."""
@@ -69,8 +69,12 @@ class Planned:
         sweep()
         planned = self
         with measuring(self.progress.always) as waited:
+            if waited and self.on_cores:  # what was measured meanwhile took cores, and may have chosen them
+                planned = self.on_cores(None)
             if waited or seconds is not None:
-                planned = self.renewed() if seconds is None else self.renewed(seconds=seconds)
+                target = self.campaign.target
+                limits = {"seconds": target.seconds if seconds is None else seconds, "decided": target.decided}
+                planned = planned.renewed(**limits)
             campaign = planned.campaign
             if campaign.target.seconds != 0:
                 campaign.run(self.progress, stages=stages, look=look)

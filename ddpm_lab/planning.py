@@ -23,7 +23,7 @@ from ddpm_lab.measure.fleet import current
 from ddpm_lab.measure.network_choice import choose_network
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument
-from ddpm_lab.measure.shortfall import LEAST_SETS, Target
+from ddpm_lab.measure.shortfall import LEAST_SETS, RESOLUTION, Target
 from ddpm_lab.own_workload import check_brought, check_name, code_of, look_at, with_changes, with_own
 from ddpm_lab.plan import Experiment, Plan
 from ddpm_lab.plan import preset as preset_called
@@ -50,7 +50,7 @@ def plan_question(
     quiet: bool = False,
     say: Callable[[str], None] | None = None,
     further: bool = True,
-    decided: Collection[str] = (),
+    decided: Collection[tuple[str, str]] = (),
     **settings: Any,
 ) -> Planned:
     """Check a question and prepare its images: nothing of it is refused any more.
@@ -67,7 +67,8 @@ def plan_question(
         start_method: forkserver, or spawn, which costs some 5 seconds more for each group.
         quiet: show no progress.
         say: gets the lines of progress instead of the terminal.
-        further: whether comparisons whose answer was shown get more sets; none of ``decided``, which are run ids.
+        further: whether comparisons whose answer was shown get more sets; none of ``decided``, each the run ids
+            of baseline and configuration.
         settings: those of ``prepare_experiment``.
 
     Raises:
@@ -96,7 +97,7 @@ def plan_question(
     same: dict[str, Any] = {**limits, "start_method": start_method, "quiet": quiet, **settings}
     on_cores = (
         None
-        if settings.get("cores")
+        if settings.get("cores") or preset == "smoke" or name in STAGES
         else lambda free: plan_question(name, **{**same, "cores": free, "say": say, "further": further})
     )
     return Planned(campaign=campaign, output=output, progress=progress, on_cores=on_cores)
@@ -175,6 +176,7 @@ def _target(
         cold_compiles=cold_compiles,
         exact=sets is not None,
         seconds=None if minutes is None else minutes * 60,
+        resolution=RESOLUTION if resolution is None else resolution,
         sets_to_come=to_come,
     )
 
@@ -239,7 +241,9 @@ def prepare_experiment(
         check_name(name, workload)
     parts = []
     chosen = network
-    cores = cores_of(name, cores, device, instrument, ledger, own=workload is not None)
+    if preset == "smoke":  # which calls nothing
+        cores = cores or instrument.usable_cores
+    cores = cores_of(name, cores, device, instrument, ledger, plan=target.plan, own=workload is not None)
     if name == "torch_compile" and grid.get("precision") is None and device == "cpu" and workload is None:
         grid = {**grid, "precision": compiled_in(instrument, ledger)}
     fleet = current()

@@ -78,7 +78,7 @@ def publish(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[
     records, _ = read_all(ledgers, lambda heads: _shown(heads, machine))
     questions = [r for r in records if r.experiment in SHOWN]
     studies = _studies(questions, machine, output)
-    chosen = list({id(r): r for s in studies for r in (*s.records, *s.trials)}.values())
+    chosen = list({id(r): r for s in studies for r in (*s.records, *s.trials, *s.looks)}.values())
     if not chosen:
         raise LedgerError(f"there is nothing to publish in {', '.join(map(str, ledgers))}: measure first")
     slug = _slug(chosen[0])

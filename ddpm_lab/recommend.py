@@ -15,6 +15,7 @@ from typing import Any
 from ddpm_lab import search
 from ddpm_lab.checks import ConfigError, number
 from ddpm_lab.ledger import published_trials
+from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.group_folder import sweep
 from ddpm_lab.measure.hardware import environment
@@ -77,6 +78,7 @@ def recommend(
     if space is None:  # of the user's training, which does its own steps
         raise ConfigError("; ".join(reason for _, _, reason in campaign.experiment.left_out))
     settings = {**settings, "device": space.baseline.device}
+    settings["cores"] = space.baseline.threads * space.baseline.node_size or hardware.usable_cores()
     if not space.baseline.is_own:
         settings["network"] = space.baseline.network
     again: dict[str, Any] = {"preset": preset, "sets": sets, "resolution": resolution, "space": space}

@@ -70,7 +70,7 @@ def add_options(subparsers: Any) -> None:
         "--seeds",
         type=int,
         help="train each configuration for quality from so many seeds, beside its speed; not for profile and workers "
-        "(default: none; 8 in full; 2, 4 or 8 for the experiment quality)",
+        "(default: none; 8 in full; 2, 5 or 8 for the experiment quality)",
     )
     parser.add_argument("--images", type=int, help="images that each of these runs trains on (default: the preset's)")
     parser.add_argument("--inception", metavar="FILE", help="quality: weights of torch-fidelity's Inception, for a FID")

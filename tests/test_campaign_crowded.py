@@ -5,8 +5,10 @@ The machine of the laboratory has two cores, which two threads fill: another pro
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +124,7 @@ class Planning:
     """Questions for a number of cores, in the laboratory; ``asked`` are the cores."""
 
     def __init__(self, lab: Lab, free: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.lab, self.asked, self.refuses = lab, list[int](), ""
+        self.lab, self.asked, self.refuses = lab, list[int | None](), ""
         self.lines: list[str] = []
         monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
         monkeypatch.setattr(planned, "free_cores", lambda: free)
@@ -134,7 +136,7 @@ class Planning:
             campaign=self.lab.campaign(asked, **target), output=self.lab.folder, progress=progress, on_cores=self._on
         )
 
-    def _on(self, free: int) -> Planned:
+    def _on(self, free: int | None) -> Planned:
         self.asked.append(free)
         if self.refuses:
             raise ConfigError(self.refuses)
@@ -159,6 +161,23 @@ def test_a_question_that_is_crowded_out_starts_again_with_the_free_cores(
     assert found.completed
     assert [r.baseline_id for r in lab.records("look")] == [config(0, threads=1).run_id]
     assert any("1 of 2" in line for line in questions.lines)
+
+
+def test_cores_are_chosen_again_after_waiting_for_another_measurement(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took cores while these were chosen, and may have measured the same question."""
+
+    @contextlib.contextmanager
+    def waited(_: object) -> Iterator[bool]:
+        yield True
+
+    monkeypatch.setattr(planned, "measuring", waited)
+    questions = Planning(lab, 1, monkeypatch)
+    found = questions.question(seconds=300).measure(seconds=60)
+    assert questions.asked == [None]
+    assert found.experiment == ON_ONE_CORE
+    assert found.planned.campaign.target.seconds == 60
 
 
 def test_it_has_time_to_start_again_even_where_none_is_left(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,13 +63,13 @@ def test_all_answers_of_one_date_are_one_look(lab: Lab) -> None:
 
 def test_decided_comparisons_get_no_more_sets(lab: Lab) -> None:
     asked = experiment(family("f", 2))
-    lab.run(asked, sets=4, decided=[config(1).run_id])
+    lab.run(asked, sets=4, decided=[(config(0).run_id, config(1).run_id)])
     assert measured(lab) == {"c1": 4, "c2": 4}, "nothing is decided before it was shown"
-    lab.run(asked, sets=4, decided=[config(1).run_id])
+    lab.run(asked, sets=4, decided=[(config(0).run_id, config(1).run_id)])
     assert measured(lab) == {"c2": 4}
-    lab.run(asked, seconds=300, decided=[config(1).run_id])
+    lab.run(asked, seconds=300, decided=[(config(0).run_id, config(1).run_id)])
     assert measured(lab) == {"c2": 10}
-    lab.run(asked, sets=4, decided=[config(1).run_id, config(2).run_id])
+    lab.run(asked, sets=4, decided=[(config(0).run_id, config(n).run_id) for n in (1, 2)])
     assert lab.sets == []
 
 

@@ -217,6 +217,23 @@ def test_a_look_at_other_sets_is_no_look_at_these() -> None:
     assert answered(records, other_look(0, {"twin": NONE}, 0)) == answered(records)
 
 
+def test_a_look_at_another_family_of_the_question_is_no_look_at_this_one() -> None:
+    mine = planted({"bf16": [0.034 + 3 * x for x in ROUND]}, NONE)
+    other = make.sets({"other": (replace(BF16, seed=5), 1.0)}, baseline=RunConfig(seed=5), family="other", seed=5)
+    before = replace(look(mine, range(8), 0), baseline_id=other[0].baseline_id)
+    before = replace(before, look={"sets": sorted({r.set_id for r in other}), "log_ratios": {}})
+    now = look(mine, range(8), 30)
+    assert answered([*mine, *other], before, now).level == decisions.level_of_look(1)
+
+
+def test_what_a_set_takes_is_of_the_sets_of_the_comparison() -> None:
+    """Four sets with two candidates, then four with the other alone."""
+    both = make.sets({"bf16": (BF16, 1.0), "other": (RunConfig(seed=3), 1.0)}, count=4)
+    alone = make.sets({"other": (RunConfig(seed=3), 1.0)}, count=4, seed=1)
+    found = [replace(r, stages={"start": 2.0, "steady": 3.0}) for r in (*both, *alone)]
+    assert row(found, "bf16").set_seconds == 15
+
+
 def test_the_scatter_of_what_the_machine_has_shown_by_then_steadies() -> None:
     """Four sets that scatter by 3 %, beside many comparisons that scatter by 0.5 %: not called alone, called beside."""
     records = planted({"bf16": [0.04, 0.08, 0.01, 0.07]}, [0.0] * 4)

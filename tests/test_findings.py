@@ -41,7 +41,7 @@ def test_a_difference_that_is_called() -> None:
 def test_one_set_claims_nothing() -> None:
     found = finding(make.study(make.sets({"bf16": (BF16, 1.62)}, count=1)))
     assert found.status == found.verdict == decisions.TOO_FEW
-    assert (found.sets, found.way_out) == (1, "ddpm-lab run amp")
+    assert (found.sets, found.way_out) == (1, "ddpm-lab run amp --batch-size 32")
     assert "62 %" not in found.claim
 
 
@@ -49,7 +49,7 @@ def test_without_an_answer_the_way_to_one_is_told() -> None:
     found = finding(make.study(make.sets({"bf16": (BF16, 1.0)}, set_noise=0.03)))
     assert found.status == found.verdict == decisions.INCONCLUSIVE
     assert found.low < 1 < found.high
-    assert found.way_out.startswith("ddpm-lab run amp --resolution 3% (about ")
+    assert found.way_out.startswith("ddpm-lab run amp --batch-size 32 --resolution 3% (about ")
 
 
 def test_the_same_speed_is_an_answer() -> None:
@@ -71,7 +71,7 @@ def test_sets_that_others_disturbed_do_not_count() -> None:
     assert (some.sets, some.verdict) == (5, decisions.FASTER)
     everything = [(s, turn) for s in range(6) for turn in range(6)]
     none = finding(make.study(make.sets({"bf16": (BF16, 1.62)}, crowded=everything)))
-    assert (none.sets, none.status, none.way_out) == (0, decisions.TOO_FEW, "ddpm-lab run amp")
+    assert (none.sets, none.status, none.way_out) == (0, decisions.TOO_FEW, "ddpm-lab run amp --batch-size 32")
 
 
 def test_failures_are_told_with_their_reason() -> None:

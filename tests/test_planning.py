@@ -217,12 +217,28 @@ def test_cores_of_another_machine_or_code_are_not_taken(
     assert looked == [2]
 
 
-def test_stages_of_a_search_and_one_core_need_no_look(plan: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_core_and_what_calls_nothing_need_no_look(plan: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = busy(monkeypatch)
-    plan("search")
+    assert base_of(plan(preset="smoke")).threads == 0
     monkeypatch.setattr(hardware, "usable_cores", lambda: 1)
     plan()
     assert looked == []
+
+
+def test_a_search_has_the_free_cores_too(plan: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy(monkeypatch)
+    planned = plan("search")
+    assert {c.threads for c in planned.campaign.experiment.configurations} == {1}
+    assert planned.on_cores is None
+
+
+def test_what_compared_nothing_for_want_of_cores_chooses_none(plan: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = plan("multi_gpu", cores=1)
+    assert not any(f.candidates for f in one.campaign.experiment.families)
+    write(one, sets_of(one, 4))
+    one.renewed().campaign.look()
+    looked = busy(monkeypatch, free=2)
+    assert (base_of(plan("multi_gpu")).threads, looked) == (0, [2])
 
 
 def test_a_question_can_be_asked_again_for_fewer_cores(plan: Asking) -> None:
@@ -236,8 +252,8 @@ def test_a_question_can_be_asked_again_for_fewer_cores(plan: Asking) -> None:
 
 
 def test_what_was_shown_is_told_to_the_campaign(plan: Asking) -> None:
-    target = plan(further=False, decided=["a", "b"]).campaign.target
-    assert (target.further, target.decided) == (False, frozenset("ab"))
+    target = plan(further=False, decided=[("a", "b")]).campaign.target
+    assert (target.further, target.decided) == (False, frozenset([("a", "b")]))
 
 
 def test_the_ledger_of_a_question_is_that_of_its_folder(plan: Asking) -> None:

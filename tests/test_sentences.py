@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,12 +12,13 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import decisions, phrases, sentences
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 
-BF16 = RunConfig(precision="bf16")
+BASE = RunConfig(global_batch_size=8)
+BF16 = dataclasses.replace(BASE, precision="bf16")
 
 
 def row(ratio: float, **values: Any) -> Comparison:
     """The comparison of bf16 with fp32, with a planted ratio."""
-    found = comparisons(make.study(make.sets({"bf16": (BF16, ratio)}, **values)))
+    found = comparisons(make.study(make.sets({"bf16": (BF16, ratio)}, baseline=BASE, **values)))
     return next(c for c in found if c.role == "candidate")
 
 
@@ -35,6 +37,13 @@ def test_without_an_answer_a_headline_gives_both_ends_or_the_sets() -> None:
     assert f"may be anything from {low} to {high} than fp32" in sentences.headline(wide)
     assert "slower" in low
     assert "(3)" in sentences.headline(row(1.6, count=3))
+
+
+def test_a_headline_says_with_how_many_cores_where_not_with_all() -> None:
+    base = RunConfig(threads=1)
+    some = make.sets({"bf16": (RunConfig(threads=1, precision="bf16"), 0.5)}, baseline=base)
+    (found,) = (c for c in comparisons(make.study(some)) if c.role == "candidate")
+    assert sentences.headline(found).endswith("than fp32 with 1 core")
 
 
 @pytest.mark.parametrize(
@@ -81,13 +90,20 @@ def test_a_way_out_is_the_command_that_would_answer() -> None:
     assert sentences.way_out(row(1.6, count=2)) == "ddpm-lab run amp"
     assert sentences.way_out(row(1.0, set_noise=0.03)).startswith("ddpm-lab run amp --resolution 3% (about ")
     assert "over two hours" in sentences.way_out(row(1.0, set_noise=0.4, stages={"steady": 60.0}))
-    sides = make.sets({"my side": (BF16, 1.6)}, experiment="compare", baseline_label="main", count=2)
+    sides = make.sets({"my side": (BF16, 1.6)}, experiment="compare", baseline=BASE, baseline_label="main", count=2)
     (compared,) = (c for c in comparisons(make.study(sides)) if c.role == "candidate")
     assert sentences.way_out(compared) == "ddpm-lab compare main 'my side'"
-    base = RunConfig(network="seed")
-    seed = make.sets({"bf16": (RunConfig(network="seed", precision="bf16"), 1.6)}, baseline=base, count=2)
+    base = dataclasses.replace(BASE, network="seed")
+    seed = make.sets({"bf16": (dataclasses.replace(base, precision="bf16"), 1.6)}, baseline=base, count=2)
     (large,) = (c for c in comparisons(make.study(seed)) if c.role == "candidate")
     assert sentences.way_out(large) == "ddpm-lab run amp --network seed"
+    assert sentences.way_out(large, own_images=True) == "ddpm-lab run amp --network seed --data DATA"
+    base = RunConfig(image_size=64, global_batch_size=32)
+    sized = make.sets({"bf16": (dataclasses.replace(base, precision="bf16"), 1.6)}, baseline=base, count=2)
+    (other,) = (c for c in comparisons(make.study(sized)) if c.role == "candidate")
+    assert sentences.way_out(other) == "ddpm-lab run amp --image-size 64 --batch-size 32"
+    reached = dataclasses.replace(row(1.0, set_noise=0.002), verdict=decisions.INCONCLUSIVE)
+    assert sentences.way_out(reached) == "ddpm-lab run amp", "a resolution that is reached asks for nothing"
 
 
 def test_a_baseline_needs_no_way_out() -> None:

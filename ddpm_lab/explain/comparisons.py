@@ -180,12 +180,11 @@ def judged(records: Sequence[RunRecord], looks: Sequence[RunRecord], resolution:
     ``looks`` are the answers that the machine has shown, to this question and to all others.
     """
     compared = [c for family in _families(records) for c in _family(family, resolution)]
-    shown = _shown(compared, looks)
     primary = [c for c in compared if c.role == "candidate" and c.primary]
     others = [c for c in compared if c.role == "candidate" and not c.primary]
     found: dict[int, decisions.Decision] = {}
     for group in (*([c] for c in primary), others):
-        found |= dict(zip(map(id, group), _decided(group, shown, looks), strict=True))
+        found |= dict(zip(map(id, group), _decided(group, looks), strict=True))
     return [_called(c, found.get(id(c)), compared) for c in compared]
 
 
@@ -198,7 +197,7 @@ class _Shown:
 
 
 def _shown(compared: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[_Shown]:
-    """The looks at these comparisons, in order; without any record of one all sets are one look."""
+    """The looks at these comparisons, at no others, in order; without any record of one all sets are one look."""
     every = frozenset(set_id for c in compared for set_id, _ in c.logs)
     by_time: dict[float, set[str]] = {}
     for r in looks:
@@ -216,10 +215,9 @@ def _when(record: RunRecord) -> float:
     return datetime.fromisoformat(record.date).timestamp()
 
 
-def _decided(
-    group: Sequence[Comparison], shown: Sequence[_Shown], looks: Sequence[RunRecord]
-) -> list[decisions.Decision]:
+def _decided(group: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[decisions.Decision]:
     """What comparisons that are tested together are called, by what was shown of them so far."""
+    shown = _shown(group, looks)
     order: dict[str, None] = {}
     for look in shown:
         order |= dict.fromkeys(sorted(look.sets - order.keys()))
@@ -382,7 +380,8 @@ def _comparison(
     if last.role == "baseline" and speed:
         ratio = replace(ratio, value=1.0, sets=len(speed))
     rates = [1 / statistics.median(seconds) for r in speed or measured if (seconds := seconds_by_turn(r).values())]
-    members = [r for held in by_role.values() for r in held.values()] + speed
+    mine = {r.set_id for r in speed}
+    members = [r for held in by_role.values() for set_id, r in held.items() if set_id in mine] + speed
     return Comparison(
         experiment=last.experiment,
         family=last.family,

@@ -133,7 +133,9 @@ def _comparison(study: Study) -> Finding:
     extra = f" {scaling.efficiencies(study, training, lead)}" if study.experiment == scaling.EXPERIMENT else ""
     extra += sentences.tally(training, lead) + _extra(study, rows, lead) + machine_state.peaks(rows, lead)
     text = f"{short}. {sentences.evidence(lead)}{extra}{ending}"
-    return replace(_about(study, lead, short, text, _status(lead)), way_out=sentences.way_out(lead))
+    return replace(
+        _about(study, lead, short, text, _status(lead)), way_out=sentences.way_out(lead, own_images=study.own_images)
+    )
 
 
 def _status(row: Comparison) -> str:
@@ -234,9 +236,8 @@ def _nothing_to_compare(study: Study, rows: Sequence[Comparison], others: Sequen
         return _plain(study, short, f"{whole.reason}.", quality.NOT_MEASURED)
     if any(r.disturbed_sets for r in rows):
         short = "No answer yet: in every set other processes took the cores that it needed"
-        return replace(
-            _plain(study, short, ending.strip(), decisions.TOO_FEW), way_out=f"ddpm-lab run {study.experiment}"
-        )
+        typed = sentences.command(others[0] if others else rows[0], own_images=study.own_images)
+        return replace(_plain(study, short, ending.strip(), decisions.TOO_FEW), way_out=typed)
     bases = [r for r in rows if r.role == "baseline"]
     failed_base = [r for r in bases if not r.sets and not r.mechanism_only]
     failed = [r for r in others if not r.mechanism_only and r.status not in ("ok", "left out")]
@@ -253,7 +254,9 @@ def _nothing_to_compare(study: Study, rows: Sequence[Comparison], others: Sequen
     if lost is not None:  # a compile from empty caches, a search, or a twin: none of them is a row
         reason = phrases.failed(lost.status, lost.reason)
         return _plain(study, f"Nothing can be compared, since {lost.label} failed", f"{reason}.{ending}", FAILED)
-    return _plain(study, "Nothing to compare with the baseline was measured", ending.strip(), quality.NOT_MEASURED)
+    found = _plain(study, "Nothing to compare with the baseline was measured", ending.strip(), quality.NOT_MEASURED)
+    few = next((r for r in bases if r.config.device == "cpu" and r.config.threads), None)  # the others were taken
+    return replace(found, way_out=sentences.command(few, own_images=study.own_images)) if few else found
 
 
 def _profile(study: Study) -> Finding:

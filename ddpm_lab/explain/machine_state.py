@@ -10,7 +10,7 @@ from statistics import fmean, median
 import pandas as pd
 
 from ddpm_lab.explain import phrases
-from ddpm_lab.explain.comparisons import Comparison, peak
+from ddpm_lab.explain.comparisons import Comparison, peak, repeats_itself
 from ddpm_lab.explain.frames import Study, once
 from ddpm_lab.plan import LOST
 from ddpm_lab.record import RunRecord, Window, crowded
@@ -86,12 +86,14 @@ def _disturbed(study: Study) -> set[str]:
 
 
 def busy(study: Study) -> str:
-    """A sentence, after a space, on sets that did not count, and on cores that were left out; empty without any."""
+    """Sentences, after a space, on a machine that did not repeat itself, sets that did not count, cores left out."""
     disturbed, text = len(_disturbed(study)), ""
     if disturbed:
         of = f"{disturbed} of {phrases.plural(len({r.set_id for r in study.records if r.windows}), 'set')}"
         verb, ending = ("was", "does") if disturbed == 1 else ("were", "do")
         text = f" {of} {verb} disturbed by other processes and {ending} not count."
+    if not repeats_itself(study.looks):
+        text += " This machine did not repeat itself: over all questions, baselines differ from their repeats."
     return text + cores_used(study)
 
 

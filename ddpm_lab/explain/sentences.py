@@ -20,6 +20,9 @@ _SUBJECTS = {
     "exchange": ("the exchange with {label}", "the {base}"),
     "batch_size": ("{label}", "{base}, image for image"),
 }
+_USUAL_BATCH = dict.fromkeys(("profile", "amp", "workers", "torch_compile", "exchange"), (8, 128))
+_USUAL_BATCH["multi_gpu"] = (16, 128)
+"""Global batch size where none is given, on a CPU and on a GPU."""
 
 
 def lead(rows: Sequence[Comparison]) -> Comparison:
@@ -31,7 +34,7 @@ def lead(rows: Sequence[Comparison]) -> Comparison:
 def compared(row: Comparison) -> str:
     """A comparison in words, whatever its verdict: "bf16 is 26 % slower than fp32"."""
     subject, other = _subjects(row)
-    return f"{subject} {_is(row)} {_than(phrases.difference(row.ratio.value))} {other}"
+    return f"{subject} {_is(row)} {_than(phrases.difference(row.ratio.value))} {other}{_with_cores(row)}"
 
 
 def headline(row: Comparison) -> str:
@@ -40,11 +43,17 @@ def headline(row: Comparison) -> str:
     if row.resolved:
         return compared(row)
     if row.verdict == decisions.SAME:
-        return f"{subject} {_is(row)} as fast as {other}, within {phrases.share(row.resolution)}"
+        return f"{subject} {_is(row)} as fast as {other}, within {phrases.share(row.resolution)}{_with_cores(row)}"
     if row.verdict == decisions.TOO_FEW:
-        return f"Too few sets ({row.sets}) to say whether {subject} {_is(row)} faster"
+        return f"Too few sets ({row.sets}) to say whether {subject} {_is(row)} faster{_with_cores(row)}"
     low, high = (phrases.difference(end) for end in row.ratio.ends)
-    return f"No clear answer: {subject} may be anything from {low} to {_than(high)} {other}"
+    return f"No clear answer: {subject} may be anything from {low} to {_than(high)} {other}{_with_cores(row)}"
+
+
+def _with_cores(row: Comparison) -> str:
+    """The cores of a comparison that was measured with some of them alone, after a space."""
+    cores = row.config.threads * row.config.node_size
+    return f" with {phrases.plural(cores, 'core')}" if cores and row.config.device == "cpu" else ""
 
 
 def _subjects(row: Comparison) -> tuple[str, str]:
@@ -80,24 +89,38 @@ def evidence(row: Comparison) -> str:
     return f"{text}{f'; {row.why}' if row.why else ''}."
 
 
-def way_out(row: Comparison) -> str:
-    """The command that would give an answer where there is none, and its minutes; empty where there is one."""
+def way_out(row: Comparison, *, own_images: bool = False) -> str:
+    """The command that would give an answer where there is none, and its minutes; empty where there is one.
+
+    A resolution that the sets have reached already asks for none; without one there are more sets.
+    """
     if row.answered or row.role != "candidate":
         return ""
-    config = row.config
-    words = ["ddpm-lab", "run", row.experiment]
+    typed = command(row, own_images=own_images)
+    if row.verdict == decisions.TOO_FEW or not row.sets_needed > row.sets:
+        return typed
+    if row.minutes_needed > 120:
+        return f"{typed} measures more; {phrases.share(row.resolution)} would take over two hours here"
+    resolution = phrases.share(row.resolution).replace(" ", "")
+    return f"{typed} --resolution {resolution} (about {max(1.0, row.minutes_needed):.0f} min)"
+
+
+def command(row: Comparison, *, own_images: bool = False) -> str:
+    """The command that measures a comparison, with the settings that are not usual; DATA stands for a user's images."""
+    config = row.baseline
     if row.experiment == "compare":
-        words = ["ddpm-lab", "compare", shlex.quote(row.baseline_label), shlex.quote(row.label)]
-    elif config.is_own:
+        return f"ddpm-lab compare {shlex.quote(row.baseline_label)} {shlex.quote(row.label)}"
+    words = ["ddpm-lab", "run", row.experiment]
+    if config.is_own:
         words += ["--workload", config.work_name]
     elif config.network != "tiny":
         words += ["--network", config.network]
-    if row.verdict == decisions.TOO_FEW or math.isnan(row.sets_needed):
-        return " ".join(words)
-    if row.minutes_needed > 120:
-        return f"{' '.join(words)} measures more; {phrases.share(row.resolution)} would take over two hours here"
-    words += ["--resolution", phrases.share(row.resolution).replace(" ", "")]
-    return f"{' '.join(words)} (about {max(1.0, row.minutes_needed):.0f} min)"
+    words += ["--data", "DATA"] * (own_images and not config.is_own)
+    words += ["--image-size", str(config.image_size)] * (config.image_size != 32)
+    usual = _USUAL_BATCH.get(row.experiment)
+    if usual and config.global_batch_size != usual[config.device == "cuda"]:
+        words += ["--batch-size", str(config.global_batch_size)]
+    return " ".join(words)
 
 
 def trains(row: Comparison) -> bool:

@@ -30,8 +30,9 @@ class Target:
 
     With ``seconds`` a comparison has as many sets as its time gives, unless ``exact`` asks for just ``sets``. With
     ``sets_to_come`` the number of sets is not planned: it says from the log ratios so far how many sets are still to
-    come until they resolve what was asked for, and ``sets`` is the most. ``decided`` are run ids of configurations
-    whose comparison has an answer that was shown: they get no more sets, and nor does any other without ``further``.
+    come until they resolve ``resolution``, and ``sets`` is the most. ``decided`` are comparisons, each the run ids of
+    baseline and configuration, that have an answer which was shown: they get no more sets, and nor does any other
+    without ``further``.
     """
 
     plan: Plan
@@ -39,7 +40,8 @@ class Target:
     cold_compiles: int
     exact: bool = False
     further: bool = True
-    decided: Collection[str] = ()
+    decided: Collection[tuple[str, str]] = ()
+    resolution: float = RESOLUTION
     seconds: float | None = None
     sets_to_come: Callable[[Sequence[float]], int] | None = None
 
@@ -120,7 +122,7 @@ class Shortfall:
         have, new = self.progress_of(family, config)
         if family.mechanism or not self._by_time:
             return family.mechanism and have > 0
-        if have > new and config.run_id in self.target.decided:
+        if have > new and (family.baseline.run_id, config.run_id) in self.target.decided:
             return True
         looked = any(self.held.looked(f.baseline.run_id) for f in self.experiment.families)
         return not self.target.further and looked and self.held.met(family.baseline.run_id, config.run_id)
