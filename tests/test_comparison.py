@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import records as make
 
 import ddpm_lab
-from ddpm_lab import compare
+from ddpm_lab import chosen_once, compare
 from ddpm_lab.__main__ import main
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.comparison import Comparison, measure
+from ddpm_lab.comparison import Comparison, measure, plan_pair
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import decisions, phrases
+from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
+from ddpm_lab.measure.code_version import code_version
 
 MINE = """
 import time
@@ -191,3 +196,32 @@ def test_a_loop_that_fails_is_a_row_with_its_reason(mine: Path, tmp_path: Path) 
     assert found.verdict == "failed"
     words = ["compare", "mine:baseline", "mine:short", "--sets", "2", "--output-dir", str(tmp_path)]
     assert main(words) == 1, "a side that failed passes no gate"
+
+
+def test_a_pair_has_the_free_cores_and_keeps_those_of_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[int] = []
+
+    def free_cores() -> int:
+        looked.append(1)
+        return 1
+
+    monkeypatch.setattr(chosen_once, "free_cores", free_cores)
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
+    pair = (RunConfig(), RunConfig(precision="bf16"))
+    how: dict[str, Any] = {"names": ("a", "b"), "output": tmp_path, "quiet": True, "code": code_version()}
+    one = plan_pair(pair, **how)
+    assert [c.threads for c in one.campaign.experiment.configurations] == [1, 1]
+    assert one.on_cores is not None
+    both = one.on_cores(2)
+    assert [c.threads for c in both.campaign.experiment.configurations] == [0, 0]
+    assert plan_pair((RunConfig(threads=2), pair[1]), **how).campaign.experiment.configurations[0].threads == 2
+    assert looked == [1], "what says its threads keeps them"
+    shown = make.sets({"b": (pair[1], 1.5)}, baseline=pair[0], experiment="compare")[0]
+    shown = dataclasses.replace(shown, role="look", windows=(), look={"sets": [shown.set_id], "log_ratios": {}})
+    here = dataclasses.replace(shown.environment, machine=hardware.machine())
+    Ledger(tmp_path / LEDGER).append([dataclasses.replace(shown, environment=here)])
+    assert [c.threads for c in plan_pair(pair, **how).campaign.experiment.configurations] == [0, 0]
+    with pytest.raises(ConfigError, match="2 CPU ranks need 2 cores, 1 are free, since other processes take the rest"):
+        plan_pair((RunConfig(world_size=2), RunConfig(world_size=2, precision="bf16")), **how)
