@@ -73,8 +73,8 @@ class Planned:
                 planned = self.on_cores(None)
             if waited or seconds is not None:
                 target = self.campaign.target
-                limits = {"seconds": target.seconds if seconds is None else seconds, "decided": target.decided}
-                planned = planned.renewed(**limits)
+                time = target.seconds if seconds is None else seconds
+                planned = planned.renewed(seconds=time, decided=target.decided)
             campaign = planned.campaign
             if campaign.target.seconds != 0:
                 campaign.run(self.progress, stages=stages, look=look)

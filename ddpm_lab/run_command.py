@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ _OWNED = {
     **dict.fromkeys(("scaling", "lost_scaling"), "multi_gpu"),
 }
 """Options that one experiment alone takes."""
+WIDTH = 100
+"""Columns of what an answer rests on, on a terminal."""
 _NAMES = {"way_out": "to answer it", "figure": "figure"}
 
 
@@ -135,7 +138,11 @@ def run_command(options: argparse.Namespace) -> int:
         print(json.dumps(results, indent=1))
     else:
         for result in results:
-            print(f"{result['experiment']}: {result['finding']}")
+            short = result.get("headline", result["finding"])
+            print(f"{result['experiment']}: {short}")
+            rest = result["finding"].removeprefix(short).removeprefix(". ")
+            for line in textwrap.wrap(rest, WIDTH, initial_indent="  ", subsequent_indent="  "):
+                print(line)
             for name in ("way_out", "figure"):
                 if result.get(name):
                     print(f"{_NAMES[name]}: {result[name]}")
@@ -183,7 +190,8 @@ def _answer(measured: Any, table: Bands) -> dict[str, Any]:
 
     study = dataclasses.replace(study_of(measured), bands=table)
     found = findings.finding(study)
-    values |= {"finding": found.claim, "verdict": found.verdict, "status": found.status, "way_out": found.way_out}
+    values |= {"headline": found.headline, "finding": found.claim, "verdict": found.verdict, "status": found.status}
+    values["way_out"] = found.way_out
     figure = measured.output_dir / "image_output" / f"{show.NAMES[study.experiment]}.png"
     figures.save(figures.figure(study), figure)
     values["figure"] = str(figure)
