@@ -5,19 +5,19 @@ A slow machine loses rows of tables then, and no answers. The notebooks show aft
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ddpm_lab import experiments
+from ddpm_lab.checks import LabError
 from ddpm_lab.measure.hardware import environment
 from ddpm_lab.measure.trials import COMPILE_SECONDS
 from ddpm_lab.plan import OTHERS, PRIMARY
 from ddpm_lab.planned import Planned
-from ddpm_lab.planning import plan_question
-from ddpm_lab.questions import QUESTIONS, STAGES
+from ddpm_lab.planning import _check_time, plan_question
 
-MEASURED = (*QUESTIONS, *STAGES)
 PRIMARY_SHARE = 0.75
 """Of the time that is left, which the primary comparisons still to come may take."""
 LEAST_SECONDS = 12.0
@@ -32,36 +32,59 @@ def measure(
 ) -> int:
     """Measure what ``questions`` (name -> settings) lack within ``seconds``; returns the sets that were added.
 
-    What has been shown before gets no further sets. ``say`` is called with a question and a line of progress. Costs
-    and scatter, never ratios, decide how the time is divided.
+    What has been shown before gets no further sets. ``say`` is called with a question and a line of progress, or with
+    why it cannot be measured: the others go on. Costs and scatter, never ratios, decide how the time is divided.
+    Raises ConfigError, before anything is measured, where the time is too short for the first comparison.
     """
     ends = time.monotonic() + seconds
-    waiting, planned = list(questions), dict[str, Planned]()
+    waiting, ready, planned = list(questions), dict[str, Planned | None](), dict[str, Planned]()
     sets = 0
+    for name in waiting:
+        one = ready[name] = _plan(name, questions[name], say)
+        if one and any(f.candidates for f in one.campaign.experiment.families):
+            if one.campaign.missing():
+                _check_time(one.renewed(seconds=max(seconds, 1.0)).campaign)
+            break
     while waiting:
         name = waiting.pop(0)
-        one = _plan(name, questions[name], say)
-        if not one.campaign.missing():
+        one = ready[name] if name in ready else _plan(name, questions[name], say)
+        if not (one and one.campaign.missing()):
             continue
         weights = [1 + _compiling(one)] + [1.0] * len(waiting)
         left = (ends - time.monotonic()) * PRIMARY_SHARE * weights[0] / sum(weights)
-        found = one.measure(seconds=max(LEAST_SECONDS, left), stages=(PRIMARY,), look=False)
-        sets, planned[name] = sets + found.measured_sets, found.planned
-    if planned and (combined := experiments.combination(planned.get("amp") or next(iter(planned.values())))):
-        planned = {"recommendation": combined, **planned}
+        with _going_on(name, say):
+            found = one.measure(seconds=max(LEAST_SECONDS, left), stages=(PRIMARY,), look=False)
+            sets, planned[name] = sets + found.measured_sets, found.planned
+    with _going_on("recommendation", say):
+        if planned and (combined := experiments.combination(planned.get("amp") or next(iter(planned.values())))):
+            planned = {"recommendation": combined, **planned}
     for count, (name, one) in enumerate(planned.items()):
         left = (ends - time.monotonic()) / (len(planned) - count)
         stages: Sequence[str] = (PRIMARY, OTHERS) if name == "recommendation" else (OTHERS,)
-        found = one.measure(seconds=max(left, 1.0), stages=stages, look=False)
-        sets, planned[name] = sets + found.measured_sets, found.planned
+        with _going_on(name, say):
+            found = one.measure(seconds=max(left, 1.0), stages=stages, look=False)
+            sets, planned[name] = sets + found.measured_sets, found.planned
     date = environment().date
-    for one in planned.values():  # all answers are shown at once
-        one.campaign.look(date)
+    for name, one in planned.items():  # all answers are shown at once
+        with _going_on(name, say):
+            one.campaign.look(date)
     return sets
 
 
-def _plan(name: str, settings: Mapping[str, Any], say: Callable[[str, str], None]) -> Planned:
-    return plan_question(name, further=False, say=lambda line: say(name, line), **settings)
+def _plan(name: str, settings: Mapping[str, Any], say: Callable[[str, str], None]) -> Planned | None:
+    """A question that is ready to be measured; None where it cannot be asked here, which is said."""
+    with _going_on(name, say):
+        return plan_question(name, further=False, say=lambda line: say(name, line), **settings)
+    return None
+
+
+@contextlib.contextmanager
+def _going_on(name: str, say: Callable[[str, str], None]) -> Iterator[None]:
+    """What is refused of one question becomes a line, and the others go on."""
+    try:
+        yield
+    except LabError as error:
+        say(name, f"not measured: {error}")
 
 
 def _compiling(planned: Planned) -> float:

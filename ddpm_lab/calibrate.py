@@ -17,12 +17,13 @@ from ddpm_lab.files import LEDGER, output_folder
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.group_folder import sweep
 from ddpm_lab.measure.measuring_lock import measuring
+from ddpm_lab.measure.others import free_cores
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Member
 from ddpm_lab.measure.sets import measure_set
 from ddpm_lab.plan import USUAL_TURNS, Plan
 from ddpm_lab.planning import instrument_for
-from ddpm_lab.record import LedgerError, RunRecord
+from ddpm_lab.record import LedgerError, RunRecord, crowded
 from ddpm_lab.setting import usual_device
 
 EXPERIMENT = "calibrate"
@@ -42,6 +43,8 @@ def calibrate(
 ) -> list[RunRecord]:
     """Measure sets of a baseline, its twin and a planted slowdown until the time is over; returns their records.
 
+    On a CPU they have as many threads as there are cores that other processes leave free.
+
     Args:
         minutes: how long to measure; at least one set is measured.
         planted: the slowdown, as a share of the work of a step: a whole number of per cent, 0.01 to 1.
@@ -52,7 +55,7 @@ def calibrate(
 
     Raises:
         ConfigError: a value cannot be measured.
-        LedgerError: no set could be completed; the sentence gives the reason.
+        LedgerError: no set could be completed, or other processes disturbed each; the sentence gives the reason.
     """
     if not (isinstance(minutes, int | float) and 0 < minutes < 1e6):
         raise ConfigError(f"minutes is {minutes!r}: give a number above 0")
@@ -64,24 +67,26 @@ def calibrate(
     instrument = instrument_for(output, progress or show)
     ledger = Ledger(output / LEDGER)
     sweep()
-    baseline = RunConfig(
-        workload=WORKLOAD,
-        device=usual_device(device),
-        global_batch_size=1,
-        options=(("pieces", PIECES),),
-    )
-    slower = dataclasses.replace(baseline, options=(("pieces", PIECES + extra),))
-    label = f"{extra} % more work"
-    members = [
-        Member("baseline", "baseline", baseline),
-        Member("twin", "baseline again", baseline),
-        Member("candidate", label, slower),
-    ]
+    device = usual_device(device)
     plan = Plan(turns=USUAL_TURNS)
     family = f"calibration of {datetime.now().astimezone().isoformat(timespec='seconds')}"
     with measuring(show.always):
+        free = free_cores() if device == "cpu" else instrument.usable_cores
+        baseline = RunConfig(
+            workload=WORKLOAD,
+            device=device,
+            global_batch_size=1,
+            threads=free if free < instrument.usable_cores else 0,
+            options=(("pieces", PIECES),),
+        )
+        slower = dataclasses.replace(baseline, options=(("pieces", PIECES + extra),))
+        members = [
+            Member("baseline", "baseline", baseline),
+            Member("twin", "baseline again", baseline),
+            Member("candidate", f"{extra} % more work", slower),
+        ]
         begun, found = time.monotonic(), list[RunRecord]()
-        done = 0
+        done = quiet_sets = 0
         while True:
             elapsed = time.monotonic() - begun
             left = minutes * 60 - elapsed
@@ -93,7 +98,10 @@ def calibrate(
             failed = [r for r in records if r.status != "ok"]
             found += records
             done += 1
+            quiet_sets += not crowded(records)
             if len([r for r in found if r.status != "ok"]) >= MOST_FAILURES:
                 raise LedgerError(f"the calibration cannot run here: {failed[-1].label}: {failed[-1].reason}")
+    if not quiet_sets:
+        raise LedgerError("other processes took the cores of every set of the calibration: try again without them")
     show.done(f"{done} set{'s' if done > 1 else ''} in {(time.monotonic() - begun) / 60:.1f} min")
     return found

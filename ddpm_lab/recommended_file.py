@@ -20,8 +20,8 @@ def write(study: Study) -> Path | None:
 
     Nor is one written of the user's own training, whose settings the answer names.
 
-    Where nothing was shown to be faster that is the baseline. The steps are those of the projected training. Raises
-    LedgerError if the folder cannot be written.
+    Where nothing was shown to be faster and not worse that is the baseline. The steps are those of the projected
+    training. Raises LedgerError if the folder cannot be written.
     """
     found = recommendation(study)
     if found is None or found.config.is_own:  # which ddpm-lab train does not train
@@ -32,7 +32,7 @@ def write(study: Study) -> Path | None:
         values = {name: value for name, value in values.items() if name not in ("data", "data_sha256")}
     steps = max(1, forecast(found, found.best).images // found.config.global_batch_size)
     told = [
-        recommended_words.answer(found)[0],
+        recommended_words.answer(found)[0] + ", so these are the settings of the baseline" * (not found.count),
         f"Measured on {found.study.hardware}, {found.study.date}, by ddpm-lab recommend.",
         "Give it to: ddpm-lab train --config recommended.toml --output-dir FOLDER",
     ]

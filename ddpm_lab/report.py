@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab import __version__, agenda
-from ddpm_lab.checks import LabError, choice
+from ddpm_lab.checks import ConfigError, LabError, choice
 from ddpm_lab.config import NETWORKS
 from ddpm_lab.data import archives, prepared
 from ddpm_lab.data.folder import DataError, list_images
@@ -32,7 +32,9 @@ from ddpm_lab.notebooks import (
     stop_on_signals,
 )
 from ddpm_lab.own_workload import check_brought, check_name
+from ddpm_lab.plan import RECOMMENDATION
 from ddpm_lab.plan import preset as preset_called
+from ddpm_lab.questions import QUESTIONS
 from ddpm_lab.report_lines import clock, command, words
 from ddpm_lab.setting import usual_device
 
@@ -98,7 +100,7 @@ def report(
 
     Raises:
         NotebookError: a notebook or a parameter does not exist.
-        ReportError: the output folder cannot be written, or ``minutes`` is not above 0.
+        ReportError: the output folder cannot be written, or ``minutes`` is not above 0, or too few to measure anything.
         ConfigError: there is no such preset, network or workload, or torch cannot use the GPU.
         DataError: there are no images where ``data`` or ``held_out`` says.
     """
@@ -140,7 +142,7 @@ def report(
         measuring=[
             file
             for file, names in known.items()
-            if file.stem.partition("_")[2] in agenda.MEASURED  # a notebook of the user's own measures by itself
+            if file.stem.partition("_")[2] in (*QUESTIONS, RECOMMENDATION)  # one of the user's own measures by itself
             and "minutes" in names
             and "minutes" not in values[file]
             and (preset == "full" or file.stem not in LONG)
@@ -167,7 +169,10 @@ def report(
 
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    """A report while it is being made. ``files`` are the notebooks that still have to run."""
+    """A report while it is being made. ``files`` are the notebooks that still have to run.
+
+    ``searching`` are the seconds of the notebook that searches by itself, of which no question is asked before.
+    """
 
     folder: Path
     preset: str
@@ -181,6 +186,8 @@ class _Run:
     pages: dict[str, Page] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
     calibration: Section | None = None
+    searching: float = 0.0
+    here: str = field(default_factory=lambda: hardware.machine().name)
 
     @property
     def elapsed(self) -> float:
@@ -196,25 +203,39 @@ class _Run:
             executed = self.executed(file)
             if executed.exists() and (self.folder / f"{file.stem}.html").exists():
                 try:
-                    page = pages.read(pages.load(executed), file.stem, earlier=True)
+                    page = pages.read(pages.load(executed), file.stem, earlier=True, here=self.here)
                 except (OSError, ValueError):
                     executed.unlink(missing_ok=True)
             self.pages[file.stem] = page
         self.index()
 
     def measure(self, values: Mapping[Path, Mapping[str, Any]]) -> None:
-        """Measure what the notebooks will show, the primary comparisons of all of them first; they measure nothing."""
+        """Measure what the notebooks will show, the primary comparisons of all of them first; they measure nothing.
+
+        The search is one of its own, and gets an equal share of the time. Raises ReportError where there is too little.
+        """
         asked = {
             file.stem.partition("_")[2]: {name: value for name, value in values[file].items() if name not in _SHOWING}
             for file in self.measuring
             if not values[file].keys() & {"ledger", "machine"}
         }
         names = {file.stem.partition("_")[2]: file.stem for file in self.measuring}
-        seconds = (self.seconds or 0.0) - self.elapsed - NOTEBOOK_SECONDS * len(self.files)
+        pages_take = NOTEBOOK_SECONDS * len(self.files)
+        seconds = (self.seconds or 0.0) - self.elapsed - pages_take
+        if asked.pop(RECOMMENDATION, None) is not None:
+            self.searching = max(0.0, seconds / (len(asked) + 1))
+            seconds -= self.searching
         self.progress(
             f"[{clock(self.elapsed)}] measuring takes up to {words(max(0.0, seconds))}; then {len(self.files)} pages"
         )
-        agenda.measure(asked, seconds=seconds, say=lambda name, line: self.say(names.get(name, name), line))
+        try:
+            agenda.measure(asked, seconds=seconds, say=lambda name, line: self.say(names.get(name, name), line))
+        except ConfigError as error:
+            least = str(error).partition(": ")[2]
+            given = (self.seconds or 0.0) / 60
+            raise ReportError(
+                f"minutes is {given:.2g}, and the pages take {pages_take / 60:.2g}: beside them {least}"
+            ) from error
 
     def executed(self, file: Path) -> Path:
         return self.folder / "notebooks" / file.name
@@ -222,7 +243,7 @@ class _Run:
     def one(self, file: Path, values: dict[str, Any], stop: Stop) -> None:
         """Execute one notebook, publish it, and bring the index up to date."""
         if self.seconds is not None and file in self.measuring:
-            values = {**values, "minutes": 0}
+            values = {**values, "minutes": self.searching / 60 if file.stem.endswith(RECOMMENDATION) else 0}
         self.say(file.stem, "starts")
         began = self.elapsed
         target = self.executed(file)
@@ -239,7 +260,7 @@ class _Run:
             "seconds": round(self.elapsed - began, 1),
         }
         pages.save(notebook, target)
-        page = pages.read(notebook, file.stem)
+        page = pages.read(notebook, file.stem, here=self.here)
         self.files.remove(file)
         self.pages[file.stem] = page
         pages.write_page(page, notebook, self.folder / f"{file.stem}.html")

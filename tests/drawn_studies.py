@@ -239,6 +239,13 @@ def with_samples() -> Study:
     return replace(of, trials=tuple(found))
 
 
+def searched() -> Study:
+    """A search whose winner was tried."""
+    config = replace(planted_search.BASE, precision="bf16", world_size=2)
+    judged = make.trials({"bf16, 2 ranks": (config, 0.0)}, baseline=planted_search.BASE)
+    return planted_search.study(planted_search.searched(), trials=tuple(judged))
+
+
 STUDIES: dict[str, Callable[[], Study]] = {
     "resolved": amp,
     "one set": lambda: amp(count=1, turns=2),
@@ -275,7 +282,8 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "batch sizes, searched only": lambda: batches(0),
     "profile": lambda: make.study([make.profile(RunConfig(purpose="profile"))]),
     "recommendation": lambda: make.study([*amp().records, *compiled(1.2).records], "recommendation"),
-    "recommendation, searched": lambda: planted_search.study(planted_search.searched()),
+    "recommendation, searched": searched,
+    "recommendation, not judged": lambda: planted_search.study(planted_search.searched()),
     "recommendation, small": lambda: planted_search.study(
         planted_search.searched(gains={"bf16": 1.02, "2 ranks": 0.9, "joined kernels": 0.9, "batch 16": 0.9})
     ),

@@ -11,8 +11,10 @@ import pytest
 import records as make
 
 from ddpm_lab import agenda, experiments
+from ddpm_lab.checks import ConfigError, LabError
 from ddpm_lab.measure.trials import COMPILE_SECONDS
 from ddpm_lab.plan import OTHERS, PRIMARY
+from ddpm_lab.record import LedgerError
 
 BOTH = (PRIMARY, OTHERS)
 
@@ -27,12 +29,14 @@ class Question:
     complete: bool = False
     compiles: int = 0
     restarts_as: Question | None = None
+    refusal: LabError | None = None
     looks: list[str | None] = field(default_factory=list)
     told: Callable[[str], None] = lambda _: None
 
     @property
     def campaign(self) -> Any:
         return SimpleNamespace(
+            experiment=SimpleNamespace(families=()),
             missing=lambda: not self.complete,
             compiling_seconds=lambda: self.compiles * COMPILE_SECONDS,
             look=self.looks.append,
@@ -40,6 +44,8 @@ class Question:
 
     def measure(self, *, seconds: float, stages: Sequence[str], look: bool) -> Any:
         assert not look, "all answers are shown at once, at the end"
+        if self.refusal:
+            raise self.refusal
         self.lab.done.append((self.name, tuple(stages), seconds))
         self.lab.now += self.takes * seconds
         self.told("a line")
@@ -56,6 +62,7 @@ class Laboratory:
         self.combined: Question | None = None
         self.combines: list[object] = []
         self.settings: dict[str, dict[str, Any]] = {}
+        self.refused: list[str] = []
         self.lines: list[tuple[str, str]] = []
         monkeypatch.setattr(agenda, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(agenda, "plan_question", self.plan)
@@ -65,6 +72,8 @@ class Laboratory:
     def plan(self, name: str, *, further: bool, say: Callable[[str], None], **settings: Any) -> Question:
         assert not further, "what was shown gets no more sets"
         self.settings[name] = settings
+        if name in self.refused:
+            raise ConfigError("it cannot be asked here")
         self.questions[name].told = say
         return self.questions[name]
 
@@ -162,6 +171,17 @@ def test_only_what_lacks_something_is_measured(lab: Laboratory) -> None:
     assert lab.order() == [("workers", (PRIMARY,)), ("workers", (OTHERS,))]
     assert lab.times(PRIMARY) == {"workers": pytest.approx(300.0)}
     assert lab.combines == [lab.questions["workers"]]
+
+
+def test_what_is_refused_of_one_question_is_said_and_the_others_go_on(lab: Laboratory) -> None:
+    lab.add("multi_gpu", "workers")
+    lab.add("amp", refusal=LedgerError("the code was changed"))
+    lab.refused = ["multi_gpu"]
+    assert lab.measure() == 2
+    assert lab.order() == [("workers", (PRIMARY,)), ("workers", (OTHERS,))]
+    assert ("multi_gpu", "not measured: it cannot be asked here") in lab.lines
+    assert ("amp", "not measured: the code was changed") in lab.lines
+    assert lab.questions["workers"].looks == [make.environment().date]
 
 
 def test_all_answers_are_shown_at_one_date(lab: Laboratory) -> None:

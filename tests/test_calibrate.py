@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import records as make
 
 from ddpm_lab.calibrate import calibrate
 from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import RunConfig
 from ddpm_lab.explain.calibration import calibration, calibrations
 from ddpm_lab.ledger import Ledger
+from ddpm_lab.measure import hardware
+from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.plan import Plan
-from ddpm_lab.record import LedgerError
+from ddpm_lab.record import LedgerError, RunRecord
 
 
 @pytest.mark.parametrize("value", [0, -1, float("nan"), "ten"])
@@ -32,6 +38,43 @@ def test_an_unwritable_output_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(LedgerError, match="choose another --output-dir"):
         calibrate(output_dir=tmp_path / "file")
+
+
+def stub(monkeypatch: pytest.MonkeyPatch, free: int, others: float) -> list[RunConfig]:
+    """Calibrate on two cores, of which so many are free at first, in sets beside ``others``; returns what they ran."""
+    ran: list[RunConfig] = []
+
+    def measure_set(instrument: Instrument, *, members: list[Member], plan: Plan, **told: Any) -> list[RunRecord]:
+        assert instrument.usable_cores == 2
+        ran.extend(m.config for m in members)
+        window = make.sets({}, count=1, turns=1)[0].windows[0]
+        windows = (replace(window, others_cores=others),)
+        return [make.record(m.config, role=m.role, label=m.label, plan=plan, windows=windows, **told) for m in members]
+
+    module = sys.modules["ddpm_lab.calibrate"]
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
+    monkeypatch.setattr(module, "free_cores", lambda: free)
+    monkeypatch.setattr(module, "measure_set", measure_set)
+    return ran
+
+
+@pytest.mark.parametrize(("free", "threads"), [(2, 0), (1, 1)])
+def test_it_takes_the_cores_that_are_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, threads: int
+) -> None:
+    ran = stub(monkeypatch, free, others=2.0 - free)
+    records = calibrate(minutes=1e-6, device="cpu", output_dir=tmp_path, quiet=True)
+    assert {config.threads for config in ran} == {threads}
+    found = calibration(records)
+    assert found is not None, "beside a process that takes the other core"
+    assert found.disturbed == 0
+
+
+def test_a_calibration_of_disturbed_sets_alone_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(monkeypatch, 2, others=1.0)
+    with pytest.raises(LedgerError, match="other processes took the cores of every set"):
+        calibrate(minutes=1e-6, device="cpu", output_dir=tmp_path, quiet=True)
+    assert len(Ledger(tmp_path / "trace_output" / "ledger.jsonl").read()[0]) >= 3, "they are kept"
 
 
 @pytest.mark.alone

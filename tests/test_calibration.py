@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ BASE = RunConfig(workload="ddpm_lab.planted:pieces", global_batch_size=1, option
 SLOWER = RunConfig(workload="ddpm_lab.planted:pieces", global_batch_size=1, options=(("pieces", 105),))
 
 
-def calibrated(ratio: float = 1 / 1.05, *, count: int = 20, twin: float = 1.0, **values: float) -> list[RunRecord]:
+def calibrated(ratio: float = 1 / 1.05, *, count: int = 20, twin: float = 1.0, **values: Any) -> list[RunRecord]:
     """Records of a calibration whose sets are ten seconds apart."""
     found = make.sets(
         {"5 % more work": (SLOWER, ratio)},
@@ -31,7 +32,7 @@ def calibrated(ratio: float = 1 / 1.05, *, count: int = 20, twin: float = 1.0, *
         family="calibration of today",
         count=count,
         twin_ratio=twin,
-        **values,  # type: ignore[arg-type]
+        **values,
     )
     order = {s: i for i, s in enumerate(dict.fromkeys(r.set_id for r in found))}
     timed = []
@@ -77,6 +78,27 @@ def test_a_noisy_machine_is_fit_for_large_differences_only() -> None:
     assert found.passed
     assert not found.fit
     assert found.verdict().startswith("Fit for large differences only: 20 minutes resolve ")
+
+
+def test_disturbed_sets_do_not_count_and_are_told() -> None:
+    """Beside a process that takes a core the planted slowdown reads three times as slow."""
+    found = calibration(calibrated(crowded=range(8)))
+    assert found is not None
+    assert (found.sets, found.disturbed) == (12, 8)
+    assert found.passed
+    assert found.planted_in_interval
+    assert "12 sets of 10.0 s" in lines(found)[1]
+    assert lines(found)[1].endswith("; 8 more were disturbed by other processes and do not count.")
+    assert "disturbed" not in "".join(lines(calibration(calibrated()) or found))
+    assert calibration(calibrated(count=3, crowded=range(3))) is None
+
+
+def test_the_threads_are_told_where_they_are_fewer_than_the_cores() -> None:
+    records = [dataclasses.replace(r, config=dataclasses.replace(r.config, threads=1)) for r in calibrated()]
+    found = calibration(records)
+    assert found is not None
+    assert "with 1 of 2 cores" in lines(found)[1]
+    assert found.as_dict()["threads"] == 1
 
 
 def test_noise_and_drift_are_told_as_planted() -> None:

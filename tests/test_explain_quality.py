@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from ddpm_lab.config import DDPM, RunConfig
+from ddpm_lab.config import DDPM, DiffusionConfig, RunConfig
 from ddpm_lab.explain import quality
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.quality import (
@@ -32,6 +32,7 @@ from ddpm_lab.explain.quality import (
 )
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.optimizer_settings import OptimizerConfig
+from ddpm_lab.own_settings import OWN
 from ddpm_lab.quality import quality as plan_quality
 from ddpm_lab.questions import amp
 from ddpm_lab.record import RunRecord
@@ -179,6 +180,20 @@ def test_a_trial_that_ends_too_early_to_show_harm_says_nothing() -> None:
     seed, other = RunConfig(network="seed"), RunConfig(network="seed", precision="bf16")
     raised = [replace(r, config=replace(r.config, network="seed")) for r in short]
     assert Trials(raised).verdict(seed, other, "code-1").verdict == WORSE
+
+
+@pytest.mark.parametrize("change", [{"network": "seed"}, {"image_size": 64}, {"diffusion": DiffusionConfig(loss="l2")}])
+def test_without_a_named_loss_the_lab_calls_nothing_as_good(change: dict[str, Any]) -> None:
+    base = replace(BASE, **change)
+    narrow, same = replace(base, precision="bf16"), replace(base, freed_memory="kept")
+    for harm in (0.0, 0.0005):
+        trials = Trials(make.trials({"bf16": (narrow, harm)}, baseline=base, gain=0.001, seed_noise=0.005))
+        found = trials.verdict(base, narrow, "code-1")
+        assert (found.verdict, found.reason, found.seeds_needed) == (NOT_ENOUGH, quality.NO_LOSS_KNOWN, None)
+        assert found.low < found.high < found.margin
+    worse = Trials(make.trials({"bf16": (narrow, 0.05)}, baseline=base))
+    assert worse.verdict(base, narrow, "code-1").verdict == WORSE
+    assert worse.verdict(base, same, "code-1").verdict == IDENTICAL
 
 
 def elsewhere(records: Sequence[RunRecord], **values: str) -> list[RunRecord]:
@@ -406,12 +421,13 @@ def test_what_is_identical_rests_on_no_margin() -> None:
 
 def test_nothing_is_said_of_runs_that_have_hardly_learned() -> None:
     """Weights that have not moved lose as much in any setting."""
-    own = RunConfig(network="seed")
     noise = {"seed_noise": 0.0001, "pair_noise": 1e-6}
+    own, narrow = (replace(config, workload=OWN) for config in (BASE, BF16))
 
     def seen(gain: float) -> quality.Equivalence:
-        trials = make.trials({"bf16": (replace(own, precision="bf16"), 0.0)}, baseline=own, gain=gain, **noise)  # type: ignore[arg-type]
-        return Trials(trials).verdict(own, replace(own, precision="bf16"), "code-1")
+        trials = make.trials({"bf16": (BF16, 0.0)}, gain=gain, **noise)  # type: ignore[arg-type]
+        users = [replace(r, config=replace(r.config, workload=OWN)) for r in trials]
+        return Trials(users).verdict(own, narrow, "code-1")
 
     short = seen(0.0002)
     assert short.verdict == NOT_ENOUGH

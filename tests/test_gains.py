@@ -48,6 +48,32 @@ def test_a_combination_that_was_measured_and_is_faster_is_what_to_use() -> None:
     assert found.way_out == ""
 
 
+def test_a_combination_is_recommended_as_long_as_each_of_its_changes_may_be() -> None:
+    sides = (amp(), memory(), together(1.35))
+    unknown, worse = gains.answer(study(*sides)), gains.answer(study(*sides, harm=0.05))
+    for found in (unknown, worse):
+        assert found.row is not None
+        assert found.row.label == "freed memory kept", "bf16 is not known to be as good, or worse"
+    fine = study(*sides, harm=0.0)
+    assert gains.answer(fine).headline.endswith(
+        "faster together, quality not worse after 8,000 images (8 seeds) and identical (the same arithmetic)"
+    )
+    slower = gains.answer(study(amp(0.8), memory(), together(1.35), harm=0.0))
+    assert slower.row is not None
+    assert slower.row.label == "freed memory kept"
+    both = replace(fine, trials=(*fine.trials, *make.trials({"both": (BOTH, 0.05)})))
+    alone = gains.answer(both)
+    assert alone.row is not None
+    assert alone.row.label == "bf16", "together they were tried, and learn worse"
+
+
+def test_a_combination_stays_the_answer_where_a_change_was_measured_since() -> None:
+    more = make.sets({"losses read": (RunConfig(read_loss=True), 1.2)}, experiment="lever")
+    found = gains.answer(study(amp(), memory(), together(1.35), more, harm=0.0))
+    assert found.row is not None
+    assert found.row.label == "bf16, freed memory kept"
+
+
 def test_a_combination_that_is_not_faster_leaves_the_best_single_change() -> None:
     for worse in (0.9, 1.0):
         found = gains.answer(study(amp(), memory(), together(worse), harm=0.0))
@@ -80,6 +106,26 @@ def test_a_faster_change_that_is_worse_keeps_the_defaults_and_is_not_judged_agai
     assert (found.row, found.status, found.way_out) == (None, gains.ANSWERED, "")
     assert "nothing measured here is faster" not in found.headline
     assert "bf16" in found.detail
+
+
+def test_what_is_worse_by_less_than_the_margin_is_not_recommended_and_needs_no_more_trials() -> None:
+    trials = make.trials({"bf16": (BF16, 0.0005)}, gain=0.001, seed_noise=0.005)
+    slight = replace(study(amp()), trials=tuple(trials))
+    found = gains.answer(slight)
+    assert (found.row, found.status, found.way_out) == (None, gains.ANSWERED, "")
+    assert found.headline == "Keep the defaults: what is faster here costs quality"
+    assert "Faster, and worse by less than the margin: bf16 (1." in found.detail
+    assert gains.combination(replace(study(amp(), memory()), trials=tuple(trials))) is None
+
+
+def test_where_trials_cannot_judge_there_is_no_way_out() -> None:
+    """No loss is known at which harm shows in the network "seed"."""
+    base, bf16 = RunConfig(network="seed"), RunConfig(network="seed", precision="bf16")
+    records = make.sets({"bf16": (bf16, 1.3)}, baseline=base)
+    trials = make.trials({"bf16": (bf16, 0.0)}, baseline=base)
+    found = gains.answer(replace(make.study(records, RECOMMENDATION), trials=tuple(trials)))
+    assert (found.status, found.way_out) == (gains.UNTRIED, "")
+    assert quality.NO_LOSS_KNOWN in found.headline
 
 
 def test_nothing_faster_keeps_the_defaults() -> None:
@@ -217,4 +263,6 @@ def test_a_gain_in_a_format_that_is_slower_itself_is_none() -> None:
     )
     found = gains.answer(make.study([*slow, *compiled], "recommendation"))
     assert found.row is None
+    assert found.headline == "Keep the defaults: what gains here gains only in bf16, which is not called faster"
+    assert "Faster only in bf16, which is not called faster: compiled (1.4" in found.detail
     assert gains.combination(make.study([*slow, *compiled], "recommendation")) is None

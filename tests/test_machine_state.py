@@ -196,7 +196,9 @@ def test_sets_that_others_disturbed_are_told_and_quiet_or_unknown_ones_are_not()
 
 def test_fewer_cores_than_the_machine_has_are_told() -> None:
     one = make.study(make.sets({"bf16": (RunConfig(threads=1, precision="bf16"), 1.3)}, baseline=RunConfig(threads=1)))
-    assert ms.cores_used(one) == " Measured with 1 of 2 cores: other processes took the rest."
+    assert ms.cores_used(with_others(one, 0.5)) == " Measured with 1 of 2 cores: other processes took the rest."
+    for idle in (one, with_others(one, 0.4), with_others(one, None)):
+        assert ms.cores_used(idle) == " Measured with 1 of 2 cores.", "it was asked for"
     assert ms.cores_used(on_cpu()) == ""
 
 

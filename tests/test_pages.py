@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ddpm_lab.explain.pages import Page, answers
@@ -48,6 +49,20 @@ def test_records_of_another_machine_and_pages_that_did_not_end_say_nothing() -> 
     assert (others.status, others.kind) == ("another machine", "unresolved")
     broken = [page("amp", "?", verdict="slower", state=state) for state in ("failed", "stopped", "not run")]
     assert answers([others, *broken]) == []
+
+
+def test_pages_of_another_machine_are_no_answer_for_this_one() -> None:
+    """An earlier report in a checkout that several machines share."""
+    mine, others = (
+        replace(page("amp", f"{name} says", hardware=name, verdict="slower"), here="This CPU, 2 cores, no GPU")
+        for name in ("This CPU, 2 cores, no GPU", "That GPU")
+    )
+    nothing = replace(page("amp", "Nothing is measured yet", status="not measured", hardware=""), here=mine.here)
+    assert (mine.status, mine.kind) == ("answered", "answered")
+    assert (others.status, others.kind) == ("another machine", "unresolved")
+    assert "That GPU" in others.facts
+    assert nothing.status == "not measured"
+    assert answers([mine, others]) == [("No gain", [mine.headline])]
 
 
 def test_questions_about_no_setting_are_no_gain_and_not_open() -> None:

@@ -18,16 +18,20 @@ from ddpm_lab.data.folder import DataError
 from ddpm_lab.explain import pages
 from ddpm_lab.explain.pages import Page
 from ddpm_lab.files import CHECKOUT
+from ddpm_lab.measure import hardware
 from ddpm_lab.notebooks import NUMBERED, NotebookError
+from ddpm_lab.planned import Measured, Planned
 
 v4: Any = nbformat.v4
+MEASURE = agenda.measure
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+HERE = hardware.machine().name
 ANSWER = f"""from IPython.display import display
 display({{"image/png": "{PIXEL}"}}, metadata={{"image/png": {{"alt": "One grey <pixel>"}}}}, raw=True)
 display({{"text/html": "<table><tr><td>1</td></tr></table>"}}, raw=True)
 display(
     {{"text/markdown": "**Planted** answer"}},
-    metadata={{"ddpm_lab": {{"status": "answered", "headline": "A planted answer & more", "hardware": "Planted CPU"}}}},
+    metadata={{"ddpm_lab": {{"status": "answered", "headline": "A planted answer & more", "hardware": "{HERE}"}}}},
     raw=True,
 )"""
 SAY = r"""import os
@@ -48,7 +52,7 @@ def write(path: Path, *code: str, parameters: str = "minutes = None  # budget") 
     return path
 
 
-def run(files: Sequence[Path], output: Path, **options: Any) -> tuple[report.ReportResult, list[str]]:
+def run(files: Sequence[Path | str], output: Path, **options: Any) -> tuple[report.ReportResult, list[str]]:
     lines: list[str] = []
     options = {"preset": "smoke", "progress": lines.append, **options}
     return report.report(notebooks=list(files), output_dir=output, **options), lines
@@ -147,7 +151,7 @@ def test_question_and_answer_come_first(made: Made) -> None:
     index = (folder / "index.html").read_text()
     assert "A planted answer &amp; more" in index
     assert PIXEL in index
-    assert "Planted CPU" in index
+    assert HERE in index
 
 
 def test_progress_of_the_kernel_passes_through(made: Made) -> None:
@@ -197,9 +201,54 @@ def test_questions_that_take_long_are_measured_in_full_alone(tmp_path: Path, mon
         names = asked.setdefault(preset, set())
         monkeypatch.setattr(agenda, "measure", lambda questions, names=names, **_: names.update(questions))
         report.report(preset=preset, minutes=2, output_dir=tmp_path / preset, progress=lambda _: None)
-    assert asked["full"] - asked["smoke"] == {name.partition("_")[2] for name in report.LONG}
+    assert asked["full"] - asked["smoke"] == {name.partition("_")[2] for name in report.LONG} - {"recommendation"}
     numbered = {path.stem.partition("_")[2] for path in (CHECKOUT / "notebooks").glob(NUMBERED)}
     assert asked["full"] <= numbered
+
+
+Asked = dict[str, float]
+
+
+@pytest.fixture
+def planning(monkeypatch: pytest.MonkeyPatch) -> tuple[Asked, Asked]:
+    """Reports whose questions are planned, and not measured: seconds of each, and the minutes of each notebook."""
+    asked: Asked = {}
+    minutes: Asked = {}
+
+    def measure(planned: Planned, *, seconds: float, **_: Any) -> Measured:
+        asked.setdefault(planned.campaign.experiment.name, seconds)
+        return planned.result()
+
+    def execute(file: Path, target: Path, values: dict[str, Any], **_: Any) -> None:
+        minutes[file.stem] = values["minutes"]
+        nbformat.write(nbformat.read(file, as_version=4), target)  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(agenda, "measure", MEASURE)
+    monkeypatch.setattr(Planned, "measure", measure)
+    monkeypatch.setattr(report, "execute", execute)
+    return asked, minutes
+
+
+def test_a_full_report_asks_the_questions_and_leaves_the_search_its_share(
+    tmp_path: Path, planning: tuple[Asked, Asked]
+) -> None:
+    seconds, minutes = planning
+    run(["03_amp", "06_recommendation"], tmp_path, preset="full", minutes=60, parameters={"device": "cpu"})
+    assert list(seconds) == ["amp"]
+    assert 0 < seconds["amp"] < 30 * 60 * agenda.PRIMARY_SHARE
+    assert minutes["03_amp"] == 0
+    assert 28 < minutes["06_recommendation"] < 30
+
+
+def test_too_little_time_for_one_comparison_is_refused_before_anything_is_measured(
+    tmp_path: Path, planning: tuple[Asked, Asked]
+) -> None:
+    seconds, minutes = planning
+    words = r"^minutes is 0.1, and the pages take 0.1: beside them 4 sets of the primary comparison take about 0.2 min"
+    with pytest.raises(report.ReportError, match=words):
+        run(["03_amp"], tmp_path, preset="quick", minutes=0.1, parameters={"device": "cpu"})
+    assert not seconds
+    assert not minutes
 
 
 def test_the_report_ends_with_its_answers(made: Made) -> None:

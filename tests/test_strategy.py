@@ -117,6 +117,15 @@ def test_without_an_answer_the_prior_is_silent(records: list[RunRecord]) -> None
     assert "--resolution 2%" in found.text()
 
 
+def test_where_all_ranks_are_as_fast_as_one_the_answer_is_one() -> None:
+    quiet: dict[str, Any] = {"set_noise": 0.002, "turn_noise": 0.001}
+    for found in (ask(gpus({2: 1.0}, **quiet)), ask(gpus({2: 1.0, 4: 0.8}, **quiet))):
+        assert (found.answer, found.source) == (SINGLE, "measured")
+        assert "2 GPUs at batch 64 are as fast as 1 GPU, within 3 % (95 % interval " in found.reason
+        assert "--resolution" not in found.text()
+    assert ask(gpus({2: 0.5, 4: 1.0}, set_noise=0.05)).answer == decisions.INCONCLUSIVE
+
+
 def test_a_twin_that_differs_by_more_than_the_ranks_gain_leaves_no_answer() -> None:
     assert ask(gpus({2: 1.15}, twin_ratio=1.2)).answer == decisions.INCONCLUSIVE
     assert ask(gpus({2: 1.9}, twin_ratio=1.2)).answer == MULTI

@@ -12,7 +12,7 @@ import numpy as np
 from scipy import stats as distributions
 
 from ddpm_lab.explain import decisions, phrases, stats
-from ddpm_lab.record import RunRecord, set_log_ratio
+from ddpm_lab.record import RunRecord, crowded, set_log_ratio
 
 EXPERIMENT = "calibrate"
 MINUTES = (1, 5, 20)
@@ -25,6 +25,8 @@ FINE = 0.03
 class Calibration:
     """A calibration, computed from its records. Ratios are the baseline's time divided by the other's.
 
+    ``disturbed`` sets are beside the ``sets`` that count: other processes took the cores that they needed. ``threads``
+    are those of a rank; 0 is as many as there are ``cores``.
     ``noise`` is the standard deviation over sets of the null's log ratio; ``drift_per_minute`` the slope of the
     baseline's log speed, with its 95 % interval; ``others_cores`` the mean of what other processes kept busy (None:
     unknown); ``resolvable`` the smallest difference that so many minutes resolve here (None: fewer than four sets).
@@ -33,6 +35,9 @@ class Calibration:
     hardware: str
     date: str
     sets: int
+    disturbed: int
+    threads: int
+    cores: int
     seconds_per_set: float
     step_seconds: float
     noise: float
@@ -70,6 +75,8 @@ class Calibration:
             "fit": self.fit,
             "verdict": self.verdict(),
             "sets": self.sets,
+            "disturbed_sets": self.disturbed,
+            "threads": self.threads or self.cores,
             "seconds_per_set": round(self.seconds_per_set, 2),
             "step_seconds": self.step_seconds,
             "noise_between_sets": _known(self.noise),
@@ -105,19 +112,20 @@ class Calibration:
 
 
 def calibrations(records: Sequence[RunRecord]) -> list[Calibration]:
-    """Every calibration among the records, oldest first; those without a complete set are left out."""
+    """Every calibration among the records, oldest first; those without a set that counts are left out."""
     families = dict.fromkeys(r.family for r in records if r.experiment == EXPERIMENT)
     found = [calibration([r for r in records if r.family == f and r.experiment == EXPERIMENT]) for f in families]
     return [c for c in found if c is not None]
 
 
 def calibration(records: Sequence[RunRecord]) -> Calibration | None:
-    """What the records of one calibration say; None where no set is complete."""
+    """What the records of one calibration say; None where no set is complete, or other processes disturbed each."""
     sets: dict[str, dict[str, RunRecord]] = {}
     for r in records:
         if r.status == "ok":
             sets.setdefault(r.set_id, {})[r.role] = r
-    whole = [s for s in sets.values() if {"baseline", "twin", "candidate"} <= s.keys()]
+    complete = [s for s in sets.values() if {"baseline", "twin", "candidate"} <= s.keys()]
+    whole = [s for s in complete if not crowded(list(s.values()))]
     if not whole:
         return None
     first = whole[0]["candidate"]
@@ -140,6 +148,9 @@ def calibration(records: Sequence[RunRecord]) -> Calibration | None:
         hardware=first.environment.machine.name,
         date=first.environment.date,
         sets=len(whole),
+        disturbed=len(complete) - len(whole),
+        threads=first.config.threads,
+        cores=first.environment.machine.usable_cores,
         seconds_per_set=per_set,
         step_seconds=float(np.median(steps)) if steps else math.nan,
         noise=spread,
@@ -206,10 +217,12 @@ def lines(found: Calibration) -> list[str]:
     judged = ("found" if found.planted_found else "missed") if enough else "not judged"
     inside = "inside" if found.planted_in_interval else "outside"
     said = "called different" if found.null_called else "not called different"
+    some = f", with {found.threads} of {phrases.plural(found.cores, 'core')}" if found.threads else ""
+    lost = f"; {found.disturbed} more were disturbed by other processes and do not count" if found.disturbed else ""
     return [
         f"{found.verdict()}.",
         f"Measured: {phrases.plural(found.sets, 'set')} of {found.seconds_per_set:.1f} s, "
-        f"steps of {phrases.seconds(found.step_seconds)}.",
+        f"steps of {phrases.seconds(found.step_seconds)}{some}{lost}.",
         f"Baseline against itself: {_estimate(found.null)}; {said} at the 99 % level.",
         f"{_percent(found.planted)} more work planted (true ratio {truth:.3f}): {_estimate(found.planted_estimate)}; "
         f"{judged}{f', and the truth lies {inside} the interval' if found.sets > 1 else ''}.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -15,7 +16,8 @@ from ddpm_lab.explain.frames import RECOMMENDATION, Study
 from ddpm_lab.own_settings import OWN
 from ddpm_lab.plan import SEARCH, TOGETHER, WEAK
 
-GOOD = (quality.IDENTICAL, quality.NOT_WORSE)
+GOOD, HARMED = (quality.IDENTICAL, quality.NOT_WORSE), (quality.SLIGHTLY, quality.WORSE)
+"""Verdicts on quality with which a change may be recommended, and those that settle that it may not."""
 _BESIDE = ("peers", "quality", "claims", "compare", "calibrate", "batch_size", SEARCH, RECOMMENDATION)
 """Questions whose comparisons are no changes of a training: other trainers, other work, or answers of their own."""
 ANSWERED, UNTRIED = "answered", "quality not shown"
@@ -54,6 +56,18 @@ def _on_fast_ground(rows: list[Comparison]) -> list[Comparison]:
     return [c for c in rows if c.baseline.precision not in slow]
 
 
+def _parts(together: Comparison, good: Sequence[Comparison]) -> list[Comparison]:
+    """The changes that a combination joins; none where one of them is not among the ``good``, or it learns worse."""
+    wanted, told = together.config.differences(together.baseline), set[str]()
+    parts = []
+    for c in good:
+        new = c.config.differences(c.baseline)
+        if all(wanted.get(name) == values for name, values in new.items()):
+            parts.append(c)
+            told |= new.keys()
+    return parts if told == wanted.keys() and together.equivalence.verdict not in HARMED else []
+
+
 def combination(study: Study) -> tuple[RunConfig, str, RunConfig, str] | None:
     """Baseline and the changes that may be recommended, together, with their labels; None for fewer than two.
 
@@ -87,12 +101,14 @@ def answer(study: Study) -> Answer:
     ground = _on_fast_ground(rows)
     good = [c for c in ground if usable(c)]
     faster = [c for c in ground if c.verdict == decisions.FASTER and c not in good]
-    untried = [c for c in faster if c.equivalence.verdict != quality.WORSE]
+    untried = [c for c in faster if c.equivalence.verdict not in HARMED]
+    lost = [c for c in rows if c.verdict == decisions.FASTER and c not in ground]
     unknown = [c for c in rows if not c.answered and c.primary]
-    detail = _detail(rows, good, faster)
-    if together and (best := together[-1]).verdict == decisions.FASTER:
-        short = f"Use {best.label}: {phrases.difference(best.ratio.value)} together, {_quality(good)}"
-        return Answer(headline=short, detail=f"{sentences.evidence(best)} {detail}", status=ANSWERED, row=best)
+    detail = _detail(rows, ground, lost)
+    for best in reversed(together):
+        if best.verdict == decisions.FASTER and (parts := _parts(best, good)):
+            short = f"Use {best.label}: {phrases.difference(best.ratio.value)} together, {_quality(parts)}"
+            return Answer(headline=short, detail=f"{sentences.evidence(best)} {detail}", status=ANSWERED, row=best)
     if good:
         best = max(good, key=lambda c: c.ratio.value)
         short = (
@@ -113,6 +129,8 @@ def answer(study: Study) -> Answer:
         )
     how = sentences.way_out(unknown[0]) if unknown else ""
     why = "what is faster here costs quality" if faster else "nothing measured here is faster"
+    if lost and not faster:
+        why = f"what gains here gains {_only_in(lost)}"
     short = f"Keep the defaults: {why}"
     status = decisions.INCONCLUSIVE if len(unknown) == len([c for c in rows if c.primary]) else ANSWERED
     if unknown:
@@ -125,17 +143,31 @@ def _quality(changes: list[Comparison]) -> str:
     return f"quality {phrases.joined(list(words))}"
 
 
+def _only_in(lost: Sequence[Comparison]) -> str:
+    formats = list(dict.fromkeys(c.baseline.precision for c in lost))
+    return f"only in {phrases.joined(formats)}, which {'is' if len(formats) == 1 else 'are'} not called faster"
+
+
 def _judge(study: Study, c: Comparison) -> str:
+    """The command that judges the quality of a change; empty where trials cannot."""
+    if c.equivalence.reason == quality.NO_LOSS_KNOWN:
+        return ""
     data = " --data DATA" * study.own_images
     return f"ddpm-lab run {c.experiment} --seeds 8{data}"
 
 
-def _detail(rows: list[Comparison], good: list[Comparison], faster: list[Comparison]) -> str:
+def _detail(rows: list[Comparison], ground: list[Comparison], lost: list[Comparison]) -> str:
     """What was recommended and what was not, and why, in a few sentences."""
+    faster = [c for c in ground if c.verdict == decisions.FASTER]
     told = []
     for words, chosen in (
-        ("Faster, and not worse", good),
-        ("Faster; quality not shown to be as good", faster),
+        ("Faster, and not worse", [c for c in faster if usable(c)]),
+        *((f"Faster, and {word}", [c for c in faster if c.equivalence.verdict == word]) for word in HARMED),
+        (
+            "Faster; quality not shown to be as good",
+            [c for c in faster if c.equivalence.verdict not in (*GOOD, *HARMED)],
+        ),
+        (f"Faster {_only_in(lost)}", lost),
         ("Slower", [c for c in rows if c.verdict == decisions.SLOWER]),
         ("No difference", [c for c in rows if c.verdict == decisions.SAME]),
         ("Not answered", [c for c in rows if not c.answered]),

@@ -98,14 +98,19 @@ def busy(study: Study) -> str:
 
 
 def cores_used(study: Study) -> str:
-    """A sentence, after a space, where fewer cores were measured with than the machine has; else empty."""
-    used = {
-        (r.config.threads * r.config.node_size, r.environment.machine.usable_cores)
-        for r in study.records
-        if r.role == "baseline" and r.config.device == "cpu" and r.config.threads
-    }
-    told = [f"{n} of {phrases.plural(most, 'core')}" for n, most in sorted(used) if n < most]
-    return f" Measured with {' and '.join(told)}: other processes took the rest." if told else ""
+    """A sentence, after a space, where fewer cores were measured with than the machine has; else empty.
+
+    It says that others took the rest where the records show that.
+    """
+    taken: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for r in study.records:
+        used, most = r.config.threads * r.config.node_size, r.environment.machine.usable_cores
+        if r.role == "baseline" and r.config.device == "cpu" and 0 < used < most:
+            taken[used, most] += [w.others_cores or 0.0 for w in r.windows]
+    told = [f"{n} of {phrases.plural(most, 'core')}" for n, most in sorted(taken)]
+    # A core counts as taken from a half on, as where the number of cores was chosen.
+    others = all(values and fmean(values) + 0.5 >= most - n for (n, most), values in taken.items())
+    return f" Measured with {' and '.join(told)}{': other processes took the rest' * others}." if told else ""
 
 
 def peaks(rows: Sequence[Comparison], lead: Comparison) -> str:

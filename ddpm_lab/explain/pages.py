@@ -31,7 +31,8 @@ class Page:
     """What the index says about one notebook.
 
     ``state`` is one of not run, done, failed, stopped; ``finding`` holds the values that ``show.finding`` attached to
-    its output (empty where there is none); ``image`` is the answer's figure, a PNG in base64.
+    its output (empty where there is none); ``image`` is the answer's figure, a PNG in base64. ``here`` is the name of
+    the machine that the index is about.
     """
 
     name: str
@@ -43,13 +44,20 @@ class Page:
     alt: str = ""
     preset: str = ""
     earlier: bool = False
+    here: str = ""
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether its answer is about another machine, or came with the checkout."""
+        hardware = self.finding.get("hardware")
+        return bool(self.finding.get("published") or (self.here and hardware and hardware != self.here))
 
     @property
     def status(self) -> str:
         """What the chip says: failed, stopped, not run, inconclusive, ..., or answered."""
         if self.state != DONE:
             return self.state
-        if self.finding.get("published"):
+        if self.elsewhere:
             return "another machine"
         if self.preset == SMOKE and self.finding.get("status") == ANSWERED:
             return "smoke: only tried"
@@ -109,7 +117,7 @@ def answers(pages: Sequence[Page]) -> list[tuple[str, list[str]]]:
 
     An open question comes with the command that would answer it.
     """
-    mine = [p for p in pages if p.state == DONE and p.finding and not p.finding.get("published")]
+    mine = [p for p in pages if p.state == DONE and p.finding and not p.elsewhere]
     last = [p for p in mine if p.finding.get("experiment") == RECOMMENDATION]
     others = [p for p in mine if p not in last and p.finding.get("experiment") not in _NO_SETTING]
     settled = [p.headline for p in others if p.kind == ANSWERED and p.finding.get("verdict") != FASTER]
@@ -157,7 +165,7 @@ def title(notebook: Any) -> str:
     return "A notebook without a title"
 
 
-def read(notebook: Any, name: str, *, earlier: bool = False) -> Page:
+def read(notebook: Any, name: str, *, earlier: bool = False, here: str = "") -> Page:
     """What an executed notebook says of itself: its state, its finding, and the figure of its answer."""
     own = notebook.metadata.get(METADATA, {})
     finding: Mapping[str, Any] = {}
@@ -183,6 +191,7 @@ def read(notebook: Any, name: str, *, earlier: bool = False) -> Page:
         alt=alt or f"Figure of {name}",
         preset=own.get("preset", ""),
         earlier=earlier,
+        here=here,
     )
 
 

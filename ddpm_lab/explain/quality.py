@@ -45,8 +45,11 @@ SHOWS_HARM = {"tiny": 0.38}
 Half-way in the logarithm from 0.798, untrained, to 0.183 after 500,000 CIFAR-10 images in batches of 8
 (``benchmarks/published/quality-tiny.json``).
 """
+NO_LOSS_KNOWN = "no loss is known at which harm shows with this network, image size and objective"
 HARDLY = 0.98
 """Other baselines with more than this share of their untrained loss left have learned too little for anything to cost.
+
+With less left the lab's own still show no more than that something is worse; a training of the user's has a verdict.
 """
 
 
@@ -133,7 +136,8 @@ def compare(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> Eq
 
     Only trials of one extent count: those with the most held-out draws that both have, of them the longest. Without
     held-out losses the final weights of equal seeds decide: identical, or no verdict. Where a baseline's loss stopped
-    being finite, or is still above the one that shows harm, there is none either.
+    being finite, or is still above the one that shows harm, there is none either; where that loss is not known, none
+    but worse.
     """
     found = Equivalence(verdict=NOT_MEASURED)
     for size in sorted({extent(r) for r in candidate}, reverse=True):
@@ -161,7 +165,10 @@ def compare(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> Eq
             continue
         margin = margin_of([_loss_at(r, 1.0) for r in base.values()], [_loss_at(r, 0.95) for r in base.values()])
         found = equivalence([_loss_at(b, 1.0) - _loss_at(a, 1.0) for a, b in pairs], margin)
-        if reason := _too_short([a for a, _ in pairs]):
+        config, reason = pairs[0][0].config, _too_short([a for a, _ in pairs])
+        if not reason and found.verdict in GOOD and not (config.is_own or _named_loss(config)):
+            reason = NO_LOSS_KNOWN
+        if reason:
             found = dataclasses.replace(found, verdict=NOT_ENOUGH, seeds_needed=None, reason=reason)
         behind, margin_behind = (_behind(pairs, loss) for loss in (found.difference, found.margin))
         return dataclasses.replace(found, pairs=pairs, images=size[1], behind=behind, margin_behind=margin_behind)
@@ -171,12 +178,15 @@ def compare(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> Eq
 def _too_short(base: Sequence[RunRecord]) -> str:
     """Why a baseline's trials end before they would show harm; empty where they do not."""
     first, last = (float(np.mean([_loss_at(r, share) for r in base])) for share in (0.0, 1.0))
-    config = base[0].config
-    usual = not config.is_own and config.image_size == 32 and config.diffusion == DiffusionConfig()
-    if usual and config.network in SHOWS_HARM:
-        needed = SHOWS_HARM[config.network]
+    if needed := _named_loss(base[0].config):
         return f"the trial ends before the loss {needed:g} that shows harm" if last > needed else ""
     return f"the baseline has hardly learned: loss {first:.3g} to {last:.3g}" if last > HARDLY * first else ""
+
+
+def _named_loss(config: RunConfig) -> float:
+    """The held-out loss named for a configuration's network; 0 where none is."""
+    usual = not config.is_own and config.image_size == 32 and config.diffusion == DiffusionConfig()
+    return SHOWS_HARM.get(config.network, 0.0) if usual else 0.0
 
 
 def _behind(pairs: Sequence[tuple[RunRecord, RunRecord]], loss: float) -> float:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from datetime import datetime
+from itertools import pairwise, takewhile
 from statistics import fmean
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import decisions, phrases, quality, stats
+from ddpm_lab.explain import decisions, gains, phrases, quality, stats
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.frames import Study, once
 from ddpm_lab.explain.machine_state import joules_per_image
 from ddpm_lab.plan import SEARCH
-from ddpm_lab.record import RunRecord, set_log_ratio
+from ddpm_lab.record import RunRecord
 from ddpm_lab.search import SIMPLER, Belief, admissible, believe, observations
 from ddpm_lab.space import BATCH, Cell, Space
 
@@ -65,6 +66,7 @@ class Next:
 class Recommendation:
     """What a search found: ``steps`` from the baseline on, of which the first ``count`` are recommended.
 
+    The first ``reach`` are as fast as they must be; where that is more, trials do not say yet what they cost.
     ``study`` holds the sets that measured them again, ``twin`` the baseline against itself there.
     """
 
@@ -73,6 +75,7 @@ class Recommendation:
     twin: Comparison
     steps: tuple[Step, ...]
     count: int
+    reach: int
     space: Space
     belief: Belief
     among: tuple[Cell, ...]
@@ -88,6 +91,11 @@ class Recommendation:
     def cell(self) -> Cell:
         """What is recommended, in the space."""
         return self.steps[self.count - 1].cell if self.count else self.space.start
+
+    @property
+    def told(self) -> Step | None:
+        """What the answer is about: the last step that is recommended, else that may be once it is judged, else any."""
+        return self.steps[(self.count or self.reach) - 1] if self.steps else None
 
     @property
     def judged(self) -> quality.Equivalence:
@@ -123,6 +131,7 @@ def recommendation(study: Study) -> Recommendation | None:
     trials = quality.Trials.of(study)
     among = admissible(space, lambda c: trials.verdict(space.baseline, c, last.code_version).verdict)
     steps = _steps(fresh, space, of_role["candidate"], trials)
+    count = _as_far_as(steps, gains.GOOD)
     broke = [r for r in searched if r.role == "candidate" and r.status != "ok"]
     failures = [f"{r.label} ({phrases.failed(r.status, r.reason)})" for r in broke]
     return Recommendation(
@@ -130,7 +139,8 @@ def recommendation(study: Study) -> Recommendation | None:
         baseline=of_role["baseline"][0],
         twin=of_role["twin"][0],
         steps=steps,
-        count=_recommended(steps, space),
+        count=count,
+        reach=max(count, _as_far_as(steps, OPEN)),
         space=space,
         belief=believe(space, found),
         among=tuple(among),
@@ -143,21 +153,13 @@ def _steps(study: Study, space: Space, rows: Sequence[Comparison], trials: quali
     """The measured candidates by the number of their changes, each compared with the one before in the same sets."""
     cells = {config.run_id: cell for cell, config in space.cells().items()}
     known = sorted((r for r in rows if r.run_id in cells), key=lambda r: sum(map(bool, cells[r.run_id])))
-    by_set: dict[str, dict[str, RunRecord]] = {}
-    for r in study.records:
-        if r.role in ("baseline", "candidate") and r.status == "ok" and r.windows:
-            by_set.setdefault(r.set_id, {})[r.run_id] = r
-    before = [space.baseline.run_id, *(r.run_id for r in known)]
-    gains = [
-        stats.estimate([set_log_ratio(s[a], s[r.run_id]) for s in by_set.values() if {a, r.run_id} <= s.keys()])
-        for a, r in zip(before, known, strict=False)
-    ]
-    adjusted = stats.holm([g.p for g in gains])
+    order, looks = _shown(known, study.looks)
+    logs = [dict.fromkeys(order, 0.0), *(dict(r.logs) for r in known)]  # of the baseline and its twin, and of each row
+    over = [[b.get(s, math.nan) - a.get(s, math.nan) for s in order] for a, b in pairwise(logs)]
     found: list[Step] = []
-    for row, gain, p in zip(known, gains, adjusted, strict=True):
+    for row, decision in zip(known, decisions.decided(over, looks, resolution=study.resolution), strict=True):
         last = found[-1].cell if found else space.start
-        cell = cells[row.run_id]
-        verdict = decisions.verdict(gain, p, decisions.level_of_look(1), study.resolution)
+        cell, gain = cells[row.run_id], decision.estimate
         previous = found[-1].config if found else space.baseline
         cold, pays_off = _compiling(study, row, gain, previous)
         found.append(
@@ -166,13 +168,26 @@ def _steps(study: Study, space: Space, rows: Sequence[Comparison], trials: quali
                 cell=cell,
                 row=row,
                 gain=gain,
-                verdict=verdict,
+                verdict=decision.word,
                 judged=_judged(row, trials, previous, found),
                 cold_seconds=cold,
                 pays_off_steps=pays_off,
             )
         )
     return tuple(found)
+
+
+def _shown(rows: Sequence[Comparison], looks: Sequence[RunRecord]) -> tuple[list[str], list[int]]:
+    """The sets of some rows in the order they were shown, and how many of them each answer rested on.
+
+    Without a record of any answer all of them are one.
+    """
+    every = dict.fromkeys(set_id for r in rows for set_id, _ in r.logs)
+    order, counts = dict[str, None](), [0]
+    for look in sorted(looks, key=lambda r: datetime.fromisoformat(r.date)):
+        order |= dict.fromkeys(s for s in (look.look or {}).get("sets", ()) if s in every)
+        counts += [len(order)] * (len(order) > counts[-1])
+    return (list(order), counts[1:]) if order else (list(every), [len(every)])
 
 
 def _judged(row: Comparison, trials: quality.Trials, before: RunConfig, steps: Sequence[Step]) -> quality.Equivalence:
@@ -195,25 +210,22 @@ def _compiling(study: Study, row: Comparison, gain: stats.Estimate, before: RunC
     return seconds, stats.break_even_steps(seconds, row.step_seconds * gain.value, gain.value)
 
 
-def _recommended(steps: Sequence[Step], space: Space) -> int:
-    """How many steps are recommended: as many as were each called faster, and end in what may be chosen."""
-    sure = list(takewhile(lambda step: step.verdict == decisions.FASTER, steps))
-    able = [i for i, s in enumerate(sure, 1) if s.row.verdict == decisions.FASTER and _allowed(s, space)]
+OPEN = (quality.NOT_MEASURED, quality.NOT_ENOUGH)
+"""Verdicts on quality that trials may still turn into one that lets a step be recommended."""
+
+
+def _as_far_as(steps: Sequence[Step], verdicts: Sequence[str]) -> int:
+    """How many steps, each called faster, end in the last one whose quality has one of these verdicts."""
+    sure = takewhile(lambda step: step.verdict == decisions.FASTER, steps)
+    able = [i for i, s in enumerate(sure, 1) if s.row.verdict == decisions.FASTER and s.judged.verdict in verdicts]
     return max(able, default=0)
 
 
-def _allowed(step: Step, space: Space) -> bool:
-    if step.judged.verdict == quality.WORSE:
-        return False
-    other_batch = step.config.global_batch_size != space.baseline.global_batch_size
-    return not other_batch or space.any_batch or step.judged.verdict in quality.GOOD
-
-
 def next_change(found: Recommendation) -> Next | None:
-    """The change of one setting that may gain most over what is recommended; None where none is expected to."""
-    belief, here = found.belief, found.cell
-    known = {step.cell for step in found.steps[: found.count]}
-    after = {step.cell: step for step in found.steps[found.count : found.count + 1]}
+    """The change of one setting that may gain most over the steps so far; None where none is expected to."""
+    belief, here = found.belief, found.steps[found.reach - 1].cell if found.reach else found.space.start
+    known = {step.cell for step in found.steps[: found.reach]}
+    after = {step.cell: step for step in found.steps[found.reach : found.reach + 1]}
     lost = {step.cell for step in after.values() if not step.gain.value > math.exp(SIMPLER)}
     near = [
         c

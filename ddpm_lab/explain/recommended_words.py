@@ -9,44 +9,39 @@ import pandas as pd
 
 from ddpm_lab.explain import decisions, phrases, quality, sentences, stats
 from ddpm_lab.explain.comparisons import Comparison
-from ddpm_lab.explain.recommended import Forecast, Recommendation, Step, command, forecast, next_change
+from ddpm_lab.explain.recommended import OPEN, Forecast, Recommendation, Step, command, forecast, next_change
 from ddpm_lab.space import BATCH
 
 
 def answer(found: Recommendation) -> tuple[str, str, Comparison | None]:
     """What is recommended in one line, and with all that it rests on; and the row that it is about, None for none."""
     short = _headline(found)
-    if not found.steps:
-        return short, f"{short}. {_evidence(found)}", None
-    lead = found.best if found.count else found.steps[-1].row
-    judged = found.judged if found.count else found.steps[-1].judged
-    return short, f"{short}. {_evidence(found)}", replace(lead, equivalence=judged)
+    lead = None if found.told is None else replace(found.told.row, equivalence=found.told.judged)
+    return short, f"{short}. {_evidence(found)}", lead
 
 
 def _headline(found: Recommendation) -> str:
-    if not found.steps:
+    step = found.told
+    if step is None:
         return "Keep the baseline: a search found nothing faster"
+    words = found.space.changed(step.cell, found.space.start)
+    faster = phrases.difference(step.row.ratio.value)
     if found.count:
-        words = found.space.changed(found.cell, found.space.start)
-        faster, judged = phrases.difference(found.best.ratio.value), quality.sentence(found.judged)
-        if found.judged.verdict in quality.GOOD:
-            return f"Use {words}: {faster}, quality {judged}"
-        yet = " yet" * (found.judged.verdict == quality.NOT_MEASURED)
-        return f"{words}: {faster}; quality {judged}{yet}"
-    last = found.steps[-1].row
-    words = found.space.changed(found.steps[-1].cell, found.space.start)
-    if last.verdict == decisions.FASTER:
-        return f"Keep the baseline: {words} is faster, and its quality is {quality.sentence(found.steps[-1].judged)}"
-    return f"Nothing to use yet: {words} against the baseline is {phrases.outcome(last)}"
+        return f"Use {words}: {faster}, quality {step.quality}"
+    if found.reach:
+        return f"{words}: {faster}; quality {step.quality}{' yet' * (step.judged.verdict == quality.NOT_MEASURED)}"
+    if step.row.verdict == decisions.FASTER:
+        return f"Keep the baseline: {words} is faster, and its quality is {step.quality}"
+    return f"Nothing to use yet: {words} against the baseline is {phrases.outcome(step.row)}"
 
 
 def _evidence(found: Recommendation) -> str:
     """The ratio, each step, the quality, the search and what to try next, in sentences."""
     base = found.space.baseline
     plain = f"the baseline ({phrases.settings(base)}, batch {base.global_batch_size})"
-    shown = found.best if found.count else found.steps[-1].row if found.steps else found.baseline
     pieces = []
-    if found.steps:
+    if found.told is not None:
+        shown = found.told.row
         pieces.append(
             f"Measured again after the search, {shown.label} against {plain} reads {phrases.ratio(shown)} "
             f"({phrases.evidence(shown)}{sentences.noise(shown)})."
@@ -54,7 +49,7 @@ def _evidence(found: Recommendation) -> str:
         if len(found.steps) > 1:
             said = [f"{s.label} {gain_words(s)}" for s in found.steps]
             pieces.append(f"One change after the other, in the same sets: {phrases.joined(said)}.")
-        pieces.append(_quality(found))
+        pieces.append(_quality(found, found.told))
     return " ".join([*pieces, tried(found), next_words(found)])
 
 
@@ -66,10 +61,14 @@ def gain_words(step: Step) -> str:
     return f"{phrases.ratio_of(step.gain)} ({span}{step.verdict})"
 
 
-def _quality(found: Recommendation) -> str:
-    judged = found.judged if found.count else found.steps[-1].judged
-    text = f"Quality: {quality.full(judged)}"
-    if judged.verdict in (quality.NOT_MEASURED, quality.NOT_ENOUGH):
+def _quality(found: Recommendation, step: Step) -> str:
+    """The verdict on a step's quality, that on faster ones after it, and the command that judges what is open."""
+    text, judged = f"Quality: {quality.full(step.judged)}", step.judged
+    if found.reach > found.count > 0:
+        last = found.steps[found.reach - 1]
+        faster, judged = phrases.difference(last.row.ratio.value), last.judged
+        text += f"; {found.space.changed(last.cell, found.space.start)}: {faster}, quality {last.quality}"
+    if judged.verdict in OPEN and judged.reason != quality.NO_LOSS_KNOWN:
         text += f"; {command(found, '--seeds 8')} measures it"
     return f"{text}."
 

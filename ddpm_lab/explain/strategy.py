@@ -115,9 +115,9 @@ def strategy(studies: Sequence[Study], *, network: str | None, parameters: int, 
     candidates = [r for r in told if _compared(r)]
     faster = [r for r in candidates if r.verdict == decisions.FASTER]
     lead = max(faster or candidates, key=lambda r: r.ratio.value)
-    if faster or all(r.verdict == decisions.SLOWER for r in candidates):
+    if faster or all(r.answered for r in candidates):
         answer = MULTI if faster else SINGLE
-        reason = f"{sentences.compared(lead)} ({phrases.evidence(lead)})"
+        reason = f"{sentences.headline(lead)} ({phrases.evidence(lead)})"
     else:
         answer = NOT_RESOLVED
         pair = f"{lead.label} against {lead.baseline_label}"
