@@ -176,7 +176,8 @@ def recommendation(
     """The fastest configuration that a search finds, with all experiments' records of one machine.
 
     ``quick`` searches where it is given ``minutes``, and else shows the last search of this machine, or without one
-    what all questions came to: a report has no time for a search beside them, and gives 0.
+    what all questions came to: a report has no time for a search beside them, and gives 0, in
+    ``full`` a share.
     ``full`` first measures the largest batch that fits. What is recommended is written into ``recommended.toml`` too.
     With ``ledger`` or ``machine`` nothing is measured; "all" machines are pooled only where that is asked for.
     ``train_images`` are those of the full training that is projected; the other settings are those of
@@ -195,8 +196,11 @@ def recommendation(
         settings = {"preset": preset, "output_dir": output_dir, "workload": workload, **settings}
         if preset == "full":
             largest = {k: v for k, v in settings.items() if k not in SEARCHED}
-            measure(LAST, minutes=None if minutes is None else minutes / 3, **largest)
-            minutes = None if minutes is None else minutes * 2 / 3
+            try:
+                measure(LAST, minutes=None if minutes is None else minutes / 3, **largest)
+                minutes = None if minutes is None else minutes * 2 / 3
+            except ConfigError as refused:  # the search is worth more
+                print(f"note: {LAST}: {refused}")
         if preset == "full" and minutes is not None and minutes < LEAST_MINUTES:
             print("note: what is left of the time is too short for a search")
         else:

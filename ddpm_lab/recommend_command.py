@@ -35,7 +35,7 @@ def add_options(subparsers: Any) -> None:
     parser.add_argument(
         "--any-batch",
         action="store_true",
-        help="choose any batch size, although another is another training (default: one that trials call not worse)",
+        help="search any batch size, although another is another training (default: those that trials call not worse)",
     )
     parser.add_argument(
         "--seeds", type=int, help="trials of what is found, from so many seeds (default: none; full: 8)"

@@ -27,7 +27,7 @@ Array = npt.NDArray[np.float64]
 Ratios = dict[str, float]
 """ln(baseline's time / another's) in one set, by run id; the twin's under TWIN. NaN: it failed, -inf: for good."""
 TWIN = "twin"
-NOT_WORSE, WORSE = ("not worse", "identical", "worse by less than the margin"), "worse"
+NOT_WORSE, WORSE = ("not worse", "identical"), "worse"
 """Verdicts of trials that let a batch be chosen, and the one that keeps anything out."""
 
 MAIN, PAIR, OWN = 0.25, 0.12, 0.05

@@ -133,7 +133,7 @@ def test_nothing_faster_keeps_the_defaults() -> None:
     assert (found.row, found.status, found.way_out) == (None, gains.ANSWERED, "")
     noisy = gains.answer(study(amp(1.0, set_noise=0.04)))
     assert (noisy.row, noisy.status) == (None, decisions.INCONCLUSIVE)
-    assert noisy.way_out.startswith("ddpm-lab run amp --resolution 3%")
+    assert noisy.way_out.startswith("ddpm-lab run amp --batch-size 32 --resolution 3%")
     some = gains.answer(study(amp(1.0, set_noise=0.04), memory(0.8)))
     assert (some.row, some.status) == (None, gains.ANSWERED)
     assert some.way_out, "one of two questions is open"

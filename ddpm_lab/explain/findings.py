@@ -285,17 +285,17 @@ _OWN = {"profile": _profile, trained.EXPERIMENT: _trained, CLAIMS: _claims}
 def _recommendation(study: Study) -> Finding:
     """What a search found, by the sets that measured it again; without one what all questions came to."""
     searched = recommended.recommendation(study)
-    if searched is None or (not searched.count and gains.measured(study)):
+    if searched is None or (not searched.reach and gains.measured(study)):
         return _combined(study)
+    if not searched.count and gains.answer(study).status == ANSWERED and gains.answer(study).row:
+        return _combined(study)  # which may be used now
     where = replace(study, records=searched.study.records)
     short, text, lead = recommended_words.answer(searched)
     text += f"{machine_state.busy(where)} Measured on {where.hardware}, {where.date}."
     if lead is None:
         return _plain(where, short, text.removeprefix(f"{short}. "), ANSWERED)
-    if not searched.count:
-        return _about(where, lead, short, text, _status(lead))
-    if searched.judged.verdict in gains.GOOD:
-        return _about(where, lead, short, text, ANSWERED)
+    if searched.count or not searched.reach:
+        return _about(where, lead, short, text, ANSWERED if searched.count else _status(lead))
     way_out = recommended.command(searched, "--seeds 8")
     return replace(_about(where, lead, short, text, gains.UNTRIED), way_out=way_out)
 

@@ -127,7 +127,7 @@ def answer(study: Study) -> Answer:
             status=decisions.TOO_FEW,
             way_out="make report",
         )
-    how = sentences.way_out(unknown[0]) if unknown else ""
+    how = sentences.way_out(unknown[0], own_images=study.own_images) if unknown else ""
     why = "what is faster here costs quality" if faster else "nothing measured here is faster"
     if lost and not faster:
         why = f"what gains here gains {_only_in(lost)}"
@@ -188,7 +188,7 @@ def table(study: Study) -> pd.DataFrame:
             "Verdict": phrases.outcome(c),
             "Quality": c.quality,
             "May be recommended": "yes" if usable(c) else "no",
-            "To learn more": sentences.way_out(c) or phrases.DASH,
+            "To learn more": sentences.way_out(c, own_images=study.own_images) or phrases.DASH,
         }
         for c in sorted(measured(study), key=lambda c: (not usable(c), -c.ratio.value))
     ]

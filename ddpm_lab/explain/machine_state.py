@@ -50,7 +50,7 @@ def moments(study: Study) -> list[Moment]:
     """Every window of the study's sets, in the order of their turns, or the time budget of a profile."""
     found: list[Moment] = []
     first: dict[str, int] = {}
-    turns, disturbed = 0, _disturbed(study)
+    turns, disturbed = 0, disturbed_sets(study)
     for r in study.records:
         if r.family.endswith(LOST):  # beside the answer, and nothing that anybody would train with
             continue
@@ -76,7 +76,7 @@ def unknown(study: Study) -> str:
     return ""
 
 
-def _disturbed(study: Study) -> set[str]:
+def disturbed_sets(study: Study) -> set[str]:
     """The sets that do not count, since other processes took the cores that they needed."""
     sets: dict[str, list[RunRecord]] = defaultdict(list)
     for r in study.records:
@@ -87,7 +87,7 @@ def _disturbed(study: Study) -> set[str]:
 
 def busy(study: Study) -> str:
     """Sentences, after a space, on a machine that did not repeat itself, sets that did not count, cores left out."""
-    disturbed, text = len(_disturbed(study)), ""
+    disturbed, text = len(disturbed_sets(study)), ""
     if disturbed:
         of = f"{disturbed} of {phrases.plural(len({r.set_id for r in study.records if r.windows}), 'set')}"
         verb, ending = ("was", "does") if disturbed == 1 else ("were", "do")

@@ -72,7 +72,7 @@ def band(row: Comparison, bands: Bands) -> str:
 
 def efficiencies(study: Study, measured: Sequence[Comparison], lead: Comparison) -> str:
     """The efficiency of every number of ranks in the family of ``lead``, with its band, in a sentence or two."""
-    bands, busy = study.bands, "; the machine was busy" if machine_state.busy(study) else ""
+    bands, busy = study.bands, "; the machine was busy" if machine_state.disturbed_sets(study) else ""
     family = [r for r in measured if (r.family, r.baseline_id) == (lead.family, lead.baseline_id)]
     each = [
         f"{efficiency(r)} with {r.label} ({_band(r, bands, busy)})"

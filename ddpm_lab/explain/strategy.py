@@ -134,7 +134,7 @@ def strategy(studies: Sequence[Study], *, network: str | None, parameters: int, 
         low=lead.ratio.low,
         high=lead.ratio.high,
         sets=lead.sets,
-        where=f"{study.hardware}, {study.date}" + "; the machine was busy" * bool(machine_state.busy(study)),
+        where=f"{study.hardware}, {study.date}" + "; the machine was busy" * bool(machine_state.disturbed_sets(study)),
         **common,
     )
 
