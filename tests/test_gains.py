@@ -263,6 +263,6 @@ def test_a_gain_in_a_format_that_is_slower_itself_is_none() -> None:
     )
     found = gains.answer(make.study([*slow, *compiled], "recommendation"))
     assert found.row is None
-    assert found.headline == "Keep the defaults: what gains here gains only in bf16, which is not called faster"
-    assert "Faster only in bf16, which is not called faster: compiled (1.4" in found.detail
+    assert found.headline == "Keep the defaults: the only gains are in bf16, which is itself not faster"
+    assert "Faster in bf16, which is itself not faster: compiled (1.4" in found.detail
     assert gains.combination(make.study([*slow, *compiled], "recommendation")) is None

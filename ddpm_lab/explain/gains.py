@@ -130,7 +130,7 @@ def answer(study: Study) -> Answer:
     how = sentences.way_out(unknown[0], own_images=study.own_images) if unknown else ""
     why = "what is faster here costs quality" if faster else "nothing measured here is faster"
     if lost and not faster:
-        why = f"what gains here gains {_only_in(lost)}"
+        why = f"the only gains are {_only_in(lost)}"
     short = f"Keep the defaults: {why}"
     status = decisions.INCONCLUSIVE if len(unknown) == len([c for c in rows if c.primary]) else ANSWERED
     if unknown:
@@ -145,7 +145,7 @@ def _quality(changes: list[Comparison]) -> str:
 
 def _only_in(lost: Sequence[Comparison]) -> str:
     formats = list(dict.fromkeys(c.baseline.precision for c in lost))
-    return f"only in {phrases.joined(formats)}, which {'is' if len(formats) == 1 else 'are'} not called faster"
+    return f"in {phrases.joined(formats)}, which {'is' if len(formats) == 1 else 'are'} itself not faster"
 
 
 def _judge(study: Study, c: Comparison) -> str:
