@@ -85,7 +85,7 @@ def test_a_smoke_report_is_whole_and_the_next_one_measures_nothing() -> None:
     assert len(findings) == 9
     for name in ("02_multi_gpu", "03_amp", "04_workers"):
         # One set never gives a verdict.
-        assert findings[name]["status"] == "not resolved"
+        assert findings[name]["status"] == "too few sets"
         assert findings[name]["sets"] == 1
     assert findings["01_profile"]["status"] == "answered"
     for name in ("07_peers", "08_quality"):
