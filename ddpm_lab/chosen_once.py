@@ -10,18 +10,18 @@ from ddpm_lab.ledger import Ledger, load
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.others import free_cores
 from ddpm_lab.measure.seat import Instrument
-from ddpm_lab.plan import Plan
+from ddpm_lab.measure.shortfall import Target
 from ddpm_lab.record import TWIN
 from ddpm_lab.setting import OWN_DATA
 
 
 def cores_of(
-    name: str, asked: int | None, device: str, instrument: Instrument, ledger: Ledger, *, plan: Plan, own: bool
+    name: str, asked: int | None, device: str, instrument: Instrument, ledger: Ledger, *, target: Target, own: bool
 ) -> int:
     """Cores to measure a question with: those asked for, those of its earlier sets here, or those that are free.
 
     They are chosen once: a later change of load measures nothing again by itself. Of several answers that with all
-    cores leads; sets that compared nothing, for want of cores, choose none.
+    cores leads; sets that compared nothing, for want of cores, choose none for further ones.
     """
     most = instrument.usable_cores
     if asked is not None:
@@ -35,14 +35,14 @@ def cores_of(
     mine = [h for h in ledger.heads()[0] if (h.experiment, h.machine.key) == (name, key)]
     # The code of a user's training is known when a rank has loaded it, which needs the configurations.
     mine = [h for h in mine if own == h.cohort[2].startswith(OWN_DATA) and (own or h.cohort[1] == instrument.code.key)]
-    looks = load([h for h in mine if h.role == "look"])[0]
-    shown = [r for r in looks if not r.config.threads or (r.look or {}).get("log_ratios", {}).keys() - {TWIN}]
-    if not looks:  # it was stopped
-        shown = load([h for h in mine if h.role == "baseline" and h.cohort[3] == plan.key][-1:])[0]
+    stopped = [h for h in mine if h.role in ("baseline", "profile") and h.cohort[3] == target.plan.key]
+    shown = load([h for h in mine if h.role == "look"])[0] or load(stopped[-1:])[0]
+    if target.seconds != 0:
+        shown = [r for r in shown if not r.config.threads or r.look is None or r.look["log_ratios"].keys() - {TWIN}]
     known = [r.config.threads * r.config.node_size for r in shown if r.config.device == "cpu"]
     if known:
         return most if 0 in known else max(known)
-    return free_cores()
+    return most if target.seconds == 0 else free_cores()
 
 
 def cores_of_pair(pair: tuple[RunConfig, RunConfig], ledger: Ledger) -> int:

@@ -243,7 +243,7 @@ def prepare_experiment(
     chosen = network
     if preset == "smoke":  # which calls nothing
         cores = cores or instrument.usable_cores
-    cores = cores_of(name, cores, device, instrument, ledger, plan=target.plan, own=workload is not None)
+    cores = cores_of(name, cores, device, instrument, ledger, target=target, own=workload is not None)
     if name == "torch_compile" and grid.get("precision") is None and device == "cpu" and workload is None:
         grid = {**grid, "precision": compiled_in(instrument, ledger)}
     fleet = current()

@@ -238,6 +238,7 @@ def test_what_compared_nothing_for_want_of_cores_chooses_none(plan: Asking, monk
     write(one, sets_of(one, 4))
     one.renewed().campaign.look()
     looked = busy(monkeypatch, free=2)
+    assert (base_of(plan("multi_gpu", minutes=0)).threads, looked) == (1, []), "what is shown is what was measured"
     assert (base_of(plan("multi_gpu")).threads, looked) == (0, [2])
 
 

@@ -91,7 +91,12 @@ class Shortfall:
         return len(sets), len(sets - self.held.looked(base))
 
     def enough(self, family: Family) -> int:
-        """Sets that resolve the usual difference by the scatter of this machine: more are not worth their time."""
+        """Sets that resolve the usual difference by the scatter of this machine: more are not worth their time.
+
+        What compares nothing needs the least.
+        """
+        if not family.candidates:
+            return LEAST_SETS
         turns = max((self.held.turns(family.baseline.run_id, c.run_id) for _, c in family.candidates), default=0)
         within, between = self.scatter()
         return turn_plan.sets_that_resolve(RESOLUTION, turns or USUAL_TURNS, within, between)
