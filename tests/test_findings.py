@@ -238,3 +238,13 @@ def test_what_failed_outside_any_set_is_named_with_its_remedy() -> None:
     assert found.status == findings.FAILED
     assert "compiled failed" in found.headline
     assert "apt install g++" in found.claim
+
+
+def test_what_needs_more_cores_than_were_free_says_so() -> None:
+    base = RunConfig(threads=1, global_batch_size=16)
+    alone = make.sets({}, baseline=base, baseline_label="1 rank", experiment="multi_gpu", crowded=[(0, 0), (0, 1)])
+    left_out = make.record(base, experiment="multi_gpu", role="note", label="2 ranks", status="left out", reason="few")
+    left_out = replace(left_out, baseline_id=alone[0].baseline_id, family=alone[0].family)
+    found = finding(make.study([*alone, left_out]))
+    assert found.headline == "1 core was free, too few for what is asked"
+    assert (found.status, found.way_out) == ("not measured", "ddpm-lab run multi_gpu")

@@ -43,7 +43,7 @@ def test_a_headline_says_with_how_many_cores_where_not_with_all() -> None:
     base = RunConfig(threads=1)
     some = make.sets({"bf16": (RunConfig(threads=1, precision="bf16"), 0.5)}, baseline=base)
     (found,) = (c for c in comparisons(make.study(some)) if c.role == "candidate")
-    assert sentences.headline(found).endswith("than fp32 with 1 core")
+    assert sentences.headline(found).endswith("than fp32 on 1 core")
 
 
 @pytest.mark.parametrize(

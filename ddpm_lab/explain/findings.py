@@ -234,7 +234,7 @@ def _nothing_to_compare(study: Study, rows: Sequence[Comparison], others: Sequen
     if (whole := next((r for r in rows if r.label == WHOLE_QUESTION), None)) is not None:
         short = f"Left out: this cannot be asked of {whole.config.work_name}"
         return _plain(study, short, f"{whole.reason}.", quality.NOT_MEASURED)
-    if any(r.disturbed_sets for r in rows):
+    if any(r.disturbed_sets for r in others or rows):
         short = "No answer yet: in every set other processes took the cores that it needed"
         typed = sentences.command(others[0] if others else rows[0], own_images=study.own_images)
         return replace(_plain(study, short, ending.strip(), decisions.TOO_FEW), way_out=typed)
@@ -254,9 +254,14 @@ def _nothing_to_compare(study: Study, rows: Sequence[Comparison], others: Sequen
     if lost is not None:  # a compile from empty caches, a search, or a twin: none of them is a row
         reason = phrases.failed(lost.status, lost.reason)
         return _plain(study, f"Nothing can be compared, since {lost.label} failed", f"{reason}.{ending}", FAILED)
-    found = _plain(study, "Nothing to compare with the baseline was measured", ending.strip(), quality.NOT_MEASURED)
     few = next((r for r in bases if r.config.device == "cpu" and r.config.threads), None)  # the others were taken
-    return replace(found, way_out=sentences.command(few, own_images=study.own_images)) if few else found
+    if few is None:
+        short = "Nothing to compare with the baseline was measured"
+        return _plain(study, short, ending.strip(), quality.NOT_MEASURED)
+    cores = few.config.threads * few.config.node_size
+    short = f"{phrases.plural(cores, 'core')} {'was' if cores == 1 else 'were'} free, too few for what is asked"
+    found = _plain(study, short, ending.strip(), quality.NOT_MEASURED)
+    return replace(found, way_out=sentences.command(few, own_images=study.own_images))
 
 
 def _profile(study: Study) -> Finding:

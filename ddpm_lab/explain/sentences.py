@@ -53,7 +53,7 @@ def headline(row: Comparison) -> str:
 def _with_cores(row: Comparison) -> str:
     """The cores of a comparison that was measured with some of them alone, after a space."""
     cores = row.config.threads * row.config.node_size
-    return f" with {phrases.plural(cores, 'core')}" if cores and row.config.device == "cpu" else ""
+    return f" on {phrases.plural(cores, 'core')}" if cores and row.config.device == "cpu" else ""
 
 
 def _subjects(row: Comparison) -> tuple[str, str]:
