@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -65,7 +66,8 @@ def rebuild(
         raise LedgerError(f"no line of {files} is a record of this lab: give a .jsonl file that it wrote")
     for line in damaged:
         print(f"note: {line}")
-    studies = [dataclasses.replace(s, bands=table) for s in _studies(records, machine, output)]
+    known: dict[str, Any] = {"bands": table, "published_trials": published_trials()}
+    studies = [dataclasses.replace(s, **known) for s in _studies(records, machine, output)]
     return _draw(studies, output / "image_output")
 
 

@@ -84,9 +84,12 @@ def published() -> list[RunRecord]:
         for r in Ledger(file).read(lambda heads: [h for h in heads if (h.experiment, h.role) == ("quality",) * 2])[0]
         if r.label == "fp32"
     ]
-    latest = [r for r in found if r.cohort == found[-1].cohort and quality.extent(r) == quality.extent(found[-1])]
-    assert len({r.config.seed for r in latest}) == len(latest) >= 8
-    return latest
+    groups: dict[object, list[RunRecord]] = {}
+    for r in found:
+        groups.setdefault((r.cohort, quality.extent(r)), []).append(r)
+    most = max(groups.values(), key=len)
+    assert len({r.config.seed for r in most}) == len(most) >= 8
+    return most
 
 
 def reseeded(published: Sequence[RunRecord], margin: float, tries: int, seed: int) -> Counter[str]:
