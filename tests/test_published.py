@@ -89,6 +89,25 @@ def test_nothing_personal_is_published(original: Path) -> None:
         assert b"alice" not in path.read_bytes()
 
 
+def test_the_looks_are_published_with_what_was_shown(tmp_path: Path) -> None:
+    """Without them a published verdict would pay for one look. Those at a user's own comparison stay at home."""
+    found = personal_records()
+    sets = {name: list(dict.fromkeys(r.set_id for r in found if r.experiment == name)) for name in ("amp", "compare")}
+
+    def look(name: str, seen: list[str], day: int) -> RunRecord:
+        first = next(r for r in found if r.experiment == name)
+        where = dataclasses.replace(first.environment, date=f"2026-03-0{day}T10:00:00+00:00")
+        told = {"sets": seen, "log_ratios": {}}
+        return dataclasses.replace(first, role="look", windows=(), environment=where, look=told)
+
+    looks = [look("amp", sets["amp"][:4], 1), look("amp", sets["amp"], 2), look("compare", sets["compare"], 3)]
+    Ledger(tmp_path / "own.jsonl").append([*found, *looks])
+    published.publish([tmp_path / "own.jsonl"], None, tmp_path)
+    kept = [r for r in Ledger(tmp_path / published.RECORDS / f"{SLUG}.jsonl").read()[0] if r.role == "look"]
+    assert [(r.experiment, r.look) for r in kept] == [("amp", r.look) for r in looks[:2]]
+    assert published.check(tmp_path) == []
+
+
 def test_publishing_again_changes_no_byte(output: Path) -> None:
     before = {p: p.read_bytes() for p in sorted(output.rglob("*published*/**/*")) if p.is_file()}
     assert len(before) > 2
