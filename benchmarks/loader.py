@@ -28,7 +28,8 @@ from ddpm_lab.data.loader import FileLoader, Loader, PackedLoader, Plan
 from ddpm_lab.data.packed import PackedImages, open_packed, resolve
 from ddpm_lab.data.resident import ResidentLoader
 from ddpm_lab.explain.stats import estimate
-from ddpm_lab.measure.hardware import CpuClock, cpu_model, gpus, usable_cores
+from ddpm_lab.measure.hardware import CpuClock, gpus, usable_cores
+from ddpm_lab.processor import processor
 
 REFERENCE = "files, 2 workers"
 DISTURBED = 0.1
@@ -84,7 +85,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     output = Path(options.output_dir).absolute()
     packed = open_packed(resolve(options.data, output / "prepared", progress=print))
-    place = cpu_model() if options.device == "cpu" else gpus()[torch.device(options.device).index or 0].name
+    place = processor() if options.device == "cpu" else gpus()[torch.device(options.device).index or 0].name
     hardware = f"{place}, {usable_cores()} cores, {options.threads} torch threads"
     date = time.strftime("%Y-%m-%d %H:%M")
     print(f"{packed.manifest.describe()}; {hardware}, {date}")

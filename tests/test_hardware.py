@@ -226,24 +226,3 @@ def test_time_that_a_quota_took_is_read_from_every_level(
 ) -> None:
     cgroup |= files
     assert hardware.cgroup_throttled_seconds() == (None if seconds is None else pytest.approx(seconds))
-
-
-@pytest.mark.parametrize(
-    ("cpuinfo", "name"),
-    [
-        (
-            "processor\t: 0\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n\nprocessor\t: 1\nmodel\t\t: 9\n",
-            "AMD EPYC (family 26, model 2)",
-        ),
-        (
-            "cpu family\t: 6\nmodel\t\t: 143\nmodel name\t: Intel(R) Xeon(R)  Platinum 8481C CPU @ 2.70GHz\n",
-            "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz",
-        ),
-        ("processor\t: 0\nBogoMIPS\t: 100.00\nHardware\t: BCM2835\n", "BCM2835"),
-        ("model name\t: AMD EPYC\n", "AMD EPYC"),
-        ("processor\t: 0\nBogoMIPS\t: 100.00\n", ""),
-    ],
-)
-def test_a_name_that_every_generation_has_is_told_by_family_and_model(cpuinfo: str, name: str) -> None:
-    """Two hosts called "AMD EPYC" differed by two in the speed of bf16: they are two machines."""
-    assert hardware.processor_name(cpuinfo) == name

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "ddpm_lab"
 # module is given a place here.
 ROWS = (
     ("comet_process", "ddpm_lab"),
-    ("checks", "gradient_bounds"),
+    ("checks", "gradient_bounds", "processor"),
     ("exchange_settings", "files", "optimizer_settings", "own_settings"),
     ("config",),
     ("space",),
@@ -145,7 +145,7 @@ ROWS = (
     ("tracked",),
     ("recommend", "recommended_file"),
     ("calibrate", "experiments", "report_lines", "slurm"),
-    ("agenda", "comparison", "notebooks", "published", "slurm_collect", "strategy"),
+    ("agenda", "comparison", "notebooks", "probe", "published", "slurm_collect", "strategy"),
     ("benchmark", "gate", "options", "report"),
     ("bottleneck_command", "commands", "compare_command", "recommend_command"),
     ("report_commands", "run_command", "slurm_commands", "strategy_commands", "train_commands"),

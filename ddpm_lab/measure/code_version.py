@@ -30,7 +30,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 FOLDERS = ("data", "measure", "model")
 MODULES = (
     *("__init__", "checks", "config", "exchange_settings", "optimizer_settings", "own_settings", "plan", "planted"),
-    *("space", "workload"),
+    *("processor", "space", "workload"),
 )
 """What of the lab a rank may load, or times it. A rank that loads another module of the lab is refused."""
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "psutil")

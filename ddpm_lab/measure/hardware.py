@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import psutil
 
+from ddpm_lab.processor import processor
 from ddpm_lab.record import Environment, Machine
 
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "ddpm-lab")
@@ -197,36 +198,11 @@ def package_version(package: str) -> str:
         return ""
 
 
-@cache
-def cpu_model() -> str:
-    """The processor's name as the kernel gives it."""
-    with contextlib.suppress(OSError):
-        return processor_name(Path("/proc/cpuinfo").read_text()) or platform.machine()
-    return platform.machine()
-
-
-def processor_name(cpuinfo: str) -> str:
-    """The first processor's name in the text of /proc/cpuinfo; empty where it has none.
-
-    Virtual machines may hide the model of theirs: "AMD EPYC" is every generation of it, of which one multiplies bf16
-    twice as fast as another. Such a name gets family and model, which tell generations apart.
-    """
-    told: dict[str, str] = {}
-    for line in cpuinfo.splitlines():
-        name, _, value = line.partition(":")
-        told.setdefault(name.strip().lower(), " ".join(value.split()))
-    name = told.get("model name") or told.get("hardware", "")
-    family, model = told.get("cpu family"), told.get("model")
-    if not name or any(c.isdigit() for c in name) or not (family and model):
-        return name
-    return f"{name} (family {family}, model {model})"
-
-
 def machine() -> Machine:
     """The machine as the comparison sees it."""
     minor = ".".join(package_version("torch").split("+")[0].split(".")[:2])
     return Machine(
-        cpu=cpu_model(),
+        cpu=processor(),
         usable_cores=usable_cores(),
         gpus=tuple(g.name for g in gpus()),
         driver=_nvidia()[1] if gpus() else None,

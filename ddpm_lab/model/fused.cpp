@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #include <vector>
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -23,23 +24,32 @@ inline float load(const bfloat16* p) {
   return v;
 }
 
-// Sixteen numbers at once, however many registers that takes on this processor. Left to itself the compiler takes sums
-// and largest values over channels apart, lane by lane.
-typedef float Lanes __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t Whole __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
+// One register of numbers. Of wider vectors the compiler keeps every step in memory, and compares lane by lane.
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16;
+#elif defined(__AVX__)
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
+typedef float Lanes __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef int32_t Whole __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
+// Vectors taken side by side, whose sums stay in registers: there are 32 of the widest, and 16 of the others.
+constexpr int ABREAST = WIDTH == 16 ? 4 : 2;
+constexpr int SUMS = 4 * ABREAST;
 inline Lanes& lanes(float* p) { return *reinterpret_cast<Lanes*>(p); }
 inline const Lanes& lanes(const float* p) { return *reinterpret_cast<const Lanes*>(p); }
-inline Lanes load16(const float* p) { return lanes(p); }
-inline Lanes load16(const bfloat16* p) {
+inline Lanes load_lanes(const float* p) { return lanes(p); }
+inline Lanes load_lanes(const bfloat16* p) {
 #ifdef __AVX512F__  // what compilers make of the line below is four instructions
   return (Lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16);
 #else
   return (Lanes)(__builtin_convertvector(*reinterpret_cast<const Halves*>(p), Whole) << 16);
 #endif
 }
-inline void store16(float* p, Lanes v) { lanes(p) = v; }
-inline void store16(bfloat16* p, Lanes v) {  // round to nearest, ties to even
+inline void store_lanes(float* p, Lanes v) { lanes(p) = v; }
+inline void store_lanes(bfloat16* p, Lanes v) {  // round to nearest, ties to even
 #ifdef __AVX512BF16__
   const auto rounded = _mm512_cvtneps_pbh((__m512)v);
   std::memcpy(p, &rounded, sizeof rounded);
@@ -108,56 +118,55 @@ inline void sigmoids(const Lanes (&z)[V], Lanes (&out)[V]) {
 #else
 #define SHUFFLED(V, ...) __builtin_shuffle(V, Whole{__VA_ARGS__})
 #endif
-// The lanes joined in pairs, four times.
-template <typename F>
+template <int BY, int... I>
+inline Lanes exchanged(Lanes v, std::integer_sequence<int, I...>) { return SHUFFLED(v, (I ^ BY)...); }
+// The lanes joined in pairs until one is left.
+template <int BY = WIDTH / 2, typename F>
 inline float joined(Lanes v, F&& join) {
-  v = join(v, SHUFFLED(v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-  v = join(v, SHUFFLED(v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-  v = join(v, SHUFFLED(v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
-  v = join(v, SHUFFLED(v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
-  return v[0];
+  if constexpr (BY == 0) return v[0];
+  else return joined<BY / 2>(join(v, exchanged<BY>(v, std::make_integer_sequence<int, WIDTH>())), join);
 }
-inline float sum16(Lanes v) { return joined(v, [](Lanes a, Lanes b) { return a + b; }); }
-inline float max16(Lanes v) { return joined(v, [](Lanes a, Lanes b) { return a > b ? a : b; }); }
+inline float sum_lanes(Lanes v) { return joined(v, [](Lanes a, Lanes b) { return a + b; }); }
+inline float max_lanes(Lanes v) { return joined(v, [](Lanes a, Lanes b) { return a > b ? a : b; }); }
 
-// Channels are taken in runs: sixty-four at a time, whose sums stay in registers over all pixels, then sixteen, then
-// what is left of sixteen. f gets the run and its first channel.
+// Channels are taken in runs: vectors abreast, whose sums stay in registers over all pixels, then one vector, then what
+// is left of one. f gets the run and its first channel.
 template <int V, bool ALL>
 struct Run {
   static constexpr int vectors = V;
-  int left;  // of the last sixteen, unless they are ALL there
+  int left;  // of the last vector, unless it is ALL there
   template <typename T>
   Lanes take(const T* p) const {
-    if (ALL) return load16(p);
-    T some[16] = {};
+    if (ALL) return load_lanes(p);
+    T some[WIDTH] = {};
     std::memcpy(some, p, sizeof(T) * left);
-    return load16(some);
+    return load_lanes(some);
   }
   Lanes present(Lanes v) const {  // zero beyond the last
     if (!ALL)
-      for (int i = left; i < 16; ++i) v[i] = 0.0f;
+      for (int i = left; i < WIDTH; ++i) v[i] = 0.0f;
     return v;
   }
   template <typename T>
   void give(T* p, Lanes v) const {
-    if (ALL) return store16(p, v);
-    T some[16];
-    store16(some, v);
+    if (ALL) return store_lanes(p, v);
+    T some[WIDTH];
+    store_lanes(some, v);
     std::memcpy(p, some, sizeof(T) * left);
   }
 };
 template <typename F>
-inline void sixteens(int64_t c, int64_t C, F&& f) {
-  for (; c + 16 <= C; c += 16) f(Run<1, true>{}, c);
+inline void single(int64_t c, int64_t C, F&& f) {
+  for (; c + WIDTH <= C; c += WIDTH) f(Run<1, true>{}, c);
   if (c < C) f(Run<1, false>{static_cast<int>(C - c)}, c);
 }
 template <typename F>
 inline void runs(int64_t C, F&& f) {
   int64_t c = 0;
-  for (; c + 64 <= C; c += 64) f(Run<4, true>{}, c);
-  sixteens(c, C, f);
+  for (; c + ABREAST * WIDTH <= C; c += ABREAST * WIDTH) f(Run<ABREAST, true>{}, c);
+  single(c, C, f);
 }
-inline int64_t padded(int64_t C) { return (C + 15) / 16 * 16; }
+inline int64_t padded(int64_t C) { return (C + WIDTH - 1) / WIDTH * WIDTH; }
 
 // Mean and 1 / standard deviation of each channel's group, of x + before, which is (C). Every channel is summed relative
 // to its first pixel, and the channels are joined as in Chan et al. 1979, so that a large mean costs no digits.
@@ -168,16 +177,16 @@ void moments(const T* x, const float* before, int64_t P, int64_t C, int64_t G, f
   runs(C, [&](auto run, int64_t c) {
     constexpr int V = decltype(run)::vectors;
     Lanes first[V], s1[V] = {}, s2[V] = {};
-    for (int i = 0; i < V; ++i) first[i] = run.take(x + c + 16 * i);
+    for (int i = 0; i < V; ++i) first[i] = run.take(x + c + WIDTH * i);
     for (int64_t p = 1; p < P; ++p)
       for (int i = 0; i < V; ++i) {
-        const Lanes v = run.take(x + p * C + c + 16 * i) - first[i];
+        const Lanes v = run.take(x + p * C + c + WIDTH * i) - first[i];
         s1[i] += v;
         s2[i] += v * v;
       }
     for (int i = 0; i < V; ++i) {
-      lanes(of_channel + c + 16 * i) = first[i] + s1[i] / static_cast<float>(P);
-      lanes(squares + c + 16 * i) = s2[i] - s1[i] * s1[i] / static_cast<float>(P);
+      lanes(of_channel + c + WIDTH * i) = first[i] + s1[i] / static_cast<float>(P);
+      lanes(squares + c + WIDTH * i) = s2[i] - s1[i] * s1[i] / static_cast<float>(P);
     }
   });
   if (before)
@@ -220,17 +229,17 @@ void group_forward(const T* x, const float* gain, const float* bias, const float
       runs(C, [&](auto run, int64_t c) {
         constexpr int V = decltype(run)::vectors;
         Lanes slope[V], offset[V];
-        for (int i = 0; i < V; ++i) { slope[i] = lanes(a + c + 16 * i); offset[i] = lanes(b + c + 16 * i); }
+        for (int i = 0; i < V; ++i) { slope[i] = lanes(a + c + WIDTH * i); offset[i] = lanes(b + c + WIDTH * i); }
         for (int64_t p = 0; p < P; ++p) {
           const int64_t at = p * C + c;
           Lanes z[V], g[V];
-          EACH(V) z[i] = run.take(in + at + 16 * i) * slope[i] + offset[i];
+          EACH(V) z[i] = run.take(in + at + WIDTH * i) * slope[i] + offset[i];
           if (SILU) {
             sigmoids(z, g);
             EACH(V) z[i] *= g[i];
           }
-          if (more) EACH(V) z[i] += run.take(more + at + 16 * i);
-          EACH(V) run.give(out + at + 16 * i, z[i]);
+          if (more) EACH(V) z[i] += run.take(more + at + WIDTH * i);
+          EACH(V) run.give(out + at + WIDTH * i, z[i]);
         }
       });
     }
@@ -265,26 +274,26 @@ void group_backward(const T* dy, const T* x, const float* gain, const float* bia
         constexpr int V = decltype(run)::vectors;
         Lanes slope[V], offset[V], middle[V], plain[V] = {}, along[V] = {};
         for (int i = 0; i < V; ++i) {
-          slope[i] = lanes(a + c + 16 * i);
-          offset[i] = lanes(b + c + 16 * i);
-          middle[i] = run.take(m + c + 16 * i);
+          slope[i] = lanes(a + c + WIDTH * i);
+          offset[i] = lanes(b + c + WIDTH * i);
+          middle[i] = run.take(m + c + WIDTH * i);
         }
         for (int64_t p = 0; p < P; ++p) {
           const int64_t at = p * C + c;
           Lanes d[V], v[V], z[V], g[V];
-          EACH(V) v[i] = run.take(in + at + 16 * i);
-          EACH(V) d[i] = run.take(grad + at + 16 * i);
+          EACH(V) v[i] = run.take(in + at + WIDTH * i);
+          EACH(V) d[i] = run.take(grad + at + WIDTH * i);
           if (SILU) {
             EACH(V) z[i] = v[i] * slope[i] + offset[i];
             sigmoids(z, g);
             EACH(V) z[i] = z[i] * (1.0f - g[i]) + 1.0f;
             EACH(V) d[i] *= g[i] * z[i];
           }
-          EACH(V) lanes(dz + p * W + c + 16 * i) = d[i];
+          EACH(V) lanes(dz + p * W + c + WIDTH * i) = d[i];
           EACH(V) plain[i] += d[i];
           EACH(V) along[i] += d[i] * (v[i] - middle[i]);
         }
-        for (int i = 0; i < V; ++i) { lanes(s0 + c + 16 * i) = plain[i]; lanes(s1 + c + 16 * i) = along[i]; }
+        for (int i = 0; i < V; ++i) { lanes(s0 + c + WIDTH * i) = plain[i]; lanes(s1 + c + WIDTH * i) = along[i]; }
       });
       for (int64_t c = 0; c < C; ++c) s1[c] *= r[c];
       for (int64_t g = 0; g < G; ++g) {
@@ -301,18 +310,18 @@ void group_backward(const T* dy, const T* x, const float* gain, const float* bia
         constexpr int V = decltype(run)::vectors;
         Lanes slope[V], offset[V], share[V], sums[V] = {};
         for (int i = 0; i < V; ++i) {
-          slope[i] = lanes(a + c + 16 * i);
-          offset[i] = lanes(u + c + 16 * i);
-          share[i] = lanes(w + c + 16 * i);
+          slope[i] = lanes(a + c + WIDTH * i);
+          offset[i] = lanes(u + c + WIDTH * i);
+          share[i] = lanes(w + c + WIDTH * i);
         }
         for (int64_t p = 0; p < P; ++p)
           for (int i = 0; i < V; ++i) {
-            const int64_t at = c + 16 * i;
+            const int64_t at = c + WIDTH * i;
             const Lanes d = lanes(dz + p * W + at) * slope[i] - offset[i] - run.take(in + p * C + at) * share[i];
             sums[i] += d;
             run.give(out + p * C + at, d);
           }
-        for (int i = 0; i < V; ++i) lanes(sum + c + 16 * i) = sums[i];
+        for (int i = 0; i < V; ++i) lanes(sum + c + WIDTH * i) = sums[i];
       });
       if (d_before) std::copy(sum, sum + C, d_before + n * C);
       for (int64_t c = 0; c < C; ++c) {
@@ -337,16 +346,16 @@ void layer_forward(const T* x, const float* gain, const float* bias, const T* re
     const T* in = x + i * C;
     T* out = y + i * C;
     Lanes sums = {}, squares = {};
-    sixteens(0, C, [&](auto run, int64_t c) { sums += run.take(in + c); });
-    const float m = sum16(sums) / C;
-    sixteens(0, C, [&](auto run, int64_t c) {
+    single(0, C, [&](auto run, int64_t c) { sums += run.take(in + c); });
+    const float m = sum_lanes(sums) / C;
+    single(0, C, [&](auto run, int64_t c) {
       const Lanes d = run.present(run.take(in + c) - m);
       squares += d * d;
     });
-    const float r = 1.0f / std::sqrt(sum16(squares) / C + eps);
+    const float r = 1.0f / std::sqrt(sum_lanes(squares) / C + eps);
     mean[i] = m;
     rstd[i] = r;
-    sixteens(0, C, [&](auto run, int64_t c) {
+    single(0, C, [&](auto run, int64_t c) {
       Lanes z = (run.take(in + c) - m) * r * run.take(gain + c) + run.take(bias + c);
       if (residual) z += run.take(residual + i * C + c);
       run.give(out + c, z);
@@ -367,15 +376,15 @@ void layer_backward(const T* dy, const T* x, const float* gain, const float* mea
       T* out = dx + i * C;
       const float m = mean[i], r = rstd[i];
       Lanes sums = {}, products = {};
-      sixteens(0, C, [&](auto run, int64_t c) {
+      single(0, C, [&](auto run, int64_t c) {
         const Lanes d = run.take(grad + c), h = (run.take(in + c) - m) * r, along = d * run.take(gain + c);
         lanes(dg + c) += d * h;
         lanes(db + c) += d;
         sums += along;
         products += along * h;
       });
-      const float plain = sum16(sums) / C, along = sum16(products) / C;
-      sixteens(0, C, [&](auto run, int64_t c) {
+      const float plain = sum_lanes(sums) / C, along = sum_lanes(products) / C;
+      single(0, C, [&](auto run, int64_t c) {
         const Lanes h = (run.take(in + c) - m) * r;
         run.give(out + c, r * (run.take(grad + c) * run.take(gain + c) - plain - h * along));
       });
@@ -402,31 +411,31 @@ inline void clear(Tile<D>& tile, int count) {
 // exp of all rows of a tile.
 template <int D>
 inline void exponentials(Tile<D>& tile) {
-  for (float* at = tile[0]; at < tile[0] + TILE * D; at += 64) {
-    Lanes x[4];
-    EACH(4) x[i] = lanes(at + 16 * i);
+  for (float* at = tile[0]; at < tile[0] + TILE * D; at += ABREAST * WIDTH) {
+    Lanes x[ABREAST];
+    EACH(ABREAST) x[i] = lanes(at + WIDTH * i);
     exponentials(x);
-    EACH(4) lanes(at + 16 * i) = x[i];
+    EACH(ABREAST) lanes(at + WIDTH * i) = x[i];
   }
 }
 
-// out = m1 m2 with sixteen sums in registers at a time, of K terms each; first(i, k) is an element of m1.
+// out = m1 m2 with SUMS vectors of sums in registers at a time, of K terms each; first(i, k) is an element of m1.
 template <int D, int K, bool ADD, typename F>
 inline void product(int height, F&& first, const float (*m2)[D], float (*out)[D]) {
-  constexpr int V = D / 16, R = 16 / V < 8 ? 16 / V : 8;
+  constexpr int V = D / WIDTH, R = std::min(8, std::max(1, SUMS / V));
   for (int i = 0; i < height; i += R) {
     Lanes sums[R][V];
     for (int r = 0; r < R; ++r)
-      for (int v = 0; v < V; ++v) sums[r][v] = ADD ? lanes(out[i + r] + 16 * v) : Lanes{};
+      for (int v = 0; v < V; ++v) sums[r][v] = ADD ? lanes(out[i + r] + WIDTH * v) : Lanes{};
     for (int k = 0; k < K; ++k)
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const float factor = first(i + r, k);
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) sums[r][v] += factor * lanes(m2[k] + 16 * v);
+        for (int v = 0; v < V; ++v) sums[r][v] += factor * lanes(m2[k] + WIDTH * v);
       }
     for (int r = 0; r < R; ++r)
-      for (int v = 0; v < V; ++v) lanes(out[i + r] + 16 * v) = sums[r][v];
+      for (int v = 0; v < V; ++v) lanes(out[i + r] + WIDTH * v) = sums[r][v];
   }
 }
 
@@ -453,7 +462,7 @@ template <int D, typename T>
 inline void read(const T* from, int64_t stride, int count, Tile<D>& out) {
   for (int j = 0; j < count; ++j) {
     ahead<D>(from + (j + TILE) * stride);
-    for (int d = 0; d < D; d += 16) lanes(out[j] + d) = load16(from + j * stride + d);
+    for (int d = 0; d < D; d += WIDTH) lanes(out[j] + d) = load_lanes(from + j * stride + d);
   }
   clear<D>(out, count);
 }
@@ -477,7 +486,7 @@ void attend(const T* q, const T* k, const T* v, T* out, int64_t L, int64_t H, in
       read<D>(v + l * stride + h * D, stride, count, value);
       read<D>(k + l * stride + h * D, stride, count, key);
       float factors[D];
-      for (int d = 0; d < D; d += 16) {
+      for (int d = 0; d < D; d += WIDTH) {
         Lanes now = lanes(most + d);
         for (int j = 0; j < count; ++j) now = lanes(key[j] + d) > now ? lanes(key[j] + d) : now;
         for (int j = 0; j < count; ++j) lanes(key[j] + d) -= now;
@@ -486,15 +495,15 @@ void attend(const T* q, const T* k, const T* v, T* out, int64_t L, int64_t H, in
       }
       exponentials<D>(key);
       clear<D>(key, count);
-      for (int d = 0; d < D; d += 16) {
+      for (int d = 0; d < D; d += WIDTH) {
         // Where a key is larger than any before, what was summed is relative to the old one.
         const Lanes factor = lanes(factors + d);
         Lanes all = lanes(total + d) * factor;
         for (int j = 0; j < count; ++j) all += lanes(key[j] + d);
         lanes(total + d) = all;
-        if (sum16(factor) != 16.0f)
-          for (int i = 0; i < 16; ++i)
-            for (int e = 0; e < D; e += 16) lanes(context[d + i] + e) *= factor[i];
+        if (sum_lanes(factor) != WIDTH)
+          for (int i = 0; i < WIDTH; ++i)
+            for (int e = 0; e < D; e += WIDTH) lanes(context[d + i] + e) *= factor[i];
       }
       outer<D>(key, value, context);
     }
@@ -507,22 +516,22 @@ void attend(const T* q, const T* k, const T* v, T* out, int64_t L, int64_t H, in
       read<D>(q + l * stride + h * D, stride, count, key);
       for (int j = 0; j < count; ++j) {
         Lanes most = lanes(key[j]);
-        for (int d = 16; d < D; d += 16) most = lanes(key[j] + d) > most ? lanes(key[j] + d) : most;
-        const float least = max16(most);
+        for (int d = WIDTH; d < D; d += WIDTH) most = lanes(key[j] + d) > most ? lanes(key[j] + d) : most;
+        const float least = max_lanes(most);
         levels[2 * (h * L + l + j)] = least;
-        for (int d = 0; d < D; d += 16) lanes(key[j] + d) -= least;
+        for (int d = 0; d < D; d += WIDTH) lanes(key[j] + d) -= least;
       }
       exponentials<D>(key);
       for (int j = 0; j < count; ++j) {
         Lanes total = {};
-        for (int d = 0; d < D; d += 16) total += lanes(key[j] + d);
-        const float factor = 1.0f / (sum16(total) * std::sqrt(static_cast<float>(D)));
+        for (int d = 0; d < D; d += WIDTH) total += lanes(key[j] + d);
+        const float factor = 1.0f / (sum_lanes(total) * std::sqrt(static_cast<float>(D)));
         levels[2 * (h * L + l + j) + 1] = factor;
-        for (int d = 0; d < D; d += 16) lanes(key[j] + d) *= factor;
+        for (int d = 0; d < D; d += WIDTH) lanes(key[j] + d) *= factor;
       }
       times<D>(key, reinterpret_cast<const Square<D>*>(contexts)[h], value);
       for (int j = 0; j < count; ++j)
-        for (int e = 0; e < D; e += 16) store16(out + (l + j) * out_stride + h * D + e, lanes(value[j] + e));
+        for (int e = 0; e < D; e += WIDTH) store_lanes(out + (l + j) * out_stride + h * D + e, lanes(value[j] + e));
     }
   }
 }
@@ -532,7 +541,7 @@ template <typename T, int D>
 void attend_backward(const T* dout, const T* q, const T* k, const T* v, T* dq, T* dk, T* dv, int64_t L, int64_t H,
                      int64_t stride, int64_t out_stride, const float* top, const float* sum, const float* contexts,
                      const float* levels) {
-  constexpr int V = D / 16;
+  constexpr int V = D / WIDTH;
   struct Head { Square<D> d_context, d_turned, turned; float inner[D], share[D]; };
   std::vector<Head> heads(H);
   Tile<D> query, key, value, grad, d_query, d_key, d_value;
@@ -542,9 +551,9 @@ void attend_backward(const T* dout, const T* q, const T* k, const T* v, T* dq, T
       const T* from = q + (l + j) * stride + h * D;
       ahead<D>(from + TILE * stride);
       Lanes x[V];
-      EACH(V) x[i] = load16(from + 16 * i) - level[2 * j];
+      EACH(V) x[i] = load_lanes(from + WIDTH * i) - level[2 * j];
       exponentials(x);
-      EACH(V) lanes(query[j] + 16 * i) = x[i] * level[2 * j + 1];
+      EACH(V) lanes(query[j] + WIDTH * i) = x[i] * level[2 * j + 1];
     }
     clear<D>(query, count);
     read<D>(dout + l * out_stride + h * D, out_stride, count, grad);
@@ -577,9 +586,9 @@ void attend_backward(const T* dout, const T* q, const T* k, const T* v, T* dq, T
         const T* from = k + at + j * stride;
         ahead<D>(from + TILE * stride);
         Lanes x[V];
-        EACH(V) x[i] = load16(from + 16 * i) - lanes(most + 16 * i);
+        EACH(V) x[i] = load_lanes(from + WIDTH * i) - lanes(most + WIDTH * i);
         exponentials(x);
-        EACH(V) lanes(key[j] + 16 * i) = x[i] * lanes(head.share + 16 * i);
+        EACH(V) lanes(key[j] + WIDTH * i) = x[i] * lanes(head.share + WIDTH * i);
       }
       clear<D>(key, count);
       read<D>(v + at, stride, count, value);
@@ -588,14 +597,14 @@ void attend_backward(const T* dout, const T* q, const T* k, const T* v, T* dq, T
       times<D>(key, head.d_context, d_value);
       for (int j = 0; j < count; ++j) {
         Lanes sums = {};
-        for (int d = 0; d < D; d += 16) sums += lanes(query[j] + d) * lanes(d_query[j] + d);
+        for (int d = 0; d < D; d += WIDTH) sums += lanes(query[j] + d) * lanes(d_query[j] + d);
         // The query holds the factor 1 / sqrt(D) once too often.
-        const float along = sum16(sums) * std::sqrt(static_cast<float>(D));
+        const float along = sum_lanes(sums) * std::sqrt(static_cast<float>(D));
         const int64_t token = at + j * stride;
-        for (int d = 0; d < D; d += 16) {
-          store16(dq + token + d, lanes(query[j] + d) * (lanes(d_query[j] + d) - along));
-          store16(dk + token + d, lanes(key[j] + d) * (lanes(d_key[j] + d) - lanes(head.inner + d)));
-          store16(dv + token + d, lanes(d_value[j] + d));
+        for (int d = 0; d < D; d += WIDTH) {
+          store_lanes(dq + token + d, lanes(query[j] + d) * (lanes(d_query[j] + d) - along));
+          store_lanes(dk + token + d, lanes(key[j] + d) * (lanes(d_key[j] + d) - lanes(head.inner + d)));
+          store_lanes(dv + token + d, lanes(d_value[j] + d));
         }
       }
     }

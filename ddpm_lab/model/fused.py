@@ -22,10 +22,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ddpm_lab.processor import instructions, processor
 from ddpm_lab.workload import Unsupported
 
+_X86 = platform.machine() in ("x86_64", "AMD64")
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("fused.cpp", "convolution.cpp"))
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=c++17", "-Wno-psabi")
+WITHOUT = {"avx": "-mno-avx", "avx512f": "-mno-avx512f", "avx512_bf16": "-mno-avx512bf16"} if _X86 else {}
+"""Flags where the processor does without, or torch was told to."""
 HEAD_WIDTHS = (16, 32, 64)
 """Widths of a head that linear attention is compiled for."""
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -45,12 +49,12 @@ def library() -> ctypes.CDLL:
         raise Unsupported(f"kernels 'fused' need a C++ compiler ({compiler}); on Debian or Ubuntu: apt install g++")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     # Compiled for the very processor it is run on: a home folder may be shared between different ones.
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    processor = [line for line in lines if line.startswith(("model name", "flags", "Features"))][:2]
-    text = "\n".join([*(source.read_text() for source in SOURCES), version, *FLAGS, platform.machine(), *processor])
+    able = instructions()
+    flags = [*FLAGS, *(flag for name, flag in WITHOUT.items() if name not in able)]
+    text = "\n".join([*(source.read_text() for source in SOURCES), version, *flags, processor(), *sorted(able)])
     path = _folder() / f"fused-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if not path.exists():
-        _compile(compiler, path)
+        _compile([compiler, *flags], path)
     try:
         loaded = ctypes.CDLL(str(path))
     except OSError as problem:  # of a compiler whose OpenMP is not the one that torch has loaded
@@ -91,19 +95,19 @@ def _folder() -> Path:
     raise Unsupported("kernels 'fused' need a folder for compiled code: set XDG_CACHE_HOME to one that can be written")
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(compiler: list[str], path: Path) -> None:
     """Compile into ``path`` in one step: another rank may be doing the same."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         objects, linked = [str(Path(folder, f"{source.stem}.o")) for source in SOURCES], Path(folder, "fused.so")
         for command in (
-            *([compiler, *FLAGS, "-c", str(s), "-o", o] for s, o in zip(SOURCES, objects, strict=True)),
+            *([*compiler, "-c", str(s), "-o", o] for s, o in zip(SOURCES, objects, strict=True)),
             # Linked without OpenMP, so that its names are found in the library torch has loaded: two of them in one
             # process would be two pools of threads.
-            [compiler, "-shared", *objects, "-o", str(linked)],
+            [compiler[0], "-shared", *objects, "-o", str(linked)],
         ):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
-                raise Unsupported(f"kernels 'fused' did not compile with {compiler}: {done.stderr.strip()[:300]}")
+                raise Unsupported(f"kernels 'fused' did not compile with {compiler[0]}: {done.stderr.strip()[:300]}")
         linked.replace(path)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ddpm_lab.config import RunConfig
+from ddpm_lab.model import fused
 from ddpm_lab.model.blocks import Stage
 from ddpm_lab.model.reference import ReferenceUNet, reference
 from ddpm_lab.model.step import autocast, channels_last_seen, compile_counters, inductor_seen
@@ -19,8 +20,10 @@ AnyUNet = UNet | ReferenceUNet
 def configured_network(config: RunConfig, device: torch.device) -> AnyUNet:
     """The network of the configuration on ``device``, with the same weights in every implementation.
 
-    They are drawn from torch's global generator.
+    They are drawn from torch's global generator. Raises Unsupported without the compiler that joined kernels need.
     """
+    if config.kernels == "fused":
+        fused.library()  # compiled now, where it is, and not in the first step
     lab = build_network(
         config.network,
         image_size=config.image_size,

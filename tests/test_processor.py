@@ -1,0 +1,105 @@
+"""The processor, as it is and as torch was told to take it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from ddpm_lab import processor, setting
+from ddpm_lab.measure import hardware
+
+NEW = "model name\t: AMD EPYC 9654\nflags\t\t: avx avx2 fma avx512f avx512bw avx512_bf16 amx_tile\n"
+
+
+@pytest.fixture(autouse=True)
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A new processor, of which nothing is limited."""
+    for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(processor, "_cpuinfo", lambda: NEW)
+    _forget()
+    yield
+    _forget()
+
+
+def _forget() -> None:
+    processor.processor.cache_clear()
+    processor.instructions.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "name"),
+    [
+        (
+            "processor\t: 0\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n\nprocessor\t: 1\nmodel\t\t: 9\n",
+            "AMD EPYC (family 26, model 2)",
+        ),
+        (
+            "cpu family\t: 6\nmodel\t\t: 143\nmodel name\t: Intel(R) Xeon(R)  Platinum 8481C CPU @ 2.70GHz\n",
+            "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz",
+        ),
+        ("processor\t: 0\nBogoMIPS\t: 100.00\nHardware\t: BCM2835\n", "BCM2835"),
+        ("model name\t: AMD EPYC\n", "AMD EPYC"),
+        ("processor\t: 0\nBogoMIPS\t: 100.00\n", ""),
+    ],
+)
+def test_a_name_that_every_generation_has_is_told_by_family_and_model(cpuinfo: str, name: str) -> None:
+    """Two hosts called "AMD EPYC" differed by two in the speed of bf16: they are two machines."""
+    assert processor.name_in(cpuinfo) == name
+
+
+@pytest.mark.parametrize(
+    ("limits", "instructions", "bf16"),
+    [
+        ({}, {"avx", "avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "amx_tile"}, True),
+        ({"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}, {"avx", "avx2", "fma"}, False),
+        ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, {"avx", "avx2", "fma", "avx512f", "avx512bw"}, False),
+        ({"ATEN_CPU_CAPABILITY": "default"}, set(), False),
+        ({"ONEDNN_MAX_CPU_ISA": "ALL"}, {"avx", "avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "amx_tile"}, True),
+    ],
+)
+def test_what_torch_does_without_the_lab_does_without(
+    monkeypatch: pytest.MonkeyPatch, limits: dict[str, str], instructions: set[str], bf16: bool
+) -> None:
+    for name, value in limits.items():
+        monkeypatch.setenv(name, value)
+    assert processor.instructions() == instructions
+    assert processor.multiplies_bf16() is bf16
+    assert setting.usual_settings("cpu")["precision"] == ("bf16" if bf16 else "fp32")
+    limited = any(value in processor.LIMITS for value in map(str.upper, limits.values()))
+    assert (hardware.machine().cpu != "AMD EPYC 9654") is limited
+
+
+def test_an_arm_processor_says_its_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "_cpuinfo", lambda: "processor: 0\nFeatures : fp asimd bf16\n")
+    assert processor.multiplies_bf16()
+
+
+def test_without_a_compiler_the_usual_kernels_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert setting.usual_settings("cpu")["kernels"] == "aten"
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision", "compiled"),
+    [((9, 0), "bf16", "whole"), ((7, 5), "fp16", "whole"), ((6, 1), "fp32", "off")],
+)
+def test_a_gpu_gets_what_its_generation_has(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], precision: str, compiled: str
+) -> None:
+    monkeypatch.setattr(setting, "least_capability", lambda: capability)
+    usual = setting.usual_settings("cuda")
+    assert (usual["precision"], usual["compile"]) == (precision, compiled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", ["avx2", "default"])
+def test_kernels_compiled_for_older_processors_compute_the_same(limit: str) -> None:
+    """Every test of the kernels again, with the instructions of an older processor."""
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": limit, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    tests = ("tests/test_fused.py", "tests/test_blocks.py", "tests/test_attention.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
