@@ -92,7 +92,7 @@ class Planned:
                     seconds_left=campaign.seconds_left(),
                 )
         count = campaign.measured_sets
-        self.progress.done(f"measured {count} set{'s' * (count != 1)} now" if count else "nothing to measure")
+        self.progress.done(f"measured {count} set{'s' * (count != 1)} now" if count else "all is measured")
         return planned.result()
 
     def result(self) -> Measured:

@@ -312,9 +312,9 @@ class _Run:
             ("Machine", of("hardware")),
             ("Report made", pages.spoken_date(datetime.now().astimezone().isoformat(timespec="seconds"))),
             ("Preset", self.preset),
-            ("Training", self.workload),
+            ("Training", self.workload or of("training")),
             ("Images", of("data") or self.data),
-            ("Time taken", words(self.elapsed)),
+            ("This call took", words(self.elapsed)),
             (
                 "Code",
                 f"ddpm_lab {__version__}" + (f", measuring code {of('code_version')}" if of("code_version") else ""),

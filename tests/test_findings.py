@@ -246,5 +246,5 @@ def test_what_needs_more_cores_than_were_free_says_so() -> None:
     left_out = make.record(base, experiment="multi_gpu", role="note", label="2 ranks", status="left out", reason="few")
     left_out = replace(left_out, baseline_id=alone[0].baseline_id, family=alone[0].family)
     found = finding(make.study([*alone, left_out]))
-    assert found.headline == "1 core was free, too few for what is asked"
+    assert found.headline == "Not measured: 1 core was free, and every candidate needs more"
     assert (found.status, found.way_out) == ("not measured", "ddpm-lab run multi_gpu")

@@ -94,11 +94,11 @@ def test_of_single_changes_the_fastest_that_is_not_worse_is_what_to_use() -> Non
 def test_a_faster_change_of_unknown_quality_comes_with_the_command_that_judges_it() -> None:
     found = gains.answer(study(amp()))
     assert found.row is not None
-    assert (found.row.label, found.way_out) == ("bf16", "ddpm-lab run amp --seeds 8")
+    assert (found.row.label, found.way_out) == ("bf16", "ddpm-lab run amp --batch-size 32 --seeds 8")
     assert found.status == gains.UNTRIED
     assert "Use" not in found.headline
     own = gains.answer(study(amp(data_name="1,000 images from my/folder")))
-    assert own.way_out == "ddpm-lab run amp --seeds 8 --data DATA"
+    assert own.way_out == "ddpm-lab run amp --data DATA --batch-size 32 --seeds 8"
 
 
 def test_a_faster_change_that_is_worse_keeps_the_defaults_and_is_not_judged_again() -> None:
@@ -238,7 +238,7 @@ def test_the_finding_of_a_report_is_the_answer() -> None:
     assert (found.status, found.verdict, found.sets) == (findings.ANSWERED, decisions.FASTER, 6)
     assert found.ratio == pytest.approx(1.35, rel=0.02)
     unknown = findings.finding(study(amp()))
-    assert unknown.way_out == "ddpm-lab run amp --seeds 8"
+    assert unknown.way_out == "ddpm-lab run amp --batch-size 32 --seeds 8"
 
 
 def test_the_table_says_of_every_change_whether_it_may_be_recommended() -> None:

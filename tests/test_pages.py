@@ -28,14 +28,14 @@ def test_three_lines_say_what_to_use_what_gains_nothing_and_what_is_open() -> No
         ]
     )
     assert found == [
-        ("Use", ["Use bf16"]),
+        ("Use", ["bf16"]),
         ("No gain", ["Training with 2 workers is as fast", "2 ranks are slower"]),
         ("Open", ["No clear answer: ddpm-lab run torch_compile", "Every candidate failed"]),
     ]
 
 
 def test_lines_without_anything_are_left_out() -> None:
-    assert answers([USE]) == [("Use", ["Use bf16"])]
+    assert answers([USE]) == [("Use", ["bf16"])]
     assert answers([]) == []
 
 

@@ -259,7 +259,8 @@ def _nothing_to_compare(study: Study, rows: Sequence[Comparison], others: Sequen
         short = "Nothing to compare with the baseline was measured"
         return _plain(study, short, ending.strip(), quality.NOT_MEASURED)
     cores = few.config.threads * few.config.node_size
-    short = f"{phrases.plural(cores, 'core')} {'was' if cores == 1 else 'were'} free, too few for what is asked"
+    free = f"{phrases.plural(cores, 'core')} {'was' if cores == 1 else 'were'} free"
+    short = f"Not measured: {free}, and every candidate needs more"
     found = _plain(study, short, ending.strip(), quality.NOT_MEASURED)
     return replace(found, way_out=sentences.command(few, own_images=study.own_images))
 

@@ -107,14 +107,13 @@ def answer(study: Study) -> Answer:
     detail = _detail(rows, ground, lost)
     for best in reversed(together):
         if best.verdict == decisions.FASTER and (parts := _parts(best, good)):
-            short = f"Use {best.label}: {phrases.difference(best.ratio.value)} together, {_quality(parts)}"
+            gain = f"{phrases.difference(best.ratio.value)} together{sentences.with_cores(best)}"
+            short = f"Use {best.label}: {gain}, {_quality(parts)}"
             return Answer(headline=short, detail=f"{sentences.evidence(best)} {detail}", status=ANSWERED, row=best)
     if good:
         best = max(good, key=lambda c: c.ratio.value)
-        short = (
-            f"Use {best.label}: {phrases.difference(best.ratio.value)} than {best.baseline_label}, {_quality([best])}"
-        )
-        short = short.replace("as fast than", "as fast as")
+        gain = f"{phrases.difference(best.ratio.value)} than {best.baseline_label}{sentences.with_cores(best)}"
+        short = f"Use {best.label}: {gain.replace('as fast than', 'as fast as')}, {_quality([best])}"
         return Answer(headline=short, detail=f"{sentences.evidence(best)} {detail}", status=ANSWERED, row=best)
     if untried:
         best = max(untried, key=lambda c: c.ratio.value)
@@ -152,8 +151,7 @@ def _judge(study: Study, c: Comparison) -> str:
     """The command that judges the quality of a change; empty where trials cannot."""
     if c.equivalence.reason == quality.NO_LOSS_KNOWN:
         return ""
-    data = " --data DATA" * study.own_images
-    return f"ddpm-lab run {c.experiment} --seeds 8{data}"
+    return f"{sentences.command(c, own_images=study.own_images)} --seeds 8"
 
 
 def _detail(rows: list[Comparison], ground: list[Comparison], lost: list[Comparison]) -> str:

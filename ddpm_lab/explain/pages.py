@@ -58,7 +58,8 @@ class Page:
         if self.state != DONE:
             return self.state
         if self.elsewhere:
-            return "another machine"
+            hardware = self.finding.get("hardware")
+            return "published" if hardware and hardware == self.here else "another machine"
         if self.preset == SMOKE and self.finding.get("status") == ANSWERED:
             return "smoke: only tried"
         return str(self.finding.get("status", "no answer"))
@@ -126,7 +127,7 @@ def answers(pages: Sequence[Page]) -> list[tuple[str, list[str]]]:
     for page in told:
         ways.setdefault(page.headline, []).append(str(page.finding.get("way_out") or ""))
     open_ = [f"{headline}{': ' * any(found)}{' or '.join(filter(None, found))}" for headline, found in ways.items()]
-    use = [p.headline for p in last if p.kind == ANSWERED]
+    use = [p.headline.removeprefix("Use ") for p in last if p.kind == ANSWERED]
     lines = (("Use", use), ("No gain", settled), ("Open", open_))
     return [(name, found) for name, found in lines if found]
 

@@ -188,6 +188,15 @@ def _values(values: Iterable[Any]) -> str:
     return joined([str(v) for v in dict.fromkeys(values)])
 
 
+def training(study: Study) -> str:
+    """What the lab's trainer was measured with: ``tiny network, batch 8``; empty without it."""
+    mine = [r.config for r in study.records if r.role == "baseline" and r.config.workload == DDPM]
+    if not mine:
+        return ""
+    sizes = sorted({c.global_batch_size for c in mine})
+    return f"{_values(c.network for c in mine)} network, batch {_values(sizes)}"
+
+
 def context(study: Study, *, batch: bool = True) -> str:
     """Subtitle of a figure: hardware, network, batch, data, date, sets and turns."""
     shown = [

@@ -34,7 +34,7 @@ def lead(rows: Sequence[Comparison]) -> Comparison:
 def compared(row: Comparison) -> str:
     """A comparison in words, whatever its verdict: "bf16 is 26 % slower than fp32"."""
     subject, other = _subjects(row)
-    return f"{subject} {_is(row)} {_than(phrases.difference(row.ratio.value))} {other}{_with_cores(row)}"
+    return f"{subject} {_is(row)} {_than(phrases.difference(row.ratio.value))} {other}{with_cores(row)}"
 
 
 def headline(row: Comparison) -> str:
@@ -43,14 +43,14 @@ def headline(row: Comparison) -> str:
     if row.resolved:
         return compared(row)
     if row.verdict == decisions.SAME:
-        return f"{subject} {_is(row)} as fast as {other}, within {phrases.share(row.resolution)}{_with_cores(row)}"
+        return f"{subject} {_is(row)} as fast as {other}, within {phrases.share(row.resolution)}{with_cores(row)}"
     if row.verdict == decisions.TOO_FEW:
-        return f"Too few sets ({row.sets}) to say whether {subject} {_is(row)} faster{_with_cores(row)}"
+        return f"Too few sets ({row.sets}) to say whether {subject} {_is(row)} faster{with_cores(row)}"
     low, high = (phrases.difference(end) for end in row.ratio.ends)
-    return f"No clear answer: {subject} may be anything from {low} to {_than(high)} {other}{_with_cores(row)}"
+    return f"No clear answer: {subject} may be anything from {low} to {_than(high)} {other}{with_cores(row)}"
 
 
-def _with_cores(row: Comparison) -> str:
+def with_cores(row: Comparison) -> str:
     """The cores of a comparison that was measured with some of them alone, after a space."""
     cores = row.config.threads * row.config.node_size
     return f" on {phrases.plural(cores, 'core')}" if cores and row.config.device == "cpu" else ""
@@ -85,7 +85,7 @@ def evidence(row: Comparison) -> str:
     sets = f"{phrases.plural(row.sets, 'set')} of {phrases.plural(row.turns, 'turn')}"
     text = f"Ratio {phrases.ratio_with_interval(row)}, 95 % interval over {sets}"
     text += f"; the baseline repeated: {floor}" if (floor := phrases.noise_floor(row)) else ""
-    text += f"; resolves {phrases.share(row.resolves)}" if math.isfinite(row.resolves) else ""
+    text += f"; resolves {phrases.share(row.resolves)}" if not row.resolved and math.isfinite(row.resolves) else ""
     return f"{text}{f'; {row.why}' if row.why else ''}."
 
 

@@ -72,6 +72,7 @@ def finding(study: Study) -> None:
         ),
         "published": study.published,
         "data": last.data_name if last else "",
+        "training": phrases.training(study),
         "code_version": last.code_version if last else "",
     }
     facts = {
