@@ -17,6 +17,7 @@ import contextlib
 import json
 import math
 import multiprocessing
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -51,7 +52,8 @@ def configuration(extra: int, threads: int) -> RunConfig:
 
 
 def _spells() -> None:
-    while True:
+    parent = os.getppid()
+    while os.getppid() == parent:
         end = time.monotonic() + random.expovariate(1 / 20)
         while time.monotonic() < end:
             pass

@@ -29,7 +29,7 @@ from ddpm_lab.data.prepared import read_manifest
 from ddpm_lab.explain import quality
 from ddpm_lab.measure.trial import LOOKS
 from ddpm_lab.model.training import Training
-from ddpm_lab.setting import DEFAULTS
+from ddpm_lab.setting import usual_settings
 from ddpm_lab.workload import RankContext
 
 DRAWS = 512
@@ -63,7 +63,7 @@ def planted(base: RunConfig) -> dict[str, tuple[type[Training], RunConfig]]:
         return replace(base, optimizer=replace(base.optimizer, **settings))
 
     found: dict[str, tuple[type[Training], RunConfig]] = {
-        "default": (Training, replace(base, **DEFAULTS[base.device])),
+        "default": (Training, replace(base, **usual_settings(base.device))),
         "learning rate 0.002": (Training, optimizer(learning_rate=2e-3)),
         "learning rate 2": (Training, optimizer(learning_rate=2.0)),
         "average never moved": (Training, optimizer(ema_every=10**9)),
@@ -121,7 +121,7 @@ def main() -> None:
         looks = [options.batch * round(share * images / options.batch) for share in LOOKS]
         tried = {"fp32": (Training, base), **({} if options.long else planted(base))}
         if options.long:
-            tried = {"default": (Training, replace(base, **DEFAULTS[base.device]))}
+            tried = {"default": (Training, replace(base, **usual_settings(base.device)))}
         rows = []
         for seed in range(1 if options.long else options.seeds):
             for name, (kind, config) in tried.items():

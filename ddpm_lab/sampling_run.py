@@ -27,11 +27,12 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.measure.fid import distance
 from ddpm_lab.measure.fleet import spread
 from ddpm_lab.measure.group import Group, GroupFailed
+from ddpm_lab.measure.others import LOOK_SECONDS, free_cores
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.plan import Fid
 from ddpm_lab.run_folder import RunFailed
-from ddpm_lab.setting import DEFAULTS, check_ranks, usual_device
+from ddpm_lab.setting import check_ranks, usual_device, usual_settings
 
 GENERATION = "ddpm_lab.model.generation:generation"
 SAMPLERS = ("ddim", "ddpm")
@@ -109,8 +110,8 @@ def sample(
         global_batch_size=world_size * batch_size,
         precision=sampling.precision,
         compile=sampling.compile,
-        kernels=DEFAULTS[device]["kernels"] if sampling.compile == "off" else "aten",
-        freed_memory=DEFAULTS[device].get("freed_memory", "default"),
+        kernels=usual_settings(device)["kernels"] if sampling.compile == "off" else "aten",
+        freed_memory=usual_settings(device).get("freed_memory", "default"),
         network=found.config.network,
         image_size=found.config.image_size,
         attention_axis=found.config.attention_axis,
@@ -133,7 +134,8 @@ def sample(
         return paths
     config = dataclasses.replace(config, options=(*config.options, ("numbers", tuple(missing))))
     del found
-    _make(config, len(missing), count, cores // config.node_size, progress)
+    free = free_cores(seconds=LOOK_SECONDS) if device == "cpu" else cores
+    _make(config, len(missing), count, free // config.node_size, progress)
     return paths
 
 

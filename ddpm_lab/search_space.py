@@ -11,7 +11,7 @@ from typing import Any
 from ddpm_lab.checks import ConfigError, choice, several
 from ddpm_lab.plan import RECOMMENDATION, SEARCH, START, Experiment, Family, Plan, Trial
 from ddpm_lab.quality import identity_trials
-from ddpm_lab.setting import DEFAULTS, Setup
+from ddpm_lab.setting import Setup, usual_settings
 from ddpm_lab.space import BATCH, LOADER, Cell, Space, Value
 
 SEARCH_PLAN = Plan(turns=6)
@@ -129,7 +129,7 @@ def _only(
 
 def _guess(settings: Mapping[str, tuple[Value, ...]], setup: Setup) -> Cell:
     """The trainer's settings for speed on this kind of device, as far as they are among the values."""
-    usual = DEFAULTS[setup.device]
+    usual = usual_settings(setup.device)
 
     def fits(value: Value) -> bool:
         said = value.changes.keys() & usual.keys()

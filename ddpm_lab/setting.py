@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,20 +13,29 @@ from ddpm_lab.checks import ConfigError, choice, several, whole
 from ddpm_lab.config import LOADER_ALONE, RunConfig, digest
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.fleet import fewest_hosts
-from ddpm_lab.measure.gpu_trouble import gpu_trouble
+from ddpm_lab.measure.gpu_trouble import gpu_trouble, least_capability
 from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.own_settings import OWN, OWN_LOADER
+from ddpm_lab.processor import multiplies_bf16
 
 OWN_DATA = "own-"
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": {"precision": "bf16", "channels_last": True, "kernels": "fused", "compile": "off", "loader": "packed"}
-    | {"freed_memory": "kept"},
-    "cuda": {"precision": "bf16", "channels_last": True, "kernels": "aten", "compile": "whole", "loader": "resident"},
-}
-"""The trainer's settings for speed by kind of device; Adam in one kernel and EMA in one call are the same on both.
 
-What each is worth on a machine is measured by notebook 07; the best combination is what ``recommend`` searches.
-"""
+
+def usual_settings(device: str) -> dict[str, Any]:
+    """The trainer's settings for speed by what the device can do; Adam in one kernel and EMA in one call are always on.
+
+    None is slower than plain fp32 on its kind, as far as that was measured. What each is worth on a machine is measured
+    by notebook 07; the best combination is what ``recommend`` searches, the fastest of these what ``probe`` finds.
+    """
+    if device == "cuda":
+        capability = least_capability() or (8, 0)  # elsewhere, as where a grid is only looked at
+        # fp16 has its products from 7.0 on, bf16 from 8.0 on (CUDA C++ Programming Guide, table of throughputs).
+        precision = "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
+        own = {"kernels": "aten", "compile": "whole" if capability >= (7, 0) else "off", "loader": "resident"}
+        return {"precision": precision, "channels_last": True, **own}
+    kernels = "fused" if shutil.which(os.environ.get("CXX", "g++")) else "aten"
+    own = {"kernels": kernels, "compile": "off", "loader": "packed", "freed_memory": "kept"}
+    return {"precision": "bf16" if multiplies_bf16() else "fp32", "channels_last": True, **own}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

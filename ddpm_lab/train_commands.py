@@ -41,7 +41,10 @@ def add_options(subparsers: Any) -> None:
     train.add_argument("--global-batch-size", type=int, help="images of a step (default: 128 on a GPU, 32 on a CPU)")
     train.add_argument("--accumulation", type=int, help="micro-batches of a rank in a step (default: 1)")
     train.add_argument("--learning-rate", type=float, help="Adam's learning rate (default: 2e-4)")
-    train.add_argument("--precision", choices=PRECISIONS, help="number format (default: bf16)")
+    train.add_argument("--precision", choices=PRECISIONS, help="number format (default: the fastest here)")
+    train.add_argument(
+        "--no-probe", action="store_true", help="take settings by the kind of processor, and try none (20 s, once)"
+    )
     train.add_argument("--compile", choices=COMPILE, help="torch.compile (default: whole on a GPU, off on a CPU)")
     train.add_argument("--world-size", type=int, help=f"ranks, each with a GPU or a core of its own ({USUAL_RANKS})")
     add(train, "device", "seed", default=absent)
@@ -84,7 +87,9 @@ def train_command(options: argparse.Namespace) -> int:
     from ddpm_lab import summary_lines  # noqa: PLC0415 - commands load what they need
     from ddpm_lab.measure import hardware  # noqa: PLC0415
     from ddpm_lab.measure.group_folder import sweep  # noqa: PLC0415
+    from ddpm_lab.measure.others import LOOK_SECONDS, free_cores  # noqa: PLC0415
     from ddpm_lab.measure.progress import Progress  # noqa: PLC0415
+    from ddpm_lab.probe import fastest  # noqa: PLC0415
     from ddpm_lab.training_plan import plan_training  # noqa: PLC0415
     from ddpm_lab.training_run import train  # noqa: PLC0415
 
@@ -100,7 +105,7 @@ def train_command(options: argparse.Namespace) -> int:
     stop = Stop()
     try:
         with stop:
-            config, schedule = plan_training(
+            config, schedule, said_of = plan_training(
                 settings,
                 {name: said[name] for name in SCHEDULED_BY if name in said},
                 file=expanded(said["config"]) if "config" in said else None,
@@ -111,7 +116,16 @@ def train_command(options: argparse.Namespace) -> int:
             )
             _tell_of_idle(config.device, config.world_size, progress)
             sweep()
-            threads = config.rank_threads(hardware.usable_cores())
+            cores = (
+                free_cores(seconds=LOOK_SECONDS)
+                if config.device == "cpu" and not config.threads
+                else hardware.usable_cores()
+            )
+            threads, output = config.rank_threads(cores), output_folder(None)
+            how: dict[str, Any] = {"steps": schedule.steps, "threads": threads, "output": output, "progress": progress}
+            config, why = fastest(config, said_of, probing=not said.get("no_probe"), **how)
+            if why:
+                progress.done(why)
             with summary_lines.watched(config) as gpus:
                 outcome = train(
                     config, schedule, folder, threads=threads, stop=stop, progress=progress, tracker=tracker

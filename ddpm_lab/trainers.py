@@ -24,7 +24,7 @@ from ddpm_lab.plan import (
     Family,
     Plan,
 )
-from ddpm_lab.setting import DEFAULTS, Setup, each_choice
+from ddpm_lab.setting import Setup, each_choice, usual_settings
 
 DDPT = "ddpm_lab.model.peers:denoising_diffusion_pytorch"
 DIFFUSERS = "ddpm_lab.model.peers:diffusers"
@@ -66,7 +66,7 @@ def peers(
     if trainers is not None and (lost := [n for n in trainers if n not in able]):
         raise ConfigError(f"trainers has {lost[0]!r}, which has no network of the size of {setup.network!r}: use seed")
     asked = [n for n in able if trainers is None or n in trainers]
-    ours = setup.config(global_batch_size=batch, diffusion=DiffusionConfig(loss="l2"), **DEFAULTS[setup.device])
+    ours = setup.config(global_batch_size=batch, diffusion=DiffusionConfig(loss="l2"), **usual_settings(setup.device))
     name = setup.family_name(batch)
     wanted = parts or PARTS
     families = []

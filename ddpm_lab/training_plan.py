@@ -14,7 +14,7 @@ from ddpm_lab.data.prepared import read_manifest
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.fleet import current, spread, usual_ranks
 from ddpm_lab.run_folder import OWN
-from ddpm_lab.setting import DEFAULTS, check_cores, check_ranks, usual_device
+from ddpm_lab.setting import check_cores, check_ranks, usual_device, usual_settings
 from ddpm_lab.settings_file import configuration, read_settings
 from ddpm_lab.training_run import Schedule
 
@@ -31,11 +31,13 @@ def plan_training(
     held_out: str | None = None,
     skip_bad: bool = False,
     progress: Callable[[str], None] = lambda _: None,
-) -> tuple[RunConfig, Schedule]:
-    """The configuration and schedule of a run: settings of ``file``, and over them those of the command line.
+) -> tuple[RunConfig, Schedule, frozenset[str]]:
+    """The configuration and schedule of a run, and which settings the user gave.
+
+    They are those of ``file``, and over them those of the command line.
 
     ``flags`` and ``schedule`` hold what the user has given; a name with a dot lies in a table. What neither says is as
-    ``DEFAULTS`` and ``USUAL`` have it for the kind of device. Images are prepared in ``cache``.
+    ``usual_settings`` and ``USUAL`` have it for the kind of device. Images are prepared in ``cache``.
 
     Raises:
         ConfigError: something cannot be run on this machine.
@@ -62,7 +64,7 @@ def plan_training(
             values[name] = value
     if "device" not in values:
         values["device"] = usual_device(None)
-    device = values["device"]
+    device, said = values["device"], frozenset(values)
     choice(f"{place}: device", device, DEVICES)
     values = {**USUAL.get(device, {}), **_defaults(device, values), **values}
     values.setdefault("world_size", usual_ranks(values.get("nodes")))
@@ -90,12 +92,12 @@ def plan_training(
     sha256 = read_manifest(folder).content_hash
     if config.data_sha256 not in ("", sha256):
         raise ConfigError(f"{place}: the images in {config.data} are not those that data_sha256 names: leave it out")
-    return dataclasses.replace(config, data=str(folder), data_sha256=sha256), planned
+    return dataclasses.replace(config, data=str(folder), data_sha256=sha256), planned, said
 
 
 def _defaults(device: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The trainer's settings for speed on a kind of device, but for joined kernels where what was asked has none."""
-    defaults = dict(DEFAULTS.get(device, {}))
+    defaults = usual_settings(device)
     without = (("compile", "off"), ("channels_last", True), ("implementation", "lab"))
     if any(values.get(name, usual) != usual for name, usual in without):
         defaults.pop("kernels", None)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ddpm_lab.checks import ConfigError, whole
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.group import Group, GroupFailed
+from ddpm_lab.measure.others import CoreWatch
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.run_folder import RunFailed, RunFolder, checkpoints_in
 from ddpm_lab.stopping import Stop
@@ -183,7 +184,10 @@ class _Run:
     ) -> None:
         self.config, self.schedule, self.run, self.stop, self.progress = config, schedule, run, stop, progress
         self.tracked = tracked
-        self.step = self.saved = self.chunks = 0
+        self.step = self.saved = self.chunks = self.threads = 0
+        # Threads that were asked for stay; of other hosts' cores nothing is known.
+        chosen = config.device == "cpu" and not config.threads and config.nodes == 1
+        self.watch = CoreWatch() if chosen else None
         self.step_seconds = math.inf
         self.loss: float | None = None
         self.held_out: float | None = None
@@ -191,6 +195,7 @@ class _Run:
     def train(self, step: int, threads: int) -> Outcome:
         """Start the ranks and train on after ``step``."""
         self.step = self.saved = step
+        self.threads = threads
         self.progress("starting")
         try:
             how: dict[str, Any] = {"environment": {}, "progress": self.progress, "starting": _without_sigterm}
@@ -247,6 +252,18 @@ class _Run:
         self.loss = statistics.fmean(losses)
         self._show(rate)
         self._between(group, rows)
+        if self.watch and (free := self.watch.free()):
+            self._take_cores(group, free)
+
+    def _take_cores(self, group: Group, free: int) -> None:
+        """Train with as many threads as cores are free: beside others, too many wait for each other."""
+        threads = self.config.rank_threads(free)
+        if threads == self.threads:
+            return
+        group.call("set_threads", SILENCE_SECONDS, count=threads)
+        self.threads = threads
+        each = f"{threads} thread{'s' * (threads > 1)}{' a rank' * (self.config.world_size > 1)}"
+        self.progress.done(f"step {self.step:,}: {free} core{'s are' if free > 1 else ' is'} free now: {each}")
 
     def _between(self, group: Group, rows: list[dict[str, Any]]) -> None:
         """What is due after a chunk. The log comes before the checkpoint: it holds every step that is not redone."""

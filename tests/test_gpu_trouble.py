@@ -71,10 +71,10 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         return tmp_path / "asked"
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for cached in (hardware._nvidia, gpu_trouble):
+    for cached in (hardware._nvidia, module.told_by_torch):
         cached.cache_clear()
     yield make
-    for cached in (hardware._nvidia, gpu_trouble):
+    for cached in (hardware._nvidia, module.told_by_torch):
         cached.cache_clear()
 
 
@@ -121,7 +121,7 @@ def test_a_torch_that_cannot_be_loaded_or_does_not_answer_is_told(
     install(T4)
     (tmp_path / "site" / "torch.py").write_text("raise ImportError('libcudart.so.13: no such file')")
     assert "libcudart.so.13" in gpu_trouble()
-    gpu_trouble.cache_clear()
+    module.told_by_torch.cache_clear()
     (tmp_path / "site" / "torch.py").write_text("import time\ntime.sleep(60)")
     monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.2)
     assert "did not answer" in gpu_trouble()
@@ -136,7 +136,7 @@ def test_torch_is_asked_once_and_only_where_there_is_a_gpu(install: Install) -> 
         setting.check_ranks("cuda", 1, 1, 2)
     assert asked.read_text() == "once "
     asked.unlink()
-    gpu_trouble.cache_clear()
+    module.told_by_torch.cache_clear()
     assert setting.usual_device("cpu") == "cpu"
     setting.check_ranks("cpu", 1, 1, 2)
     hardware._nvidia.cache_clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -96,3 +97,16 @@ def test_a_set_waits_a_little_for_a_quiet_moment(
     others.await_quiet(RunConfig(**settings), 2, said.append)  # type: ignore[arg-type]
     assert now[-1] - 50 == pytest.approx(waited, abs=0.21 if waited == others.QUIET_SECONDS else 1e-6)
     assert len(said) == len(now) - 1 - (0 < waited < others.QUIET_SECONDS)
+
+
+def test_a_watch_says_after_a_minute_how_many_cores_were_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, taken = [0.0], list[float | None]([0.0])
+    clock = SimpleNamespace(read=lambda: SimpleNamespace(others_cores=lambda *_: taken[0]))
+    monkeypatch.setattr(others, "CpuClock", clock)
+    monkeypatch.setattr(others, "usable_cores", lambda: 4)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    watch = others.CoreWatch()
+    found = []
+    for now[0], taken[0] in ((59.0, 4.0), (60.0, 1.2), (119.0, 0.0), (120.0, 0.0), (180.0, None), (240.0, 9.0)):
+        found.append(watch.free())
+    assert found == [None, 3, None, 4, None, 1]

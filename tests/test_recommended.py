@@ -328,7 +328,7 @@ def test_the_file_is_what_train_takes(tmp_path: Path, synthetic: RunConfig, sets
     recommended = sets == 6 and known
     assert (settings["precision"], settings["world_size"]) == (("bf16", 2) if recommended else ("fp32", 1))
     assert ("so these are the settings of the baseline" in path.read_text()) != recommended
-    config, schedule = plan_training({"oversubscribe": True}, {}, file=path, cache=tmp_path / "cache")
+    config, schedule, _ = plan_training({"oversubscribe": True}, {}, file=path, cache=tmp_path / "cache")
     wanted = of(list(answer.records), trials=answer.trials).config
     assert config.differences(wanted).keys() <= {"purpose", "workload", "oversubscribe"}
     assert config.data == synthetic.data

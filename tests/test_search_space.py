@@ -13,7 +13,7 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.plan import PRESETS
 from ddpm_lab.questions import ask
 from ddpm_lab.search_space import recommendation, search
-from ddpm_lab.setting import DEFAULTS
+from ddpm_lab.setting import usual_settings
 from ddpm_lab.space import Space
 
 
@@ -55,7 +55,7 @@ def test_every_combination_runs_here_and_the_plain_step_comes_first(machine: str
 def test_the_guess_is_what_the_trainer_does_by_default(machine: str) -> None:
     space = space_of(machine)
     config = space.cells()[space.guess]
-    assert {name: getattr(config, name) for name in DEFAULTS[config.device]} == DEFAULTS[config.device]
+    assert {name: getattr(config, name) for name in usual_settings(config.device)} == usual_settings(config.device)
 
 
 def test_settings_are_held_to_some_values_and_the_first_is_where_it_sets_out() -> None:

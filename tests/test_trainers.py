@@ -10,7 +10,7 @@ import setups
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.plan import BOTH_FP32, COMPILED, FLASH_ATTENTION, FORMATS, LEVERS, LIMITS, SAMPLING, TUNED, Family
-from ddpm_lab.setting import DEFAULTS, Setup
+from ddpm_lab.setting import Setup, usual_settings
 from ddpm_lab.trainers import PARTS, PEERS, PUBLISHED, peers
 
 
@@ -70,7 +70,7 @@ def test_on_a_cpu_the_tuned_are_compiled_in_full_or_when_named(
 @pytest.mark.parametrize(("device", "gpus"), [("cpu", 0), ("cuda", 1)])
 def test_this_trainer_runs_with_the_documented_defaults(device: str, gpus: int) -> None:
     ours = peers(setup(device=device, gpus=gpus)).families[0].baseline
-    assert {name: getattr(ours, name) for name in DEFAULTS[device]} == DEFAULTS[device]
+    assert {name: getattr(ours, name) for name in usual_settings(device)} == usual_settings(device)
 
 
 def test_both_in_fp32_differ_in_nothing_but_how_the_step_is_computed() -> None:

@@ -18,6 +18,7 @@ from ddpm_lab import training_run
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import TRAINING, DiffusionConfig, RunConfig
 from ddpm_lab.measure.group import GroupFailed
+from ddpm_lab.measure.others import CoreWatch
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.model.checkpoint import read, write
 from ddpm_lab.optimizer_settings import OptimizerConfig
@@ -123,6 +124,30 @@ def test_nothing_is_forecast_before_it_is_known(tmp_path: Path, ranks: Callable[
     assert forecast[1] is False
     assert forecast[6] is True
     assert forecast[8] is False
+
+
+def test_threads_follow_the_free_cores(
+    tmp_path: Path, ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks: eight free cores are four threads for each; what nobody knows changes nothing."""
+    group, free = ranks(), iter([None, 2, 8, None, 9, 1])
+    counts: list[int] = []
+    call = group.call
+
+    def heard(method: str, limit: float, **arguments: Any) -> list[Any]:
+        counts.extend([arguments["count"]] if method == "set_threads" else [])
+        return call(method, limit, **arguments)
+
+    monkeypatch.setattr(group, "call", heard)
+    monkeypatch.setattr(CoreWatch, "free", lambda _: next(free, None))
+    lines: list[str] = []
+    monkeypatch.setattr(Progress, "done", lambda _, line: lines.append(line))
+    run(tmp_path, 60)
+    assert counts == [4, 1]
+    assert "8 cores are free now: 4 threads a rank" in lines[0]
+    free = iter([8, 8])
+    run(tmp_path / "fixed", 60, config=dataclasses.replace(CONFIG, threads=1))
+    assert counts == [4, 1]
 
 
 def test_chunks_last_a_second_and_end_where_something_is_due(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:

@@ -24,7 +24,7 @@ from ddpm_lab.measure.trial import LOOKS, MOST_BYTES, MOST_IMAGES, SAMPLER_STEPS
 from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.plan import Plan
 from ddpm_lab.record import RunRecord
-from ddpm_lab.setting import DEFAULTS
+from ddpm_lab.setting import usual_settings
 from ddpm_lab.workload import RankContext
 
 UNDERFLOW = "underflow:underflow"
@@ -127,7 +127,7 @@ def test_planted_faults_are_worse_and_another_rounding_is_not(
     """With a rate that gets to the loss that shows harm in 120 steps; ``benchmarks/quality.py`` has the usual one."""
     quick = OptimizerConfig(learning_rate=5e-3)
     config = replace(config, optimizer=quick, options=(("images", 960), ("draws", 64)))
-    fine = {"the default on a CPU, in bf16": replace(config, **DEFAULTS["cpu"])}
+    fine = {"the default on a CPU, in bf16": replace(config, **usual_settings("cpu"))}
     faults = {
         "a learning rate ten times too large": replace(config, optimizer=OptimizerConfig(learning_rate=TOO_LARGE_RATE)),
         "a frozen average": replace(config, optimizer=dataclasses.replace(quick, ema_every=1000)),

@@ -23,25 +23,34 @@ CPU = "or measure the CPU with --device cpu (in a report: -p device cpu)"
 PATIENCE_SECONDS = 120.0
 
 
-@cache
 def gpu_trouble() -> str:
     """Why torch cannot use the GPUs that NVML lists, and the ways out, in one sentence; empty without such trouble.
 
     Torch is asked in a process of its own, once, and only where there is a GPU: asking takes seconds and wakes CUDA.
     """
-    if not (cards := hardware.listed_gpus()):
+    cards = hardware.listed_gpus()
+    if not cards or not (why := _why(told_by_torch(), hardware.machine().driver)):
         return ""
+    names = ", ".join(dict.fromkeys(card.name for card in cards))
+    return f"torch {hardware.package_version('torch')} cannot use {names}: {why}, {CPU}"
+
+
+@cache
+def told_by_torch() -> dict[str, Any]:
+    """What ``torch_gpus`` prints: torch's CUDA, its error or the architectures it has kernels for, and the cards."""
     command = [sys.executable, "-P", str(Path(__file__).with_name("torch_gpus.py"))]
     try:
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     except subprocess.TimeoutExpired:
-        told = {"error": f"it did not answer within {PATIENCE_SECONDS:.0f} s"}
-    else:
-        told = json.loads(done.stdout) if done.returncode == 0 else {"error": _last_line(done)}
-    if not (why := _why(told, hardware.machine().driver)):
-        return ""
-    names = ", ".join(dict.fromkeys(card.name for card in cards))
-    return f"torch {hardware.package_version('torch')} cannot use {names}: {why}, {CPU}"
+        return {"error": f"it did not answer within {PATIENCE_SECONDS:.0f} s"}
+    told: dict[str, Any] = json.loads(done.stdout) if done.returncode == 0 else {"error": _last_line(done)}
+    return told
+
+
+def least_capability() -> tuple[int, int] | None:
+    """The lowest compute capability of the GPUs that torch sees; None where it sees none."""
+    cards = told_by_torch().get("cards", ()) if hardware.gpus() else ()
+    return min(((major, minor) for _, major, minor in cards), default=None)
 
 
 def _last_line(done: subprocess.CompletedProcess[str]) -> str:

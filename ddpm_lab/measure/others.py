@@ -24,20 +24,49 @@ def others_cores(seconds: float) -> float | None:
     return before.others_cores(CpuClock.read(), time.monotonic() - begun)
 
 
-FREE_SECONDS, SURELY_FREE_SECONDS = 10, 3
-"""Seconds of sampling that say how many cores are free; where the first are all quiet, these suffice."""
+LOOK_SECONDS = 0.2
+"""Each sample where nothing is measured: before training, and before sampling."""
+FREE_SAMPLES, SURELY_FREE_SAMPLES = 10, 3
+"""Samples that say how many cores are free; where the first are all quiet, these suffice."""
 
 
-def free_cores(sample: Callable[[float], float | None] = others_cores) -> int:
-    """Usable cores that other processes leave free; a core counts as taken from a half on, and one is always left."""
+def free_cores(sample: Callable[[float], float | None] = others_cores, *, seconds: float = 1.0) -> int:
+    """Usable cores that other processes leave free; a core counts as taken from a half on, and one is always left.
+
+    Each sample takes ``seconds``.
+    """
     cores, taken = usable_cores(), list[float]()
-    for _ in range(FREE_SECONDS):
-        if (others := sample(1.0)) is None:
+    for _ in range(FREE_SAMPLES):
+        if (others := sample(seconds)) is None:
             return cores
         taken.append(others)
-        if len(taken) >= SURELY_FREE_SECONDS and max(taken) < QUIET_CORES:
+        if len(taken) >= SURELY_FREE_SAMPLES and max(taken) < QUIET_CORES:
             return cores
-    return max(1, cores - int(fmean(taken) + 0.5))
+    return _left(cores, fmean(taken))
+
+
+def _left(cores: int, taken: float) -> int:
+    """Cores of which others take less than half, and at least one."""
+    return max(1, cores - int(taken + 0.5))
+
+
+class CoreWatch:
+    """How many cores other processes leave free, from what they take while one's own work."""
+
+    def __init__(self, minute: float = 60.0) -> None:
+        self.minute = minute
+        self._begin()
+
+    def _begin(self) -> None:
+        self._clock, self._begun = CpuClock.read(), time.monotonic()
+
+    def free(self) -> int | None:
+        """The cores that were free over the last minute; None until it is over, and where that is not known."""
+        if (seconds := time.monotonic() - self._begun) < self.minute:
+            return None
+        others = self._clock.others_cores(CpuClock.read(), seconds)
+        self._begin()
+        return None if others is None else _left(usable_cores(), others)
 
 
 QUIET_CORES = 0.25

@@ -99,6 +99,10 @@ class Training(Trainer):
             return f"cannot write {path}: {error.strerror or error}"
         return None
 
+    def set_threads(self, *, count: int) -> None:
+        """Compute with so many threads from here on: the same mathematics, summed in another order."""
+        torch.set_num_threads(count)
+
     def samples(self, *, path: str, count: int, steps: int) -> str | None:
         """Write a grid of the first ``count`` images of the averaged weights by DDIM, on rank 0.
 

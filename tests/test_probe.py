@@ -1,0 +1,192 @@
+"""The fastest settings: found by trying, kept, and never against what the user said."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpm_lab import probe
+from ddpm_lab.config import TRAINING, RunConfig
+from ddpm_lab.measure.group import GroupFailed
+
+USUAL = RunConfig(
+    workload=TRAINING, purpose="quality", precision="bf16", kernels="fused", freed_memory="kept", global_batch_size=8
+)
+
+
+class Machine:
+    """A machine on which a step takes so many seconds by the settings' name, and the groups that ran on it."""
+
+    def __init__(self, seconds: dict[str, float], failing: str = "") -> None:
+        self.seconds, self.failing = seconds, failing
+        self.now, self.steps, self.alive, self.most = 0.0, dict[str, int](), 0, 0
+
+    def __call__(self, config: RunConfig, **_: Any) -> "Machine._Group":
+        if probe._name(config) == self.failing:
+            raise GroupFailed("unsupported", "no such kernel")
+        self.alive += 1
+        self.most = max(self.most, self.alive)
+        return Machine._Group(self, probe._name(config))
+
+    class _Group:
+        def __init__(self, machine: "Machine", name: str) -> None:
+            self.machine, self.name = machine, name
+
+        def __enter__(self) -> "Machine._Group":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.kill()
+
+        def kill(self) -> None:
+            self.machine.alive -= bool(self.name)
+            self.name = ""
+
+        def advance(self, steps: int, silence: float, stage: str) -> list[dict[str, float]]:
+            machine = self.machine
+            assert stage == "probing"
+            if machine.seconds[self.name] > silence:
+                machine.now += silence
+                machine.steps[self.name] = 1
+                raise GroupFailed("timed out", "no sign of life")
+            machine.steps[self.name] = machine.steps.get(self.name, 0) + steps
+            # A neighbour comes and goes: now and then everything takes half as long again.
+            busy = 1.5 if int(machine.now) % 7 == 0 else 1.0
+            seconds = machine.seconds[self.name] * steps * busy
+            machine.now += seconds
+            return [{"seconds": seconds}]
+
+
+Play = Callable[..., Machine]
+NAMES = {
+    "plain": "plain fp32",
+    "bf": "bf16, fused kernels",
+    "ff": "fp32, fused kernels",
+    "ba": "bf16, channels-last",
+    "fa": "fp32, channels-last",
+    "bn": "bf16, NCHW",
+}
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Play:
+    """Put a machine of known speeds in the place of real groups."""
+
+    def use(*, failing: str = "", **seconds: float) -> Machine:
+        machine = Machine({NAMES[short]: value for short, value in seconds.items()}, failing)
+        monkeypatch.setattr(probe, "Group", machine)
+        monkeypatch.setattr(time, "monotonic", lambda: machine.now)
+        return machine
+
+    return use
+
+
+def fastest(
+    tmp_path: Path, config: RunConfig = USUAL, said: set[str] | None = None, **how: Any
+) -> tuple[RunConfig, str]:
+    options: dict[str, Any] = {"steps": 100_000, "threads": 2, "probing": True, "progress": lambda _: None}
+    return probe.fastest(config, said or set(), output=tmp_path, **{**options, **how})
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        {"bf": 0.2, "plain": 0.5, "ff": 0.4, "ba": 0.3, "fa": 0.45},
+        {"bf": 20.0, "plain": 1.7, "ff": 1.1, "ba": 18.0, "fa": 1.5},
+        {"bf": 2.0, "plain": 1.7, "ff": 2.4, "ba": 1.8, "fa": 1.3},
+        {"bf": 0.7, "plain": 0.5, "ff": 0.6, "ba": 0.8, "fa": 0.6},
+    ],
+)
+def test_the_fastest_is_found_within_the_time(tmp_path: Path, play: Play, seconds: dict[str, float]) -> None:
+    machine, best = play(**seconds), NAMES[min(seconds, key=seconds.__getitem__)]
+    config, why = fastest(tmp_path)
+    assert probe._name(config) == best
+    assert why.startswith(f"settings: {best}, ")
+    assert machine.alive == 0
+    assert machine.most <= 2  # the memory of two at once, and no more
+    assert machine.now <= probe.SECONDS + 4 * 1.5 * seconds["plain"]
+
+
+def test_what_is_hopeless_gets_one_step(tmp_path: Path, play: Play) -> None:
+    machine = play(bf=0.5, plain=6.0, ff=4.0, ba=5.0, fa=5.5)
+    _, why = fastest(tmp_path)
+    assert {name for name, steps in machine.steps.items() if steps == 1} == machine.seconds.keys() - {NAMES["plain"]}
+    assert "fp32, fused kernels takes over 1.5 times as long" in why
+
+
+def test_a_second_start_tries_nothing_until_something_is_different(tmp_path: Path, play: Play) -> None:
+    speeds = {"bf": 2.0, "plain": 1.0, "ff": 0.5, "ba": 2.0, "fa": 0.9}
+    play(**speeds)
+    first, why = fastest(tmp_path)
+    machine = play(**speeds)
+    again, told = fastest(tmp_path, dataclasses.replace(USUAL, seed=7, data="elsewhere", data_sha256="0" * 16))
+    assert not machine.steps
+    assert probe._name(again) == probe._name(first) == "fp32, fused kernels"
+    assert again.seed == 7
+    assert told.startswith(why)
+    for other in ({"threads": 1}, {"config": dataclasses.replace(USUAL, global_batch_size=16)}):
+        machine = play(**speeds)
+        fastest(tmp_path, **other)
+        assert machine.steps, other
+
+
+def test_a_damaged_file_is_written_anew(tmp_path: Path, play: Play) -> None:
+    path = tmp_path / probe.FILE
+    path.parent.mkdir()
+    path.write_text("{")
+    machine = play(bf=0.5, plain=1.0, ff=0.8, ba=0.7, fa=0.9)
+    fastest(tmp_path)
+    assert machine.steps
+    assert len(json.loads(path.read_text())) == 1
+
+
+def test_what_the_user_said_stays(tmp_path: Path, play: Play) -> None:
+    machine = play(bf=2.0, ba=1.5, bn=2.5)
+    config, _ = fastest(tmp_path, said={"precision"})
+    assert probe._name(config) == "bf16, channels-last"
+    assert machine.steps.keys() == machine.seconds.keys()
+    config, why = fastest(tmp_path, said=set(probe.SETTINGS))
+    assert (config, why) == (USUAL, "")
+
+
+def test_a_candidate_that_fails_is_told_and_not_chosen(tmp_path: Path, play: Play) -> None:
+    play(bf=2.0, plain=1.0, ff=0.5, ba=1.5, fa=0.9, failing="fp32, fused kernels")
+    config, why = fastest(tmp_path)
+    assert probe._name(config) == "fp32, channels-last"
+    assert "fp32, fused kernels failed: no such kernel" in why
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"steps": 3},
+        {"probing": False},
+        {"config": dataclasses.replace(USUAL, kernels="aten", compile="whole")},
+        {"config": dataclasses.replace(USUAL, kernels="aten", device="cuda", freed_memory="default")},
+    ],
+)
+def test_where_it_is_not_worth_while_the_table_stays(tmp_path: Path, play: Play, how: dict[str, Any]) -> None:
+    machine = play(bf=2.0, plain=1.0, ff=0.5, ba=1.5, fa=0.9)
+    config, why = fastest(tmp_path, **how)
+    assert (config, why) == (how.get("config", USUAL), "")
+    assert not machine.steps
+
+
+def test_bf16_without_instructions_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "multiplies_bf16", lambda: False)
+    _, why = fastest(tmp_path, said=set(probe.SETTINGS))
+    assert "emulated" in why
+    assert fastest(tmp_path, dataclasses.replace(USUAL, precision="fp32"), said=set(probe.SETTINGS))[1] == ""
+
+
+@pytest.mark.slow
+def test_real_groups_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synthetic: RunConfig) -> None:
+    monkeypatch.setattr(probe, "SECONDS", 3.0)
+    config = dataclasses.replace(USUAL, data=synthetic.data, data_sha256=synthetic.data_sha256)
+    chosen, why = fastest(tmp_path, config, threads=1)
+    assert probe._name(chosen) in why
+    assert fastest(tmp_path, config, threads=1)[0] == chosen
