@@ -24,7 +24,7 @@ _MEASURING = {
 }
 _EXPLAINING = {
     "pandas": "tables, figures and findings: run make setup (measuring works without)",
-    "seaborn": "figures: run make setup",
+    "matplotlib": "figures: run make setup",
     "papermill": "ddpm-lab report: run make setup",
     "nbconvert": "HTML pages: run make setup",
     "jupyterlab": "make lab: run make setup",

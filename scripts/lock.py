@@ -10,7 +10,7 @@ from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 CONDA_PYTHON = "3.12"
-NAMED_IN_CONDA = ("torch", "torchvision", "jupyterlab", "papermill", "seaborn", "pandas", "nbconvert")
+NAMED_IN_CONDA = ("torch", "torchvision", "jupyterlab", "papermill", "matplotlib", "pandas", "nbconvert")
 EXPORT = ("export", "--frozen", "--no-dev", "--no-emit-project", "--no-header")
 HEADER = """\
 # The same packages as uv.lock, for conda users. Written by `make lock`; do not edit.

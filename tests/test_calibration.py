@@ -117,7 +117,9 @@ def test_noise_and_drift_are_told_as_planted() -> None:
     ]
     drifted = calibration(slowing)
     assert drifted is not None
-    assert drifted.drift_per_minute[1] < -0.01 < drifted.drift_per_minute[2]
+    slope, low, high = drifted.drift_per_minute
+    assert slope == pytest.approx(-0.01)
+    assert low <= slope <= high
     assert drifted.noise == pytest.approx(found.noise, rel=0.05), "drift is shared by all and no noise of a ratio"
 
 

@@ -34,7 +34,7 @@ def test_nothing_is_changed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("missing", "needed"), [("torch", True), ("seaborn", False), ("PIL", True)])
+@pytest.mark.parametrize(("missing", "needed"), [("torch", True), ("matplotlib", False), ("PIL", True)])
 def test_a_missing_package_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str, needed: bool
 ) -> None:

@@ -181,7 +181,7 @@ TORCH = {
     *("measure.meeting", "measure.freed_memory", "measure.phases", "measure.profiling", "measure.rank"),
     "measure.torch_gpus",
 }
-EXPLAINING = {"pandas", "scipy", "matplotlib", "seaborn", "papermill", "nbconvert", "nbformat", "IPython"}
+EXPLAINING = {"pandas", "scipy", "matplotlib", "papermill", "nbconvert", "nbformat", "IPython"}
 FILES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
     for path in sorted(PACKAGE.rglob("*.py"))

@@ -52,7 +52,7 @@ def test_the_half_that_explains_needs_no_torch(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_half_that_measures_needs_no_pandas(tmp_path: Path) -> None:
-    packages = ("pandas", "scipy", "matplotlib", "seaborn", "papermill", "IPython")
+    packages = ("pandas", "scipy", "matplotlib", "papermill", "IPython")
     environment = without(tmp_path / "blocked", *packages)
     command = [sys.executable, "-m", "ddpm_lab", "run", "amp", "--preset", "smoke", "--json", "--output-dir", "out"]
     shown = subprocess.run(

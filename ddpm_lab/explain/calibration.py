@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 import numpy as np
-from scipy import stats as distributions
+from scipy import special
 
 from ddpm_lab.explain import decisions, phrases, stats
 from ddpm_lab.record import RunRecord, crowded, set_log_ratio
@@ -180,9 +180,12 @@ def _drift(minutes: np.ndarray[Any, Any], whole: Sequence[dict[str, RunRecord]])
     usable = np.isfinite(values)
     if usable.sum() < 3 or float(np.ptp(minutes[usable])) == 0:
         return (math.nan, math.nan, math.nan)
-    fit = distributions.linregress(minutes[usable], values[usable])
-    half = float(distributions.t.ppf(0.975, int(usable.sum()) - 2)) * float(fit.stderr)
-    return (float(fit.slope), float(fit.slope) - half, float(fit.slope) + half)
+    line, covariance = np.polyfit(minutes[usable], values[usable], 1, cov="unscaled")
+    freedom = int(usable.sum()) - 2
+    left = values[usable] - np.polyval(line, minutes[usable])
+    error = math.sqrt(float(covariance[0, 0]) * float(left @ left) / freedom)
+    half = float(special.stdtrit(freedom, 0.975)) * error
+    return (float(line[0]), float(line[0]) - half, float(line[0]) + half)
 
 
 def _resolvable(spread: float, sets: float) -> float | None:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-import seaborn as sns
 from matplotlib import style as mpl_style
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -31,7 +30,8 @@ SEPARATOR = " \N{MIDDLE DOT} "
 WIDTH = 9.0
 DPI = 150
 INK, SOFT, FAINT, BAND = "#1f2933", "#52606d", "#9aa5b1", "#dde2e7"
-PALETTE: tuple[str, ...] = tuple(sns.color_palette("colorblind").as_hex())
+PALETTE: tuple[str, ...] = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc")
+PALETTE += ("#ca9161", "#fbafe4", "#949494", "#ece133", "#56b4e9")
 """Seaborn's colour-blind safe colours; meaning is never carried by colour alone."""
 MARKERS = "osD^vPX*"
 
@@ -46,8 +46,13 @@ _ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 @contextmanager
 def style() -> Iterator[None]:
     """The lab's style, whatever the caller has set, and nothing of it left afterwards."""
-    fixed = {
-        **sns.axes_style("whitegrid"),
+    fixed: Any = {
+        "axes.grid": True,
+        "lines.solid_capstyle": "round",
+        "patch.edgecolor": "w",
+        "patch.force_edgecolor": True,
+        "xtick.bottom": False,
+        "ytick.left": False,
         "figure.dpi": DPI,
         "savefig.dpi": DPI,
         "font.family": ["sans-serif"],
