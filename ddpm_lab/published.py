@@ -83,7 +83,12 @@ def publish(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[
     chosen = list({id(r): r for s in studies for r in (*s.records, *s.trials, *s.looks)}.values())
     if not chosen:
         raise LedgerError(f"there is nothing to publish in {', '.join(map(str, ledgers))}: measure first")
-    slug = _slug(chosen[0])
+    # Trials of earlier code speak of the same mathematics, and go on doing so where no figure shows them.
+    here = chosen[0].environment.machine.key
+    trials, _ = read_all(ledgers, lambda heads: [h for h in heads if h.role == "quality" and h.machine.key == here])
+    known = {(r.run_id, r.code_version, r.date) for r in chosen}
+    chosen = [r for r in trials if (r.run_id, r.code_version, r.date) not in known] + chosen
+    slug = _slug(chosen[-1])
     target = output / RECORDS / f"{slug}.jsonl"
     partial = target.with_suffix(".partial")
     partial.unlink(missing_ok=True)

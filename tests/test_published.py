@@ -51,6 +51,9 @@ def personal_records() -> list[RunRecord]:
     ]
 
 
+COMPILED = RunConfig(compile="whole")
+
+
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with published records and figures; tests copy it before they change it."""
@@ -105,6 +108,19 @@ def test_the_looks_are_published_with_what_was_shown(tmp_path: Path) -> None:
     published.publish([tmp_path / "own.jsonl"], None, tmp_path)
     kept = [r for r in Ledger(tmp_path / published.RECORDS / f"{SLUG}.jsonl").read()[0] if r.role == "look"]
     assert [(r.experiment, r.look) for r in kept] == [("amp", r.look) for r in looks[:2]]
+    assert published.check(tmp_path) == []
+
+
+def test_trials_stay_published_when_other_code_is_tried(tmp_path: Path) -> None:
+    """What is learned does not depend on the code that times it: a verdict is not lost because another is added."""
+    told = {"code-1": {"bf16": (RunConfig(precision="bf16"), 0.0)}, "code-2": {"compiled": (COMPILED, 0.0)}}
+    found = [r for code, tried in told.items() for r in make.trials(tried, seeds=3, code_version=code)]
+    Ledger(tmp_path / "own.jsonl").append(found)
+    published.publish([tmp_path / "own.jsonl"], None, tmp_path)
+    kept = Ledger(tmp_path / published.RECORDS / f"{SLUG}.jsonl").read()[0]
+    assert sorted((r.code_version, r.label, r.config.seed) for r in kept) == sorted(
+        (r.code_version, r.label, r.config.seed) for r in found
+    )
     assert published.check(tmp_path) == []
 
 
