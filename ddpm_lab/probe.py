@@ -11,22 +11,32 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
+import sys
 import time
-from collections.abc import Callable, Mapping, Set
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import ExitStack, redirect_stdout, suppress
 from datetime import date
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import psutil
+
 from ddpm_lab.config import TRAINING, RunConfig, digest
-from ddpm_lab.files import LEDGER, replace
+from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.processor import multiplies_bf16
+from ddpm_lab.run_folder import CHECKPOINTS, checkpoints_in
+from ddpm_lab.run_folder import SETTINGS as RUN_SETTINGS
+from ddpm_lab.settings_file import read_settings
+from ddpm_lab.stopping import without_sigterm
 
 SETTINGS = ("precision", "channels_last", "kernels", "freed_memory")
+ALIKE = ("network", "global_batch_size", "image_size", "device", "world_size", "compile", "accumulation")
+"""Settings in which a training has to be like the one that a search was made for."""
 PLAIN: dict[str, Any] = {"precision": "fp32", "channels_last": False, "kernels": "aten", "freed_memory": "default"}
 """A step as torch does it where nothing is said."""
 SECONDS, PLAIN_STEPS = 20.0, 3
@@ -35,8 +45,8 @@ WORTH, LEAST_IMAGES = 3, 2_000
 """A training shorter than so many probes, or of fewer images, goes without one."""
 TURN_SECONDS = 0.2
 LEAST_TURNS = 4
-SURELY, HOPELESS = 3.0, 1.5
-"""Standard errors from equal that decide between two; how many times as long one turn is that needs no second."""
+SURELY, HOPELESS = 3.0, 2.0
+"""Standard errors from equal that decide between two; how many times as long one step is that needs no second."""
 STARTING_SECONDS = 1.0
 """What a first step may take longer than the others."""
 SILENCE_SECONDS = 600.0
@@ -46,35 +56,58 @@ Say = Callable[[str], None]
 
 
 def fastest(
-    config: RunConfig, said: Set[str], *, steps: int, threads: int, output: Path, probing: bool, progress: Say
+    config: RunConfig,
+    said: Set[str],
+    *,
+    steps: int,
+    threads: int,
+    output: Path,
+    folder: Path,
+    probing: bool,
+    progress: Say,
 ) -> tuple[RunConfig, str]:
     """``config`` with the fastest of SETTINGS that the user has not ``said``, and a sentence that says why.
 
-    Without ``probing``, on a GPU, where something is compiled, and over several hosts it stays as it is: as the table
-    of ``usual_settings`` has it. Nothing fails here: a candidate that does is not chosen.
+    A run that goes on in ``folder`` keeps its settings. Without ``probing``, on a GPU, where something is compiled, and
+    over several hosts they stay as the table of ``usual_settings`` has them. Nothing fails here: a candidate that does
+    is not chosen.
     """
-    open_ = [name for name in SETTINGS if name not in said]
-    warning = _emulated(config)
+    open_, warning = [name for name in SETTINGS if name not in said], _emulated(config)
     if config.device != "cpu" or config.compile != "off" or config.nodes > 1 or not open_:
         return config, warning
-    if found := _recommended(config, said, output):
-        return found, f"settings as this machine's search recommends for {config.network}: {_name(found)}"
+    if found := _before(config, open_, folder):
+        return found, ""
     if not probing or warning or steps * config.global_batch_size < LEAST_IMAGES:
         return config, warning
+    if found := _recommended(config, open_, output):
+        return found, f"settings: {_name(found)}, as this machine's search recommends for {config.network}"
+    return _tried(config, said, steps=steps, threads=threads, path=output / FILE, progress=progress)
+
+
+def _tried(
+    config: RunConfig, said: Set[str], *, steps: int, threads: int, path: Path, progress: Say
+) -> tuple[RunConfig, str]:
+    """``config`` with what a probe of earlier, kept in ``path``, or one of now has found; as it is where none did."""
     key = _key(config, said, threads)
-    kept = _kept(output / FILE)
-    if key in kept:
-        settings, why = kept[key]["settings"], kept[key]["why"]
-        return dataclasses.replace(config, **settings), f"{why} ({kept[key]['date']})"
-    found_now = _Probe(config, threads, progress).run(_candidates(config, said), steps)
+    with suppress(KeyError, TypeError, ValueError):  # not kept, or by other hands
+        kept = _kept(path)[key]
+        return dataclasses.replace(config, **kept["settings"]), f"{kept['why']} ({kept['date']})"
+    progress("probing settings")
+    found_now = _Probe(threads, progress).run(_candidates(config, said), steps)
     if found_now is None:
-        return config, warning
-    chosen, why = found_now
-    settings = {name: getattr(chosen, name) for name in SETTINGS}
+        return config, ""
+    chosen, why, lasting = found_now
+    entry = {
+        "settings": {name: getattr(chosen, name) for name in SETTINGS},
+        "why": why,
+        "date": date.today().isoformat(),
+    }
     with suppress(OSError):  # then the next start probes again
-        (output / FILE).parent.mkdir(parents=True, exist_ok=True)
-        entry = {"settings": settings, "why": why, "date": date.today().isoformat()}
-        replace(output / FILE, json.dumps({**_kept(output / FILE), key: entry}, indent=1) + "\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if lasting:
+            mine = path.with_name(f"probe-{os.getpid()}.json")
+            mine.write_text(json.dumps({**_kept(path), key: entry}, indent=1) + "\n")
+            mine.replace(path)
     return chosen, why
 
 
@@ -109,22 +142,29 @@ def _name(config: RunConfig) -> str:
     return ", ".join([config.precision, kernels, *(["compiled"] if config.compile != "off" else [])])
 
 
+class _BestFailed(Exception):  # noqa: N818 - what the contest ends with
+    """The fastest so far, on which all others are measured, is gone."""
+
+
 class _Probe:
     """A contest of the candidates, each against the fastest so far."""
 
-    def __init__(self, config: RunConfig, threads: int, progress: Say) -> None:
-        self.config, self.threads, self.progress = config, threads, progress
-        self.began, self.seconds = time.monotonic(), SECONDS
+    def __init__(self, threads: int, progress: Say) -> None:
+        self.threads, self.progress = threads, progress
+        self.used, self.seconds = 0.0, SECONDS
+        """Seconds of steps: what processes take to start, and kernels to be compiled, leaves no candidate untried."""
 
-    def run(self, candidates: Mapping[str, RunConfig], steps: int) -> tuple[RunConfig, str] | None:
-        """The fastest, and a sentence; None where the training is too short for it to be worth while, or all fail."""
+    def run(self, candidates: Mapping[str, RunConfig], steps: int) -> tuple[RunConfig, str, bool] | None:
+        """The fastest, a sentence, and whether that may be kept; None where nothing was compared."""
+        began = time.monotonic()
+        times: dict[str, float] = {}  # of a step, relative to the first that ran
+        far: set[str] = set()  # of which one step may have been enough
+        failed: list[str] = []
+        lasting = True
         with ExitStack() as stack:
             best: tuple[str, Group, float] | None = None
-            times: dict[str, float] = {}  # of a step, relative to the first that ran
-            far: set[str] = set()  # of which one step may have been enough
-            failed: list[str] = []
             for number, (name, candidate) in enumerate(candidates.items()):
-                if best and self._left() <= 0:
+                if best and self.used >= self.seconds:
                     failed.append(f"{name} not tried for want of time")
                     continue
                 self.progress(f"probing settings: {name}")
@@ -132,19 +172,21 @@ class _Probe:
                 try:
                     group = stack.enter_context(self._group(candidate))
                     if best is None:
-                        step = min(_step_seconds(group, 1), _step_seconds(group, 1))
-                        if step * steps < WORTH * SECONDS:
+                        step = min(self._step(group), self._step(group))
+                        if step * steps < WORTH * SECONDS or not _room_for_two(group):
                             return None
                         self.seconds = max(SECONDS, PLAIN_STEPS * step)
                         best, times[name] = (name, group, step), 1.0
                         continue
-                    first = _step_seconds(group, 1, HOPELESS * best[2] + STARTING_SECONDS)
+                    first = self._step(group, silence=2 * HOPELESS * best[2] + STARTING_SECONDS)
                     ratio = self._against(best, group, first, len(candidates) - number)
+                except _BestFailed:
+                    return None
                 except GroupFailed as problem:
                     slow = best and problem.status == "timed out"
-                    failed.append(
-                        f"{name} {f'takes over {HOPELESS} times as long' if slow else f'failed: {problem.reason}'}"
-                    )
+                    lasting &= bool(slow) or problem.status == "unsupported"
+                    why = f"takes over {HOPELESS:.2g} times as long" if slow else f"failed: {problem.reason}"
+                    failed.append(f"{name} {why}")
                     if group:
                         group.kill()
                     continue
@@ -156,22 +198,26 @@ class _Probe:
                     best = name, group, best[2] * ratio
                 else:
                     group.kill()
-        if best is None:
+        if best is None or len(candidates) == 1:
             return None
         others = [
-            f"{name} takes {f'over {HOPELESS}' if name in far else f'{t / times[best[0]]:.2f}'} times as long"
+            f"{name} takes {f'over {HOPELESS:.2g}' if name in far else f'{t / times[best[0]]:.2f}'} times as long"
             for name, t in times.items()
             if name != best[0]
         ]
-        seconds = f"{time.monotonic() - self.began:.0f} s of trying"
-        return candidates[best[0]], f"settings: {best[0]}, the fastest in {seconds}; {'; '.join([*others, *failed])}"
+        seconds = f"{time.monotonic() - began:.0f} s of trying"
+        why = f"settings: {best[0]}, the fastest in {seconds}; {'; '.join([*others, *failed])}"
+        return candidates[best[0]], why, lasting
 
     def _group(self, config: RunConfig) -> Group:
-        silent: Any = lambda _: None  # noqa: E731 - its lines are of no interest
-        return Group(config, threads=self.threads, modules={}, environment={}, progress=silent)
+        quiet: dict[str, Any] = {"modules": {}, "environment": {}, "progress": lambda _: None}
+        return Group(config, threads=self.threads, starting=without_sigterm, **quiet)
 
-    def _left(self) -> float:
-        return self.began + self.seconds - time.monotonic()
+    def _step(self, group: Group, steps: int = 1, silence: float = SILENCE_SECONDS) -> float:
+        """Seconds of a step of the slowest rank."""
+        seconds = max(float(report["seconds"]) for report in group.advance(steps, silence, "probing"))
+        self.used += seconds
+        return seconds / steps
 
     def _against(self, best: tuple[str, Group, float], other: Group, first: float, waiting: int) -> float:
         """How many times as long the other takes, by turns with the best until that is sure.
@@ -179,19 +225,27 @@ class _Probe:
         Or until its share of the time is up, of which the rest is for those that are ``waiting``, itself included.
         """
         step = best[2]
-        if first > HOPELESS * step + STARTING_SECONDS or first < step / 2:
+        if first > HOPELESS * step + STARTING_SECONDS or first < step / HOPELESS:
             return first / step
         count = max(1, round(TURN_SECONDS / step))
-        ends = time.monotonic() + max(0.0, self._left()) / waiting
+        ends = self.used + max(0.0, self.seconds - self.used) / waiting
         mine, theirs = list[float](), list[float]()
-        while not mine or (time.monotonic() < ends and not _sure(mine, theirs)):
-            mine.append(_step_seconds(best[1], count))
-            theirs.append(_step_seconds(other, count))
+        while not mine or (self.used < ends and not _sure(mine, theirs)):
+            try:
+                mine.append(self._step(best[1], count))
+            except GroupFailed as problem:
+                raise _BestFailed from problem
+            theirs.append(self._step(other, count))
         return min(theirs) / min(mine)  # of few turns the least disturbed ones
 
 
-def _step_seconds(group: Group, steps: int, silence: float = SILENCE_SECONDS) -> float:
-    return max(float(report["seconds"]) for report in group.advance(steps, silence, "probing")) / steps
+def _room_for_two(group: Group) -> bool:
+    """Whether another training of the same size fits into memory beside a group."""
+    held = 0
+    for pid in group.pids:
+        with suppress(psutil.Error):
+            held += psutil.Process(pid).memory_info().rss
+    return bool(held < 0.8 * psutil.virtual_memory().available)
 
 
 def _sure(mine: list[float], theirs: list[float]) -> bool:
@@ -202,23 +256,33 @@ def _sure(mine: list[float], theirs: list[float]) -> bool:
     return abs(fmean(logs)) > SURELY * stdev(logs) / math.sqrt(len(logs))
 
 
-def _recommended(config: RunConfig, said: Set[str], output: Path) -> RunConfig | None:
-    """The settings that the last search here recommends for this network, batch and number of ranks."""
-    key, ledger = hardware.machine().key, Ledger(output / LEDGER)
-    if not any(h.role == "space" and h.machine.key == key for h in ledger.heads()[0]):
+def _before(config: RunConfig, open_: Sequence[str], folder: Path) -> RunConfig | None:
+    """The settings that a run in ``folder`` has had, where it goes on on a machine that has what they need."""
+    if not checkpoints_in(folder / CHECKPOINTS):
         return None
-    try:
-        from ddpm_lab import experiments  # noqa: PLC0415 - the explaining half is not on a bare GPU node
-        from ddpm_lab.explain.recommended import recommendation  # noqa: PLC0415
+    with suppress(ValueError, OSError):
+        told = read_settings(folder / RUN_SETTINGS, "--output-dir")
+        found = dataclasses.replace(config, **{name: told[name] for name in open_ if name in told})
+        return None if _emulated(found) else found
+    return None
 
-        study = experiments.measured_here("recommendation", output)
-        found = study and recommendation(study)
-    except ModuleNotFoundError:
-        return None
-    shapes = ("network", "global_batch_size", "image_size", "device", "world_size")
-    if not found or any(getattr(found.config, name) != getattr(config, name) for name in shapes):
-        return None
-    return dataclasses.replace(config, **{n: getattr(found.config, n) for n in SETTINGS if n not in said})
+
+def _recommended(config: RunConfig, open_: Sequence[str], output: Path) -> RunConfig | None:
+    """The settings that the last search here recommends for this training, where it recommends any."""
+    with suppress(ModuleNotFoundError, ValueError, OSError):
+        key = hardware.machine().key
+        if not any(h.role == "space" and h.machine.key == key for h in Ledger(output / LEDGER).heads()[0]):
+            return None
+        # The explaining half is not on a bare GPU node, and what it notes of the ledger is no output of a training.
+        with redirect_stdout(sys.stderr):
+            from ddpm_lab import experiments  # noqa: PLC0415
+            from ddpm_lab.explain.recommended import recommendation  # noqa: PLC0415
+
+            study = experiments.measured_here("recommendation", output)
+            found = study and recommendation(study)
+        if found and found.count and all(getattr(found.config, name) == getattr(config, name) for name in ALIKE):
+            return dataclasses.replace(config, **{name: getattr(found.config, name) for name in open_})
+    return None
 
 
 def _key(config: RunConfig, said: Set[str], threads: int) -> str:

@@ -12,28 +12,40 @@ import platform
 from functools import cache
 from pathlib import Path
 
+_NO_AVX, _NO_AVX512 = ("avx", "fma", "avx512", "amx"), ("avx512", "amx")
 LIMITS = {
-    "DEFAULT": ("avx", "avx2", "fma", "avx512", "amx"),
-    "AVX2": ("avx512", "amx"),
-    "AVX512_CORE": ("avx512_bf16", "amx"),
-    "AVX512_CORE_VNNI": ("avx512_bf16", "amx"),
+    "ATEN_CPU_CAPABILITY": {"DEFAULT": _NO_AVX, "AVX2": _NO_AVX512},
+    "ONEDNN_MAX_CPU_ISA": {
+        **dict.fromkeys(("SSE41", "AVX"), _NO_AVX),
+        **dict.fromkeys(("AVX2", "AVX2_VNNI", "AVX2_VNNI_2"), _NO_AVX512),
+        **dict.fromkeys(("AVX512_CORE", "AVX512_CORE_VNNI"), ("avx512_bf16", "amx")),
+        **dict.fromkeys(("AVX512_CORE_BF16", "AVX10_1_512"), ("amx",)),
+    },
 }
-"""How the names of instructions begin that are left out, by the value of either variable."""
+"""How the names of instructions begin that are left out, by variable and value; other values leave out nothing."""
 
 
 @cache
 def processor() -> str:
     """The processor's name, and what it was told to keep to: ``AMD EPYC (family 25, model 17), as AVX2``."""
-    return ", ".join([name_in(_cpuinfo()) or platform.machine(), *(f"as {limit}" for limit in _limits())])
+    return ", ".join([name_in(_cpuinfo()) or platform.machine(), *(f"as {limit}" for limit in sorted(_limits()))])
 
 
 @cache
 def instructions() -> frozenset[str]:
     """The instructions that may be used, by their names in /proc/cpuinfo, such as ``avx2``; on Arm ``bf16``."""
+    without = tuple(start for starts in _limits().values() for start in starts)
+    return frozenset(name for name in _all() if not name.startswith(without))
+
+
+def withheld() -> frozenset[str]:
+    """The instructions that this processor has and torch was told to do without."""
+    return _all() - instructions()
+
+
+def _all() -> frozenset[str]:
     told = _told(_cpuinfo())
-    without = tuple(start for limit in _limits() for start in LIMITS.get(limit, ()))
-    found = (told.get("flags") or told.get("features") or "").split()
-    return frozenset(name for name in found if not name.startswith(without))
+    return frozenset((told.get("flags") or told.get("features") or "").split())
 
 
 def multiplies_bf16() -> bool:
@@ -55,10 +67,10 @@ def name_in(cpuinfo: str) -> str:
     return f"{name} (family {family}, model {model})"
 
 
-def _limits() -> list[str]:
-    """What either variable says, where that limits something."""
-    said = (os.environ.get(name, "").upper() for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"))
-    return sorted({"DEFAULT" if limit in ("SSE41", "AVX") else limit for limit in said} & LIMITS.keys())
+def _limits() -> dict[str, tuple[str, ...]]:
+    """What either variable says, where that limits something, and what is left out."""
+    said = ((os.environ.get(name, "").upper(), limits) for name, limits in LIMITS.items())
+    return {value: limits[value] for value, limits in said if value in limits}
 
 
 def _told(cpuinfo: str) -> dict[str, str]:

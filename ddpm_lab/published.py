@@ -84,8 +84,9 @@ def publish(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[
     if not chosen:
         raise LedgerError(f"there is nothing to publish in {', '.join(map(str, ledgers))}: measure first")
     # Trials of earlier code speak of the same mathematics, and go on doing so where no figure shows them.
-    here = chosen[0].environment.machine.key
-    trials, _ = read_all(ledgers, lambda heads: [h for h in heads if h.role == "quality" and h.machine.key == here])
+    shown = {(r.environment.machine.key, r.cohort[2]) for r in chosen if r.experiment in SHOWN}
+    trials = read_all(ledgers, lambda heads: [h for h in heads if h.role == "quality" and h.experiment in SHOWN])[0]
+    trials = [r for r in trials if (r.environment.machine.key, r.cohort[2]) in shown]
     known = {(r.run_id, r.code_version, r.date) for r in chosen}
     chosen = [r for r in trials if (r.run_id, r.code_version, r.date) not in known] + chosen
     slug = _slug(chosen[-1])

@@ -83,12 +83,13 @@ class RunFolder:
         for path in paths:
             path.replace(path.with_name(f"{path.name}.unreadable"))
 
-    def write_settings(self, config: RunConfig, schedule: dict[str, int]) -> None:
-        """Write what runs into ``config.toml``, which can be given to ``--config``."""
+    def write_settings(self, config: RunConfig, schedule: dict[str, int], why: str = "") -> None:
+        """Write what runs, and ``why`` so, into ``config.toml``, which can be given to ``--config``."""
         values = {name: value for name, value in config.as_dict().items() if name not in OWN}
         if config.world_size == 1:
             del values["exchange"]
-        _replace(self.path / SETTINGS, settings_text({**values, "train": schedule}))
+        said = f"# {' '.join(why.split())}\n" if why else ""
+        _replace(self.path / SETTINGS, said + settings_text({**values, "train": schedule}))
 
     def open_logs(self, step: int) -> None:
         """Open both logs for rows after ``step``; later ones, and a last one that was cut off, are taken out."""

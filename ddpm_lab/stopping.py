@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
 import time
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from types import FrameType
 from typing import Any
 
@@ -47,6 +50,17 @@ class Stop:
         if self.number is not None or not self.gentle:
             raise Stopped(number)
         self.number = number
+
+
+@contextlib.contextmanager
+def without_sigterm() -> Iterator[None]:
+    """Processes that start here never get SIGTERM: a signal to all of them is the parent's to handle, afterwards."""
+    resource_tracker.ensure_running()  # it would let SIGTERM through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def signal_name(number: int) -> str:

@@ -85,9 +85,9 @@ def add_options(subparsers: Any) -> None:
 def train_command(options: argparse.Namespace) -> int:
     """Train, or go on; 128 and the signal's number if one ended it."""
     from ddpm_lab import summary_lines  # noqa: PLC0415 - commands load what they need
-    from ddpm_lab.measure import hardware  # noqa: PLC0415
+    from ddpm_lab.measure import fleet, hardware  # noqa: PLC0415
     from ddpm_lab.measure.group_folder import sweep  # noqa: PLC0415
-    from ddpm_lab.measure.others import LOOK_SECONDS, free_cores  # noqa: PLC0415
+    from ddpm_lab.measure.others import LOOK_SECONDS, fair_cores, free_cores  # noqa: PLC0415
     from ddpm_lab.measure.progress import Progress  # noqa: PLC0415
     from ddpm_lab.probe import fastest  # noqa: PLC0415
     from ddpm_lab.training_plan import plan_training  # noqa: PLC0415
@@ -116,20 +116,17 @@ def train_command(options: argparse.Namespace) -> int:
             )
             _tell_of_idle(config.device, config.world_size, progress)
             sweep()
-            cores = (
-                free_cores(seconds=LOOK_SECONDS)
-                if config.device == "cpu" and not config.threads
-                else hardware.usable_cores()
-            )
+            cores = hardware.usable_cores()
+            if config.device == "cpu" and not config.threads and fleet.current() is None:
+                cores = fair_cores(free_cores(seconds=LOOK_SECONDS))
             threads, output = config.rank_threads(cores), output_folder(None)
-            how: dict[str, Any] = {"steps": schedule.steps, "threads": threads, "output": output, "progress": progress}
-            config, why = fastest(config, said_of, probing=not said.get("no_probe"), **how)
+            how: dict[str, Any] = {"steps": schedule.steps, "threads": threads, "output": output, "folder": folder}
+            config, why = fastest(config, said_of, probing=not said.get("no_probe"), progress=progress, **how)
             if why:
                 progress.done(why)
             with summary_lines.watched(config) as gpus:
-                outcome = train(
-                    config, schedule, folder, threads=threads, stop=stop, progress=progress, tracker=tracker
-                )
+                told: dict[str, Any] = {"stop": stop, "progress": progress, "tracker": tracker, "why": why}
+                outcome = train(config, schedule, folder, threads=threads, **told)
     except Stopped as stopped:
         found = "goes on from the last checkpoint" if stop.gentle else "starts again: nothing was trained this time"
         print(f"\nddpm-lab: {signal_name(stopped.number)}, stopped at once; the same command {found}", file=sys.stderr)

@@ -8,21 +8,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import signal
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_lab.checks import ConfigError, whole
 from ddpm_lab.config import RunConfig
+from ddpm_lab.measure.fleet import current
 from ddpm_lab.measure.group import Group, GroupFailed
-from ddpm_lab.measure.others import CoreWatch
+from ddpm_lab.measure.others import CoreWatch, fair_cores
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.run_folder import RunFailed, RunFolder, checkpoints_in
-from ddpm_lab.stopping import Stop
+from ddpm_lab.stopping import Stop, without_sigterm
 from ddpm_lab.tracking import TrackedTraining
 
 if TYPE_CHECKING:
@@ -113,11 +111,12 @@ def train(
     stop: Stop,
     progress: Progress,
     tracker: str | None = None,
+    why: str = "",
 ) -> Outcome:
     """Train up to the last step, from the newest readable checkpoint in ``folder`` if there is one.
 
     Ends early, with everything saved, when ``stop`` notes a signal, which it does from the first step on. ``threads``
-    are those of each rank; ``tracker`` is comet or comet-offline, or None for neither.
+    are those of each rank; ``tracker`` is comet or comet-offline, or None; ``why`` the run has its settings.
 
     Raises:
         ConfigError: the folder cannot be used, or holds checkpoints of a run that learns something else.
@@ -151,22 +150,11 @@ def train(
         del start
         run.open_logs(step)
         times = dataclasses.asdict(schedule)
-        run.write_settings(config, times)
+        run.write_settings(config, times, why)
         if tracker is None:
             return _Run(config, schedule, run, stop, progress).train(step, threads)
         with TrackedTraining(tracker, folder, config, schedule=times, step=step, say=progress.done) as tracked:
             return _Run(config, schedule, run, stop, progress, tracked=tracked).train(step, threads)
-
-
-@contextlib.contextmanager
-def _without_sigterm() -> Iterator[None]:
-    """Processes that start here never get SIGTERM: a signal to all of them is the parent's to handle, afterwards."""
-    resource_tracker.ensure_running()  # it would let SIGTERM through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Run:
@@ -185,8 +173,8 @@ class _Run:
         self.config, self.schedule, self.run, self.stop, self.progress = config, schedule, run, stop, progress
         self.tracked = tracked
         self.step = self.saved = self.chunks = self.threads = 0
-        # Threads that were asked for stay; of other hosts' cores nothing is known.
-        chosen = config.device == "cpu" and not config.threads and config.nodes == 1
+        # Threads that were asked for stay; of a job's ranks, which others have started, nothing is known.
+        chosen = config.device == "cpu" and not config.threads and current() is None
         self.watch = CoreWatch() if chosen else None
         self.step_seconds = math.inf
         self.loss: float | None = None
@@ -198,7 +186,7 @@ class _Run:
         self.threads = threads
         self.progress("starting")
         try:
-            how: dict[str, Any] = {"environment": {}, "progress": self.progress, "starting": _without_sigterm}
+            how: dict[str, Any] = {"environment": {}, "progress": self.progress, "starting": without_sigterm}
             with Group(self.config, threads=threads, modules={}, **how) as group:
                 if self.config.nodes > 1:  # each host has its own copy of the images, for all that is known here
                     self._check_images(group)
@@ -257,7 +245,7 @@ class _Run:
 
     def _take_cores(self, group: Group, free: int) -> None:
         """Train with as many threads as cores are free: beside others, too many wait for each other."""
-        threads = self.config.rank_threads(free)
+        threads = self.config.rank_threads(fair_cores(free))
         if threads == self.threads:
             return
         group.call("set_threads", SILENCE_SECONDS, count=threads)

@@ -103,10 +103,22 @@ def test_a_watch_says_after_a_minute_how_many_cores_were_free(monkeypatch: pytes
     now, taken = [0.0], list[float | None]([0.0])
     clock = SimpleNamespace(read=lambda: SimpleNamespace(others_cores=lambda *_: taken[0]))
     monkeypatch.setattr(others, "CpuClock", clock)
+    monkeypatch.setattr(others, "side_by_side", lambda: False)
     monkeypatch.setattr(others, "usable_cores", lambda: 4)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     watch = others.CoreWatch()
     found = []
-    for now[0], taken[0] in ((59.0, 4.0), (60.0, 1.2), (119.0, 0.0), (120.0, 0.0), (180.0, None), (240.0, 9.0)):
+    for at, takes in (
+        (59, 4.0),
+        (60, 1.2),
+        (119, 0.0),
+        (120, 1.4),
+        (180, 0.0),
+        (240, 0.1),
+        (300, None),
+        (360, 9.0),
+        (420, 9.0),
+    ):
+        now[0], taken[0] = float(at), takes
         found.append(watch.free())
-    assert found == [None, 3, None, 4, None, 1]
+    assert found == [None, None, None, 3, None, 4, None, None, 1]

@@ -83,7 +83,8 @@ def test_the_settings_can_be_given_again(tmp_path: Path, world_size: int) -> Non
     exchange = ExchangeConfig(bucket_mb=5) if world_size > 1 else ExchangeConfig()
     config = RunConfig(workload=TRAINING, purpose="quality", world_size=world_size, exchange=exchange, data="somewhere")
     with RunFolder(tmp_path) as run:
-        run.write_settings(config, {"steps": 7, "keep": 2})
+        run.write_settings(config, {"steps": 7, "keep": 2}, "settings: fp32,\nthe fastest")
+    assert (tmp_path / "config.toml").read_text().startswith("# settings: fp32, the fastest\n")
     values = read_settings(tmp_path / "config.toml", "--config")
     assert values.pop("train") == {"steps": 7, "keep": 2}
     assert configuration({**values, "workload": TRAINING, "purpose": "quality"}, "a") == config

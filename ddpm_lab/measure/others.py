@@ -45,6 +45,11 @@ def free_cores(sample: Callable[[float], float | None] = others_cores, *, second
     return _left(cores, fmean(taken))
 
 
+def fair_cores(free: int) -> int:
+    """Cores to train with where so many are free: at least half of all, so that of two trainings neither starves."""
+    return max(free, usable_cores() // 2)
+
+
 def _left(cores: int, taken: float) -> int:
     """Cores of which others take less than half, and at least one."""
     return max(1, cores - int(taken + 0.5))
@@ -55,18 +60,21 @@ class CoreWatch:
 
     def __init__(self, minute: float = 60.0) -> None:
         self.minute = minute
+        self._before: int | None = None
         self._begin()
 
     def _begin(self) -> None:
         self._clock, self._begun = CpuClock.read(), time.monotonic()
 
     def free(self) -> int | None:
-        """The cores that were free over the last minute; None until it is over, and where that is not known."""
+        """The cores that were free over each of the last two minutes; None where these differ, or it is not known."""
         if (seconds := time.monotonic() - self._begun) < self.minute:
             return None
         others = self._clock.others_cores(CpuClock.read(), seconds)
         self._begin()
-        return None if others is None else _left(usable_cores(), others)
+        before = self._before
+        self._before = None if others is None or side_by_side() else _left(usable_cores(), others)
+        return self._before if self._before == before else None
 
 
 QUIET_CORES = 0.25

@@ -22,14 +22,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ddpm_lab.processor import instructions, processor
+from ddpm_lab.processor import instructions, processor, withheld
 from ddpm_lab.workload import Unsupported
 
-_X86 = platform.machine() in ("x86_64", "AMD64")
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("fused.cpp", "convolution.cpp"))
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=c++17", "-Wno-psabi")
-WITHOUT = {"avx": "-mno-avx", "avx512f": "-mno-avx512f", "avx512_bf16": "-mno-avx512bf16"} if _X86 else {}
-"""Flags where the processor does without, or torch was told to."""
+WITHOUT = {"avx": "-mno-avx", "avx512f": "-mno-avx512f", "avx512_bf16": "-mno-avx512bf16"}
+"""Flags for what torch was told to do without."""
 HEAD_WIDTHS = (16, 32, 64)
 """Widths of a head that linear attention is compiled for."""
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -49,9 +48,9 @@ def library() -> ctypes.CDLL:
         raise Unsupported(f"kernels 'fused' need a C++ compiler ({compiler}); on Debian or Ubuntu: apt install g++")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     # Compiled for the very processor it is run on: a home folder may be shared between different ones.
-    able = instructions()
-    flags = [*FLAGS, *(flag for name, flag in WITHOUT.items() if name not in able)]
-    text = "\n".join([*(source.read_text() for source in SOURCES), version, *flags, processor(), *sorted(able)])
+    flags = [*FLAGS, *(flag for name, flag in WITHOUT.items() if name in withheld())]
+    known = (platform.machine(), processor(), *sorted(instructions()))
+    text = "\n".join([*(source.read_text() for source in SOURCES), version, *flags, *known])
     path = _folder() / f"fused-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if not path.exists():
         _compile([compiler, *flags], path)
