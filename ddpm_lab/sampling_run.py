@@ -25,9 +25,8 @@ from ddpm_lab.files import replace, writing
 from ddpm_lab.inception import plan_fid
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.fid import distance
-from ddpm_lab.measure.fleet import current, spread
+from ddpm_lab.measure.fleet import spread, training_cores
 from ddpm_lab.measure.group import Group, GroupFailed
-from ddpm_lab.measure.others import LOOK_SECONDS, fair_cores, free_cores
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.plan import Fid
@@ -134,7 +133,7 @@ def sample(
         return paths
     config = dataclasses.replace(config, options=(*config.options, ("numbers", tuple(missing))))
     del found
-    free = fair_cores(free_cores(seconds=LOOK_SECONDS)) if device == "cpu" and current() is None else cores
+    free = training_cores() if device == "cpu" else cores
     _make(config, len(missing), count, free // config.node_size, progress)
     return paths
 

@@ -87,7 +87,6 @@ def train_command(options: argparse.Namespace) -> int:
     from ddpm_lab import summary_lines  # noqa: PLC0415 - commands load what they need
     from ddpm_lab.measure import fleet, hardware  # noqa: PLC0415
     from ddpm_lab.measure.group_folder import sweep  # noqa: PLC0415
-    from ddpm_lab.measure.others import LOOK_SECONDS, fair_cores, free_cores  # noqa: PLC0415
     from ddpm_lab.measure.progress import Progress  # noqa: PLC0415
     from ddpm_lab.probe import fastest  # noqa: PLC0415
     from ddpm_lab.training_plan import plan_training  # noqa: PLC0415
@@ -116,9 +115,8 @@ def train_command(options: argparse.Namespace) -> int:
             )
             _tell_of_idle(config.device, config.world_size, progress)
             sweep()
-            cores = hardware.usable_cores()
-            if config.device == "cpu" and not config.threads and fleet.current() is None:
-                cores = fair_cores(free_cores(seconds=LOOK_SECONDS))
+            chosen = config.device == "cpu" and not config.threads
+            cores = fleet.training_cores() if chosen else hardware.usable_cores()
             threads, output = config.rank_threads(cores), output_folder(None)
             how: dict[str, Any] = {"steps": schedule.steps, "threads": threads, "output": output, "folder": folder}
             config, why = fastest(config, said_of, probing=not said.get("no_probe"), progress=progress, **how)

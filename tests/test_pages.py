@@ -61,6 +61,7 @@ def test_pages_of_another_machine_are_no_answer_for_this_one() -> None:
     assert (mine.status, mine.kind) == ("answered", "answered")
     assert (others.status, others.kind) == ("another machine", "unresolved")
     assert "That GPU" in others.facts
+    assert replace(mine, finding={**mine.finding, "published": True}).status == "published"
     assert nothing.status == "not measured"
     assert answers([mine, others]) == [("No gain", [mine.headline])]
 

@@ -7,12 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import planted_search as planted
 import pytest
+import records as make
 
 from ddpm_lab import probe
-from ddpm_lab.config import TRAINING, RunConfig
+from ddpm_lab.config import DDPM, TRAINING, RunConfig
+from ddpm_lab.files import LEDGER
+from ddpm_lab.ledger import Ledger
+from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.run_folder import RunFolder
+from ddpm_lab.stopping import without_sigterm
 
 USUAL = RunConfig(
     workload=TRAINING, purpose="quality", precision="bf16", kernels="fused", freed_memory="kept", global_batch_size=8
@@ -27,7 +33,8 @@ class Machine:
         self.now, self.steps, self.alive, self.most = 0.0, dict[str, int](), 0, 0
         self.dies: tuple[str, int] = ("", 0)
 
-    def __call__(self, config: RunConfig, **_: Any) -> "Machine._Group":
+    def __call__(self, config: RunConfig, *, starting: object, **_: Any) -> "Machine._Group":
+        assert starting is without_sigterm, "processes that start here live on in the training, which saves at SIGTERM"
         if probe._name(config) == self.failing:
             raise GroupFailed("unsupported", "no such kernel")
         self.alive += 1
@@ -179,6 +186,25 @@ def test_a_run_that_goes_on_keeps_its_settings(tmp_path: Path, play: Play) -> No
     config, why = fastest(tmp_path)
     assert (config, why, machine.steps) == (before, "", {})
     assert fastest(tmp_path, said={"kernels", "channels_last"})[0] == dataclasses.replace(USUAL, precision="fp32")
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_what_a_search_recommends_needs_no_probe(
+    tmp_path: Path, play: Play, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """Where it recommends nothing, for want of trials, its baseline is no recommendation."""
+    base = dataclasses.replace(USUAL, workload=DDPM, purpose="timing", precision="fp32")
+    space = dataclasses.replace(planted.SPACE, baseline=base)
+    found = planted.searched(space, sets=6)
+    told = make.trials({"it": (dataclasses.replace(base, precision="bf16", world_size=2), 0.0)}, baseline=base)
+    Ledger(tmp_path / LEDGER).append([*found, *(told if known else ())])
+    monkeypatch.setattr(hardware, "machine", lambda: found[0].environment.machine)
+    machine = play(bf=2.0, plain=1.0, ff=0.5, ba=1.5, fa=0.9)
+    two = dataclasses.replace(USUAL, world_size=2)
+    config, why = fastest(tmp_path, two)
+    assert bool(machine.steps) is not known
+    assert config.precision == ("bf16" if known else "fp32")
+    assert ("search recommends" in why) is known
 
 
 def test_when_the_fastest_dies_nothing_is_chosen_or_kept(tmp_path: Path, play: Play) -> None:

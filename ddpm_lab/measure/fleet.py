@@ -25,6 +25,7 @@ from typing import Any
 from ddpm_lab.checks import ConfigError, LabError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import hardware
+from ddpm_lab.measure.others import fair_cores, free_cores
 from ddpm_lab.measure.process import host_id
 from ddpm_lab.measure.torchrun import JOIN_SECONDS, Process, own_address
 from ddpm_lab.measure.wire import Wire
@@ -121,6 +122,18 @@ def fewest_hosts(ranks: int, hosts: int, places: int) -> int:
 
 
 _current: Fleet | None = None
+
+
+LOOK_SECONDS = 0.2
+"""Each sample of what others take of the cores, before training and sampling."""
+
+
+def training_cores() -> int:
+    """Cores of this host to train or sample with now: a fair share beside others (``fair_cores``).
+
+    All of them in a job, whose ranks others have started: they would be taken for strangers.
+    """
+    return hardware.usable_cores() if _current else fair_cores(free_cores(seconds=LOOK_SECONDS))
 
 
 def current() -> Fleet | None:

@@ -24,8 +24,6 @@ def others_cores(seconds: float) -> float | None:
     return before.others_cores(CpuClock.read(), time.monotonic() - begun)
 
 
-LOOK_SECONDS = 0.2
-"""Each sample where nothing is measured: before training, and before sampling."""
 FREE_SAMPLES, SURELY_FREE_SAMPLES = 10, 3
 """Samples that say how many cores are free; where the first are all quiet, these suffice."""
 
