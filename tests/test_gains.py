@@ -81,6 +81,13 @@ def test_a_combination_that_is_not_faster_leaves_the_best_single_change() -> Non
         assert (found.status, found.row.label) == (gains.ANSWERED, "bf16")
 
 
+def test_a_gain_on_some_of_the_cores_says_so() -> None:
+    few = [replace(r, config=replace(r.config, threads=1)) for r in amp()]
+    ids = {r.run_id: replace(r, config=replace(r.config, threads=1)).run_id for r in amp()}
+    found = gains.answer(study([replace(r, baseline_id=ids[r.baseline_id]) for r in few], harm=0.0))
+    assert " on 1 core, quality not worse" in found.headline
+
+
 def test_of_single_changes_the_fastest_that_is_not_worse_is_what_to_use() -> None:
     found = gains.answer(study(amp(1.3), memory(1.1), harm=0.05))
     assert found.row is not None

@@ -30,6 +30,11 @@ def test_a_headline_says_how_much_faster_or_slower() -> None:
     assert sentences.headline(row(1.0, **exact)) == "bf16 is as fast as fp32, within 3 %"
 
 
+def test_what_was_found_is_not_below_what_can_be_resolved() -> None:
+    assert "resolves" in sentences.evidence(row(1.0, set_noise=0.04))
+    assert "resolves" not in sentences.evidence(row(1.5))
+
+
 def test_without_an_answer_a_headline_gives_both_ends_or_the_sets() -> None:
     wide = row(1.0, set_noise=0.04)
     assert wide.verdict == decisions.INCONCLUSIVE
