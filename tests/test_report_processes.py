@@ -83,7 +83,7 @@ def test_a_smoke_report_is_whole_and_the_next_one_measures_nothing() -> None:
     assert more <= short, "only what a busy machine had left no time for is measured now"
     findings = {page.name: page.finding for page in result.pages}
     assert len(findings) == 9
-    assert "tiny network, batch 8" in result.index.read_text(), "what was trained stands on the first screen"
+    assert "<dd>tiny network</dd>" in result.index.read_text(), "what was trained stands on the first screen"
     for name in ("02_multi_gpu", "03_amp", "04_workers"):
         # One set never gives a verdict.
         assert findings[name]["status"] == "too few sets"

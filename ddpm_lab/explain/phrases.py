@@ -189,12 +189,9 @@ def _values(values: Iterable[Any]) -> str:
 
 
 def training(study: Study) -> str:
-    """What the lab's trainer was measured with: ``tiny network, batch 8``; empty without it."""
-    mine = [r.config for r in study.records if r.role == "baseline" and r.config.workload == DDPM]
-    if not mine:
-        return ""
-    sizes = sorted({c.global_batch_size for c in mine})
-    return f"{_values(c.network for c in mine)} network, batch {_values(sizes)}"
+    """Which network the lab's trainer was measured with: ``tiny network``; empty without it."""
+    names = _values(r.config.network for r in study.records if r.role == "baseline" and r.config.workload == DDPM)
+    return f"{names} network" if names else ""
 
 
 def context(study: Study, *, batch: bool = True) -> str:
