@@ -33,7 +33,7 @@ def changes(config: RunConfig, *, usable_cores: int, most_ranks: int) -> dict[st
         found[precision] = {"precision": precision}
     if config.compile == "off":
         found["compiled"] = {"compile": "whole", "kernels": "aten"}
-        if config.device == "cpu" and config.workload == DDPM:
+        if config.workload == DDPM:
             found["joined kernels"] = {"kernels": "fused"}
     else:
         found["eager"] = {"compile": "off", "compile_mode": "default"}

@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack, redirect_stdout, suppress
 from datetime import date
 from pathlib import Path
@@ -93,7 +93,9 @@ def _tried(
         kept = _kept(path)[key]
         return dataclasses.replace(config, **kept["settings"]), f"{kept['why']} ({kept['date']})"
     progress("probing settings")
-    found_now = _Probe(threads, progress).run(_candidates(config, said), steps)
+    candidates, plain = _candidates(config, said), dataclasses.replace(config, **PLAIN)
+    measured_only = {} if plain in candidates.values() else {_name(plain): plain}
+    found_now = _Probe(threads, progress).run(candidates, measured_only, steps)
     if found_now is None:
         return config, ""
     chosen, why, lasting = found_now
@@ -154,8 +156,14 @@ class _Probe:
         self.used, self.seconds = 0.0, SECONDS
         """Seconds of steps: what processes take to start, and kernels to be compiled, leaves no candidate untried."""
 
-    def run(self, candidates: Mapping[str, RunConfig], steps: int) -> tuple[RunConfig, str, bool] | None:
-        """The fastest, a sentence, and whether that may be kept; None where nothing was compared."""
+    def run(
+        self, choices: Mapping[str, RunConfig], measured_only: Mapping[str, RunConfig], steps: int
+    ) -> tuple[RunConfig, str, bool] | None:
+        """The fastest choice, a sentence, and whether that may be kept; None where nothing was compared.
+
+        What is ``measured_only`` is what the choices are told to be slower than.
+        """
+        candidates = {**measured_only, **choices}
         began = time.monotonic()
         times: dict[str, float] = {}  # of a step, relative to the first that ran
         far: set[str] = set()  # of which one step may have been enough
@@ -200,14 +208,12 @@ class _Probe:
                     group.kill()
         if best is None or len(candidates) == 1:
             return None
-        others = [
-            f"{name} takes {f'over {HOPELESS:.2g}' if name in far else f'{t / times[best[0]]:.2f}'} times as long"
-            for name, t in times.items()
-            if name != best[0]
-        ]
-        seconds = f"{time.monotonic() - began:.0f} s of trying"
-        why = f"settings: {best[0]}, the fastest in {seconds}; {'; '.join([*others, *failed])}"
-        return candidates[best[0]], why, lasting
+        chosen = min((name for name in times if name in choices), key=times.__getitem__, default="")
+        if not chosen:
+            return None
+        told = [*_told(chosen, times, far, measured_only), *failed]
+        why = f"settings: {chosen}, the fastest in {time.monotonic() - began:.0f} s of trying; {'; '.join(told)}"
+        return candidates[chosen], why, lasting
 
     def _group(self, config: RunConfig) -> Group:
         quiet: dict[str, Any] = {"modules": {}, "environment": {}, "progress": lambda _: None}
@@ -237,6 +243,17 @@ class _Probe:
                 raise _BestFailed from problem
             theirs.append(self._step(other, count))
         return min(theirs) / min(mine)  # of few turns the least disturbed ones
+
+
+def _told(chosen: str, times: Mapping[str, float], far: Set[str], measured_only: Iterable[str]) -> list[str]:
+    """How long the others take beside the chosen one; what is faster, and no choice, first."""
+    slower = [(name, times[chosen] / times[name]) for name in measured_only]
+    found = [f"slower than {name}: a step takes {ratio:.2f} times as long" for name, ratio in slower if ratio > 1]
+    for name, t in times.items():
+        if name != chosen and t >= times[chosen]:
+            ratio = f"over {HOPELESS:.2g}" if name in far else f"{t / times[chosen]:.2f}"
+            found.append(f"{name} takes {ratio} times as long")
+    return found
 
 
 def _room_for_two(group: Group) -> bool:

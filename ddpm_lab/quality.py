@@ -118,9 +118,8 @@ def settings_of(base: RunConfig, setup: Setup) -> dict[str, RunConfig]:
     changes: dict[str, dict[str, Any]] = {"bf16": {"precision": "bf16"}}
     if setup.device == "cuda":
         changes |= {"tf32": {"precision": "tf32"}, "fp16": {"precision": "fp16"}}
-    else:
-        changes |= {"bf16 with joined kernels": {"precision": "bf16", "kernels": "fused"}}
     changes |= {
+        "bf16 with joined kernels": {"precision": "bf16", "kernels": "fused"},
         "compiled": {"compile": "whole"},
         "bf16 compiled": {"precision": "bf16", "compile": "whole"},
         f"batch {2 * batch}": {"global_batch_size": 2 * batch},

@@ -79,10 +79,10 @@ def _settings(setup: Setup, batch: int) -> tuple[dict[str, tuple[Value, ...]], l
         loaders = [] if "dataset" in own.offers else [Value("own", "batches of its own", {})]
     elif cuda:
         loaders.append(Value("resident", "images on the GPU", {"loader": "resident", "loader_workers": 0}))
-        left_out.append(("joined kernels", "are written for CPUs"))
     else:
-        memory.append(Value("fused", "joined kernels", {"channels_last": True, "kernels": "fused"}))
         left_out += [("images on the GPU", "need a CUDA device"), *((v, "need a GPU") for v in modes.values())]
+    if not own:
+        memory.append(Value("fused", "joined kernels", {"channels_last": True, "kernels": "fused"}))
     if cuda and preset == "full":
         compiles += [Value(m, label, {"compile": "whole", "compile_mode": m}) for m, label in modes.items()]
     for count in _WORKERS[preset] if not own or "dataset" in own.offers else ():

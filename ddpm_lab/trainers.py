@@ -16,6 +16,7 @@ from ddpm_lab.plan import (
     COMPILED,
     FLASH_ATTENTION,
     FORMATS,
+    FUSED_PARTS,
     LEVERS,
     LIMITS,
     OURS,
@@ -181,6 +182,8 @@ def _levers(ours: RunConfig, name: str, setup: Setup) -> Family:
     if fused:
         changes.insert(1, ("eager kernels", {"kernels": "aten"}))
         changes.insert(2, ("freed memory given back", {"freed_memory": "default"}))
+        parts = FUSED_PARTS if ours.precision == "bf16" else FUSED_PARTS[:-2]
+        changes += [(f"eager {part}", {"options": (("without", part),)}) for part in parts]
         changes.append(("compiled block by block, kernels not joined", {"kernels": "aten", "compile": "regional"}))
     if setup.device == "cuda":
         changes.insert(1, ("eager", {"compile": "off"}))

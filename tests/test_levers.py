@@ -17,12 +17,14 @@ from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.model.train import Trainer
 from ddpm_lab.model.unet import NETWORKS
 from ddpm_lab.optimizer_settings import OptimizerConfig
+from ddpm_lab.plan import FUSED_PARTS
 from ddpm_lab.workload import RankContext
 
 LEVERS: list[dict[str, Any]] = [
     {"channels_last": False},
     {"implementation": "plain", "channels_last": False},
     {"kernels": "fused"},
+    *({"kernels": "fused", "options": (("without", part),)} for part in FUSED_PARTS),
     {"read_loss": True},
     {"optimizer": OptimizerConfig(adam="foreach", ema_every=2)},
     {"optimizer": OptimizerConfig(adam="loop", ema_every=2)},
@@ -119,12 +121,14 @@ def test_the_trace_shows_a_step_that_waits(config: RunConfig) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kernels", ["aten", "fused"])
 @pytest.mark.parametrize("loader", ["packed", "resident"])
 def test_on_a_gpu_a_step_does_not_synchronise(
-    config: RunConfig, loader: str, never_waiting: Callable[[], AbstractContextManager[None]]
+    config: RunConfig, loader: str, kernels: str, never_waiting: Callable[[], AbstractContextManager[None]]
 ) -> None:
     context = RankContext(rank=0, world_size=1, device="cuda:0", threads=1, mark=lambda _: None)
-    trainer = Trainer(dataclasses.replace(config, device="cuda", precision="bf16", loader=loader), context)
+    on_gpu = dataclasses.replace(config, device="cuda", precision="bf16", loader=loader, kernels=kernels)
+    trainer = Trainer(on_gpu, context)
     batches = trainer.batches()
     for _ in range(3):
         trainer.step(next(batches))

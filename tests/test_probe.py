@@ -162,9 +162,10 @@ def test_a_damaged_file_is_written_anew(tmp_path: Path, play: Play) -> None:
 
 
 def test_what_the_user_said_stays(tmp_path: Path, play: Play) -> None:
-    machine = play(bf=2.0, ba=1.5, bn=2.5)
-    config, _ = fastest(tmp_path, said={"precision"})
+    machine = play(plain=1.0, bf=1.8, ba=1.5, bn=1.9)
+    config, why = fastest(tmp_path, said={"precision"})
     assert probe._name(config) == "bf16, channels-last"
+    assert "slower than plain fp32: a step takes 1.50 times as long" in why
     assert machine.steps.keys() == machine.seconds.keys()
     config, why = fastest(tmp_path, said=set(probe.SETTINGS))
     assert (config, why) == (USUAL, "")

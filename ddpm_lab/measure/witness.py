@@ -40,6 +40,7 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
         "exchange_enabled": config.exchange.enabled,
         "exchange_hook": config.exchange.hook,
         "nccl": config.exchange.nccl,
+        "without": config.option("without", ""),
         FLASH_ATTENTION: config.option(FLASH_ATTENTION, False),
         # Where nothing is asked for, whatever the C library does is meant: one may have been put in its place.
         **({"freed_memory": "kept"} if config.freed_memory == "kept" else {}),

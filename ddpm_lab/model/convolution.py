@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ddpm_lab.model.fused import library
+from ddpm_lab.model.fused import library, takes
 
 TILE = 32
 """Channels in and out have to be multiples of it for the kernel."""
@@ -73,6 +73,7 @@ def convolve(
 ) -> Tensor:
     """``F.conv2d``, or ``F.conv_transpose2d``; the weights' gradient is by our kernel where autocast is bfloat16."""
     fits = x.ndim == 4 and weight.shape[0] % TILE == weight.shape[1] % TILE == weight.shape[2] - weight.shape[3] == 0
+    fits = fits and takes("weights' gradient")
     if fits and torch.is_grad_enabled() and weight.requires_grad and _in_bfloat16(x):
         return cast(Tensor, _Convolution.apply(x, weight, bias, stride, padding, transposed))
     return (F.conv_transpose2d if transposed else F.conv2d)(x, weight, bias, stride, padding)

@@ -22,8 +22,9 @@ def configured_network(config: RunConfig, device: torch.device) -> AnyUNet:
 
     They are drawn from torch's global generator. Raises Unsupported without the compiler that joined kernels need.
     """
-    if config.kernels == "fused":
+    if config.kernels == "fused" and device.type == "cpu":
         fused.library()  # compiled now, where it is, and not in the first step
+    fused.leave_out(config.option("without", ""))
     lab = build_network(
         config.network,
         image_size=config.image_size,
@@ -59,6 +60,7 @@ def network_seen(network: AnyUNet) -> dict[str, Any]:
         "implementation": "lab" if isinstance(network, UNet) else "plain",
         "channels_last": channels_last_seen(network),
         "attention_axis": network.config.middle_attention_axis,
+        "without": fused.left_out(),
     }
 
 
