@@ -213,7 +213,7 @@ def _trials(family: Family, setup: Setup, seeds: int, images: int | None) -> lis
 def _trains(config: RunConfig) -> bool:
     """Whether a configuration is this trainer, and trains: its ranks exchange what they have learned."""
     ours = config.workload in (DDPM, OWN) and config.implementation == "lab"
-    return ours and config.exchange.enabled
+    return ours and config.exchange.enabled and not config.option("without", "")  # which is about speed alone
 
 
 def _tried(config: RunConfig) -> RunConfig:
