@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from ddpm_lab.changes import batch_sizes, changes
-from ddpm_lab.checks import ConfigError, known, whole
+from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.config import RunConfig
+from ddpm_lab.declared import Opt, known
 from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.largest_batch import host_bytes, predicted_bytes, same_work
 from ddpm_lab.measure.trials import COMPILE_SECONDS
 from ddpm_lab.plan import Experiment, Family
 from ddpm_lab.record import RunRecord
-from ddpm_lab.setting import Setup, check_cores, each_choice
+from ddpm_lab.setting import Batch, Setup, WorldSize, check_cores
 
 BASELINE = "the present settings"
 COMPILE_SHARE = 0.5
@@ -27,9 +28,9 @@ _FIXED = ("purpose", "workload", "data", "data_sha256", "options", "nodes")
 def bottleneck(
     setup: Setup,
     *,
-    global_batch_size: int | None = None,
-    world_size: int = 1,
-    only: Sequence[str] | None = None,
+    global_batch_size: Batch = None,
+    world_size: WorldSize = 1,
+    only: Annotated[Sequence[str] | None, Opt("changes to measure")] = None,
     **settings: Any,
 ) -> Experiment:
     """What takes the time of a step, and which change of one setting makes it faster?
@@ -42,13 +43,13 @@ def bottleneck(
     for name in _FIXED:
         if name in settings:
             raise ConfigError(f"{name} is {settings[name]!r}: the lab sets it itself here; leave it out")
-    whole("world_size", world_size, 1)
     setup.check_ranks(world_size)
     batch = setup.batch_size(global_batch_size, world_size)
     config = setup.config(global_batch_size=batch, world_size=world_size, **settings)
     check_cores("loader_workers", config.loader_workers, setup.usable_cores)
     one, sizes = changes(config, usable_cores=setup.usable_cores, most_ranks=setup.node_size), batch_sizes(config)
-    each_choice("changes", only, (*one, *sizes))
+    for label in only or ():
+        choice("changes", label, (*one, *sizes))
     if only is None and setup.preset == "smoke":
         only = [*list(one)[:3], f"batch {2 * batch}"]
     name = setup.family_name(batch, world_size)

@@ -6,8 +6,7 @@ import dataclasses
 from typing import Any
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import DDPM, RunConfig
-from ddpm_lab.exchange_settings import ExchangeConfig
+from ddpm_lab.config import DDPM, ExchangeConfig, RunConfig
 
 BATCH_SIZES = (8, 16, 32, 64)
 """The sweep of S002's report; twice the present batch is tried besides."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 from collections.abc import Iterable, Mapping
@@ -53,14 +52,6 @@ def several(place: str, value: object) -> None:
     """Raise ConfigError unless ``value`` is a list (or tuple) with at least one entry."""
     if not isinstance(value, list | tuple) or not value:
         raise ConfigError(f"{place} is {value!r}: give a list with at least one entry")
-
-
-def known(place: str, values: Mapping[str, Any], kind: type) -> None:
-    """Raise ConfigError for a name in ``values`` that is no setting of the dataclass ``kind``."""
-    known = sorted(f.name for f in dataclasses.fields(kind))
-    for name in values:
-        if name not in known:
-            raise ConfigError(f"{place} has no setting {name!r}: it has {', '.join(known)}")
 
 
 def number(value: object) -> bool:

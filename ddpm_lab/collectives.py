@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
+from ddpm_lab.declared import Opt
 from ddpm_lab.plan import Experiment, Family, Plan
-from ddpm_lab.setting import Setup, each_whole
+from ddpm_lab.setting import Setup, WorldSizes
 
+Messages = Annotated[Sequence[int] | None, Opt("bytes of the messages", least=4)]
 ALL_REDUCE = "ddpm_lab.model.allreduce:all_reduce"
 PLAN = Plan(turns=6, window_seconds=0.1, window_steps=5, settle_steps=2, warmup_steps=5)
 """Nothing is compared with anything: a time within some per cent is enough, and large messages take long."""
@@ -17,15 +20,12 @@ FULL_MESSAGES = tuple(2**power for power in range(10, 27, 2))
 """Bytes, from where latency alone counts to where bandwidth alone does."""
 
 
-def all_reduce(
-    setup: Setup, *, world_sizes: Sequence[int] | None = None, message_bytes: Sequence[int] | None = None
-) -> Experiment:
+def all_reduce(setup: Setup, *, world_sizes: WorldSizes = None, message_bytes: Messages = None) -> Experiment:
     """How fast do ranks exchange? All-reduces from 1 KiB to 64 MiB; a family for each number of ranks."""
     usual = sorted({*setup.doubled_ranks, setup.most_ranks})
     ranks = [n for n in setup.world_sizes(world_sizes, usual) if n > 1]
     if world_sizes is not None and not ranks:
         raise ConfigError("world_sizes has 1 alone, and one rank exchanges nothing: give 2 or more")
-    each_whole("message_bytes", message_bytes, 4)
     for size in message_bytes or ():
         if size % 4:
             raise ConfigError(f"message_bytes has {size}: give multiples of 4, the bytes of a number")

@@ -10,12 +10,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from ddpm_lab.checks import ConfigError, choice, known, number, texts, whole
-from ddpm_lab.exchange_settings import ExchangeConfig
-from ddpm_lab.optimizer_settings import OptimizerConfig
-from ddpm_lab.own_settings import ABLE, OWN, OWN_LOADER, TRIED
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.declared import Opt, known, validate
 
 PURPOSES = ("timing", "profile", "quality", "check")
 DEVICES = ("cpu", "cuda")
@@ -35,10 +33,30 @@ SCHEDULES = ("linear", "cosine")
 OBJECTIVES = ("noise", "x0", "v")
 LOSSES = ("l1", "l2")
 START_METHODS = ("forkserver", "spawn")
+ADAMS = ("fused", "foreach", "loop")
+EMAS = ("foreach", "loop")
+HOOKS = ("none", "bf16", "fp16")
+_PCIE = (
+    "NCCL_DEBUG=INFO NCCL_ALGO=Tree NCCL_PROTO=Simple NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=0 NCCL_NET_GDR_LEVEL=0 "
+    "NCCL_BUFFSIZE=33554432 NCCL_NTHREADS=16 NCCL_MAX_NCHANNELS=8 NCCL_MIN_NCHANNELS=4"
+)
+NCCL: dict[str, dict[str, str]] = {"default": {}, "pcie": dict(v.split("=") for v in _PCIE.split())}
+"""Environments of NCCL by name. ``pcie`` was published for GPUs on PCIe alone: it turns peer-to-peer off, which is
+harmful with NVLink."""
 
 DDPM = "ddpm_lab.model.train:ddpm"
 LOADER_ALONE = "ddpm_lab.model.train:loader_alone"
 SAMPLING = "ddpm_lab.model.denoising:sampling"
+OWN = "ddpm_lab.model.own:own"
+OWN_LOADER = "ddpm_lab.model.own:loader_alone"
+"""The workloads that run a training of the user's; their option ``make`` names it as module:function."""
+MADE = ("parameters", "samples", "sample")
+"""Options that say what the user's function made when it was looked at: the same each time it is called."""
+TRIED = ("images", "draws")
+"""Options of a trial; all others say which training of the user's it is."""
+ABLE: dict[str, Any] = {"accumulation": (1,), "implementation": ("lab",), "kernels": ("aten",), "read_loss": (False,)}
+ABLE |= {"attention_axis": ("channels",), "compile": ("off", "whole"), "loader": ("files", "packed")}
+"""What a training of the user's can be set to, where that is less than the lab's own can."""
 TRAINING = "ddpm_lab.model.training:training"
 CHECK = "ddpm_lab.model.gradient_check:gradient_check"
 
@@ -49,25 +67,83 @@ def digest(value: object) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
 
+def _refuse(rules: tuple[tuple[bool, str], ...]) -> None:
+    """Raise ConfigError with the sentence of the first rule that is broken."""
+    for broken, sentence in rules:
+        if broken:
+            raise ConfigError(sentence)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffusionConfig:
     """The forward process and the training objective (Ho et al. 2020; Nichol & Dhariwal 2021)."""
 
-    schedule: str = "cosine"
-    timesteps: int = 1000
-    objective: str = "noise"
-    loss: str = "l1"
-    min_snr_gamma: float | None = None
+    schedule: Annotated[str, Opt("noise schedule", choices=SCHEDULES)] = "cosine"
+    timesteps: Annotated[int, Opt("steps of the forward process", least=2)] = 1000
+    objective: Annotated[str, Opt("what the network predicts", choices=OBJECTIVES)] = "noise"
+    loss: Annotated[str, Opt("distance of prediction and truth", choices=LOSSES)] = "l1"
+    min_snr_gamma: Annotated[float | None, Opt("min-SNR weighting (Hang et al. 2023)", above=0)] = None
 
     def __post_init__(self) -> None:
-        choice("diffusion.schedule", self.schedule, SCHEDULES)
-        choice("diffusion.objective", self.objective, OBJECTIVES)
-        choice("diffusion.loss", self.loss, LOSSES)
-        whole("diffusion.timesteps", self.timesteps, 2)
-        if (gamma := self.min_snr_gamma) is not None and not (number(gamma) and gamma > 0):
-            raise ConfigError(f"diffusion.min_snr_gamma is {gamma!r}: give a finite number above 0, or null")
-        if gamma is not None and self.loss != "l2":
+        validate(self, "diffusion.")
+        if self.min_snr_gamma is not None and self.loss != "l2":
             raise ConfigError(f"diffusion.min_snr_gamma needs loss 'l2', not {self.loss!r}: set diffusion.loss to l2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """Adam, gradient clipping and the exponential moving average (EMA) of the weights.
+
+    ``adam`` and ``ema`` say how these are computed, never what: in one kernel for all weights (fused), one for each
+    operation (foreach), or weight by weight (loop). With ``ema_warmup`` the n-th update decays by (1 + n) / (10 + n)
+    while that is less than ``ema_decay``, so that the average soon forgets the initial weights (the rule of
+    tf.train.ExponentialMovingAverage).
+    """
+
+    learning_rate: Annotated[float, Opt("learning rate of Adam", above=0)] = 2e-4
+    betas: Annotated[tuple[float, float], Opt("betas of Adam", least=0, below=1)] = (0.9, 0.99)
+    clip_norm: Annotated[float | None, Opt("largest norm of the gradient", above=0)] = 1.0
+    ema_decay: Annotated[float, Opt("decay of the averaged weights", least=0, below=1)] = 0.995
+    ema_every: Annotated[int, Opt("steps between updates of the averages", least=1)] = 10
+    ema_warmup: bool = True
+    adam: Annotated[str, Opt("how Adam is computed", choices=ADAMS)] = "fused"
+    ema: Annotated[str, Opt("how averages are computed", choices=EMAS)] = "foreach"
+
+    def __post_init__(self) -> None:
+        validate(self, "optimizer.")
+
+    def decay_at(self, update: int) -> float:
+        """The decay of the averages at their n-th update, counted from 1."""
+        return min(self.ema_decay, (1 + update) / (10 + update)) if self.ema_warmup else self.ema_decay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeConfig:
+    """How DistributedDataParallel exchanges gradients; without effect on one rank, where they may not be set.
+
+    ``bucket_view`` lets gradients live in the buckets that are exchanged, which saves a copy; ``static_graph`` promises
+    that every step uses the same weights; ``bucket_mb`` is the size of a bucket in MiB. ``hook`` sends the gradients in
+    two bytes a value, rounded to bf16 or fp16, and adds them up so, which changes what is learned. ``nccl`` is an
+    environment of NCCL by its name in ``NCCL``: "pcie" is harmful with NVLink. Without ``enabled`` nothing is
+    exchanged: every rank trains a network of its own, which shows what the exchange costs and is no training.
+    """
+
+    enabled: bool = True
+    bucket_view: bool = True
+    static_graph: bool = False
+    bucket_mb: Annotated[int, Opt("size of a bucket in MiB", least=1)] = 25
+    hook: Annotated[str, Opt("number format of exchanged gradients", choices=HOOKS)] = "none"
+    nccl: Annotated[str, Opt("environment of NCCL", choices=tuple(NCCL))] = "default"
+
+    def __post_init__(self) -> None:
+        validate(self, "exchange.")
+        usual = ((f.name, f.default) for f in dataclasses.fields(self) if f.name != "enabled")
+        for name, value in () if self.enabled else usual:
+            if getattr(self, name) != value:
+                raise ConfigError(
+                    f"exchange.{name} is {getattr(self, name)!r} and exchange.enabled is false: where nothing is "
+                    "exchanged it would change nothing; leave it out"
+                )
 
 
 PARTS = (("diffusion", DiffusionConfig), ("optimizer", OptimizerConfig), ("exchange", ExchangeConfig))
@@ -101,125 +177,119 @@ class RunConfig(_Remembered):
     ``revision`` is the commit whose sources run; none is the code as it lies here.
     """
 
-    purpose: str = "timing"
+    purpose: Annotated[str, Opt(choices=PURPOSES)] = "timing"
     workload: str = DDPM
-    device: str = "cpu"
-    world_size: int = 1
-    nodes: int = 1
-    global_batch_size: int = 32
-    accumulation: int = 1
-    precision: str = "fp32"
-    compile: str = "off"
-    compile_mode: str = "default"
+    device: Annotated[str, Opt("what computes", choices=DEVICES)] = "cpu"
+    world_size: Annotated[int, Opt("ranks: GPUs, or processes on a CPU", least=1)] = 1
+    nodes: Annotated[int, Opt("hosts", least=1)] = 1
+    global_batch_size: Annotated[int, Opt("images of a step over all ranks", least=1)] = 32
+    accumulation: Annotated[int, Opt("micro-batches of a step", least=1)] = 1
+    precision: Annotated[str, Opt("number format", choices=PRECISIONS)] = "fp32"
+    compile: Annotated[str, Opt("what torch.compile compiles", choices=COMPILE)] = "off"
+    compile_mode: Annotated[str, Opt("mode of torch.compile", choices=COMPILE_MODES)] = "default"
     channels_last: bool = True
-    implementation: str = "lab"
-    kernels: str = "aten"
-    freed_memory: str = "default"
-    attention_axis: str = "channels"
+    implementation: Annotated[str, Opt("form of the network's code", choices=IMPLEMENTATIONS)] = "lab"
+    kernels: Annotated[str, Opt("kernels of the network", choices=KERNELS)] = "aten"
+    freed_memory: Annotated[str, Opt("memory that a step frees", choices=FREED_MEMORY)] = "default"
+    attention_axis: Annotated[str, Opt(choices=ATTENTION_AXES)] = "channels"
     read_loss: bool = False
-    loader: str = "packed"
-    loader_workers: int = 0
+    loader: Annotated[str, Opt("how images are loaded", choices=LOADERS)] = "packed"
+    loader_workers: Annotated[int, Opt("worker processes of the loader", least=0)] = 0
     data: str = ""
     data_sha256: str = ""
-    network: str = "tiny"
-    image_size: int = 32
+    network: Annotated[str, Opt("network", choices=tuple(NETWORKS))] = "tiny"
+    image_size: Annotated[int, Opt("side of the images in pixels", least=1)] = 32
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
-    seed: int = 0
+    seed: Annotated[int, Opt("seed of weights, data order and noise", least=0)] = 0
     oversubscribe: bool = False
-    threads: int = 0
+    threads: Annotated[int, Opt("compute threads of a rank; 0: its share of the cores", least=0)] = 0
     revision: str = ""
     options: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
-        texts(workload=self.workload, data=self.data, data_sha256=self.data_sha256, revision=self.revision)
-        for name in ("channels_last", "read_loss", "oversubscribe"):
-            choice(name, getattr(self, name), (True, False))
-        choice("purpose", self.purpose, PURPOSES)
-        choice("device", self.device, DEVICES)
-        choice("precision", self.precision, PRECISIONS)
-        choice("compile", self.compile, COMPILE)
-        choice("compile_mode", self.compile_mode, COMPILE_MODES)
-        choice("implementation", self.implementation, IMPLEMENTATIONS)
-        choice("kernels", self.kernels, KERNELS)
-        choice("freed_memory", self.freed_memory, FREED_MEMORY)
-        choice("attention_axis", self.attention_axis, ATTENTION_AXES)
-        choice("loader", self.loader, LOADERS)
-        choice("network", self.network, NETWORKS)
-        least = dict.fromkeys(("world_size", "nodes", "global_batch_size", "accumulation", "image_size"), 1)
-        for name in (*least, "loader_workers", "seed", "threads"):
-            whole(name, getattr(self, name), least.get(name, 0))
-        for place, kind in PARTS:
-            if not isinstance(getattr(self, place), kind):
-                names = ", ".join(f.name for f in dataclasses.fields(kind))
-                raise ConfigError(f"{place} is {getattr(self, place)!r}: give settings by name, some of {names}")
         object.__setattr__(self, "options", tuple((str(k), v) for k, v in self.options))
+        validate(self)
         module, _, function = self.workload.partition(":")
-        if not module or not function.isidentifier():
-            raise ConfigError(f"workload is {self.workload!r}: name it as module:function")
-        multiple = NETWORKS[self.network]
-        if self.image_size % multiple:
-            raise ConfigError(
-                f"image_size is {self.image_size}: network {self.network!r} needs a multiple of {multiple}"
+        shared, multiple = self.world_size * self.accumulation, NETWORKS[self.network]
+        gpu, lab_forms = self.device == "cuda", (self.implementation, self.attention_axis)
+        _refuse(
+            (
+                (
+                    not module or not function.isidentifier(),
+                    f"workload is {self.workload!r}: name it as module:function",
+                ),
+                (
+                    self.image_size % multiple > 0,
+                    f"image_size is {self.image_size}: network {self.network!r} needs a multiple of {multiple}",
+                ),
+                (
+                    self.world_size % self.nodes > 0,
+                    f"world_size {self.world_size} cannot be shared by {self.nodes} nodes: give a multiple of "
+                    f"{self.nodes}",
+                ),
+                (
+                    self.global_batch_size % shared > 0,
+                    f"global_batch_size {self.global_batch_size} cannot be shared by {self.world_size} ranks in "
+                    f"{self.accumulation} micro-batches: give a multiple of {shared}",
+                ),
+                (
+                    self.loader != "files" and self.loader_workers > 0,
+                    f"loader_workers is {self.loader_workers} with loader {self.loader!r}, which has none: use loader "
+                    "'files', or 0 workers",
+                ),
+                (
+                    not gpu and self.precision in ("tf32", "fp16"),
+                    f"precision {self.precision!r} needs a CUDA device: use fp32 or bf16 on a CPU",
+                ),
+                (
+                    self.compile_mode != "default" and (self.compile == "off" or not gpu),
+                    f"compile_mode is {self.compile_mode!r} with compile {self.compile!r} on {self.device}: it needs a "
+                    "compiled step on a CUDA device; leave it at default",
+                ),
+                (
+                    self.network not in SEED_FAMILY and lab_forms != ("lab", "channels"),
+                    f"implementation {self.implementation!r} with attention_axis {self.attention_axis!r}: network "
+                    f"{self.network!r} has only 'lab' and 'channels'; choose one of {', '.join(SEED_FAMILY)}",
+                ),
+                (
+                    self.kernels == "fused" and (self.compile, self.implementation) != ("off", "lab"),
+                    "kernels is 'fused', which is for the lab's own network, eager: leave compile off, or use kernels "
+                    "aten",
+                ),
+                (
+                    self.kernels == "fused" and not self.channels_last,
+                    "kernels is 'fused', which works in the channels_last format: set channels_last, or aten",
+                ),
+                (
+                    self.freed_memory == "kept" and gpu,
+                    f"freed_memory is 'kept' on {self.device}, where a step's memory is the GPU's: leave it at default",
+                ),
+                (
+                    self.implementation == "plain" and self.compile == "regional",
+                    "compile is 'regional', which compiles the lab's own blocks: use whole for 'plain'",
+                ),
+                (
+                    self.world_size == 1 and self.exchange != ExchangeConfig(),
+                    "exchange has settings, but one rank exchanges nothing: leave it out, or use more ranks",
+                ),
+                (
+                    self.exchange.nccl != "default" and (not gpu or self.oversubscribe),
+                    f"exchange.nccl is {self.exchange.nccl!r} on {self.device}, where gloo exchanges gradients and not "
+                    "NCCL: leave it out, or use GPUs",
+                ),
+                (
+                    self.loader == "still" and self.purpose in ("quality", "check"),
+                    "loader is 'still', which repeats one batch and shows what loading costs: to train, use packed, "
+                    "files or resident",
+                ),
             )
-        if self.world_size % self.nodes:
-            raise ConfigError(
-                f"world_size {self.world_size} cannot be shared by {self.nodes} nodes: give a multiple of {self.nodes}"
-            )
-        if self.global_batch_size % (self.world_size * self.accumulation):
-            raise ConfigError(
-                f"global_batch_size {self.global_batch_size} cannot be shared by {self.world_size} ranks in "
-                f"{self.accumulation} micro-batches: give a multiple of {self.world_size * self.accumulation}"
-            )
-        if self.loader != "files" and self.loader_workers:
-            raise ConfigError(
-                f"loader_workers is {self.loader_workers} with loader {self.loader!r}, which has none: "
-                "use loader 'files', or 0 workers"
-            )
-        if self.device == "cpu" and self.precision in ("tf32", "fp16"):
-            raise ConfigError(f"precision {self.precision!r} needs a CUDA device: use fp32 or bf16 on a CPU")
-        self._refuse_without_effect()
-
-    def _refuse_without_effect(self) -> None:
-        """Raise ConfigError for a setting that would change nothing in this configuration."""
-        if self.compile_mode != "default" and (self.compile == "off" or self.device == "cpu"):
-            raise ConfigError(
-                f"compile_mode is {self.compile_mode!r} with compile {self.compile!r} on {self.device}: it needs a "
-                "compiled step on a CUDA device; leave it at default"
-            )
+        )
         for name, able in ABLE.items() if self.is_own else ():
-            choice(f"{name} of {self.work_name}", getattr(self, name), able)
-        seed_family = self.network in SEED_FAMILY
-        if not seed_family and (self.implementation == "plain" or self.attention_axis != "channels"):
-            raise ConfigError(
-                f"implementation {self.implementation!r} with attention_axis {self.attention_axis!r}: network "
-                f"{self.network!r} has only 'lab' and 'channels'; choose one of {', '.join(SEED_FAMILY)}"
-            )
-        if self.kernels == "fused" and (self.compile, self.implementation) != ("off", "lab"):
-            raise ConfigError(
-                "kernels is 'fused', which is for the lab's own network, eager: leave compile off, or use kernels aten"
-            )
-        if self.kernels == "fused" and not self.channels_last:
-            raise ConfigError("kernels is 'fused', which works in the channels_last format: set channels_last, or aten")
-        if self.freed_memory == "kept" and self.device != "cpu":
-            raise ConfigError(
-                f"freed_memory is 'kept' on {self.device}, where a step's memory is the GPU's: leave it at default"
-            )
-        if self.implementation == "plain" and self.compile == "regional":
-            raise ConfigError("compile is 'regional', which compiles the lab's own blocks: use whole for 'plain'")
-        if self.world_size == 1 and self.exchange != ExchangeConfig():
-            raise ConfigError("exchange has settings, but one rank exchanges nothing: leave it out, or use more ranks")
-        if self.exchange.nccl != "default" and (self.device != "cuda" or self.oversubscribe):
-            raise ConfigError(
-                f"exchange.nccl is {self.exchange.nccl!r} on {self.device}, where gloo exchanges gradients and not "
-                "NCCL: leave it out, or use GPUs"
-            )
-        if self.loader == "still" and self.purpose in ("quality", "check"):
-            raise ConfigError(
-                "loader is 'still', which repeats one batch and shows what loading costs: to train, use packed, files "
-                "or resident"
-            )
+            if getattr(self, name) not in able:
+                allowed = ", ".join(map(str, able))
+                raise ConfigError(f"{name} of {self.work_name} is {getattr(self, name)!r}: choose one of {allowed}")
 
     @property
     def is_own(self) -> bool:

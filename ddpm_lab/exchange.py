@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from ddpm_lab.changes import NO_EXCHANGE
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import RunConfig
-from ddpm_lab.exchange_settings import ExchangeConfig
+from ddpm_lab.config import ExchangeConfig, RunConfig
 from ddpm_lab.plan import Experiment, Family
-from ddpm_lab.setting import Setup
+from ddpm_lab.setting import Batch, Precision, Setup, WorldSizes
 
 BASELINE = "default"
 _SETTINGS: dict[str, dict[str, Any]] = {
@@ -30,9 +28,9 @@ _ONE_IN_TWO = "one exchange in 2 micro-batches"
 def exchange(
     setup: Setup,
     *,
-    world_sizes: Sequence[int] | None = None,
-    global_batch_size: int | None = None,
-    precision: str = "fp32",
+    world_sizes: WorldSizes = None,
+    global_batch_size: Batch = None,
+    precision: Precision = "fp32",
 ) -> Experiment:
     """What is each setting of the exchange worth, and what does the exchange cost at all?
 

@@ -6,8 +6,7 @@ import dataclasses
 from typing import Any
 
 from ddpm_lab import plan
-from ddpm_lab.config import RunConfig
-from ddpm_lab.exchange_settings import ExchangeConfig
+from ddpm_lab.config import ExchangeConfig, RunConfig
 from ddpm_lab.plan import Family
 
 

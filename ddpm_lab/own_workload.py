@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import MADE, RunConfig
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.code_version import CodeVersion, Loaded, Tree, code_version, in_lab
 from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.measure.hardware import machine
 from ddpm_lab.measure.seat import Instrument
 from ddpm_lab.measure.witness import mismatches
-from ddpm_lab.own_settings import MADE
 from ddpm_lab.plan import RECOMMENDATION, SEARCH, WHOLE_QUESTION, Experiment
 from ddpm_lab.setting import Own, Setup, own_data
 

@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Annotated
 
-from ddpm_lab.checks import ConfigError, choice, number, whole
+from ddpm_lab.checks import choice
 from ddpm_lab.config import RunConfig, digest
+from ddpm_lab.declared import Opt, validate
 from ddpm_lab.space import Space
 
 USUAL_TURNS = 12
@@ -24,18 +26,14 @@ class Plan:
     comparison from what its start and its turns cost, and every further set has as many.
     """
 
-    turns: int = 0
-    window_seconds: float = 0.2
-    window_steps: int = 1
-    settle_steps: int = 2
-    warmup_steps: int = 10
+    turns: Annotated[int, Opt(least=0)] = 0
+    window_seconds: Annotated[float, Opt(above=0, below=3600)] = 0.2
+    window_steps: Annotated[int, Opt(least=1)] = 1
+    settle_steps: Annotated[int, Opt(least=1)] = 2
+    warmup_steps: Annotated[int, Opt(least=1)] = 10
 
     def __post_init__(self) -> None:
-        whole("plan.turns", self.turns, 0)
-        for name in ("window_steps", "settle_steps", "warmup_steps"):
-            whole(f"plan.{name}", getattr(self, name), 1)
-        if not (number(self.window_seconds) and 0 < self.window_seconds < 3600):
-            raise ConfigError(f"plan.window_seconds is {self.window_seconds!r}: give seconds above 0")
+        validate(self, "plan.")
         object.__setattr__(self, "window_seconds", float(self.window_seconds))  # 1 and 1.0 are one plan
 
     @property

@@ -6,17 +6,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from ddpm_lab.checks import ConfigError, choice, several, whole
-from ddpm_lab.config import CHECK, DDPM, TRAINING, UNLEARNED, RunConfig
+from ddpm_lab.checks import ConfigError, choice, whole
+from ddpm_lab.config import CHECK, DDPM, OWN, TRAINING, UNLEARNED, ExchangeConfig, RunConfig
 from ddpm_lab.data.prepared import read_manifest
-from ddpm_lab.exchange_settings import ExchangeConfig
+from ddpm_lab.declared import Opt
 from ddpm_lab.inception import plan_fid
-from ddpm_lab.own_settings import OWN
 from ddpm_lab.plan import LOST, Experiment, Family, Fid, Trial, scaled
-from ddpm_lab.setting import Setup
+from ddpm_lab.setting import Batch, Setup
 
+Images = Annotated[int | None, Opt("images that each of these runs trains on", least=1)]
 IDENTITY_STEPS = 20
 """Steps after which settings that must not change what is learned have the same weights, to the last bit."""
 _SEEDS = {"smoke": 2, "quick": 5, "full": 8}
@@ -30,12 +30,12 @@ _FID_IMAGES = {"smoke": 64, "quick": 2_500, "full": 10_000}
 def quality(
     setup: Setup,
     *,
-    global_batch_size: int | None = None,
-    images: int | None = None,
-    seeds: int | None = None,
-    candidates: Sequence[str] | None = None,
-    inception: str | None = None,
-    fid_images: int | None = None,
+    global_batch_size: Batch = None,
+    images: Images = None,
+    seeds: Annotated[int | None, Opt("runs of each setting, from so many seeds", least=1)] = None,
+    candidates: Annotated[Sequence[str] | None, Opt("settings to try")] = None,
+    inception: Annotated[str | None, Opt("file of the Inception's weights, for a FID")] = None,
+    fid_images: Annotated[int | None, Opt("images of a FID", least=2)] = None,
 ) -> Experiment:
     """What does each setting cost in quality, and what does it gain in speed? fp32, eager, one rank is the baseline.
 
@@ -47,13 +47,10 @@ def quality(
     cuda = setup.device == "cuda"
     batch = setup.batch_size(global_batch_size) if cuda or global_batch_size else 8
     count = _SEEDS[setup.preset] if seeds is None else seeds
-    whole("seeds", count, 1)
     base = setup.config(global_batch_size=batch)
     known = settings_of(base, setup)
-    if candidates is not None:
-        several("candidates", candidates)
-        for name in candidates:
-            choice("candidates", name, known)
+    for name in candidates or ():
+        choice("candidates", name, known)
     asked = [
         n for n in known if (n in candidates if candidates is not None else setup.preset != "smoke" or n in _SMOKE)
     ]

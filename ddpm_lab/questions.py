@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from ddpm_lab import collectives
 from ddpm_lab.bottleneck import bottleneck
-from ddpm_lab.checks import ConfigError, choice, whole
+from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.claims import claims
 from ddpm_lab.collectives import all_reduce
 from ddpm_lab.config import DDPM, LOADER_ALONE
+from ddpm_lab.declared import Opt, arguments
 from ddpm_lab.exchange import exchange
 from ddpm_lab.lost_scaling import lost_scaling as lost_scaling_of
 from ddpm_lab.own_workload import nothing_asked
 from ddpm_lab.plan import RECOMMENDATION, SCALINGS, SEARCH, WEAK, WITH_TRIALS, Experiment, Family
 from ddpm_lab.quality import identity_trials, quality, with_trials
 from ddpm_lab.search_space import SEARCH_PLAN, recommendation, search
-from ddpm_lab.setting import Setup, each_choice, each_whole
+from ddpm_lab.setting import Batch, Batches, Precision, Precisions, Setup, Workers, WorldSize, WorldSizes
 from ddpm_lab.trainers import PLAN, peers
 
 CUDA_PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
@@ -36,10 +37,9 @@ FULL_WORKERS = (0, 1, 2, 4, 8, 12, 16, 20)
 
 
 def profile(
-    setup: Setup, *, global_batch_size: int | None = None, precision: str = "fp32", world_size: int = 1
+    setup: Setup, *, global_batch_size: Batch = None, precision: Precision = "fp32", world_size: WorldSize = 1
 ) -> Experiment:
     """Where does the time of a training step go? One profiled run, which supplies no speed."""
-    whole("world_size", world_size, 1)
     setup.check_ranks(world_size)
     config = setup.config(
         purpose="profile",
@@ -55,13 +55,13 @@ def profile(
 def multi_gpu(
     setup: Setup,
     *,
-    world_sizes: Sequence[int] | None = None,
-    global_batch_sizes: Sequence[int] | None = None,
-    precision: str = "fp32",
-    scaling: str | None = None,
-    lost_scaling: bool | None = None,
-    loader_workers: int | None = None,
-    alone: bool = False,
+    world_sizes: WorldSizes = None,
+    global_batch_sizes: Batches = None,
+    precision: Precision = "fp32",
+    scaling: Annotated[str | None, Opt("which scaling (default: both; smoke: strong)", choices=SCALINGS)] = None,
+    lost_scaling: Annotated[bool | None, Opt("where the rest of the ideal speed-up went")] = None,
+    loader_workers: Workers = None,
+    alone: Annotated[bool, Opt("the most ranks without one rank beside them")] = False,
 ) -> Experiment:
     """Do more ranks or GPUs train faster? Strong scaling: the ranks share the batch. Weak: each rank brings its own.
 
@@ -74,9 +74,6 @@ def multi_gpu(
     full = setup.preset == "full"
     usual = [*setup.doubled_ranks, setup.most_ranks] if full or setup.device == "cuda" else [1, 2]
     ranks = [n for n in setup.world_sizes(world_sizes, sorted(set(usual))) if n > 1]
-    if scaling is not None:
-        choice("scaling", scaling, SCALINGS)
-    each_whole("global_batch_sizes", global_batch_sizes, 1)
     small = (128, 512) if setup.device == "cuda" else (16, 32)
     batches = global_batch_sizes or (FULL_BATCH_SIZES if full else small if setup.preset == "quick" else small[:1])
     families, left_out, profiles = [], [], []
@@ -161,13 +158,12 @@ def _mechanism(setup: Setup, precision: str) -> Family:
 def amp(
     setup: Setup,
     *,
-    precisions: Sequence[str] | None = None,
-    world_sizes: Sequence[int] | None = None,
-    global_batch_size: int | None = None,
+    precisions: Precisions = None,
+    world_sizes: WorldSizes = None,
+    global_batch_size: Batch = None,
 ) -> Experiment:
     """Does mixed precision speed up training? fp32 against each narrower format, for each number of ranks."""
     able = CUDA_PRECISIONS if setup.device == "cuda" else CPU_PRECISIONS
-    each_choice("precisions", precisions, CUDA_PRECISIONS)
     wanted = [p for p in (precisions or CUDA_PRECISIONS) if p != "fp32"]
     usual = sorted({1, setup.most_ranks}) if setup.preset == "full" else [1]
     families, left_out = [], []
@@ -194,15 +190,15 @@ def amp(
 def workers(
     setup: Setup,
     *,
-    worker_counts: Sequence[int] | None = None,
-    precisions: Sequence[str] | None = None,
-    global_batch_size: int | None = None,
+    worker_counts: Annotated[Sequence[int] | None, Opt("numbers of workers", least=0)] = None,
+    precisions: Precisions = None,
+    global_batch_size: Batch = None,
 ) -> Experiment:
     """How many loader workers are worth having? Each file decoded when needed; training, and the loader alone."""
     usual = {"smoke": (0, 1), "quick": (0, 1, 2), "full": FULL_WORKERS}[setup.preset]
     able = CUDA_PRECISIONS if setup.device == "cuda" else CPU_PRECISIONS
-    each_whole("worker_counts", worker_counts, 0)
-    each_choice("precisions", precisions, able)
+    for p in precisions or ():
+        choice("precisions", p, able)
     asked = tuple(dict.fromkeys(worker_counts or usual))
     formats = tuple(dict.fromkeys(precisions or ("fp32", setup.usual_precision if setup.preset == "full" else "fp32")))
     batch = setup.batch_size(global_batch_size)
@@ -240,10 +236,10 @@ def _workers_label(count: int) -> str:
 def torch_compile(
     setup: Setup,
     *,
-    world_sizes: Sequence[int] | None = None,
-    precision: str | None = None,
-    global_batch_size: int | None = None,
-    loader_workers: int | None = None,
+    world_sizes: WorldSizes = None,
+    precision: Precision | None = None,
+    global_batch_size: Batch = None,
+    loader_workers: Workers = None,
 ) -> Experiment:
     """Is torch.compile worth its compile time? Eager against compiled, in bf16 autocast unless said otherwise.
 
@@ -278,15 +274,13 @@ def torch_compile(
 def batch_size(
     setup: Setup,
     *,
-    global_batch_sizes: Sequence[int] | None = None,
-    precision: str = "fp32",
-    world_size: int = 1,
+    global_batch_sizes: Batches = None,
+    precision: Precision = "fp32",
+    world_size: WorldSize = 1,
 ) -> Experiment:
     """How large a batch fits, and does a larger one train faster? The smallest size against its multiples."""
     cuda = setup.device == "cuda"
-    whole("world_size", world_size, 1)
     setup.check_ranks(world_size)
-    each_whole("global_batch_sizes", global_batch_sizes, 1)
     first = 32 if setup.preset == "full" else setup.batch_size(None)
     count = {"smoke": 2, "quick": 5, "full": 8 if cuda else 5}[setup.preset]
     usual = [-(-first * 2**i // world_size) * world_size for i in range(count)]
@@ -322,6 +316,7 @@ STAGES: dict[str, Callable[..., Experiment]] = {f.__name__: f for f in (search, 
 
 def ask(name: str, setup: Setup, *, seeds: int | None = None, images: int | None = None, **grid: Any) -> Experiment:
     """The experiment that answers a question; ``seeds`` and ``images`` are those of the runs that are for quality."""
+    grid = arguments({**QUESTIONS, **STAGES}[name], grid, name)
     experiment = _ask(name, setup, seeds=seeds, images=images, **grid)
     # A question has one primary comparison: that of its first family.
     others = tuple(dataclasses.replace(f, primary="") for f in experiment.families[1:])
@@ -340,4 +335,4 @@ def _ask(name: str, setup: Setup, *, seeds: int | None, images: int | None, **gr
         if name != "quality":
             able = ", ".join((*WITH_TRIALS, "quality"))
             raise ConfigError(f"{option} is {value!r}, and {name} trains no runs for quality: only {able} do")
-    return QUESTIONS[name](setup, **grid, **trained)
+    return QUESTIONS[name](setup, **grid, **arguments(QUESTIONS[name], trained, name))

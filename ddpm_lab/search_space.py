@@ -11,7 +11,7 @@ from typing import Any
 from ddpm_lab.checks import ConfigError, choice, several
 from ddpm_lab.plan import RECOMMENDATION, SEARCH, START, Experiment, Family, Plan, Trial
 from ddpm_lab.quality import identity_trials
-from ddpm_lab.setting import Setup, usual_settings
+from ddpm_lab.setting import Batch, Setup, usual_settings
 from ddpm_lab.space import BATCH, LOADER, Cell, Space, Value
 
 SEARCH_PLAN = Plan(turns=6)
@@ -27,7 +27,7 @@ _BATCHES = {"smoke": (1,), "quick": (1, 2, 4), "full": (1, 2, 4)}
 def search(
     setup: Setup,
     *,
-    global_batch_size: int | None = None,
+    global_batch_size: Batch = None,
     only: Mapping[str, Sequence[object]] | None = None,
     any_batch: bool = False,
 ) -> Experiment:
@@ -36,7 +36,6 @@ def search(
     ``only`` names settings that are held to some of their values, by their short names: ``{"precision": ["bf16"]}``
     sets out from bf16 and stays there. Raises ConfigError for a setting or a value that there is not.
     """
-    choice("any_batch", any_batch, (True, False))
     settings, left_out = _settings(setup, setup.batch_size(global_batch_size))
     settings = _only(settings, only or {}, dict(left_out))
     changes: dict[str, Any] = {}

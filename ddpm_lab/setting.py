@@ -7,18 +7,26 @@ import os
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from ddpm_lab.checks import ConfigError, choice, several, whole
-from ddpm_lab.config import LOADER_ALONE, RunConfig, digest
+from ddpm_lab.config import LOADER_ALONE, OWN, OWN_LOADER, PRECISIONS, OptimizerConfig, RunConfig, digest
+from ddpm_lab.declared import Opt
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.fleet import fewest_hosts
 from ddpm_lab.measure.gpu_trouble import gpu_trouble, least_capability
-from ddpm_lab.optimizer_settings import OptimizerConfig
-from ddpm_lab.own_settings import OWN, OWN_LOADER
 from ddpm_lab.processor import multiplies_bf16
 
 OWN_DATA = "own-"
+
+# Settings that several questions take.
+WorldSizes = Annotated[Sequence[int] | None, Opt("numbers of ranks, such as 1,2,4", least=1)]
+WorldSize = Annotated[int, Opt("number of ranks", least=1)]
+Batch = Annotated[int | None, Opt("images of a step over all ranks", least=1)]
+Batches = Annotated[Sequence[int] | None, Opt("batch sizes, such as 16,32", least=1)]
+Precision = Annotated[str, Opt("number format", choices=PRECISIONS)]
+Precisions = Annotated[Sequence[str] | None, Opt("number formats", choices=PRECISIONS)]
+Workers = Annotated[int | None, Opt("worker processes that decode files while they are needed", least=0)]
 
 
 def usual_settings(device: str) -> dict[str, Any]:
@@ -170,7 +178,6 @@ class Setup:
         """The world sizes asked for, checked; or those of ``usual`` that this machine can run."""
         if asked is None:
             return [n for n in usual if (n <= self.most_ranks or self.oversubscribe) and n % self.nodes(n) == 0]
-        each_whole("world_sizes", asked, 1)
         for ranks in asked:
             self.check_ranks(ranks)
         return sorted(set(asked))

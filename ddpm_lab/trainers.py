@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from ddpm_lab import plan
-from ddpm_lab.checks import ConfigError, whole
-from ddpm_lab.config import DDPM, SAMPLING, SEED_FAMILY, DiffusionConfig, RunConfig
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import DDPM, SAMPLING, SEED_FAMILY, DiffusionConfig, OptimizerConfig, RunConfig
+from ddpm_lab.declared import Opt
 from ddpm_lab.measure.hardware import package_version
-from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.plan import (
     BOTH_FP32,
     COMPILED,
@@ -25,7 +25,7 @@ from ddpm_lab.plan import (
     Family,
     Plan,
 )
-from ddpm_lab.setting import Setup, each_choice, usual_settings
+from ddpm_lab.setting import Batch, Setup, usual_settings
 
 DDPT = "ddpm_lab.model.peers:denoising_diffusion_pytorch"
 DIFFUSERS = "ddpm_lab.model.peers:diffusers"
@@ -49,9 +49,9 @@ PLAN = Plan(window_seconds=1.0, settle_steps=1, warmup_steps=3)
 def peers(
     setup: Setup,
     *,
-    global_batch_size: int | None = None,
-    trainers: Sequence[str] | None = None,
-    parts: Sequence[str] | None = None,
+    global_batch_size: Batch = None,
+    trainers: Annotated[Sequence[str] | None, Opt("other trainers", choices=tuple(PEERS))] = None,
+    parts: Annotated[Sequence[str] | None, Opt("parts of the question", choices=PARTS)] = None,
 ) -> Experiment:
     """How fast is this trainer? Beside others as they come and tuned, in fp32, each lever alone, and the limits.
 
@@ -60,9 +60,6 @@ def peers(
     names them.
     """
     batch = 32 if global_batch_size is None and setup.device == "cpu" else setup.batch_size(global_batch_size)
-    whole("global_batch_size", batch, 1)
-    each_choice("trainers", trainers, PEERS)
-    each_choice("parts", parts, PARTS)
     able = [n for n in PEERS if n in BEYOND_SEED or setup.network in SEED_FAMILY]
     if trainers is not None and (lost := [n for n in trainers if n not in able]):
         raise ConfigError(f"trainers has {lost[0]!r}, which has no network of the size of {setup.network!r}: use seed")

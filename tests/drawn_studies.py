@@ -8,8 +8,7 @@ import numpy as np
 import planted_search
 import records as make
 
-from ddpm_lab.config import LOADER_ALONE, RunConfig
-from ddpm_lab.exchange_settings import ExchangeConfig
+from ddpm_lab.config import LOADER_ALONE, ExchangeConfig, RunConfig
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import LEVERS, LOST, WEAK, scaled
 

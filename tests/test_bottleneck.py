@@ -13,6 +13,7 @@ from ddpm_lab.bottleneck import bottleneck, check_memory, fitting
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.measure.held import Held
 from ddpm_lab.plan import Experiment
+from ddpm_lab.questions import ask
 from ddpm_lab.record import RunRecord
 
 
@@ -95,7 +96,7 @@ def test_compiles_share_the_time() -> None:
 )
 def test_what_cannot_be_is_refused_in_a_sentence(settings: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as refusal:
-        bottleneck(setup(), **settings)
+        ask("bottleneck", setup(), **settings)
     assert "\n" not in str(refusal.value)
     for word in words:
         assert word in str(refusal.value)

@@ -7,9 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ddpm_lab.changes import NO_EXCHANGE, batch_sizes, changes
-from ddpm_lab.config import RunConfig
-from ddpm_lab.exchange_settings import ExchangeConfig
-from ddpm_lab.optimizer_settings import OptimizerConfig
+from ddpm_lab.config import ExchangeConfig, OptimizerConfig, RunConfig
 
 PLAIN = RunConfig()
 CONFIGS = {

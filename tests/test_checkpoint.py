@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ddpm_lab.checks import LabError
-from ddpm_lab.config import TRAINING, RunConfig
+from ddpm_lab.config import TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.model import checkpoint as module
 from ddpm_lab.model.checkpoint import SECTIONS, Checkpoint, CheckpointError, empty_network, read, write
-from ddpm_lab.optimizer_settings import OptimizerConfig
 
 CONFIG = RunConfig(workload=TRAINING, purpose="quality", optimizer=OptimizerConfig(clip_norm=None), seed=7)
 

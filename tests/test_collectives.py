@@ -7,6 +7,7 @@ from setups import setup
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.collectives import all_reduce, label
 from ddpm_lab.plan import Family
+from ddpm_lab.questions import ask
 
 
 def sizes(family: Family) -> list[int]:
@@ -57,7 +58,7 @@ def test_ranks_and_messages_asked_for_by_name() -> None:
 )
 def test_what_cannot_be_run_is_refused(grid: dict[str, list[int]], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        all_reduce(setup(), **grid)
+        ask("all_reduce", setup(), **grid)
 
 
 def test_sizes_are_named_for_people() -> None:

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import DiffusionConfig, RunConfig
-from ddpm_lab.exchange_settings import ExchangeConfig
-from ddpm_lab.optimizer_settings import OptimizerConfig
+from ddpm_lab.config import DiffusionConfig, ExchangeConfig, OptimizerConfig, RunConfig
 from ddpm_lab.plan import Plan
 
 # For every field a value that differs from ``START`` and is valid beside it.

@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import LOSSES, NETWORKS, DiffusionConfig, RunConfig
+from ddpm_lab.config import LOSSES, NETWORKS, DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.explain.differences import HOW, Run, differences, grid, of_record, sentence, unexpected
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.run_folder import RunFolder
 from ddpm_lab.settings_file import settings_text
 

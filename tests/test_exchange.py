@@ -9,8 +9,8 @@ from setups import setup
 
 from ddpm_lab.changes import NO_EXCHANGE
 from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import HOOKS, NCCL, ExchangeConfig
 from ddpm_lab.exchange import exchange
-from ddpm_lab.exchange_settings import HOOKS, NCCL, ExchangeConfig
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (8, 8)])

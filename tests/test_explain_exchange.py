@@ -9,9 +9,8 @@ import pytest
 import records as make
 
 from ddpm_lab.changes import NO_EXCHANGE
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import ExchangeConfig, RunConfig
 from ddpm_lab.exchange import BASELINE
-from ddpm_lab.exchange_settings import ExchangeConfig
 from ddpm_lab.explain import gains
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import RECOMMENDATION, Study

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from ddpm_lab.config import DDPM, DiffusionConfig, RunConfig
+from ddpm_lab.config import DDPM, OWN, DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.explain import quality
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.quality import (
@@ -31,8 +31,6 @@ from ddpm_lab.explain.quality import (
     equivalence,
 )
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.optimizer_settings import OptimizerConfig
-from ddpm_lab.own_settings import OWN
 from ddpm_lab.quality import quality as plan_quality
 from ddpm_lab.questions import amp
 from ddpm_lab.record import RunRecord

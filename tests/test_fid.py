@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ddpm_lab.config import TRAINING, RunConfig
+from ddpm_lab.config import TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.data.packed import prepare
 from ddpm_lab.data.prepared import open_packed
 from ddpm_lab.explain import samples
@@ -22,7 +22,6 @@ from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import measure_alone
 from ddpm_lab.measure.trial import MOST_IMAGES, work_of
 from ddpm_lab.model.fid import Fid, inception_metric
-from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.plan import Plan, Trial
 from ddpm_lab.workload import RankContext
 

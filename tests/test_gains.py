@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import records as make
 
-from ddpm_lab.config import LOADER_ALONE, RunConfig
-from ddpm_lab.exchange_settings import ExchangeConfig
+from ddpm_lab.config import LOADER_ALONE, ExchangeConfig, RunConfig
 from ddpm_lab.explain import decisions, findings, gains, quality
 from ddpm_lab.explain.frames import RECOMMENDATION, Study
 from ddpm_lab.plan import WEAK

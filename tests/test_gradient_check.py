@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpm_lab.config import CHECK, DiffusionConfig, RunConfig
+from ddpm_lab.config import CHECK, DiffusionConfig, ExchangeConfig, OptimizerConfig, RunConfig
 from ddpm_lab.data.loader import Batch
-from ddpm_lab.exchange_settings import ExchangeConfig
 from ddpm_lab.gradient_bounds import Verdict, verdict
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
@@ -24,7 +23,6 @@ from ddpm_lab.measure.sets import measure_alone
 from ddpm_lab.model.gradient_check import GradientCheck, compared, gradient_check
 from ddpm_lab.model.train import Trainer
 from ddpm_lab.model.unet import NETWORKS
-from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.plan import Plan
 from ddpm_lab.workload import RankContext
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddpm_lab.config import HOOKS as ALL_HOOKS
 from ddpm_lab.config import PRECISIONS
-from ddpm_lab.exchange_settings import HOOKS as ALL_HOOKS
 from ddpm_lab.gradient_bounds import BOUNDS, FLIPS, HOOKS, failure, verdict
 
 

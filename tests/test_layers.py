@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "ddpm_lab"
 ROWS = (
     ("comet_process", "ddpm_lab"),
     ("checks", "gradient_bounds", "processor"),
-    ("exchange_settings", "files", "optimizer_settings", "own_settings"),
+    ("declared", "files"),
     ("config",),
     ("space",),
     ("changes", "plan", "settings_file", "stopping", "turn_plan"),

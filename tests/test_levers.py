@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import OptimizerConfig, RunConfig
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.model.train import Trainer
 from ddpm_lab.model.unet import NETWORKS
-from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.plan import FUSED_PARTS
 from ddpm_lab.workload import RankContext
 

@@ -16,12 +16,12 @@ from conftest import Call
 
 from ddpm_lab import experiments
 from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import OWN, OWN_LOADER
 from ddpm_lab.explain import findings
 from ddpm_lab.explain.tables import table
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.seat import Instrument
-from ddpm_lab.own_settings import OWN, OWN_LOADER
 from ddpm_lab.own_workload import FOR_OWN, check_brought, check_name, look_at, made_otherwise
 from ddpm_lab.plan import Experiment
 from ddpm_lab.questions import QUESTIONS, ask

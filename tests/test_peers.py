@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from ddpm_lab.config import DiffusionConfig, RunConfig
+from ddpm_lab.config import DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.model import peers
 from ddpm_lab.model.unet import NETWORKS
-from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.plan import FLASH_ATTENTION
 from ddpm_lab.workload import RankContext, Unsupported
 

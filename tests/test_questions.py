@@ -9,7 +9,7 @@ from ddpm_lab.bottleneck import SIZES
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import LOADER_ALONE
 from ddpm_lab.plan import PRESETS, Experiment, Family, scaling
-from ddpm_lab.questions import QUESTIONS, amp, batch_size, multi_gpu, profile, torch_compile, workers
+from ddpm_lab.questions import QUESTIONS, amp, ask, batch_size, multi_gpu, profile, torch_compile, workers
 from ddpm_lab.setting import Images, Setup
 
 MACHINES = {"1 core": (0, 1), "2 cores": (0, 2), "64 cores": (0, 64), "1 GPU": (1, 16), "8 GPUs": (8, 64)}
@@ -330,7 +330,7 @@ def test_a_family_is_named_for_people() -> None:
 )
 def test_wrong_values_are_refused_in_a_sentence(name: str, grid: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as refusal:
-        QUESTIONS[name](setup(), **grid)
+        ask(name, setup(), **grid)
     assert "\n" not in str(refusal.value)
     for word in words:
         assert word in str(refusal.value)

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import TRAINING, RunConfig
-from ddpm_lab.exchange_settings import ExchangeConfig
+from ddpm_lab.config import TRAINING, ExchangeConfig, RunConfig
 from ddpm_lab.run_folder import RunFailed, RunFolder, checkpoints_in
 from ddpm_lab.settings_file import configuration, read_settings
 

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import records as make
 
-from ddpm_lab.config import RunConfig
-from ddpm_lab.exchange_settings import ExchangeConfig
+from ddpm_lab.config import ExchangeConfig, RunConfig
 from ddpm_lab.explain import decisions, findings, gains, scaling, tables
 from ddpm_lab.explain.bands import S000, bands
 from ddpm_lab.explain.frames import Study

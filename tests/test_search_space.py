@@ -95,7 +95,7 @@ def test_settings_are_held_to_some_values_and_the_first_is_where_it_sets_out() -
 )
 def test_what_there_is_not_is_refused(grid: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
-        search(setup(), **grid)
+        ask("search", setup(), **grid)
 
 
 def test_what_was_found_is_measured_with_every_step_to_it_in_the_same_sets() -> None:

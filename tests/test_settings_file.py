@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import DiffusionConfig, RunConfig
-from ddpm_lab.optimizer_settings import OptimizerConfig
+from ddpm_lab.config import DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.settings_file import configuration, read_settings, settings_text
 
 

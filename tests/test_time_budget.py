@@ -10,11 +10,10 @@ from typing import Any, cast
 import pytest
 from conftest import code_of
 
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import OptimizerConfig, RunConfig
 from ddpm_lab.measure.seat import Instrument, Member, Seat
 from ddpm_lab.measure.sets import measure_alone, profile_alone
 from ddpm_lab.measure.time_budget import BUDGET_SECONDS, take_budget
-from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.plan import USUAL_TURNS, Plan
 from ddpm_lab.record import RunRecord
 

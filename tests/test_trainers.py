@@ -10,6 +10,7 @@ import setups
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.plan import BOTH_FP32, COMPILED, FLASH_ATTENTION, FORMATS, LEVERS, LIMITS, SAMPLING, TUNED, Family
+from ddpm_lab.questions import ask
 from ddpm_lab.setting import Setup, usual_settings
 from ddpm_lab.trainers import PARTS, PEERS, PUBLISHED, peers
 
@@ -151,7 +152,7 @@ def test_a_network_is_compared_with_those_that_have_one_of_its_size() -> None:
 )
 def test_what_does_not_exist_is_refused(grid: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        peers(setup(), **grid)
+        ask("peers", setup(), **grid)
 
 
 def test_no_two_configurations_of_a_family_are_one() -> None:

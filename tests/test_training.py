@@ -16,11 +16,10 @@ import pytest
 import torch
 from PIL import Image
 
-from ddpm_lab.config import TRAINING, RunConfig
+from ddpm_lab.config import TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.data.packed import prepare
 from ddpm_lab.model.checkpoint import SECTIONS, Checkpoint, empty_network, read
 from ddpm_lab.model.training import Training, training
-from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.workload import RankContext
 
 

@@ -16,12 +16,11 @@ from test_checkpoint import made
 
 from ddpm_lab import training_run
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import TRAINING, DiffusionConfig, RunConfig
+from ddpm_lab.config import TRAINING, DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.others import CoreWatch
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.model.checkpoint import read, write
-from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.run_folder import RunFailed, checkpoints_in
 from ddpm_lab.stopping import Stop, Stopped
 from ddpm_lab.training_run import Outcome, Schedule, differences, train

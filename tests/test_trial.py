@@ -14,14 +14,13 @@ import torch
 from conftest import BUSY, code_of
 from underflow import underflow
 
-from ddpm_lab.config import TRAINING, UNLEARNED, RunConfig
+from ddpm_lab.config import TRAINING, UNLEARNED, OptimizerConfig, RunConfig
 from ddpm_lab.explain import quality, samples
 from ddpm_lab.explain.quality import GOOD, IDENTICAL, WORSE
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import measure_alone
 from ddpm_lab.measure.trial import LOOKS, MOST_BYTES, MOST_IMAGES, SAMPLER_STEPS, train_once
-from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.plan import Plan
 from ddpm_lab.record import RunRecord
 from ddpm_lab.setting import usual_settings

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from ddpm_lab.config import RunConfig
-from ddpm_lab.exchange_settings import NCCL
+from ddpm_lab.config import NCCL, RunConfig
 from ddpm_lab.measure.rank import nccl_seen
 from ddpm_lab.measure.witness import mismatches
 

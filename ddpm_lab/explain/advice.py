@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 import pandas as pd
 
 from ddpm_lab.changes import NO_EXCHANGE, batch_sizes, changes
-from ddpm_lab.config import RunConfig
-from ddpm_lab.exchange_settings import ExchangeConfig
+from ddpm_lab.config import ExchangeConfig, RunConfig
 from ddpm_lab.explain import batch_sizes as sizes
 from ddpm_lab.explain import change_phrases, compiling, decisions, phrases, quality, sentences, stats, straggler
 from ddpm_lab.explain.bands import S002 as TARGETS

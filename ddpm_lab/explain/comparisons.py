@@ -12,11 +12,10 @@ from itertools import groupby
 
 import numpy as np
 
-from ddpm_lab.config import LOADER_ALONE, RunConfig
+from ddpm_lab.config import LOADER_ALONE, OWN_LOADER, RunConfig
 from ddpm_lab.explain import decisions, quality, stats
 from ddpm_lab.explain.frames import Study, once
 from ddpm_lab.explain.quality import Equivalence
-from ddpm_lab.own_settings import OWN_LOADER
 from ddpm_lab.plan import LOST, scaling
 from ddpm_lab.record import TWIN, RunRecord, crowded, seconds_by_turn, set_log_ratio
 

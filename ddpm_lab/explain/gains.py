@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import pandas as pd
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import DDPM, RunConfig
+from ddpm_lab.config import DDPM, OWN, RunConfig
 from ddpm_lab.explain import decisions, phrases, quality, sentences
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.frames import RECOMMENDATION, Study
-from ddpm_lab.own_settings import OWN
 from ddpm_lab.plan import SEARCH, TOGETHER, WEAK
 
 GOOD, HARMED = (quality.IDENTICAL, quality.NOT_WORSE), (quality.SLIGHTLY, quality.WORSE)

@@ -9,10 +9,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ddpm_lab.config import CHECK, DDPM, TRAINING, RunConfig
+from ddpm_lab.config import CHECK, DDPM, TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.gradient_bounds import failure
 from ddpm_lab.ledger import Head, Ledger
-from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.plan import Experiment, Fid, Plan
 from ddpm_lab.record import LASTING, TWIN, RunRecord, crowded, seconds_by_turn, set_log_ratio
 

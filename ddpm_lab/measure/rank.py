@@ -21,7 +21,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ddpm_lab.exchange_settings import NCCL
+from ddpm_lab.config import NCCL
 from ddpm_lab.measure.code_version import astray, loaded, unlisted
 from ddpm_lab.measure.freed_memory import freed_memory_seen, keep_freed_memory
 from ddpm_lab.measure.meeting import store_at

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ddpm_lab.config import RunConfig
-from ddpm_lab.own_settings import MADE
+from ddpm_lab.config import MADE, RunConfig
 from ddpm_lab.plan import FLASH_ATTENTION
 
 RECORDED_AFTER = 3

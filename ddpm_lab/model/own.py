@@ -13,14 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import OptimizerConfig, RunConfig
 from ddpm_lab.data.dataset_loader import DatasetLoader
 from ddpm_lab.data.draws import EpochStream
 from ddpm_lab.data.loader import Plan
 from ddpm_lab.model.feed import LoaderAlone
 from ddpm_lab.model.loss_step import LossStep
 from ddpm_lab.model.step import adam, adam_seen, allow_tf32
-from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.workload import RankContext, Training, call_maker, named, place_of
 
 _HELD_OUT_SEED = 20_061_968

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpm_lab.config import RunConfig
-from ddpm_lab.optimizer_settings import OptimizerConfig
+from ddpm_lab.config import OptimizerConfig, RunConfig
 from ddpm_lab.workload import RankContext, Unsupported
 
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}

@@ -1,0 +1,202 @@
+"""Settings declared once: a dataclass field or a keyword parameter carries its type, limits, default and help.
+
+Validation, reading of JSON and TOML, options of the command line with their help, and the parameters cell of a notebook
+are derived from that place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import json
+import math
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any
+
+from ddpm_lab.checks import ConfigError
+
+PLAIN = (int, float, bool, str)
+_NUMBERS = {2: "two", 3: "three"}
+MOST = 2**63
+"""Whole numbers are below it: torch can hold them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opt:
+    """What a type cannot say of a setting: help, limits of a number (``least`` <= n < ``below``, or n > ``above``)."""
+
+    help: str = ""
+    least: float = -math.inf
+    below: float = math.inf
+    above: float = -math.inf
+    choices: Sequence[Any] = ()
+
+    def limits(self, kind: type) -> str:
+        """What a number has to be, in words."""
+        if kind is int:
+            return f"a whole number of at least {self.least:g}, and below 2**63"
+        if math.isfinite(self.least):
+            return f"a number in [{self.least:g}, {self.below:g})"
+        return f"a finite number above {self.above:g}" if math.isfinite(self.above) else "a finite number"
+
+    def allows(self, kind: type, value: Any) -> bool:
+        """Whether a value of any type is a number within the limits; True and False are none."""
+        able = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+        return able and abs(value) < MOST and self.least <= value < self.below and value > self.above
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A setting: ``kind`` is int, float, bool, str or a dataclass, of several values with ``several``.
+
+    ``count`` is how many values there have to be, 0 for one or more. ``optional`` settings may be None.
+    """
+
+    name: str
+    kind: Any
+    default: Any
+    opt: Opt
+    optional: bool = False
+    several: bool = False
+    count: int = 0
+
+    def checked(self, value: Any, place: str) -> Any:
+        """The value, a list as a tuple. Raises ConfigError, which names ``place``."""
+        if (value is None and self.optional) or not (self.kind in PLAIN or dataclasses.is_dataclass(self.kind)):
+            return value
+        if not self.several:
+            return self._one(value, place)
+        if not isinstance(value, list | tuple) or not value:
+            raise ConfigError(f"{place} is {value!r}: give a list with at least one entry")
+        if self.count and (len(value) != self.count or not all(self.opt.allows(self.kind, v) for v in value)):
+            raise ConfigError(f"{place} is {value!r}: give {_NUMBERS[self.count]} numbers in {self._range}")
+        return tuple(self._one(v, place) for v in value)
+
+    @property
+    def _range(self) -> str:
+        return f"[{self.opt.least:g}, {self.opt.below:g})"
+
+    def _one(self, value: Any, place: str) -> Any:
+        choices = self.opt.choices or ((True, False) if self.kind is bool else ())
+        if choices:
+            if value not in choices or (
+                isinstance(value, int | float) and type(value) is not type(next(iter(choices)))
+            ):
+                raise ConfigError(f"{place} is {value!r}: choose one of {', '.join(map(str, choices))}")
+        elif dataclasses.is_dataclass(self.kind):
+            if not isinstance(value, typing.cast(type, self.kind)):
+                names = ", ".join(options(self.kind))
+                raise ConfigError(f"{place} is {value!r}: give settings by name, some of {names}")
+        elif self.kind is str:
+            if not isinstance(value, str):
+                raise ConfigError(f"{place} is {value!r}: give a text in quotation marks")
+        elif not self.opt.allows(self.kind, value):
+            none = ", or null for none" if self.optional else ""
+            raise ConfigError(f"{place} is {value!r}: give {self.opt.limits(self.kind)}{none}")
+        return value
+
+
+@cache
+def options(owner: Any) -> dict[str, Option]:
+    """The settings of a dataclass (its fields) or of a function (its keyword-only parameters), by name."""
+    hints = typing.get_type_hints(owner, include_extras=True)
+    if dataclasses.is_dataclass(owner):
+        rows = [(f.name, _default(f)) for f in dataclasses.fields(owner) if f.init]
+    else:
+        parameters = inspect.signature(owner).parameters.values()
+        rows = [(p.name, p.default) for p in parameters if p.kind is p.KEYWORD_ONLY]
+    return {name: _option(name, hints[name], default) for name, default in rows}
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    made = field.default_factory
+    return made() if callable(made) else field.default
+
+
+def _option(name: str, hint: Any, default: Any) -> Option:
+    opt = Opt()
+    if typing.get_origin(hint) is Annotated:
+        hint, opt = typing.get_args(hint)
+    among = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    kind, *_ = [k for k in among if k is not type(None)]
+    inner = typing.get_args(kind) if typing.get_origin(kind) in (tuple, Sequence) else ()
+    return Option(
+        name=name,
+        kind=inner[0] if inner else kind,
+        default=default,
+        opt=opt,
+        optional=type(None) in among,
+        several=bool(inner),
+        count=len(inner) if len(inner) > 1 and Ellipsis not in inner else 0,
+    )
+
+
+def validate(made: Any, place: str = "") -> None:
+    """Check every field of a frozen dataclass. Raises ConfigError for the first that is wrong."""
+    for name, option in options(type(made)).items():
+        object.__setattr__(made, name, option.checked(getattr(made, name), f"{place}{name}"))
+
+
+def known(place: str, values: Iterable[str], owner: Any) -> None:
+    """Raise ConfigError for a name in ``values`` that is no setting of ``owner``, with the nearest one that is."""
+    able = sorted(options(owner))
+    for name in values:
+        if name not in able:
+            raise ConfigError(f"{place} has no setting {name!r}: it has {', '.join(able)}")
+
+
+def arguments(function: Callable[..., Any], values: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Keyword arguments of ``function``, checked. Raises ConfigError for a name or a value that it does not take."""
+    found = options(function)
+    if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values()):
+        known(place, values, function)
+    return {name: found[name].checked(value, name) if name in found else value for name, value in values.items()}
+
+
+def add_options(parser: argparse.ArgumentParser, found: Iterable[Option]) -> None:
+    """Options of the command line; what is not given is absent from the result, so that a default stands in one place.
+
+    Lists are written with commas between their values.
+    """
+    for option in found:
+        default = "" if option.default in (None, "", (), inspect.Parameter.empty) else f" (default: {_shown(option)})"
+        how: dict[str, Any] = {"help": f"{option.opt.help}{default}".replace("%", "%%"), "default": argparse.SUPPRESS}
+        if option.kind is bool:
+            how["action"] = argparse.BooleanOptionalAction if option.default else "store_true"
+        elif option.several:
+            how |= {
+                "type": lambda text, one=option: [_cast(one, word) for word in text.split(",")],
+                "metavar": "A,B,...",
+            }
+        elif option.opt.choices:
+            how["choices"] = tuple(option.opt.choices)
+        else:
+            how |= {"type": lambda text, one=option: _cast(one, text), "metavar": option.kind.__name__.upper()}
+        parser.add_argument(f"--{option.name.replace('_', '-')}", **how)
+
+
+def _cast(option: Option, text: str) -> Any:
+    """A value from its text; one that is no number stays text, and is refused in a sentence when it is checked."""
+    try:
+        return option.kind(text.strip())
+    except ValueError:
+        return text
+
+
+def _shown(option: Option) -> str:
+    return ",".join(map(str, option.default)) if option.several else str(option.default)
+
+
+def cell(found: Iterable[Option]) -> str:
+    """The parameters cell of a notebook: a line for each setting, with its help and choices."""
+    lines = []
+    for option in found:
+        value = json.dumps(option.default) if isinstance(option.default, str) else repr(option.default)
+        choices = f": {', '.join(map(str, option.opt.choices))}" if option.opt.choices else ""
+        lines.append(f"{option.name} = {value}  # {option.opt.help}{choices}")
+    return "\n".join(lines)
