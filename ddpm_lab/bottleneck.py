@@ -49,7 +49,7 @@ def bottleneck(
     check_cores("loader_workers", config.loader_workers, setup.usable_cores)
     one, sizes = changes(config, usable_cores=setup.usable_cores, most_ranks=setup.node_size), batch_sizes(config)
     for label in only or ():
-        choice("changes", label, (*one, *sizes))
+        choice("only", label, (*one, *sizes))
     if only is None and setup.preset == "smoke":
         only = [*list(one)[:3], f"batch {2 * batch}"]
     name = setup.family_name(batch, world_size)

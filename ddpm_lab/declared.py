@@ -158,6 +158,95 @@ def arguments(function: Callable[..., Any], values: Mapping[str, Any], place: st
     return {name: found[name].checked(value, name) if name in found else value for name, value in values.items()}
 
 
+class UnfitError(ValueError):
+    """A value that is not what its place says: ``windows[3].steps is '5': expected int``."""
+
+    def __init__(self, fault: str, place: str = "") -> None:
+        super().__init__(f"{place} {fault}")
+        self.fault, self.place = fault, place
+
+    def inside(self, outer: str) -> UnfitError:
+        """The same, seen from further out."""
+        return UnfitError(
+            self.fault, f"{outer}{'.' if self.place and not self.place.startswith('[') else ''}{self.place}"
+        )
+
+
+@cache
+def reader(kind: Any) -> Callable[[Any], Any]:  # noqa: PLR0911 - one for each kind
+    """A function from a value of JSON to a value of the annotation ``kind``, which raises UnfitError.
+
+    Dataclasses are read field by field, or by a ``from_dict`` of their own; lists become tuples.
+    """
+    if typing.get_origin(kind) is Annotated:
+        return _reader_of_annotated(kind)
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        some = reader(next(k for k in inner if k is not type(None)))
+        return lambda value: None if value is None else some(value)
+    if origin is tuple:
+        return lambda value: _tuple(inner[0], _expected(value, list))
+    if origin is dict:
+        of_value = reader(inner[1])
+        return lambda value: {k: _at(k, of_value, v) for k, v in _expected(value, dict).items()}
+    if hasattr(kind, "from_dict"):
+        return lambda value: value if isinstance(value, kind) else kind.from_dict(value)
+    if dataclasses.is_dataclass(kind):
+        return fields_reader(kind)
+    return (lambda value: value) if kind is Any else lambda value: _expected(value, kind)
+
+
+def _reader_of_annotated(kind: Any) -> Callable[[Any], Any]:
+    plain, opt = typing.get_args(kind)
+    read = reader(plain)
+
+    def checked(value: Any) -> Any:
+        if opt.choices and value not in opt.choices:
+            raise UnfitError(f"is {str(value)[:60]!r}: expected one of {', '.join(opt.choices)}")
+        return read(value)
+
+    return checked
+
+
+def fields_reader(kind: Any) -> Callable[[Any], Any]:
+    """A function from a table of JSON to the dataclass ``kind``, field by field. It raises UnfitError."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    fields = {f.name: reader(hints[f.name]) for f in dataclasses.fields(kind) if f.init}
+    needed = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING]
+
+    def read(value: Any) -> Any:
+        for name in needed:
+            if name not in _expected(value, dict):
+                raise UnfitError("is missing", name)
+        for name in value:
+            if name not in fields:
+                raise UnfitError(f"is no field of {kind.__name__}", name)
+        return kind(**{name: _at(name, fields[name], v) for name, v in value.items()})
+
+    return read
+
+
+def _tuple(kind: Any, values: list[Any]) -> tuple[Any, ...]:
+    if kind in PLAIN and all(type(v) is kind for v in values):  # thousands of seconds
+        return tuple(values)
+    read = reader(kind)
+    return tuple(_at(f"[{i}]", read, v) for i, v in enumerate(values))
+
+
+def _at(place: str, read: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return read(value)
+    except UnfitError as fault:
+        raise fault.inside(place) from None
+
+
+def _expected(value: Any, kind: Any) -> Any:
+    able = (int, float) if kind is float else kind
+    if not isinstance(value, able) or (isinstance(value, bool) and kind is not bool):
+        raise UnfitError(f"is {str(value)[:60]!r}: expected {kind.__name__}")
+    return value
+
+
 def add_options(parser: argparse.ArgumentParser, found: Iterable[Option]) -> None:
     """Options of the command line; what is not given is absent from the result, so that a default stands in one place.
 

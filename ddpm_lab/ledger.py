@@ -1,7 +1,7 @@
 """The append-only JSONL file that keeps records: one line is what one configuration did in one set.
 
-The parent that measures appends the lines of a set together. A reader learns from the head of each line what it is, and
-reads whole only the lines that it wants, so that a ledger may grow large.
+The parent that measures appends the lines of a set together. A reader learns what each line is, and keeps only the
+records that it wants, so that a ledger may be larger than memory.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import contextlib
 import fcntl
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -92,32 +92,16 @@ class Ledger:
         damaged: list[Damaged] = []
         if not self.path.exists():
             return heads, damaged
-        cohorts: dict[tuple[bytes, ...], tuple[Machine, Cohort]] = {}
-        known: dict[bytes, tuple[bytes, ...] | None] = {}
         offset = 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 begin, offset = offset, offset + len(line)
                 if not line.strip():
                     continue
-                found = _head(line, known)
                 try:
-                    tail = _TAIL.search(line[-64:])
-                    if found is None or tail is None or int(tail[1]) != SCHEMA:
-                        record = _parsed(line, self.path, number)
-                        told = (record.experiment, record.role, record.machine, record.cohort, record.date)
-                    else:
-                        experiment, role, data, plan, machine, date, code = found
-                        key = (data, plan, machine, code)
-                        if key not in cohorts:
-                            where = Machine(**json.loads(machine))
-                            plan_key = Plan(**json.loads(plan)).key
-                            cohorts[key] = (where, (where.key, code.decode(), data.decode(), plan_key))
-                        told = (experiment.decode(), role.decode(), *cohorts[key], date.decode())
+                    heads.append(Head(self.path, number, begin, len(line), *_told(line, self.path, number)))
                 except _UNREADABLE as error:
                     damaged.append(_damage(self.path, number, error))
-                else:
-                    heads.append(Head(self.path, number, begin, len(line), *told))
         return heads, damaged
 
     def read(self, select: Select | None = None) -> tuple[list[RunRecord], list[Damaged]]:
@@ -149,54 +133,26 @@ def load(heads: Iterable[Head]) -> tuple[list[RunRecord], list[Damaged]]:
     return records, damaged
 
 
-_KEYS = (
-    (b',"experiment":"', b'"'),
-    (b',"role":"', b'"'),
-    (b'"data_sha256":"', b'"'),
-    (b',"baseline_id":"', b'"'),
-    (b',"plan":', b"}"),
-    (b',"environment":{"machine":', b"}"),
-)
-"""What is read of a line, in its order: where each value begins, and what ends it. Inside a text a quotation mark has a
-backslash before it, so none of these can be part of one. The date and the version of the code follow."""
+def _told(line: bytes, path: Path, number: int) -> tuple[str, str, Machine, Cohort, str]:
+    """Experiment, role, machine, cohort and date of a line."""
+    values = json.loads(line)
+    if values["schema"] != SCHEMA:
+        _parsed(line, path, number)  # which refuses it
+    machine, plan = _machine(json.dumps(values["environment"]["machine"])), _plan(json.dumps(values["plan"]))
+    cohort = (machine.key, values["code_version"], values["config"]["data_sha256"], plan.key)
+    return values["experiment"], values["role"], machine, cohort, values["environment"]["date"]
 
 
-def _head(line: bytes, known: dict[bytes, tuple[bytes, ...] | None]) -> tuple[bytes, ...] | None:
-    """Experiment, role, data, plan, machine, date and code version of a line as this version writes it.
-
-    Any other line is parsed whole: None. Searching for bytes is several times faster than a regular expression, and
-    what lies before the host's name is searched once: the same work's line of another set has it too, word for word.
-    """
-    begin = line.find(b',"experiment":"')
-    middle = line.find(b',"hostname":', begin)
-    end = line.find(b',"code_version":"', middle)
-    if min(begin, middle, end) < 0 or not line.startswith(b'{"set_id":"'):
-        return None
-    common = line[begin:middle]
-    if common not in known:
-        known[common] = _values(common, _KEYS)
-    first, last = known[common], _values(line[middle : end + 100], ((b'"date":"', b'"'), (b',"code_version":"', b'"')))
-    if first is None or last is None:
-        return None
-    experiment, role, data, _, plan, machine = first  # the baseline only says that the settings are over
-    return experiment, role, data, plan, machine, *last
+@lru_cache(maxsize=256)
+def _machine(text: str) -> Machine:
+    return Machine(**json.loads(text))
 
 
-def _values(text: bytes, keys: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, ...] | None:
-    found, at = [], 0
-    for key, end in keys:
-        start = text.find(key, at)
-        if start < 0 or (at := text.find(end, start + len(key))) < 0:
-            return None
-        value = text[start + len(key) : at + (end == b"}")]
-        # An escaped mark, or a bracket inside a text.
-        if b"\\" in value or value.count(b'"') % 2:
-            return None
-        found.append(value)
-    return tuple(found)
+@lru_cache(maxsize=256)
+def _plan(text: str) -> Plan:
+    return Plan(**json.loads(text))
 
 
-_TAIL = re.compile(rb',"schema":(\d+),"run_id":"\w*"\}\s*$')
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
 
 

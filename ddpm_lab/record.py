@@ -10,10 +10,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
 from ddpm_lab.checks import LabError
 from ddpm_lab.config import RunConfig
+from ddpm_lab.declared import Opt, fields_reader
 from ddpm_lab.plan import Plan
 
 SCHEMA = 4
@@ -21,6 +22,11 @@ Cohort = tuple[str, str, str, str]
 JOB = "job"
 """Role of a SLURM job that failed: what it measured before has records of its own."""
 TWIN = "twin"
+ROLES = (
+    *("baseline", TWIN, "candidate", "cold", "profile", "quality", "choice", "search", "largest", "check", "wrong"),
+    *("note", "space", JOB, "look"),
+)
+STATUSES = (*("ok", "oom", "unsupported", "diverged", "crashed", "timed out", "refused", "left out", "cancelled"),)
 LASTING = ("oom", "diverged", "refused")
 """Failures that another try on the same machine and code would meet again; what is unsupported can be installed."""
 
@@ -157,7 +163,7 @@ class RunRecord:
     set_id: str
     experiment: str
     family: str
-    role: str
+    role: Annotated[str, Opt(choices=ROLES)]
     label: str
     config: RunConfig
     baseline_id: str
@@ -165,7 +171,7 @@ class RunRecord:
     environment: Environment
     code_version: str
     data_name: str
-    status: str = "ok"
+    status: Annotated[str, Opt(choices=STATUSES)] = "ok"
     reason: str | None = None
     mechanism_only: bool = False
     primary: bool = False
@@ -214,8 +220,7 @@ class RunRecord:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunRecord:
-        """Rebuild a record. Raises LedgerError if another edition of the lab wrote it."""
-        values = dict(values)
+        """Rebuild a record. Raises OtherSchemaError for another edition's, ValueError for values that do not fit."""
         if (schema := values["schema"]) > SCHEMA:
             raise OtherSchemaError(f"a record has schema {schema}, this version reads {SCHEMA}: update ddpm_lab")
         if schema < SCHEMA:
@@ -223,16 +228,18 @@ class RunRecord:
                 f"a record has schema {schema}, of an earlier edition, and this version reads {SCHEMA}: move the file "
                 "away and measure again"
             )
-        values.pop("run_id", None)
-        environment = dict(values["environment"])
-        environment["machine"] = Machine(**environment["machine"])
-        environment["gpu_uuids"] = tuple(environment["gpu_uuids"])
-        values["environment"] = Environment(**environment)
-        values["config"] = _configuration(json.dumps(values["config"]))
-        values["plan"] = Plan(**values["plan"])
-        values["ranks"] = tuple(RankRecord(**_tuples(r)) for r in values["ranks"])
-        values["windows"] = tuple(Window(**_tuples(w)) for w in values["windows"])
-        return cls(**values)
+        values = {k: v for k, v in values.items() if k != "run_id"}
+        found: RunRecord = _fields({**values, "config": _configuration(json.dumps(values["config"]))})
+        return found
+
+
+_fields = fields_reader(RunRecord)
+
+
+@lru_cache(maxsize=4096)
+def _configuration(text: str) -> RunConfig:
+    """A configuration from its JSON: thousands of records share a few, and with them what is computed from one."""
+    return RunConfig.from_dict(json.loads(text))
 
 
 CROWDED_CORES = 0.25
@@ -298,13 +305,3 @@ def _gpu_excess(window: Window) -> float:
     if percent is None and window.state.get("gpu_others_changed_bytes"):
         percent = 100.0  # NVML does not tell how busy it is: one that comes, goes or changes its memory is at work
     return (percent or 0.0) - BUSY_GPU_PERCENT
-
-
-@lru_cache(maxsize=4096)
-def _configuration(text: str) -> RunConfig:
-    """A configuration from its JSON: thousands of records share a few, and with them what is computed from one."""
-    return RunConfig.from_dict(json.loads(text))
-
-
-def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}

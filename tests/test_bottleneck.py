@@ -89,8 +89,8 @@ def test_compiles_share_the_time() -> None:
         ({"workload": "mine:step"}, ["workload", "'mine:step'", "leave it out"]),
         ({"loader": "files", "loader_workers": 9}, ["loader_workers", "9", "2 cores"]),
         ({"world_size": 3}, ["3 CPU ranks"]),
-        ({"only": ["bf17"]}, ["changes", "'bf17'", "batch 64"]),
-        ({"only": []}, ["changes", "list"]),
+        ({"only": ["bf17"]}, ["only", "'bf17'", "batch 64"]),
+        ({"only": []}, ["only", "list"]),
         ({"precision": "fp16"}, ["'fp16'", "CUDA"]),
     ],
 )
