@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
 import os
 import select
@@ -65,8 +66,8 @@ def _unread(stream: TextIO) -> bool:
 
 def _run(arguments: Sequence[str] | None) -> int:
     """Run a command; its exit code, where all that it prints is read."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser(words).parse_args(words)
     try:
         with _ended_by_sigterm():
             result: int = options.command(options)
@@ -88,18 +89,23 @@ def _ended_by_sigterm() -> AbstractContextManager[object]:
 class _Parser(argparse.ArgumentParser):
     """Refuses in one line, like everything else here; the usage is what --help is for."""
 
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how, allow_abbrev=False)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse what a command does not know by the command's own name; argparse would leave it to the program."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"ddpm-lab: {message}; see {self.prog} --help\n")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="ddpm-lab", description="Which settings train a diffusion model fastest here, and do they cost quality?"
     )
@@ -119,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     add(prepare, "held-out", "skip-bad", "image-size", "json")
     prepare.set_defaults(command=commands.prepare)
 
-    run_command.add_options(subparsers)
+    run_command.add_options(subparsers, words)
     compare_command.add_options(subparsers)
     _calibrate_options(subparsers)
     strategy_commands.add_options(subparsers)

@@ -1,7 +1,6 @@
 """Settings declared once: a dataclass field or a keyword parameter carries its type, limits, default and help.
 
-Validation, reading of JSON and TOML, options of the command line with their help, and the parameters cell of a notebook
-are derived from that place.
+Validation, reading of records, and options of the command line with their help are derived from that place.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
-import json
 import math
 import types
 import typing
@@ -247,26 +245,37 @@ def _expected(value: Any, kind: Any) -> Any:
     return value
 
 
-def add_options(parser: argparse.ArgumentParser, found: Iterable[Option]) -> None:
+FLAGS = {"global_batch_size": "batch-size", "global_batch_sizes": "batch-sizes"}
+"""What is called by a shorter name on the command line."""
+
+
+def flag(name: str) -> str:
+    """The option of the command line for a setting: ``--world-sizes``."""
+    return f"--{FLAGS.get(name, name).replace('_', '-')}"
+
+
+def add_options(parser: argparse._ActionsContainer, found: Iterable[Option]) -> None:
     """Options of the command line; what is not given is absent from the result, so that a default stands in one place.
 
     Lists are written with commas between their values.
     """
     for option in found:
-        default = "" if option.default in (None, "", (), inspect.Parameter.empty) else f" (default: {_shown(option)})"
-        how: dict[str, Any] = {"help": f"{option.opt.help}{default}".replace("%", "%%"), "default": argparse.SUPPRESS}
+        usual, text = option.default, option.opt.help
+        if text != argparse.SUPPRESS:
+            text += f": {', '.join(map(str, option.opt.choices))}" if option.opt.choices else ""
+            text += "" if usual in (None, "", (), False, inspect.Parameter.empty) else f" (default: {_shown(option)})"
+            text = text.replace("%", "%%")
+        how: dict[str, Any] = {"help": text, "default": argparse.SUPPRESS, "dest": option.name}
         if option.kind is bool:
             how["action"] = argparse.BooleanOptionalAction if option.default else "store_true"
         elif option.several:
-            how |= {
-                "type": lambda text, one=option: [_cast(one, word) for word in text.split(",")],
-                "metavar": "A,B,...",
-            }
-        elif option.opt.choices:
-            how["choices"] = tuple(option.opt.choices)
+            how |= {"type": lambda text, one=option: [_cast(one, t) for t in text.split(",")], "metavar": "A,B,..."}
         else:
-            how |= {"type": lambda text, one=option: _cast(one, text), "metavar": option.kind.__name__.upper()}
-        parser.add_argument(f"--{option.name.replace('_', '-')}", **how)
+            how |= {
+                "type": lambda text, one=option: _cast(one, text),
+                "metavar": FLAGS.get(option.name, option.name).upper(),
+            }
+        parser.add_argument(flag(option.name), **how)
 
 
 def _cast(option: Option, text: str) -> Any:
@@ -279,13 +288,3 @@ def _cast(option: Option, text: str) -> Any:
 
 def _shown(option: Option) -> str:
     return ",".join(map(str, option.default)) if option.several else str(option.default)
-
-
-def cell(found: Iterable[Option]) -> str:
-    """The parameters cell of a notebook: a line for each setting, with its help and choices."""
-    lines = []
-    for option in found:
-        value = json.dumps(option.default) if isinstance(option.default, str) else repr(option.default)
-        choices = f": {', '.join(map(str, option.opt.choices))}" if option.opt.choices else ""
-        lines.append(f"{option.name} = {value}  # {option.opt.help}{choices}")
-    return "\n".join(lines)

@@ -4,37 +4,25 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import inspect
 import json
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from ddpm_lab.checks import ConfigError, choice, percent, whole_numbers, whole_options
-from ddpm_lab.config import START_METHODS
-from ddpm_lab.explain.bands import Bands, bands
+from ddpm_lab import declared
+from ddpm_lab.checks import ConfigError, choice, percent
+from ddpm_lab.explain.bands import DEFAULT, Bands, bands
 from ddpm_lab.options import COMMON, RESOLUTION, add, given, track, tracker_chosen
-from ddpm_lab.plan import SCALINGS
 
-if TYPE_CHECKING:
-    from ddpm_lab.explain.strategy import Strategy
-
-_LISTS = ("parts", "trainers", "candidates")
-_OWNED = {
-    **dict.fromkeys(("parts", "trainers"), "peers"),
-    **dict.fromkeys(("candidates", "inception", "fid_images"), "quality"),
-    **dict.fromkeys(("scaling", "lost_scaling"), "multi_gpu"),
-}
-"""Options that one experiment alone takes."""
 WIDTH = 100
 """Columns of what an answer rests on, on a terminal."""
 _NAMES = {"way_out": "to answer it", "figure": "figure"}
 
 
-def add_options(subparsers: Any) -> None:
-    """Add the command to the command line."""
+def add_options(subparsers: Any, words: Sequence[str]) -> None:
+    """Add the command to the command line, with the options of the experiments that ``words`` name, or of all."""
     parser = subparsers.add_parser(
         "run",
         help="measure what is missing for one or more experiments; again, more where the answer is inconclusive",
@@ -50,40 +38,7 @@ def add_options(subparsers: Any) -> None:
         "(what to change next) or claims (published claims, and wrong ways to measure)",
     )
     add(parser, *COMMON)
-    add(parser, "mode", help="one rank only; at least two; or what `ddpm-lab strategy` says of the network and batch")
-    parser.add_argument(
-        "--scaling", choices=SCALINGS, help="multi_gpu: strong, weak or both (default: both; smoke: strong)"
-    )
-    add(parser, "bands", "device", "batch-size")
-    parser.add_argument(
-        "--world-sizes", metavar="N,N,...", help="numbers of ranks, such as 1,2,4 (default: the experiment's choice)"
-    )
-    parser.add_argument(
-        "--parts", help="peers: some of peers,fp32,sampling,limits,levers (default: the first four; full: all)"
-    )
-    parser.add_argument(
-        "--lost-scaling",
-        action="store_true",
-        default=None,
-        help="multi_gpu: also where the rest of the ideal speed-up of the most ranks went (default: in full)",
-    )
-    parser.add_argument("--trainers", help="peers: names of other trainers, with commas between (default: all)")
-    parser.add_argument("--candidates", help="quality: settings to try, with commas between (default: the preset's)")
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        help="train each configuration for quality from so many seeds, beside its speed; not for profile and workers "
-        "(default: none; 8 in full; 2, 5 or 8 for the experiment quality)",
-    )
-    parser.add_argument("--images", type=int, help="images that each of these runs trains on (default: the preset's)")
-    parser.add_argument("--inception", metavar="FILE", help="quality: weights of torch-fidelity's Inception, for a FID")
-    parser.add_argument(
-        "--fid-images",
-        type=int,
-        metavar="N",
-        help="quality: images of a FID (default: 64, 2,500 or 10,000, where there are as many to train on)",
-    )
-    add(parser, "image-size", "sets")
+    add(parser, "device", "image-size", "sets")
     parser.add_argument(
         "--cores",
         type=int,
@@ -95,38 +50,53 @@ def add_options(subparsers: Any) -> None:
     parser.add_argument(
         "--oversubscribe", action="store_true", help="allow more ranks than cores or GPUs; speed is not claimed"
     )
-    parser.add_argument("--start-method", choices=START_METHODS, default="forkserver", help="how ranks are started")
     add(parser, "tracker", "json")
+    if words[:1] == ["run"]:  # the questions are imported for their options alone
+        _add_options_of_questions(parser, words[1:])
     parser.set_defaults(command=run_command)
 
 
-def _weighed(options: argparse.Namespace) -> Strategy | None:
-    """What --mode auto rests on; it settles the network, so that what is weighed is what is measured."""
-    if options.mode != "auto":
-        return None
-    if options.workload is not None:
-        raise ConfigError(f"--mode auto weighs the lab's own networks: with {options.workload} use single or multi")
-    from ddpm_lab.strategy import strategy  # noqa: PLC0415
+def _add_options_of_questions(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    takers: dict[str, list[str]] = {}
+    found: dict[str, declared.Option] = {}
+    questions = _questions()
+    asked = [word for word in words if word in questions]
+    for question, of_question in questions.items():
+        for name, option in of_question.items():
+            found.setdefault(name, option)
+            takers.setdefault(name, []).append(question)
+    group = parser.add_argument_group(f"options of {', '.join(asked)}" if asked else "options of the experiments")
+    for name, option in found.items():
+        help_ = f"{option.opt.help}, {', '.join(takers[name])}" if takers[name] != asked else option.opt.help
+        if asked and not set(asked) & set(takers[name]):
+            help_ = argparse.SUPPRESS  # known, so that it can be refused in a sentence that says who takes it
+        declared.add_options(group, [dataclasses.replace(option, opt=dataclasses.replace(option.opt, help=help_))])
+    if not asked or "multi_gpu" in asked:
+        add(group, "bands")
 
-    found = strategy(**given(options, "network", "batch_size", "device", "output_dir"))
-    options.network = found.network
-    print(f"--mode auto: {found.sentence()}", file=sys.stderr)
-    return found
+
+def _questions() -> dict[str, dict[str, declared.Option]]:
+    """The settings of each question, with those of its runs for quality."""
+    from ddpm_lab.plan import WITH_TRIALS  # noqa: PLC0415 - commands load what they need
+    from ddpm_lab.quality import quality  # noqa: PLC0415
+    from ddpm_lab.questions import QUESTIONS  # noqa: PLC0415
+
+    trained = {name: declared.options(quality)[name] for name in ("seeds", "images")}
+    return {
+        name: {**declared.options(function), **(trained if name in WITH_TRIALS else {})}
+        for name, function in QUESTIONS.items()
+    }
 
 
 def run_command(options: argparse.Namespace) -> int:
     """Measure what is missing for experiments."""
-    from ddpm_lab import experiments, planning  # noqa: PLC0415 - commands load what they need
+    from ddpm_lab import experiments, planning  # noqa: PLC0415
     from ddpm_lab.explain.grids import show  # noqa: PLC0415
-    from ddpm_lab.questions import QUESTIONS  # noqa: PLC0415
 
     tracker = tracker_chosen(options.tracker)
-    table = bands(options.bands, "--bands")
-    for name in options.experiments:
-        choice("experiment", name, QUESTIONS)
-    weighed = _weighed(options)
-    grids = {name: _grid(name, options, weighed) for name in options.experiments}
-    settings = given(options, "preset", "sets", "output_dir", "start_method", "data", "held_out", "skip_bad", "network")
+    table = bands(getattr(options, "bands", DEFAULT), "--bands")
+    grids = _grids(options.experiments, vars(options))
+    settings = given(options, "preset", "sets", "output_dir", "data", "held_out", "skip_bad", "network")
     settings |= given(options, "device", "image_size", "seed", "oversubscribe", "workload", "cores")
     settings["minutes"] = options.minutes / len(grids) if options.minutes else options.minutes
     settings["resolution"] = percent(options.resolution) if options.resolution else None
@@ -200,67 +170,16 @@ def _answer(measured: Any, table: Bands) -> dict[str, Any]:
     return values | ({"lost_scaling": lost} if lost else {}) | ({"lost_scaling_unsplit": others} if others else {})
 
 
-def _grid(name: str, options: argparse.Namespace, weighed: Strategy | None) -> dict[str, Any]:
-    """What --mode and --batch-size mean for an experiment; ``weighed`` is what --mode auto rests on."""
-    from ddpm_lab.setting import usual_device  # noqa: PLC0415
-    from ddpm_lab.strategy import most_ranks, several_ranks  # noqa: PLC0415
-
-    found: dict[str, Any] = {}
-    found |= {name: value for name in ("seeds", "images") if (value := getattr(options, name)) is not None}
-    for option, owner in _OWNED.items():
-        if (given := getattr(options, option)) is not None:
-            if name != owner:
-                flag = option.replace("_", "-")
-                raise ConfigError(f"--{flag}: the experiment {name} has none; only {owner} takes it")
-            found[option] = [word.strip() for word in given.split(",")] if option in _LISTS else given
-    if options.world_sizes is not None:
-        return found | _batch(name, options) | _world_sizes(name, options)
-    if options.mode and name in ("peers", "quality", "claims"):
-        raise ConfigError(f"--mode: the experiment {name} chooses its ranks itself; leave it out")
-    found |= _batch(name, options)
-    if options.mode == "multi" and name == "workers":
-        raise ConfigError(
-            "--mode multi: the experiment workers trains with one rank; leave it out or use --mode single"
-        )
-    if options.mode and name != "workers":
-        device = usual_device(options.device)
-        most = most_ranks(device)[0]
-        if weighed is not None and name == "multi_gpu":
-            found["global_batch_sizes"] = [weighed.batch]
-            if weighed.answer != "single" and most > 1:
-                return found  # one rank and several
-        multi = options.mode == "multi" or (weighed is not None and weighed.answer == "multi" and most > 1)
-        if not multi and name in ("exchange", "all_reduce"):
-            said = "" if weighed is None else f" ({weighed.answer} for {weighed.network}, batch {weighed.batch})"
+def _grids(names: Sequence[str], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The settings of each experiment that were given. Raises ConfigError for one that none of them takes."""
+    questions = _questions()
+    for name in names:
+        choice("experiment", name, questions)
+    every = {name for of_question in questions.values() for name in of_question}
+    for setting in every & given.keys():
+        able = [name for name, of_question in questions.items() if setting in of_question]
+        if not set(names) & set(able):
             raise ConfigError(
-                f"--mode {options.mode}{said}: one rank exchanges nothing, which leaves {name} nothing to measure; "
-                "use --mode multi or leave it out"
+                f"{declared.flag(setting)}: the experiment {names[0]} has none; only {', '.join(able)} take it"
             )
-        ranks = several_ranks(device, oversubscribe=options.oversubscribe) if multi else 1
-        found |= {"world_size": ranks} if name in ("profile", "batch_size") else {"world_sizes": [ranks]}
-    return found
-
-
-def _batch(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    if options.batch_size is None:
-        return {}
-    if name in ("batch_size", "all_reduce"):
-        why = "varies it" if name == "batch_size" else "has no images"
-        raise ConfigError(f"--batch-size: the experiment {name} {why}; leave it out")
-    whole_options(vars(options), batch_size=1)
-    return (
-        {"global_batch_sizes": [options.batch_size]}
-        if name == "multi_gpu"
-        else {"global_batch_size": options.batch_size}
-    )
-
-
-def _world_sizes(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    from ddpm_lab.questions import QUESTIONS  # noqa: PLC0415
-
-    able = [q for q, function in QUESTIONS.items() if "world_sizes" in inspect.signature(function).parameters]
-    if name not in able:
-        raise ConfigError(f"--world-sizes: the experiment {name} has none; only {', '.join(able)} take them")
-    if options.mode:
-        raise ConfigError(f"--world-sizes and --mode {options.mode} both say how many ranks: leave one of them out")
-    return {"world_sizes": whole_numbers("--world-sizes", options.world_sizes)}
+    return {name: {n: given[n] for n in questions[name] if n in given} for name in names}

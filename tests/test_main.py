@@ -68,8 +68,8 @@ def test_the_module_runs_like_the_command() -> None:
         ("run multi_gpu --bands s002", ["--bands", "'s002'", "s000, s001"]),
         ("run multi_gpu --bands good=50%,better=80%,poor=0", ["--bands", "'better'", "not below"]),
         ("figures --ledger LEDGER --bands good=50%", ["good=50%"]),
-        ("run amp --scaling weak", ["--scaling", "amp", "multi_gpu"]),
-        ("run multi_gpu --scaling sideways", ["--scaling", "sideways"]),
+        ("run amp --scaling weak", ["--scaling", "amp", "only multi_gpu"]),
+        ("run multi_gpu --scaling sideways", ["scaling is 'sideways'", "strong, weak, both"]),
         ("run dance", ["experiment", "'dance'", "multi_gpu"]),
         ("run amp dance", ["experiment", "'dance'"]),
         ("run amp --output-dir ~nosuchuser/a", ["~nosuchuser/a", "no such user", "whole path"]),
@@ -82,32 +82,28 @@ def test_the_module_runs_like_the_command() -> None:
         ("run amp --sets 0", ["sets", "0", "at least 1"]),
         ("run amp --seeds -1", ["seeds", "-1", "at least 0"]),
         ("run amp --images 400", ["images", "400", "give seeds"]),
-        ("run workers --seeds 8", ["seeds", "8", "workers", "multi_gpu, amp"]),
+        ("run workers --seeds 8", ["--seeds", "workers", "multi_gpu, amp"]),
         ("run amp --seed -1", ["seed", "-1", "at least 0"]),
         ("run amp --seed 99999999999999999999", ["seed", "99999999999999999999", "below 2**63"]),
         ("run amp --image-size 30", ["image_size", "30", "multiple of 4"]),
         ("run peers --image-size 30", ["image_size", "30", "network 'seed'", "multiple of 4"]),
         ("run peers --network tiny --parts fp32", ["'fp32'", "the published code", "'tiny'"]),
         ("run amp --image-size 0", ["image_size", "0"]),
-        ("run amp --batch-size 0", ["--batch-size is 0", "at least 1"]),
-        ("run multi_gpu --batch-size -8", ["--batch-size is -8", "at least 1"]),
-        ("run multi_gpu --mode multi --batch-size 3", ["3", "2 ranks", "multiple"]),
-        ("run amp --lost-scaling", ["--lost-scaling", "amp", "only multi_gpu takes it"]),
-        ("run batch_size --batch-size 8", ["--batch-size", "batch_size", "leave it out"]),
-        ("run amp workers --mode multi", ["--mode multi", "workers", "one rank", "--mode single"]),
-        ("run profile --mode multi --batch-size 3", ["3", "2 ranks", "multiple"]),
+        ("run amp --batch-size 0", ["global_batch_size is 0", "at least 1"]),
+        ("run multi_gpu --batch-sizes -8", ["global_batch_sizes is -8", "at least 1"]),
+        ("run multi_gpu --batch-sizes 3 --world-sizes 1,2", ["3", "2 ranks", "multiple"]),
+        ("run amp --lost-scaling", ["--lost-scaling", "amp", "only multi_gpu"]),
+        ("run batch_size --batch-size 8", ["--batch-size", "batch_size", "only profile, amp"]),
+        ("run profile --world-size 2 --batch-size 3", ["3", "2 ranks", "multiple"]),
         ("run profile amp --batch-size 8 --device cuda", ["'cuda'"]),
-        ("run amp --mode double", ["--mode", "'double'", "single"]),
         ("run amp --device tpu", ["--device", "'tpu'", "cuda"]),
         ("run amp --device cuda", ["'cuda'", "no GPU is visible", "cpu"]),
-        ("run amp --start-method thread", ["--start-method", "'thread'", "spawn"]),
         ("run amp --data nowhere", ["nowhere"]),
         ("run amp --data EMPTY", ["EMPTY", "no"]),
         ("run amp --held-out nowhere --data EMPTY", ["nowhere"]),
         ("run amp --output-dir FILE/below", ["FILE/below", "--output-dir"]),
         ("run amp --unknown", ["--unknown", "see ddpm-lab run --help"]),
         ("--unknown check", ["--unknown", "see ddpm-lab --help"]),
-        ("run exchange --mode single", ["--mode single", "exchange", "leave it out"]),
         ("train --steps 5 --output-dir DEST --world-size 0", ["--world-size is 0"]),
         ("sample nowhere.pt --count 1 --batch-size 0", ["--batch-size is 0"]),
         ("strategy --batch-size 0", ["--batch-size is 0"]),
@@ -122,14 +118,12 @@ def test_the_module_runs_like_the_command() -> None:
         ("prepare EMPTY DEST", ["EMPTY"]),
         ("prepare synthetic DEST --image-size 0", ["0"]),
         ("prepare synthetic FILE/below", ["FILE/below"]),
-        ("run multi_gpu --batch-size 7 --preset smoke", ["7 images cannot be shared by 2 ranks", "nothing can be"]),
-        ("run multi_gpu --batch-size 1 --scaling strong", ["1 image cannot be shared by 2 ranks"]),
-        ("run exchange --mode single", ["--mode single", "exchange nothing to measure"]),
-        ("run all_reduce --mode single", ["--mode single", "all_reduce nothing to measure"]),
+        ("run multi_gpu --batch-sizes 7 --preset smoke", ["7 images cannot be shared by 2 ranks", "nothing can be"]),
+        ("run multi_gpu --batch-sizes 1 --scaling strong", ["1 image cannot be shared by 2 ranks"]),
+        ("run exchange --world-sizes 1", ["world_sizes has 1", "give 2 or more"]),
         ("run all_reduce --world-sizes 1", ["world_sizes has 1", "give 2 or more"]),
-        ("run profile --world-sizes 2", ["--world-sizes", "profile has none", "multi_gpu, amp"]),
-        ("run amp --world-sizes 2 --mode single", ["--world-sizes", "--mode single"]),
-        ("run amp --world-sizes two", ["--world-sizes is 'two'"]),
+        ("run profile --world-sizes 2", ["--world-sizes", "profile", "only multi_gpu, amp"]),
+        ("run amp --world-sizes two", ["world_sizes is 'two'"]),
         ("run multi_gpu --world-sizes 1,4", ["4 CPU ranks need 4 cores", "oversubscribe"]),
         ("figures --ledger nowhere.jsonl", ["nowhere.jsonl", "no ledger"]),
         ("figures --ledger TEXT", ["TEXT", "none of its 2 lines is a record"]),
@@ -179,14 +173,6 @@ def test_a_parameter_may_be_typed_as_python_or_json_has_it(
     assert type(seen["parameters"]["published"]) is type(value)
 
 
-def test_several_ranks_without_several_cores_exit_1(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "gpus", tuple)
-    monkeypatch.setattr(hardware, "usable_cores", lambda: 1)
-    code, out, err = call("run", "multi_gpu", "--mode", "multi")
-    assert (code, out) == (1, "")
-    assert err == "ddpm-lab: --mode multi needs two ranks, and this machine has 1 usable core: use --mode single\n"
-
-
 def test_a_defect_keeps_its_traceback_and_an_interrupt_says_how_to_go_on(
     call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,22 +202,12 @@ def test_a_defect_keeps_its_traceback_and_an_interrupt_says_how_to_go_on(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("multi_gpu --mode multi --batch-size 64", {"world_sizes": [2], "global_batch_sizes": [64]}),
-        ("multi_gpu --mode single", {"world_sizes": [1]}),
+        ("multi_gpu --world-sizes 2 --batch-sizes 64", {"world_sizes": [2], "global_batch_sizes": [64]}),
         ("multi_gpu --scaling weak", {"scaling": "weak"}),
         ("multi_gpu --world-sizes 1,2,4 --oversubscribe", {"world_sizes": [1, 2, 4], "oversubscribe": True}),
         ("torch_compile --world-sizes 2 --batch-size 64", {"world_sizes": [2], "global_batch_size": 64}),
-        # The tiny network is too small for several, at any batch, as long as nothing is measured.
-        ("multi_gpu --mode auto", {"world_sizes": [1], "global_batch_sizes": [32], "network": "tiny"}),
-        ("multi_gpu --mode auto --network seed --batch-size 64", {"global_batch_sizes": [64], "network": "seed"}),
-        ("amp --mode auto --network seed --batch-size 64", {"world_sizes": [2], "global_batch_size": 64}),
-        ("amp --mode auto", {"world_sizes": [1], "network": "tiny"}),
-        ("amp --mode multi --batch-size 64", {"world_sizes": [2], "global_batch_size": 64}),
-        ("torch_compile --mode single", {"world_sizes": [1]}),
-        ("workers --mode single --batch-size 8", {"global_batch_size": 8}),
-        ("profile --mode multi", {"world_size": 2}),
-        ("profile --mode single", {"world_size": 1}),
-        ("batch_size --mode multi", {"world_size": 2}),
+        ("workers --batch-size 8 --worker-counts 0,1", {"global_batch_size": 8, "worker_counts": [0, 1]}),
+        ("peers --parts fp32,levers", {"parts": ["fp32", "levers"]}),
         ("amp --minutes 4 --sets 3 --seed 5", {"minutes": 4.0, "sets": 3, "seed": 5}),
         ("amp workers --minutes 4", {"minutes": 2.0}),
         ("amp --skip-bad --held-out h --data d --network seed", {"skip_bad": True, "held_out": "h", "data": "d"}),
@@ -262,7 +238,7 @@ def test_every_experiment_is_checked_before_the_first_is_measured(
     monkeypatch.setattr(planned.Planned, "measure", lambda _: pytest.fail("something was measured"))
     monkeypatch.setattr(hardware, "gpus", tuple)
     monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
-    code, _, err = call("run", "amp", "multi_gpu", "--mode", "multi", "--batch-size", "5", "--output-dir", tmp_path)
+    code, _, err = call("run", "amp", "multi_gpu", "--world-sizes", "2", "--batch-size", "5", "--output-dir", tmp_path)
     assert code == 2
     assert "5" in err
 

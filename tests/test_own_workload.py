@@ -82,7 +82,6 @@ def test_a_question_about_the_labs_own_trainer_is_refused(call: Call, here: Path
         (["--image-size", "64"], "image_size is 64, and mine:make"),
         (["--held-out", "kept"], "held_out is 'kept'"),
         (["--skip-bad"], "skip_bad is True"),
-        (["--mode", "auto"], "--mode auto weighs the lab's own networks"),
         (["--workload", "nowhere:make"], "there is no module 'nowhere'; is its folder on the Python path?"),
         (["--workload", "mine:other"], "'mine:other' cannot be measured: rank 0: AttributeError: module 'mine' has no"),
         (["--workload", "broken:make"], "rank 0: SyntaxError: invalid syntax (broken.py, line 1)"),

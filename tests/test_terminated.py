@@ -18,7 +18,7 @@ from conftest import Call, alive
 
 @pytest.mark.slow
 def test_ranks_are_gone_before_the_run_is(tmp_path: Path) -> None:
-    words = ["run", "multi_gpu", "--preset", "smoke", "--mode", "single", "--network", "tiny", "--output-dir", "out"]
+    words = ["run", "multi_gpu", "--preset", "smoke", "--world-sizes", "1", "--network", "tiny", "--output-dir", "out"]
     started = subprocess.Popen(
         [sys.executable, "-m", "ddpm_lab", *words], cwd=tmp_path, stderr=subprocess.PIPE, text=True
     )

@@ -119,7 +119,7 @@ def command(row: Comparison, *, own_images: bool = False) -> str:
     words += ["--image-size", str(config.image_size)] * (config.image_size != 32)
     usual = _USUAL_BATCH.get(row.experiment)
     if usual and config.global_batch_size != usual[config.device == "cuda"]:
-        words += ["--batch-size", str(config.global_batch_size)]
+        words += [f"--batch-size{'s' * (row.experiment == 'multi_gpu')}", str(config.global_batch_size)]
     return " ".join(words)
 
 
