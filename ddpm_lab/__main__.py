@@ -131,7 +131,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     strategy_commands.add_options(subparsers)
     bottleneck_command.add_options(subparsers)
     report_commands.add_options(subparsers)
-    train_commands.add_options(subparsers)
+    train_commands.add_options(subparsers, words)
     rank = subparsers.add_parser(
         "rank",
         help="run a command on several hosts, as torchrun --nnodes 2 --nproc-per-node 4 ... -m ddpm_lab rank run amp",

@@ -113,7 +113,9 @@ def options(owner: Any) -> dict[str, Option]:
 
 def _default(field: dataclasses.Field[Any]) -> Any:
     made = field.default_factory
-    return made() if callable(made) else field.default
+    if callable(made):
+        return made()
+    return inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
 
 
 def _option(name: str, hint: Any, default: Any) -> Option:
@@ -273,7 +275,7 @@ def add_options(parser: argparse._ActionsContainer, found: Iterable[Option]) -> 
         else:
             how |= {
                 "type": lambda text, one=option: _cast(one, text),
-                "metavar": FLAGS.get(option.name, option.name).upper(),
+                "metavar": FLAGS.get(option.name, option.name).replace("-", "_").upper(),
             }
         parser.add_argument(flag(option.name), **how)
 

@@ -12,15 +12,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from PIL import Image
 
-from ddpm_lab.checks import ConfigError, choice, whole
+from ddpm_lab.checks import ConfigError, whole
 from ddpm_lab.config import COMPILE, PRECISIONS, RunConfig
 from ddpm_lab.data.packed import resolve
 from ddpm_lab.data.prepared import read_manifest
+from ddpm_lab.declared import Opt, validate
 from ddpm_lab.files import replace, writing
 from ddpm_lab.inception import plan_fid
 from ddpm_lab.measure import hardware
@@ -47,20 +48,15 @@ MOST_IMAGES = 1_000_000
 class Sampling:
     """What decides the images: the sampler, its steps, the seed of the noise, which weights, and how these are run."""
 
-    sampler: str = "ddim"
-    steps: int = 250
-    seed: int = 0
-    weights: str = "ema"
-    precision: str = "fp32"
-    compile: str = "off"
+    sampler: Annotated[str, Opt("sampler", choices=SAMPLERS)] = "ddim"
+    steps: Annotated[int, Opt("denoising steps", least=1)] = 250
+    seed: Annotated[int, Opt("with an image's number, its noise", least=0)] = 0
+    weights: Annotated[str, Opt("averaged or last weights", choices=WEIGHTS)] = "ema"
+    precision: Annotated[str, Opt("number format", choices=PRECISIONS)] = "fp32"
+    compile: Annotated[str, Opt("torch.compile", choices=COMPILE)] = "off"
 
     def __post_init__(self) -> None:
-        choice("sampler", self.sampler, SAMPLERS)
-        choice("weights", self.weights, WEIGHTS)
-        choice("precision", self.precision, PRECISIONS)
-        choice("compile", self.compile, COMPILE)
-        whole("steps", self.steps, 1)
-        whole("seed", self.seed, 0)
+        validate(self)
 
 
 def sample(

@@ -4,69 +4,62 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from ddpm_lab.checks import ConfigError, whole_options
-from ddpm_lab.config import COMPILE, NETWORKS, PRECISIONS
+from ddpm_lab import declared
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import OptimizerConfig, RunConfig
 from ddpm_lab.files import PREPARED, expanded, output_folder
 from ddpm_lab.options import add, given, tracker_chosen
 from ddpm_lab.run_folder import RunFailed
 from ddpm_lab.stopping import Stop, Stopped, signal_name
 
-TRAINED_BY = (
-    *("data", "network", "image_size", "global_batch_size", "accumulation", "world_size", "device", "precision"),
-    *("compile", "seed", "oversubscribe"),
-)
-"""Options of the command line that are settings of the same name."""
-USUAL_RANKS = "default: 1; after rank, every process of the job"
+USUAL_RANKS = "1; after rank, every process of the job"
+TRAINED_BY = {
+    "network": "seed on a GPU, tiny on a CPU",
+    "image_size": 32,
+    "global_batch_size": "128 on a GPU, 32 on a CPU",
+    "accumulation": 1,
+    "learning_rate": 2e-4,
+    "precision": "the fastest here",
+    "compile": "whole on a GPU, off on a CPU",
+    "world_size": USUAL_RANKS,
+    "device": "the GPU where there is one",
+    "seed": 0,
+    "oversubscribe": False,
+}
+"""Options of the command line that are settings of the same name, with what they are where none is given."""
 EXAMPLE = "runs/first/checkpoints/step-00020000.pt"
-SCHEDULED_BY = ("steps", "save_every", "sample_every", "evaluate_every", "keep")
 
 
-def add_options(subparsers: Any) -> None:
-    """Add both commands to the command line. What is not given is absent, so that a file can say it."""
+def add_options(subparsers: Any, words: Sequence[str]) -> None:
+    """Add both commands, with their options if ``words`` are for one of them."""
     train = subparsers.add_parser(
         "train",
         help="train on your images, with checkpoints, held-out loss and samples; the same command goes on",
         argument_default=argparse.SUPPRESS,
     )
-    absent = argparse.SUPPRESS
     images = "images: a folder, an archive, a prepared folder, or synthetic (the default)"
-    add(train, "data", default=absent, help=images)
+    train.add_argument("--data", help=images)
     train.add_argument("--output-dir", required=True, help="folder of this run: checkpoints, samples, log, settings")
-    train.add_argument("--steps", type=int, help="optimizer steps in all, those of an earlier start included")
     train.add_argument("--config", metavar="FILE", help="TOML file of settings of RunConfig and a table [train]")
-    add(train, "network", choices=NETWORKS, help="default: seed on a GPU, tiny on a CPU")
-    add(train, "image-size", default=absent)
-    train.add_argument("--global-batch-size", type=int, help="images of a step (default: 128 on a GPU, 32 on a CPU)")
-    train.add_argument("--accumulation", type=int, help="micro-batches of a rank in a step (default: 1)")
-    train.add_argument("--learning-rate", type=float, help="Adam's learning rate (default: 2e-4)")
-    train.add_argument("--precision", choices=PRECISIONS, help="number format (default: the fastest here)")
     train.add_argument(
         "--no-probe", action="store_true", help="take settings by the kind of processor, and try none (20 s, once)"
     )
-    train.add_argument("--compile", choices=COMPILE, help="torch.compile (default: whole on a GPU, off on a CPU)")
-    train.add_argument("--world-size", type=int, help=f"ranks, each with a GPU or a core of its own ({USUAL_RANKS})")
-    add(train, "device", "seed", default=absent)
-    train.add_argument("--oversubscribe", action="store_true", help="allow more ranks than cores or GPUs")
-    train.add_argument("--save-every", type=int, metavar="N", help="steps between checkpoints (default: 1000)")
-    train.add_argument("--sample-every", type=int, metavar="N", help="between sample grids (default: 1000; 0: none)")
-    train.add_argument(
-        "--evaluate-every", type=int, metavar="N", help="between held-out losses (default: 1000; 0: none)"
-    )
-    train.add_argument("--keep", type=int, metavar="N", help="checkpoints that stay (default: 3)")
+    able = {**declared.options(RunConfig), **declared.options(OptimizerConfig)}
+    declared.add_options(train, (replace(able[name], default=usual) for name, usual in TRAINED_BY.items()))
+    if words[:1] == ["train"]:
+        declared.add_options(train, _schedule().values())
     add(train, "held-out", "skip-bad", "tracker")
     train.set_defaults(command=train_command)
 
     sample = subparsers.add_parser("sample", help="draw images from a checkpoint; the same command goes on")
     sample.add_argument("checkpoint", metavar="CHECKPOINT", help=f"a file such as {EXAMPLE}")
     sample.add_argument("--count", type=int, required=True, metavar="N", help="how many images, at most 1000000")
-    sample.add_argument("--sampler", choices=("ddpm", "ddim"), default="ddim", help="default: ddim")
-    sample.add_argument("--steps", type=int, default=250, help="denoising steps (default: 250)")
-    add(sample, "seed", help="with an image's number, its noise (default: 0)")
-    sample.add_argument("--weights", choices=("ema", "trained"), default="ema", help="averaged or last (default: ema)")
-    sample.add_argument("--precision", choices=PRECISIONS, default="fp32", help="number format (default: fp32)")
-    sample.add_argument("--compile", choices=COMPILE, default="off", help="torch.compile (default: off)")
+    if words[:1] == ["sample"]:
+        declared.add_options(sample, _sampling().values())
     add(sample, "output-dir", help="folder of the images (default: named after the checkpoint, beside it)")
     sample.add_argument("--grid", action="store_true", help="write all images as one, grid.png, too")
     sample.add_argument(
@@ -76,15 +69,27 @@ def add_options(subparsers: Any) -> None:
     add(sample, "data", default=None, help=against)
     add(sample, "held-out", help="images not to measure against (default: 5 %% of them)")
     add(sample, "skip-bad")
-    sample.add_argument("--world-size", type=int, help=f"ranks ({USUAL_RANKS})")
-    add(sample, "batch-size", default=64, help="images that a rank makes at once (default: 64)")
+    sample.add_argument("--world-size", type=int, help=f"number of ranks (default: {USUAL_RANKS})")
+    sample.add_argument("--batch-size", type=int, default=64, help="images that a rank makes at once (default: 64)")
     add(sample, "device")
     sample.set_defaults(command=sample_command)
 
 
+def _schedule() -> dict[str, declared.Option]:
+    from ddpm_lab.training_run import Schedule  # noqa: PLC0415 - commands load what they need
+
+    return declared.options(Schedule)
+
+
+def _sampling() -> dict[str, declared.Option]:
+    from ddpm_lab.sampling_run import Sampling  # noqa: PLC0415
+
+    return declared.options(Sampling)
+
+
 def train_command(options: argparse.Namespace) -> int:
     """Train, or go on; 128 and the signal's number if one ended it."""
-    from ddpm_lab import summary_lines  # noqa: PLC0415 - commands load what they need
+    from ddpm_lab import summary_lines  # noqa: PLC0415
     from ddpm_lab.measure import fleet, hardware  # noqa: PLC0415
     from ddpm_lab.measure.group_folder import sweep  # noqa: PLC0415
     from ddpm_lab.measure.progress import Progress  # noqa: PLC0415
@@ -93,11 +98,9 @@ def train_command(options: argparse.Namespace) -> int:
     from ddpm_lab.training_run import train  # noqa: PLC0415
 
     said = vars(options)
-    settings = {name: said[name] for name in TRAINED_BY if name in said}
+    settings = {name: said[name] for name in ("data", *TRAINED_BY) if name in said}
     if "learning_rate" in said:
-        settings["optimizer.learning_rate"] = said["learning_rate"]
-    whole_options(said, steps=1, global_batch_size=1, accumulation=1, world_size=1, image_size=1, seed=0)
-    whole_options(said, save_every=1, sample_every=0, evaluate_every=0, keep=1)
+        settings["optimizer.learning_rate"] = settings.pop("learning_rate")
     folder = expanded(options.output_dir).absolute()
     progress = Progress("train")
     tracker = tracker_chosen(said.get("tracker"))
@@ -106,7 +109,7 @@ def train_command(options: argparse.Namespace) -> int:
         with stop:
             config, schedule, said_of = plan_training(
                 settings,
-                {name: said[name] for name in SCHEDULED_BY if name in said},
+                {name: said[name] for name in _schedule() if name in said},
                 file=expanded(said["config"]) if "config" in said else None,
                 cache=output_folder(None) / PREPARED,
                 held_out=said.get("held_out"),
@@ -154,7 +157,6 @@ def sample_command(options: argparse.Namespace) -> int:
     from ddpm_lab.measure.progress import Progress  # noqa: PLC0415
     from ddpm_lab.sampling_run import Sampling, plan_sample_fid, sample, sample_fid  # noqa: PLC0415
 
-    whole_options(vars(options), count=1, steps=1, seed=0, world_size=1, batch_size=1)
     if bool(options.inception) != bool(options.data):
         there, lacking = ("--inception", "--data") if options.inception else ("--data", "--inception")
         raise ConfigError(f"{there} is for a FID, which needs {lacking} too: give both, or neither")
@@ -163,7 +165,7 @@ def sample_command(options: argparse.Namespace) -> int:
     if not checkpoint.name:
         raise ConfigError(f"CHECKPOINT is {options.checkpoint!r}: give a file, such as {EXAMPLE}")
     folder = expanded(options.output_dir) if options.output_dir else checkpoint.with_suffix("")
-    sampling = Sampling(**given(options, "sampler", "steps", "seed", "weights", "precision", "compile"))
+    sampling = Sampling(**{name: value for name, value in vars(options).items() if name in _sampling()})
     world_size = usual_ranks() if options.world_size is None else options.world_size
     try:
         with Stop():

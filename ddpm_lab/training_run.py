@@ -11,10 +11,11 @@ import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ddpm_lab.checks import ConfigError, whole
+from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
+from ddpm_lab.declared import Opt, validate
 from ddpm_lab.measure.fleet import current
 from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.measure.others import CoreWatch, fair_cores
@@ -45,15 +46,14 @@ class Schedule:
     ``keep`` is the number of checkpoints that stay.
     """
 
-    steps: int
-    save_every: int = 1_000
-    sample_every: int = 1_000
-    evaluate_every: int = 1_000
-    keep: int = 3
+    steps: Annotated[int, Opt("optimizer steps in all, those of an earlier start included", least=1)]
+    save_every: Annotated[int, Opt("steps between checkpoints", least=1)] = 1_000
+    sample_every: Annotated[int, Opt("steps between sample grids; 0: none", least=0)] = 1_000
+    evaluate_every: Annotated[int, Opt("steps between held-out losses; 0: none", least=0)] = 1_000
+    keep: Annotated[int, Opt("checkpoints that stay", least=1)] = 3
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("save_every", 1), ("sample_every", 0), ("evaluate_every", 0), ("keep", 1)):
-            whole(name, getattr(self, name), least)
+        validate(self)
 
     def due(self, every: int, step: int) -> bool:
         """Whether what is done every ``every`` steps is done after ``step``."""

@@ -129,7 +129,7 @@ def test_jobs_from_submission_to_ledger(
     monkeypatch.setattr(sys, "executable", executable(tmp_path / "frozen", FROZEN))
     late = submitted(call, "--time", 1, "--", "run", "amp")
     monkeypatch.setattr(sys, "executable", lab)
-    train = ("train", "--data", tmp_path / "data", "--image-size", 8, "--global-batch-size", 4, "--sample-every", 0)
+    train = ("train", "--data", tmp_path / "data", "--image-size", 8, "--batch-size", 4, "--sample-every", 0)
     both = submitted(call, "--nodes", 2, "--time", 5, "--", *train, "--world-size", 2, "--steps", 4)
     monkeypatch.setenv("DDPM_LAB_RDZV", "c10d")
     other = submitted(call, "--nodes", 2, "--time", 5, "--", *train, "--world-size", 2, "--steps", 4)

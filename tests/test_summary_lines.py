@@ -129,7 +129,7 @@ def test_train_and_run_end_with_their_summaries(
 ) -> None:
     assert summary_lines.train_count(RunConfig(data=str(data))) > 0
     common = ("--data", data, "--image-size", 8)
-    train = (*common, "--global-batch-size", 8, "--steps", 3, "--sample-every", 0, "--output-dir", tmp_path / "run")
+    train = (*common, "--batch-size", 8, "--steps", 3, "--sample-every", 0, "--output-dir", tmp_path / "run")
     code, out, err = call("train", *train)
     assert code == 0, err
     assert out == f"{tmp_path}/run/checkpoints/step-00000003.pt\n", "what a script reads stays as it was"

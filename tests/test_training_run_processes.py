@@ -45,9 +45,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 def command(data: Path, folder: Path, steps: int, *more: str) -> list[str]:
-    words = (
-        f"--steps {steps} --image-size 8 --global-batch-size 8 --sample-every 0 --evaluate-every 0 --seed 5 --no-probe"
-    )
+    words = f"--steps {steps} --image-size 8 --batch-size 8 --sample-every 0 --evaluate-every 0 --seed 5 --no-probe"
     paths = ["--data", str(data), "--output-dir", str(folder)]
     return [sys.executable, "-m", "ddpm_lab", "train", *paths, *words.split(), *more]
 
