@@ -203,7 +203,7 @@ class RunConfig(_Remembered):
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     seed: Annotated[int, Opt("seed of weights, data order and noise", least=0)] = 0
-    oversubscribe: bool = False
+    oversubscribe: Annotated[bool, Opt("allow more ranks than cores or GPUs; speed is not claimed")] = False
     threads: Annotated[int, Opt("compute threads of a rank; 0: its share of the cores", least=0)] = 0
     revision: str = ""
     options: tuple[tuple[str, Any], ...] = ()
