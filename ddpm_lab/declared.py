@@ -88,7 +88,7 @@ class Option:
                 raise ConfigError(f"{place} is {value!r}: choose one of {', '.join(map(str, choices))}")
         elif dataclasses.is_dataclass(self.kind):
             if not isinstance(value, typing.cast(type, self.kind)):
-                names = ", ".join(options(self.kind))
+                names = ", ".join(options(typing.cast(Any, self.kind)))
                 raise ConfigError(f"{place} is {value!r}: give settings by name, some of {names}")
         elif self.kind is str:
             if not isinstance(value, str):
@@ -138,7 +138,7 @@ def _option(name: str, hint: Any, default: Any) -> Option:
 
 def validate(made: Any, place: str = "") -> None:
     """Check every field of a frozen dataclass. Raises ConfigError for the first that is wrong."""
-    for name, option in options(type(made)).items():
+    for name, option in options(typing.cast(Any, type(made))).items():
         object.__setattr__(made, name, option.checked(getattr(made, name), f"{place}{name}"))
 
 

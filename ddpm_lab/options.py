@@ -57,7 +57,7 @@ COMMON = ("preset", "data", "network", "workload", "minutes", "output-dir", "hel
 """Options of ``run`` and of ``report``, which does the same with notebooks."""
 
 
-def add(parser: argparse.ArgumentParser, *names: str, **otherwise: Any) -> None:
+def add(parser: argparse._ActionsContainer, *names: str, **otherwise: Any) -> None:
     """Add options of ``SHARED`` to a command, in this order; ``otherwise`` replaces what is said of them there."""
     for name in names:
         parser.add_argument(f"--{name}", **{**SHARED[name], **otherwise})

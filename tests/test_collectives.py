@@ -1,5 +1,7 @@
 """The question all_reduce: which messages, over how many ranks, and what is refused."""
 
+from typing import Any
+
 import pytest
 from conftest import Call
 from setups import setup
@@ -56,7 +58,7 @@ def test_ranks_and_messages_asked_for_by_name() -> None:
         ({"world_sizes": [3]}, "3 CPU ranks need 3 cores"),
     ],
 )
-def test_what_cannot_be_run_is_refused(grid: dict[str, list[int]], words: str) -> None:
+def test_what_cannot_be_run_is_refused(grid: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ask("all_reduce", setup(), **grid)
 
