@@ -95,7 +95,7 @@ def test_a_better_efficiency_never_gets_a_worse_name(one: float, other: float) -
         assert names.index(table.name(high)) <= names.index(table.name(low))
 
 
-@pytest.mark.parametrize("page", ["docs/reading_results.md", "notebooks/09_claims.ipynb"])
+@pytest.mark.parametrize("page", ["docs/measuring.md", "notebooks/09_claims.ipynb"])
 def test_what_the_published_studies_are_is_told_the_same_everywhere(page: str) -> None:
     text = " ".join((Path(__file__).parents[1] / page).read_text().split())
     assert [key for key, what in DOCUMENTS.items() if f"{key}, {what}" not in text] == []
