@@ -35,8 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit code.
 
     0 is success, 1 no answer, a run that failed or a change that must not pass, 2 wrong input, 3 and 4 a gate that
-    cannot tell (see docs/your_own_model.md), and 128 + n the signal n that ended it: SIGPIPE where nobody reads on, as in a pipe
-    into head.
+    cannot tell, and 128 + n the signal n that ended it: SIGPIPE where nobody reads on, as in a pipe into head.
     """
     try:
         try:

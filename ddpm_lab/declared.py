@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import inspect
 import math
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,8 +21,8 @@ from ddpm_lab.checks import ConfigError
 
 PLAIN = (int, float, bool, str)
 _NUMBERS = {2: "two", 3: "three"}
-MOST = 2**63
-"""Whole numbers are below it: torch can hold them."""
+MOST = 2**63 - 1
+"""Whole numbers are at most this: torch can hold them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,8 @@ class Opt:
     def allows(self, kind: type, value: Any) -> bool:
         """Whether a value of any type is a number within the limits; True and False are none."""
         able = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-        return able and abs(value) < MOST and self.least <= value < self.below and value > self.above
+        most = MOST if kind is int else sys.float_info.max
+        return able and abs(value) <= most and self.least <= value < self.below and value > self.above
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +187,7 @@ def reader(kind: Any) -> Callable[[Any], Any]:  # noqa: PLR0911 - one for each k
         some = reader(next(k for k in inner if k is not type(None)))
         return lambda value: None if value is None else some(value)
     if origin is tuple:
-        return lambda value: _tuple(inner[0], _expected(value, list))
+        return lambda value: _tuple(inner[0], _expected(value, (list, tuple)))
     if origin is dict:
         of_value = reader(inner[1])
         return lambda value: {k: _at(k, of_value, v) for k, v in _expected(value, dict).items()}
@@ -226,7 +228,7 @@ def fields_reader(kind: Any) -> Callable[[Any], Any]:
     return read
 
 
-def _tuple(kind: Any, values: list[Any]) -> tuple[Any, ...]:
+def _tuple(kind: Any, values: Sequence[Any]) -> tuple[Any, ...]:
     if kind in PLAIN and all(type(v) is kind for v in values):  # thousands of seconds
         return tuple(values)
     read = reader(kind)
@@ -243,7 +245,8 @@ def _at(place: str, read: Callable[[Any], Any], value: Any) -> Any:
 def _expected(value: Any, kind: Any) -> Any:
     able = (int, float) if kind is float else kind
     if not isinstance(value, able) or (isinstance(value, bool) and kind is not bool):
-        raise UnfitError(f"is {str(value)[:60]!r}: expected {kind.__name__}")
+        wanted = "a list" if kind == (list, tuple) else kind.__name__
+        raise UnfitError(f"is {str(value)[:60]!r}: expected {wanted}")
     return value
 
 

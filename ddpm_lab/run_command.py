@@ -180,6 +180,7 @@ def _grids(names: Sequence[str], given: Mapping[str, Any]) -> dict[str, dict[str
         able = [name for name, of_question in questions.items() if setting in of_question]
         if not set(names) & set(able):
             raise ConfigError(
-                f"{declared.flag(setting)}: the experiment {names[0]} has none; only {', '.join(able)} take it"
+                f"{declared.flag(setting)}: the experiment {names[0]} has none; only {', '.join(able)} "
+                f"take{'s' * (len(able) == 1)} it"
             )
     return {name: {n: given[n] for n in questions[name] if n in given} for name in names}
