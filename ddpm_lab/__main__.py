@@ -140,7 +140,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         "words", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="run, train or sample with its options"
     )
     rank.set_defaults(command=functools.partial(commands.rank, main=main))
-    slurm_commands.add_options(subparsers, parser)
+    slurm_commands.add_options(subparsers, _parser)
     recommend_command.add_options(subparsers)
     report = subparsers.add_parser("report", help="execute the notebooks and write their pages")
     add(report, *COMMON)

@@ -196,7 +196,7 @@ def _write(study: Study, folder: Path, ledger: str, *, as_json: bool) -> int:
 def summary_command(options: argparse.Namespace) -> int:
     """Print the table and the speed-ups of runs, wherever they are told of; 1 where none is."""
     from ddpm_lab.explain import summary  # noqa: PLC0415
-    from ddpm_lab.slurm_logs import read_log  # noqa: PLC0415
+    from ddpm_lab.slurm import read_log  # noqa: PLC0415
 
     told: list[summary.Row] = []
     apart: list[summary.Row] = []

@@ -123,25 +123,25 @@ def run_command(options: argparse.Namespace) -> int:
                 print(f"where the lost scaling went, {others}")
         print(f"records: {results[-1]['ledger']}", flush=True)
     sys.stdout.flush()
-    _print_summaries(measured)
+    if "SLURM_JOB_ID" in os.environ:
+        _tell_runs(measured)
     if tracker:
         for one in measured:
             track(tracker, one)
     return 0 if all(one.completed for one in measured) else 1
 
 
-def _print_summaries(measured: Sequence[Any]) -> None:
-    """The lines that the log of a job is searched for, a block for each configuration that trained."""
-    if "SLURM_JOB_ID" not in os.environ:
-        return
+def _tell_runs(measured: Sequence[Any]) -> None:
+    """Tell of each configuration that trained."""
     from ddpm_lab import summary_lines  # noqa: PLC0415
     from ddpm_lab.experiments import records_of  # noqa: PLC0415
 
+    runs = []
     for one in measured:
         configurations = [c for c in one.experiment.configurations if c.data]
         images = {c.data_sha256: summary_lines.train_count(c) for c in configurations}
-        for title, summary in summary_lines.of_records(records_of(one), images).items():
-            print(f"-- {title}", *summary_lines.lines(summary), sep="\n", file=sys.stderr)
+        runs += summary_lines.of_records(records_of(one), images)
+    summary_lines.tell(runs)
 
 
 def _answer(measured: Any, table: Bands) -> dict[str, Any]:

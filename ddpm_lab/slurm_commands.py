@@ -1,129 +1,89 @@
-"""The commands of ``ddpm-lab slurm``: hand work to a cluster, bring its results together, read its logs."""
+"""The commands for a SLURM cluster: ``submit`` hands it work, ``collect`` brings the results together."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import io
-import json
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab.checks import ConfigError
+from ddpm_lab.checks import ConfigError, choice
+from ddpm_lab.commands import MANY_HOSTS
 from ddpm_lab.files import LEDGER, expanded, output_folder
 from ddpm_lab.options import add, given, tell
 
-OUTPUTS = "outputs"
+COMMANDS = (*MANY_HOSTS, "compare", "calibrate")
 
 
-def add_options(subparsers: Any, lab: argparse.ArgumentParser) -> None:
-    """Add the commands to the command line ``lab``, which also reads the commands that jobs run."""
-    slurm = subparsers.add_parser("slurm", help="on a SLURM cluster: submit jobs, collect results, read logs")
-    commands = slurm.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    submit = commands.add_parser("submit", help="submit a command of the lab as a job, or an array of configurations")
+def add_options(subparsers: Any, parser_of: Callable[[list[str]], argparse.ArgumentParser]) -> None:
+    """Add the commands; ``parser_of`` the words of a command is what checks it before it is submitted."""
+    submit = subparsers.add_parser("submit", help="submit a command of the lab as a SLURM job, or as an array of jobs")
     submit.add_argument("--nodes", type=int, default=1, metavar="N", help="machines of a job (default: 1)")
     submit.add_argument("--gpus-per-node", type=int, default=0, metavar="G", help="default: 0, on the CPUs")
-    submit.add_argument("--time", help="time limit as SLURM writes it, such as 2:00:00 (default: the job script's)")
-    submit.add_argument("--partition", help="partition of the cluster (default: the site's)")
-    submit.add_argument("--account", help="account that pays (default: the site's)")
-    submit.add_argument("--name", default="ddpm-lab", help="name of the job (default: ddpm-lab)")
-    submit.add_argument(
-        "--array", nargs="+", default=[], metavar="FILE.toml", help="a task for each file, or for each [[task]] in it"
-    )
-    submit.add_argument(
-        "--requeue", action="store_true", help="a train job that saved before its time limit goes back into the queue"
-    )
-    submit.add_argument("--folder", help="folder that receives a folder for this submission (default: outputs)")
+    submit.add_argument("--sbatch", default="", metavar="OPTIONS", help='more: --sbatch="--time=2:00:00"')
     add(submit, "json")
-    submit.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="such as: -- run amp")
-    submit.set_defaults(command=submit_command, lab=lab)
+    more = "such as: -- run amp; for an array: -- run amp -- --seed 0 -- --seed 1"
+    submit.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help=more)
+    submit.set_defaults(command=submit_command, parser_of=parser_of)
 
-    collect = commands.add_parser("collect", help="results of jobs into the ledger; jobs that failed become rows")
-    collect.add_argument("folder", nargs="?", metavar="FOLDER", help="of one submission or of many (default: outputs)")
+    collect = subparsers.add_parser("collect", help="records of SLURM jobs into the ledger, and a table of their runs")
+    collect.add_argument("logs", nargs="*", metavar="LOG", help="logs of jobs (default: slurm-*.out in this folder)")
     add(collect, "output-dir", help="folder whose ledger receives the records (default: this checkout)")
+    collect.add_argument("--csv", metavar="FILE", help="write the table as CSV")
     add(collect, "json")
     collect.set_defaults(command=collect_command)
-
-    logs = commands.add_parser("logs", help="a summary table and speed-ups from the output files of jobs")
-    logs.add_argument("logs", nargs="+", metavar="LOG", help="output files, such as outputs/slurm-*.out")
-    logs.add_argument("--csv", metavar="FILE", help="write the table as CSV")
-    add(logs, "json")
-    logs.set_defaults(command=logs_command)
-
-
-def _outputs(folder: str | None) -> Path:
-    return expanded(folder).absolute() if folder else output_folder(None) / OUTPUTS
 
 
 def submit_command(options: argparse.Namespace) -> int:
     """Check every task as the job will read it, then submit."""
-    from ddpm_lab.slurm import Request, submit, tasks_of  # noqa: PLC0415 - commands load what they need
+    from ddpm_lab import slurm  # noqa: PLC0415 - commands load what they need
 
-    words = options.words[1:] if options.words[:1] == ["--"] else options.words
-    tasks = tasks_of(words, [expanded(f) for f in options.array])
+    words = options.words[options.words[:1] == ["--"] :]
+    tasks = slurm.tasks_of(words)
     for task in tasks:
-        said = io.StringIO()
-        try:
-            with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-                options.lab.parse_args([*task.arguments, "--output-dir=results"])
-        except SystemExit as end:
-            where = f" from {task.configuration}" if task.configuration else ""
-            why = said.getvalue().strip().removeprefix("ddpm-lab: ") or "it asks for help only"
-            raise ConfigError(f"the command {shlex.join(task.arguments)}{where} cannot be run: {why}") from end
-    request = Request(**given(options, "nodes", "gpus_per_node", "time", "partition", "account", "name"))
-    done = submit(tasks, request, _outputs(options.folder), requeue=options.requeue)
-    count = f" with {len(done.tasks)} tasks" if len(done.tasks) > 1 else ""
-    collects = shlex.join(["ddpm-lab", "slurm", "collect", str(done.folder)])
-    values = {"job_id": done.job_id, "tasks": len(done.tasks), "folder": str(done.folder)}
-    lines = [f"job {done.job_id}{count}: {done.folder}", f"{collects} brings its results into the ledger"]
-    tell(options, values, lines)
+        _check(task, options)
+    job = slurm.submit(words, **given(options, "nodes", "gpus_per_node", "sbatch"))
+    lines = [f"job {job}, tasks: {len(tasks)}", f"then, in this folder: ddpm-lab collect reads its logs, {slurm.LOGS}"]
+    tell(options, {"job_id": job, "tasks": len(tasks)}, lines)
     return 0
 
 
+def _check(task: list[str], options: argparse.Namespace) -> None:
+    """Raise ConfigError for a command that cannot be run as a job."""
+    from ddpm_lab.questions import QUESTIONS  # noqa: PLC0415
+
+    if not task:
+        raise ConfigError("there is no command: give it after two dashes, such as submit -- run amp")
+    choice("the command of a job", task[0], COMMANDS if options.nodes == 1 else MANY_HOSTS)
+    if any(word.partition("=")[0] == "--output-dir" for word in task):
+        raise ConfigError("--output-dir: results of job N go to slurm-N, where collect finds them; leave it out")
+    refusal = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(refusal), contextlib.redirect_stdout(io.StringIO()):
+            parsed = options.parser_of(task).parse_args([*task, "--output-dir=results"])
+    except SystemExit as end:
+        reason = refusal.getvalue().strip().removeprefix("ddpm-lab: ") or "it only shows help"
+        raise ConfigError(f"the command {shlex.join(task)} cannot be run: {reason}") from end
+    for name in getattr(parsed, "experiments", ()):
+        choice("experiment", name, QUESTIONS)
+
+
 def collect_command(options: argparse.Namespace) -> int:
-    """Bring results together; 1 if a job failed."""
-    from ddpm_lab.slurm_collect import collect  # noqa: PLC0415
-
-    output = output_folder(options.output_dir)
-    collected = collect(_outputs(options.folder), output)
-    if options.json:
-        rows = [
-            {
-                "job_id": one.job_id,
-                "command": list(one.arguments),
-                "results": str(one.results),
-                "status": one.ending.status,
-                "reason": one.ending.reason,
-                "state": one.ending.state,
-                "records": one.found,
-                "added": one.added,
-                "log_tail": list(one.log_tail),
-            }
-            for one in collected
-        ]
-        print(json.dumps({"ledger": str(output / LEDGER), "jobs": rows}, indent=1))
-    else:
-        for one in collected:
-            status = "" if one.ending.status in (None, "ok") else f"{one.ending.status}: "
-            print(f"job {one.job_id}, {shlex.join(one.arguments)}: {status}{one.ending.reason}")
-            print(f"  {one.found} records, {one.added} of them new, from {one.results}")
-            if one.failed:
-                print(*(f"  | {line}" for line in one.log_tail), sep="\n")
-        print(f"records: {output / LEDGER}")
-    return int(any(one.failed for one in collected))
-
-
-def logs_command(options: argparse.Namespace) -> int:
-    """Print the table and the speed-ups; 1 if no log told of a run."""
+    """Append the records of jobs to the ledger and show their runs; 1 if a job failed."""
+    from ddpm_lab import slurm  # noqa: PLC0415
     from ddpm_lab.explain import summary  # noqa: PLC0415
-    from ddpm_lab.slurm_logs import read_log  # noqa: PLC0415
 
-    rows = [row for log in options.logs for row in read_log(expanded(log))]
+    logs = [expanded(log) for log in options.logs] or sorted(Path.cwd().glob(slurm.LOGS))
+    if not logs:
+        raise ConfigError(f"{Path.cwd()} has no {slurm.LOGS}: go where the jobs were submitted, or give their logs")
+    states = slurm.states(map(slurm.job_of, logs))
+    ledger = output_folder(options.output_dir) / LEDGER
+    rows = [row for log in logs for row in slurm.read_log(log, states.get(slurm.job_of(log)))]
+    added = slurm.append_new(logs, ledger)
     summary.show(rows, [summary.speed_ups(rows)], csv=options.csv, as_json=options.json)
-    if any(row.found for row in rows):
-        return 0
-    print("ddpm-lab: no log tells of a run that ended", file=sys.stderr)
-    return 1
+    print(f"{added} new records: {ledger}", file=sys.stderr)
+    return int(any(states.get(slurm.job_of(log)) in slurm.FAILED for log in logs))

@@ -1,10 +1,11 @@
-"""The lines that a run ends with: few, stable, and found by grep in any log; ``slurm_logs`` reads them back."""
+"""What a run tells at its end, from its records or its folder; a SLURM job prints it into its log."""
 
 from __future__ import annotations
 
-import math
+import json
 import os
-from collections import Counter, defaultdict
+import sys
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import fmean
@@ -13,7 +14,7 @@ from typing import Any
 from ddpm_lab.config import CHECK, LOADER_ALONE, SAMPLING, RunConfig
 from ddpm_lab.data.folder import DataError
 from ddpm_lab.data.prepared import read_manifest
-from ddpm_lab.explain.summary import NOT_CLAIMED, Summary
+from ddpm_lab.explain.summary import RUNS, Summary
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.utilisation import Utilisation
 from ddpm_lab.record import RunRecord
@@ -27,37 +28,10 @@ _SHARED = ("data", "data_sha256", "purpose", "seed", "device", "world_size", "no
 """Settings that are not part of a configuration's name in a log: repeats of one configuration, and its sizes."""
 
 
-def lines(summary: Summary) -> list[str]:
-    """The summary as it is printed, one line for each value."""
-    time = f"{NOT_CLAIMED} ({summary.note})" if summary.note else _told(summary.seconds, "seconds")
-    shown = (
-        ("Configuration", summary.configuration),
-        ("GPUs", summary.gpus),
-        ("Ranks", summary.ranks),
-        ("Nodes", summary.nodes),
-        *([("Epochs", _told(summary.epochs))] if summary.epochs is not None else ()),
-        ("Total training time", time),
-        *([("Time per epoch", _told(summary.epoch_seconds, "seconds"))] if summary.epoch_seconds is not None else ()),
-        ("Best validation loss", _told(summary.loss)),
-        ("GPU-Util", "not available" if summary.gpu_percent is None else f"{summary.gpu_percent:.0f} %"),
-    )
-    return [
-        *([f"Job ID: {summary.job_id}"] if summary.job_id else ()),
-        *(f"{name}: {'unknown' if value is None else value}" for name, value in shown),
-    ]
-
-
-def _told(value: float | None, unit: str = "") -> str:
-    if value is None or not math.isfinite(value):
-        return "not measured"
-    text = f"{value:.2f}" if unit and value >= 10 else f"{value:.6g}"
-    return f"{text} {unit}".rstrip()
-
-
-def job_id() -> str | None:
-    """The SLURM job this process runs in, an array's task as ``array_task``; None outside of SLURM."""
-    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
+def tell(runs: Iterable[Summary]) -> None:
+    """In a SLURM job, print the runs as one line of JSON to stderr; ``ddpm-lab collect`` reads it back."""
+    if "SLURM_JOB_ID" in os.environ:
+        print(json.dumps({RUNS: [run.as_json() for run in runs]}), file=sys.stderr, flush=True)
 
 
 def name_of(config: RunConfig) -> str:
@@ -85,8 +59,8 @@ def of_training(config: RunConfig, folder: Path, gpu_percent: float | None) -> S
     return _summary(config, seconds=seconds, epochs=epochs, loss=best, gpu_percent=gpu_percent, steps=steps)
 
 
-def of_records(records: Iterable[RunRecord], images: Mapping[str, int]) -> dict[str, Summary]:
-    """One summary for each configuration that was timed in sets or trained for its loss, under its label.
+def of_records(records: Iterable[RunRecord], images: Mapping[str, int]) -> list[Summary]:
+    """One summary for each configuration that was timed in sets or trained for its loss.
 
     Seconds and images of the windows of its sets; the second baseline is the first again. ``images`` says by their
     ``data_sha256`` how many images an epoch has.
@@ -96,11 +70,7 @@ def of_records(records: Iterable[RunRecord], images: Mapping[str, int]) -> dict[
         trained = not r.config.workload.startswith(UNTRAINED)
         if trained and r.status == "ok" and r.role in ("baseline", "candidate", "quality"):
             by_run[r.run_id].append(r)
-    titles = Counter(found[0].label for found in by_run.values())
-    return {
-        (label if titles[label := found[0].label] == 1 else f"{found[0].family}, {label}"): _measured(found, images)
-        for found in by_run.values()
-    }
+    return [_measured(found, images) for found in by_run.values()]
 
 
 def _measured(records: list[RunRecord], known: Mapping[str, int]) -> Summary:
@@ -124,7 +94,7 @@ def _summary(config: RunConfig, *, seconds: float | None, epochs: float | None, 
     note = values.get("note", "")
     seconds = None if note else seconds
     return Summary(
-        job_id=job_id(),
+        job_id=os.environ.get("SLURM_JOB_ID"),
         configuration=name_of(config),
         gpus=config.world_size if config.device == "cuda" else 0,
         ranks=config.world_size,

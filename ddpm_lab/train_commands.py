@@ -145,7 +145,7 @@ def train_command(options: argparse.Namespace) -> int:
         where = f"{signal_name(stop.number)}, saved after step {outcome.step:,}"
         print(f"{where}: the same command goes on from there", file=sys.stderr)
         return 128 + stop.number
-    print(*summary_lines.lines(summary_lines.of_training(config, folder, gpus.percent)), sep="\n", file=sys.stderr)
+    summary_lines.tell([summary_lines.of_training(config, folder, gpus.percent)])
     print(outcome.checkpoint)
     return 0
 

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -52,15 +52,15 @@ PartitionName=all Nodes=n[1-2] Default=YES MaxTime=10 OverSubscribe=FORCE:8 Stat
 
 def missing() -> str:
     """Why no cluster can be brought up here; empty if one can."""
-    absent = [name for name in PROGRAMS if program(name) is None]
+    absent = [name for name in PROGRAMS if _program(name) is None]
     if absent:
         return f"no SLURM here: {', '.join(absent)} is not installed"
     return "" if os.geteuid() == 0 else "only root can run slurmd"
 
 
-def program(name: str) -> str | None:
+def _program(name: str) -> str | None:
     """The path of a program, also where only root looks for it."""
-    return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin")
+    return shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 
 
 @contextmanager
@@ -97,14 +97,23 @@ def wait_for(condition: Callable[[], bool], folder: Path, seconds: float = WAIT_
         time.sleep(0.1)
 
 
+def left(folder: Path) -> list[psutil.Process]:
+    """Processes of the cluster that still run: daemons, steps and the jobs' own."""
+    return [
+        process
+        for process in psutil.process_iter(["environ", "status"])
+        if (process.info["environ"] or {}).get("SLURM_CONF") == str(folder / "slurm.conf")
+        and process.pid != os.getpid()
+        and process.info["status"] != psutil.STATUS_ZOMBIE
+    ]
+
+
 def _configure(folder: Path) -> None:
     (folder / "state").mkdir()
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
     with ExitStack() as stack:  # all open at once, so that they differ
-        sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
         ports = [each.getsockname()[1] for each in sockets]
     host = socket.gethostname().partition(".")[0]
     (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, host=host, ports=ports))
@@ -114,53 +123,24 @@ def _configure(folder: Path) -> None:
 
 
 def _start(stack: ExitStack, folder: Path, name: str, *arguments: str) -> None:
-    path = program(name)
-    assert path is not None
     log = stack.enter_context((folder / f"{name}-{arguments[-1]}.start.log").open("wb"))
-    process = subprocess.Popen(
-        [path, *arguments], env=_environment(folder), stdin=subprocess.DEVNULL, stdout=log, stderr=log
-    )
-    stack.callback(_stop, process)
+    command = [str(_program(name)), *arguments]
+    process = subprocess.Popen(command, env=_environment(folder), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    stack.callback(process.wait, 20)
+    stack.callback(process.terminate)
 
 
 def _environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
 
 
-def _ask(folder: Path, name: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [str(program(name)), *arguments], env=_environment(folder), capture_output=True, text=True, check=False
-    )
-    return done.stdout
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def left(folder: Path) -> list[psutil.Process]:
-    """Processes of the cluster that still run: daemons, steps and the jobs' own."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            mine = process.environ().get("SLURM_CONF") == str(folder / "slurm.conf")
-            if mine and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+def _ask(folder: Path, *command: str) -> str:
+    return subprocess.run(command, env=_environment(folder), capture_output=True, text=True, check=False).stdout
 
 
 def _end_steps(folder: Path) -> None:
     """Steps are no children of the daemons that started them: what is left of them ends here."""
     for process in left(folder):
-        try:
+        with suppress(psutil.Error):
             process.kill()
-        except psutil.Error:
-            continue
     wait_for(lambda: not left(folder), folder, 20)

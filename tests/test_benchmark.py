@@ -205,7 +205,7 @@ def test_a_folder_that_cannot_be_written_is_refused(call: Call, tmp_path: Path) 
 def test_the_summary_of_ledgers_logs_and_run_folders_is_one_table(call: Call, tmp_path: Path) -> None:
     ledger = ledger_of(tmp_path)
     log = tmp_path / "slurm-5.out"
-    log.write_text("Configuration: other\nGPUs: 1\nTotal training time: 5.5 seconds\n")
+    log.write_text('{"ddpm_lab_runs": [{"configuration": "other", "gpus": 1, "seconds": 5.5}]}\n')
     with RunFolder(tmp_path / "run") as run:
         run.write_settings(RunConfig(seed=1), {"steps": 2})
         run.open_logs(0)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import json
 import math
-from pathlib import Path
 
 import pytest
-from conftest import Call
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -159,25 +155,3 @@ def test_what_slurm_ended_early_is_left_out_and_named() -> None:
     assert rows[2].remark == "cancelled at its time limit: left out of means and speed-ups"
     (one,) = speed_ups(rows[1:]).compared
     assert one.missing == "no run on a single GPU"
-
-
-def test_the_command(call: Call, tmp_path: Path) -> None:
-    good, bad = tmp_path / "slurm-5.out", tmp_path / "slurm-6.out"
-    good.write_text('Configuration: one, "two"\nGPUs: 1\nTotal training time: 5.5 seconds\nBest validation loss: nan\n')
-    bad.write_text("srun: error\n")
-    code, out, err = call("slurm", "logs", good, bad, "--csv", tmp_path / "table.csv")
-    assert (code, err) == (0, "")
-    assert out.splitlines()[0].startswith("Job ID | Configuration")
-    assert "no summary found; its last line: srun: error" in out.splitlines()[3]
-    with (tmp_path / "table.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert rows[0]["Configuration"] == 'one, "two"'
-    assert [(r["Job ID"], r["Time (s)"], r["Nodes"]) for r in rows] == [("5", "5.5", ""), ("6", "", "")]
-    code, out, _ = call("slurm", "logs", good, "--json")
-    found = json.loads(out)
-    assert found["runs"][0]["seconds"] == 5.5
-    assert found["runs"][0]["loss"] is None
-    assert found["accuracy"] == ACCURACY
-    code, out, err = call("slurm", "logs", bad)
-    assert (code, err) == (1, "ddpm-lab: no log tells of a run that ended\n")
-    assert call("slurm", "logs", tmp_path / "none")[0] == 2

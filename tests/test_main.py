@@ -24,7 +24,7 @@ from ddpm_lab.measure.campaign import Campaign
 
 COMMANDS = (
     *("check", "prepare", "run", "compare", "calibrate", "strategy", "bottleneck", "benchmark", "demo", "summary"),
-    *("diff", "train", "sample", "rank", "slurm submit", "slurm collect", "slurm logs", "recommend"),
+    *("diff", "train", "sample", "rank", "submit", "collect", "recommend"),
     *("report", "figures"),
 )
 

@@ -1,215 +1,328 @@
-"""Submitting: what sbatch and the tasks are told, to the letter, and what is refused before anything is submitted."""
+"""Jobs on SLURM, from submission to the table: with stand-ins for its programs, and with a real one of two nodes."""
 
 from __future__ import annotations
 
+import csv
+import dataclasses
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import records as make
+import slurm_cluster
 from conftest import Call
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpm_lab.checks import ConfigError
-from ddpm_lab.slurm import SCRIPTS, Request, read_submission, tasks_of
+from ddpm_lab import slurm
+from ddpm_lab.config import RunConfig
+from ddpm_lab.data.packed import prepare
+from ddpm_lab.explain.summary import NO_SUMMARY, RUNS, Summary
+from ddpm_lab.files import CHECKOUT, LEDGER
+from ddpm_lab.ledger import Ledger
+from ddpm_lab.record import RunRecord
+from ddpm_lab.slurm import append_new, read_log, states
+from ddpm_lab.summary_lines import tell
 
-ODD = """it's a "job" $(touch made) `touch made` %j;&\\"""
+ODD = """it's a "job" $(touch made) `touch made` %j;&\\ --"""
+SBATCH = """
+import json, os, subprocess, sys
+words = sys.argv[1:]
+json.dump(words, open("words.json", "w"))
+if "--account=none" in words: sys.exit("sbatch: error: Batch job submission failed: Invalid account")
+at = next(i for i, word in enumerate(words) if word.endswith("slurm.sh"))
+last = next((int(word.rpartition("-")[2]) for word in words[:at] if word.startswith("--array")), -1)
+for task in range(max(last, 0) + 1):
+    job = 42 + task
+    array = {"SLURM_ARRAY_JOB_ID": "42", "SLURM_ARRAY_TASK_ID": str(task)} if last >= 0 else {}
+    with open(f"slurm-{job}.out", "wb") as log:
+        told = {**os.environ, **array, "SLURM_JOB_ID": str(job), "SLURM_CPUS_PER_TASK": "1"}
+        subprocess.run(["/bin/bash", *words[at:]], env=told, stdout=log, stderr=log)
+print("42;east")
+"""
+SRUN = '#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\nexec "$@"\n'
+SETS = make.sets({"bf16": (RunConfig(precision="bf16"), 1.2)}, count=3, turns=2)
+
+
+def program(path: Path, text: str) -> str:
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
 
 
 @pytest.fixture
-def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in for sbatch that writes down its words and its environment; the folder where they lie is the work's."""
+def bin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand-ins for sbatch, which runs jobs at once, and srun; SLURM's other programs are not here."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    program = folder / "sbatch"
-    program.write_text(
-        f"#!{sys.executable}\nimport json, os, sys\n"
-        f"json.dump([sys.argv[1:], dict(os.environ)], open({str(tmp_path / 'told')!r}, 'w'))\n"
-        "if 'refuse' in os.environ: sys.exit('sbatch: error: Batch job submission failed: Invalid account')\n"
-        "print('42;east')\n"
-    )
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    work = tmp_path / "work"
-    work.mkdir()
-    monkeypatch.chdir(work)
-    return tmp_path
+    program(folder / "sbatch", f"#!{sys.executable}\n{SBATCH}")
+    program(folder / "srun", SRUN)
+    for name in ("bash", "cut", "hostname"):
+        (folder / name).symlink_to(Path("/bin", name))
+    monkeypatch.setenv("PATH", str(folder))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return folder
 
 
-def told(folder: Path) -> tuple[list[str], dict[str, str]]:
-    words, environment = json.loads((folder / "told").read_text())
-    return words, environment
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the lab in jobs, which prints the words that reach it."""
+    text = f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n"
+    monkeypatch.setattr(sys, "executable", program(tmp_path / "python", text))
 
 
-def read_as_the_script_does(arguments: Path) -> list[str]:
-    """By the very line of the job script."""
-    (line,) = [line for line in (SCRIPTS / "job.sh").read_text().splitlines() if "mapfile -d ''" in line]
-    script = f'task=$1\n{line}\nprintf "%s\\0" "${{arguments[@]}}"'
-    done = subprocess.run(["/bin/bash", "-c", script, "-", arguments.parent], capture_output=True, check=True)
-    return [word.decode() for word in done.stdout.split(b"\0")[:-1]]
+def words_of(job: int) -> Any:
+    return json.loads(Path(f"slurm-{job}.out").read_text())
 
 
-def test_a_job_is_submitted_word_by_word(call: Call, sbatch: Path) -> None:
+def line(*runs: Summary) -> str:
+    return json.dumps({RUNS: [run.as_json() for run in runs]})
+
+
+# --- submission ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("bin_folder", "lab")
+def test_each_task_gets_its_words(call: Call) -> None:
     """No text of the user's is read by a shell."""
-    folder = Path(ODD)
-    options = ("--name", ODD, "--time", "2:00:00", "--partition", ODD, "--account", "a b", "--folder", folder)
-    code, out, err = call("slurm", "submit", *options, "--gpus-per-node", 1, "--", "run", "amp", "--data", ODD)
-    assert (code, err) == (0, "")
-    words, environment = told(sbatch)
-    (place,) = folder.absolute().iterdir()
-    assert words == [
-        *("--parsable", "--export=ALL", f"--chdir={Path.cwd()}"),
-        f"--output={str(place).replace('%', '%%')}/slurm-%j.out",
-        *(f"--job-name={ODD}", "--nodes=1", "--gres=gpu:1", "--time=2:00:00", f"--partition={ODD}", "--account=a b"),
-        str(SCRIPTS / "one_gpu.sh"),
-    ]
-    assert environment["DDPM_LAB_TASKS"] == str(place)
-    assert environment["DDPM_LAB_PYTHON"] == sys.executable
-    assert read_as_the_script_does(place / "task-0" / "arguments") == [
-        *("run", "amp", "--data", ODD, f"--output-dir={place}/task-0")
-    ]
-    assert out.startswith(f"job 42: {place}\n")
-    submission = read_submission(place)
-    assert (submission.job_id, submission.task_id(0)) == ("42", "42")
-    assert submission.tasks[0].arguments == ("run", "amp", "--data", ODD)
+    options = ("--gpus-per-node", 2, "--sbatch", "--time=2:00:00 --comment='a b'", "--json")
+    code, out, err = call("submit", *options, "--", "run", "amp", "--data", ODD, "--", "--seed", 1, "--", "--skip-bad")
+    assert (code, json.loads(out), err) == (0, {"job_id": "42", "tasks": 2}, "")
+    common = ["--nodes=1", "--cpus-per-task=8", "--gpus-per-node=2", "--array=0-1", "--time=2:00:00", "--comment=a b"]
+    assert json.loads(Path("words.json").read_text())[: len(common) + 2] == ["--parsable", *common, str(slurm.SCRIPT)]
+    start = ["-m", "ddpm_lab", "run"]
+    assert words_of(42) == [*start, "--output-dir=slurm-42", "amp", "--data", ODD, "--seed", "1"]
+    assert words_of(43) == [*start, "--output-dir=slurm-43", "amp", "--data", ODD, "--skip-bad"]
+    assert call("submit", "--", "train", "--steps", 5)[0] == 0
+    assert words_of(42) == ["-m", "ddpm_lab", "train", "--output-dir=slurm-42", "--steps", "5"]
     assert not Path("made").exists()
 
 
-def test_an_array_has_a_task_for_each_configuration(call: Call, sbatch: Path) -> None:
-    Path("two.toml").write_text(
-        '[[task]]\nbatch_size = 8\nskip_bad = true\n[[task]]\nparts = ["peers", "levers"]\njson = false\n'
-    )
-    Path("one.toml").write_text('held_out = "-x"\n')
-    code, out, err = call(
-        "slurm", "submit", "--json", "--folder", "jobs", "--array", "two.toml", "one.toml", "--", "run", "peers"
-    )
-    assert (code, err) == (0, "")
-    place = Path(json.loads(out)["folder"])
-    words, _ = told(sbatch)
-    assert "--array=0-2" in words
-    assert f"--output={place}/slurm-%A_%a.out" in words
-    each = [read_as_the_script_does(place / f"task-{i}" / "arguments") for i in range(3)]
-    assert each == [
-        ["run", "peers", "--batch-size=8", "--skip-bad", f"--output-dir={place}/task-0"],
-        ["run", "peers", "--parts=peers,levers", f"--output-dir={place}/task-1"],
-        ["run", "peers", "--held-out=-x", f"--output-dir={place}/task-2"],
-    ]
-    submission = read_submission(place)
-    assert [submission.task_id(i) for i in range(3)] == ["42_0", "42_1", "42_2"]
-    assert submission.log(2) == place / "slurm-42_2.out"
-
-
-def test_settings_of_a_training_run_stay_as_they_were(call: Call, sbatch: Path) -> None:
-    for name, rate in (("a.toml", 1e-4), ("b.toml", 2e-4)):
-        Path(name).write_text(f"[optimizer]\nlearning_rate = {rate}\n")
-    code, out, err = call(
-        "slurm", "submit", "--json", "--folder", "jobs", "--array", "a.toml", "b.toml", "--", "train", "--steps", 5
-    )
-    assert (code, err) == (0, "")
-    place = Path(json.loads(out)["folder"])
-    Path("b.toml").write_text("changed since")
-    words = read_as_the_script_does(place / "task-1" / "arguments")
-    assert words == ["train", "--steps", "5", f"--config={place}/task-1/settings.toml", f"--output-dir={place}/task-1"]
-    assert (place / "task-1" / "settings.toml").read_text() == "[optimizer]\nlearning_rate = 0.0002\n"
-    assert told(sbatch)[1]["DDPM_LAB_REQUEUE"] == "0"
-
-
 @pytest.mark.parametrize(
-    ("nodes", "gpus", "script", "gres"),
-    [
-        *((1, 0, "one_node.sh", "none"), (1, 1, "one_gpu.sh", "gpu:1")),
-        *((1, 4, "one_node.sh", "gpu:4"), (2, 0, "many_nodes.sh", "none"), (2, 1, "many_nodes.sh", "gpu:1")),
-    ],
-)
-def test_the_script_for_a_size(nodes: int, gpus: int, script: str, gres: str) -> None:
-    request = Request(nodes=nodes, gpus_per_node=gpus)
-    assert request.script == SCRIPTS / script
-    assert request.script.is_file()
-    assert {f"--nodes={nodes}", f"--gres={gres}"} <= set(request.options())
-
-
-WORDS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
-
-
-@given(st.lists(WORDS, max_size=5))
-def test_any_text_reaches_the_task(tmp_path_factory: pytest.TempPathFactory, words: list[str]) -> None:
-    file = tmp_path_factory.mktemp("task") / "arguments"
-    file.write_bytes(b"".join(word.encode() + b"\0" for word in ["run", *words]))
-    assert read_as_the_script_does(file) == ["run", *words]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "named"),
     [
         ("", "there is no command"),
-        ("-- report", "the command of a job is 'report': choose one of run, train"),
-        ("-- run sums", "experiment is 'sums'"),
-        ("-- run amp --output-dir x", "every task has a results folder of its own"),
-        ("-- run amp --colour", "unrecognized arguments: --colour"),
-        ("-- run amp --help", "asks for help only"),
-        ("--array bad.toml -- run amp", "is not TOML"),
-        ("--array none.toml -- run amp", "cannot read none.toml"),
-        ("--array nested.toml -- run amp", "data in nested.toml is {'a': 1}"),
-        ("--array number.toml -- run amp", "task in number.toml is 3"),
-        ("--array wrong.toml -- run amp", "wrong.toml cannot be run"),
+        ("-- report", "'report'"),
+        ("-- run sums", "'sums'"),
+        ("-- run amp --output-dir x", "--output-dir"),
+        ("-- run amp -- --seed 1 -- --colour", "--colour"),
+        ("-- run amp --help", "run amp --help"),
         ("--nodes 0 -- run amp", "--nodes is 0"),
-        ("--nodes 2 -- calibrate", "the command of a job on several nodes is 'calibrate': choose one of run, train"),
+        ("--nodes 2 -- calibrate", "'calibrate'"),
         ("--gpus-per-node -1 -- run amp", "--gpus-per-node is -1"),
-        ("--folder file -- run amp", "cannot write to"),
+        ("--sbatch ' -- run amp", "--sbatch"),
+        ("--sbatch=--account=none -- run amp", "Invalid account"),
     ],
 )
-def test_what_cannot_run_is_refused_in_one_sentence(call: Call, sbatch: Path, arguments: str, sentence: str) -> None:
-    for name, text in (("bad", "a ="), ("nested", "data = {a = 1}"), ("number", "task = 3"), ("wrong", "sets = 'x'")):
-        Path(f"{name}.toml").write_text(text)
-    Path("file").touch()
-    given = set(Path.cwd().iterdir())
-    code, out, err = call(
-        "slurm", "submit", *(("--folder", "jobs") if "--folder" not in arguments else ()), *arguments.split()
-    )
-    assert (code, out) == (2, "")
-    assert err.startswith("ddpm-lab: ")
-    assert len(err.splitlines()) == 1
-    assert sentence in err
-    assert set(Path.cwd().iterdir()) == given, "nothing was begun"
-    assert not (sbatch / "told").exists()
+@pytest.mark.usefixtures("bin_folder", "lab")
+def test_what_cannot_run_is_refused_in_one_sentence(call: Call, arguments: str, named: str) -> None:
+    code, out, err = call("submit", *arguments.split())
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert named in err
+    assert not list(Path().glob("slurm-*"))
 
 
-def test_a_name_that_would_break_a_line_is_refused() -> None:
-    with pytest.raises(ConfigError, match="give printable text"):
-        Request(name="a\nb")
+def test_without_slurm(call: Call, bin_folder: Path) -> None:
+    (bin_folder / "sbatch").unlink()
+    assert call("submit", "--", "run", "amp")[0] == 2
+    assert call("collect")[0] == 2, "there is no log"
 
 
-def test_refusals_of_slurm_leave_nothing(call: Call, sbatch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("refuse", "1")
-    code, _, err = call("slurm", "submit", "--folder", "jobs", "--", "run", "amp")
-    assert (code, err) == (
-        2,
-        "ddpm-lab: sbatch refused the job: error: Batch job submission failed: Invalid account\n",
-    )
-    assert list(Path("jobs").iterdir()) == []
-    (sbatch / "bin" / "sbatch").unlink()
-    monkeypatch.setenv("PATH", str(sbatch / "bin"))
-    code, _, err = call("slurm", "submit", "--folder", "jobs", "--", "run", "amp")
-    assert (code, err) == (2, "ddpm-lab: there is no sbatch here: submit from a login node of a SLURM cluster\n")
+def test_a_login_node_needs_no_torch_and_no_pandas() -> None:
+    modules = "ddpm_lab.slurm, ddpm_lab.slurm_commands"
+    script = f"import sys, {modules}; sys.exit(str({{'torch', 'pandas', 'matplotlib'}} & set(sys.modules) or ''))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == ""
 
 
-@pytest.mark.usefixtures("sbatch")
-def test_submissions_of_one_second_have_folders_of_their_own(call: Call) -> None:
-    for _ in range(4):
-        assert call("slurm", "submit", "--folder", "jobs", "--", "run", "amp")[0] == 0
-    assert len(list(Path("jobs").iterdir())) == 4
-    assert tasks_of(["run", "amp"], [])[0].configuration is None
+# --- logs ------------------------------------------------------------------------------------------------------------
+
+NUMBERS = st.none() | st.floats(0, 1e7)
+COUNTS = st.none() | st.integers(0, 64)
+SUMMARIES = st.builds(
+    Summary,
+    **dict.fromkeys(("job_id", "configuration"), st.none() | st.text(max_size=9)),
+    **dict.fromkeys(("gpus", "ranks", "nodes", "steps"), COUNTS),
+    **dict.fromkeys(("epochs", "seconds", "epoch_seconds", "loss", "gpu_percent"), NUMBERS),
+    note=st.text(max_size=9),
+)
+WRONG = [f'{{"{RUNS}": [{{"seconds": {value}}}]}}' for value in ('"x"', "-1", "NaN", "[]", "1" * 5000)]
+NOISE = st.sampled_from([*WRONG, f'{{"{RUNS}": 3}}', "Traceback", "\x1b[1mx\x1b[0m", "10 %\r20 %"])
 
 
-@pytest.mark.parametrize("script", ["one_gpu.sh", "one_node.sh", "many_nodes.sh"])
-def test_the_scripts_are_as_users_need_them(script: str) -> None:
-    text = (SCRIPTS / script).read_text()
-    options = [line for line in text.splitlines() if line.startswith("#SBATCH")]
-    assert {"#SBATCH --signal=B:TERM@60", "#SBATCH --output=outputs/slurm-%j.out", "#SBATCH --requeue"} <= set(options)
-    assert "set -euo pipefail" in text
-    assert "##SBATCH --partition=NAME\n##SBATCH --account=NAME\n" in text
-    assert text.index(options[-1]) < text.index("set -euo"), "SLURM reads no option after the first command"
-    for file in SCRIPTS.glob("*.sh"):
-        subprocess.run(["/bin/bash", "-n", file], check=True)
+@given(st.lists(st.lists(SUMMARIES, min_size=1, max_size=3), min_size=1, max_size=3), NOISE, st.integers(0, 9))
+def test_what_a_job_tells_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory, tasks: list[list[Summary]], noise: str, cut: int
+) -> None:
+    """Between other lines, after the number that ``srun --label`` gives it; a line that was cut off is left out."""
+    log = tmp_path_factory.mktemp("log") / "slurm-7.out"
+    lines = [text for runs in tasks for text in (noise, f"0: {line(*runs)}\x1b[0m")]
+    log.write_text("\n".join([*lines, f"{line(Summary())}"[: 20 + cut]]))
+    assert [row.summary for row in read_log(log)] == [run for runs in tasks for run in runs]
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_a_log(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
+    log = tmp_path_factory.mktemp("log") / "slurm-7.out"
+    log.write_bytes(raw)
+    (row,) = read_log(log)
+    assert (row.found, row.summary.job_id) == (False, "7")
+
+
+def test_only_a_job_tells(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    tell([Summary(seconds=1.0, loss=float("nan"))])
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    tell([Summary(seconds=1.0, loss=float("nan"))])
+    (run,) = json.loads(capsys.readouterr().err)[RUNS]
+    assert (run["seconds"], run["loss"]) == (1.0, None)
+
+
+# --- collection ------------------------------------------------------------------------------------------------------
+
+
+def held(path: Path) -> list[RunRecord]:
+    records, damaged = Ledger(path).read()
+    assert damaged == []
+    return records
+
+
+def test_every_record_is_collected_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """While jobs write, and two records that differ in one value are two."""
+    logs = [tmp_path / f"slurm-{job}.out" for job in (42, 43)]
+    output = tmp_path / "all.jsonl"
+    Ledger(logs[0].with_suffix("") / LEDGER).append(SETS[:4])
+    other = dataclasses.replace(SETS[0], label="another")
+    Ledger(logs[1].with_suffix("") / LEDGER).append([SETS[0], other])
+    assert append_new(logs, output) == 5
+    before = output.read_bytes()
+    assert append_new(logs, output) == 0
+    assert output.read_bytes() == before
+    with (logs[0].with_suffix("") / LEDGER).open("a") as file:
+        file.write('{"set_id": "torn')
+    Ledger(logs[0].with_suffix("") / LEDGER).append(SETS[3:])
+    assert append_new(logs, output) == len(SETS) - 4
+    assert "line 5" in capsys.readouterr().err
+    assert held(output) == [*SETS[:4], other, *SETS[4:]]
+
+
+def test_states_come_from_queue_and_accounting(bin_folder: Path) -> None:
+    assert states(["42"]) == {}
+    program(bin_folder / "squeue", "#!/bin/bash\necho '42|RUNNING'\necho '43|COMPLETING'\n")
+    program(bin_folder / "sacct", '#!/bin/bash\necho "43|CANCELLED by 0"\necho "44|TIMEOUT"\necho "$@" >&2\n')
+    assert states(["42", "43", "44"]) == {"42": "RUNNING", "43": "CANCELLED", "44": "TIMEOUT"}
+    program(bin_folder / "sacct", "#!/bin/bash\necho 'Slurm accounting storage is disabled' >&2\nexit 1\n")
+    assert states(["42"])["42"] == "RUNNING"
+    assert states(["odd name"]) == {}
+
+
+def test_the_table_of_jobs(call: Call, bin_folder: Path, tmp_path: Path) -> None:
+    for job, gpus, seconds in ((42, 1, 362.45), (43, 4, 95.23)):
+        run = Summary(job_id=str(job), configuration='one, "two"', gpus=gpus, nodes=1, seconds=seconds, loss=0.12)
+        Path(f"slurm-{job}.out").write_text(line(run))
+    Path("slurm-44.out").write_text("RuntimeError: no \x1b[31mkernel\n")
+    program(bin_folder / "sacct", "#!/bin/bash\necho '43|COMPLETED'\necho '44|OUT_OF_MEMORY'\n")
+    code, out, err = call("collect", "--output-dir", tmp_path, "--json", "--csv", "table.csv")
+    assert (code, err) == (1, f"0 new records: {tmp_path / LEDGER}\n")
+    found = json.loads(out)
+    assert [size["speed_up"] for size in found["speed_ups"]] == [None, pytest.approx(3.81, abs=0.005)]
+    assert [run["seconds"] for run in found["runs"]] == [362.45, 95.23, None]
+    assert [run["remark"] for run in found["runs"]][:2] == ["", ""]
+    assert all(part in found["runs"][2]["remark"] for part in ("out of memory", "RuntimeError: no"))
+    with Path("table.csv").open(newline="") as file:
+        table = [(row["Configuration"], row["Time (s)"]) for row in csv.DictReader(file)]
+    assert table == [('one, "two"', "362.45"), ('one, "two"', "95.23"), (NO_SUMMARY, "")]
+    assert call("collect", "slurm-43.out", "--output-dir", tmp_path)[0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("bin_folder")
+def test_submitted_and_collected(call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real lab, in jobs of the real script."""
+    monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
+    common = ("--data", data, "--image-size", 8, "--batch-size", 8)
+    assert call("submit", "--", "train", *common, "--sample-every", 0, "--", "--steps", 3, "--", "--steps", 4)[0] == 0
+    code, out, err = call("collect", "--json", "--output-dir", tmp_path)
+    assert (code, err) == (0, f"0 new records: {tmp_path / LEDGER}\n"), Path("slurm-42.out").read_text()
+    runs = json.loads(out)["runs"]
+    assert [(run["job_id"], run["steps"], run["ranks"]) for run in runs] == [("42", 3, 1), ("43", 4, 1)]
+    assert all(run["configuration"].startswith("tiny, batch 8, 8x8 pixels") and run["seconds"] > 0 for run in runs)
+    assert Path("slurm-43/checkpoints/step-00000004.pt").is_file()
+    single = ("multi_gpu", "--preset", "smoke", "--world-sizes", 1, "--data", data, "--image-size", 8)
+    assert call("submit", "--", "run", *single, "--batch-sizes", 8)[0] == 0
+    code, out, err = call("collect", "slurm-42.out", "--json", "--output-dir", tmp_path)
+    records = held(tmp_path / LEDGER)
+    assert (code, len(records)) == (0, int(err.split()[0])), Path("slurm-42.out").read_text()
+    assert {r.environment.slurm_job_id for r in records} == {"42"}
+    run = next(run for run in json.loads(out)["runs"] if run["job_id"] == "42")
+    assert run["seconds"] == pytest.approx(sum(w.seconds for r in records if r.role == "baseline" for w in r.windows))
+
+
+# --- a real SLURM ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    if why := slurm_cluster.missing():
+        pytest.skip(why)
+    with slurm_cluster.cluster() as folder:
+        monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+        yield folder
+    assert slurm_cluster.left(folder) == [], "something of the cluster is left"
+
+
+@pytest.mark.slow
+def test_a_cluster_of_two_nodes(call: Call, cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = tmp_path / """it's a "job" $(touch made)"""
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
+    prepare("synthetic", tmp_path / "data", image_size=8)
+
+    def submitted(*arguments: object, minutes: int = 5) -> str:
+        code, out, err = call("submit", "--json", f"--sbatch=--time={minutes}", *arguments)
+        assert code == 0, err
+        job: str = json.loads(out)["job_id"]
+        return job
+
+    train = ("train", "--data", tmp_path / "data", "--image-size", 8, "--batch-size", 4, "--sample-every", 0)
+    monkeypatch.setenv("DDPM_LAB_REQUEUE", "1")
+    long = submitted("--", *train, "--steps", 10**6, minutes=2)
+    monkeypatch.delenv("DDPM_LAB_REQUEUE")
+    both = submitted("--nodes", 2, "--", *train, "--world-size", 2, "--steps", 4)
+    single = ("multi_gpu", "--preset", "smoke", "--world-sizes", 1, "--data", tmp_path / "data", "--image-size", 8)
+    array = submitted("--gpus-per-node", 1, "--", "run", *single, "--", "--device", "cpu", "--", "--device", "cuda")
+
+    def collected() -> dict[str, dict[str, Any]]:
+        code, out, err = call("collect", "--output-dir", tmp_path, "--json")
+        assert code in (0, 1), err
+        return {run["job_id"]: run for run in json.loads(out)["runs"]}
+
+    def ended() -> bool:
+        queue = subprocess.run(["squeue", "--noheader", "--format=%A|%T"], capture_output=True, text=True, check=True)
+        return [row.partition("|")[0] for row in queue.stdout.split()] == [long] and "PENDING" in queue.stdout
+
+    slurm_cluster.wait_for(ended, cluster, 270)
+    logs = {log.stem: log.read_text(errors="replace") for log in Path().glob("slurm-*.out")}
+    found = collected()
+    assert (found[both]["ranks"], found[both]["steps"]) == (2, 4), logs  # one rank from the torchrun of each node
+    assert found[both]["seconds"] > 0
+    assert Path(f"slurm-{both}/checkpoints/step-00000004.pt").is_file()
+    told = sorted(found.keys() - {long, both})
+    assert array in told
+    assert [found[job]["seconds"] is None for job in told].count(True) == 1, logs
+    failed = next(found[job] for job in told if found[job]["seconds"] is None)
+    assert failed["remark"].startswith("failed; no summary found; its last line: ddpm-lab: ")
+    assert {r.environment.slurm_job_id for r in held(tmp_path / LEDGER)} == set(told) - {failed["job_id"]}
+    # It saved before its time limit, and waits in the queue to go on from there.
+    saved = int(re.findall(r"SIGTERM, saved after step ([\d,]+)", logs[f"slurm-{long}"])[0].replace(",", ""))
+    assert max(Path(f"slurm-{long}/checkpoints").iterdir()).name == f"step-{saved:08d}.pt"
+    assert found[long]["remark"].startswith("pending")
+    assert not list(tmp_path.rglob("made")), "a shell has read a name"

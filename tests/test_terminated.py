@@ -42,15 +42,15 @@ def test_ranks_are_gone_before_the_run_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "buffered", "closed"),
     [
-        ("slurm logs a.out", "", ("stdout",)),  # written at once, in the middle of the command
-        ("slurm logs a.out", "1", ("stdout",)),  # written at its end
+        ("summary a.out", "", ("stdout",)),  # written at once, in the middle of the command
+        ("summary a.out", "1", ("stdout",)),  # written at its end
         ("--help", "1", ("stdout",)),
-        ("slurm logs none.out", "1", ("stdout", "stderr")),
+        ("summary none.out", "1", ("stdout", "stderr")),
     ],
 )
 def test_nobody_reads_on(tmp_path: Path, words: str, buffered: str, closed: tuple[str, ...]) -> None:
     """As in ``ddpm-lab ... | head -1``, or with ``2>&1``."""
-    (tmp_path / "a.out").write_text("Total training time: 5 s\n")
+    (tmp_path / "a.out").write_text('{"ddpm_lab_runs": [{"seconds": 5.0}]}\n')
     reader, writer = os.pipe()
     os.close(reader)
     out, err = (writer if name in closed else subprocess.PIPE for name in ("stdout", "stderr"))
