@@ -19,14 +19,12 @@ from ddpm_lab.plan import Plan
 
 SCHEMA = 4
 Cohort = tuple[str, str, str, str]
-JOB = "job"
-"""Role of a SLURM job that failed: what it measured before has records of its own."""
 TWIN = "twin"
 ROLES = (
     *("baseline", TWIN, "candidate", "cold", "profile", "quality", "choice", "search", "largest", "check", "wrong"),
-    *("note", "space", JOB, "look"),
+    *("note", "space", "look"),
 )
-STATUSES = (*("ok", "oom", "unsupported", "diverged", "crashed", "timed out", "refused", "left out", "cancelled"),)
+STATUSES = (*("ok", "oom", "unsupported", "diverged", "crashed", "timed out", "refused", "left out"),)
 LASTING = ("oom", "diverged", "refused")
 """Failures that another try on the same machine and code would meet again; what is unsupported can be installed."""
 
@@ -150,11 +148,10 @@ class RunRecord:
     (a network chosen for this machine), search (a size tried for the largest batch that fits, alone), largest (how that
     search ended, its limit as the label; both belong to no set), check (of a gradient), wrong (a wrong way to measure,
     run to be shown; its numbers are in the profile and no speed), note (a configuration that was left out before any
-    set), space (what a search could choose from, and by its family the sets that measured again what it found), job (a
-    SLURM job that failed: its command as the label, its log's end in the witness; the configuration says nothing),
-    or look (an answer was shown: ``look`` has the ``sets`` of this baseline that it rested on, and their ``log_ratios``
-    by run id, the twin's under TWIN: they say how much sets of this machine scatter).
-    ``status`` is ok, oom, unsupported, diverged, crashed, timed out, refused, left out or cancelled.
+    set), space (what a search could choose from, and by its family the sets that measured again what it found), or look
+    (an answer was shown: ``look`` has the ``sets`` of this baseline that it rested on, and their ``log_ratios`` by run
+    id, the twin's under TWIN: they say how much sets of this machine scatter).
+    ``status`` is ok, oom, unsupported, diverged, crashed, timed out, refused or left out.
     ``primary`` marks the candidate of the question's primary comparison, which its definition fixes.
     ``baseline_id`` is the run id of the set's baseline. ``stages`` are seconds: start, build, compile (the first step,
     compiled configurations only), warmup, steady, teardown; of a trial training.

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from ddpm_lab import plan
 from ddpm_lab.explain.bands import DEFAULT, NAMED, Bands
-from ddpm_lab.record import JOB, Cohort, LedgerError, Machine, RunRecord
+from ddpm_lab.record import Cohort, LedgerError, Machine, RunRecord
 
 RECOMMENDATION = plan.RECOMMENDATION
 ALL_REDUCE, SCALING = "all_reduce", "multi_gpu"
@@ -185,7 +185,7 @@ T = TypeVar("T", bound=Told)
 
 def chosen(told: Sequence[T], experiment: str, *, machine: str | None = None, cohort: Cohort | None = None) -> list[T]:
     """Those of the records, or heads of records, that ``study`` shows; see there. Trials and looks come last."""
-    found = [r for r in told if r.role != JOB]
+    found = list(told)
     mixed = machine == ALL_MACHINES
     if found and not mixed:
         key = _machine_key(found, machine)
@@ -242,7 +242,7 @@ def _one_cohort(records: Sequence[T], cohort: Cohort | None, *, mixed: bool = Fa
 
 def cohorts(records: Sequence[T]) -> list[Cohort]:
     """The cohorts of the code that was measured last, the latest last: none of them is compared with another."""
-    measured = sorted((r for r in records if r.role not in ("note", TRIAL, JOB, LOOK)), key=_moment)
+    measured = sorted((r for r in records if r.role not in ("note", TRIAL, LOOK)), key=_moment)
     latest = dict.fromkeys(r.cohort for r in reversed(measured) if r.cohort[1] == measured[-1].cohort[1])
     return list(latest)[::-1]
 
