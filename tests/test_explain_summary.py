@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -142,16 +141,3 @@ def test_a_speed_that_is_not_claimed_takes_no_part() -> None:
     assert speed_up_block(speed_ups(rows)) == []
     assert cells(rows[1])[4] == "unknown"
     assert rows[1].remark == "speed not claimed: more ranks than cores"
-
-
-def test_what_slurm_ended_early_is_left_out_and_named() -> None:
-    rows = [row(10.0), row(5.0, gpus=2), row(50.0, job_id="7"), row(1.0, gpus=2, job_id="8"), row(None, job_id="9")]
-    rows[2:] = [dataclasses.replace(one, ended="cancelled at its time limit") for one in rows[2:]]
-    found = speed_ups(rows)
-    (one,) = found.compared
-    assert (found.baselines[0].times, one.times) == ((10.0,), (5.0,))
-    told = "7 (cancelled at its time limit), 8 (cancelled at its time limit)."
-    assert speed_up_block(found)[-1] == f"Left out of baselines, means and speed-ups: {told}"
-    assert rows[2].remark == "cancelled at its time limit: left out of means and speed-ups"
-    (one,) = speed_ups(rows[1:]).compared
-    assert one.missing == "no run on a single GPU"

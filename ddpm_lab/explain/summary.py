@@ -65,13 +65,12 @@ class Summary:
 class Row:
     """A run, or (``summary`` without seconds and loss) a log of which no run could be read.
 
-    ``log`` is where it was read: a file, a run's folder or a ledger; ``ended`` is how SLURM ended it before its end.
+    ``log`` is where it was read: a file, a run's folder or a ledger.
     """
 
     log: str
     summary: Summary
     note: str = ""
-    ended: str = ""
 
     @property
     def found(self) -> bool:
@@ -82,8 +81,7 @@ class Row:
     def remark(self) -> str:
         """What a reader must know of the row."""
         claimed = f"speed {NOT_CLAIMED}: {self.summary.note}" if self.summary.note else ""
-        ended = self.ended + ": left out of means and speed-ups" * bool(self.ended and self.summary.seconds)
-        return "; ".join(text for text in (claimed, self.note, ended) if text)
+        return "; ".join(text for text in (claimed, self.note) if text)
 
 
 def cells(row: Row) -> list[str]:
@@ -213,9 +211,9 @@ def speed_ups(rows: Sequence[Row]) -> SpeedUps:
 
     A baseline ran on one device of the same kind (GPU, or CPU rank) and did the same: its name is the same, or that
     with the batch of each device instead of all (weak scaling). Runs over different numbers of epochs are compared by
-    the time of an epoch, and not at all where a log does not tell it. What SLURM has ended early takes no part.
+    the time of an epoch, and not at all where a log does not tell it.
     """
-    told = [row.summary for row in rows if row.summary.seconds and row.summary.devices and not row.ended]
+    told = [row.summary for row in rows if row.summary.seconds and row.summary.devices]
     named = {s.configuration for s in told if _work(s.configuration, 1)}
     weak = len(named) > len({_work(name, None) for name in named})
     unlike = len({s.epochs for s in told}) > 1
@@ -245,9 +243,7 @@ def speed_ups(rows: Sequence[Row]) -> SpeedUps:
             found = dataclasses.replace(found, speed_up=None, evidence="", missing=why)
         compared.append(found)
     untold = any(one.speed_up is not None and _work(one.configuration, 1) is None for one in compared)
-    left = [f"{row.summary.job_id or row.log} ({row.ended})" for row in rows if row.ended and row.summary.seconds]
-    out = f"Left out of baselines, means and speed-ups: {', '.join(left)}."
-    said = ((APART, True), (BY_EPOCH, per_epoch and compared), (UNTOLD, untold), (out, left))
+    said = ((APART, True), (BY_EPOCH, per_epoch and compared), (UNTOLD, untold))
     notes = tuple(text for text, is_so in said if is_so)
     return SpeedUps(per_epoch=per_epoch, baselines=baselines, compared=tuple(compared), notes=notes)
 
