@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "ddpm_lab"
 # Lowest row first. A module imports only from rows below its own; modules of one row do not know each other. A new
 # module is given a place here.
 ROWS = (
-    ("comet_process", "ddpm_lab"),
+    ("ddpm_lab",),
     ("checks", "gradient_bounds", "processor"),
     ("exchange_settings", "files", "optimizer_settings", "own_settings"),
     ("config",),
