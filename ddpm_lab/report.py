@@ -11,6 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import papermill
+
 from ddpm_lab import __version__, agenda
 from ddpm_lab.checks import ConfigError, LabError, choice
 from ddpm_lab.config import NETWORKS
@@ -22,21 +24,14 @@ from ddpm_lab.explain.pages import DONE, FAILED, METADATA, NOT_RUN, STOPPED, Pag
 from ddpm_lab.files import CHECKOUT, expanded
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
-from ddpm_lab.notebooks import (
-    NUMBERED,
-    Stop,
-    check_parameters,
-    choose,
-    execute,
-    parameter_names,
-    stop_on_signals,
-)
+from ddpm_lab.notebooks import NUMBERED, check_parameters, choose, execute
 from ddpm_lab.own_workload import check_brought, check_name
 from ddpm_lab.plan import RECOMMENDATION
 from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.questions import QUESTIONS
 from ddpm_lab.report_lines import clock, command, words
 from ddpm_lab.setting import usual_device
+from ddpm_lab.stopping import Stop
 
 LAST = "06_recommendation"
 LONG = (LAST, "07_peers", "08_quality", "09_claims")
@@ -115,7 +110,7 @@ def report(
     _check_data(data, held_out)
     given = {"preset": preset, "data": data, "held_out": held_out, "network": network, "workload": workload}
     given["output_dir"] = None if output_dir is None else str(output_dir)
-    known = {file: parameter_names(file) for file in files}
+    known = {file: list(papermill.inspect_notebook(file)) for file in files}
     if workload is not None:
         check_name("profile", workload)  # refused here rather than in each notebook
         check_brought(workload, {**{name: given[name] for name in ("data", "held_out", "network")}, **parameters})
@@ -154,17 +149,18 @@ def report(
         cache = run.folder.parent / "data" / "prepared"
         resolve(data, cache, held_out=held_out, progress=run.progress, **options)
     run.collect(files)
-    if run.seconds is not None:
-        try:
+    try:
+        if run.seconds is not None:
             run.measure(values)
-        except KeyboardInterrupt:
-            return run.finish(stopped=True)
-    with stop_on_signals() as stop:
-        for file in files:
-            if stop.requested:
-                break
-            run.one(file, values[file], stop)
-    return run.finish(stop.requested)
+        with Stop() as stop:
+            stop.gentle = True
+            for file in files:
+                run.one(file, values[file], stop)
+                if stop.number is not None:
+                    return run.finish(stopped=True)
+    except KeyboardInterrupt:
+        return run.finish(stopped=True)
+    return run.finish(stopped=False)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -248,7 +244,7 @@ class _Run:
         began = self.elapsed
         target = self.executed(file)
         error = execute(file, target, values, say=lambda line: self.say(file.stem, line), stop=stop)
-        state = STOPPED if error and stop.requested else FAILED if error else DONE
+        state = STOPPED if error and stop.number is not None else FAILED if error else DONE
         if state == STOPPED:
             error = "Stopped before it was finished. What was measured is in the ledger."
         notebook = pages.load(target)
