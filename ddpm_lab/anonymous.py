@@ -11,7 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddpm_lab.config import OWN, OWN_LOADER, RunConfig
+from ddpm_lab.config import RunConfig
+from ddpm_lab.own_settings import OWN, OWN_LOADER
 from ddpm_lab.record import RunRecord
 
 RECORD = frozenset(
@@ -77,8 +78,8 @@ def _record(record: RunRecord, ids: Mapping[str, str]) -> RunRecord:
         values["reason"] = found.group() if (found := CAUSE.match(record.reason)) else None
     if "ranks" in values["witness"]:
         values["witness"]["ranks"] = [_witness(seen) for seen in values["witness"]["ranks"]]
-    if (values["quality"] or {}).get("fid"):
-        values["quality"]["fid"] = {name: value for name, value in record.quality["fid"].items() if name != "reason"}
+    if fid := (values["quality"] or {}).get("fid"):
+        values["quality"]["fid"] = {name: value for name, value in fid.items() if name != "reason"}
     text = json.dumps(values)
     uuids = dict.fromkeys([*record.environment.gpu_uuids, *(rank.device_uuid for rank in record.ranks)])
     for i, uuid in enumerate(filter(None, uuids)):

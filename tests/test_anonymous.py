@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import records as make
@@ -33,7 +34,7 @@ def personal(reason: str, status: str = "crashed", workload: str = "ddpm_lab.mod
     """A record full of what is nobody's business."""
     options = (("checkpoint", "/scratch/alice/last.pt"), ("depth", 3), ("package", "diffusers 0.36"))
     config = RunConfig(device="cuda", world_size=2, data=FOLDER, workload=workload, options=options)
-    private = {"hostname": "nightowl.example.org", "kernel": "6.1.0-private", "slurm_job_id": "4711"}
+    private: dict[str, Any] = {"hostname": "nightowl.example.org", "kernel": "6.1.0-private", "slurm_job_id": "4711"}
     seen = {
         "threads_wait": {"OMP_WAIT_POLICY": "/home/alice/policy"},
         "pid": 31337,

@@ -46,7 +46,7 @@ class Archive:
     def __init__(self, path: Path) -> None:
         with zipfile.ZipFile(path) as file:
             self.files = {name: file.read(name) for name in file.namelist()}
-        self.metrics: dict[str, list[tuple[int | None, float]]] = {}
+        self.metrics: dict[str, list[tuple[int | None, Any]]] = {}
         self.settings: dict[str, Any] = {}
         self.words: dict[str, Any] = {}
         self.kinds: set[str] = set()
