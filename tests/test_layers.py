@@ -144,7 +144,7 @@ ROWS = (
     ("planning",),
     ("tracked",),
     ("recommend", "recommended_file"),
-    ("calibrate", "experiments", "report_lines", "slurm"),
+    ("calibrate", "experiments", "slurm"),
     ("agenda", "comparison", "notebooks", "probe", "published", "slurm_collect", "strategy"),
     ("benchmark", "gate", "options", "report"),
     ("bottleneck_command", "commands", "compare_command", "recommend_command"),
