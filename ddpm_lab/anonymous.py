@@ -1,180 +1,100 @@
-"""Records without what tells whose they are: no person, no folder, no name or number of a machine.
+"""Records as they may be published: an allow-list of fields, of the lab's own workloads alone.
 
-What stays is what a reader needs to judge and rebuild a result: hardware and software by their names and versions,
-settings, times, losses, hashes of data and code, and why something failed.
+What is listed is what a reader needs to judge and rebuild a result: hardware and software by name and version,
+settings, times, losses, hashes of data and code. A field that is added to a record stays private until it is listed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import getpass
 import json
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ddpm_lab.config import RunConfig
+from ddpm_lab.config import OWN, OWN_LOADER
 from ddpm_lab.record import RunRecord
 
-WITNESSED = frozenset(
+RECORD = frozenset(
     {
-        *("rank", "world_size", "backend", "device", "device_uuid", "cuda", "threads", "threads_wait"),
-        *("unlisted_modules", "precision", "autocast_scaler", "compile", "compiled_frames", "graphs", "graph_breaks"),
-        *("recompiles", "parameters", "weights_device", "data_sha256", "loader", "loader_workers", "prefetch_batches"),
-        *(
-            "implementation",
-            "channels_last",
-            "kernels",
-            "without",
-            "attention_axis",
-            "adam",
-            "ema",
-            "ema_warmup",
-            "read_loss",
-        ),
-        "freed_memory",
-        *("exchange", "exchange_enabled", "exchange_hook", "nccl", "sampler", "sampler_steps", "flop_per_image"),
-        *("flash_attention", "compile_mode", "autotuned", "cuda_graphs", "cuda_graph_skips", "flop", "bytes"),
-        *("work", "dtype", "astray_modules", "first_losses"),
-        *("message_bytes", "buckets", "summed_over", "waited_seconds", "hosts"),
-        *("data_device", "images", "steps", "indices_sha256", "device_used_bytes", "device_total_bytes"),
+        *("set_id", "experiment", "family", "role", "label", "config", "baseline_id", "plan", "environment"),
+        *("code_version", "data_name", "status", "reason", "mechanism_only", "primary", "stages", "compile_cache"),
+        *("warmup_steps", "ranks", "windows", "witness", "profile", "quality", "space", "look", "schema"),
     }
 )
-"""What a rank's witness says that is published: a workload of one's own may say anything."""
-
-PATH = "<path>"
-_COMMON = {"data", "dataset", "datasets", "image", "images", "localhost", "root", "synthetic", "test", "train", "user"}
-"""Names that tell nothing, and that a sentence may hold as words."""
-
-_STOP = r"\s'\"`,;:()<>\[\]"
-_PATTERNS: tuple[tuple[str, str], ...] = (
-    # In quotes a path may hold spaces.
-    (r"(['\"`])(?:~|\.{1,2})?/[^'\"`]*\1", rf"\1{PATH}\1"),
-    (r"\b[a-z][a-z0-9+.-]*://[^\s'\"<>]+", "<address>"),
-    (r"[\w.+-]+@[\w-][\w.-]*", "<address>"),
-    (rf"(?<![\w/.<>])(?:~\w*|\.{{1,2}})?/(?:[^{_STOP}]*[^{_STOP}.])", PATH),
-    # A relative path has an ending, or several parts; "images/s" is none.
-    (r"(?<![\w/<>])[\w.+-]+(?:/[\w.+-]+)*/[\w+-][\w.+-]*\.[A-Za-z]\w*", PATH),
-    (r"(?<![\w/<>])[\w.+-]+(?:/[\w.+-]+){2,}", PATH),
-    (rf"{PATH}(?:/?[^{_STOP}]*[^{_STOP}.])?", PATH),
-    (r"\b(?:GPU-|MIG-)?[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", "<id>"),
-    (r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b", "<address>"),
-    (r"(?<![\w:])(?:[0-9a-f]{1,4}:){3,7}:?[0-9a-f]{1,4}(?![\w:])", "<address>"),
-    (r"\b(pids?)([\s=:#]+)\d+", r"\1\2<number>"),
-    (r"\b(process|thread|job)([\s=:#]+(?:id[\s=:#]+)?)\d{3,}", r"\1\2<number>"),
-    (r"\b(slurm\w*)([\s=:#]+(?:job[\s=:#]+)?(?:id[\s=:#]+)?)\d+", r"\1\2<number>"),
+PARTS = {
+    "environment": "machine python packages cuda gpu_uuids ram_bytes git_commit load_before date",
+    "witness": "ranks",
+    "profile": "steps wall_seconds schedule phases operators traces budget wrong_ways",
+    "quality": "steps losses held_out weights_sha256 trainer codes samples gradients fid",
+}
+WITNESSED = frozenset(
+    {
+        *("rank", "world_size", "backend", "device", "device_uuid", "cuda", "threads", "threads_wait", "precision"),
+        *("autocast_scaler", "compile", "compiled_frames", "graphs", "graph_breaks", "recompiles", "parameters"),
+        *("weights_device", "data_sha256", "loader", "loader_workers", "prefetch_batches", "implementation"),
+        *("channels_last", "kernels", "without", "attention_axis", "adam", "ema", "ema_warmup", "read_loss"),
+        *("freed_memory", "exchange", "exchange_enabled", "exchange_hook", "nccl", "sampler", "sampler_steps"),
+        *("flop_per_image", "flash_attention", "compile_mode", "autotuned", "cuda_graphs", "cuda_graph_skips"),
+        *("flop", "bytes", "work", "dtype", "first_losses", "message_bytes", "buckets", "summed_over"),
+        *("waited_seconds", "hosts", "data_device", "images", "steps", "indices_sha256", "device_used_bytes"),
+        *("device_total_bytes",),
+    }
 )
-_RULES = tuple((re.compile(pattern, re.IGNORECASE), new) for pattern, new in _PATTERNS)
+"""Fields of a rank's witness."""
+MODULES = ("unlisted_modules", "astray_modules")
+"""Fields of a rank's witness that name files of the user, unless they are empty."""
+WORDS = ("ways", "package", "without")
+"""Options whose value is a word of the lab's, and not a path or name of the user's."""
+CAUSE = re.compile(r"rank \d+(?:: \w+(?=:)| was killed by SIG\w+(?: in '\w+' of step \d+)?)")
+"""What is published of a failure's reason: which rank, and the kind of error or the signal."""
 
 
 def anonymous(records: Sequence[RunRecord]) -> list[RunRecord]:
-    """The records without what identifies a person or a machine; done again, nothing changes.
+    """The records of the lab's own workloads, without what identifies a person or a machine.
 
-    Host name, kernel, job id, data folder and its name, tracebacks and unknown fields of a witness go; a GPU's UUID
-    becomes "GPU 0", "GPU 1", ...; in texts, such as the reason of a failure, paths, addresses, names and process
-    numbers are replaced by what they are. Run ids change only where an option of a workload held such a text.
+    A GPU's UUID becomes "GPU 0", "GPU 1", ...; of why something failed its kind stays; run ids change only where an
+    option held a text of the user's. Done again, nothing changes.
     """
-    names = _names(records)
-    configs = {r.run_id: _config(r.config, names) for r in records}
-    return [_record(r, configs, names) for r in records]
+    own = [
+        r for r in records if r.config.workload.startswith("ddpm_lab.") and r.config.workload not in (OWN, OWN_LOADER)
+    ]
+    ids = {r.run_id: RunConfig.from_dict(_config(r.config.as_dict())).run_id for r in own}
+    return [_record(r, ids) for r in own]
 
 
-def _record(record: RunRecord, configs: Mapping[str, RunConfig], names: Mapping[str, str]) -> RunRecord:
-    uuids = dict.fromkeys(
-        [*record.environment.gpu_uuids, *(r.device_uuid for r in record.ranks), *_witnessed(record, "device_uuid")]
-    )
-    gpus = {uuid: f"GPU {i}" for i, uuid in enumerate(u for u in uuids if u)}
-    names = {**names, **{uuid: gpu for uuid, gpu in gpus.items() if uuid != gpu}}
-    exact = _exact(names)
-    ranks = record.witness.get("ranks")
-    seen = [{k: v for k, v in rank.items() if k in WITNESSED} for rank in ranks or [] if isinstance(rank, Mapping)]
-    return dataclasses.replace(
-        record,
-        family=_text(record.family, exact),
-        label=_text(record.label, exact),
-        config=configs[record.run_id],
-        baseline_id=configs[record.baseline_id].run_id if record.baseline_id in configs else record.baseline_id,
-        environment=dataclasses.replace(
-            record.environment,
-            hostname=None,
-            kernel="",
-            slurm_job_id=None,
-            gpu_uuids=tuple(gpus[uuid] for uuid in record.environment.gpu_uuids),
-        ),
-        data_name=_data_name(record.data_name),
-        reason=None if record.reason is None else _text(record.reason, names),
-        ranks=tuple(dataclasses.replace(r, device_uuid=gpus.get(r.device_uuid or "")) for r in record.ranks),
-        witness={} if ranks is None else {"ranks": _plain(seen, exact)},
-        profile=_plain(record.profile, exact),
-        space=_plain(record.space, exact),
-        quality=_quality(record, exact),
-    )
+def _record(record: RunRecord, ids: Mapping[str, str]) -> RunRecord:
+    values = {name: value for name, value in record.as_dict().items() if name in RECORD}
+    for part, names in PARTS.items():
+        if values[part] is not None:
+            values[part] = {name: value for name, value in values[part].items() if name in names.split()}
+    values["environment"] |= {"hostname": None, "kernel": "", "slurm_job_id": None}
+    values["config"] = _config(values["config"])
+    values["baseline_id"] = ids.get(record.baseline_id, record.baseline_id)
+    values["data_name"] = "".join(re.findall(r"^(?:[\d,]+ )?(?:synthetic )?images\b", record.data_name))
+    # What the lab left out or chose it says in words of its own; what failed may quote anything.
+    chosen = record.status == "left out" or (record.role in ("choice", "largest") and record.label != "failure")
+    if record.reason and not chosen:
+        values["reason"] = found.group() if (found := CAUSE.match(record.reason)) else None
+    if "ranks" in values["witness"]:
+        values["witness"]["ranks"] = [_witness(seen) for seen in values["witness"]["ranks"]]
+    if fid := (values["quality"] or {}).get("fid"):
+        values["quality"]["fid"] = {name: value for name, value in fid.items() if name != "reason"}
+    text = json.dumps(values)
+    uuids = dict.fromkeys([*record.environment.gpu_uuids, *(rank.device_uuid for rank in record.ranks)])
+    for i, uuid in enumerate(filter(None, uuids)):
+        text = text.replace(f'"{uuid}"', f'"GPU {i}"')
+    return RunRecord.from_dict(json.loads(text))
 
 
-def _quality(record: RunRecord, exact: Mapping[str, str]) -> dict[str, Any] | None:
-    """What a trial found; the images that it drew are pixels and no text."""
-    if record.quality is None:
-        return None
-    return {key: value if key == "samples" else _plain(value, exact) for key, value in record.quality.items()}
+def _config(values: dict[str, Any]) -> dict[str, Any]:
+    """A configuration without the folder of the data and without options that hold texts of the user's."""
+    options = {k: v for k, v in values["options"].items() if k in WORDS or isinstance(v, int | float)}
+    return {**values, "data": "", "options": options}
 
 
-def _config(config: RunConfig, names: Mapping[str, str]) -> RunConfig:
-    options = tuple((key, _plain(value, names)) for key, value in config.options)
-    return dataclasses.replace(config, data="", options=options)
-
-
-def _data_name(name: str) -> str:
-    """How many images, and whether they are synthetic, without the folder that they came from."""
-    found = re.match(r"(?:[\d,]+ )?(?:synthetic )?images\b", name)
-    return found.group() if found else "images" if name else ""
-
-
-def _witnessed(record: RunRecord, name: str) -> list[Any]:
-    ranks = record.witness.get("ranks") or []
-    return [rank.get(name) for rank in ranks if isinstance(rank, Mapping)]
-
-
-def _names(records: Sequence[RunRecord]) -> dict[str, str]:
-    """What these records, and whoever publishes them, are called: name to what stands in its place."""
-    names = {Path.home().name: "<user>"}
-    with contextlib.suppress(OSError, KeyError):  # a container may run as a user without a name
-        names[getpass.getuser()] = "<user>"
-    for r in records:
-        host = r.environment.hostname or ""
-        names |= {host: "<host>", host.partition(".")[0]: "<host>", r.environment.slurm_job_id or "": "<number>"}
-        names |= dict.fromkeys((r.config.data, Path(r.config.data).name, r.data_name.partition(" from ")[2]), PATH)
-        said = json.dumps([r.config.data, r.config.as_dict()["options"], r.reason, r.witness])
-        names |= dict.fromkeys(re.findall(r"/(?:home|Users)/([\w.-]+)", said), "<user>")
-    return {name: new for name, new in names.items() if len(name) > 2 and name.lower() not in _COMMON}
-
-
-def _exact(names: Mapping[str, str]) -> dict[str, str]:
-    """Those names that no other word can be: folders, and UUIDs of GPUs."""
-    return {name: new for name, new in names.items() if name.startswith("/") or new.startswith("GPU ")}
-
-
-def _text(text: str, names: Mapping[str, str]) -> str:
-    """A sentence that says the same of nobody."""
-    ordered = sorted(names, key=len, reverse=True)
-    exact = _exact(names)
-    # A folder's name may hold spaces, so it goes before the paths that begin with it.
-    for name in (n for n in ordered if n in exact):
-        text = re.sub(rf"{re.escape(name)}(?!\w)", exact[name], text)
-    for rule, new in _RULES:
-        text = rule.sub(new, text)
-    for name in ordered:
-        text = re.sub(rf"(?<![\w<]){re.escape(name)}(?![\w>])", names[name], text)
-    return text
-
-
-def _plain(value: Any, names: Mapping[str, str]) -> Any:
-    """Every text in plain values."""
-    if isinstance(value, str):
-        return _text(value, names)
-    if isinstance(value, Mapping):
-        return {_text(str(key), names): _plain(item, names) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item, names) for item in value]
-    return value
+def _witness(seen: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {k: v for k, v in seen.items() if k in WITNESSED or (k in MODULES and not v)}
+    if waits := kept.get("threads_wait"):
+        kept["threads_wait"] = {name: value for name, value in waits.items() if str(value).isalnum()}
+    return kept

@@ -1,4 +1,4 @@
-"""Find the notebooks, and execute one in a kernel of its own: progress lines, a clean stop, and nothing left behind."""
+"""Find the notebooks, and execute one with papermill: progress lines, a clean stop, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -6,32 +6,36 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-import papermill
-from jupyter_client.kernelspec import KernelSpecManager
-from jupyter_client.manager import AsyncKernelManager
-from jupyter_core.utils import run_sync
-from nbclient.exceptions import DeadKernelError
-from papermill.exceptions import PapermillExecutionError
+import nbformat
+import yaml
 
 from ddpm_lab.checks import LabError
 from ddpm_lab.files import CHECKOUT
+from ddpm_lab.measure.progress import FILE_VARIABLE
+from ddpm_lab.stopping import Stop, Stopped
 
 NUMBERED = "[0-9][0-9]_*.ipynb"
-PROGRESS = "DDPM_LAB_PROGRESS"
-"""Environment variable that names the file to which the lab appends its progress lines."""
 GRACE_SECONDS = 10.0
+"""From the request to stop to the end of a notebook that does not obey."""
 HEARTBEAT = re.compile(r"\d+ s$")
 HEARTBEAT_SECONDS = 10.0
-"""Lines that differ only in the seconds at their end are passed on no more often than this."""
-LONGEST_FOLDER = 70  # the path of a Unix socket has at most 107 characters
+"""Progress lines that differ only in the seconds at their end are passed on no more often than this."""
+DEAD_KERNEL = 138
+"""Exit status of papermill."""
+PAPERMILL = """
+import ctypes, runpy, signal, sys
+if sys.platform == "linux":  # end with the report, even where that is killed; a kernel ends with its papermill
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+runpy.run_module("papermill", run_name="__main__")
+"""
 
 
 class NotebookError(LabError):
@@ -48,95 +52,26 @@ def choose(names: Sequence[str | Path] | None) -> list[Path]:
         NotebookError: one of them does not exist.
     """
     numbered = sorted((CHECKOUT / "notebooks").glob(NUMBERED))
-    if not names:
-        if not numbered:
-            raise NotebookError(f"there are no notebooks in {CHECKOUT / 'notebooks'}: run the lab from its checkout")
-        return numbered
-    chosen = []
-    for name in names:
-        path = Path(name)
+    if not names and not numbered:
+        raise NotebookError(f"there are no notebooks in {CHECKOUT / 'notebooks'}: run the lab from its checkout")
+    known = {name: file for file in numbered for name in (file.stem, file.stem.partition("_")[2])}
+    chosen = {known.get(str(name), Path(name)) for name in names or numbered}
+    for path in chosen:
         if path.suffix != ".ipynb":
-            matches = [file for file in numbered if str(name) in (file.stem, file.stem.partition("_")[2])]
-            if not matches:
-                listed = ", ".join(file.stem for file in numbered)
-                raise NotebookError(f"there is no notebook {str(name)!r}: choose from {listed}")
-            path = matches[0]
-        elif not path.is_file():
+            listed = ", ".join(file.stem for file in numbered)
+            raise NotebookError(f"there is no notebook {str(path)!r}: choose from {listed}")
+        if not path.is_file():
             raise NotebookError(f"there is no notebook {path}: give the path of an .ipynb file")
-        if path not in chosen:
-            chosen.append(path)
     return sorted(chosen, key=lambda file: file.stem)
-
-
-def parameter_names(file: Path) -> list[str]:
-    """Names of the parameters of a notebook, in order."""
-    return list(papermill.inspect_notebook(file))
 
 
 def check_parameters(known: Mapping[Path, Sequence[str]], given: Mapping[str, Any]) -> None:
     """Raise NotebookError for a parameter that none of the notebooks has."""
+    exist = dict.fromkeys(name for names in known.values() for name in names)
     for name in given:
-        if not any(name in names for names in known.values()):
-            listed = ", ".join(file.stem for file in known)
-            exist = ", ".join(dict.fromkeys(each for names in known.values() for each in names)) or "no parameters"
-            which = f"notebook {listed} has" if len(known) == 1 else f"none of the notebooks {listed} has"
-            no = "no" if len(known) == 1 else "a"
-            raise NotebookError(f"{which} {no} parameter {name!r}: choose from {exist}")
-
-
-class _Kernel(AsyncKernelManager):
-    """A kernel manager that keeps its client, so that the client's sockets can be closed."""
-
-    opened: Any = None
-
-    def client(self, **options: Any) -> Any:
-        self.opened = super().client(**options)
-        return self.opened
-
-
-class Stop:
-    """The wish to stop: the first one interrupts the kernel, a second one or ``GRACE_SECONDS`` end it."""
-
-    def __init__(self) -> None:
-        self.since: float | None = None
-        self.process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def requested(self) -> bool:
-        """Whether somebody asked to stop."""
-        return self.since is not None
-
-    def request(self, *_: object) -> None:
-        """Ask to stop; takes the arguments of a signal handler."""
-        first = self.since is None
-        if first:
-            self.since = time.monotonic()
-        self._send(signal.SIGINT if first else signal.SIGKILL)
-
-    def enforce(self) -> None:
-        """End a kernel that has not obeyed within the time of grace."""
-        if self.since is not None and time.monotonic() - self.since > GRACE_SECONDS:
-            self._send(signal.SIGKILL)
-
-    def _send(self, number: int) -> None:
-        if self.process is not None:
-            with suppress(ProcessLookupError):
-                self.process.send_signal(number)
-
-
-@contextmanager
-def stop_on_signals() -> Iterator[Stop]:
-    """Turn Ctrl-C and SIGTERM into a request to stop, for as long as the context lasts."""
-    stop = Stop()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = {number: signal.signal(number, stop.request) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if name not in exist:
+            listed, choices = ", ".join(file.stem for file in known), ", ".join(exist) or "no parameters"
+            raise NotebookError(f"{name!r} is no parameter of {listed}: choose from {choices}")
 
 
 def execute(
@@ -144,83 +79,69 @@ def execute(
 ) -> str:
     """Execute ``notebook`` with papermill and write it with its outputs to ``target``, also when a cell fails.
 
-    Args:
-        notebook: the notebook to execute; it is not changed.
-        target: where the executed notebook goes; always there afterwards.
-        parameters: values for its parameters cell.
-        say: called with each progress line of the kernel, from a thread of its own.
-        stop: says when to stop.
-
-    Returns:
-        The error in one line, or "" if every cell ran.
+    A first signal interrupts it; a second one, or ``GRACE_SECONDS``, ends it. ``say`` gets each progress line.
+    Returns the error in one line, or "" if every cell ran.
     """
     target.unlink(missing_ok=True)
-    short = None if len(tempfile.gettempdir()) <= LONGEST_FOLDER else "/tmp"
-    with tempfile.TemporaryDirectory(prefix="ddpm-lab-", dir=short) as private:
-        kernel = _Kernel(
-            # Without folders to look in, the kernel is that of this Python, whatever else is installed.
-            kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),
-            kernel_name="python3",
-            transport="ipc",
-            connection_file=f"{private}/kernel.json",
-        )
-        lines, complaints = Path(private) / "progress", Path(private) / "stderr"
-        environment = {**os.environ, PROGRESS: str(lines), "IPYTHONDIR": f"{private}/ipython"}
-        finished = threading.Event()
-        follower = threading.Thread(target=_follow, args=(lines, say, stop, finished), daemon=True)
-        try:
-            # Errors of cells come with their outputs. This is what a kernel says of its own end.
-            with complaints.open("wb") as stderr:
-                run_sync(kernel.start_kernel)(env=environment, stderr=stderr)
-            stop.process = getattr(kernel.provisioner, "process", None)
-            follower.start()
-            papermill.execute_notebook(
-                notebook, target, parameters=dict(parameters), kernel_name="python3", progress_bar=False, km=kernel
+    with tempfile.TemporaryDirectory(prefix="ddpm-lab-") as private:
+        lines, log = Path(private) / "progress", Path(private) / "log"
+        lines.touch()
+        own = {
+            FILE_VARIABLE: str(lines),
+            "IPYTHONDIR": f"{private}/ipython",
+            "JUPYTER_RUNTIME_DIR": f"{private}/runtime",
+            "JUPYTER_PATH": f"{sys.prefix}/share/jupyter",  # the kernel of this Python, whatever else is installed
+        }
+        words = ["--kernel=python3", "--no-progress-bar", "--log-level=ERROR"]
+        words += ["--parameters_yaml", yaml.safe_dump(dict(parameters)), str(notebook), str(target)]
+        with log.open("wb") as out, lines.open() as progress:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-c", PAPERMILL, *words],
+                env={**os.environ, **own},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
             )
-            error = ""
-        except PapermillExecutionError as failure:
-            error = f"{failure.ename}: {failure.evalue}".strip().partition("\n")[0]
-        except DeadKernelError:
-            error = "The kernel died: it was killed, or the machine was out of memory." + _last_line(complaints)
-        except (RuntimeError, OSError) as failure:
-            error = f"The kernel could not be used: {failure}" + _last_line(complaints)
-        finally:
-            finished.set()
-            stop.process = None
-            if follower.ident is not None:
-                follower.join()
-            if kernel.has_kernel:
-                run_sync(kernel.shutdown_kernel)()
-            if kernel.opened is not None:
-                kernel.opened.stop_channels()
-    if not target.exists():
-        target.write_bytes(notebook.read_bytes())
-    return error
+            try:
+                _wait(process, progress, say, stop)
+            except Stopped:  # a second signal
+                pass
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if not target.exists():
+            target.write_bytes(notebook.read_bytes())
+        return _error(process.returncode, target, log.read_text(errors="replace"))
 
 
-def _last_line(complaints: Path) -> str:
-    """What a kernel said at last, as a sentence to append, or ""."""
-    said = complaints.read_text(errors="replace").split("\n") if complaints.exists() else []
-    last = next((line.strip() for line in reversed(said) if line.strip()), "")
-    return f" It last said: {last}" if last else ""
+def _wait(process: subprocess.Popen[bytes], progress: IO[str], say: Callable[[str], None], stop: Stop) -> None:
+    """Pass on progress lines until the process ends, or does not end in time after a signal."""
+    interrupted, said, when, running = 0.0, "", 0.0, True
+    while running and not (interrupted and time.monotonic() - interrupted > GRACE_SECONDS):
+        running = process.poll() is None
+        while line := progress.readline().strip():
+            stage, beat = HEARTBEAT.sub("", line), HEARTBEAT.search(line) is not None
+            if not beat or stage != said or time.monotonic() - when > HEARTBEAT_SECONDS:
+                say(line)
+                said, when = stage, time.monotonic()
+        if running and stop.number is not None and not interrupted:
+            interrupted = time.monotonic()
+            os.killpg(process.pid, signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.1)
 
 
-def _follow(lines: Path, say: Callable[[str], None], stop: Stop, finished: threading.Event) -> None:
-    """Pass on each line appended to ``lines``; its last part only when it is complete."""
-    position, rest = 0, b""
-    said, when = "", 0.0
-    while True:
-        last = finished.wait(0.2)
-        stop.enforce()
-        with suppress(FileNotFoundError), lines.open("rb") as file:
-            file.seek(position)
-            new = file.read()
-            position += len(new)
-            *complete, rest = (rest + new).split(b"\n")
-            for line in (each.decode(errors="replace").rstrip() for each in complete if each.strip()):
-                stage, beat = HEARTBEAT.sub("", line), HEARTBEAT.search(line) is not None
-                if not beat or stage != said or time.monotonic() - when > HEARTBEAT_SECONDS:
-                    say(line)
-                    said, when = stage, time.monotonic()
-        if last:
-            return
+def _error(status: int, target: Path, log: str) -> str:
+    """What went wrong, in one line; "" if nothing did."""
+    if status == 0:
+        return ""
+    if status == DEAD_KERNEL:
+        return "The kernel died: it was killed, or the machine was out of memory."
+    notebook: Any = nbformat.read(target, as_version=4)  # type: ignore[no-untyped-call]
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            if output.output_type == "error":
+                return f"{output.ename}: {output.evalue}".strip().partition("\n")[0]
+    return f"The notebook could not be run: {log.strip().rpartition(chr(10))[2]}"

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import papermill
 
 from ddpm_lab import __version__, agenda
 from ddpm_lab.checks import ConfigError, LabError, choice
@@ -22,21 +27,13 @@ from ddpm_lab.explain.pages import DONE, FAILED, METADATA, NOT_RUN, STOPPED, Pag
 from ddpm_lab.files import CHECKOUT, expanded
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
-from ddpm_lab.notebooks import (
-    NUMBERED,
-    Stop,
-    check_parameters,
-    choose,
-    execute,
-    parameter_names,
-    stop_on_signals,
-)
+from ddpm_lab.notebooks import NUMBERED, check_parameters, choose, execute
 from ddpm_lab.own_workload import check_brought, check_name
 from ddpm_lab.plan import RECOMMENDATION
 from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.questions import QUESTIONS
-from ddpm_lab.report_lines import clock, command, words
 from ddpm_lab.setting import usual_device
+from ddpm_lab.stopping import Stop
 
 LAST = "06_recommendation"
 LONG = (LAST, "07_peers", "08_quality", "09_claims")
@@ -104,67 +101,84 @@ def report(
         ConfigError: there is no such preset, network or workload, or torch cannot use the GPU.
         DataError: there are no images where ``data`` or ``held_out`` says.
     """
-    chosen = preset_called(preset)
+    total = preset_called(preset).minutes if minutes is None else minutes
     if minutes is not None and not minutes > 0:
         raise ReportError(f"minutes is {minutes!r}: give a number above 0")
     if network is not None:
         choice("network", network, NETWORKS)
     parameters = dict(parameters or {})
     workload = parameters.pop("workload", workload)
-    files = choose(notebooks)
-    _check_data(data, held_out)
     given = {"preset": preset, "data": data, "held_out": held_out, "network": network, "workload": workload}
     given["output_dir"] = None if output_dir is None else str(output_dir)
-    known = {file: parameter_names(file) for file in files}
-    if workload is not None:
-        check_name("profile", workload)  # refused here rather than in each notebook
-        check_brought(workload, {**{name: given[name] for name in ("data", "held_out", "network")}, **parameters})
-        if not notebooks:  # the others are about the lab's own trainer
-            known = {file: names for file, names in known.items() if "workload" in names}
-            files = list(known)
-    check_parameters(known, parameters)
-    if any("device" in names for names in known.values()) and not parameters.keys() & {"ledger", "machine"}:
-        usual_device(parameters.get("device"))  # a GPU that torch cannot use, refused once
-    values = {
-        file: {
-            **{name: value for name, value in given.items() if value is not None and name in names},
-            **{name: value for name, value in parameters.items() if name in names},
-        }
-        for file, names in known.items()
-    }
+    files = choose(notebooks)
+    _check_data(data, held_out)
+    known = _parameters(files, given, parameters, every=not notebooks)
+    files = list(known)
+    fixed = {name: value for name, value in given.items() if value is not None} | parameters
+    values = {file: {name: fixed[name] for name in names if name in fixed} for file, names in known.items()}
     run = _Run(
         folder=_writable(expanded(output_dir) if output_dir is not None else CHECKOUT),
         preset=preset,
-        progress=progress or _print,
-        command=command({**given, "minutes": minutes}, parameters, notebooks or ()),
+        progress=progress or partial(print, flush=True),
+        command=_command({**given, "minutes": minutes}, parameters, notebooks or ()),
         data="of its own" if workload else data,
         workload=workload or "",
         measuring=[
             file
             for file, names in known.items()
-            if file.stem.partition("_")[2] in (*QUESTIONS, RECOMMENDATION)  # one of the user's own measures by itself
+            if _question(file) in (*QUESTIONS, RECOMMENDATION)  # one of the user's own measures by itself
             and "minutes" in names
-            and "minutes" not in values[file]
+            and "minutes" not in parameters
             and (preset == "full" or file.stem not in LONG)
         ],
-        seconds=None if (total := minutes if minutes is not None else chosen.minutes) is None else total * 60,
+        seconds=None if total is None else total * 60,
     )
     if data != "synthetic":  # once, and refused here rather than in each notebook
         options = {name: value for name, value in parameters.items() if name in ("image_size", "skip_bad")}
-        cache = run.folder.parent / "data" / "prepared"
-        resolve(data, cache, held_out=held_out, progress=run.progress, **options)
+        resolve(data, run.folder.parent / "data" / "prepared", held_out=held_out, progress=run.progress, **options)
     run.collect(files)
-    if run.seconds is not None:
-        try:
+    try:
+        if run.seconds is not None:
             run.measure(values)
-        except KeyboardInterrupt:
-            return run.finish(stopped=True)
-    with stop_on_signals() as stop:
-        for file in files:
-            if stop.requested:
-                break
-            run.one(file, values[file], stop)
-    return run.finish(stop.requested)
+        with Stop() as stop:
+            stop.gentle = True
+            for file in files:
+                run.one(file, values[file], stop)
+                if stop.number is not None:
+                    return run.finish(stopped=True)
+    except KeyboardInterrupt:
+        return run.finish(stopped=True)
+    return run.finish(stopped=False)
+
+
+def _question(file: Path) -> str:
+    return file.stem.partition("_")[2]
+
+
+def _parameters(
+    files: Sequence[Path], given: Mapping[str, Any], parameters: Mapping[str, Any], *, every: bool
+) -> dict[Path, list[str]]:
+    """The parameters of each notebook that runs; what is wrong is refused here, once, rather than in each of them."""
+    known = {file: list(papermill.inspect_notebook(file)) for file in files}
+    if (workload := given["workload"]) is not None:
+        check_name("profile", workload)
+        check_brought(workload, {**{name: given[name] for name in ("data", "held_out", "network")}, **parameters})
+        if every:  # the others are about the lab's own trainer
+            known = {file: names for file, names in known.items() if "workload" in names}
+    check_parameters(known, parameters)
+    if any("device" in names for names in known.values()) and not parameters.keys() & {"ledger", "machine"}:
+        usual_device(parameters.get("device"))  # a GPU that torch cannot use
+    return known
+
+
+def _command(options: Mapping[str, Any], parameters: Mapping[str, Any], notebooks: Sequence[str | Path]) -> str:
+    """The command that makes the same report again."""
+    words = ["ddpm-lab", "report"]
+    for name, value in options.items():
+        words += [] if value in (None, "synthetic") else [f"--{name.replace('_', '-')}", str(value)]
+    for name, value in parameters.items():
+        words += ["-p", name, value if isinstance(value, str) else json.dumps(value)]
+    return shlex.join([*words, *(word for notebook in notebooks for word in ("--notebook", str(notebook)))])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -190,8 +204,8 @@ class _Run:
     here: str = field(default_factory=lambda: hardware.machine().name)
 
     @property
-    def elapsed(self) -> float:
-        return time.monotonic() - self.started
+    def elapsed(self) -> timedelta:
+        return timedelta(seconds=round(time.monotonic() - self.started))
 
     def collect(self, files: Sequence[Path]) -> None:
         """Fill the index with every numbered notebook beside those that run, and with what an earlier report left."""
@@ -215,19 +229,17 @@ class _Run:
         The search is one of its own, and gets an equal share of the time. Raises ReportError where there is too little.
         """
         asked = {
-            file.stem.partition("_")[2]: {name: value for name, value in values[file].items() if name not in _SHOWING}
+            _question(file): {name: value for name, value in values[file].items() if name not in _SHOWING}
             for file in self.measuring
             if not values[file].keys() & {"ledger", "machine"}
         }
-        names = {file.stem.partition("_")[2]: file.stem for file in self.measuring}
+        names = {_question(file): file.stem for file in self.measuring}
         pages_take = NOTEBOOK_SECONDS * len(self.files)
-        seconds = (self.seconds or 0.0) - self.elapsed - pages_take
+        seconds = (self.seconds or 0.0) - self.elapsed.total_seconds() - pages_take
         if asked.pop(RECOMMENDATION, None) is not None:
             self.searching = max(0.0, seconds / (len(asked) + 1))
             seconds -= self.searching
-        self.progress(
-            f"[{clock(self.elapsed)}] measuring takes up to {words(max(0.0, seconds))}; then {len(self.files)} pages"
-        )
+        self.say("report", f"measuring takes up to {max(0.0, seconds) / 60:.1f} min; then {len(self.files)} pages")
         try:
             agenda.measure(asked, seconds=seconds, say=lambda name, line: self.say(names.get(name, name), line))
         except ConfigError as error:
@@ -245,10 +257,10 @@ class _Run:
         if self.seconds is not None and file in self.measuring:
             values = {**values, "minutes": self.searching / 60 if file.stem.endswith(RECOMMENDATION) else 0}
         self.say(file.stem, "starts")
-        began = self.elapsed
+        began = time.monotonic()
         target = self.executed(file)
         error = execute(file, target, values, say=lambda line: self.say(file.stem, line), stop=stop)
-        state = STOPPED if error and stop.requested else FAILED if error else DONE
+        state = STOPPED if error and stop.number is not None else FAILED if error else DONE
         if state == STOPPED:
             error = "Stopped before it was finished. What was measured is in the ledger."
         notebook = pages.load(target)
@@ -257,7 +269,7 @@ class _Run:
             "error": error,
             "preset": self.preset,
             "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-            "seconds": round(self.elapsed - began, 1),
+            "seconds": round(time.monotonic() - began, 1),
         }
         pages.save(notebook, target)
         page = pages.read(notebook, file.stem, here=self.here)
@@ -268,13 +280,13 @@ class _Run:
         self.say(file.stem, f"{state}: {error}" if error else page.headline or state)
 
     def say(self, name: str, line: str) -> None:
-        self.progress(f"[{clock(self.elapsed)}] {name}: {line}")
+        self.progress(f"[{self.elapsed}] {name}: {line}")
 
     def finish(self, stopped: bool) -> ReportResult:
         index = self.index(stopped=stopped)
         for name, lines in pages.answers(list(self.pages.values())):
             self.progress(f"{name}: {'; '.join(lines)}")
-        self.progress(f"[{clock(self.elapsed)}] report: {index}")
+        self.say("report", str(index))
         return ReportResult(pages=tuple(self.pages.values()), index=index, stopped=stopped)
 
     def index(self, *, stopped: bool = False) -> Path:
@@ -314,11 +326,8 @@ class _Run:
             ("Preset", self.preset),
             ("Training", self.workload or of("training")),
             ("Images", of("data") or self.data),
-            ("This call took", words(self.elapsed)),
-            (
-                "Code",
-                f"ddpm_lab {__version__}" + (f", measuring code {of('code_version')}" if of("code_version") else ""),
-            ),
+            ("This call took", str(self.elapsed)),
+            ("Code", ", measuring code ".join(filter(None, (f"ddpm_lab {__version__}", of("code_version"))))),
         ]
         return [(term, value) for term, value in facts if value]
 
@@ -352,7 +361,3 @@ def _writable(output: Path) -> Path:
     except OSError as error:
         raise ReportError(f"cannot write to {target}: {error.strerror}; choose another output folder") from error
     return target
-
-
-def _print(line: str) -> None:
-    print(line, flush=True)

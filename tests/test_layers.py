@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "ddpm_lab"
 # Lowest row first. A module imports only from rows below its own; modules of one row do not know each other. A new
 # module is given a place here.
 ROWS = (
-    ("comet_process", "ddpm_lab"),
+    ("ddpm_lab",),
     ("checks", "gradient_bounds", "processor"),
     ("declared", "files"),
     ("config",),
@@ -143,7 +143,7 @@ ROWS = (
     ("planning",),
     ("tracked",),
     ("recommend", "recommended_file"),
-    ("calibrate", "experiments", "report_lines", "slurm"),
+    ("calibrate", "experiments", "slurm"),
     ("agenda", "comparison", "notebooks", "probe", "published", "strategy"),
     ("benchmark", "gate", "options", "report"),
     ("bottleneck_command", "commands", "compare_command", "recommend_command"),

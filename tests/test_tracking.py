@@ -1,253 +1,270 @@
-"""What a tracker is told, and that it can fail, hang or be missing without any harm to a run."""
+"""Comet ML: what its archives hold, and that it can fail, hang or be missing without any harm to a run."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import importlib.util
 import json
+import math
 import os
 import socket
-import subprocess
 import sys
 import time
-from dataclasses import dataclass
+import zipfile
 from pathlib import Path
+from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
-from test_training_run import CONFIG, logged, ranks
-from test_training_run_processes import data
+import records as make
+from test_training_run import CONFIG, logged
+from test_training_run_processes import command, data, equal, finished
 
 from ddpm_lab import tracking
+from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.prepared import read_manifest
-from ddpm_lab.measure.progress import Progress
-from ddpm_lab.stopping import Stop
-from ddpm_lab.tracking import Tracker
-from ddpm_lab.training_run import Outcome, Schedule, train
+from ddpm_lab.explain import figures
+from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.frames import study
+from ddpm_lab.model.checkpoint import Checkpoint, read
+from ddpm_lab.options import tracker_chosen
+from ddpm_lab.tracked import NUMBERS, tell
+from ddpm_lab.tracking import TrackedTraining, Tracker
 
-__all__ = ["data", "ranks"]
-
-STAND_IN = """
-import json, os, time
-
-class ExperimentConfig:
-    def __init__(self, **given):
-        self.given = given
-
-class Experiment:
-    alive, url = True, "https://example.com/one"
-    def __getattr__(self, name):
-        def call(*values, **named):
-            {trouble}
-            with open(os.environ["TOLD"], "a") as file:
-                file.write(json.dumps([name, values, named]) + chr(10))
-        return call
-
-def start(**given):
-    {start}
-    return Experiment()
-"""
-"""A package with comet_ml's name that writes down the calls, but for the planted trouble."""
+__all__ = ["data"]
+comet = pytest.mark.skipif(importlib.util.find_spec("comet_ml") is None, reason="make trackers")
+STEPS = 11
+TWO = ("--world-size", "2", "--oversubscribe")
+KEY = "0" * 32
 
 
-@dataclass
-class Stage:
-    """A run on a stage: stand-ins for its ranks and, put before the real one, for the package comet_ml."""
+class Archive:
+    """What comet_ml has written: each number's steps and values, settings, words, and all files as bytes."""
 
-    place: Path
-    data: Path
-    capture: pytest.CaptureFixture[str]
-
-    def plant(self, trouble: str = "pass", start: str = "pass", text: str = STAND_IN) -> None:
-        """Have the stand-in do something at its start, or in each call."""
-        (self.place / "stand-in").mkdir(exist_ok=True)
-        (self.place / "stand-in" / "comet_ml.py").write_text(text.format(trouble=trouble, start=start))
-
-    def calls(self, name: str) -> list[tuple[Any, dict[str, Any]]]:
-        """Values and named values of each call that the stand-in got."""
-        lines = [json.loads(line) for line in (self.place / "told.jsonl").read_text().splitlines()]
-        return [(values, named) for called, values, named in lines if called == name]
-
-    def config(self, **settings: Any) -> RunConfig:
-        """A configuration with real images."""
-        sha256 = read_manifest(self.data).content_hash
-        return dataclasses.replace(CONFIG, data=str(self.data), data_sha256=sha256, **settings)
-
-    @property
-    def folder(self) -> Path:
-        """Of the run."""
-        return self.place / "run"
-
-    def run(self, config: RunConfig, steps: int, tracker: str | None) -> Outcome:
-        """Train, with stand-ins for ranks."""
-        schedule = Schedule(steps=steps, sample_every=0, evaluate_every=7)
-        progress = Progress("train")
-        return train(config, schedule, self.folder, threads=1, stop=Stop(), progress=progress, tracker=tracker)
-
-    def notes(self) -> list[str]:
-        """What was said of the tracker."""
-        return notes(self.capture.readouterr().err)
+    def __init__(self, path: Path) -> None:
+        with zipfile.ZipFile(path) as file:
+            self.files = {name: file.read(name) for name in file.namelist()}
+        self.metrics: dict[str, list[tuple[int | None, Any]]] = {}
+        self.settings: dict[str, Any] = {}
+        self.words: dict[str, Any] = {}
+        self.kinds: set[str] = set()
+        for line in self.files["messages.json"].splitlines():
+            kind, payload = json.loads(line)["type"], json.loads(line)["payload"]
+            self.kinds.add(kind)
+            if kind == "metric_msg":
+                metric = payload["metric"]
+                self.metrics.setdefault(metric["metricName"], []).append((metric["step"], metric["metricValue"]))
+            elif kind == "parameter_msg":
+                self.settings[payload["param"]["paramName"]] = payload["param"]["paramValue"]
+            elif kind == "log_other":
+                self.words[payload["key"]] = payload["value"]
 
 
-@pytest.fixture
-def stage(
-    data: Path, tmp_path: Path, ranks: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Stage:
-    ranks()
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'stand-in'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setenv("TOLD", str(tmp_path / "told.jsonl"))
-    made = Stage(tmp_path, data, capfd)
-    made.plant()
-    return made
+def archives(folder: Path) -> list[Archive]:
+    return [Archive(path) for path in sorted(folder.glob("*.zip"), key=lambda path: path.stat().st_mtime)]
 
 
 def notes(err: str) -> list[str]:
     return [line for line in err.splitlines() if "tracker:" in line]
 
 
-# --- what is told ----------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def untracked(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A run that is not logged, beside a comet_ml that would tell that it was imported."""
+    place = tmp_path_factory.mktemp("untracked")
+    (place / "comet_ml.py").write_text(f"open({str(place / 'imported')!r}, 'w')")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("COMET_API_KEY", raising=False)
+        patch.setenv("PYTHONPATH", f"{place}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        code, _, err = finished(command(data, place / "run", STEPS, *TWO))
+    assert (code, notes(err)) == (0, []), err
+    assert not (place / "imported").exists()
+    assert not list((place / "run").glob("comet*"))
+    return weights(place / "run")
 
 
-def test_every_step_is_told_once_with_its_epoch(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "4242")
-    count = read_manifest(stage.data).train_count
-    stage.run(config := stage.config(global_batch_size=count // 8 * 2), 20, "comet")
-    metrics = stage.calls("log_metrics")
-    steps = [(named["step"], values[0]) for values, named in metrics if "train_loss" in values[0]]
-    assert [(step, v["train_loss"]) for step, v in steps] == [
-        (row["step"], row["loss"]) for row in logged(stage.folder)
-    ]
-    assert {step: v["held_out_loss"] for step, v in steps if "held_out_loss" in v} == {7: 0.5, 14: 0.5, 20: 0.5}
-    assert all(named["epoch"] == -(-named["step"] * config.global_batch_size // count) for _, named in metrics)
-    losses: dict[int, list[float]] = {}
-    for step, values in steps:
-        losses.setdefault(-(-step * config.global_batch_size // count), []).append(values["train_loss"])
-    means = [(n["epoch"], v[0]["train_loss_epoch"]) for v, n in metrics if "train_loss_epoch" in v[0]]
-    whole = range(1, -(-21 * config.global_batch_size // count))  # whose last step is one of them
-    assert means == [(epoch, pytest.approx(sum(losses[epoch]) / len(losses[epoch]))) for epoch in whole]
-    assert any("cpu_utilisation_percent" in values[0] and "ram_used_bytes" in values[0] for values, _ in metrics)
-    parameters = stage.calls("log_parameters")[0][0][0]
-    assert parameters["optimizer.learning_rate"] == 2e-4
-    assert (parameters["world_size"], parameters["train.steps"]) == (2, 20)
-    others = stage.calls("log_others")[0][0][0]
-    assert (others["host_name"], others["slurm_job_id"]) == (socket.gethostname(), "4242")
-    assert {"python", "torch", "machine"} <= set(others)
-    assert str(stage.data) not in (stage.place / "told.jsonl").read_text(), "no path of the user's is told"
-    assert stage.notes() == ["train: tracker: https://example.com/one"]
+def weights(folder: Path) -> Checkpoint:
+    return read(folder / "checkpoints" / f"step-{STEPS:08d}.pt")
 
 
-def test_a_run_goes_on_in_the_same_experiment(stage: Stage) -> None:
-    stage.plant(start='Experiment().started(given["experiment_key"], given["mode"])')
-    count = read_manifest(stage.data).train_count
-    config = stage.config(global_batch_size=count // 20 * 2)
-    for steps in (4, 14):
-        stage.run(config, steps, "comet")
-    (one, mode), (two, _) = (values for values, _ in stage.calls("started"))
-    assert (one, mode) == (two, "get_or_create")
-    assert len(one) == 32
-    metrics = stage.calls("log_metrics")
-    assert [named["step"] for values, named in metrics if "train_loss" in values[0]] == list(range(1, 15))
-    first = next(values[0]["train_loss_epoch"] for values, _ in metrics if "train_loss_epoch" in values[0])
-    epoch = [row["loss"] for row in logged(stage.folder) if row["step"] * config.global_batch_size <= count]
-    assert first == pytest.approx(sum(epoch) / len(epoch)), "with the steps of the earlier start"
+@comet
+@pytest.mark.slow
+def test_a_run_of_two_ranks_is_archived_once_and_goes_on(data: Path, untracked: Checkpoint, tmp_path: Path) -> None:
+    for steps in (6, STEPS):
+        code, _, err = finished(command(data, tmp_path, steps, *TWO, "--tracker", "comet-offline"))
+        assert code == 0, err
+        assert len(notes(err)) == 1
+    assert equal(weights(tmp_path), untracked)
+    losses = [(row["step"], row["loss"]) for row in logged(tmp_path)]
+    first, second = archives(tmp_path / "comet")
+    assert [first.metrics["train_loss"], second.metrics["train_loss"]] == [losses[:6], losses[6:]]
+    keys = {json.loads(archive.files["experiment.json"])["offline_id"] for archive in (first, second)}
+    assert keys == {(tmp_path / "comet_experiment.txt").read_text().strip()}
+    text = b"".join(first.files.values()).decode()
+    assert not [private for private in (str(data), str(tmp_path), sys.executable) if private in text]
 
 
-def test_without_being_asked_nothing_is_started(stage: Stage) -> None:
-    imported = stage.place / "imported"
-    stage.plant(text=f"open({str(imported)!r}, 'w')")
-    stage.run(stage.config(), 5, None)
-    usual = {".lock", "checkpoints", "config.toml", "log.csv", "log.jsonl", "samples"}
-    assert {p.name for p in stage.folder.iterdir()} == usual
-    assert stage.notes() == []
-    assert not imported.exists()
-    assert "comet_ml" not in sys.modules
-
-
-def test_what_is_unknown_is_not_told(stage: Stage) -> None:
-    with Tracker("comet", stage.place, "0" * 32, name="x", say=lambda _: None) as tracker:
-        tracker.log_metrics({"a": float("nan"), "b": None, "c": 1.0})
-        tracker.log_metrics({"a": float("inf")})
-        tracker.log_others({"a": None, "b": "x"})
-    assert [values[0] for values, _ in stage.calls("log_metrics")] == [{"c": 1.0}]
-    assert [values[0] for values, _ in stage.calls("log_others")] == [{"b": "x"}]
-
-
-# --- what goes wrong -------------------------------------------------------------------------------------------------
-
-RAISES = 'raise ValueError("planted")'
-TROUBLE: list[tuple[dict[str, str], str]] = [
-    ({"text": "raise ModuleNotFoundError('x', name='comet_ml')"}, "comet_ml is not installed: run make trackers"),
-    ({"text": "import os; os._exit(3)"}, "its process ended (3)"),
-    ({"start": RAISES}, "ValueError: planted"),
-    ({"trouble": RAISES}, "ValueError: planted"),
-    ({"trouble": f"if name == 'end': {RAISES}"}, "ValueError: planted"),
-    ({"start": "Experiment.alive = False"}, "did not accept"),
-    ({"start": "time.sleep(600)"}, "no answer in time"),
-]
-
-
-@pytest.mark.parametrize(
-    ("planted", "words"),
-    [*TROUBLE, pytest.param({"trouble": "time.sleep(600)"}, "no answer in time", marks=pytest.mark.slow)],
-)
-def test_whatever_fails_the_run_ends_as_usual_and_says_so_once(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, planted: dict[str, str], words: str
-) -> None:
-    monkeypatch.setattr(tracking, "CONNECT_SECONDS", 1)
-    monkeypatch.setattr(tracking, "END_SECONDS", 1)
-    stage.plant(**planted)
-    begun = time.monotonic()
-    outcome = stage.run(stage.config(), 30, "comet")
-    assert time.monotonic() - begun < 3 * (1 + 1 + 3)
-    assert (outcome.step, len(logged(stage.folder))) == (30, 30)
-    (note,) = stage.notes()
-    assert words in note
-    assert not [words for words in children() if "comet_process" in words]
-
-
-def children() -> list[str]:
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            found.append(" ".join(child.cmdline()))
-    return found
-
-
-def test_what_comes_too_fast_is_dropped_and_counted(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    stage.plant(start="time.sleep(1.5)")
-    monkeypatch.setattr(tracking, "WAITING", 10)
-    said: list[str] = []
-    tracker = Tracker("comet", stage.place, "0" * 32, name="x", say=said.append)
-    begun = time.monotonic()
-    for step in range(10_000):
-        tracker.log_metrics({"loss": 1.0}, step=step)
-    assert time.monotonic() - begun < 1, "it does not wait"
-    tracker.close()
-    (line,) = said
-    dropped = int(line.partition("; ")[2].split()[0].replace(",", ""))
-    assert dropped + len(stage.calls("log_metrics")) == 10_000
-    assert dropped > 1_000
-
-
-KILLED = """
-import os, pathlib, sys
+PATIENCE = """
+import sys
 from ddpm_lab import tracking
-tracking.CONNECT_SECONDS = tracking.END_SECONDS = 1
-tracker = tracking.Tracker("comet", pathlib.Path(sys.argv[1]), "0" * 32, name="x", say=print)
-print(tracker._process.pid, flush=True)
-os.kill(os.getpid(), 9)
+tracking.CLOSE_SECONDS = 3
+from ddpm_lab.__main__ import main
+sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("planted", [{"start": "time.sleep(600)"}, {"trouble": "time.sleep(600)"}])
-def test_nothing_outlives_a_killed_run(stage: Stage, planted: dict[str, str]) -> None:
-    stage.plant(**planted)
-    words = [sys.executable, "-c", KILLED, str(stage.place)]
-    pid = int(subprocess.run(words, capture_output=True, text=True, check=False, timeout=60).stdout)
-    deadline = time.monotonic() + 30
-    with contextlib.suppress(psutil.NoSuchProcess):
-        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline, "it outlives the run"
-            time.sleep(0.05)
+@comet
+@pytest.mark.slow
+def test_a_server_that_never_answers_changes_nothing(
+    data: Path, untracked: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMET_API_KEY", "x" * 25)
+    python, _, _, *words = command(data, tmp_path, STEPS, *TWO)
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        monkeypatch.setenv("COMET_URL_OVERRIDE", f"http://127.0.0.1:{server.getsockname()[1]}/clientlib/")
+        code, _, err = finished([python, "-c", PATIENCE, *words])
+    assert code == 0, err
+    (note,) = notes(err)
+    assert "no answer in time" in note
+    assert equal(weights(tmp_path), untracked)
+
+
+@comet
+def test_an_archive_holds_what_was_logged_and_nothing_of_comets_own(data: Path, tmp_path: Path) -> None:
+    """An epoch's mean loss counts its steps before a restart too."""
+    images = read_manifest(data).train_count
+    config = dataclasses.replace(CONFIG, data=str(data), global_batch_size=images // 8 * 2)
+    rows = [{"step": i, "loss": 1 / i, "images_per_second": 9.0, "held_out_loss": 0.5} for i in range(1, 11)]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
+    say: list[str] = []
+    with TrackedTraining("comet-offline", tmp_path, config, schedule={"steps": 10}, step=3, say=say.append) as tracked:
+        tracked.steps(rows[3:7])
+        tracked.steps([*rows[7:9], rows[9] | {"held_out_loss": None, "images_per_second": float("nan")}])
+    (archive,) = archives(tmp_path / "comet")
+    assert len(say) == 1
+    assert archive.kinds == {"metric_msg", "parameter_msg", "log_other"}
+    assert archive.metrics["train_loss"] == [(row["step"], row["loss"]) for row in rows[3:]]
+    assert [step for step, _ in archive.metrics["held_out_loss"]] == list(range(4, 10))
+    epochs = [-(-row["step"] * config.global_batch_size // images) for row in rows]
+    assert archive.metrics["train_loss_epoch"] == [
+        (4, pytest.approx(fmean(row["loss"] for row, epoch in zip(rows, epochs, strict=True) if epoch == 1))),
+        (8, pytest.approx(fmean(row["loss"] for row, epoch in zip(rows, epochs, strict=True) if epoch == 2))),
+    ]
+    assert {"cpu_utilisation_percent", "ram_used_bytes"} <= archive.metrics.keys()
+    assert (archive.settings["optimizer.learning_rate"], archive.settings["train.steps"]) == (2e-4, 10)
+    assert archive.words["host_name"] == socket.gethostname()
+    assert {"python", "torch", "machine"} <= archive.words.keys()
+    text = b"".join(archive.files.values()).decode()
+    assert not [private for private in (str(data), str(tmp_path), sys.executable) if private in text]
+
+
+@comet
+def test_an_archive_holds_every_comparison_and_the_figure(tmp_path: Path) -> None:
+    configs = {"bf16": (dataclasses.replace(RunConfig(), precision="bf16"), 1.3)}
+    broken = {"fused": (dataclasses.replace(RunConfig(), kernels="fused"), "crashed", "/home/me/secret.py failed")}
+    note = make.record(RunConfig(), role="note", label="tf32", status="left out", set_id="")
+    answer = study([*make.sets(configs, failures=broken), note], "amp", output_dir=tmp_path)
+    tell("comet-offline", answer)
+    (archive,) = archives(tmp_path / "trace_output" / "comet")
+    rows = comparisons(answer)
+    assert [row.role for row in rows] == ["baseline", "twin", "candidate", "candidate", "note"]
+    for row in rows[:3]:
+        known = {name: value for name in NUMBERS if not math.isnan(value := getattr(row, name))}
+        assert known == {name: archive.metrics[f"{row.label}/{name}"][0][1] for name in known}
+        assert archive.metrics[f"{row.label}/ratio"] == [(None, row.ratio.value)]
+        assert archive.words[f"{row.label}/verdict"] == row.verdict
+    assert {name: value for name, value in archive.settings.items() if "/" in name} == {
+        "bf16/precision": "bf16",
+        "fused/kernels": "fused",
+    }
+    assert not [name for name in archive.metrics if "tf32" in name]
+    assert (archive.words["tf32/status"], archive.settings["network"]) == ("left out", "tiny")
+    assert figures.png(figures.figure(answer)) in archive.files.values()
+    assert b"secret" not in b"".join(archive.files.values())
+
+
+class Stand:
+    """In the place of comet_ml's experiment, where a fault is planted in one of its methods."""
+
+    alive, url = True, "https://example.com/one"
+
+    def __init__(self, **planted: Any) -> None:
+        self.calls = 0
+        self.__dict__.update(planted)
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls += 1
+        return lambda *_, **__: None
+
+
+def raises(*_: Any, **__: Any) -> None:
+    raise ValueError("planted")
+
+
+def hangs(*_: Any, **__: Any) -> None:
+    time.sleep(600)
+
+
+FAULTS: dict[str, tuple[Any, str]] = {
+    "missing": (None, "run make trackers"),
+    "start raises": (raises, "planted"),
+    "start hangs": (hangs, "no answer"),
+    "refused": (lambda **_: Stand(alive=False), "did not accept"),
+    "a call raises": (lambda **_: Stand(log_metrics=raises), "planted"),
+    "a call hangs": (lambda **_: Stand(log_metrics=hangs), "no answer"),
+    "the end raises": (lambda **_: Stand(end=raises), "planted"),
+    "the end hangs": (lambda **_: Stand(end=hangs), "no answer"),
+}
+
+
+def stand(monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
+    module = start and SimpleNamespace(ExperimentConfig=SimpleNamespace, start=start)
+    monkeypatch.setitem(sys.modules, "comet_ml", module)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_whatever_fails_is_said_once(fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    start, words = FAULTS[fault]
+    stand(monkeypatch, start)
+    monkeypatch.setattr(tracking, "CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr(tracking, "WAITING", 10)
+    said: list[str] = []
+    begun = time.monotonic()
+    tracker = Tracker("comet", tmp_path, KEY, name="x", say=said.append)
+    for step in range(100):
+        tracker.metrics({"loss": 1.0}, step=step)
+    tracker.close()
+    assert time.monotonic() - begun < 2
+    (sentence,) = said
+    assert words in sentence
+
+
+def test_what_comes_too_fast_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    experiment = Stand()
+
+    def start(**_: Any) -> Stand:
+        time.sleep(0.5)
+        return experiment
+
+    stand(monkeypatch, start)
+    monkeypatch.setattr(tracking, "WAITING", 10)
+    said: list[str] = []
+    tracker = Tracker("comet", tmp_path, KEY, name="x", say=said.append)
+    for step in range(1_000):
+        tracker.metrics({"loss": 1.0}, step=step)
+    tracker.close()
+    assert experiment.calls == 10 + 1  # and its end
+    assert "990 calls" in said[0]
+
+
+def test_the_tracker_is_the_option_or_follows_from_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COMET_API_KEY", raising=False)
+    assert tracker_chosen(None) is None
+    assert tracker_chosen("comet-offline") == "comet-offline"
+    with pytest.raises(ConfigError, match="COMET_API_KEY"):
+        tracker_chosen("comet")
+    monkeypatch.setenv("COMET_API_KEY", "key")
+    assert tracker_chosen(None) == tracker_chosen("comet") == "comet"
+    assert tracker_chosen("none") is None

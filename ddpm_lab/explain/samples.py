@@ -53,7 +53,7 @@ def fid_sentence(known: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     if not known:
         return NOT_MEASURED
     told = [f"{label} {fid_words(found)}" for label, found in known if "fid" in found]
-    told += [f"{label} failed ({found.get('reason')})" for label, found in known if "fid" not in found]
+    told += [f"{label} failed ({found.get('reason', 'unpublished')})" for label, found in known if "fid" not in found]
     first = known[0][1]
     text = f"{', '.join(told)}; each against as many training images, with the first seed, by DDIM in {first['steps']} "
     text += f"steps; Inception {first['inception_sha256'][:8]}"
