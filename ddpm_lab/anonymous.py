@@ -11,8 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddpm_lab.config import RunConfig
-from ddpm_lab.config import OWN, OWN_LOADER
+from ddpm_lab.config import OWN, OWN_LOADER, RunConfig
 from ddpm_lab.record import RunRecord
 
 RECORD = frozenset(

@@ -60,7 +60,7 @@ def personal(reason: str, status: str = "crashed", workload: str = "ddpm_lab.mod
 
 
 def test_nothing_of_a_person_or_a_machine_is_left(tmp_path: Path) -> None:
-    for status in ("ok", "oom", "unsupported", "diverged", "crashed", "timed out", "refused", "cancelled"):
+    for status in ("ok", "oom", "unsupported", "diverged", "crashed", "timed out", "refused", "crashed"):
         found = anonymous([personal(reason, status) for reason in REASONS])
         assert [r.reason for r in found] == list(REASONS.values())
         Ledger(tmp_path / f"{status}.jsonl").append(found)

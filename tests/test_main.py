@@ -295,7 +295,7 @@ def test_figures_of_what_is_no_ledger_of_questions_are_refused(call: Call, tmp_p
     Ledger(tmp_path / "compare.jsonl").append(make.sets({}, experiment="compare", count=1, turns=2))
     code, out, err = call("figures", "--ledger", tmp_path / "compare.jsonl", "--output-dir", tmp_path)
     assert (code, out) == (2, "")
-    assert "records of compare alone" in err
+    assert "holds no records of a question with figures" in err
 
 
 def test_figures_are_rebuilt_published_and_checked(call: Call, tmp_path: Path) -> None:
