@@ -110,7 +110,7 @@ def _check_time(campaign: Campaign) -> None:
         return
     base, candidates = family.baseline.run_id, dict(family.candidates)
     place = campaign.held.place_seconds(base) or LEAST_PLACE_SECONDS
-    have = campaign.held.sets(base, candidates.get(family.primary, family.candidates[0][1]).run_id)
+    have = len(campaign.held.sets(base, candidates.get(family.primary, family.candidates[0][1]).run_id))
     needed = max(0, LEAST_SETS - have) * 3 * place
     if needed > target.seconds:
         raise ConfigError(

@@ -161,20 +161,6 @@ def test_a_check_that_crashes_or_whose_baseline_fails_too_keeps_nobody_from_trai
     assert not lab.records("note")
 
 
-def test_a_check_is_made_by_the_code_of_the_trials_and_speaks_for_that_of_the_sets(lab: Lab) -> None:
-    """The module that compares gradients is no part of a question about speed, whose ranks would refuse it."""
-    asked = ask("amp", HERE, seeds=1, images=800, global_batch_size=8)
-    (check,) = asked.checks
-    lab.qualities = {check.config.run_id: {**gradient_check(0.0), "checked_by": "trials"}}
-    lab.run(asked, sets=1, trials="trials")
-    assert lab.ran_by == {"check": "trials", "quality": "trials"}
-    assert [r.code_version for r in lab.records("check")] == ["code"], "so that it stands beside the sets"
-    lab.run(asked, sets=1, trials="trials")
-    assert lab.alone == []
-    lab.run(asked, sets=1, trials="newer")
-    assert ("check", "bf16") in lab.alone
-
-
 def test_other_questions_do_not_train_either_what_their_checks_find(lab: Lab) -> None:
     asked = ask("exchange", HERE, seeds=2, images=800, global_batch_size=8)
     lab.qualities = {c.config.run_id: gradient_check(0.9 * (c.label == "fp16 hook")) for c in asked.checks}

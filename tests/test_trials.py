@@ -107,13 +107,10 @@ def test_a_failure_that_lasts_is_not_repeated() -> None:
     assert trials[1] in Trials(trials, held).missing()
 
 
-def campaign(folder: Path, experiment: Experiment, code: str = "amp-code", trials: str = "trials-code") -> Campaign:
-    def instrument(key: str) -> Instrument:
-        return Instrument(code=CodeVersion(key), cache=folder, usable_cores=2, data_name="")
-
+def campaign(folder: Path, experiment: Experiment, code: str = "code") -> Campaign:
+    instrument = Instrument(code=CodeVersion(code), cache=folder, usable_cores=2, data_name="")
     target = Target(plan=Plan(), sets=1, cold_compiles=0)
-    ledger = Ledger(folder / "ledger.jsonl")
-    return Campaign(experiment, target, instrument(code), ledger, folder, trials=instrument(trials))
+    return Campaign(experiment, target, instrument, Ledger(folder / "ledger.jsonl"), folder)
 
 
 def test_another_question_made_them_already(tmp_path: Path) -> None:
@@ -123,14 +120,14 @@ def test_another_question_made_them_already(tmp_path: Path) -> None:
         "environment": environment(),
         "experiment": "quality",
         "plan": Plan(turns=2),
-        "code_version": "trials-code",
+        "code_version": "code",
     }
     Ledger(tmp_path / "ledger.jsonl").append([made(t, **here) for t in trials[:4]])
     Ledger(tmp_path / "ledger.jsonl").append([made(t, **{**here, "code_version": "older"}) for t in trials[4:]])
     found = campaign(tmp_path, planned())
     assert found.trials.missing() == list(trials[4:])
     assert not found.held.any, "trials alone answer nothing"
-    assert campaign(tmp_path, planned(), trials="newer").trials.missing() == list(trials)
+    assert campaign(tmp_path, planned(), code="newer").trials.missing() == list(trials)
     assert campaign(tmp_path, planned(seeds=2)).trials.missing() == []
 
 

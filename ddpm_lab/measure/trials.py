@@ -37,8 +37,9 @@ class Trials:
         return [(t, f"{NOT_TRAINED}: its gradient check failed ({why})") for t, why in first.values()]
 
     def _lacking(self, trials: Sequence[Trial] | None) -> list[Trial]:
-        asked, done = self._trials if trials is None else trials, self._held
-        return [t for t in asked if not done.trained(t.config.run_id, t.fid) and t.config.run_id not in done.lasting]
+        held, lasting = self._held, self._held.lasting
+        asked = (t for t in (self._trials if trials is None else trials) if t.config.run_id not in lasting)
+        return [t for t in asked if not held.trained(t.config.run_id, t.fid)]
 
     def _unsound(self, trial: Trial) -> str:
         """Why a trial's gradients are wrong; empty where they are not, or where its baseline's are wrong too."""
@@ -46,7 +47,7 @@ class Trials:
 
     def seconds(self, trials: Sequence[Trial]) -> float:
         """What ``trials`` will take."""
-        seen = [seconds for seconds in map(self._seen, self._trials) if seconds is not None]
+        seen = self._seen_so_far()
         usual = sum(seen) / len(seen) if seen else TRIAL_SECONDS
         return sum(usual if (known := self._known(t)) is None else known for t in trials)
 
@@ -59,10 +60,8 @@ class Trials:
     ) -> Sequence[Trial]:
         """Make one after the other until the next cannot end in time; returns those that did not fit."""
         for i, trial in enumerate(trials):
-            left = seconds_left()
-            others = [seconds for seconds in map(self._seen, self._trials) if seconds is not None]
-            known = self._known(trial)
-            expected = max(others, default=0.0) / 2 if known is None else known
+            left, known = seconds_left(), self._known(trial)
+            expected = max(self._seen_so_far(), default=0.0) / 2 if known is None else known
             if left is not None and left < expected:
                 progress.prefix = ""
                 progress.always(f"{len(trials) - i} trials did not fit into the time")
@@ -72,6 +71,9 @@ class Trials:
             progress.expect(to_come if left is None else min(left, to_come))
             train(trial)
         return ()
+
+    def _seen_so_far(self) -> list[float]:
+        return [seconds for seconds in map(self._seen, self._trials) if seconds is not None]
 
     def _seen(self, trial: Trial) -> float | None:
         """What the latest trial of the same configuration took, from whatever seed; None where there is none."""
