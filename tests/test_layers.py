@@ -68,7 +68,6 @@ ROWS = (
     ("measure.scatter", "measure.shortfall"),
     ("measure.trials",),
     ("measure.campaign",),
-    ("measure.network_choice",),
     # explain: what reads the ledger
     ("explain.bands",),
     ("explain.figure_style", "explain.frames", "explain.grids", "explain.pages", "explain.stats"),
