@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -52,8 +52,7 @@ class Settings:
         output_dir: folder that receives ``trace_output/``; None is the checkout.
         start_method: forkserver, or spawn, which costs some 5 seconds more for each group.
         quiet: show no progress. ``say`` gets its lines instead of the terminal.
-        further: whether comparisons whose answer was shown get more sets; none of ``decided``, each the run ids
-            of baseline and configuration.
+        further: whether comparisons whose answer was shown get more sets.
         data, held_out, skip_bad: images, and ``cache`` keeps them prepared, by default in the output folder.
         network: None is ``tiny`` on a CPU; on a GPU, and beside other trainers, the published one, ``seed``.
         device: None is the GPU where there is one.
@@ -73,7 +72,6 @@ class Settings:
     quiet: bool = False
     say: Callable[[str], None] | None = None
     further: bool = True
-    decided: Collection[tuple[str, str]] = ()
     data: str = "synthetic"
     held_out: str | None = None
     skip_bad: bool = False
@@ -124,10 +122,7 @@ def plan_question(name: str, **settings: Any) -> Planned:
         DataError: there are no images where ``data`` says.
         LedgerError: the output folder cannot be written.
     """
-    return _plan(name, Settings.of(**settings))
-
-
-def _plan(name: str, asked: Settings) -> Planned:
+    asked = Settings.of(**settings)
     asked.check(name)
     scope, smoke = preset_called(asked.preset), asked.preset == "smoke"
     output, progress = output_folder(asked.output_dir), Progress(name, quiet=asked.quiet, say=asked.say)
@@ -136,14 +131,14 @@ def _plan(name: str, asked: Settings) -> Planned:
         plan = replace(plan, turns=scope.plan.turns)
     limits = (asked.sets, asked.minutes, asked.resolution)
     target = _target(plan, *limits, planned=scope.sets, cold_compiles=scope.cold_compiles)
-    target = replace(target, exact=target.exact or smoke, further=asked.further, decided=frozenset(asked.decided))
+    target = replace(target, exact=target.exact or smoke, further=asked.further)
     instrument, ledger = instrument_for(output, progress, asked.start_method), Ledger(output / LEDGER)
     experiment, instrument = _experiment(name, asked, instrument, ledger, target)
     campaign = Campaign(experiment, target, instrument, ledger, output / "trace_output")
     chooses = not (asked.cores or smoke or name in STAGES)
     if name not in STAGES:  # these get the time that a search leaves
         check_time(campaign)
-    on_cores = (lambda free: _plan(name, replace(asked, cores=free, decided=()))) if chooses else None
+    on_cores = (lambda free: plan_question(name, **{**settings, "cores": free})) if chooses else None
     return Planned(campaign=campaign, output=output, progress=progress, on_cores=on_cores)
 
 

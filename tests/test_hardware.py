@@ -178,12 +178,6 @@ def test_cores_that_the_kernel_does_not_show_are_unknown(cgroup: dict[str, str],
     assert now.stolen(now) is None
 
 
-def test_the_clock_never_reports_less_than_nothing() -> None:
-    now = CpuClock(busy_seconds=10.0, own_seconds=5.0, stolen_seconds=0.0)
-    assert now.others_cores(CpuClock(11.0, 6.5, 0.0), 1.0) == 0.0
-    assert now.others_cores(CpuClock(14.0, 6.0, 0.0), 2.0) == 1.5
-
-
 @pytest.mark.parametrize(
     ("files", "seconds"),
     [

@@ -11,7 +11,6 @@ import records as make
 from setups import setup
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain.findings import finding
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.code_version import CodeVersion
@@ -20,7 +19,7 @@ from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument
 from ddpm_lab.measure.shortfall import Target
-from ddpm_lab.measure.trials import TRIAL_SECONDS, Trials, short_of
+from ddpm_lab.measure.trials import TRIAL_SECONDS, Trials
 from ddpm_lab.plan import Experiment, Family, Plan, Trial
 from ddpm_lab.quality import with_trials
 from ddpm_lab.record import RunRecord
@@ -129,20 +128,3 @@ def test_another_question_made_them_already(tmp_path: Path) -> None:
     assert not found.held.any, "trials alone answer nothing"
     assert campaign(tmp_path, planned(), code="newer").trials.missing() == list(trials)
     assert campaign(tmp_path, planned(seeds=2)).trials.missing() == []
-
-
-def test_what_did_not_fit_is_said_until_it_is_there() -> None:
-    experiment = planned()
-    sets = make.sets({"bf16": (BF16, 1.5)}, baseline=BASE)
-    done = [made(t) for t in experiment.trials[:5]]  # three runs of fp32 and two of bf16
-    notes = [
-        replace(made(t), role="note", status="left out", reason=why, baseline_id=BASE.run_id, experiment="amp")
-        for t, why in short_of(experiment.trials, experiment.trials[5:])
-    ]
-    of = replace(make.study([*sets, *notes]), trials=tuple(done))
-    claim = finding(of).claim
-    assert "Of bf16 3 of 5 runs for quality did not fit into the time that was given." in claim
-    assert "Of fp32 2 of 5 runs for quality did not fit" in claim
-    assert "Left out" not in claim, "both have a speed"
-    later = replace(of, trials=tuple(made(t) for t in experiment.trials))
-    assert "did not fit" not in finding(later).claim
