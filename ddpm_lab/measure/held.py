@@ -134,9 +134,9 @@ class Held:
                 return statistics.median(seconds)
         return None
 
-    def trial_seconds(self, run_id: str) -> float | None:
-        """What a trial took; None where it is not here."""
-        found = [r for r in self.completed("quality") if r.run_id == run_id]
+    def trial_seconds(self, config: RunConfig) -> float | None:
+        """What the latest trial of a configuration took, from whatever seed; None where there is none."""
+        found = [r for r in self.completed("quality") if _without_seed(r.config) == _without_seed(config)]
         return sum(found[-1].stages.values()) if found else None
 
     def _compiles(self) -> list[RunRecord]:
@@ -188,6 +188,11 @@ def held_of(
 
     found, _ = ledger.read(lambda heads: [h for h in heads if mine(h)])
     return Held((r for r in found if r.role != "quality" or r.run_id in wanted), disturbed=disturbed)
+
+
+@cache
+def _without_seed(config: RunConfig) -> str:
+    return dataclasses.replace(config, seed=0).run_id
 
 
 @cache

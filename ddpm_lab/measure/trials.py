@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -19,9 +18,6 @@ class Trials:
 
     def __init__(self, trials: Sequence[Trial], held: Held) -> None:
         self._trials, self._held = trials, held
-        self._alike: dict[str, list[str]] = {}
-        for trial in trials:
-            self._alike.setdefault(_work(trial), []).append(trial.config.run_id)
 
     def of(self, timed: set[str]) -> list[Trial]:
         """Those of configurations that are timed under these run ids: what has no speed is not trained either."""
@@ -73,16 +69,11 @@ class Trials:
         return ()
 
     def _seen_so_far(self) -> list[float]:
-        return [seconds for seconds in map(self._seen, self._trials) if seconds is not None]
-
-    def _seen(self, trial: Trial) -> float | None:
-        """What the latest trial of the same configuration took, from whatever seed; None where there is none."""
-        known = map(self._held.trial_seconds, reversed(self._alike[_work(trial)]))
-        return next((seconds for seconds in known if seconds is not None), None)
+        return [s for t in self._trials if (s := self._held.trial_seconds(t.config)) is not None]
 
     def _known(self, trial: Trial) -> float | None:
         """What a trial will take: as one with another seed, else its images at the speed that sets have shown."""
-        if (seen := self._seen(trial)) is not None or trial.timed is None:
+        if (seen := self._held.trial_seconds(trial.config)) is not None or trial.timed is None:
             return seen
         image = self._held.image_seconds(trial.timed.run_id)
         compiling = COMPILE_SECONDS if trial.config.compile != "off" else 0.0
@@ -97,7 +88,3 @@ def short_of(trials: Sequence[Trial], left: Sequence[Trial]) -> list[tuple[Trial
         (first[key], f"{count} of {planned[key]} runs for quality did not fit into the time that was given")
         for key, count in lacking.items()
     ]
-
-
-def _work(trial: Trial) -> str:
-    return dataclasses.replace(trial.config, seed=0).run_id
