@@ -16,7 +16,7 @@ from ddpm_lab.measure.hardware import environment
 from ddpm_lab.measure.trials import COMPILE_SECONDS
 from ddpm_lab.plan import OTHERS, PRIMARY
 from ddpm_lab.planned import Planned
-from ddpm_lab.planning import _check_time, plan_question
+from ddpm_lab.planning import check_time, plan_question
 
 PRIMARY_SHARE = 0.75
 """Of the time that is left, which the primary comparisons still to come may take."""
@@ -43,7 +43,7 @@ def measure(
         one = ready[name] = _plan(name, questions[name], say)
         if one and any(f.candidates for f in one.campaign.experiment.families):
             if one.campaign.missing():
-                _check_time(one.renewed(seconds=max(seconds, 1.0)).campaign)
+                check_time(one.renewed(seconds=max(seconds, 1.0)).campaign)
             break
     while waiting:
         name = waiting.pop(0)

@@ -18,7 +18,7 @@ from ddpm_lab.ledger import PUBLISHED, Damaged, Head, Ledger, published_trials, 
 from ddpm_lab.measure import hardware
 from ddpm_lab.plan import PRESETS, TOGETHER, Experiment, Family
 from ddpm_lab.planned import Measured, Planned
-from ddpm_lab.planning import plan_question
+from ddpm_lab.planning import Settings, plan_question
 from ddpm_lab.questions import LONG, QUESTIONS
 from ddpm_lab.recommend import LEAST_MINUTES, recommend
 from ddpm_lab.record import RunRecord
@@ -27,12 +27,8 @@ from ddpm_lab.setting import OWN_DATA, own_data
 if TYPE_CHECKING:
     from ddpm_lab.explain.frames import Study
 
-SEARCH_SECONDS = 1800.0
-"""Forecast for a search with the trials of what it finds: how long it takes is known when it ends."""
 SEARCHED = ("sets", "resolution", "seeds", "images", "only", "any_batch", "global_batch_size")
 """Settings of a search, and of what it found, alone."""
-USUAL = {"data": "synthetic", "skip_bad": False, "image_size": 32, "seed": 0}
-"""Settings of a question that are not None where nobody sets them."""
 LAST = "batch_size"
 """Measured by the recommendation too, in the preset ``full``."""
 
@@ -63,7 +59,8 @@ def run(
         answer = _stored(name, output_dir, ledger, machine, settings.get("workload"))
     elif published or (published is None and name in LONG and settings.get("preset") != "full"):
         answer = _published(name, output_folder(output_dir))
-        idle = [n for n, value in settings.items() if n != "preset" and value is not None and value != USUAL.get(n)]
+        usual = {f.name: f.default for f in dataclasses.fields(Settings)}
+        idle = [n for n, value in settings.items() if n != "preset" and value is not None and value != usual.get(n)]
         if idle:
             print(f"note: no effect on records that exist: {', '.join(idle)}; published = False measures with them")
     else:
@@ -75,9 +72,8 @@ def measured_here(name: str, output_dir: str | Path | None) -> Study | None:
     """The records of this machine that answer a question, or None where its ledger has none."""
     output, here = output_folder(output_dir), hardware.machine().key
     heads = of_training(Ledger(output / LEDGER).heads()[0], None)
-    if any(head.experiment == name and head.machine.key == here for head in heads):
-        return _stored(name, output, None, here)
-    return None
+    known = any((h.experiment, h.machine.key) == (name, here) for h in heads)
+    return _stored(name, output, None, here) if known else None
 
 
 def cohorts_here(name: str, output_dir: str | Path | None) -> list[Study]:
@@ -85,12 +81,12 @@ def cohorts_here(name: str, output_dir: str | Path | None) -> list[Study]:
 
     What was measured later, with other images or for less time, hides nothing here.
     """
-    from ddpm_lab.explain.frames import cohorts, study  # noqa: PLC0415 - as above
+    from ddpm_lab.explain.frames import cohorts, study  # noqa: PLC0415 - the explaining half is not on a bare GPU node
 
     output, here = output_folder(output_dir), hardware.machine().key
 
     def mine(heads: Sequence[Head]) -> list[Head]:
-        found = [h for h in of_training(heads, None) if h.experiment == name and h.machine.key == here]
+        found = [h for h in of_training(heads, None) if (h.experiment, h.machine.key) == (name, here)]
         latest = set(cohorts(found))
         return [h for h in found if h.cohort in latest]
 
@@ -101,15 +97,12 @@ def cohorts_here(name: str, output_dir: str | Path | None) -> list[Study]:
 
 def _published(name: str, output: Path) -> Study:
     """The records of this machine, or else the latest that came with the checkout."""
-    from ddpm_lab.explain.frames import study  # noqa: PLC0415 - the explaining half is not on a bare GPU node
+    from ddpm_lab.explain.frames import study  # noqa: PLC0415 - as above
 
     if (mine := measured_here(name, output)) is not None:
         return mine
-    heads = {
-        file: [head for head in Ledger(file).heads()[0] if head.experiment == name]
-        for file in sorted((CHECKOUT / PUBLISHED).glob("*.jsonl"))
-    }
-    told = [(head.date, file, head.machine.key) for file, found in heads.items() for head in found]
+    files = sorted((CHECKOUT / PUBLISHED).glob("*.jsonl"))
+    told = [(h.date, file, h.machine.key) for file in files for h in Ledger(file).heads()[0] if h.experiment == name]
     if not told:
         return study([], name, output_dir=output)
     _, file, key = max(told)
@@ -118,7 +111,7 @@ def _published(name: str, output: Path) -> Study:
 
 def study_of(measured: Measured) -> Study:
     """The records that answer what was measured."""
-    from ddpm_lab.explain.frames import BESIDE_OTHERS, LOOK, TRIAL, study  # noqa: PLC0415 - not on a bare GPU node
+    from ddpm_lab.explain.frames import BESIDE_OTHERS, LOOK, TRIAL, study  # noqa: PLC0415 - as above
 
     key, name = measured.cohort[0], measured.experiment.name
 
@@ -307,14 +300,3 @@ def combination(planned: Planned) -> Planned | None:
         together=True,
     )
     return planned.renewed(Experiment(name="recommendation", families=(family,)))
-
-
-def forecast(name: str, *, preset: str = "quick", output_dir: str | Path | None = None, **settings: Any) -> float:
-    """Seconds that measuring what is missing will take, from earlier sets on this machine where there are any."""
-    if name == "recommendation":
-        known = ("data", "held_out", "skip_bad", "network", "device", "image_size", "minutes")
-        settings = {k: v for k, v in settings.items() if k in known}
-        first = plan_question(LAST, preset=preset, output_dir=output_dir, quiet=True, **settings).campaign.forecast()
-        return first + SEARCH_SECONDS
-    settings = {k: v for k, v in settings.items() if k not in ("ledger", "machine", "bands")}
-    return plan_question(name, preset=preset, output_dir=output_dir, quiet=True, **settings).campaign.forecast()

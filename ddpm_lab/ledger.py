@@ -190,8 +190,10 @@ def read_all(paths: Sequence[Path | str], select: Select | None = None) -> tuple
     records, bad = load(heads if select is None else select(heads))
     if len(paths) > 1:
         # Names of files and hosts are left out of what is published: they cannot tell one record from another.
-        told = {(r.set_id, r.experiment, r.family, r.role, r.run_id, r.environment.date): r for r in reversed(records)}
-        once = {id(r) for r in told.values()}
+        def marks(r: RunRecord) -> tuple[str, ...]:
+            return (r.set_id, r.experiment, r.family, r.role, r.label, r.run_id, r.environment.date)
+
+        once = {id(r) for r in {marks(r): r for r in reversed(records)}.values()}
         records = [r for r in records if id(r) in once]
     return records, damaged + bad
 

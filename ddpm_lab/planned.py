@@ -52,7 +52,7 @@ class Planned:
         c = self.campaign
         target = dataclasses.replace(c.target, **changes)
         same = experiment is None or experiment.name == c.experiment.name
-        again = Campaign(experiment or c.experiment, target, c.instrument, c.ledger, c.traces, trials=c.for_trials)
+        again = Campaign(experiment or c.experiment, target, c.instrument, c.ledger, c.traces)
         return dataclasses.replace(self, campaign=again, on_cores=self.on_cores if same else None)
 
     def measure(

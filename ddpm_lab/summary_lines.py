@@ -16,7 +16,7 @@ from ddpm_lab.data.folder import DataError
 from ddpm_lab.data.prepared import read_manifest
 from ddpm_lab.explain.summary import RUNS, Summary
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.utilisation import Utilisation
+from ddpm_lab.measure.machine_watch import Utilisation
 from ddpm_lab.record import RunRecord
 from ddpm_lab.run_folder import trained
 

@@ -51,7 +51,6 @@ class Lab:
         self.loads: list[float] = []  # cores that others take in the sets to come; none once it is empty
         self.seconds_per_image: dict[str, float] = {}  # by run id; 1 / 32 for all others
         self.alone: list[tuple[str, str]] = []
-        self.ran_by: dict[str, str] = {}  # role -> code of whoever ran it
         self.traces: list[Path] = []
         self.stop_after: int | None = None
 
@@ -97,7 +96,6 @@ class Lab:
     ) -> RunRecord:
         del work  # how it is done is not for this laboratory
         self.alone.append((member.role, member.label))
-        self.ran_by[member.role] = instrument.code.key
         self.now += PLACE_SECONDS
         values: dict[str, Any] = {"experiment": experiment, "family": family, "plan": plan, "set_id": f"one-{self.now}"}
         found = self._record(member, member, instrument.code, 0.0, **values)
@@ -121,14 +119,13 @@ class Lab:
             **values,
         )
 
-    def campaign(self, experiment: Experiment, *, code: str = "code", trials: str = "", **target: Any) -> Campaign:
+    def campaign(self, experiment: Experiment, *, code: str = "code", **target: Any) -> Campaign:
         """A new campaign, as a new process would make it."""
         values = {"plan": Plan(), "sets": 6 if "seconds" in target else 3, "cold_compiles": 2, **target}
         instrument = Instrument(
             code=CodeVersion(code), cache=self.folder / "cache", usable_cores=2, data_name="synthetic images"
         )
-        for_trials = dataclasses.replace(instrument, code=CodeVersion(trials or code))
-        return Campaign(experiment, Target(**values), instrument, self.ledger, self.folder, trials=for_trials)
+        return Campaign(experiment, Target(**values), instrument, self.ledger, self.folder)
 
     def run(
         self, experiment: Experiment, *, stages: Sequence[str] = (PRIMARY, OTHERS), look: bool = True, **target: Any

@@ -45,15 +45,6 @@ def test_what_the_ledger_has_is_not_measured_again(lab: Lab) -> None:
     assert len(lab.sets) == 2
 
 
-def test_a_set_without_its_twin_is_no_set(lab: Lab) -> None:
-    asked = experiment(family("f", 1))
-    lab.run(asked, sets=1)
-    base, _twin, candidate = lab.ledger.path.read_text().splitlines(keepends=True)
-    lab.ledger.path.write_text(base + candidate)
-    lab.run(asked, sets=1)
-    assert len(lab.sets) == 1
-
-
 def test_an_interrupt_costs_the_unfinished_set(lab: Lab) -> None:
     asked = experiment(family("f", 1))
     lab.stop_after = 2
@@ -112,15 +103,6 @@ def test_a_failure_that_may_pass_is_tried_twice_and_then_left_to_the_next_run(la
     assert lab.sets == []
 
 
-def test_what_is_not_supported_is_left_to_the_next_run(lab: Lab) -> None:
-    asked = experiment(family("f", 1))
-    lab.failures = {config(1).run_id: "unsupported"}
-    lab.run(asked)
-    assert len(lab.sets) == 1
-    lab.run(asked)
-    assert len(lab.sets) == 1
-
-
 def test_a_failed_baseline_ends_its_family_and_no_other(lab: Lab) -> None:
     asked = experiment(family("bad", 2), family("good", 1, first=10))
     lab.failures = {config(0).run_id: "crashed"}
@@ -155,11 +137,6 @@ def test_a_lost_set_is_told_with_its_reason_and_counted(
     assert counts[-1][0] == counts[-1][1]
 
 
-def test_a_campaign_in_which_all_fails_holds_nothing(lab: Lab) -> None:
-    lab.failures = {config(0).run_id: "crashed"}
-    assert not lab.run(experiment(family("f", 1))).held.any
-
-
 # --- order -----------------------------------------------------------------------------------------------------------
 
 
@@ -176,12 +153,6 @@ def test_a_candidate_added_later_gets_sets_of_its_own_with_baseline_and_twin(lab
     lab.run(experiment(family("f", 1)))
     lab.run(experiment(family("f", 2)))
     assert lab.sets == [("f", [*BOTH, "c2"])] * 3
-
-
-def test_unequal_candidates_end_with_equally_many_sets(lab: Lab) -> None:
-    lab.run(experiment(family("f", 1)), sets=2)
-    lab.run(experiment(family("f", 2)))
-    assert lab.sets == [("f", [*BOTH, "c2"]), ("f", [*BOTH, "c2"]), ("f", [*BOTH, "c1", "c2"])]
 
 
 def test_many_candidates_are_spread_over_sets(lab: Lab) -> None:
@@ -205,8 +176,3 @@ def test_a_family_without_candidates_is_measured_against_its_twin(lab: Lab) -> N
     assert lab.sets == [("alone", BOTH)] * 3
     lab.run(experiment(family("alone", 0)))
     assert lab.sets == []
-
-
-def test_a_mechanism_needs_one_set(lab: Lab) -> None:
-    lab.run(experiment(family("f", 1, mechanism=True)))
-    assert len(lab.sets) == 1

@@ -10,10 +10,8 @@ from setups import setup
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import campaign, shortfall
-from ddpm_lab.measure.progress import Progress
 from ddpm_lab.plan import Experiment, Family
 from ddpm_lab.quality import quality
-from ddpm_lab.questions import ask
 from ddpm_lab.setting import Images
 
 HERE = setup(images=Images(folder="", sha256="", name=""))
@@ -93,15 +91,6 @@ def test_a_search_comes_before_the_sets_and_leaves_out_what_is_larger(lab: Lab) 
     assert unknown == campaign.SEARCH_SECONDS + 3 * 5 * shortfall.PLACE_SECONDS
 
 
-def test_a_search_in_which_nothing_fits_holds_nothing(lab: Lab) -> None:
-    base = RunConfig(device="cuda", global_batch_size=2)
-    lab.failures = {dataclasses.replace(base, global_batch_size=n).run_id: "oom" for n in (1, 2)}
-    asked = Family(name="f", baseline=base, baseline_label="base", candidates=(), search_up_to=8)
-    assert not lab.run(experiment(asked)).held.any
-    assert (lab.alone, lab.sets) == ([("search", "batch 2"), ("search", "batch 1")], [])
-    assert [r.status for r in lab.records("largest")] == ["oom"]
-
-
 def test_what_was_left_out_is_noted_once(lab: Lab) -> None:
     rows = (("f", "fp16", "needs a CUDA device"), ("f", "tf32", "needs a CUDA device"))
     for _ in range(2):
@@ -110,17 +99,6 @@ def test_what_was_left_out_is_noted_once(lab: Lab) -> None:
     assert [(n.family, n.label, n.reason) for n in notes] == list(rows)
     assert {(n.status, n.set_id, n.baseline_id) for n in notes} == {("left out", "", config(0).run_id)}
     assert all(not n.windows for n in notes)
-
-
-def test_progress_names_the_set_and_the_time_left(
-    lab: Lab, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("DDPM_LAB_PROGRESS", raising=False)
-    lab.campaign(experiment(family("tiny, batch 32", 1))).run(Progress("amp"))
-    lines = [line for line in capsys.readouterr().err.splitlines() if "starting" in line]
-    assert len(lines) == 3
-    assert all(f"set {i} of about 3," in line and "tiny, batch 32" in line for i, line in enumerate(lines, 1))
-    assert "left" in lines[0]
 
 
 # --- gradient checks and what they keep from being trained -----------------------------------------------------------
@@ -159,27 +137,3 @@ def test_a_check_that_crashes_or_whose_baseline_fails_too_keeps_nobody_from_trai
     lab.run(asked, sets=1)
     assert [label for role, label in lab.alone if role == "quality"] == ["fp32", "bf16"] * 2
     assert not lab.records("note")
-
-
-def test_a_check_is_made_by_the_code_of_the_trials_and_speaks_for_that_of_the_sets(lab: Lab) -> None:
-    """The module that compares gradients is no part of a question about speed, whose ranks would refuse it."""
-    asked = ask("amp", HERE, seeds=1, images=800, global_batch_size=8)
-    (check,) = asked.checks
-    lab.qualities = {check.config.run_id: {**gradient_check(0.0), "checked_by": "trials"}}
-    lab.run(asked, sets=1, trials="trials")
-    assert lab.ran_by == {"check": "trials", "quality": "trials"}
-    assert [r.code_version for r in lab.records("check")] == ["code"], "so that it stands beside the sets"
-    lab.run(asked, sets=1, trials="trials")
-    assert lab.alone == []
-    lab.run(asked, sets=1, trials="newer")
-    assert ("check", "bf16") in lab.alone
-
-
-def test_other_questions_do_not_train_either_what_their_checks_find(lab: Lab) -> None:
-    asked = ask("exchange", HERE, seeds=2, images=800, global_batch_size=8)
-    lab.qualities = {c.config.run_id: gradient_check(0.9 * (c.label == "fp16 hook")) for c in asked.checks}
-    lab.run(asked, sets=1)
-    trained = {label for role, label in lab.alone if role == "quality"}
-    assert {"default", "bf16 hook", "static graph"} <= trained
-    assert "fp16 hook" not in trained
-    assert [n.label for n in lab.records("note")] == ["fp16 hook"]

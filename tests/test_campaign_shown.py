@@ -90,14 +90,6 @@ def test_what_was_shown_gets_nothing_further(lab: Lab) -> None:
     assert measured(lab).keys() == {"c5"}
 
 
-def test_what_nobody_was_shown_goes_on(lab: Lab) -> None:
-    asked = experiment(family("f", 2, primary="c1"))
-    lab.run(asked, seconds=200, look=False)
-    assert lab.campaign(asked, seconds=400, further=False).missing()
-    lab.run(asked, seconds=400, further=False)
-    assert measured(lab)["c2"] >= 4, "it was left out before, but a killed run tells nobody"
-
-
 def test_sets_that_nobody_was_shown_are_shown_without_more(lab: Lab) -> None:
     lab.run(ONE, sets=4)
     lab.run(ONE, sets=4, look=False)

@@ -46,7 +46,7 @@ def test_a_question_is_measured_once(tmp_path: Path) -> None:
     again = experiments.run("amp", preset="smoke", output_dir=tmp_path)
     assert again.measured_sets == 0
     assert [r.set_id for r in again.records] == [r.set_id for r in study.records]
-    assert experiments.forecast("amp", preset="smoke", output_dir=tmp_path) == 0
+    assert plan_question("amp", preset="smoke", output_dir=tmp_path).campaign.forecast() == 0
 
     more = experiments.run("amp", preset="smoke", sets=2, output_dir=tmp_path)
     assert more.measured_sets == 1

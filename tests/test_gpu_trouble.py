@@ -16,7 +16,7 @@ from ddpm_lab import report, setting
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.checkup import checkup
 from ddpm_lab.measure import gpu_trouble as module
-from ddpm_lab.measure import hardware
+from ddpm_lab.measure import hardware, nvml
 from ddpm_lab.measure.gpu_trouble import gpu_trouble
 from ddpm_lab.training_plan import plan_training
 
@@ -51,9 +51,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     """Makes an NVML that lists GPUs, and a torch that tells of them what it is given; a file counts who asked it."""
 
     def make(*cards: tuple[str, int, int], driver: str = "600.1", **told: Any) -> Path:
-        nvml = SimpleNamespace(
+        binding = SimpleNamespace(
             nvmlInit=lambda: None,
-            nvmlShutdown=lambda: None,
             nvmlDeviceGetCount=lambda: len(cards),
             nvmlDeviceGetHandleByIndex=lambda i: i,
             nvmlDeviceGetName=lambda i: cards[i][0],
@@ -61,7 +60,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
             nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(total=8 << 30),
             nvmlSystemGetDriverVersion=lambda: driver,
         )
-        monkeypatch.setitem(sys.modules, "pynvml", nvml)
+        monkeypatch.setitem(sys.modules, "pynvml", binding)
         told = {"error": "", "cuda": "13.2", "cards": cards, "architectures": WHEEL, **told}
         monkeypatch.setenv("TORCH_TELLS", json.dumps(told))
         monkeypatch.setenv("TORCH_ASKED", str(tmp_path / "asked"))
@@ -71,10 +70,11 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         return tmp_path / "asked"
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for cached in (hardware._nvidia, module.told_by_torch):
+    caches = (nvml._library, hardware._nvidia, module.told_by_torch)
+    for cached in caches:
         cached.cache_clear()
     yield make
-    for cached in (hardware._nvidia, module.told_by_torch):
+    for cached in caches:
         cached.cache_clear()
 
 

@@ -35,7 +35,7 @@ ROWS = (
     ("model.allreduce", "model.denoising", "model.limits", "model.own", "model.peers", "model.train"),
     ("model.gradient_check", "model.training", "model.wrong_ways"),
     # measure: what runs it and times it
-    ("measure.measuring_lock",),
+    ("measure.measuring_lock", "measure.nvml"),
     (
         "measure.code_version",
         "measure.freed_memory",
@@ -60,7 +60,7 @@ ROWS = (
     ),
     ("measure.fleet", "measure.group_folder", "measure.local_rank", "measure.rank"),
     ("measure.remote_rank", "measure.worktree"),
-    ("measure.group", "measure.host", "measure.utilisation"),
+    ("measure.group", "measure.host"),
     ("measure.fid", "measure.seat"),
     ("measure.gradients", "measure.time_budget", "measure.trial", "measure.wrong_ways"),
     ("measure.sets",),
@@ -68,7 +68,6 @@ ROWS = (
     ("measure.scatter", "measure.shortfall"),
     ("measure.trials",),
     ("measure.campaign",),
-    ("measure.network_choice",),
     # explain: what reads the ledger
     ("explain.bands",),
     ("explain.figure_style", "explain.frames", "explain.grids", "explain.pages", "explain.stats"),

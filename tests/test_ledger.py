@@ -287,7 +287,8 @@ def test_heads_tell_of_odd_names_what_the_records_tell(tmp_path: Path, odd: str)
 
 def test_a_record_in_two_files_counts_once(tmp_path: Path) -> None:
     """A copy of a ledger, or what was published of it, beside the ledger itself must not double its sets."""
-    records = make.sets({"faster": (RunConfig(precision="bf16"), 1.1)}, count=2)
+    notes = [make.record(RunConfig(), role="note", set_id="", label=label) for label in ("tf32", "fp16")]
+    records = [*make.sets({"faster": (RunConfig(precision="bf16"), 1.1)}, count=2), *notes]  # notes of one second
     Ledger(tmp_path / "a.jsonl").append(records)
     hidden = [
         dataclasses.replace(r, environment=dataclasses.replace(r.environment, hostname=None, kernel=""))

@@ -39,7 +39,9 @@ def plan(tmp_path: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> Ask
     monkeypatch.setattr(planning, "usual_device", lambda device: device or "cpu")
 
     def plan(name: str = "amp", **settings: Any) -> Planned:
-        return plan_question(name, output_dir=tmp_path, cache=prepared, image_size=8, quiet=True, **settings)
+        return plan_question(
+            name, output_dir=tmp_path, **{"cache": prepared, "image_size": 8, "quiet": True, **settings}
+        )
 
     return plan
 
@@ -72,48 +74,34 @@ def write(planned: Planned, records: list[RunRecord]) -> None:
 # --- budgets ---------------------------------------------------------------------------------------------------------
 
 
-def smallest(refusal: pytest.ExceptionInfo[ConfigError]) -> float:
-    """The minutes that a refusal says would do."""
-    assert "\n" not in str(refusal.value)
-    found = re.search(r"take about ([\d.]+) minutes", str(refusal.value))
-    assert found, refusal.value
-    return float(found[1])
+def smallest(plan: Asking, *words: str, **settings: Any) -> float:
+    """The minutes that would do, by the sentence that refuses fewer."""
+    with pytest.raises(ConfigError, match=r"4 sets of the primary comparison take about ([\d.]+) minutes") as refusal:
+        plan(*words, **settings)
+    return float(re.findall(r"about ([\d.]+) minutes", str(refusal.value))[0])
 
 
 def test_a_budget_too_small_for_the_primary_comparison_is_refused_with_the_smallest_that_would_do(plan: Asking) -> None:
-    with pytest.raises(ConfigError, match=r"minutes is 0.19: 4 sets of the primary") as refusal:
-        plan(minutes=0.19)
-    assert smallest(refusal) == 0.2, "4 sets of 3 groups, a second each"
+    assert smallest(plan, minutes=0.19) == 0.2, "4 sets of 3 groups, a second each"
     assert plan(minutes=0.2).campaign.target.seconds == 12
-
-
-@pytest.mark.parametrize("place_seconds", [3.4, 3.4166, 7.0, 11.11])
-def test_the_smallest_that_would_do_follows_from_earlier_sets_and_does(plan: Asking, place_seconds: float) -> None:
-    write(planned := plan(), sets_of(planned, 1, place_seconds=place_seconds))
-    with pytest.raises(ConfigError) as refusal:
-        plan(minutes=0.1)
-    least = smallest(refusal)
-    assert least == pytest.approx(3 * 3 * place_seconds / 60, abs=0.011), "three sets are still to come"
+    write(planned := plan(), sets_of(planned, 1, place_seconds=3.4166))
+    least = smallest(plan, minutes=0.1)
+    assert least == pytest.approx(3 * 3 * 3.4166 / 60, abs=0.011), "three sets are still to come"
     assert plan(minutes=least)
+    write(planned, sets_of(planned, 4))
+    assert plan(minutes=0.01), "what has its sets takes any budget"
 
 
 def test_sets_of_other_candidates_are_none_of_the_primary_comparison(plan: Asking) -> None:
     planned = plan("batch_size")
     others = [dataclasses.replace(r, role="twin") if r.role == "candidate" else r for r in sets_of(planned, 4)]
     write(planned, [r for r in others if r.config == base_of(planned)])
-    with pytest.raises(ConfigError) as refusal:
-        plan("batch_size", minutes=0.5)
-    assert smallest(refusal) == 1.0
+    assert smallest(plan, "batch_size", minutes=0.5) == 1.0
 
 
 @pytest.mark.parametrize("settings", [{"sets": 2}, {"preset": "smoke"}, {"precisions": ["fp32"]}])
 def test_what_promises_no_answer_takes_any_budget(plan: Asking, settings: dict[str, Any]) -> None:
     assert plan(minutes=0.01, **settings)
-
-
-def test_a_comparison_that_has_its_sets_takes_any_budget(plan: Asking) -> None:
-    write(planned := plan(), sets_of(planned, 4))
-    assert plan(minutes=0.01)
 
 
 def test_no_time_measures_nothing(plan: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,28 +112,51 @@ def test_no_time_measures_nothing(plan: Asking, monkeypatch: pytest.MonkeyPatch)
     assert not (planned.output / LEDGER).exists()
 
 
-@pytest.mark.parametrize("minutes", [-1, float("nan"), "5", True])
-def test_minutes_are_a_number_from_0(plan: Asking, minutes: object) -> None:
-    with pytest.raises(ConfigError, match="minutes is"):
-        plan(minutes=minutes)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"minutes": value} for value in (-1, float("nan"), "5", True)),
+        *({"resolution": value} for value in (0, 1, True)),
+        *({"cores": 3}, {"cores": 0}, {"sets": 0}, {"seed": -1}, {"network": "big"}, {"image_sizes": []}),
+    ],
+)
+def test_wrong_values_are_refused_by_name_and_before_an_image_is_decoded(
+    plan: Asking, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    (name,) = settings
+    with pytest.raises(ConfigError, match=f"{name} is {next(iter(settings.values()))!r}".replace("[]", r"\[\]")):
+        plan(cache=tmp_path / "images", **settings)
+    with pytest.raises(ConfigError, match="precision"):
+        plan(cache=tmp_path / "images", precisions=["fp7"])
+    assert not (tmp_path / "images").exists()
 
 
 @pytest.mark.parametrize(
-    ("settings", "exact", "sets"),
+    ("settings", "exact", "sets", "turns"),
     [
-        ({}, False, 6),
-        ({"preset": "full"}, False, 12),
-        ({"sets": 5}, True, 5),
-        ({"preset": "smoke"}, True, 1),
-        ({"minutes": 3}, False, 6),
+        ({}, False, 6, 0),
+        ({"preset": "full"}, False, 12, 0),
+        ({"sets": 5}, True, 5, 0),
+        ({"preset": "smoke"}, True, 1, 2),
     ],
 )
 def test_sets_are_exact_where_they_are_asked_for_and_in_smoke(
-    plan: Asking, settings: dict[str, Any], exact: bool, sets: int
+    plan: Asking, settings: dict[str, Any], exact: bool, sets: int, turns: int
 ) -> None:
-    target = plan(**settings).campaign.target
-    assert (target.exact, target.sets) == (exact, sets)
-    assert target.plan.turns == (2 if settings.get("preset") == "smoke" else 0)
+    target = plan(**settings, further=False).campaign.target
+    assert (target.exact, target.sets, target.plan.turns, target.further) == (exact, sets, turns, False)
+
+
+# --- the network -----------------------------------------------------------------------------------------------------
+
+
+def test_a_cpu_measures_the_smallest_network_and_a_gpu_the_published_one(
+    plan: Asking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [base_of(plan(*name)).network for name in ((), ("peers",))] == ["tiny", "seed"]
+    monkeypatch.setattr(hardware, "gpus", lambda: [hardware.Gpu("A", "GPU-1", 1 << 36)])
+    monkeypatch.setattr("ddpm_lab.setting.gpu_trouble", lambda: "")
+    assert [base_of(plan(device="cuda", **n)).network for n in ({}, {"network": "tiny"})] == ["seed", "tiny"]
 
 
 # --- cores -----------------------------------------------------------------------------------------------------------
@@ -163,73 +174,40 @@ def busy(monkeypatch: pytest.MonkeyPatch, free: int = 1) -> list[int]:
     return looked
 
 
-def test_threads_are_all_that_there_are_where_all_cores_are_free(plan: Asking) -> None:
-    assert {c.threads for c in plan().campaign.experiment.configurations} == {0}
-
-
-def test_threads_are_as_many_as_cores_are_free(plan: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_as_many_as_cores_are_free_or_asked_for(plan: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {c.threads for c in plan().campaign.experiment.configurations} == {0}, "all that there are"
     looked = busy(monkeypatch)
     planned = plan(image_sizes=[8, 16])
     assert {c.threads for c in planned.campaign.experiment.configurations} == {1}
     assert looked == [1], "once a question"
-
-
-def test_cores_can_be_given(plan: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked = busy(monkeypatch)
     one, both = plan(cores=1), plan(cores=2)
     assert [base_of(planned).threads for planned in (one, both)] == [1, 0]
-    assert (one.on_cores, looked) == (None, []), "what was asked for is kept"
-    with pytest.raises(ConfigError, match="cores is 3: 2 are usable here"):
-        plan(cores=3)
-    with pytest.raises(ConfigError, match="cores is 0"):
-        plan(cores=0)
+    assert (one.on_cores, looked) == (None, [1]), "what was asked for is kept"
+    search = plan("search")
+    assert {c.threads for c in search.campaign.experiment.configurations} == {1}
+    assert (search.on_cores, looked) == (None, [1, 1])
+    assert base_of(plan(preset="smoke")).threads == 0, "what calls nothing needs no look"
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 1)
+    plan()
+    assert looked == [1, 1]
 
 
 def test_cores_are_chosen_once_a_question(plan: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its last set at first, and by what was shown from then on; of several answers that with all cores leads."""
     one, both = plan(cores=1), plan(cores=2)
     looked = busy(monkeypatch, free=2)
+    write(one, make.on(make.GPUS, sets_of(one, 1)))
+    write(one, [dataclasses.replace(r, code_version="other") for r in sets_of(one, 1)])
+    assert (base_of(plan()).threads, looked) == (0, [2]), "of another machine, and of other code"
     write(one, sets_of(one, 1))
-    assert (base_of(plan()).threads, looked) == (1, [])
+    assert (base_of(plan()).threads, looked) == (1, [2])
     write(both, sets_of(both, 1))
     assert base_of(plan()).threads == 0
     one.renewed().campaign.look()
     assert base_of(plan()).threads == 1, "that is the answer that was shown"
     both.renewed().campaign.look()
-    assert (base_of(plan()).threads, looked) == (0, [])
-    assert (plan("batch_size"), looked)[1] == [2], "another question chooses its own"
-
-
-@pytest.mark.parametrize("other", ["machine", "code"])
-def test_cores_of_another_machine_or_code_are_not_taken(
-    plan: Asking, monkeypatch: pytest.MonkeyPatch, other: str
-) -> None:
-    one = plan(cores=1)
-    found = sets_of(one, 1)
-    write(
-        one,
-        make.on(make.GPUS, found)
-        if other == "machine"
-        else [dataclasses.replace(r, code_version="other") for r in found],
-    )
-    looked = busy(monkeypatch, free=2)
-    assert base_of(plan()).threads == 0
-    assert looked == [2]
-
-
-def test_one_core_and_what_calls_nothing_need_no_look(plan: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked = busy(monkeypatch)
-    assert base_of(plan(preset="smoke")).threads == 0
-    monkeypatch.setattr(hardware, "usable_cores", lambda: 1)
-    plan()
-    assert looked == []
-
-
-def test_a_search_has_the_free_cores_too(plan: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
-    busy(monkeypatch)
-    planned = plan("search")
-    assert {c.threads for c in planned.campaign.experiment.configurations} == {1}
-    assert planned.on_cores is None
+    assert (base_of(plan()).threads, looked) == (0, [2])
+    assert (plan("batch_size"), looked)[1] == [2, 2], "another question chooses its own"
 
 
 def test_what_compared_nothing_for_want_of_cores_chooses_none(plan: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,14 +230,11 @@ def test_a_question_can_be_asked_again_for_fewer_cores(plan: Asking) -> None:
     assert again.campaign.target == planned.campaign.target
 
 
-def test_what_was_shown_is_told_to_the_campaign(plan: Asking) -> None:
-    target = plan(further=False, decided=[("a", "b")]).campaign.target
-    assert (target.further, target.decided) == (False, frozenset([("a", "b")]))
-
-
 def test_the_ledger_of_a_question_is_that_of_its_folder(plan: Asking) -> None:
     planned = plan()
     write(planned, found := sets_of(planned, 2))
     assert Ledger(planned.output / LEDGER).read()[0] == found
     candidate = dict(planned.campaign.experiment.families[0].candidates)["bf16"]
-    assert planned.renewed().campaign.held.sets(base_of(planned).run_id, candidate.run_id) == 2
+    again = planned.renewed(decided=frozenset([("a", "b")])).campaign
+    assert again.held.sets(base_of(planned).run_id, candidate.run_id).keys() == {r.set_id for r in found}
+    assert again.target.decided == {("a", "b")}

@@ -11,7 +11,6 @@ import records as make
 from setups import setup
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain.findings import finding
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.code_version import CodeVersion
@@ -20,7 +19,7 @@ from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument
 from ddpm_lab.measure.shortfall import Target
-from ddpm_lab.measure.trials import TRIAL_SECONDS, Trials, short_of
+from ddpm_lab.measure.trials import TRIAL_SECONDS, Trials
 from ddpm_lab.plan import Experiment, Family, Plan, Trial
 from ddpm_lab.quality import with_trials
 from ddpm_lab.record import RunRecord
@@ -107,13 +106,10 @@ def test_a_failure_that_lasts_is_not_repeated() -> None:
     assert trials[1] in Trials(trials, held).missing()
 
 
-def campaign(folder: Path, experiment: Experiment, code: str = "amp-code", trials: str = "trials-code") -> Campaign:
-    def instrument(key: str) -> Instrument:
-        return Instrument(code=CodeVersion(key), cache=folder, usable_cores=2, data_name="")
-
+def campaign(folder: Path, experiment: Experiment, code: str = "code") -> Campaign:
+    instrument = Instrument(code=CodeVersion(code), cache=folder, usable_cores=2, data_name="")
     target = Target(plan=Plan(), sets=1, cold_compiles=0)
-    ledger = Ledger(folder / "ledger.jsonl")
-    return Campaign(experiment, target, instrument(code), ledger, folder, trials=instrument(trials))
+    return Campaign(experiment, target, instrument, Ledger(folder / "ledger.jsonl"), folder)
 
 
 def test_another_question_made_them_already(tmp_path: Path) -> None:
@@ -123,29 +119,12 @@ def test_another_question_made_them_already(tmp_path: Path) -> None:
         "environment": environment(),
         "experiment": "quality",
         "plan": Plan(turns=2),
-        "code_version": "trials-code",
+        "code_version": "code",
     }
     Ledger(tmp_path / "ledger.jsonl").append([made(t, **here) for t in trials[:4]])
     Ledger(tmp_path / "ledger.jsonl").append([made(t, **{**here, "code_version": "older"}) for t in trials[4:]])
     found = campaign(tmp_path, planned())
     assert found.trials.missing() == list(trials[4:])
     assert not found.held.any, "trials alone answer nothing"
-    assert campaign(tmp_path, planned(), trials="newer").trials.missing() == list(trials)
+    assert campaign(tmp_path, planned(), code="newer").trials.missing() == list(trials)
     assert campaign(tmp_path, planned(seeds=2)).trials.missing() == []
-
-
-def test_what_did_not_fit_is_said_until_it_is_there() -> None:
-    experiment = planned()
-    sets = make.sets({"bf16": (BF16, 1.5)}, baseline=BASE)
-    done = [made(t) for t in experiment.trials[:5]]  # three runs of fp32 and two of bf16
-    notes = [
-        replace(made(t), role="note", status="left out", reason=why, baseline_id=BASE.run_id, experiment="amp")
-        for t, why in short_of(experiment.trials, experiment.trials[5:])
-    ]
-    of = replace(make.study([*sets, *notes]), trials=tuple(done))
-    claim = finding(of).claim
-    assert "Of bf16 3 of 5 runs for quality did not fit into the time that was given." in claim
-    assert "Of fp32 2 of 5 runs for quality did not fit" in claim
-    assert "Left out" not in claim, "both have a speed"
-    later = replace(of, trials=tuple(made(t) for t in experiment.trials))
-    assert "did not fit" not in finding(later).claim

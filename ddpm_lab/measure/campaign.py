@@ -10,7 +10,7 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -39,30 +39,26 @@ OVERRUN = 1.5
 """A primary comparison may take so many times its time to reach the least sets: an answer is worth more than a row."""
 SEARCH_SECONDS = 60.0
 NO_TIME = "did not fit into the time"
-_WRONG = ("wrong", wrong_ways.run_wrong_ways)
-_CHECKS: dict[str, tuple[str, Work]] = {CHECK: ("check", compare_gradients), wrong_ways.WORKLOAD: _WRONG}
+CHECK_ROLES = ("check", "wrong")
+_CHECKS: dict[str, tuple[str, Work]] = {
+    CHECK: ("check", compare_gradients),
+    wrong_ways.WORKLOAD: ("wrong", wrong_ways.run_wrong_ways),
+}
+"""Role and work of a check, by its workload."""
 
 
 class Campaign:
     """The measuring of one experiment; ``measured_sets`` counts what it added to the ledger."""
 
     def __init__(
-        self,
-        experiment: Experiment,
-        target: Target,
-        instrument: Instrument,
-        ledger: Ledger,
-        traces: Path,
-        *,
-        trials: Instrument | None = None,
+        self, experiment: Experiment, target: Target, instrument: Instrument, ledger: Ledger, traces: Path
     ) -> None:
         self.experiment, self.target, self.instrument = experiment, target, instrument
-        self.for_trials = trials or instrument
         self.ledger, self.traces = ledger, traces
         self.machine_key = environment().machine.key
-        codes = (instrument.code.key, self.for_trials.code.key)
         few = target.sets < LEAST_SETS  # nothing is called
-        self.held = held_of(ledger, experiment, target.plan, machine_key=self.machine_key, codes=codes, disturbed=few)
+        held = {"machine_key": self.machine_key, "code": instrument.code.key}
+        self.held = held_of(ledger, experiment, target.plan, disturbed=few, **held)
         self.lacks = Shortfall(experiment, target, self.held, cache(lambda: scatter(ledger, self.machine_key)))
         self.trials = Trials(experiment.trials, self.held)
         self.measured_sets = 0
@@ -80,19 +76,7 @@ class Campaign:
         With ``look`` an answer is shown afterwards, which is recorded: going on later is another look.
         """
         self.begun = time.monotonic()
-        self._note_left_out()
-        for check in self.experiment.checks:
-            if not self.held.checked(check.config.run_id):
-                role, work = _CHECKS[check.config.workload]
-                member = Member(role, check.label, check.config)
-                whose = {"baseline_id": check.baseline.run_id, "code_version": self.instrument.code.key}  # of the sets
-                self._alone(check.family, member, work=work, by=self.for_trials, **whose)
-        for family_label, label, config in self.experiment.profiles:
-            self._profile(family_label, label, config, progress)
-        for family in self.experiment.families:
-            for label, config in family.candidates:
-                self._cold_compiles(family, label, config, progress)
-        families = [self._within_memory(family, progress) for family in self.experiment.families]
+        families = self._before_sets(progress)
         primary, others = by_stage(families)
         if PRIMARY in stages:
             share = PRIMARY_SHARE if others and OTHERS in stages else 1.0
@@ -104,6 +88,34 @@ class Campaign:
             self._train(families, progress)
         if look:
             self.look()
+
+    def _before_sets(self, progress: Progress) -> list[Family]:
+        """Note what is left out, and measure what is measured alone; returns the families of what fits into memory."""
+        for name, label, reason in self.experiment.left_out:
+            bases = [f.baseline for f in self.experiment.families if f.name == name]
+            self._note(name, label, None, (*bases, *self.experiment.configurations)[0], reason)
+        for check in self._checks():
+            role, work = _CHECKS[check.config.workload]
+            member = Member(role, check.label, check.config)
+            self._alone(check.family, member, work=work, baseline_id=check.baseline.run_id)
+        for family_label, label, config in self._profiles():
+            progress.prefix = ""
+            self.traces.mkdir(parents=True, exist_ok=True)
+            stem = f"{self.experiment.name}-{config.run_id}"
+            traces = [self.traces / f"{stem}-rank{rank}.json.gz" for rank in range(config.world_size)]
+            self._alone(family_label, Member("profile", label, config), work=profile_alone(traces))
+        for family in self.experiment.families:
+            for label, config in family.candidates:
+                self._cold_compiles(family, label, config, progress)
+        return [self._within_memory(family, progress) for family in self.experiment.families]
+
+    def _checks(self) -> Iterator[Trial]:
+        """Checks that are missing."""
+        return (c for c in self.experiment.checks if not self.held.settled(c.config.run_id, *CHECK_ROLES))
+
+    def _profiles(self) -> Iterator[tuple[str, str, RunConfig]]:
+        """Profiles that are missing."""
+        return (row for row in self.experiment.profiles if not self.held.settled(row[2].run_id, "profile"))
 
     def _measure_stage(self, families: list[Family], progress: Progress, share: float, *, needed: bool) -> None:
         """Measure sets of ``families`` in ``share`` of the time that is left.
@@ -170,14 +182,9 @@ class Campaign:
         """Whether anything is still to be measured, or an answer to be shown."""
         families = list(self.experiment.families)
         bases = {f.baseline.run_id for f in families}
-        new = any(self.held.set_ids(base, base) - self.held.looked(base) for base in bases)
-        return (
-            (new and self.target.sets >= LEAST_SETS)
-            or bool(self.lacks.sets_missing(families))
-            or any(not self.held.profiled(c.run_id) for _, _, c in self.experiment.profiles)
-            or any(not self.held.checked(check.config.run_id) for check in self.experiment.checks)
-            or bool(self.trials.missing())
-        )
+        new = any(self.held.sets(base).keys() - self.held.looked(base) for base in bases)
+        alone = [*self._profiles(), *self._checks(), *self.trials.missing()]
+        return bool((new and self.target.sets >= LEAST_SETS) or self.lacks.sets_missing(families) or alone)
 
     def compiling_seconds(self) -> float:
         """Forecast of the cold compiles that are missing."""
@@ -186,18 +193,15 @@ class Campaign:
 
     def forecast(self) -> float:
         """Seconds that all that is missing will take, from what earlier sets took where there are any."""
-        profiles = sum(not self.held.profiled(c.run_id) for _, _, c in self.experiment.profiles)
-        searches = sum(
-            bool(f.search_up_to) and not search_ended(self.held.searched, f.baseline) for f in self.experiment.families
-        )
-        trials = self.trials.seconds(self.trials.missing())
-        alone = self.compiling_seconds() + profiles * PLACE_SECONDS + searches * SEARCH_SECONDS + trials
-        return self.lacks.forecast(list(self.experiment.families)) + alone
+        families = list(self.experiment.families)
+        searches = [f for f in families if f.search_up_to and not search_ended(self.held.searched, f.baseline)]
+        alone = self.compiling_seconds() + len([*self._profiles()]) * PLACE_SECONDS + len(searches) * SEARCH_SECONDS
+        return self.lacks.forecast(families) + alone + self.trials.seconds(self.trials.missing())
 
     # Doing it
 
-    def _append(self, records: list[RunRecord], by: Instrument | None = None) -> None:
-        (by or self.instrument).code.check_unchanged()
+    def _append(self, records: list[RunRecord]) -> None:
+        self.instrument.code.check_unchanged()
         self.ledger.append(records)
         self.held.add(records)
 
@@ -233,30 +237,15 @@ class Campaign:
         if self._stage_ends is None or self.target.sets_to_come:
             return turn_plan.best_turns(start_seconds, turn_seconds, within, between)
         seconds = start_seconds + max(0.0, self._stage_ends - time.monotonic()) / self._stage_families
-        _, turns = turn_plan.plan_of_sets(
-            seconds,
-            start_seconds,
-            turn_seconds,
-            within=within,
-            between=between,
-            least_turns=turn_plan.LEAST_TURNS,
-            most_turns=turn_plan.MOST_TURNS,
-        )
-        return turns
+        limits = {"least_turns": turn_plan.LEAST_TURNS, "most_turns": turn_plan.MOST_TURNS}
+        costs = (seconds, start_seconds, turn_seconds)
+        return turn_plan.plan_of_sets(*costs, within=within, between=between, **limits)[1]
 
-    def _alone(
-        self, family: str, member: Member, *, work: Work = warm_up_alone, by: Instrument | None = None, **told: str
-    ) -> RunRecord:
+    def _alone(self, family: str, member: Member, *, work: Work = warm_up_alone, **told: str) -> RunRecord:
         """Measure one group on its own and append its record, with the fields that only the experiment can tell."""
-        record = measure_alone(
-            by or self.instrument,
-            experiment=self.experiment.name,
-            family=family,
-            plan=self.target.plan,
-            member=member,
-            work=work,
-        )
-        self._append([record := dataclasses.replace(record, **told)], by)  # type: ignore[arg-type]
+        where = {"experiment": self.experiment.name, "family": family}
+        record = measure_alone(self.instrument, plan=self.target.plan, member=member, work=work, **where)
+        self._append([record := dataclasses.replace(record, **told)])  # type: ignore[arg-type]
         self.measured_sets += 1
         return record
 
@@ -266,21 +255,12 @@ class Campaign:
         wanted = self.trials.of({c.run_id for c in compared if not self.lacks.hopeless(c)})
 
         def train(trial: Trial) -> None:
-            member, told = Member("quality", trial.label, trial.config), {"baseline_id": trial.baseline.run_id}
-            self._alone(trial.family, member, work=work_of(trial), by=self.for_trials, **told)
+            member = Member("quality", trial.label, trial.config)
+            self._alone(trial.family, member, work=work_of(trial), baseline_id=trial.baseline.run_id)
 
         left = self.trials.run(self.trials.missing(wanted), progress, self.seconds_left, train)
         for trial, reason in (*self.trials.unsound(wanted), *short_of(wanted, left)):
             self._note(trial.family, trial.label, trial.config, trial.baseline, reason)
-
-    def _profile(self, family: str, label: str, config: RunConfig, progress: Progress) -> None:
-        if self.held.profiled(config.run_id):
-            return
-        progress.prefix = ""
-        stem = f"{self.experiment.name}-{config.run_id}"
-        self.traces.mkdir(parents=True, exist_ok=True)
-        traces = [self.traces / f"{stem}-rank{rank}.json.gz" for rank in range(config.world_size)]
-        self._alone(family, Member("profile", label, config), work=profile_alone(traces))
 
     def _cold_compiles(self, family: Family, label: str, config: RunConfig, progress: Progress) -> None:
         """Compile from empty caches, alone: a cost of its own, and it fills the cache that the sets start from."""
@@ -317,12 +297,6 @@ class Campaign:
                 self._note(family.name, label, config, family.baseline, reason)
         kept = tuple(row for row in family.candidates if row[1].global_batch_size <= largest)
         return dataclasses.replace(family, candidates=kept)
-
-    def _note_left_out(self) -> None:
-        for family_label, label, reason in self.experiment.left_out:
-            family = next((f for f in self.experiment.families if f.name == family_label), None)
-            baseline = family.baseline if family else self.experiment.configurations[0]
-            self._note(family_label, label, None, baseline, reason)
 
     def _note(self, family: str, label: str, config: RunConfig | None, baseline: RunConfig, reason: str) -> None:
         """A row for what is not measured, once. Without a configuration of its own it carries the baseline's."""

@@ -62,15 +62,11 @@ class Tree:
         return next((p.resolve() for f in self.folders if (p := Path(f, PACKAGE.name)).is_dir()), PACKAGE)
 
 
-Stat = tuple[tuple[str, int, int, int], ...]
-
-
 class Source(NamedTuple):
-    """A module's file, the hash of what counts in it, and by what an edit is noticed: name, size, time and inode."""
+    """A module's file, and the hash of what counts in it."""
 
     file: str
     sha256: str
-    stat: Stat
 
 
 class Loaded(NamedTuple):
@@ -91,7 +87,6 @@ class CodeVersion:
     key: str
     lab: Mapping[str, Source] = field(default_factory=dict)
     own: Mapping[str, Source] = field(default_factory=dict)
-    packages: Mapping[str, str] = field(default_factory=dict)
     tree: Tree | None = None
     beside: CodeVersion | None = None
 
@@ -120,12 +115,13 @@ class CodeVersion:
 
     def check_unchanged(self) -> None:
         """Raise ConfigError if a source is another by now: ranks load them when they start, each for itself."""
-        if edited := [name for name, source in self.lab.items() if _edited(source)]:
+        edited = sorted(name for name, source in self.sources.items() if _hash(source.file) != source.sha256)
+        if of_lab := [name for name in edited if name in self.lab]:
             raise ConfigError(
-                f"the lab's own code was edited ({', '.join(edited)}) since this process loaded it, and what ran last "
+                f"the lab's own code was edited ({', '.join(of_lab)}) since this process loaded it, and what ran last "
                 "is not kept: start it again"
             )
-        if edited := [name for name, source in self.own.items() if _edited(source)]:
+        if edited:
             raise ConfigError(
                 f"the code was edited while it was measured ({', '.join(edited)}), so what ran last is not kept: give "
                 "the same command again"
@@ -141,15 +137,11 @@ def code_version(loaded: Loaded | None = None, tree: Tree | None = None) -> Code
     """
     lab = _lab_sources(tree.package if tree else PACKAGE)
     modules, libraries = loaded or ({}, [])
-    own = {name: _source(Path(file)) for name, file in modules.items()}
-    names = {*PACKAGES, *(name for top in libraries for name in _distributions().get(top, ()))}
-    packages = {name: version for name in sorted(names) if (version := _version(name))}
-    digest = hashlib.sha256()
-    for name, source in sorted((lab | own).items()):
-        digest.update(f"{name}\0{source.sha256}\0".encode())
-    for name, version in packages.items():
-        digest.update(f"{name}=={version}\0".encode())
-    found = CodeVersion(digest.hexdigest()[:12], lab, own, packages, tree)
+    own = {name: Source(file, _hash(file)) for name, file in modules.items()}
+    packages = {*PACKAGES, *(name for top in libraries for name in _distributions().get(top, ()))}
+    parts = [f"{name}\0{source.sha256}\0" for name, source in sorted((lab | own).items())]
+    parts += [f"{name}=={version}\0" for name in sorted(packages) if (version := _version(name))]
+    found = CodeVersion(hashlib.sha256("".join(parts).encode()).hexdigest()[:12], lab, own, tree)
     found.check_unchanged()  # what is remembered of the lab's files is of this process's first look at them
     return found
 
@@ -158,7 +150,8 @@ def code_version(loaded: Loaded | None = None, tree: Tree | None = None) -> Code
 def _lab_sources(package: Path) -> dict[str, Source]:
     files = [file for folder in FOLDERS for file in (package / folder).rglob("*.py")]
     files += [file for name in MODULES if (file := package / f"{name}.py").is_file()]
-    return {".".join((PACKAGE.name, *f.relative_to(package).with_suffix("").parts)): _source(f) for f in files}
+    names = {".".join((PACKAGE.name, *f.relative_to(package).with_suffix("").parts)): str(f) for f in files}
+    return {name: Source(file, _hash(file)) for name, file in names.items()}
 
 
 def in_lab(module: str) -> bool:
@@ -167,32 +160,12 @@ def in_lab(module: str) -> bool:
     return top == PACKAGE.name and (rest or ["__init__"])[0] in (*FOLDERS, *MODULES)
 
 
-def _source(file: Path) -> Source:
-    stat = _stat(file)  # first: a file that is written in between differs from it
-    return Source(str(file), _hash(file), stat)
-
-
-def _hash(file: Path) -> str:
-    return hashlib.sha256(b"\0".join(part.read_bytes() for part in _parts(file))).hexdigest()
-
-
-def _stat(file: Path) -> Stat:
-    found = ((part.name, part.stat()) for part in _parts(file))
-    return tuple((name, now.st_size, now.st_mtime_ns, now.st_ino) for name, now in found)
-
-
-def _parts(file: Path) -> list[Path]:
-    """A module's file, and the sources in other languages that bear its name and lie beside it: it compiles them."""
-    return [file, *(other for suffix in (".cpp", ".cu", ".c") if (other := file.with_suffix(suffix)).is_file())]
-
-
-def _edited(source: Source) -> bool:
-    """Whether a file is no longer what it was; it is read only where its size, time or inode changed."""
-    file = Path(source.file)
-    try:
-        return _stat(file) != source.stat and _hash(file) != source.sha256
-    except OSError:
-        return True
+def _hash(file: str) -> str:
+    """Of a module's file and of sources in other languages beside it, which it compiles; empty where it is gone."""
+    parts = [Path(file), *(p for end in (".cpp", ".cu", ".c") if (p := Path(file).with_suffix(end)).is_file())]
+    with contextlib.suppress(OSError):
+        return hashlib.sha256(b"\0".join(part.read_bytes() for part in parts)).hexdigest()
+    return ""
 
 
 @cache
@@ -207,11 +180,13 @@ def _version(distribution: str) -> str:
     return ""
 
 
+# What belongs to libraries, and what to a repository
+
+
 @cache
 def _library_folders() -> tuple[str, ...]:
     paths = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    paths |= {*site.getsitepackages(), site.getusersitepackages()}
-    return tuple(str(Path(p).resolve()) + "/" for p in paths)
+    return tuple(f"{Path(p).resolve()}/" for p in (*paths, *site.getsitepackages(), site.getusersitepackages()))
 
 
 def is_library(file: str) -> bool:
@@ -226,7 +201,8 @@ def _is_library(folder: str) -> bool:
     path = Path(folder).resolve()
     if f"{path}/".startswith(_library_folders()) or path.name in LIBRARIES:
         return True
-    return path != path.parent and (path.name in _installed(str(path.parent)) or _is_library(str(path.parent)))
+    parent = str(path.parent)
+    return parent != str(path) and (path.name in _installed(parent) or _is_library(parent))
 
 
 @cache
@@ -255,10 +231,9 @@ def loaded() -> Loaded:
     """What this process has loaded from outside of libraries, but for what of the lab every rank may load."""
     files, imported = {}, set()
     for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None) or ""
         # A package's own machinery may load generated code from elsewhere (compiled kernels from a cache): it is not
         # a source of the workload. torch.ops and its like are no modules of source: their file is a bare name.
-        package = getattr(sys.modules.get(name.partition(".")[0]), "__file__", None) or ""
+        file, package = _file(module), _file(sys.modules.get(name.partition(".")[0]))
         source = file.endswith(".py") and file.startswith("/") and not is_library(file) and not is_library(package)
         if source and not in_lab(name) and name not in SITE_MODULES and not name.startswith("__"):
             files[name] = file
@@ -269,10 +244,14 @@ def loaded() -> Loaded:
 
 def unlisted(modules: Mapping[str, str]) -> list[str]:
     """Modules that this process has loaded and that are not among ``modules``, a hash each, or not as they were."""
-    return sorted(name for name, file in loaded().modules.items() if modules.get(name) != _hash(Path(file)))
+    return sorted(name for name, file in loaded().modules.items() if modules.get(name) != _hash(file))
 
 
 def astray(apart: str) -> list[str]:
     """Modules loaded in this process from the repository at ``apart``, of which it runs another revision."""
-    files = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
-    return sorted(name for name, file in files.items() if Path(file).is_absolute() and in_repository(file, apart))
+    files = {name: _file(module) for name, module in list(sys.modules.items())}
+    return sorted(name for name, file in files.items() if file.startswith("/") and in_repository(file, apart))
+
+
+def _file(module: ModuleType | None) -> str:
+    return getattr(module, "__file__", None) or ""

@@ -1,34 +1,33 @@
 """What this machine is and what it was doing: read, never guessed; None where it cannot be read.
 
-Nothing here imports torch, because the parent that measures stays light; a GPU is read through NVML, or through
-``nvidia-smi`` where the Python binding is missing.
+Nothing here imports torch, because the parent that measures stays light; a GPU is read through NVML.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import itertools
 import os
 import platform
-import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 
+from ddpm_lab.measure import nvml
 from ddpm_lab.processor import processor
 from ddpm_lab.record import Environment, Machine
 
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "ddpm-lab")
 UNNAMED = "NVIDIA GPU"
 """A GPU whose name could not be read."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +65,12 @@ def cgroup_levels(v1_controller: str) -> tuple[list[Path], list[Path]]:
 def _cgroup_quota() -> float | None:
     """Cores' worth of CPU time that the tightest enclosing cgroup allows, or None without a limit."""
     limits = []
-    unified, v1 = cgroup_levels("cpu")
-    for level in unified:
-        with contextlib.suppress(OSError, ValueError):
+    for level in itertools.chain(*cgroup_levels("cpu")):
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number
             quota, period = (level / "cpu.max").read_text().split()
-            if quota != "max":
-                limits.append(int(quota) / int(period))
-    for level in v1:
+            limits.append(int(quota) / int(period))
         with contextlib.suppress(OSError, ValueError):
-            quota_v1 = int((level / "cpu.cfs_quota_us").read_text())
-            if quota_v1 > 0:
+            if (quota_v1 := int((level / "cpu.cfs_quota_us").read_text())) > 0:
                 limits.append(quota_v1 / int((level / "cpu.cfs_period_us").read_text()))
     return min(limits) if limits else None
 
@@ -83,12 +78,11 @@ def _cgroup_quota() -> float | None:
 def cgroup_throttled_seconds() -> float | None:
     """Seconds that quotas have held back this process's cgroups so far, added over all of them; None is unknown."""
     found = []
-    for level in (level for levels in cgroup_levels("cpu") for level in levels):
+    for level in itertools.chain(*cgroup_levels("cpu")):
         with contextlib.suppress(OSError, ValueError):
             said = dict(line.split() for line in (level / "cpu.stat").read_text().splitlines())
-            for name, unit in (("throttled_usec", 1e-6), ("throttled_time", 1e-9)):  # version 2, version 1
-                if name in said:
-                    found.append(int(said[name]) * unit)
+            units = {"throttled_usec": 1e-6, "throttled_time": 1e-9}  # version 2, version 1
+            found += [int(said[name]) * unit for name, unit in units.items() if name in said]
     return sum(found) if found else None
 
 
@@ -99,7 +93,8 @@ def _visible(gpus: list[Gpu]) -> tuple[Gpu, ...]:
         return tuple(gpus)
     entries = [entry.strip() for entry in wanted.split(",")]
     if gpus and entries[0].startswith("MIG-"):
-        return (_mig_device(entries[0]),)  # CUDA shows a process one MIG device, whatever follows
+        # CUDA shows a process one MIG device, whatever follows.
+        return (replace(_gpu(nvml.device(entries[0])), uuid=entries[0]),)
     chosen: list[Gpu] = []
     for entry in entries:
         match = [g for i, g in enumerate(gpus) if entry == str(i) or (entry and g.uuid and g.uuid.startswith(entry))]
@@ -109,75 +104,21 @@ def _visible(gpus: list[Gpu]) -> tuple[Gpu, ...]:
     return tuple(chosen)
 
 
-def _text(value: str | bytes) -> str:
-    """Older bindings return bytes where newer ones return str."""
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
-
-
-def or_none(read: Callable[..., T], *arguments: Any) -> T | None:
-    """What NVML says, or None: it raises its own family of errors for what a device or a user may not know."""
-    try:
-        return read(*arguments)
-    except Exception:
-        return None
-
-
-@contextlib.contextmanager
-def _nvml() -> Iterator[Any]:
-    """NVML, started; raises whatever it raises where there is no driver or no binding."""
-    import pynvml  # noqa: PLC0415 - optional on a bare node
-
-    pynvml.nvmlInit()
-    try:
-        yield pynvml
-    finally:
-        or_none(pynvml.nvmlShutdown)
-
-
-def _read_gpu(nvml: Any, handle: Any) -> Gpu:
-    name, uuid = or_none(nvml.nvmlDeviceGetName, handle), or_none(nvml.nvmlDeviceGetUUID, handle)
-    # Not known for memory that is shared with the processor, nor to a user who may see only a MIG device of the card.
-    memory = or_none(nvml.nvmlDeviceGetMemoryInfo, handle)
+def _gpu(handle: Any) -> Gpu:
+    memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)  # unknown where shared with the CPU, or of a MIG device's card
     return Gpu(
-        UNNAMED if name is None else _text(name),
-        None if uuid is None else _text(uuid),
+        nvml.ask("nvmlDeviceGetName", handle) or UNNAMED,
+        nvml.ask("nvmlDeviceGetUUID", handle),
         None if memory is None else int(memory.total),
     )
-
-
-def handle_of(nvml: Any, uuid: str) -> Any:
-    """NVML's handle of a device by its UUID; raises what NVML raises where there is none."""
-    try:
-        return nvml.nvmlDeviceGetHandleByUUID(uuid)
-    except TypeError:  # older bindings take bytes
-        return nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
-
-
-@cache
-def _mig_device(uuid: str) -> Gpu:
-    """A MIG device by its UUID, as CUDA_VISIBLE_DEVICES names it."""
-    found = None
-    with contextlib.suppress(Exception), _nvml() as nvml:
-        found = _read_gpu(nvml, handle_of(nvml, uuid))
-    return Gpu(found.name if found else UNNAMED, uuid, found.memory_bytes if found else None)
 
 
 @cache
 def _nvidia() -> tuple[tuple[Gpu, ...], str | None]:
     """Every GPU of the machine that this user may use, and the driver version."""
-    with contextlib.suppress(Exception), _nvml() as nvml:
-        # NVML also counts GPUs that a scheduler keeps from this process: it has no handle for them, and CUDA no number.
-        handles = [or_none(nvml.nvmlDeviceGetHandleByIndex, i) for i in range(nvml.nvmlDeviceGetCount())]
-        driver = or_none(nvml.nvmlSystemGetDriverVersion)
-        return tuple(_read_gpu(nvml, h) for h in handles if h is not None), None if driver is None else _text(driver)
-    query = ["nvidia-smi", "--query-gpu=name,uuid,memory.total,driver_version", "--format=csv,noheader,nounits"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-        shown = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout
-        rows = [[cell.strip() for cell in line.split(",")] for line in shown.splitlines()]
-        rows = [row for row in rows if len(row) == 4]  # else a sentence: "No devices were found"
-        gpus = tuple(Gpu(name, uuid, int(mib) * 2**20 if mib.isdigit() else None) for name, uuid, mib, _ in rows)
-        return gpus, rows[0][3] if rows else None
-    return (), None
+    # NVML also counts GPUs that a scheduler keeps from this process: it has no handle for them, and CUDA no number.
+    handles = [nvml.ask("nvmlDeviceGetHandleByIndex", i) for i in range(nvml.ask("nvmlDeviceGetCount") or 0)]
+    return tuple(_gpu(h) for h in handles if h is not None), nvml.ask("nvmlSystemGetDriverVersion")
 
 
 def gpus() -> tuple[Gpu, ...]:
@@ -214,19 +155,16 @@ def machine() -> Machine:
 @cache
 def _git_commit() -> str | None:
     root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists() or shutil.which("git") is None:
-        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
+        if (root / ".git").exists():
+            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+            return done.stdout.strip() or None
     return None
 
 
 def environment() -> Environment:
     """Everything recorded with a result."""
-    load: float | None = None
-    with contextlib.suppress(OSError):
-        load = os.getloadavg()[0]
     return Environment(
         machine=machine(),
         hostname=socket.gethostname() or None,
@@ -238,7 +176,7 @@ def environment() -> Environment:
         kernel=platform.release(),
         slurm_job_id=os.environ.get("SLURM_JOB_ID"),
         git_commit=_git_commit(),
-        load_before=load,
+        load_before=os.getloadavg()[0],
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
     )
 
@@ -247,14 +185,15 @@ def environment() -> Environment:
 class CpuClock:
     """CPU seconds used so far: by anybody and by the hypervisor on the cores this process may use, and by its own.
 
-    ``busy_seconds`` is None, unknown, where a cgroup limits this process to less than the time of its cores: a core
-    that a neighbour uses is then not time that this process could have had. It and ``stolen_seconds`` are None where
-    the kernel does not show these cores, as in containers that number their own.
+    The first and the last are None, unknown, where the kernel does not show these cores, as in containers that number
+    their own. ``limited`` is whether a cgroup gives this process less than the time of its cores: a core that a
+    neighbour uses is then not time that this process could have had.
     """
 
     busy_seconds: float | None
     own_seconds: float
     stolen_seconds: float | None
+    limited: bool = False
 
     @classmethod
     def read(cls, relatives: Sequence[int] = ()) -> CpuClock:
@@ -262,28 +201,33 @@ class CpuClock:
 
         So are ``relatives``, other processes of the same job, and their descendants.
         """
-        busy, stolen = core_seconds(os.sched_getaffinity(0)) or (None, None)
-        if _cgroup_quota() is not None:
-            busy = None
+        busy, stolen = _core_seconds(os.sched_getaffinity(0)) or (None, None)
         own = 0.0
         for pid in (os.getpid(), *relatives):
             with contextlib.suppress(psutil.Error):
                 head = psutil.Process(pid)
                 own += sum(map(_used_seconds, (head, *head.children(recursive=True))))
-        return cls(busy, own, stolen)
+        return cls(busy, own, stolen, _cgroup_quota() is not None)
 
-    def others_cores(self, later: CpuClock, seconds: float) -> float | None:
-        """How many of its cores processes not one's own kept busy between two readings; None is unknown."""
-        if self.busy_seconds is None or later.busy_seconds is None:
-            return None
-        used = (later.busy_seconds - self.busy_seconds) - (later.own_seconds - self.own_seconds)
-        return max(0.0, used / seconds)
+    def busy(self, later: CpuClock) -> float | None:
+        """Seconds that these cores worked between two readings; None is unknown."""
+        return difference(self.busy_seconds, later.busy_seconds)
 
     def stolen(self, later: CpuClock) -> float | None:
         """Seconds that the hypervisor took from these cores between two readings; None is unknown."""
-        if self.stolen_seconds is None or later.stolen_seconds is None:
+        return difference(self.stolen_seconds, later.stolen_seconds)
+
+    def others_cores(self, later: CpuClock, seconds: float) -> float | None:
+        """How many of its cores processes not one's own kept busy between two readings; None is unknown."""
+        busy = self.busy(later)
+        if busy is None or self.limited or later.limited:
             return None
-        return later.stolen_seconds - self.stolen_seconds
+        return max(0.0, (busy - (later.own_seconds - self.own_seconds)) / seconds)
+
+
+def difference(before: float | None, after: float | None) -> float | None:
+    """``after - before``, or None where one of them is unknown."""
+    return None if before is None or after is None else after - before
 
 
 def _used_seconds(member: psutil.Process) -> float:
@@ -294,20 +238,15 @@ def _used_seconds(member: psutil.Process) -> float:
     return 0.0
 
 
-def core_seconds(cores: set[int]) -> tuple[float, float] | None:
+def _core_seconds(cores: set[int]) -> tuple[float, float] | None:
     """Seconds that ``cores`` were busy and stolen since the machine started, or None if one of them is not shown.
 
     Read by number: psutil returns a list, in which a core that is switched off shifts all that follow.
     """
-    with contextlib.suppress(OSError, ValueError):
-        shown = {}
-        for line in Path("/proc/stat").read_text().splitlines():
-            name, *ticks = line.split()
-            if name.startswith("cpu") and name != "cpu":
-                shown[int(name[3:])] = [int(n) for n in ticks[:8]]
-        if not cores <= shown.keys():
-            return None
-        columns = [sum(column) / os.sysconf("SC_CLK_TCK") for column in zip(*(shown[c] for c in cores), strict=True)]
-        user, nice, system, _idle, _waiting, irq, softirq, steal = columns
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        lines = (line.split() for line in Path("/proc/stat").read_text().splitlines())
+        shown = {words[0]: [int(n) for n in words[1:9]] for words in lines if words[0].startswith("cpu")}
+        ticks = [sum(column) for column in zip(*(shown[f"cpu{core}"] for core in cores), strict=True)]
+        user, nice, system, _idle, _waiting, irq, softirq, steal = (n / os.sysconf("SC_CLK_TCK") for n in ticks)
         return user + nice + system + irq + softirq, steal
     return None

@@ -12,17 +12,20 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, reduce
+from functools import reduce
 from statistics import fmean
 from typing import Any
 
 import psutil
 
-from ddpm_lab.measure.hardware import CpuClock, cgroup_throttled_seconds, core_seconds, handle_of, or_none
+from ddpm_lab.measure import nvml
+from ddpm_lab.measure.hardware import CpuClock, cgroup_throttled_seconds, difference
 
 FIRST_SECONDS = 0.25
 """Into a window of 0.4 s, so that a short one has a sample taken while the GPU works."""
 PERIOD_SECONDS = 1.0
+UTILISATION_SECONDS = 5.0
+"""Between two samples of the utilisation of a long run."""
 
 State = dict[str, float | None]
 Numbers = Iterable[float]
@@ -81,8 +84,6 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self._throttled = cgroup_throttled_seconds()
-        self._cores = os.sched_getaffinity(0)
-        self._busy = core_seconds(self._cores)
         self._clock, self._begun = CpuClock.read(self._relatives), time.monotonic()
         for gpu in self._gpus:
             gpu.begin()
@@ -96,21 +97,19 @@ class Watch:
         for gpu in self._gpus:
             gpu.end()
         seconds = time.monotonic() - self._begun
-        clock, busy, throttled = CpuClock.read(self._relatives), core_seconds(self._cores), cgroup_throttled_seconds()
+        clock, throttled = CpuClock.read(self._relatives), cgroup_throttled_seconds()
         if self._sampler is not None:
             self._sampler.join()
-        self.others_cores = self._clock.others_cores(clock, seconds)
-        self.stolen_seconds = self._clock.stolen(clock)
-        used = busy[0] - self._busy[0] if busy and self._busy else None
-        memory = psutil.virtual_memory()
+        self.others_cores, self.stolen_seconds = self._clock.others_cores(clock, seconds), self._clock.stolen(clock)
+        busy, memory = self._clock.busy(clock), psutil.virtual_memory()
+        share = None if busy is None else busy / seconds / len(os.sched_getaffinity(0))
         state: State = {
             "watched_seconds": seconds,
-            "cpu_utilisation_percent": None if used is None else min(100.0, 100 * used / seconds / len(self._cores)),
+            "cpu_utilisation_percent": None if share is None else min(100.0, 100 * share),
             "ram_used_bytes": memory.total - memory.available,
-            "cgroup_throttled_seconds": _difference(self._throttled, throttled),
+            "cgroup_throttled_seconds": difference(self._throttled, throttled),
+            **(_gpu_state(self._gpus) if self._gpus else {}),
         }
-        if self._gpus:
-            state |= _gpu_state(self._gpus)
         self.state = {name: None if value is None else round(value, 3) for name, value in state.items()}
 
     def _sample(self) -> None:
@@ -119,10 +118,6 @@ class Watch:
                 return
             for gpu in self._gpus:
                 gpu.sample()
-
-
-def _difference(before: float | None, after: float | None) -> float | None:
-    return None if before is None or after is None else after - before
 
 
 def _over(values: Iterable[float | None], fold: Callable[[Numbers], float], *, whole: bool = True) -> float | None:
@@ -144,60 +139,39 @@ def _gpu_state(gpus: list[_Gpu]) -> State:
     return state | {name: _over([o[name] for o in others], fold) for name, fold in _OTHERS.items()}
 
 
-@cache
-def nvml_device(uuid: str) -> tuple[Any, Any] | None:
-    """NVML and its handle of a GPU or MIG device; NVML stays open, since opening it before every window takes long."""
-    try:
-        import pynvml  # noqa: PLC0415 - optional on a bare node
-
-        pynvml.nvmlInit()
-    except Exception:  # no binding, or no driver: NVML raises its own family of errors
-        return None
-    # torch writes the UUID of a MIG device as that of a GPU.
-    for name in (uuid, uuid.replace("GPU-", "MIG-")):
-        if (handle := or_none(handle_of, pynvml, name)) is not None:
-            return pynvml, handle
-    return None
-
-
 class _Gpu:
     """One GPU of a group, as NVML tells of it while the group works."""
 
     def __init__(self, uuid: str, pid: int) -> None:
-        self.pid = pid
-        device: tuple[Any, Any] | None = nvml_device(uuid)
-        self.known = device is not None
-        self.nvml: Any = device[0] if device else None
-        self.handle: Any = device[1] if device else None
+        self.pid, self._handle = pid, nvml.device(uuid)
+        self.known = self._handle is not None
         self.samples: list[dict[str, float | None]] = []
         self.watts: float | None = None
         self.joules: float | None = None
         self._processes: list[dict[int, int | None] | None] = []
 
     def _read(self, name: str, *arguments: Any) -> Any:
-        return or_none(getattr(self.nvml, name), self.handle, *arguments) if hasattr(self.nvml, name) else None
+        return nvml.ask(f"nvmlDeviceGet{name}", self._handle, *arguments)
 
     def begin(self) -> None:
         """Read what is compared with its value at the end."""
         self._processes.append(self._running())
         self._since = time.time()
-        self._energy, self._begun = self._read("nvmlDeviceGetTotalEnergyConsumption"), time.monotonic()
+        self._energy, self._begun = self._read("TotalEnergyConsumption"), time.monotonic()
 
     def sample(self) -> None:
         """Read what holds at this moment."""
-        utilisation = self._read("nvmlDeviceGetUtilizationRates")
-        memory = self._read("nvmlDeviceGetMemoryInfo")
-        reasons = self._read("nvmlDeviceGetCurrentClocksEventReasons")
-        milliwatts = self._read("nvmlDeviceGetPowerUsage")
+        utilisation, memory = self._read("UtilizationRates"), self._read("MemoryInfo")
+        reasons, milliwatts = self._read("CurrentClocksEventReasons"), self._read("PowerUsage")
         self.samples.append(
             {
                 "utilisation": None if utilisation is None else float(utilisation.gpu),
                 "memory": None if memory is None else float(memory.used),
-                "clock": self._read("nvmlDeviceGetClockInfo", 1),  # NVML_CLOCK_SM
-                "memory_clock": self._read("nvmlDeviceGetClockInfo", 2),  # NVML_CLOCK_MEM
-                "temperature": self._read("nvmlDeviceGetTemperature", 0),  # NVML_TEMPERATURE_GPU
+                "clock": self._read("ClockInfo", 1),  # NVML_CLOCK_SM
+                "memory_clock": self._read("ClockInfo", 2),  # NVML_CLOCK_MEM
+                "temperature": self._read("Temperature", 0),  # NVML_TEMPERATURE_GPU
                 # The older name of the same.
-                "reasons": self._read("nvmlDeviceGetCurrentClocksThrottleReasons") if reasons is None else reasons,
+                "reasons": self._read("CurrentClocksThrottleReasons") if reasons is None else reasons,
                 "power": None if milliwatts is None else milliwatts / 1e3,
             }
         )
@@ -205,10 +179,9 @@ class _Gpu:
 
     def end(self) -> None:
         """Read again what was read at the beginning, as soon as the work is done; a sample too if there is none."""
-        energy, now = self._read("nvmlDeviceGetTotalEnergyConsumption"), time.monotonic()
+        millijoules, now = difference(self._energy, self._read("TotalEnergyConsumption")), time.monotonic()
         if not self.samples:
             self.sample()
-        millijoules = _difference(self._energy, energy)
         self.joules = None if millijoules is None else millijoules / 1e3
         watts = _over([s["power"] for s in self.samples], fmean, whole=False)
         self.watts = watts if self.joules is None else self.joules / (now - self._begun)
@@ -232,15 +205,41 @@ class _Gpu:
 
     def _taken(self, own: set[int]) -> float | None:
         """Percent of the multiprocessors' time that others took; unknown where no process's share is known."""
-        samples = self._read("nvmlDeviceGetProcessUtilization", int(self._since * 1e6))
-        if not samples:
-            return None
         shares: dict[int, list[float]] = {}
-        for sample in samples:
+        for sample in self._read("ProcessUtilization", int(self._since * 1e6)) or ():
             shares.setdefault(sample.pid, []).append(float(sample.smUtil))
-        return min(100.0, sum(fmean(found) for pid, found in shares.items() if pid not in own))
+        return min(100.0, sum(fmean(found) for pid, found in shares.items() if pid not in own)) if shares else None
 
     def _running(self) -> dict[int, int | None] | None:
         """Bytes of GPU memory by process."""
-        processes = self._read("nvmlDeviceGetComputeRunningProcesses")
+        processes = self._read("ComputeRunningProcesses")
         return None if processes is None else {p.pid: p.usedGpuMemory for p in processes}
+
+
+class Utilisation:
+    """The mean utilisation of GPUs over a run of any length: a context, whose ``percent`` is None where unknown."""
+
+    def __init__(self, uuids: Sequence[str]) -> None:
+        self._handles = [handle for uuid in uuids if (handle := nvml.device(uuid)) is not None]
+        self._means: list[float] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="ddpm_lab utilisation", daemon=True)
+
+    def __enter__(self) -> Utilisation:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    @property
+    def percent(self) -> float | None:
+        """Mean over samples and GPUs so far."""
+        return fmean(self._means) if self._means else None
+
+    def _sample(self) -> None:
+        while self._handles and not self._stop.wait(UTILISATION_SECONDS):
+            read = [nvml.ask("nvmlDeviceGetUtilizationRates", handle) for handle in self._handles]
+            if known := [float(rates.gpu) for rates in read if rates is not None]:
+                self._means.append(fmean(known))

@@ -85,10 +85,10 @@ class Shortfall:
         base = family.baseline.run_id
         if family.together:
             able = [c.run_id for _, c in family.candidates if not self.hopeless(c)]
-            sets = self.held.sets_together(family.name, base, able)
+            sets = self.held.sets(base, *able, family=family.name)
         else:
-            sets = self.held.set_ids(base, config.run_id)
-        return len(sets), len(sets - self.held.looked(base))
+            sets = self.held.sets(base, config.run_id)
+        return len(sets), len(sets.keys() - self.held.looked(base))
 
     def enough(self, family: Family) -> int:
         """Sets that resolve the usual difference by the scatter of this machine: more are not worth their time.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -19,9 +18,6 @@ class Trials:
 
     def __init__(self, trials: Sequence[Trial], held: Held) -> None:
         self._trials, self._held = trials, held
-        self._alike: dict[str, list[str]] = {}
-        for trial in trials:
-            self._alike.setdefault(_work(trial), []).append(trial.config.run_id)
 
     def of(self, timed: set[str]) -> list[Trial]:
         """Those of configurations that are timed under these run ids: what has no speed is not trained either."""
@@ -37,8 +33,9 @@ class Trials:
         return [(t, f"{NOT_TRAINED}: its gradient check failed ({why})") for t, why in first.values()]
 
     def _lacking(self, trials: Sequence[Trial] | None) -> list[Trial]:
-        asked, done = self._trials if trials is None else trials, self._held
-        return [t for t in asked if not done.trained(t.config.run_id, t.fid) and t.config.run_id not in done.lasting]
+        held, lasting = self._held, self._held.lasting
+        asked = (t for t in (self._trials if trials is None else trials) if t.config.run_id not in lasting)
+        return [t for t in asked if not held.trained(t.config.run_id, t.fid)]
 
     def _unsound(self, trial: Trial) -> str:
         """Why a trial's gradients are wrong; empty where they are not, or where its baseline's are wrong too."""
@@ -46,7 +43,7 @@ class Trials:
 
     def seconds(self, trials: Sequence[Trial]) -> float:
         """What ``trials`` will take."""
-        seen = [seconds for seconds in map(self._seen, self._trials) if seconds is not None]
+        seen = self._seen_so_far()
         usual = sum(seen) / len(seen) if seen else TRIAL_SECONDS
         return sum(usual if (known := self._known(t)) is None else known for t in trials)
 
@@ -59,10 +56,8 @@ class Trials:
     ) -> Sequence[Trial]:
         """Make one after the other until the next cannot end in time; returns those that did not fit."""
         for i, trial in enumerate(trials):
-            left = seconds_left()
-            others = [seconds for seconds in map(self._seen, self._trials) if seconds is not None]
-            known = self._known(trial)
-            expected = max(others, default=0.0) / 2 if known is None else known
+            left, known = seconds_left(), self._known(trial)
+            expected = max(self._seen_so_far(), default=0.0) / 2 if known is None else known
             if left is not None and left < expected:
                 progress.prefix = ""
                 progress.always(f"{len(trials) - i} trials did not fit into the time")
@@ -73,14 +68,12 @@ class Trials:
             train(trial)
         return ()
 
-    def _seen(self, trial: Trial) -> float | None:
-        """What the latest trial of the same configuration took, from whatever seed; None where there is none."""
-        known = map(self._held.trial_seconds, reversed(self._alike[_work(trial)]))
-        return next((seconds for seconds in known if seconds is not None), None)
+    def _seen_so_far(self) -> list[float]:
+        return [s for t in self._trials if (s := self._held.trial_seconds(t.config)) is not None]
 
     def _known(self, trial: Trial) -> float | None:
         """What a trial will take: as one with another seed, else its images at the speed that sets have shown."""
-        if (seen := self._seen(trial)) is not None or trial.timed is None:
+        if (seen := self._held.trial_seconds(trial.config)) is not None or trial.timed is None:
             return seen
         image = self._held.image_seconds(trial.timed.run_id)
         compiling = COMPILE_SECONDS if trial.config.compile != "off" else 0.0
@@ -95,7 +88,3 @@ def short_of(trials: Sequence[Trial], left: Sequence[Trial]) -> list[tuple[Trial
         (first[key], f"{count} of {planned[key]} runs for quality did not fit into the time that was given")
         for key, count in lacking.items()
     ]
-
-
-def _work(trial: Trial) -> str:
-    return dataclasses.replace(trial.config, seed=0).run_id

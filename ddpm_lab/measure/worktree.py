@@ -1,7 +1,7 @@
 """A revision of somebody's git repository as a folder of its own, for as long as it is measured.
 
-Neither index nor branches nor working tree are touched: ``git worktree`` checks the commit out below the folder for
-temporary files. What a killed process leaves is removed by the next one.
+Neither index nor branches nor working tree are touched, and git remembers nothing of it: the files are written through
+an index that lies in the same folder. What a killed process leaves is removed by the next one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.measure.code_version import Tree, in_repository
 from ddpm_lab.measure.group_folder import GroupFolder, sweep
 
-NAME = "tree"
 OF_ANOTHER = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR")
 """What git tells its hooks of the repository that they run for; this one is found by its folder."""
 
@@ -28,9 +27,9 @@ class GitError(ConfigError):
     """What git refuses, in its own words."""
 
 
-def _git(folder: Path, *words: str) -> str:
+def _git(folder: Path, *words: str, **variables: str) -> str:
     environment = {k: v for k, v in os.environ.items() if k not in OF_ANOTHER}
-    environment |= {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
+    environment |= {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", **variables}
     command = ["git", "-C", str(folder), "-c", f"core.hooksPath={os.devnull}", *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -73,41 +72,27 @@ class Repository:
 
     def submodule_of(self, file: Path) -> str:
         """The submodule that a file of the working tree lies in, or the empty string."""
-        path = file.resolve()
-        between = [p for p in path.parents if p.is_relative_to(self.root) and p != self.root and (p / ".git").exists()]
-        if not between:
-            return ""
-        name = str(between[-1].relative_to(self.root))
-        return name if _git(self.root, "ls-files", "--stage", "--", name).startswith("160000 ") else ""
+        below = [p for p in file.resolve().parents if p.is_relative_to(self.root) and p != self.root]
+        for folder in (p for p in reversed(below) if (p / ".git").exists()):
+            name = str(folder.relative_to(self.root))
+            return name if _git(self.root, "ls-files", "--stage", "--", name).startswith("160000 ") else ""
+        return ""
 
     @contextlib.contextmanager
     def worktree(self, commit: str) -> Iterator[Path]:
         """A folder that holds ``commit``, gone at the end. Raises ConfigError where git cannot make it."""
-        self._remove_abandoned()
+        sweep()
         holder = GroupFolder()
-        folder = holder.path.resolve() / NAME
+        folder, index = holder.path.resolve() / "tree", str(holder.path / "index")
         try:
             try:
-                _git(self.root, "worktree", "add", "--quiet", "--detach", str(folder), commit)
+                _git(self.root, "read-tree", commit, GIT_INDEX_FILE=index)
+                _git(self.root, "checkout-index", "--all", "--quiet", f"--prefix={folder}/", GIT_INDEX_FILE=index)
             except GitError as error:
                 raise ConfigError(f"git cannot check out {commit[:12]} in {folder}: {error}") from error
             yield folder
         finally:
-            self._remove(folder)
             holder.remove()
-
-    def _remove(self, folder: Path) -> None:
-        with contextlib.suppress(ConfigError):  # twice, since one is locked while git makes it
-            _git(self.root, "worktree", "remove", "--force", "--force", str(folder))
-
-    def _remove_abandoned(self) -> None:
-        """Remove what killed processes left: their folders, then what the repository remembers of these."""
-        sweep()
-        for line in _git(self.root, "worktree", "list", "--porcelain").splitlines():
-            folder = Path(line.removeprefix("worktree "))
-            ours = folder.name == NAME and folder.parent.name.startswith("ddpm_lab.")
-            if line.startswith("worktree ") and ours and not folder.exists():
-                self._remove(folder)
 
 
 def tree_of(repository: Repository, commit: str, worktree: Path, modules: Iterable[str]) -> Tree:
