@@ -10,7 +10,7 @@ from typing import Any
 
 from ddpm_lab.checks import ConfigError, choice, several, whole
 from ddpm_lab.config import CHECK, DDPM, TRAINING, UNLEARNED, RunConfig
-from ddpm_lab.data.prepared import read_manifest
+from ddpm_lab.data.packed import read_manifest
 from ddpm_lab.exchange_settings import ExchangeConfig
 from ddpm_lab.inception import plan_fid
 from ddpm_lab.own_settings import OWN

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpm_lab.config import CHECK, DiffusionConfig, RunConfig
-from ddpm_lab.data.loader import Batch
+from ddpm_lab.data.loaders import Batch
 from ddpm_lab.exchange_settings import ExchangeConfig
 from ddpm_lab.gradient_bounds import Verdict, verdict
 from ddpm_lab.measure import hardware

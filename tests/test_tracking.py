@@ -21,7 +21,7 @@ from test_training_run_processes import data
 
 from ddpm_lab import tracking
 from ddpm_lab.config import RunConfig
-from ddpm_lab.data.prepared import read_manifest
+from ddpm_lab.data.packed import read_manifest
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.stopping import Stop
 from ddpm_lab.tracking import Tracker
