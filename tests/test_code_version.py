@@ -149,7 +149,7 @@ def lab(tmp_path: Path) -> Iterator[Tree]:
         ("model/unet.py", True),
         ("model/fused.cpp", True),
         ("measure/seat.py", True),
-        ("data/loader.py", True),
+        ("data/loaders.py", True),
         ("config.py", True),
         ("explain/stats.py", False),
         ("report.py", False),
