@@ -23,10 +23,9 @@ from pathlib import Path
 
 import torch
 
-from ddpm_lab.data.draws import EpochStream
-from ddpm_lab.data.loader import FileLoader, Loader, PackedLoader, Plan
+from ddpm_lab.data.draws import EpochStream, Plan
+from ddpm_lab.data.loaders import Loader, open_loader
 from ddpm_lab.data.packed import PackedImages, open_packed, resolve
-from ddpm_lab.data.resident import ResidentLoader
 from ddpm_lab.explain.stats import estimate
 from ddpm_lab.measure.hardware import CpuClock, gpus, usable_cores
 from ddpm_lab.processor import processor
@@ -36,18 +35,17 @@ DISTURBED = 0.1
 
 
 def loaders(packed: PackedImages, device: str) -> dict[str, Callable[[Plan], Loader]]:
-    """What is compared: how to build each loader for a plan."""
+    """What is compared: how to open each loader for a plan."""
 
-    def files(workers: int) -> Callable[[Plan], Loader]:
-        pin = device != "cpu"
-        return lambda plan: FileLoader(packed, plan, workers=workers, pin_memory=pin, channels_last=True)
+    def made(kind: str, workers: int = 0) -> Callable[[Plan], Loader]:
+        return lambda plan: open_loader(kind, packed, plan, workers=workers, device=device, channels_last=True)
 
     return {
-        "files, 0 workers": files(0),
-        "files, 1 worker": files(1),
-        REFERENCE: files(2),
-        "packed": lambda plan: PackedLoader(packed, plan, device=device, channels_last=True),
-        "resident": lambda plan: ResidentLoader(packed, plan, device=device, channels_last=True),
+        "files, 0 workers": made("files"),
+        "files, 1 worker": made("files", 1),
+        REFERENCE: made("files", 2),
+        "packed": made("packed"),
+        "resident": made("resident"),
     }
 
 

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from ddpm_lab.config import TRAINING, RunConfig
-from ddpm_lab.data.loader import Batch
-from ddpm_lab.data.packed import resolve
-from ddpm_lab.data.prepared import read_manifest
+from ddpm_lab.data.loaders import Batch
+from ddpm_lab.data.packed import read_manifest, resolve
 from ddpm_lab.explain import quality
 from ddpm_lab.measure.trial import LOOKS
 from ddpm_lab.model.training import Training

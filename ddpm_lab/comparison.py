@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.chosen_once import cores_of_pair, on_cores
 from ddpm_lab.config import DDPM, RunConfig
-from ddpm_lab.data.packed import resolve
-from ddpm_lab.data.prepared import read_manifest
+from ddpm_lab.data.packed import read_manifest, resolve
 from ddpm_lab.experiments import study_of
 from ddpm_lab.files import LEDGER, PREPARED, expanded, output_folder
 from ddpm_lab.ledger import Ledger

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from ddpm_lab.checks import ConfigError, whole
-from ddpm_lab.data.prepared import Manifest
+from ddpm_lab.data.packed import Manifest
 from ddpm_lab.files import expanded
 from ddpm_lab.plan import Fid
 

@@ -13,8 +13,7 @@ from typing import Any
 from ddpm_lab.checks import ConfigError, choice, number, several, whole
 from ddpm_lab.chosen_once import compiled_in, cores_of
 from ddpm_lab.config import DEVICES, NETWORKS
-from ddpm_lab.data.packed import resolve
-from ddpm_lab.data.prepared import read_manifest
+from ddpm_lab.data.packed import read_manifest, resolve
 from ddpm_lab.files import LEDGER, PREPARED, output_folder, writing
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware

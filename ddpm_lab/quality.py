@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from ddpm_lab.checks import ConfigError, choice, whole
 from ddpm_lab.config import CHECK, DDPM, OWN, TRAINING, UNLEARNED, ExchangeConfig, RunConfig
-from ddpm_lab.data.prepared import read_manifest
+from ddpm_lab.data.packed import read_manifest
 from ddpm_lab.declared import Opt
 from ddpm_lab.inception import plan_fid
 from ddpm_lab.plan import LOST, Experiment, Family, Fid, Trial, scaled

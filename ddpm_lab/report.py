@@ -19,9 +19,9 @@ import papermill
 from ddpm_lab import __version__, agenda
 from ddpm_lab.checks import ConfigError, LabError, choice
 from ddpm_lab.config import NETWORKS
-from ddpm_lab.data import archives, prepared
+from ddpm_lab.data import archives
 from ddpm_lab.data.folder import DataError, list_images
-from ddpm_lab.data.packed import resolve
+from ddpm_lab.data.packed import is_prepared, resolve
 from ddpm_lab.explain import calibration, figure_calibration, pages
 from ddpm_lab.explain.pages import DONE, FAILED, METADATA, NOT_RUN, STOPPED, Page, Section
 from ddpm_lab.files import CHECKOUT, expanded
@@ -345,7 +345,7 @@ def _calibration(ledger: Path) -> Section | None:
 def _check_data(data: str, held_out: str | None) -> None:
     """Refuse a place without images now, rather than in each notebook."""
     for path in (None if data == "synthetic" else expanded(data), held_out and expanded(held_out)):
-        if not path or (path.is_file() and archives.is_archive(path)) or prepared.is_prepared(path):
+        if not path or (path.is_file() and archives.is_archive(path)) or is_prepared(path):
             continue
         if not list_images(path):
             raise DataError(f"no PNG or JPEG images in {path}; give a folder of images, or 'synthetic'")

@@ -19,8 +19,7 @@ from PIL import Image
 
 from ddpm_lab.checks import ConfigError, whole
 from ddpm_lab.config import COMPILE, PRECISIONS, RunConfig
-from ddpm_lab.data.packed import resolve
-from ddpm_lab.data.prepared import read_manifest
+from ddpm_lab.data.packed import read_manifest, resolve
 from ddpm_lab.declared import Opt, validate
 from ddpm_lab.files import replace, writing
 from ddpm_lab.inception import plan_fid

@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpm_lab.config import CHECK, LOADER_ALONE, SAMPLING, RunConfig
 from ddpm_lab.data.folder import DataError
-from ddpm_lab.data.prepared import read_manifest
+from ddpm_lab.data.packed import read_manifest
 from ddpm_lab.explain.summary import RUNS, Summary
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.machine_watch import Utilisation

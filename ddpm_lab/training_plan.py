@@ -9,8 +9,7 @@ from typing import Any
 
 from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.config import DEVICES, TRAINING, RunConfig
-from ddpm_lab.data.packed import resolve
-from ddpm_lab.data.prepared import read_manifest
+from ddpm_lab.data.packed import read_manifest, resolve
 from ddpm_lab.declared import known
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.fleet import current, spread, usual_ranks

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.data.loader import Batch
+from ddpm_lab.data.loaders import Batch
 from ddpm_lab.measure.process import Heartbeat
 from ddpm_lab.model.network import configured_network
 from ddpm_lab.model.train import Trainer

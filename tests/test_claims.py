@@ -96,7 +96,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunRecord]:
 
 
 def _sha(data: str) -> str:
-    from ddpm_lab.data.prepared import read_manifest  # noqa: PLC0415
+    from ddpm_lab.data.packed import read_manifest  # noqa: PLC0415
 
     return read_manifest(Path(data)).content_hash
 

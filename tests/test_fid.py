@@ -13,8 +13,7 @@ import torch
 from PIL import Image
 
 from ddpm_lab.config import TRAINING, OptimizerConfig, RunConfig
-from ddpm_lab.data.packed import prepare
-from ddpm_lab.data.prepared import open_packed
+from ddpm_lab.data.packed import open_packed, prepare
 from ddpm_lab.explain import samples
 from ddpm_lab.inception import plan_fid
 from ddpm_lab.measure.code_version import code_version

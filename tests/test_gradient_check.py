@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpm_lab.config import CHECK, DiffusionConfig, ExchangeConfig, OptimizerConfig, RunConfig
-from ddpm_lab.data.loader import Batch
+from ddpm_lab.data.loaders import Batch
 from ddpm_lab.gradient_bounds import Verdict, verdict
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version

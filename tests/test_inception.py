@@ -14,7 +14,7 @@ from conftest import Call
 from ddpm_lab import inception
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
-from ddpm_lab.data.prepared import read_manifest
+from ddpm_lab.data.packed import read_manifest
 from ddpm_lab.inception import inception_sha256, plan_fid
 from ddpm_lab.plan import Trial
 from ddpm_lab.quality import quality

@@ -19,10 +19,10 @@ ROWS = (
     ("record", "run_folder", "workload"),
     ("ledger", "search"),
     # data
-    ("data.dataset_loader", "data.progress", "data.folder", "data.draws", "data.pixels"),
-    ("data.archives", "data.decode_pool", "data.held_out", "data.prepared", "data.synthetic", "data.uploads"),
-    ("data.packed", "data.loader"),
-    ("data.resident", "data.still"),
+    ("data.folder", "data.draws", "data.pixels"),
+    ("data.archives", "data.synthetic"),
+    ("data.packed",),
+    ("data.loaders",),
     # model: what is trained
     ("model.attention", "model.fused", "model.diffusion", "model.step"),
     ("model.convolution", "model.held_out_loss", "model.loss_step"),
@@ -175,7 +175,7 @@ TORCH = {
     *("model.sampling", "model.step", "model.train", "model.training", "model.unet"),
     *("model.gradient_check", "model.wrong_ways"),
     "planted",
-    *("data.dataset_loader", "data.draws", "data.loader", "data.pixels", "data.resident", "data.still", "data.uploads"),
+    *("data.draws", "data.loaders", "data.pixels"),
     *("measure.meeting", "measure.freed_memory", "measure.phases", "measure.profiling", "measure.rank"),
     "measure.torch_gpus",
 }

@@ -51,7 +51,7 @@ def test_each_configuration_has_its_own_thing_off(device: str, threads: int) -> 
 
 
 @pytest.mark.parametrize(
-    "module", ["model/train.py", "model/step.py", "model/loss_step.py", "model/feed.py", "data/loader.py"]
+    "module", ["model/train.py", "model/step.py", "model/loss_step.py", "model/feed.py", "data/loaders.py"]
 )
 def test_no_rank_does_in_a_step_what_others_do_not(module: str) -> None:
     """The split says that rank 0 has no work of its own, and so has no part for it: no step asks which rank it is."""

@@ -1,7 +1,6 @@
 """The built-in images: the same everywhere, and worth learning from."""
 
 import hashlib
-import time
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +13,7 @@ from ddpm_lab.data.synthetic import generate, write_folder
 def test_pixels_are_the_same_on_every_machine() -> None:
     found = hashlib.sha256(generate(150).tobytes()).hexdigest()
     assert found == "25b05736c68e0888d4cb2f421eaf5fae09041f6959e9b6ec1e1442837ed31fcf"
-
-
-def test_more_images_begin_with_the_same_ones() -> None:
-    assert np.array_equal(generate(120)[:30], generate(30))
+    assert np.array_equal(generate(120)[:30], generate(30)), "more images begin with the same ones"
 
 
 def test_files_hold_the_pixels_in_kaggles_layout(tmp_path: Path) -> None:
@@ -43,13 +39,6 @@ def test_sizes_show_the_same_picture() -> None:
     large = generate(5, 64).astype(float)
     halved = large.reshape(5, 32, 2, 32, 2, 3).mean(axis=(2, 4))
     assert np.abs(halved - generate(5, 32)).mean() < 6
-
-
-def test_the_default_set_takes_a_moment(tmp_path: Path) -> None:
-    start = time.perf_counter()
-    write_folder(tmp_path)
-    assert time.perf_counter() - start < 10  # 1 s on an idle machine
-    assert len(list_images(tmp_path)) == 2_000
 
 
 def test_nothing_to_draw_is_refused() -> None:

@@ -24,7 +24,7 @@ from test_training_run_processes import command, data, equal, finished
 from ddpm_lab import tracking
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
-from ddpm_lab.data.prepared import read_manifest
+from ddpm_lab.data.packed import read_manifest
 from ddpm_lab.explain import figures
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import study

@@ -18,8 +18,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from ddpm_lab.config import DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.data.draws import noise_and_timesteps
-from ddpm_lab.data.packed import prepare
-from ddpm_lab.data.prepared import open_packed
+from ddpm_lab.data.packed import open_packed, prepare
 from ddpm_lab.model.feed import Feed, LoaderAlone
 from ddpm_lab.model.train import Trainer
 from ddpm_lab.model.unet import build_network

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.data.loader import Batch
+from ddpm_lab.data.loaders import Batch
 from ddpm_lab.model.training import Training
 from ddpm_lab.workload import RankContext
 

@@ -8,36 +8,27 @@ values and byte arrays.
 import gzip
 import inspect
 import io
-import os
 import pickle
 import pickletools
 import re
 import shutil
 import tarfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from ddpm_lab.data.folder import SUFFIXES, DataError
-from ddpm_lab.data.progress import Progress, paced
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
-__all__ = ["ARCHIVE_SUFFIXES", "MAX_FILES", "MAX_TAR_BYTES", "MAX_TOTAL_BYTES", "extract", "is_archive"]
+from ddpm_lab.data.folder import SUFFIXES, DataError, Progress, paced
 
 ARCHIVE_SUFFIXES = (".7z", ".tar.gz", ".tgz")
 MAX_FILES = 1_000_000
 MAX_TOTAL_BYTES = 16 * 2**30
 MAX_TAR_BYTES = 512 * 2**20  # cifar-10-python.tar.gz holds 186 MB
 CIFAR_SIDE = 32
-CIFAR_BYTES = 3 * CIFAR_SIDE * CIFAR_SIDE
 _BATCH = re.compile(r"(?:data_batch_[0-9]+|test_batch)")
 
 
@@ -64,16 +55,30 @@ def extract(source: Path, dest: Path, *, progress: Progress | None = None) -> Pa
     if not is_archive(source):
         raise DataError(f"{source} is not an archive of a known kind ({', '.join(ARCHIVE_SUFFIXES)})")
     dest.mkdir(parents=True, exist_ok=True)
-    if source.name.lower().endswith(".7z"):
-        _extract_7z(source, dest, progress)
-        return dest
-    _extract_cifar(source, dest, progress)
-    return dest / "train"
+    with _damage_named(source, dest):
+        if source.name.lower().endswith(".7z"):
+            _extract_7z(source, dest, progress)
+            return dest
+        _extract_cifar(source, dest, progress)
+        return dest / "train"
 
 
-def _damaged(source: Path, reason: object) -> DataError:
-    text = " ".join(str(reason).split()) or type(reason).__name__
-    return DataError(f"{source} is damaged or incomplete ({text}); download it again")
+@contextmanager
+def _damage_named(source: Path, dest: Path) -> Iterator[None]:
+    """Turn whatever a damaged or hostile archive makes its readers raise into one sentence."""
+    try:
+        yield
+    except (DataError, MemoryError, ImportError):
+        raise
+    except _RefusedPickleError as error:
+        raise DataError(f"{source} is refused: its pickle {error}; use an archive from a source you trust") from error
+    except Exception as error:  # as many kinds as there are libraries and checks
+        if isinstance(error, OSError) and error.errno is not None:
+            raise DataError(f"cannot unpack {source} into {dest}: {error.strerror}") from error
+        if type(error).__name__ == "DecompressionBombError":  # py7zr's, which may be missing
+            raise _too_large(source, "more than its header says", _size(MAX_TOTAL_BYTES)) from error
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{source} is damaged or incomplete ({text}); download it again") from error
 
 
 def _check_member(source: Path, name: str, is_plain: bool) -> None:
@@ -85,8 +90,12 @@ def _check_member(source: Path, name: str, is_plain: bool) -> None:
         raise DataError(f"{source} is refused: its member {name!r} {what}; use an archive from a source you trust")
 
 
-def _refuse_bomb(source: Path, what: str, limit: str) -> DataError:
+def _too_large(source: Path, what: str, limit: str) -> DataError:
     return DataError(f"{source} is refused: it holds {what}, more than the limit of {limit}; unpack it by hand first")
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:,.1f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:,.1f} MiB"
 
 
 def _extract_7z(source: Path, dest: Path, progress: Progress | None) -> None:
@@ -95,78 +104,25 @@ def _extract_7z(source: Path, dest: Path, progress: Progress | None) -> None:
     options: dict[str, Any] = {}
     if "max_extract_size" in inspect.signature(py7zr.SevenZipFile).parameters:
         options["max_extract_size"] = MAX_TOTAL_BYTES  # stops an archive whose header lies about its sizes
-    try:
-        with py7zr.SevenZipFile(source, "r", **options) as archive:
-            if archive.needs_password():
-                raise DataError(f"{source} is encrypted; unpack it by hand and give the folder")
-            members = archive.list()
-            for member in members:
-                _check_member(source, member.filename, member.is_file or member.is_directory)
-            total = sum(member.uncompressed for member in members)
-            if len(members) > MAX_FILES:
-                raise _refuse_bomb(source, f"{len(members):,} files", f"{MAX_FILES:,}")
-            if total > MAX_TOTAL_BYTES:
-                raise _refuse_bomb(source, _size(total), _size(MAX_TOTAL_BYTES))
-            if total > (free := shutil.disk_usage(dest).free):
-                raise DataError(f"{source} unpacks to {_size(total)}, but {dest} has {_size(free)} free; make room")
-            wanted = [m.filename for m in members if m.is_file and m.filename.lower().endswith(SUFFIXES)]
-            if not wanted:
-                raise DataError(f"{source} holds no PNG or JPEG image; give an archive of images, such as train.7z")
-            with _watch(dest, len(wanted), source.name, progress):
-                archive.extract(dest, targets=wanted)
-    except (DataError, MemoryError):
-        raise
-    except OSError as error:
-        if error.errno is None:
-            raise _damaged(source, error) from error
-        raise DataError(f"cannot unpack {source} into {dest}: {error.strerror}") from error
-    except py7zr.exceptions.DecompressionBombError as error:
-        raise _refuse_bomb(source, "more than its header says", _size(MAX_TOTAL_BYTES)) from error
-    except Exception as error:  # a damaged stream surfaces as errors of many libraries
-        raise _damaged(source, error) from error
-
-
-@contextmanager
-def _watch(folder: Path, count: int, name: str, progress: Progress | None) -> Iterator[None]:
-    """Report the files that appear, from outside: py7zr's own reports fail it when they fall behind."""
-    if progress is None:
-        yield
-        return
-    finished = threading.Event()
-
-    def look() -> None:
-        while not finished.wait(1):
-            done = sum(len(files) for _, _, files in os.walk(folder))
-            progress(f"unpacked {done:,} of {count:,} images of {name}")
-
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        finished.set()
-        thread.join()
-
-
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:,.1f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:,.1f} MiB"
-
-
-class _Limited(io.RawIOBase):
-    """A stream that refuses to give more than a number of bytes, whatever the reader asks for."""
-
-    def __init__(self, stream: gzip.GzipFile, limit: int, refusal: DataError) -> None:
-        self._stream, self._left, self._refusal = stream, limit, refusal
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: "Buffer") -> int:
-        count = self._stream.readinto(buffer)
-        self._left -= count
-        if self._left < 0:
-            raise self._refusal
-        return count
+    with py7zr.SevenZipFile(source, "r", **options) as archive:
+        if archive.needs_password():
+            raise DataError(f"{source} is encrypted; unpack it by hand and give the folder")
+        members = archive.list()
+        for member in members:
+            _check_member(source, member.filename, member.is_file or member.is_directory)
+        total = sum(member.uncompressed for member in members)
+        if len(members) > MAX_FILES:
+            raise _too_large(source, f"{len(members):,} files", f"{MAX_FILES:,}")
+        if total > MAX_TOTAL_BYTES:
+            raise _too_large(source, _size(total), _size(MAX_TOTAL_BYTES))
+        if total > (free := shutil.disk_usage(dest).free):
+            raise DataError(f"{source} unpacks to {_size(total)}, but {dest} has {_size(free)} free; make room")
+        wanted = [m.filename for m in members if m.is_file and m.filename.lower().endswith(SUFFIXES)]
+        if not wanted:
+            raise DataError(f"{source} holds no PNG or JPEG image; give an archive of images, such as train.7z")
+        if progress is not None:  # once: py7zr's own reports fail it when they fall behind
+            progress(f"unpacking {len(wanted):,} images of {source.name}")
+        archive.extract(dest, targets=wanted)
 
 
 def _extract_cifar(source: Path, dest: Path, progress: Progress | None) -> None:
@@ -174,43 +130,36 @@ def _extract_cifar(source: Path, dest: Path, progress: Progress | None) -> None:
     written = {"train": 0, "test": 0}
     for split in written:
         (dest / split).mkdir(exist_ok=True)
-    try:
-        for name, content in sorted(_cifar_batches(source), key=lambda batch: (len(batch[0]), batch[0])):
-            split = "test" if name == "test_batch" else "train"
-            for pixels in _batch_pixels(content):
-                written[split] += 1
-                Image.fromarray(pixels).save(dest / split / f"{written[split]}.png", compress_level=1)
-                say(f"wrote {sum(written.values()):,} images of {source.name}")
-    except (DataError, MemoryError):
-        raise
-    except OSError as error:
-        if error.errno is None:
-            raise _damaged(source, error) from error
-        raise DataError(f"cannot unpack {source} into {dest}: {error.strerror}") from error
-    except _RefusedPickleError as error:
-        raise DataError(f"{source} is refused: its pickle {error}; use an archive from a source you trust") from error
-    except Exception as error:  # a hostile pickle or tar header fails in as many ways as there are checks
-        raise _damaged(source, error) from error
+    for name, content in _cifar_batches(source):
+        split = "test" if name == "test_batch" else "train"
+        for pixels in _batch_pixels(content):
+            written[split] += 1
+            Image.fromarray(pixels).save(dest / split / f"{written[split]}.png", compress_level=1)
+            say(f"wrote {sum(written.values()):,} images of {source.name}")
     if not written["train"]:
         raise DataError(f"{source} holds no CIFAR-10 batches (data_batch_1 ...); give cifar-10-python.tar.gz")
 
 
 def _cifar_batches(source: Path) -> Iterator[tuple[str, bytes]]:
-    refusal = _refuse_bomb(source, "more bytes than CIFAR-10 has", _size(MAX_TAR_BYTES))
-    with (
-        gzip.open(source) as stream,
-        io.BufferedReader(_Limited(stream, MAX_TAR_BYTES, refusal)) as limited,
-        tarfile.open(fileobj=limited, mode="r|") as tar,
-    ):
+    """Names and contents of the pickled batches, in the order of their numbers."""
+    too_large = _too_large(source, "more bytes than CIFAR-10 has", _size(MAX_TAR_BYTES))
+    with gzip.open(source) as stream:
+        content = stream.read(MAX_TAR_BYTES + 1)
+    if len(content) > MAX_TAR_BYTES:
+        raise too_large
+    batches = []
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
         for member in tar:
             _check_member(source, member.name, member.isfile() or member.isdir())
-            if member.size > MAX_TAR_BYTES:
-                raise refusal
+            if member.size > MAX_TAR_BYTES:  # a sparse file may claim any size
+                raise too_large
             name = PurePosixPath(member.name).name
             if member.isfile() and _BATCH.fullmatch(name):
-                content = tar.extractfile(member)
-                assert content is not None
-                yield name, content.read()
+                batches.append((len(name), name, member))
+        for _, name, member in sorted(batches, key=lambda batch: batch[:2]):
+            file = tar.extractfile(member)
+            assert file is not None
+            yield name, file.read()
 
 
 def _batch_pixels(content: bytes) -> npt.NDArray[np.uint8]:
@@ -232,32 +181,25 @@ class _RefusedPickleError(Exception):
 
 
 class _Array:
-    """What a pickled array leaves behind: its state, not yet believed. No array code runs while unpickling."""
+    """What a pickled array, or its number format, leaves behind: arguments and state, not yet believed.
 
-    def __init__(self, *_: object) -> None:
-        self.state: tuple[Any, ...] = ()
+    No code of arrays runs while unpickling.
+    """
 
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
+        self.state: Any = ()
+
+    def __setstate__(self, state: object) -> None:
         self.state = state
 
     def pixels(self) -> npt.NDArray[np.uint8]:
-        _version, shape, dtype, fortran_order, content = self.state
-        rows, columns = shape
-        if not isinstance(dtype, _DType) or dtype.name not in ("u1", b"u1") or columns != CIFAR_BYTES or fortran_order:
-            raise ValueError("the data of a batch is not a uint8 array with 3072 columns")
-        if not isinstance(content, bytes) or len(content) != rows * columns:
-            raise ValueError("the data of a batch has the wrong length")
-        return np.frombuffer(content, np.uint8).reshape(rows, columns)
-
-
-class _DType:
-    """A pickled number format, as its name."""
-
-    def __init__(self, name: object = None, *_: object) -> None:
-        self.name = name
-
-    def __setstate__(self, state: object) -> None:
-        """Byte order and alignment: one byte has neither."""
+        _version, (rows, columns), dtype, fortran_order, content = self.state
+        if not isinstance(dtype, _Array) or dtype.arguments[:1] not in (("u1",), (b"u1",)) or fortran_order:
+            raise ValueError("the data of a batch is not a uint8 array")
+        if columns != 3 * CIFAR_SIDE**2 or not isinstance(content, bytes) or len(content) != rows * columns:
+            raise ValueError("the data of a batch is not whole rows of 3072 bytes")
+        return np.frombuffer(content, np.uint8)
 
 
 def _latin1_bytes(text: object, encoding: object = None) -> bytes:
@@ -270,16 +212,14 @@ def _latin1_bytes(text: object, encoding: object = None) -> bytes:
 class _ArraysOnly(pickle.Unpickler):
     """Reads dictionaries, lists, numbers, text, bytes and arrays; a name of anything else is refused, not imported."""
 
-    _ADMITTED = {  # noqa: RUF012
-        ("numpy.core.multiarray", "_reconstruct"): _Array,
-        ("numpy._core.multiarray", "_reconstruct"): _Array,
-        ("numpy", "ndarray"): _Array,
-        ("numpy", "dtype"): _DType,
-        ("_codecs", "encode"): _latin1_bytes,
-    }
-
     def find_class(self, module: str, name: str) -> Any:
-        try:
-            return self._ADMITTED[module, name]
-        except KeyError:
-            raise _RefusedPickleError(f"asks for {module}.{name}, which no CIFAR-10 batch needs") from None
+        if (module, name) == ("_codecs", "encode"):
+            return _latin1_bytes
+        if f"{module}.{name}" in (
+            "numpy.core.multiarray._reconstruct",
+            "numpy._core.multiarray._reconstruct",
+            "numpy.ndarray",
+            "numpy.dtype",
+        ):
+            return _Array
+        raise _RefusedPickleError(f"asks for {module}.{name}, which no CIFAR-10 batch needs")

@@ -8,16 +8,18 @@ Seeds come from ``numpy.random.SeedSequence`` over (run seed, purpose, number): 
 unrelated streams, where added ones would overlap.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["CHUNK_SAMPLES", "EpochStream", "noise_and_timesteps", "rank_share"]
-
+BLOCK_POSITIONS = 4096
 CHUNK_SAMPLES = 8
+Draws = tuple[int, npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 _PERMUTATION, _FLIP, _NOISE = 1, 2, 3
 
 
@@ -38,7 +40,7 @@ def rank_share(global_batch_size: int, rank: int, world_size: int) -> range:
 
 
 class EpochStream:
-    """The order in which the images of a set are used: one permutation after another, without end.
+    """The order in which images, ``train_indices``, are used: one permutation after another, without end.
 
     An epoch is a permutation of all the images, drawn from (seed, epoch). What does not fill a global batch opens the
     next one, so no image is dropped: after k epochs' worth of positions each image was used exactly k times, and at any
@@ -50,26 +52,26 @@ class EpochStream:
             raise ValueError(
                 f"no stream over {len(train_indices)} images with seed {seed}: give images and a seed >= 0"
             )
-        self._indices = np.asarray(train_indices, dtype=np.int64)
+        self.train_indices = np.asarray(train_indices, dtype=np.int64)
         self._seed = seed
         self._flip = flip
         self._flip_key = np.random.SeedSequence([seed, _FLIP]).generate_state(1, np.uint64)[0]
         self._permutation = lru_cache(maxsize=2)(self._draw_permutation)
 
     @property
-    def train_indices(self) -> npt.NDArray[np.int64]:
-        """Indices of the images that an epoch holds, int64 (epoch_size,)."""
-        return self._indices
-
-    @property
     def epoch_size(self) -> int:
         """Number of images in an epoch."""
-        return len(self._indices)
+        return len(self.train_indices)
 
     def _draw_permutation(self, epoch: int) -> npt.NDArray[np.int64]:
         # Sorting raw 64-bit output: numpy guarantees that stream for ever, and not that of Generator.permutation.
         raw = np.random.PCG64(np.random.SeedSequence([self._seed, _PERMUTATION, epoch])).random_raw(self.epoch_size)
-        return self._indices[_stable_order(raw)]
+        # Equals argsort(raw, kind="stable"), in half the time at 50,000: numpy sorts 16-bit numbers by counting.
+        order = np.arange(self.epoch_size)
+        for shift in (0, 16, 32, 48):
+            part = (raw >> np.uint64(shift)).astype(np.uint16)
+            order = order[np.argsort(part[order], kind="stable")]
+        return self.train_indices[order]
 
     def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Image indices at the global positions ``start`` to ``stop - 1``."""
@@ -94,16 +96,41 @@ class EpochStream:
         return heads
 
 
-def _stable_order(raw: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """``np.argsort(raw, kind="stable")``, in about half the time for 50,000 values.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Which part of which global batches a loader gives: those of one rank, from ``start_step`` on, without end.
 
-    Sixteen bits after sixteen, the lowest first: numpy's stable sort of numbers that short counts, and compares none.
+    Raises:
+        ValueError: the batch cannot be divided evenly, or there is no such rank.
     """
-    order = np.arange(len(raw))
-    for shift in (0, 16, 32, 48):
-        part = (raw >> np.uint64(shift)).astype(np.uint16)
-        order = order[np.argsort(part[order], kind="stable")]
-    return order
+
+    stream: EpochStream
+    global_batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    start_step: int = 0
+
+    def __post_init__(self) -> None:
+        rank_share(self.global_batch_size, self.rank, self.world_size)
+
+    def blocks(self) -> Iterator[Draws]:
+        """Give a step and, for k steps from it on, image indices and whether to mirror them, both (k, n), without end.
+
+        k is as large as thousands of positions allow, and at most an epoch: to begin a draw costs more than to make it.
+        """
+        size = self.global_batch_size
+        share = rank_share(size, self.rank, self.world_size)
+        steps = max(1, min(BLOCK_POSITIONS, self.stream.epoch_size) // size)
+        for step in itertools.count(self.start_step, steps):
+            start, stop = step * size, (step + steps) * size
+            indices = self.stream.indices(start, stop).reshape(steps, size)[:, share.start : share.stop]
+            flips = self.stream.flips(start, stop).reshape(steps, size)[:, share.start : share.stop]
+            yield step, indices, flips
+
+    def draws(self) -> Iterator[Draws]:
+        """Give each step with its image indices and whether to mirror them, both (n,), without end."""
+        for step, indices, flips in self.blocks():
+            yield from zip(itertools.count(step), indices, flips, strict=False)
 
 
 def noise_and_timesteps(

@@ -1,9 +1,12 @@
-"""Image folders: which files belong to a data set, in which order, and how one file becomes pixels."""
+"""Image folders: which files belong to a data set, in which order, and how files become pixels."""
 
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,13 +16,13 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ddpm_lab.checks import LabError
 
-__all__ = ["DECODING_RULE", "DataError", "ImageError", "ImageFile", "decode", "fingerprint", "list_images"]
-
 DECODING_RULE = (
     "8-bit RGB; grey and palette images expanded; 16-bit grey keeps its high byte; transparency composited on white; "
     "JPEG turned as its EXIF orientation says; the largest centred square resampled with an antialiased bicubic filter"
 )
 SUFFIXES = (".png", ".jpg", ".jpeg")
+CHUNK_FILES = 100
+Progress = Callable[[str], None]
 _DIGITS = re.compile(r"([0-9]+)")
 
 
@@ -136,3 +139,58 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 def _one_line(error: Exception) -> str:
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(text.split()) or type(error).__name__
+
+
+def decode_files(
+    paths: Sequence[str], out: npt.NDArray[np.uint8], *, keep_going: bool, progress: Progress | None = None
+) -> list[tuple[int, str]]:
+    """Decode ``paths[i]`` into ``out[i]``, uint8 (N, S, S, 3), in a thread for each usable core.
+
+    Returns:
+        Position and one-line reason of each file that could not be decoded, in order. Without ``keep_going`` the
+        work stops at the first ones found.
+    """
+    say = paced(progress)
+    failures: list[tuple[int, str]] = []
+    stop = threading.Event()
+
+    def decode_chunk(start: int) -> list[tuple[int, str]]:
+        bad = []
+        for position in range(start, min(start + CHUNK_FILES, len(paths))):
+            if stop.is_set():
+                break
+            try:
+                out[position] = decode(paths[position], out.shape[1])
+            except ImageError as error:
+                bad.append((position, str(error)))
+        return bad
+
+    # Threads, since decoders release Python's lock; a process that is killed takes them along.
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        try:
+            starts = range(0, len(paths), CHUNK_FILES)
+            for start, bad in zip(starts, pool.map(decode_chunk, starts), strict=True):
+                failures += bad
+                if failures and not keep_going:
+                    break
+                say(f"decoded {min(start + CHUNK_FILES, len(paths)):,} of {len(paths):,} images")
+        finally:  # at an interrupt too, what is queued ends at once
+            stop.set()
+    return failures
+
+
+def paced(progress: Progress | None, interval_seconds: float = 1.0) -> Progress:
+    """Wrap ``progress`` so that it is called at most once per interval; lines in between are dropped.
+
+    The first line comes after one interval, so that quick work stays silent. ``None`` gives a function that does
+    nothing.
+    """
+    last = time.monotonic()
+
+    def report(line: str) -> None:
+        nonlocal last
+        if progress is not None and time.monotonic() - last >= interval_seconds:
+            last = time.monotonic()
+            progress(line)
+
+    return report

@@ -7,8 +7,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["COPY_BYTES", "ModelRange", "PixelRows", "mirrored"]
-
 COPY_BYTES = 512 * 2**20
 """Memory for a copy of a set with its mirrored images, 87,000 of 32x32: to mirror takes longer than all the rest."""
 
@@ -20,7 +18,7 @@ class ModelRange:
     number as the divisor would be a product with its inverse on a GPU. Both happen in one pass.
     """
 
-    def __init__(self, side: int, *, channels_last: bool, device: torch.device | str = "cpu") -> None:
+    def __init__(self, side: int, channels_last: bool, device: torch.device | str = "cpu") -> None:
         self._side = side
         self._channels_last = channels_last
         self._minus_one = torch.tensor(-1.0, dtype=torch.float32, device=device)
@@ -42,18 +40,15 @@ class ModelRange:
 class PixelRows:
     """The images of an array, which may be a map of a file, each as it is or mirrored left to right.
 
-    Image i is row i, and mirrored it is row i + N, whether or not it is stored there.
-
-    Args:
-        images: uint8 (N, S, S, 3).
-        copy_bytes: how much memory a copy of the images and the mirrored ones together may take. Where that does not
-            suffice nothing is copied, and images are mirrored as they are asked for.
+    Image i of uint8 (N, S, S, 3) is row i, and mirrored it is row i + N, whether or not it is stored there: where both
+    together take more than ``COPY_BYTES`` nothing is copied, and images are mirrored as they are asked for.
     """
 
-    def __init__(self, images: npt.NDArray[np.uint8], *, copy_bytes: int = COPY_BYTES) -> None:
+    def __init__(self, images: npt.NDArray[np.uint8]) -> None:
         self._count, self._side = images.shape[:2]
         self._rows = np.asarray(images).reshape(self._count, -1)  # of a map only its memory, not its bookkeeping
-        self._both = 2 * self._rows.nbytes <= copy_bytes
+        self.width = self._rows.shape[1]
+        self._both = 2 * self._rows.nbytes <= COPY_BYTES
         if self._both:
             self._rows = np.concatenate([self._rows, self._rows])
             for start in range(self._count, 2 * self._count, 1_000):

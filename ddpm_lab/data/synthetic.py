@@ -9,9 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from ddpm_lab.data.progress import Progress, paced
-
-__all__ = ["DEFAULT_COUNT", "GENERATOR_VERSION", "generate", "write_folder"]
+from ddpm_lab.data.folder import Progress, paced
 
 DEFAULT_COUNT = 2_000
 GENERATOR_VERSION = 1

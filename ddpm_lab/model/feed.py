@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.data.draws import EpochStream
-from ddpm_lab.data.loader import Batch, FileLoader, Loader, PackedLoader, Plan
-from ddpm_lab.data.prepared import open_packed
-from ddpm_lab.data.resident import ResidentLoader
-from ddpm_lab.data.still import StillLoader
+from ddpm_lab.data.draws import EpochStream, Plan
+from ddpm_lab.data.loaders import Batch, open_loader
+from ddpm_lab.data.packed import open_packed
 from ddpm_lab.workload import RankContext
 
 
@@ -31,14 +29,14 @@ class Feed:
             world_size=context.world_size,
             start_step=start_step,
         )
-        self.loader: Loader
-        if config.loader == "files":
-            pin, workers = config.device == "cuda", config.loader_workers
-            self.loader = FileLoader(packed, plan, workers=workers, pin_memory=pin, channels_last=config.channels_last)
-        else:
-            kinds: dict[str, Callable[..., Loader]]
-            kinds = {"packed": PackedLoader, "resident": ResidentLoader, "still": StillLoader}
-            self.loader = kinds[config.loader](packed, plan, device=context.device, channels_last=config.channels_last)
+        self.loader = open_loader(
+            config.loader,
+            packed,
+            plan,
+            workers=config.loader_workers,
+            device=context.device,
+            channels_last=config.channels_last,
+        )
         self.device: torch.device | None = None
         self.images = 0
         self.indices = hashlib.sha256()

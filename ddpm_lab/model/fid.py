@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig, digest
-from ddpm_lab.data.prepared import open_packed
+from ddpm_lab.data.packed import open_packed
 from ddpm_lab.model.step import allow_tf32
 from ddpm_lab.workload import RankContext
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddpm_lab.config import ExchangeConfig, RunConfig
-from ddpm_lab.data.loader import Batch
+from ddpm_lab.data.loaders import Batch
 from ddpm_lab.model.step import allow_tf32
 from ddpm_lab.model.train import Trainer
 from ddpm_lab.workload import RankContext

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.data.prepared import PackedImages
+from ddpm_lab.data.packed import PackedImages
 from ddpm_lab.model.diffusion import Diffusion
 
 STRATA = 10

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ddpm_lab.config import OptimizerConfig, RunConfig
-from ddpm_lab.data.dataset_loader import DatasetLoader
-from ddpm_lab.data.draws import EpochStream
-from ddpm_lab.data.loader import Plan
+from ddpm_lab.data.draws import EpochStream, Plan
+from ddpm_lab.data.loaders import Loader, dataset_loader
 from ddpm_lab.model.feed import LoaderAlone
 from ddpm_lab.model.loss_step import LossStep
 from ddpm_lab.model.step import adam, adam_seen, allow_tf32
@@ -70,7 +69,7 @@ class OwnFeed:
         self.sample = "varies"
         self._plan: Plan | None = None
         self._indices = hashlib.sha256()
-        self.loader: DatasetLoader | Iterator[Any]
+        self.loader: Loader | Iterator[Any]
         if not is_dataset(made.data):
             if not hasattr(made.data, "__iter__"):
                 raise TypeError(
@@ -91,7 +90,7 @@ class OwnFeed:
             world_size=context.world_size,
         )
         self._drawn = self._plan.draws()
-        self.loader = DatasetLoader(
+        self.loader = dataset_loader(
             made.data,
             _Positions(self._plan),
             workers=config.loader_workers,
@@ -112,7 +111,7 @@ class OwnFeed:
     def witness(self) -> dict[str, Any]:
         """What the data is, and what was used of it."""
         seen: dict[str, Any] = {"images": self.images, "samples": self.samples, "sample": self.sample}
-        if isinstance(self.loader, DatasetLoader):
+        if isinstance(self.loader, Loader):
             workers, ready = self.loader.live_workers(), self.loader.prefetch_batches
             seen |= {"loader_workers": workers, "prefetch_batches": ready}
             seen["indices_sha256"] = self._indices.hexdigest()[:16]
@@ -120,7 +119,7 @@ class OwnFeed:
 
     def close(self) -> None:
         """Stop the loader workers."""
-        if isinstance(self.loader, DatasetLoader):
+        if isinstance(self.loader, Loader):
             self.loader.close()
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.data.loader import Batch
+from ddpm_lab.data.loaders import Batch
 from ddpm_lab.model.feed import Feed
 from ddpm_lab.model.loss_step import LossStep
 from ddpm_lab.model.step import adam, adam_seen

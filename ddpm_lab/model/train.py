@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.draws import noise_and_timesteps, rank_share
-from ddpm_lab.data.loader import Batch
+from ddpm_lab.data.loaders import Batch
 from ddpm_lab.model import fused
 from ddpm_lab.model.diffusion import Diffusion
 from ddpm_lab.model.feed import Feed, LoaderAlone

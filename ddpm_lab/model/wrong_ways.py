@@ -17,7 +17,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.data.loader import Batch
+from ddpm_lab.data.loaders import Batch
 from ddpm_lab.model.train import Trainer
 from ddpm_lab.model.unet import build_network, count_parameters
 from ddpm_lab.workload import RankContext

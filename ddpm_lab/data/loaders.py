@@ -1,0 +1,290 @@
+"""Loaders, which all give the same batches: gathered from one array, decoded file by file, or made on the device."""
+
+import itertools
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.process import BaseProcess
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from ddpm_lab.data.draws import Plan
+from ddpm_lab.data.folder import DataError, decode
+from ddpm_lab.data.packed import PackedImages
+from ddpm_lab.data.pixels import ModelRange, PixelRows, mirrored
+from ddpm_lab.workload import Unsupported
+
+PREFETCH_FACTOR = 2
+ORPHAN_CHECK_SECONDS = 1.0
+MIRROR_SHARE = 0.25
+"""A resident set is also kept mirrored where both together take at most this part of the free memory."""
+_COPY_BYTES = 64 * 2**20
+Steps = Iterator[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """One rank's part of a global batch: float32 (n, 3, S, S) in [-1, 1], and the image indices it was made from.
+
+    The images lie on the device that the loader serves, or in the host's memory.
+    """
+
+    images: torch.Tensor
+    indices: npt.NDArray[np.int64]
+    step: int
+
+    def pin_memory(self) -> "Batch":
+        """Return a copy whose images lie in page-locked memory, as torch's loader asks for."""
+        return replace(self, images=self.images.pin_memory())
+
+
+class Loader:
+    """An endless iterator over batches; it goes on where it stopped.
+
+    ``kind`` is its name among the settings. ``prefetch_batches`` is how many batches may be ready before they are asked
+    for: what a timed window must consume first so that it does not profit from time before it.
+    """
+
+    def __init__(self, kind: str, batches: Iterator[Any], prefetch_batches: int = 0) -> None:
+        self.kind = kind
+        self.prefetch_batches = prefetch_batches
+        self._batches = batches
+        self._workers: list[BaseProcess] = getattr(batches, "_workers", [])
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def live_workers(self) -> int:
+        """Return the number of loader worker processes that are alive now."""
+        return sum(worker.is_alive() for worker in self._workers)
+
+    def close(self) -> None:
+        """End the workers and wait for them."""
+        # torch's iterator ends its workers when it is dropped, but the traceback of an error may still hold it.
+        shut_down = getattr(self._batches, "_shutdown_workers", None)
+        if shut_down is not None:
+            shut_down()
+        self._batches = iter(())
+        for worker in self._workers:
+            worker.kill()  # one that did not end in torch's time
+            worker.join()
+
+
+def dataset_loader(
+    dataset: Dataset[Any],
+    batches: Iterable[list[Any]],
+    *,
+    workers: int,
+    collate: Callable[[list[Any]], Any] | None = None,
+    pin_memory: bool = False,
+    seed: int = 0,
+) -> Loader:
+    """Load the samples that each entry of ``batches`` lists, in ``workers`` processes (0: in this one).
+
+    The workers start at once and live until ``close``; each has at most two batches under way. A worker whose training
+    process dies ends within about a second.
+
+    Raises:
+        ValueError: ``workers`` is negative.
+    """
+    if workers < 0:
+        raise ValueError(f"{workers} loader workers are impossible; give 0 or more")
+    loader = DataLoader(
+        dataset,
+        batch_sampler=batches,
+        num_workers=workers,
+        collate_fn=collate,
+        pin_memory=pin_memory and torch.cuda.is_available(),
+        prefetch_factor=PREFETCH_FACTOR if workers else None,
+        worker_init_fn=partial(_exit_with_parent, os.getpid()) if workers else None,
+        multiprocessing_context="fork" if workers else None,
+        # Else the loader would draw from torch's global generator, and the choice of a loader change the run.
+        generator=torch.Generator().manual_seed(seed),
+    )
+    with warnings.catch_warnings():
+        # Python 3.12 warns of any fork beside threads; these children only load and never use a thread pool.
+        warnings.filterwarnings("ignore", message=r".*multi-threaded.*fork", category=DeprecationWarning)
+        return Loader("files", iter(loader), PREFETCH_FACTOR * workers)
+
+
+def _exit_with_parent(parent: int, _worker: int) -> None:
+    """Make this loader worker end soon after its training process, however that dies.
+
+    torch's own watch looks every 5 seconds and only while the worker waits for work.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(ORPHAN_CHECK_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="orphan watch", daemon=True).start()
+
+
+def open_loader(
+    kind: str,
+    packed: PackedImages,
+    plan: Plan,
+    *,
+    workers: int = 0,
+    device: torch.device | str = "cpu",
+    channels_last: bool = False,
+) -> Loader:
+    """Open a loader of a kind; the batches of a plan are the same from all but the last.
+
+    - ``packed`` gathers, mirrors and scales whole batches from the packed array, in this process. For a CUDA device the
+      next batch is gathered and sent while the device works on the one before, so one may be ready before it is asked
+      for. On a CPU none is.
+    - ``files`` decodes each image from its file, in ``workers`` processes (0: in this one), as is usual. Batches lie in
+      the host's memory.
+    - ``resident`` makes batches on the device, from one array there of all the training images.
+    - ``still`` repeats the first batch, from the memory of the device: what is left of a step's time is the step with
+      perfect data.
+
+    Raises:
+        DataError: the files that the prepared folder was made from are gone or have changed.
+        IndexError: the plan names an image that the array does not hold; a loader may raise it later.
+        Unsupported: the training images do not fit into the device's free memory.
+        ValueError: ``workers`` is negative.
+    """
+    device = torch.device(device)
+    side = packed.manifest.image_size
+    if kind == "files":
+        return _decoded(packed, plan, workers, ModelRange(side, channels_last), pin_memory=device.type == "cuda")
+    if kind == "resident":
+        return Loader(kind, _resident(packed, plan, device, ModelRange(side, channels_last, device)))
+    rows = PixelRows(packed.images)
+    if kind == "packed" and device.type == "cuda":
+        return Loader(kind, _sent_ahead(plan, rows, device, ModelRange(side, channels_last, device)), 1)
+    batches = _gathered(plan, rows, ModelRange(side, channels_last))
+    if kind == "still":
+        first = next(batches)
+        first = replace(first, images=first.images.to(device))
+        batches = (replace(first, step=step) for step in itertools.count(plan.start_step))
+    return Loader(kind, batches)
+
+
+def _numbered(plan: Plan, rows: PixelRows) -> Steps:
+    """Steps, image indices and the rows that hold these images as they are or mirrored."""
+    blocks = ((step, indices, rows.numbers(indices, flips)) for step, indices, flips in plan.blocks())
+    return itertools.chain.from_iterable(zip(itertools.count(step), *both, strict=False) for step, *both in blocks)
+
+
+def _gathered(plan: Plan, rows: PixelRows, scale: ModelRange) -> Iterator[Batch]:
+    for step, indices, numbers in _numbered(plan, rows):
+        yield Batch(images=scale(torch.from_numpy(rows.gather(numbers))), indices=indices, step=step)
+
+
+def _sent_ahead(plan: Plan, rows: PixelRows, device: torch.device, scale: ModelRange) -> Iterator[Batch]:
+    """Gather batches and send them to a CUDA device, one ahead, on a stream beside the one that trains.
+
+    Pixels travel as bytes, a quarter of what they are as floating point, and are scaled there.
+    """
+    # Urgent, so that scaling does not queue behind a network that fills the device.
+    stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    # The constants of the scaling were written on the stream that is current now.
+    stream.wait_stream(torch.cuda.current_stream(device))
+    ahead: tuple[Batch, torch.cuda.Event] | None = None
+    for step, indices, numbers in _numbered(plan, rows):
+        # torch does not give page-locked memory to anybody else before the copy that reads it has finished.
+        pixels = torch.empty(len(numbers), rows.width, dtype=torch.uint8, pin_memory=True)
+        rows.gather(numbers, pixels.numpy())
+        with torch.cuda.stream(stream):
+            images = scale(pixels.to(device, non_blocking=True))
+            sent = Batch(images=images, indices=indices, step=step), stream.record_event()
+        if ahead is not None:
+            batch, ready = ahead
+            current = torch.cuda.current_stream(device)
+            current.wait_event(ready)
+            # The memory belongs to the other stream, which must not use it again before this one has done with it.
+            batch.images.record_stream(current)
+            yield batch
+        ahead = sent
+
+
+def _resident(packed: PackedImages, plan: Plan, device: torch.device, scale: ModelRange) -> Iterator[Batch]:
+    """Load the training images to the device, once; all that is sent during training are row numbers of many steps."""
+    side, own = packed.manifest.image_size, plan.stream.train_indices
+    # The host's file cache counts as free.
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if (size := len(own) * 3 * side**2) > free:
+        raise Unsupported(
+            f"the {len(own):,} training images take {size / 2**20:,.0f} MiB and {device} has {free / 2**20:,.0f} MiB "
+            "free; use loader 'packed'"
+        )
+    both = 2 * size <= MIRROR_SHARE * free
+    source = np.asarray(packed.images).reshape(packed.manifest.count, -1)
+    rows = torch.empty((1 + both) * len(own), source.shape[1], dtype=torch.uint8, device=device)
+    step = max(1, _COPY_BYTES // source.shape[1])
+    for start in range(0, len(own), step):
+        part = source.take(own[start : start + step], axis=0)
+        rows[start : start + len(part)] = torch.from_numpy(part)
+        if both:
+            rows[len(own) + start :][: len(part)] = torch.from_numpy(mirrored(part, side))
+    row_of = np.full(packed.manifest.count, -1)
+    row_of[own] = np.arange(len(own))
+
+    def batches() -> Iterator[Batch]:
+        for first, indices, flips in plan.blocks():
+            # A mirrored image is row r + N, whether or not it is stored there.
+            numbers = torch.from_numpy(row_of[indices] + len(own) * flips)
+            if device.type == "cuda":
+                # torch does not give the page-locked memory to anybody else before this copy has finished.
+                numbers = numbers.pin_memory().to(device, non_blocking=True)
+            turned = numbers >= len(own)
+            for i, chosen in enumerate((numbers if both else numbers % len(own)).unbind()):
+                pixels = rows.index_select(0, chosen)
+                if not both:
+                    images = pixels.view(-1, side, side, 3)
+                    pixels = torch.where(turned[i, :, None, None, None], images.flip(2), images).flatten(1)
+                yield Batch(images=scale(pixels), indices=indices[i], step=first + i)
+
+    return batches()
+
+
+def _decoded(packed: PackedImages, plan: Plan, workers: int, scale: ModelRange, *, pin_memory: bool) -> Loader:
+    files = packed.files
+    if files is None:
+        raise DataError(
+            f"the files that {packed.dest} was prepared from are gone or have changed ({packed.manifest.source}); "
+            "put them back, prepare them again, or use the packed loader"
+        )
+
+    def collate(samples: list[tuple[int, int, npt.NDArray[np.uint8]]]) -> Batch:
+        steps, indices, pixels = zip(*samples, strict=True)
+        images = scale(torch.from_numpy(np.stack(pixels)).flatten(1))
+        return Batch(images=images, indices=np.array(indices), step=steps[0])
+
+    keys = (
+        [(step, index, flip) for index, flip in zip(indices.tolist(), flips.tolist(), strict=True)]
+        for step, indices, flips in plan.draws()
+    )
+    images = _Files(files, packed.manifest.image_size)
+    return dataset_loader(images, keys, workers=workers, collate=collate, pin_memory=pin_memory)
+
+
+class _Files(Dataset[tuple[int, int, npt.NDArray[np.uint8]]]):
+    """Decodes one file, as often as it is asked to."""
+
+    def __init__(self, files: tuple[str, ...], image_size: int) -> None:
+        # One array instead of many strings: reading a string writes its reference count, which would copy the shared
+        # pages into every forked worker.
+        self._paths = np.array([os.fsencode(path) for path in files])
+        self._image_size = image_size
+
+    def __getitem__(self, key: tuple[int, int, bool]) -> tuple[int, int, npt.NDArray[np.uint8]]:
+        step, index, flip = key
+        pixels = decode(os.fsdecode(self._paths[index]), self._image_size)
+        return step, index, pixels[:, ::-1] if flip else pixels

@@ -1,0 +1,162 @@
+"""The order of the images and the noise of a step: functions of seed and position, whatever the number of ranks."""
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpm_lab.data.draws import CHUNK_SAMPLES, EpochStream, Plan, noise_and_timesteps
+
+
+def test_the_order_is_fixed_for_ever() -> None:
+    """Records of runs years apart stay comparable, and a resumed run goes on where it stopped."""
+    stream = EpochStream(np.arange(10), seed=0)
+    assert stream.indices(0, 14).tolist() == [7, 4, 5, 1, 9, 8, 6, 2, 0, 3, 2, 1, 4, 7]
+    assert stream.flips(0, 14).astype(int).tolist() == [0, 0, 1, 1, 0, 1, 0, 0, 1, 1, 0, 0, 1, 1]
+    raw = np.random.PCG64(np.random.SeedSequence([3, 1, 1])).random_raw(20_000)  # seed, purpose, epoch
+    order = EpochStream(np.arange(20_000), seed=3).indices(20_000, 40_000)
+    assert np.array_equal(order, np.argsort(raw, kind="stable"))
+
+
+@given(st.integers(1, 50), st.integers(0, 2**63), st.integers(1, 6), st.integers(1, 4), st.integers(1, 5))
+def test_epochs_are_permutations_and_nothing_is_dropped(
+    images: int, seed: int, epochs: int, world_size: int, share: int
+) -> None:
+    ids = np.arange(images) * 7 + 5
+    stream = EpochStream(ids, seed)
+    size = share * world_size
+    steps = epochs * images // size
+    plans = [Plan(stream=stream, global_batch_size=size, rank=r, world_size=world_size) for r in range(world_size)]
+    drawn = zip(range(steps), *(plan.draws() for plan in plans), strict=False)
+    order = np.concatenate([np.empty(0, int), *(indices for _, *ranks in drawn for _, indices, _ in ranks)])
+    assert np.array_equal(order, stream.indices(0, steps * size))  # whatever the world size
+    for epoch in range(len(order) // images):
+        assert sorted(order[epoch * images : (epoch + 1) * images]) == list(ids)
+    counts = Counter({int(i): 0 for i in ids}) + Counter(order.tolist())
+    whole, rest = divmod(len(order), images)
+    assert all(counts[i] in ({whole, whole + 1} if rest else {whole}) for i in ids.tolist())
+
+
+@given(st.integers(1, 300), st.integers(1, 3), st.integers(1, 20), st.integers(0, 50))
+def test_draws_made_ahead_are_those_of_each_step(images: int, world_size: int, share: int, start: int) -> None:
+    stream = EpochStream(np.arange(images) * 3, seed=1)
+    size = share * world_size
+    for rank in range(world_size):
+        plan = Plan(stream=stream, global_batch_size=size, rank=rank, world_size=world_size, start_step=start)
+        for expected, (step, indices, flips) in zip(range(start, start + 40), plan.draws(), strict=False):
+            positions = (expected * size + rank * share, expected * size + (rank + 1) * share)
+            assert step == expected
+            assert np.array_equal(indices, stream.indices(*positions))
+            assert np.array_equal(flips, stream.flips(*positions))
+
+
+def test_orders_differ_between_epochs_and_seeds_and_begin_anywhere() -> None:
+    starts = itertools.product(range(3), range(3))
+    orders = [EpochStream(np.arange(100), seed).indices(100 * e, 100 * (e + 1)).tobytes() for seed, e in starts]
+    assert len(set(orders)) == 9
+    firsts = Counter(int(EpochStream(np.arange(4), seed).indices(0, 1)[0]) for seed in range(2_000))
+    assert all(abs(firsts[i] - 500) < 5 * np.sqrt(2_000 * 0.25 * 0.75) for i in range(4))
+
+
+@given(st.integers(0, 10**12), st.integers(0, 300), st.integers(0, 300))
+def test_flips_belong_to_the_position(start: int, first: int, second: int) -> None:
+    stream = EpochStream(np.arange(5), seed=1)
+    whole = stream.flips(start, start + first + second)
+    assert np.array_equal(whole[first:], stream.flips(start + first, start + first + second))
+
+
+def test_flips_are_fair_and_independent_coins() -> None:
+    flips = np.stack([EpochStream(np.arange(5), seed).flips(0, 40_000) for seed in (0, 1)]).astype(float)
+    assert np.abs(flips.mean(axis=1) - 0.5).max() < 0.0125  # five standard deviations
+    assert abs(np.corrcoef(flips)[0, 1]) < 0.025
+    assert abs(np.corrcoef(flips[0, 1:], flips[0, :-1])[0, 1]) < 0.025
+    assert not EpochStream(np.arange(5), 0, flip=False).flips(0, 100).any()
+
+
+@pytest.mark.parametrize(("batch", "rank", "world"), [(7, 0, 2), (8, 2, 2), (8, -1, 2), (0, 0, 1), (8, 0, 0)])
+def test_impossible_shares_are_refused(batch: int, rank: int, world: int) -> None:
+    with pytest.raises(ValueError, match=r"divided|does not exist"):
+        Plan(stream=EpochStream(np.arange(9), 0), global_batch_size=batch, rank=rank, world_size=world)
+
+
+def draw(step: int, start: int, stop: int, size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    return noise_and_timesteps(seed, step, start, stop, global_batch_size=size, shape=(3, 4, 4), timesteps=1000)
+
+
+@given(st.integers(0, 2**63), st.integers(0, 10**6), st.integers(1, 40), st.data())
+def test_noise_and_timesteps_do_not_depend_on_the_partition(
+    seed: int, step: int, size: int, data: st.DataObject
+) -> None:
+    noise, t = draw(step, 0, size, size, seed)
+    cuts = sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=4))})
+    parts = [draw(step, start, stop, size, seed) for start, stop in itertools.pairwise(cuts)]
+    assert torch.equal(torch.cat([part[0] for part in parts]), noise)
+    assert torch.equal(torch.cat([part[1] for part in parts]), t)
+
+
+def test_every_sample_of_every_step_has_noise_of_its_own() -> None:
+    draws = [draw(step, 0, 20, 20, seed) for step in range(3) for seed in range(3)]
+    first_values = torch.cat([noise[:, 0, 0, 0] for noise, _ in draws])
+    assert len(set(first_values.tolist())) == 9 * 20
+
+
+def test_noise_is_normal_and_timesteps_are_uniform() -> None:
+    noise, t = draw(0, 0, 4_000, 4_000)
+    values = noise.double().flatten()
+    count = len(values)
+    assert abs(values.mean()) < 5 / count**0.5
+    assert abs(values.var() - 1) < 5 * (2 / count) ** 0.5
+    assert abs((values**4).mean() - 3) < 5 * (96 / count) ** 0.5
+    assert (noise.dtype, t.dtype) == (torch.float32, torch.int64)
+    assert 0 <= t.min() < 10
+    assert 990 <= t.max() < 1000
+    counts = torch.bincount(t // 100, minlength=10).double()
+    assert ((counts - 400) ** 2 / 400).sum() < 40  # chi-square with 9 degrees of freedom
+    across_chunks = np.corrcoef(noise[:-CHUNK_SAMPLES].flatten(), noise[CHUNK_SAMPLES:].flatten())[0, 1]
+    assert abs(across_chunks) < 5 / count**0.5
+
+
+def test_samples_outside_the_batch_are_refused() -> None:
+    for start, stop in ((0, 9), (-1, 2), (3, 3)):
+        with pytest.raises(ValueError, match="not part of a batch of 8"):
+            draw(0, start, stop, 8)
+
+
+def test_seeds_of_their_own_cost_little_beside_the_numbers() -> None:
+    generator = torch.Generator()
+
+    def plain() -> None:
+        torch.randint(1000, (64,), generator=generator)
+        torch.randn(64, 3, 32, 32, generator=generator)
+
+    def seeded() -> None:
+        noise_and_timesteps(0, 1, 0, 64, global_batch_size=64, shape=(3, 32, 32), timesteps=1000)
+
+    def seconds(draw: Callable[[], None]) -> float:
+        start = time.perf_counter()
+        draw()
+        return time.perf_counter() - start
+
+    # In turns, and the shortest of many: a neighbour makes both slower, but hardly every one of them.
+    times = [(seconds(seeded), seconds(plain)) for _ in range(50)]
+    assert min(t for t, _ in times) < 3 * min(t for _, t in times)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_the_partition_does_not_matter_either() -> None:
+    def on_gpu(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return noise_and_timesteps(
+            0, 1, start, stop, global_batch_size=96, shape=(3, 32, 32), timesteps=1000, device="cuda"
+        )
+
+    noise, t = on_gpu(0, 96)
+    assert noise.is_cuda
+    assert torch.equal(torch.cat([on_gpu(0, 32)[0], on_gpu(32, 96)[0]]), noise)
+    assert torch.equal(torch.cat([on_gpu(0, 32)[1], on_gpu(32, 96)[1]]), t)

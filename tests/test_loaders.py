@@ -1,0 +1,307 @@
+"""Loaders: every value as by the plain definition, whoever makes it, nothing overwritten, and processes that end."""
+
+import os
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+
+import ddpm_lab
+from ddpm_lab.data import loaders, pixels
+from ddpm_lab.data.draws import EpochStream, Plan, rank_share
+from ddpm_lab.data.folder import DataError, ImageError
+from ddpm_lab.data.loaders import Batch, dataset_loader, open_loader
+from ddpm_lab.data.packed import PackedImages, open_packed, prepare
+from ddpm_lab.data.pixels import ModelRange, PixelRows
+from ddpm_lab.data.synthetic import generate
+from ddpm_lab.workload import Unsupported
+
+SIDE, ROW = 8, 3 * 8 * 8
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def prepared(folder: Path, count: int) -> PackedImages:
+    (folder / "images").mkdir()
+    for number, image in enumerate(generate(count, SIDE)):
+        Image.fromarray(image).save(folder / "images" / f"{number}.png")
+    prepare(folder / "images", folder / "packed", image_size=SIDE)
+    return open_packed(folder / "packed")
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> PackedImages:
+    return prepared(tmp_path_factory.mktemp("loaders"), 60)
+
+
+def plan_for(packed: PackedImages, global_batch_size: int = 12, **settings: int) -> Plan:
+    stream = EpochStream(packed.train_indices, seed=3)
+    return Plan(stream=stream, global_batch_size=global_batch_size, **settings)
+
+
+def scaled(images: npt.NDArray[np.uint8], channels_last: bool) -> torch.Tensor:
+    """The plain definition, uint8 (n, S, S, 3) to float32 (n, 3, S, S)."""
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    return torch.from_numpy(images).permute(0, 3, 1, 2).to(torch.float32, memory_format=layout).div_(127.5).sub_(1)
+
+
+def plain(packed: PackedImages, plan: Plan, channels_last: bool = False) -> Iterator[Batch]:
+    """Each batch by itself, as the definition reads."""
+    step = plan.start_step
+    share = rank_share(plan.global_batch_size, plan.rank, plan.world_size)
+    while True:
+        positions = [step * plan.global_batch_size + p for p in (share.start, share.stop)]
+        indices, flips = plan.stream.indices(*positions), plan.stream.flips(*positions)
+        images = np.stack(
+            [packed.images[i][:, ::-1] if f else packed.images[i] for i, f in zip(indices, flips, strict=True)]
+        )
+        yield Batch(images=scaled(images, channels_last), indices=indices, step=step)
+        step += 1
+
+
+def same(found: Batch, expected: Batch) -> bool:
+    return (
+        found.images.dtype == torch.float32
+        and torch.equal(found.images.cpu(), expected.images)
+        and found.images.stride() == expected.images.stride()
+        and np.array_equal(found.indices, expected.indices)
+        and found.step == expected.step
+    )
+
+
+def test_all_values_have_the_bits_of_the_plain_definition() -> None:
+    images = np.arange(256, dtype=np.uint8)[:192].reshape(1, SIDE, SIDE, 3)
+    images = np.concatenate([images, images + 64])
+    for channels_last in (False, True):
+        found = ModelRange(SIDE, channels_last)(torch.from_numpy(images.reshape(2, ROW)))
+        assert torch.equal(found, scaled(images, channels_last))
+    assert set(np.unique(images).tolist()) == set(range(256))
+    assert (float(found.min()), float(found.max())) == (-1, 1)
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize("kind", ["packed", "packed, not copied", "resident", "resident, not mirrored", "files"])
+def test_batches_are_those_of_the_plain_definition(
+    packed: PackedImages, kind: str, channels_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, _, without = kind.partition(", ")
+    if without:
+        monkeypatch.setattr(pixels, "COPY_BYTES", 0)
+        monkeypatch.setattr(loaders, "MIRROR_SHARE", 0)
+    for settings in ({}, {"start_step": 11}, {"world_size": 3, "rank": 1}):
+        plan = plan_for(packed, **settings)
+        workers = 2 if kind == "files" and not settings else 0
+        with closing(open_loader(kind, packed, plan, workers=workers, channels_last=channels_last)) as batches:
+            assert (batches.kind, batches.prefetch_batches, batches.live_workers()) == (kind, 2 * workers, workers)
+            taken = list(islice(batches, 30))  # six epochs, and a batch keeps its values when later ones are made
+        assert all(map(same, taken, plain(packed, plan, channels_last)))
+        assert len({batch.images.data_ptr() for batch in taken}) == 30
+        assert batches.live_workers() == 0
+    used = {int(index) for batch in taken for index in batch.indices}
+    assert not used & set(packed.held_out_indices.tolist())
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_a_still_loader_repeats_its_first_batch(packed: PackedImages, channels_last: bool) -> None:
+    plan = plan_for(packed, world_size=3, rank=1)
+    batches = open_loader("still", packed, plan, channels_last=channels_last)
+    assert (batches.kind, batches.prefetch_batches, batches.live_workers()) == ("still", 0, 0)
+    first = next(plain(packed, plan, channels_last))
+    taken = list(islice(batches, 4))
+    assert [batch.step for batch in taken] == [0, 1, 2, 3], "noise and timesteps are drawn by the step"
+    for batch in taken:
+        assert torch.equal(batch.images, first.images)
+        assert batch.images.stride() == first.images.stride()
+        assert np.array_equal(batch.indices, first.indices)
+    assert len({batch.images.data_ptr() for batch in taken}) == 1
+
+
+def test_a_plan_of_another_set_is_refused(packed: PackedImages) -> None:
+    plan = Plan(stream=EpochStream(np.array([0, packed.manifest.count]), 0), global_batch_size=2)
+    for kind in ("packed", "resident"):
+        with pytest.raises(IndexError, match="60"):
+            next(open_loader(kind, packed, plan))
+
+
+def test_a_large_set_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A map may be larger than the memory."""
+    images = np.zeros((1_000, 32, 32, 3), dtype=np.uint8)
+    peaks = []
+    for copy_bytes in (2 * images.nbytes - 1, 2 * images.nbytes):
+        monkeypatch.setattr(pixels, "COPY_BYTES", copy_bytes)
+        tracemalloc.start()
+        rows = PixelRows(images)
+        rows.gather(rows.numbers(np.arange(10), np.arange(10) % 2 == 0))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[0] < images.nbytes / 10
+    assert 2 * images.nbytes < peaks[1] < 2.5 * images.nbytes
+
+
+def test_a_set_that_does_not_fit_is_refused_in_one_sentence(
+    packed: PackedImages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = len(packed.train_indices) * ROW
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=size))
+    next(open_loader("resident", packed, plan_for(packed)))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=size - 1))
+    with pytest.raises(Unsupported, match=r"^the 57 training images take .* MiB and cpu has .* MiB free; use loader"):
+        open_loader("resident", packed, plan_for(packed))
+
+
+class Squares(Dataset[torch.Tensor]):
+    """Sample i is i squared, and a number that its process draws."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index**2), float(torch.rand(()))])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_of_any_dataset_come_as_they_are_listed(workers: int) -> None:
+    listed = [[3, 1], [2, 2], [0, 5], [4, 4]]
+    with closing(dataset_loader(Squares(), listed, workers=workers)) as loader:
+        assert (loader.live_workers(), loader.prefetch_batches) == (workers, 2 * workers)
+        found = list(loader)
+    assert [batch[:, 0].tolist() for batch in found] == [[float(i * i) for i in batch] for batch in listed]
+    assert loader.live_workers() == 0
+    with closing(dataset_loader(Squares(), listed, workers=workers, collate=len)) as loader:
+        assert next(loader) == 2
+    with pytest.raises(StopIteration):
+        next(loader)
+
+
+def test_workers_draw_by_the_seed_and_a_loader_draws_nothing_from_the_run() -> None:
+    def drawn(seed: int) -> float:
+        with closing(dataset_loader(Squares(), [[1]], workers=1, seed=seed)) as loader:
+            return float(next(loader)[0, 1])
+
+    state = torch.get_rng_state()
+    assert drawn(0) == drawn(0) != drawn(1)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_files_that_are_gone_damaged_or_asked_of_too_few_workers_are_named(tmp_path: Path) -> None:
+    packed = prepared(tmp_path, 20)
+    assert packed.files is not None
+    with pytest.raises(ValueError, match="-1 loader workers"):
+        open_loader("files", packed, plan_for(packed), workers=-1)
+    path = Path(packed.files[packed.train_indices[0]])
+    with closing(open_loader("files", packed, plan_for(packed), workers=1)) as loader:
+        path.write_bytes(b"damaged")
+        with pytest.raises(ImageError, match=str(path)):
+            list(islice(loader, 10))
+        start = time.monotonic()
+    assert time.monotonic() - start < 2
+    assert loader.live_workers() == 0
+    path.unlink()
+    with pytest.raises(DataError, match="gone or have changed"):
+        open_loader("files", packed, plan_for(packed), workers=2)
+
+
+@pytest.mark.slow
+def test_workers_do_not_outlive_a_killed_process(packed: PackedImages, tmp_path: Path) -> None:
+    code = (
+        "import psutil\n"
+        "from pathlib import Path\n"
+        "from ddpm_lab.data.loaders import open_loader\n"
+        "from ddpm_lab.data.draws import EpochStream, Plan\n"
+        "from ddpm_lab.data.packed import open_packed\n"
+        f"packed = open_packed(Path({str(packed.dest)!r}))\n"
+        "plan = Plan(stream=EpochStream(packed.train_indices, 0), global_batch_size=8)\n"
+        "loader = open_loader('files', packed, plan, workers=2)\n"
+        "next(loader)\n"
+        "print(*[child.pid for child in psutil.Process().children()], loader.live_workers(), flush=True)\n"
+        "input()\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(ddpm_lab.__file__).parents[1])}
+    with (tmp_path / "errors").open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environment,
+            text=True,
+        )
+        assert process.stdout is not None
+        *pids, live = (int(word) for word in process.stdout.readline().split())
+        assert (len(pids), live) == (2, 2)
+        process.kill()
+        start = time.monotonic()
+        while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() - start < 10:
+            time.sleep(0.05)
+        assert time.monotonic() - start < 4
+        process.communicate()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize("kind", ["packed", "packed, not copied", "resident", "resident, not mirrored"])
+def test_on_a_gpu_batches_have_the_same_bits(
+    packed: PackedImages, kind: str, channels_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, _, without = kind.partition(", ")
+    if without:
+        monkeypatch.setattr(pixels, "COPY_BYTES", 0)
+        monkeypatch.setattr(loaders, "MIRROR_SHARE", 0)
+    batches = open_loader(kind, packed, plan_for(packed), device="cuda:0", channels_last=channels_last)
+    assert batches.prefetch_batches == (kind == "packed")
+    for found, expected in zip(islice(batches, 30), plain(packed, plan_for(packed), channels_last), strict=False):
+        assert found.images.is_cuda
+        assert same(found, expected)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_files_arrive_in_page_locked_memory(packed: PackedImages) -> None:
+    plan = plan_for(packed)
+    with closing(open_loader("files", packed, plan, workers=2, device="cuda:0")) as batches:
+        taken = list(islice(batches, 30))
+    assert all(batch.images.is_pinned() for batch in taken)
+    assert all(map(same, taken, plain(packed, plan)))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("kind", ["packed", "resident"])
+def test_on_a_gpu_a_busy_device_spoils_no_batch(packed: PackedImages, kind: str) -> None:
+    """The host runs far ahead of the device, and the memory of batches that are done with is used again."""
+    sums = []
+    for batch in islice(open_loader(kind, packed, plan_for(packed), device="cuda:0"), 200):
+        torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]
+        sums.append(batch.images.double().sum())
+    expected = [batch.images.double().sum() for batch in islice(plain(packed, plan_for(packed)), 200)]
+    torch.testing.assert_close(torch.stack(sums).cpu(), torch.stack(expected))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_the_resident_loader_never_waits_for_the_device(
+    packed: PackedImages, never_waiting: Callable[[], AbstractContextManager[None]]
+) -> None:
+    batches = open_loader("resident", packed, plan_for(packed), device="cuda:0")
+    next(batches)
+    with never_waiting():
+        for _ in range(50):
+            next(batches)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_a_set_that_does_not_fit_is_refused(packed: PackedImages, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (1_000, 2_000))
+    with pytest.raises(Unsupported, match="cuda:0 has 0 MiB free"):
+        open_loader("resident", packed, plan_for(packed), device="cuda:0")
