@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ddpm_lab.config import CHECK, DDPM, TRAINING, RunConfig
-from ddpm_lab.gradient_bounds import failure
+from ddpm_lab.gradient_bounds import fault
 from ddpm_lab.ledger import Head, Ledger
 from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.plan import Experiment, Fid, Plan
@@ -63,7 +63,7 @@ class Held:
             elif r.role in ("check", "wrong") and (r.status == "ok" or r.status in LASTING):
                 self._checks.add(r.run_id)
                 if answer := (r.quality or {}).get("gradients"):
-                    self._faults[_gradient_of(r.config)] = failure(answer)
+                    self._faults[_gradient_of(r.config)] = fault(answer, layers=False)
             elif r.role == "quality" and r.status == "ok":
                 self._add_trial(r)
             elif r.role == "cold" and r.status == "ok" and r.compile_cache == "cold":
