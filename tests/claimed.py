@@ -16,14 +16,13 @@ from ddpm_lab.record import Machine, RunRecord
 BASE = RunConfig(global_batch_size=8)
 STEP = 0.010
 """Seconds of a step of the baseline."""
-RATIOS = {"bf16": 0.8, "compiled": 1.5, "batch 32": 1.25, "2 ranks": 1.8}
 CONFIGS = {
     "bf16": replace(BASE, precision="bf16"),
     "compiled": replace(BASE, compile="whole"),
     "batch 32": replace(BASE, global_batch_size=32),
     "2 ranks": replace(BASE, world_size=2),
 }
-REFUSED = "the label says world_size 2, rank 0 ran with 1"
+RATIOS = {"bf16": 0.8, "compiled": 1.5, "batch 32": 1.25, "2 ranks": 1.8}
 
 
 def sets(ratios: Mapping[str, float] = RATIOS, **values: Any) -> list[RunRecord]:
@@ -33,22 +32,18 @@ def sets(ratios: Mapping[str, float] = RATIOS, **values: Any) -> list[RunRecord]
     return make.sets(candidates, baseline=BASE, experiment="claims", family="tiny, batch 8", **quiet)
 
 
-def wrong(
-    label: str = "fp32", *, stages: Mapping[str, float] | None = None, repeats: int = 6, **ways: Any
-) -> list[RunRecord]:
+def wrong(label: str = "fp32", *, repeats: int = 6, **ways: Any) -> list[RunRecord]:
     """Repeats of wrong ways whose answers are ``ways``; a function is asked with the number of the repeat."""
     config = BASE if label == "fp32" else CONFIGS[label]
+    common = {"experiment": "claims", "family": "tiny, batch 8", "role": "wrong", "baseline_id": BASE.run_id}
     return [
         make.record(
             replace(config, purpose="check", workload=WORKLOAD, seed=i),
-            experiment="claims",
-            family="tiny, batch 8",
-            role="wrong",
             label=label,
             set_id=f"wrong-{label}-{i}",
-            baseline_id=BASE.run_id,
-            stages=dict(stages or {}),
+            stages={"start": 0.7, "build": 0.3},
             profile={"wrong_ways": {name: way(i) if callable(way) else way for name, way in ways.items()}},
+            **common,
         )
         for i in range(repeats)
     ]

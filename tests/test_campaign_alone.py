@@ -114,10 +114,7 @@ def test_what_fails_its_gradient_check_is_measured_and_not_trained(lab: Lab) -> 
     assert lab.sets == [(asked.families[0].name, ["fp32", "fp32 again", "bf16", "2 micro-batches"])]
     (note,) = lab.records("note")
     assert (note.label, note.status, note.config.purpose) == ("bf16", "left out", "quality")
-    assert note.reason == (
-        "not trained: its gradient check failed (worst layer stem.bias off by 90 %, the gradient by 90 %, the loss by "
-        "0 %)"
-    )
+    assert "not trained: its gradient check failed (the gradient is off by 90 %" in str(note.reason)
     again = lab.campaign(asked, sets=1)
     assert again.forecast() == 0 < unknown, "what is not trained takes no time"
     lab.run(asked, sets=1)

@@ -15,7 +15,6 @@ from ddpm_lab.explain import (
     batch_sizes,
     budget,
     figure_budget,
-    figure_claims,
     figure_costs,
     figure_links,
     figure_machine,
@@ -38,6 +37,7 @@ from ddpm_lab.explain.comparisons import MECHANISM_ONLY
 from ddpm_lab.explain.figure_style import png, save
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import ALL_REDUCE, CLAIMS, RECOMMENDATION, Study
+from ddpm_lab.explain.questions import claims
 from ddpm_lab.plan import WITH_TRIALS
 from ddpm_lab.record import RunRecord
 
@@ -99,7 +99,7 @@ _OWN: dict[str, Callable[[Study, str], Figure | None]] = {
     batch_sizes.EXPERIMENT: batch_sizes.figure,
     peers.EXPERIMENT: figure_peers.figure,
     trained.EXPERIMENT: figure_quality.figure,
-    CLAIMS: figure_claims.figure,
+    CLAIMS: lambda study, _: claims.figure(study),
     ALL_REDUCE: figure_links.exchange,
 }
 """Questions whose answer is drawn, from study and title, in a way of its own, where it has what that needs."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from ddpm_lab.explain import (
     batch_sizes,
     budget,
-    claims,
     compiling,
     decisions,
     gains,
@@ -30,6 +29,7 @@ from ddpm_lab.explain import (
 )
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, QUALITY, Comparison, comparisons
 from ddpm_lab.explain.frames import ALL_REDUCE, CLAIMS, RECOMMENDATION, Study, once
+from ddpm_lab.explain.questions import claims
 from ddpm_lab.plan import FORMATS, LIMITS, TUNED, WHOLE_QUESTION, WITH_TRIALS
 
 FAILED = "failed"
@@ -157,7 +157,8 @@ def _alone(study: Study, others: Sequence[Comparison], ending: str) -> Finding |
 
 def _claims(study: Study) -> Finding:
     ending = machine_state.busy(study) + _where(study, "quality where a claim is about it")
-    found = _plain(study, claims.headline(study), f"{claims.evidence(study)}{ending}", ANSWERED, "judged")
+    short, decided = claims.answer(study)
+    found = _plain(study, short, f"{decided}{ending}", ANSWERED, "judged")
     return replace(found, quality="quality in the table, where a claim is about it")
 
 

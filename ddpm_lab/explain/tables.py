@@ -11,9 +11,7 @@ import pandas as pd
 from ddpm_lab.explain import (
     advice,
     budget,
-    claims,
     compiling,
-    faults,
     gains,
     limits,
     links,
@@ -30,6 +28,7 @@ from ddpm_lab.explain import (
 )
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.frames import ALL_REDUCE, CLAIMS, RECOMMENDATION, SCALING, Study
+from ddpm_lab.explain.questions import claims
 from ddpm_lab.plan import WITH_TRIALS
 
 TOP_OPERATORS = 12
@@ -69,7 +68,7 @@ def more(study: Study) -> list[tuple[str, pd.DataFrame]]:
         ]
     if study.experiment == CLAIMS:
         caption = "Each fault: what is done wrong, what that did to a number here, how it is done right."
-        found.append((caption, faults.table(study)))
+        found.append((caption, claims.fault_table(study)))
         found.append(("What the right way rests on: the sets of this notebook.", _comparison(study)))
     if study.experiment in (trained.EXPERIMENT, *WITH_TRIALS):
         found.append(("Loss and gradient of a step against fp32 on the same batch.", trained.check_table(study)))

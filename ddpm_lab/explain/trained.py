@@ -134,8 +134,8 @@ def unsound(study: Study) -> str:
     for r, answer in _checks(study):
         if not answer:
             told.append(f"the check of {r.label} failed ({phrases.failed(r.status, r.reason)})")
-        elif not (judged := gradient_bounds.verdict(answer)).as_expected:
-            told.append(f"the gradient of {r.label} is {judged.sentence}")
+        elif fault := gradient_bounds.fault(answer):
+            told.append(f"the gradient of {r.label} is not as expected: {fault}")
     return f" {phrases.begun(phrases.joined(list(dict.fromkeys(told))))}." if told else ""
 
 
@@ -201,12 +201,11 @@ def check_table(study: Study) -> pd.DataFrame:
             shown.append({"Family": r.family, "Configuration": r.label, "Verdict": phrases.failed(r.status, r.reason)})
             continue
         worst, layer = answer["worst"], answer["worst"].get("worst_layer") or {}
-        judged = gradient_bounds.verdict(answer)
         shown.append(
             {
                 "Family": r.family,
                 "Configuration": r.label,
-                "Verdict": "as expected" if judged.as_expected else judged.sentence,
+                "Verdict": gradient_bounds.fault(answer) or "as expected",
                 "Loss off by": _share(worst.get("loss_error")),
                 "Gradient off by": _share(worst.get("gradient_error")),
                 "Cosine": f"{worst['cosine']:.6f}" if worst.get("cosine") is not None else _NONE,

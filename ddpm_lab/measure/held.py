@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from ddpm_lab.config import CHECK, DDPM, TRAINING, OptimizerConfig, RunConfig
-from ddpm_lab.gradient_bounds import failure
+from ddpm_lab.gradient_bounds import fault
 from ddpm_lab.ledger import Head, Ledger
 from ddpm_lab.plan import Experiment, Fid, Plan
 from ddpm_lab.record import LASTING, TWIN, RunRecord, crowded, seconds_by_turn, set_log_ratio
@@ -157,7 +157,7 @@ class Held:
         for r in reversed(self.records):
             answer = (r.quality or {}).get("gradients")
             if r.role == "check" and answer and _gradient_of(r.config) == _gradient_of(config):
-                return failure(answer)
+                return fault(answer, layers=False)
         return ""
 
     def trained(self, run_id: str, fid: Fid | None = None) -> bool:

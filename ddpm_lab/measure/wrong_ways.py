@@ -1,4 +1,4 @@
-"""Wrong ways to measure, really run: a group of its own does what published benchmarks did."""
+"""Wrong ways to measure, run in a group of their own."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ WORKLOAD = "ddpm_lab.model.wrong_ways:wrong_ways"
 
 
 def run_wrong_ways(seat: Seat) -> dict[str, Any]:
-    """Do what the option ``ways`` of the seat's configuration names, in its order; the first one starts cold.
+    """Run what the option ``ways`` of the seat's configuration names, in its order; the first one starts cold.
 
-    Returns the record's ``profile`` with ``wrong_ways``: for each way what ``model.wrong_ways`` answers, and under
+    Returns the record's ``profile`` with ``wrong_ways``: what each way of ``model.wrong_ways`` answers, and under
     ``labelled_two`` what the witness says where one rank is labelled two. Raises GroupFailed.
     """
-    limit = seat.instrument.limits.build_seconds
     seat.start()
     found: dict[str, Any] = {}
     for way in str(seat.config.option("ways", "")).split():
         seat.instrument.progress(f"{seat.member.label}: the wrong way, {way.replace('_', ' ')}")
         with seat.watched() as watch:
-            found[way] = seat.alive.call(way, limit)[0]
+            found[way] = seat.alive.call(way, seat.instrument.limits.build_seconds)[0]
         if (busy := watch.state.get("gpu_utilisation_percent")) is not None:
             found[way]["gpu_utilisation_percent"] = busy
         if not seat.witness:
             seat.hear_witness()
     label = replace(seat.config, world_size=2, global_batch_size=2 * seat.config.global_batch_size)
-    found["labelled_two"] = mismatches(label, seat.witness)
-    return {"profile": {"wrong_ways": found}}
+    return {"profile": {"wrong_ways": {**found, "labelled_two": mismatches(label, seat.witness)}}}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,46 +59,36 @@ class GradientCheck(Trainer):
 
         Returns:
             ``precision``, ``loss`` and ``hook`` of the configuration; ``steps``, a list of what ``compared`` returns
-            with ``step``, ``loss``, ``reference_loss``, ``loss_error`` (relative), ``ranks_error`` (the L2 norm of the
-            difference between a rank's gradient and rank 0's over that of rank 0's, of the rank where it is largest)
-            and ``skipped`` (by the gradient scaler; what is computed from the gradient is then None); ``worst``, the
-            worst of these over all steps, with ``nonfinite`` and ``skipped`` added up.
+            with ``step``, ``loss``, ``loss_error`` (relative), ``ranks_error`` (the L2 norm of the difference between a
+            rank's gradient and rank 0's over that of rank 0's, of the rank where it is largest) and ``skipped`` (by the
+            gradient scaler; what is computed from the gradient is then None); ``worst``, the worst of these over all
+            steps, with ``nonfinite`` and ``skipped`` added up.
         """
         exact = self._exact() if self.context.rank == 0 else None
-        answer = []
+        found = []
         for batch in itertools.islice(self.batches(), steps):
-            reference_loss, reference = math.nan, dict[str, Tensor]()
+            plain_loss, plain = math.nan, dict[str, Tensor]()
             if exact is not None:
-                reference_loss, reference = self._reference(exact, next(exact.batches()))
+                plain_loss, plain = self._reference(exact, next(exact.batches()))
             self.gradient = []
             scale = self.scaler.get_scale() if self.scaler else 1.0
             loss = self._over_ranks(self.step(batch))
             self.compared_images += len(batch.images)
             skipped = self.scaler is not None and self.scaler.get_scale() < scale
-            gradient = None if skipped else self.gradient
-            ranks_error = self._between_ranks()
+            apart = self._between_ranks()
             if exact is not None:
-                answer.append(
-                    {
-                        "step": batch.step,
-                        **_losses(loss, reference_loss),
-                        "ranks_error": None if skipped else ranks_error,
-                        "skipped": skipped,
-                        **compared(gradient, reference),
-                    }
-                )
+                both = math.isfinite(loss) and math.isfinite(plain_loss) and plain_loss
+                known = {"loss": loss if math.isfinite(loss) else None, "ranks_error": None if skipped else apart}
+                known["loss_error"] = abs(loss - plain_loss) / abs(plain_loss) if both else None
+                numbers = compared(None if skipped else self.gradient, plain)
+                found.append({"step": batch.step, "skipped": skipped, **known, **numbers})
             self.gradient = None
         if exact is None:
             return None
         exact.close()
         config = self.config
-        return {
-            "precision": config.precision,
-            "loss": config.diffusion.loss,
-            "hook": config.exchange.hook,
-            "steps": answer,
-            "worst": worst(answer),
-        }
+        told = {"precision": config.precision, "loss": config.diffusion.loss, "hook": config.exchange.hook}
+        return {**told, "steps": found, "worst": worst(found)}
 
     def witness(self) -> dict[str, Any]:
         """What runs; ``images`` are those of the steps that the rank made, which knows nothing of those compared."""
@@ -162,17 +152,7 @@ class GradientCheck(Trainer):
         return float(total) / self.context.world_size
 
 
-def _losses(loss: float, reference: float) -> dict[str, float | None]:
-    """Both losses, and how far apart they are; None for what is no finite number."""
-    both = math.isfinite(loss) and math.isfinite(reference)
-    return {
-        "loss": loss if math.isfinite(loss) else None,
-        "reference_loss": reference if math.isfinite(reference) else None,
-        "loss_error": abs(loss - reference) / abs(reference) if both and reference else None,
-    }
-
-
-def compared(gradient: Sequence[Tensor] | None, reference: dict[str, Tensor]) -> dict[str, Any]:
+def compared(gradient: Sequence[Tensor] | None, reference: Mapping[str, Tensor]) -> dict[str, Any]:
     """A gradient against its reference, layer by layer in the same order, in double precision.
 
     Returns:
@@ -185,25 +165,21 @@ def compared(gradient: Sequence[Tensor] | None, reference: dict[str, Tensor]) ->
     missing = {"gradient_error": None, "cosine": None, "norm_ratio": None, "layers": 0, "worst_layer": None}
     if gradient is None:
         return {**missing, "nonfinite": 0}
-    nonfinite = int(torch.stack([(~g.isfinite()).sum() for g in (*gradient, *reference.values())]).sum())
+    nonfinite = sum(int((~g.isfinite()).sum()) for g in (*gradient, *reference.values()))
     if nonfinite:
         return {**missing, "nonfinite": nonfinite}
-    sums = torch.stack([_sums(g, r) for g, r in zip(gradient, reference.values(), strict=True)]).tolist()
-    largest = max(theirs for *_, theirs in sums)
-    layers: list[dict[str, Any]] = [
-        {"name": name, "error": _ratio(difference, theirs), "cosine": _cosine(product, mine, theirs)}
-        for name, (difference, product, mine, theirs) in zip(reference, sums, strict=True)
-        if theirs > NEGLIGIBLE**2 * largest
+    sums = torch.stack([_sums(g, r) for g, r in zip(gradient, reference.values(), strict=True)])
+    least = NEGLIGIBLE**2 * float(sums[:, 3].max())
+    layers = [
+        {"name": name, "error": error, "cosine": cosine}
+        for name, row in zip(reference, sums, strict=True)
+        if row[3] > least
+        for error, cosine, _ in [_errors(row)]
     ]
-    difference, product, mine, theirs = (sum(column) for column in zip(*sums, strict=True))
-    return {
-        "gradient_error": _ratio(difference, theirs),
-        "cosine": _cosine(product, mine, theirs),
-        "norm_ratio": _ratio(mine, theirs),
-        "layers": len(layers),
-        "worst_layer": max(layers, key=operator.itemgetter("error"), default=None),
-        "nonfinite": 0,
-    }
+    error, cosine, norm_ratio = _errors(sums.sum(0))
+    worst_layer = max(layers, key=operator.itemgetter("error"), default=None)
+    whole = {"gradient_error": error, "cosine": cosine, "norm_ratio": norm_ratio}
+    return {**whole, "layers": len(layers), "worst_layer": worst_layer, "nonfinite": 0}
 
 
 def _sums(mine: Tensor, theirs: Tensor) -> Tensor:
@@ -212,28 +188,20 @@ def _sums(mine: Tensor, theirs: Tensor) -> Tensor:
     return torch.stack([(a - b).square().sum(), (a * b).sum(), a.square().sum(), b.square().sum()])
 
 
-def _ratio(squared: float, reference: float) -> float | None:
-    """The ratio of two norms, given as squares; None without a reference."""
-    return math.sqrt(squared / reference) if reference else None
+def _errors(sums: Tensor) -> tuple[float | None, float, float | None]:
+    """Error, cosine and ratio of the norms, from the sums of ``_sums``; None without a reference."""
+    difference, product, mine, theirs = sums.tolist()
+    cosine = product / math.sqrt(mine * theirs) if mine and theirs else 0.0
+    return (math.sqrt(difference / theirs), cosine, math.sqrt(mine / theirs)) if theirs else (None, cosine, None)
 
 
-def _cosine(product: float, mine: float, theirs: float) -> float:
-    return product / math.sqrt(mine * theirs) if mine and theirs else 0.0
-
-
-def worst(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def worst(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The worst over steps of what ``compare`` found; None where no step has a number."""
-
-    def numbers(name: str) -> list[float]:
-        return [s[name] for s in steps if s[name] is not None]
-
-    layers = [s["worst_layer"] for s in steps if s["worst_layer"] is not None]
+    known = {name: [s[name] for s in steps if s[name] is not None] for name in steps[0]}
     return {
-        "loss_error": max(numbers("loss_error"), default=None),
-        "gradient_error": max(numbers("gradient_error"), default=None),
-        "ranks_error": max(numbers("ranks_error"), default=None),
-        "cosine": min(numbers("cosine"), default=None),
-        "worst_layer": max(layers, key=operator.itemgetter("error"), default=None),
-        "nonfinite": sum(s["nonfinite"] for s in steps) + sum(s["loss"] is None for s in steps),
-        "skipped": sum(s["skipped"] for s in steps),
+        **{name: max(known[name], default=None) for name in ("loss_error", "gradient_error", "ranks_error")},
+        "cosine": min(known["cosine"], default=None),
+        "worst_layer": max(known["worst_layer"], key=operator.itemgetter("error"), default=None),
+        "nonfinite": sum(known["nonfinite"]) + sum(s["loss"] is None for s in steps),
+        "skipped": sum(known["skipped"]),
     }

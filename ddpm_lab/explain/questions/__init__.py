@@ -1,0 +1,1 @@
+"""One module for each question: what its records answer. Read ``claims`` for an example."""

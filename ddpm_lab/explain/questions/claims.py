@@ -1,0 +1,500 @@
+"""Do published claims hold here? Verdicts from the lab's own sets, beside what wrong ways of measuring report.
+
+Claims, and the faults behind their numbers, are rows of ``claims.toml``. A claim about the speed of GPUs is judged by
+GPUs alone: on a CPU it is not testable, and only the fault behind its number is shown, with its size there.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tomllib
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from ddpm_lab.explain import budget, compiling, decisions, operators, phrases, quality, stats
+from ddpm_lab.explain import figure_style as fs
+from ddpm_lab.explain.bands import DOCUMENTS
+from ddpm_lab.explain.comparisons import COMPARED, Comparison, comparisons
+from ddpm_lab.explain.frames import Study, once
+from ddpm_lab.explain.stats import Estimate
+from ddpm_lab.plan import scaling
+from ddpm_lab.record import RunRecord, crowded
+
+CONFIRMED, REFUTED, UNTESTABLE = "confirmed", "refuted", "not testable on this machine"
+DRAWN = 1800  # steps that a run of six is drawn as, 300 times over
+NEEDS_GPU = "needs a GPU: on a CPU the call that computes is the call that waits"
+_UNKNOWN = Estimate(value=math.nan, p=math.nan, sets=0)
+_NOTEBOOKS = {
+    "multi_gpu": "notebook 02",
+    "amp": "notebook 03",
+    "workers": "notebook 04",
+    "torch_compile": "notebook 05",
+}
+_NOTEBOOKS |= {"quality": "notebook 08", "claims": "this notebook"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A published claim and what judges it: see the head of ``claims.toml``."""
+
+    key: str
+    says: str
+    number: str
+    judge: str
+    questions: Sequence[str] = ()
+    setting: str = ""
+    values: Sequence[object] = ()
+    baseline: object = None
+    scaling: str = ""
+    device: str = "cuda"
+    nodes: int = 1
+    gpus: int = 0
+    between: Sequence[tuple[float, float]] = ()
+    expects: str = decisions.FASTER
+    best: bool = False
+    varies: Sequence[str] = ()
+    fault: str = ""
+    within: float = 0.0
+    command: str = ""
+    why: str = ""
+    faults: Sequence[str] = ()
+
+
+class Reading(NamedTuple):
+    """A wrong number over the right one (infinite if that is 0), both, and what they make of a comparison."""
+
+    ratio: Estimate
+    wrong: float
+    right: float
+    also: str = ""
+
+    def factor(self) -> str:
+        """Such as "3.07 (2.15 to 4.36)"."""
+        if math.isinf(self.ratio.value):
+            return "the true value is 0"
+        return phrases.with_interval(phrases.significant, self.ratio.value, *self.ratio.ends)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A fault of measuring: what is done wrong, how it is done right, and the words for both numbers."""
+
+    name: str
+    seen_in: str
+    wrong: str
+    right: str
+    reads: tuple[str, str]
+    seconds: bool = True
+    gpu: bool = False
+
+    def said(self, read: Reading) -> list[str]:
+        """The wrong and the right number in words."""
+        say = phrases.seconds if self.seconds else phrases.significant
+        return [text.format(say(value)) for text, value in zip(self.reads, (read.wrong, read.right), strict=True)]
+
+    def here(self, read: Reading | None) -> str:
+        """What it did to a number on this machine, or why that is not known."""
+        if read is None:
+            return NEEDS_GPU if self.gpu else "not measured here"
+        return "; ".join(text for text in (*self.said(read), read.also) if text)
+
+
+_ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+CLAIMS = tuple(Claim(**row) for row in _ROWS["claim"])
+FAULTS = {key: Fault(**row) for key, row in _ROWS["fault"].items()}
+
+
+class Judged(NamedTuple):
+    """A verdict, what the right way says here, and why the verdict is what it is."""
+
+    verdict: str
+    here: str
+    why: str
+
+
+class Records:
+    """What the records of a machine say: answers of wrong ways, and comparisons of every question.
+
+    Where wrong ways of several networks or batches were run, those of the baseline that was measured last count.
+    """
+
+    def __init__(self, study: Study) -> None:
+        self.study, every = study, (*study.records, *study.beside)
+        self.gpus, self.cores = (len(every[-1].machine.gpus), every[-1].machine.usable_cores) if every else (0, 1)
+        self.cuda = any(r.config.device == "cuda" for r in study.records)
+        self.studies = {
+            name: replace(study, experiment=name, records=tuple(r for r in every if r.experiment == name))
+            for name in {r.experiment for r in every}
+        }
+        last = next((r.baseline_id for r in reversed(study.records) if r.role in ("baseline", "wrong")), "")
+        mine = (r for r in study.records if (r.role, r.status, r.baseline_id) == ("wrong", "ok", last))
+        self._wrong = sorted(mine, key=lambda r: r.config.seed)
+        rows = [row for row in comparisons(study) if row.baseline_id == last and row.sets]
+        self.own = {row.label: row for row in rows if row.role == "candidate"}
+        self.base = next((row for row in rows if row.role == "baseline"), None)
+
+    def runs(self, way: str, label: str = "fp32") -> list[tuple[RunRecord, Any]]:
+        """The record of each repeat of a wrong way, and what the way answered, in the order of their seeds."""
+        told = {r.config.seed: (r, (r.profile or {}).get("wrong_ways", {})) for r in self._wrong if r.label == label}
+        return [(r, ways[way]) for r, ways in told.values() if way in ways]
+
+    def faster(self, way: str, label: str) -> list[float]:
+        """How many times as fast as fp32 a configuration looks in each repeat of a wrong way."""
+        theirs = {r.config.seed: answer["seconds"] for r, answer in self.runs(way, label)}
+        return [a["seconds"] / theirs[r.config.seed] for r, a in self.runs(way) if r.config.seed in theirs]
+
+    def step(self, row: Comparison | None) -> Estimate:
+        """Seconds of a step in the sets that count, with the interval that their spread gives; NaN without any."""
+        if row is None:
+            return _UNKNOWN
+        members = [r for r in self.study.records if r.baseline_id == row.baseline_id and r.role in COMPARED]
+        mine = [r for r in members if (r.role, r.run_id) == (row.role, row.run_id) and r.windows]
+        quiet = [r for r in mine if not crowded([m for m in members if m.set_id == r.set_id])]
+        return _mean([row.batch * statistics.median(w.seconds_per_image for w in r.windows) for r in quiet])
+
+    def rows(self, claim: Claim) -> list[Comparison]:
+        """Comparisons with a speed of the questions that a claim is about, in their order."""
+        studies = [self.studies[name] for name in claim.questions if name in self.studies]
+        found = [r for s in studies for r in comparisons(s) if r.role == "candidate" and r.sets and not r.loader_alone]
+        return sorted(found, key=lambda r: bool(claim.scaling) and scaling(r.family) != claim.scaling)
+
+
+def _mean(values: Sequence[float]) -> Estimate:
+    """Geometric mean of repeats with its 95 % interval."""
+    return stats.estimate(np.log([v for v in values if v > 0]))
+
+
+def _against(wrong: Sequence[float], right: Estimate, also: str = "") -> Reading:
+    """A number of each repeat beside one of the sets; of a single repeat nobody knows the spread."""
+    read, ends = _mean(wrong), (math.nan, math.nan)
+    if read.exists and not math.isnan(right.value):
+        ends = stats.quotient_interval(*((e.value, e.low, e.high) for e in (read, right)))
+    ratio = Estimate(value=read.value / right.value, low=ends[0], high=ends[1], p=math.nan, sets=read.sets)
+    return Reading(ratio, read.value, right.value, also)
+
+
+def _pairs(pairs: Sequence[tuple[float, float]]) -> Reading:
+    """A wrong and a right number of each repeat."""
+    wrong, right = (_mean([pair[side] for pair in pairs]).value for side in (0, 1))
+    return Reading(_mean([a / b for a, b in pairs]), wrong, right)
+
+
+def _steps(way: str, seconds: Callable[[RunRecord, Any], float], times: float = 1) -> Callable[[Records], Reading]:
+    """What a way says of the time of a step, beside that of the sets; both are shown ``times`` as long."""
+
+    def read(found: Records) -> Reading:
+        read = _against([seconds(*run) for run in found.runs(way)], found.step(found.base))
+        return read._replace(wrong=times * read.wrong, right=times * read.right)
+
+    return read
+
+
+def _timed(_: RunRecord, answer: Mapping[str, Any]) -> float:
+    return float(answer["seconds"]) / int(answer["steps"])
+
+
+def _from_the_start(record: RunRecord, answer: Mapping[str, Any]) -> float:
+    start = sum(record.stages.get(stage, 0.0) for stage in ("start", "build"))
+    return float(start + sum(answer["step_seconds"])) / len(answer["step_seconds"])
+
+
+def _compiling(found: Records) -> Reading | None:
+    row = found.own.get("compiled")
+    if row is None:
+        return None
+    runs = [r for r in found.study.records if (r.role, r.status, r.run_id) == ("cold", "ok", row.run_id)]
+    wrong = [(r.stages["compile"] + r.stages["warmup"]) / r.warmup_steps for r in runs]
+    looks = phrases.significant(found.step(found.base).value / _mean(wrong).value, 2)
+    also = f"compiled looks {looks} times as fast as eager, and is {phrases.ratio_with_interval(row)}"
+    return _against(wrong, found.step(row), also)
+
+
+def _profiler(found: Records) -> Reading:
+    read = _steps("profiled", _timed)(found)
+    row = next((found.own[name] for name in ("bf16", "fp16") if name in found.own), None)
+    if row is None or not (looks := found.faster("profiled", row.label)):
+        return read
+    also = f"{row.label} looks {phrases.significant(_mean(looks).value)} times as fast as fp32"
+    return read._replace(also=f"{also}, and is {phrases.ratio_with_interval(row)}")
+
+
+def _unequal(found: Records) -> Reading | None:
+    row = next((row for label, row in found.own.items() if label.startswith("batch ")), None)
+    return _against(found.faster("bars", row.label), row.ratio) if row else None
+
+
+def _single(found: Records) -> Reading:
+    runs = [_timed(*run) for run in found.runs("bars")]
+    ratio = max(runs) / min(runs) if len(runs) > 1 else math.nan
+    return Reading(replace(_UNKNOWN, value=ratio), ratio, 1)
+
+
+def _label(found: Records) -> Reading:
+    runs = [answer["seconds"] for _, answer in found.runs("runs")]
+    wrong = [sum(one[::2]) / sum(one[1::2]) for one in runs]
+    refused = [line for _, lines in found.runs("labelled_two") for line in lines]
+    hidden = [answer["same_device"] for _, answer in found.runs("hidden_devices")]
+    also = "with CUDA_VISIBLE_DEVICES changed, cuda:0 is the same GPU; " * bool(hidden and all(hidden))
+    also += f"the witness refuses the record: {refused[0]}" if refused else ""
+    two = next((row.ratio for row in found.own.values() if row.ranks == 2), None)
+    return _against(wrong, two, also) if two else Reading(_mean(wrong), _mean(wrong).value, math.nan, also)
+
+
+def _gradient(found: Records) -> Reading | None:
+    backward = [a["phases"].get("backward", 0.0) / a["steps"] for _, a in found.runs("phases")]
+    return Reading(replace(_UNKNOWN, value=math.inf), _mean(backward).value, 0) if any(backward) else None
+
+
+def _share(found: Records) -> Reading:
+    pairs = []
+    for _, a in found.runs("phases_waited_for" if found.cuda else "one_thread"):
+        compute = sum(a["phases"].get(name, 0.0) for name in ("forward", "backward", "optimizer", "ema"))
+        busy = a.get("gpu_utilisation_percent") if found.cuda else 100 * a["cpu_seconds"] / a["seconds"] / found.cores
+        pairs += [(100 * compute / a["seconds"], busy)] if busy else []
+    return _pairs(pairs)
+
+
+def _nested(found: Records) -> Reading:
+    return _pairs([(a["inclusive_seconds"], a["exclusive_seconds"]) for _, a in found.runs("profiled")])
+
+
+def _percentiles(found: Records) -> Reading:
+    """Half of an interval, in per cent of the mean."""
+    step = found.step(found.base)
+    half = 100 * (math.sqrt(step.high / step.low) - 1)
+    ends = [np.percentile(answer["seconds"], (2.5, 97.5)) for _, answer in found.runs("runs")]
+    wrong = [100 * (math.sqrt(high / low) - 1) for low, high in ends]
+    return _against(wrong, replace(_UNKNOWN, value=half if half > 0 else math.nan))
+
+
+_READINGS: dict[str, Callable[[Records], Reading | None]] = {
+    "multiplied": _steps("fresh", _from_the_start, DRAWN),
+    "cold": _steps("fresh", lambda _, a: statistics.fmean(a["step_seconds"])),
+    "compiling": _compiling,
+    "profiler": _profiler,
+    "unequal": _unequal,
+    "single": _single,
+    "label": _label,
+    "gradient": _gradient,
+    "share": _share,
+    "nested": _nested,
+    "percentiles": _percentiles,
+    "unsynchronised": _steps("unsynchronised", _timed),
+    "loss_read": _steps("loss_read", _timed),
+    "phase_sums": _steps("phases_waited_for", lambda _, a: sum(a["phases"].values()) / a["steps"]),
+}
+
+
+@once
+def readings(study: Study) -> dict[str, Reading]:
+    """What each fault reads on the machine of the records, by its key, as far as it was measured."""
+    records = Records(study)
+    found = {key: read(records) for key, read in _READINGS.items()}
+    return {key: read for key, read in found.items() if read is not None and not math.isnan(read.ratio.value)}
+
+
+@once
+def judged(study: Study) -> list[tuple[Claim, Judged]]:
+    """Every published claim with its verdict on the machine of the records."""
+    records = Records(study)
+    return [(claim, _JUDGES[claim.judge](claim, records)) for claim in CLAIMS]
+
+
+def _said(row: Comparison) -> str:
+    """Such as "bf16 0.74 (0.62 to 0.88) times as fast as fp32, 6 sets, notebook 03"."""
+    grown = row.batch != row.baseline.global_batch_size
+    base = f"batch {row.baseline.global_batch_size}" if grown and row.ranks == 1 else row.baseline_label
+    said = f"{row.label} {phrases.ratio_with_interval(row)} times as fast as {base}, {phrases.plural(row.sets, 'set')}"
+    return f"{said}{', weak scaling' * (grown and row.ranks > 1)}, {_NOTEBOOKS.get(row.experiment, row.experiment)}"
+
+
+def _asked(claim: Claim, records: Records) -> dict[object, Comparison]:
+    """The first comparison for each of the values that a claim is about, if it was measured."""
+
+    def fits(r: Comparison, value: object) -> bool:
+        changed, ranks = r.config.differences(r.baseline).keys(), claim.setting == "world_size"
+        there = r.config.nodes == claim.nodes and claim.device in ("", r.config.device)
+        alone = ranks or (r.ranks == 1 and changed == {claim.setting})
+        from_there = claim.baseline in (None, getattr(r.baseline, claim.setting))
+        return there and alone and from_there and getattr(r.config, claim.setting) == value
+
+    rows = records.rows(claim)
+    found = {value: next((r for r in rows if fits(r, value)), None) for value in claim.values}
+    return {value: row for value, row in found.items() if row is not None}
+
+
+def _undecided(claim: Claim, records: Records, here: str = "") -> Judged:
+    """Not testable where GPUs are missing, else not measured; with the comparisons that come nearest."""
+    rows: dict[str, Comparison] = {}
+    for row in records.rows(claim):
+        if claim.setting in row.config.differences(row.baseline):
+            rows.setdefault(row.label, row)
+    here = here or "; ".join(map(_said, list(rows.values())[:4])) or phrases.DASH
+    question = claim.questions[0] if claim.questions else "claims"
+    command = claim.command or f"ddpm-lab run {question} --preset full{' --data DATA' * (question == 'quality')}"
+    if records.gpus >= claim.gpus:
+        return Judged(quality.NOT_MEASURED, here, f"{command} measures it")
+    need = f"{phrases.plural(claim.gpus, 'GPU')}{f' on each of {claim.nodes} hosts' * (claim.nodes > 1)}"
+    return Judged(
+        UNTESTABLE, here, f"needs {need}, the machine has {records.gpus or 'none'}; there {command} measures it"
+    )
+
+
+def _near(claim: Claim, records: Records) -> Judged:
+    """Whether measured numbers meet the published ones: of ratios their intervals decide."""
+    if not claim.questions and (counted := records.runs("counted")):
+        count, (low, high) = counted[-1][1]["parameters"] / 1e6, claim.between[0]
+        verdict = CONFIRMED if low <= count <= high else REFUTED
+        return Judged(verdict, f"{count:.1f} M, counted on the network itself", f"accepted: {low} M to {high} M")
+    rows = _asked(claim, records)
+    if not rows:
+        return _undecided(claim, records)
+    verdicts, why = [], []
+    for value, (low, high) in zip(claim.values, claim.between, strict=True):
+        if (row := rows.get(value)) is not None:
+            meets = row.ratio.low <= high and row.ratio.high >= low
+            verdicts.append((CONFIRMED if meets else REFUTED) if row.resolved else decisions.INCONCLUSIVE)
+            accepted = f"the interval {'meets' if meets else 'misses'} {low} to {high}"
+            why.append(f"{row.label}: {accepted if row.resolved else phrases.outcome(row)}")
+    worst = next(v for v in (REFUTED, decisions.INCONCLUSIVE, CONFIRMED) if v in verdicts)
+    here = "; ".join(f"{_said(r)}, peak memory {phrases.peak_memory(r)}" for r in rows.values())
+    return Judged(worst, here, "; ".join(why))
+
+
+def _faster(claim: Claim, records: Records) -> Judged:
+    """Whether a comparison is called what a claim expects, whatever number it came with."""
+    row = next(iter(_asked(claim, records).values()), None)
+    if row is None:
+        return _undecided(claim, records)
+    if not row.resolved:
+        return Judged(decisions.INCONCLUSIVE, _said(row), phrases.outcome(row))
+    why = f"it is called {row.verdict}"
+    if claim.expects == decisions.SLOWER:  # everywhere: where compiling pays off refutes it, and no CPU confirms it
+        cost = compiling.break_even(records.studies[row.experiment], row)
+        if row.verdict == decisions.SLOWER and row.config.device == "cpu":
+            return _undecided(replace(claim, gpus=1), records)
+        if row.verdict == decisions.FASTER and math.isnan(cost.steps):
+            return _undecided(claim, records)
+        why = f"compiling takes {phrases.seconds(cost.cold_seconds)} and pays off {compiling.pays_off(cost, row)}"
+    others = records.rows(claim) if claim.best else ()
+    better = [r.label for r in others if r.family == row.family and r.ratio.low > row.ratio.high]
+    holds = row.verdict == claim.expects and not better
+    return Judged(CONFIRMED if holds else REFUTED, _said(row), f"{better[0]} is faster" if better else why)
+
+
+def _equivalent(claim: Claim, records: Records) -> Judged:
+    """Whether configurations learn as well as their baseline, by trials over seeds, or two numbers are one."""
+    if claim.fault:
+        return _same_number(claim, records)
+    known = [r for r in records.rows(claim) if r.equivalence.verdict != quality.NOT_MEASURED]
+    rows = [r for r in known if r.config.differences(r.baseline).keys() <= set(claim.varies)]
+    if not rows:
+        return _undecided(claim, records)
+    verdicts = {row.equivalence.verdict for row in rows}
+    good = CONFIRMED if verdicts <= set(quality.GOOD) else decisions.INCONCLUSIVE
+    ends = [loss for base, _ in rows[0].equivalence.pairs if (loss := quality.final_loss(base)) is not None]
+    apart = f"; seeds of one configuration end {max(ends) - min(ends):.2g} apart" if len(ends) > 1 else ""
+    labels = {said: dict.fromkeys(r.label for r in rows if r.quality == said) for said in (r.quality for r in rows)}
+    here = "; ".join(f"{phrases.joined(list(names))} {said}" for said, names in labels.items())
+    return Judged(REFUTED if quality.WORSE in verdicts else good, here, f"held-out loss {claim.why}{apart}")
+
+
+def _same_number(claim: Claim, records: Records) -> Judged:
+    """Whether what a fault reads is the true number, by the interval of their ratio."""
+    read = readings(records.study).get(claim.fault)
+    profile = operators.latest_profile([r for r in records.study.beside if r.experiment == "profile"])
+    taken = budget.budget(profile) if profile and claim.fault == "phase_sums" else None
+    here = FAULTS[claim.fault].said(read)[1] if read else ""
+    if taken is not None:
+        shares = (f"{name} {budget.percent(taken.running.share(name))}" for name in taken.running.phases)
+        here = f"{', '.join(shares)} of {phrases.seconds(taken.running.step_seconds)}, notebook 01"
+    if read is None or (claim.gpus and not records.cuda):
+        return _undecided(claim, records, here)
+    (low, high), most = read.ratio.ends, 1 + claim.within
+    same = claim.within and 1 / most <= low and high <= most
+    apart = math.isinf(read.ratio.value) or low > most or high < 1 / most
+    verdict = REFUTED if apart else CONFIRMED if same else decisions.INCONCLUSIVE
+    return Judged(verdict, here, f"it reads {FAULTS[claim.fault].said(read)[0]}: {read.factor()}")
+
+
+_JUDGES: dict[str, Callable[[Claim, Records], Judged]]
+_JUDGES = {"near": _near, "faster": _faster, "equivalent": _equivalent, "untestable": _undecided}
+
+
+def table(study: Study) -> pd.DataFrame:
+    """One row a claim: published, what the wrong and the right way read, verdict and reason."""
+    found = {key: f"{FAULTS[key].name}: {r.also or FAULTS[key].said(r)[0]}" for key, r in readings(study).items()}
+    return pd.DataFrame(
+        {
+            "Claim": claim.says,
+            "Document": f"{claim.key}, {DOCUMENTS[claim.key[:4]]}",
+            "Published": claim.number,
+            "Wrong way, measured": "; ".join(found[key] for key in claim.faults if key in found) or phrases.DASH,
+            "Right way, measured": answer.here,
+            "Verdict": answer.verdict,
+            "Why": answer.why,
+        }
+        for claim, answer in judged(study)
+    )
+
+
+def fault_table(study: Study) -> pd.DataFrame:
+    """One row a fault: what is done wrong, what that did to a number here, and how it is done right."""
+    found = readings(study)
+    return pd.DataFrame(
+        {
+            "Fault": fault.name,
+            "Seen in": fault.seen_in,
+            "Done wrong": fault.wrong,
+            "Here": fault.here(found.get(key)),
+            "Done right": fault.right,
+        }
+        for key, fault in FAULTS.items()
+    )
+
+
+def answer(study: Study) -> tuple[str, str]:
+    """How many claims are refuted, confirmed and not testable; and which are decided."""
+    named: dict[str, list[str]] = defaultdict(list)
+    for claim, found in judged(study):
+        named[found.verdict].append(f"{phrases.within(claim.says)} ({claim.key})")
+    short = f"Of {len(CLAIMS)} published claims {len(named[REFUTED])} are refuted and {len(named[CONFIRMED])} confirmed"
+    short += f"; {len(named[UNTESTABLE])} need GPUs" * bool(named[UNTESTABLE])
+    return short, " ".join(f"{v.capitalize()}: {'; '.join(named[v])}." for v in (CONFIRMED, REFUTED) if named[v])
+
+
+def figure(study: Study) -> Figure | None:
+    """Each fault's number over the true one, the largest first; None where no wrong way was run."""
+    rows = sorted(((FAULTS[key], read) for key, read in readings(study).items()), key=lambda row: -row[1].ratio.value)
+    if not rows:
+        return None
+    known = [v for _, read in rows for v in (read.ratio.value, *read.ratio.ends) if math.isfinite(v) and v > 0]
+    low, high = min(0.5, *known) / 1.3, max(2.0, *known) * 1.6
+    most = max((read.ratio.value for _, read in rows if math.isfinite(read.ratio.value)), default=1.0)
+    drawn, (ax,) = fs.sheet(
+        f"Wrong ways of measuring report up to {phrases.significant(most)} times the true value",
+        phrases.context(study),
+        [0.46 * len(rows) + 0.1],
+        left=2.62,
+        right=3.2,
+        note="The number that a wrong way of measuring gives, divided by that of the lab's sets on this machine: "
+        "geometric mean over repeats and sets, and its 95 % interval. At 1 the wrong way would be right.",
+    )
+    spans = [(min(read.ratio.value, high / 1.2), *read.ratio.ends) for _, read in rows]
+    beside = [(read.factor(), fs.fit("; ".join(fault.said(read)), 2.9, 1)) for fault, read in rows]
+    colour = fs.PALETTE[3]
+    fs.points(ax, [fault.name for fault, _ in rows], spans, beside, start=1, first=colour, others=colour)
+    ax.set_xscale("log")
+    ax.set_xlim(low, high)
+    fs.fixed_ticks(ax.xaxis, [t for t in (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1e3, 1e4) if low <= t <= high], ",g")
+    ax.axvline(1, color=fs.SOFT, lw=1.2, zorder=1)
+    ax.set_xlabel("reported / true value")
+    return drawn
