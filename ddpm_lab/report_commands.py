@@ -1,13 +1,11 @@
-"""Commands whose results are made to be shared, from their options to an exit code: benchmark, demo, summary, diff."""
+"""Commands whose results are made to be shared, from their options to an exit code: benchmark and summary."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
-import math
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -15,247 +13,226 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import NETWORKS, RunConfig
-from ddpm_lab.files import LEDGER, expanded, ledgers, output_folder, writing
+from ddpm_lab.config import RunConfig
+from ddpm_lab.files import LEDGER, PREPARED, expanded, ledgers, output_folder, writing
 from ddpm_lab.ledger import read_all
 from ddpm_lab.options import add, given
 from ddpm_lab.run_folder import SETTINGS
 from ddpm_lab.settings_file import configuration, read_settings
 
 if TYPE_CHECKING:
-    from ddpm_lab.explain.differences import Run
-    from ddpm_lab.explain.frames import Study
+    from ddpm_lab.explain.summary import Run
+    from ddpm_lab.planned import Planned
 
-DEMO: dict[str, Any] = {"batch_size": 8, "batch_sizes": [16], "minutes": 0.85, "preset": "smoke"}
+BATCH_SIZES = (16, 32, 64, 128)
+"""Batches that the devices share, unless others are given; the first one is that of each device too (weak scaling)."""
 
 
 def add_options(subparsers: Any) -> None:
     """Add the commands to the command line."""
     benchmark = subparsers.add_parser("benchmark", help="one GPU against several: report, figures, tables, JSON, CSV")
+    add(benchmark, "network", help="default: seed on a GPU, tiny on a CPU")
     benchmark.add_argument(
-        "--batch-size", "--batch_size", type=int, default=32, help="images a step of each GPU or rank (default: 32)"
+        "--batch-sizes", type=_numbers, metavar="N,N", help="images of a step (default: those of 16,32,64,128 that fit)"
     )
+    benchmark.add_argument("--loader-workers", type=int, help="of each rank, to decode files (default: packed images)")
     benchmark.add_argument(
-        *("--batch-sizes", "--batch_sizes"),
-        nargs="+",
-        metavar="N",
-        help="batches that GPUs or ranks share (default: those of 16 32 64 128 that they can share)",
+        "--ranks",
+        choices=("single", "multi", "auto"),
+        help="one GPU or rank alone, several alone, or several beside one only where `ddpm-lab strategy` does not say "
+        "single (default: one beside several)",
     )
-    benchmark.add_argument(
-        *("--num-workers", "--num_workers"),
-        type=int,
-        help="loader workers of each GPU or rank, which decode files (default: images packed beforehand, no workers)",
-    )
-    benchmark.add_argument(
-        *("--model", "--network"), choices=NETWORKS, dest="network", help="default: seed on a GPU, tiny on a CPU"
-    )
-    add(
-        benchmark,
-        "mode",
-        help="one GPU or rank; insist on several beside it; or several unless `ddpm-lab strategy` says single "
-        "(default: several where there are any)",
-    )
-    benchmark.add_argument("--runs", type=int, default=6, help="sets, each of fresh processes (default: 6)")
-    benchmark.add_argument(
-        *("--skip-single", "--skip_single", "--skip-single-gpu", "--skip_single_gpu"),
-        action="store_true",
-        help="several alone, and so no speed-up",
-    )
-    benchmark.add_argument(
-        *("--skip-multi", "--skip_multi", "--skip-multi-gpu", "--skip_multi_gpu"),
-        action="store_true",
-        help="one alone, as --mode single",
-    )
-    add(benchmark, "data", help="images: a folder, an archive, or synthetic (default)")
-    add(benchmark, "device", "minutes")
-    add(benchmark, "ledger", help="measure nothing: write the folder from these")
+    add(benchmark, "preset", "minutes", "sets", "data", "held-out", "device", "seed")
+    add(benchmark, "ledger", help="measure nothing: write the folder from these records")
     add(benchmark, "machine", help="with --ledger: whose records")
-    _results(benchmark)
+    add(benchmark, "output-dir", help="folder of the results; the same one goes on (default: a new one here)")
+    add(benchmark, "json", help="print benchmark_results.json and nothing else")
     benchmark.set_defaults(command=benchmark_command)
 
-    demo = subparsers.add_parser("demo", help="a benchmark of a minute, to see what it gives")
-    _results(demo)
-    demo.set_defaults(command=demo_command)
-
-    summary = subparsers.add_parser("summary", help="runs as a table, with speed-ups: records, run folders, job logs")
+    summary = subparsers.add_parser("summary", help="runs as a table with speed-ups; of two runs, what differs")
     summary.add_argument(
-        *("sources",),
+        "sources",
         nargs="*",
         metavar="SOURCE",
-        help="ledgers (.jsonl), folders of `train`, output files of jobs (default: your own ledger)",
+        help="ledgers (.jsonl), folders of `train`, logs of jobs (default: your own ledger); or two runs: folders, "
+        "TOML files, run ids, SET:LABEL",
     )
+    summary.add_argument("--only", metavar="NAMES", help="settings of two runs that may differ: exit 1 if others do")
+    add(summary, "ledger", help="records that hold the run ids (default: your own ledger)")
     add(summary, "machine", help="whose records of a ledger: a name, a part of it, or a key")
     summary.add_argument("--csv", metavar="FILE", help="write the table as CSV")
     summary.add_argument("--markdown", metavar="FILE", help="write table and speed-ups as Markdown")
     add(summary, "json")
     summary.set_defaults(command=summary_command)
 
-    diff = subparsers.add_parser("diff", help="which settings of two runs differ, and whether only those that should")
-    for name in ("a", "b"):
-        diff.add_argument(
-            name,
-            metavar=name.upper(),
-            help="a run id, a set and label (SET:LABEL), a folder of `train`, or a TOML file of settings",
-        )
-    diff.add_argument(
-        "--only", metavar="NAMES", help="settings that may differ, with commas between: exit 1 if more do"
-    )
-    add(diff, "ledger", help="records to look in (default: your own ledger)")
-    add(diff, "json")
-    diff.set_defaults(command=diff_command)
 
-
-def _results(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        *("--output-dir", "--output_dir"), help="folder of the results; the same one goes on (default: a new one here)"
-    )
-    add(parser, "json", help="print benchmark_results.json and nothing else")
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers, such as 16,32") from None
 
 
 # --- benchmark -------------------------------------------------------------------------------------------------------
 
 
-def demo_command(options: argparse.Namespace) -> int:
-    """A benchmark that fits into a minute: the smallest network, short sets."""
-    return _benchmark(options, {"network": "tiny", **DEMO})
+def plan(options: argparse.Namespace, folder: Path) -> list[Planned]:
+    """What is to be measured, checked before the first of it starts.
+
+    Raises ConfigError, or NoRanksError where several devices are asked for and there is one.
+    """
+    from ddpm_lab.planning import plan_question  # noqa: PLC0415 - commands load what they need
+    from ddpm_lab.setting import usual_device  # noqa: PLC0415
+    from ddpm_lab.strategy import USUAL, most_ranks, several_ranks, strategy  # noqa: PLC0415
+
+    device = usual_device(options.device)
+    network = options.network or USUAL[device][0]
+    several = options.ranks == "multi" or most_ranks(device)[0] > 1
+    ranks = several_ranks(device) if several and options.ranks != "single" else 1
+    fit = [b for b in BATCH_SIZES if b % ranks == 0] or [32 * ranks]
+    usual = fit[:1] if options.preset == "smoke" else fit
+    batches = options.batch_sizes or usual
+    alone = []
+    if options.ranks == "auto" and ranks > 1:
+        answers = [strategy(network=network, batch_size=batch, device=device) for batch in batches]
+        print(*(f"--ranks auto: {answer.sentence()}" for answer in answers), sep="\n", file=sys.stderr)
+        alone = [batch for batch, answer in zip(batches, answers, strict=True) if answer.answer == "single"]
+    sizes = {"single": [1], "multi": [ranks]}.get(options.ranks, sorted({1, ranks}))
+    parts = (([b for b in batches if b not in alone], sizes), (alone, [1]))
+    settings = given(options, "preset", "sets", "data", "held_out", "seed", "loader_workers")
+    return [
+        plan_question(
+            "multi_gpu",
+            **settings,
+            global_batch_sizes=sorted(mine),
+            world_sizes=world_sizes,
+            alone=options.ranks == "multi",
+            lost_scaling=False,
+            minutes=options.minutes and options.minutes * len(mine) / len(batches),
+            network=network,
+            device=device,
+            output_dir=folder,
+            cache=output_folder(None) / PREPARED,  # one for all folders of results
+        )
+        for mine, world_sizes in parts
+        if mine
+    ]
 
 
 def benchmark_command(options: argparse.Namespace) -> int:
     """Measure what is missing and write the folder; 1 where nothing was measured or several GPUs cannot be."""
-    asked = {
-        "loader_workers": options.num_workers,
-        "sets": options.runs,
-        "batch_sizes": _numbers(options.batch_sizes),
-        **given(options, "batch_size", "network", "mode", "device", "minutes", "data", "skip_single", "skip_multi"),
-    }
+    from ddpm_lab import experiments  # noqa: PLC0415
+    from ddpm_lab.measure import hardware  # noqa: PLC0415
+
     if options.machine and not options.ledger:
         raise ConfigError("--machine is for --ledger: without it this machine is measured")
-    return _benchmark(options, asked, options.ledger)
-
-
-def _numbers(words: Sequence[str] | None) -> list[int] | None:
-    if words is None:
-        return None
-    found = [word for text in words for word in text.replace(",", " ").split()]
-    if not found or not all(word.isdecimal() for word in found):
-        raise ConfigError(f"--batch-sizes is {' '.join(words)!r}: give whole numbers, such as 16 32 64")
-    return [int(word) for word in found]
-
-
-def _benchmark(options: argparse.Namespace, asked: dict[str, Any], ledger: Sequence[str] | None = None) -> int:
-    from ddpm_lab import benchmark, experiments  # noqa: PLC0415 - commands load what they need
-
     folder = expanded(options.output_dir or f"benchmark_results_{datetime.now():%Y%m%d_%H%M%S}").absolute()
-    if ledger:
-        study = experiments.run("multi_gpu", ledger=ledger, machine=options.machine)
-        return _write(study, folder, ", ".join(ledger), as_json=options.json)
-    planned = benchmark.plan(benchmark.request(**asked), folder)
-    budgets = [one.campaign.target.seconds for one in planned]
-    seconds = sum(min(one.campaign.forecast(), most or math.inf) for one, most in zip(planned, budgets, strict=True))
-    again = f"the same command with --output-dir {shlex.quote(str(folder))} goes on"
-    print(f"results go to {folder}; about {max(1, round(seconds / 60))} min; stopped, {again}", file=sys.stderr)
+    source, machine = options.ledger or folder / LEDGER, options.machine
+    if not options.ledger:
+        planned = plan(options, folder)
+        minutes = options.minutes or max(1, round(sum(one.campaign.forecast() for one in planned) / 60))
+        again = f"the same command with --output-dir {shlex.quote(str(folder))} goes on"
+        print(f"results go to {folder}; about {minutes:g} min; stopped, {again}", file=sys.stderr)
+        for one in planned:
+            one.measure()
+        machine = hardware.machine().key
     try:
-        measured = benchmark.measure(planned)
-    except KeyboardInterrupt as ended:
-        print(f"\nddpm-lab: stopped; every complete set is kept, and {again}", file=sys.stderr)
-        return 128 + getattr(ended, "number", signal.SIGINT)
-    try:
-        study = experiments.study_of(measured)
+        from ddpm_lab.explain import benchmark, findings, grids  # noqa: PLC0415
     except ModuleNotFoundError as missing:
-        print(f"measured; {missing.name} is not installed here: take {measured.ledger} to a machine with it, and there")
+        print(f"measured; {missing.name} is not installed here: take {source} to a machine with it, and there")
         print("ddpm-lab benchmark --ledger ledger.jsonl writes the report, the figures and the tables")
-        return 0 if measured.completed else 1
-    return _write(study, folder, str(LEDGER), as_json=options.json)
-
-
-def _write(study: Study, folder: Path, ledger: str, *, as_json: bool) -> int:
-    """Write the folder and print the summary and the banner; 1 where there is nothing to tell."""
-    from ddpm_lab.explain import benchmark_files, pairs, summary  # noqa: PLC0415
-    from ddpm_lab.explain.study_summary import of_study  # noqa: PLC0415
-
-    found = pairs.pairs(study)
-    measured = any(row.sets for pair in found for row in pair.sides)
-    if not study.records:
-        print(f"ddpm-lab: {ledger} holds no records of one GPU or rank beside several", file=sys.stderr)
+        return 0
+    study = experiments.run("multi_gpu", ledger=source, machine=machine)
+    found = benchmark.rows(study)
+    if not found:
+        print(f"ddpm-lab: {source} holds no records of one GPU or rank beside several", file=sys.stderr)
         return 1
     with writing(folder):
-        written = benchmark_files.write(study, folder, ledger)
-    if as_json:
-        print((folder / f"{benchmark_files.RESULTS}.json").read_text(), end="")
-        return 0 if measured else 1
-    runs, gains = of_study(study, ledger)
-    summary.show(runs, [gains])
-    print("", "=" * 60, *pairs.banner(study), f"Results saved to: {folder}", "=" * 60, sep="\n")
-    print(*(f"  {path.name}" for path in written), sep="\n")
-    return 0 if measured else 1
+        written = benchmark.write(study, folder)
+    if options.json:
+        print((folder / f"{benchmark.RESULTS}.json").read_text(), end="")
+    else:
+        grids.show(benchmark.comparison(study))
+        print("", findings.finding(study).claim, *written, sep="\n")
+    return 0 if any(row.sets for row in found) else 1
 
 
 # --- summary ---------------------------------------------------------------------------------------------------------
 
 
 def summary_command(options: argparse.Namespace) -> int:
-    """Print the table and the speed-ups of runs, wherever they are told of; 1 where none is."""
-    from ddpm_lab.explain import summary  # noqa: PLC0415
-    from ddpm_lab.slurm import read_log  # noqa: PLC0415
+    """Print the table and the speed-ups of runs, or how two of them differ.
 
-    told: list[summary.Row] = []
+    1 where there is no run, or where more differs than ``--only`` allows.
+    """
+    sources = [expanded(source) for source in options.sources or [str(output_folder(None) / LEDGER)]]
+    if options.only is not None or (len(sources) == 2 and all(_is_run(source) for source in sources)):
+        return _difference(options)
+    from ddpm_lab.explain import summary  # noqa: PLC0415
+
+    paired: list[summary.Row] = []
     apart: list[summary.Row] = []
     found: list[summary.SpeedUps] = []
-    for path in map(Path, options.sources or [str(output_folder(None) / LEDGER)]):
-        source = expanded(path)
+    for source in sources:
         if source.suffix == ".jsonl":
             from ddpm_lab.experiments import run  # noqa: PLC0415
-            from ddpm_lab.explain.study_summary import of_study  # noqa: PLC0415
+            from ddpm_lab.explain.benchmark import summary_of  # noqa: PLC0415
 
-            runs, gains = of_study(run("multi_gpu", ledger=source, machine=options.machine), str(path))
-            told, found = [*told, *runs], [*found, gains]
+            runs, gains = summary_of(run("multi_gpu", ledger=source, machine=options.machine), str(source))
+            paired, found = [*paired, *runs], [*found, gains]
         else:
-            apart += [_run_of(source)] if source.is_dir() else read_log(source)
+            apart += _rows(source)
     if apart:
         found.append(summary.speed_ups(apart))
-    rows = [*told, *apart]
-    summary.show(rows, found, csv=options.csv, to_markdown=options.markdown, as_json=options.json)
+    rows = [*paired, *apart]
+    summary.show(rows, found, csv=options.csv, markdown=options.markdown, as_json=options.json)
     if not any(row.found for row in rows):
-        print("ddpm-lab: nothing tells of a run with one GPU or rank, or several", file=sys.stderr)
+        print("ddpm-lab: there is no run of one GPU or rank, or several", file=sys.stderr)
         return 1
     return 0
 
 
-def _run_of(folder: Path) -> Any:
-    """The run in a folder of ``train``."""
-    from ddpm_lab import summary_lines  # noqa: PLC0415
+def _is_run(source: Path) -> bool:
+    """Whether a source names one run, and neither a ledger nor a log."""
+    return source.is_dir() or source.suffix == ".toml" or not (source.exists() or source.suffix)
+
+
+def _rows(source: Path) -> list[Any]:
+    """The runs in a log, or the one in a folder of ``train``."""
+    from ddpm_lab import slurm, summary_lines  # noqa: PLC0415
     from ddpm_lab.explain.summary import Row  # noqa: PLC0415
 
-    told = summary_lines.of_training(_settings(folder, "SOURCE")[0], folder, None)
-    return Row(log=str(folder), summary=dataclasses.replace(told, job_id=None))  # which job it was, nobody has noted
+    if not source.is_dir():
+        return slurm.read_log(source)
+    run = summary_lines.of_training(_settings(source, "SOURCE")[0], source, None)
+    return [Row(log=str(source), summary=dataclasses.replace(run, job_id=None))]  # of which job nobody has noted
 
 
-# --- diff ------------------------------------------------------------------------------------------------------------
+def _difference(options: argparse.Namespace) -> int:
+    """Print in which settings two runs differ; of two folders, their table first."""
+    from ddpm_lab.explain import summary  # noqa: PLC0415
 
-
-def diff_command(options: argparse.Namespace) -> int:
-    """Print what differs; 1 if more does than --only allows."""
-    from ddpm_lab.explain import differences, grids  # noqa: PLC0415
-
-    one, other = (_run(named, place, options.ledger) for named, place in ((options.a, "A"), (options.b, "B")))
+    if len(options.sources) != 2:
+        raise ConfigError(f"--only compares two runs, and {len(options.sources)} are given")
+    one, other = (_run(source, place, options.ledger) for source, place in zip(options.sources, "AB", strict=True))
     only = None if options.only is None else [word.strip() for word in options.only.split(",") if word.strip()]
-    found = differences.differences(one, other)
-    wrong = differences.unexpected(found, only)
-    said = differences.sentence(found, only)
+    found = summary.differences(one, other)
+    wrong = summary.unexpected(found, only)
+    folders = [path for path in map(expanded, options.sources) if path.is_dir()]
     if options.json:
-        rows = [{"setting": d.setting, "a": d.values[0], "b": d.values[1], "kind": d.kind} for d in found]
-        names = [d.setting for d in wrong]
-        print(json.dumps({"differences": rows, "unexpected": names, "sentence": said}, indent=1))
+        print(json.dumps({"differences": found, "unexpected": wrong}, indent=1))
     else:
-        if found:
-            grids.show(differences.grid(found, one, other))
-        print(said)
+        if len(folders) == 2:
+            rows = [row for folder in folders for row in _rows(folder)]
+            summary.show(rows, [summary.speed_ups(rows)], csv=options.csv, markdown=options.markdown)
+            print()
+        print(*summary.difference_lines(one, other, only), sep="\n")
     return int(bool(wrong) and only is not None)
 
 
 def _run(named: str, place: str, asked: Sequence[str] | None) -> Run:
     """The run that is named on the command line."""
-    from ddpm_lab.explain.differences import LENGTH, Run, of_record  # noqa: PLC0415
+    from ddpm_lab.explain.summary import LENGTH, Run, of_record  # noqa: PLC0415
 
     path = expanded(named)
     if path.is_dir() or path.suffix == ".toml":
@@ -267,13 +244,10 @@ def _run(named: str, place: str, asked: Sequence[str] | None) -> Run:
     fits = [r for r in records if (r.set_id == name and r.label == label if label else r.run_id == name)]
     if fits:
         return of_record(named, fits[-1])
-    where = ", ".join(map(str, files))
-    labels = dict.fromkeys(r.label for r in records if r.set_id == name)
-    if labels:
+    if labels := dict.fromkeys(r.label for r in records if r.set_id == name):
         raise ConfigError(f"{place} is {named!r}: the set has {', '.join(labels)}; give {name}:LABEL with one of them")
-    raise ConfigError(
-        f"{place} is {named!r}, which is no run id or set in {where}, no folder and no .toml file: give one of these"
-    )
+    where = ", ".join(map(str, files))
+    raise ConfigError(f"{place} is {named!r}: no run id or set in {where}, no folder and no .toml file; give one")
 
 
 def _settings(path: Path, place: str) -> tuple[RunConfig, Any]:

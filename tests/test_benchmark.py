@@ -1,253 +1,335 @@
-"""The benchmark command: what it measures, what it refuses, and the folder that it fills."""
+"""One device against several: what is measured, what is refused, and the folder that tells of it."""
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import records as make
 from conftest import Call
-from paired_records import paired
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.patches import Rectangle
+from matplotlib.text import Text
+from paired_records import alone, family, nothing_ran, paired
+from records import study
 
-from ddpm_lab import experiments, files, report_commands, strategy
-from ddpm_lab.benchmark import Benchmark, parts, request
+from ddpm_lab import chosen_once, experiments, files, strategy
+from ddpm_lab.__main__ import _parser
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import decisions
-from ddpm_lab.explain.benchmark_files import DASHBOARD, TABLE
+from ddpm_lab.explain import benchmark
+from ddpm_lab.explain.stats import Interval
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
-from ddpm_lab.questions import multi_gpu
-from ddpm_lab.run_folder import RunFolder
-from ddpm_lab.setting import Images, Setup
+from ddpm_lab.plan import Experiment
+from ddpm_lab.report_commands import plan
 
 GPU = hardware.Gpu(name="Example GPU X", uuid=None, memory_bytes=None)
-FILES = {
-    DASHBOARD,
-    TABLE,
-    "benchmark_results.json",
-    "benchmark_results.csv",
-    "summary_table.md",
-    "summary_table.csv",
+STUDIES = {
+    "gpus": paired({16: 0.8, 32: 1.05, 64: 1.6}, {32: 6.45}, set_noise=0.001),
+    "ranks": paired({16: 1.1}, {8: 1.2}, device="cpu", ranks=2),
+    "two noisy sets": paired({16: 1.35}, {8: 9.0}, count=2, set_noise=0.9, device="cpu", ranks=2),
+    "failed": study([*family(64, 1.6), *family(128, 1.0, failed=("oom", "a | b <script>alert(1)</script>"))]),
+    "all failed": nothing_ran("signal 9"),
+    "one alone": alone(single=True),
+    "several alone": alone(single=False),
+    "mechanism": paired({16: 1.1}, {}, device="cpu", ranks=2, mechanism_only=["2 ranks"]),
 }
 
 
-@pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four cores and no GPU, wherever the tests run."""
-    monkeypatch.setattr(hardware, "gpus", lambda: ())
-    monkeypatch.setattr(hardware, "usable_cores", lambda: 4)
+# --- what is measured ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "gpus", lambda: (GPU,) * 8)
+def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four cores and no GPU, wherever the tests run."""
+    monkeypatch.setattr(hardware, "gpus", lambda: ())
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 4)
+    monkeypatch.setattr(chosen_once, "free_cores", lambda: 4)
 
 
-def ask(**values: Any) -> Benchmark:
-    return request(**{"batch_size": 32, **values})
+def planned(tmp_path: Path, *words: str) -> list[Experiment]:
+    """What the command would measure on this machine."""
+    options: argparse.Namespace = _parser().parse_args(["benchmark", *words])
+    return [one.campaign.experiment for one in plan(options, tmp_path)]
 
 
-# --- what is asked for -----------------------------------------------------------------------------------------------
+def asked(experiment: Experiment) -> list[tuple[str, list[int]]]:
+    """Families with the ranks of their configurations."""
+    return [(f.name, [f.baseline.world_size, *(c.world_size for _, c in f.candidates)]) for f in experiment.families]
 
 
-@pytest.mark.usefixtures("eight_gpus")
-def test_a_batch_for_each_is_weak_and_a_shared_one_strong() -> None:
-    assert parts(ask()) == [
-        {"scaling": "weak", "global_batch_sizes": [32], "world_sizes": [1, 8], "alone": False},
-        {"scaling": "strong", "global_batch_sizes": [16, 32, 64, 128], "world_sizes": [1, 8], "alone": False},
-    ]
-    assert ask().network == "seed"
-    assert ask(device="cpu").network == "tiny"
+@pytest.mark.usefixtures("four_cores")
+def test_each_number_of_ranks_by_one_option(tmp_path: Path) -> None:
+    batches = ("--batch-sizes", "16,32", "--loader-workers", "1")
+    (both,) = planned(tmp_path, *batches)
+    weak = "tiny, batch 16 per rank, weak scaling"
+    assert asked(both) == [("tiny, batch 16", [1, 2]), ("tiny, batch 32", [1, 2]), (weak, [1, 2])]
+    assert {(c.loader, c.loader_workers) for c in both.configurations} == {("files", 1)}
+    (single,) = planned(tmp_path, *batches, "--ranks", "single")
+    assert [ranks for _, ranks in asked(single)] == [[1], [1]]
+    (multi,) = planned(tmp_path, *batches, "--ranks", "multi")
+    assert [ranks for _, ranks in asked(multi)] == [[2], [2], [2]]
+    (smoke,) = planned(tmp_path, "--preset", "smoke", "--seed", "3")
+    assert asked(smoke) == [("tiny, batch 16", [1, 2])]
+    assert {c.seed for c in smoke.configurations} == {3}
 
 
-def test_one_side_alone() -> None:
-    single = [{"scaling": "strong", "global_batch_sizes": [16, 32], "world_sizes": [1]}]
-    for skipped in ({"skip_multi": True}, {"mode": "single"}):
-        assert parts(ask(batch_sizes=[16], **skipped)) == single
-    assert [(p["world_sizes"], p["alone"]) for p in parts(ask(skip_single=True))] == [([2], True)] * 2
-
-
-@pytest.mark.usefixtures("eight_gpus")
-def test_auto_asks_for_each_batch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("four_cores")
+def test_auto_measures_several_only_where_they_may_pay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """S003's thresholds: a network of ten million parameters wants several devices from batch 64 on."""
     monkeypatch.setattr(experiments, "cohorts_here", lambda *_: [])
-    asked = ask(mode="auto", batch_size=64, batch_sizes=[32, 64, 128], network="seed")
-    assert [(p["scaling"], p["global_batch_sizes"], p["world_sizes"]) for p in parts(asked)] == [
-        ("weak", [64], [1, 8]),
-        ("strong", [64, 128], [1, 8]),
-        ("strong", [32], [1]),
+    parts = planned(tmp_path, "--ranks", "auto", "--batch-sizes", "32,64,128", "--network", "seed")
+    assert [[(n, ranks) for n, ranks in asked(p) if "weak" not in n] for p in parts] == [
+        [("seed, batch 64", [1, 2]), ("seed, batch 128", [1, 2])],
+        [("seed, batch 32", [1])],
     ]
-    assert capsys.readouterr().err.count("--mode auto:") == 3
+    assert capsys.readouterr().err.count("--ranks auto:") == 3
 
 
-def test_a_machine_with_one_device_measures_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "usable_cores", lambda: 1)
-    assert [p["world_sizes"] for p in parts(ask())] == [[1]]
-    for several in ({"mode": "multi"}, {"skip_single": True}):
-        with pytest.raises(strategy.NoRanksError, match="needs two ranks"):
-            ask(**several)
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"skip_single": True, "skip_multi": True}, "nothing is left"),
-        ({"mode": "single", "skip_single": True}, "nothing is left"),
-        ({"mode": "multi", "skip_multi": True}, "nothing is left"),
-        ({"batch_sizes": [15]}, "15 cannot be shared by 2 ranks"),
-        ({"batch_sizes": [0]}, "--batch-sizes is 0"),
-        ({"batch_sizes": []}, "--batch-sizes is"),
-        ({"batch_size": 0}, "--batch-size is 0"),
-        ({"sets": 0}, "--runs is 0"),
-    ],
-)
-def test_what_cannot_be_is_refused(values: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        ask(**values)
-
-
-def test_a_default_that_cannot_be_shared_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "gpus", lambda: (GPU,) * 3)
-    assert ask().batch_sizes == (96,), "16, 32, 64 and 128 are no multiples of 3"
-
-
-def test_workers_and_several_alone_are_settings_of_the_question() -> None:
-    images = Images(folder="f", sha256="a" * 64, name="images")
-    setup = Setup(preset="quick", network="tiny", images=images, device="cpu", gpus=0, usable_cores=4)
-    common: dict[str, Any] = {"scaling": "weak", "global_batch_sizes": [8], "lost_scaling": False}
-    (family,) = multi_gpu(setup, world_sizes=[1, 2], loader_workers=3, **common).families
-    assert {(c.loader, c.loader_workers) for c in (family.baseline, family.candidates[0][1])} == {("files", 3)}
-    (lone,) = multi_gpu(setup, world_sizes=[2], alone=True, **common).families
-    assert (lone.baseline, lone.baseline_label, lone.candidates) == (
-        RunConfig(data="f", data_sha256="a" * 64, world_size=2, global_batch_size=16),
-        "2 ranks",
-        (),
-    )
-    with pytest.raises(ConfigError, match="loader_workers is 5: 4 cores"):
-        multi_gpu(setup, loader_workers=5, **common)
-
-
-# --- the commands ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("benchmark --model huge", "'huge'"),
-        ("benchmark --batch-sizes 16,x", "--batch-sizes is '16,x'"),
-        ("benchmark --batch_sizes 15", "15 cannot be shared"),
-        ("benchmark --skip_single_gpu --skip-multi-gpu", "nothing is left"),
-        ("benchmark --machine here", "--machine is for --ledger"),
-        ("benchmark --ledger none.jsonl", "none.jsonl"),
-        ("benchmark --num_workers 9", "loader_workers is 9"),
-        ("benchmark --data nowhere", "nowhere"),
-        ("benchmark --device cuda", "no GPU"),
-    ],
-)
-def test_refusals_in_one_line(
-    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, words: str
+@pytest.mark.usefixtures("four_cores")
+def test_one_device_is_measured_alone_unless_several_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    code, out, err = call(*arguments.split(), "--output-dir", tmp_path / "out")
-    assert (code, out) == (2, "")
-    assert words in err
-    assert err.splitlines()[-1].startswith("ddpm-lab: ")
-
-
-def test_several_devices_that_are_not_there_exit_1(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(hardware, "usable_cores", lambda: 1)
-    code, out, err = call("benchmark", "--mode", "multi", "--output_dir", tmp_path)
-    assert (code, out) == (1, "")
-    assert err == "ddpm-lab: --mode multi needs two ranks, and this machine has 1 usable core: use --mode single\n"
+    (only,) = planned(tmp_path, "--batch-sizes", "16")
+    assert asked(only) == [("tiny, batch 16", [1])]
+    with pytest.raises(strategy.NoRanksError):
+        planned(tmp_path, "--ranks", "multi")
+    code, out, err = call("benchmark", "--ranks", "multi", "--output-dir", tmp_path)
+    assert (code, out, err.count("\n")) == (1, "", 1)
 
 
-def ledger_of(tmp_path: Path, **values: Any) -> Path:
-    answer = paired({64: 1.6, 128: 1.05}, {32: 6.45}, **values)
-    Ledger(tmp_path / "l.jsonl").append(answer.records)
-    return tmp_path / "l.jsonl"
+@pytest.mark.usefixtures("four_cores")
+def test_a_default_that_cannot_be_shared_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strategy, "several_ranks", lambda _: 3)
+    (found,) = planned(tmp_path)
+    assert [name for name, _ in asked(found) if "weak" not in name] == ["tiny, batch 96"]
+    with pytest.raises(ConfigError, match="16 cannot be shared by 3 ranks"):
+        planned(tmp_path, "--batch-sizes", "16")
 
 
-@pytest.mark.slow
-def test_the_folder_from_records_alone(call: Call, tmp_path: Path) -> None:
-    code, out, err = call("benchmark", "--ledger", ledger_of(tmp_path), "--output-dir", tmp_path / "out")
+@pytest.mark.usefixtures("four_cores")
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--batch-sizes 16,x", "16,x"),
+        ("--batch-sizes 15", "15 cannot be shared"),
+        ("--batch-sizes 0", "is 0"),
+        ("--sets 0", "sets is 0"),
+        ("--loader-workers 9", "loader_workers is 9"),
+        ("--data nowhere", "nowhere"),
+        ("--device cuda", "no GPU"),
+        ("--machine here", "--ledger"),
+        ("--ledger none.jsonl", "none.jsonl"),
+    ],
+)
+def test_refusals_in_one_line(call: Call, tmp_path: Path, words: str, named: str) -> None:
+    code, out, err = call("benchmark", *words.split(), "--output-dir", tmp_path / "out")
+    assert (code, out) == (2, "")
+    assert named in err.splitlines()[-1]
+
+
+# --- what the records say --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ratio", "name"),
+    [
+        (1.60, "multi-GPU beneficial"),
+        (1.13, "multi-GPU beneficial"),
+        (1.05, "marginal difference"),
+        (0.97, "marginal difference"),
+        (0.90, "single GPU preferred"),
+    ],
+)
+def test_s003_s_words_for_what_is_resolved(ratio: float, name: str) -> None:
+    low_noise = {"set_noise": 0.001, "turn_noise": 0.001}
+    _, several = benchmark.rows(paired({64: ratio}, {}, **low_noise))
+    assert several.verdict == ("faster" if ratio > 1 else "slower")
+    assert benchmark.recommendation(several) == name
+    _, ranks = benchmark.rows(paired({64: ratio}, {}, device="cpu", ranks=2, **low_noise))
+    assert benchmark.recommendation(ranks) == name.replace("GPU", "rank")
+
+
+def test_what_is_not_called_has_no_recommendation_whatever_the_ratio() -> None:
+    def said(ratio: float, **values: Any) -> str:
+        return benchmark.recommendation(benchmark.rows(paired({64: ratio}, {}, **values))[1])
+
+    assert said(1.6, count=3) == "too few sets (3)"
+    assert said(1.2, set_noise=0.4).startswith("inconclusive")
+    assert said(1.0, set_noise=0.003) == "same within 3 %"
+    assert said(1.1, set_noise=0.03).endswith("(interval: marginal difference to multi-GPU beneficial)")
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=6))
+def test_the_mean_of_speed_ups_and_their_inverses_is_one(ratios: list[float]) -> None:
+    every = [Interval(value=r, low=r / 1.1, high=r * 1.1) for r in (*ratios, *(1 / r for r in ratios))]
+    mean = benchmark._mean(every)
+    assert mean.value == pytest.approx(1)
+    assert math.log(mean.high) == pytest.approx(math.log(1.1) / math.sqrt(len(every)))
+    assert mean.low * mean.high == pytest.approx(1)
+
+
+def test_the_mean_is_over_the_batches_that_are_shared() -> None:
+    (mean,) = benchmark.means(benchmark.rows(paired({64: 2.0, 128: 0.5}, {32: 7.0}, set_noise=0.001))).values()
+    assert mean.value == pytest.approx(1.0, rel=0.01)
+    assert mean.contains(1.0)
+
+
+def test_the_files_hold_what_the_comparisons_say() -> None:
+    answer = STUDIES["gpus"]
+    found = [benchmark.to_dict(answer, row) for row in benchmark.rows(answer)]
+    assert [(r["scaling"], r["global_batch_size"], r["world_size"]) for r in found[:4]] == [
+        ("weak", 32, 1),
+        ("weak", 256, 8),
+        ("strong", 16, 1),
+        ("strong", 16, 8),
+    ]
+    for one, row in zip(found, benchmark.rows(answer), strict=True):
+        assert one["images_per_second"] == row.images_per_second
+        assert one["epoch_seconds"] == pytest.approx(50_000 / row.images_per_second)
+    weak = found[1]
+    assert weak["speedup"] == pytest.approx(6.45, rel=0.01)
+    assert weak["speedup_low"] < weak["speedup"] < weak["speedup_high"]
+    assert weak["efficiency"] == pytest.approx(weak["speedup"] / 8)
+    assert (weak["band"], weak["verdict"], weak["recommendation"]) == ("good", "faster", None)
+    beyond = paired({}, {32: 9.0}, set_noise=0.001)
+    assert benchmark.to_dict(beyond, benchmark.rows(beyond)[1])["band"] == "above 100 %", "no such band"
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_rows_are_the_same_as_json_and_in_pandas_and_unknown_is_null(name: str, tmp_path: Path) -> None:
+    answer = STUDIES[name]
+    found = [benchmark.to_dict(answer, row) for row in benchmark.rows(answer)]
+    benchmark.write(answer, tmp_path)
+    assert json.loads((tmp_path / "benchmark_results.json").read_text()) == found
+    frame = pd.read_csv(tmp_path / "benchmark_results.csv")
+    for name_ in ("sets", "images_per_second", "speedup"):
+        assert frame[name_].tolist() == pytest.approx(
+            [math.nan if r[name_] is None else r[name_] for r in found], nan_ok=True
+        )
+    for one in found:
+        assert (one["images_per_second"] is None) == (one["sets"] == 0) == (one["reason"] is not None)
+        assert one["speedup"] is None or (one["world_size"] > 1 and one["sets"])
+
+
+def test_one_table_row_for_each_batch_and_its_reason_where_a_side_failed() -> None:
+    head, *rows = benchmark.comparison(STUDIES["gpus"])
+    assert head[:5] == ["Batch Size", "Single GPU", "Multi GPU", "Speedup", "Recommendation"]
+    assert [row[0] for row in rows] == ["32 each", "16", "32", "64"]
+    assert rows[3][4] == "multi-GPU beneficial"
+    assert "out of memory" in benchmark.comparison(STUDIES["failed"])[2][2]
+    assert benchmark.comparison(STUDIES["one alone"])[1][2] == "not measured"
+    assert benchmark.comparison(STUDIES["several alone"])[1][1] == "not measured"
+    assert "GPU" not in " ".join(cell for row in benchmark.comparison(STUDIES["ranks"]) for cell in row)
+
+
+# --- pictures and pages ----------------------------------------------------------------------------------------------
+
+
+def test_bars_and_intervals_are_where_the_numbers_are() -> None:
+    answer = STUDIES["gpus"]
+    rows = sorted(
+        benchmark.rows(answer), key=lambda r: r.ranks
+    )  # as they are drawn: a number of devices, then the next
+    several = [r for r in rows if r.ranks > 1]
+    axes = benchmark.dashboard(answer).axes
+    expected = ([r.projected_seconds for r in rows], [r.images_per_second for r in rows])
+    expected += ([r.ratio.value for r in several], [r.efficiency.value for r in several])
+    for ax, values in zip(axes, expected, strict=True):
+        assert [p.get_height() for p in ax.patches if isinstance(p, Rectangle)] == pytest.approx(values)
+    ends = [np.asarray(line.get_ydata()) for line in axes[2].lines if line.get_transform() == axes[2].transData]
+    assert [tuple(e) for e in ends] == [r.ratio.ends for r in several]
+    assert {float(np.asarray(line.get_ydata())[0]) for line in axes[2].lines if line.get_linestyle() == "--"} == {8.0}
+    assert axes[2].get_ylim()[1] > 8
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_no_text_is_cut(name: str) -> None:
+    for figure in (benchmark.dashboard(STUDIES[name]), benchmark.table(STUDIES[name])):
+        figure.canvas.draw()
+        for text in figure.findobj(Text):
+            assert isinstance(text, Text)
+            if text.get_text().strip() and text.get_visible():
+                box, whole = text.get_window_extent(), figure.bbox
+                assert whole.x0 <= box.x0 <= box.x1 <= whole.x1, text.get_text()
+                assert whole.y0 <= box.y0 <= box.y1 <= whole.y1, text.get_text()
+
+
+def test_a_set_that_does_not_count_is_named() -> None:
+    quiet = STUDIES["ranks"]
+    first = quiet.records[0].set_id
+    records = tuple(
+        replace(r, windows=tuple(replace(w, others_cores=1.5) for w in r.windows)) if r.set_id == first else r
+        for r in quiet.records
+    )
+    noted = [t.get_text() for t in benchmark.dashboard(replace(quiet, records=records)).texts]
+    assert any("disturbed" in text for text in noted)
+
+
+def test_the_page_is_one_file_that_asks_for_nothing(tmp_path: Path) -> None:
+    written = benchmark.write(STUDIES["failed"], tmp_path)
+    assert set(written) == set(tmp_path.iterdir())
+    text = (tmp_path / "comparison_report.html").read_text()
+    assert [text.count(tag) for tag in ("<table", "<tr", "<script", "<img", 'src="data:image/png;base64,')] == [
+        1,
+        3,
+        0,
+        1,
+        1,
+    ]
+    assert "://" not in re.sub(r"data:[^\"]+", "", text)
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_folder_from_records_alone_is_the_same_again(call: Call, tmp_path: Path) -> None:
+    Ledger(tmp_path / "l.jsonl").append(STUDIES["gpus"].records)
+    words = ("benchmark", "--ledger", tmp_path / "l.jsonl", "--output-dir", tmp_path / "out")
+    code, out, err = call(*words)
     assert (code, err) == (0, "")
-    report = {f"comparison_report_seed.{kind}" for kind in ("md", "html")}
-    assert {p.name for p in (tmp_path / "out").iterdir()} == FILES | report
-    for name in ("benchmark_results.csv", "summary_table.csv"):
-        assert len(pd.read_csv(tmp_path / "out" / name)) == 6
-    assert re.search(r"^BENCHMARK COMPLETE!\nTime Speedup: 6\.\d\dx \(95 % interval", out, re.MULTILINE)
-    assert f"Results saved to: {tmp_path / 'out'}" in out
     before = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
-    assert call("benchmark", "--ledger", tmp_path / "l.jsonl", "--output-dir", tmp_path / "out")[0] == 0
+    assert all(str(tmp_path / "out" / name) in out for name in before)
+    code, out, _ = call(*words, "--json")
+    assert json.load(io.StringIO(out)) == json.loads(before["benchmark_results.json"])
     assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
-    code, out, _ = call("benchmark", "--ledger", tmp_path / "l.jsonl", "--output-dir", tmp_path / "out", "--json")
-    assert json.loads(out) == json.loads((tmp_path / "out" / "benchmark_results.json").read_text())
+    (tmp_path / "file").write_text("")
+    code, _, err = call(*words[:-1], tmp_path / "file" / "out")
+    assert (code, err.count("\n")) == (2, 1)
 
 
 def test_records_of_something_else_are_no_benchmark(call: Call, tmp_path: Path) -> None:
     Ledger(tmp_path / "l.jsonl").append(make.sets({}, count=1))
-    code, out, err = call("benchmark", "--ledger", tmp_path / "l.jsonl", "--output-dir", tmp_path / "out")
-    assert (code, out) == (1, "")
-    assert "holds no records of one GPU or rank beside several" in err
-
-
-def test_a_folder_that_cannot_be_written_is_refused(call: Call, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    code, _, err = call("benchmark", "--ledger", ledger_of(tmp_path), "--output-dir", tmp_path / "file" / "out")
-    assert (code, err.startswith("ddpm-lab: cannot write to")) == (2, True)
-
-
-def test_the_summary_of_ledgers_logs_and_run_folders_is_one_table(call: Call, tmp_path: Path) -> None:
-    ledger = ledger_of(tmp_path)
-    log = tmp_path / "slurm-5.out"
-    log.write_text('{"ddpm_lab_runs": [{"configuration": "other", "gpus": 1, "seconds": 5.5}]}\n')
-    with RunFolder(tmp_path / "run") as run:
-        run.write_settings(RunConfig(seed=1), {"steps": 2})
-        run.open_logs(0)
-        run.log([{"step": i, "loss": 1.0, "images_per_second": 64.0, "held_out_loss": 0.5} for i in (1, 2)])
-    code, out, err = call("summary", ledger, log, tmp_path / "run", "--csv", tmp_path / "t.csv")
-    assert (code, err) == (0, "")
-    frame = pd.read_csv(tmp_path / "t.csv")
-    assert frame["Configuration"].tolist()[-2:] == ["other", "tiny, batch 32"]
-    assert frame["Time (s)"].tolist()[-2:] == [5.5, 1.0]
-    assert frame["Val Loss"].tolist()[-1] == 0.5
-    assert frame["Steps"].tolist()[-1] == 2
-    assert "0.5000 in 2 steps" in out
-    assert len(frame) == 8
-    assert "Baseline (Single GPU; seed, batch 64):" in out
-    code, out, _ = call("summary", ledger, "--json", "--markdown", tmp_path / "t.md")
-    assert len(json.loads(out)["runs"]) == 6
-    assert (tmp_path / "t.md").read_text().startswith("| Job ID | Configuration |")
-    assert call("summary", tmp_path)[2].startswith("ddpm-lab: SOURCE: ")
+    assert call("benchmark", "--ledger", tmp_path / "l.jsonl", "--output-dir", tmp_path / "out")[:2] == (1, "")
 
 
 @pytest.mark.slow
-def test_a_demo_is_measured_once_and_goes_on(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
+def test_a_smoke_benchmark_is_measured_once_and_goes_on(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if hardware.gpus() or hardware.usable_cores() < 2:
         pytest.skip("needs two cores and no GPU")
     monkeypatch.setattr(files, "CHECKOUT", tmp_path)  # where prepared images are kept
-    monkeypatch.setitem(report_commands.DEMO, "sets", 1)
     monkeypatch.chdir(tmp_path)
-    code, out, err = call("demo")
+    code, _, err = call("benchmark", "--preset", "smoke")
     assert code == 0, err
     (folder,) = tmp_path.glob("benchmark_results_*")
-    assert re.fullmatch(r"benchmark_results_\d{8}_\d{6}", folder.name)
-    results = json.loads((folder / "benchmark_results.json").read_text())
-    ran = [(c["scaling"], c["side"], c["device"], c["global_batch_size"], c["sets"]) for c in results]
-    assert ran == [
-        ("weak", "single", "cpu", 8, 1),
-        ("weak", "multi", "cpu", 16, 1),
-        ("strong", "single", "cpu", 16, 1),
-        ("strong", "multi", "cpu", 16, 1),
-    ]
-    assert "Time Speedup: " in out
-    assert decisions.TOO_FEW in out
+    found = json.loads((folder / "benchmark_results.json").read_text())
+    assert [(r["scaling"], r["world_size"], r["sets"]) for r in found] == [("strong", 1, 1), ("strong", 2, 1)]
+    assert found[1]["verdict"] == "too few sets"
     ledger = (folder / "trace_output" / "ledger.jsonl").read_bytes()
-    assert call("demo", "--output-dir", folder)[0] == 0
+    assert call("benchmark", "--preset", "smoke", "--output-dir", folder)[0] == 0
     assert (folder / "trace_output" / "ledger.jsonl").read_bytes() == ledger, "everything was there"

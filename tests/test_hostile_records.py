@@ -21,7 +21,7 @@ from planted_machines import profiled, told
 from test_report import PIXEL
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import bottleneck_report, comparison_report, figures, pages, show
+from ddpm_lab.explain import benchmark, bottleneck_report, figures, pages, show
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.record import RunRecord
 
@@ -154,7 +154,7 @@ def test_an_index_shows_what_it_is_given_as_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("study", "text"),
     [
-        (lambda: paired({64: 1.6, 128: 1.05}, {32: 6.45}), lambda s: comparison_report.report(s, "figure.png")),
+        (lambda: paired({64: 1.6, 128: 1.05}, {32: 6.45}), benchmark.report),
         (
             lambda: make.study(
                 [

@@ -23,8 +23,8 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import Campaign
 
 COMMANDS = (
-    *("check", "prepare", "run", "compare", "calibrate", "strategy", "bottleneck", "benchmark", "demo", "summary"),
-    *("diff", "train", "sample", "rank", "submit", "collect", "recommend"),
+    *("check", "prepare", "run", "compare", "calibrate", "strategy", "bottleneck", "benchmark", "summary"),
+    *("train", "sample", "rank", "submit", "collect", "recommend"),
     *("report", "figures"),
 )
 

@@ -1,4 +1,4 @@
-"""Runs as the table and the speed-up block that people compare jobs by, whether logs, run folders or records tell."""
+"""Runs as a table with speed-ups, as people compare jobs, and the settings in which two of them differ."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean, geometric_mean
 from typing import Any
 
 from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import grids
 from ddpm_lab.explain.bands import S001
 from ddpm_lab.files import expanded
+from ddpm_lab.record import RunRecord
 
 COLUMNS = ("Job ID", "Configuration", "GPUs", "Nodes", "Time (s)", "Time/Epoch (s)", "Val Loss", "Val Acc")
 ACCURACY = "not defined for a DDPM"
@@ -23,14 +25,12 @@ NOT_CLAIMED = "not claimed"
 NO_SUMMARY = "no summary found"
 RUNS = "ddpm_lab_runs"
 """The key of the line of JSON that a job prints at its end: a list of summaries."""
-UNTOLD = "The logs do not tell whether all did the same work."
-BY_EPOCH = "Compared by the time of an epoch."
-APART = "Jobs that ran apart: no interval, and what else a machine did meanwhile is part of the ratio."
+APART = "Jobs ran apart: there is no interval, and what else a machine did is part of the ratio."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a run's last lines say; None is unknown, and never 0.
+    """What a run tells of itself; None is unknown, and never 0.
 
     ``seconds`` is the time spent in training steps over ``epochs`` passes through the training images, ``loss`` the
     lowest held-out loss of ``steps`` steps, ``gpu_percent`` the mean utilisation of its GPUs. ``note`` says why there
@@ -55,6 +55,14 @@ class Summary:
         """What trained side by side: GPUs, or the ranks of a run without any."""
         return self.gpus or self.ranks
 
+    @property
+    def size(self) -> str:
+        """Such as "8 GPUs on 2 nodes"."""
+        if self.devices is None:
+            return UNKNOWN
+        name = f"{self.devices} {'GPU' if self.gpus else 'CPU rank'}{'s' if self.devices > 1 else ''}"
+        return f"{name} on {self.nodes} nodes" if (self.nodes or 1) > 1 else name
+
     def as_json(self) -> dict[str, Any]:
         """Plain values; a loss that is not finite becomes None, since JSON has no such number."""
         values = dataclasses.asdict(self)
@@ -74,7 +82,7 @@ class Row:
 
     @property
     def found(self) -> bool:
-        """Whether anything is told of a run's time or loss."""
+        """Whether its time or loss is known."""
         return self.summary.seconds is not None or self.summary.loss is not None or bool(self.summary.note)
 
     @property
@@ -83,67 +91,47 @@ class Row:
         claimed = f"speed {NOT_CLAIMED}: {self.summary.note}" if self.summary.note else ""
         return "; ".join(text for text in (claimed, self.note) if text)
 
-
-def cells(row: Row) -> list[str]:
-    """A row of the table, in the order of COLUMNS."""
-    told = row.summary
-    name = told.configuration or (_sized(told) if row.found else NO_SUMMARY)
-    return [
-        told.job_id or UNKNOWN,
-        name,
-        *(UNKNOWN if value is None else str(value) for value in (told.gpus, told.nodes)),
-        *(UNKNOWN if value is None else f"{value:,.2f}" for value in (told.seconds, told.epoch_seconds)),
-        _loss(told),
-        ACCURACY,
-    ]
-
-
-def _loss(told: Summary) -> str:
-    """The lowest loss with the length of the training, where that is known: without it losses do not compare."""
-    if told.loss is None:
-        return UNKNOWN
-    text = format(told.loss, ".4f" if told.loss >= 0.01 else ".4g")
-    return f"{text} in {told.steps:,} step{'s' * (told.steps > 1)}" if told.steps else text
+    def cells(self) -> dict[str, Any]:
+        """Values by column."""
+        run = self.summary
+        name = run.configuration or (run.size if self.found else NO_SUMMARY)
+        values = (run.job_id, name, run.gpus, run.nodes, run.seconds, run.epoch_seconds, run.loss, ACCURACY)
+        more = {"Steps": run.steps, "Ranks": run.ranks, "GPU-Util (%)": run.gpu_percent, "Log": self.log}
+        return {**dict(zip(COLUMNS, values, strict=True)), **more, "Note": self.remark or None}
 
 
 def grid(rows: Sequence[Row]) -> list[list[str]]:
-    """The table, its head first, with a column of remarks where there are any."""
-    remarks, logs = any(row.remark for row in rows), len({row.log for row in rows}) > 1
-    return [
-        [*COLUMNS, *(["Log"] if logs else []), *(["Note"] if remarks else [])],
-        *([*cells(row), *([row.log] if logs else []), *([row.remark] if remarks else [])] for row in rows),
-    ]
+    """The table for people, with steps, logs and notes where they tell rows apart."""
+    cells = [row.cells() for row in rows]
+    steps, notes = (any(c[name] is not None for c in cells) for name in ("Steps", "Note"))
+    shown = {"Steps": steps, "Log": len({c["Log"] for c in cells}) > 1, "Note": notes}
+    names = [*COLUMNS, *(name for name, is_shown in shown.items() if is_shown)]
+    return [names, *([_text(name, c[name]) for name in names] for c in cells)]
 
 
-def plain(rows: Sequence[Row]) -> list[list[object]]:
-    """The table for a CSV file: bare numbers, empty where unknown; ranks, utilisation and more after."""
-    shown: list[list[object]] = [[*COLUMNS, "Ranks", "GPU-Util (%)", "Note", "Log", "Steps"]]
-    for row in rows:
-        told = row.summary
-        numbers = (told.gpus, told.nodes, told.seconds, told.epoch_seconds, told.loss)
-        values = ["" if value is None else value for value in numbers]
-        busy = "" if told.gpu_percent is None else round(told.gpu_percent, 1)
-        ranks = "" if told.ranks is None else told.ranks
-        after = [ranks, busy, row.remark, row.log, "" if told.steps is None else told.steps]
-        shown.append([told.job_id or "", cells(row)[1], *values, ACCURACY, *after])
-    return shown
+def _text(column: str, value: Any) -> str:
+    if value is None:
+        return "" if column == "Note" else UNKNOWN
+    if isinstance(value, float):
+        return f"{value:,.2f}" if column != "Val Loss" else format(value, ".4f" if value >= 0.01 else ".4g")
+    return str(value)
 
 
-def _sized(told: Summary) -> str:
-    """A name for a run that gives none."""
-    if told.devices is None:
-        return UNKNOWN
-    kind = "GPU" if told.gpus else "CPU rank"
-    name = f"{told.devices} {kind}{'s' if told.devices > 1 else ''}"
-    return f"{name} on {told.nodes} nodes" if (told.nodes or 1) > 1 else name
+def plain(rows: Sequence[Row]) -> list[list[Any]]:
+    """The table for a CSV file: all columns, bare numbers, empty where unknown."""
+    cells = [row.cells() for row in rows]
+    return [list(cells[0]), *(["" if v is None else v for v in c.values()] for c in cells)] if cells else [[*COLUMNS]]
+
+
+# --- speed-ups -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """The jobs of one configuration at one size: mean seconds; the speed-up is a ratio of geometric means.
+    """The runs of one configuration at one size, and what they gain over a single device.
 
-    ``missing`` says why there is no speed-up. Of records the speed-up is the paired one: ``evidence`` is its interval,
-    sets and verdict, ``rating`` the band of its efficiency with its interval.
+    ``times`` are seconds of each run, or of an epoch. ``evidence`` says what the speed-up rests on, or why there is
+    none; ``rating`` names its efficiency.
     """
 
     configuration: str | None
@@ -152,170 +140,110 @@ class Scaling:
     nodes: int
     times: tuple[float, ...]
     speed_up: float | None = None
-    missing: str = ""
     evidence: str = ""
     rating: str = ""
 
     @property
-    def seconds(self) -> float:
-        """Mean over the jobs."""
-        return fmean(self.times)
+    def name(self) -> str:
+        """The configuration and its size."""
+        size = Summary(gpus=self.devices if self.gpu else 0, ranks=self.devices, nodes=self.nodes).size
+        return f"{self.configuration} ({size})" if self.configuration else size
 
     @property
     def efficiency(self) -> float | None:
         """Parallel efficiency: the speed-up over the number of devices."""
         return None if self.speed_up is None else self.speed_up / self.devices
 
-    @property
-    def size(self) -> str:
-        """What it ran on."""
-        return _sized(Summary(gpus=self.devices if self.gpu else 0, ranks=self.devices, nodes=self.nodes))
-
-    @property
-    def name(self) -> str:
-        """The configuration and its size, each once."""
-        if self.configuration is None or self.size.partition(" on ")[0].lower() in self.configuration.lower():
-            return self.configuration or self.size
-        return f"{self.configuration} ({self.size})"
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "configuration": self.name,
-            "devices": self.devices,
-            "nodes": self.nodes,
-            "seconds": list(self.times),
-            "speed_up": self.speed_up,
-            "evidence": self.evidence or None,
-            "efficiency": self.efficiency,
-            "band": None if self.efficiency is None else self.rating or S001.name(self.efficiency),
-            "missing": self.missing or None,
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedUps:
-    """Baselines on one device, what is compared with them, and whether times are of an epoch or of a whole run.
-
-    ``notes`` say what holds for all of it: how it was measured, where and when.
-    """
+    """Sizes beside each other, timed over a run or an epoch; ``notes`` say how, where and when."""
 
     per_epoch: bool
-    baselines: tuple[Scaling, ...]
-    compared: tuple[Scaling, ...]
+    sizes: tuple[Scaling, ...]
     notes: tuple[str, ...] = ()
 
 
 def speed_ups(rows: Sequence[Row]) -> SpeedUps:
-    """What several devices gain over one, where they did equal work.
+    """What several devices gain over one in jobs that ran apart.
 
-    A baseline ran on one device of the same kind (GPU, or CPU rank) and did the same: its name is the same, or that
-    with the batch of each device instead of all (weak scaling). Runs over different numbers of epochs are compared by
-    the time of an epoch, and not at all where a log does not tell it.
+    The baseline ran on one device of the same kind (GPU, or CPU rank) and has the same configuration, or (weak
+    scaling) that with the batch of each device. Runs over different numbers of epochs are compared by the time of an
+    epoch, and not at all where a log does not tell it.
     """
-    told = [row.summary for row in rows if row.summary.seconds and row.summary.devices]
-    named = {s.configuration for s in told if _work(s.configuration, 1)}
-    weak = len(named) > len({_work(name, None) for name in named})
-    unlike = len({s.epochs for s in told}) > 1
-    per_epoch = (unlike or weak) and all(s.epoch_seconds for s in told)
+    runs = [row.summary for row in rows if row.summary.seconds and row.summary.devices]
+    per_epoch = len({s.epochs for s in runs}) > 1 and all(s.epoch_seconds for s in runs)
     groups: dict[tuple[str | None, bool, int, int], list[Summary]] = {}
-    for s in told:
-        assert s.devices
-        groups.setdefault((s.configuration, bool(s.gpus), s.devices, s.nodes or 1), []).append(s)
+    for s in runs:
+        groups.setdefault((s.configuration, bool(s.gpus), s.devices or 1, s.nodes or 1), []).append(s)
     sizes = {
         Scaling(
             configuration=name,
             gpu=gpu,
             devices=devices,
             nodes=nodes,
-            times=tuple((s.epoch_seconds if per_epoch else s.seconds) or math.nan for s in runs),
-        ): {s.epochs for s in runs}
-        for (name, gpu, devices, nodes), runs in groups.items()
+            times=tuple((s.epoch_seconds if per_epoch else s.seconds) or math.nan for s in mine),
+        ): {None} if per_epoch else {s.epochs for s in mine}
+        for (name, gpu, devices, nodes), mine in groups.items()
     }
-    baselines = tuple(one for one in sizes if one.devices == 1)
-    compared = []
-    for one, epochs in sizes.items():
-        if one.devices == 1:
-            continue
-        found, base = _against(one, [b for b in baselines if b.gpu == one.gpu])
-        if base is not None and not per_epoch and (epochs != sizes[base] or len(epochs) > 1):
-            why = "other numbers of epochs, and not every log tells the time of one"
-            found = dataclasses.replace(found, speed_up=None, evidence="", missing=why)
-        compared.append(found)
-    untold = any(one.speed_up is not None and _work(one.configuration, 1) is None for one in compared)
-    said = ((APART, True), (BY_EPOCH, per_epoch and compared), (UNTOLD, untold))
-    notes = tuple(text for text, is_so in said if is_so)
-    return SpeedUps(per_epoch=per_epoch, baselines=baselines, compared=tuple(compared), notes=notes)
+    return SpeedUps(per_epoch=per_epoch, sizes=tuple(_compared(one, sizes) for one in sizes), notes=(APART,))
 
 
-def _work(name: str | None, devices: int | None) -> str | None:
-    """A configuration without what only its size makes of it; None tells of no work.
-
-    ``devices`` is a number by which its batch is divided; None takes the batch out.
-    """
-    if name is None or re.fullmatch(r"\d+ (GPU|CPU rank)s?", name):
-        return None
-
-    def share(match: re.Match[str]) -> str:
-        batch = int(match[1])
-        return "batch" if devices is None else f"batch {batch / devices:g}"
-
-    return re.sub(r"\bbatch (\d+)\b", share, name)
-
-
-def _against(one: Scaling, baselines: Sequence[Scaling]) -> tuple[Scaling, Scaling | None]:
-    """A size with its speed-up, and the baseline of that; or with the reason for which it has none."""
-    kind, work = "GPU" if one.gpu else "CPU rank", _work(one.configuration, 1)
-    same = [b for b in baselines if _work(b.configuration, 1) == work]
-    weak = [b for b in baselines if work and _work(b.configuration, 1) == _work(one.configuration, one.devices)]
-    for found, evidence in ((same, ""), (weak, "weak scaling: each device has the batch of one")):
-        if len(found) == 1:
-            ratio = geometric_mean(found[0].times) / geometric_mean(one.times)
-            return dataclasses.replace(one, speed_up=ratio, evidence=evidence), found[0]
-    many = f"{len(baselines)} configurations ran on a single {kind}, and none is this one"
-    if len(baselines) == 1:
-        many = f"the run on a single {kind} is of other work: {baselines[0].configuration or 'unknown'}"
-    return dataclasses.replace(one, missing=many if baselines else f"no run on a single {kind}"), None
+def _compared(one: Scaling, sizes: Mapping[Scaling, set[float | None]]) -> Scaling:
+    """A size with its speed-up over the baseline among ``sizes``, which map to the epochs of their runs."""
+    if one.devices == 1:
+        return one
+    per_device = re.sub(r"\bbatch (\d+)\b", lambda m: f"batch {int(m[1]) / one.devices:g}", one.configuration or "")
+    lone = [s for s in sizes if s.devices == 1 and s.gpu == one.gpu]
+    same = [s for s in lone if s.configuration == one.configuration]
+    base = next(iter(same or [s for s in lone if s.configuration == per_device]), None)
+    if base is None:
+        ran = "; ".join(s.configuration or UNKNOWN for s in lone)
+        kind = "GPU" if one.gpu else "CPU rank"
+        why = f"no run of this configuration on a single {kind}" + (f", only: {ran}" if ran else "")
+        return dataclasses.replace(one, evidence=why)
+    if sizes[base] != sizes[one] or len(sizes[one]) > 1:
+        return dataclasses.replace(one, evidence="other numbers of epochs, and not every log tells the time of one")
+    evidence = "" if same else "weak scaling: each device has the batch of one"
+    ratio = geometric_mean(base.times) / geometric_mean(one.times)
+    return dataclasses.replace(one, speed_up=ratio, evidence=evidence, rating=S001.name(ratio / one.devices))
 
 
 def speed_up_block(found: SpeedUps) -> list[str]:
     """The speed-up block as lines of text; empty where there is nothing to compare."""
-    if not found.compared:
+    compared = [one for one in found.sizes if one.devices > 1]
+    baselines = [one for one in found.sizes if one.devices == 1]
+    if not compared:
         return []
     unit = "seconds per epoch" if found.per_epoch else "seconds"
     lines = []
-    for base in found.baselines:
-        which = f"; {base.configuration}" if len(found.baselines) > 1 and base.configuration else ""
+    for base in baselines:
+        which = f"; {base.configuration}" if len(baselines) > 1 and base.configuration else ""
         lines.append(f"Baseline (Single {'GPU' if base.gpu else 'CPU rank'}{which}): {_mean(base, unit)}")
-    for one in found.compared:
+    for one in compared:
         lines += ["", f"{one.name}:", f"  Average time: {_mean(one, unit)}"]
         if one.speed_up is None or one.efficiency is None:
-            lines.append(f"  Speed-up: {UNKNOWN} ({one.missing})")
+            lines.append(f"  Speed-up: {UNKNOWN} ({one.evidence})")
             continue
         lines.append(f"  Speed-up: {one.speed_up:.2f}x" + (f" ({one.evidence})" if one.evidence else ""))
-        lines.append(f"  Parallel efficiency: {100 * one.efficiency:.1f} % ({one.rating or S001.name(one.efficiency)})")
-    return [*lines, "", *found.notes] if found.notes else lines
+        lines.append(f"  Parallel efficiency: {100 * one.efficiency:.1f} % ({one.rating})")
+    return [*lines, "", *found.notes]
 
 
 def _mean(one: Scaling, unit: str) -> str:
-    return f"{one.seconds:,.2f} {unit}" + (f" (mean of {len(one.times)} jobs)" if len(one.times) > 1 else "")
+    return f"{fmean(one.times):,.2f} {unit}" + (f" (mean of {len(one.times)} jobs)" if len(one.times) > 1 else "")
 
 
 def as_values(rows: Sequence[Row], found: Sequence[SpeedUps]) -> dict[str, Any]:
     """Rows and speed-ups as plain values."""
+    sizes = [one for each in found for one in each.sizes]
     return {
         "runs": [{"log": row.log, **row.summary.as_json(), "found": row.found, "remark": row.remark} for row in rows],
         "accuracy": ACCURACY,
         "per_epoch": all(one.per_epoch for one in found),
-        "speed_ups": [size.as_json() for one in found for size in (*one.baselines, *one.compared)],
+        "speed_ups": [{**dataclasses.asdict(s), "name": s.name, "efficiency": s.efficiency} for s in sizes],
         "notes": [note for one in found for note in one.notes],
     }
-
-
-def markdown(rows: Sequence[Row], found: Sequence[SpeedUps]) -> str:
-    """The table and the speed-up blocks as Markdown."""
-    blocks = [f"```text\n{chr(10).join(block)}\n```\n" for one in found if (block := speed_up_block(one))]
-    return "\n".join([grids.markdown(grid(rows)), *blocks])
 
 
 def show(
@@ -323,26 +251,103 @@ def show(
     found: Sequence[SpeedUps],
     *,
     csv: str | None = None,
-    to_markdown: str | None = None,
+    markdown: str | None = None,
     as_json: bool = False,
 ) -> None:
     """Print the table and the speed-up blocks, or JSON, and write the files that are asked for.
 
     Raises ConfigError if one cannot be written.
     """
-    for option, name, text in (
-        ("--csv", csv, grids.csv_text(plain(rows))),
-        ("--markdown", to_markdown, markdown(rows, found)),
-    ):
+    blocks = [block for one in found if (block := speed_up_block(one))]
+    text = "\n".join([grids.markdown(grid(rows)), *(f"```text\n{chr(10).join(block)}\n```\n" for block in blocks)])
+    for option, name, content in (("--csv", csv, grids.csv_text(plain(rows))), ("--markdown", markdown, text)):
         if name is not None:
             try:
-                expanded(name).write_text(text, newline="")
+                expanded(name).write_text(content, newline="")
             except OSError as error:
                 raise ConfigError(f"{option}: cannot write {name}: {error.strerror}") from error
     if as_json:
         print(json.dumps(as_values(rows, found), indent=1, allow_nan=False))
         return
     grids.show(grid(rows))
-    for one in found:
-        if block := speed_up_block(one):
-            print("", *block, sep="\n")
+    for block in blocks:
+        print("", *block, sep="\n")
+
+
+# --- what differs ----------------------------------------------------------------------------------------------------
+
+HOW = (
+    *("device", "world_size", "nodes", "oversubscribe", "threads", "accumulation", "precision", "channels_last"),
+    *("compile", "compile_mode", "implementation", "kernels", "freed_memory", "optimizer.adam", "optimizer.ema"),
+    *("loader", "loader_workers", "read_loss"),
+    *("exchange.bucket_view", "exchange.static_graph", "exchange.bucket_mb", "exchange.hook", "exchange.nccl"),
+)
+"""Settings of how a network is trained, which a benchmark varies: all others say what is trained."""
+LENGTH = "train.steps"
+WHERE = ("machine", "torch", "code version", "images", "turns and windows")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run as it is compared: its settings, and what is known of where and how long it ran."""
+
+    name: str
+    config: RunConfig
+    circumstances: Mapping[str, str | int] = field(default_factory=dict)
+
+
+def of_record(name: str, record: RunRecord) -> Run:
+    """A record's run, with the machine, the code and the data that it was measured with."""
+    machine = f"{record.machine.name} ({record.machine.key})"
+    values = (machine, record.machine.torch, record.code_version, record.data_name, record.plan.key)
+    return Run(name=name, config=record.config, circumstances=dict(zip(WHERE, values, strict=True)))
+
+
+def differences(one: Run, other: Run) -> dict[str, tuple[Any, Any]]:
+    """The values of every setting that differs; circumstances only where both sides know theirs."""
+    sides = settings(one.config), settings(other.config)
+    known = [name for name in one.circumstances if name in other.circumstances]
+    pairs = {name: (sides[0].get(name), sides[1].get(name)) for name in dict.fromkeys([*sides[0], *sides[1]])}
+    pairs |= {name: (one.circumstances[name], other.circumstances[name]) for name in known}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def settings(config: RunConfig) -> dict[str, Any]:
+    """Settings by name, such as ``optimizer.learning_rate``, but for the place of the images."""
+    values = config.as_dict().items()
+    nested = {f"{table}.{k}": v for table, inner in values if isinstance(inner, dict) for k, v in inner.items()}
+    return {name: v for name, v in values if not isinstance(v, dict) and name != "data"} | nested
+
+
+def unexpected(found: Mapping[str, Any], only: Sequence[str] | None) -> list[str]:
+    """What differs and should not: all but ``only``, or, if it is None, all but how the same network is trained.
+
+    Raises ConfigError for a name that is no setting; a table's name stands for all that is in it.
+    """
+    known = {*settings(RunConfig()), *WHERE, LENGTH}
+    tables = {name.partition(".")[0] for name in known if "." in name}
+    for name in only or ():
+        if name not in known | tables and not name.startswith("options."):
+            raise ConfigError(f"--only has {name!r}, which is no setting: give names such as world_size,precision")
+    allowed = HOW if only is None else only
+    return [name for name in found if name not in allowed and (only is None or name.partition(".")[0] not in allowed)]
+
+
+def difference_lines(one: Run, other: Run, only: Sequence[str] | None) -> list[str]:
+    """What differs as a table, and whether only what should differ does."""
+    found = differences(one, other)
+    wrong = unexpected(found, only)
+    if not found:
+        return ["Nothing differs: both do the same work."]
+    rows = [[name, *map(_short, pair), "no" if name in wrong else "yes"] for name, pair in found.items()]
+    lines = grids.plain_text([["Setting", one.name, other.name, "May differ"], *rows])
+    may = "how the network is trained" if only is None else ", ".join(only) or "nothing"
+    lines.append(f"May differ: {may}. Should not differ: {', '.join(wrong) or 'nothing that does'}.")
+    if any(name not in HOW and name not in WHERE for name in found):
+        lines.append("They are different trainings: their losses do not compare.")
+    return lines
+
+
+def _short(value: Any) -> str:
+    text = "\N{EN DASH}" if value is None else str(value)
+    return text if len(text) <= 60 else f"{text[:12]}\N{HORIZONTAL ELLIPSIS}"
