@@ -437,11 +437,11 @@ def test_nothing_is_said_of_runs_that_have_hardly_learned() -> None:
 
 
 def test_planted_harm_is_worse_and_the_default_is_not() -> None:
-    """Real images and the settings of ``run quality``, as ``benchmarks/quality.py`` trains them.
+    """Real images and the settings of ``run quality``, trained once for these losses.
 
     Four seeds, of which there are no more of two configurations, give no verdict, but an interval.
     """
-    file = Path(__file__).parents[1] / "benchmarks" / "published" / "quality-tiny.json"
+    file = Path(__file__).parents[1] / "docs" / "measured" / "quality-tiny.json"
     planted = {
         "fp32": RunConfig(global_batch_size=8),
         "default": RunConfig(global_batch_size=8, precision="bf16"),

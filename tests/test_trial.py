@@ -123,7 +123,7 @@ def test_what_is_not_learned_is_identical_and_two_ranks_agree(
 def test_planted_faults_are_worse_and_another_rounding_is_not(
     config: RunConfig, tried: Callable[[RunConfig], RunRecord]
 ) -> None:
-    """With a rate that gets to the loss that shows harm in 120 steps; ``benchmarks/quality.py`` has the usual one."""
+    """With a rate that gets to the loss that shows harm in 120 steps; ``docs/measured`` has the usual one."""
     quick = OptimizerConfig(learning_rate=5e-3)
     config = replace(config, optimizer=quick, options=(("images", 960), ("draws", 64)))
     fine = {"the default on a CPU, in bf16": replace(config, **usual_settings("cpu"))}

@@ -43,7 +43,7 @@ SHOWS_HARM = {"tiny": 0.38}
 """The held-out loss that a baseline must reach before its trials show harm, by network, at 32x32 and the usual loss.
 
 Half-way in the logarithm from 0.798, untrained, to 0.183 after 500,000 CIFAR-10 images in batches of 8
-(``benchmarks/published/quality-tiny.json``).
+(``docs/measured/quality-tiny.json``).
 """
 NO_LOSS_KNOWN = "no loss is known at which harm shows with this network, image size and objective"
 HARDLY = 0.98
