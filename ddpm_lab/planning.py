@@ -18,8 +18,8 @@ from ddpm_lab.files import LEDGER, PREPARED, output_folder, writing
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import Campaign
+from ddpm_lab.measure.cluster import current
 from ddpm_lab.measure.code_version import CodeVersion, code_version
-from ddpm_lab.measure.fleet import current
 from ddpm_lab.measure.network_choice import choose_network
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument
@@ -246,7 +246,7 @@ def prepare_experiment(
     cores = cores_of(name, cores, device, instrument, ledger, target=target, own=workload is not None)
     if name == "torch_compile" and grid.get("precision") is None and device == "cpu" and workload is None:
         grid = {**grid, "precision": compiled_in(instrument, ledger)}
-    fleet = current()
+    cluster = current()
     for size in image_sizes or (image_size,):
         setup = Setup(
             preset=preset,
@@ -258,8 +258,8 @@ def prepare_experiment(
             limited=cores < instrument.usable_cores,
             seed=seed,
             oversubscribe=oversubscribe,
-            hosts=len(fleet.hosts) if fleet else 1,
-            places=fleet.node_size if fleet else 0,
+            hosts=len(cluster.hosts) if cluster else 1,
+            places=cluster.node_size if cluster else 0,
         )
         ask(name, setup, **grid)  # refuses a bad size or grid before an image is decoded or anything is tried
         if workload is not None:

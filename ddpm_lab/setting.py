@@ -12,7 +12,7 @@ from typing import Any
 from ddpm_lab.checks import ConfigError, choice, several, whole
 from ddpm_lab.config import LOADER_ALONE, RunConfig, digest
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.fleet import fewest_hosts
+from ddpm_lab.measure.cluster import fewest_hosts
 from ddpm_lab.measure.gpu_trouble import gpu_trouble, least_capability
 from ddpm_lab.optimizer_settings import OptimizerConfig
 from ddpm_lab.own_settings import OWN, OWN_LOADER

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpm_lab.checks import ConfigError, whole
 from ddpm_lab.config import RunConfig
-from ddpm_lab.measure.fleet import current
+from ddpm_lab.measure.cluster import current
 from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.measure.others import CoreWatch, fair_cores
 from ddpm_lab.measure.progress import Progress

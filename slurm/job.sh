@@ -62,9 +62,6 @@ sys.exit(f"ddpm-lab: the ports {first} to {first + 99} of {socket.gethostname()}
 }
 
 if ((nodes > 1)); then
-  # The rendezvous of torchrun is open to the network: what lets a process join the job is told by the environment alone.
-  DDPM_LAB_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
-  export DDPM_LAB_SECRET
   # Below the ports that Linux gives out by itself; two jobs that share a node have different numbers.
   port=$(free_port $((15000 + SLURM_JOB_ID % 15000)))
   address=${DDPM_LAB_ADDRESS:-$(first_address)}
