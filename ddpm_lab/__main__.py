@@ -135,7 +135,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         "rank",
         help="run a command on several hosts, as torchrun --nnodes 2 --nproc-per-node 4 ... -m ddpm_lab rank run amp",
     )
-    rank.add_argument("--interface", metavar="NAME", help="network interface (or its address) that other hosts reach")
+    rank.add_argument("--interface", metavar="NAME", help="network interface over which ranks exchange gradients")
     rank.add_argument(
         "words", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="run, train or sample with its options"
     )

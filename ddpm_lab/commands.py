@@ -54,9 +54,8 @@ MANY_HOSTS = ("run", "train", "sample")
 
 
 def rank(options: argparse.Namespace, main: Callable[[Sequence[str]], int]) -> int:
-    """Lead the processes that torchrun has started through a command, or serve ranks for the one that does."""
-    from ddpm_lab.measure import fleet, host  # noqa: PLC0415
-    from ddpm_lab.measure.torchrun import Process  # noqa: PLC0415
+    """Lead the processes that torchrun has started through a command, or serve the one that does."""
+    from ddpm_lab.measure import cluster  # noqa: PLC0415
 
     choice("the command after rank", next(iter(options.words), None), MANY_HOSTS)
     if {"-h", "--help"} & set(options.words):
@@ -66,10 +65,11 @@ def rank(options: argparse.Namespace, main: Callable[[Sequence[str]], int]) -> i
             f"{misplaced} is an option of rank, not of {options.words[0]}: give it before the command, "
             f"as in rank --interface lo {options.words[0]}"
         )
-    process = Process.read(os.environ)
+    process = cluster.Process.read(os.environ)
+    process.use(options.interface)
     if process.rank:
-        return host.serve(fleet.join(process))
-    with fleet.leading(process, options.interface):
+        return cluster.serve(process)
+    with cluster.leading(process):
         return main(options.words)
 
 

@@ -18,8 +18,8 @@ from ddpm_lab.files import LEDGER, PREPARED, output_folder, writing
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import Campaign
+from ddpm_lab.measure.cluster import current
 from ddpm_lab.measure.code_version import CodeVersion, code_version
-from ddpm_lab.measure.fleet import current
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument
 from ddpm_lab.measure.shortfall import LEAST_SETS, RESOLUTION, Target

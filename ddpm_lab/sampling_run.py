@@ -24,8 +24,8 @@ from ddpm_lab.declared import Opt, validate
 from ddpm_lab.files import replace, writing
 from ddpm_lab.inception import plan_fid
 from ddpm_lab.measure import hardware
+from ddpm_lab.measure.cluster import spread, training_cores
 from ddpm_lab.measure.fid import distance
-from ddpm_lab.measure.fleet import spread, training_cores
 from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.witness import mismatches

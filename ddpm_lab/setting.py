@@ -13,7 +13,7 @@ from ddpm_lab.checks import ConfigError, choice, several, whole
 from ddpm_lab.config import LOADER_ALONE, OWN, OWN_LOADER, PRECISIONS, OptimizerConfig, RunConfig, digest
 from ddpm_lab.declared import Opt
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.fleet import fewest_hosts
+from ddpm_lab.measure.cluster import fewest_hosts
 from ddpm_lab.measure.gpu_trouble import gpu_trouble, least_capability
 from ddpm_lab.processor import multiplies_bf16
 

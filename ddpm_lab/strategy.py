@@ -9,7 +9,7 @@ from ddpm_lab import experiments
 from ddpm_lab.checks import ConfigError, choice, whole
 from ddpm_lab.config import DEVICES, NETWORKS
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.fleet import current
+from ddpm_lab.measure.cluster import current
 from ddpm_lab.planned import Measured
 from ddpm_lab.setting import check_ranks, usual_device
 
@@ -30,10 +30,10 @@ class NoRanksError(ConfigError):
 def most_ranks(device: str) -> tuple[int, str]:
     """How many ranks can have a device of their own, on all hosts of a job, and whose devices these are, in words."""
     count, unit = (len(hardware.gpus()), "GPU") if device == "cuda" else (hardware.usable_cores(), "usable core")
-    if (fleet := current()) is None:
+    if (cluster := current()) is None:
         return count, f"this machine has {count} {unit}"
-    hosts = len(fleet.hosts)
-    most = hosts * min(count, fleet.node_size)
+    hosts = len(cluster.hosts)
+    most = hosts * min(count, cluster.node_size)
     return most, f"this job has room for {most} rank{'s' * (most != 1)} on {hosts} host{'s' * (hosts != 1)}"
 
 

@@ -90,7 +90,7 @@ def _sampling() -> dict[str, declared.Option]:
 def train_command(options: argparse.Namespace) -> int:
     """Train, or go on; 128 and the signal's number if one ended it."""
     from ddpm_lab import summary_lines  # noqa: PLC0415
-    from ddpm_lab.measure import fleet, hardware  # noqa: PLC0415
+    from ddpm_lab.measure import cluster, hardware  # noqa: PLC0415
     from ddpm_lab.measure.group_folder import sweep  # noqa: PLC0415
     from ddpm_lab.measure.progress import Progress  # noqa: PLC0415
     from ddpm_lab.probe import fastest  # noqa: PLC0415
@@ -119,7 +119,7 @@ def train_command(options: argparse.Namespace) -> int:
             _tell_of_idle(config.device, config.world_size, progress)
             sweep()
             chosen = config.device == "cpu" and not config.threads
-            cores = fleet.training_cores() if chosen else hardware.usable_cores()
+            cores = cluster.training_cores() if chosen else hardware.usable_cores()
             threads, output = config.rank_threads(cores), output_folder(None)
             how: dict[str, Any] = {"steps": schedule.steps, "threads": threads, "output": output, "folder": folder}
             config, why = fastest(config, said_of, probing=not said.get("no_probe"), progress=progress, **how)
@@ -152,7 +152,7 @@ def train_command(options: argparse.Namespace) -> int:
 
 def sample_command(options: argparse.Namespace) -> int:
     """Draw the images that are missing."""
-    from ddpm_lab.measure.fleet import usual_ranks  # noqa: PLC0415
+    from ddpm_lab.measure.cluster import usual_ranks  # noqa: PLC0415
     from ddpm_lab.measure.group_folder import sweep  # noqa: PLC0415
     from ddpm_lab.measure.progress import Progress  # noqa: PLC0415
     from ddpm_lab.sampling_run import Sampling, plan_sample_fid, sample, sample_fid  # noqa: PLC0415
@@ -198,10 +198,10 @@ def sample_command(options: argparse.Namespace) -> int:
 
 def _tell_of_idle(device: str | None, ranks: int, progress: Any) -> None:
     """Say what of a job, or of this host's GPUs, has nothing to do: who started it all may think that it works."""
-    from ddpm_lab.measure import fleet, hardware  # noqa: PLC0415
+    from ddpm_lab.measure import cluster, hardware  # noqa: PLC0415
 
-    sentence = fleet.idle(ranks)
-    gpus = 0 if device == "cpu" or fleet.current() else len(hardware.gpus())
+    sentence = cluster.idle(ranks)
+    gpus = 0 if device == "cpu" or cluster.current() else len(hardware.gpus())
     if not sentence and 0 < ranks < gpus:
         sentence = f"{ranks} of {gpus} GPUs used: --world-size {gpus} takes all"
     if sentence:

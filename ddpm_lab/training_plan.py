@@ -12,7 +12,7 @@ from ddpm_lab.config import DEVICES, TRAINING, RunConfig
 from ddpm_lab.data.packed import read_manifest, resolve
 from ddpm_lab.declared import known
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.fleet import current, spread, usual_ranks
+from ddpm_lab.measure.cluster import current, spread, usual_ranks
 from ddpm_lab.run_folder import OWN
 from ddpm_lab.setting import check_cores, check_ranks, usual_device, usual_settings
 from ddpm_lab.settings_file import configuration, read_settings
@@ -70,7 +70,7 @@ def plan_training(
     values.setdefault("world_size", usual_ranks(values.get("nodes")))
     values.setdefault("nodes", spread(values["world_size"]))
     config = configuration({**values, "workload": TRAINING, "purpose": "quality"}, place)
-    if config.nodes > (len(fleet.hosts) if (fleet := current()) else 1):
+    if config.nodes > (len(cluster.hosts) if (cluster := current()) else 1):
         raise ConfigError(
             f"{place}: nodes is {config.nodes}: start it on so many hosts (torchrun ... -m ddpm_lab rank train), or "
             "leave it out"

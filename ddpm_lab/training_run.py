@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import Opt, validate
-from ddpm_lab.measure.fleet import current
+from ddpm_lab.measure.cluster import current
 from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.measure.others import CoreWatch, fair_cores
 from ddpm_lab.measure.progress import Progress

@@ -37,8 +37,6 @@ done
 words=("${words[0]:?give a command, as in: sbatch scripts/slurm.sh run amp}" --output-dir="slurm-$SLURM_JOB_ID" "${words[@]:1}")
 
 if ((nodes > 1)); then
-  DDPM_LAB_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
-  export DDPM_LAB_SECRET
   address=$(hostname -I | cut -d ' ' -f 1)
   port=$("$python" -c 'import socket; print(socket.create_server(("", 0)).getsockname()[1])')
   words=(torch.distributed.run --nnodes="$nodes" --nproc-per-node=$((gpus > 0 ? gpus : 1)) --rdzv-id="$SLURM_JOB_ID"

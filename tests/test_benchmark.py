@@ -59,7 +59,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def planned(tmp_path: Path, *words: str) -> list[Experiment]:
     """What the command would measure on this machine."""
-    options: argparse.Namespace = _parser().parse_args(["benchmark", *words])
+    options: argparse.Namespace = _parser(["benchmark"]).parse_args(["benchmark", *words])
     return [one.campaign.experiment for one in plan(options, tmp_path)]
 
 
@@ -246,8 +246,8 @@ def test_bars_and_intervals_are_where_the_numbers_are() -> None:
     )  # as they are drawn: a number of devices, then the next
     several = [r for r in rows if r.ranks > 1]
     axes = benchmark.dashboard(answer).axes
-    expected = ([r.projected_seconds for r in rows], [r.images_per_second for r in rows])
-    expected += ([r.ratio.value for r in several], [r.efficiency.value for r in several])
+    expected: list[list[float]] = [[r.projected_seconds for r in rows], [r.images_per_second for r in rows]]
+    expected += [[r.ratio.value for r in several], [r.efficiency.value for r in several]]
     for ax, values in zip(axes, expected, strict=True):
         assert [p.get_height() for p in ax.patches if isinstance(p, Rectangle)] == pytest.approx(values)
     ends = [np.asarray(line.get_ydata()) for line in axes[2].lines if line.get_transform() == axes[2].transData]

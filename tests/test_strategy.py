@@ -18,8 +18,9 @@ from ddpm_lab.explain import decisions
 from ddpm_lab.explain import strategy as explained
 from ddpm_lab.explain.strategy import MEASURE, MULTI, PRIOR, SINGLE, Strategy, prior
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.measure import fleet, hardware
-from ddpm_lab.measure.fleet import Slot
+from ddpm_lab.measure import cluster, hardware
+from ddpm_lab.measure.cluster import Cluster, Place
+from ddpm_lab.measure.process import Store
 from ddpm_lab.plan import Plan
 from ddpm_lab.record import RunRecord
 
@@ -289,12 +290,9 @@ def test_the_ranks_of_a_job_are_those_of_all_its_hosts(
     monkeypatch.setattr(hardware, "gpus", lambda: ("Example GPU X",) * 4)
     monkeypatch.setattr(hardware, "usable_cores", lambda: 1)
     hosts, places = layout
-    slots = [
-        [Slot(number=places * h + n, device_index=n, host=f"h{h}", pid=0, wire=None) for n in range(places)]
-        for h in range(hosts)
-    ]
+    slots = [[Place(n, f"h{h}", None) for n in range(places)] for h in range(hosts)]
     alone = strategy.most_ranks(device)[0]
-    monkeypatch.setattr(fleet, "_current", fleet.Fleet(slots, "127.0.0.1"))
+    monkeypatch.setattr(cluster, "_current", Cluster(slots, Store("127.0.0.1", 1, "job")))
     assert strategy.most_ranks(device) == (most, words)
     assert alone == (4 if device == "cuda" else 1)
     if most > 1:

@@ -10,8 +10,9 @@ import pytest
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import TRAINING, RunConfig
 from ddpm_lab.data.packed import prepare
-from ddpm_lab.measure import fleet, hardware
-from ddpm_lab.measure.fleet import Slot
+from ddpm_lab.measure import cluster, hardware
+from ddpm_lab.measure.cluster import Cluster, Place
+from ddpm_lab.measure.process import Store
 from ddpm_lab.run_folder import RunFolder
 from ddpm_lab.training_plan import plan_training
 from ddpm_lab.training_run import Schedule
@@ -53,8 +54,8 @@ def test_without_settings_the_trainers_own(data: Path) -> None:
 
 
 def test_a_job_of_torchrun_trains_on_all_its_places(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    places = [[Slot(number=i, device_index=i, host="a", pid=1, wire=None) for i in range(2)]]
-    monkeypatch.setattr(fleet, "_current", fleet.Fleet(places, "127.0.0.1"))
+    places = [[Place(i, "a", None) for i in range(2)]]
+    monkeypatch.setattr(cluster, "_current", Cluster(places, Store("127.0.0.1", 1, "job")))
     assert plan(data)[0].world_size == 2
     assert plan(data, world_size=1)[0].world_size == 1
     assert plan(data, "world_size = 1")[0].world_size == 1

@@ -2,12 +2,11 @@
 
 The parent sleeps while ranks work. It judges each rank by its own heartbeat, not by a collective's time-out, so that
 it can name the rank that hangs, where it ran and what it was doing. Ranks are on this host, or on the hosts that this
-process leads (``fleet``).
+process leads (``cluster``).
 """
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -18,13 +17,11 @@ from typing import Any
 
 from ddpm_lab.checks import choice
 from ddpm_lab.config import START_METHODS, RunConfig
+from ddpm_lab.measure.cluster import RemoteRank, current
 from ddpm_lab.measure.code_version import Loaded, Tree
-from ddpm_lab.measure.fleet import Fleet, current
 from ddpm_lab.measure.group_folder import GroupFolder
 from ddpm_lab.measure.local_rank import LocalRank
-from ddpm_lab.measure.process import Meeting, RankJob
-from ddpm_lab.measure.remote_rank import RemoteRank
-from ddpm_lab.measure.torchrun import network_settings
+from ddpm_lab.measure.process import RankJob
 
 FROZEN_SECONDS = 5.0
 """A rank whose process has been stopped for so long, by a signal or a debugger, is not waited for."""
@@ -81,8 +78,9 @@ class Group:
         self.started = time.monotonic()
         self._windows = 0
         self._ranks: list[LocalRank | RemoteRank] = []
-        fleet = current()
-        places = fleet.places(config) if fleet else []
+        cluster = current()
+        places = cluster.places(config) if cluster else []
+        store = cluster.new_store() if cluster and len(places) > 1 else None
         self._folder = GroupFolder()
         try:
             common: dict[str, Any] = {
@@ -93,39 +91,25 @@ class Group:
                 "modules": modules,
             }
             with starting():
-                if fleet and len(places) > 1:
-                    self._start_on(fleet, common, environment, start_method)
-                else:
-                    for rank in range(config.world_size):
-                        job = RankJob(
-                            **common,
-                            rank=rank,
-                            device_index=places[rank].device_index if places else rank,
-                            environment={"GLOO_SOCKET_IFNAME": "lo", **environment},
-                            tree=tree,
-                        )
+                for rank in range(config.world_size):
+                    place = places[rank] if places else None
+                    job = RankJob(
+                        **common,
+                        rank=rank,
+                        device_index=place.device_index if place else rank,
+                        environment=environment if store else {"GLOO_SOCKET_IFNAME": "lo", **environment},
+                        store=store,
+                        tree=tree,
+                    )
+                    if place and place.channel:
+                        self._ranks.append(RemoteRank(job, place.host, place.channel))
+                    else:
                         self._ranks.append(LocalRank(job, start_method))
             self._wait("built", self.limits.build_seconds, "building")
         except BaseException:
             self.kill()
             raise
         self.start_seconds = time.monotonic() - self.started
-
-    def _start_on(self, fleet: Fleet, common: dict[str, Any], environment: dict[str, str], start_method: str) -> None:
-        """Start each rank in its place; they meet at an address of this host that only they are told."""
-        token, name = secrets.token_hex(16), secrets.token_hex(8)
-        with fleet.listen() as listener:
-            address, port = listener.getsockname()[:2]
-            for rank, slot in enumerate(fleet.places(self.config)):
-                here = slot.wire is None
-                job = RankJob(
-                    **common,
-                    rank=rank,
-                    device_index=slot.device_index,
-                    environment={**(network_settings(fleet.address) if here else {}), **environment},
-                    meeting=Meeting(address=address, port=port, token=token, listener=listener if here else None),
-                )
-                self._ranks.append(LocalRank(job, start_method) if here else RemoteRank(job, slot, name))
 
     def __enter__(self) -> Group:
         return self
@@ -274,16 +258,16 @@ class Group:
         The others often fail a moment later, because their collective broke; give every report time to arrive.
         """
         deadline = time.monotonic() + LAST_WORDS_SECONDS
-        while time.monotonic() < deadline and any(rank.running() for rank in self._ranks):
+        while True:
+            errors = {number: ending for number, rank in enumerate(self._ranks) if (ending := rank.ending())}
+            for number, error in errors.items():
+                if not error.reported:
+                    how = f"{self._name(number)} {error.message} in {self._doing(number)}"
+                    raise GroupFailed(error.status, how, error.detail)
+            silent = [rank for number, rank in enumerate(self._ranks) if number not in errors]
+            if not any(rank.unheard or time.monotonic() < deadline for rank in silent):
+                break
             time.sleep(0.05)
-        errors = {}
-        for number, rank in enumerate(self._ranks):
-            ending = rank.ending()
-            if ending and not ending.reported:
-                how = f"{self._name(number)} {ending.message} in {self._doing(number)}"
-                raise GroupFailed(ending.status, how, ending.detail)
-            if ending:
-                errors[number] = ending
         if not errors:
             raise GroupFailed("crashed", f"a rank ended without a report while {stage}", self._ranks[0].log())
         number = min(errors, key=lambda n: errors[n].time)

@@ -76,6 +76,7 @@ class LocalRank:
     """A rank's process, and its pipe, heartbeat and files in the group's folder."""
 
     host = ""
+    unheard = False
 
     def __init__(self, job: RankJob, start_method: str) -> None:
         self.job = job
@@ -127,6 +128,7 @@ class LocalRank:
                 self._error = said
                 return LEFT
             return str(said)
+        self._process.join(1)  # for its exit code
         return LEFT
 
     def life(self) -> Life:
@@ -138,10 +140,6 @@ class LocalRank:
             self._stopped_since = now
         frozen = 0.0 if self._stopped_since is None else now - self._stopped_since
         return Life(now - beat.seconds, beat.steps, beat.marks, beat.phase, frozen)
-
-    def running(self) -> bool:
-        """Whether the process lives."""
-        return bool(self._process.is_alive())
 
     def ending(self) -> Ending | None:
         """How the rank ended; None of one that lives, or left in order."""

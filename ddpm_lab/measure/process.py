@@ -17,7 +17,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import struct
 import sys
 import threading
@@ -42,17 +41,12 @@ the cores. It must be in the environment before torch is imported, and it is the
 BEAT = struct.Struct("<dqq24s")  # monotonic seconds, steps done, marks made, what the rank is about to do
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
-    """Where ranks on several hosts find each other: an address of rank 0's host, and a name that no other group has.
-
-    ``listener`` is the socket, bound to that address alone, on which rank 0 serves the others; None for them.
-    """
+class Store(NamedTuple):
+    """A part of the store that torchrun serves for its job: address, port, and what the keys begin with."""
 
     address: str
     port: int
-    token: str
-    listener: socket.socket | None = None
+    prefix: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +54,8 @@ class RankJob:
     """What the parent tells a rank at its start.
 
     ``threads`` are the rank's own compute threads, ``device_index`` the number of its GPU on its host; ``modules`` the
-    hashes of modules that it may load beside the lab and libraries. Without a ``meeting`` all ranks are on this host
-    and meet in the folder. The sources of a revision lie in a ``tree``.
+    hashes of modules that it may load beside the lab and libraries. Ranks of several processes of torchrun meet in a
+    ``store``; without one they meet in the folder. The sources of a revision lie in a ``tree``.
     """
 
     config: RunConfig
@@ -72,7 +66,7 @@ class RankJob:
     modules: Mapping[str, str]
     environment: dict[str, str] = field(default_factory=dict)
     device_index: int = 0
-    meeting: Meeting | None = None
+    store: Store | None = None
     tree: Tree | None = None
 
 

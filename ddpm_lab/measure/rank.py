@@ -24,11 +24,11 @@ import torch.distributed as dist
 from ddpm_lab.config import NCCL
 from ddpm_lab.measure.code_version import astray, loaded, unlisted
 from ddpm_lab.measure.freed_memory import freed_memory_seen, keep_freed_memory
-from ddpm_lab.measure.meeting import store_at
 from ddpm_lab.measure.phases import UNNAMED, PhaseClock, mean
 from ddpm_lab.measure.plain import make_workload
 from ddpm_lab.measure.process import Heartbeat, RankJob, host_id, report
 from ddpm_lab.measure.profiling import profile_steps
+from ddpm_lab.measure.store import join_store
 from ddpm_lab.workload import RankContext
 
 
@@ -119,12 +119,10 @@ class Rank:
 
     def _store(self) -> Any:
         """Where the ranks of the group find each other, and nobody else finds them."""
-        meeting = self.job.meeting
-        if meeting is None:
-            path = str(self.job.folder / "rendezvous")
-            return dist.FileStore(path, self.job.config.world_size)  # type: ignore[attr-defined]
-        seconds = self.job.collective_seconds
-        return store_at(meeting.address, meeting.port, meeting.token, seconds=seconds, listener=meeting.listener)
+        if self.job.store:
+            return join_store(*self.job.store, seconds=self.job.collective_seconds)
+        path = str(self.job.folder / "rendezvous")
+        return dist.FileStore(path, self.job.config.world_size)  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
         """Wait until the device has done what it was given."""

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab.config import DDPM, RunConfig
+from ddpm_lab.measure.cluster import current, relatives
 from ddpm_lab.measure.code_version import CodeVersion
-from ddpm_lab.measure.fleet import current
 from ddpm_lab.measure.group import Group, GroupFailed, Limits, Progress
 from ddpm_lab.measure.machine_watch import State, Watch
 from ddpm_lab.measure.measuring_lock import side_by_side
@@ -251,8 +251,7 @@ class Seat:
         pids, seen = self.alive.pids, [rank.get("device_uuid") for rank in self.witness]
         # Of ranks on other hosts nothing is known here, and so it is not of all GPUs of the group together.
         gpus = {uuid: pid for uuid, pid in zip(seen, pids, strict=True) if uuid} if len(pids) == len(seen) else {}
-        fleet = current()
-        return Watch(gpus, fleet.relatives if fleet else ())
+        return Watch(gpus, relatives() if current() else ())
 
     def finish(self) -> None:
         """End the group in order and keep its ranks' summaries. Raises GroupFailed."""

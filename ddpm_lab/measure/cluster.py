@@ -1,0 +1,481 @@
+"""Several hosts as one machine, by the processes and the store of torchrun.
+
+Rank 0 leads: it runs a command of the lab as on one machine. Every other process serves: it holds ranks on its host for
+the leader, a fresh one for each group. Commands and results are JSON in queues of torchrun's store; whoever reaches
+that store can take part, as with torch.distributed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from multiprocessing import connection, resource_tracker
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from ddpm_lab.checks import ConfigError, choice
+from ddpm_lab.config import RunConfig
+from ddpm_lab.measure import hardware
+from ddpm_lab.measure.code_version import code_version
+from ddpm_lab.measure.group_folder import GroupFolder, sweep
+from ddpm_lab.measure.local_rank import LEFT, Ending, Life, LocalRank
+from ddpm_lab.measure.machine_watch import Watch
+from ddpm_lab.measure.others import fair_cores, free_cores
+from ddpm_lab.measure.process import RankJob, Store, host_id
+
+JOIN_SECONDS = 120.0
+"""How long processes wait for each other, whose imports may come from a slow shared file system."""
+BEAT_SECONDS = 1.0
+LOST_BEATS = 4
+"""A process that says nothing during so many beats of the leader is lost; the leader is waited for longer."""
+STORE_SECONDS = 12.0
+"""A store that answers more slowly has gone. It looks up the names of those who connect, for which it may stall 5 s."""
+STACK_SECONDS = 3.0
+LOOK_SECONDS = 0.2
+"""Each sample of what others take of the cores, before training and sampling."""
+
+
+class Process(NamedTuple):
+    """A process that torchrun has started, and where the job's store is."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    hosts: int
+    store: Store
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> Process:
+        """Read what torchrun sets in the environment. Raises ConfigError where it did not."""
+        try:
+            rank, size, local, hosts = (
+                int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE")
+            )
+            job = "ddpm_lab/{TORCHELASTIC_RUN_ID}/{TORCHELASTIC_RESTART_COUNT}".format_map(environment)
+            return cls(
+                rank, size, local, hosts, Store(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), job)
+            )
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                f"ddpm-lab rank needs what torchrun sets in the environment, and {error} is missing: "
+                "start it as torchrun ... -m ddpm_lab rank COMMAND"
+            ) from error
+
+    def use(self, interface: str | None) -> None:
+        """Have ranks exchange gradients over a network interface, unless the user chose one in the environment.
+
+        Without ``interface`` it is the one that leads to torchrun's store. Raises ConfigError where there is none, or
+        where it is the loopback of one of several hosts.
+        """
+        names = {a.address.split("%")[0]: name for name, found in psutil.net_if_addrs().items() for a in found}
+        if interface is not None:
+            choice("--interface", interface, sorted(set(names.values())))
+        else:
+            try:
+                family, kind, _, _, there = socket.getaddrinfo(*self.store[:2], type=socket.SOCK_DGRAM)[0]
+                with socket.socket(family, kind) as towards:
+                    towards.connect(there)  # sends nothing
+                    own = towards.getsockname()[0].split("%")[0]
+            except OSError as error:
+                raise ConfigError(f"torchrun's address {self.store.address} cannot be reached: {error}") from error
+            interface = names.get(own)
+            if self.hosts > 1 and (own.startswith("127.") or own == "::1"):
+                raise ConfigError(
+                    f"torchrun's address {self.store.address} is {own} here, which other hosts cannot reach: give "
+                    "torchrun --local-addr with an address that they can, or -m ddpm_lab rank --interface NAME; for a "
+                    f"trial on this machine alone, -m ddpm_lab rank --interface {interface or 'lo'}"
+                )
+        if interface:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # it would take eth1 for eth10 too
+
+
+class Channel:
+    """Messages between the leader and a process that serves: JSON in two queues of the job's store.
+
+    Both ends send beats. Silence is counted in one's own, so that a process that was stopped for a while does not take
+    the other for lost.
+    """
+
+    def __init__(self, process: Process, inbox: str, outbox: str) -> None:
+        self.ear = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_SEMAPHORE)  # readable while there is a message
+        self.silent_beats = -JOIN_SECONDS / BEAT_SECONDS  # so long may the first message take
+        self._received: deque[dict[str, Any]] = deque()
+        self._inbox, self._outbox = inbox, outbox
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read at torch's import: else waits in vain log lines
+        from ddpm_lab.measure.store import join_store  # noqa: PLC0415 - imports torch
+
+        try:
+            self._from, self._to, self._asked = (join_store(*process.store, seconds=JOIN_SECONDS) for _ in range(3))
+            self._asked.set("alive", "")
+        except RuntimeError as error:
+            raise ConfigError(
+                f"rank {process.rank} on {socket.gethostname()}: torchrun's store at {process.store.address} port "
+                f"{process.store.port} does not answer: see what rank 0 said"
+            ) from error
+        for work in (self._receive, self._beat):
+            threading.Thread(target=work, daemon=True).start()
+
+    def send(self, **message: Any) -> None:
+        """Send a message; nobody hears it once the channel is lost."""
+        with contextlib.suppress(RuntimeError):  # the store has gone, which is noticed where one receives
+            self._to.queue_push(self._outbox, json.dumps(message))
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next message; None where there is none now."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.ear)
+            return self._received.popleft()
+        return None
+
+    def _beat(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store has gone
+            while True:
+                self.send()
+                self._asked.wait(["alive"], timedelta(seconds=STORE_SECONDS))  # nobody is lost while the store is slow
+                self.silent_beats += 1
+                time.sleep(BEAT_SECONDS)
+        self.silent_beats = math.inf
+
+    def _receive(self) -> None:
+        with contextlib.suppress(RuntimeError, ValueError):  # the store has gone, or what came is no JSON
+            while True:
+                message = json.loads(self._from.queue_pop(self._inbox))
+                self.silent_beats = 0 if self.silent_beats < math.inf else math.inf
+                if message:
+                    self._received.append(message)
+                    os.eventfd_write(self.ear, 1)
+        self.silent_beats = math.inf
+        self._received.append({})
+        os.eventfd_write(self.ear, 1)
+
+
+class Place(NamedTuple):
+    """A process of the job, in which ranks can be held. The leader's own has no channel."""
+
+    device_index: int
+    host: str
+    channel: Channel | None
+
+
+class Cluster(NamedTuple):
+    """The places for ranks on all hosts, those of one host beside each other; the leader's host comes first."""
+
+    hosts: list[list[Place]]
+    store: Store
+
+    @property
+    def node_size(self) -> int:
+        """Ranks that each host has a place for."""
+        return min(map(len, self.hosts))
+
+    def places(self, config: RunConfig) -> list[Place]:
+        """A place for every rank, in order. Raises ConfigError if there are too few."""
+        if config.nodes > len(self.hosts) or config.node_size > self.node_size:
+            raise ConfigError(
+                f"{config.world_size} ranks on {config.nodes} hosts were asked for, and this job has {len(self.hosts)} "
+                f"hosts with places for {self.node_size} ranks each: start it with more, or ask for fewer"
+            )
+        return [place for places in self.hosts[: config.nodes] for place in places[: config.node_size]]
+
+    def new_store(self) -> Store:
+        """A part of the store that no other group has."""
+        return self.store._replace(prefix=f"{self.store.prefix}/{secrets.token_hex(8)}")
+
+
+_current: Cluster | None = None
+
+
+def current() -> Cluster | None:
+    """The hosts that this process leads; None where it is alone."""
+    return _current
+
+
+@contextlib.contextmanager
+def leading(process: Process) -> Iterator[Cluster]:
+    """Lead the processes of a job for as long as the context lasts. Raises ConfigError if they stay away or differ."""
+    global _current  # noqa: PLW0603 - a process leads one job or none
+    channels = {rank: Channel(process, f"from {rank}", f"to {rank}") for rank in range(1, process.world_size)}
+    try:
+        _current = Cluster(_gather(process, channels), process.store)
+        yield _current
+    finally:
+        _current = None
+        for channel in channels.values():
+            channel.send(do="end")
+
+
+def relatives() -> tuple[int, ...]:
+    """The other processes of the job on this host: torchrun has started them all."""
+    return tuple(child.pid for child in psutil.Process(os.getppid()).children() if child.pid != os.getpid())
+
+
+def _introduction(process: Process) -> dict[str, Any]:
+    """What a process says of itself when it joins."""
+    found = {"device_index": process.local_rank, "host": socket.gethostname(), "host_id": host_id()}
+    return {**found, "machine": hardware.machine().key, "code": code_version().key}
+
+
+def _gather(process: Process, channels: Mapping[int, Channel]) -> list[list[Place]]:
+    """The places of all hosts, once every process has introduced itself."""
+    me = _introduction(process)
+    joined, deadline = {0: me}, time.monotonic() + JOIN_SECONDS
+    while missing := channels.keys() - joined.keys():
+        connection.wait([channels[rank].ear for rank in missing], BEAT_SECONDS)
+        joined |= {rank: said for rank in missing if (said := channels[rank].receive())}
+        if (missing - joined.keys()) and time.monotonic() > deadline:
+            raise ConfigError(
+                f"{len(joined)} of {process.world_size} processes joined within {JOIN_SECONDS:.0f} s, and not rank "
+                f"{min(missing - joined.keys())}: do all hosts run the same command? See what that rank said"
+            )
+    parts = {"machine": "processor, cores, GPUs, driver, torch or Python", "code": "the lab's code"}
+    for name, there in itertools.product(parts, joined.values()):
+        if there[name] != me[name]:
+            raise ConfigError(
+                f"{there['host']} differs from {me['host']} in {parts[name]}: measure like hosts together"
+            )
+    hosts: dict[str, list[Place]] = {}
+    for rank, there in sorted(joined.items()):
+        place = Place(there["device_index"], there["host"], channels.get(rank))
+        hosts.setdefault(there["host_id"], []).append(place)
+    return list(hosts.values())
+
+
+def fewest_hosts(ranks: int, hosts: int, places: int) -> int:
+    """The fewest hosts, of ``hosts``, that have room for so many ranks, ``places`` on each (0: no limit)."""
+    return min(hosts, -(-ranks // places)) if places else 1
+
+
+def training_cores() -> int:
+    """Cores of this host to train or sample with now: a fair share beside others (``fair_cores``).
+
+    All of them in a job, whose ranks others have started: they would be taken for strangers.
+    """
+    return hardware.usable_cores() if _current else fair_cores(free_cores(seconds=LOOK_SECONDS))
+
+
+def usual_ranks(nodes: object = None) -> int:
+    """Ranks of a run that does not say how many: all places of a job, on ``nodes`` of its hosts; one without a job."""
+    if _current is None:
+        return 1
+    hosts = len(_current.hosts)
+    return _current.node_size * (min(hosts, nodes) if isinstance(nodes, int) and nodes > 0 else hosts)
+
+
+def idle(ranks: int) -> str:
+    """What to say of a job's processes that hold no rank; empty where all do."""
+    count = sum(map(len, _current.hosts)) if _current else 0
+    if count <= ranks:
+        return ""
+    return f"{ranks} of the job's {count} processes hold{'s' if ranks == 1 else ''} a rank; {count - ranks} stay idle"
+
+
+def spread(ranks: object) -> int:
+    """Over how many of the hosts that this process leads so many ranks are spread; what is no number has no say."""
+    if _current is None or not isinstance(ranks, int) or ranks < 1:
+        return 1
+    return fewest_hosts(ranks, len(_current.hosts), _current.node_size)
+
+
+class RemoteRank:
+    """A rank that another process of the job holds, as a ``LocalRank`` there."""
+
+    def __init__(self, job: RankJob, host: str, channel: Channel) -> None:
+        assert job.store is not None, "ranks of several processes meet in the store"
+        self.job, self.host, self.channel, self.group = job, host, channel, job.store.prefix
+        self.watched: dict[str, float | None] = {}
+        self._reports: dict[str, Any] = {}
+        self._life, self._heard = Life(0.0, 0, 0, "start"), time.monotonic()
+        self._ending: Ending | None = None
+        self._log: str | None = None
+        fields = {f.name: getattr(job, f.name) for f in dataclasses.fields(job) if f.name not in ("folder", "tree")}
+        fields |= {"config": job.config.as_dict(), "modules": dict(job.modules)}
+        self.channel.send(do="start", group=self.group, job=fields)
+
+    @property
+    def ears(self) -> list[Any]:
+        """What becomes ready when the rank speaks or ends."""
+        return [self.channel.ear]
+
+    @property
+    def unheard(self) -> bool:
+        """Whether the process that holds the rank may be lost, which takes some beats to know."""
+        return self.channel.silent_beats > 1
+
+    def tell(self, command: str, arguments: dict[str, Any]) -> None:
+        """Give the rank a command."""
+        self._life, self._heard = self._life._replace(silent_seconds=0.0), time.monotonic()
+        self.channel.send(do="tell", group=self.group, command=command, arguments=arguments)
+
+    def hear(self) -> str | None:
+        """The word that the rank has said, ``LEFT`` if it will say no more, None if it is still at it."""
+        while self._ending is None and (message := self.channel.receive()) is not None:
+            if message.get("group") != self.group:
+                continue  # of a group that has been killed since
+            self._life, self._heard = Life(*message["life"]), time.monotonic()
+            self._log = message.get("log", self._log)
+            self._reports |= message.get("reports", {})
+            self.watched = message.get("watched", self.watched)
+            if "ending" in message:
+                # From how long ago it was there: the clocks of two hosts have nothing in common.
+                ending = Ending(*message["ending"])
+                self._ending = ending._replace(time=self._heard - ending.time)
+            elif "said" in message:
+                return str(message["said"])
+        if self._ending is None and self.channel.silent_beats >= LOST_BEATS:
+            how = f"was lost: its process has not answered for {LOST_BEATS * BEAT_SECONDS:.0f} s"
+            self._ending = Ending("crashed", how, "", False, time.monotonic())
+        return LEFT if self._ending else None
+
+    def life(self) -> Life:
+        """The rank's last sign of life, as old as it is by now."""
+        age = time.monotonic() - self._heard
+        return self._life._replace(silent_seconds=self._life.silent_seconds + age)
+
+    def ending(self) -> Ending | None:
+        """How the rank ended; None of one that lives, or left in order."""
+        self.hear()
+        return self._ending
+
+    def report(self, name: str) -> dict[str, Any]:
+        """What the rank wrote under ``name``."""
+        found: dict[str, Any] = self._reports[name]
+        return found
+
+    def log(self) -> str:
+        """The end of what the rank printed, as far as it is known here."""
+        return self._ending.detail if self._ending else self._log or ""
+
+    def stack(self) -> str:
+        """The rank's log with the stacks of its threads; what is known without them where nobody answers."""
+        self._log, deadline = None, time.monotonic() + STACK_SECONDS
+        self.channel.send(do="stack", group=self.group)
+        while self.ending() is None and self._log is None and (left := deadline - time.monotonic()) > 0:
+            connection.wait(self.ears, left)
+        return self.log()
+
+    def kill(self) -> None:
+        """Have the rank killed; nobody waits for it, since what its process is sent next comes after that."""
+        self.channel.send(do="kill", group=self.group)
+
+    def close(self) -> None:
+        """Nothing is held here."""
+
+
+def serve(process: Process) -> int:
+    """Hold ranks until the leader says that there is nothing more to do: 0. Raises ConfigError if it is lost."""
+    # Signals go to every process of a job: what they mean is the leader's to say. SIGTERM is blocked, since loader
+    # workers handle it in a way of their own.
+    resource_tracker.ensure_running()  # it would let SIGTERM through again
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sweep()
+    channel = Channel(process, f"to {process.rank}", f"from {process.rank}")
+    channel.send(**_introduction(process))
+    held: dict[str, _Held] = {}
+    try:
+        while channel.silent_beats < 4 * LOST_BEATS:
+            working = [one for one in held.values() if one.at_work]
+            connection.wait([channel.ear, *(ear for one in working for ear in one.rank.ears)], BEAT_SECONDS)
+            for one in working:
+                channel.send(group=one.group, **one.news())
+            while message := channel.receive():
+                group, do = message.get("group", ""), message["do"]
+                if do == "end":
+                    return 0
+                if do == "start":
+                    try:
+                        held[group] = _Held(group, message["job"], watches=process.local_rank == 0)
+                    except (ConfigError, OSError) as error:
+                        life, ending = Life(0.0, 0, 0, "start"), Ending("crashed", str(error), "", True, 0.0)
+                        channel.send(group=group, life=life, ending=ending)
+                elif do == "kill" and group in held:
+                    held.pop(group).end()
+                elif do == "tell" and group in held:
+                    held[group].tell(message["command"], message["arguments"])
+                elif do == "stack" and group in held:
+                    channel.send(group=group, life=held[group].rank.life(), log=held[group].rank.stack())
+    finally:
+        for one in held.values():
+            one.end()
+    raise ConfigError(
+        f"rank {process.rank} on {socket.gethostname()}: rank 0, which leads, no longer answers: see what it said"
+    )
+
+
+class _Held:
+    """The rank of one group, in the process that holds it."""
+
+    def __init__(self, group: str, job: dict[str, Any], *, watches: bool) -> None:
+        config = RunConfig.from_dict(job["config"])
+        if config.data and not Path(config.data).is_dir():
+            raise ConfigError(
+                f"{config.data} does not exist here: put the images where all hosts see them, or prepare them there "
+                "too (ddpm-lab prepare)"
+            )
+        self.group, self.watches, self.at_work = group, watches, True
+        self.watch: Watch | None = None
+        self.folder = GroupFolder()
+        changed = {"config": config, "store": Store(*job["store"])}
+        try:
+            self.rank = LocalRank(RankJob(**{**job, **changed}, folder=self.folder.path), "forkserver")
+        except BaseException:
+            self.folder.remove()
+            raise
+
+    def tell(self, command: str, arguments: dict[str, Any]) -> None:
+        """Pass a command on to the rank, and watch the host during a window."""
+        self.at_work = True
+        if command == "window" and self.watches:
+            self.watch = Watch({}, relatives())
+            self.watch.__enter__()
+        self.rank.tell(command, arguments)
+
+    def news(self) -> dict[str, Any]:
+        """What the rank says, or at least that it lives."""
+        said, life = self.rank.hear(), self.rank.life()
+        if said is None:
+            return {"life": life}
+        self.at_work = False
+        if said != LEFT:
+            return {"life": life, "said": said, "watched": self._end_watch(), "reports": self._new_reports()}
+        now = time.monotonic()
+        ending = self.rank.ending() or Ending("crashed", "left without a word", self.rank.log(), False, now)
+        return {"life": life, "ending": ending._replace(time=now - ending.time)}
+
+    def _new_reports(self) -> dict[str, Any]:
+        """The files that the rank has written since it was last asked."""
+        found = {}
+        for path in self.folder.path.glob("*.json"):
+            name = path.name.split(".")[1]
+            found[name] = self.rank.report(name)
+            path.unlink()
+        return found
+
+    def _end_watch(self) -> dict[str, float | None]:
+        if self.watch is None:
+            return {}
+        watch, self.watch = self.watch, None
+        watch.__exit__(None, None, None)
+        return {"others_cores": watch.others_cores, "stolen_seconds": watch.stolen_seconds}
+
+    def end(self) -> None:
+        """Kill the rank and remove what it wrote."""
+        self._end_watch()
+        self.rank.kill()
+        self.rank.close()
+        self.folder.remove()

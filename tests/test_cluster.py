@@ -1,0 +1,307 @@
+"""Several hosts: who joins, where ranks are placed, and what is left when one of them is lost."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import Call, busy_config
+from namespaces import Host, hosts, why_not
+
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.measure import cluster
+from ddpm_lab.measure.cluster import Cluster, Place, Process, fewest_hosts, leading
+from ddpm_lab.measure.process import Store
+
+several_hosts = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+TESTS = Path(__file__).parent
+STORE = Store("127.0.0.1", 1, "job")
+TOLD = {
+    **{"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "2"},
+    **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "0"},
+}
+ENDLESS = {"micro_steps": 10**9}
+
+
+def layout(*hosts_of: str) -> Cluster:
+    """Places called by a letter each, hosts apart: of "ab", "cde" the first two are on the leader's host."""
+    return Cluster([[Place(i, name, None) for i, name in enumerate(names)] for names in hosts_of], STORE)
+
+
+@pytest.mark.parametrize(("ranks", "nodes", "expected"), [(1, 1, "a"), (2, 1, "ab"), (2, 2, "ac"), (4, 2, "abcd")])
+def test_ranks_are_placed_host_by_host(ranks: int, nodes: int, expected: str) -> None:
+    config = dataclasses.replace(busy_config(), world_size=ranks, nodes=nodes, global_batch_size=ranks)
+    assert "".join(place.host for place in layout("ab", "cde").places(config)) == expected
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(3, 1), (3, 3), (6, 2)])
+def test_a_wrong_number_of_hosts_is_refused(ranks: int, nodes: int) -> None:
+    config = dataclasses.replace(busy_config(), world_size=ranks, nodes=nodes, global_batch_size=ranks)
+    with pytest.raises(ConfigError, match=f"{ranks} ranks on {nodes} hosts.*2 hosts with places for 2"):
+        layout("ab", "cde").places(config)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hosts_", "places", "expected"), [(1, 1, 0, 1), (8, 1, 4, 1), (4, 2, 4, 1), (5, 2, 4, 2), (9, 4, 4, 3)]
+)
+def test_ranks_go_to_as_few_hosts_as_hold_them(ranks: int, hosts_: int, places: int, expected: int) -> None:
+    assert fewest_hosts(ranks, hosts_, places) == expected
+
+
+def test_every_place_is_used_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (cluster.usual_ranks(), cluster.idle(1)) == (1, "")
+    monkeypatch.setattr(cluster, "_current", layout("ab", "cd"))
+    assert (cluster.usual_ranks(), cluster.usual_ranks(1)) == (4, 2)
+    assert cluster.idle(4) == ""
+    assert cluster.idle(1).endswith("3 stay idle")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), "choose one of run, train, sample"),
+        (("report",), "choose one of run, train, sample"),
+        (("run", "amp", "--interface=lo"), "give it before the command, as in rank --interface lo run"),
+        (("run", "amp"), "TORCHELASTIC_RUN_ID"),
+        (("--interface", "nonsense0", "run", "amp"), "TORCHELASTIC_RUN_ID"),
+    ],
+)
+def test_what_cannot_run_on_several_hosts_is_refused(
+    words: tuple[str, ...], expected: str, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in TOLD.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    code, _, err = call("rank", *words)
+    assert (code, err.count("\n")) == (2, 1)
+    assert expected in err
+
+
+def test_help_of_a_command_needs_no_torchrun(call: Call) -> None:
+    code, out, err = call("rank", "run", "--help")
+    assert (code, err) == (0, "")
+    assert "--preset" in out
+
+
+def test_ranks_use_an_interface_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    process = Process.read(TOLD)
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1 here, which other hosts cannot.* alone.*--interface lo$"):
+        process.use(None)
+    with pytest.raises(ConfigError, match="--interface is 'nonsense0': choose one of"):
+        process.use("nonsense0")
+    assert os.environ == {}
+    process._replace(hosts=1).use(None)
+    assert os.environ == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    monkeypatch.setattr(os, "environ", {"GLOO_SOCKET_IFNAME": "chosen"})
+    process.use("lo")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "chosen"
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    """A store as torchrun has it."""
+    import torch.distributed as dist  # noqa: PLC0415
+
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    yield STORE._replace(port=served.port)
+    del served
+
+
+def test_a_peer_that_stays_away_is_named_at_the_deadline(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of three processes joins, another one knows the store and says something else."""
+    monkeypatch.setattr(cluster, "JOIN_SECONDS", 2.0)
+    leader = Process(0, 3, 0, 1, store)
+    joined = cluster.Channel(leader._replace(rank=2), "to 2", "from 2")
+    joined.send(**cluster._introduction(leader))
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match="2 of 3 processes joined within 2 s, and not rank 1:"), leading(leader):
+        pass
+    assert time.monotonic() - begun < 2 * 2.0
+    assert cluster.current() is None
+    assert awaited(joined) == {"do": "end"}
+
+
+@pytest.mark.parametrize(("part", "words"), [("machine", "processor"), ("code", "the lab's code")])
+def test_unlike_hosts_are_refused(store: Store, part: str, words: str) -> None:
+    leader = Process(0, 2, 0, 1, store)
+    other = cluster.Channel(leader._replace(rank=1), "to 1", "from 1")
+    other.send(**{**cluster._introduction(leader), "host": "elsewhere", part: "unlike"})
+    with pytest.raises(ConfigError, match=f"elsewhere differs from .* in {words}"), leading(leader):
+        pass
+    assert awaited(other) == {"do": "end"}
+
+
+def awaited(channel: cluster.Channel) -> dict[str, Any] | None:
+    """The next message, waited for."""
+    deadline = time.monotonic() + 5
+    while (message := channel.receive()) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return message
+
+
+def torchrun(*words: str, there: Host | None = None) -> "subprocess.Popen[str]":
+    """A torchrun, on a host; its processes end when it does."""
+    command = [sys.executable, "-m", "torch.distributed.run", *words]
+    return subprocess.Popen(
+        there.command(*command) if there else command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])},
+    )
+
+
+def rows_of(job: "subprocess.Popen[str]") -> Iterator[dict[str, Any]]:
+    """The lines of JSON that the leader of a job writes, as they come."""
+    assert job.stdout is not None
+    return (json.loads(line) for line in job.stdout if line.startswith("{"))
+
+
+@contextlib.contextmanager
+def job(rows: list[Any]) -> Iterator[tuple[list[Host], list["subprocess.Popen[str]"], Iterator[dict[str, Any]]]]:
+    """A job of two hosts, one process on each: the hosts, the torchruns, and what the leader says."""
+    with hosts(2) as made:
+        store = ("--master-addr", made[0].address, "--master-port", "29511")
+        words = ("--nproc-per-node", "1", *store, str(TESTS / "cluster_job.py"), json.dumps(rows))
+        jobs = [torchrun("--nnodes", "2", "--node-rank", str(i), *words, there=made[i]) for i in range(2)]
+        try:
+            yield made, jobs, rows_of(jobs[0])
+        finally:
+            for pid in set.union(*(host.pids() for host in made)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for each in jobs:
+                each.communicate()
+
+
+def worker(agent: "subprocess.Popen[str]") -> psutil.Process:
+    """The process that a torchrun has started."""
+    return psutil.Process(agent.pid).children()[0]
+
+
+def left(there: Host, agent: "subprocess.Popen[str]") -> list[str]:
+    """What still runs on a host after a while, torchrun itself aside."""
+    deadline = time.monotonic() + 30
+    while (pids := there.pids() - {agent.pid}) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return [" ".join(psutil.Process(pid).cmdline()) for pid in pids]
+
+
+FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "raises in forward": ({"fault": "raise"}, "crashed", ": RuntimeError: planted fault"),
+    "raises in a collective": ({"fault": "raise", "fault_place": "all-reduce"}, "crashed", ": RuntimeError: planted"),
+    "raises while it is built": (
+        {"fault": "raise", "fault_place": "build", "fault_step": 0},
+        "crashed",
+        ": RuntimeError: planted",
+    ),
+    "is killed": ({"fault": "kill"}, "crashed", " was killed by SIGKILL in 'forward' of step 3"),
+    "hangs": ({"fault": "hang"}, "timed out", " showed no sign of life for 3 s while testing, in 'forward' of step 3"),
+    "is frozen": ({"fault": "stop"}, "timed out", " while testing, in 'forward' of step 3"),
+    "cannot write": ({"fault": "full disk"}, "crashed", ": OSError: [Errno 27] File too large"),
+}
+
+
+@several_hosts
+@pytest.mark.slow
+def test_two_hosts_work_as_one_and_each_fault_is_named_until_the_network_is_cut() -> None:
+    planted = [(name, 2, 2, {"fault_rank": 1, "fault_step": 2, **options}) for name, (options, _, _) in FAULTS.items()]
+    works: tuple[str, int, int, dict[str, Any]] = ("works", 2, 2, {})
+    lost = [("cut off", 2, 2, ENDLESS), ("lost", 2, 2, {}), ("goes on", 1, 1, {})]
+    with job([works, *planted, works, *lost]) as (made, jobs, rows):
+        found = next(rows)
+        assert (found["status"], found["images"]) == ("ok", [5 * 4, 5 * 4]), found
+        assert len(set(found["hosts"])) == 2
+        starts, ends = zip(*found["windows"], strict=True)
+        assert max(starts) < min(ends), "the clocks of two hosts were mixed up"
+        assert [list(there) for there in found["watched"]] == [["others_cores", "stolen_seconds"]]
+        assert found["listening"] == [made[0].address], "somebody listens for more than this network"
+        name = f"rank 1 (host {socket.gethostname()})"
+        for fault, (_, status, words) in FAULTS.items():
+            found = next(rows)
+            assert (found["name"], found["status"]) == (fault, status), found
+            assert found["reason"].startswith(name), found["reason"]
+            assert words in found["reason"], found["reason"]
+            assert ("in step\n" in found["detail"] or ", line " in found["detail"]) or fault in (
+                "is killed",
+                "is frozen",
+            )
+        assert next(rows)["status"] == "ok"
+        assert next(rows)["at work"] == "cut off"
+        made[1].cut()
+        found = next(rows)
+        assert found["reason"].startswith(f"{name} was lost: "), found["reason"]
+        assert found["seconds"] < 20
+        assert "was lost" in next(rows)["reason"]
+        assert next(rows)["status"] == "ok"
+        assert left(made[1], jobs[1]) == []
+        assert left(made[0], jobs[0]) == []
+
+
+@several_hosts
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_serving_process_that_is_lost_is_named_within_seconds(how: signal.Signals) -> None:
+    with job([("at work", 2, 2, ENDLESS), ("goes on", 1, 1, {})]) as (made, jobs, rows):
+        assert next(rows)["at work"]
+        serving = worker(jobs[1])
+        serving.send_signal(how)
+        found = next(rows)
+        assert found["reason"].startswith(f"rank 1 (host {socket.gethostname()}) was lost: "), found["reason"]
+        assert found["seconds"] < 6
+        assert next(rows)["status"] == "ok"
+        assert left(made[0], jobs[0]) == []
+        serving.send_signal(signal.SIGCONT) if how == signal.SIGSTOP else None
+        assert left(made[1], jobs[1]) == []
+
+
+@several_hosts
+@pytest.mark.slow
+def test_the_death_of_the_leader_leaves_nothing() -> None:
+    with job([("at work", 2, 2, ENDLESS)]) as (made, jobs, rows):
+        assert next(rows)["at work"]
+        worker(jobs[0]).kill()
+        assert next(rows, None) is None
+        assert [left(there, agent) for there, agent in zip(made, jobs, strict=True)] == [[], []]
+        said = jobs[1].communicate(timeout=60)[1]
+        assert said
+        assert "rank 0, which leads, no longer answers" in said
+
+
+DISTURB = """
+import contextlib, os, socket, sys, time
+nonsense = (b"", b"\\x0c", b"GET / HTTP/1.1", os.urandom(4096), b"[" * 10**6, b"\\xff" * 10**5)
+held = []
+while True:
+    with contextlib.suppress(OSError):
+        held.append(socket.create_connection((sys.argv[1], 29511), timeout=1))
+        held[-1].sendall(nonsense[len(held) % len(nonsense)])
+        print(len(held), flush=True)
+    time.sleep(0.01)
+"""
+
+
+@several_hosts
+@pytest.mark.slow
+def test_strangers_at_the_store_neither_stop_nor_delay_a_job() -> None:
+    """Somebody who connects over and over, says nonsense, half a word or nothing, and stays."""
+    with job([("works", 2, 2, {}), ("works again", 2, 2, {})]) as (made, _, rows):
+        command = made[1].command(sys.executable, "-S", "-c", DISTURB, made[0].address)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
+            try:
+                assert [row["status"] for row in rows] == ["ok", "ok"]
+            finally:
+                stranger.kill()
+            assert stranger.stdout
+            assert len(stranger.stdout.readlines()) > 50
