@@ -71,7 +71,15 @@ ROWS = (
     ("measure.network_choice",),
     # explain: what reads the ledger
     ("explain.bands",),
-    ("explain.figure_style", "explain.frames", "explain.grids", "explain.pages", "explain.stats"),
+    (
+        "explain.charts.style",
+        "explain.figure_style",
+        "explain.frames",
+        "explain.grids",
+        "explain.pages",
+        "explain.stats",
+    ),
+    ("explain.charts.bars", "explain.charts.forest", "explain.charts.lines"),
     ("explain.summary", "explain.decisions"),
     ("explain.quality",),
     ("explain.comparisons",),
