@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import records as make
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import batch_sizes, figures
@@ -66,8 +67,7 @@ BOTH = study(*searched(), *measured())
 
 
 def words(figure: Figure) -> str:
-    found = [t.get_text() for ax in figure.axes for t in ax.texts] + [t.get_text() for t in figure.texts]
-    return " ".join(" ".join(found).split())
+    return " ".join(" ".join(t.get_text() for t in figure.findobj(Text) if isinstance(t, Text)).split())
 
 
 def test_the_claim_holds_speed_the_largest_batch_and_the_caveat() -> None:
@@ -119,7 +119,7 @@ def test_the_points_are_where_the_numbers_are() -> None:
     assert dict(zip(*map(list, peaks.get_data()), strict=True)) == pytest.approx(  # type: ignore[arg-type]
         {n: (1024 + 4 * n) / 1024 for n in (128, 256, 512, 1024, 1152)}
     )
-    crosses = [float(np.asarray(line.get_xdata())[0]) for line in memory.lines if line.get_marker() == "x"]
+    crosses = [float(x) for line in memory.lines if line.get_marker() == "x" for x in np.asarray(line.get_xdata())]
     assert sorted(crosses) == [1216, 1280, 1536, 2048]
     for ax in (speed, memory):
         assert ax.get_xscale() == "log"

@@ -13,7 +13,7 @@ from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import phrases, scaling, sentences
 from ddpm_lab.explain.bands import S000
 from ddpm_lab.explain.comparisons import Comparison
-from ddpm_lab.explain.figure_extras import projection
+from ddpm_lab.explain.figure_ratios import projection
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.pairs import (
     EPOCH,
