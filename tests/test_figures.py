@@ -23,7 +23,7 @@ from test_charts import boxes, drawn_lines, intervals, points, spans
 from test_scaling import ONE, strong, weak
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import figure_machine, figure_scaling, figures, findings, scaling
+from ddpm_lab.explain import figure_machine, figure_scaling, figures, findings, recommended, scaling
 from ddpm_lab.explain.bands import S000
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.comparisons import comparisons
@@ -318,6 +318,13 @@ def test_what_runs_beside_the_phases_is_as_long_as_it_took_and_ends_with_backwar
     assert beside[1] == pytest.approx(phases[names.index("backward")][1])
 
 
+def test_loading_beside_computing_has_the_colour_of_its_class() -> None:
+    ax = drawn("budget, a GPU")[""].axes[0]
+    names = [t.get_text() for t in ax.get_yticklabels()]
+    bars = dict(zip(names, ax.patches, strict=True))
+    assert bars["loading, beside computing"].get_facecolor() == bars["waiting for data"].get_facecolor()
+
+
 def test_operators_are_named_and_counted() -> None:
     record = make.profile(RunConfig(purpose="profile"))
     assert record.profile is not None
@@ -394,6 +401,10 @@ def test_losses_are_drawn_with_their_intervals_and_the_margin() -> None:
 def test_a_recommendation_is_drawn_from_speed_to_speed() -> None:
     (ax,) = drawn("recommendation, searched")[""].axes
     *steps, whole = boxes(ax)
+    found = recommended.recommendation(study_of("recommendation, searched"))
+    assert found is not None
+    ends = [step.row.ratio.ends for step in found.steps]
+    assert list(intervals(ax).values()) == [*ends, found.best.ratio.ends]
     assert steps[0][0] == 1
     assert all(first[1] == pytest.approx(second[0]) for first, second in pairwise(steps))
     assert whole == pytest.approx((1, steps[-1][1])), "the bars close"

@@ -22,7 +22,6 @@ from ddpm_lab.record import RunRecord
 TOP_OPERATORS = 10
 RESIDUAL = "in no phase"
 _COLOURS = dict(zip((bd.COMPUTE, bd.IO, bd.TRANSFER, bd.OTHER), style.SERIES, strict=False))
-_HELPERS = {"data": "loading"}
 _SHOWN = 0.0005
 """Smaller phases are named in the note."""
 
@@ -84,21 +83,11 @@ def _panel(heading: str, line: Line, beside: Sequence[tuple[str, float]] = ()) -
         if line.share(name) >= _SHOWN:
             rows.append(_row(bd.LONG.get(name, name), seconds, line, colour=_COLOURS[bd.class_of(name)]))
     rows.append(_row(RESIDUAL, line.residual_seconds, line, colour=style.FAINT))
+    stop = end or at  # most of it runs beside the backward pass, and is drawn up to its end
     for name, seconds in beside:
-        # Drawn up to the end of the backward pass, beside which most of it runs.
-        stop = end or at
-        start, colour = max(0.0, stop - 1e3 * seconds), _COLOURS[bd.class_of(name)]
-        rows.append(
-            _row(
-                f"{_HELPERS.get(name, name)}, beside computing",
-                seconds,
-                line,
-                colour=colour,
-                start=start,
-                value=stop,
-                whole=True,
-            )
-        )
+        words = f"{'loading' if name == 'data' else name}, beside computing"
+        values = {"start": max(0.0, stop - 1e3 * seconds), "value": stop, "whole": True}
+        rows.append(_row(words, seconds, line, colour=_COLOURS[bd.class_of(name)], **values))
     return Panel(heading=f"{heading}: {phrases.seconds(line.step_seconds)} a step", rows=rows)
 
 
@@ -110,11 +99,7 @@ def _row(name: str, seconds: float, line: Line, **values: Any) -> Row:
 def _beside(found: Budget) -> list[tuple[str, float]]:
     """What ran beside the phases, by name, and for how long beside computing."""
     least = 0.005 * found.running.step_seconds
-    return [
-        ("loading" if name == "data" else name, both)
-        for name, (_, both) in found.beside.items()
-        if name != bd.WORKERS and both > least
-    ]
+    return [(name, both) for name, (_, both) in found.beside.items() if name != bd.WORKERS and both > least]
 
 
 def _operators(study: Study, record: RunRecord) -> Figure:
@@ -131,9 +116,9 @@ def _operators(study: Study, record: RunRecord) -> Figure:
                     name=_short(op["name"]),
                     value=100 * op["share"],
                     colour=colours[op["class"]],
-                    text=f"{100 * op['share']:.1f} %, {_calls(op['calls'] / steps)}",
+                    text=f"{100 * op['share']:.1f} %, {phrases.plural(style.number(op['calls']), 'call')} a step",
                 )
-                for op in shown.assign(name=shown[column]).to_dict("records")
+                for op in shown.assign(name=shown[column], calls=shown["calls"] / steps).to_dict("records")
             ],
         )
         for heading, shown, column in (
@@ -155,10 +140,5 @@ def _operators(study: Study, record: RunRecord) -> Figure:
 
 def _short(name: str) -> str:
     """The name of an operator; of kernels, which are longer than two lines, both ends."""
-    return (
-        name if len(name) <= 2 * style.NAME else f"{name[: style.NAME]}\N{HORIZONTAL ELLIPSIS}{name[1 - style.NAME :]}"
-    )
-
-
-def _calls(value: float) -> str:
-    return f"{phrases.plural(style.number(value), 'call')} a step"
+    n = style.NAME
+    return name if len(name) <= 2 * n else f"{name[:n]}\N{HORIZONTAL ELLIPSIS}{name[1 - n :]}"
