@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import records as make
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import batch_sizes, figures
+from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.tables import table
@@ -66,8 +68,7 @@ BOTH = study(*searched(), *measured())
 
 
 def words(figure: Figure) -> str:
-    found = [t.get_text() for ax in figure.axes for t in ax.texts] + [t.get_text() for t in figure.texts]
-    return " ".join(" ".join(found).split())
+    return " ".join(" ".join(t.get_text() for t in figure.findobj(Text) if isinstance(t, Text)).split())
 
 
 def test_the_claim_holds_speed_the_largest_batch_and_the_caveat() -> None:
@@ -115,11 +116,17 @@ def test_the_points_are_where_the_numbers_are() -> None:
     drawn = {tuple(map(float, line.get_xdata())): line for ax in (speed,) for line in ax.lines}  # type: ignore[arg-type]
     rates = np.asarray(drawn[128.0, 256.0, 512.0, 1024.0].get_ydata(), dtype=float)
     assert rates[1:] / rates[:-1] == pytest.approx([1.5] * 3, rel=0.03)
+    rows = [c for c in comparisons(BOTH) if c.role == "candidate"]
+    upright = [
+        np.column_stack(line.get_data()).tolist() for line in speed.lines if len(np.asarray(line.get_xdata())) == 2
+    ]
+    for c in rows:
+        assert [[c.batch, rates[0] * end] for end in c.ratio.ends] in upright
     peaks = next(line for line in memory.lines if len(np.asarray(line.get_xdata())) == 5)
     assert dict(zip(*map(list, peaks.get_data()), strict=True)) == pytest.approx(  # type: ignore[arg-type]
         {n: (1024 + 4 * n) / 1024 for n in (128, 256, 512, 1024, 1152)}
     )
-    crosses = [float(np.asarray(line.get_xdata())[0]) for line in memory.lines if line.get_marker() == "x"]
+    crosses = [float(x) for line in memory.lines if line.get_marker() == "x" for x in np.asarray(line.get_xdata())]
     assert sorted(crosses) == [1216, 1280, 1536, 2048]
     for ax in (speed, memory):
         assert ax.get_xscale() == "log"

@@ -388,7 +388,7 @@ def test_every_name_says_its_image_size_where_there_are_several() -> None:
     study = make.study(sweep())
     assert names_of(study) == names
     assert list(tables.table(study)["Family"].unique()) == names
-    shown = {text.get_text() for text in figures.figure(study).texts}
+    shown = {ax.get_title(loc="left") for ax in figures.figure(study).axes}
     assert set(names) <= shown
     one = make.study([r for r in sweep() if r.config.image_size == 32])
     assert names_of(one) == ["loader alone, batch 32", "training"]

@@ -13,12 +13,12 @@ import pytest
 import records as make
 from conftest import Call
 from matplotlib.patches import Rectangle
+from matplotlib.text import Text
 
 from ddpm_lab import experiments, plan, planning
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import (
     figure_ratios,
-    figure_style,
     figure_waterfalls,
     figures,
     lost_scaling_table,
@@ -164,11 +164,10 @@ def test_the_figure_is_headed_by_what_was_lost_to() -> None:
 
 
 def heading(of: Study) -> str:
-    with figure_style.style():
-        drawn = figure_waterfalls.lost_scaling(of)
+    drawn = figure_waterfalls.lost_scaling(of)
     assert drawn is not None
-    (found,) = [text.get_text() for text in drawn.texts if text.get_text().startswith("tiny, batch 16, 2 ranks")]
-    return found
+    (ax,) = drawn.axes
+    return str(ax.get_title(loc="left"))
 
 
 def test_with_too_few_sets_the_parts_are_shown_and_no_loss_is_claimed() -> None:
@@ -216,8 +215,7 @@ def test_ranks_that_share_cores_show_no_loss_and_are_not_listed_beside_the_answe
     assert figure_waterfalls.lost_scaling(study(shared)) is None
     main = make.sets({"2 ranks": (RunConfig(world_size=2), 1.5)}, experiment="multi_gpu", baseline_label="1 rank")
     alone, beside = study(main), study([*main, *shared])
-    with figure_style.style():
-        notes = [[text.get_text() for text in figure_ratios.ratios(of).texts] for of in (alone, beside)]
+    notes = [[t.get_text() for t in figure_ratios.ratios(of).findobj(Text)] for of in (alone, beside)]
     assert notes[0] == notes[1]
     assert machine_state.table(alone).equals(machine_state.table(beside))
 
@@ -279,8 +277,7 @@ def test_the_question_shows_figure_table_and_sentence() -> None:
 def test_the_waterfall_leads_from_the_ideal_to_the_measured() -> None:
     planted = {"communication": 3.0, "data": 2.0, "slow": 2.5, "fixed": 2.0, "threads": 1.5, "interaction": -1.0}
     of = study(measured(FAMILY, **planted))
-    with figure_style.style():
-        drawn = figure_waterfalls.lost_scaling(of)
+    drawn = figure_waterfalls.lost_scaling(of)
     assert drawn is not None
     (ax,) = drawn.axes
     bars = sorted((p for p in ax.patches if isinstance(p, Rectangle)), key=lambda p: p.get_y())

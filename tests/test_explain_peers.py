@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from peer_records import COMMON, FAMILY, OWN, WHOLE, against, machine, other, pair, study
 
-from ddpm_lab.explain import decisions, figure_peers, figures, peers, phrases, tables
+from ddpm_lab.explain import decisions, figure_peers, figures, peers, tables
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.plan import BOTH_FP32, FORMATS, LEVERS, OURS, SAMPLING
+from ddpm_lab.plan import BOTH_FP32, LEVERS, OURS, SAMPLING
 
 
 def test_ratios_are_turned_round_with_their_intervals_and_verdicts() -> None:
@@ -131,24 +131,8 @@ def test_figures_name_the_network_batch_and_sets_of_what_they_draw() -> None:
         assert "seed network" in said
         assert "batch 32 \N{MIDDLE DOT} " in said
         assert f"\N{MIDDLE DOT} {sets} of 6 turns" in said
-    assert "seed and ddpm network" in whole
-    assert "batch 8 and 32" in whole
-
-
-def test_the_longest_name_is_written_whole() -> None:
-    small, name = dataclasses.replace(OWN, global_batch_size=8), "denoising-diffusion-pytorch" + FORMATS
-    rival = {name: (dataclasses.replace(small, workload="peer:a"), 0.5)}
-    there = make.sets(rival, baseline=small, baseline_label=OURS, family="seed, batch 8", **COMMON)
-    assert f"{name}, on seed at batch 8" in words(figure_peers.figure(study(*WHOLE.records, *there), "title"))
-
-
-def test_a_verdict_is_written_whole_beside_its_row() -> None:
-    """Of thirty some are open only for the correction, and that is more than a line."""
-    change = {f"seed {n}": (dataclasses.replace(OWN, seed=n), 0.95) for n in range(1, 31)}
-    rows = make.sets(change, baseline=OWN, family=FAMILY + LEVERS, set_noise=0.03, primary="", **COMMON)
-    open_ = [r for r in peers.levers(study(*rows)) if r.why]
-    assert open_
-    assert phrases.outcome(open_[0]) in words(figure_peers.levers(study(*rows)))
+    assert "seed network" in whole
+    assert "The table has 3 other comparisons." in whole, "another network, fp32 alone, sampling"
 
 
 def test_this_trainer_has_a_row_in_each_of_its_families() -> None:

@@ -90,7 +90,7 @@ def test_the_table_says_what_a_verdict_rests_on(amp: Study) -> None:
     assert "quality: bf16 not worse after 8,000 images (8 seeds; loss " in findings.finding(judged).claim
     further = [o.data["text/plain"] for o in shown(show.more, judged)]
     assert any(text.startswith("Quality beside speed") for text in further)
-    assert any(text.startswith("Training loss of every step") for text in further)
+    assert any(text.startswith("Held-out and training loss on the way") for text in further)
 
 
 @pytest.mark.usefixtures("shell")

@@ -60,15 +60,6 @@ def test_speeds_without_trials_are_speeds_alone() -> None:
     assert finding(replace(studied(), trials=())).quality == "quality not measured"
 
 
-def test_the_front_holds_what_nothing_else_beats() -> None:
-    of = studied()
-    lead = trained.base(of)
-    assert lead is not None
-    front = [r.label for r in trained.front([lead, *trained.rows(of)])]
-    assert "bf16" in front
-    assert "batch 64" not in front, "slower than bf16 and worse"
-
-
 def test_images_to_a_loss_are_those_of_the_trials() -> None:
     of = studied()
     rows = {r.label: r for r in trained.rows(of)}

@@ -1,16 +1,20 @@
-"""What a run costs beside its steps: start-up, data, compile, warm-up and tear-down, eager and compiled."""
+"""What a run costs beside its steps, eager and compiled, and when compiling pays off."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ddpm_lab.explain import compiling, phrases
-from ddpm_lab.explain import figure_style as fs
+from ddpm_lab.explain import compiling, decisions, phrases
+from ddpm_lab.explain.charts import style
+from ddpm_lab.explain.charts.bars import bars
+from ddpm_lab.explain.charts.lines import Line, Plot, lines
+from ddpm_lab.explain.charts.style import Panel, Row
 from ddpm_lab.explain.comparisons import Comparison, comparisons
+from ddpm_lab.explain.figure_ratios import measured
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.record import RunRecord
 
@@ -22,8 +26,7 @@ STAGES = {
     "steady": "timed steps",
     "teardown": "tear-down",
 }
-_COLOURS = {name: fs.PALETTE[i] for name, i in zip(STAGES, (7, 9, 3, 1, 0, 4), strict=True)}
-_ROW, _LEFT, _RIGHT = 0.95, 1.75, 1.2
+_COLOURS = dict(zip(STAGES.values(), style.SERIES, strict=False))
 
 
 def stage_seconds(records: Sequence[RunRecord]) -> dict[str, float]:
@@ -34,71 +37,76 @@ def stage_seconds(records: Sequence[RunRecord]) -> dict[str, float]:
 
 def cost_split(study: Study) -> Figure | None:
     """One stacked bar for eager training, and for compiled training from a warm and from a cold cache."""
-    panels = []
-    for row in comparisons(study):
-        if row.role == "candidate" and (bars := _bars(study, row)):
-            panels.append((row.family, bars, compiling.counters(study, row.run_id)))
+    panels, counted = [], []
+    for c in comparisons(study):
+        if c.role == "candidate" and (rows := _bars(study, c)):
+            panels.append(Panel(heading=c.family, rows=rows))
+            counted.append(compiling.counters(study, c.run_id))
     if not panels:
         return None
-    counted = phrases.joined(list(dict.fromkeys(words for _, _, words in panels if words)))
-    figure, axes = fs.sheet(
-        "What a run costs beside its steps",
-        phrases.context(study),
-        [_ROW * len(bars) for _, bars, _ in panels],
-        headings=[family for family, _, _ in panels],
-        left=_LEFT,
-        right=_RIGHT,
-        note="Bar: the median of each stage over the groups measured. Timed steps last as long as the plan of a set "
-        f"says; a cold compile is measured without them.{f' Witnessed: {counted}.' if counted else ''}",
+    witnessed = phrases.joined([words for words in dict.fromkeys(counted) if words])
+    return bars(
+        panels,
+        title="What a run costs beside its steps",
+        context=phrases.context(study),
+        label="seconds",
+        names=_COLOURS,
+        note="Median of each stage over the groups measured; timed steps last as long as the plan of a set says, and a "
+        f"cold compile is measured without them.{f' Witnessed: {witnessed}.' if witnessed else ''}",
     )
-    longest = max(sum(stages.values()) for _, bars, _ in panels for _, stages in bars)
-    for ax, (_, bars, _) in zip(axes, panels, strict=True):
-        _stack(ax, bars, longest)
-        ax.tick_params(axis="x", labelbottom=ax is axes[-1])
-    axes[-1].set_xlabel("seconds")
-    return figure
 
 
-def _bars(study: Study, row: Comparison) -> list[tuple[str, dict[str, float]]]:
-    """Names and stages of the bars of a compiled configuration; none unless its compile was measured."""
-    ok = [r for r in study.records if r.status == "ok" and r.baseline_id == row.baseline_id]
-    cold = [r for r in ok if r.run_id == row.run_id and r.compile_cache == "cold"]
-    warm = [r for r in ok if r.run_id == row.run_id and r.compile_cache == "warm"]
+def _bars(study: Study, c: Comparison) -> list[Row]:
+    """The bars of a compiled configuration; none unless its compile was measured."""
+    ok = [r for r in study.records if r.status == "ok" and r.baseline_id == c.baseline_id]
+    cold = [r for r in ok if r.run_id == c.run_id and r.compile_cache == "cold"]
+    warm = [r for r in ok if r.run_id == c.run_id and r.compile_cache == "warm"]
     eager = [r for r in ok if r.role in ("baseline", "twin")]
     if not (cold or warm):
         return []
-    named = (
-        (row.baseline_label, eager),
-        (f"{row.label}, warm cache", warm),
-        (f"{row.label}, cold cache", cold),
-    )
-    return [
-        (f"{name}\n({phrases.plural(len(found), 'group')})", stage_seconds(found)) for name, found in named if found
-    ]
+    rows = []
+    for name, found in ((c.baseline_label, eager), (f"{c.label}, warm cache", warm), (f"{c.label}, cold cache", cold)):
+        if found:
+            parts = {STAGES[stage]: seconds for stage, seconds in stage_seconds(found).items()}
+            compiled = f", compile {phrases.seconds(parts['compile'])}" if "compile" in parts else ""
+            text = f"{phrases.seconds(sum(parts.values()))}{compiled}"
+            rows.append(Row(name=f"{name} ({phrases.plural(len(found), 'group')})", parts=parts, text=text))
+    return rows
 
 
-def _stack(ax: Axes, bars: Sequence[tuple[str, dict[str, float]]], longest: float) -> None:
-    """Bars, with each stage's colour, name and seconds under them."""
-    wide = fs.WIDTH - _LEFT - _RIGHT
-    to = ax.get_yaxis_transform()
-    for y, (_, stages) in enumerate(bars):
-        done, x, line = 0.0, 0.0, 0
-        for name, seconds in stages.items():
-            ax.barh(y - 0.18, seconds, left=done, height=0.36, color=_COLOURS[name], lw=0.6, edgecolor="white")
-            done += seconds
-            words = f"{STAGES[name]} {phrases.seconds(seconds)}"
-            inches = fs.width(words) + 0.36
-            x, line = (x, line) if x + inches <= wide else (0.0, line + 1)
-            below = y + 0.13 + 0.19 * line
-            ax.plot([(x + 0.08) / wide], [below], "s", transform=to, color=_COLOURS[name], ms=6, clip_on=False)
-            ax.text((x + 0.16) / wide, below, words, transform=to, va="center_baseline", fontsize=fs.SMALL_POINTS)
-            x += inches
-        ax.text(1.02, y - 0.18, phrases.seconds(done), transform=to, va="center_baseline", fontweight="bold")
-    ax.set_yticks(
-        [y - 0.18 for y in range(len(bars))], [fs.fit(name, _LEFT - 0.3, 3, fs.TEXT_POINTS) for name, _ in bars]
+def break_even(study: Study) -> Figure | None:
+    """Time since the start with and without compiling, up to beyond the step where the lines cross."""
+    found = [(c, compiling.break_even(study, c)) for rows in measured(study) for c in rows if c.role == "candidate"]
+    plots = [_crossing(c, cost) for c, cost in found if not math.isnan(cost.cold_seconds)]
+    if not plots:
+        return None
+    return lines(
+        plots[:4],
+        title="When compiling pays off: total time with and without it",
+        context=phrases.context(study),
+        note="A projection: cold compile time and steady steps. Shade: 95 % interval of the speed ratio, and of the "
+        "compile time where it was measured more than once. Dashed: where the lines cross.",
     )
-    ax.set_xlim(0, 1.02 * longest)
-    ax.set_ylim(len(bars) - 0.45, -0.5)
-    ax.grid(visible=False, axis="y")
-    ax.tick_params(axis="y", length=0)
-    fs.plain_numbers(ax.xaxis, 6)
+
+
+def _crossing(c: Comparison, cost: compiling.BreakEven) -> Plot:
+    step = c.step_seconds * c.ratio.value
+    pays = c.verdict == decisions.FASTER and math.isfinite(cost.steps)
+    last = 2.2 * cost.steps if pays else 4 * cost.cold_seconds / step
+    scale, unit = (60.0, "minutes") if step * last > 300 else (1.0, "seconds")
+    along = np.linspace(0, last, 60)
+    total, low, high = np.array([compiling.total_seconds(cost, c, at) for at in along]).T / scale
+    when = compiling.pays_off(cost, c)
+    words = f"pays off {when}" if when.startswith(("after", "never")) else f"break-even {when}"
+    return Plot(
+        lines=[
+            Line(
+                name=c.baseline_label, x=[0, last], y=[0, step * last / scale], colour=style.INK, look="--", width=2.2
+            ),
+            Line(name=c.label, x=along, y=total, low=low, high=high, look="-", shade=True, width=2.2),
+        ],
+        heading=f"{c.family}: {words}",
+        x_label="steps",
+        y_label=f"{unit} since the start",
+        at=cost.steps if pays else None,
+    )

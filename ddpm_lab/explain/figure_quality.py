@@ -6,193 +6,97 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import learned, phrases, quality, trained
+from ddpm_lab.explain.charts import style
+from ddpm_lab.explain.charts.forest import forest
+from ddpm_lab.explain.charts.lines import Line, Plot, lines
+from ddpm_lab.explain.charts.style import Panel, Row
 from ddpm_lab.explain.comparisons import Comparison
+from ddpm_lab.explain.figure_ratios import band, row
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.learned import Array
 from ddpm_lab.record import RunRecord
 
-_COLOURS = {
-    quality.IDENTICAL: fs.PALETTE[2],
-    quality.NOT_WORSE: fs.PALETTE[2],
-    quality.SLIGHTLY: fs.PALETTE[1],
-    quality.WORSE: fs.PALETTE[3],
-    quality.NOT_ENOUGH: fs.FAINT,
-}
-_BESIDE = 3.1
+_COLOURS = dict.fromkeys(quality.GOOD, style.GOOD) | {quality.WORSE: style.BAD}
+_MEANING = (
+    "Blue: not worse; orange: worse; grey: not enough data. Band: the margin, up to which a loss counts as equal."
+)
+_LOSS = "held-out loss, less the baseline's"
 _POINTS = 50
 
 
 def figure(study: Study, title: str) -> Figure | None:
-    """Two columns for each setting: how much faster it is, and what it costs in loss; None where nothing is known.
-
-    Settings on the Pareto front are filled, others are hollow.
-    """
-    lead = trained.base(study)
-    shown = [r for r in trained.rows(study) if r.equivalence.seeds and r.sets]
-    if lead is None or not shown:
+    """Two columns for each setting: how much faster it is, and what it costs in loss; None where nothing is known."""
+    shown = [c for c in trained.rows(study) if c.equivalence.seeds and c.sets]
+    if trained.base(study) is None or not shown:
         return None
-    shown = sorted(shown, key=lambda r: -r.ratio.value)
-    ahead = {r.run_id for r in trained.front([lead, *shown])}
-    names = [fs.fit(r.label, 2.2, 2, fs.TEXT_POINTS) for r in shown]
-    left = 0.3 + max(fs.block_width(name, fs.TEXT_POINTS) for name in names)
-    margin = next((r.equivalence.margin for r in shown if not math.isnan(r.equivalence.margin)), math.nan)
-    note = trained.method(study) + " Filled: on the Pareto front, no other setting is both faster and better. "
-    note += "Grey: the baseline repeated, and the margin of the loss."
-    if not math.isnan(margin):
-        note += f" A loss counts as not worse up to {margin:.2g} more."
-    sheet, (ax,) = fs.sheet(title, phrases.context(study), [0.62 * len(shown) + 0.2], left=left, right=0.3, note=note)
-    box = ax.get_position()
-    gap = 0.35 / fs.WIDTH
-    half = (box.width - _BESIDE / fs.WIDTH - gap) / 2
-    ax.set_position((box.x0, box.y0, half, box.height))
-    beside = sheet.add_axes((box.x0 + half + gap, box.y0, half, box.height))
-    _speeds(ax, shown, names, ahead)
-    _losses(beside, shown, ahead, margin)
-    return sheet
+    shown.sort(key=lambda c: -c.ratio.value)
+    return forest(
+        [
+            Panel(rows=[*map(row, shown)], heading="Speed", reference=1, band=band(shown), label="times as fast"),
+            _losses(shown, "Quality"),
+        ],
+        title=title,
+        context=phrases.context(study),
+        note=f"{trained.method(study)} Speed: blue faster, orange slower, grey no difference found; band: the baseline "
+        f"repeated. Loss: {phrases.within(_MEANING)}",
+        beside=True,
+    )
 
 
-def _speeds(ax: Axes, shown: list[Comparison], names: list[str], ahead: set[str]) -> None:
-    if not math.isnan(shown[0].noise.low):
-        ax.axvspan(shown[0].noise.low, shown[0].noise.high, color=fs.BAND, lw=0, zorder=0)
-    ax.axvline(1, color=fs.SOFT, lw=1)
-    for y, row in enumerate(shown):
-        _mark(ax, y, (row.ratio.value, row.ratio.low, row.ratio.high), row, ahead)
-    ends = [v for r in shown for v in (r.ratio.value, r.ratio.low, r.ratio.high, 1.0) if not math.isnan(v)]
-    pad = 0.08 * (max(ends) - min(ends) or 1)
-    ax.set_xlim(min(ends) - pad, max(ends) + pad)
-    fs.name_rows(ax, names, end=0.45)
-    ax.set_xlabel("times as fast")
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: fs.number(value)))
+def differences(study: Study) -> Figure | None:
+    """The final loss of each setting less its baseline's, one panel a family; None without trials."""
+    panels = [_losses([c for c in rows if c.equivalence.seeds], rows[0].family) for rows in learned.families(study)]
+    if not panels:
+        return None
+    return forest(
+        panels,
+        title="What each setting costs in held-out loss",
+        context=phrases.context(study),
+        note=f"Mean over seeds of differences between runs with the same seed, and 90 % interval. {_MEANING}",
+        label=_LOSS,
+    )
 
 
-def _losses(ax: Axes, shown: list[Comparison], ahead: set[str], margin: float) -> None:
-    equal = [r.equivalence for r in shown]
-    close = [e for e in equal if e.verdict != quality.WORSE] or equal
-    ends = [v for e in close for v in (e.low, e.high, e.difference) if not math.isnan(v)]
-    ends += [] if math.isnan(margin) else [margin, -margin]
-    low, high = min(ends, default=-1.0), max(ends, default=1.0)
-    pad = 0.15 * (high - low or 1e-6)
-    if not math.isnan(margin):
-        ax.axvspan(-margin, margin, color=fs.BAND, lw=0, zorder=0)
-    ax.axvline(0, color=fs.SOFT, lw=1)
-    ax.set_xlim(low - pad, high + pad)
-    to = ax.get_yaxis_transform()
-    for y, (row, e) in enumerate(zip(shown, equal, strict=True)):
-        colour = _COLOURS.get(e.verdict, fs.FAINT)
-        if e.difference > high + pad or math.isnan(e.difference):
-            ax.text(0.98, y, "\N{RIGHTWARDS ARROW}", transform=to, ha="right", va="center", color=colour)
-        else:
-            _mark(ax, y, (e.difference, e.low, e.high), row, ahead)
-        first = e.verdict if e.reason or e.verdict in quality.DECIDED else quality.sentence(e)
-        second = quality.interval(e) if e.verdict != quality.IDENTICAL else "the same weights to the last bit"
-        ax.text(
-            1.05, y - 0.03, fs.fit(first, _BESIDE - 0.5, 2), transform=to, va="bottom", color=colour, fontweight="bold"
-        )
-        detail = fs.fit(e.reason or second, _BESIDE - 0.3, 2, fs.SMALL_POINTS)
-        ax.text(1.05, y + 0.05, detail, transform=to, va="top", fontsize=fs.SMALL_POINTS, color=fs.SOFT)
-    fs.name_rows(ax, [""] * len(shown), end=0.45)
-    ax.set_xlabel("held-out loss, less the baseline's")
-    ax.xaxis.set_major_locator(MaxNLocator(3))
+def _losses(shown: Sequence[Comparison], heading: str) -> Panel:
+    """Rows of differences of the final loss, with the margin as a band around 0."""
+    margin = next((c.equivalence.margin for c in shown if not math.isnan(c.equivalence.margin)), None)
+    margins = None if margin is None else (-margin, margin)
+    return Panel(rows=[*map(_loss, shown)], heading=heading, reference=0, band=margins, label=_LOSS)
 
 
-def _mark(ax: Axes, y: int, span: tuple[float, float, float], row: Comparison, ahead: set[str]) -> None:
-    value, low, high = span
-    colour = _COLOURS.get(row.equivalence.verdict, fs.FAINT)
-    fs.interval(ax, (low, high), y, color=colour, lw=2.8, zorder=3)
-    face = colour if row.run_id in ahead else "white"
-    ax.plot([value], [y], "o", ms=8, mfc=face, mec=colour, mew=1.8, zorder=4)
+def _loss(c: Comparison) -> Row:
+    e = c.equivalence
+    if math.isnan(e.difference):
+        return Row(name=c.label, missing=quality.sentence(e))
+    colour = _COLOURS.get(e.verdict, style.OPEN)
+    return Row(name=c.label, value=e.difference, low=e.low, high=e.high, colour=colour, text=f"{e.difference:+.2g}")
 
 
 def curves(study: Study) -> Figure | None:
-    """Held-out loss against images, and each setting's difference from the baseline; None without trials."""
-
-    def looks(records: Sequence[RunRecord], base: RunRecord) -> tuple[Array, Array]:
-        images, _ = quality.curve(base)
-        return images, learned.held_out(records, images)
-
-    return _overlaid(study, "What each setting has learned, on the way", "Held-out loss of the averaged weights", looks)
-
-
-def losses(study: Study) -> Figure | None:
-    """Training loss against images, and each setting's difference from the baseline; None without trials."""
-
-    def smoothed(records: Sequence[RunRecord], base: RunRecord) -> tuple[Array, Array]:
-        batches = [r.config.global_batch_size for r in (base, *records)]
-        images = min(len((r.quality or {})["losses"]) * n for r, n in zip((base, *records), batches, strict=True))
-        points = min(_POINTS, images // max(batches))
-        return (np.arange(points) + 0.5) * images / points, learned.training(records, images, points)
-
-    return _overlaid(
-        study,
-        "Training loss of each setting",
-        "Training loss",
-        smoothed,
-        f"Each point is the mean over one of up to {_POINTS} equal shares of the images. ",
-    )
-
-
-def _overlaid(
-    study: Study,
-    title: str,
-    heading: str,
-    series: Callable[[Sequence[RunRecord], RunRecord], tuple[Array, Array]],
-    note: str = "",
-) -> Figure | None:
-    """Two panels for each family with trials: a loss against images, and its difference from the baseline's.
-
-    ``series`` gives images (n,) and losses (trials, n) of trials beside one of the baseline's.
-    """
-    found = _families(study)
-    if not found:
+    """Held-out and training loss of all settings over the images trained on, overlaid; None without trials."""
+    plots = []
+    for rows in _families(study):
+        several = f"{rows[0].family}: " if len(_families(study)) > 1 else ""
+        for heading, series in (("held-out loss of the averaged weights", _held_out), ("training loss", _smoothed)):
+            shown = _overlaid(study, rows, series)
+            plots.append(
+                Plot(
+                    lines=shown, heading=several + heading, x_label="images trained on", y_label="loss", from_zero=False
+                )
+            )
+    if not plots:
         return None
-    several = len(found) > 1
-    seeds = {phrases.plural(len(learned.baseline_trials(rows[1:])), "seed") for rows in found}
-    heads = [f"{rows[0].family}: {phrases.within(heading)}" if several else heading for rows in found]
-    figure, axes = fs.sheet(
-        title,
-        phrases.context(study),
-        [height for _ in found for height in (2.6, 1.9)],
-        headings=[text for head in heads for text in (head, "Difference from the baseline with the same seed")],
-        left=0.95,
-        right=2.4,
-        gap=0.5 if several else 0.3,
-        note=f"{note}Lines: mean over {seeds.pop() if len(seeds) == 1 else 'seeds'}; shade: lowest and highest seed. "
-        "Differences are between runs with the same seed; those of settings that are worse are left to the upper "
-        "panel, since beside them no other could be seen.",
+    return lines(
+        plots,
+        title="Loss during training",
+        context=phrases.context(study),
+        note=f"Mean over seeds; shade: lowest and highest seed. The training loss is the mean over each of up to "
+        f"{_POINTS} equal shares of the images. "
+        "Grey: settings whose loss is not found to be larger by the margin.",
     )
-    for rows, above, below in zip(found, axes[::2], axes[1::2], strict=True):
-        lead, *others = learned.tried(study, rows)
-        base = learned.baseline_trials(rows[1:])
-        images, values = series(base, base[0])
-        above.plot(images, values.mean(0), color=fs.INK, lw=2.2, label=fs.fit(lead.label, 1.9, 2))
-        above.fill_between(images, values.min(0), values.max(0), color=fs.INK, alpha=0.12, lw=0)
-        below.axhline(0, color=fs.INK, lw=1)
-        wide = _hide(others)
-        for i, row in enumerate(others):
-            pairs = learned.pairs_of(row, learned.extent_of(rows[1:]))
-            colour = fs.PALETTE[i % len(fs.PALETTE)]
-            (images, theirs), (_, mine) = (series([p[side] for p in pairs], pairs[0][1 - side]) for side in (0, 1))
-            above.plot(images, mine.mean(0), color=colour, lw=1.6, label=fs.fit(row.label, 1.9, 2))
-            if row.label in wide:
-                continue
-            apart = mine - theirs
-            below.plot(images, apart.mean(0), color=colour, lw=1.6)
-            below.fill_between(images, apart.min(0), apart.max(0), color=colour, alpha=0.12, lw=0)
-        above.legend(loc="upper left", bbox_to_anchor=(1.01, 1.03), frameon=False, fontsize=fs.SMALL_POINTS)
-        above.tick_params(labelbottom=False)
-        for ax in (above, below):
-            ax.yaxis.set_major_locator(MaxNLocator(5))
-            ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
-            ax.set_xlim(0, learned.images_of(rows[1:]))
-            ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: fs.number(value)))
-    axes[-1].set_xlabel("images trained on")
-    return figure
 
 
 def _families(study: Study) -> list[list[Comparison]]:
@@ -203,37 +107,41 @@ def _families(study: Study) -> list[list[Comparison]]:
     return [[lead, *rows]] if lead is not None and learned.images_of(rows) else []
 
 
-def _hide(rows: list[Comparison]) -> set[str]:
-    """Names of settings that are worse, beside which no other could be seen; none where all are."""
-    worse = {r.label for r in rows if r.equivalence.verdict == quality.WORSE}
-    return worse if len(worse) < len(rows) else set()
+Series = Callable[[Sequence[RunRecord], RunRecord], tuple[Array, Array]]
 
 
-def by_time(study: Study) -> Figure | None:
-    """Where in the noise a setting is better or worse: the difference of the final loss by timestep; None without."""
-    lead = trained.base(study)
-    if lead is None or not (base := learned.baseline_trials(trained.rows(study))):
-        return None
-    figure, (ax,) = fs.sheet(
-        "At which timesteps a setting learns more or less",
-        phrases.context(study),
-        [2.6],
-        left=0.95,
-        right=2.4,
-        note="Final held-out loss of each setting less the baseline's with the same seed, mean over seeds, by ten "
-        "equal ranges of timesteps. Early timesteps have little noise. Settings that are worse are left out.",
-    )
-    ax.axhline(0, color=fs.INK, lw=1)
-    at = (np.arange(10) + 0.5) / 10 * lead.config.diffusion.timesteps
-    extent = quality.extent(base[0])
-    wide = _hide(trained.rows(study))
-    for i, row in enumerate(trained.rows(study)):
-        if row.label not in wide and (pairs := learned.pairs_of(row, extent)):
-            apart = trained.by_time([b for _, b in pairs]) - trained.by_time([a for a, _ in pairs])
-            label = fs.fit(row.label, 1.9, 2)
-            ax.plot(at, apart.mean(0), color=fs.PALETTE[i % len(fs.PALETTE)], lw=1.6, marker="o", ms=3.5, label=label)
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
-    ax.set_xlabel("timestep")
-    ax.set_ylabel("difference of the loss")
-    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1.03), frameon=False, fontsize=fs.SMALL_POINTS)
-    return figure
+def _overlaid(study: Study, rows: Sequence[Comparison], series: Series) -> list[Line]:
+    """The baseline, what loses more, and in grey all others; ``series`` gives images (n,), losses (trials, n)."""
+    lead, *others = learned.tried(study, rows)
+    base = learned.baseline_trials(rows[1:])
+    found = []
+    for c in sorted(others, key=_apart):
+        pairs = learned.pairs_of(c, learned.extent_of(rows[1:]))
+        images, mine = series([candidate for _, candidate in pairs], pairs[0][0])
+        name, colour = (c.label, "") if _apart(c) else ("no larger loss found", style.OPEN)
+        found.append(_curve(name, images, mine, colour))
+    images, values = series(base, base[0])
+    return [*found, _curve(f"{lead.label} (baseline)", images, values, style.INK)]
+
+
+def _apart(c: Comparison) -> bool:
+    """Whether the final loss is found to be larger, and by more than the margin where there is one."""
+    e = c.equivalence
+    return e.verdict == quality.WORSE or e.low > (0.0 if math.isnan(e.margin) else e.margin)
+
+
+def _curve(name: str, images: Array, values: Array, colour: str) -> Line:
+    low, high = values.min(0), values.max(0)
+    return Line(name=name, x=images, y=values.mean(0), low=low, high=high, colour=colour, look="-", shade=True)
+
+
+def _held_out(records: Sequence[RunRecord], base: RunRecord) -> tuple[Array, Array]:
+    images, _ = quality.curve(base)
+    return images, learned.held_out(records, images)
+
+
+def _smoothed(records: Sequence[RunRecord], base: RunRecord) -> tuple[Array, Array]:
+    batches = [r.config.global_batch_size for r in (base, *records)]
+    images = min(len((r.quality or {})["losses"]) * n for r, n in zip((base, *records), batches, strict=True))
+    points = min(_POINTS, images // max(batches))
+    return (np.arange(points) + 0.5) * images / points, learned.training(records, images, points)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.figure import Figure
 
-from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import phrases, quality, samples, trained
+from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.record import RunRecord
 
-_LEFT = 0.22
+_EDGE, _HEADING = 0.18, 0.32  # inches
 _GAP = 6  # pixels of the figure between two images
 _LARGEST = 160  # pixels of the figure that an image is magnified to at most
 
@@ -26,27 +26,27 @@ def figure(study: Study) -> Figure | None:
     first = shown[0][1]
     told = samples.drawn(first)
     rows = [_row(record) for _, record in shown]
-    sheet, panels = fs.sheet(
-        "What each setting draws from the same noise",
-        phrases.context(study),
-        [row.shape[0] / fs.DPI for row in rows],
-        headings=[heading for heading, _ in shown],
-        left=_LEFT,
-        right=_LEFT,
-        bottom=0.12,
-        gap=0.05,
-        note=f"{phrases.plural(told['images'], 'image')} of each configuration's averaged weights, trained on "
-        f"{int(first.config.option('images', 0)):,} images with seed {first.config.seed}; "
-        f"{told['sampler'].upper()}, {told['steps']} steps, in fp32 and eager whatever was trained in. Same noise: a "
-        "column starts from the same noise in every row. The loss is that of the weights that drew, the verdict that "
-        "of all seeds.",
-    )
-    height = sheet.get_figheight() * fs.DPI
-    for panel, row in zip(panels, rows, strict=True):
-        top = round(panel.get_position().y1 * height)
-        sheet.figimage(row, xo=round(_LEFT * fs.DPI), yo=top - row.shape[0], origin="upper")
-        panel.remove()
-    return sheet
+    height = sum(_HEADING + row.shape[0] / style.DPI for row in rows) + 0.1
+    with style.style():
+        sheet, body = style.sheet(
+            "What each setting draws from the same noise",
+            phrases.context(study),
+            height,
+            f"{phrases.plural(told['images'], 'image')} of each configuration's averaged weights, trained on "
+            f"{int(first.config.option('images', 0)):,} images with seed {first.config.seed}; "
+            f"{told['sampler'].upper()}, {told['steps']} steps, in fp32 and eager. A column starts from the same noise "
+            "in every row. The verdict is that of all seeds.",
+        )
+        box = body.bbox
+        top = box.y1 / style.DPI
+        for (heading, _), row in zip(shown, rows, strict=True):
+            body.text(
+                _EDGE / style.WIDTH, (top - 0.1 - box.y0 / style.DPI) / height, heading, va="top", fontsize=style.SMALL
+            )
+            top -= _HEADING
+            sheet.figimage(row, xo=round(_EDGE * style.DPI), yo=round(top * style.DPI) - row.shape[0], origin="upper")
+            top -= row.shape[0] / style.DPI
+    return style.settle(sheet)
 
 
 def _shown(study: Study) -> list[tuple[str, RunRecord]]:
@@ -57,14 +57,13 @@ def _shown(study: Study) -> list[tuple[str, RunRecord]]:
         return []
     found = []
     for row in (lead, *trained.rows(study)):
-        name = f"{row.label} (baseline)" if row is lead else row.label
-        verdict = [] if row is lead else [quality.sentence(row.equivalence)]
+        verdict = "baseline" if row is lead else row.equivalence.verdict
         for record in trained.trials_of(study, row):
             if _alike(record, like):
-                loss = f"held-out loss {quality.final_loss(record):.4f}"
                 fid = samples.fid([record])
-                words = [loss, *verdict, *([f"FID {samples.fid_words(fid)}"] if fid else [])]
-                found.append((f"{name}: {', '.join(words)}", record))
+                words = [verdict, f"held-out loss {quality.final_loss(record):.4f}"]
+                words += [f"FID {samples.fid_words(fid)}"] if fid else []
+                found.append((f"{row.label}: {', '.join(words)}", record))
     return found
 
 
@@ -78,9 +77,8 @@ def _row(record: RunRecord) -> samples.Pixels:
     """A trial's images beside each other, magnified by a whole number."""
     images = samples.pixels(record)
     count, side = images.shape[:2]
-    room = round((fs.WIDTH - 2 * _LEFT) * fs.DPI) - _GAP * (count - 1)
+    room = round((style.WIDTH - 2 * _EDGE) * style.DPI) - _GAP * (count - 1)
     times = max(1, min(room // (count * side), _LARGEST // side))
     tiles = images.repeat(times, axis=1).repeat(times, axis=2)
     white = np.full((side * times, _GAP, 3), 255, dtype=np.uint8)
-    spaced = [part for tile in tiles for part in (white, tile)]
-    return np.concatenate(spaced[1:], axis=1)
+    return np.concatenate([part for tile in tiles for part in (tile, white)][:-1], axis=1)

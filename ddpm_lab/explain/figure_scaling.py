@@ -1,321 +1,176 @@
-"""Figures of strong and weak scaling, each in panels of its own: speed-up, efficiency, time, throughput."""
+"""Figures of strong and weak scaling, each in panels of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import phrases, scaling
+from ddpm_lab.explain.charts import style
+from ddpm_lab.explain.charts.bars import bars
+from ddpm_lab.explain.charts.lines import Line, Plot, lines
+from ddpm_lab.explain.charts.style import Panel, Row
 from ddpm_lab.explain.comparisons import Comparison
-from ddpm_lab.explain.figure_extras import (
-    Rows,
-    bar_panels,
-    bars,
-    known,
-    measured,
-    projection,
-    speed,
-    spread,
-    throughput_bars,
-)
+from ddpm_lab.explain.figure_ratios import measured, projection, timed
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.scaling import KINDS
-from ddpm_lab.explain.stats import Interval
 
-_LABEL_LINE = 0.22  # inches from one label at the end of a line to the next
-_NAMES = 2.6  # inches for the names of lines
-_MANY = 16  # ranks from which on an axis of equal steps has no room for the small numbers
-_INTERVALS = "Vertical lines: 95 % interval over sets. "
-
-Lines = dict[str, Rows]
-Values = Callable[[Comparison], Interval]
+_MANY = 16
+"""Ranks above which axes are logarithmic."""
 
 
 def speed_up(study: Study) -> Figure | None:
-    """Speed-up against the number of ranks, one line a family, with the ideal line."""
-    kinds = _by_family(study)
-    if not kinds:
-        return None
-    unit = _unit(kinds)
-    figure, axes = fs.sheet(
-        f"Speed-up against the number of {unit}",
-        phrases.context(study),
-        sizes := [max(4.2 if len(kinds) == 1 else 3.2, _LABEL_LINE * len(lines)) for lines in kinds.values()],
-        headings=[f"{kind.capitalize()} scaling: {KINDS[kind]}" for kind in kinds],
-        left=0.85,
-        right=_NAMES,
-        gap=0.62,
-        note=_shared_cores(study, kinds) + _INTERVALS + "Speeds compare equal numbers of images.",
-    )
-    for ax, height, lines in zip(axes, sizes, kinds.values(), strict=True):
-        every = [r for rows in lines.values() for r in rows]
-        ranks = _rank_axis(ax, every)
-        top = max(known(r.ratio.high, r.ratio.value) for r in every)
-        ceiling = 1.08 * max(top, min(ranks[-1], 2 * top))
-        if ranks[-1] > _MANY:
-            least = min(min(known(r.ratio.low, r.ratio.value), r.ratio.value) for r in every)
-            ax.set_yscale("log", base=2)
-            ceiling = 1.1 * max(top, ranks[-1])
-            ax.set_ylim(min(0.8, least / 1.1), ceiling)
-            ax.yaxis.set_minor_locator(NullLocator())
-            ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: fs.number(value)))
-        else:
-            ax.set_ylim(0, ceiling)
-        ax.plot([1, ranks[-1]], [1, ranks[-1]], "--", color=fs.SOFT, lw=1.4, zorder=1)
-        at = 1 + 0.72 * (min(ranks[-1], ceiling) - 1)
-        # On the side of the line where the points are not.
-        above = all(r.ratio.value <= r.ranks for r in every)
-        beside, side, edge = (0.03, "right", "bottom") if above else (-0.03, "left", "top")
-        ax.text(at, at + beside * ceiling, "ideal", color=fs.SOFT, ha=side, va=edge)
-        _lines(
-            ax,
-            height,
-            lines,
-            x=lambda r: r.ranks,
-            values=lambda r: r.ratio,
-            name=lambda name, r: f"{name}: {phrases.ratio(r)}",
+    """Speed-up against the number of ranks, one line a family, with the ideal line; None below three numbers."""
+    families = _families(study)
+    plots = []
+    for kind in KINDS:
+        shown = [rows for rows in families if rows[0].scaling == kind]
+        hosts = {c.ranks: c.config.nodes for rows in shown for c in rows}
+        ranks = sorted(hosts)
+        if len(ranks) < 3:
+            continue
+        ideal = Line(name="ideal", x=[1, ranks[-1]], y=[1, ranks[-1]], colour=style.SOFT, look="--", width=1.4)
+        plots.append(
+            Plot(
+                lines=[ideal, *map(_line, shown)],
+                heading=f"{kind.capitalize()} scaling: {KINDS[kind]}",
+                x_label=_unit(families),
+                y_label=f"speed relative to {shown[0][0].baseline_label}",
+                ticks=ranks,
+                names=[f"{n}\n{hosts[n]} hosts" if hosts[n] > 1 else str(n) for n in ranks],
+                log_x=ranks[-1] > _MANY,
+                log_y=ranks[-1] > _MANY,
+                height=3.2,
+            )
         )
-        base = next(iter(lines.values()))[0].baseline_label
-        ax.set_ylabel(fs.fit(f"speed relative to {base}", height, 1, fs.TEXT_POINTS))
-    axes[-1].set_xlabel(unit)
-    return figure
+    if not plots:
+        return None
+    return lines(
+        plots,
+        title=f"Speed-up against the number of {_unit(families)}",
+        context=phrases.context(study),
+        note=f"{_shared(study, families)}Upright lines: 95 % interval over sets. Speeds are for equal images.",
+    )
+
+
+def _line(rows: Sequence[Comparison]) -> Line:
+    low, high = [c.ratio.low for c in rows], [c.ratio.high for c in rows]
+    name = rows[0].family.rpartition(", ")[0]
+    return Line(name=name, x=[c.ranks for c in rows], y=[c.ratio.value for c in rows], low=low, high=high)
 
 
 def efficiency(study: Study) -> Figure | None:
-    """Parallel efficiency as bars over the bands, with the line from where on scaling is called good."""
-    kinds, bands = _by_family(study), study.bands
-    panels = [[r for r in rows if r.role != "baseline"] for lines in kinds.values() for rows in lines.values()]
-    panels = [rows for rows in panels if rows]
-    if not panels:
+    """Parallel efficiency as bars, with the line from where on scaling is called good.
+
+    None where ranks share a CPU and there are fewer than three numbers of them: the answer's figure says as much.
+    """
+    families, bands = _families(study), study.bands
+    if not families or (_unit(families) == "CPU ranks" and max(map(len, families)) < 3):
         return None
-    most = max(1.05, *(known(r.efficiency.high, r.efficiency.value) for rows in panels for r in rows))
 
-    def text(row: Comparison) -> str:
-        return f"{scaling.efficiency(row)}, {scaling.band(row, bands)}"
+    def row(c: Comparison) -> Row:
+        low, high = (100 * end for end in c.efficiency.ends)
+        text = f"{scaling.efficiency(c)}, {scaling.band(c, bands)}"
+        value = 100 * c.efficiency.value
+        return Row(name=c.label, value=value, low=low, high=high, colour=style.SERIES[0], text=text)
 
-    def draw(ax: Axes, rows: Rows) -> None:
-        bars(ax, rows, [fs.PALETTE[0]] * len(rows), lambda r: r.efficiency, text, scale=100)
-        for i, (_, bound) in enumerate(bands.table):
-            above = bands.table[i - 1][1] if i else 1.02 * most
-            ax.axvspan(100 * bound, 100 * above, color=fs.BAND, alpha=0.55 * (i % 2), lw=0, zorder=0)
-        ax.axvline(100 * bands.threshold, color=fs.INK, lw=1.2, ls="--")
-        ax.set_xlim(0, 102 * most)
-
-    title = "Parallel efficiency: speed-up divided by the number of " + _unit(kinds)
-    note = scaling.legend(bands) + "Line: 95 % interval over sets. " + _shared_cores(study, kinds)
-    headings = [rows[0].family for rows in panels]
-    label = "parallel efficiency, %"
-    return bar_panels(title, study, panels, headings=headings, note=note, draw=draw, label=label)
-
-
-def by_ranks(study: Study) -> Figure | None:
-    """Time for 50,000 images, and throughput, against the number of ranks: one line a batch size."""
-    kinds = _by_family(study)
-    if not kinds:
-        return None
-    unit = _unit(kinds)
-
-    def ranks(ax: Axes, rows: Rows) -> None:
-        _rank_axis(ax, rows)
-        ax.set_xlabel(unit)
-
-    return _time_and_throughput(study, kinds, f"against the number of {unit}", ranks, lambda r: r.ranks)
+    panels = [
+        Panel(
+            heading=rows[0].family,
+            rows=[row(c) for c in rows if c.role != "baseline"],
+            reference=100 * bands.threshold,
+        )
+        for rows in families
+    ]
+    return bars(
+        panels,
+        title=f"Parallel efficiency: speed-up divided by the number of {_unit(families)}",
+        context=phrases.context(study),
+        label="parallel efficiency, %",
+        note=f"{scaling.legend(bands)}Line: 95 % interval over sets. {_shared(study, families)}",
+    )
 
 
 def by_batch(study: Study) -> Figure | None:
-    """Time for 50,000 images, and throughput, against the batch size: one line a number of ranks."""
-    kinds: dict[str, Lines] = {}
-    for kind in KINDS:
-        rows = [r for panel in measured(study) for r in panel if r.scaling == kind]
-        several = len({r.config.image_size for r in rows}) > 1
-        lines: Lines = {}
-        for row in sorted(rows, key=lambda r: (r.config.image_size, r.config.device, r.ranks, _x_batch(r))):
-            size = f", {row.config.image_size} px" if several else ""
-            lines.setdefault(scaling.layout(row.config) + size, []).append(row)
-        if len({_x_batch(r) for r in rows}) > 1:
-            kinds[kind] = lines
-    if not kinds:
+    """Time for 50,000 images against the batch size, one line a number of ranks; None below three sizes."""
+    every = [c for rows in measured(study) for c in rows]
+    if not every:
         return None
-
-    def batches(ax: Axes, rows: Rows) -> None:
-        shown = sorted({_x_batch(r) for r in rows})
-        _logarithmic(ax, shown[0], shown[-1])
-        fs.fixed_ticks(ax.xaxis, shown, ".0f")
-        strong = rows[0].scaling == "strong"
-        ax.set_xlabel("global batch size, images a step" if strong else "images a step on each rank")
-
-    return _time_and_throughput(study, kinds, "against the batch size", batches, _x_batch, batch=False)
+    unit, time_of = projection(every)
+    bases = {(c.family, c.baseline_id): c for c in every if c.role == "baseline"}
+    plots = []
+    for kind in KINDS:
+        rows = sorted((c for c in every if c.scaling == kind), key=lambda c: (c.config.device, c.ranks, _batch(c)))
+        batches = sorted({_batch(c) for c in rows})
+        if len(batches) < 3:
+            continue
+        found: dict[str, list[Comparison]] = {}
+        for c in rows:
+            found.setdefault(f"{scaling.layout(c.config)}, {c.config.image_size} px", []).append(c)
+        label = "global batch size, images a step" if kind == "strong" else "images a step on each rank"
+        series = [
+            timed(rows, lambda c, _: time_of(c, bases.get((c.family, c.baseline_id))), _batch, name)
+            for name, rows in found.items()
+        ]
+        heading = f"{kind.capitalize()} scaling: {KINDS[kind]}"
+        plots.append(Plot(lines=series, heading=heading, x_label=label, y_label=unit, log_x=True, ticks=batches))
+    if not plots:
+        return None
+    return lines(
+        plots,
+        title="Time for 50,000 images against the batch size",
+        context=phrases.context(study, batch=False),
+        note="A projection from timed steps, without start-up; upright lines: 95 % interval of the ratio to one rank.",
+    )
 
 
 def layouts(study: Study) -> Figure | None:
-    """Images per second of CPU, one GPU, several and hosts, side by side wherever they did equal work."""
-    groups: dict[tuple[object, ...], dict[tuple[str, str], Comparison]] = {}
-    for row in (r for rows in measured(study) for r in rows if r.scaling == "strong"):
-        config = row.config
-        work = (config.work_name, config.image_size, config.global_batch_size, config.data_sha256)
-        name = scaling.layout(config)
-        known_row = groups.setdefault(work, {}).get((name, config.precision))
-        if known_row is None or row.sets > known_row.sets:
-            groups[work][name, config.precision] = replace(row, label=name)
-    panels = [_told_apart(list(rows.values())) for rows in groups.values() if len(rows) > 1]
+    """Images per second of CPU, GPUs and hosts, wherever they did equal work; None for one kind alone."""
+    groups: dict[tuple[object, ...], dict[str, Comparison]] = {}
+    for c in sorted((c for rows in measured(study) for c in rows if c.scaling == "strong"), key=lambda c: c.sets):
+        work = (c.config.work_name, c.config.image_size, c.config.global_batch_size, c.config.data_sha256)
+        groups.setdefault(work, {})[f"{scaling.layout(c.config)}, {c.config.precision}"] = c
+    panels = []
+    for (name, size, batch, _), found in groups.items():
+        if len({(c.config.device, c.config.nodes) for c in found.values()}) > 1:
+            ordered = sorted(
+                found.items(), key=lambda item: (item[1].config.device, item[1].config.nodes, item[1].ranks)
+            )
+            rows = [
+                Row(name=label, value=rate, colour=style.SERIES[0], text=phrases.significant(rate))
+                for label, rate in ((label, c.images_per_second) for label, c in ordered)
+            ]
+            panels.append(Panel(heading=f"{name}, batch {batch}, {size} px", rows=rows))
     if not panels:
         return None
-    headings = [f"{r.config.work_name}, batch {r.batch}{_pixels(r)}" for r, *_ in panels]
-    return throughput_bars("Images per second of equal work on each device", study, panels, headings, _colour)
+    return bars(
+        panels,
+        title="Images per second of equal work on each device",
+        context=phrases.context(study),
+        label="images per second",
+        note="Geometric mean over sets. Speeds of different hours also differ by the machine.",
+    )
 
 
-def _told_apart(rows: Rows) -> Rows:
-    """Rows from the smallest to the largest machine; where several precisions were measured, each says its own."""
-    several = len({r.config.precision for r in rows}) > 1
-    ordered = sorted(rows, key=lambda r: (r.config.device, r.config.nodes, r.ranks))
-    return [replace(r, label=f"{r.label}, {r.config.precision}") for r in ordered] if several else ordered
+def _families(study: Study) -> list[list[Comparison]]:
+    """Families that hold more than the baseline, by image size and batch, each by its numbers of ranks."""
+    found = [sorted(rows, key=lambda c: (c.ranks, c.config.nodes)) for rows in measured(study) if len(rows) > 1]
+    return sorted(found, key=lambda rows: (rows[0].scaling or "", rows[0].config.image_size, rows[0].batch))
 
 
-def _colour(row: Comparison) -> int:
-    if row.config.device == "cpu":
-        return 1
-    return 2 if row.config.nodes > 1 else 0
-
-
-def _pixels(row: Comparison) -> str:
-    size = row.config.image_size
-    return "" if row.config.is_own else f", {size}\N{MULTIPLICATION SIGN}{size} images"
-
-
-def _by_family(study: Study) -> dict[str, Lines]:
-    """Families that hold more than the baseline, by kind of scaling, under short names, by batch size."""
-    panels = [sorted(rows, key=_size) for rows in measured(study) if len(rows) > 1]
-    panels.sort(key=lambda rows: (rows[0].config.image_size, rows[0].batch))
-    found: dict[str, Lines] = {}
-    for kind in KINDS:
-        mine = [rows for rows in panels if rows[0].scaling == kind]
-        for rows in mine:
-            lines, name = found.setdefault(kind, {}), _short(rows[0], mine)
-            lines[name if name not in lines else rows[0].family] = rows
-    return found
-
-
-def _every(kinds: dict[str, Lines]) -> Rows:
-    return [r for lines in kinds.values() for rows in lines.values() for r in rows]
-
-
-def _size(row: Comparison) -> tuple[int, int]:
-    return row.ranks, row.config.nodes
-
-
-def _short(base: Comparison, panels: Sequence[Rows]) -> str:
-    """The part of a family's name that differs: its batch size where that is all."""
-    sizes = {p[0].config.image_size for p in panels}
-    name = f"batch {base.batch}" + " per rank" * (base.scaling == "weak")
-    return name if len(sizes) == 1 else f"{base.config.image_size} px, {name}"
-
-
-def _x_batch(row: Comparison) -> int:
+def _batch(c: Comparison) -> int:
     """Images of a step: of all ranks in strong scaling, of one in weak."""
-    return int(row.config.rank_batch_size if row.scaling == "weak" else row.batch)
+    return int(c.config.rank_batch_size if c.scaling == "weak" else c.batch)
 
 
-def _unit(kinds: dict[str, Lines]) -> str:
-    devices = {r.config.device for r in _every(kinds)}
+def _unit(families: Sequence[Sequence[Comparison]]) -> str:
+    devices = {c.config.device for rows in families for c in rows}
     return "GPUs" if devices == {"cuda"} else "CPU ranks" if devices == {"cpu"} else "ranks"
 
 
-def _shared_cores(study: Study, kinds: dict[str, Lines]) -> str:
-    if _unit(kinds) == "GPUs":
+def _shared(study: Study, families: Sequence[Sequence[Comparison]]) -> str:
+    if _unit(families) == "GPUs":
         return ""
-    return f"{scaling.shared_cores(study, _every(kinds))}; the ideal is that of ranks with devices of their own. "
-
-
-def _rank_axis(ax: Axes, rows: Rows) -> list[int]:
-    """An axis of numbers of ranks, which names the hosts where there are several; the numbers."""
-    ranks = sorted({r.ranks for r in rows})
-    first, last = ranks[0], ranks[-1]
-    spread_over = {r.ranks: r.config.nodes for r in sorted(rows, key=_size)}
-    if last > _MANY:
-        _logarithmic(ax, first, last)
-    else:
-        ax.set_xlim(first - 0.1 * (last - first), last + 0.08 * (last - first))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_locator(FixedLocator(ranks))
-    names = [f"{n}\n{phrases.plural(spread_over[n], 'host')}" if spread_over[n] > 1 else str(n) for n in ranks]
-    ax.set_xticklabels(names)
-    return ranks
-
-
-def _logarithmic(ax: Axes, first: float, last: float) -> None:
-    """Powers of two on the axis, with room at the ends for lines that are shifted apart."""
-    ax.set_xscale("log", base=2)
-    room = (last / first) ** 0.07
-    ax.set_xlim(first / room, last * room)
-
-
-def _lines(
-    ax: Axes,
-    height: float,
-    lines: Lines,
-    *,
-    x: Callable[[Comparison], float],
-    values: Values,
-    name: Callable[[str, Comparison], str],
-) -> None:
-    """Lines with intervals in a panel of ``height`` inches whose limits are set; names stand at the right."""
-    to_axes = ax.transScale + ax.transLimits
-    ends = []
-    for i, rows in enumerate(lines.values()):
-        colour = fs.PALETTE[i % len(fs.PALETTE)]
-        # A small shift keeps the intervals of several lines apart.
-        shift = min(0.012, 0.1 / len(lines)) * (i - (len(lines) - 1) / 2)
-        points = [(x(r), values(r)) for r in rows]
-        places = [to_axes.transform((at, value.value)) for at, value in points]
-        shifted = [to_axes.inverted().transform((place[0] + shift, place[1]))[0] for place in places]
-        for at, (_, value) in zip(shifted, points, strict=True):
-            if value.exists:
-                ax.plot([at, at], value.ends, color=colour, lw=2, alpha=0.6)
-        ax.plot(shifted, [value.value for _, value in points], marker=fs.MARKERS[i % 8], ms=6, lw=1.8, color=colour)
-        ends.append(float(places[-1][1]))
-    for i, ((short, rows), y) in enumerate(zip(lines.items(), spread(ends, _LABEL_LINE / height, 1.0), strict=True)):
-        colour = fs.PALETTE[i % len(fs.PALETTE)]
-        ax.plot([1.03], [y], fs.MARKERS[i % 8], transform=ax.transAxes, color=colour, ms=6, clip_on=False)
-        text = fs.fit(name(short, rows[-1]), _NAMES - 0.5, 1)
-        ax.text(1.055, y, text, transform=ax.transAxes, va="center", fontsize=fs.SMALL_POINTS)
-
-
-def _time_and_throughput(
-    study: Study,
-    kinds: dict[str, Lines],
-    against: str,
-    axis: Callable[[Axes, Rows], None],
-    x: Callable[[Comparison], float],
-    *,
-    batch: bool = True,
-) -> Figure:
-    """Two panels for each kind of scaling, over an axis that ``axis`` sets for its rows."""
-    unit, time = projection(_every(kinds))
-    shown = (
-        ("time for 50,000 images", f"{unit} (projected)", time),
-        ("throughput", "images per second", speed),
-    )
-    panels = [(kind, lines, *show) for kind, lines in kinds.items() for show in shown]
-    figure, axes = fs.sheet(
-        f"Time for 50,000 images, and throughput, {against}",
-        phrases.context(study, batch=batch),
-        sizes := [max(2.5, _LABEL_LINE * len(lines)) for _, lines, *_ in panels],
-        headings=[f"{kind.capitalize()} scaling ({KINDS[kind]}): {what}" for kind, _, what, _, _ in panels],
-        left=1.15,
-        right=_NAMES,
-        gap=0.62,
-        note="The time is a projection from short timed windows, without start-up.",
-    )
-    for ax, height, (_, lines, _, label, values) in zip(axes, sizes, panels, strict=True):
-        rows = [r for found in lines.values() for r in found]
-        axis(ax, rows)
-        ax.set_ylim(0, 1.08 * max(values(r).value for r in rows))
-        fs.plain_numbers(ax.yaxis, 6)
-        _lines(ax, height, lines, x=x, values=values, name=lambda name, _: name)
-        ax.set_ylabel(label)
-    return figure
+    rows = [c for found in families for c in found]
+    return f"{scaling.shared_cores(study, rows)}; the ideal is that of ranks with devices of their own. "

@@ -176,7 +176,7 @@ def speed_ups(rows: Sequence[Row]) -> SpeedUps:
     groups: dict[tuple[str | None, bool, int, int], list[Summary]] = {}
     for s in runs:
         groups.setdefault((s.configuration, bool(s.gpus), s.devices or 1, s.nodes or 1), []).append(s)
-    sizes = {
+    sizes: dict[Scaling, set[float | None]] = {
         Scaling(
             configuration=name,
             gpu=gpu,

@@ -13,7 +13,7 @@ from ddpm_lab import gradient_bounds
 from ddpm_lab.explain import decisions, learned, phrases, quality, samples
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.learned import Array, baseline_trials, extent_of, images_of, pairs_of
+from ddpm_lab.explain.learned import baseline_trials, extent_of, images_of, pairs_of
 from ddpm_lab.record import RunRecord
 
 EXPERIMENT = "quality"
@@ -56,11 +56,6 @@ def fids(study: Study) -> list[tuple[str, Mapping[str, Any]]]:
     lead = base(study)
     asked = [(r.label, samples.fid(trials_of(study, r))) for r in ([lead] if lead else []) + rows(study)]
     return [(label, found) for label, found in asked if found]
-
-
-def by_time(records: Sequence[RunRecord]) -> Array:
-    """Final held-out loss of each trial by ten ranges of timesteps (trials, 10)."""
-    return np.array([(r.quality or {})["held_out"][-1]["by_time"] for r in records], float)
 
 
 def faster(row: Comparison) -> bool:
@@ -220,19 +215,3 @@ def check_table(study: Study) -> pd.DataFrame:
 
 def _share(error: float | None) -> str:
     return _NONE if error is None else f"{error:.1e}"
-
-
-def front(found: Sequence[Comparison]) -> list[Comparison]:
-    """Configurations that no other beats in both speed and loss, slowest first: the Pareto front, baseline included."""
-    known = [r for r in found if r.sets and not math.isnan(_difference(r))]
-
-    def beats(one: Comparison, other: Comparison) -> bool:
-        gains = one.ratio.value - other.ratio.value, _difference(other) - _difference(one)
-        return bool(min(gains) >= 0 and max(gains) > 0)
-
-    best = [r for r in known if not any(beats(o, r) for o in known)]
-    return sorted(best, key=lambda r: r.ratio.value)
-
-
-def _difference(row: Comparison) -> float:
-    return 0.0 if row.role == "baseline" else float(row.equivalence.difference)
