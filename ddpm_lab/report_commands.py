@@ -83,12 +83,14 @@ def plan(options: argparse.Namespace, folder: Path) -> list[Planned]:
     """
     from ddpm_lab.planning import plan_question  # noqa: PLC0415 - commands load what they need
     from ddpm_lab.setting import usual_device  # noqa: PLC0415
-    from ddpm_lab.strategy import USUAL, most_ranks, several_ranks, strategy  # noqa: PLC0415
+    from ddpm_lab.strategy import USUAL, NoRanksError, most_ranks, several_ranks, strategy  # noqa: PLC0415
 
     device = usual_device(options.device)
     network = options.network or USUAL[device][0]
-    several = options.ranks == "multi" or most_ranks(device)[0] > 1
-    ranks = several_ranks(device) if several and options.ranks != "single" else 1
+    most, have = most_ranks(device)
+    if options.ranks == "multi" and most < 2:
+        raise NoRanksError(f"--ranks multi needs two ranks, and {have}: use --ranks single")
+    ranks = 1 if options.ranks == "single" or most < 2 else several_ranks(device)
     fit = [b for b in BATCH_SIZES if b % ranks == 0] or [32 * ranks]
     usual = fit[:1] if options.preset == "smoke" else fit
     batches = options.batch_sizes or usual

@@ -246,7 +246,7 @@ def test_bars_and_intervals_are_where_the_numbers_are() -> None:
     )  # as they are drawn: a number of devices, then the next
     several = [r for r in rows if r.ranks > 1]
     axes = benchmark.dashboard(answer).axes
-    expected: list[list[float]] = [[r.projected_seconds for r in rows], [r.images_per_second for r in rows]]
+    expected = [[r.projected_seconds for r in rows], [r.images_per_second for r in rows]]
     expected += [[r.ratio.value for r in several], [r.efficiency.value for r in several]]
     for ax, values in zip(axes, expected, strict=True):
         assert [p.get_height() for p in ax.patches if isinstance(p, Rectangle)] == pytest.approx(values)

@@ -158,7 +158,8 @@ def comparison(study: Study) -> list[list[str]]:
     for _, same in groupby(found, key=lambda r: (r.scaling, _batch(r), r.family)):
         group = list(same)
         single = next((r for r in group if r.ranks == 1), None)
-        for several in [*(r for r in group if r.ranks > 1)] or (None,):
+        many: list[Comparison | None] = [r for r in group if r.ranks > 1]
+        for several in many or [None]:
             row = several or group[0]
             gains = [phrases.DASH] * 4
             if compared(row):
@@ -271,7 +272,7 @@ def table(study: Study) -> Figure:
         ax.set_axis_off()
         widths = [max(len(line) for row in grid for line in row[i].split("\n")) + 2 for i in range(len(grid[0]))]
         shares = [width / sum(widths) for width in widths]
-        drawn = ax.table(grid, cellLoc="left", colWidths=shares, edges="horizontal", bbox=Bbox.from_bounds(0, 0, 1, 1))
+        drawn = ax.table(grid, cellLoc="left", colWidths=shares, edges="horizontal", bbox=Bbox.unit())
         drawn.auto_set_font_size(False)
         for (row, _), cell in drawn.get_celld().items():
             cell.set_height(lines[row])

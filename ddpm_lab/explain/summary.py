@@ -183,7 +183,7 @@ def speed_ups(rows: Sequence[Row]) -> SpeedUps:
             devices=devices,
             nodes=nodes,
             times=tuple((s.epoch_seconds if per_epoch else s.seconds) or math.nan for s in mine),
-        ): {None} if per_epoch else {s.epochs for s in mine}
+        ): {None if per_epoch else s.epochs for s in mine}
         for (name, gpu, devices, nodes), mine in groups.items()
     }
     return SpeedUps(per_epoch=per_epoch, sizes=tuple(_compared(one, sizes) for one in sizes), notes=(APART,))

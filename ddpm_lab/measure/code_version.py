@@ -29,7 +29,7 @@ from ddpm_lab.checks import ConfigError
 PACKAGE = Path(__file__).resolve().parents[1]
 FOLDERS = ("data", "measure", "model")
 MODULES = (
-    *("__init__", "checks", "config", "declared", "plan", "planted"),
+    *("__init__", "checks", "config", "declared", "files", "plan", "planted"),
     *("processor", "space", "workload"),
 )
 """What of the lab a rank may load, or times it. A rank that loads another module of the lab is refused."""
