@@ -217,7 +217,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
 @pytest.mark.slow
 def test_two_hosts_work_as_one_and_each_fault_is_named_until_the_network_is_cut() -> None:
     planted = [(name, 2, 2, {"fault_rank": 1, "fault_step": 2, **options}) for name, (options, _, _) in FAULTS.items()]
-    works: tuple[str, int, int, dict[str, Any]] = ("works", 2, 2, {})
+    works: tuple[Any, ...] = ("works", 2, 2, {})
     lost = [("cut off", 2, 2, ENDLESS), ("lost", 2, 2, {}), ("goes on", 1, 1, {})]
     with job([works, *planted, works, *lost]) as (made, jobs, rows):
         found = next(rows)

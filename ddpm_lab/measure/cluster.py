@@ -62,12 +62,13 @@ class Process(NamedTuple):
     def read(cls, environment: Mapping[str, str]) -> Process:
         """Read what torchrun sets in the environment. Raises ConfigError where it did not."""
         try:
-            rank, size, local, hosts = (
-                int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE")
-            )
             job = "ddpm_lab/{TORCHELASTIC_RUN_ID}/{TORCHELASTIC_RESTART_COUNT}".format_map(environment)
             return cls(
-                rank, size, local, hosts, Store(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), job)
+                rank=int(environment["RANK"]),
+                world_size=int(environment["WORLD_SIZE"]),
+                local_rank=int(environment["LOCAL_RANK"]),
+                hosts=int(environment["GROUP_WORLD_SIZE"]),
+                store=Store(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), job),
             )
         except (KeyError, ValueError) as error:
             raise ConfigError(
@@ -115,7 +116,7 @@ class Channel:
         self.ear = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_SEMAPHORE)  # readable while there is a message
         self.silent_beats = -JOIN_SECONDS / BEAT_SECONDS  # so long may the first message take
         self._received: deque[dict[str, Any]] = deque()
-        self._inbox, self._outbox = inbox, outbox
+        self._inbox, self._outbox, self._leads = inbox, outbox, process.rank == 0
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read at torch's import: else waits in vain log lines
         from ddpm_lab.measure.store import join_store  # noqa: PLC0415 - imports torch
 
@@ -146,7 +147,8 @@ class Channel:
         with contextlib.suppress(RuntimeError):  # the store has gone
             while True:
                 self.send()
-                self._asked.wait(["alive"], timedelta(seconds=STORE_SECONDS))  # nobody is lost while the store is slow
+                if self._leads:  # nobody is lost while the store is slow
+                    self._asked.wait(["alive"], timedelta(seconds=STORE_SECONDS))
                 self.silent_beats += 1
                 time.sleep(BEAT_SECONDS)
         self.silent_beats = math.inf
