@@ -25,6 +25,9 @@ from ddpm_lab.plan import Plan
 # One thread for what tests compute themselves: two that wait for each other make no progress beside a busy neighbour.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# torch's store says on the terminal what tests of lost connections make happen. Read when torch is imported.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
 # Tests measure side by side.
 os.environ.setdefault("DDPM_LAB_MEASURING_LOCK", "")
 

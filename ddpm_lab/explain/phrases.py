@@ -69,7 +69,9 @@ def decimals(ratio: Interval) -> int:
 def between(ratio: Interval, *, to: str = " to ") -> str:
     """The interval of a ratio, such as "1.55 to 1.69"; empty without one."""
     digits = decimals(ratio)
-    return f"{ratio.low:.{digits}f}{to}{ratio.high:.{digits}f}" if ratio.exists else ""
+    low = "<0.01" if ratio.low < 0.01 else f"{ratio.low:.{digits}f}"
+    high = ">100" if ratio.high > 100 else f"{ratio.high:.{digits}f}"  # of two sets that differ by chance
+    return f"{low}{to}{high}" if ratio.exists else ""
 
 
 def ratio_of(ratio: Interval) -> str:
