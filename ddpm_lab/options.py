@@ -25,7 +25,6 @@ SHARED: dict[str, dict[str, Any]] = {
     "minutes": {"type": float, "help": "time budget"},
     "sets": {"type": int, "help": "sets per comparison (default: what the time gives, at least 4)"},
     "resolution": {"metavar": "SHARE", "help": RESOLUTION},
-    "mode": {"choices": ("single", "multi", "auto")},
     "device": {"choices": DEVICES, "help": "default: the GPU where there is one"},
     "network": {"help": f"{', '.join(NETWORKS)} (default: the preset's choice for this machine)"},
     "workload": {

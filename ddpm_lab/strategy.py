@@ -38,10 +38,10 @@ def most_ranks(device: str) -> tuple[int, str]:
 
 
 def several_ranks(device: str, *, oversubscribe: bool = False) -> int:
-    """The number of ranks that mode multi asks for; raises NoRanksError where there can be only one."""
+    """The number of ranks that --ranks multi asks for; raises NoRanksError where there can be only one."""
     most, have = most_ranks(device)
     if most < 2 and not (oversubscribe and device == "cpu"):
-        raise NoRanksError(f"--mode multi needs two ranks, and {have}: use --mode single")
+        raise NoRanksError(f"--ranks multi needs two ranks, and {have}: use --ranks single")
     return most if device == "cuda" else 2
 
 
@@ -63,7 +63,7 @@ def strategy(
         from ddpm_lab.explain import strategy as explained  # noqa: PLC0415 - not on a bare GPU node
     except ModuleNotFoundError as missing:
         raise ConfigError(
-            f"weighing records needs {missing.name}, which is not installed here: choose --mode single or multi"
+            f"weighing records needs {missing.name}, which is not installed here: choose --ranks single or multi"
         ) from missing
     device = usual_device(device)
     choice("device", device, DEVICES)
@@ -91,7 +91,7 @@ def measure(found: Strategy, mode: str, *, output_dir: str | Path | None = None,
     choice("mode", mode, MODES)
     if found.network is None:
         raise ConfigError(
-            f"--mode {mode}: a network of {found.parameters:,} parameters is none of the lab's: give --network"
+            f"--ranks {mode}: a network of {found.parameters:,} parameters is none of the lab's: give --network"
         )
     several = mode == "multi" or (mode == "auto" and found.answer != "single" and most_ranks(found.device)[0] > 1)
     return experiments.measure(

@@ -88,7 +88,7 @@ def test_without_records_the_prior_speaks_and_says_so() -> None:
     for found in (ask(), ask(weak({2: 1.9}), lost())):
         assert (found.answer, found.source) == (MULTI, PRIOR)
         assert "[prior, not measured]" in found.text()
-        assert "ddpm-lab strategy --network seed --batch-size 64 --mode multi" in found.text()
+        assert "ddpm-lab strategy --network seed --batch-size 64 --ranks multi" in found.text()
 
 
 def test_what_was_measured_overrules_the_prior() -> None:
@@ -263,9 +263,9 @@ def test_auto_measures_several_unless_the_answer_is_one(
 def test_several_ranks_where_there_is_one_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: Call) -> None:
     monkeypatch.setattr(hardware, "gpus", tuple)
     monkeypatch.setattr(hardware, "usable_cores", lambda: 1)
-    code, out, err = call("strategy", "--mode", "multi", "--output-dir", tmp_path)
+    code, out, err = call("strategy", "--ranks", "multi", "--output-dir", tmp_path)
     assert (code, out) == (1, "")
-    assert err == "ddpm-lab: --mode multi needs two ranks, and this machine has 1 usable core: use --mode single\n"
+    assert err == "ddpm-lab: --ranks multi needs two ranks, and this machine has 1 usable core: use --ranks single\n"
     asked: dict[str, Any] = {}
     monkeypatch.setattr(experiments, "measure", lambda _, **settings: asked.update(settings))
     large = strategy.strategy(network="seed", batch_size=64, output_dir=tmp_path)
@@ -308,9 +308,9 @@ def test_the_ranks_of_a_job_are_those_of_all_its_hosts(
     [
         ("--batch-size 0", ["--batch-size", "0", "at least 1"]),
         ("--parameters 0", ["parameters", "0", "at least 1"]),
-        ("--parameters 7000000 --mode auto", ["7,000,000", "--network"]),
+        ("--parameters 7000000 --ranks auto", ["7,000,000", "--network"]),
         ("--network seed --parameters 7", ["--parameters", "--network"]),
-        ("--mode double", ["double"]),
+        ("--ranks double", ["double"]),
         ("--device cuda", ["'cuda'", "no GPU is visible"]),
     ],
 )
@@ -334,7 +334,7 @@ def test_the_command_prints_answer_and_values(tmp_path: Path, call: Call) -> Non
     assert values["ratio"] == pytest.approx(1.6, rel=0.02)
     other = call("strategy", "--output-dir", tmp_path, "--device", "cpu", "--batch-size", 64)[1]
     assert (
-        f"ddpm-lab strategy --network tiny --batch-size 64 --device cpu --output-dir {tmp_path} --mode multi" in other
+        f"ddpm-lab strategy --network tiny --batch-size 64 --device cpu --output-dir {tmp_path} --ranks multi" in other
     )
     empty = json.loads(call("strategy", "--output-dir", tmp_path, "--json", "--network", "seed")[1])
     assert (empty["source"], empty["ratio"], empty["sets"]) == (PRIOR, None, 0)

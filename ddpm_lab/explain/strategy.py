@@ -19,7 +19,7 @@ PARAMETERS = {"tiny": 44_332, "seed": 10_050_819, "ddpm": 35_746_307, "s000": 39
 LEAST, SMALL, LARGE = 1_000_000, 5_000_000, 10_000_000
 SMALL_BATCH, LARGE_BATCH = 128, 64
 PLAIN = RunConfig()
-"""The step that ``--mode`` measures: in fp32, eager, with the lab's own kernels and loader."""
+"""The step that ``--ranks`` measures: in fp32, eager, with the lab's own kernels and loader."""
 _VARIES = {"network", "device", "global_batch_size", "world_size", "nodes", "data_sha256", "image_size", "seed"}
 
 
@@ -68,7 +68,7 @@ class Strategy:
         if self.answer == NOT_RESOLVED:
             return [f"to resolve 2 %: ddpm-lab run multi_gpu {at} --resolution 2%"]
         if self.measured_batch != self.batch:
-            return [f"to measure it: ddpm-lab strategy {at} --mode multi"]
+            return [f"to measure it: ddpm-lab strategy {at} --ranks multi"]
         return []
 
 
