@@ -18,9 +18,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
-from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain import findings, machine_state, pages, phrases, scaling, stats
 from ddpm_lab.explain.bands import S000, S001, Bands
+from ddpm_lab.explain.charts import style as fs
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, PROJECTED_IMAGES, Comparison
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.grids import csv_text, literal, markdown
@@ -270,7 +270,7 @@ def table(study: Study) -> Figure:
         figure, (bottom, top) = _sheet("Performance: one device against several", note, 0.17 * sum(lines), 13)
         ax = figure.add_axes((0.02, bottom, 0.96, top - bottom))
         ax.set_axis_off()
-        widths = [max(len(line) for row in grid for line in row[i].split("\n")) + 2 for i in range(len(grid[0]))]
+        widths = [max(len(line) for row in grid for line in row[i].split("\n")) + 3 for i in range(len(grid[0]))]
         shares = [width / sum(widths) for width in widths]
         drawn = ax.table(grid, cellLoc="left", colWidths=shares, edges="horizontal", bbox=Bbox.unit())
         drawn.auto_set_font_size(False)

@@ -18,7 +18,6 @@ from ddpm_lab.explain import (
     figure_ratios,
     figure_samples,
     figure_scaling,
-    figure_style,
     figure_waterfalls,
     peers,
     recommended,
@@ -97,8 +96,7 @@ def figure(study: Study) -> Figure:
     if study.experiment == "profile":
         return figure_profile.figure(study)
     if study.experiment == CLAIMS:
-        with figure_style.style():
-            drawn = claims.figure(study)
+        drawn = claims.figure(study)
     else:
         own = _OWN.get(study.experiment)
         drawn = own(study, finding(study).headline) if own else None

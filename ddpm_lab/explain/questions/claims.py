@@ -20,8 +20,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from ddpm_lab.explain import budget, compiling, decisions, operators, phrases, quality, stats
-from ddpm_lab.explain import figure_style as fs
 from ddpm_lab.explain.bands import DOCUMENTS
+from ddpm_lab.explain.charts.forest import forest
+from ddpm_lab.explain.charts.style import BAD, Panel, Row
 from ddpm_lab.explain.comparisons import COMPARED, Comparison, comparisons
 from ddpm_lab.explain.frames import Study, once
 from ddpm_lab.explain.stats import Estimate
@@ -476,25 +477,24 @@ def figure(study: Study) -> Figure | None:
     rows = sorted(((FAULTS[key], read) for key, read in readings(study).items()), key=lambda row: -row[1].ratio.value)
     if not rows:
         return None
-    known = [v for _, read in rows for v in (read.ratio.value, *read.ratio.ends) if math.isfinite(v) and v > 0]
-    low, high = min(0.5, *known) / 1.3, max(2.0, *known) * 1.6
-    most = max((read.ratio.value for _, read in rows if math.isfinite(read.ratio.value)), default=1.0)
-    drawn, (ax,) = fs.sheet(
-        f"Wrong ways of measuring report up to {phrases.significant(most)} times the true value",
-        phrases.context(study),
-        [0.46 * len(rows) + 0.1],
-        left=2.62,
-        right=3.2,
+    finite = [read.ratio.value for _, read in rows if math.isfinite(read.ratio.value)]
+    most = max(finite, default=1.0)
+    drawn = [
+        Row(
+            name=fault.name,
+            value=min(read.ratio.value, 1.4 * most),  # of a true value of zero: beyond all others
+            low=read.ratio.low,
+            high=read.ratio.high,
+            colour=BAD,
+            text=read.factor(),
+        )
+        for fault, read in rows
+    ]
+    return forest(
+        [Panel(rows=drawn, reference=1)],
+        title=f"Wrong ways of measuring report up to {phrases.significant(most)} times the true value",
+        context=phrases.context(study),
         note="The number that a wrong way of measuring gives, divided by that of the lab's sets on this machine: "
         "geometric mean over repeats and sets, and its 95 % interval. At 1 the wrong way would be right.",
+        label="reported / true value",
     )
-    spans = [(min(read.ratio.value, high / 1.2), *read.ratio.ends) for _, read in rows]
-    beside = [(read.factor(), fs.fit("; ".join(fault.said(read)), 2.9, 1)) for fault, read in rows]
-    colour = fs.PALETTE[3]
-    fs.points(ax, [fault.name for fault, _ in rows], spans, beside, start=1, first=colour, others=colour)
-    ax.set_xscale("log")
-    ax.set_xlim(low, high)
-    fs.fixed_ticks(ax.xaxis, [t for t in (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1e3, 1e4) if low <= t <= high], ",g")
-    ax.axvline(1, color=fs.SOFT, lw=1.2, zorder=1)
-    ax.set_xlabel("reported / true value")
-    return drawn
