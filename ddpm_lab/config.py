@@ -67,7 +67,11 @@ def digest(value: object) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
 
-def _refuse(rules: tuple[tuple[bool, str], ...]) -> None:
+Rules = tuple[tuple[bool, str], ...]
+"""Whether each is broken, and the sentence that says so."""
+
+
+def _refuse(rules: Rules) -> None:
     """Raise ConfigError with the sentence of the first rule that is broken."""
     for broken, sentence in rules:
         if broken:
@@ -211,85 +215,90 @@ class RunConfig(_Remembered):
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", tuple((str(k), v) for k, v in self.options))
         validate(self)
-        module, _, function = self.workload.partition(":")
-        shared, multiple = self.world_size * self.accumulation, NETWORKS[self.network]
-        gpu, lab_forms = self.device == "cuda", (self.implementation, self.attention_axis)
-        _refuse(
-            (
-                (
-                    not module or not function.isidentifier(),
-                    f"workload is {self.workload!r}: name it as module:function",
-                ),
-                (
-                    self.image_size % multiple > 0,
-                    f"image_size is {self.image_size}: network {self.network!r} needs a multiple of {multiple}",
-                ),
-                (
-                    self.world_size % self.nodes > 0,
-                    f"world_size {self.world_size} cannot be shared by {self.nodes} nodes: give a multiple of "
-                    f"{self.nodes}",
-                ),
-                (
-                    self.global_batch_size % shared > 0,
-                    f"global_batch_size {self.global_batch_size} cannot be shared by {self.world_size} ranks in "
-                    f"{self.accumulation} micro-batches: give a multiple of {shared}",
-                ),
-                (
-                    self.loader != "files" and self.loader_workers > 0,
-                    f"loader_workers is {self.loader_workers} with loader {self.loader!r}, which has none: use loader "
-                    "'files', or 0 workers",
-                ),
-                (
-                    not gpu and self.precision in ("tf32", "fp16"),
-                    f"precision {self.precision!r} needs a CUDA device: use fp32 or bf16 on a CPU",
-                ),
-                (
-                    self.compile_mode != "default" and (self.compile == "off" or not gpu),
-                    f"compile_mode is {self.compile_mode!r} with compile {self.compile!r} on {self.device}: it needs a "
-                    "compiled step on a CUDA device; leave it at default",
-                ),
-                (
-                    self.network not in SEED_FAMILY and lab_forms != ("lab", "channels"),
-                    f"implementation {self.implementation!r} with attention_axis {self.attention_axis!r}: network "
-                    f"{self.network!r} has only 'lab' and 'channels'; choose one of {', '.join(SEED_FAMILY)}",
-                ),
-                (
-                    self.kernels == "fused" and (self.compile, self.implementation) != ("off", "lab"),
-                    "kernels is 'fused', which is for the lab's own network, eager: leave compile off, or use kernels "
-                    "aten",
-                ),
-                (
-                    self.kernels == "fused" and not self.channels_last,
-                    "kernels is 'fused', which works in the channels_last format: set channels_last, or aten",
-                ),
-                (
-                    self.freed_memory == "kept" and gpu,
-                    f"freed_memory is 'kept' on {self.device}, where a step's memory is the GPU's: leave it at default",
-                ),
-                (
-                    self.implementation == "plain" and self.compile == "regional",
-                    "compile is 'regional', which compiles the lab's own blocks: use whole for 'plain'",
-                ),
-                (
-                    self.world_size == 1 and self.exchange != ExchangeConfig(),
-                    "exchange has settings, but one rank exchanges nothing: leave it out, or use more ranks",
-                ),
-                (
-                    self.exchange.nccl != "default" and (not gpu or self.oversubscribe),
-                    f"exchange.nccl is {self.exchange.nccl!r} on {self.device}, where gloo exchanges gradients and not "
-                    "NCCL: leave it out, or use GPUs",
-                ),
-                (
-                    self.loader == "still" and self.purpose in ("quality", "check"),
-                    "loader is 'still', which repeats one batch and shows what loading costs: to train, use packed, "
-                    "files or resident",
-                ),
-            )
-        )
+        _refuse((*self._impossible(), *self._without_effect()))
         for name, able in ABLE.items() if self.is_own else ():
             if getattr(self, name) not in able:
                 allowed = ", ".join(map(str, able))
                 raise ConfigError(f"{name} of {self.work_name} is {getattr(self, name)!r}: choose one of {allowed}")
+
+    def _impossible(self) -> Rules:
+        """What cannot be run."""
+        module, _, function = self.workload.partition(":")
+        shared, multiple = self.world_size * self.accumulation, NETWORKS[self.network]
+        return (
+            (
+                not module or not function.isidentifier(),
+                f"workload is {self.workload!r}: name it as module:function",
+            ),
+            (
+                self.image_size % multiple > 0,
+                f"image_size is {self.image_size}: network {self.network!r} needs a multiple of {multiple}",
+            ),
+            (
+                self.world_size % self.nodes > 0,
+                f"world_size {self.world_size} cannot be shared by {self.nodes} nodes: give a multiple of {self.nodes}",
+            ),
+            (
+                self.global_batch_size % shared > 0,
+                f"global_batch_size {self.global_batch_size} cannot be shared by {self.world_size} ranks in "
+                f"{self.accumulation} micro-batches: give a multiple of {shared}",
+            ),
+            (
+                self.loader != "files" and self.loader_workers > 0,
+                f"loader_workers is {self.loader_workers} with loader {self.loader!r}, which has none: use loader "
+                "'files', or 0 workers",
+            ),
+            (
+                self.device == "cpu" and self.precision in ("tf32", "fp16"),
+                f"precision {self.precision!r} needs a CUDA device: use fp32 or bf16 on a CPU",
+            ),
+        )
+
+    def _without_effect(self) -> Rules:
+        """Settings that would change nothing in this configuration."""
+        gpu, lab_forms = self.device == "cuda", (self.implementation, self.attention_axis)
+        return (
+            (
+                self.compile_mode != "default" and (self.compile == "off" or not gpu),
+                f"compile_mode is {self.compile_mode!r} with compile {self.compile!r} on {self.device}: it needs a "
+                "compiled step on a CUDA device; leave it at default",
+            ),
+            (
+                self.network not in SEED_FAMILY and lab_forms != ("lab", "channels"),
+                f"implementation {self.implementation!r} with attention_axis {self.attention_axis!r}: network "
+                f"{self.network!r} has only 'lab' and 'channels'; choose one of {', '.join(SEED_FAMILY)}",
+            ),
+            (
+                self.kernels == "fused" and (self.compile, self.implementation) != ("off", "lab"),
+                "kernels is 'fused', which is for the lab's own network, eager: leave compile off, or use kernels aten",
+            ),
+            (
+                self.kernels == "fused" and not self.channels_last,
+                "kernels is 'fused', which works in the channels_last format: set channels_last, or aten",
+            ),
+            (
+                self.freed_memory == "kept" and gpu,
+                f"freed_memory is 'kept' on {self.device}, where a step's memory is the GPU's: leave it at default",
+            ),
+            (
+                self.implementation == "plain" and self.compile == "regional",
+                "compile is 'regional', which compiles the lab's own blocks: use whole for 'plain'",
+            ),
+            (
+                self.world_size == 1 and self.exchange != ExchangeConfig(),
+                "exchange has settings, but one rank exchanges nothing: leave it out, or use more ranks",
+            ),
+            (
+                self.exchange.nccl != "default" and (not gpu or self.oversubscribe),
+                f"exchange.nccl is {self.exchange.nccl!r} on {self.device}, where gloo exchanges gradients and not "
+                "NCCL: leave it out, or use GPUs",
+            ),
+            (
+                self.loader == "still" and self.purpose in ("quality", "check"),
+                "loader is 'still', which repeats one batch and shows what loading costs: to train, use packed, "
+                "files or resident",
+            ),
+        )
 
     @property
     def is_own(self) -> bool:
