@@ -147,7 +147,7 @@ def test_the_labs_own_checkout_is_refused_where_the_instrument_itself_changed(tm
     assert err.startswith("ddpm-lab: the measuring code itself is another in main (ddpm_lab.measure.phases)")
     git(lab, "restore", ".")
     config = lab / "ddpm_lab" / "config.py"
-    config.write_text(config.read_text().replace('network: str = "tiny"', 'netz: int = 0\n    network: str = "tiny"'))
+    config.write_text(config.read_text().replace("    revision: str", "    netz: int = 0\n    revision: str"))
     code, _, err = lab_command(lab, "--against", "main")
     assert code == 2
     assert "the lab in main does not know these settings as this one does: they name other work there" in err

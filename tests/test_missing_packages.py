@@ -38,7 +38,7 @@ def test_the_half_that_explains_needs_no_torch(tmp_path: Path) -> None:
     environment = without(tmp_path / "blocked", "torch", "torchvision")
     modules = ["config", "ledger", "questions", "experiments", "report", "__main__", "published", "checkup"]
     modules += [f"explain.{name}" for name in ("frames", "stats", "figures", "findings", "show", "pages")]
-    modules += [f"measure.{name}" for name in ("campaign", "network_choice", "group", "process", "sets")]
+    modules += [f"measure.{name}" for name in ("campaign", "group", "process", "sets")]
     code = f"import importlib\nfor m in {modules}: importlib.import_module('ddpm_lab.' + m)\nprint('all')\nimport torch"
     shown = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert shown.stdout == "all\n", shown.stderr

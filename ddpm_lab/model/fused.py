@@ -162,7 +162,6 @@ class _GroupNorm(torch.autograd.Function):
         eps: float,
         silu: bool,
     ) -> Tensor:
-        _Uses.count += 1
         x = _flat(x, x.dtype)
         n, c, height, width = x.shape
         more = None if residual is None else _flat(residual, x.dtype)
@@ -274,10 +273,9 @@ class _LinearAttention(torch.autograd.Function):
 
 
 def _compiled(x: Tensor, part: str) -> bool:
-    """Whether the kernel in C++ is used for a tensor; notes the use of operators on a GPU, as the kernels do theirs."""
-    on_cpu = x.device.type == "cpu"
-    _Uses.count += not on_cpu
-    return on_cpu and takes(part)
+    """Whether the kernel in C++ is used for a tensor, and not torch's operators; counts the use of either."""
+    _Uses.count += 1
+    return x.device.type == "cpu" and takes(part)
 
 
 def _group_norm_by_operators(
