@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Annotated
 
-from ddpm_lab.checks import whole
 from ddpm_lab.config import RunConfig
+from ddpm_lab.declared import Opt
 from ddpm_lab.measure.wrong_ways import WORKLOAD
 from ddpm_lab.plan import Experiment, Family, Trial
-from ddpm_lab.setting import Setup
+from ddpm_lab.setting import Batch, Setup
 
+Repeats = Annotated[int | None, Opt("times that each wrong way is run", least=1)]
 BAR_STEPS = 6
 """Steps of the smaller batch in a bar; the larger batch does as many as fit into the same images, which is fewer."""
 _REPEATS = {"smoke": 1, "quick": 6, "full": 12}
@@ -18,7 +20,7 @@ _CPU_WAYS = ("one_thread",)
 _CUDA_WAYS = ("loss_read", "unsynchronised", "phases_waited_for", "hidden_devices")
 
 
-def claims(setup: Setup, *, global_batch_size: int | None = None, repeats: int | None = None) -> Experiment:
+def claims(setup: Setup, *, global_batch_size: Batch = None, repeats: Repeats = None) -> Experiment:
     """Which published claims hold here? Settings that the claims are about, in sets, and wrong ways to measure them.
 
     Each wrong way is run ``repeats`` times, in processes of its own. Its records have the role "wrong", and no figure
@@ -27,7 +29,6 @@ def claims(setup: Setup, *, global_batch_size: int | None = None, repeats: int |
     cuda = setup.device == "cuda"
     batch = setup.batch_size(global_batch_size) if cuda or global_batch_size else 8
     count = _REPEATS[setup.preset] if repeats is None else repeats
-    whole("repeats", count, 1)
     base = setup.config(global_batch_size=batch)
     narrow = "fp16" if cuda else "bf16"
     reduced = replace(base, precision=narrow)

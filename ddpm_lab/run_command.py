@@ -67,7 +67,7 @@ def _add_options_of_questions(parser: argparse.ArgumentParser, words: Sequence[s
             takers.setdefault(name, []).append(question)
     group = parser.add_argument_group(f"options of {', '.join(asked)}" if asked else "options of the experiments")
     for name, option in found.items():
-        help_ = f"{option.opt.help}, {', '.join(takers[name])}" if takers[name] != asked else option.opt.help
+        help_ = option.opt.help if asked else f"{option.opt.help} ({', '.join(takers[name])})"
         if asked and not set(asked) & set(takers[name]):
             help_ = argparse.SUPPRESS  # known, so that it can be refused in a sentence that says who takes it
         declared.add_options(group, [dataclasses.replace(option, opt=dataclasses.replace(option.opt, help=help_))])

@@ -17,6 +17,7 @@ from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import measure_alone
 from ddpm_lab.measure.wrong_ways import WORKLOAD, run_wrong_ways
 from ddpm_lab.plan import Experiment, Plan
+from ddpm_lab.questions import ask
 from ddpm_lab.record import RunRecord
 
 HERE = setup()
@@ -47,7 +48,7 @@ def test_each_machine_runs_the_ways_that_it_can_show() -> None:
     assert "one_thread" not in ways(alone), "no core is left idle"
     assert alone.left_out == (("tiny, batch 8", "2 ranks", "each rank needs a device of its own"),)
     with pytest.raises(ConfigError, match="repeats"):
-        claims(HERE, repeats=0)
+        ask("claims", HERE, repeats=0)
     with pytest.raises(ConfigError, match="seeds"):
         questions.ask("claims", HERE, seeds=3)
 

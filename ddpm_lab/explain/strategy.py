@@ -64,9 +64,11 @@ class Strategy:
         return "\n".join([*lines, *(f"  {line}" for line in self._next(carried))])
 
     def _next(self, carried: str) -> list[str]:
-        at = f"--network {self.network or 'NAME'} --batch-size {self.batch}{f' {carried}' if carried else ''}"
+        more = f" {carried}" if carried else ""
+        at = f"--network {self.network or 'NAME'} --batch-size {self.batch}{more}"
         if self.answer == NOT_RESOLVED:
-            return [f"to resolve 2 %: ddpm-lab run multi_gpu {at} --resolution 2%"]
+            sizes = f"--network {self.network or 'NAME'} --batch-sizes {self.batch}{more}"
+            return [f"to resolve 2 %: ddpm-lab run multi_gpu {sizes} --resolution 2%"]
         if self.measured_batch != self.batch:
             return [f"to measure it: ddpm-lab strategy {at} --ranks multi"]
         return []
