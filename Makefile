@@ -1,7 +1,7 @@
 # Every target sets .venv up first if uv.lock or pyproject.toml changed since the last time (scripts/setup.sh).
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers fid trackers report lab test test-slow lint lock clean
+.PHONY: help setup dev peers fid trackers report lab test test-slow lint lock clean
 .NOTPARALLEL:
 
 # Passed through the environment, so that any path survives the shell.
@@ -22,6 +22,9 @@ help: ## show this list
 setup: ## set up .venv with the locked packages (3 GB to download, 6 GB on disk, the first time)
 	@PYTHON='$(PYTHON)' scripts/setup.sh
 
+dev: setup ## install what the tests and checks need besides
+	@.boot/uv sync --frozen --inexact --group dev --quiet
+
 report: setup ## run all notebooks and write reports/index.html
 	@set --; \
 	if [ -n "$$DATA" ]; then set -- "$$@" --data "$$DATA"; fi; \
@@ -35,14 +38,14 @@ lab: setup ## open JupyterLab in the notebooks folder
 	@exec .venv/bin/jupyter lab --ServerApp.root_dir=. --ServerApp.preferred_dir=notebooks --LabApp.news_url=None \
 	  --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate $(ARGS)
 
-test: setup ## run the fast tests, three at a time, for some of them wait (ARGS='-n 0': one by one)
+test: dev ## run the fast tests, three at a time, for some of them wait (ARGS='-n 0': one by one)
 	@.venv/bin/python -m pytest -n 3 --dist worksteal -m 'not slow and not gpu' $(ARGS)
 
-test-slow: setup ## run the other tests (those that need a GPU skip themselves without one)
+test-slow: dev ## run the other tests (those that need a GPU skip themselves without one)
 	@.venv/bin/python -m pytest -n 2 --dist worksteal -m '(slow or gpu) and not alone' $(ARGS)
 	@.venv/bin/python -m pytest -m alone $(ARGS)
 
-lint: setup ## check style and types
+lint: dev ## check style and types
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
@@ -56,7 +59,7 @@ fid: setup ## install what measures a FID from weights that are already here (to
 trackers: setup ## install the experiment tracker that train, run and compare can log to (comet-ml)
 	.boot/uv sync --frozen --inexact --group trackers --quiet
 
-lock: setup ## bring uv.lock, requirements.lock and environment.yml in step with pyproject.toml
+lock: setup ## bring uv.lock and environment.yml in step with pyproject.toml
 	.venv/bin/python scripts/lock.py
 
 clean: ## remove HTML pages and caches; measurements, figures, data and .venv stay

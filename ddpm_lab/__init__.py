@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddpm_lab.comparison import Comparison, compare
+    from ddpm_lab.questions.comparison import Comparison, compare
 
 __all__ = ["Comparison", "compare"]
 __version__ = "0.1.0"
@@ -15,5 +15,5 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     """``compare`` is loaded when it is asked for, out of sight of the code version: no rank runs anything of it."""
     if name in __all__:
-        return getattr(importlib.import_module("ddpm_lab.comparison"), name)
+        return getattr(importlib.import_module("ddpm_lab.questions.comparison"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

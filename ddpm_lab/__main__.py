@@ -14,21 +14,19 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, TextIO
 
-from ddpm_lab import (
-    __version__,
-    bottleneck_command,
-    commands,
-    compare_command,
-    recommend_command,
-    report_commands,
-    run_command,
-    slurm_commands,
-    strategy_commands,
-    train_commands,
-)
+from ddpm_lab import __version__
 from ddpm_lab.checks import LabError
-from ddpm_lab.options import COMMON, add
-from ddpm_lab.stopping import Stop, Stopped
+from ddpm_lab.cli import bottleneck as bottleneck_command
+from ddpm_lab.cli import cluster as slurm_commands
+from ddpm_lab.cli import commands
+from ddpm_lab.cli import compare as compare_command
+from ddpm_lab.cli import recommend as recommend_command
+from ddpm_lab.cli import report as report_commands
+from ddpm_lab.cli import run as run_command
+from ddpm_lab.cli import strategy as strategy_commands
+from ddpm_lab.cli import train as train_commands
+from ddpm_lab.cli.options import COMMON, add
+from ddpm_lab.training.stopping import Stop, Stopped
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,6 +110,13 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     check = subparsers.add_parser("check", help="what this machine has, what is missing, and what that would add")
+    check.add_argument(
+        "--instrument",
+        action="store_true",
+        help="measure what it can resolve: noise, drift, and a planted slowdown of 5 %%",
+    )
+    add(check, "minutes", default=5.0, help="with --instrument: how long to measure (default: 5)")
+    add(check, "device", help="with --instrument: cpu or cuda (default: the GPU where there is one)")
     add(check, "output-dir", help="folder that results would go to (default: this checkout)")
     add(check, "json")
     check.set_defaults(command=commands.check)
@@ -126,7 +131,6 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
     run_command.add_options(subparsers, words)
     compare_command.add_options(subparsers)
-    _calibrate_options(subparsers)
     strategy_commands.add_options(subparsers)
     bottleneck_command.add_options(subparsers)
     report_commands.add_options(subparsers)
@@ -160,18 +164,6 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     mode.add_argument("--check", action="store_true", help="compare the published figures with the published records")
     figures.set_defaults(command=commands.figures)
     return parser
-
-
-def _calibrate_options(subparsers: Any) -> None:
-    calibrate = subparsers.add_parser(
-        "calibrate", help="the instrument checks itself: noise, drift, what it can resolve"
-    )
-    add(calibrate, "minutes", default=5.0, help="how long to measure (default: 5)")
-    calibrate.add_argument(
-        "--planted", default="5%", help="the slowdown that is planted and must be found (default: 5%%)"
-    )
-    add(calibrate, "device", "output-dir", "json")
-    calibrate.set_defaults(command=commands.calibrate)
 
 
 if __name__ == "__main__":

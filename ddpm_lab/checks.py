@@ -33,14 +33,6 @@ def whole(place: str, value: object, least: int) -> None:
         raise ConfigError(f"{place} is {value!r}: give a whole number of at least {least}, and below 2**63")
 
 
-def whole_numbers(place: str, text: str) -> list[int]:
-    """Whole numbers from 1 with commas between. Raises ConfigError for anything else."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise ConfigError(f"{place} is {text!r}: give numbers of ranks with commas between, such as 2,8,64")
-    return [int(word) for word in words]
-
-
 def whole_options(given: Mapping[str, Any], **least: int) -> None:
     """Raise ConfigError, in the words of the command line, for an option that is given and below its ``least``."""
     for name, lowest in least.items():
@@ -57,13 +49,6 @@ def several(place: str, value: object) -> None:
 def number(value: object) -> bool:
     """Whether ``value`` is a finite number; True and False are none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-def texts(**values: object) -> None:
-    """Raise ConfigError for a value that is no text."""
-    for place, value in values.items():
-        if not isinstance(value, str):
-            raise ConfigError(f"{place} is {value!r}: give a text in quotation marks")
 
 
 def percent(text: str, place: str = "a share") -> float:

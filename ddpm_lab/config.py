@@ -44,11 +44,11 @@ NCCL: dict[str, dict[str, str]] = {"default": {}, "pcie": dict(v.split("=") for 
 """Environments of NCCL by name. ``pcie`` was published for GPUs on PCIe alone: it turns peer-to-peer off, which is
 harmful with NVLink."""
 
-DDPM = "ddpm_lab.model.train:ddpm"
-LOADER_ALONE = "ddpm_lab.model.train:loader_alone"
-SAMPLING = "ddpm_lab.model.denoising:sampling"
-OWN = "ddpm_lab.model.own:own"
-OWN_LOADER = "ddpm_lab.model.own:loader_alone"
+DDPM = "ddpm_lab.training.train:ddpm"
+LOADER_ALONE = "ddpm_lab.training.train:loader_alone"
+SAMPLING = "ddpm_lab.diffusion.denoising:sampling"
+OWN = "ddpm_lab.training.own:own"
+OWN_LOADER = "ddpm_lab.training.own:loader_alone"
 """The workloads that run a training of the user's; their option ``make`` names it as module:function."""
 MADE = ("parameters", "samples", "sample")
 """Options that say what the user's function made when it was looked at: the same each time it is called."""
@@ -57,8 +57,8 @@ TRIED = ("images", "draws")
 ABLE: dict[str, Any] = {"accumulation": (1,), "implementation": ("lab",), "kernels": ("aten",), "read_loss": (False,)}
 ABLE |= {"attention_axis": ("channels",), "compile": ("off", "whole"), "loader": ("files", "packed")}
 """What a training of the user's can be set to, where that is less than the lab's own can."""
-TRAINING = "ddpm_lab.model.training:training"
-CHECK = "ddpm_lab.model.gradient_check:gradient_check"
+TRAINING = "ddpm_lab.training.training:training"
+CHECK = "ddpm_lab.training.gradient_check:gradient_check"
 
 
 def digest(value: object) -> str:

@@ -126,6 +126,8 @@ def _option(name: str, hint: Any, default: Any) -> Option:
         hint, opt = typing.get_args(hint)
     among = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
     kind, *_ = [k for k in among if k is not type(None)]
+    if typing.get_origin(kind) is Annotated:  # or None
+        kind, opt = typing.get_args(kind)
     inner = typing.get_args(kind) if typing.get_origin(kind) in (tuple, Sequence) else ()
     return Option(
         name=name,
@@ -145,7 +147,7 @@ def validate(made: Any, place: str = "") -> None:
 
 
 def known(place: str, values: Iterable[str], owner: Any) -> None:
-    """Raise ConfigError for a name in ``values`` that is no setting of ``owner``, with the nearest one that is."""
+    """Raise ConfigError for a name in ``values`` that is no setting of ``owner``, with those that are."""
     able = sorted(options(owner))
     for name in values:
         if name not in able:

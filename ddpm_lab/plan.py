@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from ddpm_lab.checks import choice
 from ddpm_lab.config import RunConfig, digest
 from ddpm_lab.declared import Opt, validate
-from ddpm_lab.space import Space
+
+if TYPE_CHECKING:
+    from ddpm_lab.space import Space
 
 USUAL_TURNS = 12
 """Of a set whose turns are not computed yet."""

@@ -13,6 +13,8 @@ from ddpm_lab.config import RunConfig
 
 NONE = "none"
 """How a file says that a number is left out, such as ``clip_norm``: TOML has no null."""
+OWN = ("purpose", "workload", "options")
+"""Settings that a training decides by itself, so that no file gives them."""
 MAY_BE_NONE = (("diffusion", "min_snr_gamma"), ("optimizer", "clip_norm"))
 
 

@@ -1,17 +1,18 @@
-"""What a search may choose from: settings with their values, and every configuration that they make together."""
+"""What a search may choose from: settings, each with its values, and the combinations of them."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 
-BATCH, LOADER = "batch", "loader"
+BATCH = "batch"
 Cell = tuple[int, ...]
 """One value of each setting, by its place; the baseline is all zeros."""
 
@@ -24,7 +25,7 @@ class Value(NamedTuple):
     changes: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Space:
     """Settings in order, each with its values, the baseline's own first, and what was left out with the reason.
 
@@ -43,6 +44,7 @@ class Space:
         """The baseline."""
         return (0,) * len(self.settings)
 
+    @cached_property
     def cells(self) -> dict[Cell, RunConfig]:
         """Every combination that is a configuration of its own: what excludes itself is not there."""
         found: dict[Cell, RunConfig] = {}
@@ -68,10 +70,6 @@ class Space:
         """What a cell has that another has not, in words: "bf16, 2 ranks"."""
         pairs = zip(self.values(cell), cell, since, strict=True)
         return ", ".join(value.label for value, mine, others in pairs if mine != others)
-
-    def setting(self, name: str, cell: Cell) -> int:
-        """Which value of a setting a cell has; 0 for a setting that is not varied."""
-        return dict(zip(self.settings, cell, strict=True)).get(name, 0)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON, without the baseline."""

@@ -2,7 +2,7 @@
 
 A workload is named ``module:function`` in the configuration. Every rank calls ``function(config, context)`` once, in a
 fresh process, and then alternates ``next(batches)`` and ``step(batch)``. A ``Training`` is all that a user has to give;
-``model.own`` makes such a workload of it.
+``training.own`` makes such a workload of it.
 """
 
 from __future__ import annotations

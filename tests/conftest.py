@@ -174,3 +174,8 @@ def alive(pids: list[int]) -> list[int]:
         except psutil.NoSuchProcess:
             continue
     return running
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that replaces the golden texts under ``tests/data/`` by what is made now."""
+    parser.addoption("--update-golden", action="store_true", help="replace the golden texts under tests/data/")

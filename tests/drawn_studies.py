@@ -61,19 +61,12 @@ def gpus() -> Study:
     return make.study(make.on(make.GPUS, found))
 
 
-def compiled(ratio: float) -> Study:
-    config = RunConfig(compile="whole")
-    records = make.sets({"compiled": (config, ratio)}, baseline_label="eager", experiment="torch_compile")
-    cold = make.cold(config, [34.0], experiment="torch_compile", baseline_id=RunConfig().run_id, label="compiled")
-    return make.study(records + cold)
-
-
-def costs(label: str) -> Study:
+def compiled() -> Study:
     """Stages and counters as the measuring half leaves them, and three cold compiles."""
     config = RunConfig(compile="whole")
     counted = {"compiled_frames": 2, "graphs": 3, "graph_breaks": 1, "recompiles": 0}
     stages = {"start": 0.03, "build": 1.2, "warmup": 0.25, "steady": 3.7, "teardown": 0.04}
-    records = make.sets({"compiled": (config, 1.3)}, baseline_label=label, experiment="torch_compile", stages=stages)
+    records = make.sets({"compiled": (config, 1.3)}, baseline_label="eager", experiment="torch_compile", stages=stages)
     warm = {**stages, "compile": 1.6}
     records = [
         replace(r, stages=warm, compile_cache="warm", witness={"ranks": [counted]}) if r.role == "candidate" else r
@@ -100,22 +93,6 @@ def batches(count: int) -> Study:
     return make.study(found)
 
 
-def corrected() -> Study:
-    """Several families, of which one would be resolved if it were the only one."""
-    found = []
-    for batch, ratio in ((16, 1.0), (32, 1.0), (64, 1.03), (128, 1.0)):
-        found += make.sets(
-            {"2 ranks": (RunConfig(world_size=2, global_batch_size=batch), ratio)},
-            baseline=RunConfig(global_batch_size=batch),
-            baseline_label="1 rank",
-            experiment="multi_gpu",
-            family=f"tiny, batch {batch}",
-            set_noise=0.02,
-            seed=batch,
-        )
-    return make.study(found)
-
-
 def wordy() -> Study:
     """Names of hardware, families and labels as long as they come."""
     machine = replace(
@@ -132,26 +109,6 @@ def wordy() -> Study:
         data_name="1,281,167 images from a/folder-with-a-very-long-name-that-goes-on-and-on",
     )
     return make.study(make.on(machine, records))
-
-
-def sizes() -> Study:
-    """Fifteen families of much the same speed."""
-    found = []
-    for size in (32, 64, 128):
-        for batch in (32, 64, 128, 256, 512):
-            base = RunConfig(device="cuda", image_size=size, global_batch_size=batch)
-            found += make.sets(
-                {f"{n} GPUs": (replace(base, world_size=n), n**0.95) for n in (2, 4)},
-                baseline=base,
-                baseline_label="1 GPU",
-                experiment="multi_gpu",
-                family=f"seed, batch {batch}",
-                count=2,
-                turns=2,
-                seed=batch,
-                data_name=f"images of {size} pixels",
-            )
-    return make.study(make.on(make.GPUS, found))
 
 
 def both_kinds(ranks: tuple[int, ...], batches: tuple[int, ...], device: str = "cuda") -> Study:
@@ -248,7 +205,6 @@ def searched() -> Study:
 STUDIES: dict[str, Callable[[], Study]] = {
     "resolved": amp,
     "one set": lambda: amp(count=1, turns=2),
-    "two sets": lambda: amp(count=2, turns=2, set_noise=0.3),
     "untrusted": lambda: amp(twin_ratio=1.05),
     "all failed": lambda: make.study(make.sets({}, failures={"bf16": (BF16, "crashed", REASON)})),
     "only the twin, failed": lambda: make.study(
@@ -265,22 +221,17 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "12 configurations": lambda: many(12),
     "loader": loader,
     "gpus": gpus,
-    "corrected": corrected,
     "wordy": wordy,
-    "sizes": sizes,
     "machine": machine,
     "strong and weak": lambda: both_kinds((2, 4, 8), (32, 64, 128, 256, 512)),
     "strong and weak, two CPU ranks": lambda: both_kinds((2,), (32,), "cpu"),
     "strong and weak, many ranks": lambda: both_kinds((2, 4, 8, 16, 32, 64), (64, 512)),
-    "compiled": lambda: compiled(1.2),
-    "compiled, slower": lambda: compiled(0.9),
-    "compiled, costs": lambda: costs("eager"),
-    "compiled, long names": lambda: costs("eager training, fp32"),
+    "compiled, costs": compiled,
     "batch sizes": lambda: batches(6),
     "batch sizes, one set": lambda: batches(1),
     "batch sizes, searched only": lambda: batches(0),
     "profile": lambda: make.study([make.profile(RunConfig(purpose="profile"))]),
-    "recommendation": lambda: make.study([*amp().records, *compiled(1.2).records], "recommendation"),
+    "recommendation": lambda: make.study([*amp().records, *compiled().records], "recommendation"),
     "recommendation, searched": searched,
     "recommendation, not judged": lambda: planted_search.study(planted_search.searched()),
     "recommendation, small": lambda: planted_search.study(

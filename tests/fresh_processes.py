@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.loaders import Batch
+from ddpm_lab.diffusion.network import configured_network
 from ddpm_lab.measure.process import Heartbeat
-from ddpm_lab.model.network import configured_network
-from ddpm_lab.model.train import Trainer
+from ddpm_lab.training.train import Trainer
 from ddpm_lab.workload import RankContext
 
 
@@ -41,7 +41,7 @@ class DoublePrecision(Trainer):
         def network(config: RunConfig, device: torch.device) -> nn.Module:
             return configured_network(config, device).double()
 
-        with mock.patch("ddpm_lab.model.train.configured_network", network):
+        with mock.patch("ddpm_lab.training.train.configured_network", network):
             super().__init__(config, context)
 
     def loss(self, batch: Batch, part: slice) -> Tensor:

@@ -86,11 +86,6 @@ class Busy:
         """Nothing was started."""
 
 
-def busy(config: RunConfig, context: RankContext) -> Busy:
-    """Make the busy workload."""
-    return Busy(config, context)
-
-
 class Hungry(Busy):
     """Takes memory in proportion to its batch, and is out of it above ``fits`` images."""
 
@@ -102,22 +97,12 @@ class Hungry(Busy):
         return super().step(batch)
 
 
-def hungry(config: RunConfig, context: RankContext) -> Hungry:
-    """Make the workload that takes memory."""
-    return Hungry(config, context)
-
-
 class Compiling(Busy):
     """Runs a slow child process in its step, as a compiler does."""
 
     def step(self, batch: Any) -> float:
         subprocess.run(["sleep", "3600"], check=True)
         return super().step(batch)
-
-
-def compiling(config: RunConfig, context: RankContext) -> Compiling:
-    """Make the workload that hangs in a child process."""
-    return Compiling(config, context)
 
 
 class Phased:
@@ -190,11 +175,6 @@ class Phased:
         """Nothing was started that still runs."""
 
 
-def phased(config: RunConfig, context: RankContext) -> Phased:
-    """Make the workload of known phases."""
-    return Phased(config, context)
-
-
 class Exchanging:
     """A small network under DistributedDataParallel whose gradients go in several buckets; one rank may be slow."""
 
@@ -231,11 +211,6 @@ class Exchanging:
 
     def close(self) -> None:
         """Nothing was started."""
-
-
-def exchanging(config: RunConfig, context: RankContext) -> Exchanging:
-    """Make the workload that exchanges gradients."""
-    return Exchanging(config, context)
 
 
 class Waiting:
@@ -276,11 +251,6 @@ class Waiting:
         """Nothing was started."""
 
 
-def waiting(config: RunConfig, context: RankContext) -> Waiting:
-    """Make the workload of timed waits."""
-    return Waiting(config, context)
-
-
 class Levers(Waiting):
     """A step of timed waits on which the lab's settings act as planted.
 
@@ -311,6 +281,12 @@ class Levers(Waiting):
         return 0.0
 
 
-def levers(config: RunConfig, context: RankContext) -> Levers:
-    """Make the workload on which settings act."""
-    return Levers(config, context)
+busy, hungry, compiling, phased, exchanging, waiting, levers = (
+    Busy,
+    Hungry,
+    Compiling,
+    Phased,
+    Exchanging,
+    Waiting,
+    Levers,
+)

@@ -16,7 +16,7 @@ from ddpm_lab.record import RunRecord
 
 OWN = RunConfig(network="seed", precision="bf16", global_batch_size=32)
 FAMILY = "seed, batch 32"
-PRODUCT, COPY = "ddpm_lab.model.limits:product", "ddpm_lab.model.limits:copy"
+PRODUCT, COPY = "ddpm_lab.training.limits:product", "ddpm_lab.training.limits:copy"
 COMMON: dict[str, Any] = {"experiment": "peers", "plan": Plan(settle_steps=1), "warmup_steps": 3}
 
 

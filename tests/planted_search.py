@@ -9,8 +9,8 @@ from typing import Any
 
 import records as make
 
-from ddpm_lab import search
 from ddpm_lab.config import RunConfig
+from ddpm_lab.explain import bayesian
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import RECOMMENDATION, SEARCH, START, Plan
 from ddpm_lab.record import RunRecord
@@ -50,25 +50,25 @@ def searched(
     **values: Any,
 ) -> list[RunRecord]:
     """A search of ``space`` to its end, its winner measured again in ``sets`` sets, and the record of the space."""
-    cells = space.cells()
+    cells = space.cells
     common: dict[str, Any] = {"baseline": space.baseline, "baseline_label": START, "set_noise": noise, **values}
     records: list[RunRecord] = []
 
     def of(cell: tuple[int, ...]) -> tuple[RunConfig, float]:
         return cells[cell], speed(space, cell, gains)
 
-    def measure(chosen: list[tuple[int, ...]]) -> search.Ratios:
+    def measure(chosen: list[tuple[int, ...]]) -> bayesian.Ratios:
         rows = {space.changed(c, space.start): of(c) for c in chosen}
         new = make.sets(
             rows, count=1, turns=4, experiment=SEARCH, seed=seed + 100 + len(records), plan=Plan(turns=6), **common
         )
         records.extend(new)
-        return search.observations(new, space.baseline.run_id)[0]
+        return bayesian.observations(new, space.baseline.run_id)[0]
 
-    may = among if among is not None else search.admissible(space, lambda _: "")
+    may = among if among is not None else bayesian.admissible(space, lambda _: "")
     settings: dict[str, Any] = {"seconds_of": lambda _: 1.0, "seconds_left": lambda _: math.inf, "most_sets": 20}
-    belief = search.race(space, [], may, measure, **settings)
-    steps = search.path(belief, winner or belief.winner(may), last=len(space.settings) - 1)[1:]
+    belief = bayesian.race(space, [], may, measure, **settings)
+    steps = bayesian.path(belief, winner or belief.winner(may), last=len(space.settings) - 1)[1:]
     rows = {space.changed(c, space.start): of(c) for c in (*steps[-1:], *steps[:-1])}
     family = "tiny, batch 8, found"
     records += make.sets(rows, count=sets, experiment=RECOMMENDATION, family=family, seed=seed, **common)

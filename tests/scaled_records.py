@@ -8,8 +8,8 @@ from typing import Any
 
 from records import CPU, on, sets
 
-from ddpm_lab import collectives
 from ddpm_lab.config import RunConfig
+from ddpm_lab.questions import all_reduce as collectives
 from ddpm_lab.record import Machine, RunRecord
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ddpm_lab.setting import Images, Setup
+from ddpm_lab.training.setting import Images, Setup
 
 IMAGES = Images(folder="somewhere", sha256="abc", name="5,000 synthetic images")
 

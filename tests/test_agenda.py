@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import records as make
 
-from ddpm_lab import agenda, experiments
 from ddpm_lab.checks import ConfigError, LabError
 from ddpm_lab.measure.trials import COMPILE_SECONDS
 from ddpm_lab.plan import OTHERS, PRIMARY
+from ddpm_lab.questions import agenda, experiments
 from ddpm_lab.record import LedgerError
 
 BOTH = (PRIMARY, OTHERS)

@@ -8,11 +8,11 @@ import pytest
 import records as make
 from conftest import Call
 
-from ddpm_lab.anonymous import MODULES, PARTS, RECORD, WITNESSED, anonymous
 from ddpm_lab.config import RunConfig
 from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import PUBLISHED, Ledger
 from ddpm_lab.record import Environment, RunRecord
+from ddpm_lab.reports.anonymous import MODULES, PARTS, RECORD, WITNESSED, anonymous
 
 UUIDS = ("GPU-1f0e7a62-aaaa-bbbb-cccc-0123456789ab", "GPU-2f0e7a62-aaaa-bbbb-cccc-0123456789ab")
 FOLDER = "/home/alice/my secret pictures/prepared"
@@ -30,7 +30,7 @@ REASONS = {
 }
 
 
-def personal(reason: str, status: str = "crashed", workload: str = "ddpm_lab.model.train:ddpm") -> RunRecord:
+def personal(reason: str, status: str = "crashed", workload: str = "ddpm_lab.training.train:ddpm") -> RunRecord:
     """A record full of what is nobody's business."""
     options = (("checkpoint", "/scratch/alice/last.pt"), ("depth", 3), ("package", "diffusers 0.36"))
     config = RunConfig(device="cuda", world_size=2, data=FOLDER, workload=workload, options=options)
@@ -86,7 +86,7 @@ def test_what_was_measured_stays() -> None:
 
 
 def test_a_training_of_the_user_is_not_published() -> None:
-    assert anonymous([personal("", workload=name) for name in ("mine:step", "ddpm_lab.model.own:own")]) == []
+    assert anonymous([personal("", workload=name) for name in ("mine:step", "ddpm_lab.training.own:own")]) == []
 
 
 def test_names_of_data() -> None:

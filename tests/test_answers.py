@@ -60,9 +60,7 @@ def test_every_rank_and_every_set_counts() -> None:
     assert first_losses(dataclasses.replace(one, records=records)).verdict == "differs"
 
 
-def test_records_of_before_and_unfinished_sets_say_nothing() -> None:
-    made = make.sets({"working tree": (RunConfig(seed=1), 1.0)}, baseline_label="main", count=2)
-    assert first_losses(make.study(made)).verdict == "not measured"
+def test_unfinished_sets_say_nothing() -> None:
     alone = [r for r in study(ONE, ONE).records if r.role == "baseline"]
     assert first_losses(make.study(alone)).sentence == "not measured: no set has both sides"
 

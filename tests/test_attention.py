@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ddpm_lab.model.attention import PRODUCTS_UP_TO, attend
+from ddpm_lab.diffusion.attention import PRODUCTS_UP_TO, attend
 
 
 def errors(*, products: bool, length: int, scale: float, mean: float) -> list[float]:

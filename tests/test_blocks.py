@@ -10,7 +10,7 @@ import torch
 from random_networks import randomise
 from torch import Tensor, nn
 
-from ddpm_lab.model.blocks import CosineAttention, LinearAttention, SeedBlock
+from ddpm_lab.diffusion.blocks import CosineAttention, LinearAttention, SeedBlock
 
 # Plain implementations in numpy, written from the mathematics, one image and one head at a time.
 

@@ -9,11 +9,11 @@ import pytest
 import records as make
 from setups import setup
 
-from ddpm_lab.bottleneck import bottleneck, check_memory, fitting
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.measure.held import Held
 from ddpm_lab.plan import Experiment
-from ddpm_lab.questions import ask
+from ddpm_lab.questions.ask import ask
+from ddpm_lab.questions.bottleneck import bottleneck, check_memory, fitting
 from ddpm_lab.record import RunRecord
 
 

@@ -9,8 +9,9 @@ import pytest
 from conftest import Call
 from planted_machines import profiled, study, told
 
-from ddpm_lab.bottleneck_command import overrun, write
+from ddpm_lab.cli.bottleneck import overrun
 from ddpm_lab.config import RunConfig
+from ddpm_lab.explain.questions.bottleneck_page import write
 from ddpm_lab.ledger import Ledger
 
 CONFIG = RunConfig(global_batch_size=8)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import records as make
 
-from ddpm_lab.calibrate import calibrate
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain.calibration import calibration, calibrations
@@ -19,6 +18,7 @@ from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.plan import Plan
+from ddpm_lab.questions.calibrate import calibrate
 from ddpm_lab.record import LedgerError, RunRecord
 
 
@@ -51,7 +51,7 @@ def stub(monkeypatch: pytest.MonkeyPatch, free: int, others: float) -> list[RunC
         windows = (replace(window, others_cores=others),)
         return [make.record(m.config, role=m.role, label=m.label, plan=plan, windows=windows, **told) for m in members]
 
-    module = sys.modules["ddpm_lab.calibrate"]
+    module = sys.modules["ddpm_lab.questions.calibrate"]
     monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
     monkeypatch.setattr(module, "free_cores", lambda: free)
     monkeypatch.setattr(module, "measure_set", measure_set)
@@ -81,7 +81,7 @@ def test_a_calibration_of_disturbed_sets_alone_says_so(tmp_path: Path, monkeypat
 @pytest.mark.slow
 def test_every_calibration_measures_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The function stands in the package under the name of its module.
-    monkeypatch.setattr(sys.modules["ddpm_lab.calibrate"], "Plan", partial(Plan, turns=4, window_seconds=0.1))
+    monkeypatch.setattr(sys.modules["ddpm_lab.questions.calibrate"], "Plan", partial(Plan, turns=4, window_seconds=0.1))
     first = calibrate(minutes=0.01, planted=0.5, output_dir=tmp_path, quiet=True)
     second = calibrate(minutes=0.01, planted=0.5, output_dir=tmp_path, quiet=True)
     kept = Ledger(tmp_path / "trace_output" / "ledger.jsonl").read()[0]

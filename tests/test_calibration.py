@@ -18,8 +18,8 @@ from ddpm_lab.explain import figure_calibration, pages
 from ddpm_lab.explain.calibration import calibration, calibrations, lines
 from ddpm_lab.record import RunRecord
 
-BASE = RunConfig(workload="ddpm_lab.planted:pieces", global_batch_size=1, options=(("pieces", 100),))
-SLOWER = RunConfig(workload="ddpm_lab.planted:pieces", global_batch_size=1, options=(("pieces", 105),))
+BASE = RunConfig(workload="ddpm_lab.training.planted:pieces", global_batch_size=1, options=(("pieces", 100),))
+SLOWER = RunConfig(workload="ddpm_lab.training.planted:pieces", global_batch_size=1, options=(("pieces", 105),))
 
 
 def calibrated(ratio: float = 1 / 1.05, *, count: int = 20, twin: float = 1.0, **values: Any) -> list[RunRecord]:
@@ -155,7 +155,7 @@ def test_the_index_says_how_finely_the_machine_measures(tmp_path: Path) -> None:
     assert found is not None
     target = tmp_path / "index.html"
     pages.write_index([], target)
-    assert "ddpm-lab calibrate" in target.read_text()
+    assert "ddpm-lab check --instrument" in target.read_text()
     pages.write_index([], target, calibration=figure_calibration.section(found))
     html = target.read_text()
     assert f'alt="{found.verdict()}"' in html

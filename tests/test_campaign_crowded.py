@@ -15,13 +15,13 @@ import campaign_lab
 import pytest
 from campaign_lab import BOTH, Lab, config, experiment, family, laboratory
 
-from ddpm_lab import planned
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import OVERRUN
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.plan import PRIMARY, Experiment
-from ddpm_lab.planned import Planned
+from ddpm_lab.questions import planned
+from ddpm_lab.questions.planned import Planned
 
 ONE = experiment(family("f", 1, primary="c1"))
 ON_ONE_CORE = experiment(
@@ -165,15 +165,6 @@ def test_it_has_time_to_start_again_even_where_none_is_left(lab: Lab, monkeypatc
     assert found.planned.campaign.target.seconds == (OVERRUN - 1) * 120
     assert (found.seconds_left or 0) < 0
     assert lab.records("look") == []
-
-
-def test_what_needs_more_cores_than_are_free_says_so(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    questions = Planning(lab, 1, monkeypatch)
-    questions.refuses = "2 CPU ranks need 2 cores"
-    lab.loads = [1.0] * 100
-    found = questions.question(sets=4).measure()
-    assert any(questions.refuses in line for line in questions.lines)
-    assert (questions.asked, found.disturbed, found.completed) == ([1], 4, False)
 
 
 def test_without_time_nothing_is_measured_and_what_is_there_is_shown(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,11 @@ from pathlib import Path
 
 import pytest
 import records as make
-from campaign_lab import BOTH, Lab, config, experiment, family, laboratory
+from campaign_lab import BOTH, Lab, experiment, family, laboratory
 
-from ddpm_lab import turn_plan
-from ddpm_lab.measure import shortfall
+from ddpm_lab.measure import shortfall, turn_plan
 from ddpm_lab.measure.campaign import NO_TIME
-from ddpm_lab.measure.progress import Progress
-from ddpm_lab.plan import OTHERS, PRIMARY, Plan, by_stage
+from ddpm_lab.plan import by_stage
 
 ONE = experiment(family("f", 1, primary="c1"))
 
@@ -48,15 +46,6 @@ def test_the_primary_comparison_comes_first_and_alone_in_its_sets(lab: Lab) -> N
     assert {r.label for r in lab.ledger.read()[0] if r.primary} == {"c2"}
 
 
-def test_stages_can_be_measured_one_by_one(lab: Lab) -> None:
-    asked = experiment(family("f", 2, primary="c1"))
-    lab.run(asked, sets=4, stages=(PRIMARY,), look=False)
-    assert (measured(lab), lab.records("look")) == ({"c1": 4}, [])
-    lab.run(asked, sets=4, stages=(OTHERS,))
-    assert measured(lab) == {"c2": 4}
-    assert len(lab.records("look")) == 1
-
-
 def test_without_a_primary_comparison_everything_is_needed() -> None:
     plain, alone = family("f", 2), family("alone", 0, first=10)
     assert by_stage([plain, alone]) == ([plain, alone], [])
@@ -85,11 +74,6 @@ def test_sets_fill_the_time_and_the_least_may_overrun_it_by_half(lab: Lab, secon
     assert len(lab.sets) == 1 or lab.now <= 1.5 * seconds
 
 
-def test_all_families_get_equally_many_sets(lab: Lab) -> None:
-    lab.run(experiment(family("a", 1), family("b", 2, first=10)), seconds=5 * (30 + 40) + 20)
-    assert Counter(name for name, _ in lab.sets) == {"a": 5, "b": 5}
-
-
 def test_no_more_sets_are_planned_than_resolve_the_usual_difference(lab: Lab) -> None:
     lab.run(ONE, seconds=30_000)
     unknown = len(lab.sets)
@@ -113,29 +97,6 @@ def test_others_are_measured_where_their_least_sets_fit_and_noted_where_not(
     lab.run(experiment(family("f", 3, primary="c1")), seconds=seconds)
     assert (measured(lab), left_out(lab)) == (sets, notes)
     assert lab.now <= seconds
-
-
-def test_notes_name_what_they_leave_out(lab: Lab) -> None:
-    lab.run(experiment(family("f", 2, primary="c1")), seconds=120)
-    ((label, *told),) = [(n.label, n.run_id, n.baseline_id, n.status, n.set_id) for n in lab.records("note")]
-    assert (label, *told) == ("c2", config(2).run_id, config(0).run_id, "left out", "")
-    lab.run(experiment(family("f", 2, primary="c1")), seconds=1000)
-    assert measured(lab)["c2"] >= 4, "with more time it is measured after all"
-
-
-def test_the_family_that_lacks_most_gives_way_first(lab: Lab) -> None:
-    asked = experiment(family("p", 1, first=50, primary="c1"), family("small", 1), family("large", 3, first=10))
-    # The primary takes 420 s of 700. Four sets of small and of large take 120 s and 200 s, without c3 160 s.
-    lab.run(asked, seconds=700)
-    assert [(n.family, n.label) for n in lab.records("note")] == [("large", "c3")]
-    assert Counter(name for name, _ in lab.sets) == {"p": 14, "small": 4, "large": 4}
-
-
-def test_without_a_primary_comparison_each_family_keeps_one_candidate(lab: Lab) -> None:
-    lab.run(experiment(family("f", 4)), seconds=100)
-    # Four sets may take 150 s: those of three groups take 120 s. The first set was begun before its cost was known.
-    assert left_out(lab) == ["c4", "c3", "c2"]
-    assert measured(lab)["c1"] >= 3
 
 
 def test_a_mechanism_lacks_one_set_and_not_four(lab: Lab) -> None:
@@ -192,11 +153,6 @@ def test_a_candidate_that_joins_others_has_their_turns(lab: Lab) -> None:
     assert set(lab.turns) == {first}
 
 
-def test_a_plan_with_turns_keeps_them(lab: Lab) -> None:
-    lab.run(ONE, plan=Plan(turns=7), seconds=200)
-    assert set(lab.turns) == {7}
-
-
 @pytest.mark.parametrize(
     ("set_noise", "turn_noise", "turns"),
     # What is assumed where nothing is known: sqrt(12 s / 0.9 s) * 10 % / 3 % = 12.
@@ -232,9 +188,3 @@ def test_the_forecast_is_what_is_missing_times_what_it_took(lab: Lab) -> None:
     assert lab.campaign(asked).forecast() == 2 * 4 * 7.0  # the stages of a record add up to 7 s
     lab.run(asked)
     assert lab.campaign(asked).forecast() == 0
-
-
-def test_progress_never_counts_past_what_it_said(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
-    lab.campaign(ONE, seconds=300).run(Progress("test"))
-    lines = [line for line in capsys.readouterr().err.splitlines() if "starting" in line]
-    assert "set 10 of about 10," in lines[-1]

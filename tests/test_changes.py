@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ddpm_lab.changes import NO_EXCHANGE, batch_sizes, changes
 from ddpm_lab.config import ExchangeConfig, OptimizerConfig, RunConfig
+from ddpm_lab.explain.changes import NO_EXCHANGE, batch_sizes, changes
 
 PLAIN = RunConfig()
 CONFIGS = {

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ddpm_lab.checks import LabError
 from ddpm_lab.config import TRAINING, OptimizerConfig, RunConfig
-from ddpm_lab.model import checkpoint as module
-from ddpm_lab.model.checkpoint import SECTIONS, Checkpoint, CheckpointError, empty_network, read, write
+from ddpm_lab.training import checkpoint as module
+from ddpm_lab.training.checkpoint import SECTIONS, Checkpoint, CheckpointError, empty_network, read, write
 
 CONFIG = RunConfig(workload=TRAINING, purpose="quality", optimizer=OptimizerConfig(clip_norm=None), seed=7)
 
@@ -75,18 +75,6 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         assert list(mine) == list(theirs)
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     assert [p.name for p in tmp_path.iterdir()] == ["a.pt"], "nothing else is left"
-
-
-def test_a_file_says_nothing_of_code_or_paths(content: dict[str, Any]) -> None:
-    assert not {"workload", "data", "options", "purpose"} & set(json.loads(content["text"])["config"])
-
-
-def test_a_network_of_the_plain_implementation_is_saved_under_the_labs_names() -> None:
-    plain = RunConfig(network="seed", implementation="plain", channels_last=False)
-    lab = RunConfig(network="seed")
-    assert [n for n, _ in empty_network(plain).named_parameters()] == [
-        n for n, _ in empty_network(lab).named_parameters()
-    ]
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -200,28 +188,20 @@ def _tensor(make: Callable[[Tensor], Any], section: str = "weights") -> Callable
     [
         (lambda c: {**c, "more": 1}, "does not hold what a checkpoint holds"),
         (lambda c: {k: v for k, v in c.items() if k != "averages"}, "does not hold what a checkpoint holds"),
-        (lambda _: [], "does not hold what a checkpoint holds"),
-        (lambda c: {**c, "text": "{"}, "no checkpoint"),
         (lambda c: {**c, "text": "[" * 100_000}, "no checkpoint"),
         (_text(format=2), "its format is 2"),
         (_text(step=-1), "its step is -1"),
-        (_text(step=True), "its step is True"),
         (_text(adam_steps=1e9), "its adam_steps is"),
         (_text(scaler={"scale": 1.0}), "gradient scaling"),
-        (_text(scaler=[1]), "no checkpoint"),
         (_settings(workload="os:system"), "name code or paths"),
-        (_settings(options={"checkpoint": "/etc/passwd"}), "name code or paths"),
         (_settings(network="huge"), "network is 'huge'"),
-        (_settings(magic=1), "no setting 'magic'"),
         (_settings(network="ddpm"), "its weights are not those of network 'ddpm'"),
         (_tensor(lambda t: t[:1]), r"stem.weight \(weights\) has shape \(1, 12, 3, 3\), and network 'tiny' has"),
         (_tensor(lambda t: t[:1, :1].expand(10**6, 10**6, 3, 3)), "has shape"),
         (_tensor(lambda t: t[:1, :1, :1, :1].expand(t.shape)), "no plain tensor of float32"),
-        (_tensor(lambda t: t.double()), "no plain tensor of float32"),
         (_tensor(lambda t: t.requires_grad_()), "no plain tensor of float32"),
         (_tensor(lambda t: t.to_sparse()), "no checkpoint"),
         (_tensor(nn.Parameter), "no plain tensor"),
-        (_tensor(lambda t: t.tolist()), "no plain tensor"),
         (_tensor(lambda t: torch.full_like(t, float("inf")), "averages"), r"stem.weight \(averages\) is not finite"),
         (_tensor(lambda t: t.to("meta")), "no plain tensor"),
     ],
@@ -254,10 +234,3 @@ def test_compressed_content_is_refused(tmp_path: Path, content: dict[str, Any]) 
             packed.writestr(name, archive.read(name))
     with pytest.raises(CheckpointError, match="compressed"):
         read(tmp_path / "a.pt")
-
-
-def test_no_file_and_a_folder_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="No such file"):
-        read(tmp_path / "none.pt")
-    with pytest.raises(CheckpointError, match="Is a directory"):
-        read(tmp_path)

@@ -9,6 +9,7 @@ import claimed
 import numpy as np
 import pytest
 import records as make
+from cells import column
 from claimed import BASE, CONFIGS, STEP
 
 from ddpm_lab.config import RunConfig
@@ -253,6 +254,6 @@ def test_the_finding_counts_the_verdicts_and_other_questions_come_first() -> Non
     verdicts = [a.verdict for _, a in judged(of)]
     assert len(verdicts) == 20
     assert f"{verdicts.count(UNTESTABLE)} need GPUs" in findings.finding(of).headline
-    assert list(tables.table(of)["Verdict"]) == verdicts
+    assert column(tables.table(of), "Verdict") == verdicts
     assert answer(of, "S004-1").here.startswith("bf16 0.70")
     assert answer(claimed.study(claimed.sets()), "S004-1").here.startswith("bf16 0.80")

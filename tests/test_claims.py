@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 from setups import setup
 
-from ddpm_lab import questions
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.claims import claims
 from ddpm_lab.data.packed import read_manifest, resolve
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
@@ -17,7 +15,9 @@ from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import measure_alone
 from ddpm_lab.measure.wrong_ways import WORKLOAD, run_wrong_ways
 from ddpm_lab.plan import Experiment, Plan
-from ddpm_lab.questions import ask
+from ddpm_lab.questions import ask as questions
+from ddpm_lab.questions.ask import ask
+from ddpm_lab.questions.claims import claims
 from ddpm_lab.record import RunRecord
 
 HERE = setup()

@@ -15,12 +15,12 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import Call, busy_config
+from conftest import busy_config
 from namespaces import Host, hosts, why_not
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.measure import cluster
-from ddpm_lab.measure.cluster import Cluster, Place, Process, fewest_hosts, leading
+from ddpm_lab.measure.cluster import Cluster, Place, Process, leading
 from ddpm_lab.measure.process import Store
 
 several_hosts = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -49,48 +49,6 @@ def test_a_wrong_number_of_hosts_is_refused(ranks: int, nodes: int) -> None:
     config = dataclasses.replace(busy_config(), world_size=ranks, nodes=nodes, global_batch_size=ranks)
     with pytest.raises(ConfigError, match=f"{ranks} ranks on {nodes} hosts.*2 hosts with places for 2"):
         layout("ab", "cde").places(config)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "hosts_", "places", "expected"), [(1, 1, 0, 1), (8, 1, 4, 1), (4, 2, 4, 1), (5, 2, 4, 2), (9, 4, 4, 3)]
-)
-def test_ranks_go_to_as_few_hosts_as_hold_them(ranks: int, hosts_: int, places: int, expected: int) -> None:
-    assert fewest_hosts(ranks, hosts_, places) == expected
-
-
-def test_every_place_is_used_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (cluster.usual_ranks(), cluster.idle(1)) == (1, "")
-    monkeypatch.setattr(cluster, "_current", layout("ab", "cd"))
-    assert (cluster.usual_ranks(), cluster.usual_ranks(1)) == (4, 2)
-    assert cluster.idle(4) == ""
-    assert cluster.idle(1).endswith("3 stay idle")
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ((), "choose one of run, train, sample"),
-        (("report",), "choose one of run, train, sample"),
-        (("run", "amp", "--interface=lo"), "give it before the command, as in rank --interface lo run"),
-        (("run", "amp"), "TORCHELASTIC_RUN_ID"),
-        (("--interface", "nonsense0", "run", "amp"), "TORCHELASTIC_RUN_ID"),
-    ],
-)
-def test_what_cannot_run_on_several_hosts_is_refused(
-    words: tuple[str, ...], expected: str, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in TOLD.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    code, _, err = call("rank", *words)
-    assert (code, err.count("\n")) == (2, 1)
-    assert expected in err
-
-
-def test_help_of_a_command_needs_no_torchrun(call: Call) -> None:
-    code, out, err = call("rank", "run", "--help")
-    assert (code, err) == (0, "")
-    assert "--preset" in out
 
 
 def test_ranks_use_an_interface_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,31 +235,3 @@ def test_the_death_of_the_leader_leaves_nothing() -> None:
         said = jobs[1].communicate(timeout=60)[1]
         assert said
         assert "rank 0, which leads, no longer answers" in said
-
-
-DISTURB = """
-import contextlib, os, socket, sys, time
-nonsense = (b"", b"\\x0c", b"GET / HTTP/1.1", os.urandom(4096), b"[" * 10**6, b"\\xff" * 10**5)
-held = []
-while True:
-    with contextlib.suppress(OSError):
-        held.append(socket.create_connection((sys.argv[1], 29511), timeout=1))
-        held[-1].sendall(nonsense[len(held) % len(nonsense)])
-        print(len(held), flush=True)
-    time.sleep(0.01)
-"""
-
-
-@several_hosts
-@pytest.mark.slow
-def test_strangers_at_the_store_neither_stop_nor_delay_a_job() -> None:
-    """Somebody who connects over and over, says nonsense, half a word or nothing, and stays."""
-    with job([("works", 2, 2, {}), ("works again", 2, 2, {})]) as (made, _, rows):
-        command = made[1].command(sys.executable, "-S", "-c", DISTURB, made[0].address)
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
-            try:
-                assert [row["status"] for row in rows] == ["ok", "ok"]
-            finally:
-                stranger.kill()
-            assert stranger.stdout
-            assert len(stranger.stdout.readlines()) > 50

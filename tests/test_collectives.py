@@ -7,9 +7,9 @@ from conftest import Call
 from setups import setup
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.collectives import all_reduce, label
 from ddpm_lab.plan import Family
-from ddpm_lab.questions import ask
+from ddpm_lab.questions.all_reduce import all_reduce, label
+from ddpm_lab.questions.ask import ask
 
 
 def sizes(family: Family) -> list[int]:

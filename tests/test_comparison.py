@@ -13,16 +13,17 @@ import pytest
 import records as make
 
 import ddpm_lab
-from ddpm_lab import chosen_once, compare
+from ddpm_lab import compare
 from ddpm_lab.__main__ import main
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.comparison import Comparison, measure, plan_pair
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import decisions, phrases
 from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
+from ddpm_lab.questions import chosen_once
+from ddpm_lab.questions.comparison import Comparison, measure, plan_pair
 
 MINE = """
 import time
@@ -119,7 +120,7 @@ def test_different_images_are_no_equal_work(mine: Path, tmp_path: Path) -> None:
 
 
 def test_a_side_against_itself_is_refused(mine: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"both sides are mine:baseline with the same settings.*ddpm-lab calibrate"):
+    with pytest.raises(ConfigError, match=r"both sides are mine:baseline with the same settings.*--instrument"):
         compare(f"{mine.stem}:baseline", "mine:baseline", output_dir=tmp_path)
 
 

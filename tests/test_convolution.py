@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddpm_lab.model import convolution
-from ddpm_lab.model.blocks import SeedBlock
-from ddpm_lab.model.convolution import TILE, Convolution, convolve
-from ddpm_lab.model.fused import library
-from ddpm_lab.model.unet import NETWORKS, UNet
+from ddpm_lab.diffusion import convolution
+from ddpm_lab.diffusion.blocks import SeedBlock
+from ddpm_lab.diffusion.convolution import TILE, Convolution, convolve
+from ddpm_lab.diffusion.fused import library
+from ddpm_lab.diffusion.unet import NETWORKS, UNet
 
 
 @pytest.fixture

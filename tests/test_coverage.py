@@ -89,20 +89,12 @@ def test_a_comparison_that_scatters_more_than_the_others_is_not_steadied_by_them
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("looks", LOOKS)
-def test_a_primary_comparison_is_falsely_called_in_at_most_five_percent(machine: str, looks: tuple[int, ...]) -> None:
-    """With up to four looks, with and without a spread of others, and with sets replaced that others crowded."""
-    shares = {n: called(Machine(machine, np.random.default_rng(n)), looks, 1, n, 4000) for n in (0, 3, 10)}
-    assert max(shares.values()) <= 0.05, shares
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("looks", LOOKS)
-def test_any_of_seven_secondary_comparisons_is_falsely_called_in_at_most_five_percent(
-    machine: str, looks: tuple[int, ...]
+@pytest.mark.parametrize(("candidates", "tries", "others"), [(1, 4000, (0, 3, 10)), (7, 1500, (0, 6))])
+def test_at_most_five_percent_of_questions_make_a_false_call(
+    machine: str, looks: tuple[int, ...], candidates: int, tries: int, others: tuple[int, ...]
 ) -> None:
-    """Each steadied by the six others, and by those of other questions."""
-    shares = {n: called(Machine(machine, np.random.default_rng(n)), looks, 7, n, 1500) for n in (0, 6)}
+    """A primary comparison, or any of seven secondary ones, with and without a spread of others."""
+    shares = {n: called(Machine(machine, np.random.default_rng(n)), looks, candidates, n, tries) for n in others}
     assert max(shares.values()) <= 0.05, shares
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpm_lab.model.diffusion import Diffusion
-from ddpm_lab.model.sampling import ddim_steps, denoise, sampling_timesteps
+from ddpm_lab.diffusion.diffusion import Diffusion
+from ddpm_lab.diffusion.sampling import ddim_steps, denoise, sampling_timesteps
 
 
 def two_peaks(alpha_bar: Tensor, x: Tensor) -> Tensor:

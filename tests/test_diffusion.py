@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpm_lab.model.diffusion import Diffusion, cosine_betas, linear_betas
+from ddpm_lab.diffusion.diffusion import Diffusion, cosine_betas, linear_betas
 
 OBJECTIVES = ("noise", "x0", "v")
 

@@ -10,8 +10,8 @@ import pytest
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.witness import mismatches
-from ddpm_lab.model.own import own
-from ddpm_lab.setting import Own
+from ddpm_lab.training.own import own
+from ddpm_lab.training.setting import Own
 from ddpm_lab.workload import RankContext
 
 CHECKOUT = Path(__file__).resolve().parents[1]

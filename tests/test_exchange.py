@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 from setups import setup
 
-from ddpm_lab.changes import NO_EXCHANGE
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import HOOKS, NCCL, ExchangeConfig
-from ddpm_lab.exchange import exchange
+from ddpm_lab.explain.changes import NO_EXCHANGE
+from ddpm_lab.questions.exchange import exchange
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (8, 8)])

@@ -16,7 +16,6 @@ import pytest
 import records as make
 from conftest import alive
 
-from ddpm_lab import experiments
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.folder import DataError
@@ -24,7 +23,8 @@ from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.quality import NOT_ENOUGH
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.code_version import code_version
-from ddpm_lab.planning import plan_question
+from ddpm_lab.questions import experiments
+from ddpm_lab.questions.planning import plan_question
 from ddpm_lab.record import LedgerError
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import records as make
 
-from ddpm_lab.changes import NO_EXCHANGE
 from ddpm_lab.config import ExchangeConfig, RunConfig
-from ddpm_lab.exchange import BASELINE
 from ddpm_lab.explain import gains
+from ddpm_lab.explain.changes import NO_EXCHANGE
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import RECOMMENDATION, Study
+from ddpm_lab.questions.exchange import BASELINE
 
 BASE = RunConfig(world_size=2)
 

@@ -11,25 +11,20 @@ from typing import Any
 
 import pytest
 import records as make
+from cells import by
 from conftest import Call
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
-from ddpm_lab import experiments, plan, planning
+from ddpm_lab import plan
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import (
-    figure_ratios,
-    figure_waterfalls,
-    figures,
-    lost_scaling_table,
-    machine_state,
-    phrases,
-    tables,
-)
+from ddpm_lab.explain import figure_ratios, figures, machine_state, phrases, tables
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.lost_scaling import Split, splits
-from ddpm_lab.lost_scaling import lost_scaling
+from ddpm_lab.explain.questions import lost_scaling as question
+from ddpm_lab.explain.questions.lost_scaling import Split, splits
+from ddpm_lab.questions import experiments, planning
+from ddpm_lab.questions.lost_scaling import lost_scaling
 from ddpm_lab.record import RunRecord
 
 ONE = RunConfig(global_batch_size=16)
@@ -133,38 +128,24 @@ def test_all_losses_together_add_up_to_the_loss() -> None:
     assert found.reliable
 
 
-def test_the_sentence_names_the_largest_part_first_and_the_slowest_rank() -> None:
-    said = lost_scaling_table.sentence(split(communication=2.0, slow=4.0))
-    assert said.startswith("2 ranks take 14.")
-    assert "Lost: 6.0 ms (" in said
-    assert said.index("slowest rank (rank 1) ") < said.index("exposed communication ")
-    assert "unreliable" not in said
-
-
 def test_an_interaction_above_a_third_makes_the_split_unreliable() -> None:
     fine, bad = (split(communication=4.0, interaction=x) for x in (1.0, 3.0))
     assert fine.reliable
     assert not bad.reliable
-    assert "above a third of the loss, so the split is unreliable" in lost_scaling_table.sentence(bad)
-    shown = lost_scaling_table.table(study(measured(FAMILY, communication=4.0, interaction=3.0)))
-    assert list(shown[shown["Part"] == "interaction"]["Note"]) == ["split unreliable"]
-
-
-def test_where_nothing_is_lost_nothing_is_claimed() -> None:
-    said = lost_scaling_table.sentence(split())
-    assert "No loss is resolved" in said
-    assert "of which" not in said
+    shown = question.table(study(measured(FAMILY, communication=4.0, interaction=3.0)))
+    assert [row["Note"] for row in shown if row["Part"] == "interaction"] == ["split unreliable"]
 
 
 def test_the_figure_is_headed_by_what_was_lost_to() -> None:
     lost = splits(study(measured(FAMILY, communication=2.0, slow=4.0)))
-    assert lost_scaling_table.headline(lost) == "Lost to slowest rank and exposed communication"
+    assert question.headline(lost) == "Lost to slowest rank and exposed communication"
+    assert [(p.name, p.note) for p in lost[0].largest] == [("slowest rank", "rank 1"), ("exposed communication", "")]
     for nothing in (measured(FAMILY), measured(FAMILY, communication=4.0, interaction=3.0)):
-        assert lost_scaling_table.headline(splits(study(nothing))) == "Where the lost scaling went"
+        assert question.headline(splits(study(nothing))) == "Where the lost scaling went"
 
 
 def heading(of: Study) -> str:
-    drawn = figure_waterfalls.lost_scaling(of)
+    drawn = question.figure(of)
     assert drawn is not None
     (ax,) = drawn.axes
     return str(ax.get_title(loc="left"))
@@ -175,14 +156,12 @@ def test_with_too_few_sets_the_parts_are_shown_and_no_loss_is_claimed() -> None:
     (found,) = splits(of)
     assert found.loss.low > 0, "an interval alone would claim it"
     assert found.doubt
-    said = lost_scaling_table.sentence(found)
-    assert f"{found.doubt}, so no loss is claimed; it reads 7." in said
-    assert "Lost" not in said
-    assert "rank 1" not in said
-    shown = lost_scaling_table.table(of).set_index("Part")
-    assert shown.loc["loss", "Note"] == found.doubt
-    assert str(shown.loc["exposed communication", "Time in a step"]).startswith("4.")
-    assert set(shown["Share of the loss"]) == {phrases.DASH}
+    assert {p.note for p in found.parts} == {""}, "no rank is named"
+    assert "Lost" not in question.sentence(found)
+    shown = by(question.table(of), "Part")
+    assert shown["loss"]["Note"] == found.doubt
+    assert str(shown["exposed communication"]["Time in a step"]).startswith("4.")
+    assert {row["Share of the loss"] for row in shown.values()} == {phrases.DASH}
     assert found.doubt in heading(of)
     assert splits(study(measured(FAMILY, 4, communication=4.0, slow=3.0)))[0].doubt == ""
     assert "(" not in heading(study(measured(FAMILY, communication=4.0, slow=3.0)))
@@ -201,23 +180,17 @@ def test_a_crowded_set_does_not_count() -> None:
     assert found == splits(study([r for r in records if r.set_id not in ids[:2]]))[0]
 
 
-def test_one_set_says_what_it_lacks() -> None:
-    (found,) = splits(study(measured(FAMILY, 1, communication=4.0)))
-    assert lost_scaling_table.sentence(found).endswith("so no loss is claimed; it reads 4.0 ms.")
-    assert {p.note for p in found.parts if not p.seconds.known} == {"needs a second set"}
-
-
 def test_ranks_that_share_cores_show_no_loss_and_are_not_listed_beside_the_answer() -> None:
     shared = [dataclasses.replace(r, mechanism_only=r.config.world_size > 1) for r in measured(FAMILY, communication=4)]
     (found,) = splits(study(shared))
-    assert lost_scaling_table.sentence(found) == "2 ranks for a batch of 16: mechanism tested, speed not claimed."
+    assert question.sentence(found) == "2 ranks for a batch of 16: mechanism tested, speed not claimed."
     assert {p.note for p in found.parts} == {""}
-    assert figure_waterfalls.lost_scaling(study(shared)) is None
+    assert question.figure(study(shared)) is None
     main = make.sets({"2 ranks": (RunConfig(world_size=2), 1.5)}, experiment="multi_gpu", baseline_label="1 rank")
     alone, beside = study(main), study([*main, *shared])
     notes = [[t.get_text() for t in figure_ratios.ratios(of).findobj(Text)] for of in (alone, beside)]
     assert notes[0] == notes[1]
-    assert machine_state.table(alone).equals(machine_state.table(beside))
+    assert machine_state.table(alone) == machine_state.table(beside)
 
 
 def test_a_part_that_could_not_be_measured_says_why_and_the_others_stay() -> None:
@@ -234,10 +207,10 @@ def test_a_part_that_could_not_be_measured_says_why_and_the_others_stay() -> Non
     assert not by_name["waiting for data"].seconds.known
     assert by_name["waiting for data"].note == f"not measured: {plan.READY_BATCHES} (no memory)"
     assert not found.total.known
-    shown = lost_scaling_table.table(of).set_index("Part")
+    shown = by(question.table(of), "Part")
     for name in ("waiting for data", "interaction"):
-        assert str(shown.loc[name, "Time in a step"]) == "not measured"
-    assert figure_waterfalls.lost_scaling(of) is None, "a waterfall with a gap does not arrive"
+        assert str(shown[name]["Time in a step"]) == "not measured"
+    assert question.figure(of) is None, "a waterfall with a gap does not arrive"
 
 
 def test_overlapped_communication_is_what_a_profile_saw_beyond_the_exposed() -> None:
@@ -269,15 +242,15 @@ def test_the_question_shows_figure_table_and_sentence() -> None:
     assert "lost_scaling" in [name for _, _, name in figures.more(of)]
     assert phrases.context(of) == phrases.context(study(main)), "the question's batches, not those of the parts"
     assert "lost_scaling" not in [name for _, _, name in figures.more(study(main))]
-    shown = lost_scaling_table.table(of).set_index("Part")
-    assert shown.loc["work of rank 0 alone", "How it is measured"] == "none in this step: every rank does the same"
-    assert shown.loc["exposed communication", "Share of the loss"] in ("99 %", "100 %", "101 %")
+    shown = by(question.table(of), "Part")
+    assert shown["work of rank 0 alone"]["How it is measured"] == "none in this step: every rank does the same"
+    assert shown["exposed communication"]["Share of the loss"] in ("99 %", "100 %", "101 %")
 
 
 def test_the_waterfall_leads_from_the_ideal_to_the_measured() -> None:
     planted = {"communication": 3.0, "data": 2.0, "slow": 2.5, "fixed": 2.0, "threads": 1.5, "interaction": -1.0}
     of = study(measured(FAMILY, **planted))
-    drawn = figure_waterfalls.lost_scaling(of)
+    drawn = question.figure(of)
     assert drawn is not None
     (ax,) = drawn.axes
     bars = sorted((p for p in ax.patches if isinstance(p, Rectangle)), key=lambda p: p.get_y())
@@ -297,14 +270,14 @@ def test_the_waterfall_leads_from_the_ideal_to_the_measured() -> None:
 
 
 def test_a_time_below_zero_says_what_it_means() -> None:
-    gained = lost_scaling_table.table(study(measured(FAMILY, communication=-1.0))).set_index("Part")
-    assert gained.loc["exposed communication", "Note"] == "a gain"
+    gained = by(question.table(study(measured(FAMILY, communication=-1.0))), "Part")
+    assert gained["exposed communication"]["Note"] == "a gain"
     noisy = measured(FAMILY)
     (found,) = splits(study(noisy))
     below = {p.name for p in found.parts if p.seconds.value < 0 and not p.seconds.resolved}
     assert below, "noise falls on both sides"
-    shown = lost_scaling_table.table(study(noisy)).set_index("Part")
-    assert set(shown.loc[sorted(below), "Note"]) == {"below zero: inconclusive"}
+    shown = by(question.table(study(noisy)), "Part")
+    assert {shown[name]["Note"] for name in below} == {"below zero: inconclusive"}
 
 
 def test_the_run_that_asks_for_it_prints_it(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -324,7 +297,7 @@ def test_the_run_that_asks_for_it_prints_it(call: Call, monkeypatch: pytest.Monk
     monkeypatch.setattr(experiments, "study_of", lambda _: of)
     monkeypatch.setattr(experiments, "records_of", lambda _: [])
     _, out, _ = call("run", "multi_gpu", "--lost-scaling")
-    said = lost_scaling_table.sentence(splits(of)[0])
+    said = question.sentence(splits(of)[0])
     assert f"where the lost scaling went, tiny, batch 16, 2 ranks: {said}" in out
     assert any(line.startswith("exposed communication") for line in out.splitlines())
     assert "where the lost scaling went, not split: 4 ranks; --world-sizes 1,4 does that\n" in out

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import records as make
+from cells import by, column
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from peer_records import COMMON, FAMILY, OWN, WHOLE, against, machine, other, pair, study
@@ -77,18 +78,17 @@ def test_published_records_say_that_they_are_not_from_here() -> None:
 
 
 def test_the_table_has_a_row_for_everyone_and_the_reason_of_the_missing() -> None:
-    shown = tables.table(WHOLE).set_index("Configuration")
-    assert list(shown.index[:2]) == [f"{OURS} (baseline)", f"{OURS}, repeated"]
-    assert shown.loc["absent", "Note"] == "absent is not installed: make peers"
-    assert str(shown.loc["slow", "This trainer is"]).startswith(("3.9", "4.0"))
-    assert all(isinstance(cell, str) for c in shown.columns for cell in shown[c])
+    shown = by(tables.table(WHOLE), "Configuration")
+    assert list(shown)[:2] == [f"{OURS} (baseline)", f"{OURS}, repeated"]
+    assert shown["absent"]["Note"] == "absent is not installed: make peers"
+    assert shown["slow"]["This trainer is"].startswith(("3.9", "4.0"))
 
 
 def test_a_step_of_sampling_has_the_work_that_it_witnessed_and_not_that_of_training() -> None:
     seen = {"ranks": [{"flop_per_image": 3.05e9}]}
     told = [dataclasses.replace(r, witness=seen) if r.family.endswith(SAMPLING) else r for r in WHOLE.records]
     for records, work in ((told, "3.05"), (WHOLE.records, "\N{EN DASH}")):
-        shown = tables.table(study(*records)).set_index("Configuration")["GFLOP/image"]
+        shown = {r["Configuration"]: r["GFLOP/image"] for r in tables.table(study(*records))}
         assert (shown["slow" + SAMPLING], shown[f"{OURS} (baseline)"]) == (work, "8.00")
 
 
@@ -99,7 +99,7 @@ def test_levers_are_shown_apart() -> None:
     assert [r.label for r in peers.levers(both)] == ["fp32"]
     assert "fp32" not in {r.label for r in peers.rows(both)}
     assert isinstance(figure_peers.levers(both), Figure)
-    assert peers.lever_table(both)["Configuration"].tolist() == ["fp32"]
+    assert column(peers.lever_table(both), "Configuration") == ["fp32"]
 
 
 def test_figures_and_their_words() -> None:
@@ -136,14 +136,15 @@ def test_figures_name_the_network_batch_and_sets_of_what_they_draw() -> None:
 
 
 def test_this_trainer_has_a_row_in_each_of_its_families() -> None:
-    shown = tables.table(beside_another_network()).set_index("Configuration")
+    shown = tables.table(beside_another_network())
     mine = [f"{OURS} (baseline){end}" for end in ("", BOTH_FP32, SAMPLING, ", on ddpm at batch 8")]
-    assert [name for name in shown.index if "(baseline)" in name] == mine
+    names = column(shown, "Configuration")
+    assert [name for name in names if "(baseline)" in name] == mine
     for name in mine[1:]:
-        following = shown.index[list(shown.index).index(name) + 1]
+        following = names[names.index(name) + 1]
         assert following == "slow" + name.removeprefix(f"{OURS} (baseline)"), "before the others of its family"
-    assert shown.loc[mine, "Peak memory"].eq("512 MiB").all()
-    assert shown.loc[mine, "Images/s"].str.match(r"\d").all()
+    own = [row for row in shown if row["Configuration"] in mine]
+    assert all(row["Peak memory"] == "512 MiB" and re.match(r"\d", row["Images/s"]) for row in own)
 
 
 def test_others_that_cannot_run_here_are_named_with_the_reason_beside_what_was_measured() -> None:

@@ -31,10 +31,10 @@ from ddpm_lab.explain.quality import (
     equivalence,
 )
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.quality import quality as plan_quality
-from ddpm_lab.questions import amp
+from ddpm_lab.questions.amp import amp
+from ddpm_lab.questions.quality import quality as plan_quality
 from ddpm_lab.record import RunRecord
-from ddpm_lab.setting import Images, Setup
+from ddpm_lab.training.setting import Images, Setup
 
 BASE, BF16 = RunConfig(), RunConfig(precision="bf16")
 EVERY = OptimizerConfig(ema_every=1)

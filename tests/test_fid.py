@@ -15,13 +15,13 @@ from PIL import Image
 from ddpm_lab.config import TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.data.packed import open_packed, prepare
 from ddpm_lab.explain import samples
-from ddpm_lab.inception import plan_fid
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import measure_alone
-from ddpm_lab.measure.trial import MOST_IMAGES, work_of
-from ddpm_lab.model.fid import Fid, inception_metric
+from ddpm_lab.measure.trials import MOST_IMAGES, work_of
 from ddpm_lab.plan import Plan, Trial
+from ddpm_lab.training.fid import Fid, inception_metric
+from ddpm_lab.training.inception import plan_fid
 from ddpm_lab.workload import RankContext
 
 Array = npt.NDArray[np.float64]

@@ -23,11 +23,12 @@ from test_charts import boxes, drawn_lines, intervals, points, spans
 from test_scaling import ONE, strong, weak
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import figure_machine, figure_scaling, figures, findings, recommended, scaling
+from ddpm_lab.explain import figure_machine, figure_scaling, figures, findings, scaling
 from ddpm_lab.explain.bands import S000
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.questions import recommendation
 
 RANKS = [{**make.PHASES, "communication": 5.0}, {**make.PHASES, "forward": 12.0, "communication": 16.4}]
 EXCHANGE = {"communication": {"seconds": 0.012, "overlapped_seconds": 0.009}}
@@ -401,7 +402,7 @@ def test_losses_are_drawn_with_their_intervals_and_the_margin() -> None:
 def test_a_recommendation_is_drawn_from_speed_to_speed() -> None:
     (ax,) = drawn("recommendation, searched")[""].axes
     *steps, whole = boxes(ax)
-    found = recommended.recommendation(study_of("recommendation, searched"))
+    found = recommendation.recommendation(study_of("recommendation, searched"))
     assert found is not None
     ends = [step.row.ratio.ends for step in found.steps]
     assert list(intervals(ax).values()) == [*ends, found.best.ratio.ends]

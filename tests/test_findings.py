@@ -1,16 +1,25 @@
 """Findings and tables say what the records hold, and no more."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import claimed
+import peer_records
 import pytest
 import records as make
+from cells import column
+from drawn_studies import STUDIES
+from scaled_records import all_reduces
 
-from ddpm_lab.config import LOADER_ALONE, RunConfig
-from ddpm_lab.explain import compiling, decisions, findings, phrases
+from ddpm_lab.config import LOADER_ALONE, ExchangeConfig, RunConfig
+from ddpm_lab.explain import compiling, decisions, findings, phrases, show
+from ddpm_lab.explain.changes import NO_EXCHANGE
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, comparisons
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.table import plain
 from ddpm_lab.explain.tables import table
 from ddpm_lab.record import RunRecord
 
@@ -18,226 +27,153 @@ BF16 = RunConfig(precision="bf16")
 COMPILED = RunConfig(compile="whole")
 
 
-def cold(seconds: float = 30.0) -> list[RunRecord]:
-    return make.cold(COMPILED, [seconds], experiment="torch_compile", label="compiled", baseline_id=RunConfig().run_id)
+def amp(ratio: float = 1.62, **values: Any) -> Study:
+    return make.study(make.sets({"bf16": (BF16, ratio)}, **values))
 
 
-def compile_study(ratio: float, seconds: float = 30.0, **values: Any) -> Study:
-    records = make.sets(
-        {"compiled": (COMPILED, ratio)}, experiment="torch_compile", baseline_label="eager", step_seconds=0.1, **values
-    )
-    return make.study(records + cold(seconds))
+def compile_study(ratio: float, **values: Any) -> Study:
+    named: dict[str, Any] = {"experiment": "torch_compile", "baseline_label": "eager", "step_seconds": 0.1}
+    records = make.sets({"compiled": (COMPILED, ratio)}, **named, **values)
+    baseline = RunConfig().run_id
+    cold = make.cold(COMPILED, [30.0], experiment="torch_compile", label="compiled", baseline_id=baseline)
+    return make.study(records + cold)
 
 
-def test_a_difference_that_is_called() -> None:
-    found = finding(make.study(make.sets({"bf16": (BF16, 1.62)})))
-    assert (found.verdict, found.status, found.sets) == (decisions.FASTER, findings.ANSWERED, 6)
-    assert found.low < 1.62 < found.high
-    assert found.way_out == ""
-    for part in ("1.62", "6 sets", "2 cores, no GPU", "2026-01-03", "quality not measured"):
+def exchange() -> Study:
+    base = RunConfig(world_size=2)
+    rows = {
+        NO_EXCHANGE: (replace(base, exchange=ExchangeConfig(enabled=False)), 1.25),
+        "bf16 hook": (replace(base, exchange=ExchangeConfig(hook="bf16")), 1.1),
+    }
+    named: dict[str, Any] = {
+        "baseline": base,
+        "baseline_label": "default",
+        "experiment": "exchange",
+        "primary": "bf16 hook",
+    }
+    return make.study(make.sets(rows, family="tiny, batch 32, 2 ranks", **named))
+
+
+GOLDEN: dict[str, Callable[[], Study]] = {
+    "all_reduce": lambda: make.study(all_reduces(lambda ranks, size: 2 * (ranks - 1) * (2e-4 + size / ranks * 1e-9))),
+    "amp": lambda: amp(failures={"fp16": (RunConfig(seed=9), "oom", "90 GiB asked")}, crowded=[(0, 0), (0, 1)]),
+    "batch_size": STUDIES["batch sizes"],
+    "claims": lambda: claimed.study([*claimed.sets(), *claimed.wrong()]),
+    "exchange": exchange,
+    "multi_gpu": STUDIES["strong and weak, two CPU ranks"],
+    "peers": lambda: peer_records.WHOLE,
+    "profile": lambda: make.study([make.time_budget()], "profile"),
+    "quality": STUDIES["quality"],
+    "recommendation": STUDIES["recommendation"],
+    "recommendation_searched": STUDIES["recommendation, searched"],
+    "torch_compile": STUDIES["compiled, costs"],
+    "workers": STUDIES["loader"],
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_question_is_shown_as_before(name: str, request: pytest.FixtureRequest, capsys: Any) -> None:
+    """Finding and table of a fixed study; ``pytest --update-golden`` accepts a change: read its diff."""
+    study = GOLDEN[name]()
+    show.finding(study)
+    show.table(study)
+    shown = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines()) + "\n"
+    known = Path(__file__).parent / "data" / "findings" / f"{name}.txt"
+    if request.config.getoption("--update-golden"):
+        known.parent.mkdir(exist_ok=True)
+        known.write_text(shown)
+    assert shown == known.read_text()
+
+
+@pytest.mark.parametrize(
+    ("study", "verdict", "sets", "way_out"),
+    [
+        (amp(), decisions.FASTER, 6, ""),
+        (amp(count=1), decisions.TOO_FEW, 1, "ddpm-lab run amp --batch-size 32"),
+        (amp(1.0, set_noise=0.03), decisions.INCONCLUSIVE, 6, "ddpm-lab run amp --batch-size 32 --resolution 3% ("),
+        (amp(1.0, set_noise=0.002, turn_noise=0.001), decisions.SAME, 6, ""),
+        (amp(twin_ratio=1.05), decisions.FASTER, 6, ""),
+        (amp(1.0, twin_ratio=1.05, set_noise=0.002), decisions.INCONCLUSIVE, 6, "ddpm-lab run amp"),
+        (amp(crowded=[(0, 0), (0, 1)]), decisions.FASTER, 5, ""),
+        (amp(crowded=[(s, t) for s in range(6) for t in range(6)]), decisions.TOO_FEW, 0, "ddpm-lab run amp"),
+    ],
+)
+def test_verdict_sets_and_what_would_answer(study: Study, verdict: str, sets: int, way_out: str) -> None:
+    found = finding(study)
+    assert (found.verdict, found.sets) == (verdict, sets)
+    assert found.status == (findings.ANSWERED if verdict in decisions.ANSWERS else verdict)
+    assert found.way_out.startswith(way_out)
+    assert bool(found.way_out) == bool(way_out)
+    assert found.headline.startswith("bf16 is") == (verdict in decisions.ANSWERS)
+
+
+def test_a_finding_holds_what_it_rests_on() -> None:
+    found = finding(amp())
+    (row,) = (c for c in comparisons(amp()) if c.role == "candidate")
+    assert (found.ratio, found.low, found.high) == (row.ratio.value, *row.ratio.ends)
+    assert (found.noise_low, found.noise_high) == row.noise.ends
+    assert (found.hardware, found.date, found.quality) == (amp().hardware, "2026-01-03", "quality not measured")
+    for part in (found.headline, found.evidence, *found.notes, found.hardware, found.date, found.quality):
         assert part in found.claim
+    assert "not measured here" in finding(replace(amp(), published=True)).claim
 
 
-def test_one_set_claims_nothing() -> None:
-    found = finding(make.study(make.sets({"bf16": (BF16, 1.62)}, count=1)))
-    assert found.status == found.verdict == decisions.TOO_FEW
-    assert (found.sets, found.way_out) == (1, "ddpm-lab run amp --batch-size 32")
-    assert "62 %" not in found.claim
+def failed(role: str = "candidate", config: RunConfig = BF16, **values: Any) -> RunRecord:
+    base = RunConfig().run_id
+    reason = {"status": "crashed", "reason": "rank 0 was ended by signal 9"}
+    return make.record(config, role=role, label="bf16", baseline_id=base, **reason | values)
 
 
-def test_without_an_answer_the_way_to_one_is_told() -> None:
-    found = finding(make.study(make.sets({"bf16": (BF16, 1.0)}, set_noise=0.03)))
-    assert found.status == found.verdict == decisions.INCONCLUSIVE
-    assert found.low < 1 < found.high
-    assert found.way_out.startswith("ddpm-lab run amp --batch-size 32 --resolution 3% (about ")
+@pytest.mark.parametrize(
+    ("study", "headline", "note"),
+    [
+        (
+            make.study(make.sets({}, failures={"fp16": (BF16, "oom", "90 GiB")})),
+            "Every candidate failed: fp16",
+            "90 GiB",
+        ),
+        (make.study([failed("baseline", RunConfig()), failed()]), "The baseline failed", "signal 9"),
+        (
+            make.study([failed("cold", COMPILED, reason="apt install g++")]),
+            "Nothing can be compared",
+            "apt install g++",
+        ),
+        (make.study([failed("profile", experiment="profile")]), "The profile failed", "signal 9"),
+    ],
+)
+def test_a_failure_is_told_with_its_reason(study: Study, headline: str, note: str) -> None:
+    found = finding(study)
+    assert found.headline.startswith(headline)
+    assert found.status == findings.FAILED
+    assert any(note in each for each in found.notes)
 
 
-def test_the_same_speed_is_an_answer() -> None:
-    found = finding(make.study(make.sets({"bf16": (BF16, 1.0)}, set_noise=0.002, turn_noise=0.001)))
-    assert (found.status, found.verdict, found.way_out) == (findings.ANSWERED, decisions.SAME, "")
-
-
-def test_a_twin_that_differs_vetoes_only_what_is_smaller_than_itself() -> None:
-    large = finding(make.study(make.sets({"bf16": (BF16, 1.62)}, twin_ratio=1.05)))
-    assert (large.verdict, large.status) == (decisions.FASTER, findings.ANSWERED)
-    assert large.noise_low > 1
-    small = finding(make.study(make.sets({"bf16": (BF16, 1.0)}, twin_ratio=1.05, set_noise=0.002)))
-    assert small.high < 1, "its interval alone would say slower"
-    assert small.verdict == small.status == decisions.INCONCLUSIVE
-
-
-def test_sets_that_others_disturbed_do_not_count() -> None:
-    some = finding(make.study(make.sets({"bf16": (BF16, 1.62)}, crowded=[(0, 0), (0, 1)])))
-    assert (some.sets, some.verdict) == (5, decisions.FASTER)
-    everything = [(s, turn) for s in range(6) for turn in range(6)]
-    none = finding(make.study(make.sets({"bf16": (BF16, 1.62)}, crowded=everything)))
-    assert (none.sets, none.status, none.way_out) == (0, decisions.TOO_FEW, "ddpm-lab run amp --batch-size 32")
-
-
-def test_failures_are_told_with_their_reason() -> None:
-    failures = {"fp16": (RunConfig(seed=9), "oom", "90 GiB asked, 78 GiB free")}
-    some = finding(make.study(make.sets({"bf16": (BF16, 1.5)}, failures=failures)))
-    assert "Failed: fp16 (out of memory: 90 GiB asked, 78 GiB free)" in some.claim
-    every = finding(make.study(make.sets({}, failures=failures)))
-    assert every.headline == "Every candidate failed: fp16"
-    assert every.status == findings.FAILED
-    assert "90 GiB asked" in every.claim
-
-
-def test_a_failed_baseline_and_an_empty_ledger() -> None:
-    base = make.record(RunConfig(), status="crashed", reason="signal 9")
-    candidate = make.record(
-        BF16, role="candidate", label="bf16", status="crashed", reason="x", baseline_id=base.baseline_id
+def test_what_failed_beside_what_was_measured_is_told() -> None:
+    records = make.sets({"bf16": (BF16, 1.62)}, failures={"fp16": (RunConfig(seed=9), "oom", "90 GiB asked")})
+    assert finding(make.study(records)).notes == ("Failed: fp16 (out of memory: 90 GiB asked).",)
+    lost = replace(
+        next(r for r in records if r.label == "bf16"), set_id="lost", status="crashed", reason="x", windows=()
     )
-    assert "baseline failed" in finding(make.study([base, candidate])).headline
-    nothing = finding(replace(make.study([base]), records=()))
+    assert "Lost in 1 set: bf16 (crashed: x)." in finding(make.study([lost, *records])).notes
+
+
+def test_an_empty_ledger_names_the_command() -> None:
+    nothing = finding(replace(amp(), records=()))
     assert nothing.status == "not measured"
     assert "ddpm-lab run amp" in nothing.claim
 
 
 def test_a_mechanism_is_named_and_its_speed_is_not() -> None:
     ranks = RunConfig(world_size=4, oversubscribe=True)
-    records = make.sets(
-        {"4 ranks": (ranks, 1.77)}, experiment="multi_gpu", mechanism_only=["4 ranks"], baseline_label="1 rank"
-    )
-    found = finding(make.study(records))
-    assert found.headline == f"{MECHANISM_ONLY.capitalize()}: 4 ranks"
-    shown = table(make.study(records)).to_string()
-    assert MECHANISM_ONLY in shown
-    assert "1.7" not in found.claim + shown
-
-
-def test_workers_put_the_loader_alone_beside_training() -> None:
-    def config(workers: int, workload: str = RunConfig().workload) -> RunConfig:
-        return RunConfig(loader="files", loader_workers=workers, workload=workload)
-
-    training = make.sets(
-        {"2 workers": (config(2), 1.15)},
-        baseline=config(0),
-        baseline_label="0 workers",
-        experiment="workers",
-        family="training, tiny, batch 32",
-        step_seconds=0.1,
-    )
-    alone = make.sets(
-        {"2 workers": (config(2, LOADER_ALONE), 1.8)},
-        baseline=config(0, LOADER_ALONE),
-        baseline_label="0 workers",
-        experiment="workers",
-        family="loader alone, batch 32",
-        step_seconds=0.01,
-    )
-    found = finding(make.study(training + alone))
-    assert found.ratio == pytest.approx(1.15, rel=0.02), "of training, and not of the loader alone"
-    assert "The loader alone delivers 3," in found.claim
-    assert "where training takes at most 3" in found.claim
-
-
-def test_compiling_pays_off_after_cost_by_saving() -> None:
-    found = compile_study(1.25)
-    row = comparisons(found)[2]
-    cost = compiling.break_even(found, row)
-    # 30 s by 100 ms - 80 ms a step.
-    assert cost.steps == pytest.approx(1500, rel=0.1)
-    assert cost.steps_low < cost.steps < cost.steps_high
-    assert "pays off after 1," in finding(found).claim
-
-
-def test_compiling_that_is_not_called_faster_never_claims_to_pay_off() -> None:
-    assert "pays off never, at this speed" in finding(compile_study(0.9)).claim
-    assert "whether it pays off is not known" in finding(compile_study(1.0, set_noise=0.05)).claim
-
-
-def test_a_verdict_on_quality_is_told_for_each_family_that_differs() -> None:
-    sets, trials = [], []
-    for batch, worse in ((16, 0.0), (32, 0.03)):
-        base = RunConfig(global_batch_size=batch)
-        two = {"2 ranks": replace(base, world_size=2)}
-        named: dict[str, Any] = {
-            "baseline": base,
-            "baseline_label": "1 rank",
-            "experiment": "multi_gpu",
-            "family": f"batch {batch}",
-        }
-        sets += make.sets(
-            {"compiled": (replace(base, compile="whole"), 2.0), "2 ranks": (two["2 ranks"], 1.5)}, **named
+    study = make.study(
+        make.sets(
+            {"4 ranks": (ranks, 1.77)}, experiment="multi_gpu", mechanism_only=["4 ranks"], baseline_label="1 rank"
         )
-        trials += make.trials({"2 ranks": (two["2 ranks"], worse)}, baseline=base)
-    claim = finding(replace(make.study(sets), trials=tuple(trials))).claim
-    assert "2 ranks of batch 16 not worse after 8,000 images (8 seeds; loss " in claim
-    assert "2 ranks of batch 32 worse after 8,000 images (8 seeds; loss +0.03 (" in claim
-    assert claim.endswith("; of compiled not measured.")
-
-
-@pytest.mark.parametrize(
-    ("count", "words"), [(1, "1 call"), ("1", "1 call"), ("0.2", "0.2 calls"), (1234, "1,234 calls")]
-)
-def test_plurals(count: int | str, words: str) -> None:
-    assert phrases.plural(count, "call") == words
-
-
-def test_profile_names_the_largest_class() -> None:
-    found = finding(make.study([make.profile(RunConfig(purpose="profile"))]))
-    assert found.headline == "Convolutions take 62 % of the operator time of a training step"
-    failed = make.record(RunConfig(), experiment="profile", role="profile", status="crashed", reason="signal 9")
-    assert finding(make.study([failed])).status == findings.FAILED
-
-
-def test_sides_are_named_as_their_owner_wrote_them() -> None:
-    found = make.sets({"mine": (BF16, 1.5)}, experiment="compare", baseline_label="main")
-    assert finding(make.study(found)).headline.startswith("mine is")
-    assert finding(make.study(make.sets({"two": (BF16, 1.5)}))).headline.startswith("Two is")
-    both = make.study(make.sets({"bf16": (BF16, 1.5)}), "recommendation")
-    assert finding(both).headline.startswith("bf16 is"), "a format keeps its letters"
-
-
-def test_sets_that_were_lost_are_told_beside_those_that_were_not() -> None:
-    records = make.sets({"bf16": (BF16, 1.62)})
-    dead = next(r for r in records if r.label == "bf16")
-    dead = replace(dead, set_id="lost", status="crashed", reason="rank 0 was ended by signal 9", windows=())
-    said = finding(make.study([dead, *records])).claim
-    assert "Lost on the way, in 1 set: bf16 (crashed" in said
-    assert "signal 9" in said
-    assert "Lost" not in finding(make.study(records)).claim
-
-
-def test_table_has_a_row_for_every_configuration_and_no_missing_value() -> None:
-    failures = {"fp16": (RunConfig(seed=9), "oom", "no room")}
-    shown = table(make.study(make.sets({"bf16": (BF16, 1.5)}, failures=failures)))
-    assert list(shown["Configuration"]) == ["fp32 (baseline)", "fp32 again, repeated", "bf16", "fp16"]
-    assert not shown.isna().any(axis=None)
-    assert "nan" not in shown.to_string()
-    assert "no room" in shown.to_string()
-    for study in (compile_study(1.25), make.study([make.profile(RunConfig(purpose="profile"))])):
-        assert "nan" not in table(study).to_string()
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [(0.0096, "9.60 ms"), (34, "34.0 s"), (750, "12.5 min"), (11520, "3.20 h"), (float("nan"), "unknown")],
-)
-def test_durations(value: float, expected: str) -> None:
-    assert phrases.seconds(value) == expected
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"), [(4312.0, "4,310"), (12.34, "12.3"), (0.0456, "0.0456"), (999.7, "1,000"), (0.0, "0")]
-)
-def test_significant(value: float, expected: str) -> None:
-    assert phrases.significant(value) == expected
-
-
-def test_what_failed_outside_any_set_is_named_with_its_remedy() -> None:
-    """A compile from empty caches that cannot run here leaves one record, and it is no side of a comparison."""
-    config = RunConfig(precision="bf16", compile="whole")
-    reason = "no C++ compiler (g++); on Debian or Ubuntu: apt install g++"
-    cold = make.record(
-        config, role="cold", experiment="torch_compile", label="compiled", status="unsupported", reason=reason
     )
-    found = finding(make.study([cold], "torch_compile"))
-    assert found.status == findings.FAILED
-    assert "compiled failed" in found.headline
-    assert "apt install g++" in found.claim
+    assert finding(study).headline == f"{MECHANISM_ONLY.capitalize()}: 4 ranks"
+    shown = plain(table(study))
+    assert MECHANISM_ONLY in shown
+    assert "1.7" not in finding(study).claim + shown
 
 
 def test_what_needs_more_cores_than_were_free_says_so() -> None:
@@ -248,3 +184,68 @@ def test_what_needs_more_cores_than_were_free_says_so() -> None:
     found = finding(make.study([*alone, left_out]))
     assert found.headline == "Not measured: 1 core was free, and every candidate needs more"
     assert (found.status, found.way_out) == ("not measured", "ddpm-lab run multi_gpu")
+
+
+def test_of_workers_the_answer_is_about_training_and_not_the_loader_alone() -> None:
+    records = []
+    for workload, ratio, family in ((RunConfig().workload, 1.15, "training"), (LOADER_ALONE, 1.8, "loader alone")):
+        base = RunConfig(loader="files", workload=workload)
+        two = {"2 workers": (replace(base, loader_workers=2), ratio)}
+        records += make.sets(two, baseline=base, baseline_label="0 workers", experiment="workers", family=family)
+    assert finding(make.study(records)).ratio == pytest.approx(1.15, rel=0.02)
+
+
+def test_compiling_pays_off_after_cost_by_saving() -> None:
+    found = compile_study(1.25)
+    cost = compiling.break_even(found, comparisons(found)[2])
+    # 30 s by 100 ms - 80 ms a step.
+    assert cost.steps == pytest.approx(1500, rel=0.1)
+    assert cost.steps_low < cost.steps < cost.steps_high
+
+
+def test_a_configuration_that_is_worse_in_quality_is_named() -> None:
+    sets, trials = [], []
+    for batch, worse in ((16, 0.0), (32, 0.03)):
+        base = RunConfig(global_batch_size=batch)
+        two = replace(base, world_size=2)
+        named: dict[str, Any] = {"baseline": base, "baseline_label": "1 rank", "family": f"batch {batch}"}
+        speeds = {"compiled": (replace(base, compile="whole"), 2.0), "2 ranks": (two, 1.5)}
+        sets += make.sets(speeds, experiment="multi_gpu", **named)
+        trials += make.trials({"2 ranks": (two, worse)}, baseline=base)
+    found = finding(replace(make.study(sets), trials=tuple(trials)))
+    assert "Worse in quality: 2 ranks of batch 32." in found.notes
+
+
+def test_sides_are_named_as_their_owner_wrote_them() -> None:
+    found = make.sets({"mine": (BF16, 1.5)}, experiment="compare", baseline_label="main")
+    assert finding(make.study(found)).headline.startswith("mine is")
+    assert finding(make.study(make.sets({"two": (BF16, 1.5)}))).headline.startswith("Two is")
+
+
+def test_table_has_a_row_for_every_configuration_and_no_missing_value() -> None:
+    shown = table(amp(failures={"fp16": (RunConfig(seed=9), "oom", "no room")}))
+    assert column(shown, "Configuration") == ["fp32 (baseline)", "fp32 again, repeated", "bf16", "fp16"]
+    assert "no room" in plain(shown)
+    for frame in (shown, table(compile_study(1.25)), table(make.study([make.profile(RunConfig(purpose="profile"))]))):
+        assert "nan" not in plain(frame)
+
+
+@pytest.mark.parametrize(
+    ("shown", "words"),
+    [
+        (phrases.plural(1, "call"), "1 call"),
+        (phrases.plural("0.2", "call"), "0.2 calls"),
+        (phrases.plural(1234, "call"), "1,234 calls"),
+        (phrases.seconds(0.0096), "9.60 ms"),
+        (phrases.seconds(34), "34.0 s"),
+        (phrases.seconds(750), "12.5 min"),
+        (phrases.seconds(11520), "3.20 h"),
+        (phrases.seconds(float("nan")), "unknown"),
+        (phrases.significant(4312.0), "4,310"),
+        (phrases.significant(0.0456), "0.0456"),
+        (phrases.significant(999.7), "1,000"),
+        (phrases.significant(0.0), "0"),
+    ],
+)
+def test_numbers_in_words(shown: str, words: str) -> None:
+    assert shown == words

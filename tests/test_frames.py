@@ -1,12 +1,10 @@
 """From records to studies."""
 
-import dataclasses
-
 import pytest
 import records as make
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import frames, tables
+from ddpm_lab.explain import frames
 from ddpm_lab.plan import Plan
 from ddpm_lab.record import LedgerError
 
@@ -24,15 +22,11 @@ def test_trials_come_with_the_speeds_of_their_data_whatever_the_plan() -> None:
     assert sorted(map(id, found.trials)) == sorted(map(id, [*trials, *later]))
 
 
-def test_what_to_change_next_knows_what_other_questions_measured() -> None:
-    speeds = make.sets({"bf16": (BF16, 1.5)}, baseline=RunConfig(), family="tiny")
+def test_a_profile_stands_beside_what_other_questions_measured() -> None:
+    speeds = make.sets({"bf16": (BF16, 1.5)})
     budget = make.time_budget({"forward": 80.0, "optimizer": 20.0})
-    budget = dataclasses.replace(budget, config=RunConfig(purpose="profile"))
-    for records, known in (([budget], []), ([budget, *speeds], ['precision = "bf16"'])):
-        shown = frames.study(records, "profile")
-        assert shown.records == (budget,)
-        found = [table for caption, table in tables.more(shown) if "change next" in caption]
-        assert [setting for table in found for setting in table["Setting"]] == known
+    shown = frames.study([budget, *speeds], "profile")
+    assert (shown.records, list(shown.beside)) == ((budget,), speeds)
 
 
 def test_study_takes_the_latest_cohort() -> None:
@@ -88,12 +82,6 @@ def test_a_note_of_what_was_not_asked_for_is_not_shown() -> None:
     general = make.record(RunConfig(), label="fp16", reason="needs a CUDA device", **common)
     found = frames.study([*records, earlier, general], "amp", run_ids=[RunConfig().run_id, BF16.run_id])
     assert [r.label for r in found.records if r.role == "note"] == ["fp16"]
-
-
-def test_no_records() -> None:
-    empty = frames.study([], "amp")
-    assert empty.records == ()
-    assert (empty.hardware, empty.date) == ("", "")
 
 
 def test_recommendation_takes_the_latest_cohort_of_each_experiment() -> None:

@@ -61,12 +61,6 @@ def test_what_is_freed_is_kept_when_told() -> None:
 
 
 @pytest.mark.slow
-def test_it_is_seen_whoever_told_it() -> None:
-    """The documented way for code of one's own, which is the environment."""
-    assert run(MALLOC_MMAP_MAX_="0", MALLOC_TRIM_THRESHOLD_=str(2**31 - 1))[0] == "kept"
-
-
-@pytest.mark.slow
 def test_a_rank_keeps_it_says_so_and_learns_the_same(synthetic: RunConfig) -> None:
     hashes = []
     kept = dataclasses.replace(synthetic, freed_memory="kept")

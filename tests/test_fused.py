@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddpm_lab.model import fused
+from ddpm_lab.diffusion import fused
 from ddpm_lab.workload import Unsupported
 
 DTYPES = [torch.float32, torch.bfloat16]

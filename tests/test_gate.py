@@ -18,11 +18,11 @@ from conftest import Call
 from git_repository import commit, git, repository, write
 
 import ddpm_lab
-from ddpm_lab import comparison
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.plan import Plan
+from ddpm_lab.questions import comparison
 
 MINE = """
 import torch
@@ -72,7 +72,7 @@ def against(call: Call, out: Path, *words: str, sets: int = 1) -> tuple[int, str
         ("nowhere:step --against main", ["No module named 'nowhere'"]),
         ("typo.toml --against main", ["the step, typo.toml", "has no setting 'netwrok'"]),
         ("revised.toml --against main", ["revision is 'main'", "use compare --against"]),
-        ("--against main", ["nothing that ddpm_lab.model.train:ddpm imports belongs to", "name a step of this"]),
+        ("--against main", ["nothing that ddpm_lab.training.train:ddpm imports belongs to", "name a step of this"]),
         ("mine:step mine:step --against main", ["--against main takes one step", "leave out mine:step"]),
         ("mine:step", ["needs two sides", "--against"]),
         ("mine:step mine:fresh --strict", ["--strict", "--threshold"]),
@@ -261,13 +261,13 @@ def test_a_killed_gate_leaves_nothing_behind_the_next_one(mine: Path, tmp_path: 
 @pytest.mark.slow
 def test_two_revisions_of_the_lab_itself_run_whole(tmp_path: Path) -> None:
     lab, trace = lab_checkout(tmp_path), tmp_path / "trace"
-    planted = lab / "ddpm_lab" / "planted.py"
+    planted = lab / "ddpm_lab" / "training" / "planted.py"
     note = "__import__('pathlib').Path(__import__('os').environ['TRACE']).open('a').write(__file__ + '\\n')"
     planted.write_text(f"{planted.read_text()}\n{note}\n")
-    words = ("ddpm_lab.planted:pieces", "--against", "main", "--sets", "1")
+    words = ("ddpm_lab.training.planted:pieces", "--against", "main", "--sets", "1")
     code, _, err = lab_command(lab, *words, TRACE=str(trace))
     assert code == 0, err
-    assert "ddpm_lab.planted changed" in err
+    assert "ddpm_lab.training.planted changed" in err
     assert trace.read_text().splitlines() == [str(planted.resolve())], "the revision's ranks have their own lab"
 
 

@@ -53,12 +53,6 @@ def test_what_is_measured_alone_and_notes() -> None:
     assert (held.noted(dataclasses.replace(note, reason="did not fit")), held.any) == (False, False)
 
 
-def test_a_place_costs_what_its_stages_took() -> None:
-    timed = [dataclasses.replace(r, stages={"start": 1.0, "steady": 2.0 if r.role == "twin" else 3.0}) for r in SETS]
-    assert Held(timed).place_seconds(BASE.run_id) == pytest.approx((4 + 3 + 4) / 3)
-    assert Held(timed).place_seconds(FAST.run_id) is None
-
-
 def test_a_trial_without_the_fid_that_is_asked_for_is_not_there() -> None:
     trial = make.trials({}, seeds=1)[0]
     plain, measured = Held([trial]), Held([make.drew(trial, np.zeros((1, 4, 4, 3), dtype=np.uint8), fid=1.0)])

@@ -11,15 +11,15 @@ import pytest
 import torch
 from conftest import Call
 
-from ddpm_lab import inception
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.packed import read_manifest
-from ddpm_lab.inception import inception_sha256, plan_fid
 from ddpm_lab.plan import Trial
-from ddpm_lab.quality import quality
-from ddpm_lab.questions import workers
-from ddpm_lab.setting import Images, Setup
+from ddpm_lab.questions.quality import quality
+from ddpm_lab.questions.workers import workers
+from ddpm_lab.training import inception
+from ddpm_lab.training.inception import inception_sha256, plan_fid
+from ddpm_lab.training.setting import Images, Setup
 
 RAN = "ran"
 
@@ -56,21 +56,6 @@ def test_a_missing_file_is_refused_before_anything_else(call: Call, tmp_path: Pa
     assert f"inception is '{tmp_path}/weights.pth': there is no such file; give" in err
     assert len(err.splitlines()) == 1
     assert not (tmp_path / "data").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("run amp --inception weights.pth", "--inception: the experiment amp has none; only quality takes it"),
-        ("run amp --fid-images 9", "--fid-images: the experiment amp has none; only quality takes it"),
-        ("sample a.pt --count 9 --inception w.pth", "--inception is for a FID, which needs --data too"),
-        ("sample a.pt --count 9 --data synthetic", "--data is for a FID, which needs --inception too"),
-    ],
-)
-def test_options_that_do_not_belong_together_are_refused(call: Call, arguments: str, words: str) -> None:
-    code, _, err = call(*arguments.split())
-    assert code == 2
-    assert words in err
 
 
 @pytest.mark.slow
@@ -122,8 +107,3 @@ def test_a_fid_is_asked_of_what_draws_and_changes_no_run(setup: Setup, inception
     assert full.images == count, "no more than there are to train on"
     with pytest.raises(ConfigError, match=f"the data has {count:,}: give at most that"):
         quality(setup, inception=inception, fid_images=count + 1)
-
-
-def test_a_number_of_images_without_a_file_is_refused(setup: Setup) -> None:
-    with pytest.raises(ConfigError, match="give the file inception too"):
-        quality(setup, fid_images=100)

@@ -11,13 +11,10 @@ from random_networks import randomise
 from torch import Tensor
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.model import fused
-from ddpm_lab.model.diffusion import Diffusion
-from ddpm_lab.model.inference import Inference
-from ddpm_lab.model.reference import reference
-from ddpm_lab.model.sampling import ddpm_sample
-from ddpm_lab.model.unet import NETWORKS, UNet
-from ddpm_lab.workload import Unsupported
+from ddpm_lab.diffusion import fused
+from ddpm_lab.diffusion.inference import Inference
+from ddpm_lab.diffusion.reference import reference
+from ddpm_lab.diffusion.unet import NETWORKS, UNet
 
 SMALL = dataclasses.replace(NETWORKS["seed"], width=16, heads=2, head_width=16)
 SIZES = [(2, 32, 32), (3, 12, 20), (1, 4, 8)]
@@ -81,24 +78,6 @@ def test_the_original_is_not_touched_and_may_go_on_training() -> None:
     original(x, t).square().mean().backward()
     torch.optim.SGD(original.parameters(), lr=0.1).step()
     assert torch.equal(ready(x, t), first)
-
-
-def test_images_sampled_with_it_can_be_trained_on() -> None:
-    """What comes out of inference mode cannot; what a sampler returns is no such tensor."""
-    ready = Inference(network(fused=True), RunConfig(network="seed", precision="bf16"), "cpu")
-    images = ddpm_sample(ready, Diffusion(timesteps=5), (2, 3, 8, 12), generator=torch.Generator().manual_seed(0))
-    assert images.dtype == torch.float32
-    assert not images.is_inference()
-    assert images.is_contiguous(memory_format=torch.channels_last)
-    weight = torch.ones(1, requires_grad=True)
-    (images * weight).sum().backward()  # type: ignore[no-untyped-call]
-    assert weight.grad is not None
-
-
-def test_without_a_compiler_compile_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(Unsupported, match=r"no C\+\+ compiler"):
-        Inference(network(), RunConfig(network="seed", compile="whole"), "cpu")
 
 
 @pytest.mark.slow

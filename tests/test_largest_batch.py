@@ -124,16 +124,6 @@ def test_a_killed_search_goes_on_where_it_stopped(fits: int, stop: int) -> None:
     assert killed.tried == whole.tried
 
 
-def test_what_other_sizes_began_with_is_shared_and_other_work_is_not() -> None:
-    planted = Machine(CUDA, 600)
-    planted.found()
-    tried = len(planted.tried)
-    assert planted.search(dataclasses.replace(CUDA, global_batch_size=32)) == planted.search()
-    assert len(planted.tried) == tried
-    planted.search(dataclasses.replace(CUDA, precision="bf16"))
-    assert len(planted.tried) == 2 * tried
-
-
 # --- what else ends a search -----------------------------------------------------------------------------------------
 
 
@@ -199,16 +189,6 @@ def test_memory_is_predicted_from_the_two_largest_sizes() -> None:
     assert largest_batch.predicted_bytes({8: 100}, 16) == 200
     assert largest_batch.predicted_bytes({1: 5000, 8: 140, 16: 180}, 32) == 260
     assert largest_batch.predicted_bytes({8: 140, 16: 130}, 32) == 130
-
-
-def test_memory_that_was_predicted_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(largest_batch, "available_bytes", lambda: 1000 * MIB)
-    planted = Machine(CPU, 10**6, fixed=300 * MIB, each=2 * MIB)
-    # 300 MiB and 2 MiB an image: 250 images fill 800 MiB, and from 128 on steps are of 8.
-    assert planted.found() == (248, "memory")
-    reason = str(planted.search().reason)  # type: ignore[union-attr]
-    assert "would need about" in reason
-    assert "80 % of the 1.0 GiB available may be used" in reason
 
 
 def test_what_control_groups_leave_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,30 +267,3 @@ def test_real_groups_find_the_planted_size_and_a_kill_costs_one_try(
     assert (note.label, note.reason) == ("batch 32", "larger than 22, where the search ended")
     assert run().measured_sets == 0
     assert len(ledger.read()[0]) == len(records)
-
-
-@pytest.mark.alone
-@pytest.mark.slow
-def test_a_real_resident_set_is_predicted(
-    tmp_path: Path, instrument: Instrument, short_plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base = hungry(4, image_bytes=4 * MIB)
-    family = Family(name="f", baseline=base, baseline_label="batch 4", candidates=(), search_up_to=1024)
-    # What a rank weighs before it has images differs between machines: leave room for some 64 images above it.
-    alone = sets.measure_alone(
-        instrument, experiment="test", family="f", plan=short_plan, member=Member("search", "batch 4", base)
-    )
-    room = largest_batch.host_bytes(alone) + 256 * MIB
-    monkeypatch.setattr(largest_batch, "available_bytes", lambda: int(room / largest_batch.MEMORY_SHARE))
-    ledger = Ledger(tmp_path / "ledger.jsonl")
-    target = Target(plan=short_plan, sets=1, cold_compiles=1)
-    Campaign(Experiment(name="batch_size", families=(family,)), target, instrument, ledger, tmp_path).run(
-        Progress("test", quiet=True)
-    )
-    records = ledger.read()[0]
-    peaks = {r.config.global_batch_size: largest_batch.host_bytes(r) for r in records if r.role == "search"}
-    (end,) = (r for r in records if r.role == "largest")
-    assert end.label == "memory"
-    assert max(peaks) == end.config.global_batch_size
-    # The line misses by less than a tenth, and the next sixteenth would have crossed the limit.
-    assert 0.85 * room < max(peaks.values()) < 1.05 * room

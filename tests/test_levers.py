@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from ddpm_lab.config import OptimizerConfig, RunConfig
+from ddpm_lab.diffusion.unet import NETWORKS
 from ddpm_lab.measure.witness import mismatches
-from ddpm_lab.model.train import Trainer
-from ddpm_lab.model.unet import NETWORKS
 from ddpm_lab.plan import FUSED_PARTS
+from ddpm_lab.training.train import Trainer
 from ddpm_lab.workload import RankContext
 
 LEVERS: list[dict[str, Any]] = [

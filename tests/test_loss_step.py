@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddpm_lab.config import OWN, RunConfig
+from ddpm_lab.diffusion.step import LossStep
 from ddpm_lab.measure.witness import mismatches
-from ddpm_lab.model.loss_step import LossStep
 from ddpm_lab.workload import RankContext
 
 LABEL = RunConfig(workload=OWN, options=(("make", "mine:make"),), world_size=2, global_batch_size=2)

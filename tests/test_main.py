@@ -14,16 +14,17 @@ import pytest
 import records as make
 from conftest import Call
 
-from ddpm_lab import __version__, planned, planning
+from ddpm_lab import __version__
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.synthetic import write_folder
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import Campaign
+from ddpm_lab.questions import planned, planning
 
 COMMANDS = (
-    *("check", "prepare", "run", "compare", "calibrate", "strategy", "bottleneck", "benchmark", "summary"),
+    *("check", "prepare", "run", "compare", "strategy", "bottleneck", "benchmark", "summary"),
     *("train", "sample", "rank", "submit", "collect", "recommend"),
     *("report", "figures"),
 )
@@ -167,7 +168,7 @@ def test_a_parameter_may_be_typed_as_python_or_json_has_it(
         seen.update(how)
         return SimpleNamespace(exit_code=0)
 
-    monkeypatch.setattr("ddpm_lab.report.report", report)
+    monkeypatch.setattr("ddpm_lab.reports.report.report", report)
     assert call("report", "-p", "published", typed)[0] == 0
     assert seen["parameters"] == {"published": value}
     assert type(seen["parameters"]["published"]) is type(value)

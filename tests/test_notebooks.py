@@ -11,7 +11,7 @@ import nbformat
 import papermill
 import pytest
 
-from ddpm_lab import experiments
+from ddpm_lab.questions import experiments
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))

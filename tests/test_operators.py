@@ -34,11 +34,11 @@ def test_shares_count_each_second_once() -> None:
     assert record.profile is not None
     frame, classes = operators.operators(record), operators.classes(record)
     total = sum(s for name, (s, _) in make.OPERATORS.items() if name != "ProfilerStep*")
-    assert frame["share"].sum() == pytest.approx(1)
-    assert classes["share"].sum() == pytest.approx(1)
-    convolution = classes.set_index("class").loc["convolution", "share"]
+    assert sum(op.share for op in frame) == pytest.approx(1)
+    assert sum(kind.share for kind in classes) == pytest.approx(1)
+    (convolution,) = (kind.share for kind in classes if kind.name == "convolution")
     assert convolution == pytest.approx((5.0 + 7.0) / total)
-    assert list(classes["class"])[-1] == "other"
+    assert classes[-1].name == "other"
 
 
 def test_device_time_decides_where_there_is_any() -> None:
@@ -47,5 +47,4 @@ def test_device_time_decides_where_there_is_any() -> None:
     record.profile["operators"][3]["self_device_seconds"] = 2.0
     frame = operators.operators(record)
     assert operators.on_device(record)
-    assert list(frame["name"]) == ["aten::native_group_norm_backward"]
-    assert list(frame["seconds"]) == [2.0]
+    assert [(op.name, op.seconds) for op in frame] == [("aten::native_group_norm_backward", 2.0)]

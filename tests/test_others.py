@@ -52,10 +52,6 @@ def test_free_cores_are_those_that_others_leave(
     assert free(monkeypatch, *taken) == found
 
 
-def test_one_core_is_free_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert free(monkeypatch, 1.0, cores=1) == (1, 10)
-
-
 def test_what_others_take_is_watched_and_not_where_tests_measure_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter([CpuClock(10.0, 4.0, 0.0), CpuClock(11.0, 4.5, 0.0)])
     moments = iter([100.0, 100.25])

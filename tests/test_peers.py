@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from ddpm_lab.config import DiffusionConfig, OptimizerConfig, RunConfig
+from ddpm_lab.diffusion.unet import NETWORKS
 from ddpm_lab.measure.witness import mismatches
-from ddpm_lab.model import peers
-from ddpm_lab.model.unet import NETWORKS
 from ddpm_lab.plan import FLASH_ATTENTION
+from ddpm_lab.training import peers
 from ddpm_lab.workload import RankContext, Unsupported
 
 Make = Callable[[RunConfig, RankContext], peers.Peer]
@@ -106,46 +106,6 @@ def test_the_network_is_of_the_size_that_is_compared(config: RunConfig, make: Ma
 def test_the_ddpm_network_of_diffusers_is_the_labs(config: RunConfig) -> None:
     seen = made(peers.diffusers, "diffusers", dataclasses.replace(config, network="ddpm")).witness()
     assert seen["parameters"] == 35_746_307
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("narrow")
-@pytest.mark.parametrize(("make", "module"), INSTALLED)
-def test_it_learns(config: RunConfig, make: Make, module: str) -> None:
-    faster = dataclasses.replace(config, optimizer=OptimizerConfig(learning_rate=1e-3))
-    found = losses(made(make, module, faster), 60)
-    assert np.mean(found[-15:]) < 0.8 * np.mean(found[:5])
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("narrow")
-@pytest.mark.parametrize(("make", "module"), INSTALLED)
-def test_its_average_of_the_weights_moves(config: RunConfig, make: Make, module: str) -> None:
-    """The work of the moving average is part of the step, as in the project's own loop."""
-    often = dataclasses.replace(config, optimizer=OptimizerConfig(ema_every=1))
-    peer = made(make, module, often)
-    calls: list[int] = []
-    update = peer.parts.update
-
-    def counted() -> None:
-        update()
-        calls.append(1)
-
-    peer.parts = dataclasses.replace(peer.parts, update=counted)
-    losses(peer, 3)
-    assert len(calls) == 3
-
-
-@pytest.mark.parametrize(
-    ("make", "module"),
-    [(peers.denoising_diffusion_pytorch, "denoising_diffusion_pytorch"), (peers.diffusers, "diffusers")],
-)
-def test_without_the_library_it_is_unsupported_with_the_command(
-    config: RunConfig, make: Make, module: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, module, None)
-    with pytest.raises(Unsupported, match="not installed: make peers, or pip install"):
-        make(config, context())
 
 
 @pytest.mark.parametrize(("make", "module"), INSTALLED)

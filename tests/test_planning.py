@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import records as make
 
-from ddpm_lab import chosen_once, planning
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
-from ddpm_lab.planned import Planned
-from ddpm_lab.planning import plan_question
+from ddpm_lab.questions import chosen_once, planning
+from ddpm_lab.questions.planned import Planned
+from ddpm_lab.questions.planning import plan_question
 from ddpm_lab.record import RunRecord
 
 Asking = Callable[..., Planned]
@@ -155,7 +155,7 @@ def test_a_cpu_measures_the_smallest_network_and_a_gpu_the_published_one(
 ) -> None:
     assert [base_of(plan(*name)).network for name in ((), ("peers",))] == ["tiny", "seed"]
     monkeypatch.setattr(hardware, "gpus", lambda: [hardware.Gpu("A", "GPU-1", 1 << 36)])
-    monkeypatch.setattr("ddpm_lab.setting.gpu_trouble", lambda: "")
+    monkeypatch.setattr("ddpm_lab.training.setting.gpu_trouble", lambda: "")
     assert [base_of(plan(device="cuda", **n)).network for n in ({}, {"network": "tiny"})] == ["seed", "tiny"]
 
 

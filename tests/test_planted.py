@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.planted import pieces
+from ddpm_lab.training.planted import pieces
 from ddpm_lab.workload import RankContext
 
 CONTEXT = RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=lambda _: None)

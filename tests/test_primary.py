@@ -8,8 +8,9 @@ import pytest
 from setups import setup as on
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.questions import amp, ask
-from ddpm_lab.setting import Setup
+from ddpm_lab.questions.amp import amp
+from ddpm_lab.questions.ask import ask
+from ddpm_lab.training.setting import Setup
 
 MACHINES = {"1 core": (0, 1), "2 cores": (0, 2), "64 cores": (0, 64), "8 GPUs": (8, 64)}
 

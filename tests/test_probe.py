@@ -1,7 +1,6 @@
 """The fastest settings: found by trying, kept, and never against what the user said."""
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,14 +10,14 @@ import planted_search as planted
 import pytest
 import records as make
 
-from ddpm_lab import probe
 from ddpm_lab.config import DDPM, TRAINING, RunConfig
 from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group import GroupFailed
-from ddpm_lab.run_folder import RunFolder
-from ddpm_lab.stopping import without_sigterm
+from ddpm_lab.questions import probe
+from ddpm_lab.training.run_folder import RunFolder
+from ddpm_lab.training.stopping import without_sigterm
 
 USUAL = RunConfig(
     workload=TRAINING, purpose="quality", precision="bf16", kernels="fused", freed_memory="kept", global_batch_size=8
@@ -128,13 +127,6 @@ def test_the_fastest_is_found_within_the_time(tmp_path: Path, play: Play, second
     assert machine.now <= probe.SECONDS + hopeless + 2 * 1.5 * seconds["plain"]
 
 
-def test_what_is_hopeless_gets_one_step(tmp_path: Path, play: Play) -> None:
-    machine = play(bf=0.5, plain=6.0, ff=4.0, ba=5.0, fa=5.5)
-    _, why = fastest(tmp_path)
-    assert {name for name, steps in machine.steps.items() if steps == 1} == machine.seconds.keys() - {NAMES["plain"]}
-    assert "fp32, fused kernels takes over 2 times as long" in why
-
-
 def test_a_second_start_tries_nothing_until_something_is_different(tmp_path: Path, play: Play) -> None:
     speeds = {"bf": 2.0, "plain": 1.0, "ff": 0.5, "ba": 2.0, "fa": 0.9}
     play(**speeds)
@@ -149,16 +141,6 @@ def test_a_second_start_tries_nothing_until_something_is_different(tmp_path: Pat
         machine = play(**speeds)
         fastest(tmp_path, **other)
         assert machine.steps, other
-
-
-def test_a_damaged_file_is_written_anew(tmp_path: Path, play: Play) -> None:
-    path = tmp_path / probe.FILE
-    path.parent.mkdir()
-    path.write_text("{")
-    machine = play(bf=0.5, plain=1.0, ff=0.8, ba=0.7, fa=0.9)
-    fastest(tmp_path)
-    assert machine.steps
-    assert len(json.loads(path.read_text())) == 1
 
 
 def test_what_the_user_said_stays(tmp_path: Path, play: Play) -> None:
@@ -237,13 +219,6 @@ def test_where_it_is_not_worth_while_the_table_stays(tmp_path: Path, play: Play,
     config, why = fastest(tmp_path, **how)
     assert (config, why) == (how.get("config", USUAL), "")
     assert not machine.steps
-
-
-def test_bf16_without_instructions_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "multiplies_bf16", lambda: False)
-    _, why = fastest(tmp_path, said=set(probe.SETTINGS))
-    assert "emulated" in why
-    assert fastest(tmp_path, dataclasses.replace(USUAL, precision="fp32"), said=set(probe.SETTINGS))[1] == ""
 
 
 @pytest.mark.slow

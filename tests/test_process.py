@@ -10,7 +10,6 @@ import subprocess
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from conftest import alive
 from fresh_processes import write_marks
@@ -81,11 +80,6 @@ def test_a_group_is_killed_when_its_leader_is_gone() -> None:
     while alive([left]) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert alive([left]) == []
-
-
-def test_the_start_of_a_process_is_the_kernels() -> None:
-    began = psutil.Process().create_time() - psutil.boot_time()
-    assert start_ticks(os.getpid()) == pytest.approx(began * os.sysconf("SC_CLK_TCK"), abs=200)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from ddpm_lab import processor, setting
+from ddpm_lab import processor
 from ddpm_lab.measure import hardware
+from ddpm_lab.training import setting
 
 ALL = ("avx", "avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "amx_tile")
 NEW = f"model name\t: AMD EPYC 9654\nflags\t\t: {' '.join(ALL)}\n"
@@ -78,11 +79,6 @@ def test_what_torch_does_without_the_lab_does_without(
 def test_an_arm_processor_says_its_features(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "_cpuinfo", lambda: "processor: 0\nFeatures : fp asimd bf16\n")
     assert processor.multiplies_bf16()
-
-
-def test_without_a_compiler_the_usual_kernels_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert setting.usual_settings("cpu")["kernels"] == "aten"
 
 
 @pytest.mark.parametrize(

@@ -53,15 +53,6 @@ def test_phases_are_summed_and_are_no_operators(tmp_path: Path) -> None:
     assert not any(row["name"].startswith(RANGE) for row in result["operators"])
 
 
-def test_the_trace_is_whole_compressed_and_knows_its_rank(tmp_path: Path) -> None:
-    profiled(tmp_path, rank=3)
-    with gzip.open(tmp_path / "trace.json.gz", "rt") as file:
-        trace = json.load(file)
-    assert trace["ddpmLabRank"] == 3
-    assert sum(event.get("name") == "outer" for event in trace["traceEvents"]) == 3
-    assert [p.name for p in tmp_path.iterdir()] == ["trace.json.gz"]
-
-
 def test_a_trace_keeps_the_first_of_too_many_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "MOST_EVENTS", 3)
     partial = tmp_path / "partial.json"

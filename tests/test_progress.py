@@ -18,15 +18,6 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FILE_VARIABLE, raising=False)
 
 
-def test_a_line_carries_its_title_and_prefix(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress("amp")
-    progress.always("starting")
-    progress.prefix = "set 1 of 6;"
-    progress.always("turn 2 of 6")
-    progress.done("measured 6 sets")
-    assert capsys.readouterr() == ("", "amp: starting\namp: set 1 of 6; turn 2 of 6\namp: measured 6 sets\n")
-
-
 def test_lines_that_come_faster_than_once_a_second_are_left_out(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,17 +47,6 @@ def test_a_file_that_cannot_be_written_stops_nothing(
     monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "no such folder" / "progress"))
     Progress("amp").always("one")
     assert capsys.readouterr().err == "amp: one\n"
-
-
-def test_on_a_terminal_one_line_changes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    progress = Progress("amp")
-    progress.always("x" * 500)
-    assert "\n" not in capsys.readouterr().err
-    progress.done("end")
-    shown = capsys.readouterr().err
-    assert shown.startswith("\r")
-    assert shown.endswith("amp: end\n")
 
 
 def test_in_a_notebook_one_output_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,18 +101,3 @@ def test_a_line_that_stays_is_whole_and_the_next_one_comes_below_it(
     shown = capsys.readouterr().err
     assert "x" * 300 + "\n" in shown
     assert shown.endswith("amp: turn 2")
-
-
-def test_lines_go_to_whoever_asked_for_them_and_nowhere_else(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    lines: list[str] = []
-    progress = Progress("amp", say=lines.append)
-    progress.prefix = "set 1 of 6;"
-    progress.always("turn 1")
-    progress.done("measured 6 sets now")
-    assert lines == ["set 1 of 6; turn 1", "measured 6 sets now"]
-    assert capsys.readouterr().err == ""
-    Progress("amp", quiet=True, say=lines.append).always("nobody hears this")
-    assert len(lines) == 2

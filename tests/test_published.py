@@ -16,11 +16,11 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image, ImageFilter
 
-from ddpm_lab import published
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import figures, frames
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.record import LedgerError, RunRecord
+from ddpm_lab.reports import published
 
 SLUG = "example-cpu-9000-2-cores-no-gpu"
 
@@ -137,7 +137,7 @@ def test_publishing_again_changes_no_byte(output: Path) -> None:
 def test_a_rebuild_elsewhere_gives_the_same_bytes(original: Path, tmp_path: Path) -> None:
     ledger = original / published.RECORDS / f"{SLUG}.jsonl"
     code = (
-        "import sys; from pathlib import Path; from ddpm_lab import published\n"
+        "import sys; from pathlib import Path; from ddpm_lab.reports import published\n"
         "published.rebuild([Path(sys.argv[1])], None, Path('.').absolute())"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "7", "LC_ALL": "C", "TZ": "Asia/Tokyo", "MPLBACKEND": "svg"}

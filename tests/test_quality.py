@@ -10,8 +10,8 @@ from setups import setup
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import CHECK, DDPM, TRAINING, RunConfig
 from ddpm_lab.plan import WITH_TRIALS, Experiment, Trial, scaled
-from ddpm_lab.questions import QUESTIONS, ask
-from ddpm_lab.setting import Setup
+from ddpm_lab.questions.ask import QUESTIONS, ask
+from ddpm_lab.training.setting import Setup
 
 HERE = setup()
 GPUS = replace(HERE, device="cuda", gpus=2, usable_cores=16)

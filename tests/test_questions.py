@@ -5,12 +5,19 @@ from typing import Any
 
 import pytest
 
-from ddpm_lab.bottleneck import SIZES
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import LOADER_ALONE
+from ddpm_lab.config import LOADER_ALONE, PRECISIONS
+from ddpm_lab.declared import options
 from ddpm_lab.plan import PRESETS, Experiment, Family, scaling
-from ddpm_lab.questions import QUESTIONS, amp, ask, batch_size, multi_gpu, profile, torch_compile, workers
-from ddpm_lab.setting import Images, Setup
+from ddpm_lab.questions.amp import amp
+from ddpm_lab.questions.ask import QUESTIONS, ask
+from ddpm_lab.questions.batch_size import batch_size
+from ddpm_lab.questions.bottleneck import SIZES
+from ddpm_lab.questions.multi_gpu import multi_gpu
+from ddpm_lab.questions.profile import profile
+from ddpm_lab.questions.torch_compile import torch_compile
+from ddpm_lab.questions.workers import workers
+from ddpm_lab.training.setting import Images, Setup
 
 MACHINES = {"1 core": (0, 1), "2 cores": (0, 2), "64 cores": (0, 64), "1 GPU": (1, 16), "8 GPUs": (8, 64)}
 
@@ -285,6 +292,13 @@ def test_a_profile_supplies_no_speed() -> None:
     assert (family, label) == ("tiny, batch 64, 2 GPUs", "tf32, 2 GPUs")
     assert (config.purpose, config.world_size, config.precision) == ("profile", 2, "tf32")
     assert profile(setup()).profiles[0][:2] == ("tiny, batch 8, 1 rank", "fp32, 1 rank")
+
+
+def test_a_parameter_says_what_it_may_be_also_where_it_may_be_none() -> None:
+    for function in (profile, torch_compile):
+        found = options(function)["precision"]
+        assert (found.kind, found.opt.choices) == (str, PRECISIONS), function
+    assert [options(f)["precision"].optional for f in (profile, torch_compile)] == [False, True]
 
 
 def test_a_family_is_named_for_people() -> None:

@@ -1,7 +1,8 @@
-"""A search measured for real: what is refused, that it goes on after a kill, and that its answer trains."""
+"""The command and a search measured for real: what is refused, that it goes on after a kill, that its answer trains."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -11,15 +12,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import planted_search as planted
 import psutil
 import pytest
+import records as make
 from conftest import Call, alive
 
-from ddpm_lab import experiments
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.plan import RECOMMENDATION, SEARCH
-from ddpm_lab.recommend import recommend
+from ddpm_lab.questions import experiments
+from ddpm_lab.questions.recommend import recommend
 from ddpm_lab.record import RunRecord
 
 
@@ -30,28 +33,50 @@ def test_a_budget_that_makes_no_sense_is_refused(tmp_path: Path, minutes: Any) -
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"only": {"precision": ["fp64"]}}, "only precision is 'fp64': choose one of fp32, bf16"),
-        ({"sets": 0}, "sets is 0"),
-        ({"seeds": -1}, "seeds is -1"),
-        ({"images": 100}, "images is 100, and without seeds"),
-        ({"device": "tpu"}, "device is 'tpu'"),
-        ({"preset": "huge"}, "preset is 'huge'"),
-    ],
-)
-def test_what_cannot_run_is_refused_before_anything_is_measured(
-    tmp_path: Path, settings: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ConfigError, match=words):
-        recommend(**{"output_dir": tmp_path, "quiet": True, "device": "cpu", **settings})
-    assert Ledger(tmp_path / "trace_output" / "ledger.jsonl").read()[0] == []
-
-
 def test_quick_without_minutes_measures_nothing(tmp_path: Path) -> None:
     assert experiments.recommendation(output_dir=tmp_path).records == ()
     assert not (tmp_path / "recommended.toml").exists()
+
+
+def test_it_answers_from_records_and_refuses_mixed_machines(call: Call, tmp_path: Path) -> None:
+    here, there = tmp_path / "here.jsonl", tmp_path / "there.jsonl"
+    Ledger(here).append(planted.searched())
+    Ledger(there).append(make.on(make.GPUS, planted.searched(seed=9)))
+    code, out, _ = call("recommend", "--ledger", here, "--output-dir", tmp_path, "--train-images", 1000, "--json")
+    found = json.loads(out)
+    assert (code, found["verdict"], found["sets"]) == (0, "faster", 6)
+    assert found["low"] < found["ratio"] < found["high"]
+    assert not (tmp_path / "recommended.toml").exists(), "records of another machine recommend nothing for this one"
+    code, out, err = call("recommend", "--ledger", here, there, "--output-dir", tmp_path)
+    assert (code, out) == (2, "")
+    assert err.startswith("ddpm-lab: the records come from 2 machines: choose one")
+    code, out, _ = call("recommend", "--ledger", here, there, "--machine", "all", "--output-dir", tmp_path)
+    assert code == 0
+    assert "12 sets" in out
+    assert "2 machines: " in out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--minutes", "0.1"), "minutes is 0.1: a search and the sets that measure again"),
+        (("--only", "precision"), "--only is 'precision': give a setting and its values"),
+        (("--only", "speed=all"), "only is 'speed': choose one of precision"),
+        (("--train-images", "0"), "train_images is 0: give a whole number of at least 1"),
+        (("--resolution", "much"), "a share is 'much'"),
+        (("--sets", "0"), "sets is 0"),
+        (("--seeds", "-1"), "seeds is -1"),
+        (("--images", "100"), "images is 100, and without seeds"),
+        (("--preset", "huge"), "preset is 'huge'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_a_sentence(
+    call: Call, tmp_path: Path, options: tuple[str, ...], words: str
+) -> None:
+    code, out, err = call("recommend", "--device", "cpu", "--output-dir", tmp_path, *options)
+    assert (code, out) == (2, "")
+    assert f"ddpm-lab: {words}" in err
+    assert not (tmp_path / "trace_output" / "ledger.jsonl").exists()
 
 
 @pytest.mark.slow
@@ -83,9 +108,6 @@ def test_a_killed_search_goes_on_and_its_answer_trains(tmp_path: Path, call: Cal
     assert {r.set_id for r in fresh}.isdisjoint(r.set_id for r in before)
     assert "too few sets" in shown.stdout.lower() or "Keep the baseline" in shown.stdout
     assert "Left out: tf32 (needs a CUDA device)" in shown.stdout
-    again = experiments.recommendation(preset="smoke", device="cpu", output_dir=tmp_path)
-    assert len(measured(RECOMMENDATION)) == len(fresh)
-    assert again.records
     assert (tmp_path / "image_output" / "06_recommendation.png").is_file()
     folder = tmp_path / "run"
     code, _, err = call(

@@ -12,17 +12,24 @@ import numpy as np
 import planted_search as planted
 import pytest
 import records as make
+from cells import column
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import decisions, findings, recommended_words, show, stats, tables
+from ddpm_lab.explain import decisions, findings, stats, tables
 from ddpm_lab.explain.frames import study
-from ddpm_lab.explain.recommended import Recommendation, forecast, next_change, recommendation
+from ddpm_lab.explain.questions import recommendation as words
+from ddpm_lab.explain.questions.recommendation import (
+    Recommendation,
+    next_change,
+    recommendation,
+    training_seconds,
+    write_settings,
+)
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.recommended_file import write
 from ddpm_lab.record import LedgerError
 from ddpm_lab.space import Value
-from ddpm_lab.training_plan import plan_training
+from ddpm_lab.training.training_run import plan_training
 
 BF16, TWO = {"precision": "bf16"}, {"world_size": 2}
 LOADERS = (Value("packed", "packed", {}), Value("files", "files", {"loader": "files"}))
@@ -44,28 +51,34 @@ def judged(records: list[Any], **changes: Any) -> Recommendation:
     return of(records, trials=tuple(trials({**BF16, **TWO}, 0.0)), **changes)
 
 
-def again(records: list[Any], change: Any, **of: Any) -> list[Any]:
-    """The records with a ``change`` of the windows of those that measured again what was found, where they are so."""
+def again(records: list[Any], factor: float, **where: Any) -> list[Any]:
+    """The records with other seconds in those windows of the sets after the search whose record is so."""
     return [
-        replace(r, windows=tuple(map(change, r.windows)))
-        if r.experiment == "recommendation" and all(getattr(r, name) == value for name, value in of.items())
+        replace(r, windows=tuple(replace(w, seconds=factor * w.seconds) for w in r.windows))
+        if r.experiment == "recommendation" and all(getattr(r, name, None) == value for name, value in where.items())
         else r
         for r in records
     ]
+
+
+def again_of_bf16(records: list[Any], factor: float) -> list[Any]:
+    for run_id in {r.run_id for r in records if r.config.precision == "bf16"}:
+        records = again(records, factor, run_id=run_id)
+    return records
 
 
 def test_each_step_is_compared_with_the_one_before_in_the_same_sets() -> None:
     records = planted.searched(noise=0.02)
     found = judged(records)
     assert [step.label for step in found.steps] == ["2 ranks", "bf16"]
-    assert found.space.changed(found.cell, found.space.start) == "bf16, 2 ranks"
+    assert found.best.label == "bf16, 2 ranks"
     # A known answer, and an independent one: throughput over throughput, set by set.
     assert [s.gain.value for s in found.steps] == pytest.approx([1.5, 1.2 * planted.TOGETHER], rel=0.03)
     sets: dict[str, dict[str, float]] = {}
     for r in records:
         if r.experiment == "recommendation" and r.windows and r.role != "twin":
             sets.setdefault(r.set_id, {})[r.run_id] = float(np.median([w.seconds_per_image for w in r.windows]))
-    one, both = (planted.SPACE.cells()[c].run_id for c in (found.steps[0].cell, found.steps[1].cell))
+    one, both = (planted.SPACE.cells[c].run_id for c in (found.steps[0].cell, found.steps[1].cell))
     by_hand = np.exp(np.mean([math.log(s[one] / s[both]) for s in sets.values()]))
     assert found.steps[1].gain.value == pytest.approx(by_hand, rel=0.01)
     assert found.best.ratio.value == pytest.approx(math.prod(s.gain.value for s in found.steps), rel=0.02)
@@ -76,13 +89,16 @@ def test_sets_that_others_disturbed_are_no_part_of_a_step() -> None:
     records = planted.searched()
     lost = next(r.set_id for r in records if r.experiment == "recommendation")
     quiet = of([r for r in records if r.set_id != lost])
-    crowded = of(again(records, lambda w: replace(w, seconds=2 * w.seconds, others_cores=1.0), set_id=lost))
-    assert [s.gain for s in crowded.steps] == [s.gain for s in quiet.steps]
-    assert [s.gain.sets for s in crowded.steps] == [5, 5]
+    busy = [
+        replace(r, windows=tuple(replace(w, others_cores=1.0) for w in r.windows)) if r.set_id == lost else r
+        for r in again(records, 2, set_id=lost)
+    ]
+    assert [s.gain for s in of(busy).steps] == [s.gain for s in quiet.steps]
+    assert [s.gain.sets for s in of(busy).steps] == [5, 5]
 
 
 def test_the_first_step_is_over_the_mean_of_the_baseline_and_its_repeat() -> None:
-    slower = again(planted.searched(noise=0.0), lambda w: replace(w, seconds=1.04 * w.seconds), role="twin")
+    slower = again(planted.searched(noise=0.0), 1.04, role="twin")
     first, _ = of(slower).steps
     assert first.gain.value == pytest.approx(1.5 * math.sqrt(1.04), rel=0.01)
     assert first.gain.value == pytest.approx(first.row.ratio.value)
@@ -125,20 +141,15 @@ def test_a_later_look_at_a_step_is_held_to_its_level(p: float, word: str, monkey
 
 def test_the_winners_own_sets_give_the_ratio_and_not_those_that_chose_it() -> None:
     records = planted.searched()
-    slower = [
-        replace(r, windows=tuple(replace(w, seconds=w.seconds * 1.1) for w in r.windows))
-        if r.experiment == "recommendation" and r.config.precision == "bf16"
-        else r
-        for r in records
-    ]
-    assert judged(slower).best.ratio.value < judged(records).best.ratio.value
-    more = [
+    known = judged(records).best.ratio.value
+    assert judged(again_of_bf16(records, 1.1)).best.ratio.value < known
+    searched = [
         replace(r, windows=tuple(replace(w, seconds=w.seconds / 2) for w in r.windows))
         if r.experiment == "search" and r.role == "candidate"
         else r
         for r in records
     ]
-    assert judged(more).best.ratio.value == judged(records).best.ratio.value
+    assert judged(searched).best.ratio.value == known
 
 
 def counts(records: list[Any], *tried: list[Any]) -> tuple[int, int]:
@@ -160,7 +171,7 @@ def test_only_what_trials_call_not_worse_is_recommended() -> None:
 
 def test_nor_is_another_batch_recommended_that_is_not_judged() -> None:
     batch = {**BF16, **TWO, "global_batch_size": 16}
-    other = planted.searched(winner=(1, 1, 0, 1), among=list(planted.SPACE.cells()))
+    other = planted.searched(winner=(1, 1, 0, 1), among=list(planted.SPACE.cells))
     assert [s.label for s in of(other).steps] == ["2 ranks", "bf16", "batch 16"], "the batch comes last"
     for records in (other, planted.searched(replace(planted.SPACE, any_batch=True), winner=(1, 1, 0, 1))):
         assert counts(records) == (0, 3)
@@ -168,20 +179,16 @@ def test_nor_is_another_batch_recommended_that_is_not_judged() -> None:
         assert counts(records, trials(batch, 0.02)) == (0, 2)
 
 
-def test_an_answer_names_what_is_faster_still_and_how_to_judge_it() -> None:
+def test_what_is_known_to_be_as_good_is_recommended_although_more_is_faster() -> None:
     """Another loader learns the very same; what bf16 costs is not known."""
     space = replace(planted.SPACE, settings={"loader": LOADERS, **planted.SPACE.settings})
-    gains = {**planted.GAINS, "files": 1.4}
-    records = planted.searched(space, gains, winner=(1, 1, 0, 0, 0))
-    found = of(records)
+    found = of(planted.searched(space, {**planted.GAINS, "files": 1.4}, winner=(1, 1, 0, 0, 0)))
     assert [s.label for s in found.steps] == ["files", "bf16"]
     assert (found.count, found.reach) == (1, 2)
-    short, text, row = recommended_words.answer(found)
-    assert short.startswith("Use files: 40 % faster, quality identical")
-    assert "; files, bf16: 6" in text
-    assert "quality not measured; ddpm-lab recommend --seeds 8 " in text
+    _, text, row = words.answer(found)
     assert row is not None
     assert row.label == "files"
+    assert "ddpm-lab recommend --seeds 8 " in text
 
 
 def test_a_loader_that_learns_the_same_has_the_quality_of_the_step_before() -> None:
@@ -213,82 +220,60 @@ def test_one_set_recommends_nothing() -> None:
     assert (said.status, said.sets) == (decisions.TOO_FEW, 1)
     nothing = planted.searched(gains={"bf16": 0.8, "2 ranks": 0.7, "joined kernels": 0.9, "batch 16": 0.9})
     assert of(nothing).steps == ()
-    kept = findings.finding(planted.study(nothing))
-    assert (kept.headline, kept.status) == ("Keep the baseline: a search found nothing faster", findings.ANSWERED)
+    assert findings.finding(planted.study(nothing)).status == findings.ANSWERED
 
 
 def test_the_finding_says_what_was_tried_what_not_and_what_comes_next() -> None:
     answer = planted.study(planted.searched(), train_images=1_000_000)
     said = findings.finding(answer)
-    assert said.headline.startswith("bf16, 2 ranks: ")
-    assert "quality not measured" in said.headline, "so it is not said to be used"
     assert "Left out: tf32 (needs a CUDA device) and fp16 (needs a CUDA device)." in said.claim
-    assert "Not tried: batch 16 (another batch is another training)." in said.claim
-    assert "ddpm-lab recommend --seeds 8 --network tiny --batch-size 8 measures it" in said.claim
+    assert "Not tried: batch 16" in said.claim
+    assert said.way_out == "ddpm-lab recommend --seeds 8 --network tiny --batch-size 8"
     assert said.ratio == pytest.approx(1.62, rel=0.03)
     assert said.sets == 6
     shown = tables.table(answer)
-    assert list(shown["Configuration"]) == ["baseline", "+ 2 ranks", "+ bf16"]
-    assert list(shown["Recommended"]) == ["yes", "", ""]
+    assert column(shown, "Configuration") == ["baseline", "+ 2 ranks", "+ bf16"]
+    assert column(shown, "Recommended") == ["yes", "", ""]
     known = replace(answer, trials=tuple(trials({**BF16, **TWO}, 0.0)))
-    assert findings.finding(known).headline.startswith("Use bf16, 2 ranks: ")
     assert findings.finding(known).status == findings.ANSWERED
-    assert list(tables.table(known)["Recommended"]) == ["", "", "yes"]
-    assert "1,000,000 images" in shown
-    assert not {"Energy of its GPUs", "Compiling pays off"} & set(shown), "neither was measured"
-    captions = [caption for caption, _ in tables.more(answer)]
-    assert any("search tried" in caption for caption in captions)
+    assert column(tables.table(known), "Recommended") == ["", "", "yes"]
+    assert "1,000,000 images" in shown[0]
+    assert "Compiling pays off" not in shown[0]
+    assert len(words.tried_table(of(list(answer.records)))) == 6
 
 
 def test_the_next_change_is_the_one_that_is_expected_to_gain_most() -> None:
     change = next_change(of(planted.searched()))
     assert change is not None
-    assert change.label == "batch 16"
-    assert change.command == (
+    assert change == (
+        "batch 16",
         "ddpm-lab recommend --only precision=bf16 --only ranks=2 --only memory=channels_last --only batch=8,16 "
-        "--any-batch --seeds 8 --network tiny"
+        "--any-batch --seeds 8 --network tiny",
     )
     done = {"bf16": 1.2, "2 ranks": 1.5, "joined kernels": 0.5, "batch 16": 0.5}
     assert next_change(of(planted.searched(replace(planted.SPACE, any_batch=True), done))) is None
 
 
-def test_what_was_measured_again_speaks_for_itself() -> None:
-    """One set settles nothing, so nothing is recommended; but what it read is told, not what was expected."""
+def test_a_change_that_measured_slower_again_is_not_tried_next() -> None:
+    """One set settles nothing, so nothing is recommended; but what it measured counts, not what was expected."""
     gains = {"bf16": 1.2, "2 ranks": 0.8, "joined kernels": 0.8, "batch 16": 0.8}
     records = planted.searched(gains=gains, sets=1, winner=(1, 0, 0, 0))
 
-    def measured(factor: float) -> Recommendation:
-        return of(
-            [
-                replace(r, windows=tuple(replace(w, seconds=w.seconds * factor) for w in r.windows))
-                if r.experiment == "recommendation" and r.config.precision == "bf16"
-                else r
-                for r in records
-            ]
-        )
+    def following(factor: float) -> str:
+        found = of(again_of_bf16(records, factor))
+        change = next_change(found)
+        return change[0] if change and not found.count else ""
 
-    found = measured(0.6)
-    assert found.count == 0
-    change = next_change(found)
-    assert change is not None
-    assert change.again is not None
-    assert change.label == "bf16"
-    assert change.again.gain.value == pytest.approx(1.2 / 0.6, rel=0.05)
-    slower = next_change(measured(1.5))
-    assert slower is None or slower.label != "bf16", "it has just read slower"
+    assert following(0.6) == "bf16"
+    assert following(1.5) != "bf16"
 
 
 def test_a_training_takes_its_images_over_the_speed_and_pays_compiling_once() -> None:
     found = judged(planted.searched(), train_images=1_000_000)
-    plain, best = forecast(found, found.baseline), forecast(found, found.best, 100.0)
-    assert plain.seconds == pytest.approx(1e6 * 0.010 / 8, rel=0.05)
-    assert best.seconds - 100 == pytest.approx(plain.seconds / found.best.ratio.value, rel=0.02)
-    assert forecast(of(planted.searched()), found.baseline).images == 800_000 * 8
-    assert math.isnan(plain.joules)
-    powered = [make.with_state([r], gpu_power_watts=400.0)[0] if r.windows else r for r in planted.searched()]
-    joules = forecast(of(powered, train_images=1_000_000), found.baseline).joules
-    assert joules == pytest.approx(400 * 1e6 * 0.010 / 8, rel=0.05)
-    assert recommended_words.table(of(powered))["Energy of its GPUs"].str.endswith(" kWh").all()
+    plain, best = training_seconds(found, found.baseline), training_seconds(found, found.best, 100.0)
+    assert plain == pytest.approx(1e6 * 0.010 / 8, rel=0.05)
+    assert best - 100 == pytest.approx(plain / found.best.ratio.value, rel=0.02)
+    assert words.training_images(of(planted.searched())) == 800_000 * 8
 
 
 def test_compiling_pays_off_after_its_seconds_over_what_a_step_saves() -> None:
@@ -296,13 +281,13 @@ def test_compiling_pays_off_after_its_seconds_over_what_a_step_saves() -> None:
     space = replace(planted.SPACE, settings={"compile": compiles, **planted.SPACE.settings})
     records = planted.searched(space, {"compiled": 1.25}, winner=(1, 0, 0, 0, 0), noise=1e-4)
     told = next(r for r in records if r.role == "space")
-    config = space.cells()[1, 0, 0, 0, 0]
+    config = space.cells[1, 0, 0, 0, 0]
     colds = make.cold(config, [30.0], experiment="recommendation", family=told.family, baseline_id=told.baseline_id)
     (step,) = of([*records, *colds]).steps
     assert step.cold_seconds == pytest.approx(30)
     assert step.pays_off_steps == pytest.approx(30 / (0.010 * (1 - 1 / 1.25)), rel=0.05)
-    assert recommended_words.table(of([*records, *colds]))["Compiling pays off"].iloc[1].startswith("after ")
-    assert recommended_words.table(of(records))["Compiling pays off"].iloc[1] == "compile time unknown"
+    assert words.table(of([*records, *colds]))[1]["Compiling pays off"].startswith("after ")
+    assert words.table(of(records))[1]["Compiling pays off"] == "compile time unknown"
 
 
 def test_records_of_several_machines_are_refused_unless_they_are_asked_for() -> None:
@@ -321,7 +306,7 @@ def test_the_file_is_what_train_takes(tmp_path: Path, synthetic: RunConfig, sets
     winner = replace(synthetic, precision="bf16", world_size=2)
     told = make.trials({"it": (winner, 0.0)}, baseline=synthetic, images=800)
     answer = planted.study(planted.searched(space, sets=sets), output_dir=tmp_path, trials=tuple(told) if known else ())
-    path = write(answer)
+    path = write_settings(answer)
     assert path == tmp_path / "recommended.toml"
     settings = tomllib.loads(path.read_text())
     assert settings["train"] == {"steps": 800_000}
@@ -333,7 +318,7 @@ def test_the_file_is_what_train_takes(tmp_path: Path, synthetic: RunConfig, sets
     assert config.differences(wanted).keys() <= {"purpose", "workload", "oversubscribe"}
     assert config.data == synthetic.data
     assert schedule.steps == 800_000
-    assert write(make.study(make.sets({}), "recommendation")) is None
+    assert write_settings(make.study(make.sets({}), "recommendation")) is None
     (tmp_path / "recommended.toml").write_text(path.read_text().replace('"bf16"', '"half"').replace('"fp32"', '"half"'))
     with pytest.raises(ConfigError, match="precision is 'half'"):
         plan_training({}, {}, file=path, cache=tmp_path / "cache")
@@ -345,4 +330,3 @@ def test_a_ledger_keeps_the_space(tmp_path: Path) -> None:
     records, damaged = ledger.read()
     assert not damaged
     assert judged(records).best.ratio.value == judged(planted.searched()).best.ratio.value
-    assert show.NAMES["recommendation"] == "06_recommendation"

@@ -9,8 +9,8 @@ import torch
 from random_networks import randomise
 from torch import Tensor, nn
 
-from ddpm_lab.model.reference import ReferenceUNet, reference
-from ddpm_lab.model.unet import NETWORKS, UNet, UNetConfig, count_parameters
+from ddpm_lab.diffusion.reference import ReferenceUNet, reference
+from ddpm_lab.diffusion.unet import NETWORKS, UNet, UNetConfig, count_parameters
 
 SMALL = replace(NETWORKS["seed"], width=16, heads=2, head_width=16)
 

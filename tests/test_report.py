@@ -12,15 +12,16 @@ from typing import Any
 import nbformat
 import pytest
 
-from ddpm_lab import agenda, report
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.data.folder import DataError
 from ddpm_lab.explain import pages
 from ddpm_lab.explain.pages import Page
 from ddpm_lab.files import CHECKOUT
 from ddpm_lab.measure import hardware
-from ddpm_lab.notebooks import NUMBERED, NotebookError
-from ddpm_lab.planned import Measured, Planned
+from ddpm_lab.questions import agenda
+from ddpm_lab.questions.planned import Measured, Planned
+from ddpm_lab.reports import report
+from ddpm_lab.reports.notebooks import NUMBERED, NotebookError
 
 v4: Any = nbformat.v4
 MEASURE = agenda.measure

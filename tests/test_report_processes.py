@@ -14,12 +14,12 @@ import psutil
 import pytest
 from test_report import ANSWER, Loads, write
 
-from ddpm_lab import report
+from ddpm_lab.reports import report
 
 SCRIPT = """
 import sys
 from pathlib import Path
-from ddpm_lab.report import report
+from ddpm_lab.reports.report import report
 folder = Path(sys.argv[1])
 if __name__ == "__main__":
     sys.exit(report(preset="smoke", output_dir=folder / "out", notebooks=sorted(folder.glob("*.ipynb"))).exit_code)

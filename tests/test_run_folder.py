@@ -3,6 +3,7 @@
 import csv
 import errno
 import json
+import math
 import os
 import tomllib
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any
 import pytest
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import TRAINING, ExchangeConfig, RunConfig
-from ddpm_lab.run_folder import RunFailed, RunFolder, checkpoints_in
-from ddpm_lab.settings_file import configuration, read_settings
+from ddpm_lab.config import TRAINING, DiffusionConfig, ExchangeConfig, OptimizerConfig, RunConfig
+from ddpm_lab.settings_file import configuration, read_settings, settings_text
+from ddpm_lab.training.run_folder import RunFailed, RunFolder, checkpoints_in
 
 
 def row(step: int, **more: Any) -> dict[str, Any]:
@@ -51,12 +52,6 @@ def test_two_runs_do_not_work_in_one_folder(tmp_path: Path) -> None:
     with RunFolder(tmp_path), pytest.raises(ConfigError, match="another run works in"), RunFolder(tmp_path):
         pass
     with RunFolder(tmp_path):
-        pass
-
-
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"cannot write to .*file: .*choose another"), RunFolder(tmp_path / "file"):
         pass
 
 
@@ -103,3 +98,38 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(os, "fsync", full)  # a network's disk may say so only now
         with pytest.raises(RunFailed, match=r"cannot write the log in .*: No space left"):
             run.sync_logs()
+
+
+# --- settings in a file ------------------------------------------------------------
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    config = RunConfig(
+        data='a "folder"\\with ünusual\tname',
+        diffusion=DiffusionConfig(loss="l2", min_snr_gamma=5.0),
+        optimizer=OptimizerConfig(clip_norm=None, learning_rate=1e-5, betas=(0.9, 0.999)),
+    )
+    values = {name: value for name, value in config.as_dict().items() if name != "options"}
+    (tmp_path / "a.toml").write_text(settings_text(values))
+    assert configuration(read_settings(tmp_path / "a.toml", "a"), "a") == config
+
+
+def test_what_is_not_finite_is_read_back(tmp_path: Path) -> None:
+    values = {"each": [math.inf, -math.inf, 1e-05, [True, "a"]], "part": {"least": math.nan}}
+    (tmp_path / "a.toml").write_text(settings_text(values))
+    assert repr(read_settings(tmp_path / "a.toml", "a")) == repr(values)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("network = ", "is not TOML"),
+        ("magic = 1", "no setting 'magic'"),
+        ("network = 'huge'", "network is 'huge'"),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_place(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "a.toml").write_text(text)
+    with pytest.raises(ConfigError, match=words) as caught:
+        configuration(read_settings(tmp_path / "a.toml", "--config"), f"{tmp_path / 'a.toml'}")
+    assert "a.toml" in str(caught.value)

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import records as make
+from test_questions import MACHINES, setup
 
-from ddpm_lab import search
+from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
-from ddpm_lab.search import TWIN, Ratios, believe, race
+from ddpm_lab.explain import bayesian
+from ddpm_lab.explain.bayesian import TWIN, Ratios, believe, race
+from ddpm_lab.plan import PRESETS
+from ddpm_lab.questions import search
+from ddpm_lab.questions.ask import ask
 from ddpm_lab.space import Cell, Space, Value
+from ddpm_lab.training.setting import usual_settings
 
 NOISE: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "noise.json").read_text())
 CHANGES: dict[str, tuple[Any, ...]] = {
@@ -43,7 +50,7 @@ class Machine:
     """A machine whose every cell has a planted speed, and sets whose noise was recorded on a real one."""
 
     def __init__(self, rng: np.random.Generator, where: Space, kind: str = "quiet", pair: float = 0.1) -> None:
-        self.runs = {cell: config.run_id for cell, config in where.cells().items()}
+        self.runs = {cell: config.run_id for cell, config in where.cells.items()}
         self.rng, self.cells = rng, list(self.runs)
         codes = np.array(self.cells)
         speeds = rng.normal(0, 0.03, len(codes))
@@ -70,14 +77,14 @@ class Machine:
         return self.places * TURNS / ((len(self.cells) - 1) / 5 * 7 * SETS)
 
 
-def run(machine: Machine, where: Space, **changes: Any) -> search.Belief:
+def run(machine: Machine, where: Space, measure: Any = None, **changes: Any) -> bayesian.Belief:
     settings: dict[str, Any] = {
         "seconds_of": lambda _: 1.0,
         "seconds_left": lambda _: math.inf,
-        "most_sets": search.most_sets(len(machine.cells)),
+        "most_sets": bayesian.most_sets(len(machine.cells)),
         **changes,
     }
-    return race(where, settings.pop("found", []), machine.cells, machine.measure, **settings)
+    return race(where, settings.pop("found", []), machine.cells, measure or machine.measure, **settings)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +128,7 @@ def test_what_was_measured_decides_what_comes_next_and_nothing_else() -> None:
         asked.append(cells)
         return machine.measure(cells)
 
-    settings: dict[str, Any] = {"seconds_of": lambda _: 1.0, "seconds_left": lambda _: math.inf, "most_sets": 40}
-    done = race(where, whole, machine.cells, measure, **settings)
+    done = run(machine, where, measure, found=whole, most_sets=40)
     assert len(whole) == len(asked) >= 3
     for count, cells in enumerate(asked):
         belief = believe(where, whole[:count])
@@ -134,7 +140,7 @@ def test_what_was_measured_decides_what_comes_next_and_nothing_else() -> None:
 def test_each_setting_is_tried_alone_first_and_what_compiles_only_where_there_is_time() -> None:
     where = space(2, 2, 2)
     belief = believe(where, [])
-    cells = list(where.cells())
+    cells = list(where.cells)
 
     def seconds_of(cell: Cell) -> float:
         return 61.0 if cell[2] else 1.0
@@ -161,9 +167,7 @@ def test_what_fails_is_tried_twice_at_most_and_never_wins() -> None:
         broken = {machine.runs[c]: math.nan if c == (1, 1) else -math.inf for c in cells if c in ((1, 0), (1, 1))}
         return {**machine.measure(cells), **broken}
 
-    found: list[Ratios] = []
-    settings: dict[str, Any] = {"seconds_of": lambda _: 1.0, "seconds_left": lambda _: math.inf, "most_sets": 40}
-    belief = race(where, found, machine.cells, measure, **settings)
+    belief = run(machine, where, measure, most_sets=40)
     assert belief.lost == {(1, 0), (1, 1)}
     assert (tries[1, 0], tries[1, 1]) == (1, 2), "a failure that lasts is not tried again, another once"
     assert belief.winner(machine.cells) == (0, 1)
@@ -178,27 +182,24 @@ def test_the_belief_is_that_of_a_linear_model_with_normal_weights() -> None:
     found = [machine.measure(cells[1:4]), machine.measure(cells[3:7])]
     codes = np.array(cells)
     columns, scales = [], []
-    for f in range(3):
-        for v in range(codes[:, f].max() + 1):
-            columns.append(codes[:, f] == v)
-            scales.append(search.MAIN)
-    for f, g in combinations(range(3), 2):
-        for v in range(codes[:, f].max() + 1):
-            for w in range(codes[:, g].max() + 1):
-                columns.append((codes[:, f] == v) & (codes[:, g] == w))
-                scales.append(search.PAIR)
-    features = np.hstack([np.array(columns).T.astype(float) * np.array(scales), search.OWN * np.eye(len(cells))])
+    for chosen, scale in [([f], bayesian.MAIN) for f in range(3)] + [
+        (list(pair), bayesian.PAIR) for pair in combinations(range(3), 2)
+    ]:
+        for values in np.unique(codes[:, chosen], axis=0):
+            columns.append((codes[:, chosen] == values).all(axis=1))
+            scales.append(scale)
+    features = np.hstack([np.array(columns).T.astype(float) * np.array(scales), bayesian.OWN * np.eye(len(cells))])
     belief = believe(where, found)
     seen = [(n, cells.index(c), s[machine.runs[c]]) for n, s in enumerate(found) for c in cells if machine.runs[c] in s]
     design = np.vstack([features[0] * 1e6, *(features[i] for _, i, _ in seen)])
-    values = np.array([0.0, *(y for _, _, y in seen)])
+    targets = np.array([0.0, *(y for _, _, y in seen)])
     # Each set has an unknown of its own, the noise of its baseline.
-    sets = np.zeros((len(values), len(found)))
+    sets = np.zeros((len(targets), len(found)))
     for row, (n, _, _) in enumerate(seen, 1):
         sets[row, n] = belief.noise
     weight = np.diag([1.0, *[belief.noise**-2] * len(seen)])
     both = np.hstack([design, sets])
-    weights = np.linalg.solve(both.T @ weight @ both + np.eye(both.shape[1]), both.T @ weight @ values)
+    weights = np.linalg.solve(both.T @ weight @ both + np.eye(both.shape[1]), both.T @ weight @ targets)
     assert belief.mean == pytest.approx(features @ weights[: features.shape[1]], abs=2e-4)
 
 
@@ -220,7 +221,7 @@ def test_losses_and_gains_are_those_of_draws() -> None:
 
 def test_twins_that_scatter_make_it_doubt() -> None:
     where = space(2, 2)
-    run_id = where.cells()[1, 0].run_id
+    run_id = where.cells[1, 0].run_id
     calm, wild = (believe(where, [{TWIN: twin, run_id: 0.1}] * 4) for twin in (0.001, 0.1))
     assert wild.noise > 3 * calm.noise
     assert wild.gain((1, 0), (0, 0))[1] > 1.5 * calm.gain((1, 0), (0, 0))[1]
@@ -228,7 +229,7 @@ def test_twins_that_scatter_make_it_doubt() -> None:
 
 def test_of_equals_the_simplest_wins() -> None:
     where = space(2, 2)
-    runs = {cell: config.run_id for cell, config in where.cells().items()}
+    runs = {cell: config.run_id for cell, config in where.cells.items()}
     same = {TWIN: 0.0, runs[1, 0]: 0.2, runs[0, 1]: 0.0, runs[1, 1]: 0.203}
     assert believe(where, [same] * 6).winner(list(runs)) == (1, 0)
     assert believe(where, [{**same, runs[1, 1]: 0.25}] * 6).winner(list(runs)) == (1, 1)
@@ -236,17 +237,17 @@ def test_of_equals_the_simplest_wins() -> None:
 
 def test_a_path_has_one_change_more_in_each_step_the_largest_gain_first_and_the_batch_last() -> None:
     where = space(2, 2, 2)
-    runs = {cell: config.run_id for cell, config in where.cells().items()}
+    runs = {cell: config.run_id for cell, config in where.cells.items()}
     gains = {cell: 0.05 * cell[0] + 0.2 * cell[1] + 0.4 * cell[2] for cell in runs}
     belief = believe(where, [{TWIN: 0.0, **{runs[c]: gain for c, gain in gains.items() if any(c)}}] * 3)
-    found = search.path(belief, (1, 1, 1), last=2)
+    found = bayesian.path(belief, (1, 1, 1), last=2)
     assert found == [(0, 0, 0), (0, 1, 0), (1, 1, 0), (1, 1, 1)]
-    assert search.path(belief, (1, 1, 1)) == [(0, 0, 0), (0, 0, 1), (0, 1, 1), (1, 1, 1)]
-    assert search.path(belief, (0, 0, 0)) == [(0, 0, 0)]
+    assert bayesian.path(belief, (1, 1, 1)) == [(0, 0, 0), (0, 0, 1), (0, 1, 1), (1, 1, 1)]
+    assert bayesian.path(belief, (0, 0, 0)) == [(0, 0, 0)]
     for one, other in pairwise(found):
         assert sum(a != b for a, b in zip(one, other, strict=True)) == 1
     alone = replace(belief, lost=frozenset({(1, 0, 0), (0, 1, 0)}))
-    assert search.path(alone, (1, 1, 0)) == [(0, 0, 0), (1, 1, 0)], "what only works together comes together"
+    assert bayesian.path(alone, (1, 1, 0)) == [(0, 0, 0), (1, 1, 0)], "what only works together comes together"
 
 
 VERDICTS: tuple[tuple[dict[str, Any], str], ...] = (
@@ -266,19 +267,144 @@ def test_quality_says_what_may_win() -> None:
         return known.get(config.run_id, "not measured")
 
     nothing: Callable[[RunConfig], str] = lambda _: ""  # noqa: E731
-    assert search.admissible(where, verdict) == [(0, 0), (0, 1)], "neither what is worse nor a batch that is not known"
-    assert search.admissible(where, nothing) == [(0, 0), (1, 0)]
-    assert search.admissible(replace(where, any_batch=True), nothing) == list(where.cells())
+    assert bayesian.admissible(where, verdict) == [(0, 0), (0, 1)], (
+        "neither what is worse nor a batch that is not known"
+    )
+    assert bayesian.admissible(where, nothing) == [(0, 0), (1, 0)]
+    assert bayesian.admissible(replace(where, any_batch=True), nothing) == list(where.cells)
 
 
 def test_observations_are_those_of_complete_sets_in_order() -> None:
     base, bf16, two = RunConfig(), RunConfig(precision="bf16"), RunConfig(world_size=2)
     noiseless: dict[str, Any] = {"experiment": "search", "set_noise": 0, "turn_noise": 0, "count": 2}
     records = make.sets({"bf16": (bf16, 1.5)}, failures={"2 ranks": (two, "oom", "no room")}, **noiseless)
-    found = search.observations(records, base.run_id)
+    found = bayesian.observations(records, base.run_id)
     assert found == [{TWIN: pytest.approx(0), bf16.run_id: pytest.approx(math.log(1.5)), two.run_id: -math.inf}] * 2
     crashed = [replace(r, status="crashed") if r.config == two else r for r in records]
-    assert math.isnan(search.observations(crashed, base.run_id)[0][two.run_id])
-    assert search.observations(records, bf16.run_id) == []
+    assert math.isnan(bayesian.observations(crashed, base.run_id)[0][two.run_id])
+    assert bayesian.observations(records, bf16.run_id) == []
     lost = [replace(r, status="crashed") if r.role == "baseline" else r for r in records]
-    assert search.observations(lost, base.run_id) == []
+    assert bayesian.observations(lost, base.run_id) == []
+
+
+# What there is to choose from
+
+
+def space_of(machine: str = "2 cores", preset: str = "quick", **grid: Any) -> Space:
+    found = search.search(setup(machine, preset), **grid).space
+    assert found is not None
+    return found
+
+
+def test_cells_are_the_combinations_that_can_run_each_once() -> None:
+    settings = {
+        "memory": (Value("aten", "", {"kernels": "aten"}), Value("fused", "", {"kernels": "fused"})),
+        "compile": (Value("off", "", {"compile": "off"}), Value("whole", "", {"compile": "whole"})),
+        "ranks": tuple(Value(str(n), "", {"world_size": n}) for n in (1, 2, 16)),
+        "none": (Value("1", "", {}), Value("2", "", {"seed": 0})),
+    }
+    base = RunConfig(global_batch_size=8)
+    found = Space(baseline=base, settings=settings).cells
+    # Joined kernels are for an eager step, 16 ranks cannot share 8 images, and another name makes no difference.
+    wanted = [(fused, whole, two, 0) for fused, whole, two in product((0, 1), repeat=3) if not (fused and whole)]
+    assert list(found) == wanted
+    assert found[0, 0, 0, 0] == base
+    assert found[1, 0, 1, 0] == replace(base, kernels="fused", world_size=2)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_every_combination_runs_here_and_the_plain_step_comes_first(machine: str, preset: str) -> None:
+    experiment = search.search(setup(machine, preset))
+    (family,), space = experiment.families, space_of(machine, preset)
+    cells = space.cells
+    assert (
+        cells[space.start]
+        == family.baseline
+        == setup(machine, preset).config(global_batch_size=family.baseline.global_batch_size)
+    )
+    assert [config for _, config in family.candidates] == list(cells.values())[1:]
+    assert len({label for label, _ in family.candidates}) == len(family.candidates)
+    gpus, cores = MACHINES[machine]
+    for config in cells.values():
+        assert config.world_size <= (gpus or cores)
+        assert config.loader_workers <= cores
+        assert gpus or config.precision in ("fp32", "bf16")
+    # Every value of every setting is in some combination: what is not is left out and named.
+    for place, values in enumerate(space.settings.values()):
+        assert {cell[place] for cell in cells} == set(range(len(values))) or place == list(space.settings).index(
+            "ranks"
+        )
+    assert gpus or {"tf32", "fp16"} <= {label for label, _ in space.left_out}
+    assert all(reason for _, reason in space.left_out)
+
+
+@pytest.mark.parametrize("machine", ["2 cores", "1 GPU"])
+def test_the_guess_is_what_the_trainer_does_by_default(machine: str) -> None:
+    space = space_of(machine)
+    config = space.cells[space.guess]
+    assert {name: getattr(config, name) for name in usual_settings(config.device)} == usual_settings(config.device)
+
+
+def test_settings_are_held_to_some_values_and_the_first_is_where_it_sets_out() -> None:
+    space = space_of(only={"precision": ["bf16"], "loader": ["files-1", "packed"], "batch": [4, 12], "ranks": [1, 2]})
+    assert {c.precision for c in space.cells.values()} == {"bf16"}
+    assert (space.baseline.loader_workers, space.baseline.global_batch_size) == (1, 4)
+    assert {c.global_batch_size for c in space.cells.values()} == {4, 12}
+    assert space_of(global_batch_size=6).baseline.global_batch_size == 6
+
+
+PLAIN = {"precision": ["fp32"], "memory": ["nchw"], "compile": ["off"], "freed_memory": ["default"], "ranks": [1]}
+
+
+@pytest.mark.parametrize(
+    ("grid", "words"),
+    [
+        (
+            {"only": {"speed": ["all"]}},
+            "only is 'speed': choose one of precision, memory, compile, freed_memory, ranks",
+        ),
+        ({"only": {"precision": ["fp16"]}}, "only precision has 'fp16', which needs a CUDA device"),
+        ({"only": {"ranks": [64]}}, "only ranks is '64': choose one of 1, 2"),
+        ({"only": {"batch": ["many"]}}, "only batch is 'many'"),
+        ({"only": {"memory": "nchw"}}, "give a list"),
+        ({"only": ["precision"]}, "give settings with lists"),
+        ({"any_batch": "yes"}, "any_batch is 'yes': choose one of True, False"),
+        ({"global_batch_size": 0}, "whole number of at least 1"),
+        ({"only": {**PLAIN, "loader": ["packed"], "batch": [8]}}, "nothing is left to be searched"),
+    ],
+)
+def test_what_there_is_not_is_refused(grid: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        ask("search", setup(), **grid)
+
+
+def test_what_was_found_is_measured_with_every_step_to_it_in_the_same_sets() -> None:
+    space = space_of()
+    cells = space.cells
+    names = list(space.settings)
+
+    def cell(**places: int) -> tuple[int, ...]:
+        return tuple(places.get(name, 0) for name in names)
+
+    steps = [space.start, cell(precision=1), cell(precision=1, ranks=1), cell(precision=1, ranks=1, loader=2)]
+    experiment = search.recommendation(setup(), space=space, steps=steps)
+    (family,) = experiment.families
+    assert family.together
+    assert family.baseline == space.baseline
+    assert [config for _, config in family.candidates] == [cells[steps[3]], cells[steps[1]], cells[steps[2]]]
+    assert family.candidates[0][0] == "bf16, 2 ranks, files, 1 worker"
+    trained = [replace(t.config, purpose="timing", options=()) for t in experiment.trials]
+    assert trained == [cells[steps[2]], cells[steps[3]]], "a loader alone must learn the same, which seconds show"
+    longer = search.recommendation(setup(), space=space, steps=steps[:2]).families[0]
+    assert longer.name != family.name, "sets that compare others are others"
+    alone = search.recommendation(setup(), space=space, steps=[space.start])
+    assert (alone.families[0].candidates, alone.trials) == ((), ())
+
+
+def test_trials_are_of_what_was_found_where_seeds_are_asked_for() -> None:
+    space = space_of()
+    steps = [space.start, tuple(int(name == "precision") for name in space.settings)]
+    assert not ask("recommendation", setup(), space=space, steps=steps).trials
+    found = ask("recommendation", setup(), space=space, steps=steps, seeds=5, images=80).trials
+    assert [(t.label, t.config.seed) for t in found] == [(label, i) for i in range(5) for label in ("baseline", "bf16")]

@@ -19,15 +19,15 @@ from conftest import Call
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpm_lab import slurm
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.packed import prepare
-from ddpm_lab.explain.summary import NO_SUMMARY, RUNS, Summary
 from ddpm_lab.files import CHECKOUT, LEDGER
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.record import RunRecord
-from ddpm_lab.slurm import append_new, read_log, states
-from ddpm_lab.summary_lines import tell
+from ddpm_lab.reports import slurm
+from ddpm_lab.reports.slurm import append_new, read_log, states
+from ddpm_lab.reports.summary import NO_SUMMARY, RUNS, Summary
+from ddpm_lab.reports.summary_lines import tell
 
 ODD = """it's a "job" $(touch made) `touch made` %j;&\\ --"""
 SBATCH = """
@@ -114,7 +114,7 @@ def test_each_task_gets_its_words(call: Call) -> None:
         ("-- run amp -- --seed 1 -- --colour", "--colour"),
         ("-- run amp --help", "run amp --help"),
         ("--nodes 0 -- run amp", "--nodes is 0"),
-        ("--nodes 2 -- calibrate", "'calibrate'"),
+        ("--nodes 2 -- check", "'check'"),
         ("--gpus-per-node -1 -- run amp", "--gpus-per-node is -1"),
         ("--sbatch ' -- run amp", "--sbatch"),
         ("--sbatch=--account=none -- run amp", "Invalid account"),
@@ -134,9 +134,9 @@ def test_without_slurm(call: Call, bin_folder: Path) -> None:
     assert call("collect")[0] == 2, "there is no log"
 
 
-def test_a_login_node_needs_no_torch_and_no_pandas() -> None:
-    modules = "ddpm_lab.slurm, ddpm_lab.slurm_commands"
-    script = f"import sys, {modules}; sys.exit(str({{'torch', 'pandas', 'matplotlib'}} & set(sys.modules) or ''))"
+def test_a_login_node_needs_no_torch_and_no_scipy() -> None:
+    modules = "ddpm_lab.reports.slurm, ddpm_lab.cli.cluster"
+    script = f"import sys, {modules}; sys.exit(str({{'torch', 'scipy', 'matplotlib'}} & set(sys.modules) or ''))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stderr.strip() == ""
 

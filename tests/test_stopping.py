@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from ddpm_lab import stopping
-from ddpm_lab.stopping import Stop, Stopped, signal_name
+from ddpm_lab.training import stopping
+from ddpm_lab.training.stopping import Stop, Stopped
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -39,10 +39,6 @@ def test_a_signal_that_is_passed_on_is_one_signal() -> None:
         assert stop.number == signal.SIGTERM
         with pytest.raises(Stopped):
             os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_names() -> None:
-    assert [signal_name(n) for n in (2, 15)] == ["SIGINT", "SIGTERM"]
 
 
 def test_a_signal_that_is_passed_on_does_not_break_into_what_the_first_has_begun_to_end() -> None:

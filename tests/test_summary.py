@@ -19,10 +19,11 @@ from paired_records import alone, family, paired
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import LOSSES, NETWORKS, DiffusionConfig, RunConfig
 from ddpm_lab.explain.bands import S001
-from ddpm_lab.explain.benchmark import summary_of
 from ddpm_lab.explain.grids import plain_text
 from ddpm_lab.explain.scaling import rows
-from ddpm_lab.explain.summary import (
+from ddpm_lab.ledger import Ledger
+from ddpm_lab.reports.benchmark import summary_of
+from ddpm_lab.reports.summary import (
     ACCURACY,
     COLUMNS,
     HOW,
@@ -37,9 +38,8 @@ from ddpm_lab.explain.summary import (
     speed_ups,
     unexpected,
 )
-from ddpm_lab.ledger import Ledger
-from ddpm_lab.run_folder import RunFolder
 from ddpm_lab.settings_file import settings_text
+from ddpm_lab.training.run_folder import RunFolder
 
 PUBLISHED = ((1, 1, 362.45, 0.1187), (4, 1, 95.23, 0.1192), (8, 2, 57.14, 0.1190))
 BASE = RunConfig()

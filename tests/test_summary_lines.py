@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.record import Window
-from ddpm_lab.run_folder import RunFolder, trained
-from ddpm_lab.summary_lines import MECHANISM, name_of, of_records, of_training
+from ddpm_lab.reports.summary_lines import MECHANISM, of_records, of_training
+from ddpm_lab.training.run_folder import RunFolder, name_of, trained
 
 
 def window(seconds: float, images: int, **values: object) -> Window:
@@ -49,7 +49,9 @@ def test_the_best_held_out_loss_of_a_trial_and_no_time() -> None:
 
 
 def test_what_trains_nothing_has_no_summary() -> None:
-    reduce, limit = (RunConfig(workload=f"ddpm_lab.model.{name}") for name in ("allreduce:all_reduce", "limits:copy"))
+    reduce, limit = (
+        RunConfig(workload=f"ddpm_lab.training.{name}") for name in ("allreduce:all_reduce", "limits:copy")
+    )
     assert of_records([make.record(c, windows=(window(1.0, 8),)) for c in (reduce, limit)], {}) == []
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 import setups
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.plan import BOTH_FP32, COMPILED, FLASH_ATTENTION, FORMATS, LEVERS, LIMITS, SAMPLING, TUNED, Family
-from ddpm_lab.questions import ask
-from ddpm_lab.setting import Setup, usual_settings
-from ddpm_lab.trainers import PARTS, PEERS, PUBLISHED, peers
+from ddpm_lab.plan import BOTH_FP32, FLASH_ATTENTION, FORMATS, LEVERS, LIMITS, SAMPLING, TUNED, Family
+from ddpm_lab.questions.ask import ask
+from ddpm_lab.questions.peers import PEERS, PUBLISHED, peers
+from ddpm_lab.training.setting import Setup
 
 
 def setup(**changes: Any) -> Setup:
@@ -41,12 +40,6 @@ def test_others_come_as_they_are_and_tuned_on_equal_batches_with_equal_objective
         assert (config.implementation == "plain") == (PUBLISHED in name)
 
 
-def test_flash_attention_is_part_of_tuning_on_a_gpu_where_a_trainer_offers_it() -> None:
-    rows = dict(peers(setup(device="cuda", gpus=1)).families[0].candidates)
-    flash = [name for name, config in rows.items() if config.option(FLASH_ATTENTION, False)]
-    assert flash == ["denoising-diffusion-pytorch, tuned"]
-
-
 @pytest.mark.parametrize(
     ("changes", "trainers", "compiled"),
     [
@@ -68,12 +61,6 @@ def test_on_a_cpu_the_tuned_are_compiled_in_full_or_when_named(
         assert {config.compile for name, config in rows.items() if "tuned" in name} == {"whole"}
 
 
-@pytest.mark.parametrize(("device", "gpus"), [("cpu", 0), ("cuda", 1)])
-def test_this_trainer_runs_with_the_documented_defaults(device: str, gpus: int) -> None:
-    ours = peers(setup(device=device, gpus=gpus)).families[0].baseline
-    assert {name: getattr(ours, name) for name in usual_settings(device)} == usual_settings(device)
-
-
 def test_both_in_fp32_differ_in_nothing_but_how_the_step_is_computed() -> None:
     found = family(BOTH_FP32)
     ((_, other),) = found.candidates
@@ -92,33 +79,10 @@ def test_each_lever_is_put_back_alone(device: str, gpus: int) -> None:
         assert ("kernels" in label) == ("kernels" in changed)
 
 
-def test_levers_are_measured_in_full_or_when_asked_for() -> None:
-    for changes, parts, there in (({}, None, True), ({"preset": "quick"}, None, False)):
-        names = [f.name for f in peers(setup(**changes), parts=parts).families]
-        assert any(name.endswith(LEVERS) for name in names) == there
-    (asked,) = peers(setup(preset="quick"), parts=["levers"]).families
-    assert asked.name.endswith(LEVERS)
-
-
-def test_sampling_compares_one_network_in_two_samplers() -> None:
-    found = family(SAMPLING)
-    ((_, other),) = found.candidates
-    assert found.baseline.workload == other.workload
-    assert (found.baseline.implementation, other.implementation) == ("lab", "plain")
-
-
 def test_limits_are_peaks_in_the_precision_of_the_trainer() -> None:
     found = family(LIMITS)
     labels = [found.baseline_label, *(label for label, _ in found.candidates)]
     assert labels == ["product, fp32", "product, bf16", "convolution, fp32", "convolution, bf16", "copy"]
-
-
-def test_parts_and_trainers_can_be_chosen() -> None:
-    assert len(peers(setup(), parts=PARTS).families) == len(PARTS)
-    (found,) = peers(setup(), parts=["peers"], trainers=["diffusers"]).families
-    assert [label for label, _ in found.candidates] == [
-        "diffusers" + end for end in ("", FORMATS, TUNED, TUNED + COMPILED)
-    ]
 
 
 @pytest.mark.parametrize("part", ["fp32", "sampling"])
@@ -153,11 +117,3 @@ def test_a_network_is_compared_with_those_that_have_one_of_its_size() -> None:
 def test_what_does_not_exist_is_refused(grid: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ask("peers", setup(), **grid)
-
-
-def test_no_two_configurations_of_a_family_are_one() -> None:
-    for device, gpus in (("cpu", 0), ("cuda", 2)):
-        for found in peers(setup(device=device, gpus=gpus)).families:
-            configs = [found.baseline, *(config for _, config in found.candidates)]
-            assert len({c.run_id for c in configs}) == len(configs)
-            assert all(dataclasses.replace(c) == c for c in configs)

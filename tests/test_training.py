@@ -6,8 +6,6 @@ import base64
 import dataclasses
 import io
 import itertools
-import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,8 @@ from PIL import Image
 
 from ddpm_lab.config import TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.data.packed import prepare
-from ddpm_lab.model.checkpoint import SECTIONS, Checkpoint, empty_network, read
-from ddpm_lab.model.training import Training, training
+from ddpm_lab.training.checkpoint import SECTIONS, Checkpoint, empty_network, read
+from ddpm_lab.training.training import Training, training
 from ddpm_lab.workload import RankContext
 
 
@@ -118,17 +116,6 @@ def test_a_run_on_a_gpu_goes_on(config: RunConfig, tmp_path: Path, settings: dic
     assert advance(second, 5) == pytest.approx(advance(first, 5), rel=1e-2)
 
 
-@pytest.mark.slow
-def test_another_implementation_goes_on_from_the_same_weights(config: RunConfig, tmp_path: Path) -> None:
-    config = dataclasses.replace(config, network="seed", global_batch_size=2)
-    lab = start(config)
-    advance(lab, 2)
-    lab.save(path=str(tmp_path / "a.pt"))
-    plain = start(dataclasses.replace(config, implementation="plain", channels_last=False), tmp_path / "a.pt")
-    assert equal(plain.state(), lab.state())
-    assert advance(plain, 2) == pytest.approx(advance(lab, 2), rel=1e-4)
-
-
 def test_a_checkpoint_before_the_first_step_of_adam(config: RunConfig, tmp_path: Path) -> None:
     """As gradient scaling leaves it, where the first gradients overflow."""
     first = start(config)
@@ -150,33 +137,6 @@ def test_the_state_of_gradient_scaling_goes_on(config: RunConfig, tmp_path: Path
     other.scaler = torch.amp.GradScaler("cpu")
     other._restore(read(tmp_path / "a.pt"))
     assert other.scaler.state_dict() == state
-
-
-def test_weights_that_are_not_finite_are_not_saved(config: RunConfig, tmp_path: Path) -> None:
-    trainer = start(config)
-    advance(trainer, 1)
-    trainer.save(path=str(tmp_path / "a.pt"))
-    before = (tmp_path / "a.pt").read_bytes()
-    with torch.no_grad():
-        trainer.parameters[0].view(-1)[0] = math.nan
-    problem = trainer.save(path=str(tmp_path / "a.pt"))
-    assert problem is not None
-    assert "time.0.weight (weights) is no longer finite at step 1" in problem
-    assert (tmp_path / "a.pt").read_bytes() == before
-
-
-def test_a_full_disk_is_a_sentence(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = start(config)
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    monkeypatch.setattr(Image.Image, "save", full)
-    expected = "cannot write {}: No space left on device"
-    for call in (trainer.save, lambda path: trainer.samples(path=path, count=1, steps=1)):
-        assert call(path=str(tmp_path / "a")) == expected.format(tmp_path / "a")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_samples_are_those_of_the_averaged_weights_from_the_same_noise(config: RunConfig, tmp_path: Path) -> None:
@@ -238,7 +198,7 @@ def shapes(trainer: Training) -> list[torch.Size]:
 def test_many_images_begin_with_the_first_few(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddpm_lab.model.training._DRAWN", 2)
+    monkeypatch.setattr("ddpm_lab.training.training._DRAWN", 2)
     trainer = start(config)
     path = tmp_path / "generated.npy"
     trainer.draw_pixels(path=str(path), count=5, steps=3)

@@ -13,9 +13,8 @@ from ddpm_lab.data.packed import prepare
 from ddpm_lab.measure import cluster, hardware
 from ddpm_lab.measure.cluster import Cluster, Place
 from ddpm_lab.measure.process import Store
-from ddpm_lab.run_folder import RunFolder
-from ddpm_lab.training_plan import plan_training
-from ddpm_lab.training_run import Schedule
+from ddpm_lab.training.run_folder import RunFolder
+from ddpm_lab.training.training_run import Schedule, plan_training
 
 
 @pytest.fixture(scope="module")
@@ -97,26 +96,13 @@ def test_what_ran_can_be_run_again(data: Path, tmp_path: Path) -> None:
     [
         ("", {}, {}, "how long to train is not given"),
         ("", {"steps": 0}, {}, "steps is 0"),
-        ("", {"steps": 5, "keep": 0}, {}, "keep is 0"),
         ("", None, {"world_size": 4}, "4 CPU ranks need 4 cores"),
         ("loader = 'files'\nloader_workers = 3", None, {}, "loader_workers is 3: 2 cores are usable, give at most"),
-        ("loader = 'files'\nloader_workers = 2", None, {"world_size": 2}, "give at most 1 to each of 2 ranks"),
-        ("threads = 100000", None, {}, "threads is 100000: 2 cores are usable, give at most that"),
         ("", None, {"device": "cuda", "network": "tiny"}, "no GPU is visible"),
-        ("", None, {"device": "tpu"}, "device is 'tpu'"),
-        ("", None, {"precision": "fp16"}, "needs a CUDA device"),
-        ("", None, {"global_batch_size": 0}, "global_batch_size is 0"),
-        ("", None, {"global_batch_size": 7, "world_size": 2}, "cannot be shared by 2 ranks"),
-        ("", None, {"optimizer__learning_rate": -1.0}, "learning_rate is -1.0"),
-        ("device = ['cpu']", None, {}, r"device is \['cpu'\]: choose one of cpu, cuda"),
         ("[device]\nname = 'cpu'", None, {}, "device is {'name': 'cpu'}: choose"),
-        ("[optimizer]\nclip_norm = inf", None, {}, "clip_norm is inf: give a finite number"),
-        ("magic = 1", None, {}, "no setting 'magic'"),
         ("[train]\nmagic = 1", None, {}, "has no setting 'magic'"),
-        ("train = 3", None, {}, "train is 3: give a table"),
         ("optimizer = 3", None, {"optimizer__learning_rate": 1.0}, "optimizer is 3: give a table"),
         ("workload = 'os:system'", None, {}, "workload is not for a file"),
-        ("[options]\ncheckpoint = 'x'", None, {}, "options is not for a file"),
         ("world_size = 2\n[exchange]\nenabled = false", None, {}, "train a network each"),
     ],
 )

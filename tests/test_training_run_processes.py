@@ -18,11 +18,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from test_training import equal
 from test_training_run import logged, steps_in
 
 from ddpm_lab.data.packed import prepare
-from ddpm_lab.model.checkpoint import SECTIONS, Checkpoint, read
-from ddpm_lab.run_folder import RunFolder, checkpoints_in
+from ddpm_lab.training.checkpoint import read
+from ddpm_lab.training.run_folder import checkpoints_in
 
 # As many as one cares to wait for: KILLS=20 takes two minutes and a half.
 KILLS = int(os.environ.get("KILLS", "6"))
@@ -69,15 +70,6 @@ def finished(arguments: list[str]) -> tuple[int, str, str]:
     with started(arguments) as process:
         out, err = process.communicate(timeout=300)
     return process.returncode, out, err
-
-
-def equal(one: Checkpoint, two: Checkpoint) -> bool:
-    same = all(
-        torch.equal(tensor, getattr(two, section)[name])
-        for section in SECTIONS
-        for name, tensor in getattr(one, section).items()
-    )
-    return same and (one.step, one.adam_steps) == (two.step, two.adam_steps)
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 120) -> None:
@@ -188,11 +180,3 @@ def test_another_world_size_goes_on_in_the_same_order(data: Path, tmp_path: Path
         assert (mine - theirs).norm() <= 1e-5 * mine.norm()
     losses = [[r["loss"] for r in logged(tmp_path / name)] for name in ("one", "two")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_another_run_in_the_same_folder_is_refused(data: Path, tmp_path: Path) -> None:
-    with RunFolder(tmp_path):
-        code, _, err = finished(command(data, tmp_path, 5))
-    assert code == 2
-    assert err.startswith("ddpm-lab: another run works in")

@@ -6,8 +6,8 @@ import recorded_noise
 from recorded_noise import MACHINES, recorded
 from scipy import special
 
-from ddpm_lab import turn_plan
 from ddpm_lab.explain import stats
+from ddpm_lab.measure import turn_plan
 
 
 def test_students_t_agrees_with_scipy() -> None:

@@ -10,7 +10,7 @@ import torch
 from random_networks import randomise
 from torch import Tensor, nn
 
-from ddpm_lab.model.unet import NETWORKS, UNet, UNetConfig, build_network, count_flops, count_parameters
+from ddpm_lab.diffusion.unet import NETWORKS, UNet, UNetConfig, build_network, count_flops, count_parameters
 
 SMALL = {
     "seed": replace(NETWORKS["seed"], width=16, heads=2, head_width=16),

@@ -9,7 +9,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from git_repository import commit, git, repository, write
+from git_repository import git, repository, write
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.measure import code_version as sources
@@ -50,13 +50,6 @@ def test_a_worktree_holds_the_revision_and_the_users_repository_stays_as_it_is(m
     assert state(mine) == before
 
 
-def test_a_folder_below_is_of_the_repository_and_one_beside_is_not(mine: Path, tmp_path: Path) -> None:
-    (mine / "below").mkdir()
-    assert Repository.around(mine / "below") == Repository(mine.resolve())
-    with pytest.raises(ConfigError, match=r"is in none: change to its folder"):
-        Repository.around(tmp_path)
-
-
 def test_variables_of_a_hook_lead_to_no_other_repository(
     mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,31 +59,10 @@ def test_variables_of_a_hook_lead_to_no_other_repository(
     assert Repository.around(mine).root == mine.resolve()
 
 
-def test_every_name_of_a_commit_is_known(mine: Path) -> None:
-    git(mine, "tag", "v1")
-    git(mine, "tag", "--annotate", "--message", "one", "v1a")
-    own, head = Repository.around(mine), git(mine, "rev-parse", "HEAD")
-    assert {own.commit(name) for name in ("main", "HEAD", "v1", "v1a", head, head[:9])} == {head}
-
-
 @pytest.mark.parametrize("revision", ["nowhere", "", "--all", "main:mine.py"])
 def test_what_is_no_commit_is_refused(mine: Path, revision: str) -> None:
     with pytest.raises(ConfigError, match=r"--against is '.*', which .* does not have: give a branch, a tag"):
         Repository.around(mine).commit(revision)
-
-
-def test_a_shallow_clone_is_told_from_a_wrong_name(mine: Path, tmp_path: Path) -> None:
-    first = git(mine, "rev-parse", "HEAD")
-    commit(mine, {"mine.py": "x = 3\n"})
-    git(tmp_path, "clone", "--quiet", "--depth", "1", f"file://{mine}", "shallow")
-    with pytest.raises(ConfigError, match=r"this clone is shallow: .*git fetch --unshallow, or fetch-depth: 0"):
-        Repository.around(tmp_path / "shallow").commit(first)
-
-
-def test_without_git_the_sentence_says_so(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(ConfigError, match=r"--against needs git.*No such file.*: install it"):
-        Repository.around(mine)
 
 
 KILLED = """

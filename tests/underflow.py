@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.loaders import Batch
-from ddpm_lab.model.training import Training
+from ddpm_lab.training.training import Training
 from ddpm_lab.workload import RankContext
 
 

@@ -1,5 +1,5 @@
-"""Images on disk, packed once into a memory-mapped array, and the loaders that feed them to a training step.
+"""Images to batches: folders and archives are decoded once into a prepared folder, from which loaders draw.
 
-Read ``packed``, ``draws`` and ``loaders`` first. Only ``draws``, ``pixels`` and ``loaders`` import torch; the rest
-serves processes that never train.
+Read ``packed`` first (what a prepared folder holds), then ``loaders`` (the batches of one rank) and ``draws`` (their
+order and the random numbers of a step, which no setting changes).
 """

@@ -1,1 +1,5 @@
-"""The half that explains: frames, statistics, findings and figures, all computed from records, never with torch."""
+"""From records to answers: comparisons with intervals, what they say, and how that is drawn. Never imports torch.
+
+Read ``frames`` first (a study: the records that answer a question), then ``comparisons`` and ``stats``, ``findings``,
+and ``charts``. ``show`` is what the notebooks call.
+"""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import math
 import re
 from collections.abc import Iterable
@@ -24,39 +23,34 @@ NOT_COMPARABLE = "not comparable"
 
 
 def answer_text(study: Study, finding: Finding) -> str:
-    """Verdict, ratio, interval, repeated baseline, memory, disturbance, losses and what really ran, one line each."""
+    """Verdict and finding, then a line each for the sides, their first losses, and what really ran."""
     repeats = finding.claim.lower().startswith(finding.verdict.lower())
     lines = [finding.claim if repeats else f"{finding.verdict}: {finding.claim}"]
-    for row in comparisons(study):
-        if row.sets and row.role != "twin":
-            lines.append(
-                f"  {row.label}: {phrases.seconds(row.step_seconds)} a step, "
-                f"peak memory {phrases.peak_memory(row)}, "
-                f"{phrases.plural(row.sets, 'set')} of {phrases.plural(row.turns, 'turn')}"
-            )
-    lines.append(f"  losses: {first_losses(study).sentence}")
-    lines += [f"  {line}" for line in _witnesses(study)]
-    return "\n".join(lines)
+    lines += [
+        f"  {row.label}: {phrases.seconds(row.step_seconds)} a step, peak memory {phrases.peak_memory(row)}, "
+        f"{phrases.plural(row.sets, 'set')} of {phrases.plural(row.turns, 'turn')}"
+        for row in comparisons(study)
+        if row.sets and row.role != "twin"
+    ]
+    return "\n".join([*lines, f"  losses: {first_losses(study).sentence}", *map("  {}".format, _witnesses(study))])
+
+
+_ANSWER = ("verdict", "claim", "ratio", "low", "high", "noise_low", "noise_high", "sets", "hardware", "date", "quality")
+_SIDE = (
+    *("label", "role", "run_id", "status", "reason", "step_seconds", "peak_memory_bytes", "peak_rss_bytes"),
+    *("sets", "sets_needed", "disturbed_sets"),
+)
 
 
 def answer_values(study: Study, finding: Finding) -> dict[str, Any]:
     """The same as plain values; what is unknown is null."""
-    values = {
-        name: _known(getattr(finding, name))
-        for name in ("verdict", "claim", "ratio", "low", "high", "noise_low", "noise_high", "sets", "hardware", "date")
+    losses = first_losses(study)
+    return {
+        **{name: _known(getattr(finding, name)) for name in _ANSWER},
+        "resolution": study.resolution,
+        "sides": [{name: _known(getattr(row, name)) for name in _SIDE} for row in comparisons(study)],
+        "losses": {"verdict": losses.verdict, "sentence": losses.sentence},
     }
-    sides = [
-        {
-            name: _known(getattr(row, name))
-            for name in (
-                *("label", "role", "run_id", "status", "reason", "step_seconds", "peak_memory_bytes", "peak_rss_bytes"),
-                *("sets", "sets_needed", "disturbed_sets"),
-            )
-        }
-        for row in comparisons(study)
-    ]
-    losses = dataclasses.asdict(first_losses(study))
-    return {**values, "resolution": study.resolution, "sides": sides, "quality": finding.quality, "losses": losses}
 
 
 def mime_bundle(study: Study, finding: Finding) -> dict[str, str]:
@@ -72,7 +66,7 @@ def mime_bundle(study: Study, finding: Finding) -> dict[str, str]:
 
 
 def _witnesses(study: Study) -> list[str]:
-    """What ran, as the ranks themselves said in the last set."""
+    """Return what ran, as reported by the ranks in the last set."""
     found = []
     for label in dict.fromkeys(r.label for r in study.records if r.role in ("baseline", "candidate")):
         record = next(r for r in reversed(study.records) if r.label == label)
@@ -90,7 +84,7 @@ def _witnesses(study: Study) -> list[str]:
 
 
 def _place(record: RunRecord) -> str:
-    """Where a failed side was in its own code: the last line of its traceback that is no library."""
+    """Return the last line of a traceback in the side's own code."""
     lines = re.findall(r'File "([^"]+)", line (\d+), in', str(record.witness.get("traceback", "")))
     own = [
         (file, number) for file, number in lines if "site-packages" not in file and "ddpm_lab" not in Path(file).parts
@@ -105,19 +99,22 @@ def _known(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """identical, differs, not comparable or not measured; and a sentence without a full stop that begins with it."""
+    """Whether two sides compute the same: identical, differs, not comparable or not measured; and why."""
 
     verdict: str
-    sentence: str
+    why: str
+
+    @property
+    def sentence(self) -> str:
+        """Verdict and reason, without a full stop."""
+        return f"{self.verdict}: {self.why}"
 
 
 def first_losses(study: Study) -> Losses:
-    """Do two sides compute the same? Their first losses, from equal seeds, side by side to the last bit.
+    """Compare the first losses of two sides from equal seeds, to the last bit.
 
-    What a baseline differs from its own twin by is no fault of the other side: steps without a fixed seed, or sums in
-    another order at each run.
-
-    The difference is relative to the larger of two losses, the largest over steps, ranks and sets.
+    Where the baseline differs from its own twin (steps without a fixed seed, sums in another order at each run), the
+    sides are not comparable. A difference is relative to the larger of two losses, the largest over steps, ranks, sets.
     """
     sets: dict[str, dict[str, RunRecord]] = {}
     for record in study.records:
@@ -125,31 +122,23 @@ def first_losses(study: Study) -> Losses:
             sets.setdefault(record.set_id, {})[record.role] = record
     whole = [held for held in sets.values() if len(held) == 3]
     if not whole:
-        return Losses(NOT_MEASURED, f"{NOT_MEASURED}: no set has both sides")
-    silent = [r.label for r in (whole[0]["baseline"], whole[0]["candidate"]) if not any(map(any, _losses(r)))]
-    if silent:
-        return Losses(
-            NOT_MEASURED, f"{NOT_MEASURED}: {phrases.joined(silent)} {'give' if len(silent) > 1 else 'gives'} no loss"
-        )
+        return Losses(NOT_MEASURED, "no set has both sides")
+    sides = (whole[0]["baseline"], whole[0]["candidate"])
+    if silent := [r.label for r in sides if not any(map(any, _losses(r)))]:
+        return Losses(NOT_MEASURED, f"{phrases.joined(silent)} {'give' if len(silent) > 1 else 'gives'} no loss")
     steps = min(len(rank) for held in whole for record in held.values() for rank in _losses(record))
-    base, label = whole[0]["baseline"].label, whole[0]["candidate"].label
-    ranks = {record.config.world_size for record in whole[0].values()}
-    if len(ranks) > 1 or not steps:
-        return Losses(NOT_COMPARABLE, f"{NOT_COMPARABLE}: {label} and {base} have other ranks")
+    base, label = (r.label for r in sides)
+    if len({r.config.world_size for r in whole[0].values()}) > 1 or not steps:
+        return Losses(NOT_COMPARABLE, f"{label} and {base} have other ranks")
     apart = _apart(((held["baseline"], held["candidate"]) for held in whole), steps)
     own = _apart(((held["baseline"], held["twin"]) for held in whole), steps)
     of = f"the first {steps} losses"
     if not apart:
-        return Losses(IDENTICAL, f"{IDENTICAL}: {of} agree to the last bit")
+        return Losses(IDENTICAL, f"{of} agree to the last bit")
     if own:
-        return Losses(
-            NOT_COMPARABLE,
-            f"{NOT_COMPARABLE}: {of} differ by up to {_share(apart)}, and those of {base} from one run to the next by "
-            f"{_share(own)}",
-        )
-    return Losses(
-        DIFFERENT, f"{DIFFERENT}: {of} by up to {_share(apart)}, where {base} repeats its own to the last bit"
-    )
+        repeated = f"those of {base} from one run to the next by {_share(own)}"
+        return Losses(NOT_COMPARABLE, f"{of} differ by up to {_share(apart)}, and {repeated}")
+    return Losses(DIFFERENT, f"{of} by up to {_share(apart)}, where {base} repeats its own to the last bit")
 
 
 def _losses(record: RunRecord) -> list[list[float]]:

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pandas as pd
-
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain.bands import S002 as TARGETS
+from ddpm_lab.explain.table import Table
 from ddpm_lab.record import RunRecord
 
 IO, TRANSFER, COMPUTE, OTHER = "I/O", "transfer", "compute", "other"
@@ -231,7 +230,7 @@ def beside(found: Budget) -> list[str]:
     return words
 
 
-def table(found: Budget) -> pd.DataFrame:
+def table(found: Budget) -> Table:
     """The budget as strings: a row a phase, what lies in none, and the whole step."""
     time = "Time per step" + (f", rank {found.rank} (slowest)" if found.others else "")
     lines = {time: found.running, "Each phase waited for": found.waiting}
@@ -249,4 +248,4 @@ def table(found: Budget) -> pd.DataFrame:
     ]
     rows.append(row("in no phase", "residual", [line.residual_seconds for line in lines.values()]))
     rows.append(row("whole step", "wall time", [line.step_seconds for line in lines.values()]))
-    return pd.DataFrame(rows)
+    return rows

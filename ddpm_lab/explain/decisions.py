@@ -1,4 +1,4 @@
-"""What a comparison is called, and when it has been measured enough.
+"""Verdicts of comparisons, and when to stop measuring.
 
 A question has one primary comparison, fixed before it is measured, and others that are secondary. The primary is tested
 on its own, the secondary ones together (Holm 1979); a baseline and its twin are in neither.
@@ -34,7 +34,7 @@ TWINS_LEVEL = 0.01
 
 
 def level_of_look(look: int) -> float:
-    """Level of the ``look``-th evaluation that somebody is shown (from 1): 3.5 %, then half of what is left of 5 %.
+    """Return the level of the ``look``-th evaluation (from 1): 3.5 %, then half of what is left of 5 %.
 
     However many looks there are, their levels add up to less than 5 %, and with them the chance of a false call.
     """
@@ -42,7 +42,7 @@ def level_of_look(look: int) -> float:
 
 
 def verdict(found: Estimate, p: float, level: float, resolution: float = RESOLUTION) -> str:
-    """One of faster, slower, same, inconclusive and too few sets; ``p`` is adjusted where it needs be.
+    """Return faster, slower, same, inconclusive or too few sets; ``p`` is adjusted already.
 
     A difference that is called may be smaller than ``resolution``. Same is what has its whole 95 % interval within
     1 / (1 + resolution) to 1 + resolution.
@@ -56,7 +56,7 @@ def verdict(found: Estimate, p: float, level: float, resolution: float = RESOLUT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What a comparison was called, at which look and level, with the estimate and adjusted p-value of that look."""
+    """A verdict, with the look, level, estimate and adjusted p-value that it rests on."""
 
     word: str
     look: int
@@ -71,7 +71,7 @@ def decided(
     spreads: Sequence[Sequence[Spread | None]] | None = None,
     resolution: float = RESOLUTION,
 ) -> list[Decision]:
-    """What comparisons that are tested together are called, after evaluations at so many sets as ``looks`` says.
+    """Return the verdicts of comparisons that are tested together, evaluated at ``looks`` sets.
 
     ``log_ratios`` holds one value a set for each comparison, in the order of measuring, NaN where a set has none. The
     first answer (faster, slower, same) stays, whatever later sets say; without one it is what the last look says. Looks
@@ -97,7 +97,7 @@ def decided(
 
 
 def resolves(half_width: float) -> float:
-    """The smallest relative difference X that an interval of log ratios answers whatever the truth is: exp(2 h) - 1.
+    """Return the smallest difference that an interval of log ratios always answers: exp(2 h) - 1.
 
     Wherever it lies, an interval of half-width h = ln(1 + X) / 2 excludes 1 or lies within 1 / (1 + X) to 1 + X.
     """
@@ -105,7 +105,7 @@ def resolves(half_width: float) -> float:
 
 
 def resolvable(spread: float, sets: int) -> float:
-    """What so many sets resolve where log ratios scatter by ``spread`` between sets; infinite below LEAST_SETS."""
+    """Return what ``sets`` resolve if log ratios scatter by ``spread``; infinite below LEAST_SETS."""
     if sets < LEAST_SETS:
         return math.inf
     return resolves(float(special.stdtrit(sets - 1, (1 + LEVEL) / 2)) * spread / math.sqrt(sets))
@@ -114,7 +114,7 @@ def resolvable(spread: float, sets: int) -> float:
 def sets_to_resolve(
     log_ratios: npt.ArrayLike, effect: float = RESOLUTION, spread: Spread | None = None, most: int = 10_000
 ) -> int | None:
-    """Sets after which an interval resolves ``effect``, if they go on to scatter as they do: see ``resolves``.
+    """Return the number of sets that resolve ``effect`` at the scatter so far: see ``resolves``.
 
     The smallest n >= 4 with t(0.975, n - 1 + d0) s / sqrt(n) <= ln(1 + effect) / 2, d0 and s those of ``estimate``.
     None if fewer than two sets tell the spread, or if more than ``most`` sets would be needed.
@@ -135,7 +135,7 @@ def sets_to_resolve(
 
 
 def sets_to_come(log_ratios: npt.ArrayLike, effect: float = RESOLUTION, spread: Spread | None = None) -> int:
-    """Sets that a comparison still needs to resolve ``effect``; 0 when it may stop.
+    """Return how many more sets a comparison needs to resolve ``effect``; 0 when it may stop.
 
     It may stop as soon as the interval is narrow enough, after eight sets or more: the width decides, never the ratio.
     """
@@ -147,7 +147,7 @@ def sets_to_come(log_ratios: npt.ArrayLike, effect: float = RESOLUTION, spread: 
 
 
 def twins_differ(p_values: Sequence[float]) -> bool:
-    """Whether a machine did not repeat itself: any of the twins of all its questions differs, at 1 % in all (Holm).
+    """True if any twin of all questions of a machine differs, at 1 % in all (Holm).
 
     NaN, a twin without sets enough, is not counted.
     """
@@ -155,7 +155,7 @@ def twins_differ(p_values: Sequence[float]) -> bool:
 
 
 def beyond_twin(found: Estimate, twin: Estimate) -> bool:
-    """Whether a question may call an effect, given its own twin.
+    """True if an effect may be called, given the twin of its question.
 
     Where the twin's 95 % interval excludes 1, only effects whose log ratio is larger, in size, than its far end.
     """

@@ -31,7 +31,7 @@ def figure(study: Study) -> Figure:
     record, found = operators.latest_profile(study.records), finding(study)
     if record is not None and (taken := bd.budget(record)) is not None:
         return _budget(taken, f"{_context(study, record)}{style.SEPARATOR}{record.label}", record.mechanism_only)
-    if record is None or operators.operators(record).empty:
+    if record is None or not operators.operators(record):
         return style.message(found.headline, phrases.context(study), found.claim)
     return _operators(study, record)
 
@@ -39,7 +39,7 @@ def figure(study: Study) -> Figure:
 def operators_beside(study: Study) -> Figure | None:
     """The operators of a profile whose answer is its time budget."""
     record = operators.latest_profile(study.records)
-    if record is None or bd.budget(record) is None or operators.operators(record).empty:
+    if record is None or bd.budget(record) is None or not operators.operators(record):
         return None
     return _operators(study, record)
 
@@ -103,9 +103,8 @@ def _beside(found: Budget) -> list[tuple[str, float]]:
 
 
 def _operators(study: Study, record: RunRecord) -> Figure:
-    frame, classes = operators.operators(record), operators.classes(record)
-    top = frame.head(TOP_OPERATORS)
-    colours = dict(zip(classes["class"], [*style.SERIES, style.SOFT, style.INK], strict=False))
+    classes, top = operators.classes(record), operators.operators(record)[:TOP_OPERATORS]
+    colours = dict(zip((kind.name for kind in classes), [*style.SERIES, style.SOFT, style.INK], strict=False))
     colours[operators.OTHER] = style.FAINT
     steps = max(1, int((record.profile or {}).get("steps", 1)))
     panels = [
@@ -113,17 +112,17 @@ def _operators(study: Study, record: RunRecord) -> Figure:
             heading=heading,
             rows=[
                 Row(
-                    name=_short(op["name"]),
-                    value=100 * op["share"],
-                    colour=colours[op["class"]],
-                    text=f"{100 * op['share']:.1f} %, {phrases.plural(style.number(op['calls']), 'call')} a step",
+                    name=_short(op.name),
+                    value=100 * op.share,
+                    colour=colours[op.kind],
+                    text=f"{100 * op.share:.1f} %, {phrases.plural(style.number(op.calls / steps), 'call')} a step",
                 )
-                for op in shown.assign(name=shown[column], calls=shown["calls"] / steps).to_dict("records")
+                for op in shown
             ],
         )
-        for heading, shown, column in (
-            ("Classes of operators", classes, "class"),
-            (f"The {len(top)} operators that take most time" if len(top) > 1 else "The only operator", top, "name"),
+        for heading, shown in (
+            ("Classes of operators", classes),
+            (f"The {len(top)} operators that take most time" if len(top) > 1 else "The only operator", top),
         )
     ]
     kind = "device" if operators.on_device(record) else "CPU"

@@ -20,13 +20,12 @@ from ddpm_lab.explain import (
     figure_scaling,
     figure_waterfalls,
     peers,
-    recommended,
     trained,
 )
 from ddpm_lab.explain.charts.style import png, save
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import ALL_REDUCE, CLAIMS, RECOMMENDATION, Study
-from ddpm_lab.explain.questions import claims
+from ddpm_lab.explain.questions import claims, lost_scaling, recommendation
 from ddpm_lab.plan import WITH_TRIALS
 
 __all__ = ["figure", "more", "png", "save"]
@@ -44,7 +43,7 @@ _MORE: dict[str, tuple[tuple[Draw, str, str], ...]] = {
         (figure_scaling.by_batch, "batch", "Time for 50,000 images against the batch size."),
         (figure_scaling.layouts, "devices", "Throughput of equal work on CPU, one GPU, several, and hosts."),
         (
-            figure_waterfalls.lost_scaling,
+            lost_scaling.figure,
             "lost_scaling",
             "Where the lost scaling went, from the ideal step to the measured.",
         ),
@@ -89,7 +88,7 @@ _OWN: dict[str, Callable[[Study, str], Figure | None]] = {
 def figure(study: Study) -> Figure:
     """The figure that answers a study's question; it always says something, if only why there is nothing to draw."""
     if study.experiment == RECOMMENDATION:
-        searched = recommended.recommendation(study)
+        searched = recommendation.recommendation(study)
         if searched is None:
             return figure_ratios.changes(study)
         return figure_waterfalls.recommendation(searched, finding(study).headline)

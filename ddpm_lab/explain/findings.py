@@ -1,9 +1,9 @@
-"""From a study to the sentence that answers its question, computed, and never claiming more than the records show."""
+"""The answer to a question: a headline, a line of evidence, and notes on what limits them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ddpm_lab.explain import (
@@ -19,43 +19,47 @@ from ddpm_lab.explain import (
     peers,
     phrases,
     quality,
-    recommended,
-    recommended_words,
     samples,
     scaling,
     sentences,
-    stats,
     trained,
 )
-from ddpm_lab.explain.comparisons import MECHANISM_ONLY, QUALITY, Comparison, comparisons
+from ddpm_lab.explain.comparisons import COMPARED, MECHANISM_ONLY, QUALITY, Comparison, comparisons
 from ddpm_lab.explain.frames import ALL_REDUCE, CLAIMS, RECOMMENDATION, Study, once
-from ddpm_lab.explain.questions import claims
+from ddpm_lab.explain.questions import claims, recommendation
+from ddpm_lab.explain.stats import Interval
 from ddpm_lab.plan import FORMATS, LIMITS, TUNED, WHOLE_QUESTION, WITH_TRIALS
 
 FAILED = "failed"
 ANSWERED = "answered"
 NOT_EXPLAINED = "not explained"
+_SOUND = ("ok", "left out")
+"""Statuses of a record that did not fail."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The answer to a question.
+    """The answer to a question, as every page, notebook, table and command shows it.
 
-    ``headline`` is short enough for a title; ``claim`` adds the evidence. ``verdict`` is the one of the comparison
-    that the claim is about. ``status`` says whether there is an answer: answered, inconclusive, too few sets, failed,
-    or not measured. ``sets`` are those behind the comparison; ratio and interval are NaN without one. ``way_out`` is
-    the command that would give an answer where there is none, with its minutes.
+    ``headline`` is short enough for a title, ``evidence`` one line on what it rests on, and ``notes`` are sentences on
+    what limits it. ``verdict`` is that of the comparison that the headline is about. ``status`` is answered,
+    inconclusive, too few sets, failed, not measured, or not explained. ``sets`` are those behind the comparison; ratio
+    and interval are NaN without one, and so is the interval of the repeated baseline (``noise_low``, ``noise_high``).
+    ``way_out`` is the command that would give an answer where there is none, with its minutes. ``published`` records
+    came with the checkout.
     """
 
     experiment: str
     question: str
     headline: str
-    claim: str
+    evidence: str = ""
+    notes: tuple[str, ...] = ()
     verdict: str
     status: str
     hardware: str
     date: str
-    sets: int
+    published: bool = False
+    sets: int = 0
     ratio: float = math.nan
     low: float = math.nan
     high: float = math.nan
@@ -64,11 +68,20 @@ class Finding:
     quality: str = f"quality {QUALITY}"
     way_out: str = ""
 
-    def evidence(self) -> str:
-        """Ratio, interval and sets of the comparison that the answer is about; a dash where it is about none."""
+    @property
+    def claim(self) -> str:
+        """The finding as one text."""
+        how = "Published records, not measured here but" if self.published else "Measured"
+        known = self.hardware and (self.notes or self.status != quality.NOT_MEASURED)
+        where = f"{how} on {self.hardware}, {self.date}; {self.quality}." if known else ""
+        return " ".join(filter(None, (f"{self.headline}.", self.evidence, *self.notes, where)))
+
+    @property
+    def speed(self) -> str:
+        """Ratio, interval and sets, such as "1.62 (1.55 to 1.69), 6 sets"; a dash where nothing was compared."""
         if not self.sets:
-            return "\N{EN DASH}"
-        ratio = stats.Interval(value=self.ratio, low=self.low, high=self.high)
+            return phrases.DASH
+        ratio = Interval(value=self.ratio, low=self.low, high=self.high)
         return f"{phrases.times(ratio)}, {phrases.plural(self.sets, 'set')}"
 
 
@@ -78,31 +91,49 @@ def finding(study: Study) -> Finding:
     if study.experiment == RECOMMENDATION:
         return _recommendation(study)
     if not study.records:
-        return _plain(study, "Nothing is measured yet", _how_to(study.experiment), quality.NOT_MEASURED)
-    if study.experiment in _OWN:
-        return _OWN[study.experiment](study)
+        how = f"The command that measures it: ddpm-lab run {study.experiment}."
+        return _plain(study, "Nothing is measured yet", quality.NOT_MEASURED, how)
     if study.experiment == ALL_REDUCE and (answer := links.answer(study)) is not None:
-        short, evidence = answer
-        ending = machine_state.busy(study) + _where(study, "no training, so no quality")
-        return _plain(study, short, f"{evidence}{ending}", ANSWERED, "measured")
-    return _comparison(study)
+        found = _plain(study, answer[0], ANSWERED, *machine_state.warnings(study), evidence=answer[1])
+        return replace(found, verdict="measured", quality="no training, so no quality")
+    return _OWN.get(study.experiment, _comparison)(study)
 
 
-def _how_to(experiment: str) -> str:
-    return f"The command that measures it: ddpm-lab run {experiment}."
-
-
-def _plain(study: Study, short: str, rest: str, status: str, verdict: str | None = None) -> Finding:
+def _plain(study: Study, headline: str, status: str, *notes: str, evidence: str = "") -> Finding:
+    """A finding about no comparison; empty notes are dropped."""
     return Finding(
         experiment=study.experiment,
         question=phrases.QUESTIONS.get(study.experiment, study.experiment),
-        headline=short,
-        claim=f"{short}. {rest}".strip(),
-        verdict=verdict or status,
+        headline=headline,
+        evidence=evidence.strip(),
+        notes=tuple(filter(None, map(str.strip, notes))),
+        verdict=status,
         status=status,
         hardware=study.hardware,
         date=study.date,
-        sets=0,
+        published=study.published,
+    )
+
+
+def _about(study: Study, row: Comparison, headline: str, *notes: str, evidence: str = "") -> Finding:
+    """A finding about one comparison."""
+    as_written = (row.label,) if study.experiment == "compare" else ("bf16", "fp", "tf32")
+    return replace(
+        _plain(
+            study,
+            headline if headline.startswith(as_written) else phrases.begun(headline),
+            ANSWERED if row.answered else row.verdict,
+            *notes,
+            evidence=evidence or sentences.evidence(row),
+        ),
+        verdict=row.verdict,
+        sets=row.sets,
+        ratio=row.ratio.value,
+        low=row.ratio.low,
+        high=row.ratio.high,
+        noise_low=row.noise.low,
+        noise_high=row.noise.high,
+        quality=f"quality {row.quality}",
     )
 
 
@@ -110,105 +141,227 @@ def _comparison(study: Study) -> Finding:
     rows = scaling.rows(study) if study.experiment == scaling.EXPERIMENT else comparisons(study)
     others = [r for r in rows if r.role not in ("baseline", "twin")]
     measured = [r for r in others if r.sets]
-    training = [r for r in measured if not r.loader_alone] or measured
-    ending = sentences.left_over(rows) + trained.unsound(study) + sentences.untrained(study)
-    ending += sentences.lost(study, rows) + machine_state.unknown(study) + machine_state.busy(study)
-    ending += _where(study, sentences.quality(rows, evidence=True))
-    if study.experiment == batch_sizes.EXPERIMENT:
-        ending = f"{batch_sizes.sentence(study)}{ending}"
+    candidates = [r for r in measured if not r.loader_alone] or measured
+    notes = _notes(study, rows)
     if study.experiment == "exchange":
-        training = [r for r in training if sentences.trains(r)]
+        candidates = [r for r in candidates if sentences.trains(r)]
     if study.experiment == peers.EXPERIMENT:
-        training = [r for r in training if not r.family.startswith(LIMITS)]
-    if not training and study.experiment == peers.EXPERIMENT and (found := _alone(study, others, ending)) is not None:
-        return found
-    if not training:
-        return _nothing_to_compare(study, rows, others, ending)
+        candidates = [r for r in candidates if not r.family.startswith(LIMITS)]
+        if not candidates and (found := _alone(study, others, notes)) is not None:
+            return found
+    if not candidates:
+        return _nothing_to_compare(study, rows, others, notes)
     if study.experiment == peers.EXPERIMENT and (nearest := peers.lead(study)) is not None:
-        short = peers.headline(nearest)
-        text = f"{short}. {peers.evidence(study)}{ending}"
-        return _about(study, nearest, short, text, _status(nearest))
-    lead = sentences.lead(training)
-    short = sentences.headline(lead)
-    extra = f" {scaling.efficiencies(study, training, lead)}" if study.experiment == scaling.EXPERIMENT else ""
-    extra += sentences.tally(training, lead) + _extra(study, rows, lead) + machine_state.peaks(rows, lead)
-    text = f"{short}. {sentences.evidence(lead)}{extra}{ending}"
-    return replace(
-        _about(study, lead, short, text, _status(lead)), way_out=sentences.way_out(lead, own_images=study.own_images)
+        return _about(study, nearest, peers.headline(nearest), peers.evidence(study), *notes)
+    lead = sentences.lead(candidates)
+    own = []
+    if study.experiment == scaling.EXPERIMENT:
+        own.append(scaling.efficiencies(study, candidates, lead))
+    elif study.experiment == "torch_compile":
+        own.append(compiling.sentence(study, lead))
+    elif study.experiment == "exchange":
+        own += exposed_communication(rows)
+    harmed = [_named(r, rows) for r in candidates if r is not lead and r.equivalence.verdict == quality.WORSE]
+    own += [f"Worse in quality: {phrases.joined(harmed)}."] if harmed else []
+    way_out = sentences.way_out(lead, own_images=study.own_images)
+    return replace(_about(study, lead, sentences.headline(lead), *own, *notes), way_out=way_out)
+
+
+def _named(row: Comparison, rows: Sequence[Comparison]) -> str:
+    """The label of a row, with its family where there are several."""
+    return f"{row.label} of {row.family}" if len({r.family for r in rows}) > 1 else row.label
+
+
+def _listed(kind: str, items: Iterable[tuple[str, str]]) -> str:
+    """Such as "Failed: fp16 and tf32 (no GPU); compiled (no compiler)."; empty without ``items`` (name, reason)."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in dict.fromkeys(items):
+        by_reason.setdefault(why, []).append(name)
+    told = [phrases.joined(names) + (f" ({why})" if why else "") for why, names in by_reason.items()]
+    return f"{kind}: {'; '.join(told)}." if told else ""
+
+
+def _notes(study: Study, rows: Sequence[Comparison]) -> tuple[str, ...]:
+    """What every comparison is shown with: what failed or was left out, faults of training, and the machine."""
+    largest = batch_sizes.sentence(study) if study.experiment == batch_sizes.EXPERIMENT else ""
+    machine = (machine_state.unknown(study), *machine_state.warnings(study))
+    return (largest, *left_over(rows), trained.unsound(study), untrained(study), lost(study, rows), *machine)
+
+
+def left_over(rows: Sequence[Comparison]) -> tuple[str, str, str]:
+    """Name the configurations without a speed, and why: those that failed, were left out, or have none to claim."""
+    lacking = [r for r in rows if r.role != "twin" and not r.sets and not r.mechanism_only]
+    mechanism = [(r.label, "") for r in rows if r.mechanism_only and r.role != "twin"]
+    failed = [(_named(r, rows), phrases.failure(r)) for r in lacking if r.status not in _SOUND]
+    left_out = [(_named(r, rows), r.reason) for r in lacking if r.status == "left out"]
+    return (
+        _listed("Failed", failed),
+        _listed("Left out", left_out),
+        _listed(MECHANISM_ONLY.capitalize(), mechanism),
     )
 
 
-def _status(row: Comparison) -> str:
-    return ANSWERED if row.answered else row.verdict
+def untrained(study: Study) -> str:
+    """Name the configurations that were not trained for quality as often as was planned, and why."""
+    notes = [r for r in study.records if r.role == "note" and r.config.purpose == "quality"]
+    lacking = [
+        r
+        for r in notes
+        if not any(t.run_id == r.run_id and quality.speaks_for(t, r.code_version) for t in study.trials)
+    ]
+    return _listed("Not trained as planned", ((r.label, str(r.reason)) for r in lacking))
 
 
-def _alone(study: Study, others: Sequence[Comparison], ending: str) -> Finding | None:
-    """Of this trainer beside others, where these cannot run here, or where nothing but the machine was asked for."""
+def lost(study: Study, rows: Sequence[Comparison]) -> str:
+    """Name the configurations that failed in some sets beside those that they were measured in, and why."""
+    have = {r.run_id for r in rows if r.sets}
+    failed = [r for r in study.records if r.role in COMPARED and r.status not in _SOUND and r.run_id in have]
+    sets = phrases.plural(len({r.set_id for r in failed}), "set")
+    return _listed(f"Lost in {sets}", ((r.label, phrases.failed(r.status, r.reason)) for r in failed))
+
+
+def exposed_communication(rows: Sequence[Comparison]) -> list[str]:
+    """How much shorter a step is where ranks exchange nothing: a note for each family."""
+    told = []
+    for row in rows:
+        if row.role != "candidate" or sentences.trains(row) or not row.sets:
+            continue
+        if row.resolved:
+            shorter, low, high = (100 * (1 - 1 / v) for v in (row.ratio.value, *row.ratio.ends))
+            span = "" if math.isnan(low) else f" ({low:.1f} to {high:.1f} %)"
+            text = f"{shorter:.1f} % shorter{span}: exposed communication"
+        else:
+            text = f"not called shorter (ratio {phrases.ratio(row)}, {phrases.evidence(row)})"
+        told.append(f"Without exchange a step of {row.family} is {text}.")
+    return told
+
+
+def _alone(study: Study, others: Sequence[Comparison], notes: Sequence[str]) -> Finding | None:
+    """The answer to ``peers`` where no other trainer runs here, or where only the machine's peaks were asked for."""
     rivals = [r for r in others if not r.family.startswith(LIMITS)]
     peaks = f"Peaks of this machine: {known}" if (known := limits.peaks(study)) else ""
-    unable = [r.label for r in rivals if r.status == "unsupported"]
-    away = [label for label in unable if not label.endswith((TUNED, FORMATS))]
-    if away and all(r.status in ("unsupported", "left out") for r in rivals):
-        told = " ".join(text for text in (peers.evidence(study), f"{peaks}." if peaks else "") if text)
-        short = f"No other trainer can run here: {phrases.joined(list(dict.fromkeys(away)))}"
-        return _plain(study, short, f"{told}{ending}".strip(), FAILED)
-    return _plain(study, peaks, ending.strip(), ANSWERED, "measured") if peaks and not rivals else None
+    unable = [r.label for r in rivals if r.status == "unsupported" and not r.label.endswith((TUNED, FORMATS))]
+    if unable and all(r.status in ("unsupported", "left out") for r in rivals):
+        headline = f"No other trainer can run here: {phrases.joined(list(dict.fromkeys(unable)))}"
+        return _plain(study, headline, FAILED, peers.evidence(study), f"{peaks}." if peaks else "", *notes)
+    return replace(_plain(study, peaks, ANSWERED, *notes), verdict="measured") if peaks and not rivals else None
+
+
+def _nothing_to_compare(
+    study: Study, rows: Sequence[Comparison], others: Sequence[Comparison], notes: Sequence[str]
+) -> Finding:
+    """The finding of a study none of whose candidates has a speed: why, and what would give one."""
+    bases = [r for r in rows if r.role == "baseline"]
+    failed = [r for r in others if not r.mechanism_only and r.status not in _SOUND]
+    hidden = [r for r in others if r.mechanism_only]
+    unusable = [r for r in bases if not r.sets and not r.mechanism_only]
+    few = next((r for r in bases if r.config.device == "cpu" and r.config.threads), None)  # the others were taken
+    status, about = FAILED, None
+    if (whole := next((r for r in rows if r.label == WHOLE_QUESTION), None)) is not None:
+        status, notes = quality.NOT_MEASURED, (f"{whole.reason}.",)
+        headline = f"Left out: this cannot be asked of {whole.config.work_name}"
+    elif any(r.disturbed_sets for r in others or rows):
+        status, about = decisions.TOO_FEW, (others or rows)[0]
+        headline = "No answer yet: other processes disturbed every set"
+    elif bases and len(unusable) == len(bases):
+        headline = f"The baseline failed, so nothing can be compared: {unusable[0].label}"
+    elif failed:
+        headline = f"Every candidate failed: {_labels(failed)}"
+    elif hidden:
+        status, notes = MECHANISM_ONLY, ()
+        headline = f"{MECHANISM_ONLY.capitalize()}: {_labels(hidden)}"
+    elif (last := next((r for r in reversed(study.records) if r.status not in _SOUND), None)) is not None:
+        # A compile from empty caches, a search, or a twin: none of them is a row.
+        notes = (f"{phrases.failed(last.status, last.reason)}.", *notes)
+        headline = f"Nothing can be compared, since {last.label} failed"
+    elif few is None:
+        status, headline = quality.NOT_MEASURED, "Nothing to compare with the baseline was measured"
+    else:
+        status, about, cores = quality.NOT_MEASURED, few, few.config.threads * few.config.node_size
+        free = f"{phrases.plural(cores, 'core')} {'was' if cores == 1 else 'were'} free"
+        headline = f"Not measured: {free}, and every candidate needs more"
+    way_out = sentences.command(about, own_images=study.own_images) if about else ""
+    return replace(_plain(study, headline, status, *notes), way_out=way_out)
+
+
+def _labels(rows: Sequence[Comparison]) -> str:
+    return phrases.joined(list(dict.fromkeys(r.label for r in rows)))
 
 
 def _claims(study: Study) -> Finding:
-    ending = machine_state.busy(study) + _where(study, "quality where a claim is about it")
-    short, decided = claims.answer(study)
-    found = _plain(study, short, f"{decided}{ending}", ANSWERED, "judged")
-    return replace(found, quality="quality in the table, where a claim is about it")
+    headline, decided = claims.answer(study)
+    found = _plain(study, headline, ANSWERED, decided, *machine_state.warnings(study))
+    return replace(found, verdict="judged", quality="quality in the table, where a claim is about it")
 
 
 def _trained(study: Study) -> Finding:
     """What each setting costs in quality; the one named first is the fastest that is not worse."""
     rows = trained.rows(study)
-    judged = [r for r in rows if r.equivalence.seeds]
-    if not judged:
+    if not any(r.equivalence.seeds for r in rows):
         return _comparison(study)
-    short, lead = trained.headline(rows)
-    ending = f"{trained.unsound(study)}{sentences.untrained(study)}"
-    ending += f"{machine_state.busy(study)} {trained.method(study)}{trained.elsewhere(study)}"
-    ending += f" FID: {samples.fid_sentence(trained.fids(study))}."
-    ending += _where(study, sentences.quality(rows))
-    status = ANSWERED if trained.answered(rows) else quality.NOT_ENOUGH
-    return _about(study, lead, short, f"{short}. {trained.evidence(rows)}{ending}", status)
+    headline, lead = trained.headline(rows)
+    notes = (trained.evidence(rows), trained.unsound(study), untrained(study), *machine_state.warnings(study))
+    fid = f"FID: {samples.fid_sentence(trained.fids(study))}."
+    found = _about(study, lead, headline, *notes, trained.elsewhere(study), fid, evidence=trained.method(study).strip())
+    return replace(found, status=ANSWERED if trained.answered(rows) else quality.NOT_ENOUGH)
 
 
-def _about(study: Study, row: Comparison, short: str, text: str, status: str) -> Finding:
-    named = (row.label,) if study.experiment == "compare" else ("bf16", "fp", "tf32")  # as their owner wrote it
-    short, text = (t if t.startswith(named) else phrases.begun(t) for t in (short, text))
-    found = replace(
-        _plain(study, short, "", status, row.verdict),
-        claim=text,
-        sets=row.sets,
-        ratio=row.ratio.value,
-        low=row.ratio.low,
-        high=row.ratio.high,
-        noise_low=row.noise.low,
-        noise_high=row.noise.high,
-    )
-    return replace(found, quality=f"quality {row.quality}")
+def _profile(study: Study) -> Finding:
+    record = operators.latest_profile(study.records)
+    if record is None:
+        failed = next((r for r in reversed(study.records) if r.status != "ok"), None)
+        if failed is None:
+            how = "The command that measures it: ddpm-lab run profile."
+            return _plain(study, "No profile was recorded", quality.NOT_MEASURED, how)
+        why = f"{failed.label}: {phrases.failed(failed.status, failed.reason)}."
+        return _plain(study, "The profile failed", FAILED, why)
+    if (taken := budget.budget(record)) is not None:
+        mechanism = f"{MECHANISM_ONLY.capitalize()}." if record.mechanism_only else ""
+        status, verdict = (ANSWERED, "profiled") if taken.explained else (NOT_EXPLAINED, NOT_EXPLAINED)
+        found = _plain(study, budget.headline(taken), status, mechanism, evidence=f"{budget.evidence(taken)}.")
+        return replace(found, verdict=verdict)
+    if not operators.operators(record):
+        return _plain(study, "The profile holds no operator time", FAILED)
+    headline, text = operators.shares(record)
+    return replace(_plain(study, headline, ANSWERED, evidence=f"{text}."), verdict="profiled")
 
 
-def _extra(study: Study, rows: Sequence[Comparison], lead: Comparison) -> str:
-    """What an experiment says beside the ratio."""
-    if study.experiment == "torch_compile":
-        return f" {compiling.sentence(study, lead)}"
-    if study.experiment == "exchange":
-        return sentences.exposed_communication(rows)
-    if study.experiment == "workers":
-        size = lead.config.image_size
-        shown = [r for r in rows if r.sets and r.role != "twin" and r.config.image_size == size]
-        alone = [r for r in shown if r.loader_alone]
-        trained = [r for r in shown if not r.loader_alone]
-        if alone and trained:
-            rates = phrases.joined([f"{phrases.throughput(r)} with {r.label}" for r in alone])
-            most = max(trained, key=lambda r: r.images_per_second)
-            return f" The loader alone delivers {rates}, where training takes at most {phrases.throughput(most)}."
-    return ""
+_OWN: dict[str, Callable[[Study], Finding]] = {
+    "profile": _profile,
+    trained.EXPERIMENT: _trained,
+    CLAIMS: _claims,
+}
+"""Questions whose answer is no comparison of speeds."""
+
+
+def _recommendation(study: Study) -> Finding:
+    """What a search found, by the sets that measured it again; without one what all questions came to."""
+    searched, single = recommendation.recommendation(study), gains.answer(study)
+    if searched is None or (not searched.reach and gains.measured(study)):
+        return _combined(study, single)
+    if not searched.count and single.status == ANSWERED and single.row:
+        return _combined(study, single)  # which may be used now
+    where = replace(study, records=searched.study.records)
+    headline, text, lead = recommendation.answer(searched)
+    notes = (text.removeprefix(f"{headline}. "), *machine_state.warnings(where))
+    if lead is None:
+        return _plain(where, headline, ANSWERED, *notes)
+    found = _about(where, lead, headline, *notes)
+    if searched.count:
+        return replace(found, status=ANSWERED)
+    way_out = recommendation.command(searched, "--seeds 8")
+    return replace(found, status=gains.UNTRIED, way_out=way_out) if searched.reach else found
+
+
+def _combined(study: Study, said: gains.Answer) -> Finding:
+    """What the answers to all questions come to together."""
+    warnings = machine_state.warnings(study)
+    if said.row is None:
+        found = _plain(study, said.headline, said.status, said.detail, *warnings)
+    else:
+        detail = said.detail.removeprefix(sentences.evidence(said.row))
+        found = replace(_about(study, said.row, said.headline, detail, *warnings), status=said.status)
+    return replace(found, way_out=said.way_out)
 
 
 def how_to_judge(study: Study) -> str:
@@ -224,93 +377,3 @@ def how_to_judge(study: Study) -> str:
         give = "" if "held_out_loss" in offers else "a held_out_loss and then "
         return f"{give}{command} --workload {last.config.work_name}"
     return f"{command}{' --data DATA' * study.own_images}"
-
-
-def _where(study: Study, judged: str = f"quality {QUALITY}") -> str:
-    measured = "Published records, not measured here but" if study.published else "Measured"
-    return f" {measured} on {study.hardware}, {study.date}; {judged}."
-
-
-def _nothing_to_compare(study: Study, rows: Sequence[Comparison], others: Sequence[Comparison], ending: str) -> Finding:  # noqa: PLR0911 - each return is a reason
-    if (whole := next((r for r in rows if r.label == WHOLE_QUESTION), None)) is not None:
-        short = f"Left out: this cannot be asked of {whole.config.work_name}"
-        return _plain(study, short, f"{whole.reason}.", quality.NOT_MEASURED)
-    if any(r.disturbed_sets for r in others or rows):
-        short = "No answer yet: in every set other processes took the cores that it needed"
-        typed = sentences.command(others[0] if others else rows[0], own_images=study.own_images)
-        return replace(_plain(study, short, ending.strip(), decisions.TOO_FEW), way_out=typed)
-    bases = [r for r in rows if r.role == "baseline"]
-    failed_base = [r for r in bases if not r.sets and not r.mechanism_only]
-    failed = [r for r in others if not r.mechanism_only and r.status not in ("ok", "left out")]
-    if bases and len(failed_base) == len(bases):
-        short = f"The baseline failed, so nothing can be compared: {failed_base[0].label}"
-        return _plain(study, short, ending.strip(), FAILED)
-    if failed or any(r.mechanism_only for r in others):
-        hidden = [r for r in others if r.mechanism_only]
-        names = phrases.joined(list(dict.fromkeys(r.label for r in failed or hidden)))
-        if failed:
-            return _plain(study, f"Every candidate failed: {names}", ending.strip(), FAILED)
-        return _plain(study, f"{MECHANISM_ONLY.capitalize()}: {names}", _where(study).strip(), MECHANISM_ONLY)
-    lost = next((r for r in reversed(study.records) if r.status not in ("ok", "left out")), None)
-    if lost is not None:  # a compile from empty caches, a search, or a twin: none of them is a row
-        reason = phrases.failed(lost.status, lost.reason)
-        return _plain(study, f"Nothing can be compared, since {lost.label} failed", f"{reason}.{ending}", FAILED)
-    few = next((r for r in bases if r.config.device == "cpu" and r.config.threads), None)  # the others were taken
-    if few is None:
-        short = "Nothing to compare with the baseline was measured"
-        return _plain(study, short, ending.strip(), quality.NOT_MEASURED)
-    cores = few.config.threads * few.config.node_size
-    free = f"{phrases.plural(cores, 'core')} {'was' if cores == 1 else 'were'} free"
-    short = f"Not measured: {free}, and every candidate needs more"
-    found = _plain(study, short, ending.strip(), quality.NOT_MEASURED)
-    return replace(found, way_out=sentences.command(few, own_images=study.own_images))
-
-
-def _profile(study: Study) -> Finding:
-    record = operators.latest_profile(study.records)
-    if record is None:
-        failed = next((r for r in reversed(study.records) if r.status != "ok"), None)
-        if failed is None:
-            return _plain(study, "No profile was recorded", _how_to("profile"), quality.NOT_MEASURED)
-        why = phrases.failed(failed.status, failed.reason)
-        return _plain(study, "The profile failed", f"{failed.label}: {why}.{_where(study)}", FAILED)
-    if (taken := budget.budget(record)) is not None:
-        mechanism = f" {MECHANISM_ONLY.capitalize()}." if record.mechanism_only else ""
-        text = f"{budget.evidence(taken)}.{mechanism}{_where(study)}"
-        status, verdict = (ANSWERED, "profiled") if taken.explained else (NOT_EXPLAINED, NOT_EXPLAINED)
-        return _plain(study, budget.headline(taken), text, status, verdict)
-    if operators.classes(record).empty:
-        return _plain(study, "The profile holds no operator time", _where(study).strip(), FAILED)
-    short, text = operators.shares(record)
-    return _plain(study, short, f"{text}.{_where(study)}", ANSWERED, "profiled")
-
-
-_OWN = {"profile": _profile, trained.EXPERIMENT: _trained, CLAIMS: _claims}
-"""Questions whose answer is no comparison of speeds."""
-
-
-def _recommendation(study: Study) -> Finding:
-    """What a search found, by the sets that measured it again; without one what all questions came to."""
-    searched = recommended.recommendation(study)
-    if searched is None or (not searched.reach and gains.measured(study)):
-        return _combined(study)
-    if not searched.count and gains.answer(study).status == ANSWERED and gains.answer(study).row:
-        return _combined(study)  # which may be used now
-    where = replace(study, records=searched.study.records)
-    short, text, lead = recommended_words.answer(searched)
-    text += f"{machine_state.busy(where)} Measured on {where.hardware}, {where.date}."
-    if lead is None:
-        return _plain(where, short, text.removeprefix(f"{short}. "), ANSWERED)
-    if searched.count or not searched.reach:
-        return _about(where, lead, short, text, ANSWERED if searched.count else _status(lead))
-    way_out = recommended.command(searched, "--seeds 8")
-    return replace(_about(where, lead, short, text, gains.UNTRIED), way_out=way_out)
-
-
-def _combined(study: Study) -> Finding:
-    """What the answers to all questions come to together."""
-    found = gains.answer(study)
-    text = f"{found.headline}. {found.detail}{machine_state.busy(study)} Measured on {study.hardware}, {study.date}."
-    if found.row is None:
-        return replace(_plain(study, found.headline, "", found.status), claim=text, way_out=found.way_out)
-    return replace(_about(study, found.row, found.headline, text, found.status), way_out=found.way_out)

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import wraps
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from ddpm_lab import plan
 from ddpm_lab.explain.bands import DEFAULT, NAMED, Bands
+from ddpm_lab.ledger import Head
 from ddpm_lab.record import Cohort, LedgerError, Machine, RunRecord
 
 RECOMMENDATION = plan.RECOMMENDATION
@@ -80,7 +81,7 @@ A = TypeVar("A")
 
 
 def once(answer: Callable[[Study], A]) -> Callable[[Study], A]:
-    """Each study is asked once: it does not change, and its figure, table and sentence all ask for the same."""
+    """Compute an answer once for each study: figure, table and finding all ask for it."""
     known: WeakKeyDictionary[Study, A] = WeakKeyDictionary()
 
     @wraps(answer)
@@ -101,7 +102,7 @@ def study(
     cohort: Cohort | None = None,
     output_dir: Path | str = ".",
 ) -> Study:
-    """The records of one experiment that may be compared.
+    """Select the records of one experiment that may be compared.
 
     Args:
         records: everything the ledger holds, in any order.
@@ -135,7 +136,7 @@ def study(
 
 
 def _asked(records: Sequence[RunRecord], wanted: set[str]) -> list[RunRecord]:
-    """Records of the comparisons between ``wanted`` run ids.
+    """Select the records of comparisons between ``wanted`` run ids.
 
     Of a baseline that other comparisons share, only the sets count in which a wanted configuration took part: what it
     did beside others belongs to them. Sets of the baseline alone count where nothing else is wanted of it, or where it
@@ -161,30 +162,15 @@ def _asked(records: Sequence[RunRecord], wanted: set[str]) -> list[RunRecord]:
 
 
 def rank_zero(record: RunRecord) -> dict[str, Any]:
-    """What rank 0 witnessed of a record; empty without a witness."""
+    """Return what rank 0 witnessed; empty without a witness."""
     return dict((record.witness.get("ranks") or [{}])[0])
 
 
-class Told(Protocol):
-    """What a record, or the head of its line in a ledger, says of itself."""
-
-    @property
-    def experiment(self) -> str: ...
-    @property
-    def role(self) -> str: ...
-    @property
-    def machine(self) -> Machine: ...
-    @property
-    def cohort(self) -> Cohort: ...
-    @property
-    def date(self) -> str: ...
-
-
-T = TypeVar("T", bound=Told)
+T = TypeVar("T", RunRecord, Head)
 
 
 def chosen(told: Sequence[T], experiment: str, *, machine: str | None = None, cohort: Cohort | None = None) -> list[T]:
-    """Those of the records, or heads of records, that ``study`` shows; see there. Trials and looks come last."""
+    """Select the records, or heads of them, that ``study`` shows. Trials and looks come last."""
     found = list(told)
     mixed = machine == ALL_MACHINES
     if found and not mixed:
@@ -208,7 +194,7 @@ def _by_experiment(records: Sequence[T]) -> list[list[T]]:
     return [[r for r in records if r.experiment == name] for name in sorted({r.experiment for r in records})]
 
 
-def _machine_key(records: Sequence[Told], wanted: str | None) -> str:
+def _machine_key(records: Sequence[T], wanted: str | None) -> str:
     machines: dict[str, Machine] = {m.key: m for m in dict.fromkeys(r.machine for r in records)}
     listed = "; ".join(f"{m.name} ({key}, torch {m.torch})" for key, m in machines.items())
     if wanted is None:
@@ -253,5 +239,5 @@ def _one_code(trials: Sequence[T]) -> list[T]:
     return [r for r in trials if r.cohort[:3] == latest]
 
 
-def _moment(record: Told) -> float:
+def _moment(record: RunRecord | Head) -> float:
     return datetime.fromisoformat(record.date).timestamp()

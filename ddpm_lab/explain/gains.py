@@ -6,19 +6,22 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import pandas as pd
-
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, OWN, RunConfig
 from ddpm_lab.explain import decisions, phrases, quality, sentences
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.frames import RECOMMENDATION, Study
+from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import SEARCH, TOGETHER, WEAK
 
 GOOD, HARMED = (quality.IDENTICAL, quality.NOT_WORSE), (quality.SLIGHTLY, quality.WORSE)
 """Verdicts on quality with which a change may be recommended, and those that settle that it may not."""
 _BESIDE = ("peers", "quality", "claims", "compare", "calibrate", "batch_size", SEARCH, RECOMMENDATION)
 """Questions whose comparisons are no changes of a training: other trainers, other work, or answers of their own."""
+_SLOW_ITSELF = ", which is itself not faster"
+_USABLE, _NOT_SHOWN = "Faster, and not worse", "Faster; quality not shown to be as good"
+_TOLD = (_USABLE, *(f"Faster, and {word}" for word in HARMED), _NOT_SHOWN, "Faster in", "Slower", "No difference")
+"""Groups of changes, in the order they are told; what is not answered comes last."""
 ANSWERED, UNTRIED = "answered", "quality not shown"
 
 
@@ -49,10 +52,29 @@ def usable(c: Comparison) -> bool:
     return c.verdict == decisions.FASTER and c.equivalence.verdict in GOOD
 
 
-def _on_fast_ground(rows: list[Comparison]) -> list[Comparison]:
-    """Without changes that were measured in a number format which is not faster itself: their gain is no gain."""
-    slow = {c.config.precision for c in rows if c.experiment == "amp" and c.verdict != decisions.FASTER}
-    return [c for c in rows if c.baseline.precision not in slow]
+def _slow_formats(rows: Sequence[Comparison]) -> set[str]:
+    """Number formats that are not faster themselves: a gain that was measured in one of them is no gain."""
+    return {c.config.precision for c in rows if c.experiment == "amp" and c.verdict != decisions.FASTER}
+
+
+def _groups(rows: Sequence[Comparison]) -> dict[str, list[Comparison]]:
+    """The changes by what is known of them, in the order they are told."""
+    slow = _slow_formats(rows)
+
+    def group(c: Comparison) -> str:
+        if c.verdict != decisions.FASTER:
+            return {decisions.SLOWER: "Slower", decisions.SAME: "No difference"}.get(c.verdict, "Not answered")
+        if c.baseline.precision in slow:
+            return f"Faster in {c.baseline.precision}{_SLOW_ITSELF}"
+        if c.equivalence.verdict in GOOD:
+            return _USABLE
+        return f"Faster, and {c.equivalence.verdict}" if c.equivalence.verdict in HARMED else _NOT_SHOWN
+
+    found: dict[str, list[Comparison]] = {}
+    for c in rows:
+        found.setdefault(group(c), []).append(c)
+    place = {name: next((i for i, begun in enumerate(_TOLD) if name.startswith(begun)), len(_TOLD)) for name in found}
+    return {name: found[name] for name in sorted(found, key=place.__getitem__)}
 
 
 def _parts(together: Comparison, good: Sequence[Comparison]) -> list[Comparison]:
@@ -72,7 +94,7 @@ def combination(study: Study) -> tuple[RunConfig, str, RunConfig, str] | None:
 
     The changes of one baseline's questions are applied to that of the first; what cannot be combined is left out.
     """
-    changes = [c for c in _on_fast_ground(measured(study)) if usable(c)]
+    changes = _groups(measured(study)).get(_USABLE, [])
     if len(changes) < 2:
         return None
     base = next((c.baseline for c in changes if c.experiment == "amp"), changes[0].baseline)
@@ -96,54 +118,51 @@ def answer(study: Study) -> Answer:
     if not rows:
         how = "ddpm-lab report"
         return Answer(headline="Nothing is measured yet on this machine", detail="", status="not measured", way_out=how)
-    together = [c for c in comparisons(study) if c.family.endswith(TOGETHER) and c.role == "candidate" and c.sets]
-    ground = _on_fast_ground(rows)
-    good = [c for c in ground if usable(c)]
-    faster = [c for c in ground if c.verdict == decisions.FASTER and c not in good]
-    untried = [c for c in faster if c.equivalence.verdict not in HARMED]
-    lost = [c for c in rows if c.verdict == decisions.FASTER and c not in ground]
-    unknown = [c for c in rows if not c.answered and c.primary]
-    detail = _detail(rows, ground, lost)
-    for best in reversed(together):
-        if best.verdict == decisions.FASTER and (parts := _parts(best, good)):
-            gain = f"{phrases.difference(best.ratio.value)} together{sentences.with_cores(best)}"
-            short = f"Use {best.label}: {gain}, {_quality(parts)}"
-            return Answer(headline=short, detail=f"{sentences.evidence(best)} {detail}", status=ANSWERED, row=best)
+    groups = _groups(rows)
+    detail = " ".join(f"{words}: {_named(chosen)}." for words, chosen in groups.items())
+    good = groups.get(_USABLE, [])
+    for best in reversed([c for c in comparisons(study) if c.family.endswith(TOGETHER) and c.role == "candidate"]):
+        if best.sets and best.verdict == decisions.FASTER and (parts := _parts(best, good)):
+            return _use(best, f"{phrases.difference(best.ratio.value)} together", parts, detail)
     if good:
         best = max(good, key=lambda c: c.ratio.value)
-        gain = f"{phrases.difference(best.ratio.value)} than {best.baseline_label}{sentences.with_cores(best)}"
-        short = f"Use {best.label}: {gain.replace('as fast than', 'as fast as')}, {_quality([best])}"
-        return Answer(headline=short, detail=f"{sentences.evidence(best)} {detail}", status=ANSWERED, row=best)
-    if untried:
+        than = f"{phrases.difference(best.ratio.value)} than {best.baseline_label}"
+        return _use(best, than.replace("as fast than", "as fast as"), [best], detail)
+    if untried := groups.get(_NOT_SHOWN):
         best = max(untried, key=lambda c: c.ratio.value)
         short = f"{sentences.compared(best)}; quality {best.quality}"
         return Answer(headline=short, detail=detail, status=UNTRIED, row=best, way_out=_judge(study, best))
     if all(c.verdict == decisions.TOO_FEW for c in rows):
-        return Answer(
-            headline="Too few sets to recommend anything",
-            detail=detail,
-            status=decisions.TOO_FEW,
-            way_out="make report",
-        )
-    how = sentences.way_out(unknown[0], own_images=study.own_images) if unknown else ""
+        short = "Too few sets to recommend anything"
+        return Answer(headline=short, detail=detail, status=decisions.TOO_FEW, way_out="make report")
+    return _keep(rows, detail, study)
+
+
+def _use(best: Comparison, gain: str, parts: Sequence[Comparison], detail: str) -> Answer:
+    judged = phrases.joined(list(dict.fromkeys(c.quality for c in parts)))
+    short = f"Use {best.label}: {gain}{sentences.with_cores(best)}, quality {judged}"
+    return Answer(headline=short, detail=f"{sentences.evidence(best)} {detail}", status=ANSWERED, row=best)
+
+
+def _keep(rows: Sequence[Comparison], detail: str, study: Study) -> Answer:
+    """Nothing measured may be used: why, and how many questions are open."""
+    slow = _slow_formats(rows)
+    faster = [c for c in rows if c.verdict == decisions.FASTER]
+    formats = list(dict.fromkeys(c.baseline.precision for c in faster))
     why = "what is faster here costs quality" if faster else "nothing measured here is faster"
-    if lost and not faster:
-        why = f"the only gains are {_only_in(lost)}"
+    if faster and slow.issuperset(formats):
+        why = f"the only gains are in {phrases.joined(formats)}{_SLOW_ITSELF}"
+    primary = [c for c in rows if c.primary]
+    unknown = [c for c in primary if not c.answered]
     short = f"Keep the defaults: {why}"
-    status = decisions.INCONCLUSIVE if len(unknown) == len([c for c in rows if c.primary]) else ANSWERED
     if unknown:
         short += f", and {phrases.plural(len(unknown), 'question')} {'is' if len(unknown) == 1 else 'are'} open"
-    return Answer(headline=short, detail=detail, status=status, way_out=how)
-
-
-def _quality(changes: list[Comparison]) -> str:
-    words = dict.fromkeys(c.quality for c in changes)
-    return f"quality {phrases.joined(list(words))}"
-
-
-def _only_in(lost: Sequence[Comparison]) -> str:
-    formats = list(dict.fromkeys(c.baseline.precision for c in lost))
-    return f"in {phrases.joined(formats)}, which {'is' if len(formats) == 1 else 'are'} itself not faster"
+    return Answer(
+        headline=short,
+        detail=detail,
+        status=decisions.INCONCLUSIVE if len(unknown) == len(primary) else ANSWERED,
+        way_out=sentences.way_out(unknown[0], own_images=study.own_images) if unknown else "",
+    )
 
 
 def _judge(study: Study, c: Comparison) -> str:
@@ -153,31 +172,13 @@ def _judge(study: Study, c: Comparison) -> str:
     return f"{sentences.command(c, own_images=study.own_images)} --seeds 8"
 
 
-def _detail(rows: list[Comparison], ground: list[Comparison], lost: list[Comparison]) -> str:
-    """What was recommended and what was not, and why, in a few sentences."""
-    faster = [c for c in ground if c.verdict == decisions.FASTER]
-    told = []
-    for words, chosen in (
-        ("Faster, and not worse", [c for c in faster if usable(c)]),
-        *((f"Faster, and {word}", [c for c in faster if c.equivalence.verdict == word]) for word in HARMED),
-        (
-            "Faster; quality not shown to be as good",
-            [c for c in faster if c.equivalence.verdict not in (*GOOD, *HARMED)],
-        ),
-        (f"Faster {_only_in(lost)}", lost),
-        ("Slower", [c for c in rows if c.verdict == decisions.SLOWER]),
-        ("No difference", [c for c in rows if c.verdict == decisions.SAME]),
-        ("Not answered", [c for c in rows if not c.answered]),
-    ):
-        if chosen:
-            named = [f"{c.label} ({phrases.ratio_with_interval(c)})" for c in chosen]
-            told.append(f"{words}: {phrases.joined(list(dict.fromkeys(named)))}.")
-    return " ".join(told)
+def _named(chosen: Sequence[Comparison]) -> str:
+    return phrases.joined(list(dict.fromkeys(f"{c.label} ({phrases.ratio_with_interval(c)})" for c in chosen)))
 
 
-def table(study: Study) -> pd.DataFrame:
+def table(study: Study) -> Table:
     """Every change of a training step that was measured, each against its own baseline in the same sets."""
-    rows = [
+    return [
         {
             "Change": c.label,
             "Against": f"{c.baseline_label} ({c.family})",
@@ -189,4 +190,3 @@ def table(study: Study) -> pd.DataFrame:
         }
         for c in sorted(measured(study), key=lambda c: (not usable(c), -c.ratio.value))
     ]
-    return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["Change", "Speed", "Verdict"])

@@ -75,7 +75,7 @@ def summary(study: Study, judged: Outcome, threshold: float) -> str:
     found = finding(study)
     row = {
         "gate": judged.status,
-        "ratio, 95 % interval": found.evidence(),
+        "ratio, 95 % interval": found.speed,
         "baseline repeated": phrases.between(stats.Interval(value=1.0, low=found.noise_low, high=found.noise_high))
         or phrases.DASH,
         "slowdown allowed": _share(threshold),

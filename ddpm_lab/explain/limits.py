@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import pandas as pd
-
 from ddpm_lab.config import DDPM, RunConfig
 from ddpm_lab.explain import operators, phrases
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.frames import Study, rank_zero
+from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import LIMITS
 
 BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
@@ -125,9 +124,9 @@ def _shares(study: Study, config: RunConfig) -> dict[str, float]:
     mine = [r for r in study.records if replace(r.config, purpose=config.purpose).run_id == config.run_id]
     record = operators.latest_profile(mine)
     found: dict[str, float] = {}
-    for row in operators.classes(record).to_dict("records") if record else ():
-        kind = _KINDS.get(str(row["class"]), "rest")
-        found[kind] = found.get(kind, 0.0) + float(row["share"])
+    for row in operators.classes(record) if record else ():
+        kind = _KINDS.get(row.name, "rest")
+        found[kind] = found.get(kind, 0.0) + row.share
     return found
 
 
@@ -193,11 +192,11 @@ def sentence_of(line: Roofline) -> str:
     )
 
 
-def table(study: Study, own: Comparison | None) -> pd.DataFrame:
+def table(study: Study, own: Comparison | None) -> Table:
     """The parts of a step: work, least time at the machine's peaks, and what sets it; empty where not measured."""
     line = roofline(study, own)
     if line is None:
-        return pd.DataFrame()
+        return []
     cells = [
         {
             "Operator": part.kind,
@@ -214,8 +213,9 @@ def table(study: Study, own: Comparison | None) -> pd.DataFrame:
         ("convolutions, products and optimizer alone", line.fused_seconds),
         ("measured", line.measured_seconds),
     )
+    timed = {"Time in a profile": ""} if line.shares else {}
     cells += [
-        {"Operator": name, "GFLOP/image": "", "MB/image": "", "At peak": phrases.seconds(value), "Bound by": ""}
+        {"Operator": name, "GFLOP/image": "", "MB/image": "", "At peak": phrases.seconds(value), "Bound by": ""} | timed
         for name, value in totals
     ]
-    return pd.DataFrame(cells).fillna("")
+    return cells

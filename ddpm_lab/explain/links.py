@@ -8,11 +8,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import pandas as pd
-
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study, rank_zero
+from ddpm_lab.explain.table import Table
 from ddpm_lab.record import RunRecord
 
 
@@ -101,9 +100,9 @@ def bandwidth(bytes_per_second: float) -> str:
     return f"{phrases.significant(bytes_per_second / unit)} {name}"
 
 
-def table(study: Study) -> pd.DataFrame:
+def table(study: Study) -> Table:
     """One row for each number of ranks and message."""
-    rows = [
+    return [
         {
             "Configuration": e.ranks_name,
             "Message": e.message,
@@ -113,4 +112,3 @@ def table(study: Study) -> pd.DataFrame:
         }
         for e in exchanges(study)
     ]
-    return pd.DataFrame(rows, columns=["Configuration", "Message", "Time", "Bus bandwidth", "Sets"])

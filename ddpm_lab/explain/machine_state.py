@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-import pandas as pd
-
 from ddpm_lab.explain import phrases
-from ddpm_lab.explain.comparisons import Comparison, peak, repeats_itself
+from ddpm_lab.explain.comparisons import peak, repeats_itself
 from ddpm_lab.explain.frames import Study, once
+from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import LOST
 from ddpm_lab.record import RunRecord, Window, crowded
 
@@ -29,7 +28,7 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A window, or the windows of a time budget: who was measured, for how long, and what others took meanwhile.
+    """A window, or the windows of a time budget, and what other processes used meanwhile.
 
     ``turn`` counts from 1 over all sets of the study in their order; the set of a ``disturbed`` one does not count.
     None is unknown.
@@ -47,7 +46,7 @@ class Moment:
 
 @once
 def moments(study: Study) -> list[Moment]:
-    """Every window of the study's sets, in the order of their turns, or the time budget of a profile."""
+    """Return every window of the study's sets in order, or the time budget of a profile."""
     found: list[Moment] = []
     first: dict[str, int] = {}
     turns, disturbed = 0, disturbed_sets(study)
@@ -67,17 +66,17 @@ def moments(study: Study) -> list[Moment]:
 
 
 def unknown(study: Study) -> str:
-    """A sentence, after a space, where the records cannot say what other processes took; empty where they can."""
+    """Return a sentence if the records lack the load of other processes; else an empty text."""
     found = moments(study)
     if any(m.others_cores is None for m in found):
-        return " What other processes took is unknown here."
+        return "CPU use by other processes is unknown."
     if any(m.state.get("gpu_others", 0) is None for m in found):
-        return " What other processes took of the GPU is unknown here."
+        return "GPU use by other processes is unknown."
     return ""
 
 
 def disturbed_sets(study: Study) -> set[str]:
-    """The sets that do not count, since other processes took the cores that they needed."""
+    """Return the ids of sets that do not count because other processes used their cores."""
     sets: dict[str, list[RunRecord]] = defaultdict(list)
     for r in study.records:
         if r.windows and r.set_id:
@@ -85,23 +84,25 @@ def disturbed_sets(study: Study) -> set[str]:
     return {set_id for set_id, members in sets.items() if crowded(members)}
 
 
-def busy(study: Study) -> str:
-    """Sentences, after a space, on a machine that did not repeat itself, sets that did not count, cores left out."""
-    disturbed, text = len(disturbed_sets(study)), ""
-    if disturbed:
+def warnings(study: Study) -> tuple[str, ...]:
+    """Return sentences on disturbed sets, a machine that does not repeat itself, and unused cores."""
+    told = []
+    if disturbed := len(disturbed_sets(study)):
         of = f"{disturbed} of {phrases.plural(len({r.set_id for r in study.records if r.windows}), 'set')}"
-        verb, ending = ("was", "does") if disturbed == 1 else ("were", "do")
-        text = f" {of} {verb} disturbed by other processes and {ending} not count."
+        verbs = ("was", "does") if disturbed == 1 else ("were", "do")
+        told.append(f"{of} {verbs[0]} disturbed by other processes and {verbs[1]} not count.")
     if not repeats_itself(study.looks):
-        text += " This machine did not repeat itself: over all questions, baselines differ from their repeats."
-    return text + cores_used(study)
+        told.append("This machine does not repeat itself: over all questions, baselines differ from their repeats.")
+    return (*told, *cores_used(study))
 
 
-def cores_used(study: Study) -> str:
-    """A sentence, after a space, where fewer cores were measured with than the machine has; else empty.
+def busy(study: Study) -> str:
+    """Return ``warnings`` as text, each sentence after a space."""
+    return "".join(f" {sentence}" for sentence in warnings(study))
 
-    It says that others took the rest where the records show that.
-    """
+
+def cores_used(study: Study) -> list[str]:
+    """Return a sentence if fewer cores were used than there are, and whether others used the rest."""
     taken: dict[tuple[int, int], list[float]] = defaultdict(list)
     for r in study.records:
         used, most = r.config.threads * r.config.node_size, r.environment.machine.usable_cores
@@ -110,20 +111,11 @@ def cores_used(study: Study) -> str:
     told = [f"{n} of {phrases.plural(most, 'core')}" for n, most in sorted(taken)]
     # A core counts as taken from a half on, as where the number of cores was chosen.
     others = all(values and fmean(values) + 0.5 >= most - n for (n, most), values in taken.items())
-    return f" Measured with {' and '.join(told)}{': other processes took the rest' * others}." if told else ""
-
-
-def peaks(rows: Sequence[Comparison], lead: Comparison) -> str:
-    """A sentence, after a space: peak memory of a comparison and of its baseline; empty where both are unknown."""
-    base = [r for r in rows if r.role == "baseline" and r.baseline_id == lead.baseline_id]
-    said = [f"{phrases.peak_memory(r)} with {r.label}" for r in (lead, *base[:1])]
-    return (
-        "" if all(text.startswith("unknown") for text in said) else f" Peak memory of a rank: {phrases.joined(said)}."
-    )
+    return [f"Measured with {' and '.join(told)}{': other processes used the rest' * others}."] if told else []
 
 
 def configurations(study: Study) -> dict[str, list[Moment]]:
-    """Moments by configuration, the null twins aside, under the names of their families where there are several."""
+    """Group moments by configuration without twins; several families are named."""
     found = [m for m in moments(study) if m.record.role != "twin"]
     several = len({m.record.family for m in found}) > 1
     named = defaultdict(list)
@@ -132,8 +124,8 @@ def configurations(study: Study) -> dict[str, list[Moment]]:
     return named
 
 
-def table(study: Study) -> pd.DataFrame:
-    """What the machine did meanwhile, one row a quantity: "not available" where nothing could be read."""
+def table(study: Study) -> Table:
+    """Return one row a quantity; "not available" if nothing could be read."""
     found = moments(study)
     rows: list[tuple[str, str]] = []
     if found:
@@ -145,11 +137,11 @@ def table(study: Study) -> pd.DataFrame:
         if energy:
             rows.append((f"Energy per image, {name}", f"{phrases.significant(median(energy))} J"))
         rows.append((f"Peak memory of a rank, {name}", _peak(own[-1].record)))
-    return pd.DataFrame(rows, columns=["Meanwhile", "Value"])
+    return [{"Meanwhile": name, "Value": value} for name, value in rows]
 
 
 def joules_per_image(moment: Moment | Window) -> float | None:
-    """Energy of the group's GPUs for an image: their mean power, times the window's seconds; None is unknown."""
+    """Return the energy of the group's GPUs per image (mean power times seconds); None if unknown."""
     watts = moment.state.get("gpu_power_watts")
     return None if watts is None or not moment.images or not moment.seconds else watts * moment.seconds / moment.images
 
@@ -162,10 +154,6 @@ def _known(found: Sequence[Moment], name: str) -> list[float]:
     return [value for m in found if (value := m.state.get(name)) is not None]
 
 
-def _row(name: str, key: str, found: Sequence[Moment], say: Callable[[Sequence[float]], str]) -> tuple[str, str]:
-    return name, _said(_known(found, key), say)
-
-
 def _said(values: Sequence[float], say: Callable[[Sequence[float]], str]) -> str:
     return say(values) if values else NOT_AVAILABLE
 
@@ -176,7 +164,13 @@ def _host(study: Study, found: Sequence[Moment]) -> list[tuple[str, str]]:
     spans = [(m.stolen_seconds, m.state.get("watched_seconds") or m.seconds) for m in found]
     stolen = [100 * took / seconds / cores for took, seconds in spans if took is not None and seconds]
     of = f" of {phrases.memory(total)}" if total else ""
-    rows = [
+    lost = {m.record.set_id for m in found if m.disturbed}
+    sets = {m.record.set_id for m in found if m.record.windows}
+
+    def row(name: str, key: str, say: Callable[[Sequence[float]], str]) -> tuple[str, str]:
+        return name, _said(_known(found, key), say)
+
+    return [
         (
             "Cores kept busy by other processes",
             _said(others, lambda v: f"{fmean(v):.2f} of {cores} on average, at most {max(v):.2f}"),
@@ -185,31 +179,26 @@ def _host(study: Study, found: Sequence[Moment]) -> list[tuple[str, str]]:
             "Core time taken by the hypervisor",
             _said(stolen, lambda v: f"{fmean(v):.1f} % on average, at most {max(v):.1f} %"),
         ),
-        _row(
-            "Held back by a CPU quota", "cgroup_throttled_seconds", found, lambda v: f"{phrases.seconds(sum(v))} in all"
-        ),
-        _row("CPU utilisation", "cpu_utilisation_percent", found, lambda v: f"{fmean(v):.0f} % on average"),
-        _row(
-            "Memory of the machine in use", "ram_used_bytes", found, lambda v: f"at most {phrases.memory(max(v))}{of}"
-        ),
+        row("Held back by a CPU quota", "cgroup_throttled_seconds", lambda v: f"{phrases.seconds(sum(v))} in all"),
+        row("CPU utilisation", "cpu_utilisation_percent", lambda v: f"{fmean(v):.0f} % on average"),
+        row("Memory of the machine in use", "ram_used_bytes", lambda v: f"at most {phrases.memory(max(v))}{of}"),
+        *([("Disturbed sets, which do not count", f"{len(lost)} of {len(sets)}")] if sets else []),
     ]
-    lost = {m.record.set_id for m in found if m.disturbed}
-    sets = {m.record.set_id for m in found if m.record.windows}
-    return [*rows, ("Disturbed sets, which do not count", f"{len(lost)} of {len(sets)}")] if sets else rows
 
 
 def _gpu(found: Sequence[Moment]) -> list[tuple[str, str]]:
     least = _said(_known(found, "gpu_clock_min_mhz"), lambda v: f"{min(v):,.0f} MHz")
     held = _said(_known(found, "gpu_others_bytes"), lambda v: phrases.memory(max(v)))
-    return [
-        _row("GPU utilisation", "gpu_utilisation_percent", found, lambda v: f"{fmean(v):.0f} % on average"),
-        _row("GPU clock", "gpu_clock_mhz", found, lambda v: f"{fmean(v):,.0f} MHz on average, at least {least}"),
-        _row("GPU memory clock", "gpu_memory_clock_mhz", found, lambda v: f"{fmean(v):,.0f} MHz on average"),
-        _row("GPU slowed down by", "gpu_throttle_reasons", found, _throttled),
-        _row("GPU temperature", "gpu_temperature_celsius", found, lambda v: f"at most {max(v):.0f} \N{DEGREE SIGN}C"),
-        _row("Power of a group's GPUs", "gpu_power_watts", found, lambda v: f"{fmean(v):,.0f} W on average"),
-        _row("Other processes on the GPU", "gpu_others", found, lambda v: f"at most {max(v):.0f}, memory {held}"),
+    rows: list[tuple[str, str, Callable[[Sequence[float]], str]]] = [
+        ("GPU utilisation", "gpu_utilisation_percent", lambda v: f"{fmean(v):.0f} % on average"),
+        ("GPU clock", "gpu_clock_mhz", lambda v: f"{fmean(v):,.0f} MHz on average, at least {least}"),
+        ("GPU memory clock", "gpu_memory_clock_mhz", lambda v: f"{fmean(v):,.0f} MHz on average"),
+        ("GPU slowed down by", "gpu_throttle_reasons", _throttled),
+        ("GPU temperature", "gpu_temperature_celsius", lambda v: f"at most {max(v):.0f} \N{DEGREE SIGN}C"),
+        ("Power of a group's GPUs", "gpu_power_watts", lambda v: f"{fmean(v):,.0f} W on average"),
+        ("Other processes on the GPU", "gpu_others", lambda v: f"at most {max(v):.0f}, memory {held}"),
     ]
+    return [(name, _said(_known(found, key), say)) for name, key, say in rows]
 
 
 def _throttled(masks: Sequence[float]) -> str:
@@ -218,7 +207,7 @@ def _throttled(masks: Sequence[float]) -> str:
 
 
 def _peak(record: RunRecord) -> str:
-    """Peak memory of the largest rank; on a GPU also the share of the card that torch reserved, and what is left."""
+    """Return the peak memory of the largest rank; on a GPU also the share reserved, and headroom."""
     config, kinds = record.config, ("peak_memory_bytes", "peak_rss_bytes")
     text = phrases.peak_of(config, *(peak(record, kind) for kind in kinds))
     reserved = max((rank.peak_reserved_bytes or 0 for rank in record.ranks), default=0)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-
-import pandas as pd
+from dataclasses import dataclass
 
 from ddpm_lab.explain import phrases
 from ddpm_lab.record import RunRecord
@@ -54,41 +54,54 @@ def on_device(record: RunRecord) -> bool:
     return any((op.get("self_device_seconds") or 0) > 0 for op in (record.profile or {}).get("operators", ()))
 
 
-def operators(record: RunRecord) -> pd.DataFrame:
-    """Operators of a profile by exclusive time, longest first: name, class, calls, seconds, share of their sum.
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """Calls and exclusive seconds of an operator, or a class of them, in a profile; and its share of all seconds."""
+
+    name: str
+    kind: str
+    calls: float
+    seconds: float
+    share: float
+
+
+def operators(record: RunRecord) -> list[Operator]:
+    """Operators of a profile by exclusive time, longest first.
 
     Exclusive time leaves out what an operator spends in others that it calls, so the seconds add up. It is device time
     where the profile holds any, else CPU time.
     """
     field = "self_device_seconds" if on_device(record) else "self_cpu_seconds"
     rows = [
-        (op["name"], operator_class(op["name"]), int(op["calls"]), float(op.get(field) or 0.0))
+        (op["name"], int(op["calls"]), float(op.get(field) or 0.0))
         for op in (record.profile or {}).get("operators", ())
         if not op["name"].startswith(_RANGES)
     ]
-    frame = pd.DataFrame(rows, columns=["name", "class", "calls", "seconds"])
-    total = float(frame["seconds"].sum())
-    frame["share"] = frame["seconds"] / total if total > 0 else 0.0
-    frame = frame[frame["seconds"] > 0]
-    return frame.sort_values(["seconds", "name"], ascending=[False, True], ignore_index=True)
+    total = sum(seconds for *_, seconds in rows)
+    found = [Operator(name, operator_class(name), n, time, time / total) for name, n, time in rows if time > 0]
+    return sorted(found, key=lambda op: (-op.seconds, op.name))
 
 
-def classes(record: RunRecord) -> pd.DataFrame:
-    """Classes of operators by exclusive time, longest first: class, calls, seconds, share; "other" comes last."""
-    frame = operators(record).groupby("class", as_index=False)[["calls", "seconds", "share"]].sum()
-    frame["last"] = frame["class"] == OTHER
-    frame = frame.sort_values(["last", "seconds"], ascending=[True, False], ignore_index=True)
-    return frame.drop(columns="last")
+def classes(record: RunRecord) -> list[Operator]:
+    """Classes of operators by exclusive time, longest first; "other" comes last."""
+    kinds: dict[str, list[Operator]] = defaultdict(list)
+    for op in operators(record):
+        kinds[op.kind].append(op)
+    found = [
+        Operator(kind, kind, sum(o.calls for o in ops), sum(o.seconds for o in ops), sum(o.share for o in ops))
+        for kind, ops in kinds.items()
+    ]
+    return sorted(found, key=lambda op: (op.name == OTHER, -op.seconds))
 
 
 def shares(record: RunRecord) -> tuple[str, str]:
     """What the classes of a profile say, in one line and with what comes next; it must hold operator time."""
     found = classes(record)
-    first = found.iloc[0]
-    verb = "take" if first["class"] in PLURALS else "takes"
-    noun = PLURALS.get(first["class"], first["class"])
-    short = f"{noun.capitalize()} {verb} {100 * first['share']:.0f} % of the operator time of a training step"
-    rest = [f"{r['class']} {100 * r['share']:.0f} %" for _, r in found.iloc[1:4].iterrows()]
+    first = found[0]
+    verb = "take" if first.name in PLURALS else "takes"
+    noun = PLURALS.get(first.name, first.name)
+    short = f"{noun.capitalize()} {verb} {100 * first.share:.0f} % of the operator time of a training step"
+    rest = [f"{r.name} {100 * r.share:.0f} %" for r in found[1:4]]
     steps = phrases.plural(int((record.profile or {}).get("steps", 0)), "profiled step")
     kind = "device" if on_device(record) else "CPU"
     text = f"Next {'come' if len(rest) > 1 else 'comes'} {phrases.joined(rest)}. " if rest else ""

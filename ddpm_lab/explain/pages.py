@@ -78,10 +78,8 @@ class Page:
     @property
     def facts(self) -> list[str]:
         """On what the answer rests, in short pieces."""
-        sets = self.finding.get("sets")
         pieces = [
             self.finding.get("evidence"),
-            f"{sets} set{'s' if sets != 1 else ''}" if sets else None,
             self.finding.get("hardware"),
             "published records, not measured here" if self.finding.get("published") else None,
             " to ".join(spoken_date(day) for day in str(self.finding.get("date", "")).split(" to ")),

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import pandas as pd
-
 from ddpm_lab.config import DDPM
 from ddpm_lab.explain import decisions, limits, phrases, sentences
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.frames import Study, rank_zero
+from ddpm_lab.explain.table import Table, without_constant
 from ddpm_lab.plan import BOTH_FP32, FORMATS, LEVERS, LIMITS, OURS, SAMPLING, TUNED
 from ddpm_lab.record import RunRecord
 
@@ -146,7 +145,7 @@ def _name(row: Comparison) -> str:
     return label
 
 
-def table(study: Study) -> pd.DataFrame:
+def table(study: Study) -> Table:
     """How many times as fast this trainer is as each other, size, speed and memory.
 
     Before the others of a family stands this trainer as it ran beside them.
@@ -176,10 +175,7 @@ def table(study: Study) -> pd.DataFrame:
                 "Note": row.reason if not measured else "",
             }
         )
-    frame = pd.DataFrame(found)
-    if frame.empty:
-        return pd.DataFrame(columns=["Configuration", "This trainer is", "Verdict"])
-    return frame if frame["Note"].any() else frame.drop(columns="Note")
+    return without_constant(found, {"Note": [""]})
 
 
 def _shown(study: Study) -> list[Comparison]:
@@ -195,7 +191,7 @@ def _shown(study: Study) -> list[Comparison]:
     return found
 
 
-def lever_table(study: Study) -> pd.DataFrame:
+def lever_table(study: Study) -> Table:
     """What each setting of the trainer is worth here: the trainer's speed with it put back, alone."""
     found = [
         {
@@ -209,8 +205,7 @@ def lever_table(study: Study) -> pd.DataFrame:
         }
         for row in levers(study)
     ]
-    frame = pd.DataFrame(found)
-    return frame.drop(columns=[c for c in phrases.LOSS if c in frame and frame[c].eq(_NONE).all()])
+    return without_constant(found, {key: [_NONE] for key in phrases.LOSS})
 
 
 def _twins(study: Study) -> list[Comparison]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from ddpm_lab.config import DDPM, LOADER_ALONE, SAMPLING, RunConfig
@@ -29,13 +30,12 @@ QUESTIONS = {
     "compare": "Which of the two is faster?",
     "recommendation": "Which settings should I use on this machine?",
 }
-STATUS_WORDS = {"oom": "out of memory"}
 DASH = "\N{EN DASH}"
 
 
 def status(word: str) -> str:
-    """A status for people."""
-    return STATUS_WORDS.get(word, word)
+    """Return a status in plain words."""
+    return "out of memory" if word == "oom" else word
 
 
 def plural(count: int | str, noun: str) -> str:
@@ -45,12 +45,12 @@ def plural(count: int | str, noun: str) -> str:
 
 
 def begun(text: str) -> str:
-    """A text with the first letter of a sentence."""
+    """Capitalise the first letter."""
     return text[:1].upper() + text[1:]
 
 
 def within(text: str) -> str:
-    """A text with the first letter that it has within a sentence."""
+    """Lower the first letter."""
     return text[:1].lower() + text[1:]
 
 
@@ -60,14 +60,14 @@ def joined(words: Sequence[str]) -> str:
 
 
 def decimals(ratio: Interval) -> int:
-    """Decimals of a ratio: three where a narrow interval lies close to 1, so that it does not round to 1.00."""
+    """Return the decimals of a ratio: three if a narrow interval lies close to 1."""
     if ratio.high - ratio.low < 0.03 and abs(ratio.value - 1) < 0.06:
         return 3
     return 2 if ratio.value < 10 else 1
 
 
 def between(ratio: Interval, *, to: str = " to ") -> str:
-    """The interval of a ratio, such as "1.55 to 1.69"; empty without one."""
+    """Return the interval, such as "1.55 to 1.69"; empty without one."""
     digits = decimals(ratio)
     low = "<0.01" if ratio.low < 0.01 else f"{ratio.low:.{digits}f}"
     high = ">100" if ratio.high > 100 else f"{ratio.high:.{digits}f}"  # of two sets that differ by chance
@@ -90,19 +90,9 @@ def ratio(row: Comparison) -> str:
     return ratio_of(row.ratio)
 
 
-def interval(row: Comparison) -> str:
-    """Such as "1.55 to 1.69"; empty without an interval."""
-    return between(row.ratio)
-
-
 def ratio_with_interval(row: Comparison, what: str = "") -> str:
     """Such as "1.62 (1.55 to 1.69)"; without an interval "1.62"."""
     return times(row.ratio, what=what)
-
-
-def noise_floor(row: Comparison) -> str:
-    """The interval of the baseline against itself, such as "0.99 to 1.01"; empty where there is none."""
-    return between(row.noise)
 
 
 def evidence(row: Comparison) -> str:
@@ -154,7 +144,7 @@ def peak_memory(row: Comparison) -> str:
 
 
 def peak_of(config: RunConfig, allocated: float, resident: float) -> str:
-    """The same from the bytes on a GPU and those of the resident set."""
+    """Return the same from bytes: of the GPU, and of the resident set."""
     if config.device == "cpu" and math.isnan(allocated) and not math.isnan(resident):
         return f"{memory(resident)} RSS"
     return memory(allocated)
@@ -181,7 +171,7 @@ def settings(config: RunConfig) -> str:
 
 
 def work(config: RunConfig) -> str:
-    """What is trained: "tiny", or of a training of the user's its name and size, "mine:make (21,000 parameters)"."""
+    """Return what is trained: "tiny", or of one's own training "mine:make (21,000 parameters)"."""
     parameters = config.option("parameters", None) if config.is_own else None
     return config.work_name if parameters is None else f"{config.work_name} ({parameters:,} parameters)"
 
@@ -191,42 +181,37 @@ def _values(values: Iterable[Any]) -> str:
 
 
 def training(study: Study) -> str:
-    """Which network the lab's trainer was measured with: ``tiny network``; empty without it."""
+    """Return the network of the lab's trainer, ``tiny network``; empty if it was not measured."""
     names = _values(r.config.network for r in study.records if r.role == "baseline" and r.config.workload == DDPM)
     return f"{names} network" if names else ""
 
 
 def context(study: Study, *, batch: bool = True) -> str:
-    """Subtitle of a figure: hardware, network, batch, data, date, sets and turns."""
-    shown = [
-        r for r in study.records if r.role not in ("note", "choice", "search", "largest", "check", "wrong")
-    ] or list(study.records)
+    """Return the subtitle of a figure: hardware, network, batch, data, date, sets and turns."""
+    aside = ("note", "choice", "search", "largest", "check", "wrong")
+    shown = [r for r in study.records if r.role not in aside] or list(study.records)
     if not shown:
         return "the ledger holds no record for this question"
     # Parts of the lost scaling stand beside an answer, and have a figure of their own.
     shown = [r for r in shown if not r.family.endswith(LOST)] or shown
     configs = [r.config for r in shown]
-    sizes = _values(f"{s}\N{MULTIPLICATION SIGN}{s}" for s in sorted({c.image_size for c in configs}))
-    ours = any(c.workload in (DDPM, LOADER_ALONE, SAMPLING) for c in configs)
-    parts = [study.hardware]
-    parts += [f"{_values(c.network for c in configs)} network, {sizes} images"] if ours else []
     own = [c for c in configs if c.is_own]
-    parts += [_values(map(work, own))] if own else []
+    parts = [study.hardware]
+    if ours := any(c.workload in (DDPM, LOADER_ALONE, SAMPLING) for c in configs):
+        sizes = _values(f"{s}\N{MULTIPLICATION SIGN}{s}" for s in sorted({c.image_size for c in configs}))
+        parts.append(f"{_values(c.network for c in configs)} network, {sizes} images")
+    parts.append(_values(map(work, own)))
     if batch and (ours or own):
         parts.append(f"batch {_values(sorted({c.global_batch_size for c in configs}))}")
     parts += [_values(r.data_name for r in shown if r.data_name), study.date]
-    measured = [r for r in shown if r.role == "baseline" and r.windows]
-    if measured:
-        per_family: dict[tuple[str, str, str], int] = {}
-        for r in measured:
-            key = (r.experiment, r.family, r.baseline_id)
-            per_family[key] = per_family.get(key, 0) + 1
-        parts.append(f"{_range(per_family.values(), 'set')} of {_range([len(r.windows) for r in measured], 'turn')}")
-    return " \N{MIDDLE DOT} ".join(p for p in parts if p)
+    if measured := [r for r in shown if r.role == "baseline" and r.windows]:
+        sets = Counter((r.experiment, r.family, r.baseline_id) for r in measured)
+        parts.append(f"{_range(sets.values(), 'set')} of {_range([len(r.windows) for r in measured], 'turn')}")
+    return " \N{MIDDLE DOT} ".join(filter(None, parts))
 
 
-def _range(counts: Iterable[int], noun: str) -> str:
-    low, high = min(counts := list(counts)), max(counts)
+def _range(counts: Collection[int], noun: str) -> str:
+    low, high = min(counts), max(counts)
     return plural(high, noun) if low == high else f"{low} to {plural(high, noun)}"
 
 
@@ -247,7 +232,7 @@ def share(value: float) -> str:
 
 
 def difference(ratio: float) -> str:
-    """How much faster or slower a ratio of speeds is: "26 % slower", "2.3 times as fast"."""
+    """Say how much faster or slower a ratio is: "26 % slower", "2.3 times as fast"."""
     if ratio >= 2:
         return f"{ratio:.2g} times as fast"
     if ratio >= 1:
@@ -260,7 +245,7 @@ LOSS = ("Loss difference (90 % interval)", "Margin")
 
 
 def loss(row: Comparison) -> dict[str, str]:
-    """The columns LOSS of a row: how much more a configuration loses than its baseline, and how much counts as none."""
+    """Return the columns LOSS of a row: its loss minus the baseline's, and the margin."""
     found = row.equivalence
     if math.isnan(found.low):
         return dict.fromkeys(LOSS, DASH)
@@ -274,11 +259,11 @@ def failure(row: Comparison) -> str:
 
 
 def failed(how: str, reason: str | None) -> str:
-    """How a run ended, and why."""
+    """Return how a run ended, and why."""
     words = status(how) if how != "ok" else "no result"
     return f"{words}: {reason}" if reason else words
 
 
 def without_speed(row: Comparison) -> str:
-    """Why a row has no speed."""
+    """Return why a row has no speed."""
     return MECHANISM_ONLY if row.mechanism_only else failure(row)

@@ -7,23 +7,19 @@ the text form of what they would show.
 from __future__ import annotations
 
 import base64
-import math
-import re
 from collections.abc import Mapping
-from html import escape
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 from matplotlib.figure import Figure
 
-from ddpm_lab.explain import figures, findings, machine_state, operators, phrases, samples, stats, tables, trained
-from ddpm_lab.explain.findings import Finding
+from ddpm_lab.explain import figures, findings, machine_state, operators, phrases, tables
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.grids import literal
 from ddpm_lab.explain.pages import METADATA, spoken_date
+from ddpm_lab.explain.table import Table, html, plain
 
 __all__ = ["figure", "finding", "more", "table"]
 
@@ -42,8 +38,6 @@ NAMES = {
     "bottleneck": "bottleneck",
     "recommendation": "06_recommendation",
 }
-NAMING = ("Configuration", "Family", "Operator", "Settings", "Work")
-"""Columns that name a row: words, although a name such as "2 ranks" begins with a digit."""
 
 
 def figure(study: Study) -> None:
@@ -56,8 +50,8 @@ def table(study: Study) -> None:
     _show_table(tables.table(study))
 
 
-def _show_table(frame: pd.DataFrame) -> None:
-    _display({"text/html": _html(frame), "text/plain": frame.to_string(index=False)})
+def _show_table(rows: Table) -> None:
+    _display({"text/html": html(rows), "text/plain": plain(rows)})
 
 
 def finding(study: Study) -> None:
@@ -65,12 +59,10 @@ def finding(study: Study) -> None:
     found, how = findings.finding(study), findings.how_to_judge(study)
     last = study.records[-1] if study.records else None
     told = ("experiment", "headline", "claim", "verdict", "status", "hardware", "date", "sets", "quality", "way_out")
+    rests_on = ([found.speed] if found.sets else []) + list(machine_state.warnings(study))
     values = {
-        **{name: getattr(found, name) for name in told},
-        "evidence": " \N{MIDDLE DOT} ".join(
-            part for part in (_evidence(found), machine_state.busy(study).strip()) if part
-        ),
-        "published": study.published,
+        **{name: getattr(found, name) for name in (*told, "notes", "published")},
+        "evidence": " \N{MIDDLE DOT} ".join(rests_on),
         "data": last.data_name if last else "",
         "training": phrases.training(study),
         "code_version": last.code_version if last else "",
@@ -78,17 +70,17 @@ def finding(study: Study) -> None:
     facts = {
         "To answer it": found.way_out,
         "Verdict": found.verdict + f" ({found.status})" * (found.status not in (found.verdict, findings.ANSWERED)),
-        "Evidence": _evidence(found),
-        "Sets": str(found.sets) if found.sets else "",
-        "Hardware": found.hardware + " (published records, not measured here)" * study.published,
+        "Hardware": found.hardware + " (published records, not measured here)" * found.published,
         "Measured": " to ".join(spoken_date(day) for day in found.date.split(" to ")),
         "Quality": found.quality.removeprefix("quality ") + (f"; {how} measures it" if how else ""),
-        "FID": samples.fid_sentence(trained.fids(study)) if study.experiment == trained.EXPERIMENT else "",
     }
-    lines = [found.claim, "", *(f"- {name}: {value}" for name, value in facts.items() if value)]
-    marked = [f"**{literal(found.headline)}**", "", *map(literal, lines[:2])]
-    marked += [f"- **{name}:** {literal(value)}" for name, value in facts.items() if value]
-    _display({"text/markdown": "\n".join(marked), "text/plain": "\n".join(lines)}, {METADATA: values})
+    facts = {name: value for name, value in facts.items() if value}
+    head = [f"**{literal(found.headline)}**", *([literal(found.evidence)] if found.evidence else [])]
+    items = [*map(literal, found.notes), *(f"**{name}:** {literal(value)}" for name, value in facts.items())]
+    marked = "\n\n".join(head) + "\n\n" + "\n".join(f"- {item}" for item in items)
+    items = [*found.notes, *(f"{name}: {value}" for name, value in facts.items())]
+    plain = "\n".join([*filter(None, (found.headline, found.evidence)), "", *(f"- {item}" for item in items)])
+    _display({"text/markdown": marked, "text/plain": plain}, {METADATA: values})
 
 
 def more(study: Study) -> None:
@@ -132,47 +124,3 @@ def _display(data: Mapping[str, Any], metadata: Mapping[str, Any] | None = None)
         display(dict(data), metadata=dict(metadata or {}), raw=True)  # type: ignore[no-untyped-call]
     else:
         print(data["text/plain"])
-
-
-def _evidence(found: Finding) -> str:
-    """Ratio, interval and the repeated baseline in words; empty where nothing was compared."""
-    if math.isnan(found.ratio):
-        return ""
-    ratio = stats.Interval(value=found.ratio, low=found.low, high=found.high)
-    repeated = stats.Interval(value=1.0, low=found.noise_low, high=found.noise_high)
-    pieces = [f"ratio {phrases.ratio_of(ratio)}"]
-    for name, ends in (("95 % interval", ratio), ("baseline repeated", repeated)):
-        if interval := phrases.between(ends):
-            pieces.append(f"{name} {interval}")
-    return ", ".join(pieces)
-
-
-def _html(frame: pd.DataFrame) -> str:
-    """The table as HTML, laid out by itself, since a notebook and a page have different style sheets."""
-    sides = {str(name): "right" if name not in NAMING and _numbers(frame[name]) else "left" for name in frame.columns}
-
-    def cell(tag: str, name: str, value: object) -> str:
-        scope = {"th": ' scope="col"'}.get(tag, "")
-        text = escape(str(value))
-        if tag == "td" and sides[name] == "right":
-            # The interval goes below its value, so that a table of ten columns fits a page.
-            text = re.sub(r" (\(.*\))$", r'<br><span class="interval">\1</span>', text)
-        wrap = "; white-space: nowrap" if tag == "td" and sides[name] == "right" else ""
-        return f'<{tag}{scope} style="text-align: {sides[name]}{wrap}">{text}</{tag}>'
-
-    head = "".join(cell("th", str(name), name) for name in frame.columns)
-    body = "".join(
-        "<tr>" + "".join(cell("td", str(name), value) for name, value in row.items()) + "</tr>\n"
-        for row in frame.to_dict("records")
-    )
-    return (
-        '<div class="scroll" style="overflow-x: auto" tabindex="0" role="region" aria-label="Table of results">'
-        f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table></div>"
-    )
-
-
-def _numbers(column: pd.Series[Any]) -> bool:
-    """Whether a column holds numbers, with units and intervals or not: each value begins with a digit or is a dash."""
-    return all(re.match(r"(below )?[-+\N{MINUS SIGN}]?\d|\N{EN DASH}?$", str(value)) for value in column) and any(
-        re.match(r"[-+\N{MINUS SIGN}]?\d", str(value)) for value in column
-    )

@@ -1,4 +1,4 @@
-"""The slowest of several ranks where nothing is exchanged: how much longer it takes on its own, and which one it is.
+"""The straggler of several ranks where nothing is exchanged: how much longer it takes on its own, and which one it is.
 
 Whichever rank is slowest in some sets is partly so by chance. So the other sets say which it is in a set, and identical
 ranks have no excess on average; and it is named only where the test allows for each rank that might have been chosen.
@@ -17,13 +17,19 @@ from ddpm_lab.record import RunRecord
 def excess_shares(records: Sequence[RunRecord]) -> list[float]:
     """How much longer than the mean of the others the slowest rank takes in each set, as a share of the longest.
 
-    ``records`` are of one configuration, one a set. Which rank is the slowest the other sets say: NaN where there are
-    none. It may be below 0, where chance made it the slowest in the others.
+    ``records`` are of one configuration without exchange, one a set. Which rank is the slowest the other sets say: NaN
+    where there are none. It may be below 0, where chance made it the slowest in the others.
     """
     known = [_own_seconds(r) for r in records]
-    return [
-        _excess_share(own, [other for j, other in enumerate(known) if j != i and other]) for i, own in enumerate(known)
-    ]
+    shares = []
+    for i, own in enumerate(known):
+        elsewhere = [_excess_logs(other) for j, other in enumerate(known) if j != i and other]
+        if own and elsewhere:
+            rank = _slowest(elsewhere)
+            shares.append((own[rank] - _others(own, rank)) / max(own))
+        else:
+            shares.append(math.nan)
+    return shares
 
 
 def named(records: Sequence[RunRecord]) -> str:
@@ -42,8 +48,7 @@ def named(records: Sequence[RunRecord]) -> str:
 
 def _own_seconds(record: RunRecord) -> list[float]:
     """Each rank's own seconds of a step, from the barrier before a window to its own end: the median over turns."""
-    windows = record.windows
-    by_rank = zip(*([s / w.steps for s in w.rank_seconds] for w in windows), strict=True)
+    by_rank = zip(*([s / w.steps for s in w.rank_seconds] for w in record.windows), strict=True)
     return [statistics.median(seconds) for seconds in by_rank]
 
 
@@ -59,13 +64,6 @@ def _slowest(logs: Sequence[Sequence[float]]) -> int:
     """The rank with the largest mean over sets."""
     means = [statistics.fmean(of_rank) for of_rank in zip(*logs, strict=True)]
     return means.index(max(means))
-
-
-def _excess_share(own: Sequence[float], elsewhere: Sequence[Sequence[float]]) -> float:
-    if not own or not elsewhere:
-        return math.nan
-    rank = _slowest([_excess_logs(other) for other in elsewhere])
-    return (own[rank] - _others(own, rank)) / max(own)
 
 
 def _place(rank: int, records: Sequence[RunRecord]) -> str:

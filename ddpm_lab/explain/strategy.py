@@ -106,15 +106,17 @@ def strategy(studies: Sequence[Study], *, network: str | None, parameters: int, 
     answer, reason = prior(parameters, batch)
     common: dict[str, Any] = {"network": network, "parameters": parameters, "batch": batch, "device": device}
     each = [_told(study, network, device) for study in studies]
-    compared = [(study, told, r) for study, told in zip(studies, each, strict=True) for r in told if _compared(r)]
+    compared = [
+        (study, told, r) for study, told in zip(studies, each, strict=True) for r in told if r.role == "candidate"
+    ]
     if not compared:
         speeds = {r.label: f"{r.label}: {phrases.throughput(r)}" for told in each for r in told if r.batch == batch}
         return Strategy(answer=answer, reason=reason, source=PRIOR, speeds=tuple(speeds.values()), **common)
     nearest = min((r.batch for *_, r in compared), key=lambda b: (abs(math.log(b / batch)), b))
     near = [found for found in compared if found[2].batch == nearest]
-    study, told, last = next((found for found in reversed(near) if _weighs(found[2])), near[-1])
+    study, told, last = next((found for found in reversed(near) if found[2].sets >= decisions.LEAST_SETS), near[-1])
     told = [r for r in told if r.baseline_id == last.baseline_id]
-    candidates = [r for r in told if _compared(r)]
+    candidates = [r for r in told if r.role == "candidate"]
     faster = [r for r in candidates if r.verdict == decisions.FASTER]
     lead = max(faster or candidates, key=lambda r: r.ratio.value)
     if faster or all(r.answered for r in candidates):
@@ -150,12 +152,3 @@ def _told(study: Study, network: str | None, device: str) -> list[Comparison]:
         if r.config.network == network and r.config.device == device
         if r.config.differences(PLAIN).keys() <= _VARIES
     ]
-
-
-def _compared(row: Comparison) -> bool:
-    return bool(row.role == "candidate")
-
-
-def _weighs(row: Comparison) -> bool:
-    """Whether there are sets enough for a verdict, by an instrument that is trusted; whichever verdict that is."""
-    return bool(row.sets >= decisions.LEAST_SETS)

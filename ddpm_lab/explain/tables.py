@@ -1,4 +1,4 @@
-"""Tables for people: a study as strings with units, short enough for a page."""
+"""Tables of a study: strings with units, short enough for a page."""
 
 from __future__ import annotations
 
@@ -6,40 +6,34 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-import pandas as pd
-
 from ddpm_lab.explain import (
-    advice,
     budget,
     compiling,
     gains,
     limits,
     links,
-    lost_scaling,
-    lost_scaling_table,
     machine_state,
     operators,
     peers,
     phrases,
-    recommended,
-    recommended_words,
     scaling,
     trained,
 )
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.frames import ALL_REDUCE, CLAIMS, RECOMMENDATION, SCALING, Study
-from ddpm_lab.explain.questions import claims
+from ddpm_lab.explain.questions import bottleneck, claims, lost_scaling, recommendation
+from ddpm_lab.explain.table import Table, one_family, without_constant
 from ddpm_lab.plan import WITH_TRIALS
 
 TOP_OPERATORS = 12
 _NONE = phrases.DASH
 
 
-def table(study: Study) -> pd.DataFrame:
-    """The answer of a study as a table of strings: one row a configuration (in a profile a phase or an operator)."""
+def table(study: Study) -> Table:
+    """Return the answer as a table: one row a configuration, in a profile a phase or an operator."""
     if study.experiment == RECOMMENDATION:
-        searched = recommended.recommendation(study)
-        return gains.table(study) if searched is None else recommended_words.table(searched)
+        searched = recommendation.recommendation(study)
+        return gains.table(study) if searched is None else recommendation.table(searched)
     if study.experiment == "profile":
         record = operators.latest_profile(study.records)
         taken = budget.budget(record) if record else None
@@ -47,11 +41,11 @@ def table(study: Study) -> pd.DataFrame:
     return _OWN.get(study.experiment, _comparison)(study)
 
 
-def more(study: Study) -> list[tuple[str, pd.DataFrame]]:
-    """Further tables as (caption, table): the operators of a profile whose answer is its time budget, the machine."""
+def more(study: Study) -> list[tuple[str, Table]]:
+    """Return further tables as (caption, table)."""
     found = []
     record = operators.latest_profile(study.records) if study.experiment == "profile" else None
-    if record is not None and budget.budget(record) is not None and not operators.operators(record).empty:
+    if record is not None and budget.budget(record) is not None and operators.operators(record):
         found.append(("The operators in numbers.", _profile(study)))
     if study.experiment == peers.EXPERIMENT:
         found += [
@@ -61,9 +55,9 @@ def more(study: Study) -> list[tuple[str, pd.DataFrame]]:
             ),
             ("What each setting of the trainer is worth here.", peers.lever_table(study)),
         ]
-    if study.experiment == RECOMMENDATION and (searched := recommended.recommendation(study)) is not None:
+    if study.experiment == RECOMMENDATION and (searched := recommendation.recommendation(study)) is not None:
         found += [
-            ("What the search tried, by what all its short sets say.", recommended_words.tried_table(searched)),
+            ("What the search tried, by what all its short sets say.", recommendation.tried_table(searched)),
             ("Every change that was measured, each against its own baseline in the same sets.", gains.table(study)),
         ]
     if study.experiment == CLAIMS:
@@ -75,50 +69,34 @@ def more(study: Study) -> list[tuple[str, pd.DataFrame]]:
     if study.experiment in WITH_TRIALS:
         found += trained.tables(study)
     if study.experiment == SCALING:
-        said = " ".join(lost_scaling_table.sentence(split) for split in lost_scaling.splits(study))
-        found.append((f"Where the lost scaling went. {said}", lost_scaling_table.table(study)))
+        said = " ".join(lost_scaling.sentence(split) for split in lost_scaling.splits(study))
+        found.append((f"Where the lost scaling went. {said}", lost_scaling.table(study)))
     if study.experiment == "profile" and not any(r.config.is_own for r in study.records):  # whose changes are others
         measured = tuple(r for r in study.beside if r.role != "profile")  # of which each has a budget of its own
         known = replace(study, records=(*study.records, *measured))
         found.append(
             (
                 "What to change next, as measured; ddpm-lab bottleneck measures each change of one setting.",
-                advice.table(known),
+                bottleneck.table(known),
             )
         )
     if study.experiment in ("profile", SCALING):
         found.append(("What the machine did meanwhile.", machine_state.table(study)))
-    return [(caption, frame) for caption, frame in found if not frame.empty]
+    return [(caption, frame) for caption, frame in found if frame]
 
 
-def _comparison(study: Study) -> pd.DataFrame:
+def _comparison(study: Study) -> Table:
     scales = study.experiment == scaling.EXPERIMENT
-    columns: list[str] = []
-    rows = []
-    for row in map(scaling.named, scaling.rows(study)) if scales else comparisons(study):
-        cells = {
-            "Family": row.family,
-            "Configuration": f"{row.label}{_SELF.get(row.role, '')}",
-            **_speed(study, row),
-        }
-        columns = list(dict.fromkeys([*columns, *cells]))
-        rows.append(cells)
-    if rows and (said := machine_state.unknown(study)):
-        rows[0]["Note"] = f"{rows[0]['Note']}{said}".strip()
-    shown = pd.DataFrame(rows, columns=columns)
-    if shown.empty:
-        return pd.DataFrame(columns=["Configuration", "Speed", "Verdict"])
-    if shown["Family"].nunique() == 1 and not scales:
-        shown = shown.drop(columns="Family")
-    for column in ("Note", "Disturbed sets"):
-        if column in shown and shown[column].isin(["", "0"]).all():
-            shown = shown.drop(columns=column)
-    return _without_empty(shown)
-
-
-def _without_empty(frame: pd.DataFrame) -> pd.DataFrame:
-    """The table without columns of losses where none is known."""
-    return frame.drop(columns=[c for c in phrases.LOSS if c in frame and frame[c].eq(_NONE).all()])
+    rows = [*map(scaling.named, scaling.rows(study))] if scales else comparisons(study)
+    cells = [
+        {"Family": row.family, "Configuration": f"{row.label}{_SELF.get(row.role, '')}", **_speed(study, row)}
+        for row in rows
+    ]
+    if not cells:
+        return []
+    cells[0]["Note"] = f"{cells[0]['Note']} {machine_state.unknown(study)}".strip()
+    empty = {"Note": [""], "Disturbed sets": ["0"], **{key: [_NONE] for key in phrases.LOSS}}
+    return without_constant(cells if scales else one_family(cells), empty)
 
 
 _SELF = {"baseline": " (baseline)", "twin": ", repeated"}
@@ -163,30 +141,33 @@ def _note(row: Comparison) -> str:
     return ""
 
 
-def _profile(study: Study) -> pd.DataFrame:
+def _profile(study: Study) -> Table:
     record = operators.latest_profile(study.records)
     if record is None:
-        failed = [(r.label, phrases.status(r.status), r.reason or "") for r in study.records if r.status != "ok"]
-        return pd.DataFrame(failed, columns=["Configuration", "Status", "Reason"])
+        return [
+            {"Configuration": r.label, "Status": phrases.status(r.status), "Reason": r.reason or ""}
+            for r in study.records
+            if r.status != "ok"
+        ]
     steps = max(1, int((record.profile or {}).get("steps", 1)))
-    frame = operators.operators(record)
+    found = operators.operators(record)
     top = [
-        (r["name"], r["class"], f"{r['calls'] / steps:,.0f}", phrases.seconds(r["seconds"] / steps), _share(r["share"]))
-        for _, r in frame.head(TOP_OPERATORS).iterrows()
+        (op.name, op.kind, f"{op.calls / steps:,.0f}", phrases.seconds(op.seconds / steps), _share(op.share))
+        for op in found[:TOP_OPERATORS]
     ]
-    if len(rest := frame.iloc[TOP_OPERATORS:]):
-        calls, time = rest["calls"].sum() / steps, rest["seconds"].sum() / steps
+    if rest := found[TOP_OPERATORS:]:
+        calls, time = sum(op.calls for op in rest) / steps, sum(op.seconds for op in rest) / steps
         name = f"{phrases.plural(len(rest), 'other operator')}"
-        top.append((name, "", f"{calls:,.0f}", phrases.seconds(time), _share(rest["share"].sum())))
+        top.append((name, "", f"{calls:,.0f}", phrases.seconds(time), _share(sum(op.share for op in rest))))
     columns = ["Operator", "Class", "Calls per step", "Exclusive time per step, under the profiler", "Share"]
-    return pd.DataFrame(top, columns=columns)
+    return [dict(zip(columns, cells, strict=True)) for cells in top]
 
 
 def _share(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-_OWN: dict[str, Callable[[Study], pd.DataFrame]] = {
+_OWN: dict[str, Callable[[Study], Table]] = {
     peers.EXPERIMENT: peers.table,
     trained.EXPERIMENT: trained.table,
     CLAIMS: claims.table,

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from ddpm_lab import gradient_bounds
 from ddpm_lab.explain import decisions, learned, phrases, quality, samples
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.learned import baseline_trials, extent_of, images_of, pairs_of
+from ddpm_lab.explain.table import Table, one_family, without_constant
 from ddpm_lab.record import RunRecord
 
 EXPERIMENT = "quality"
@@ -139,24 +139,24 @@ def _checks(study: Study) -> list[tuple[RunRecord, Mapping[str, Any]]]:
     return [(r, (r.quality or {}).get("gradients") or {}) for r in study.records if r.role == "check"]
 
 
-def table(study: Study) -> pd.DataFrame:
+def table(study: Study) -> Table:
     """One row a configuration: speed, verdict on quality with its evidence, and images to the target."""
     lead, found = base(study), rows(study)
     shown = _table(study, [lead, *found] if lead else found)
-    frame = pd.DataFrame(shown) if shown else pd.DataFrame(columns=["Configuration", "Speed", "Quality"])
-    return frame if fids(study) else frame.drop(columns="FID", errors="ignore")
+    return shown if fids(study) else _no_fid(shown)
 
 
-def tables(study: Study) -> list[tuple[str, pd.DataFrame]]:
+def tables(study: Study) -> list[tuple[str, Table]]:
     """What the configurations of each family have learned, as (caption, table)."""
     told = "Quality beside speed, and the images to the loss that the baseline has after 90 % of its own"
-    return [
-        (f"{told}: {found[0].family}.", pd.DataFrame(_table(study, found)).drop(columns="FID", errors="ignore"))
-        for found in learned.families(study)
-    ]
+    return [(f"{told}: {found[0].family}.", _no_fid(_table(study, found))) for found in learned.families(study)]
 
 
-def _table(study: Study, family: Sequence[Comparison]) -> list[dict[str, str]]:
+def _no_fid(rows: Table) -> Table:
+    return without_constant(rows, {"FID": {row["FID"] for row in rows}})
+
+
+def _table(study: Study, family: Sequence[Comparison]) -> Table:
     found = [r for r in family if r.role == "candidate"]
     images, loss = images_of(found), learned.target(found)
     tried = learned.tried(study, family) if images else []
@@ -188,7 +188,7 @@ def _cells(row: Comparison, records: Sequence[RunRecord], images: int, loss: flo
     }
 
 
-def check_table(study: Study) -> pd.DataFrame:
+def check_table(study: Study) -> Table:
     """One row for each configuration whose loss and gradient were compared with fp32, eager, on the same batch."""
     shown = []
     for r, answer in _checks(study):
@@ -209,8 +209,8 @@ def check_table(study: Study) -> pd.DataFrame:
                 "Skipped steps": str(worst.get("skipped", _NONE)),
             }
         )
-    frame = pd.DataFrame(shown, columns=["Family"] if not shown else None).fillna(_NONE)
-    return frame.drop(columns="Family") if frame["Family"].nunique() < 2 else frame
+    columns = dict.fromkeys(name for row in shown for name in row)
+    return one_family([{name: row.get(name, _NONE) for name in columns} for row in shown])
 
 
 def _share(error: float | None) -> str:

@@ -14,22 +14,18 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-from ddpm_lab import turn_plan
 from ddpm_lab.config import CHECK, RunConfig
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.measure import wrong_ways
-from ddpm_lab.measure.gradients import compare_gradients
+from ddpm_lab.measure import turn_plan, wrong_ways
 from ddpm_lab.measure.hardware import environment
-from ddpm_lab.measure.held import held_of
+from ddpm_lab.measure.held import held_of, scatter
 from ddpm_lab.measure.largest_batch import largest_batch, search_ended
 from ddpm_lab.measure.others import await_quiet
 from ddpm_lab.measure.progress import Progress, lost
-from ddpm_lab.measure.scatter import scatter
 from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import Work, measure_alone, measure_set, profile_alone, warm_up_alone
 from ddpm_lab.measure.shortfall import LEAST_SETS, PLACE_SECONDS, TRIES, Shortfall, Target
-from ddpm_lab.measure.trial import work_of
-from ddpm_lab.measure.trials import COMPILE_SECONDS, Trials, short_of
+from ddpm_lab.measure.trials import COMPILE_SECONDS, Trials, compare_gradients, short_of, work_of
 from ddpm_lab.plan import OTHERS, PRIMARY, Experiment, Family, Trial, by_stage
 from ddpm_lab.record import RunRecord, crowded
 

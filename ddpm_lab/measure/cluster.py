@@ -31,11 +31,20 @@ from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
-from ddpm_lab.measure.group_folder import GroupFolder, sweep
-from ddpm_lab.measure.local_rank import LEFT, Ending, Life, LocalRank
 from ddpm_lab.measure.machine_watch import Watch
 from ddpm_lab.measure.others import fair_cores, free_cores
-from ddpm_lab.measure.process import RankJob, Store, host_id
+from ddpm_lab.measure.process import (
+    LEFT,
+    Ending,
+    GroupFolder,
+    Life,
+    LocalRank,
+    RankJob,
+    Store,
+    host_id,
+    join_store,
+    sweep,
+)
 
 JOIN_SECONDS = 120.0
 """How long processes wait for each other, whose imports may come from a slow shared file system."""
@@ -118,8 +127,6 @@ class Channel:
         self._received: deque[dict[str, Any]] = deque()
         self._inbox, self._outbox, self._leads = inbox, outbox, process.rank == 0
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read at torch's import: else waits in vain log lines
-        from ddpm_lab.measure.store import join_store  # noqa: PLC0415 - imports torch
-
         try:
             self._from, self._to, self._asked = (join_store(*process.store, seconds=JOIN_SECONDS) for _ in range(3))
             self._asked.set("alive", "")

@@ -27,10 +27,10 @@ from typing import NamedTuple
 from ddpm_lab.checks import ConfigError
 
 PACKAGE = Path(__file__).resolve().parents[1]
-FOLDERS = ("data", "measure", "model")
+FOLDERS = ("data", "diffusion", "measure", "training")
 MODULES = (
-    *("__init__", "checks", "config", "declared", "files", "plan", "planted"),
-    *("processor", "space", "workload"),
+    *("__init__", "checks", "config", "declared", "files", "plan"),
+    *("processor", "workload"),
 )
 """What of the lab a rank may load, or times it. A rank that loads another module of the lab is refused."""
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "psutil")

@@ -10,7 +10,7 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.group import Group, Limits
 from ddpm_lab.plan import Fid
 
-FID = "ddpm_lab.model.fid:fid"
+FID = "ddpm_lab.training.fid:fid"
 SILENCE_SECONDS = 600.0
 
 

@@ -19,9 +19,7 @@ from ddpm_lab.checks import choice
 from ddpm_lab.config import START_METHODS, RunConfig
 from ddpm_lab.measure.cluster import RemoteRank, current
 from ddpm_lab.measure.code_version import Loaded, Tree
-from ddpm_lab.measure.group_folder import GroupFolder
-from ddpm_lab.measure.local_rank import LocalRank
-from ddpm_lab.measure.process import RankJob
+from ddpm_lab.measure.process import GroupFolder, LocalRank, RankJob
 
 FROZEN_SECONDS = 5.0
 """A rank whose process has been stopped for so long, by a signal or a debugger, is not waited for."""
@@ -133,10 +131,8 @@ class Group:
         ``start`` and ``end`` are seconds of this host's clock. Those of another host, whose clock has nothing to do
         with it, are moved so that its ranks leave the barrier before the window when those of this host do.
         """
-        self._tell("window", {"settle": settle, "steps": steps})
-        self._wait("done", limit, stage)
         self._windows += 1
-        reports = self._reports(f"window{self._windows}")
+        reports = self._ask("window", limit, stage, report=f"window{self._windows}", settle=settle, steps=steps)
         begun: dict[str, float] = {}
         for report in reports:
             begun[report["host"]] = min(report["start"], begun.get(report["host"], report["start"]))
@@ -151,21 +147,15 @@ class Group:
 
     def witness(self) -> list[dict[str, Any]]:
         """What each rank says of itself."""
-        self._tell("witness", {})
-        self._wait("done", self.limits.build_seconds, "reading the witness")
-        return self._reports("witness")
+        return self._ask("witness", self.limits.build_seconds, "reading the witness")
 
     def loaded(self) -> Loaded:
         """What the first rank has loaded from outside of libraries."""
-        self._tell("loaded", {})
-        self._wait("done", self.limits.build_seconds, "naming what it loaded")
-        return Loaded(**self._reports("loaded")[0])
+        return Loaded(**self._ask("loaded", self.limits.build_seconds, "naming what it loaded")[0])
 
     def budget(self, *, settle: int, steps: int, rounds: int, limit: float) -> list[dict[str, Any]]:
         """Take each rank's time budget; ``limit`` is the longest silence of a rank, in seconds."""
-        self._tell("budget", {"settle": settle, "steps": steps, "rounds": rounds})
-        self._wait("done", limit, "taking the time budget")
-        return self._reports("budget")
+        return self._ask("budget", limit, "taking the time budget", settle=settle, steps=steps, rounds=rounds)
 
     def profile(self, traces: list[Path], **plan: int) -> list[dict[str, Any]]:
         """Profile on every rank; one trace file for each, on the rank's own host."""
@@ -176,21 +166,17 @@ class Group:
 
     def advance(self, steps: int, limit: float, stage: str = "training") -> list[dict[str, Any]]:
         """Train ``steps`` steps on every rank; each reports its mean loss of every step, and its seconds."""
-        self._tell("advance", {"steps": steps})
-        self._wait("done", limit, stage)
-        return self._reports("advance")
+        return self._ask("advance", limit, stage, steps=steps)
 
     def call(self, method: str, limit: float, **arguments: Any) -> list[Any]:
         """Call a method of the workload on every rank, and return their answers."""
-        self._tell("call", {"method": method, "arguments": arguments})
-        self._wait("done", limit, f"in {method}")
-        return [report["answer"] for report in self._reports("call")]
+        reports = self._ask("call", limit, f"in {method}", method=method, arguments=arguments)
+        return [report["answer"] for report in reports]
 
     def finish(self) -> list[dict[str, Any]]:
         """End the ranks in order and return their summaries."""
-        self._tell("finish", {})
-        self._wait("finished", self.limits.finish_seconds, "finishing")
-        summaries = self._reports("summary")
+        limit = self.limits.finish_seconds
+        summaries = self._ask("finish", limit, "finishing", report="summary", word="finished")
         self.kill()
         return summaries
 
@@ -207,9 +193,14 @@ class Group:
         self._ranks = []
         self._folder.remove()
 
-    def _tell(self, command: str, arguments: dict[str, Any]) -> None:
+    def _ask(
+        self, command: str, limit: float, stage: str, *, report: str = "", word: str = "done", **arguments: Any
+    ) -> list[dict[str, Any]]:
+        """Give every rank a command, wait for its ``word``, and return what each wrote under ``report``."""
         for rank in self._ranks:
             rank.tell(command, arguments)
+        self._wait(word, limit, stage)
+        return self._reports(report or command)
 
     def _reports(self, name: str) -> list[dict[str, Any]]:
         return [rank.report(name) for rank in self._ranks]

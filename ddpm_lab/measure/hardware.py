@@ -21,13 +21,39 @@ from typing import Any
 
 import psutil
 
-from ddpm_lab.measure import nvml
 from ddpm_lab.processor import processor
 from ddpm_lab.record import Environment, Machine
 
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "ddpm-lab")
 UNNAMED = "NVIDIA GPU"
 """A GPU whose name could not be read."""
+
+
+@cache
+def _nvml() -> Any:
+    """NVML, which stays open, since opening it takes long; None where there is no driver or no binding."""
+    try:
+        import pynvml  # noqa: PLC0415 - optional on a bare node
+
+        pynvml.nvmlInit()
+    except Exception:
+        return None
+    return pynvml
+
+
+def ask_nvml(name: str, *arguments: Any) -> Any:
+    """What the function ``name`` of NVML says; None for whatever a device or a user may not know."""
+    try:
+        return None if None in arguments else getattr(_nvml(), name)(*arguments)
+    except Exception:  # NVML raises its own family of errors
+        return None
+
+
+@cache
+def gpu_handle(uuid: str) -> Any:
+    """The handle of a GPU or MIG device, or None; torch writes the UUID of a MIG device as that of a GPU."""
+    handle = ask_nvml("nvmlDeviceGetHandleByUUID", uuid)
+    return ask_nvml("nvmlDeviceGetHandleByUUID", uuid.replace("GPU-", "MIG-")) if handle is None else handle
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +120,7 @@ def _visible(gpus: list[Gpu]) -> tuple[Gpu, ...]:
     entries = [entry.strip() for entry in wanted.split(",")]
     if gpus and entries[0].startswith("MIG-"):
         # CUDA shows a process one MIG device, whatever follows.
-        return (replace(_gpu(nvml.device(entries[0])), uuid=entries[0]),)
+        return (replace(_gpu(gpu_handle(entries[0])), uuid=entries[0]),)
     chosen: list[Gpu] = []
     for entry in entries:
         match = [g for i, g in enumerate(gpus) if entry == str(i) or (entry and g.uuid and g.uuid.startswith(entry))]
@@ -105,10 +131,10 @@ def _visible(gpus: list[Gpu]) -> tuple[Gpu, ...]:
 
 
 def _gpu(handle: Any) -> Gpu:
-    memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)  # unknown where shared with the CPU, or of a MIG device's card
+    memory = ask_nvml("nvmlDeviceGetMemoryInfo", handle)  # unknown where shared with the CPU, or of a MIG device's card
     return Gpu(
-        nvml.ask("nvmlDeviceGetName", handle) or UNNAMED,
-        nvml.ask("nvmlDeviceGetUUID", handle),
+        ask_nvml("nvmlDeviceGetName", handle) or UNNAMED,
+        ask_nvml("nvmlDeviceGetUUID", handle),
         None if memory is None else int(memory.total),
     )
 
@@ -117,8 +143,8 @@ def _gpu(handle: Any) -> Gpu:
 def _nvidia() -> tuple[tuple[Gpu, ...], str | None]:
     """Every GPU of the machine that this user may use, and the driver version."""
     # NVML also counts GPUs that a scheduler keeps from this process: it has no handle for them, and CUDA no number.
-    handles = [nvml.ask("nvmlDeviceGetHandleByIndex", i) for i in range(nvml.ask("nvmlDeviceGetCount") or 0)]
-    return tuple(_gpu(h) for h in handles if h is not None), nvml.ask("nvmlSystemGetDriverVersion")
+    handles = [ask_nvml("nvmlDeviceGetHandleByIndex", i) for i in range(ask_nvml("nvmlDeviceGetCount") or 0)]
+    return tuple(_gpu(h) for h in handles if h is not None), ask_nvml("nvmlSystemGetDriverVersion")
 
 
 def gpus() -> tuple[Gpu, ...]:

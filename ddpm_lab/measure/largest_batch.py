@@ -77,20 +77,26 @@ def largest_batch(
                 return ended("time", f"a try with {size:,} images would take about {_words(seconds)}")
         if low and base.device == "cpu":
             peaks = {batch: host_bytes(r) for batch, r in known.items() if r.status == "ok"}
-            room = MEMORY_SHARE * (available := available_bytes())
-            step = max(unit, low // PARTS // unit * unit)
-            within = [s for s in (*range(low + step, size, step), size) if predicted_bytes(peaks, s) <= room]
-            if not within:
-                needed = f"{size:,} images would need about {_gib(predicted_bytes(peaks, size))}"
+            wanted, (size, available) = size, _within_main_memory(peaks, low, size, unit)
+            if size is None:
+                needed = f"{wanted:,} images would need about {_gib(predicted_bytes(peaks, wanted))}"
                 return ended(
                     "memory", f"{needed}, {100 * MEMORY_SHARE:.0f} % of the {_gib(available)} available may be used"
                 )
-            size = within[-1]
         config = dataclasses.replace(base, global_batch_size=size)
         record = attempt(Member("search", f"batch {size}", config))
         if record.status != "ok" and record.status not in LASTING:  # the next run tries it again
             return ended("failure", f"{size:,} images: {record.status}: {record.reason}")
         known[size] = record
+
+
+def _within_main_memory(peaks: Mapping[int, int], low: int, size: int, unit: int) -> tuple[int | None, int]:
+    """The largest size above ``low``, up to ``size``, that leaves enough main memory, if any; and what is available."""
+    available = available_bytes()
+    step = max(unit, low // PARTS // unit * unit)
+    sizes = (*range(low + step, size, step), size)
+    within = [s for s in sizes if predicted_bytes(peaks, s) <= MEMORY_SHARE * available]
+    return (within[-1] if within else None), available
 
 
 def search_ended(searched: Sequence[RunRecord], config: RunConfig) -> RunRecord | None:

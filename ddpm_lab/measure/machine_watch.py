@@ -18,8 +18,7 @@ from typing import Any
 
 import psutil
 
-from ddpm_lab.measure import nvml
-from ddpm_lab.measure.hardware import CpuClock, cgroup_throttled_seconds, difference
+from ddpm_lab.measure.hardware import CpuClock, ask_nvml, cgroup_throttled_seconds, difference, gpu_handle
 
 FIRST_SECONDS = 0.25
 """Into a window of 0.4 s, so that a short one has a sample taken while the GPU works."""
@@ -143,7 +142,7 @@ class _Gpu:
     """One GPU of a group, as NVML tells of it while the group works."""
 
     def __init__(self, uuid: str, pid: int) -> None:
-        self.pid, self._handle = pid, nvml.device(uuid)
+        self.pid, self._handle = pid, gpu_handle(uuid)
         self.known = self._handle is not None
         self.samples: list[dict[str, float | None]] = []
         self.watts: float | None = None
@@ -151,7 +150,7 @@ class _Gpu:
         self._processes: list[dict[int, int | None] | None] = []
 
     def _read(self, name: str, *arguments: Any) -> Any:
-        return nvml.ask(f"nvmlDeviceGet{name}", self._handle, *arguments)
+        return ask_nvml(f"nvmlDeviceGet{name}", self._handle, *arguments)
 
     def begin(self) -> None:
         """Read what is compared with its value at the end."""
@@ -220,7 +219,7 @@ class Utilisation:
     """The mean utilisation of GPUs over a run of any length: a context, whose ``percent`` is None where unknown."""
 
     def __init__(self, uuids: Sequence[str]) -> None:
-        self._handles = [handle for uuid in uuids if (handle := nvml.device(uuid)) is not None]
+        self._handles = [handle for uuid in uuids if (handle := gpu_handle(uuid)) is not None]
         self._means: list[float] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="ddpm_lab utilisation", daemon=True)
@@ -240,6 +239,6 @@ class Utilisation:
 
     def _sample(self) -> None:
         while self._handles and not self._stop.wait(UTILISATION_SECONDS):
-            read = [nvml.ask("nvmlDeviceGetUtilizationRates", handle) for handle in self._handles]
+            read = [ask_nvml("nvmlDeviceGetUtilizationRates", handle) for handle in self._handles]
             if known := [float(rates.gpu) for rates in read if rates is not None]:
                 self._means.append(fmean(known))

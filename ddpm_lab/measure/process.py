@@ -1,29 +1,34 @@
 """A rank's process, seen from both sides: what the parent tells it, how it is watched, how it ends.
 
 A rank cannot outlive its parent: a thread waits on a pipe whose only write end the parent holds and kills the rank's
-whole process group (loader workers and compilers too) at end of file. What a rank measures goes to files, written
-atomically; the pipe carries only words, and what went wrong, which a full disk must not hide. Nothing here imports
-torch until the rank runs.
+whole process group (loader workers and compilers too) at end of file. What a rank measures goes to files in the group's
+folder, written atomically; the pipe carries only words, and what went wrong, which a full disk must not hide. Nothing
+here imports torch until the rank runs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import importlib
 import json
 import mmap
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import struct
 import sys
+import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +52,18 @@ class Store(NamedTuple):
     address: str
     port: int
     prefix: str
+
+
+def join_store(address: str, port: int, prefix: str, *, seconds: float) -> Any:
+    """Connect to the part of a store whose keys begin with ``prefix``; ``seconds`` limits this and each wait.
+
+    Raises RuntimeError where nobody answers.
+    """
+    import torch.distributed as dist  # noqa: PLC0415 - only processes of a job need torch here
+
+    limit = timedelta(seconds=seconds)
+    store = dist.TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)  # type: ignore[attr-defined]
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,3 +239,254 @@ def kill(send: Callable[[int, int], None], pid: int, started: int | None, number
     if now is None or now == started:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             send(pid, number)
+
+
+OWNER = "owner"
+"""File in a group's folder that says whose it is, locked while the parent lives."""
+
+
+class GroupFolder:
+    """A private folder for as long as a group lives."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=f"ddpm_lab.{os.getpid()}."))
+        self._lock: int | None = claim(self.path)
+
+    def remove(self) -> None:
+        """Remove the folder and what lies in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _identity() -> dict[str, Any]:
+    """Who this process is, told apart from processes of the same number on other hosts and in other containers."""
+    return {
+        "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        "pid_namespace": str(Path("/proc/self/ns/pid").readlink()),
+        "pid": os.getpid(),
+        "start_ticks": start_ticks(os.getpid()),
+    }
+
+
+def claim(folder: Path) -> int:
+    """Mark a folder as this process's own; the lock on the returned descriptor ends when the process does."""
+    new = folder / "owner.new"
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with contextlib.suppress(OSError):  # a file system without locks: then nobody will ever get one, and all stay away
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with contextlib.suppress(OSError):  # no /proc: an empty mark, which proves nothing
+        os.write(descriptor, json.dumps(_identity()).encode())
+    new.rename(folder / OWNER)  # locked before anybody can see it
+    return descriptor
+
+
+def _abandoned(folder: Path) -> bool:
+    """Whether a folder is proved to be this user's, made on this boot in this pid namespace, by a process now gone."""
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        return False
+    with (folder / OWNER).open("r+") as file:
+        owner, here = json.load(file), _identity()
+        if any(owner[name] != here[name] for name in ("boot", "pid_namespace")):
+            return False
+        if owner["start_ticks"] is None or start_ticks(int(owner["pid"])) == owner["start_ticks"]:
+            return False
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while the owner lives
+    return True
+
+
+def sweep(parent: Path | None = None) -> None:
+    """Remove the folders of groups whose parent was killed before it could; those of unknown origin stay."""
+    for folder in (parent or Path(tempfile.gettempdir())).glob("ddpm_lab.*.*"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if _abandoned(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+PRELOAD = (
+    *("torch", "torch._dynamo", "torch.distributed", "torch.utils.data", "numpy", "PIL.Image"),
+    *("ddpm_lab.measure.rank", "ddpm_lab.training.train", "ddpm_lab.training.own", "ddpm_lab.training.training"),
+    "ddpm_lab.measure.preload",
+)
+"""What the fork server imports once. It must start no thread and touch no device."""
+
+LEFT = "left"
+"""What is heard of a rank that will say no more."""
+LOG_CHARACTERS = 4000
+
+
+class Life(NamedTuple):
+    """A rank's last sign of life: how long ago, steps done, marks made, what it was about to do; how long it is frozen.
+
+    ``frozen_seconds`` is above 0 while the process is stopped by a signal or a debugger.
+    """
+
+    silent_seconds: float
+    steps: int
+    marks: int
+    phase: str
+    frozen_seconds: float = 0.0
+
+
+class Ending(NamedTuple):
+    """How a rank ended: the error that it reported, or how its process left; ``time`` is of this host's clock."""
+
+    status: str
+    message: str
+    detail: str
+    reported: bool
+    time: float
+
+
+@contextlib.contextmanager
+def _fresh_start(path: list[str]) -> Iterator[None]:
+    """What a starting process inherits: the Python path, the lab's threading environment, and no ``__main__``.
+
+    multiprocessing hands the path on before it unpickles anything, so that a rank finds even the lab itself there; it
+    would run the parent's main module again in every rank; ranks need none of it, and a script without a
+    ``__main__`` guard would start itself over and over.
+    """
+    real, before, here = sys.modules["__main__"], dict(os.environ), sys.path
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.path = path
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.update({name: value for name, value in THREADING.items() if name not in os.environ})
+    try:
+        yield
+    finally:
+        sys.modules["__main__"], sys.path = real, here
+        for name in THREADING.keys() - before.keys():
+            os.environ.pop(name, None)
+
+
+class LocalRank:
+    """A rank's process, and its pipe, heartbeat and files in the group's folder."""
+
+    host = ""
+    unheard = False
+
+    def __init__(self, job: RankJob, start_method: str) -> None:
+        self.job = job
+        context = multiprocessing.get_context(start_method)
+        if start_method == "forkserver":
+            multiprocessing.set_forkserver_preload(list(PRELOAD))
+        beat = job.folder / f"rank{job.rank}.beat"
+        beat.write_bytes(BEAT.pack(time.monotonic(), 0, 0, b"start"))
+        self._beat = Heartbeat(beat)
+        self._pipe, theirs = context.Pipe()
+        end, self._lifeline = context.Pipe(duplex=False)
+        self._error: dict[str, Any] | None = None
+        self._stopped_since: float | None = None
+        # Set up, so that a start that fails midway can be cleared away like any other.
+        self._process: Any = None
+        try:
+            name = f"ddpm_lab rank {job.rank}"
+            self._process = context.Process(target=rank_main, args=(job, theirs, end), name=name)  # type: ignore[attr-defined]
+            with _fresh_start(job.tree.path if job.tree else sys.path):
+                self._process.start()
+            self._started = start_ticks(self._process.pid)
+        finally:
+            theirs.close()
+            end.close()
+
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return int(self._process.pid)
+
+    @property
+    def ears(self) -> list[Any]:
+        """What becomes ready when the rank speaks or ends, for ``multiprocessing.connection.wait``."""
+        return [self._pipe, self._process.sentinel]
+
+    def tell(self, command: str, arguments: dict[str, Any]) -> None:
+        """Give the rank a command. One that died is found when it is listened to, with its reason."""
+        self._beat.touch()
+        with contextlib.suppress(OSError):
+            self._pipe.send((command, arguments))
+
+    def hear(self) -> str | None:
+        """The word that the rank has said, ``LEFT`` if it will say no more, None if it is still at it."""
+        with contextlib.suppress(EOFError, OSError):
+            if not self._pipe.poll():
+                return None if self._process.is_alive() or self._pipe.poll() else LEFT
+            said = self._pipe.recv()
+            if isinstance(said, dict):
+                self._error = said
+                return LEFT
+            return str(said)
+        self._process.join(1)  # for its exit code
+        return LEFT
+
+    def life(self) -> Life:
+        """The rank's last sign of life."""
+        beat, now = self._beat.read(), time.monotonic()
+        if not _stopped(self.pid):
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = now
+        frozen = 0.0 if self._stopped_since is None else now - self._stopped_since
+        return Life(now - beat.seconds, beat.steps, beat.marks, beat.phase, frozen)
+
+    def ending(self) -> Ending | None:
+        """How the rank ended; None of one that lives, or left in order."""
+        if self._error is None:
+            with contextlib.suppress(EOFError, OSError):
+                while self._error is None and self._pipe.poll():
+                    said = self._pipe.recv()
+                    self._error = said if isinstance(said, dict) else None
+        if self._error:
+            return Ending(
+                self._error["status"], self._error["message"], self._error["traceback"], True, self._error["time"]
+            )
+        code = self._process.exitcode
+        if not code:
+            return None
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return Ending("crashed", how, self.log(), False, time.monotonic())
+
+    def report(self, name: str) -> dict[str, Any]:
+        """What the rank wrote under ``name``."""
+        found: dict[str, Any] = json.loads(self.path(name).read_text())
+        return found
+
+    def path(self, name: str) -> Path:
+        """The file of a report."""
+        return self.job.folder / f"rank{self.job.rank}.{name}.json"
+
+    def log(self) -> str:
+        """The end of what the rank printed."""
+        with contextlib.suppress(OSError):
+            return (self.job.folder / f"rank{self.job.rank}.log").read_text(errors="replace")[-LOG_CHARACTERS:]
+        return ""
+
+    def stack(self) -> str:
+        """The log with the stacks of the rank's threads as they are now, which it can write unless it is frozen."""
+        kill(os.kill, self.pid, self._started, signal.SIGUSR1)
+        time.sleep(0.3)  # faulthandler writes them to the log
+        return self.log()
+
+    def kill(self) -> None:
+        """Kill the rank and its process group."""
+        if self._process is not None and (self._process.is_alive() or self._process.exitcode is None):
+            kill(os.kill, self.pid, self._started)
+            kill(os.killpg, self.pid, self._started)
+
+    def close(self) -> None:
+        """See the killed rank off, and whatever it had started."""
+        if self._process is not None and self._process.pid is not None:
+            self._process.join(10)
+            # The leader is gone; what it started may still stand in its process group.
+            kill(os.killpg, self.pid, self._started)
+            with contextlib.suppress(ValueError):
+                self._process.close()
+        for end in (self._pipe, self._lifeline):
+            end.close()
+
+
+def _stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal or a debugger; a rank's own state says so even while it builds."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "Tt"
+    return False

@@ -10,7 +10,7 @@ import gc
 import importlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -26,10 +26,12 @@ from ddpm_lab.measure.code_version import astray, loaded, unlisted
 from ddpm_lab.measure.freed_memory import freed_memory_seen, keep_freed_memory
 from ddpm_lab.measure.phases import UNNAMED, PhaseClock, mean
 from ddpm_lab.measure.plain import make_workload
-from ddpm_lab.measure.process import Heartbeat, RankJob, host_id, report
+from ddpm_lab.measure.process import Heartbeat, RankJob, host_id, join_store, report
 from ddpm_lab.measure.profiling import profile_steps
-from ddpm_lab.measure.store import join_store
 from ddpm_lab.workload import RankContext
+
+COMMANDS = ("window", "witness", "loaded", "budget", "profile", "advance", "call")
+"""Methods of ``Rank`` that its parent may have called, between its start and ``finish``."""
 
 
 class Rank:
@@ -56,16 +58,8 @@ class Rank:
             if command == "finish":
                 self.finish()
                 return
-            handlers: dict[str, Callable[..., None]] = {
-                "window": self.window,
-                "witness": self.witness,
-                "loaded": self.loaded,
-                "budget": self.budget,
-                "profile": self.profile,
-                "advance": self.advance,
-                "call": self.call,
-            }
-            handlers[command](**arguments)
+            assert command in COMMANDS
+            getattr(self, command)(**arguments)
             self._sleep_until_told("done")
 
     def _sleep_until_told(self, word: str) -> None:

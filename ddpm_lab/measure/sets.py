@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import random
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -14,11 +16,102 @@ from typing import Any
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.hardware import environment
-from ddpm_lab.measure.seat import Instrument, Member, Seat
-from ddpm_lab.measure.time_budget import take_budget, with_traces
-from ddpm_lab.measure.turns import balanced_orders, steps_of_windows
-from ddpm_lab.plan import Plan
+from ddpm_lab.measure.seat import Instrument, Member, Seat, memory_held
+from ddpm_lab.plan import USUAL_TURNS, Plan
 from ddpm_lab.record import RunRecord
+
+
+def balanced_orders(count: int, turns: int, seed: int) -> list[list[int]]:
+    """Orders of ``count`` configurations over ``turns`` turns.
+
+    Rows of a Williams square (Williams 1949): over a whole square every configuration stands at every position equally
+    often and follows every other equally often. Rows and names are shuffled by ``seed`` (the set's own), so that what
+    one set leaves unbalanced the sets together do not.
+    """
+    rng = random.Random(seed)
+    zigzag = [(i + 1) // 2 if i % 2 else count - i // 2 for i in range(count)]
+    rows = [[(step + shift) % count for step in zigzag] for shift in range(count)]
+    if count % 2:  # an odd square is balanced for who goes before only together with its mirror image
+        rows += [row[::-1] for row in rows]
+    rng.shuffle(rows)
+    names = list(range(count))
+    rng.shuffle(names)
+    return [[names[i] for i in rows[turn % len(rows)]] for turn in range(turns)]
+
+
+def steps_of_windows(
+    plan: Plan, batch_sizes: Sequence[int], step_seconds: Sequence[float], prefetch_batches: Sequence[int]
+) -> list[int]:
+    """Steps of a timed window for each configuration of a set, so that all process the same number of images.
+
+    The fastest configuration fills ``plan.window_seconds`` and every one does ``plan.window_steps`` steps; where loader
+    workers prefetch, at least 20 steps and ten times the prefetch queue. The slowest window is held to about ten times
+    ``plan.window_seconds`` unless the fewest steps already take longer: a ratio that large needs no long window.
+    """
+    least = plan.window_steps
+    if any(count > 1 for count in prefetch_batches):  # one batch ahead is made for each one that is taken
+        least = max(least, 20, 10 * max(prefetch_batches))
+    unit = math.lcm(*batch_sizes)
+    pairs = list(zip(batch_sizes, step_seconds, strict=True))
+    needed = max(b * max(least, math.ceil(plan.window_seconds / s)) for b, s in pairs)
+    floor = max(b * least for b in batch_sizes)
+    slowest = max(s / b for b, s in pairs)  # seconds per image
+    affordable = max(floor, 10 * plan.window_seconds / slowest)
+    images = math.ceil(min(needed, affordable) / unit) * unit
+    return [images // b for b in batch_sizes]
+
+
+BUDGET_SECONDS = 6.0
+"""Rounds beyond the first are taken while both kinds of window together stay below this."""
+
+
+def take_budget(seat: Seat) -> dict[str, Any]:
+    """Take the time budget of a warm group: windows as training runs, in turns with synchronised ones.
+
+    A window holds a whole number of the steps between two updates of the averaged weights, at least as many as a timed
+    window, so that a phase that comes rarely has its right share. Raises GroupFailed.
+
+    Returns:
+        ``steps`` behind each number, ``rounds``, ``others_cores`` (cores that other processes kept busy meanwhile;
+        None: unknown), ``stolen_seconds`` and ``state`` (as in a window's record), and ``ranks``: for each rank its
+        ``unsynchronised`` and ``synchronised`` windows, in seconds per step.
+    """
+    plan, step_seconds = seat.plan, seat.warm_step_seconds
+    least = max(plan.window_steps, 10 * seat.prefetch_batches, math.ceil(plan.window_seconds / max(step_seconds, 1e-6)))
+    cycle = seat.config.optimizer.ema_every
+    steps = -(-least // cycle) * cycle
+    rounds = max(1, min(plan.turns or USUAL_TURNS, int(BUDGET_SECONDS / (2 * steps * max(step_seconds, 1e-6)))))
+    with seat.watched() as watch:
+        ranks = seat.alive.budget(
+            settle=max(plan.settle_steps, seat.prefetch_batches),
+            steps=steps,
+            rounds=rounds,
+            limit=max(seat.instrument.limits.window_seconds, 20 * step_seconds),
+        )
+    return {
+        "steps": steps * rounds,
+        "rounds": rounds,
+        "others_cores": None if watch.others_cores is None else round(watch.others_cores, 3),
+        "stolen_seconds": watch.stolen_seconds,
+        "state": watch.state | memory_held(ranks),
+        "ranks": ranks,
+    }
+
+
+def with_traces(budget: dict[str, Any], profiles: list[dict[str, Any]]) -> dict[str, Any]:
+    """The budget with what each rank's profiled steps say of the same phases, in seconds per step, to check it by."""
+    ranks = [
+        {
+            **rank,
+            "profiled": {
+                "step_seconds": profile["wall_seconds"] / profile["steps"],
+                "phases": {name: seconds / profile["steps"] for name, seconds in profile["phases"].items()},
+            },
+        }
+        for rank, profile in zip(budget["ranks"], profiles, strict=True)
+    ]
+    return {**budget, "ranks": ranks}
+
 
 CARD_SHARE = 0.7
 """Groups share a GPU only while they use less than this share of its memory."""
@@ -32,6 +125,8 @@ TURNS_ALONE = 6
 
 Turns = Callable[[float, float], int]
 """From the seconds that a set's groups took to start, and those of one turn, to the turns of the set."""
+_TimedWindow = Callable[[Seat, int, int, int], None]
+"""Times a window of a seat: its turn, its position in the turn, and its steps."""
 Work = Callable[[Seat], dict[str, Any]]
 """What a group does on its own: from its seat to what the record says of it, by name."""
 
@@ -78,15 +173,10 @@ class _SetRun:
         candidates = [s for s in self.seats if s.member.role == "candidate"]
         if candidates and all(s.failure for s in candidates):
             turns = 1  # nothing is left to compare: the baseline's speed is all there is to learn
-        for turn, order in enumerate(balanced_orders(len(self.seats), turns, self.seed)):
-            self.instrument.progress(f"turn {turn + 1} of {turns}")
-            for position, i in enumerate(order):
-                seat = self.seats[i]
-                self.guard(seat, lambda s, t=turn, p=position: s.window(t, p, steps[s.member]))  # type: ignore[misc]
-                if self.baseline_lost():
-                    return
-        for seat in self.seats:
-            self.guard(seat, Seat.finish)
+        self._take_turns(Seat.window, steps, turns)
+        if not self.baseline_lost():
+            for seat in self.seats:
+                self.guard(seat, Seat.finish)
 
     def one_at_a_time(self) -> None:
         """The fallback where groups do not fit on the card together: each turn starts each group again."""
@@ -100,12 +190,16 @@ class _SetRun:
         steps = self._steps(self.seats)
         turns = self.plan.turns or TURNS_ALONE  # each turn costs a start of every group
         self.plan = dataclasses.replace(self.plan, turns=turns)
+        self._take_turns(self._visit, steps, turns, ", each group on its own")
+
+    def _take_turns(self, window: _TimedWindow, steps: dict[Member, int], turns: int, how: str = "") -> None:
+        """Every living member's window in every turn, until the baseline or its twin is lost."""
         for turn, order in enumerate(balanced_orders(len(self.seats), turns, self.seed)):
-            self.instrument.progress(f"turn {turn + 1} of {turns}, each group on its own")
+            self.instrument.progress(f"turn {turn + 1} of {turns}{how}")
             for position, i in enumerate(order):
+                self.guard(self.seats[i], lambda s, t=turn, p=position: window(s, t, p, steps[s.member]))  # type: ignore[misc]
                 if self.baseline_lost():
                     return
-                self.guard(self.seats[i], lambda s, t=turn, p=position: self._visit(s, t, p, steps[s.member]))  # type: ignore[misc]
 
     def _open_beside_others(self, seat: Seat) -> None:
         seat.open()

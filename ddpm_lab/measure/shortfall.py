@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from ddpm_lab import turn_plan
 from ddpm_lab.config import RunConfig
+from ddpm_lab.measure import turn_plan
 from ddpm_lab.measure.held import Held
 from ddpm_lab.plan import USUAL_TURNS, Experiment, Family, Plan
 from ddpm_lab.record import RunRecord

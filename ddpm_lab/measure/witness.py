@@ -18,8 +18,30 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
     A workload that says nothing of a setting is not judged on it.
     """
     found = []
+    expected = _expected(config)
+    if gone_past := _gone_past(config, ranks):
+        found.append(gone_past)
+        expected = {name: label for name, label in expected.items() if name not in ("compile", "exchange_enabled")}
+    for seen in ranks:
+        found += _of_rank(config, expected, seen)
+    if sorted(seen["rank"] for seen in ranks) != list(range(config.world_size)):
+        found.append(f"the label says {config.world_size} ranks, these ran: {[seen['rank'] for seen in ranks]}")
+    hosts = {seen["host"] for seen in ranks if seen.get("host")}
+    if hosts and len(hosts) != config.nodes:
+        found.append(f"the label says {config.nodes} hosts, the ranks ran on {len(hosts)}")
+    uuids = [seen["device_uuid"] for seen in ranks if seen.get("device_uuid")]
+    if len(set(uuids)) != len(uuids) and not config.oversubscribe:
+        found.append(f"{len(uuids)} ranks ran on {len(set(uuids))} distinct GPUs: {', '.join(sorted(set(uuids)))}")
+    shares = [seen["indices_sha256"] for seen in ranks if seen.get("indices_sha256")]
+    if len(set(shares)) != len(shares):
+        found.append(f"the label says {config.world_size} ranks share each batch, some of them used the same images")
+    return found
+
+
+def _expected(config: RunConfig) -> dict[str, Any]:
+    """What each rank has to say of itself where it says anything, by name."""
     exchange = dataclasses.asdict(config.exchange)
-    expected = {
+    return {
         "world_size": config.world_size,
         "precision": config.precision,
         "compile": config.compile,
@@ -45,42 +67,35 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
         **({"freed_memory": "kept"} if config.freed_memory == "kept" else {}),
         **({"threads": config.threads} if config.threads else {}),
     }
-    if gone_past := _gone_past(config, ranks):
-        found.append(gone_past)
-        expected = {name: label for name, label in expected.items() if name not in ("compile", "exchange_enabled")}
-    for seen in ranks:
-        found += _changed(config, seen)
-        for name, label in expected.items():
-            if name in seen and seen[name] != label:
-                found.append(f"the label says {name} {label}, rank {seen['rank']} ran with {seen[name]}")
-        if not str(seen["device"]).startswith(config.device):
-            found.append(f"the label says device {config.device}, rank {seen['rank']} ran on {seen['device']}")
-        found += [*consumption(config, seen), *_without_graphs(config, seen)]
-        if config.precision == "fp16" and not seen.get("autocast_scaler", True):
-            found.append(f"the label says precision fp16, rank {seen['rank']} ran it without a gradient scaler")
-        if seen.get("unlisted_modules"):
-            found.append(
-                f"rank {seen['rank']} loaded {', '.join(seen['unlisted_modules'])}, which one step of the workload did "
-                "not, or not as it was then: import it at the top of its module, and leave it as it is while it is "
-                "measured, on all hosts"
-            )
-        if seen.get("astray_modules"):
-            found.append(
-                f"the label says revision {config.revision}, rank {seen['rank']} loaded "
-                f"{', '.join(seen['astray_modules'])} from the working tree: take out what puts that folder on the "
-                "Python path while it runs, such as sys.path.insert or an import hook"
-            )
-    if sorted(seen["rank"] for seen in ranks) != list(range(config.world_size)):
-        found.append(f"the label says {config.world_size} ranks, these ran: {[seen['rank'] for seen in ranks]}")
-    hosts = {seen["host"] for seen in ranks if seen.get("host")}
-    if hosts and len(hosts) != config.nodes:
-        found.append(f"the label says {config.nodes} hosts, the ranks ran on {len(hosts)}")
-    uuids = [seen["device_uuid"] for seen in ranks if seen.get("device_uuid")]
-    if len(set(uuids)) != len(uuids) and not config.oversubscribe:
-        found.append(f"{len(uuids)} ranks ran on {len(set(uuids))} distinct GPUs: {', '.join(sorted(set(uuids)))}")
-    shares = [seen["indices_sha256"] for seen in ranks if seen.get("indices_sha256")]
-    if len(set(shares)) != len(shares):
-        found.append(f"the label says {config.world_size} ranks share each batch, some of them used the same images")
+
+
+def _of_rank(config: RunConfig, expected: dict[str, Any], seen: dict[str, Any]) -> list[str]:
+    """What one rank says otherwise than its label."""
+    rank = f"rank {seen['rank']}"
+    found = [
+        *_changed(config, seen),
+        *(
+            f"the label says {name} {label}, {rank} ran with {seen[name]}"
+            for name, label in expected.items()
+            if name in seen and seen[name] != label
+        ),
+    ]
+    if not str(seen["device"]).startswith(config.device):
+        found.append(f"the label says device {config.device}, {rank} ran on {seen['device']}")
+    found += [*consumption(config, seen), *_without_graphs(config, seen)]
+    if config.precision == "fp16" and not seen.get("autocast_scaler", True):
+        found.append(f"the label says precision fp16, {rank} ran it without a gradient scaler")
+    if seen.get("unlisted_modules"):
+        found.append(
+            f"{rank} loaded {', '.join(seen['unlisted_modules'])}, which one step of the workload did not, or not as "
+            "it was then: import it at the top of its module, and leave it as it is while it is measured, on all hosts"
+        )
+    if seen.get("astray_modules"):
+        found.append(
+            f"the label says revision {config.revision}, {rank} loaded {', '.join(seen['astray_modules'])} from the "
+            "working tree: take out what puts that folder on the Python path while it runs, such as sys.path.insert "
+            "or an import hook"
+        )
     return found
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.measure.code_version import Tree, in_repository
-from ddpm_lab.measure.group_folder import GroupFolder, sweep
+from ddpm_lab.measure.process import GroupFolder, sweep
 
 OF_ANOTHER = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR")
 """What git tells its hooks of the repository that they run for; this one is found by its folder."""

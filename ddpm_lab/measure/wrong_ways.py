@@ -8,7 +8,7 @@ from typing import Any
 from ddpm_lab.measure.seat import Seat
 from ddpm_lab.measure.witness import mismatches
 
-WORKLOAD = "ddpm_lab.model.wrong_ways:wrong_ways"
+WORKLOAD = "ddpm_lab.training.wrong_ways:wrong_ways"
 
 
 def run_wrong_ways(seat: Seat) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 from matplotlib.figure import Figure
 
 from ddpm_lab.explain import budget, compiling, decisions, operators, phrases, quality, stats
@@ -26,6 +25,7 @@ from ddpm_lab.explain.charts.style import BAD, Panel, Row
 from ddpm_lab.explain.comparisons import COMPARED, Comparison, comparisons
 from ddpm_lab.explain.frames import Study, once
 from ddpm_lab.explain.stats import Estimate
+from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import scaling
 from ddpm_lab.record import RunRecord, crowded
 
@@ -430,10 +430,10 @@ _JUDGES: dict[str, Callable[[Claim, Records], Judged]]
 _JUDGES = {"near": _near, "faster": _faster, "equivalent": _equivalent, "untestable": _undecided}
 
 
-def table(study: Study) -> pd.DataFrame:
+def table(study: Study) -> Table:
     """One row a claim: published, what the wrong and the right way read, verdict and reason."""
     found = {key: f"{FAULTS[key].name}: {r.also or FAULTS[key].said(r)[0]}" for key, r in readings(study).items()}
-    return pd.DataFrame(
+    return [
         {
             "Claim": claim.says,
             "Document": f"{claim.key}, {DOCUMENTS[claim.key[:4]]}",
@@ -444,13 +444,13 @@ def table(study: Study) -> pd.DataFrame:
             "Why": answer.why,
         }
         for claim, answer in judged(study)
-    )
+    ]
 
 
-def fault_table(study: Study) -> pd.DataFrame:
+def fault_table(study: Study) -> Table:
     """One row a fault: what is done wrong, what that did to a number here, and how it is done right."""
     found = readings(study)
-    return pd.DataFrame(
+    return [
         {
             "Fault": fault.name,
             "Seen in": fault.seen_in,
@@ -459,7 +459,7 @@ def fault_table(study: Study) -> pd.DataFrame:
             "Done right": fault.right,
         }
         for key, fault in FAULTS.items()
-    )
+    ]
 
 
 def answer(study: Study) -> tuple[str, str]:

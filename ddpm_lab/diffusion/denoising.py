@@ -1,0 +1,138 @@
+"""The workload of sampling: every step is one step of a sampler, the network's evaluation and the update after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddpm_lab.checks import ConfigError, choice, whole
+from ddpm_lab.config import RunConfig
+from ddpm_lab.data.draws import rank_share
+from ddpm_lab.diffusion import fused
+from ddpm_lab.diffusion.diffusion import Diffusion
+from ddpm_lab.diffusion.inference import Inference, PlainInference
+from ddpm_lab.diffusion.network import compile_seen, configured_network, network_seen
+from ddpm_lab.diffusion.reference_sampling import ReferenceSampler
+from ddpm_lab.diffusion.sampling import ddim_steps, ddpm_steps, denoise, sampling_timesteps
+from ddpm_lab.diffusion.step import Untrained
+from ddpm_lab.diffusion.unet import count_flops, count_parameters
+from ddpm_lab.workload import RankContext
+
+SAMPLERS = ("ddpm", "ddim")
+DDIM_STEPS = 250
+_NOISE = 4  # the purposes 1 to 3 are those of ``data/draws.py``
+
+
+class Sampling(Untrained):
+    """One rank that samples its share of a batch over and over: from noise to images, then from fresh noise.
+
+    The network is freshly built, with the same weights in every implementation: these are also its averaged weights,
+    since it has not been trained. There are no data. ``options`` of the configuration: ``sampler``, "ddpm" (all
+    timesteps) or "ddim", and ``steps`` of the latter. Implementation "plain" is the reference network in the reference
+    sampler, run as the configuration says but otherwise as it is written.
+
+    Raises Unsupported for what this machine cannot do, and ConfigError for what is no sampling.
+    """
+
+    def __init__(self, config: RunConfig, context: RankContext) -> None:
+        self.sampler, count = _options(config)
+        self.config, self.context = config, context
+        self.device = torch.device(context.device)
+        size = config.image_size
+        self.shape = (len(rank_share(config.global_batch_size, context.rank, context.world_size)), 3, size, size)
+        self.diffusion = Diffusion(
+            schedule=config.diffusion.schedule,
+            timesteps=config.diffusion.timesteps,
+            objective=config.diffusion.objective,
+        )
+        self.times = sampling_timesteps(self.diffusion.timesteps, count)
+        state = np.random.SeedSequence([config.seed, _NOISE, context.rank]).generate_state(1, np.uint64)
+        self.generator = torch.Generator(self.device).manual_seed(int(state[0]))
+        torch.manual_seed(config.seed)  # the same weights on every rank
+        averaged = configured_network(config, self.device)
+        plain = config.implementation == "plain"
+        self.evaluate = (PlainInference if plain else Inference)(averaged, config, self.device)
+        self.advance = self._plain_step() if plain else self._lab_step()
+        self.steps = self.done = 0
+        self.x = torch.empty(0)
+        self.fused_before = fused.uses()
+
+    def _lab_step(self) -> Callable[[int], Tensor]:
+        """The step of ``sampling.py``: from the images and the number of steps done to the next images."""
+        steps = ddim_steps(self.diffusion, len(self.times)) if self.sampler == "ddim" else ddpm_steps(self.diffusion)
+        return lambda done: denoise(self._predict, steps[done], self.x, generator=self.generator)
+
+    def _plain_step(self) -> Callable[[int], Tensor]:
+        """The step of ``reference_sampling.py``."""
+        sampler = ReferenceSampler(self._predict, self.diffusion).to(self.device)
+        if self.sampler == "ddim":
+            following = [*self.times[1:], -1]
+            return lambda done: sampler.ddim_sample(self.x, self.times[done], following[done])
+        return lambda done: sampler.p_sample(self.x, self.times[done], self.generator)
+
+    def _predict(self, x: Tensor, t: Tensor) -> Tensor:
+        """The network's prediction, a phase of the time budget; what follows it is another."""
+        self.context.mark("forward")
+        prediction = self.evaluate(x, t)
+        self.context.mark("update")
+        return prediction
+
+    def step(self, batch: Any) -> Tensor:
+        """One denoising step of this rank's images; returns their mean, still on the device."""
+        del batch
+        if self.done == 0:
+            self.context.mark("noise")
+            self.x = torch.randn(self.shape, generator=self.generator, device=self.device)
+        self.x = self.advance(self.done)
+        self.done = (self.done + 1) % len(self.times)
+        self.steps += 1
+        return self.x.mean()
+
+    def witness(self) -> dict[str, Any]:
+        """What runs, read back from the objects that run."""
+        network = self.evaluate.network
+        seen: dict[str, Any] = {
+            "precision": self.evaluate.precision.seen(),
+            "parameters": count_parameters(network),
+            "weights_device": str(next(network.parameters()).device),
+            "sampler": self.sampler,
+            "sampler_steps": len(self.times),
+            "flop_per_image": count_flops(self.config.network, image_size=self.config.image_size)[0],
+            "images": self.steps * self.shape[0],
+            **network_seen(network),
+            **compile_seen(self.config, self.evaluate.model),
+        }
+        if self.steps:
+            seen["kernels"] = "fused" if fused.uses() > self.fused_before else "aten"
+        return seen
+
+
+def _options(config: RunConfig) -> tuple[str, int]:
+    """The sampler and its number of steps. Raises ConfigError for what it does not know, or what is for training."""
+    options = dict(config.options)
+    sampler, steps = options.pop("sampler", "ddpm"), options.pop("steps", None)
+    choice("options.sampler", sampler, SAMPLERS)
+    if options:
+        raise ConfigError(f"options has {', '.join(options)}: a sampling step knows sampler and steps")
+    if config.accumulation != 1 or config.read_loss:
+        raise ConfigError(
+            f"accumulation is {config.accumulation} and read_loss {config.read_loss}: sampling has no loss, so leave "
+            "both out"
+        )
+    if sampler == "ddpm":
+        if steps is not None:
+            raise ConfigError(f"options.steps is {steps!r} with sampler 'ddpm', which walks all timesteps: use ddim")
+        return sampler, config.diffusion.timesteps
+    count = DDIM_STEPS if steps is None else steps
+    whole("options.steps", count, 1)
+    if count > config.diffusion.timesteps:
+        raise ConfigError(f"options.steps is {count}: give at most the {config.diffusion.timesteps} timesteps")
+    return sampler, count
+
+
+sampling = Sampling
+"""The workload, as configurations name it."""

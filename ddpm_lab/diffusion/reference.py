@@ -1,0 +1,171 @@
+"""The seed network as code of its kind is usually written: NCHW images, 1x1 convolutions, einsum, a LayerNorm by hand.
+
+It computes what ``unet.UNet`` computes, from the same weights, and shares none of its code: the lab's network is tested
+against it, and its speed is compared with it ("plain").
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ddpm_lab.diffusion.unet import UNet, UNetConfig
+
+
+class ChannelNorm(nn.Module):
+    """LayerNorm over the channels of (N, C, H, W)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1, width, 1, 1))
+        self.bias = nn.Parameter(torch.zeros(1, width, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        variance = torch.var(x, dim=1, unbiased=False, keepdim=True)
+        mean = torch.mean(x, dim=1, keepdim=True)
+        return (x - mean) / (variance + 1e-5).sqrt() * self.gain + self.bias
+
+
+class Half(nn.Module):
+    """Convolution, GroupNorm, scale and shift where they are given, SiLU."""
+
+    def __init__(self, inputs: int, outputs: int, groups: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, 3, padding=1)
+        self.norm = nn.GroupNorm(groups, outputs)
+
+    def forward(self, x: Tensor, scale_shift: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        x = self.norm(self.conv(x))
+        if scale_shift is not None:
+            scale, shift = scale_shift
+            x = x * (scale + 1) + shift
+        return F.silu(x)
+
+
+class Residual(nn.Module):
+    """The residual block: two halves, the first of which the time embedding scales and shifts."""
+
+    def __init__(self, inputs: int, outputs: int, time_width: int, groups: int) -> None:
+        super().__init__()
+        self.time = nn.Sequential(nn.SiLU(), nn.Linear(time_width, 2 * outputs))
+        self.first = Half(inputs, outputs, groups)
+        self.second = Half(outputs, outputs, groups)
+        self.shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
+
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        scale, shift = self.time(embedding)[:, :, None, None].chunk(2, dim=1)
+        return cast(Tensor, self.second(self.first(x, (scale, shift))) + self.shortcut(x))
+
+
+class Linear(nn.Module):
+    """x + linear attention of its norm: queries normalised over channels, keys over positions."""
+
+    def __init__(self, width: int, heads: int, head_width: int) -> None:
+        super().__init__()
+        self.heads, self.scale = heads, head_width**-0.5
+        self.norm = ChannelNorm(width)
+        self.qkv = nn.Conv2d(width, 3 * heads * head_width, 1, bias=False)
+        self.out = nn.Sequential(nn.Conv2d(heads * head_width, width, 1), ChannelNorm(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, _, height, width = x.shape
+        q, k, v = (t.reshape(n, self.heads, -1, height * width) for t in self.qkv(self.norm(x)).chunk(3, dim=1))
+        q, k = q.softmax(dim=-2) * self.scale, k.softmax(dim=-1)
+        context = torch.einsum("bhdn,bhen->bhde", k, v)
+        out = torch.einsum("bhde,bhdn->bhen", context, q)
+        return x + cast(Tensor, self.out(out.reshape(n, -1, height, width)))
+
+
+class Full(nn.Module):
+    """x + full attention of its norm, with logits of 16 times the product of normalised queries and keys."""
+
+    def __init__(self, width: int, heads: int, head_width: int, axis: str) -> None:
+        super().__init__()
+        self.heads, self.axis = heads, -2 if axis == "channels" else -1
+        self.norm = ChannelNorm(width)
+        self.qkv = nn.Conv2d(width, 3 * heads * head_width, 1, bias=False)
+        self.out = nn.Conv2d(heads * head_width, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, _, height, width = x.shape
+        q, k, v = (t.reshape(n, self.heads, -1, height * width) for t in self.qkv(self.norm(x)).chunk(3, dim=1))
+        q, k = F.normalize(q, dim=self.axis), F.normalize(k, dim=self.axis)
+        attention = (torch.einsum("bhdi,bhdj->bhij", q, k) * 16).softmax(dim=-1)
+        out = torch.einsum("bhij,bhdj->bhid", attention, v)
+        return x + cast(Tensor, self.out(out.permute(0, 1, 3, 2).reshape(n, -1, height, width)))
+
+
+class ReferenceUNet(nn.Module):
+    """The seed family of ``config``: images (N, 3, H, W) and timesteps (N,) to (N, 3, H, W)."""
+
+    def __init__(self, config: UNetConfig) -> None:
+        super().__init__()
+        if config.family != "seed" or config.blocks != 2 or config.patch != 1:
+            raise ValueError(f"{config} has no reference: only the seed family with two blocks a level and no patches")
+        width, time_width, groups = config.width, 4 * config.width, config.groups
+        self.config, self.width = config, width
+        self.time = nn.Sequential(nn.Linear(width, time_width), nn.GELU(), nn.Linear(time_width, time_width))
+        self.stem = nn.Conv2d(3, width, 7, padding=3)
+        self.head = nn.Conv2d(width, 3, 1)
+        widths = [width, *(width * m for m in config.multipliers)]
+        pairs = list(pairwise(widths))
+
+        def residual(inputs: int, outputs: int) -> Residual:
+            return Residual(inputs, outputs, time_width, groups)
+
+        def linear(channels: int) -> Linear:
+            return Linear(channels, config.heads, config.head_width)
+
+        self.downs = nn.ModuleList()
+        for level, (d, e) in enumerate(pairs):
+            last = level == len(pairs) - 1
+            onwards = nn.Conv2d(d, e, 3, padding=1) if last else nn.Conv2d(d, e, 4, stride=2, padding=1)
+            self.downs.append(nn.ModuleList([residual(d, d), residual(d, d), linear(d), onwards]))
+        bottom = widths[-1]
+        self.middle1 = residual(bottom, bottom)
+        self.middle_attention = Full(bottom, config.heads, config.head_width, config.middle_attention_axis)
+        self.middle2 = residual(bottom, bottom)
+        self.ups = nn.ModuleList()
+        for level, (d, e) in reversed(list(enumerate(pairs))):
+            conv = nn.Conv2d(e, d, 3, padding=1)
+            onwards_up = conv if level == 0 else nn.Sequential(nn.Upsample(scale_factor=2), conv)
+            self.ups.append(nn.ModuleList([residual(e + d, e), residual(e + d, e), linear(e), onwards_up]))
+        self.last = residual(2 * width, width)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        half = self.width // 2
+        frequencies = torch.exp(torch.arange(half, device=t.device) * (-math.log(10_000) / (half - 1)))
+        angles = t[:, None] * frequencies[None, :]
+        embedding = self.time(torch.cat((angles.sin(), angles.cos()), dim=-1))
+        x = self.stem(x)
+        start, skips = x.clone(), []
+        for first, second, attention, onwards in cast(Any, self.downs):
+            x = first(x, embedding)
+            skips.append(x)
+            x = attention(second(x, embedding))
+            skips.append(x)
+            x = onwards(x)
+        x = self.middle2(self.middle_attention(self.middle1(x, embedding)), embedding)
+        for first, second, attention, onwards in cast(Any, self.ups):
+            x = first(torch.cat((x, skips.pop()), dim=1), embedding)
+            x = attention(second(torch.cat((x, skips.pop()), dim=1), embedding))
+            x = onwards(x)
+        return cast(Tensor, self.head(self.last(torch.cat((x, start), dim=1), embedding)))
+
+
+def reference(network: UNet) -> ReferenceUNet:
+    """The reference with the weights of ``network``. Raises ValueError if it has none of its kind.
+
+    Both register their layers in the order in which the other does. A 1x1 convolution holds what a linear layer holds,
+    with two more axes, and so does a norm by hand.
+    """
+    copy = ReferenceUNet(network.config)
+    with torch.no_grad():
+        for mine, theirs in zip(copy.parameters(), network.parameters(), strict=True):
+            mine.copy_(theirs.reshape(mine.shape))
+    return copy.to(next(network.parameters()).device)

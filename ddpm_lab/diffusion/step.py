@@ -1,0 +1,426 @@
+"""What every training step has in common: batches, number format, Adam, and how to tell what ran."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpm_lab.config import OptimizerConfig, RunConfig
+from ddpm_lab.data.draws import EpochStream, Plan
+from ddpm_lab.data.loaders import Batch, open_loader
+from ddpm_lab.data.packed import open_packed
+from ddpm_lab.workload import RankContext, Unsupported
+
+Loss = Callable[[Any, Any], Tensor]
+
+AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def require(config: RunConfig) -> None:
+    """Raise Unsupported, with what to install, for a configuration this machine cannot run."""
+    if config.compile != "off":
+        compiler = os.environ.get("CXX", "g++")
+        if shutil.which(compiler) is None:
+            raise Unsupported(f"no C++ compiler ({compiler}); on Debian or Ubuntu: apt install g++")
+        if not Path(sysconfig.get_path("include"), "Python.h").exists():
+            raise Unsupported("no Python headers (Python.h); on Debian or Ubuntu: apt install python3-dev")
+    if config.device == "cuda":
+        major, _ = torch.cuda.get_device_capability()
+        if config.precision in ("bf16", "tf32") and major < 8:
+            raise Unsupported(f"this GPU has no {config.precision}: it came with the Ampere generation; use fp16")
+
+
+def allow_tf32(allow: bool) -> None:
+    """Without this a convolution in "fp32" would run in TF32 on recent GPUs, since cuDNN allows it by default."""
+    kind = "tf32" if allow else "ieee"
+    torch.backends.cuda.matmul.fp32_precision = kind
+    torch.backends.cudnn.conv.fp32_precision = kind  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = True
+
+
+def autocast(config: RunConfig, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """The context in which a network runs in the precision of ``config``."""
+    dtype = AUTOCAST.get(config.precision)
+    return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
+
+
+def adam(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Adam:
+    """Adam as the configuration says it is computed."""
+    return torch.optim.Adam(
+        parameters,
+        lr=config.learning_rate,
+        betas=config.betas,
+        fused=config.adam == "fused",
+        foreach=config.adam == "foreach",
+    )
+
+
+def descend(
+    optimizer: torch.optim.Optimizer,
+    parameters: list[nn.Parameter],
+    scaler: torch.amp.GradScaler | None,
+    clip_norm: float | None,
+) -> None:
+    """Clip the gradients to the norm ``clip_norm`` (None: not at all), step, and drop them.
+
+    Where ``scaler`` is given the gradients are scaled, and the step is left out if they have overflown.
+    """
+    if scaler:
+        scaler.unscale_(optimizer)
+    if clip_norm is not None:
+        nn.utils.clip_grad_norm_(parameters, clip_norm)
+    if scaler:
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def distributed(network: nn.Module, config: RunConfig, context: RankContext) -> DistributedDataParallel | None:
+    """A network whose ranks exchange gradients as the configuration says; None where they exchange none."""
+    if context.world_size == 1 or not config.exchange.enabled:
+        return None
+    return DistributedDataParallel(
+        network,
+        device_ids=[torch.device(context.device)] if config.device == "cuda" else None,
+        gradient_as_bucket_view=config.exchange.bucket_view,
+        static_graph=config.exchange.static_graph,
+        bucket_cap_mb=config.exchange.bucket_mb,
+    )
+
+
+def exchange_seen(ddp: DistributedDataParallel | None, context: RankContext) -> dict[str, Any]:
+    """Whether and how ranks exchange gradients, read back; nothing where there is one rank."""
+    seen: dict[str, Any] = {} if context.world_size == 1 else {"exchange_enabled": ddp is not None}
+    if ddp:
+        seen["exchange"] = {
+            "enabled": True,
+            "bucket_view": ddp.gradient_as_bucket_view,
+            "static_graph": ddp.static_graph,
+            "bucket_mb": ddp.bucket_bytes_cap // 2**20,
+        }
+    return seen
+
+
+def adam_seen(optimizer: torch.optim.Adam) -> str:
+    """How an optimizer computes its step, read back from it."""
+    group = optimizer.param_groups[0]
+    return "fused" if group["fused"] else "foreach" if group["foreach"] else "loop"
+
+
+def channels_last_seen(network: nn.Module) -> bool | None:
+    """Whether the weights of a network's first real convolution lie in the channels-last format; None without any.
+
+    Those of one channel, or of one pixel, lie in both formats.
+    """
+    layers = (m for m in network.modules() if isinstance(m, nn.Conv2d))
+    weight = next((m.weight for m in layers if m.kernel_size[0] > 1 and m.weight.shape[1] > 1), None)
+    if weight is None:
+        return None
+    return weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+
+
+def compile_counters(config: RunConfig) -> dict[str, int]:
+    """What torch.compile did in this process; nothing where the configuration compiles nothing.
+
+    ``autotuned`` are operators whose kernel was chosen by timing several, counted also where their code came from
+    torch's cache of compiled graphs; not where it was compiled anew from timings of earlier.
+    """
+    if config.compile == "off":
+        return {}
+    from torch._dynamo.utils import counters  # noqa: PLC0415 - only where something was compiled
+
+    return {
+        "compiled_frames": int(counters["frames"]["ok"]),
+        "graphs": int(counters["stats"]["unique_graphs"]),
+        "graph_breaks": int(sum(counters["graph_break"].values())),
+        "recompiles": int(sum(counters["recompiles"].values())),
+        "autotuned": int(counters["inductor"]["select_algorithm_autotune"]),
+    }
+
+
+_MODES = {
+    (False, False): "default",
+    (True, False): "reduce-overhead",
+    (True, True): "max-autotune",
+    (False, True): "max-autotune-no-cudagraphs",
+}
+"""Mode of compilation by whether inductor makes CUDA graphs, and whether it chooses kernels by timing them."""
+
+
+def inductor_seen(model: Any) -> dict[str, Any]:
+    """The mode in which a model or its blocks were compiled, read back from what torch made of them, and CUDA graphs.
+
+    What a mode asks for may silently not be done: graphs that inductor left out, such as those with an operator on
+    the CPU, are counted by torch, and those that were recorded are counted here, in the tree that replays them.
+    Nothing where nothing was compiled, and no more than can be read from this version of torch.
+    """
+    made = [model] if hasattr(model, "_orig_mod") else []
+    if not made and isinstance(model, nn.Module):
+        made = [call for m in model.modules() if (call := getattr(m, "_compiled_call_impl", None)) is not None]
+    modes = {_MODES[bool(c["triton.cudagraphs"]), bool(c["max_autotune"])] for c in map(_inductor_settings, made) if c}
+    if not modes:
+        return {}
+    seen: dict[str, Any] = {"compile_mode": " and ".join(sorted(modes))}
+    if modes & {"reduce-overhead", "max-autotune"}:
+        from torch._dynamo.utils import counters  # noqa: PLC0415 - only where something was compiled
+        from torch._inductor import cudagraph_trees  # noqa: PLC0415
+
+        seen["cuda_graph_skips"] = int(counters["inductor"]["cudagraph_skips"])
+        tree = cudagraph_trees.get_manager(create_if_none_exists=False)
+        seen["cuda_graphs"] = _nodes(tree.roots) if tree else 0
+    return seen
+
+
+def _inductor_settings(compiled: Any) -> dict[str, Any] | None:
+    """The settings that inductor compiles with, of a compiled model or function."""
+    context = getattr(compiled, "dynamo_ctx", None)  # a model has it, a function the method
+    ask = getattr(compiled, "get_compiler_config", lambda: None)
+    found: dict[str, Any] | None = getattr(context, "compiler_config", None) if context else ask()
+    return found
+
+
+def _nodes(children: Any) -> int:
+    """CUDA graphs in a part of the tree."""
+    return sum(1 + _nodes(node.children) for nodes in children.values() for node in nodes)
+
+
+class PrecisionWatch:
+    """Notes the number format in which a network's first convolution ran, or its first linear layer if it has none.
+
+    Where ``eager`` the first real step is watched. A compiled step would run the hook inside its graph, so there
+    ``run``, an eager forward pass in the same context, is watched when the witness is asked for.
+    """
+
+    def __init__(self, network: nn.Module, device: torch.device, *, eager: bool, run: Callable[[], object]) -> None:
+        convolutions = [m for m in network.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+        self.layers: list[nn.Module] = [*convolutions] or [m for m in network.modules() if isinstance(m, nn.Linear)]
+        self.device, self.run = device, run
+        self.dtype: torch.dtype | None = None
+        if eager:
+            self.watch()
+
+    def watch(self) -> None:
+        """Watch whatever the network computes next."""
+        self._hooks = [layer.register_forward_hook(self._see) for layer in self.layers]
+
+    def _see(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        del module, inputs
+        self.dtype = output.dtype
+        for hook in self._hooks:
+            hook.remove()
+
+    def seen(self) -> str:
+        """fp32, tf32, fp16 or bf16."""
+        if self.dtype is None:
+            self.watch()
+            with torch.no_grad():
+                self.run()
+        if self.dtype == torch.float32 and self.device.type == "cuda":
+            conv = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+            return "tf32" if conv == "tf32" else "fp32"
+        names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+        return names.get(self.dtype, str(self.dtype)) if self.dtype else "nothing"
+
+
+class LossStep:
+    """Trains ``network`` with ``loss(model, batch)``, or with ``whole(model, batch)``, which does all of a step itself.
+
+    ``whole`` returns the loss and leaves the number format to itself. ``update`` is called after each step, as for an
+    average of the weights. Raises Unsupported for what this machine cannot do.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        context: RankContext,
+        network: nn.Module,
+        loss: Loss,
+        optimizer: torch.optim.Optimizer,
+        *,
+        whole: Loss | None = None,
+        clip_norm: float | None = None,
+        update: Callable[[], None] | None = None,
+    ) -> None:
+        require(config)
+        allow_tf32(config.precision == "tf32")
+        self.config, self.context, self.mark = config, context, context.mark
+        self.device = torch.device(context.device)
+        self.network = network.to(memory_format=torch.channels_last) if config.channels_last else network
+        self.parameters = [p for p in self.network.parameters() if p.requires_grad]
+        self.loss, self.whole, self.update = loss, whole, update
+        self.optimizer, self.clip_norm = optimizer, clip_norm
+        self.scaler = torch.amp.GradScaler(self.device.type) if config.precision == "fp16" else None
+        self.model: Any = self.network
+        self.ddp = distributed(self.network, config, context)
+        if self.ddp:
+            context.watch(self.ddp)
+            self.model = self.ddp
+        if config.compile == "whole":
+            self.model = torch.compile(self.model, mode=config.compile_mode)
+        self.batch: Any = None
+        self.steps = self.losses_read = 0
+        self.precision = PrecisionWatch(self.network, self.device, eager=False, run=self._forward_once)
+
+    def step(self, batch: Any) -> Tensor:
+        """One step with a batch on the device; returns the loss, still there."""
+        if self.config.compile != "off":
+            self.batch = batch  # for the witness, which cannot look into what is compiled
+        loss = self._whole(batch) if self.whole else self._backward(batch)
+        if self.update:
+            self.mark("ema")
+            self.update()
+        self.steps += 1
+        return loss.detach()
+
+    def _backward(self, batch: Any) -> Tensor:
+        if not self.steps and self.config.compile == "off":
+            self.precision.watch()  # and not before: a held-out loss runs the network in another format
+        self.mark("forward")
+        with autocast(self.config, self.device):
+            loss = self.loss(self.model, batch)
+        self.mark("backward")
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        scaled.backward()  # type: ignore[no-untyped-call]
+        if self.config.read_loss:
+            loss.item()
+            self.losses_read += 1
+        self.mark("optimizer")
+        descend(self.optimizer, self.parameters, self.scaler, self.clip_norm)
+        return loss
+
+    def _whole(self, batch: Any) -> Tensor:
+        assert self.whole
+        self.mark("whole step")
+        return self.whole(self.model, batch)
+
+    def _forward_once(self) -> None:
+        with autocast(self.config, self.device):
+            (self.whole or self.loss)(self.network, self.batch)
+
+    def witness(self) -> dict[str, Any]:
+        """What runs, read back from the objects that run; of a whole step the number format is its own."""
+        counters = compile_counters(self.config)
+        seen: dict[str, Any] = {
+            "compile": "whole" if counters.get("compiled_frames", 0) else "off",
+            "parameters": sum(p.numel() for p in self.parameters),
+            **exchange_seen(self.ddp, self.context),
+            **counters,
+            **(inductor_seen(self.model) if counters.get("compiled_frames", 0) else {}),
+        }
+        # The wrapper exchanges nothing where a loss goes past it. A static graph is first timed in the second step.
+        if self.ddp and self.steps > 1 and not any(self.ddp.reducer.get_backward_stats()):
+            seen["exchange_enabled"] = False
+        if self.precision.layers and self.steps and not self.whole:
+            seen["precision"] = self.precision.seen()
+            seen["autocast_scaler"] = self.scaler is not None and self.scaler.is_enabled()
+        if (channels_last := channels_last_seen(self.network)) is not None:
+            seen["channels_last"] = channels_last
+        if self.steps:
+            seen["read_loss"] = self.losses_read == self.steps
+        return seen
+
+
+class Feed:
+    """A rank's batches, and what was really consumed of them."""
+
+    def __init__(self, config: RunConfig, context: RankContext, *, start_step: int = 0) -> None:
+        self.packed = packed = open_packed(Path(config.data))
+        self.sha256 = packed.manifest.content_hash
+        plan = Plan(
+            stream=EpochStream(packed.train_indices, config.seed),
+            global_batch_size=config.global_batch_size,
+            rank=context.rank,
+            world_size=context.world_size,
+            start_step=start_step,
+        )
+        self.loader = open_loader(
+            config.loader,
+            packed,
+            plan,
+            workers=config.loader_workers,
+            device=context.device,
+            channels_last=config.channels_last,
+        )
+        self.device: torch.device | None = None
+        self.images = 0
+        self.indices = hashlib.sha256()
+
+    def note(self, batch: Batch) -> None:
+        """Remember which images were used, and where they lay."""
+        self.images += len(batch.indices)
+        self.device = batch.images.device
+        self.indices.update(batch.indices.tobytes())
+
+    def witness(self) -> dict[str, Any]:
+        """Data, loader, and the images used so far."""
+        return {
+            "data_sha256": self.sha256,
+            "loader": self.loader.kind,
+            "loader_workers": self.loader.live_workers(),
+            "prefetch_batches": self.loader.prefetch_batches,
+            "data_device": None if self.device is None else str(self.device),
+            "images": self.images,
+            "indices_sha256": self.indices.hexdigest()[:16],
+        }
+
+
+class AnyFeed(Protocol):
+    """Batches, and what was consumed of them."""
+
+    loader: Any
+
+    def note(self, batch: Any) -> None:
+        """Remember what was used."""
+        ...
+
+    def witness(self) -> dict[str, Any]:
+        """What was used so far."""
+        ...
+
+
+class LoaderAlone:
+    """Takes batches and does nothing with them."""
+
+    def __init__(self, data: AnyFeed) -> None:
+        self.data = data
+
+    def batches(self) -> Iterator[Any]:
+        """Endless batches."""
+        return iter(self.data.loader)
+
+    def step(self, batch: Any) -> float:
+        """Nothing is trained: the loss is 0."""
+        self.data.note(batch)
+        return 0.0
+
+    def witness(self) -> dict[str, Any]:
+        """What was loaded."""
+        return self.data.witness()
+
+    def close(self) -> None:
+        """Stop the loader workers."""
+        self.data.loader.close()
+
+
+class Untrained:
+    """A workload that has no data and starts nothing."""
+
+    def batches(self) -> Iterator[Any]:
+        """There are no data."""
+        return itertools.repeat(None)
+
+    def close(self) -> None:
+        """Nothing was started."""

@@ -1,0 +1,246 @@
+"""The U-Nets: networks that predict noise (or x0, or v) for diffusion models, two families in one skeleton.
+
+The ``seed`` family normalises after each convolution, lets the time embedding scale and shift, and puts linear
+attention at every level and cosine-similarity attention in the middle. The ``ddpm`` family is the network of Ho et
+al. 2020 (appendix B), without its dropout, so that a step draws no random numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ddpm_lab.diffusion.blocks import (
+    CosineAttention,
+    DDPMAttention,
+    DDPMBlock,
+    JoinedLinear,
+    LinearAttention,
+    SeedBlock,
+    Stage,
+    convolution,
+    norm_silu,
+    upsampled,
+    zero,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UNetConfig:
+    """The shape of a network. Level ``i`` works with ``width * multipliers[i]`` channels.
+
+    ``blocks`` are the residual blocks of a level on the way down. ``patch`` folds squares of pixels into channels
+    before the stem and unfolds them after the head, so that all work is done on ``patch ** 2`` times fewer positions.
+    ``attention_levels`` belongs to the ddpm family; the seed family has attention at every level, with ``heads`` heads
+    of ``head_width`` channels. ``middle_attention_axis`` says over what the seed family's middle attention normalises
+    queries and keys: each vector over its channels, which is cosine similarity, or each channel over all positions,
+    the slip of the published code, kept for exact comparison. ``fused`` asks for what is fastest on a CPU, see
+    ``blocks.py``.
+    """
+
+    family: Literal["seed", "ddpm"]
+    width: int
+    multipliers: tuple[int, ...]
+    groups: int
+    blocks: int = 2
+    patch: int = 1
+    heads: int = 4
+    head_width: int = 32
+    attention_levels: tuple[int, ...] = ()
+    middle_attention_axis: Literal["channels", "positions"] = "channels"
+    fused: bool = False
+
+    def __post_init__(self) -> None:
+        if self.middle_attention_axis not in ("channels", "positions"):
+            raise ValueError(
+                f"middle_attention_axis is {self.middle_attention_axis!r}: choose 'channels' or 'positions'"
+            )
+
+    @property
+    def image_size_multiple(self) -> int:
+        """Images must have sides divisible by this, since every level but the last halves them; at least 4."""
+        return max(4, self.patch << (len(self.multipliers) - 1))
+
+
+# tiny is made for a CPU: a training step of some 10 ms at batch 8 on two cores, and few kernels to compile. Both rule
+# out more than one level, because its cost is the number of operators, not their size. s000 is the seed network, twice
+# as wide.
+NETWORKS = {
+    "tiny": UNetConfig(family="ddpm", width=16, multipliers=(1,), groups=8, blocks=1, patch=2),
+    "seed": UNetConfig(family="seed", width=64, multipliers=(1, 2, 4), groups=8),
+    "ddpm": UNetConfig(family="ddpm", width=128, multipliers=(1, 2, 2, 2), groups=32, attention_levels=(1,)),
+    "s000": UNetConfig(family="seed", width=128, multipliers=(1, 2, 4), groups=8),
+}
+
+
+class UNet(nn.Module):
+    """A U-Net over images (N, 3, H, W) and timesteps (N,) that returns (N, 3, H, W), built from ``config``.
+
+    H and W are multiples of ``config.image_size_multiple``. The encoder remembers the output of every stage (in the
+    ddpm family of the stem and of every downsampling too) and each stage of the decoder takes back the latest one.
+    """
+
+    def __init__(self, config: UNetConfig) -> None:
+        super().__init__()
+        self.config = config
+        time_width = 4 * config.width
+        activation: nn.Module = nn.GELU() if config.family == "seed" else nn.SiLU()
+        # Every block applies SiLU to the embedding before its own linear layer: done once here.
+        self.time = nn.Sequential(
+            nn.Linear(config.width, time_width), activation, nn.Linear(time_width, time_width), nn.SiLU()
+        )
+        build = _build_seed if config.family == "seed" else _build_ddpm
+        self.stem, down, middle, up, self.head = build(config)
+        self.down, self.middle, self.up = nn.ModuleList(down), nn.ModuleList(middle), nn.ModuleList(up)
+        self.remember_downsampled = config.family == "ddpm"
+        stages = [layer for layer in (*down, *middle, *up) if isinstance(layer, Stage)]
+        self.times = JoinedLinear([stage.block.time for stage in stages]) if config.fused else None
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        embedding = self.time(self._sinusoids(t))
+        embeddings = itertools.repeat(embedding) if self.times is None else iter(self.times(embedding))
+        h = self.stem(F.pixel_unshuffle(x, self.config.patch) if self.config.patch > 1 else x)
+        remembered = [h]
+        for layer in self.down:
+            is_stage = isinstance(layer, Stage)
+            h = layer(h, next(embeddings)) if is_stage else layer(h)
+            if is_stage or self.remember_downsampled:
+                remembered.append(h)
+        for stage in self.middle:
+            h = stage(h, next(embeddings))
+        for layer in self.up:
+            if isinstance(layer, Stage):
+                h = layer(torch.cat((h, remembered.pop()), dim=1), next(embeddings))
+            else:
+                h = layer(h)
+        h = self.head(h)
+        return F.pixel_shuffle(h, self.config.patch) if self.config.patch > 1 else h
+
+    def _sinusoids(self, t: Tensor) -> Tensor:
+        """The sinusoidal embedding of t (N,) -> (N, width): sines, then cosines (Vaswani et al. 2017, section 3.5)."""
+        weight, half = cast(Tensor, self.time[0].weight), self.config.width // 2
+        # In half precision neighbouring timesteps would be one number, so at least single precision.
+        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        frequencies = torch.exp(torch.arange(half, dtype=dtype, device=t.device) * (-math.log(10_000) / (half - 1)))
+        angles = t.to(dtype)[:, None] * frequencies
+        return torch.cat((angles.sin(), angles.cos()), dim=1).to(weight.dtype)
+
+
+_Parts = tuple[nn.Module, list[nn.Module], list[nn.Module], list[nn.Module], nn.Module]
+
+
+def _build_seed(c: UNetConfig) -> _Parts:
+    """Stem, encoder, middle, decoder and head of the seed family."""
+    widths = [c.width * m for m in c.multipliers]
+    levels = list(enumerate(zip([c.width, *widths[:-1]], widths, strict=True)))  # (level, (its width, width below))
+    pixel, last, bottom = 3 * c.patch**2, len(widths) - 1, widths[-1]
+
+    def block(inputs: int, outputs: int) -> SeedBlock:
+        return SeedBlock(inputs, outputs, 4 * c.width, c.groups, fused=c.fused)
+
+    def stages(inputs: int, outputs: int) -> list[nn.Module]:
+        plain = [Stage(block(inputs, outputs)) for _ in range(c.blocks - 1)]
+        return [*plain, Stage(block(inputs, outputs), LinearAttention(outputs, c.heads, c.head_width, fused=c.fused))]
+
+    down: list[nn.Module] = []
+    for level, (d, e) in levels:
+        down += stages(d, d)
+        taps, stride = (4, 2) if level < last else (3, 1)
+        down += [convolution(d, e, taps, stride=stride, padding=1, fused=c.fused)]
+    attention = CosineAttention(bottom, c.heads, c.head_width, c.middle_attention_axis, fused=c.fused)
+    middle: list[nn.Module] = [Stage(block(bottom, bottom), attention), Stage(block(bottom, bottom))]
+    up: list[nn.Module] = []
+    for level, (d, e) in reversed(levels):
+        up += stages(e + d, e)
+        up += upsampled(e, d, fused=c.fused) if level > 0 else [convolution(e, d, fused=c.fused)]
+    up += [Stage(block(2 * c.width, c.width))]
+    return nn.Conv2d(pixel, c.width, 7, padding=3), down, middle, up, nn.Conv2d(c.width, pixel, 1)
+
+
+def _build_ddpm(c: UNetConfig) -> _Parts:
+    """Stem, encoder, middle, decoder and head of the ddpm family."""
+    widths = [c.width * m for m in c.multipliers]
+    pixel, last, bottom = 3 * c.patch**2, len(widths) - 1, widths[-1]
+
+    def block(inputs: int, outputs: int) -> DDPMBlock:
+        return DDPMBlock(inputs, outputs, 4 * c.width, c.groups, fused=c.fused)
+
+    def stage(inputs: int, level: int) -> Stage:
+        attention = DDPMAttention(widths[level], c.groups, fused=c.fused) if level in c.attention_levels else None
+        return Stage(block(inputs, widths[level]), attention)
+
+    down: list[nn.Module] = []
+    remembered = [c.width]  # widths of what the encoder remembers, in order
+    for level, width in enumerate(widths):
+        for _ in range(c.blocks):
+            down += [stage(remembered[-1], level)]
+            remembered += [width]
+        if level < last:  # padded below and on the right only, as "SAME" padding is in the original
+            halved = convolution(width, width, stride=2, padding=0, fused=c.fused)
+            down += [nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), halved)]
+            remembered += [width]
+    middle: list[nn.Module] = [
+        Stage(block(bottom, bottom), DDPMAttention(bottom, c.groups, fused=c.fused)),
+        Stage(block(bottom, bottom)),
+    ]
+    up: list[nn.Module] = []
+    inputs = bottom
+    for level, width in reversed(list(enumerate(widths))):
+        for _ in range(c.blocks + 1):
+            up += [stage(inputs + remembered.pop(), level)]
+            inputs = width
+        up += upsampled(width, width, fused=c.fused) if level > 0 else []
+    head = nn.Sequential(*norm_silu(c.groups, inputs, fused=c.fused), nn.Conv2d(inputs, pixel, 3, padding=1))
+    zero(head[-1])
+    return nn.Conv2d(pixel, c.width, 3, padding=1), down, middle, up, head
+
+
+def build_network(name: str, *, image_size: int = 32, fused: bool = False, attention_axis: str = "channels") -> UNet:
+    """The network called ``name``, freshly initialised from torch's global generator, for square images.
+
+    The parameters do not depend on ``image_size`` (pixels a side), which is only checked: attention_levels count
+    levels, so the ddpm network attends at 16x16 when images are 32x32. Raises ValueError for an unknown name or a
+    size that the network cannot halve often enough. ``fused`` and ``attention_axis`` are as in UNetConfig.
+    """
+    axis = cast(Literal["channels", "positions"], attention_axis)
+    return UNet(replace(_config(name, image_size), fused=fused, middle_attention_axis=axis))
+
+
+def _config(name: str, image_size: int) -> UNetConfig:
+    if name not in NETWORKS:
+        raise ValueError(f"network is {name!r}: choose one of {', '.join(NETWORKS)}")
+    config = NETWORKS[name]
+    multiple = config.image_size_multiple
+    if image_size < multiple or image_size % multiple:
+        raise ValueError(
+            f"image_size is {image_size}: the {name} network has {len(config.multipliers)} levels and needs a multiple "
+            f"of {multiple}"
+        )
+    return config
+
+
+def count_parameters(module: nn.Module) -> int:
+    """Weights of ``module``, of which each is a number."""
+    return sum(p.numel() for p in module.parameters())
+
+
+def count_flops(name: str, *, image_size: int = 32) -> tuple[int, int]:
+    """FLOP per image (forward, forward and backward): twice the multiply-adds of convolutions and matrix products.
+
+    Counted on the meta device, since fused attention is not counted on a CPU. Raises ValueError as build_network does.
+    """
+    with torch.device("meta"):
+        network = UNet(_config(name, image_size))
+        images, t = torch.empty(1, 3, image_size, image_size), torch.empty(1)
+    with FlopCounterMode(display=False) as counter:
+        output = network(images, t)
+        forward = counter.get_total_flops()
+        output.sum().backward()
+    return forward, counter.get_total_flops()

@@ -1,1 +1,0 @@
-"""What is trained: the U-Net, the diffusion process, the samplers and the training step."""

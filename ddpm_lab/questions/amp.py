@@ -1,0 +1,45 @@
+"""Does mixed precision speed up training? fp32 against each narrower format."""
+
+from __future__ import annotations
+
+from ddpm_lab.plan import Experiment, Family
+from ddpm_lab.training.setting import (
+    CPU_PRECISIONS,
+    CUDA_PRECISIONS,
+    Batch,
+    Precisions,
+    Setup,
+    WorldSizes,
+)
+
+
+def amp(
+    setup: Setup,
+    *,
+    precisions: Precisions = None,
+    world_sizes: WorldSizes = None,
+    global_batch_size: Batch = None,
+) -> Experiment:
+    """Does mixed precision speed up training? fp32 against each narrower format, for each number of ranks."""
+    able = CUDA_PRECISIONS if setup.device == "cuda" else CPU_PRECISIONS
+    wanted = [p for p in (precisions or CUDA_PRECISIONS) if p != "fp32"]
+    usual = sorted({1, setup.most_ranks}) if setup.preset == "full" else [1]
+    families, left_out = [], []
+    for ranks in setup.world_sizes(world_sizes, usual):
+        batch = setup.batch_size(global_batch_size, ranks)
+        name = setup.family_name(batch, ranks)
+        families.append(
+            Family(
+                name=name,
+                baseline_label="fp32",
+                baseline=setup.config(global_batch_size=batch, world_size=ranks),
+                candidates=tuple(
+                    (p, setup.config(global_batch_size=batch, world_size=ranks, precision=p))
+                    for p in sorted(wanted, key=("bf16", "fp16", "tf32").index)
+                    if p in able
+                ),
+                primary="bf16",
+            )
+        )
+        left_out += [(name, p, "needs a CUDA device") for p in wanted if p not in able]
+    return Experiment(name="amp", families=tuple(families), left_out=tuple(left_out))

@@ -1,0 +1,273 @@
+"""Which of two is faster? Any two training steps, measured in sets that alternate, with interval, noise and verdict.
+
+from ddpm_lab import compare
+print(compare("mine:baseline", "mine:candidate", resolution=0.02))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import DDPM, RunConfig
+from ddpm_lab.data.packed import read_manifest, resolve
+from ddpm_lab.files import LEDGER, PREPARED, expanded, output_folder
+from ddpm_lab.ledger import Ledger
+from ddpm_lab.measure import hardware
+from ddpm_lab.measure.code_version import CodeVersion
+from ddpm_lab.plan import Experiment, Family, Plan
+from ddpm_lab.questions.chosen_once import cores_of_pair, on_cores
+from ddpm_lab.questions.experiments import study_of
+from ddpm_lab.questions.planned import Measured, Planned
+from ddpm_lab.questions.planning import MOST_SETS, plan_experiment
+from ddpm_lab.settings_file import configuration, read_settings
+from ddpm_lab.training.own_workload import find_here
+from ddpm_lab.training.setting import check_cores, check_ranks, usual_device
+
+if TYPE_CHECKING:
+    from ddpm_lab.explain.findings import Finding
+    from ddpm_lab.explain.frames import Study
+
+RESOLUTION = 0.03
+"""The smallest relative difference that is to be found, unless another is asked for."""
+
+Side = str | Path | RunConfig | Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What ``compare`` found: ``str`` gives it in words, a notebook shows it with its figure."""
+
+    study: Study
+    finding: Finding
+    figure: Path
+
+    @property
+    def ratio(self) -> float:
+        """The baseline's time for equal work divided by the candidate's: above 1 the candidate is faster."""
+        return self.finding.ratio
+
+    @property
+    def verdict(self) -> str:
+        """The candidate's against the baseline: faster, slower, same speed, inconclusive or too few sets."""
+        return self.finding.verdict
+
+    @property
+    def complete(self) -> bool:
+        """Whether both sides ran: one that failed has no speed, and passes no gate."""
+        return {"baseline", "candidate"} <= {r.role for r in self.study.records if r.status == "ok"}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; what is unknown is null."""
+        from ddpm_lab.explain.answers import answer_values  # noqa: PLC0415 - not on a bare GPU node
+
+        return {**answer_values(self.study, self.finding), "figure": str(self.figure)}
+
+    def __str__(self) -> str:
+        from ddpm_lab.explain.answers import answer_text  # noqa: PLC0415 - not on a bare GPU node
+
+        return f"{answer_text(self.study, self.finding)}\nfigure: {self.figure}"
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        from ddpm_lab.explain.answers import mime_bundle  # noqa: PLC0415
+
+        return mime_bundle(self.study, self.finding)
+
+
+def compare(
+    baseline: Side,
+    candidate: Side,
+    *,
+    resolution: float = RESOLUTION,
+    minutes: float | None = None,
+    sets: int = MOST_SETS,
+    device: str | None = None,
+    output_dir: str | Path | None = None,
+    quiet: bool = False,
+) -> Comparison:
+    """Measure two training steps against each other until a difference of ``resolution`` would be found.
+
+    Each side is a workload ``module:function`` that can be imported from here, the function itself, a TOML file of
+    settings of ``RunConfig``, or such a configuration. The function takes nothing and yields after every step (or
+    returns a function that does one step); or it takes ``(config, context)`` and returns a ``Workload``. One step of
+    one side must be the same work as one step of the other, unless ``global_batch_size`` in a file says otherwise.
+
+    Measuring stops when the 95 % interval is narrow enough (half-width at most half of ``resolution``), never because a
+    difference has appeared; or after ``minutes``, or after ``sets`` sets. What the ledger already holds of the same
+    code is used.
+
+    Args:
+        baseline: the side that is 1.
+        candidate: the side whose speed is asked for.
+        resolution: the smallest relative difference to be found: 0.02 is 2 %.
+        minutes: time budget; None is no limit.
+        sets: the most sets to measure.
+        device: cpu or cuda, for sides that do not say; None is the GPU where there is one.
+        output_dir: folder that receives ``trace_output/`` and ``image_output/``; None is the checkout.
+        quiet: show no progress.
+
+    Raises:
+        ConfigError: a side cannot be run on this machine, or cannot be sent to another process.
+    """
+    measured = measure(
+        baseline,
+        candidate,
+        resolution=resolution,
+        minutes=minutes,
+        sets=sets,
+        device=device,
+        output_dir=output_dir,
+        quiet=quiet,
+    )
+    return answer(measured)
+
+
+def measure(
+    baseline: Side,
+    candidate: Side,
+    *,
+    device: str | None = None,
+    output_dir: str | Path | None = None,
+    quiet: bool = False,
+    **limits: Any,
+) -> Measured:
+    """The measuring half of ``compare``, which needs no scipy: it appends to the ledger. ``limits`` as below."""
+    output = output_folder(output_dir)
+    one, two = (
+        with_images(side(given, place, device), output, quiet)
+        for given, place in ((baseline, "baseline"), (candidate, "candidate"))
+    )
+    if one.run_id == two.run_id:
+        raise ConfigError(
+            f"both sides are {_name(candidate, two)} with the same settings: every comparison measures its baseline "
+            "against itself anyway, and ddpm-lab check --instrument tells how finely this machine measures"
+        )
+    labels = _labels(_name(baseline, one), _name(candidate, two))
+    return plan_pair((one, two), labels, output=output, quiet=quiet, **limits).measure()
+
+
+def plan_pair(
+    pair: tuple[RunConfig, RunConfig],
+    names: tuple[str, str],
+    *,
+    output: Path,
+    quiet: bool,
+    resolution: float = RESOLUTION,
+    minutes: float | None = None,
+    sets: int = MOST_SETS,
+    code: CodeVersion | None = None,
+    cores: int | None = None,
+) -> Planned:
+    """Make two configurations, the baseline first, ready to be measured in the same sets.
+
+    ``code`` is what they run; None is what lies here. ``cores`` of a CPU are those of earlier sets, or that are free.
+    Raises ConfigError where this machine cannot, or the work is not equal.
+    """
+    most = hardware.usable_cores()
+    free = cores or cores_of_pair(pair, Ledger(output / LEDGER))
+    for config in pair:
+        ranks, gpus = config.world_size, len(hardware.gpus())
+        check_ranks(config.device, ranks, gpus, free, limited=free < most)
+        check_cores("loader_workers", config.loader_workers, most, ranks)
+    one, two = (on_cores(config, free) for config in pair)
+    if one.data_sha256 and two.data_sha256 and one.data_sha256 != two.data_sha256:
+        raise ConfigError("the two sides train on different images: give both the same data, or it is not equal work")
+    family = Family(
+        name=f"{names[1]} against {names[0]}",
+        baseline=one,
+        baseline_label=names[0],
+        candidates=((names[1], two),),
+        primary=names[1],
+    )
+    limits: dict[str, Any] = {"output": output, "quiet": quiet, "code": code, "sets": sets}
+    limits |= {"resolution": resolution, "minutes": minutes}
+    planned = plan_experiment(
+        Experiment(name="compare", families=(family,)), data_name=_data_name(one), plan=Plan(), **limits
+    )
+    again = None if cores else lambda n: plan_pair(pair, names, cores=n, **limits)
+    return dataclasses.replace(planned, on_cores=again)
+
+
+def answer(measured: Measured) -> Comparison:
+    """What the records say, with a figure in ``image_output/``."""
+    from ddpm_lab.explain import figures, findings  # noqa: PLC0415 - not on a bare GPU node
+
+    study = study_of(measured)
+    family = measured.experiment.families[0]
+    name = "_".join("".join(c if c.isalnum() else "-" for c in family.name).split("-against-"))
+    figure = measured.output_dir / "image_output" / f"compare_{name}.png"
+    figures.save(figures.figure(study), figure)
+    return Comparison(study=study, finding=findings.finding(study), figure=figure)
+
+
+def side(given: Side, place: str, device: str | None) -> RunConfig:
+    """The configuration that a side names, its images not prepared. Raises ConfigError, which names the ``place``."""
+    if isinstance(given, RunConfig):
+        return given
+    find_here()
+    device = usual_device(device)
+    if callable(given):
+        return RunConfig(workload=_workload_of(given, place), device=device, global_batch_size=1)
+    text = str(given)
+    if text.endswith(".toml"):
+        values = {"device": device, **read_settings(path := expanded(text), place)}
+        return configuration(values, f"{place}, {path}")
+    if ":" not in text:
+        raise ConfigError(f"{place} is {text!r}: name a workload as module:function, or a file that ends in .toml")
+    return RunConfig(workload=text, device=device, global_batch_size=1)
+
+
+def _workload_of(function: Callable[..., Any], place: str) -> str:
+    """The name under which another process can import a function."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    found: Any = sys.modules.get(module or "")
+    if module in (None, "__main__") or not name.isidentifier() or getattr(found, name, None) is not function:
+        bare = last if (last := name.rpartition(".")[2]).isidentifier() else "name"
+        raise ConfigError(
+            f"{place} is the function {name or function!r}, which only this process knows, and each side runs in a "
+            f"process of its own: put it into a file, such as mine.py, and give 'mine:{bare}'"
+        )
+    return f"{module}:{name}"
+
+
+def with_images(config: RunConfig, output: Path, quiet: bool) -> RunConfig:
+    """A configuration with its images prepared, where it names some or is of the lab's own trainer."""
+    if config.data_sha256 or (config.workload != DDPM and not config.data):
+        return config
+    say = (lambda _: None) if quiet else (lambda line: print(line, file=sys.stderr))
+    folder = resolve(
+        config.data or "synthetic",
+        output / PREPARED,
+        image_size=config.image_size,
+        held_out=None,
+        skip_bad=False,
+        progress=say,
+    )
+    return dataclasses.replace(config, data=str(folder), data_sha256=read_manifest(folder).content_hash)
+
+
+def _name(given: Side, config: RunConfig) -> str:
+    if isinstance(given, RunConfig):
+        return f"configuration {config.run_id}"
+    return config.workload if callable(given) else Path(given).stem if str(given).endswith(".toml") else str(given)
+
+
+def _labels(one: str, two: str) -> tuple[str, str]:
+    """The two names, without the module where both have the same."""
+    if one == two:
+        return one, f"{two} (candidate)"
+    module, _, function = one.rpartition(":")
+    other, _, candidate = two.rpartition(":")
+    return (function, candidate) if module and module == other else (one, two)
+
+
+def _data_name(config: RunConfig) -> str:
+    if not config.data_sha256:
+        return ""
+    manifest = read_manifest(Path(config.data))
+    return f"{manifest.train_count:,} images"

@@ -1,0 +1,302 @@
+"""Ask a question: measure what the ledger does not have yet, and return the records that answer it.
+
+``run`` is the one call of every notebook. ``measure`` is the measuring half alone, which needs no scipy, no Jupyter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpm_lab.checks import ConfigError, choice, whole
+from ddpm_lab.explain.bands import DEFAULT
+from ddpm_lab.explain.bands import bands as bands_called
+from ddpm_lab.files import CHECKOUT, LEDGER, ledgers, output_folder
+from ddpm_lab.ledger import PUBLISHED, Damaged, Head, Ledger, published_trials, read_all
+from ddpm_lab.measure import hardware
+from ddpm_lab.plan import PRESETS, TOGETHER, Experiment, Family
+from ddpm_lab.questions.ask import LONG, QUESTIONS
+from ddpm_lab.questions.planned import Measured, Planned
+from ddpm_lab.questions.planning import Settings, plan_question
+from ddpm_lab.questions.recommend import LEAST_MINUTES, recommend
+from ddpm_lab.record import RunRecord
+from ddpm_lab.training.setting import OWN_DATA, own_data
+
+if TYPE_CHECKING:
+    from ddpm_lab.explain.frames import Study
+
+SEARCHED = ("sets", "resolution", "seeds", "images", "only", "any_batch", "global_batch_size")
+"""Settings of a search, and of what it found, alone."""
+LAST = "batch_size"
+"""Measured by the recommendation too, in the preset ``full``."""
+
+
+def run(
+    name: str,
+    *,
+    output_dir: str | Path | None = None,
+    ledger: Sequence[str | Path] | str | Path | None = None,
+    machine: str | None = None,
+    published: bool | None = None,
+    bands: object = DEFAULT,
+    **settings: Any,
+) -> Study:
+    """Answer a question with records, measuring first what is missing.
+
+    With ``ledger`` (files to read) or ``machine`` (whose records to show) nothing is measured. Nor is it with
+    ``published``, which shows what this machine has measured before, or else the records that came with the checkout;
+    None asks for that where measuring is LONG and the preset is not ``full``. ``bands`` name parallel efficiencies:
+    s000, s001 or a table of your own (see ``explain.bands``). The other settings are those of ``measure``. Raises
+    ConfigError, DataError or LedgerError, in one sentence, before any rank is started.
+    """
+    choice("experiment", name, QUESTIONS)
+    table = bands_called(bands)
+    if published is not None and not isinstance(published, bool):
+        raise ConfigError(f"published is {published!r}: give True, False or None")
+    if ledger is not None or machine is not None:
+        answer = _stored(name, output_dir, ledger, machine, settings.get("workload"))
+    elif published or (published is None and name in LONG and settings.get("preset") != "full"):
+        answer = _published(name, output_folder(output_dir))
+        usual = {f.name: f.default for f in dataclasses.fields(Settings)}
+        idle = [n for n, value in settings.items() if n != "preset" and value is not None and value != usual.get(n)]
+        if idle:
+            print(f"note: no effect on records that exist: {', '.join(idle)}; published = False measures with them")
+    else:
+        answer = study_of(measure(name, output_dir=output_dir, **settings))
+    return dataclasses.replace(answer, bands=table)
+
+
+def measured_here(name: str, output_dir: str | Path | None) -> Study | None:
+    """The records of this machine that answer a question, or None where its ledger has none."""
+    output, here = output_folder(output_dir), hardware.machine().key
+    heads = of_training(Ledger(output / LEDGER).heads()[0], None)
+    known = any((h.experiment, h.machine.key) == (name, here) for h in heads)
+    return _stored(name, output, None, here) if known else None
+
+
+def cohorts_here(name: str, output_dir: str | Path | None) -> list[Study]:
+    """Every cohort of this machine and of the code measured last that answers a question, as a study; the latest last.
+
+    What was measured later, with other images or for less time, hides nothing here.
+    """
+    from ddpm_lab.explain.frames import cohorts, study  # noqa: PLC0415 - the explaining half is not on a bare GPU node
+
+    output, here = output_folder(output_dir), hardware.machine().key
+
+    def mine(heads: Sequence[Head]) -> list[Head]:
+        found = [h for h in of_training(heads, None) if (h.experiment, h.machine.key) == (name, here)]
+        latest = set(cohorts(found))
+        return [h for h in found if h.cohort in latest]
+
+    records, damaged = Ledger(output / LEDGER).read(mine)
+    _note(damaged)
+    return [study(records, name, cohort=cohort, output_dir=output) for cohort in cohorts(records)]
+
+
+def _published(name: str, output: Path) -> Study:
+    """The records of this machine, or else the latest that came with the checkout."""
+    from ddpm_lab.explain.frames import study  # noqa: PLC0415 - as above
+
+    if (mine := measured_here(name, output)) is not None:
+        return mine
+    files = sorted((CHECKOUT / PUBLISHED).glob("*.jsonl"))
+    told = [(h.date, file, h.machine.key) for file in files for h in Ledger(file).heads()[0] if h.experiment == name]
+    if not told:
+        return study([], name, output_dir=output)
+    _, file, key = max(told)
+    return dataclasses.replace(_stored(name, output, file, key), published=True)
+
+
+def study_of(measured: Measured) -> Study:
+    """The records that answer what was measured."""
+    from ddpm_lab.explain.frames import BESIDE_OTHERS, LOOK, TRIAL, study  # noqa: PLC0415 - as above
+
+    key, name = measured.cohort[0], measured.experiment.name
+
+    def mine(head: Head) -> bool:
+        return head.machine.key == key and (
+            head.experiment == name or head.role in (TRIAL, LOOK) or name in BESIDE_OTHERS
+        )
+
+    records, damaged = Ledger(measured.ledger).read(lambda heads: [h for h in heads if mine(h)])
+    _note(damaged)
+    machine, code, _, plan = measured.cohort
+    configurations = measured.experiment.configurations
+    parts = [  # images of several sizes are several sets of data: each compares only with itself
+        study(
+            records,
+            name,
+            run_ids={c.run_id for c in configurations},
+            cohort=(machine, code, data, plan),
+            output_dir=measured.output_dir,
+        )
+        for data in dict.fromkeys(c.data_sha256 for c in configurations)
+    ]
+    return dataclasses.replace(
+        parts[0],
+        records=tuple(r for part in parts for r in part.records),
+        trials=tuple(r for part in parts for r in part.trials),
+        published_trials=published_trials(),
+        measured_sets=measured.measured_sets,
+        resolution=measured.planned.campaign.target.resolution,
+    )
+
+
+def records_of(measured: Measured) -> list[RunRecord]:
+    """Every record of the configurations that were asked for, of this machine, code and plan."""
+    machine, code, _, plan = measured.cohort
+    wanted = {c.run_id: c.data_sha256 for c in measured.experiment.configurations}
+    cohorts = {(machine, code, data, plan) for data in wanted.values()}
+    records, _ = Ledger(measured.ledger).read(
+        lambda heads: [h for h in heads if h.experiment == measured.experiment.name and h.cohort in cohorts]
+    )
+    return [r for r in records if r.run_id in wanted]
+
+
+def recommendation(
+    *,
+    preset: str = "quick",
+    minutes: float | None = None,
+    train_images: int | None = None,
+    output_dir: str | Path | None = None,
+    ledger: Sequence[str | Path] | str | Path | None = None,
+    machine: str | None = None,
+    workload: str | None = None,
+    **settings: Any,
+) -> Study:
+    """The fastest configuration that a search finds, with all experiments' records of one machine.
+
+    ``quick`` searches where it is given ``minutes``, and else shows the last search of this machine, or without one
+    what all questions came to: a report has no time for a search beside them, and gives 0, in
+    ``full`` a share.
+    ``full`` first measures the largest batch that fits. What is recommended is written into ``recommended.toml`` too.
+    With ``ledger`` or ``machine`` nothing is measured; "all" machines are pooled only where that is asked for.
+    ``train_images`` are those of the full training that is projected; the other settings are those of
+    ``recommend.recommend``, and the errors too.
+    ``workload`` is a training of the user's, in place of the lab's own trainer.
+    """
+    from ddpm_lab.explain.frames import RECOMMENDATION, study  # noqa: PLC0415 - not on a bare GPU node
+    from ddpm_lab.explain.questions.recommendation import write_settings  # noqa: PLC0415
+
+    choice("preset", preset, PRESETS)
+    if train_images is not None:
+        whole("train_images", train_images, 1)
+    output, reads = output_folder(output_dir), ledger is not None or machine is not None
+    searches = not reads and (preset != "quick" if minutes is None else minutes > 0)
+    if searches:
+        settings = {"preset": preset, "output_dir": output_dir, "workload": workload, **settings}
+        if preset == "full":
+            largest = {k: v for k, v in settings.items() if k not in SEARCHED}
+            try:
+                measure(LAST, minutes=None if minutes is None else minutes / 3, **largest)
+                minutes = None if minutes is None else minutes * 2 / 3
+            except ConfigError as refused:  # the search is worth more
+                print(f"note: {LAST}: {refused}")
+        if preset == "full" and minutes is not None and minutes < LEAST_MINUTES:
+            print("note: what is left of the time is too short for a search")
+        else:
+            recommend(minutes=minutes, **settings)
+    if not reads:
+        machine = hardware.machine().key
+        if not any(head.machine.key == machine for head in of_training(Ledger(output / LEDGER).heads()[0], workload)):
+            return study([], RECOMMENDATION, output_dir=output)
+    answer = _stored(RECOMMENDATION, output_dir, ledger, machine, workload)
+    answer = dataclasses.replace(answer, train_images=train_images)
+    if not reads:
+        write_settings(answer)
+    return answer
+
+
+def of_training(heads: Sequence[Head], workload: str | None) -> list[Head]:
+    """Heads of records of a training of the user's; without a name, of everything but such."""
+    begin = OWN_DATA if workload is None else own_data(workload)
+    return [head for head in heads if head.cohort[2].startswith(begin) == (workload is not None)]
+
+
+def _stored(
+    name: str,
+    output_dir: str | Path | None,
+    ledger: Sequence[str | Path] | str | Path | None,
+    machine: str | None,
+    workload: str | None = None,
+) -> Study:
+    output = output_folder(output_dir)
+    files = ledgers([ledger] if isinstance(ledger, str | Path) else ledger, output)
+    return read_study(files, name, output, machine=machine, among=lambda heads: of_training(heads, workload))
+
+
+def read_study(
+    files: Sequence[Path],
+    name: str,
+    output: Path,
+    *,
+    machine: str | None = None,
+    among: Callable[[Sequence[Head]], Sequence[Head]] = lambda heads: heads,
+) -> Study:
+    """What records in ``files`` answer a question: those ``among`` them, of one machine; see ``frames.chosen``.
+
+    Prints a note of each line that cannot be read. Raises LedgerError where a file is missing or is no ledger.
+    """
+    from ddpm_lab.explain.frames import chosen, study  # noqa: PLC0415 - as above
+
+    records, damaged = read_all(files, lambda heads: chosen(among(heads), name, machine=machine))
+    _note(damaged)
+    answer = study(records, name, machine=machine, output_dir=output)
+    return dataclasses.replace(answer, published_trials=published_trials())
+
+
+def _note(damaged: Iterable[Damaged]) -> None:
+    for line in damaged:
+        print(f"note: {line}")
+
+
+def measure(name: str, **settings: Any) -> Measured:
+    """Measure what the ledger lacks for a question, and say which records answer it.
+
+    ``settings`` are those of ``planning.plan_question``, and the errors too. Comparisons that have an answer get no
+    more sets; those that were shown to be inconclusive do.
+    """
+    return undecided(plan_question(name, **settings)).measure()
+
+
+def undecided(planned: Planned) -> Planned:
+    """A question without further sets for the comparisons whose answer was shown before."""
+    campaign = planned.campaign
+    if campaign.target.seconds == 0 or not any(
+        campaign.held.looked(f.baseline.run_id) for f in campaign.experiment.families
+    ):
+        return planned
+    try:
+        from ddpm_lab.explain.comparisons import comparisons  # noqa: PLC0415 - not on a bare GPU node
+    except ModuleNotFoundError:
+        return planned
+    answered = frozenset((c.baseline_id, c.run_id) for c in comparisons(study_of(planned.result())) if c.answered)
+    return planned.renewed(decided=answered)
+
+
+def combination(planned: Planned) -> Planned | None:
+    """What may be recommended together, ready to be measured beside the baseline; None for fewer than two changes.
+
+    ``planned`` is a question of the same training. Nothing can tell on a node without scipy.
+    """
+    try:
+        from ddpm_lab.explain import gains  # noqa: PLC0415 - not on a bare GPU node
+    except ModuleNotFoundError:
+        return None
+    campaign, name = planned.campaign, planned.campaign.experiment.configurations[0]
+    workload = name.work_name if name.is_own else None
+    study = _stored("recommendation", planned.output, None, campaign.machine_key, workload)
+    if (found := gains.combination(study)) is None:
+        return None
+    base, base_label, config, label = found
+    family = Family(
+        name=f"{base.work_name}, batch {base.global_batch_size}{TOGETHER}",
+        baseline=base,
+        baseline_label=base_label,
+        candidates=((label, config),),
+        primary=label,
+        together=True,
+    )
+    return planned.renewed(Experiment(name="recommendation", families=(family,)))

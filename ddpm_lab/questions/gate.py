@@ -1,0 +1,169 @@
+"""A gate for other people's changes: the working tree against a revision of its repository, in the same sets.
+
+Each side is whole: its own sources, found first on the Python path of its own ranks, and its own file of settings. What
+times them is one and the same, or nothing is measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import DDPM, RunConfig
+from ddpm_lab.files import expanded, output_folder
+from ddpm_lab.measure.code_version import CodeVersion, Tree, in_repository, is_library
+from ddpm_lab.measure.progress import Progress
+from ddpm_lab.measure.worktree import Repository, tree_of
+from ddpm_lab.questions.comparison import plan_pair, side, with_images
+from ddpm_lab.questions.planned import Measured
+from ddpm_lab.questions.planning import instrument_for
+from ddpm_lab.training.own_workload import code_of
+from ddpm_lab.training.setting import usual_device
+
+WORKING_TREE = "working tree"
+INSTRUMENT = "ddpm_lab.measure."
+
+
+@dataclass(frozen=True, slots=True)
+class Unchanged:
+    """Nothing was measured, since both sides run the same code; the sentence says so, without a full stop."""
+
+    sentence: str
+
+
+def measure(
+    given: str | None,
+    against: str,
+    *,
+    always: bool = False,
+    device: str | None = None,
+    output_dir: str | Path | None = None,
+    quiet: bool = False,
+    **limits: Any,
+) -> Measured | Unchanged:
+    """Measure a training step as it is in the working tree against a revision of the repository that one works in.
+
+    Args:
+        given: ``module:function``, or a TOML file of settings; None is the lab's own trainer with its defaults.
+        against: any revision that git knows here: a branch, a tag, a commit. It is the baseline.
+        always: measure identical code too.
+        device, output_dir, quiet, limits: as in ``compare``; ``limits`` are resolution, minutes and sets.
+
+    Raises:
+        ConfigError: there is no such repository or revision, a side cannot be run, or what would time the two differs.
+    """
+    repository = Repository.around(Path.cwd())
+    commit = repository.commit(against)
+    output = output_folder(output_dir)
+
+    instrument = instrument_for(output, Progress("compare", quiet=quiet))
+    trainer = RunConfig(device=usual_device(device))
+
+    def made(given: str | RunConfig, place: str) -> RunConfig:
+        config = side(given, place, device)
+        return config if config.workload == DDPM else with_images(config, output, quiet)  # it is looked at
+
+    ours = made(given or trainer, "the step")
+    mine = code_of([ours], instrument)
+    _refuse_strangers(repository, mine, ours.workload)
+    with repository.worktree(commit) as folder:
+        base = made(_counterpart(given, repository.root, folder) or trainer, f"the step in {against}")
+        tree = tree_of(repository, commit, folder, mine.sources)
+        try:
+            theirs = code_of([base], instrument, tree)
+        except ConfigError as error:
+            raise ConfigError(f"{against} ({tree.revision}): {error}; name a step that both have") from error
+        changed = _changed(mine, theirs)
+        if not changed and ours == base and not always:
+            return Unchanged(
+                f"{ours.workload} and all that it imports are the same in the {WORKING_TREE} and in {against} "
+                f"({tree.revision}), so nothing was measured; files that it reads are not looked at (--always measures)"
+            )
+        _refuse_two_instruments(changed, against)
+        base = dataclasses.replace(base, revision=tree.revision)
+        if any(module.startswith("ddpm_lab.") for module in changed):
+            _refuse_other_settings(base, tree, against)
+        if not quiet:
+            what = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
+            print(f"{WORKING_TREE} against {against} ({tree.revision}): {what or 'no module'} changed", file=sys.stderr)
+        return plan_pair(
+            (with_images(base, output, quiet), with_images(ours, output, quiet)),
+            (against, WORKING_TREE),
+            code=mine.with_revision(theirs),
+            output=output,
+            quiet=quiet,
+            **limits,
+        ).measure()
+
+
+def _counterpart(given: str | None, root: Path, folder: Path) -> str | None:
+    """A file of settings as the revision has it; one that it has not, or that lies elsewhere, counts for both sides."""
+    if given is None or not given.endswith(".toml"):
+        return given
+    path = expanded(given).resolve()
+    if not in_repository(path, str(root)):
+        return given
+    there = folder / path.relative_to(root)
+    return str(there) if there.is_file() else given
+
+
+def _changed(mine: CodeVersion, theirs: CodeVersion) -> list[str]:
+    """Modules of which the two sides have different sources, or which only one of them has."""
+    ours, others = ({(name, source.sha256) for name, source in v.sources.items()} for v in (mine, theirs))
+    return sorted({name for name, _ in ours ^ others})
+
+
+def _refuse_strangers(repository: Repository, mine: CodeVersion, workload: str) -> None:
+    """Raise ConfigError where no revision of the repository could change what is run, or a part would not be seen."""
+    files = {name: Path(source.file) for name, source in mine.sources.items()}
+    root = str(repository.root)
+    if not any(in_repository(file, root) for file in files.values()):
+        place = files[workload.partition(":")[0]]
+        raise ConfigError(
+            f"nothing that {workload} imports belongs to the repository {root} (it lies in {place}): name a step of "
+            "this repository as module:function, or change to the repository that it belongs to"
+        )
+    for name, file in files.items():
+        below = file.resolve().is_relative_to(root) and not is_library(str(file))
+        if below and not in_repository(file, root) and (submodule := repository.submodule_of(file)):
+            raise ConfigError(
+                f"module {name} lies in the submodule {submodule} of {root}, which a revision names and does not hold: "
+                "change to the submodule, and compare revisions of it there"
+            )
+
+
+def _refuse_two_instruments(changed: list[str], against: str) -> None:
+    """Raise ConfigError where the code that times the two sides is not the same: their ratio would hold its change."""
+    other = [module for module in changed if module.startswith(INSTRUMENT)]
+    if other:
+        raise ConfigError(
+            f"the measuring code itself is another in {against} ({', '.join(other)}), and two instruments give no "
+            "ratio: compare with a revision since that change, or see with ddpm-lab check --instrument whether it "
+            "measures alike"
+        )
+
+
+def _refuse_other_settings(config: RunConfig, tree: Tree, against: str) -> None:
+    """Raise ConfigError where the revision's own lab does not read these settings as the same work."""
+    code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).run_id)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(tree.path)}
+    asked = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        input=pickle.dumps(config),
+        capture_output=True,
+        check=False,
+        env=environment,
+    )
+    if asked.returncode or asked.stdout.decode().strip() != config.run_id:
+        said = asked.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["they name other work there"]
+        raise ConfigError(
+            f"the lab in {against} does not know these settings as this one does: {said[0]}; compare with a revision "
+            "since they came, or name a step as module:function"
+        )

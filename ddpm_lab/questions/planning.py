@@ -1,0 +1,290 @@
+"""From settings to something ready to be measured: all that can be refused is refused here, before a rank starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ddpm_lab.checks import ConfigError, choice, number, several, whole
+from ddpm_lab.config import DEVICES, NETWORKS
+from ddpm_lab.data.packed import read_manifest, resolve
+from ddpm_lab.files import LEDGER, PREPARED, output_folder, writing
+from ddpm_lab.ledger import Ledger
+from ddpm_lab.measure import hardware
+from ddpm_lab.measure.campaign import Campaign
+from ddpm_lab.measure.cluster import current
+from ddpm_lab.measure.code_version import CodeVersion, code_version
+from ddpm_lab.measure.progress import Progress
+from ddpm_lab.measure.seat import Instrument
+from ddpm_lab.measure.shortfall import LEAST_SETS, RESOLUTION, Target
+from ddpm_lab.plan import Experiment, Plan
+from ddpm_lab.plan import preset as preset_called
+from ddpm_lab.questions.ask import PLANS, QUESTIONS, STAGES, ask
+from ddpm_lab.questions.chosen_once import compiled_in, cores_of
+from ddpm_lab.questions.planned import Planned
+from ddpm_lab.record import LedgerError
+from ddpm_lab.training.own_workload import check_brought, check_name, code_of, look_at, with_changes, with_own
+from ddpm_lab.training.setting import Images, Setup, check_ranks, usual_device
+
+LEAST_PLACE_SECONDS = 1.0
+"""What one configuration in one set takes at least, where nothing is known of it."""
+MOST_SETS = 100
+"""Where a resolution says how many sets are measured, and nothing else limits them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a question is asked.
+
+    Args:
+        preset: smoke, quick or full: how much is run.
+        minutes: time budget, which says how many sets there are; what does not fit becomes fewer configurations. None
+            is no limit, 0 measures nothing.
+        sets: sets per comparison, just so many; None is what the time gives, or the preset's number.
+        resolution: measure each comparison until a relative difference of this size would be found (0.02 is 2 %), in
+            at most ``sets`` sets (100 by default); None measures the planned number of sets.
+        output_dir: folder that receives ``trace_output/``; None is the checkout.
+        start_method: forkserver, or spawn, which costs some 5 seconds more for each group.
+        quiet: show no progress. ``say`` gets its lines instead of the terminal.
+        further: whether comparisons whose answer was shown get more sets.
+        data, held_out, skip_bad: images, and ``cache`` keeps them prepared, by default in the output folder.
+        network: None is ``tiny`` on a CPU; on a GPU, and beside other trainers, the published one, ``seed``.
+        device: None is the GPU where there is one.
+        image_size: ``image_sizes`` makes one part of the experiment for each size instead.
+        oversubscribe: allow more ranks than devices.
+        workload: a training of the user's, which brings its own data and model.
+        cores: to measure with on a CPU; None is as many as earlier sets of this question had, or as are free.
+        grid: settings of the question itself; see ``questions``.
+    """
+
+    preset: str = "quick"
+    minutes: float | None = None
+    sets: int | None = None
+    resolution: float | None = None
+    output_dir: str | Path | None = None
+    start_method: str = "forkserver"
+    quiet: bool = False
+    say: Callable[[str], None] | None = None
+    further: bool = True
+    data: str = "synthetic"
+    held_out: str | None = None
+    skip_bad: bool = False
+    cache: Path | None = None
+    network: str | None = None
+    device: str | None = None
+    image_size: int = 32
+    image_sizes: Sequence[int] | None = None
+    seed: int = 0
+    oversubscribe: bool = False
+    workload: str | None = None
+    cores: int | None = None
+    grid: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, **settings: Any) -> Settings:
+        """Settings by name; names that are not known here are the question's own."""
+        mine = {f.name for f in dataclasses.fields(cls)}
+        grid = {name: value for name, value in settings.items() if name not in mine}
+        return cls(**{name: value for name, value in settings.items() if name in mine}, grid=grid)
+
+    def check(self, question: str) -> None:
+        """Raise ConfigError for what cannot be meant or run; what the question itself takes it checks."""
+        choice("experiment", question, (*QUESTIONS, *STAGES))
+        device = usual_device(self.device)
+        choice("device", device, DEVICES)
+        check_ranks(device, 1, len(hardware.gpus()), 1)
+        if self.network is not None:
+            choice("network", self.network, NETWORKS)
+        if self.image_sizes is not None:
+            several("image_sizes", self.image_sizes)
+        whole("seed", self.seed, 0)
+        if self.workload is not None:
+            names = ("data", "held_out", "skip_bad", "network", "image_size", "image_sizes")
+            check_brought(self.workload, {name: getattr(self, name) for name in names})
+            check_name(question, self.workload)
+
+
+def plan_question(name: str, **settings: Any) -> Planned:
+    """Check a question and prepare its images: nothing of it is refused any more.
+
+    Args:
+        name: a question, such as profile, multi_gpu or amp, or a stage of a search.
+        settings: those of ``Settings``, and of the question itself.
+
+    Raises:
+        ConfigError: a setting cannot be run on this machine.
+        DataError: there are no images where ``data`` says.
+        LedgerError: the output folder cannot be written.
+    """
+    asked = Settings.of(**settings)
+    asked.check(name)
+    scope, smoke = preset_called(asked.preset), asked.preset == "smoke"
+    output, progress = output_folder(asked.output_dir), Progress(name, quiet=asked.quiet, say=asked.say)
+    plan = PLANS.get(name, scope.plan)
+    if smoke:
+        plan = replace(plan, turns=scope.plan.turns)
+    limits = (asked.sets, asked.minutes, asked.resolution)
+    target = _target(plan, *limits, planned=scope.sets, cold_compiles=scope.cold_compiles)
+    target = replace(target, exact=target.exact or smoke, further=asked.further)
+    instrument, ledger = instrument_for(output, progress, asked.start_method), Ledger(output / LEDGER)
+    experiment, instrument = _experiment(name, asked, instrument, ledger, target)
+    campaign = Campaign(experiment, target, instrument, ledger, output / "trace_output")
+    chooses = not (asked.cores or smoke or name in STAGES)
+    if name not in STAGES:  # these get the time that a search leaves
+        check_time(campaign)
+    on_cores = (lambda free: plan_question(name, **{**settings, "cores": free})) if chooses else None
+    return Planned(campaign=campaign, output=output, progress=progress, on_cores=on_cores)
+
+
+def check_time(campaign: Campaign) -> None:
+    """Refuse a budget in which not even the primary comparison can get its least sets. Raises ConfigError."""
+    target, family = campaign.target, next(iter(campaign.experiment.families), None)
+    if not target.seconds or target.exact or family is None or not family.candidates:
+        return
+    base, candidates = family.baseline.run_id, dict(family.candidates)
+    place = campaign.held.place_seconds(base) or LEAST_PLACE_SECONDS
+    have = len(campaign.held.sets(base, candidates.get(family.primary, family.candidates[0][1]).run_id))
+    needed = max(0, LEAST_SETS - have) * 3 * place
+    if needed > target.seconds:
+        raise ConfigError(
+            f"minutes is {target.seconds / 60:.2g}: {LEAST_SETS} sets of the primary comparison take about "
+            f"{math.ceil(needed / 0.6) / 100:g} minutes here; give at least that"
+        )
+
+
+def plan_experiment(
+    experiment: Experiment,
+    *,
+    data_name: str,
+    plan: Plan,
+    sets: int,
+    resolution: float | None,
+    minutes: float | None,
+    output: Path,
+    quiet: bool = False,
+    code: CodeVersion | None = None,
+) -> Planned:
+    """Make an experiment of any workloads ready; one code version covers the sources of all of them.
+
+    ``code`` is that version where it is known; None looks at each workload that is not of the lab.
+    """
+    target = _target(plan, sets, minutes, resolution)
+    progress = Progress(experiment.name, quiet=quiet)
+    instrument = instrument_for(output, progress)
+    instrument = replace(instrument, code=code or code_of(experiment.configurations, instrument), data_name=data_name)
+    campaign = Campaign(experiment, target, instrument, Ledger(output / LEDGER), output / "trace_output")
+    return Planned(campaign=campaign, output=output, progress=progress)
+
+
+def _target(
+    plan: Plan,
+    sets: int | None,
+    minutes: float | None,
+    resolution: float | None,
+    *,
+    planned: int = MOST_SETS,
+    cold_compiles: int = 0,
+) -> Target:
+    """How much is measured. Without scipy nothing can say what an interval resolves: then the sets are planned."""
+    if minutes is not None and not (number(minutes) and minutes >= 0):
+        raise ConfigError(f"minutes is {minutes!r}: give a number from 0, or leave it out for no limit")
+    if sets is not None:
+        whole("sets", sets, 1)
+    to_come = None
+    if resolution is not None:
+        if not (number(resolution) and 0 < resolution < 1):
+            raise ConfigError(f"resolution is {resolution!r}: give a share such as 0.02, for 2 %")
+        try:
+            from ddpm_lab.explain import decisions  # noqa: PLC0415 - the explaining half is not on a bare GPU node
+        except ModuleNotFoundError as missing:
+            raise ConfigError(
+                f"resolution needs {missing.name}, which is not installed here: give the number of sets instead"
+            ) from missing
+        to_come, planned = partial(decisions.sets_to_come, effect=resolution), MOST_SETS
+    return Target(
+        plan=plan,
+        sets=sets or planned,
+        cold_compiles=cold_compiles,
+        exact=sets is not None,
+        seconds=None if minutes is None else minutes * 60,
+        resolution=RESOLUTION if resolution is None else resolution,
+        sets_to_come=to_come,
+    )
+
+
+def instrument_for(output: Path, progress: Callable[[str], None], start_method: str = "forkserver") -> Instrument:
+    """What measuring the lab's own workloads with results in ``output`` needs to know.
+
+    Raises LedgerError if that is not writable.
+    """
+    with writing(folder := output / LEDGER.parent, LedgerError):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".writable").touch()
+        (folder / ".writable").unlink()
+    return Instrument(
+        code=code_version(),
+        cache=output / "trace_output" / "cache",
+        usable_cores=hardware.usable_cores(),
+        data_name="",
+        start_method=start_method,
+        progress=progress,
+    )
+
+
+def _experiment(
+    name: str, asked: Settings, instrument: Instrument, ledger: Ledger, target: Target
+) -> tuple[Experiment, Instrument]:
+    """The experiment with its images prepared, and the instrument, which then knows images and code."""
+    device, most, own = usual_device(asked.device), instrument.usable_cores, asked.workload is not None
+    cores = most if asked.preset == "smoke" and not asked.cores else asked.cores  # it calls nothing
+    cores = cores_of(name, cores, device, instrument, ledger, target=target, own=own)
+    grid, fleet = dict(asked.grid), current()
+    if name == "torch_compile" and grid.get("precision") is None and device == "cpu" and not own:
+        grid["precision"] = compiled_in(instrument, ledger)
+    setup = Setup(
+        preset=asked.preset,
+        network=asked.network or ("tiny" if device == "cpu" and name != "peers" else "seed"),
+        images=Images(folder="", sha256="", name=""),
+        device=device,
+        gpus=len(hardware.gpus()),
+        usable_cores=cores,
+        limited=cores < most,
+        seed=asked.seed,
+        oversubscribe=asked.oversubscribe,
+        hosts=len(fleet.hosts) if fleet else 1,
+        places=fleet.node_size if fleet else 0,
+    )
+    parts = []
+    for size in asked.image_sizes or (asked.image_size,):
+        setup = replace(setup, images=Images(folder="", sha256="", name="", image_size=size))
+        ask(name, setup, **grid)  # refuses a wrong size or grid before an image is decoded or a rank is started
+        if asked.workload is not None:
+            found, code = look_at(asked.workload, instrument, device=device, seed=asked.seed)
+            setup, instrument = with_own(setup, found), replace(instrument, code=code)
+        else:
+            setup = replace(setup, images=_images(asked, size, instrument.progress))
+        parts.append(ask(name, setup, **grid))
+    instrument = replace(instrument, data_name=setup.images.name)
+    return with_changes(merged(parts), setup.own, ledger, instrument.code.key), instrument
+
+
+def merged(parts: Sequence[Experiment]) -> Experiment:
+    """Parts of one question as one experiment; what a question has only one of is the first part's."""
+    rows = ("families", "left_out", "profiles", "trials", "checks")
+    every: dict[str, Any] = {name: tuple(row for part in parts for row in getattr(part, name)) for name in rows}
+    return replace(parts[0], **every)
+
+
+def _images(asked: Settings, image_size: int, progress: Callable[[str], None]) -> Images:
+    cache = asked.cache or output_folder(asked.output_dir) / PREPARED
+    how = {"held_out": asked.held_out, "skip_bad": asked.skip_bad, "progress": progress}
+    folder = resolve(asked.data, cache, image_size=image_size, **how)  # type: ignore[arg-type]
+    manifest = read_manifest(folder)
+    source = f"images from {'/'.join(Path(manifest.source).parts[-2:])}"
+    name = f"{manifest.train_count:,} {'synthetic images' if manifest.kind == 'synthetic' else source}"
+    return Images(folder=str(folder), sha256=manifest.content_hash, name=name, image_size=image_size)

@@ -1,0 +1,70 @@
+"""How many loader workers are worth having? Training, and the loader alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from ddpm_lab.checks import choice
+from ddpm_lab.config import DDPM, LOADER_ALONE
+from ddpm_lab.declared import Opt
+from ddpm_lab.plan import Experiment, Family
+from ddpm_lab.questions.quality import identity_trials
+from ddpm_lab.training.setting import (
+    CPU_PRECISIONS,
+    CUDA_PRECISIONS,
+    Batch,
+    Precisions,
+    Setup,
+)
+
+PRIMARY_WORKERS = 2
+"""Whose comparison with none is the primary one."""
+FULL_WORKERS = (0, 1, 2, 4, 8, 12, 16, 20)
+
+
+def workers(
+    setup: Setup,
+    *,
+    worker_counts: Annotated[Sequence[int] | None, Opt("numbers of workers", least=0)] = None,
+    precisions: Precisions = None,
+    global_batch_size: Batch = None,
+) -> Experiment:
+    """How many loader workers are worth having? Each file decoded when needed; training, and the loader alone."""
+    usual = {"smoke": (0, 1), "quick": (0, 1, 2), "full": FULL_WORKERS}[setup.preset]
+    able = CUDA_PRECISIONS if setup.device == "cuda" else CPU_PRECISIONS
+    for p in precisions or ():
+        choice("precisions", p, able)
+    asked = tuple(dict.fromkeys(worker_counts or usual))
+    formats = tuple(dict.fromkeys(precisions or ("fp32", setup.usual_precision if setup.preset == "full" else "fp32")))
+    batch = setup.batch_size(global_batch_size)
+    first, *others = sorted(n for n in asked if n <= setup.usable_cores) or [0]
+    others = others[-1:] + others[:-1]  # the most workers are the most telling
+    families, left_out = [], []
+    kinds: list[tuple[str, dict[str, Any]]] = [
+        (f"training, {setup.family_name(batch)}, {setup.precision_name(p)}", {"precision": p}) for p in formats
+    ]
+    if setup.preset != "quick":  # it would take the time that the other questions need for a verdict
+        kinds.append((f"loader alone, {setup.loader_name(batch)}", {"workload": LOADER_ALONE}))
+    for name, settings in kinds:
+        base = setup.config(global_batch_size=batch, loader="files", loader_workers=first, **settings)
+        families.append(
+            Family(
+                name=name,
+                baseline_label=_workers_label(first),
+                baseline=base,
+                candidates=tuple((_workers_label(n), dataclasses.replace(base, loader_workers=n)) for n in others),
+                primary=_workers_label(PRIMARY_WORKERS if PRIMARY_WORKERS in others else max(asked)),
+            )
+        )
+        left_out += [
+            (name, _workers_label(n), f"more than the {setup.cores_name}") for n in asked if n > setup.usable_cores
+        ]
+    # What a loader changes is nothing: shown in seconds, and to the last bit. A user's dataset may draw in its workers.
+    trials = tuple(t for f in families if f.baseline.workload == DDPM for t in identity_trials(f))
+    return Experiment(name="workers", families=tuple(families), left_out=tuple(left_out), trials=trials)
+
+
+def _workers_label(count: int) -> str:
+    return f"{count} worker{'s' if count != 1 else ''}"

@@ -1,0 +1,218 @@
+"""Figures and findings from records alone: a user's own, and the published ones that stand in the checkout."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from jinja2 import Environment
+from PIL import Image, ImageFilter
+
+from ddpm_lab.explain import figures, findings, frames
+from ddpm_lab.explain.bands import DEFAULT
+from ddpm_lab.explain.bands import bands as bands_called
+from ddpm_lab.explain.findings import Finding
+from ddpm_lab.explain.frames import RECOMMENDATION, Study, study
+from ddpm_lab.explain.quality import NOT_MEASURED
+from ddpm_lab.explain.show import NAMES
+from ddpm_lab.files import replace
+from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials, read_all
+from ddpm_lab.plan import SEARCH
+from ddpm_lab.record import LedgerError, RunRecord
+from ddpm_lab.reports.anonymous import anonymous
+
+SHOWN = {*NAMES, SEARCH}
+"""Experiments whose records some figure shows: the questions, and the search behind the recommendation."""
+FIGURES = Path("image_output", "published")
+RECORDS = PUBLISHED
+BEGIN = "<!-- answers: written by ddpm-lab figures --publish -->"
+END = "<!-- end of answers -->"
+ANSWERS = """\
+![{{ first.headline }}]({{ folder }}/{{ names[first.experiment] }}.png)
+
+{{ where }} ([every figure]({{ folder }})):
+
+| question | answer | ratio, 95 % interval | quality |
+| --- | --- | --- | --- |
+{% for found in answers -%}
+{% set cells = [found.headline, found.speed, found.quality.removeprefix("quality ")] -%}
+{% set figure = folder ~ "/" ~ names[found.experiment] ~ ".png" -%}
+| [{{ found.question }}]({{ figure }}) | {{ cells | map("replace", "|", bar) | join(" | ") }} |
+{% endfor %}"""
+_LEVELS = 30
+
+
+def rebuild(
+    ledgers: Sequence[Path], machine: str | None, output: Path, bands: object = DEFAULT
+) -> list[tuple[Path, Finding]]:
+    """Draw every figure that the records of one machine allow into ``image_output/``; return them with findings.
+
+    ``bands`` name parallel efficiencies. Raises ConfigError where they are no table (see ``explain.bands``), and
+    LedgerError where a file is missing or holds nothing to draw, or several machines are in the files and none is
+    named.
+    """
+    table = bands_called(bands)
+    records, damaged = read_all(ledgers, lambda heads: _shown(heads, machine))
+    if not records:
+        raise LedgerError(
+            f"{', '.join(map(str, ledgers))} holds no records of a question with figures: what `compare` and other "
+            "commands measured they draw themselves, when given again"
+        )
+    for line in damaged:
+        print(f"note: {line}")
+    trials = published_trials()
+    studies = [dataclasses.replace(s, bands=table, published_trials=trials) for s in _studies(records, machine, output)]
+    return _draw(studies, output / "image_output")
+
+
+def publish(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[tuple[Path, Finding]]:
+    """Replace the published records and figures of one machine by these: what the README and ``check`` use.
+
+    Only fields that ``anonymous`` lists are published, and only records of the lab's own questions.
+    """
+    records, _ = read_all(ledgers, lambda heads: _shown(heads, machine))
+    studies = _studies([r for r in records if r.experiment in SHOWN], machine, output)
+    chosen = list({id(r): r for s in studies for r in (*s.records, *s.trials, *s.looks)}.values())
+    # Trials of earlier code speak of the same mathematics, and go on doing so where no figure shows them.
+    shown = {(r.machine.key, r.cohort[2]) for r in chosen}
+    trials = read_all(ledgers, lambda heads: [h for h in heads if h.role == "quality" and h.experiment in SHOWN])[0]
+    known = {(r.run_id, r.code_version, r.date) for r in chosen}
+    earlier = [r for r in trials if (r.machine.key, r.cohort[2]) in shown]
+    chosen = anonymous([r for r in earlier if (r.run_id, r.code_version, r.date) not in known] + chosen)
+    if not chosen:
+        raise LedgerError(f"there is nothing to publish in {', '.join(map(str, ledgers))}: measure first")
+    slug = re.sub(r"[^a-z0-9]+", "-", chosen[-1].machine.name.lower()).strip("-")
+    target = output / RECORDS / f"{slug}.jsonl"
+    partial = target.with_suffix(".partial")
+    partial.unlink(missing_ok=True)
+    Ledger(partial).append(chosen)
+    partial.replace(target)
+    for old in (output / FIGURES / slug).glob("*.png"):
+        old.unlink()
+    drawn = _draw(_studies(Ledger(target).read()[0], None, output), output / FIGURES / slug)
+    readme = output / "README.md"
+    if (text := _readme(output)) is not None:
+        readme.write_text(text)
+    return drawn
+
+
+def _readme(output: Path) -> str | None:
+    """The README with the published answers of one machine; None where it has no place for them.
+
+    It is the machine with most answers, one with a GPU if there is one, and of equals the one measured last.
+    """
+    readme = output / "README.md"
+    text = readme.read_text() if readme.is_file() else ""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    if not after:
+        return None
+    machines = []
+    for ledger in (output / RECORDS).glob("*.jsonl"):
+        records = Ledger(ledger).read()[0]
+        if not records:  # ``check`` names such a file
+            continue
+        studies = {s.experiment: s for s in _studies(records, None, output)}
+        found = [findings.finding(s) for s in studies.values()]
+        answered = [each for each in found if each.status != NOT_MEASURED]
+        rank = (bool(records[-1].machine.gpus), len(answered), max(r.date for r in records))
+        machines.append((rank, ledger.stem, studies, answered or found))
+    if not machines:
+        return f"{before}{BEGIN}\nNo measurements are published yet.\n{END}{after}"
+    _, slug, shown, told = max(machines, key=lambda each: each[0])
+    first = next((each for each in told if each.experiment == RECOMMENDATION), told[0])
+    block = Environment(autoescape=False).from_string(ANSWERS)
+    answers = block.render(
+        first=first,
+        where=f"{shown[first.experiment].hardware}, {shown[first.experiment].date}",
+        folder=(FIGURES / slug).as_posix(),
+        names=NAMES,
+        answers=told,
+        bar="\\|",
+    )
+    return f"{before}{BEGIN}\n{answers}{END}{after}"
+
+
+def check(output: Path) -> list[str]:
+    """Compare each published figure with what the published records give; returns a sentence for each problem."""
+    problems: list[str] = []
+    compared = differing = 0
+    again = "run ddpm-lab figures --publish"
+    ledgers = sorted((output / RECORDS).glob("*.jsonl"))
+    if not ledgers:
+        return [f"there are no published records in {output / RECORDS}"]
+    for ledger in ledgers:
+        folder = output / FIGURES / ledger.stem
+        records, damaged = Ledger(ledger).read()
+        problems += map(str, damaged)
+        if not records:
+            problems.append(f"{ledger} holds no records: delete it, or publish that machine's records again")
+            continue
+        expected = {path.name: png for s in _studies(records, None, output) for path, png in _pictures(s, folder)}
+        compared += len(expected)
+        for name in sorted({*expected, *(p.name for p in folder.glob("*.png"))}):
+            if name not in expected:
+                problems.append(f"{folder / name} is not made by any record of {ledger.name}: delete it")
+            elif not (folder / name).exists():
+                problems.append(f"{folder / name} is missing: {again}")
+            elif not same_picture((folder / name).read_bytes(), expected[name]):
+                differing += 1
+                problems.append(f"{folder / name} differs from what {ledger.name} gives: {again}")
+    if differing == compared > 1:
+        problems.append(
+            f"every figure differs: Matplotlib {mpl.__version__} here may draw text in another way than the "
+            "locked version does; check in the environment of make setup"
+        )
+    if (text := _readme(output)) is not None and (output / "README.md").read_text() != text:
+        problems.append(f"{output / 'README.md'} does not say what the published records do: {again}")
+    return problems
+
+
+def same_picture(one: bytes, other: bytes) -> bool:
+    """Equal bytes, or the same picture drawn with other rounding in its anti-aliasing.
+
+    Both are blurred over 1.5 pixels, which evens out how an edge was smoothed; what then still differs somewhere is
+    what is drawn. At 150 dots an inch another digit, even an 8 for a 6 in small grey text, differs by 45 of 255 levels,
+    a bar moved by a pixel by more, and an edge smoothed over 0.8 pixels or moved by half a pixel by at most 21.
+    """
+    if one == other:
+        return True
+    pictures = [Image.open(io.BytesIO(b)).convert("RGB").filter(ImageFilter.GaussianBlur(1.5)) for b in (one, other)]
+    first, second = (np.asarray(picture, dtype=np.int16) for picture in pictures)
+    return first.shape == second.shape and int(np.abs(first - second).max()) <= _LEVELS
+
+
+def _shown(heads: Sequence[Head], machine: str | None) -> list[Head]:
+    """Heads of the records that some figure shows, in their order."""
+    wanted = {id(h) for h in frames.chosen(heads, RECOMMENDATION, machine=machine) if h.experiment in SHOWN}
+    return [h for h in heads if id(h) in wanted]
+
+
+def _studies(records: Sequence[RunRecord], machine: str | None, output: Path) -> list[Study]:
+    asked = {RECOMMENDATION, *(r.experiment for r in records)}
+    studies = [study(records, name, machine=machine, output_dir=output) for name in NAMES if name in asked]
+    trials = published_trials(output)
+    return [dataclasses.replace(s, published_trials=trials) for s in studies]
+
+
+def _pictures(answer: Study, folder: Path) -> list[tuple[Path, bytes]]:
+    stem = NAMES[answer.experiment]
+    drawn = [(f"{stem}.png", figures.figure(answer))]
+    drawn += [(f"{stem}_{name}.png", extra) for _, extra, name in figures.more(answer)]
+    return [(folder / name, figures.png(figure)) for name, figure in drawn]
+
+
+def _draw(studies: Sequence[Study], folder: Path) -> list[tuple[Path, Finding]]:
+    folder.mkdir(parents=True, exist_ok=True)
+    found = []
+    for answer in studies:
+        pictures = _pictures(answer, folder)
+        for path, picture in pictures:
+            replace(path, picture)
+        found.append((pictures[0][0], findings.finding(answer)))
+    return found

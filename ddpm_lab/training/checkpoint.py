@@ -1,0 +1,202 @@
+"""Checkpoints: all that training needs to go on, in a file that is whole or absent, and that can run nothing.
+
+A file holds a JSON text, tensors, and a hash over both. It is read with ``weights_only=True``, which builds tensors and
+plain values and calls nothing; nothing read is used before its name, shape, number format and finiteness are checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import os
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddpm_lab.checks import LabError
+from ddpm_lab.config import TRAINING, RunConfig
+from ddpm_lab.diffusion.unet import UNet, build_network
+
+FORMAT = 1
+SECTIONS = ("weights", "averages", "first_moments", "second_moments")
+"""Trained weights, averaged weights (EMA), and Adam's two moments."""
+NOT_KEPT = ("purpose", "workload", "data", "options")
+"""Settings that say where and for what a run runs: a file must not be able to name code or paths."""
+SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+Tensors = dict[str, Tensor]
+
+
+class CheckpointError(LabError):
+    """A checkpoint that cannot be used, or weights that must not be saved; one sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """The state of training after ``step`` steps, on the CPU in float32.
+
+    Tensors are named and shaped as the parameters of the lab's own network, whatever implementation trains.
+    ``adam_steps`` is below ``step`` where gradient scaling has left steps out; ``scaler`` is its state, or None.
+    """
+
+    config: RunConfig
+    step: int
+    adam_steps: int
+    weights: Tensors
+    averages: Tensors
+    first_moments: Tensors
+    second_moments: Tensors
+    scaler: dict[str, float] | None = None
+
+
+def empty_network(config: RunConfig) -> UNet:
+    """The lab's own network of a configuration without memory for its weights: names and shapes."""
+    with torch.device("meta"):
+        return build_network(config.network, image_size=config.image_size, attention_axis=config.attention_axis)
+
+
+def write(path: Path, checkpoint: Checkpoint) -> None:
+    """Write a checkpoint that is there as a whole, on the disk, when this returns; until then an older one stays.
+
+    Raises:
+        CheckpointError: something in it is not finite.
+        OSError: the file cannot be written; nothing is left of it.
+    """
+    kept = {name: value for name, value in checkpoint.config.as_dict().items() if name not in NOT_KEPT}
+    values = {
+        "format": FORMAT,
+        "config": kept,
+        "step": checkpoint.step,
+        "adam_steps": checkpoint.adam_steps,
+        "scaler": checkpoint.scaler,
+    }
+    text = json.dumps(values, sort_keys=True)
+    sections = {section: getattr(checkpoint, section) for section in SECTIONS}
+    for section, tensors in sections.items():
+        for name, tensor in tensors.items():
+            if not tensor.isfinite().all():
+                raise CheckpointError(f"{name} ({section}) is no longer finite at step {checkpoint.step:,}")
+    # Not straight to the file: torch turns a full disk into an error of its own.
+    content = io.BytesIO()
+    torch.save({"text": text, "sha256": _sha256(text, sections), **sections}, content)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name too
+    finally:
+        os.close(folder)
+
+
+def read(path: Path) -> Checkpoint:
+    """Read a checkpoint; nothing in the file is run.
+
+    Raises:
+        CheckpointError: the file cannot be read, is damaged, or does not hold what a checkpoint of its network holds.
+    """
+    try:
+        _check_archive(path)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        return _checked(content)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} is not used: {error}") from error
+    except Exception as error:  # noqa: BLE001, RUF100 - whatever a hostile or damaged file makes of the reader
+        raise CheckpointError(f"{path} is not used: it is damaged, or no checkpoint of ddpm_lab") from error
+
+
+def _check_archive(path: Path) -> None:
+    """Torch would also read other formats, and unpack what is compressed to any size."""
+    with path.open("rb") as file:
+        if file.read(4) != b"PK\x03\x04":
+            raise CheckpointError("it is damaged, or no checkpoint of ddpm_lab")
+    with zipfile.ZipFile(path) as archive:
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+            raise CheckpointError("it is compressed, which no checkpoint of ddpm_lab is")
+
+
+def _checked(content: Any) -> Checkpoint:
+    """The checkpoint in what was read; any exception says that there is none."""
+    if set(content) != {"text", "sha256", *SECTIONS} or type(content["text"]) is not str:
+        raise CheckpointError("it does not hold what a checkpoint holds")
+    values = json.loads(content["text"])
+    if values["format"] != FORMAT:
+        raise CheckpointError(f"its format is {values['format']!r}, and this version of ddpm_lab reads {FORMAT}")
+    if set(NOT_KEPT) & set(values["config"]):
+        raise CheckpointError("its settings name code or paths")
+    try:
+        config = RunConfig.from_dict({**values["config"], "workload": TRAINING, "purpose": "quality"})
+    except LabError as error:
+        raise CheckpointError(f"its settings cannot be used: {error}") from error
+    for name in ("step", "adam_steps"):
+        if type(values[name]) is not int or not 0 <= values[name] < 2**53:
+            raise CheckpointError(f"its {name} is {values[name]!r}")
+    shapes = {name: p.shape for name, p in empty_network(config).named_parameters()}
+    sections = {section: content[section] for section in SECTIONS}
+    for section, tensors in sections.items():
+        _check_tensors(section, tensors, shapes, config.network)
+    if content["sha256"] != _sha256(content["text"], sections):
+        raise CheckpointError("it is damaged: its hash does not fit its content")
+    sections = {section: {name: tensors[name] for name in shapes} for section, tensors in sections.items()}
+    for section, tensors in sections.items():
+        for name, tensor in tensors.items():
+            if not tensor.isfinite().all():
+                raise CheckpointError(f"{name} ({section}) is not finite")
+    return Checkpoint(
+        config=config,
+        step=values["step"],
+        adam_steps=values["adam_steps"],
+        scaler=_scaler(values["scaler"]),
+        **sections,
+    )
+
+
+def _check_tensors(section: str, tensors: Any, shapes: Mapping[str, torch.Size], network: str) -> None:
+    """Names, shapes and formats; before any value is looked at, since a small file can claim a tensor of any size."""
+    if type(tensors) is not dict or set(tensors) != set(shapes):
+        raise CheckpointError(f"its {section} are not those of network {network!r}")
+    for name, shape in shapes.items():
+        tensor = tensors[name]
+        if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.device.type != "cpu":
+            raise CheckpointError(f"{name} ({section}) is no plain tensor")
+        if tensor.shape != shape:
+            raise CheckpointError(
+                f"{name} ({section}) has shape {tuple(tensor.shape)}, and network {network!r} has {tuple(shape)}"
+            )
+        if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.requires_grad:
+            raise CheckpointError(f"{name} ({section}) is no plain tensor of float32")
+
+
+def _scaler(state: Any) -> dict[str, float] | None:
+    if state is None:
+        return None
+    numbers = (type(v) in (int, float) and math.isfinite(v) and v >= 0 for v in state.values())
+    if set(state) != set(SCALER) or not all(numbers):
+        raise CheckpointError("its state of gradient scaling is not one")
+    return dict(state)
+
+
+def _sha256(text: str, sections: Mapping[str, Tensors]) -> str:
+    """Hash of the text and of every tensor's bytes, in the order of their names."""
+    found = hashlib.sha256(text.encode())
+    for section in SECTIONS:
+        for name, tensor in sorted(sections[section].items()):
+            found.update(f"{section} {name}".encode())
+            found.update(tensor.numpy().data)
+    return found.hexdigest()

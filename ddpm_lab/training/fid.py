@@ -1,0 +1,128 @@
+"""The Fréchet inception distance of images (Heusel et al. 2017), by torchmetrics and the Inception of torch-fidelity.
+
+Its weights are a local file; nothing here asks a network for anything. Nothing else in the lab is called FID.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from importlib.metadata import version
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import RunConfig, digest
+from ddpm_lab.data.packed import open_packed
+from ddpm_lab.diffusion.step import Untrained, allow_tf32
+from ddpm_lab.workload import RankContext
+
+FEATURES = 2048
+_BATCH, _SEED = 32, 17_060_850
+_SUMS = ("real_features_sum", "real_features_cov_sum", "real_features_num_samples")
+_UNREADABLE = (RuntimeError, UnpicklingError, EOFError, AttributeError, KeyError, TypeError, ValueError)
+
+Pixels = npt.NDArray[np.uint8]
+
+
+def inception_metric(path: Path, sha256: str) -> Any:
+    """An empty ``FrechetInceptionDistance`` on the 2,048 pooled features of the Inception whose weights are in a file.
+
+    Images are scaled to 299 pixels as torch-fidelity and the paper's code do it. Raises ConfigError for a file that
+    holds other weights than those of torch-fidelity's Inception, or whose SHA-256 is not ``sha256``.
+    """
+    from torchmetrics.image.fid import FrechetInceptionDistance  # noqa: PLC0415 - optional, and seconds to import
+
+    content = path.read_bytes()
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise ConfigError(f"{path} was changed while it was used: give the same command again")
+    try:
+        # torch-fidelity would run code that a file holds; what can be read as tensors alone holds none.
+        torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+        stream: Any = io.BytesIO(content)
+        return FrechetInceptionDistance(feature=FEATURES, feature_extractor_weights_path=stream, antialias=False)
+    except _UNREADABLE as error:
+        raise ConfigError(
+            f"{path} does not hold the weights of torch-fidelity's Inception: give its file, "
+            "weights-inception-2015-12-05-6726825d.pth"
+        ) from error
+
+
+class Fid(Untrained):
+    """One process that holds the Inception, in fp32; it trains nothing.
+
+    ``options``: the file of the Inception and its ``sha256``.
+    """
+
+    def __init__(self, config: RunConfig, context: RankContext) -> None:
+        self.config, self.context = config, context
+        self.device = torch.device(context.device)
+        allow_tf32(False)
+        self.metric = inception_metric(Path(config.option("inception", "")), config.option("sha256", ""))
+        self.metric.to(self.device)
+
+    def distance(self, *, generated: str, count: int, cache: str | None) -> dict[str, Any]:
+        """FID of the first ``count`` images of a .npy file, uint8 (N, S, S, 3), against as many training images.
+
+        Which training images these are depends on the data and ``count`` alone: sums over their features are kept in
+        the folder ``cache``, so that the next FID needs only half of the work.
+        """
+        packages = {name: version(name) for name in ("torchmetrics", "torch-fidelity")}
+        packed = open_packed(Path(self.config.data))
+        chosen = np.random.default_rng(_SEED).permutation(packed.train_indices)[:count]
+        images: Pixels = np.load(generated, mmap_mode="r")[:count]
+        of = [self.config.option("sha256", ""), packed.manifest.content_hash, count, packages]
+        known = Path(cache, f"{digest(of)}.npz") if cache else None
+        if known is None or not self._recall(known):
+            self._add(packed.images, np.sort(chosen), real=True)
+            if known is not None:
+                self._keep(known)
+        self._add(images, np.arange(len(images)), real=False)
+        self.context.mark("distance")
+        # The eigenvalues are those of a matrix that is not symmetric, for which GPUs have no fast method.
+        value = float(self.metric.cpu().compute())
+        return {"fid": value, "images": len(images), "training_images": len(chosen), "packages": packages}
+
+    def _recall(self, path: Path) -> bool:
+        """Take the sums over the training images from a file; False where there is none that can be read."""
+        try:
+            with np.load(path) as sums:
+                for name in _SUMS:
+                    setattr(self.metric, name, torch.from_numpy(sums[name]).to(self.device))
+        except (OSError, ValueError, KeyError, BadZipFile):
+            self.metric.reset()
+            return False
+        return True
+
+    def _keep(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.stem}.{os.getpid()}.npz")
+        np.savez(partial, **{name: getattr(self.metric, name).cpu().numpy() for name in _SUMS})
+        partial.replace(path)
+
+    def _add(self, images: Pixels, indices: npt.NDArray[np.int64], *, real: bool) -> None:
+        for start in range(0, len(indices), _BATCH):
+            self.context.mark("training images" if real else "generated images")
+            pixels: Tensor = torch.from_numpy(images[indices[start : start + _BATCH]]).permute(0, 3, 1, 2)
+            self.metric.update(pixels.contiguous().to(self.device), real=real)
+
+    def step(self, batch: None) -> float:
+        """Nothing is trained."""
+        del batch
+        return 0.0
+
+    def witness(self) -> dict[str, Any]:
+        """Nothing is trained."""
+        return {"images": 0}
+
+
+fid = Fid
+"""The workload, as configurations name it."""

@@ -1,0 +1,158 @@
+"""Images from a trained network: which image it is decides its noise, never the batch or the rank that makes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.data.draws import rank_share
+from ddpm_lab.diffusion import fused
+from ddpm_lab.diffusion.diffusion import Diffusion
+from ddpm_lab.diffusion.inference import Inference
+from ddpm_lab.diffusion.network import AnyUNet, compile_seen, configured_network, network_seen
+from ddpm_lab.diffusion.sampling import Step, ddim_steps, ddpm_steps, denoise, image_grid
+from ddpm_lab.diffusion.step import Untrained
+from ddpm_lab.training.checkpoint import Checkpoint, read
+from ddpm_lab.workload import RankContext
+
+_NOISE = 5  # the purposes 1 to 4 are those of ``data/draws.py`` and ``denoising.py``
+
+
+def sampler_steps(diffusion: Diffusion, sampler: str, steps: int) -> list[Step]:
+    """The steps of "ddim" or "ddpm", first to last. Raises ValueError for a number that the process does not have."""
+    return ddim_steps(diffusion, steps) if sampler == "ddim" else ddpm_steps(diffusion, steps)
+
+
+def image_generators(seed: int, numbers: Sequence[int]) -> list[torch.Generator]:
+    """One generator for each image, from its number and the seed alone; on the CPU, whatever device samples."""
+    states = (np.random.SeedSequence([seed, _NOISE, number]).generate_state(1, np.uint64) for number in numbers)
+    return [torch.Generator().manual_seed(int(state[0])) for state in states]
+
+
+def generate(
+    evaluate: Callable[[Tensor, Tensor], Tensor],
+    steps: Sequence[Step],
+    generators: Sequence[torch.Generator],
+    *,
+    image_size: int,
+    device: torch.device,
+    mark: Callable[[str], None],
+) -> Tensor:
+    """Images (N, 3, S, S) in [-1, 1], one for each generator; ``mark`` is called before each of the steps."""
+    unused = torch.Generator(device)
+
+    def noise() -> Tensor:
+        each = [torch.randn(3, image_size, image_size, generator=generator) for generator in generators]
+        return torch.stack(each).to(device)
+
+    x = noise()
+    for step in steps:
+        mark("denoising")
+        x = denoise(evaluate, dataclasses.replace(step, of_noise=0.0), x, generator=unused)
+        if step.of_noise > 0:
+            x.add_(noise(), alpha=step.of_noise)
+    return x.clamp_(-1, 1)
+
+
+def write_png(path: Path, images: Tensor) -> None:
+    """Write images (N, 3, H, W) in [-1, 1] as one PNG, in a grid if N is above 1; the file is there whole or not."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        Image.fromarray(image_grid(images)).save(partial, format="PNG")
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def write_grid(paths: Sequence[Path], path: Path) -> None:
+    """Tile image files of one size into one PNG."""
+    pixels = torch.from_numpy(np.stack([np.asarray(Image.open(image).convert("RGB")) for image in paths]))
+    write_png(path, pixels.permute(0, 3, 1, 2).float().div_(127.5).sub_(1))
+
+
+def restore(network: AnyUNet, tensors: dict[str, Tensor]) -> None:
+    """Copy a checkpoint's tensors, in the order and shape of the lab's own network, into a network of either kind."""
+    with torch.no_grad():
+        for mine, saved in zip(network.parameters(), tensors.values(), strict=True):
+            mine.copy_(saved.reshape(mine.shape))
+
+
+class Generation(Untrained):
+    """One rank that makes its share of the images named by ``numbers``, and writes each as a PNG of its number.
+
+    A step is one batch of every rank. ``options``: checkpoint, weights ("ema" or "trained"), sampler, steps, folder,
+    numbers. Raises CheckpointError for a checkpoint that cannot be used.
+    """
+
+    def __init__(self, config: RunConfig, context: RankContext) -> None:
+        self.config, self.context = config, context
+        self.device = torch.device(context.device)
+        checkpoint: Checkpoint = read(Path(config.option("checkpoint", "")))
+        network = configured_network(config, self.device)
+        restore(network, checkpoint.averages if config.option("weights", "ema") == "ema" else checkpoint.weights)
+        self.evaluate = Inference(network, config, self.device)
+        diffusion = Diffusion(
+            schedule=config.diffusion.schedule,
+            timesteps=config.diffusion.timesteps,
+            objective=config.diffusion.objective,
+        )
+        self.sampler = sampler_steps(diffusion, config.option("sampler", "ddim"), config.option("steps", 250))
+        self.share = rank_share(config.global_batch_size, context.rank, context.world_size)
+        self.numbers: list[int] = list(config.option("numbers", ()))
+        self.folder = Path(config.option("folder", ""))
+        self.images = 0
+        self.fused_before = fused.uses()
+
+    def batches(self) -> Iterator[list[int]]:
+        """The numbers of this rank's images, batch by batch; at the end there may be none."""
+        for start in range(0, len(self.numbers), self.config.global_batch_size):
+            yield self.numbers[start + self.share.start : start + self.share.stop]
+
+    def step(self, batch: list[int]) -> float:
+        """Make and write the images of these numbers; nothing is trained, so there is no loss."""
+        if not batch:
+            return 0.0
+        images = generate(
+            self.evaluate,
+            self.sampler,
+            image_generators(self.config.seed, batch),
+            image_size=self.config.image_size,
+            device=self.device,
+            mark=self.context.mark,
+        ).cpu()
+        self.context.mark("writing")
+        for number, image in zip(batch, images, strict=True):
+            write_png(self.folder / image_name(number), image[None])
+        self.images += len(batch)
+        return 0.0
+
+    def witness(self) -> dict[str, Any]:
+        """How many images were made, and how the network ran that made them."""
+        if not self.images:
+            return {"images": 0}
+        return {
+            "images": self.images,
+            "precision": self.evaluate.precision.seen(),
+            "kernels": "fused" if fused.uses() > self.fused_before else "aten",
+            **network_seen(self.evaluate.network),
+            **compile_seen(self.config, self.evaluate.model),
+        }
+
+
+def image_name(number: int) -> str:
+    """File name of an image."""
+    return f"{number:06d}.png"
+
+
+generation = Generation
+"""The workload, as configurations name it."""

@@ -1,0 +1,206 @@
+"""Loss and gradient of a configuration against single precision, step by step: what breaks a setting shows at once.
+
+A run of seconds cannot tell whether a setting costs quality, but it can tell whether the setting computes what it
+should: gradients that underflow, that are added or divided wrongly, or that never reach the other ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddpm_lab.config import ExchangeConfig, RunConfig
+from ddpm_lab.data.loaders import Batch
+from ddpm_lab.diffusion.step import allow_tf32
+from ddpm_lab.training.train import Trainer
+from ddpm_lab.workload import RankContext
+
+NEGLIGIBLE = 1e-6
+"""A layer with a gradient below this share of the largest layer's is not judged alone: it is mostly rounding."""
+
+
+class GradientCheck(Trainer):
+    """A trainer that can compare its steps with plain ones. It learns what a Trainer learns, to the last bit."""
+
+    def __init__(self, config: RunConfig, context: RankContext) -> None:
+        # The gradient is wanted as it is before clipping, so clipping moves from the step into the hook that takes it.
+        super().__init__(replace(config, optimizer=replace(config.optimizer, clip_norm=None)), context)
+        self.clip_norm = config.optimizer.clip_norm
+        self.gradient: list[Tensor] | None = None
+        self.compared_images = 0
+        self.optimizer.register_step_pre_hook(self._before_update)
+
+    def _before_update(self, *_: object) -> None:
+        """Called by the optimizer: the gradient is exchanged, added up and unscaled by now, and not yet used."""
+        if self.gradient is not None:
+            self.gradient = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.parameters]
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+
+    def compare(self, *, steps: int = 3) -> dict[str, Any] | None:
+        """Train ``steps`` steps and compare each with the same step in fp32; on every rank, None but on rank 0.
+
+        The reference is computed by rank 0 from the weights before the step: in ieee fp32, eagerly, with the lab's
+        network and torch's own kernels, for the whole global batch at once, which has to fit into its memory. Of a
+        group whose ranks do not learn the same, rank 0 answers for its own weights.
+
+        Returns:
+            ``precision``, ``loss`` and ``hook`` of the configuration; ``steps``, a list of what ``compared`` returns
+            with ``step``, ``loss``, ``loss_error`` (relative), ``ranks_error`` (the L2 norm of the difference between a
+            rank's gradient and rank 0's over that of rank 0's, of the rank where it is largest) and ``skipped`` (by the
+            gradient scaler; what is computed from the gradient is then None); ``worst``, the worst of these over all
+            steps, with ``nonfinite`` and ``skipped`` added up.
+        """
+        exact = self._exact() if self.context.rank == 0 else None
+        found = []
+        for batch in itertools.islice(self.batches(), steps):
+            plain_loss, plain = math.nan, dict[str, Tensor]()
+            if exact is not None:
+                plain_loss, plain = self._reference(exact, next(exact.batches()))
+            self.gradient = []
+            scale = self.scaler.get_scale() if self.scaler else 1.0
+            loss = self._over_ranks(self.step(batch))
+            self.compared_images += len(batch.images)
+            skipped = self.scaler is not None and self.scaler.get_scale() < scale
+            apart = self._between_ranks()
+            if exact is not None:
+                both = math.isfinite(loss) and math.isfinite(plain_loss) and plain_loss
+                known = {"loss": loss if math.isfinite(loss) else None, "ranks_error": None if skipped else apart}
+                known["loss_error"] = abs(loss - plain_loss) / abs(plain_loss) if both else None
+                numbers = compared(None if skipped else self.gradient, plain)
+                found.append({"step": batch.step, "skipped": skipped, **known, **numbers})
+            self.gradient = None
+        if exact is None:
+            return None
+        exact.close()
+        config = self.config
+        told = {"precision": config.precision, "loss": config.diffusion.loss, "hook": config.exchange.hook}
+        return {**told, "steps": found, "worst": worst(found)}
+
+    def witness(self) -> dict[str, Any]:
+        """What runs; ``images`` are those of the steps that the rank made, which knows nothing of those compared."""
+        said = super().witness()
+        return {**said, "images": said["images"] - self.compared_images}
+
+    def _exact(self) -> Trainer:
+        """A trainer on the same images, timesteps and noise, in which every setting is the plain one."""
+        plain = replace(
+            self.config,
+            world_size=1,
+            accumulation=1,
+            precision="fp32",
+            compile="off",
+            compile_mode="default",
+            channels_last=False,
+            implementation="lab",
+            kernels="aten",
+            read_loss=False,
+            loader="packed",
+            loader_workers=0,
+            exchange=ExchangeConfig(),
+        )
+        return Trainer(plain, replace(self.context, rank=0, world_size=1), start_step=self.steps)
+
+    def _reference(self, exact: Trainer, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+        """Loss and gradients by name of the global ``batch`` at this trainer's weights."""
+        allow_tf32(False)
+        with torch.no_grad():
+            # The order is that of the layers in every implementation; a 1x1 convolution is a linear layer with two
+            # more axes.
+            for plain, mine in zip(exact.parameters, self.parameters, strict=True):
+                plain.copy_(mine.reshape(plain.shape))
+                plain.grad = None
+        loss = exact.loss(batch, slice(0, len(batch.images)))
+        loss.backward()  # type: ignore[no-untyped-call]
+        allow_tf32(self.config.precision == "tf32")
+        named = exact.network.named_parameters()
+        return float(loss.detach()), {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
+
+    def _between_ranks(self) -> float | None:
+        """How far a rank's gradient is from rank 0's, where it is farthest; None where one is no number.
+
+        Every rank has to ask, also one that has skipped its step: without exchange others may not have.
+        """
+        if self.context.world_size == 1:
+            return 0.0
+        mine = torch.cat([g.reshape(-1) for g in self.gradient or [torch.zeros_like(p) for p in self.parameters]])
+        first = mine.clone()
+        dist.broadcast(first, src=0)
+        error = (mine - first).double().norm() / first.double().norm().clamp(min=1e-300)
+        error = torch.where(error.isfinite(), error, torch.inf)
+        dist.all_reduce(error, dist.ReduceOp.MAX)
+        return float(error) if error.isfinite() else None
+
+    def _over_ranks(self, loss: Tensor) -> float:
+        """The mean of ``loss`` over ranks, which every rank has to ask for."""
+        total = loss.double()
+        if self.context.world_size > 1:
+            dist.all_reduce(total)
+        return float(total) / self.context.world_size
+
+
+def compared(gradient: Sequence[Tensor] | None, reference: Mapping[str, Tensor]) -> dict[str, Any]:
+    """A gradient against its reference, layer by layer in the same order, in double precision.
+
+    Returns:
+        ``gradient_error`` (the L2 norm of the difference over that of the reference), ``cosine`` and ``norm_ratio``
+        (its norm over the reference's) of the whole gradient; ``worst_layer`` (``name``, ``error``, ``cosine``), by
+        error, of the ``layers`` whose gradient is not negligible; ``nonfinite``, how many values are, also of the
+        reference where the weights are. All but the last are None where there are such values, or no gradient. A cosine
+        with a gradient of zeros is 0.
+    """
+    missing = {"gradient_error": None, "cosine": None, "norm_ratio": None, "layers": 0, "worst_layer": None}
+    if gradient is None:
+        return {**missing, "nonfinite": 0}
+    nonfinite = sum(int((~g.isfinite()).sum()) for g in (*gradient, *reference.values()))
+    if nonfinite:
+        return {**missing, "nonfinite": nonfinite}
+    sums = torch.stack([_sums(g, r) for g, r in zip(gradient, reference.values(), strict=True)])
+    least = NEGLIGIBLE**2 * float(sums[:, 3].max())
+    layers = [
+        {"name": name, "error": error, "cosine": cosine}
+        for name, row in zip(reference, sums, strict=True)
+        if row[3] > least
+        for error, cosine, _ in [_errors(row)]
+    ]
+    error, cosine, norm_ratio = _errors(sums.sum(0))
+    worst_layer = max(layers, key=operator.itemgetter("error"), default=None)
+    whole = {"gradient_error": error, "cosine": cosine, "norm_ratio": norm_ratio}
+    return {**whole, "layers": len(layers), "worst_layer": worst_layer, "nonfinite": 0}
+
+
+def _sums(mine: Tensor, theirs: Tensor) -> Tensor:
+    """Squared norm of the difference, inner product, and both squared norms: (4,), float64."""
+    a, b = mine.double().reshape(theirs.shape), theirs.double()
+    return torch.stack([(a - b).square().sum(), (a * b).sum(), a.square().sum(), b.square().sum()])
+
+
+def _errors(sums: Tensor) -> tuple[float | None, float, float | None]:
+    """Error, cosine and ratio of the norms, from the sums of ``_sums``; None without a reference."""
+    difference, product, mine, theirs = sums.tolist()
+    cosine = product / math.sqrt(mine * theirs) if mine and theirs else 0.0
+    return (math.sqrt(difference / theirs), cosine, math.sqrt(mine / theirs)) if theirs else (None, cosine, None)
+
+
+def worst(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The worst over steps of what ``compare`` found; None where no step has a number."""
+    known = {name: [s[name] for s in steps if s[name] is not None] for name in steps[0]}
+    return {
+        **{name: max(known[name], default=None) for name in ("loss_error", "gradient_error", "ranks_error")},
+        "cosine": min(known["cosine"], default=None),
+        "worst_layer": max(known["worst_layer"], key=operator.itemgetter("error"), default=None),
+        "nonfinite": sum(known["nonfinite"]) + sum(s["loss"] is None for s in steps),
+        "skipped": sum(known["skipped"]),
+    }
+
+
+gradient_check = GradientCheck
+"""The workload, as configurations name it."""

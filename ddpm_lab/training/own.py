@@ -1,0 +1,301 @@
+"""A training of the user's as a workload: model, data and loss are the user's; what a setting names is set here."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ddpm_lab.config import OptimizerConfig, RunConfig
+from ddpm_lab.data.draws import EpochStream, Plan
+from ddpm_lab.data.loaders import Loader, dataset_loader
+from ddpm_lab.diffusion.step import LoaderAlone, LossStep, adam, adam_seen, allow_tf32
+from ddpm_lab.workload import RankContext, Training, call_maker, named, place_of
+
+_HELD_OUT_SEED = 20_061_968
+
+
+def own(config: RunConfig, context: RankContext) -> Any:
+    """What the function of the option ``make`` returns: a ``Training`` as a workload, anything that steps as it is.
+
+    Raises TypeError, with the function's place, for what is neither.
+    """
+    made, maker = _made(config, context)
+    if isinstance(made, Training):
+        return OwnTraining(config, context, made, maker)
+    if inspect.isgenerator(made) or callable(made) or hasattr(made, "step"):
+        return made
+    raise TypeError(
+        f"{named(config.work_name, maker)} returned {type(made).__name__}: let it return a "
+        "ddpm_lab.workload.Training, or yield after every step"
+    )
+
+
+def loader_alone(config: RunConfig, context: RankContext) -> LoaderAlone:
+    """The loader of the user's dataset without training."""
+    made, maker = _made(config, context)
+    return LoaderAlone(OwnFeed(config, context, made, named(config.work_name, maker)))
+
+
+def _made(config: RunConfig, context: RankContext) -> tuple[Any, Any]:
+    module, _, function = config.work_name.partition(":")
+    _seed(config.seed)
+    maker = getattr(importlib.import_module(module), function)
+    return call_maker(maker, config.work_name, config, context), maker
+
+
+def _seed(seed: int) -> None:
+    """Seed the generators that a user's code may draw from."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+class OwnFeed:
+    """A rank's batches of the user's data, and what was consumed of them."""
+
+    def __init__(self, config: RunConfig, context: RankContext, made: Training, name: str) -> None:
+        self.name, self.images = name, 0
+        self.samples: int | None = None
+        self.sample = "varies"
+        self._plan: Plan | None = None
+        self._indices = hashlib.sha256()
+        self.loader: Loader | Iterator[Any]
+        if not is_dataset(made.data):
+            if not hasattr(made.data, "__iter__"):
+                raise TypeError(
+                    f"{name}: data is {type(made.data).__name__}: give a dataset with len(data) and data[i], or an "
+                    "iterable of batches"
+                )
+            self.loader = _endless(made.data, name)
+            return
+        self.samples = len(made.data)
+        if not self.samples:
+            raise ValueError(f"{name}: data holds no sample")
+        first, again = (described(made.data[0]) for _ in range(2))
+        self.sample = first if first == again else "varies"
+        self._plan = Plan(
+            stream=EpochStream(np.arange(self.samples), config.seed, flip=False),
+            global_batch_size=config.global_batch_size,
+            rank=context.rank,
+            world_size=context.world_size,
+        )
+        self._drawn = self._plan.draws()
+        self.loader = dataset_loader(
+            made.data,
+            _Positions(self._plan),
+            workers=config.loader_workers,
+            collate=made.collate,
+            pin_memory=config.device == "cuda",
+            seed=config.seed * context.world_size + context.rank,
+        )
+
+    def note(self, batch: Any) -> None:
+        """Count the images of a batch that is about to be used: the length of its first tensor."""
+        count = images_of(batch)
+        if count is None:
+            raise TypeError(f"{self.name}: a batch is {described(batch)}, without a tensor whose length is its images")
+        self.images += count
+        if self._plan:
+            self._indices.update(next(self._drawn)[1].tobytes())
+
+    def witness(self) -> dict[str, Any]:
+        """What the data is, and what was used of it."""
+        seen: dict[str, Any] = {"images": self.images, "samples": self.samples, "sample": self.sample}
+        if isinstance(self.loader, Loader):
+            workers, ready = self.loader.live_workers(), self.loader.prefetch_batches
+            seen |= {"loader_workers": workers, "prefetch_batches": ready}
+            seen["indices_sha256"] = self._indices.hexdigest()[:16]
+        return seen
+
+    def close(self) -> None:
+        """Stop the loader workers."""
+        if isinstance(self.loader, Loader):
+            self.loader.close()
+
+
+class OwnTraining:
+    """One rank of the user's training."""
+
+    def __init__(self, config: RunConfig, context: RankContext, made: Training, maker: Any) -> None:
+        self.config, self.context, self.made = config, context, made
+        self.name = named(config.work_name, maker)
+        self.maker = place_of(maker)
+        self.place = place_of(made.step or made.loss) or self.maker
+        self._check()
+        self.device = torch.device(context.device)
+        self.data = OwnFeed(config, context, made, self.name)
+        network = made.model.to(self.device)
+        self.optimizer = made.optimizer or adam([p for p in network.parameters() if p.requires_grad], config.optimizer)
+        # Batches of several sizes are trained at several learning rates; of the user's own only their ratio is known.
+        ratio = config.optimizer.learning_rate / OptimizerConfig().learning_rate
+        for group in self.optimizer.param_groups if made.optimizer and ratio != 1 else ():
+            group["lr"] *= ratio
+        self.training = LossStep(
+            config, context, network, self._loss, self.optimizer, whole=self._step if made.step else None
+        )
+        # Equal weights on every rank, and noise of its own on each.
+        _seed(int(np.random.SeedSequence([config.seed, context.rank]).generate_state(1)[0]))
+
+    def _check(self) -> None:
+        """Raise TypeError for a Training that is none."""
+        made = self.made
+        kinds = (("model", made.model, nn.Module), ("optimizer", made.optimizer, torch.optim.Optimizer | None))
+        for field, value, kind in kinds:
+            if not isinstance(value, kind):
+                wanted = "torch.nn.Module" if field == "model" else "torch.optim.Optimizer of the model's parameters"
+                raise TypeError(f"{self.name}: {field} is {type(value).__name__}: give a {wanted}")
+        if callable(made.loss) == callable(made.step):
+            raise TypeError(f"{self.name}: give either a loss(model, batch) or a step(model, batch)")
+        trained = {id(p) for p in made.model.parameters() if p.requires_grad}
+        if not trained:
+            raise TypeError(f"{self.name}: no parameter of the model requires a gradient, so nothing is trained")
+        # A step of the user's may have optimizers that the lab is not told of.
+        groups = made.optimizer.param_groups if made.optimizer and made.loss else ()
+        if groups and trained.isdisjoint(id(p) for group in groups for p in group["params"]):
+            raise TypeError(
+                f"{self.name}: the optimizer holds none of the model's parameters, so nothing is trained: make it "
+                "of the parameters() of the model that you return"
+            )
+
+    def _loss(self, model: Any, batch: Any) -> Tensor:
+        assert self.made.loss
+        loss = self.made.loss(model, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise TypeError(self._no_loss("loss", described(loss)))
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise TypeError(self._no_loss("loss", f"{described(loss)} without a gradient (detach() or no_grad?)"))
+        return loss
+
+    def _step(self, model: Any, batch: Any) -> Tensor:
+        assert self.made.step
+        loss = self.made.step(model, batch)
+        if not isinstance(loss, Tensor | float | int) or (isinstance(loss, Tensor) and loss.numel() != 1):
+            raise TypeError(self._no_loss("step", described(loss)))
+        return torch.as_tensor(loss)
+
+    def _no_loss(self, what: str, returned: str) -> str:
+        kind = "a tensor of one number that backward() can be called on" if what == "loss" else "one number"
+        return (
+            f"the {what} of {self.config.work_name} ({self.place}) returned {returned}: let it return the mean loss of "
+            f"the batch, {kind}"
+        )
+
+    def batches(self) -> Iterator[Any]:
+        """Endless batches of this rank's share."""
+        return iter(self.data.loader)
+
+    def step(self, batch: Any) -> Tensor:
+        """One optimizer step; returns this rank's loss."""
+        self.data.note(batch)
+        self.context.mark("copy")
+        return self.training.step(moved(batch, self.device, channels_last=self.config.channels_last))
+
+    def witness(self) -> dict[str, Any]:
+        """What runs, read back from the objects that run, and what the user's training offers."""
+        offers = {"dataset": self.data.samples is not None, "loss": self.made.loss is not None}
+        offers["held_out_loss"] = self.made.held_out_loss is not None
+        seen: dict[str, Any] = {"offers": [name for name, there in offers.items() if there]}
+        seen |= {"maker": self.maker, "place": self.place}
+        if self.made.optimizer is None:
+            seen["adam"] = adam_seen(self.optimizer)
+        return {**seen, **self.training.witness(), **self.data.witness()}
+
+    @torch.no_grad()
+    def held_out_loss(self, *, draws: int) -> dict[str, Any] | None:
+        """The user's held-out loss in fp32, eager, the model in eval mode; None but on rank 0."""
+        del draws  # how much is looked at is the user's affair
+        if self.context.rank or self.made.held_out_loss is None:
+            return None
+        network = self.training.network
+        training = network.training
+        network.eval()
+        allow_tf32(False)
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(_HELD_OUT_SEED)  # what it draws is the same at each look and in each trial
+            loss = float(self.made.held_out_loss(network))
+        allow_tf32(self.config.precision == "tf32")
+        network.train(training)
+        return {"step": self.training.steps, "loss": loss}
+
+    @torch.no_grad()
+    def weights_sha256(self) -> str:
+        """Hash of the weights: equal on every rank, and between runs that learn the same to the last bit."""
+        found = hashlib.sha256()
+        for weight in self.training.parameters:
+            found.update(weight.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()[:16]
+
+    def close(self) -> None:
+        """Stop the loader workers."""
+        self.data.close()
+
+
+class _Positions:
+    """Lists of indices, one list for each step, without end."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _, indices, _ in self._plan.draws():
+            yield indices.tolist()
+
+
+def is_dataset(data: Any) -> bool:
+    """Whether ``data`` is a map-style dataset; a DataLoader and a list of batches are iterables of batches."""
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, list | tuple)
+
+
+def _endless(data: Any, name: str) -> Iterator[Any]:
+    """The batches of ``data`` over and over. Raises RuntimeError where it does not begin anew."""
+    count = 0
+    while True:
+        before = count
+        for batch in data:
+            yield batch
+            count += 1
+        if count == before:
+            raise RuntimeError(
+                f"the batches of {name} ended after {count}: give an iterable that begins anew, or an endless one"
+            )
+
+
+def images_of(batch: Any) -> int | None:
+    """The length of the first tensor in a batch; None where there is none."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.ndim else None
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return next((count for part in parts if (count := images_of(part)) is not None), None)
+
+
+def described(value: Any) -> str:
+    """Shapes and formats of the tensors in a value, such as "float32 3x32x32, int"."""
+    if isinstance(value, Tensor | np.ndarray):
+        shape = "x".join(map(str, value.shape))
+        return f"{str(value.dtype).removeprefix('torch.')} {shape}".strip()
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}: {described(part)}" for name, part in value.items())
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(described, value))})" if value else "nothing"
+    return "nothing" if value is None else type(value).__name__
+
+
+def moved(value: Any, device: torch.device, *, channels_last: bool) -> Any:
+    """A batch with its tensors on ``device``; images (N, C, H, W) in the memory format asked for."""
+    if isinstance(value, Tensor):
+        there = value.to(device, non_blocking=True)
+        return there.contiguous(memory_format=torch.channels_last) if channels_last and there.ndim == 4 else there
+    if isinstance(value, Mapping):
+        return {name: moved(part, device, channels_last=channels_last) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        parts = [moved(part, device, channels_last=channels_last) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value.to(device) if hasattr(value, "to") else value

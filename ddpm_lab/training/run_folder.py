@@ -1,0 +1,191 @@
+"""The folder of a training run: its checkpoints, its log, its settings; one run at a time works in it."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import fcntl
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from ddpm_lab.checks import ConfigError, LabError
+from ddpm_lab.config import RunConfig
+from ddpm_lab.data.packed import read_manifest
+from ddpm_lab.files import replace, writing
+from ddpm_lab.settings_file import OWN, settings_text
+
+CHECKPOINTS, SAMPLES = "checkpoints", "samples"
+SETTINGS, LOG, TABLE, LOCK = "config.toml", "log.jsonl", "log.csv", ".lock"
+COLUMNS = ("step", "loss", "images_per_second", "held_out_loss")
+_NAMED_APART = ("network", "global_batch_size", "image_size", "options")
+_SHARED = ("data", "data_sha256", "purpose", "seed", "device", "world_size", "nodes", "oversubscribe")
+"""Settings that are not part of a configuration's name in a log: repeats of one configuration, and its sizes."""
+_CHECKPOINT = re.compile(r"step-(\d{8,})\.pt")
+
+
+class RunFailed(LabError):  # noqa: N818 - an outcome
+    """A run that ended before its last step, in one sentence; what was saved before is untouched."""
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints of a run's folder, newest first, readable or not."""
+    found = [(int(match[1]), path) for path in folder.glob("*.pt") if (match := _CHECKPOINT.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+class RunFolder:
+    """The folder, made and locked on entry. Raises ConfigError if it cannot be, or if another run works in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints, self.samples = path / CHECKPOINTS, path / SAMPLES
+        self._files: list[TextIO] = []
+
+    def __enter__(self) -> RunFolder:
+        with writing(self.path):
+            for folder in (self.checkpoints, self.samples):
+                folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / LOCK, os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise ConfigError(
+                f"another run works in {self.path}: wait for it, or choose another --output-dir"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        for left in (*self.checkpoints.glob("*.partial"), *self.samples.glob("*.partial")):
+            left.unlink(missing_ok=True)  # of a run that was killed while it wrote
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files:
+            with contextlib.suppress(OSError):  # a full disk has been reported already
+                file.close()
+        os.close(self._lock)
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint of a step lies."""
+        return self.checkpoints / f"step-{step:08d}.pt"
+
+    def keep(self, count: int) -> None:
+        """Remove all but the newest ``count`` checkpoints."""
+        for path in checkpoints_in(self.checkpoints)[count:]:
+            path.unlink(missing_ok=True)
+
+    def set_aside(self, paths: Sequence[Path]) -> None:
+        """Rename checkpoints that cannot be read, so that they take the place of no good one."""
+        for path in paths:
+            path.replace(path.with_name(f"{path.name}.unreadable"))
+
+    def write_settings(self, config: RunConfig, schedule: dict[str, int], why: str = "") -> None:
+        """Write what runs, and ``why`` so, into ``config.toml``, which can be given to ``--config``."""
+        values = {name: value for name, value in config.as_dict().items() if name not in OWN}
+        if config.world_size == 1:
+            del values["exchange"]
+        said = f"# {' '.join(why.split())}\n" if why else ""
+        _replace(self.path / SETTINGS, said + settings_text({**values, "train": schedule}))
+
+    def open_logs(self, step: int) -> None:
+        """Open both logs for rows after ``step``; later ones, and a last one that was cut off, are taken out."""
+        rows = list(_rows(self.path / LOG, step))
+        _replace(self.path / LOG, "".join(f"{json.dumps(row)}\n" for row in rows))
+        _replace(self.path / TABLE, _csv([COLUMNS, *map(_cells, rows)]))
+        self._files = [(self.path / name).open("a") for name in (LOG, TABLE)]
+
+    def log(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Append rows to both logs. Raises RunFailed if they cannot be written."""
+        texts = ("".join(f"{json.dumps(row)}\n" for row in rows), _csv(map(_cells, rows)))
+        with self._writing_log():
+            for file, text in zip(self._files, texts, strict=True):
+                file.write(text)
+                file.flush()
+
+    def sync_logs(self) -> None:
+        """See the logs onto the disk: a checkpoint must not outlive the rows before it. Raises RunFailed."""
+        with self._writing_log():
+            for file in self._files:
+                os.fsync(file.fileno())
+
+    @contextlib.contextmanager
+    def _writing_log(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunFailed(f"cannot write the log in {self.path}: {error.strerror}") from error
+
+
+def trained(folder: Path, global_batch_size: int) -> tuple[int, float, float | None]:
+    """Steps in a run's log, the seconds they took, and the lowest held-out loss (None: never measured).
+
+    What lies between steps (held-out loss, samples, checkpoints, starting) takes no part in the seconds.
+    """
+    steps, seconds, losses = 0, 0.0, []
+    for row in _rows(folder / LOG, sys.maxsize):
+        steps += 1
+        if rate := row.get("images_per_second"):
+            seconds += global_batch_size / rate
+        if "held_out_loss" in row:
+            losses.append(row["held_out_loss"])
+    return steps, seconds, min(losses, default=None)
+
+
+def logged_losses(folder: Path, last: int) -> list[tuple[int, float]]:
+    """Steps in a run's log up to the step ``last``, each with its loss."""
+    return [(row["step"], row["loss"]) for row in _rows(folder / LOG, last)]
+
+
+def _rows(path: Path, last: int) -> Any:
+    """Rows of a log up to the step ``last``, each step once."""
+    following = 0
+    with contextlib.suppress(OSError):
+        for line in path.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                row = json.loads(line)
+                if following < row["step"] <= last:
+                    following = row["step"]
+                    yield row
+
+
+def _cells(row: dict[str, Any]) -> list[Any]:
+    return [row.get(name, "") for name in COLUMNS]
+
+
+def _csv(rows: Any) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def _replace(path: Path, text: str) -> None:
+    try:
+        replace(path, text)
+    except OSError as error:
+        raise RunFailed(f"cannot write {path}: {error.strerror}") from error
+
+
+def name_of(config: RunConfig) -> str:
+    """What is trained and how, but for seed and number of ranks: equal names are repeats, at any world size."""
+    usual = RunConfig()
+    words = [config.work_name, f"batch {config.global_batch_size}"]
+    words += [f"{config.image_size}x{config.image_size} pixels"] if config.image_size != usual.image_size else []
+    for name, (value, before) in config.differences(usual).items():
+        if isinstance(value, dict) and name not in _NAMED_APART:
+            words += [f"{name}.{k} {v}" for k, v in value.items() if before[k] != v]
+        elif name not in (*_NAMED_APART, *_SHARED):
+            words.append(f"{name} {value}" if not isinstance(value, bool) else f"{'' if value else 'no '}{name}")
+    own = (("checkpoint", config.option("checkpoint", "")), *config.own_options)
+    words += [f"{name} {value}" for name, value in config.options if (name, value) not in own]
+    return ", ".join(words)
+
+
+def train_count(config: RunConfig) -> int:
+    """Images of an epoch."""
+    return read_manifest(Path(config.data)).train_count

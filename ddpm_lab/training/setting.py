@@ -1,0 +1,291 @@
+"""The setting of an experiment: what is trained on which images, what the machine offers, the trainer's defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from ddpm_lab.checks import ConfigError, whole
+from ddpm_lab.config import LOADER_ALONE, OWN, OWN_LOADER, PRECISIONS, OptimizerConfig, RunConfig, digest
+from ddpm_lab.declared import Opt
+from ddpm_lab.measure import hardware
+from ddpm_lab.measure.cluster import fewest_hosts
+from ddpm_lab.measure.gpu_trouble import gpu_trouble, least_capability
+from ddpm_lab.processor import multiplies_bf16
+
+OWN_DATA = "own-"
+CUDA_PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+CPU_PRECISIONS = ("fp32", "bf16")
+
+# Settings that several questions take.
+WorldSizes = Annotated[Sequence[int] | None, Opt("numbers of ranks, such as 1,2,4", least=1)]
+WorldSize = Annotated[int, Opt("number of ranks", least=1)]
+Batch = Annotated[int | None, Opt("images of a step over all ranks", least=1)]
+Batches = Annotated[Sequence[int] | None, Opt("batch sizes, such as 16,32", least=1)]
+Precision = Annotated[str, Opt("number format", choices=PRECISIONS)]
+Precisions = Annotated[Sequence[str] | None, Opt("number formats", choices=PRECISIONS)]
+Workers = Annotated[int | None, Opt("worker processes that decode files while they are needed", least=0)]
+
+
+def usual_settings(device: str) -> dict[str, Any]:
+    """The trainer's settings for speed by what the device can do; Adam in one kernel and EMA in one call are always on.
+
+    None is slower than plain fp32 on its kind, as far as that was measured. What each is worth on a machine is measured
+    by notebook 07; the best combination is what ``recommend`` searches, the fastest of these what ``probe`` finds.
+    """
+    if device == "cuda":
+        capability = least_capability() or (8, 0)  # elsewhere, as where a grid is only looked at
+        # fp16 has its products from 7.0 on, bf16 from 8.0 on (CUDA C++ Programming Guide, table of throughputs).
+        precision = "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
+        own = {"kernels": "aten", "compile": "whole" if capability >= (7, 0) else "off", "loader": "resident"}
+        return {"precision": precision, "channels_last": True, **own}
+    kernels = "fused" if shutil.which(os.environ.get("CXX", "g++")) else "aten"
+    own = {"kernels": kernels, "compile": "off", "loader": "packed", "freed_memory": "kept"}
+    return {"precision": "bf16" if multiplies_bf16() else "fp32", "channels_last": True, **own}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Images:
+    """Prepared images: the folder, the content hash, and a name for people."""
+
+    folder: str
+    sha256: str
+    name: str
+    image_size: int = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Own:
+    """A training of the user's, as found when it was looked at: its name, and what identifies it beside its code.
+
+    ``offers`` are some of dataset, loss, held_out_loss and training; nothing is known of a loop that only yields.
+    """
+
+    name: str
+    place: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
+    offers: tuple[str, ...] = ()
+
+    @property
+    def sha256(self) -> str:
+        """What stands for its data: only what was made alike is compared."""
+        return own_data(self.name) + digest(dict(self.options))
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that every configuration of it has: it is trained as its code is written."""
+        return {
+            "workload": OWN,
+            "options": (("make", self.name), *self.options),
+            "loader": "files",
+            "channels_last": False,
+            "optimizer": OptimizerConfig(clip_norm=None, ema_every=1),
+        }
+
+    def lacks(self, question: str) -> str:
+        """Why a question cannot be asked of it; empty where it can."""
+        if question != "profile" and "training" not in self.offers:
+            return (
+                f"{self.name} does its own steps, in which nothing can be set: let it return a "
+                "ddpm_lab.workload.Training, or compare two versions of it with ddpm-lab compare"
+            )
+        if question == "amp" and "loss" not in self.offers:
+            return f"{self.name} has a step of its own, whose number format is its own too: give a loss in place of it"
+        if question == "workers" and "dataset" not in self.offers:
+            return f"{self.name} gives ready batches and no dataset, so there is nothing for loader workers to load"
+        return ""
+
+
+def own_data(name: str) -> str:
+    """How the data hash of a user's training begins."""
+    return f"{OWN_DATA}{digest(name)[:6]}-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What all configurations of an experiment have in common, and what the machine offers."""
+
+    preset: str
+    network: str
+    images: Images
+    device: str
+    gpus: int
+    usable_cores: int
+    seed: int = 0
+    oversubscribe: bool = False
+    hosts: int = 1
+    places: int = 0
+    """Hosts that can be used, and the ranks that a job has a place for on each; 0 is as many as there are devices."""
+    limited: bool = False
+    """Whether ``usable_cores`` are fewer than the machine has: other processes take the rest."""
+    own: Own | None = None
+    """A training of the user's, in place of the network and the images."""
+
+    def config(self, **settings: Any) -> RunConfig:
+        """A configuration of this set-up."""
+        common = {
+            "network": self.network,
+            "device": self.device,
+            "data": self.images.folder,
+            "data_sha256": self.images.sha256,
+            "image_size": self.images.image_size,
+            "seed": self.seed,
+        }
+        if self.own:
+            common |= self.own.settings()
+            settings |= {"loader": "files"}
+            if settings.get("workload") == LOADER_ALONE:
+                settings["workload"] = OWN_LOADER
+            if "loss" not in self.own.offers and settings.get("precision", "fp32") != "fp32":
+                raise ConfigError(f"precision is {settings['precision']!r}: {self.own.lacks('amp')}")
+        settings = {"nodes": self.nodes(settings.get("world_size", 1)), **settings}
+        config = RunConfig(**{**common, **settings})
+        if self.limited and config.device == "cpu":
+            config = dataclasses.replace(config, threads=max(1, self.usable_cores // config.node_size))
+        over = config.node_size > (self.gpus if config.device == "cuda" else self.usable_cores)
+        return dataclasses.replace(config, oversubscribe=True) if over and self.oversubscribe else config
+
+    @property
+    def node_size(self) -> int:
+        """Ranks that one host can give a device of their own."""
+        devices = self.gpus if self.device == "cuda" else self.usable_cores
+        return min(devices, self.places) if self.places else devices
+
+    @property
+    def most_ranks(self) -> int:
+        """Ranks that all hosts together can give a device of their own."""
+        return self.hosts * self.node_size
+
+    @property
+    def doubled_ranks(self) -> list[int]:
+        """1, 2, 4, ... as far as ranks have a device of their own."""
+        return [2**i for i in range(self.most_ranks.bit_length())]
+
+    def nodes(self, ranks: int) -> int:
+        """Over how many hosts so many ranks are spread: as few as have room for them."""
+        return fewest_hosts(ranks, self.hosts, self.node_size if self.places else 0)
+
+    def batch_size(self, asked: int | None, ranks: int = 1) -> int:
+        """The global batch size asked for, or the preset's: 128, and 8 on a CPU except in ``full``."""
+        if asked is not None:
+            whole("global_batch_size", asked, 1)
+            return asked
+        usual = 128 if self.device == "cuda" or self.preset == "full" else 8
+        return -(-usual // ranks) * ranks
+
+    def world_sizes(self, asked: Sequence[int] | None, usual: Sequence[int]) -> list[int]:
+        """The world sizes asked for, checked; or those of ``usual`` that this machine can run."""
+        if asked is None:
+            return [n for n in usual if (n <= self.most_ranks or self.oversubscribe) and n % self.nodes(n) == 0]
+        for ranks in asked:
+            self.check_ranks(ranks)
+        return sorted(set(asked))
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise ConfigError for more ranks than the machine has devices for."""
+        nodes = self.nodes(ranks)
+        if ranks % nodes:
+            raise ConfigError(f"{ranks} ranks cannot be spread evenly over {nodes} hosts: give a multiple of {nodes}")
+        check_ranks(self.device, ranks // nodes, self.gpus, self.usable_cores, self.oversubscribe, limited=self.limited)
+
+    def files(self, loader_workers: int) -> dict[str, Any]:
+        """Settings of a loader that decodes each file when it is needed; raises ConfigError for too many workers."""
+        whole("loader_workers", loader_workers, 0)
+        check_cores("loader_workers", loader_workers, self.usable_cores)
+        return {"loader": "files", "loader_workers": loader_workers}
+
+    def ranks_label(self, ranks: int) -> str:
+        """``2 GPUs``, ``2 ranks`` or ``8 GPUs on 2 hosts``."""
+        hosts = f" on {self.nodes(ranks)} hosts" if self.nodes(ranks) > 1 else ""
+        return f"{ranks} {'GPU' if self.device == 'cuda' else 'rank'}{'s' if ranks > 1 else ''}{hosts}"
+
+    def family_name(self, batch: int | None, ranks: int | None = None, *, per_rank: bool = False) -> str:
+        """A family's name for people: what everything in it has in common."""
+        words = [
+            self.own.name if self.own else self.network,
+            self.images_name(batch, per_rank=per_rank),
+            self.ranks_label(ranks) if ranks else "",
+        ]
+        return ", ".join(word for word in words if word)
+
+    @property
+    def usual_precision(self) -> str:
+        """In which the preset compiles: bf16, unless the number format is not the lab's to set."""
+        return "fp32" if self.own and "loss" not in self.own.offers else "bf16"
+
+    def precision_name(self, precision: str) -> str:
+        """A number format for people."""
+        return "own number format" if self.own and "loss" not in self.own.offers else precision
+
+    def splits_scaling(self, asked: bool | None) -> bool:
+        """Whether the lost scaling is split into its causes; None does so in ``full``, where it can be."""
+        if self.own and asked:
+            raise ConfigError(f"lost_scaling splits the step of the lab's own trainer, not that of {self.own.name}")
+        return self.preset == "full" and not self.own if asked is None else asked
+
+    def loader_name(self, batch: int) -> str:
+        """What a loader alone loads, for people."""
+        return self.family_name(batch) if self.own else self.images_name(batch)
+
+    @property
+    def why_alone(self) -> str:
+        """Why a machine with one device measures no second rank."""
+        if self.limited and self.device == "cpu":
+            return "one core is free, since other processes take the rest; each rank needs its own"
+        have = "GPU" if self.device == "cuda" else "usable core"
+        return f"this machine has one {have}; each rank needs its own"
+
+    @property
+    def cores_name(self) -> str:
+        """The cores that can be measured with, for people."""
+        kind = "free" if self.limited else "usable"
+        return f"{self.usable_cores} {kind} core{'s' * (self.usable_cores != 1)}"
+
+    def images_name(self, batch: int | None, *, per_rank: bool = False) -> str:
+        """How many images a step takes, and their size where it is not CIFAR's: ``batch 8, 64x64 pixels``."""
+        size = self.images.image_size
+        count = f"batch {batch}{' per rank' if per_rank else ''}" if batch else ""
+        words = [count, f"{size}x{size} pixels" if size != 32 else ""]
+        return ", ".join(word for word in words if word)
+
+
+def usual_device(device: str | None) -> str:
+    """The device, or the GPU where there is one. Raises ConfigError for a GPU that torch cannot use."""
+    if device in (None, "cuda") and (trouble := gpu_trouble()):
+        raise ConfigError(trouble)
+    return device or ("cuda" if hardware.gpus() else "cpu")
+
+
+def check_ranks(
+    device: str, ranks: int, gpus: int, usable_cores: int, oversubscribe: bool = False, *, limited: bool = False
+) -> None:
+    """Raise ConfigError for more ranks than there are GPUs, or usable cores, to give each one of its own.
+
+    With ``oversubscribe`` ranks share them. ``limited`` cores are those that other processes leave free. A GPU that
+    torch cannot use is refused too.
+    """
+    if device == "cuda" and (trouble := gpu_trouble()):
+        raise ConfigError(trouble)
+    if device == "cuda" and not gpus:
+        raise ConfigError("device is 'cuda', but no GPU is visible: use device cpu, or check the driver (nvidia-smi)")
+    most = gpus if device == "cuda" else usable_cores
+    if ranks <= most or oversubscribe:
+        return
+    need = f"{ranks} ranks need {ranks} GPUs, this machine has {gpus}"
+    if device == "cpu":
+        have = "are free, since other processes take the rest" if limited else "are usable here"
+        need = f"{ranks} CPU ranks need {ranks} cores, {usable_cores} {have}"
+    raise ConfigError(
+        f"{need}: give at most {most}, or set oversubscribe (such records show that it works, and nothing about speed)"
+    )
+
+
+def check_cores(name: str, count: int, usable_cores: int, ranks: int = 1) -> None:
+    """Raise ConfigError for more workers or threads than a rank has cores; one is never refused."""
+    most = max(1, usable_cores // ranks)
+    if count > most:
+        give = "that" if ranks == 1 else f"{most} to each of {ranks} ranks"
+        raise ConfigError(f"{name} is {count}: {usable_cores} cores are usable, give at most {give}")

@@ -1,0 +1,237 @@
+"""Log to Comet ML: online, or into an archive that ``comet upload`` sends later.
+
+All calls are made by one thread of the parent process, so that neither a step nor the end of a run waits long for a
+slow tracker, and there is one experiment whatever the number of ranks. Only what the lab names here
+is sent.
+"""
+
+from __future__ import annotations
+
+import logging.handlers
+import math
+import os
+import queue
+import re
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.measure import hardware
+from ddpm_lab.measure.machine_watch import Watch
+from ddpm_lab.record import Environment
+from ddpm_lab.settings_file import OWN
+from ddpm_lab.training.run_folder import logged_losses, name_of, train_count
+
+WAITING = 20_000
+"""Calls that may wait for the tracker, about one a step; more are dropped and counted."""
+CLOSE_SECONDS = 60.0
+"""Longest wait for the tracker at the end of a run."""
+WATCH_SECONDS = 10.0
+ENVIRONMENT = {
+    "COMET_DISABLE_AUTO_LOGGING": "1",  # otherwise the import patches torch, Matplotlib and others
+    "COMET_ERROR_TRACKING_ENABLE": "0",
+    "COMET_INTERNAL_REPORTING": "0",
+    "COMET_DISABLE_ANNOUNCEMENT": "1",
+    "COMET_LOGGING_CONSOLE": "CRITICAL",
+}
+STATE = (
+    *("cpu_utilisation_percent", "ram_used_bytes", "gpu_utilisation_percent", "gpu_memory_used_bytes"),
+    *("gpu_clock_mhz", "gpu_temperature_celsius", "gpu_power_watts"),
+)
+"""Fields of ``Watch.state`` that are logged."""
+"""Fields of a comparison that are logged. A reason is not, since it may name files of the user."""
+
+
+class Tracker:
+    """One experiment; what fails in it never raises.
+
+    Args:
+        kind: comet, or comet-offline for an archive in ``folder``.
+        key: 32 letters or digits; the same key continues the same experiment.
+        say: called with one sentence if the tracker fails, or else one at the end.
+    """
+
+    def __init__(self, kind: str, folder: Path, key: str, *, name: str, say: Callable[[str], None]) -> None:
+        self._online, self._folder, self._key, self._name, self._say = kind == "comet", folder, key, name, say
+        self._calls: queue.Queue[tuple[str, tuple[Any, ...], dict[str, Any]] | None] = queue.Queue(WAITING)
+        self._dropped, self._failed, self._url = 0, False, ""
+        self._thread = threading.Thread(target=self._work, name="ddpm_lab tracker", daemon=True)
+        self._thread.start()
+
+    def call(self, method: str, *values: Any, **named: Any) -> None:
+        """Call a method of comet_ml's experiment, later; a file that it names must stay until ``close``."""
+        try:
+            self._calls.put_nowait((method, values, named))
+        except queue.Full:
+            self._dropped += 1
+
+    def metrics(self, values: Mapping[str, float | None], **when: int) -> None:
+        """Log numbers by name; what is None or not finite is unknown and left out."""
+        if known := {name: value for name, value in values.items() if value is not None and math.isfinite(value)}:
+            self.call("log_metrics", known, **when)
+
+    def close(self) -> None:
+        """Wait until everything is logged, at most ``CLOSE_SECONDS``, and say where it is."""
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            with suppress(queue.Full):
+                self._calls.put(None, timeout=0.1)
+                self._thread.join(deadline - time.monotonic())
+        if self._thread.is_alive():
+            self._fail("no answer in time")
+        if not self._failed:
+            archives = sorted(self._folder.glob(f"{self._key}*.zip"), key=lambda path: path.stat().st_mtime)
+            where = self._url if self._online or not archives else f"{archives[-1]} (comet upload FILE sends it)"
+            lost = f"; {self._dropped:,} calls came too fast and are missing" if self._dropped else ""
+            self._say(f"tracker: {where}{lost}")
+
+    def _work(self) -> None:
+        errors = logging.handlers.BufferingHandler(sys.maxsize)  # comet_ml logs most errors, and raises few
+        errors.setLevel(logging.ERROR)
+        try:
+            experiment = self._open(errors)
+            for method, values, named in iter(self._calls.get, None):
+                getattr(experiment, method)(*values, **named)
+            experiment.end()
+            self._url = experiment.url or ""
+        except ModuleNotFoundError as missing:
+            self._fail(f"{missing.name} is not installed: run make trackers")
+        except Exception as error:  # whatever fails here takes nothing from the run
+            self._fail(errors.buffer[0].getMessage() if errors.buffer else f"{type(error).__name__}: {error}")
+        else:
+            if errors.buffer:
+                self._fail(errors.buffer[0].getMessage())
+
+    def _open(self, errors: logging.Handler) -> Any:
+        """Import comet_ml and open the experiment, with everything off that it collects by itself.
+
+        Its hook at exit acts only in the thread that opened the experiment, so an exit never waits for it.
+        """
+        os.environ.update(ENVIRONMENT)
+        hook = sys.excepthook
+        import comet_ml  # noqa: PLC0415 - optional, and reads the environment when imported
+
+        sys.excepthook = hook
+        logging.getLogger("comet_ml").addHandler(errors)
+        own = [name for name in vars(comet_ml.ExperimentConfig()) if re.match("auto_|log_|parse_", name)]
+        config = comet_ml.ExperimentConfig(
+            name=self._name,
+            offline_directory=str(self._folder),
+            display_summary_level=0,
+            **{name: False for name in own if not name.endswith("_rate")},
+        )
+        if not self._online:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        experiment = comet_ml.start(
+            online=self._online, mode="get_or_create", experiment_key=self._key, experiment_config=config
+        )
+        if not experiment.alive:
+            raise RuntimeError("it did not accept the experiment")
+        return experiment
+
+    def _fail(self, reason: str) -> None:
+        if not self._failed:
+            self._failed = True
+            short = " ".join(reason.split())[:200].rstrip(". ")
+            what = "logged to Comet" if self._online else "archived for Comet"
+            self._say(f"tracker: not, or not wholly, {what} ({short}); nothing else depends on it")
+
+
+def environment(where: Environment) -> dict[str, Any]:
+    """What is logged of the place of a measurement; what is unknown is left out."""
+    known = {
+        "host_name": where.hostname,
+        "slurm_job_id": where.slurm_job_id,
+        "machine": where.machine.name,
+        "gpu_driver": where.machine.driver,
+        "ram_bytes": where.ram_bytes,
+        "kernel": where.kernel,
+        "python": where.python,
+        **where.packages,
+        "git_commit": where.git_commit,
+        "date": where.date,
+    }
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def settings(config: RunConfig) -> dict[str, Any]:
+    """Settings by name, those of a part as ``part.name``; none of them holds a path."""
+    flat: dict[str, Any] = {}
+    for name, value in config.as_dict().items():
+        if name not in ("data", *OWN):
+            flat |= {f"{name}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {name: value}
+    return {name: str(value) if isinstance(value, list) else value for name, value in flat.items()}
+
+
+class TrackedTraining:
+    """Log a training run, which goes on after ``step`` steps; its folder names the experiment that it continues."""
+
+    def __init__(
+        self,
+        kind: str,
+        folder: Path,
+        config: RunConfig,
+        *,
+        schedule: Mapping[str, int],
+        step: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self._tracker = Tracker(kind, folder / "comet", _key_of(folder), name=name_of(config), say=say)
+        self._tracker.call("log_parameters", settings(config) | {f"train.{k}": value for k, value in schedule.items()})
+        self._tracker.call("log_others", environment(hardware.environment()))
+        self._batch, self._images, self._step = config.global_batch_size, train_count(config), step
+        self._losses = [loss for at, loss in logged_losses(folder, step) if self._epoch(at) == self._epoch(step + 1)]
+        gpus = hardware.gpus()[: config.node_size] if config.device == "cuda" else ()
+        self._gpus = {gpu.uuid: 0 for gpu in gpus if gpu.uuid}
+
+    def __enter__(self) -> TrackedTraining:
+        self._watch, self._watched = Watch(self._gpus), time.monotonic()
+        self._watch.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._machine()
+        self._tracker.close()
+
+    def steps(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log the next steps, as they stand in the run's log, and every ten seconds the state of the machine."""
+        for row in rows:
+            self._step = row["step"]
+            epoch = self._epoch(self._step)
+            values = {"train_loss": row["loss"], "images_per_second": row["images_per_second"]}
+            self._losses.append(row["loss"])
+            if self._epoch(self._step + 1) > epoch:
+                values["train_loss_epoch"] = fmean(self._losses)
+                self._losses.clear()
+            self._tracker.metrics(values | {"held_out_loss": row.get("held_out_loss")}, step=self._step, epoch=epoch)
+        if time.monotonic() - self._watched >= WATCH_SECONDS:
+            self._machine()
+            self.__enter__()
+
+    def _epoch(self, step: int) -> int:
+        """The pass through the images, from 1, in which a step ends."""
+        return (step * self._batch - 1) // self._images + 1
+
+    def _machine(self) -> None:
+        self._watch.__exit__()
+        values = {name: self._watch.state.get(name) for name in STATE}
+        self._tracker.metrics(values, step=self._step, epoch=self._epoch(max(1, self._step)))
+
+
+def _key_of(folder: Path) -> str:
+    """The key that a run's folder keeps; a new one where there is none."""
+    file = folder / "comet_experiment.txt"
+    with suppress(OSError, ValueError):
+        if re.fullmatch("[0-9a-f]{32}", kept := file.read_text().strip()):
+            return kept
+    key = uuid.uuid4().hex
+    with suppress(OSError):
+        file.write_text(f"{key}\n")
+    return key

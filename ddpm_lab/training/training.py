@@ -1,0 +1,221 @@
+"""The trainer with what a long run needs beside its steps: checkpoints, held-out loss, sample grids."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import RunConfig
+from ddpm_lab.data.packed import PackedImages
+from ddpm_lab.diffusion.diffusion import Diffusion
+from ddpm_lab.diffusion.inference import Inference
+from ddpm_lab.diffusion.network import AnyUNet, configured_network
+from ddpm_lab.diffusion.sampling import image_grid
+from ddpm_lab.diffusion.step import allow_tf32
+from ddpm_lab.training.checkpoint import Checkpoint, CheckpointError, Tensors, empty_network, read, write
+from ddpm_lab.training.generation import generate, image_generators, restore, sampler_steps, write_png
+from ddpm_lab.training.train import Trainer
+from ddpm_lab.workload import RankContext
+
+_DRAWN = 64
+"""Images that are drawn at once."""
+STRATA = 10
+_SEED, _CHUNK = 20_061_968, 64
+
+
+def training(config: RunConfig, context: RankContext) -> Training:
+    """The workload of a run that trains for the weights, not for its speed; the option ``checkpoint`` is its start."""
+    path = config.option("checkpoint", "")
+    return Training(config, context, read(Path(path)) if path else None)
+
+
+class Training(Trainer):
+    """A trainer whose methods its parent calls between steps, on every rank; what one rank can do, rank 0 does."""
+
+    def __init__(self, config: RunConfig, context: RankContext, start: Checkpoint | None = None) -> None:
+        super().__init__(config, context, start_step=start.step if start else 0)
+        if start:
+            self._restore(start)
+
+    @torch.no_grad()
+    def _restore(self, start: Checkpoint) -> None:
+        restore(self.network, start.weights)
+        restore(self.ema, start.averages)
+        state: dict[int, dict[str, Tensor]] = {}
+        for index, (parameter, first, second) in enumerate(
+            zip(self.parameters, start.first_moments.values(), start.second_moments.values(), strict=True)
+        ):
+            # In the memory format of the weight, as Adam itself makes them: one kernel goes through all in step.
+            moments = [torch.empty_like(parameter).copy_(m.reshape(parameter.shape)) for m in (first, second)]
+            step = torch.tensor(float(start.adam_steps))
+            state[index] = {"step": step, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+        if start.adam_steps:
+            self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+        if self.scaler and start.scaler:
+            self.scaler.load_state_dict(start.scaler)
+
+    @torch.no_grad()
+    def state(self) -> Checkpoint:
+        """The state of training now, copied to the CPU."""
+        shapes = {name: p.shape for name, p in empty_network(self.config).named_parameters()}
+
+        def named(tensors: list[Tensor]) -> Tensors:
+            return {
+                name: tensor.detach().cpu().reshape(shape).clone(memory_format=torch.contiguous_format)
+                for (name, shape), tensor in zip(shapes.items(), tensors, strict=True)
+            }
+
+        adam = self.optimizer.state  # empty before the first step that was not left out
+
+        def moments(name: str) -> Tensors:
+            return named([adam[p][name] if adam else torch.zeros_like(p) for p in self.parameters])
+
+        return Checkpoint(
+            config=self.config,
+            step=self.steps,
+            adam_steps=int(adam[self.parameters[0]]["step"]) if adam else 0,
+            weights=named(self.weights),
+            averages=named(self.averages),
+            first_moments=moments("exp_avg"),
+            second_moments=moments("exp_avg_sq"),
+            scaler=self.scaler.state_dict() if self.scaler else None,
+        )
+
+    def save(self, *, path: str) -> str | None:
+        """Write a checkpoint on rank 0; returns one sentence if that failed, and then an older one is untouched."""
+        if self.context.rank:
+            return None
+        try:
+            write(Path(path), self.state())
+        except CheckpointError as error:
+            return str(error)
+        except OSError as error:
+            return f"cannot write {path}: {error.strerror or error}"
+        return None
+
+    def set_threads(self, *, count: int) -> None:
+        """Compute with so many threads from here on: the same mathematics, summed in another order."""
+        torch.set_num_threads(count)
+
+    def samples(self, *, path: str, count: int, steps: int) -> str | None:
+        """Write a grid of the first ``count`` images of the averaged weights by DDIM, on rank 0.
+
+        They come from the same noise each time. Returns one sentence if they cannot be written.
+        """
+        if self.context.rank:
+            return None
+        eager = dataclasses.replace(self.config, compile="off", compile_mode="default")
+        images = generate(
+            Inference(self.ema, eager, self.device),
+            sampler_steps(self.diffusion, "ddim", min(steps, self.diffusion.timesteps)),
+            image_generators(self.config.seed, range(count)),
+            image_size=self.config.image_size,
+            device=self.device,
+            mark=self.context.mark,
+        )
+        try:
+            write_png(Path(path), images.cpu())
+        except OSError as error:
+            return f"cannot write {path}: {error.strerror or error}"
+        return None
+
+    def held_out_loss(self, *, draws: int) -> dict[str, Any] | None:
+        """Loss of the averaged weights on held-out images, and of ten ranges of timesteps; None but on rank 0."""
+        if self.context.rank:
+            return None
+        network, _ = self._plain()
+        allow_tf32(False)
+        loss, by_time = held_out_loss(network, self.data.packed, self.diffusion, self.device, draws=draws)
+        allow_tf32(self.config.precision == "tf32")
+        return {"step": self.steps, "loss": loss, "by_time": by_time}
+
+    def _plain(self) -> tuple[AnyUNet, RunConfig]:
+        """The averaged weights in the lab's network with torch's own kernels, fp32 and eager, and its configuration.
+
+        So no kernel and no number format judges itself.
+        """
+        plain = {"implementation": "lab", "kernels": "aten", "channels_last": False, "compile": "off"}
+        config = dataclasses.replace(self.config, **plain, compile_mode="default", precision="fp32")  # type: ignore[arg-type]
+        network = configured_network(config, self.device)
+        with torch.no_grad():
+            for weight, average in zip(network.parameters(), self.averages, strict=True):
+                weight.copy_(average.reshape(weight.shape))
+        return network, config
+
+    def draw_png(self, *, count: int, steps: int) -> str | None:
+        """The first ``count`` images of the averaged weights in a row, PNG in URL-safe base64; None but on rank 0."""
+        if self.context.rank:
+            return None
+        stream = io.BytesIO()
+        row = np.concatenate(list(self._drawn(range(count), steps)), axis=1)
+        Image.fromarray(row).save(stream, format="PNG", optimize=True)
+        return base64.urlsafe_b64encode(stream.getvalue()).decode("ascii")
+
+    def draw_pixels(self, *, path: str, count: int, steps: int) -> None:
+        """Write the first ``count`` images of the averaged weights to a .npy file, uint8 (N, S, S, 3), on rank 0."""
+        if self.context.rank:
+            return
+        parts = [range(start, min(start + _DRAWN, count)) for start in range(0, count, _DRAWN)]
+        np.save(path, np.concatenate([self._drawn(part, steps) for part in parts]))
+
+    def _drawn(self, numbers: range, steps: int) -> npt.NDArray[np.uint8]:
+        """Images (N, S, S, 3) of these numbers by DDIM, whatever the weights were trained in: see ``_plain``."""
+        network, config = self._plain()
+        images = generate(
+            Inference(network, config, self.device),
+            sampler_steps(self.diffusion, "ddim", steps),
+            image_generators(self.config.seed, numbers),
+            image_size=self.config.image_size,
+            device=self.device,
+            mark=self.context.mark,
+        )
+        allow_tf32(self.config.precision == "tf32")
+        return np.stack([image_grid(image[None]) for image in images])
+
+
+@torch.no_grad()
+def held_out_loss(
+    network: nn.Module, packed: PackedImages, diffusion: Diffusion, device: torch.device, *, draws: int
+) -> tuple[float, list[float]]:
+    """Mean loss over ``draws`` draws, and the means of ten equal ranges of timesteps from 0 to T - 1.
+
+    The i-th of n draws has a timestep from the i-th of n equal parts of 0..T - 1, so that the timesteps are stratified;
+    images take turns in a fixed random order. Timesteps, noise and images are functions of the data and ``draws``
+    alone, never of the run. The network is evaluated eagerly in fp32, whatever it was trained in.
+
+    Raises:
+        ConfigError: nothing is held out of the data.
+    """
+    held_out = packed.held_out_indices
+    if not len(held_out):
+        raise ConfigError(f"{packed.dest} holds no image out of training: prepare it with a held-out part")
+    generator = torch.Generator().manual_seed(_SEED)
+    order = torch.randperm(len(held_out), generator=generator)
+    within = torch.rand(draws, generator=generator, dtype=torch.float64)
+    t = ((torch.arange(draws, dtype=torch.float64) + within) / draws * diffusion.timesteps).long()
+    t = t.clamp_(max=diffusion.timesteps - 1)
+    losses: list[Tensor] = []
+    training = network.training
+    network.eval()
+    for start in range(0, draws, _CHUNK):
+        part = torch.arange(start, min(start + _CHUNK, draws))
+        pixels = packed.images[held_out[order[part % len(held_out)].numpy()]]
+        x0 = torch.from_numpy(pixels).permute(0, 3, 1, 2).to(device, torch.float32).div_(127.5).sub_(1)
+        noise = torch.randn(x0.shape, generator=generator).to(device)
+        times = t[part].to(device)
+        prediction = network(diffusion.q_sample(x0, times, noise), times)
+        losses.append(diffusion.prediction_loss(prediction, x0, times, noise).double().cpu())
+    network.train(training)
+    each = torch.cat(losses)
+    strata = t * STRATA // diffusion.timesteps
+    return float(each.mean()), [float(each[strata == s].mean()) for s in range(STRATA)]

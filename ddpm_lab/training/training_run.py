@@ -1,0 +1,411 @@
+"""A training run: from settings to a checked configuration, then chunks of steps, and what is due between them.
+
+The parent's half, which never imports torch unless there is a checkpoint to read: the ranks train, save and sample.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from ddpm_lab.checks import ConfigError, choice
+from ddpm_lab.config import DEVICES, TRAINING, RunConfig
+from ddpm_lab.data.packed import read_manifest, resolve
+from ddpm_lab.declared import Opt, known, validate
+from ddpm_lab.measure import hardware
+from ddpm_lab.measure.cluster import current, spread, usual_ranks
+from ddpm_lab.measure.group import Group, GroupFailed
+from ddpm_lab.measure.others import CoreWatch, fair_cores
+from ddpm_lab.measure.progress import Progress
+from ddpm_lab.settings_file import OWN, configuration, read_settings
+from ddpm_lab.training.run_folder import RunFailed, RunFolder, checkpoints_in
+from ddpm_lab.training.setting import check_cores, check_ranks, usual_device, usual_settings
+from ddpm_lab.training.stopping import Stop, without_sigterm
+from ddpm_lab.training.tracking import TrackedTraining
+
+if TYPE_CHECKING:
+    from ddpm_lab.training.checkpoint import Checkpoint
+
+CHUNK_SECONDS = 1.0
+SILENCE_SECONDS = 600.0
+"""The longest silence of a rank while it compiles, saves, samples or evaluates."""
+COMPILING_CHUNKS = 3
+"""A compiled step may be compiled again in its second or third call."""
+HELD_OUT_DRAWS = 1_000
+GRID_IMAGES, GRID_STEPS = 36, 50
+LEARNED = ("network", "image_size", "attention_axis", "diffusion", "global_batch_size", "seed", "data_sha256")
+LEARNED_BY = ("learning_rate", "betas", "clip_norm", "ema_decay", "ema_every", "ema_warmup")
+"""Settings that decide what is learned, the latter those of the optimizer: a run that goes on keeps them."""
+USUAL = {"cpu": {"network": "tiny", "global_batch_size": 32}, "cuda": {"network": "seed", "global_batch_size": 128}}
+TABLE = "train"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """How long a run trains, and what is done every so many steps and after the last; 0 is never.
+
+    ``keep`` is the number of checkpoints that stay.
+    """
+
+    steps: Annotated[int, Opt("optimizer steps in all, those of an earlier start included", least=1)]
+    save_every: Annotated[int, Opt("steps between checkpoints", least=1)] = 1_000
+    sample_every: Annotated[int, Opt("steps between sample grids; 0: none", least=0)] = 1_000
+    evaluate_every: Annotated[int, Opt("steps between held-out losses; 0: none", least=0)] = 1_000
+    keep: Annotated[int, Opt("checkpoints that stay", least=1)] = 3
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+    def due(self, every: int, step: int) -> bool:
+        """Whether what is done every ``every`` steps is done after ``step``."""
+        return every > 0 and (step % every == 0 or step == self.steps)
+
+    def next_stop(self, step: int) -> int:
+        """The first step after ``step`` after which something is due."""
+        each = (self.save_every, self.sample_every, self.evaluate_every)
+        return min(self.steps, *((step // every + 1) * every for every in each if every))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Where a run stands: its last step, the checkpoint of it, and what was measured last; None was never measured."""
+
+    step: int
+    checkpoint: Path
+    loss: float | None = None
+    held_out_loss: float | None = None
+
+
+def plan_training(
+    flags: Mapping[str, Any],
+    schedule: Mapping[str, Any],
+    *,
+    file: Path | None,
+    cache: Path,
+    held_out: str | None = None,
+    skip_bad: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+) -> tuple[RunConfig, Schedule, frozenset[str]]:
+    """The configuration and schedule of a run, and which settings the user gave.
+
+    They are those of ``file``, and over them those of the command line.
+
+    ``flags`` and ``schedule`` hold what the user has given; a name with a dot lies in a table. What neither says is as
+    ``usual_settings`` and ``USUAL`` have it for the kind of device. Images are prepared in ``cache``.
+
+    Raises:
+        ConfigError: something cannot be run on this machine.
+        DataError: the images cannot be used.
+    """
+    place = "the settings" if file is None else str(file)
+    values, planned = _given(flags, schedule, file, place)
+    if "device" not in values:
+        values["device"] = usual_device(None)
+    device, said = values["device"], frozenset(values)
+    choice(f"{place}: device", device, DEVICES)
+    values = {**USUAL.get(device, {}), **_defaults(device, values), **values}
+    values.setdefault("world_size", usual_ranks(values.get("nodes")))
+    values.setdefault("nodes", spread(values["world_size"]))
+    config = configuration({**values, "workload": TRAINING, "purpose": "quality"}, place)
+    _check_machine(config, place)
+    images: dict[str, Any] = {"image_size": config.image_size, "held_out": held_out, "skip_bad": skip_bad}
+    folder = resolve(config.data or "synthetic", cache, progress=progress, **images)
+    sha256 = read_manifest(folder).content_hash
+    if config.data_sha256 not in ("", sha256):
+        raise ConfigError(f"{place}: the images in {config.data} are not those that data_sha256 names: leave it out")
+    return dataclasses.replace(config, data=str(folder), data_sha256=sha256), planned, said
+
+
+def _given(
+    flags: Mapping[str, Any], schedule: Mapping[str, Any], file: Path | None, place: str
+) -> tuple[dict[str, Any], Schedule]:
+    """The settings of a file under those of the command line, and the schedule. Raises ConfigError."""
+    values = read_settings(file, "--config") if file else {}
+    table = values.pop(TABLE, {})
+    for name in OWN:
+        if name in values:
+            raise ConfigError(f"{place}: {name} is not for a file of training settings: leave it out")
+    times = {**_table(place, TABLE, table), **schedule}
+    known(f"[{TABLE}]", times, Schedule)
+    if "steps" not in times:
+        raise ConfigError("how long to train is not given: give --steps, or steps in the table [train] of --config")
+    if "data" in flags:
+        values.pop("data_sha256", None)  # it belongs to the file's images
+    for name, value in flags.items():
+        part, _, inner = name.rpartition(".")
+        if part:
+            values[part] = {**_table(place, part, values.get(part, {})), inner: value}
+        else:
+            values[name] = value
+    return values, Schedule(**times)
+
+
+def _check_machine(config: RunConfig, place: str) -> None:
+    """Raise ConfigError for hosts, ranks, threads or workers that are not here."""
+    if config.nodes > (len(cluster.hosts) if (cluster := current()) else 1):
+        raise ConfigError(
+            f"{place}: nodes is {config.nodes}: start it on so many hosts (torchrun ... -m ddpm_lab rank train), or "
+            "leave it out"
+        )
+    if not config.exchange.enabled:
+        raise ConfigError("exchange.enabled is false: ranks that exchange nothing train a network each; leave it out")
+    cores = hardware.usable_cores()
+    check_ranks(config.device, config.node_size, len(hardware.gpus()), cores, config.oversubscribe)
+    for name in ("loader_workers", "threads"):
+        check_cores(name, getattr(config, name), cores, config.node_size)
+
+
+def _defaults(device: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The trainer's settings for speed on a kind of device, but for joined kernels where what was asked has none."""
+    defaults = usual_settings(device)
+    without = (("compile", "off"), ("channels_last", True), ("implementation", "lab"))
+    if any(values.get(name, usual) != usual for name, usual in without):
+        defaults.pop("kernels", None)
+    return defaults
+
+
+def _table(place: str, name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{place}: {name} is {value!r}: give a table, [{name}]")
+    return value
+
+
+def differences(ours: RunConfig, theirs: RunConfig) -> list[str]:
+    """Settings that decide what is learned and differ, as ``name is A, and was B``."""
+    pairs = [(name, getattr(ours, name), getattr(theirs, name)) for name in LEARNED if name != "diffusion"]
+    for part, names in (
+        ("diffusion", [f.name for f in dataclasses.fields(ours.diffusion)]),
+        ("optimizer", LEARNED_BY),
+    ):
+        mine, other = getattr(ours, part), getattr(theirs, part)
+        pairs += [(f"{part}.{name}", getattr(mine, name), getattr(other, name)) for name in names]
+    return [f"{name} is {mine!r}, and was {other!r}" for name, mine, other in pairs if mine != other]
+
+
+def newest_readable(paths: list[Path]) -> tuple[Checkpoint | None, list[str]]:
+    """The first of ``paths`` that can be read, and one sentence for each before it that cannot."""
+    if not paths:
+        return None, []
+    from ddpm_lab.training.checkpoint import CheckpointError, read  # noqa: PLC0415 - torch only where one is read
+
+    refused: list[str] = []
+    for path in paths:
+        try:
+            return read(path), refused
+        except CheckpointError as error:
+            refused.append(str(error))
+    return None, refused
+
+
+def train(
+    config: RunConfig,
+    schedule: Schedule,
+    folder: Path,
+    *,
+    threads: int,
+    stop: Stop,
+    progress: Progress,
+    tracker: str | None = None,
+    why: str = "",
+) -> Outcome:
+    """Train up to the last step, from the newest readable checkpoint in ``folder`` if there is one.
+
+    Ends early, with everything saved, when ``stop`` notes a signal, which it does from the first step on. ``threads``
+    are those of each rank; ``tracker`` is comet or comet-offline, or None; ``why`` the run has its settings.
+
+    Raises:
+        ConfigError: the folder cannot be used, or holds checkpoints of a run that learns something else.
+        RunFailed: a loss or weight was not finite, a file could not be written, or a rank failed.
+    """
+    with RunFolder(folder) as run:
+        paths = checkpoints_in(run.checkpoints)
+        start, refused = newest_readable(paths)
+        for sentence in refused:
+            progress.done(sentence)
+        if paths and start is None:
+            raise ConfigError(
+                f"no checkpoint in {run.checkpoints} can be read: move them away to begin anew "
+                f"(the newest: {refused[0]})"
+            )
+        if start and (unlike := differences(config, start.config)):
+            raise ConfigError(
+                f"{folder} holds a run that learns something else ({'; '.join(unlike)}): give its settings, as with "
+                f"--config {folder / 'config.toml'}, or another --output-dir"
+            )
+        run.set_aside(paths[: len(refused)])
+        if start:
+            path = paths[len(refused)]
+            if start.step >= schedule.steps:
+                asked = f"{schedule.steps:,} {'was' if schedule.steps == 1 else 'were'} asked for"
+                progress.done(f"{start.step:,} steps are trained already, and {asked}: give more to go on")
+                return Outcome(step=start.step, checkpoint=path)
+            progress.done(f"goes on after step {start.step:,} of {schedule.steps:,}, from {path}")
+            config = dataclasses.replace(config, options=(*config.options, ("checkpoint", str(path))))
+        step = start.step if start else 0
+        del start
+        run.open_logs(step)
+        times = dataclasses.asdict(schedule)
+        run.write_settings(config, times, why)
+        if tracker is None:
+            return _Run(config, schedule, run, stop, progress).train(step, threads)
+        with TrackedTraining(tracker, folder, config, schedule=times, step=step, say=progress.done) as tracked:
+            return _Run(config, schedule, run, stop, progress, tracked=tracked).train(step, threads)
+
+
+class _Run:
+    """A run while it trains."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        schedule: Schedule,
+        run: RunFolder,
+        stop: Stop,
+        progress: Progress,
+        *,
+        tracked: TrackedTraining | None = None,
+    ) -> None:
+        self.config, self.schedule, self.run, self.stop, self.progress = config, schedule, run, stop, progress
+        self.tracked = tracked
+        self.step = self.saved = self.chunks = self.threads = 0
+        # Threads that were asked for stay; of a job's ranks, which others have started, nothing is known.
+        chosen = config.device == "cpu" and not config.threads and current() is None
+        self.watch = CoreWatch() if chosen else None
+        self.step_seconds = math.inf
+        self.loss: float | None = None
+        self.held_out: float | None = None
+
+    def train(self, step: int, threads: int) -> Outcome:
+        """Start the ranks and train on after ``step``."""
+        self.step = self.saved = step
+        self.threads = threads
+        self.progress("starting")
+        try:
+            how: dict[str, Any] = {"environment": {}, "progress": self.progress, "starting": without_sigterm}
+            with Group(self.config, threads=threads, modules={}, **how) as group:
+                if self.config.nodes > 1:  # each host has its own copy of the images, for all that is known here
+                    self._check_images(group)
+                while self.step < self.schedule.steps and self.stop.number is None:
+                    self._advance(group)
+                if self.saved < self.step:
+                    self._save(group)
+                with contextlib.suppress(GroupFailed):  # all is saved: how the ranks end is of no account
+                    group.finish()
+        except GroupFailed as failed:
+            where = f"{failed.detail.strip()}\n" if failed.detail else ""
+            advice = "; a smaller global_batch_size or more accumulation needs less" if failed.status == "oom" else ""
+            raise RunFailed(f"{where}{failed.reason}{advice}; {self._last_good()}") from failed
+        return Outcome(
+            step=self.step,
+            checkpoint=self.run.checkpoint(self.step),
+            loss=self.loss,
+            held_out_loss=self.held_out,
+        )
+
+    def _check_images(self, group: Group) -> None:
+        """Raise GroupFailed if a rank sees other images than the rest."""
+        for rank, seen in enumerate(group.witness()):
+            if seen["data_sha256"] != self.config.data_sha256:
+                sentence = f"rank {rank} sees other images than its configuration names: prepare them alike everywhere"
+                raise GroupFailed("refused", sentence)
+
+    def _advance(self, group: Group) -> None:
+        """Train one chunk, and do what is due after it."""
+        first = math.isinf(self.step_seconds)
+        self.chunks += 1
+        steps = 1 if first else max(1, round(CHUNK_SECONDS / self.step_seconds))
+        steps = min(steps, self.schedule.next_stop(self.step) - self.step)
+        limit = SILENCE_SECONDS if self.chunks <= COMPILING_CHUNKS else max(60.0, 20 * self.step_seconds)
+        reports = group.advance(steps, limit)
+        self.stop.gentle = True  # before this there is nothing to save
+        seconds = max(float(report["seconds"]) for report in reports)
+        # The first step may have compiled: it says only how long the others take at most.
+        self.step_seconds = min(seconds, CHUNK_SECONDS) if first else seconds / steps
+        rate = steps * self.config.global_batch_size / seconds
+        losses = [statistics.fmean(each) for each in zip(*(r["losses"] for r in reports), strict=True)]
+        rows = [
+            {"step": self.step + i, "loss": loss, "images_per_second": float(f"{rate:.6g}")}
+            for i, loss in enumerate(losses, start=1)
+        ]
+        bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
+        if bad is not None:
+            self._log(rows[:bad])
+            raise self._diverged("the loss", self.step + bad + 1)
+        self.step += steps
+        self.loss = statistics.fmean(losses)
+        self._show(rate)
+        self._between(group, rows)
+        if self.watch and (free := self.watch.free()):
+            self._take_cores(group, free)
+
+    def _take_cores(self, group: Group, free: int) -> None:
+        """Train with as many threads as cores are free: beside others, too many wait for each other."""
+        threads = self.config.rank_threads(fair_cores(free))
+        if threads == self.threads:
+            return
+        group.call("set_threads", SILENCE_SECONDS, count=threads)
+        self.threads = threads
+        each = f"{threads} thread{'s' * (threads > 1)}{' a rank' * (self.config.world_size > 1)}"
+        self.progress.done(f"step {self.step:,}: {free} core{'s are' if free > 1 else ' is'} free now: {each}")
+
+    def _between(self, group: Group, rows: list[dict[str, Any]]) -> None:
+        """What is due after a chunk. The log comes before the checkpoint: it holds every step that is not redone."""
+        due = self.schedule.due
+        if self.step == self.schedule.next_stop(self.step - 1):
+            self.progress.expect(None)  # how long this takes the steps do not say
+        if due(self.schedule.evaluate_every, self.step):
+            self.progress.always(f"step {self.step:,}: held-out loss")
+            found = group.call("held_out_loss", SILENCE_SECONDS, draws=HELD_OUT_DRAWS)[0]
+            if not math.isfinite(found["loss"]):
+                raise self._diverged("the held-out loss", self.step)
+            self.held_out = found["loss"]
+            rows[-1] |= {"held_out_loss": found["loss"], "held_out_by_time": found["by_time"]}
+        self._log(rows)
+        if due(self.schedule.save_every, self.step):
+            self._save(group)
+        if due(self.schedule.sample_every, self.step):
+            self.progress.always(f"step {self.step:,}: samples")
+            path = str(self.run.samples / f"step-{self.step:08d}.png")
+            self._call(group, "samples", path=path, count=GRID_IMAGES, steps=GRID_STEPS)
+
+    def _log(self, rows: list[dict[str, Any]]) -> None:
+        self.run.log(rows)
+        if self.tracked is not None:
+            self.tracked.steps(rows)
+
+    def _save(self, group: Group) -> None:
+        self.run.sync_logs()
+        self._call(group, "save", path=str(self.run.checkpoint(self.step)))
+        self.saved = self.step
+        self.run.keep(self.schedule.keep)
+
+    def _call(self, group: Group, method: str, **arguments: Any) -> None:
+        """Have rank 0 write something. Raises RunFailed with its sentence."""
+        problem = group.call(method, SILENCE_SECONDS, **arguments)[0]
+        if problem:
+            raise RunFailed(f"{problem}; {self._last_good()}")
+
+    def _show(self, rate: float) -> None:
+        loss = f", held-out {self.held_out:.4f}" if self.held_out is not None else ""
+        # The first chunks may have compiled, and are no measure of the others.
+        known = self.chunks > (1 if self.config.compile == "off" else COMPILING_CHUNKS)
+        left = (self.schedule.steps - self.step) * self.config.global_batch_size / rate
+        self.progress.expect(left if known and self.step < self.schedule.steps else None)
+        self.progress(
+            f"step {self.step:,} of {self.schedule.steps:,}, loss {self.loss:.4f}{loss}, {rate:,.0f} images/s"
+        )
+
+    def _diverged(self, what: str, step: int) -> RunFailed:
+        return RunFailed(
+            f"{what} is no longer finite at step {step:,}: try a lower learning rate, or fp32; {self._last_good()}"
+        )
+
+    def _last_good(self) -> str:
+        found = checkpoints_in(self.run.checkpoints)
+        return f"the last good checkpoint is {found[0]}" if found else "there is no checkpoint yet"
