@@ -66,9 +66,9 @@ def searched(
         return bayesian.observations(new, space.baseline.run_id)[0]
 
     may = among if among is not None else bayesian.admissible(space, lambda _: "")
-    settings: dict[str, Any] = {"seconds_of": lambda _: 1.0, "seconds_left": lambda _: math.inf, "most_sets": 20}
+    settings: dict[str, Any] = {"seconds_of": lambda _: 1.0, "seconds_left": lambda: math.inf, "most_sets": 20}
     belief = bayesian.race(space, [], may, measure, **settings)
-    steps = bayesian.path(belief, winner or belief.winner(may), last=len(space.settings) - 1)[1:]
+    steps = bayesian.path(belief, winner or belief.winner(may))[1:]
     rows = {space.changed(c, space.start): of(c) for c in (*steps[-1:], *steps[:-1])}
     family = "tiny, batch 8, found"
     records += make.sets(rows, count=sets, experiment=RECOMMENDATION, family=family, seed=seed, **common)

@@ -9,10 +9,10 @@ import pytest
 import records as make
 
 from ddpm_lab.config import ExchangeConfig, RunConfig
-from ddpm_lab.explain import gains
 from ddpm_lab.explain.changes import NO_EXCHANGE
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import RECOMMENDATION, Study
+from ddpm_lab.explain.questions import recommendation
 from ddpm_lab.questions.exchange import BASELINE
 
 BASE = RunConfig(world_size=2)
@@ -45,7 +45,7 @@ def test_the_cost_of_the_exchange_is_what_a_step_takes_less_without() -> None:
 
 
 def test_ranks_without_exchange_are_not_recommended() -> None:
-    assert [row.label for row in gains.measured(study(1.9, RECOMMENDATION))] == ["bf16 hook"]
+    assert [row.label for row in recommendation.measured(study(1.9, RECOMMENDATION))] == ["bf16 hook"]
 
 
 def test_fewer_exchanges_are_weighed_in_a_sentence_of_their_own_and_never_lead() -> None:

@@ -8,9 +8,10 @@ import records as make
 from cells import by, column
 
 from ddpm_lab.config import ExchangeConfig, RunConfig
-from ddpm_lab.explain import decisions, findings, gains, scaling, tables
+from ddpm_lab.explain import decisions, findings, scaling, tables
 from ddpm_lab.explain.bands import S000, bands
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.questions import recommendation
 from ddpm_lab.explain.table import plain
 from ddpm_lab.plan import LOST, WEAK
 from ddpm_lab.record import RunRecord
@@ -131,13 +132,13 @@ def test_families_that_do_not_scale_are_left_to_others() -> None:
     with_lost, without = study(strong({2: 1.6}), lost()), study(strong({2: 1.6}))
     assert [r.label for r in scaling.rows(with_lost)] == [r.label for r in scaling.rows(without)]
     assert "no exchange" not in findings.finding(with_lost).claim + plain(tables.table(with_lost))
-    changes = gains.measured(make.study(with_lost.records, "recommendation"))
+    changes = recommendation.measured(make.study(with_lost.records, "recommendation"))
     assert [r.label for r in changes] == ["2 GPUs"], "without an exchange nothing is trained"
 
 
 def test_a_ratio_between_batches_is_no_recommendation() -> None:
     both = make.study([*strong({2: 1.6}), *weak({2: 1.9})], "recommendation")
-    assert {r.family for r in gains.measured(both)} == {"seed, batch 64"}
+    assert {r.family for r in recommendation.measured(both)} == {"seed, batch 64"}
 
 
 def test_the_table_shows_both_kinds_in_rows_of_their_own() -> None:

@@ -17,7 +17,6 @@ from ddpm_lab.settings_file import configuration, read_settings
 
 if TYPE_CHECKING:
     from ddpm_lab.explain.frames import Study
-    from ddpm_lab.measure.campaign import Campaign
 
 _PRESENT = ("precision", "loader", "loader_workers", "compile", "world_size", "seed", "image_size", "network", "device")
 
@@ -48,47 +47,42 @@ def add_options(subparsers: Any) -> None:
 
 def bottleneck_command(options: argparse.Namespace) -> int:
     """Measure what is missing, write the report, and print its summary; 1 where there is nothing to report."""
-    from ddpm_lab.explain import subject  # noqa: PLC0415
-    from ddpm_lab.explain.questions import bottleneck, bottleneck_page  # noqa: PLC0415
+    from ddpm_lab.explain import figures, findings, subject  # noqa: PLC0415
+    from ddpm_lab.explain.questions import bottleneck  # noqa: PLC0415
     from ddpm_lab.questions import experiments  # noqa: PLC0415 - commands load what they need
 
     output = output_folder(options.output_dir)
-    remarks: list[str] = []
     if options.ledger or options.machine:
         if options.changes or options.config:
             raise ConfigError("--changes and --config are about measuring, and --ledger and --machine measure nothing")
         study = experiments.read_study(ledgers(options.ledger, output), RECOMMENDATION, output, machine=options.machine)
     else:
-        study, remarks = _measured(options, output)
-    lines = [*bottleneck.summary(study), *remarks]
-    if subject.subject(study) is None:
+        study = _measured(options, output)
+    lines, about = bottleneck.summary(study), subject.subject(study)
+    if about is None:
         print(*lines, sep="\n")
         return 1
-    report = bottleneck_page.write(study, output / "reports", remarks)
+    pictures, changed = [], tuple(r for r in study.records if r.experiment == "bottleneck" and r.role != "profile")
+    for name, records in {"profile": (about.profile,), "bottleneck": changed}.items():
+        if records:
+            part = dataclasses.replace(study, experiment=name, records=records)
+            picture = output / "reports" / f"{bottleneck.REPORT}_{name}.png"
+            figures.save(figures.figure(part), picture)
+            pictures.append((findings.finding(part).headline, picture.name))
+    report = bottleneck.write(study, output / "reports", pictures)
     advice = [
-        {
-            **plain({f.name: getattr(a, f.name) for f in dataclasses.fields(a) if f.name != "config"}),
-            "impact": a.impact,
-            "expected": a.expected(),
-        }
-        for a in bottleneck.advice(study)
+        {**plain(dataclasses.asdict(a)), "impact": a.impact, "expected": a.expected} for a in bottleneck.advice(study)
     ]
     values = {"summary": lines, "advice": advice, "report": str(report)}
     tell(options, values, [*lines, f"report: {report}", f"page: {report.with_suffix('.html')}"])
     return 0
 
 
-def overrun(seconds: float | None, left: float | None) -> list[str]:
-    """A sentence where measuring took longer than the ``seconds`` that were given; none where it did not."""
-    if seconds is None or left is None or left > -1:
-        return []
-    return [f"Measuring took {seconds - left:.0f} s, and {seconds:.0f} s were given: what was begun was finished."]
-
-
-def _measured(options: argparse.Namespace, output: Path) -> tuple[Study, list[str]]:
-    """Every record of this machine that can say something, after measuring what the question lacks, and remarks."""
+def _measured(options: argparse.Namespace, output: Path) -> Study:
+    """Every record of this machine that can say something, after measuring what the question lacks."""
+    from ddpm_lab.measure import hardware, largest_batch  # noqa: PLC0415
     from ddpm_lab.questions import planning  # noqa: PLC0415
-    from ddpm_lab.questions.bottleneck import fitting  # noqa: PLC0415
+    from ddpm_lab.questions.bottleneck import check_memory  # noqa: PLC0415
     from ddpm_lab.questions.experiments import read_study, study_of  # noqa: PLC0415
 
     planned = planning.plan_question(
@@ -98,32 +92,17 @@ def _measured(options: argparse.Namespace, output: Path) -> tuple[Study, list[st
         **given(options, "preset", "minutes", "sets", "output_dir", "held_out", "skip_bad"),
         **_settings(options),
     )
-    _check_memory(planned.campaign)
-    campaign, seconds = planned.campaign, planned.campaign.target.seconds
-    if seconds is not None:
-        planned = planned.renewed(fitting(campaign.experiment, seconds, campaign.held))
+    config = planned.campaign.experiment.profiles[0][2]
+    if config.device == "cuda":
+        smallest = min((gpu.memory_bytes or math.inf for gpu in hardware.gpus()), default=math.inf)
+        check_memory(config, config.world_size * smallest, f"memory of {config.world_size} GPUs together")
+    else:
+        check_memory(config, largest_batch.available_bytes(), "the machine")
     measured = planned.measure()
     asked = study_of(measured)
     every = read_study([measured.ledger], RECOMMENDATION, output, machine=measured.cohort[0])
     others = tuple(r for r in every.records if r.experiment != asked.experiment)
-    found = dataclasses.replace(every, records=(*others, *asked.records), measured_sets=measured.measured_sets)
-    return found, overrun(seconds, measured.seconds_left)
-
-
-def _check_memory(campaign: Campaign) -> None:
-    """Refuse a batch beyond the memory of the machine, or of its GPUs, where that is known."""
-    from ddpm_lab.measure import hardware, largest_batch  # noqa: PLC0415
-    from ddpm_lab.questions.bottleneck import check_memory  # noqa: PLC0415
-
-    config = dataclasses.replace(campaign.experiment.profiles[0][2], purpose="timing")
-    key, where, available = campaign.machine_key, "the machine", float(largest_batch.available_bytes())
-    if config.device == "cuda":
-        cards = [gpu.memory_bytes for gpu in hardware.gpus()]
-        held = math.inf if None in cards else float(min(filter(None, cards), default=math.inf))
-        where, available = f"memory of {config.world_size} GPUs together", held * config.world_size
-    mine = ("baseline", "candidate")
-    known, _ = campaign.ledger.read(lambda heads: [h for h in heads if h.machine.key == key and h.role in mine])
-    check_memory(config, known, available_bytes=available, where=where)
+    return dataclasses.replace(every, records=(*others, *asked.records), measured_sets=measured.measured_sets)
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:

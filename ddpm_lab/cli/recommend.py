@@ -61,13 +61,18 @@ def recommend_command(options: argparse.Namespace) -> int:
     reads = options.ledger is not None or options.machine is not None
     if options.minutes is not None and not options.minutes > 0:
         raise ConfigError(f"minutes is {options.minutes!r}: give a number above 0")
-    minutes = options.minutes if options.minutes is not None or reads else MINUTES.get(options.preset)
+    only: dict[str, list[str]] = {}
+    for text in options.only or ():
+        name, sign, values = text.partition("=")
+        if not sign or not values:
+            raise ConfigError(f"--only is {text!r}: give a setting and its values, such as precision=fp32,bf16")
+        only[name.strip()] = [value.strip() for value in values.split(",")]
     try:
         study = experiments.recommendation(
-            minutes=minutes,
+            minutes=options.minutes or (None if reads else MINUTES.get(options.preset)),
             resolution=percent(options.resolution) if options.resolution else None,
             global_batch_size=options.batch_size,
-            only=_only(options.only or ()),
+            only=only,
             **settings,
         )
     except ModuleNotFoundError as missing:
@@ -92,13 +97,3 @@ def recommend_command(options: argparse.Namespace) -> int:
             if options.workload is None:  # a file is for ddpm-lab train
                 print(f"settings: {path}" if path.exists() else "no search was made")
     return 0 if study.records else 1
-
-
-def _only(given: Any) -> dict[str, list[str]]:
-    found = {}
-    for text in given:
-        name, sign, values = text.partition("=")
-        if not sign or not values:
-            raise ConfigError(f"--only is {text!r}: give a setting and its values, such as precision=fp32,bf16")
-        found[name.strip()] = [value.strip() for value in values.split(",")]
-    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -15,27 +16,25 @@ _PRECISIONS = {"cpu": ("bf16", "fp32"), "cuda": ("bf16", "tf32", "fp32")}
 
 
 def changes(config: RunConfig, *, usable_cores: int, most_ranks: int) -> dict[str, RunConfig]:
-    """Configurations one change away from ``config`` that its machine could run, in order of importance.
+    """Configurations one change away from ``config`` that its machine could run, in the order of measuring.
 
-    Of several ranks one configuration, ``NO_EXCHANGE``, is no offer: it shows what the exchange costs, and which rank
-    is slow on its own.
+    What has to be compiled comes last: it is left out first where time is short. Of several ranks one configuration,
+    ``NO_EXCHANGE``, is no offer: it shows what the exchange costs, and which rank is slow on its own.
     """
     found: dict[str, dict[str, Any]] = {}
     if config.loader == "files":
         found["packed data"] = {"loader": "packed", "loader_workers": 0}
-        counts = (0 if config.loader_workers else min(4, usable_cores), 2 * config.loader_workers)
-        for count in sorted({n for n in counts if n <= usable_cores} - {config.loader_workers}):
+        counts = {0 if config.loader_workers else min(4, usable_cores), 2 * config.loader_workers}
+        for count in sorted(n for n in counts - {config.loader_workers} if n <= usable_cores):
             found[f"{count} loader worker{'s' * (count != 1)}"] = {"loader_workers": count}
     if config.loader in ("files", "packed") and config.device == "cuda":
         found["resident data"] = {"loader": "resident", "loader_workers": 0}
     for precision in _PRECISIONS[config.device]:
         found[precision] = {"precision": precision}
-    if config.compile == "off":
-        found["compiled"] = {"compile": "whole", "kernels": "aten"}
-        if config.workload == DDPM:
-            found["joined kernels"] = {"kernels": "fused"}
-    else:
+    if config.compile != "off":
         found["eager"] = {"compile": "off", "compile_mode": "default"}
+    elif config.workload == DDPM:
+        found["joined kernels"] = {"kernels": "fused"}
     if config.device == "cpu":
         found["freed memory kept"] = {"freed_memory": "kept"}
     found["channels last"] = {"channels_last": True}
@@ -48,6 +47,8 @@ def changes(config: RunConfig, *, usable_cores: int, most_ranks: int) -> dict[st
     elif most_ranks > 1:
         ranks = most_ranks if config.device == "cuda" else 2
         found[f"{ranks} ranks"] = {"world_size": ranks}
+    if config.compile == "off":
+        found["compiled"] = {"compile": "whole", "kernels": "aten"}
     return _others(config, found)
 
 
@@ -58,13 +59,9 @@ def batch_sizes(config: RunConfig) -> dict[str, RunConfig]:
 
 
 def _others(config: RunConfig, found: dict[str, dict[str, Any]]) -> dict[str, RunConfig]:
-    """Those that differ from ``config`` and can be."""
+    """Those that can be: a batch that the ranks cannot share, for one, nobody asked for."""
     others = {}
     for name, change in found.items():
-        try:
-            other = dataclasses.replace(config, **change)
-        except ConfigError:  # such as a batch that the ranks cannot share: nobody asked for it
-            continue
-        if other != config:
-            others[name] = other
-    return others
+        with contextlib.suppress(ConfigError):
+            others[name] = dataclasses.replace(config, **change)
+    return {name: other for name, other in others.items() if other != config}

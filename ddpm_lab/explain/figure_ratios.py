@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from matplotlib.figure import Figure
 
-from ddpm_lab.explain import decisions, gains, phrases, scaling, sentences
+from ddpm_lab.explain import decisions, phrases, scaling, sentences
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.bars import bars
 from ddpm_lab.explain.charts.forest import forest
@@ -15,6 +15,7 @@ from ddpm_lab.explain.charts.style import Panel, Row
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison, comparisons, families
 from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.questions import recommendation
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.plan import LOST, TOGETHER
 
@@ -93,7 +94,7 @@ def _left_out(study: Study, rows: Sequence[Comparison]) -> str:
 
 def changes(study: Study) -> Figure:
     """Every change of a training step that was measured, each against its own baseline, the fastest first."""
-    found, rows = finding(study), gains.measured(study)
+    found, rows = finding(study), recommendation.measured(study)
     if not rows:
         return style.message(found.headline, phrases.context(study), found.claim)
     together = [c for c in comparisons(study) if c.family.endswith(TOGETHER) and c.role == "candidate" and c.sets]

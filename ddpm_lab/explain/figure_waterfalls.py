@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 
-from ddpm_lab.explain import phrases, quality
+from ddpm_lab.explain import phrases
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.bars import bars
 from ddpm_lab.explain.charts.style import Panel, Row
@@ -16,13 +16,13 @@ from ddpm_lab.explain.questions.recommendation import Recommendation
 def recommendation(found: Recommendation, title: str) -> Figure:
     """Speed after each change, beginning where the one before ends, and what is recommended; from the same sets."""
     rows, before = [], 1.0
-    judged = f" Quality of what is recommended: {quality.sentence(found.judged)}." if found.count else ""
+    judged = f" Quality of what is recommended: {found.best.quality}." if found.count else ""
     for i, step in enumerate(found.steps):
         colour = COLOURS.get(step.verdict, style.OPEN) if i < found.count or not found.count else style.OPEN
         rows.append(_speed(f"+ {step.label}", step.row, before, colour))
         before = step.row.ratio.value
     if found.count > 1:
-        rows.append(_speed("recommended", found.best, 1.0, style.SOFT))
+        rows.append(_speed("recommended", found.best.row, 1.0, style.SOFT))
     return bars(
         [Panel(rows=rows, reference=1)],
         title=title,

@@ -11,7 +11,6 @@ from ddpm_lab.explain import (
     budget,
     compiling,
     decisions,
-    gains,
     limits,
     links,
     machine_state,
@@ -336,32 +335,15 @@ _OWN: dict[str, Callable[[Study], Finding]] = {
 
 def _recommendation(study: Study) -> Finding:
     """What a search found, by the sets that measured it again; without one what all questions came to."""
-    searched, single = recommendation.recommendation(study), gains.answer(study)
-    if searched is None or (not searched.reach and gains.measured(study)):
-        return _combined(study, single)
-    if not searched.count and single.status == ANSWERED and single.row:
-        return _combined(study, single)  # which may be used now
-    where = replace(study, records=searched.study.records)
-    headline, text, lead = recommendation.answer(searched)
-    notes = (text.removeprefix(f"{headline}. "), *machine_state.warnings(where))
-    if lead is None:
-        return _plain(where, headline, ANSWERED, *notes)
-    found = _about(where, lead, headline, *notes)
-    if searched.count:
-        return replace(found, status=ANSWERED)
-    way_out = recommendation.command(searched, "--seeds 8")
-    return replace(found, status=gains.UNTRIED, way_out=way_out) if searched.reach else found
-
-
-def _combined(study: Study, said: gains.Answer) -> Finding:
-    """What the answers to all questions come to together."""
-    warnings = machine_state.warnings(study)
-    if said.row is None:
-        found = _plain(study, said.headline, said.status, said.detail, *warnings)
-    else:
-        detail = said.detail.removeprefix(sentences.evidence(said.row))
-        found = replace(_about(study, said.row, said.headline, detail, *warnings), status=said.status)
-    return replace(found, way_out=said.way_out)
+    said, searched = recommendation.answer(study), recommendation.recommendation(study)
+    where = replace(study, records=searched.study.records) if searched and said.notes else study
+    notes = (*said.notes, *machine_state.warnings(where))
+    found = (
+        _about(where, said.row, said.headline, *notes)
+        if said.row
+        else _plain(where, said.headline, said.status, *notes)
+    )
+    return replace(found, status=said.status, way_out=said.way_out)
 
 
 def how_to_judge(study: Study) -> str:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from ddpm_lab.explain import (
     budget,
     compiling,
-    gains,
     limits,
     links,
     machine_state,
@@ -33,7 +32,7 @@ def table(study: Study) -> Table:
     """Return the answer as a table: one row a configuration, in a profile a phase or an operator."""
     if study.experiment == RECOMMENDATION:
         searched = recommendation.recommendation(study)
-        return gains.table(study) if searched is None else recommendation.table(searched)
+        return recommendation.changes_table(study) if searched is None else recommendation.table(searched)
     if study.experiment == "profile":
         record = operators.latest_profile(study.records)
         taken = budget.budget(record) if record else None
@@ -58,7 +57,10 @@ def more(study: Study) -> list[tuple[str, Table]]:
     if study.experiment == RECOMMENDATION and (searched := recommendation.recommendation(study)) is not None:
         found += [
             ("What the search tried, by what all its short sets say.", recommendation.tried_table(searched)),
-            ("Every change that was measured, each against its own baseline in the same sets.", gains.table(study)),
+            (
+                "Every change that was measured, each against its own baseline in the same sets.",
+                recommendation.changes_table(study),
+            ),
         ]
     if study.experiment == CLAIMS:
         caption = "Each fault: what is done wrong, what that did to a number here, how it is done right."

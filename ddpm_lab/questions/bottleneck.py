@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import Opt, known
 from ddpm_lab.explain.changes import batch_sizes, changes
-from ddpm_lab.measure.held import Held
-from ddpm_lab.measure.largest_batch import host_bytes, predicted_bytes, same_work
-from ddpm_lab.measure.trials import COMPILE_SECONDS
 from ddpm_lab.plan import Experiment, Family
-from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Batch, Setup, WorldSize, check_cores
 
 BASELINE = "the present settings"
-COMPILE_SHARE = 0.5
-"""Share of the time that cold compiles may take: the rest is for what they are compared with."""
 SIZES = ", batch sizes"
 _FIXED = ("purpose", "workload", "data", "data_sha256", "options", "nodes")
 """Settings of a configuration that a question does not take."""
@@ -52,62 +46,21 @@ def bottleneck(
         choice("only", label, (*one, *sizes))
     if only is None and setup.preset == "smoke":
         only = [*list(one)[:3], f"batch {2 * batch}"]
-    name = setup.family_name(batch, world_size)
-    families = [
-        Family(
-            name=f"{name}{what}",
-            baseline=config,
-            baseline_label=BASELINE,
-            candidates=tuple((label, other) for label, other in offered.items() if only is None or label in only),
-        )
-        for what, offered in ((", one change at a time", one), (SIZES, sizes))
-    ]
-    return Experiment(
-        name="bottleneck",
-        families=tuple(f for f in families if f.candidates),
-        profiles=((name, BASELINE, dataclasses.replace(config, purpose="profile")),),
-    )
+    name, families = setup.family_name(batch, world_size), []
+    for what, offered in ((", one change at a time", one), (SIZES, sizes)):
+        rows = tuple((label, other) for label, other in offered.items() if only is None or label in only)
+        family = Family(name=f"{name}{what}", baseline=config, baseline_label=BASELINE, candidates=rows)
+        families += [family] if rows else []
+    profile = (name, BASELINE, dataclasses.replace(config, purpose="profile"))
+    return Experiment(name="bottleneck", families=tuple(families), profiles=(profile,))
 
 
-def check_memory(config: RunConfig, known: Iterable[RunRecord], *, available_bytes: float, where: str) -> None:
-    """Refuse a batch that the memory ``where`` it is trained cannot hold, as far as that is known before any rank.
-
-    What is sure are its images and their noise in fp32. On a CPU also a line through the two largest peaks of the same
-    work among the ``known`` records, as in the search for the largest batch.
-
-    Raises:
-        ConfigError: the batch needs more than ``available_bytes``.
-    """
+def check_memory(config: RunConfig, available_bytes: float, where: str) -> None:
+    """Raise ConfigError for a batch whose images and noise in fp32 do not fit into the memory that is ``where``."""
     batch = config.global_batch_size
-    needed = 2.0 * batch * 3 * config.image_size**2 * 4
-    same = [r for r in known if r.status == "ok" and same_work(r.config, config) and host_bytes(r)]
-    peaks = {r.config.global_batch_size: host_bytes(r) for r in same}
-    if config.device == "cpu" and len(peaks) > 1:
-        needed = max(needed, predicted_bytes(peaks, batch))
+    needed = 2 * batch * 3 * config.image_size**2 * 4
     if needed > available_bytes:
         raise ConfigError(
             f"global_batch_size is {batch:,}: a step needs at least about {needed / 2**30:,.1f} GiB, and {where} has "
             f"{available_bytes / 2**30:,.1f} GiB; give a smaller batch"
         )
-
-
-def fitting(experiment: Experiment, seconds: float, held: Held) -> Experiment:
-    """The experiment without changes whose cold compiles alone would take half of ``seconds``; they are left out.
-
-    A cold compile is forecast to take as long as the longest that is ``held``; what was compiled once stays in.
-    """
-    took, room = max(held.compile_seconds, default=COMPILE_SECONDS), COMPILE_SHARE * seconds
-    families, left_out = [], list(experiment.left_out)
-    for family in experiment.families:
-        kept = []
-        for label, config in family.candidates:
-            cold = config.compile != "off" and not held.cold_compiles(config.run_id)
-            if cold and config.run_id not in held.lasting:
-                if took >= room:
-                    reason = f"does not fit into the time: its cold compile takes about {took:.0f} s"
-                    left_out.append((family.name, label, reason))
-                    continue
-                room -= took
-            kept.append((label, config))
-        families.append(dataclasses.replace(family, candidates=tuple(kept)))
-    return dataclasses.replace(experiment, families=tuple(families), left_out=tuple(left_out))

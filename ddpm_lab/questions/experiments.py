@@ -282,13 +282,13 @@ def combination(planned: Planned) -> Planned | None:
     ``planned`` is a question of the same training. Nothing can tell on a node without scipy.
     """
     try:
-        from ddpm_lab.explain import gains  # noqa: PLC0415 - not on a bare GPU node
+        from ddpm_lab.explain.questions import recommendation  # noqa: PLC0415 - not on a bare GPU node
     except ModuleNotFoundError:
         return None
     campaign, name = planned.campaign, planned.campaign.experiment.configurations[0]
     workload = name.work_name if name.is_own else None
     study = _stored("recommendation", planned.output, None, campaign.machine_key, workload)
-    if (found := gains.combination(study)) is None:
+    if (found := recommendation.combination(study)) is None:
         return None
     base, base_label, config, label = found
     family = Family(

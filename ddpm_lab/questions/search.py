@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 from ddpm_lab.checks import ConfigError, choice, several
 from ddpm_lab.plan import RECOMMENDATION, SEARCH, START, Experiment, Family, Plan, Trial
@@ -11,15 +10,13 @@ from ddpm_lab.questions.quality import identity_trials
 from ddpm_lab.space import BATCH, Cell, Space, Value
 from ddpm_lab.training.setting import Batch, Setup, usual_settings
 
-LOADER = "loader"
 SEARCH_PLAN = Plan(turns=6)
 """Half as many turns as elsewhere: a search has no verdict to give, and more sets for those that stay in the race."""
-CUDA_ONLY = {"tf32": "needs a CUDA device", "fp16": "needs a CUDA device"}
-_PRECISIONS = ("fp32", "bf16", *CUDA_ONLY)
-_FREED = {"default": " given back", "kept": " kept"}
 _WORKERS = {"smoke": (0,), "quick": (0, 1, 2), "full": (0, 1, 2, 8)}
 _BATCHES = {"smoke": (1,), "quick": (1, 2, 4), "full": (1, 2, 4)}
 """Multiples of the baseline's batch."""
+_EAGER, _WHOLE = {"compile": "off"}, {"compile": "whole"}
+_CUDA, _GPU = "needs a CUDA device", "need a GPU"
 
 
 def search(
@@ -34,79 +31,74 @@ def search(
     ``only`` names settings that are held to some of their values, by their short names: ``{"precision": ["bf16"]}``
     sets out from bf16 and stays there. Raises ConfigError for a setting or a value that there is not.
     """
-    settings, left_out = _settings(setup, setup.batch_size(global_batch_size))
-    settings = _only(settings, only or {}, dict(left_out))
-    changes: dict[str, Any] = {}
-    for values in settings.values():
-        changes |= values[0].changes
-    base = setup.config(**changes)
+    able: dict[str, list[Value]] = {}
+    left_out: dict[str, str] = {}
+    for name, value, why in _values(setup, setup.batch_size(global_batch_size)):
+        if why:
+            left_out[value.label] = why
+        else:
+            able.setdefault(name, []).append(value)
+    settings = _only(able, only or {}, left_out)
+    base = setup.config(**{name: new for values in settings.values() for name, new in values[0].changes.items()})
     space = Space(
         baseline=base,
         settings=settings,
         guess=_guess(settings, setup),
-        left_out=tuple(left_out),
+        left_out=tuple(left_out.items()),
         any_batch=any_batch,
     )
-    others = [(space.changed(cell, space.start), config) for cell, config in space.cells.items()][1:]
+    others = tuple((space.changed(cell), config) for cell, config in space.cells.items())[1:]
     if not others:
         raise ConfigError("only leaves one value of every setting: nothing is left to be searched; give more values")
-    family = Family(
-        name=setup.family_name(base.global_batch_size), baseline=base, baseline_label=START, candidates=tuple(others)
-    )
+    name = setup.family_name(base.global_batch_size)
+    family = Family(name=name, baseline=base, baseline_label=START, candidates=others)
     return Experiment(name=SEARCH, families=(family,), space=space)
 
 
-def _settings(setup: Setup, batch: int) -> tuple[dict[str, tuple[Value, ...]], list[tuple[str, str]]]:
-    """All settings with the values that this machine can run, the plain step's first; and the others, with reasons."""
-    cuda, preset, own = setup.device == "cuda", setup.preset, setup.own
-    able = [p for p in _PRECISIONS if cuda or p not in CUDA_ONLY]
-    left_out = [(p, CUDA_ONLY[p]) for p in _PRECISIONS if p not in able]
-    compiles = [Value("off", "eager", {"compile": "off"}), Value("whole", "compiled", {"compile": "whole"})]
-    memory = [Value("channels_last", "channels_last", {"channels_last": True, "kernels": "aten"})]
-    memory.append(Value("nchw", "NCHW", {"channels_last": False, "kernels": "aten"}))
-    if own:  # it is trained as it is written, and loads its own samples
-        memory.reverse()
-        able = able if "loss" in own.offers else ["fp32"]
-    loaders = [Value("packed", "packed data", {"loader": "packed", "loader_workers": 0})]
-    freed = [] if cuda else [Value(kind, f"freed memory{end}", {"freed_memory": kind}) for kind, end in _FREED.items()]
-    modes = {"reduce-overhead": "compiled, CUDA graphs", "max-autotune": "compiled, max-autotune"}
-    if preset == "full" and not own:
-        compiles.append(Value("regional", "compiled block by block", {"compile": "regional"}))
-    if own:
-        loaders = [] if "dataset" in own.offers else [Value("own", "batches of its own", {})]
-    elif cuda:
-        loaders.append(Value("resident", "images on the GPU", {"loader": "resident", "loader_workers": 0}))
-    else:
-        left_out += [("images on the GPU", "need a CUDA device"), *((v, "need a GPU") for v in modes.values())]
-    if not own:
-        memory.append(Value("fused", "joined kernels", {"channels_last": True, "kernels": "fused"}))
-    if cuda and preset == "full":
-        compiles += [Value(m, label, {"compile": "whole", "compile_mode": m}) for m, label in modes.items()]
-    for count in _WORKERS[preset] if not own or "dataset" in own.offers else ():
-        label = f"{'' if own else 'files, '}{count} worker{'s' * (count != 1)}"
-        if count > setup.usable_cores:
-            left_out.append((label, f"more than the {setup.cores_name}"))
-        else:
-            loaders.append(Value(f"files-{count}", label, {"loader": "files", "loader_workers": count}))
+def _values(setup: Setup, batch: int) -> Iterator[tuple[str, Value, str]]:
+    """Yield each value with its setting and why it cannot run here, if so; the plain step's values come first."""
+    cuda, own, full = setup.device == "cuda", setup.own, setup.preset == "full"
+    offers = own.offers if own else ("loss", "dataset")  # one's own is trained as it is written
+    needs_cuda = "" if cuda else _CUDA
+    for name, why in (("fp32", ""), ("bf16", ""), ("tf32", needs_cuda), ("fp16", needs_cuda)):
+        if name == "fp32" or why or "loss" in offers:
+            yield "precision", Value(name, name, {"precision": name}), why
+    last = Value("channels_last", "channels_last", {"channels_last": True, "kernels": "aten"})
+    nchw = Value("nchw", "NCHW", {"channels_last": False, "kernels": "aten"})
+    fused = Value("fused", "joined kernels", {"channels_last": True, "kernels": "fused"})
+    for value in (nchw, last) if own else (last, nchw, fused):
+        yield "memory", value, ""
+    yield "compile", Value("off", "eager", _EAGER), ""
+    yield "compile", Value("whole", "compiled", _WHOLE), ""
+    if full and not own:
+        yield "compile", Value("regional", "compiled block by block", {"compile": "regional"}), ""
+    for mode, label in (("reduce-overhead", "compiled, CUDA graphs"), ("max-autotune", "compiled, max-autotune")):
+        if full if cuda else not own:
+            yield "compile", Value(mode, label, {**_WHOLE, "compile_mode": mode}), "" if cuda else _GPU
+    for kind, end in (("default", "given back"), ("kept", "kept")) if not cuda else ():
+        yield "freed_memory", Value(kind, f"freed memory {end}", {"freed_memory": kind}), ""
     ranks = setup.doubled_ranks
-    if ranks == [1]:
-        left_out.append((setup.ranks_label(2), setup.why_alone))
-    sizes = [batch * multiple for multiple in _BATCHES[preset]]
-    return {
-        "precision": tuple(Value(p, p, {"precision": p}) for p in able),
-        "memory": tuple(memory),
-        "compile": tuple(compiles),
-        **({"freed_memory": tuple(freed)} if freed else {}),
-        "ranks": tuple(Value(str(n), setup.ranks_label(n), {"world_size": n, "nodes": setup.nodes(n)}) for n in ranks),
-        LOADER: tuple(loaders),
-        BATCH: tuple(Value(str(n), f"batch {n}", {"global_batch_size": n}) for n in sizes),
-    }, left_out
+    for n in ranks if ranks != [1] else (1, 2):
+        changes = {"world_size": n, "nodes": setup.nodes(n)} if n in ranks else {}
+        yield "ranks", Value(str(n), setup.ranks_label(n), changes), "" if n in ranks else setup.why_alone
+    if not own:
+        yield "loader", Value("packed", "packed data", {"loader": "packed", "loader_workers": 0}), ""
+        resident = Value("resident", "images on the GPU", {"loader": "resident", "loader_workers": 0})
+        yield "loader", resident, "" if cuda else "need a CUDA device"
+    elif "dataset" not in offers:
+        yield "loader", Value("own", "batches of its own", {}), ""
+    for count in _WORKERS[setup.preset] if "dataset" in offers else ():
+        label = f"{'' if own else 'files, '}{count} worker{'s' * (count != 1)}"
+        why = f"more than the {setup.cores_name}" if count > setup.usable_cores else ""
+        yield "loader", Value(f"files-{count}", label, {"loader": "files", "loader_workers": count}), why
+    for n in (batch * multiple for multiple in _BATCHES[setup.preset]):
+        yield BATCH, Value(str(n), f"batch {n}", {"global_batch_size": n}), ""
 
 
 def _only(
-    settings: dict[str, tuple[Value, ...]], only: Mapping[str, Sequence[object]], left_out: Mapping[str, str]
+    settings: Mapping[str, Sequence[Value]], only: Mapping[str, Sequence[object]], left_out: Mapping[str, str]
 ) -> dict[str, tuple[Value, ...]]:
-    found = dict(settings)
+    found = {name: tuple(values) for name, values in settings.items()}
     if not isinstance(only, Mapping):
         raise ConfigError(f"only is {only!r}: give settings with lists of values, such as {{'precision': ['bf16']}}")
     for name, keys in only.items():
@@ -124,13 +116,13 @@ def _only(
     return found
 
 
-def _guess(settings: Mapping[str, tuple[Value, ...]], setup: Setup) -> Cell:
-    """The trainer's settings for speed on this kind of device, as far as they are among the values."""
-    usual = usual_settings(setup.device)
+def _guess(settings: Mapping[str, Sequence[Value]], setup: Setup) -> Cell:
+    """Return the trainer's settings for speed on this kind of device, as far as they are among the values."""
+    usual = usual_settings(setup.device).items()
 
     def fits(value: Value) -> bool:
-        said = value.changes.keys() & usual.keys()
-        return bool(said) and all(value.changes[name] == usual[name] for name in said)
+        said = value.changes.items()
+        return not said.isdisjoint(usual) and all(value.changes.get(name, new) == new for name, new in usual)
 
     return tuple(next((i for i, v in enumerate(values) if fits(v)), 0) for values in settings.values())
 
@@ -143,7 +135,7 @@ def recommendation(setup: Setup, *, space: Space, steps: Sequence[Cell]) -> Expe
     that it learns the same.
     """
     cells, name = space.cells, setup.family_name(space.baseline.global_batch_size)
-    rows = [(space.changed(cell, space.start), cells[cell]) for cell in steps[1:]]
+    rows = [(space.changed(cell), cells[cell]) for cell in steps[1:]]
     trials: tuple[Trial, ...] = ()
     for (label, config), before in zip(rows, steps, strict=False):
         if config.differences(cells[before]).keys() <= {"loader", "loader_workers"} and not setup.own:

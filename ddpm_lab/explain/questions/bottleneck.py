@@ -1,20 +1,40 @@
-"""What limits a step, and what to change next: verdict, targets, and changes ranked by measured gain."""
+"""What limits a step, and what to change next: verdict, targets, changes ranked by measured gain, and the report."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ddpm_lab.config import ExchangeConfig, RunConfig
 from ddpm_lab.explain import batch_sizes as sizes
 from ddpm_lab.explain import budget as bd
-from ddpm_lab.explain import change_phrases, compiling, decisions, phrases, quality, sentences, stats, straggler
+from ddpm_lab.explain import (
+    compiling,
+    decisions,
+    limits,
+    machine_state,
+    pages,
+    phrases,
+    quality,
+    sentences,
+    stats,
+    straggler,
+)
 from ddpm_lab.explain.bands import S002 as TARGETS
+from ddpm_lab.explain.bands import documents
 from ddpm_lab.explain.changes import NO_EXCHANGE, batch_sizes, changes
 from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison, comparisons
-from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.subject import Subject, subject
+from ddpm_lab.explain.frames import Study, once, rank_zero
+from ddpm_lab.explain.grids import markdown as grid
+from ddpm_lab.explain.questions import lost_scaling
+from ddpm_lab.explain.subject import Subject, roofline, subject
 from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import WEAK
 from ddpm_lab.record import set_log_ratio
@@ -26,8 +46,18 @@ _TIERS = {FASTER: 0, DERIVED: 0, NOT_RESOLVED: 1, NOT_MEASURED: 2}
 MET, MISSED, UNKNOWN, NO_TARGET = "met", "missed", "not measured", "no target on a CPU"
 DIFFERS = 0.10
 """By which a step in sets and in its time budget may differ unsaid."""
-TOLD = 3
-"""Changes that the summary tells beside the first."""
+REPORT = "bottleneck_report"
+_COMPUTE = ("forward", "backward")
+_ACTS_ON = {
+    "loader": ("data", "copy"),
+    "loader_workers": ("data",),
+    "exchange": ("communication",),
+    "optimizer": ("optimizer", "EMA"),
+    **dict.fromkeys(("precision", "compile", "kernels", "channels_last"), _COMPUTE),
+}
+"""Phases of a time budget that a setting can make shorter, where it is about some of them."""
+_OPTIONS = ("precision", "world_size", "loader", "loader_workers", "compile", "image_size", "seed")
+"""Settings that are options of the command."""
 
 
 # --- changes, by what was measured of them ----------------------------------------------------------------------------
@@ -55,12 +85,6 @@ class Advice:
     high: float = math.nan
     share: float = 0.0
     quality: str = quality.NOT_MEASURED
-    config: RunConfig | None = field(default=None, repr=False)
-
-    @property
-    def worth_trying(self) -> bool:
-        """Whether it is worth applying or measuring."""
-        return self.status in _TIERS
 
     @property
     def sure(self) -> bool:
@@ -74,9 +98,9 @@ class Advice:
 
     @property
     def rank(self) -> tuple[int, float]:
-        """Where it stands: what is resolved first, by the lower end of its interval; then what is not.
+        """What is resolved first, by the lower end of its interval; then what is not.
 
-        What was not measured follows by its share of a step, and last what reads slower and is inconclusive.
+        What was not measured follows by its share of a step, and last what is measured to be slower and inconclusive.
         """
         tier = len(_TIERS) if self.ratio <= 1 else _TIERS.get(self.status, len(_TIERS))
         if math.isnan(self.ratio):
@@ -88,41 +112,40 @@ class Advice:
         """The verdict on quality alone."""
         return self.quality.partition(" (")[0].partition(".")[0]
 
+    @property
     def expected(self) -> str:
         """Such as "1.48 times as fast (1.39 to 1.59)"."""
         if math.isnan(self.ratio):
             return NOT_MEASURED
         text = phrases.times(stats.Interval(value=self.ratio, low=self.low, high=self.high), what=" times as fast")
-        return f"inconclusive: reads {text}" if self.status == NOT_RESOLVED else text
+        return f"inconclusive: {text}" if self.status == NOT_RESOLVED else text
 
 
 def advice(study: Study) -> tuple[Advice, ...]:
     """Changes worth applying or measuring, the one with the largest sure gain first; none without a time budget."""
-    return tuple(sorted((a for a in considered(study) if a.worth_trying), key=lambda a: a.rank))
+    return tuple(sorted((a for a in considered(study) if a.status in _TIERS), key=lambda a: a.rank))
 
 
 def declined(study: Study) -> tuple[Advice, ...]:
     """Changes that are of no use here, as far as is known."""
-    return tuple(a for a in considered(study) if not a.worth_trying)
+    return tuple(a for a in considered(study) if a.status not in _TIERS)
 
 
-def considered(study: Study) -> list[Advice]:
+@once
+def considered(study: Study) -> tuple[Advice, ...]:
     """Every change that was measured against the configuration in question, or that its machine could run."""
     about = subject(study)
     if about is None:
-        return []
+        return ()
     machine, config = about.profile.machine, about.config
     ranks = len(machine.gpus) if config.device == "cuda" else machine.usable_cores
     offered = {**changes(config, usable_cores=machine.usable_cores, most_ranks=ranks), **batch_sizes(config)}
     known = _measured(study, about)
     names = {other.run_id: name for name, other in offered.items()}
-    found = [_of_row(study, about, row, names.get(run_id, "")) for run_id, row in known.items()]
-    found += [
-        _unmeasured(study, about, other, name)
-        for name, other in offered.items()
-        if other.run_id not in known and other.exchange.enabled
-    ]
-    return found + ([_slow_rank(study, about)] if config.world_size > 1 else [])
+    found = [_advice(study, about, row.config, names.get(run_id, ""), row) for run_id, row in known.items()]
+    open_ = {name: other for name, other in offered.items() if other.run_id not in known and other.exchange.enabled}
+    found += [_advice(study, about, other, name) for name, other in open_.items()]
+    return (*found, *([_slow_rank(study, about)] if config.world_size > 1 else []))
 
 
 def _measured(study: Study, about: Subject) -> dict[str, Comparison]:
@@ -142,51 +165,87 @@ def _measured(study: Study, about: Subject) -> dict[str, Comparison]:
     return found
 
 
-def _unmeasured(study: Study, about: Subject, other: RunConfig, name: str) -> Advice:
-    """A change before anything was measured, and why it was not; without a ``name`` it has no command of its own."""
-    before, after = change_phrases.settings(other, about.config)
+def _advice(study: Study, about: Subject, other: RunConfig, name: str, row: Comparison | None = None) -> Advice:
+    """What is known of a change; without a ``name`` it has no command of its own."""
+    changed = other.differences(about.config)
     judged = quality.Trials.of(study).verdict(about.config, other, about.profile.code_version)
     said = quality.full(judged)
-    if other.global_batch_size != about.config.global_batch_size:
+    if "global_batch_size" in changed:
         said = f"{said}. {sizes.CAVEAT}".removesuffix(".")
-    mine = ("note", name, about.config.run_id)
-    notes = [r.reason for r in comparisons(study) if (r.role, r.label, r.baseline_id) == mine]
+    status, ratio = NOT_MEASURED, stats.estimate([])
+    if row is None:
+        mine = ("note", name, about.config.run_id)
+        notes = [r.reason for r in comparisons(study) if (r.role, r.label, r.baseline_id) == mine]
+        evidence = "; ".join(["Not measured against the present settings", *notes[-1:]])
+    elif not row.sets:
+        status, evidence = FAILED, phrases.failure(row)
+    else:
+        ratio = row.ratio
+        useless = row.sets >= decisions.LEAST_SETS and row.ratio.high < 1 + row.resolution
+        status = row.verdict if row.resolved else NO_GAIN if useless else NOT_RESOLVED
+        evidence = f"Measured in {row.family}: {phrases.ratio(row)} ({phrases.evidence(row)}{sentences.noise(row)})"
+        evidence += "" if row.resolved else f"; {phrases.outcome(row)}"
+        if other.compile != "off" and about.config.compile == "off":
+            evidence += f". {compiling.sentence(study, row).removesuffix('.')}"
+    share, why = _rationale(about, other)
+    before, after = _settings(changed)
     return Advice(
-        title=change_phrases.title(other, about.config),
-        status=WORSE if judged.verdict == quality.WORSE else NOT_MEASURED,
+        title=name or (row.label if row else ""),
+        status=WORSE if judged.verdict == quality.WORSE and status != FAILED else status,
         current=before,
         recommended=after,
-        rationale=change_phrases.rationale(about, other),
-        evidence="; ".join(["Not measured against the present settings", *notes[-1:]]),
-        command=change_phrases.command(study, about.config, *([name] if name else [])),
+        rationale=why,
+        evidence=evidence,
+        command=command(study, about.config, *([name] if name else [])),
+        ratio=ratio.value,
+        low=float(ratio.low),
+        high=float(ratio.high),
+        share=share,
         quality=said,
-        config=other,
-        share=change_phrases.share(about, other),
     )
 
 
-def _of_row(study: Study, about: Subject, row: Comparison, name: str) -> Advice:
-    """What was measured of a change."""
-    base = _unmeasured(study, about, row.config, name)
-    if not row.sets:
-        return replace(base, status=FAILED, evidence=phrases.failure(row))
-    told = f"Measured in {row.family}: {phrases.ratio(row)} ({phrases.evidence(row)}{sentences.noise(row)})"
-    if row.resolved:
-        status = row.verdict
-    else:
-        told += f"; {phrases.outcome(row)}"
-        useless = row.sets >= decisions.LEAST_SETS and row.ratio.high < 1 + row.resolution
-        status = NO_GAIN if useless else NOT_RESOLVED
-    if row.config.compile != "off" and about.config.compile == "off":
-        told += f". {compiling.sentence(study, row).removesuffix('.')}"
-    return replace(
-        base,
-        status=WORSE if base.status == WORSE else status,
-        evidence=told,
-        ratio=row.ratio.value,
-        low=float(row.ratio.low),
-        high=float(row.ratio.high),
-    )
+def _rationale(about: Subject, other: RunConfig) -> tuple[float, str]:
+    """The share of a step in the phases on which a change acts, and in words why it may help."""
+    line, changed = about.taken.running, other.differences(about.config).keys()
+    phases = [p for p in line.phases if any(p in _ACTS_ON.get(name, ()) for name in changed)]
+    share = sum(map(line.share, phases))
+    if "world_size" in changed:
+        exchange = f", which is {bd.percent(line.share('communication'))} of a step"
+        if other.world_size < about.config.world_size:
+            return share, f"One rank exchanges nothing{exchange}, and computes all of the batch itself"
+        return share, f"{other.world_size} ranks share the batch, and exchange gradients for it"
+    if "global_batch_size" in changed:
+        return share, "What a step costs whatever its batch is shared by another number of images"
+    if not phases:
+        return share, "No phase of the time budget shows it"
+    names = phrases.joined([bd.LONG.get(p, p) for p in phases])
+    return share, f"It acts on {names}: {bd.percent(share)} of a step"
+
+
+def _settings(changed: Mapping[str, tuple[Any, Any]]) -> tuple[str, str]:
+    """What is set now, and what a change sets, as a file of settings says it: ``precision = "fp32"``."""
+    rows = []
+    for name, (new, old) in changed.items():
+        if isinstance(new, Mapping):
+            rows += [(f"{name}.{part}", old[part], value) for part, value in new.items() if value != old[part]]
+        else:
+            rows.append((name, old, new))
+    before, after = ([f"{row[0]} = {json.dumps(row[i])}" for row in rows] for i in (1, 2))
+    return ", ".join(before), ", ".join(after)
+
+
+def command(study: Study, config: RunConfig, *only: str) -> str:
+    """The command that measures ``config`` beside its changes, or beside ``only`` some of them, by name."""
+    plain = RunConfig(network=config.network, device=config.device, global_batch_size=config.global_batch_size)
+    words = ["ddpm-lab", "bottleneck", *("--data", "DATA") * study.own_images, "--network", config.network]
+    words += ["--batch-size", str(config.global_batch_size)]
+    changed = {n: new for n, (new, _) in config.differences(plain).items() if n not in ("data_sha256", "nodes")}
+    for name in [name for name in changed if name in _OPTIONS]:
+        words += [f"--{name.replace('_', '-')}", str(changed.pop(name))]
+    words += ["--config", "FILE"] if changed else []
+    words += ["--changes", ",".join(only), "--resolution", "2%"] if only else []
+    return shlex.join(words)
 
 
 def _slow_rank(study: Study, about: Subject) -> Advice:
@@ -196,32 +255,26 @@ def _slow_rank(study: Study, about: Subject) -> Advice:
     of_sets = [r for r in study.records if (r.baseline_id, r.code_version, r.status) == same and r.windows]
     base = {r.set_id: r for r in of_sets if r.role == "baseline"}
     alone = [r for r in of_sets if r.run_id == silent.run_id and r.set_id in base and not r.mechanism_only]
-    known = Advice(
-        title="Find out why one rank is slow",
-        status=NO_GAIN,
+    who, status, found = straggler.named(alone), NO_GAIN, stats.estimate([])
+    evidence = "No rank is shown to be slower than the others where nothing is exchanged"
+    if who:
+        shares = zip(alone, straggler.excess_shares(alone), strict=True)
+        found = stats.estimate([-math.log1p(-s * math.exp(-set_log_ratio(base[r.set_id], r))) for r, s in shares])
+        status = DERIVED
+        evidence = f"From the ranks' own times in {phrases.plural(found.sets, 'set')} without exchange of gradients"
+    elif not alone and about.taken.straggler:
+        status, evidence = NOT_MEASURED, about.taken.straggler
+    elif not alone:
+        evidence = "No rank computes clearly longer than the others in the time budget"
+    return Advice(
+        title=f"Find out why {who or 'one rank'} is slow",
+        status=status,
         current="as it is",
         recommended="as fast as the other ranks",
         rationale="Every step lasts as long as its slowest rank",
-        evidence="No rank computes clearly longer than the others in the time budget",
-        command=change_phrases.command(study, about.config, NO_EXCHANGE),
+        evidence=evidence,
+        command=command(study, about.config, NO_EXCHANGE),
         quality="not affected",
-    )
-    if not alone:
-        if not about.taken.straggler:
-            return known
-        return replace(known, status=NOT_MEASURED, evidence=about.taken.straggler)
-    logs = [
-        -math.log1p(-share * math.exp(-set_log_ratio(base[r.set_id], r)))
-        for r, share in zip(alone, straggler.excess_shares(alone), strict=True)
-    ]
-    found, who = stats.estimate(logs), straggler.named(alone)
-    if not who:
-        return replace(known, evidence="No rank is shown to be slower than the others where nothing is exchanged")
-    return replace(
-        known,
-        title=f"Find out why {who} is slow",
-        status=DERIVED,
-        evidence=f"From the ranks' own times in {phrases.plural(found.sets, 'set')} without exchange of gradients",
         ratio=found.value,
         low=found.low,
         high=found.high,
@@ -234,7 +287,7 @@ def table(study: Study) -> Table:
         {
             "Change": a.title,
             "Setting": a.recommended,
-            "Expected speed": a.expected(),
+            "Expected speed": a.expected,
             "Status": a.status,
             "Quality": a.quality_word,
             "Command": a.command,
@@ -247,52 +300,27 @@ def table(study: Study) -> Table:
 # --- verdict, targets, summary ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """A target of the table, what is reached, and its status: met, missed, not measured, or no target on a CPU."""
-
-    name: str
-    target: str
-    now: str
-    status: str
-
-
 def summary(study: Study) -> list[str]:
     """The executive summary, one sentence each; where there is no time budget, how to measure one."""
     about = subject(study)
     if about is None:
         return ["No time budget is recorded: ddpm-lab bottleneck measures one."]
     found = advice(study)
-    told = [verdict(about), f"{speed(about)}."]
+    told = [verdict(about), f"{speed(about)}.", "Nothing that was measured would make it faster."]
     if found:
         first = found[0]
         kind = "First recommendation" if first.sure else "First to be measured"
         judged = f"; quality: {first.quality}" * (first.status == FASTER)
-        told.append(f"{kind}: {first.title} (`{first.recommended}`), {first.expected()}{judged}.")
-    else:
-        told.append("Nothing that was measured would make it faster.")
-    if about.speed and (again := _repeated(study, about.speed)) is not None:
-        told.append(
-            f"The present settings against themselves read {phrases.ratio(again)} "
-            f"({phrases.evidence(again)}); differences inside this range are noise."
-        )
-    others = [a for a in (*found[1:], *declined(study)) if math.isfinite(a.ratio)]
-    named = [f"{phrases.within(a.title)}, {a.expected().removeprefix('inconclusive: ')}: {a.status}" for a in others]
-    more = [f"{len(named) - TOLD} more in the report"] if len(named) > TOLD else []
-    told += [f"Measured too: {'; '.join([*named[:TOLD], *more])}."] if named else []
-    rows = [t for t in targets(study, about, found) if t.status != NO_TARGET]
+        told[-1] = f"{kind}: {first.title} (`{first.recommended}`), {first.expected}{judged}."
+    if about.speed is not None and (floor := about.speed.noise).exists:
+        span = phrases.times(floor)
+        told.append(f"Present settings repeated: {span}; differences inside this range are noise.")
+    rows = [t for t in targets(study, about) if t.status != NO_TARGET]
     text = f"{sum(t.status == MET for t in rows)} of {phrases.plural(len(rows), 'target')} are met"
     for status in (MISSED, UNKNOWN):
         names = [t.name for t in rows if t.status == status]
         text += f"; {status}: {phrases.joined(names)}" if names else ""
     return [*told, f"{text}.", *([f"{about.taken.disturbance}."] if about.taken.disturbance else [])]
-
-
-def _repeated(study: Study, row: Comparison) -> Comparison | None:
-    """The baseline against itself in a row's sets; None where it has no speed."""
-    mine = ("twin", row.experiment, row.family, row.baseline_id)
-    every = (r for r in comparisons(study) if (r.role, r.experiment, r.family, r.baseline_id) == mine)
-    return next((r for r in every if r.sets), None)
 
 
 def verdict(about: Subject) -> str:
@@ -326,23 +354,33 @@ def speed(about: Subject) -> str:
     return f"{text} ({rate} images/s by the time budget; no set measured its speed)"
 
 
-def targets(study: Study, about: Subject, found: Sequence[Advice]) -> list[Target]:
+class Target(NamedTuple):
+    """A target of the table, what is reached, and its status: met, missed, not measured, or no target on a CPU."""
+
+    name: str
+    target: str
+    now: str
+    status: str
+
+
+def targets(study: Study, about: Subject) -> list[Target]:
     """The targets of the report and what is reached of each."""
     line, low, high = about.taken.running, *TARGETS.memory
     memory, of = _memory(about)
-    first = next((a for a in found if a.status == FASTER), None)
+    first = next((a for a in advice(study) if a.status == FASTER), None)
     known = [a.status for a in considered(study) if not math.isnan(a.ratio)]
     settled = bool(known) and NOT_RESOLVED not in known
     epoch = about.step_seconds * PROJECTED_IMAGES / about.config.global_batch_size
+    wanted = phrases.seconds(epoch / first.ratio) if first else "no change is known to be faster"
     held = _target(f"memory in use, of {of}", f"{100 * low:.0f} to {bd.percent(high)}", memory, low, high)
     return [
         _target("compute share", f"above {bd.percent(TARGETS.compute)}", line.share(bd.COMPUTE), TARGETS.compute, 1.01),
         _target("I/O share", f"below {bd.percent(TARGETS.io)}", line.share(bd.IO), -1.0, TARGETS.io),
-        replace(held, status=NO_TARGET) if about.config.device == "cpu" else held,
+        held._replace(status=NO_TARGET) if about.config.device == "cpu" else held,
         _utilisation(about),
         Target(
             name=f"time of {PROJECTED_IMAGES:,} images",
-            target=phrases.seconds(epoch / first.ratio) if first else "no change is known to be faster",
+            target=wanted,
             now=phrases.seconds(epoch),
             status=MISSED if first else MET if settled else UNKNOWN,
         ),
@@ -351,8 +389,8 @@ def targets(study: Study, about: Subject, found: Sequence[Advice]) -> list[Targe
 
 def _target(name: str, target: str, value: float, low: float, high: float) -> Target:
     if math.isnan(value):
-        return Target(name=name, target=target, now=UNKNOWN, status=UNKNOWN)
-    return Target(name=name, target=target, now=bd.percent(value), status=MET if low < value < high else MISSED)
+        return Target(name, target, UNKNOWN, UNKNOWN)
+    return Target(name, target, bd.percent(value), MET if low < value < high else MISSED)
 
 
 def _memory(about: Subject) -> tuple[float, str]:
@@ -373,17 +411,120 @@ def _utilisation(about: Subject) -> Target:
     Where these took more than a tenth of the cores nobody knows whether the target would have been met without them.
     """
     values, wanted = (about.profile.profile or {})["budget"], f"above {bd.percent(TARGETS.utilisation)}"
-    name, key = ("GPU", "gpu") if about.config.device == "cuda" else ("CPU", "cpu")
-    taken = values.get("state", {}).get(f"{key}_utilisation_percent")
+    name = "GPU" if about.config.device == "cuda" else "CPU"
+    taken = values.get("state", {}).get(f"{name.lower()}_utilisation_percent")
     used = math.nan if taken is None else taken / 100
     others, cores = values.get("others_cores"), about.profile.environment.machine.usable_cores
-    if key == "gpu" or math.isnan(used):
-        return _target(f"{name} utilisation", wanted, used, TARGETS.utilisation, 1.01)
-    if others is None:
+    if name == "CPU" and others is None and not math.isnan(used):
         now = f"{bd.percent(used)} with other processes, whose share is unknown"
-        return Target(name=f"{name} utilisation", target=wanted, now=now, status=UNKNOWN)
-    found = _target(f"{name} utilisation", wanted, max(0.0, used - others / cores), TARGETS.utilisation, 1.01)
-    if others <= bd.DISTURBED * cores:
+        return Target(f"{name} utilisation", wanted, now, UNKNOWN)
+    others = others if name == "CPU" and others else 0.0
+    found = _target(f"{name} utilisation", wanted, max(used - others / cores, 0.0), TARGETS.utilisation, 1.01)
+    if others <= bd.DISTURBED * cores or math.isnan(used):
         return found
     now = f"{found.now}; other processes took {others:.1f} of {phrases.plural(cores, 'core')}"
-    return replace(found, now=now, status=MET if found.status == MET else UNKNOWN)
+    return found._replace(now=now, status=MET if found.status == MET else UNKNOWN)
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def write(study: Study, folder: Path, pictures: Sequence[tuple[str, str]] = (), remarks: Sequence[str] = ()) -> Path:
+    """Write the report into ``folder``, as Markdown and as a page; returns the former. See ``markdown``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text, target = markdown(study, pictures, remarks), folder / f"{REPORT}.md"
+    pages.replace_text(target, text)
+    pages.write_markdown(text, target.with_suffix(".html"))
+    return target
+
+
+def markdown(study: Study, pictures: Sequence[tuple[str, str]] = (), remarks: Sequence[str] = ()) -> str:
+    """The whole report; ``pictures`` are (text alternative, file name) of those that lie beside it.
+
+    ``remarks`` are sentences on how it was measured that end the executive summary.
+    """
+    about = subject(study)
+    if about is None:
+        return f"# Bottleneck report\n\n{summary(study)[0]}\n"
+    found, config, record = advice(study), about.config, about.profile
+    peak = roofline(study, about)
+    splits = [
+        s for s in lost_scaling.splits(study) if (s.ranks, s.batch) == (config.world_size, config.global_batch_size)
+    ]
+    ranked = [(str(i), a.title, a.impact, a.expected, a.status, a.quality_word) for i, a in enumerate(found, 1)]
+    environment = Environment(
+        loader=FileSystemLoader(pages.TEMPLATES),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("bottleneck.md.j2").render(
+        context=[record.machine.name, record.family, record.data_name, record.date[:10]],
+        study=study,
+        config=config,
+        record=record,
+        taken=about.taken,
+        summary=[*summary(study), *remarks],
+        phases=grid([("Component", "Time per batch", "Share", "Class"), *_phases(about)]),
+        verdict=verdict(about),
+        evidence=bd.evidence(about.taken),
+        roofline=limits.sentence_of(peak) if peak else "",
+        splits=[*map(lost_scaling.sentence, splits)],
+        pictures=pictures,
+        configuration=grid([("", "Value"), *_configuration(about)]),
+        advice=found,
+        ranked=grid([("", "Change", "Impact", "Expected speed", "Rests on", "Quality"), *ranked]),
+        all_changes=command(study, config),
+        judge=shlex.join(["ddpm-lab", "run", "quality", *("--data", "DATA") * study.own_images, "--seeds", "8"]),
+        targets=grid([("Target", "Wanted", "Now", "Status"), *targets(study, about)]),
+        declined=declined(study),
+        fine={
+            bd.LONG.get(p, p): about.taken.running.share(p) for p in about.taken.running.phases if _is_fine(about, p)
+        },
+        bands=TARGETS,
+        unexplained=bd.UNEXPLAINED,
+        percent=bd.percent,
+        documents=documents(TARGETS.whose),
+        busy=machine_state.busy(study).strip(),
+    )
+
+
+def _is_fine(about: Subject, phase: str) -> bool:
+    """Whether a phase that does not compute is no bottleneck."""
+    small = about.taken.running.share(phase) < TARGETS.io
+    return bd.class_of(phase) != bd.COMPUTE and small and about.taken.explained
+
+
+def _phases(about: Subject) -> list[tuple[str, str, str, str]]:
+    line, taken = about.taken.running, about.taken
+    names = {bd.TRANSFER: "memory transfer", bd.COMPUTE: "GPU compute" if taken.on_device else "compute"}
+    rows = [(bd.LONG.get(name, name), s, line.share(name), bd.class_of(name)) for name, s in line.phases.items()]
+    rows.append(("in no phase", line.residual_seconds, line.residual_share, "residual"))
+    whole = f"whole step{f' of rank {taken.rank}, the slowest' if taken.others else ''}"
+    rows.append((whole, line.step_seconds, 1.0, "wall time"))
+    return [(name, phrases.seconds(s), bd.percent(share), names.get(kind, kind)) for name, s, share, kind in rows]
+
+
+def _configuration(about: Subject) -> list[tuple[str, str]]:
+    config, environment, seen = about.config, about.profile.environment, rank_zero(about.profile)
+    machine, optimizer, diffusion = environment.machine, about.config.optimizer, about.config.diffusion
+    weights = f", {seen['parameters']:,} parameters" if "parameters" in seen else ""
+    memory = phrases.memory(environment.ram_bytes) if environment.ram_bytes else "unknown"
+    size = f"{config.image_size}\N{MULTIPLICATION SIGN}{config.image_size}"
+    batch = f"{phrases.plural(config.global_batch_size, 'image')} a step, accumulation {config.accumulation}"
+    versions = [f"{name} {v}" for name, v in sorted(environment.packages.items())]
+    return [
+        ("machine", f"{machine.name}, {memory} of memory"),
+        ("network", f"{config.network}{weights}"),
+        ("images", f"{about.profile.data_name}, {size}; {batch}"),
+        ("settings", phrases.settings(config)),
+        ("kernels", f"{config.kernels}, {'channels_last' if config.channels_last else 'NCHW'}"),
+        (
+            "optimizer",
+            f"Adam ({optimizer.adam}), learning rate {optimizer.learning_rate:g}, EMA ({optimizer.ema})",
+        ),
+        ("objective", f"{diffusion.objective}, {diffusion.loss}, {diffusion.schedule}"),
+        ("software", ", ".join([f"Python {environment.python}", *versions])),
+        ("CUDA, driver", f"{environment.cuda or 'none'}, {machine.driver or 'none'}"),
+        ("git commit", environment.git_commit or "unknown"),
+    ]

@@ -1,11 +1,14 @@
-"""The recommendation of a search: what measuring again gave, step by step; in words, in tables and as settings.
+"""Which settings should be used here? What a search found, measured again step by step, or the best measured change.
 
 One list of steps, each a change with its gain, its interval and the verdict on its quality: headline, tables, the
-figure's bars and the file of settings are all made from it.
+figure's bars and the file of settings are all made from it. Without a search the list is that of every question's
+changes, each against its own baseline.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,20 +17,38 @@ from itertools import pairwise, takewhile
 from pathlib import Path
 
 from ddpm_lab import files
-from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import decisions, gains, phrases, quality, sentences, stats
+from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import DDPM, OWN, RunConfig
+from ddpm_lab.explain import decisions, phrases, quality, sentences, stats
 from ddpm_lab.explain.bayesian import SIMPLER, Belief, admissible, believe, observations
 from ddpm_lab.explain.comparisons import Comparison, comparisons
-from ddpm_lab.explain.frames import Study, once
+from ddpm_lab.explain.frames import RECOMMENDATION, Study, once
 from ddpm_lab.explain.table import Table, without_constant
-from ddpm_lab.plan import SEARCH
+from ddpm_lab.plan import SEARCH, TOGETHER, WEAK
 from ddpm_lab.record import LedgerError, RunRecord
-from ddpm_lab.settings_file import OWN, settings_text
+from ddpm_lab.settings_file import OWN as OF_A_RUN
+from ddpm_lab.settings_file import settings_text
 from ddpm_lab.space import BATCH, Cell, Space
 
 FILE = "recommended.toml"
 STEPS = 800_000
 """Of a full training, where nobody says how long it is: the steps of Ho et al. (2020) on CIFAR-10."""
+GOOD, OPEN = (quality.IDENTICAL, quality.NOT_WORSE), (quality.NOT_MEASURED, quality.NOT_ENOUGH)
+"""Verdicts on quality with which a change may be recommended, and those that trials may still turn into one."""
+ANSWERED, UNTRIED = "answered", "quality not shown"
+_BESIDE = ("peers", "quality", "claims", "compare", "calibrate", "batch_size", SEARCH, RECOMMENDATION)
+"""Questions whose comparisons are no changes of a training: other trainers, other work, or answers of their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """The answer: its headline and status, the comparison that it is about, notes, and the command that tells more."""
+
+    headline: str
+    status: str
+    row: Comparison | None = None
+    notes: tuple[str, ...] = ()
+    way_out: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,17 +63,16 @@ class Step:
     label: str
     cell: Cell
     row: Comparison
-    gain: stats.Estimate
-    verdict: str
     judged: quality.Equivalence
+    gain: stats.Estimate = dataclasses.field(default_factory=lambda: stats.estimate([]))
+    verdict: str = ""
     cold_seconds: float = 0.0
     pays_off_steps: float = 0.0
 
     @property
     def config(self) -> RunConfig:
         """The whole configuration."""
-        config: RunConfig = self.row.config
-        return config
+        return self.row.config
 
     @property
     def quality(self) -> str:
@@ -69,7 +89,7 @@ class Recommendation:
     """
 
     study: Study
-    baseline: Comparison
+    baseline: Step
     steps: tuple[Step, ...]
     count: int
     reach: int
@@ -80,9 +100,9 @@ class Recommendation:
     failures: tuple[str, ...]
 
     @property
-    def best(self) -> Comparison:
-        """The row of what is recommended: the last of its steps, or the baseline."""
-        return self.steps[self.count - 1].row if self.count else self.baseline
+    def best(self) -> Step:
+        """What is recommended: the last of its steps, or the baseline."""
+        return (self.baseline, *self.steps)[self.count]
 
     @property
     def told(self) -> Step | None:
@@ -90,86 +110,87 @@ class Recommendation:
         return self.steps[(self.count or self.reach) - 1] if self.steps else None
 
     @property
-    def judged(self) -> quality.Equivalence:
-        """The verdict on its quality."""
-        same = quality.Equivalence(verdict=quality.IDENTICAL, reason="nothing is changed")
-        return self.steps[self.count - 1].judged if self.count else same
+    def training_images(self) -> int:
+        """Images of the full training that is projected."""
+        return self.study.train_images or STEPS * self.space.baseline.global_batch_size
 
-    @property
-    def config(self) -> RunConfig:
-        """What is recommended."""
-        config: RunConfig = self.best.config
-        return config
+    def training_seconds(self, step: Step, compile_seconds: float = 0.0) -> float:
+        """Seconds of a full training at a measured speed; compiling counts once, and where unknown not at all."""
+        once = 0.0 if math.isnan(compile_seconds) else compile_seconds
+        return once + self.training_images / step.row.images_per_second
 
 
 @once
 def recommendation(study: Study) -> Recommendation | None:
-    """The answer of the last search in a study of all experiments; None without one that was measured again."""
-    told = [r for r in study.records if r.role == "space" and r.space is not None]
-    if not told:
+    """Return what the last search in a study of all experiments found; None without one that was measured again."""
+    last = next((r for r in reversed(study.records) if r.role == "space" and r.space is not None), None)
+    if last is None:
         return None
-    last = told[-1]
     space = Space.from_dict(last.config, last.space or {})
     whose = (last.experiment, last.family, last.baseline_id)
     mine = [r for r in study.records if (r.experiment, r.family, r.baseline_id) == whose and r.role != "space"]
     fresh = replace(study, records=tuple(mine))
-    of_role = {
-        role: [r for r in comparisons(fresh) if r.role == role and r.sets] for role in ("baseline", "twin", "candidate")
-    }
-    if not (of_role["baseline"] and of_role["twin"]):
+    base, twin, rows = (
+        [r for r in comparisons(fresh) if r.role == role and r.sets] for role in ("baseline", "twin", "candidate")
+    )
+    if not (base and twin):
         return None
     searched = [r for r in study.records if r.experiment == SEARCH and r.baseline_id == last.baseline_id]
     found = observations(searched, last.baseline_id)
     trials = quality.Trials.of(study)
-    among = admissible(space, lambda c: trials.verdict(space.baseline, c, last.code_version).verdict)
-    steps = _steps(fresh, space, of_role["candidate"], trials)
-    count = _as_far_as(steps, gains.GOOD)
+    unchanged = quality.Equivalence(verdict=quality.IDENTICAL, reason="nothing is changed")
+    baseline = Step(label="baseline", cell=space.start, row=base[0], judged=unchanged)
+    steps = _steps(fresh, space, baseline, rows, trials)
+    count = _as_far_as(steps, GOOD)
     broke = [r for r in searched if r.role == "candidate" and r.status != "ok"]
-    failures = [f"{r.label} ({phrases.failed(r.status, r.reason)})" for r in broke]
     return Recommendation(
         study=fresh,
-        baseline=of_role["baseline"][0],
+        baseline=baseline,
         steps=steps,
         count=count,
         reach=max(count, _as_far_as(steps, OPEN)),
         space=space,
         belief=believe(space, found),
-        among=tuple(among),
+        among=tuple(admissible(space, lambda c: trials.verdict(space.baseline, c, last.code_version).verdict)),
         search_sets=len(found),
-        failures=tuple(dict.fromkeys(failures)),
+        failures=tuple(dict.fromkeys(f"{r.label} ({phrases.failed(r.status, r.reason)})" for r in broke)),
     )
 
 
-def _steps(study: Study, space: Space, rows: Sequence[Comparison], trials: quality.Trials) -> tuple[Step, ...]:
-    """The measured candidates by the number of their changes, each compared with the one before in the same sets."""
+def _steps(
+    study: Study, space: Space, baseline: Step, rows: Sequence[Comparison], trials: quality.Trials
+) -> tuple[Step, ...]:
+    """Return the measured candidates by the number of changes, each compared with the one before in the same sets."""
     cells = {config.run_id: cell for cell, config in space.cells.items()}
     known = sorted((r for r in rows if r.run_id in cells), key=lambda r: sum(map(bool, cells[r.run_id])))
     order, looks = _shown(known, study.looks)
     logs = [dict.fromkeys(order, 0.0), *(dict(r.logs) for r in known)]  # of the baseline and its twin, and of each row
     over = [[b.get(s, math.nan) - a.get(s, math.nan) for s in order] for a, b in pairwise(logs)]
-    found: list[Step] = []
+    found = [baseline]
     for row, decision in zip(known, decisions.decided(over, looks, resolution=study.resolution), strict=True):
-        last = found[-1].cell if found else space.start
-        cell, gain = cells[row.run_id], decision.estimate
-        previous = found[-1].config if found else space.baseline
-        cold, pays_off = _compiling(study, row, gain, previous)
+        last, cell, gain = found[-1], cells[row.run_id], decision.estimate
+        cold, pays_off = _compiling(study, row, gain, last.config)
+        judged = row.equivalence
+        if judged.verdict == quality.NOT_MEASURED:  # what learns the very same is as good as the step before
+            same = trials.verdict(last.config, row.config, row.code_version).verdict == quality.IDENTICAL
+            judged = last.judged if same else quality.Equivalence(verdict=quality.NOT_MEASURED)
         found.append(
             Step(
-                label=space.changed(cell, last),
+                label=space.changed(cell, last.cell),
                 cell=cell,
                 row=row,
                 gain=gain,
                 verdict=decision.word,
-                judged=_judged(row, trials, previous, found),
+                judged=judged,
                 cold_seconds=cold,
                 pays_off_steps=pays_off,
             )
         )
-    return tuple(found)
+    return tuple(found[1:])
 
 
 def _shown(rows: Sequence[Comparison], looks: Sequence[RunRecord]) -> tuple[list[str], list[int]]:
-    """The sets of some rows in the order they were shown, and how many of them each answer rested on.
+    """Return the sets of some rows in the order they were shown, and how many of them each answer rested on.
 
     Without a record of any answer all of them are one.
     """
@@ -181,18 +202,8 @@ def _shown(rows: Sequence[Comparison], looks: Sequence[RunRecord]) -> tuple[list
     return (list(order), counts[1:]) if order else (list(every), [len(every)])
 
 
-def _judged(row: Comparison, trials: quality.Trials, before: RunConfig, steps: Sequence[Step]) -> quality.Equivalence:
-    """The verdict against the baseline, or that of the step before where this one is shown to learn the very same."""
-    if row.equivalence.verdict != quality.NOT_MEASURED:
-        return row.equivalence
-    same = trials.verdict(before, row.config, row.code_version)
-    if same.verdict == quality.IDENTICAL:
-        return steps[-1].judged if steps else same
-    return quality.Equivalence(verdict=quality.NOT_MEASURED)
-
-
 def _compiling(study: Study, row: Comparison, gain: stats.Estimate, before: RunConfig) -> tuple[float, float]:
-    """Seconds of a cold compile, and the steps after which they are earned back; 0 where nothing new is compiled."""
+    """Return seconds of a cold compile, and steps that earn them back; 0 where nothing new is compiled."""
     config = row.config
     if config.compile == "off" or (config.compile, config.compile_mode) == (before.compile, before.compile_mode):
         return 0.0, 0.0
@@ -201,202 +212,161 @@ def _compiling(study: Study, row: Comparison, gain: stats.Estimate, before: RunC
     return seconds, stats.break_even_steps(seconds, row.step_seconds * gain.value, gain.value)
 
 
-OPEN = (quality.NOT_MEASURED, quality.NOT_ENOUGH)
-"""Verdicts on quality that trials may still turn into one that lets a step be recommended."""
-
-
 def _as_far_as(steps: Sequence[Step], verdicts: Sequence[str]) -> int:
-    """How many steps, each called faster, end in the last one whose quality has one of these verdicts."""
+    """Return how many steps, each called faster, end in the last one whose quality has one of these verdicts."""
     sure = takewhile(lambda step: step.verdict == decisions.FASTER, steps)
     able = [i for i, s in enumerate(sure, 1) if s.row.verdict == decisions.FASTER and s.judged.verdict in verdicts]
     return max(able, default=0)
 
 
 def next_change(found: Recommendation) -> tuple[str, str] | None:
-    """The change of one setting that may gain most over the steps so far, and its command; None where none may."""
+    """Return the change of one setting that may gain most over the steps so far, and its command; None without any."""
     if not found.search_sets:
         return None
     belief, space, done = found.belief, found.space, found.steps[: found.reach]
-    here = done[-1].cell if done else space.start
-    closed = {space.start, *belief.lost, *(s.cell for s in found.steps if s.judged.verdict == quality.WORSE)}
-    closed |= {s.cell for s in done} | {
-        s.cell for s in found.steps[found.reach : found.reach + 1] if not s.gain.value > math.exp(SIMPLER)
-    }
-    batch = [i for i, name in enumerate(space.settings) if name == BATCH]
-    other_batch = {c for c in belief.cells if c not in found.among and any(c[i] for i in batch)}
-    near = [c for c in belief.cells if sum(a != b for a, b in zip(c, here, strict=True)) == 1]
+    here = (found.baseline, *done)[-1].cell
+    slower = [s for s in found.steps[found.reach : found.reach + 1] if not s.gain.value > math.exp(SIMPLER)]
+    worse = [s for s in found.steps if s.judged.verdict == quality.WORSE]
+    closed = {space.start, *belief.lost, *(s.cell for s in (*done, *slower, *worse))}
+    batch = list(space.settings).index(BATCH) if BATCH in space.settings else -1
+    other_batch = {c for c in space.cells if c not in found.among and batch >= 0 and c[batch]}
+    near = [c for c in space.cells if sum(a != b for a, b in zip(c, here, strict=True)) == 1]
     open_ = [c for c in near if c not in closed and (c in found.among or c in other_batch)]
     best = max(open_, key=lambda c: belief.expected_gain(c, here), default=here)
     if belief.expected_gain(best, here) < SIMPLER:
         return None
-    options = _tries(space, best, here) + " --any-batch --seeds 8" * (best in other_batch)
+    pairs = zip(space.settings, space.values(here), space.values(best), strict=True)
+    held = [f"--only {name}={','.join(dict.fromkeys((a.key, b.key)))}" for name, a, b in pairs]
+    options = " ".join(held) + " --any-batch --seeds 8" * (best in other_batch)
     return space.changed(best, here), command(found, options)
 
 
-def _tries(space: Space, cell: Cell, over: Cell) -> str:
-    """The options that hold every setting at what a cell has, but for what another has, which is where to set out."""
-    pairs = zip(space.settings, space.values(over), space.values(cell), strict=True)
-    return " ".join(f"--only {name}={','.join(dict.fromkeys((a.key, b.key)))}" for name, a, b in pairs)
-
-
 def command(found: Recommendation, options: str) -> str:
-    """The command that goes on from here."""
+    """Return the command that goes on from here."""
     base = found.space.baseline
     work = f"--workload {base.work_name}" if base.is_own else f"--network {base.network}"
-    words = ["ddpm-lab recommend", options, work]
-    words += [] if "batch=" in options else [f"--batch-size {base.global_batch_size}"]
-    own = not base.is_own and found.study.own_images
-    return " ".join(word for word in (*words, "--data DATA" if own else "") if word)
+    batch = "" if "batch=" in options else f"--batch-size {base.global_batch_size}"
+    data = "--data DATA" if found.study.own_images and not base.is_own else ""
+    return " ".join(filter(None, ("ddpm-lab recommend", options, work, batch, data)))
 
 
-def training_images(found: Recommendation) -> int:
-    """Images of the full training that is projected."""
-    return found.study.train_images or STEPS * found.space.baseline.global_batch_size
+# --- in words ---------------------------------------------------------------------------------------------------------
 
 
-def training_seconds(found: Recommendation, row: Comparison, compile_seconds: float = 0.0) -> float:
-    """Of a full training at a measured speed; compiling counts once, and where unknown not at all."""
-    once = 0.0 if math.isnan(compile_seconds) else compile_seconds
-    return once + training_images(found) / row.images_per_second
+def answer(study: Study) -> Said:
+    """Return what a search found, by the sets that measured it again; without one what all questions came to."""
+    searched, rows = recommendation(study), measured(study)
+    single = _of_changes(study, rows)
+    if searched is None or (not searched.reach and rows):
+        return single
+    if not searched.count and single.status == ANSWERED and single.row:
+        return single  # which may be used now
+    return _of_search(searched)
 
 
-# In words
-
-
-def answer(found: Recommendation) -> tuple[str, str, Comparison | None]:
-    """What is recommended in one line, and with all that it rests on; and the row that it is about, None for none."""
-    short = _headline(found)
-    lead = None if found.told is None else replace(found.told.row, equivalence=found.told.judged)
-    return short, f"{short}. {_evidence(found)}", lead
-
-
-def _headline(found: Recommendation) -> str:
-    step = found.told
-    if step is None:
-        return "Keep the baseline: a search found nothing faster"
-    words = found.space.changed(step.cell, found.space.start)
-    faster = phrases.difference(step.row.ratio.value)
-    if found.count:
-        return f"Use {words}: {faster}, quality {step.quality}"
-    if found.reach:
-        return f"{words}: {faster}; quality {step.quality}{' yet' * (step.judged.verdict == quality.NOT_MEASURED)}"
-    if step.row.verdict == decisions.FASTER:
-        return f"Keep the baseline: {words} is faster, and its quality is {step.quality}"
-    return f"Nothing to use yet: {words} against the baseline is {phrases.outcome(step.row)}"
-
-
-def _evidence(found: Recommendation) -> str:
-    """The ratio, each step, the quality, the search and what to try next, in sentences."""
-    base = found.space.baseline
-    plain = f"the baseline ({phrases.settings(base)}, batch {base.global_batch_size})"
-    pieces = []
-    if found.told is not None:
-        shown = found.told.row
-        pieces.append(
-            f"Measured again after the search, {shown.label} against {plain} reads {phrases.ratio(shown)} "
-            f"({phrases.evidence(shown)}{sentences.noise(shown)})."
-        )
-        pieces.append(_quality(found, found.told))
+def _of_search(found: Recommendation) -> Said:
+    step, base = found.told, found.space.baseline
     change = next_change(found)
     following = "The next change to try is {}: {}." if change else "No single change is worth trying next."
-    return " ".join([*pieces, _tried(found), following.format(*change or ())])
+    searched = f"Measured again after the search, against {phrases.settings(base)}, batch {base.global_batch_size}."
+    rest = (_tried(found), following.format(*change or ()))
+    if step is None:
+        return Said(headline="Keep the baseline: a search found nothing faster", status=ANSWERED, notes=rest)
+    words = found.space.changed(step.cell)
+    faster = phrases.difference(step.row.ratio.value)
+    status, way_out = step.row.verdict, ""
+    if found.count:
+        headline, status = f"Use {words}: {faster}, quality {step.quality}", ANSWERED
+    elif found.reach:
+        headline = f"{words}: {faster}; quality {step.quality}{' yet' * (step.judged.verdict == quality.NOT_MEASURED)}"
+        status, way_out = UNTRIED, command(found, "--seeds 8")
+    elif step.row.verdict == decisions.FASTER:
+        headline = f"Keep the baseline: {words} is faster, and its quality is {step.quality}"
+        status = ANSWERED
+    else:
+        headline = f"Nothing to use yet: {words} against the baseline is {phrases.outcome(step.row)}"
+        status = ANSWERED if step.row.answered else status
+    lead = replace(step.row, equivalence=step.judged)
+    notes = (searched, _quality(found, step), *rest)
+    return Said(headline=headline, status=status, row=lead, notes=notes, way_out=way_out)
 
 
 def _quality(found: Recommendation, step: Step) -> str:
-    """The verdict on a step's quality, that on faster ones after it, and the command that judges what is open."""
+    """Return the verdict on a step's quality, that on faster ones after it, and the command that judges them."""
     text, judged = f"Quality: {quality.full(step.judged)}", step.judged
     if found.reach > found.count > 0:
         last = found.steps[found.reach - 1]
         faster, judged = phrases.difference(last.row.ratio.value), last.judged
-        text += f"; {found.space.changed(last.cell, found.space.start)}: {faster}, quality {last.quality}"
+        text += f"; {found.space.changed(last.cell)}: {faster}, quality {last.quality}"
     if judged.verdict in OPEN and judged.reason != quality.NO_LOSS_KNOWN:
         text += f"; {command(found, '--seeds 8')} measures it"
     return f"{text}."
 
 
 def _tried(found: Recommendation) -> str:
-    """What the search tried, and what it did not and why."""
+    """Return what the search tried, and what it did not and why."""
     belief, space = found.belief, found.space
-    ours = [c for c in belief.cells if c != space.start]
+    ours = [c for c in space.cells if c != space.start]
     seen = [c for c in ours if belief.sets.get(c)]
+    open_ = [c for c in found.among if c in ours and c not in seen and c not in belief.lost]
+    untried = []  # values that no set has had
+    for place, (name, values) in enumerate(space.settings.items()):
+        for i, value in enumerate(values[1:], 1):
+            having = [c for c in ours if c[place] == i]
+            if having and not any(c in seen or c in belief.lost for c in having):
+                why = "did not fit into the time" if any(c in found.among for c in having) else "worse in quality"
+                why = "another batch is another training" if why.startswith("worse") and name == BATCH else why
+                untried.append(f"{value.label} ({why})")
     text = f"The search tried {len(seen)} of {phrases.plural(len(ours), 'combination')} in "
     text += f"{phrases.plural(found.search_sets, 'short set')}."
-    open_ = [c for c in found.among if not belief.sets.get(c) and c not in (space.start, *belief.lost)]
     if open_ and seen:
         text += f" {phrases.plural(len(open_), 'allowed combination')} {'is' if len(open_) == 1 else 'are'} untried."
-    if untried := _untried(found):
-        text += f" Not tried: {phrases.joined(untried)}."
-    if space.left_out:
-        text += f" Left out: {phrases.joined([f'{label} ({reason})' for label, reason in space.left_out])}."
-    if found.failures:
-        text += f" Failed: {phrases.joined(list(found.failures))}."
+    left_out = [f"{label} ({reason})" for label, reason in space.left_out]
+    for kind, items in (("Not tried", untried), ("Left out", left_out), ("Failed", list(found.failures))):
+        text += f" {kind}: {phrases.joined(items)}." if items else ""
     return text
-
-
-def _untried(found: Recommendation) -> list[str]:
-    """Values that no set has had, each with the reason."""
-    lines = []
-    for place, (name, values) in enumerate(found.space.settings.items()):
-        for i, value in enumerate(values[1:], 1):
-            having = [c for c in found.belief.cells if c[place] == i]
-            if not having or any(found.belief.sets.get(c) or c in found.belief.lost for c in having):
-                continue
-            chosen = any(c in found.among for c in having)
-            why = "did not fit into the time" if chosen else "another batch is another training"
-            lines.append(f"{value.label} ({why if chosen or name == BATCH else 'worse in quality'})")
-    return lines
 
 
 def table(found: Recommendation) -> Table:
     """One row for the baseline and each step; a full training is a projection of the measured speed."""
-    rows, compiling = [], 0.0
-    for i, (label, row, step) in enumerate(
-        [("baseline", found.baseline, None), *((f"+ {s.label}", s.row, s) for s in found.steps)]
-    ):
-        gain = step.gain if step and step.gain.sets else None
-        compiling += step.cold_seconds if step else 0.0
+    rows, compiling, dash = [], 0.0, phrases.DASH
+    for i, step in enumerate((found.baseline, *found.steps)):
+        row, compiling = step.row, compiling + step.cold_seconds
+        pays_off = dash
+        if step.cold_seconds:
+            pays_off = f"after {phrases.significant(step.pays_off_steps)} steps" if step.gain.value > 1 else "never"
+            pays_off = "compile time unknown" if math.isnan(step.cold_seconds) else pays_off
         rows.append(
             {
-                "Configuration": label,
-                "Against the step before": phrases.times(gain) if gain else phrases.DASH,
-                "Verdict": step.verdict if step else phrases.DASH,
-                "Against the baseline": phrases.ratio_with_interval(row) if step else phrases.DASH,
+                "Configuration": f"{'+ ' * (i > 0)}{step.label}",
+                "Against the step before": phrases.times(step.gain) if step.gain.sets else dash,
+                "Verdict": step.verdict or dash,
+                "Against the baseline": phrases.ratio_with_interval(row) if i else dash,
                 "Images/s": phrases.significant(row.images_per_second),
                 "Step": phrases.seconds(row.step_seconds),
                 "Peak memory": phrases.peak_memory(row),
                 "Sets": str(row.sets),
-                "Quality": step.quality if step else phrases.DASH,
-                f"{training_images(found):,} images": phrases.seconds(training_seconds(found, row, compiling)),
-                "Compiling pays off": _pays_off(step),
+                "Quality": step.quality if i else dash,
+                f"{found.training_images:,} images": phrases.seconds(found.training_seconds(step, compiling)),
+                "Compiling pays off": pays_off,
                 "Recommended": "yes" if i == found.count else "",
             }
         )
-    return without_constant(rows, {"Compiling pays off": [phrases.DASH]})
-
-
-def _pays_off(step: Step | None) -> str:
-    """After how many steps a cold compile is earned back; a dash where nothing new is compiled."""
-    if step is None or not step.cold_seconds:
-        return phrases.DASH
-    if math.isnan(step.cold_seconds):
-        return "compile time unknown"
-    return f"after {phrases.significant(step.pays_off_steps)} steps" if step.gain.value > 1 else "never"
+    return without_constant(rows, {"Compiling pays off": [dash]})
 
 
 def tried_table(found: Recommendation) -> Table:
     """What the search tried: each combination with its speed by what all sets say, most likely fastest first."""
     belief, space = found.belief, found.space
-    cells = sorted((c for c in belief.sets if c != space.start), key=lambda c: -belief.mean[belief.index[c]])
     rows = []
-    for cell in cells:
+    for cell in sorted((c for c in belief.sets if c != space.start), key=lambda c: -belief.speed(c)):
         mean, spread = belief.gain(cell, space.start)
         value, low, high = (math.exp(mean + side * spread) for side in (0, -1.96, 1.96))
+        ratio = stats.Interval(value=value, low=low, high=high)
         rows.append(
             {
-                "Configuration": space.changed(cell, space.start),
-                "In the search, of the baseline's speed": phrases.times(
-                    stats.Interval(value=value, low=low, high=high)
-                ),
+                "Configuration": space.changed(cell),
+                "In the search, of the baseline's speed": phrases.times(ratio),
                 "Short sets": str(belief.sets[cell]),
                 "May be chosen": "yes" if cell in found.among else "no",
             }
@@ -404,37 +374,153 @@ def tried_table(found: Recommendation) -> Table:
     return rows
 
 
-# As settings
-
-
 def write_settings(study: Study) -> Path | None:
-    """Write what the last search in a study recommends into its output folder; None where there was no search.
-
-    Nor is one written of the user's own training, whose settings the answer names.
+    """Write what the last search in a study recommends as TOML; None without a search, or of the user's own training.
 
     Where nothing was shown to be faster and not worse that is the baseline. The steps are those of the projected
     training. Raises LedgerError if the folder cannot be written.
     """
     found = recommendation(study)
-    if found is None or found.config.is_own:  # which ddpm-lab train does not train
+    if found is None or found.best.config.is_own:  # which ddpm-lab train does not train
         return None
-    here = Path(found.config.data).is_dir()
-    values = {name: value for name, value in found.config.as_dict().items() if name not in OWN}
-    if not here:  # the images of the machine that measured are not on this one
-        values = {name: value for name, value in values.items() if name not in ("data", "data_sha256")}
-    steps = max(1, training_images(found) // found.config.global_batch_size)
+    config = found.best.config
+    dropped = OF_A_RUN if Path(config.data).is_dir() else (*OF_A_RUN, "data", "data_sha256")  # images of elsewhere
+    values = {name: value for name, value in config.as_dict().items() if name not in dropped}
+    values["train"] = {"steps": max(1, found.training_images // config.global_batch_size)}
     told = [
-        answer(found)[0] + ", so these are the settings of the baseline" * (not found.count),
+        _of_search(found).headline + ", so these are the settings of the baseline" * (not found.count),
         f"Measured on {found.study.hardware}, {found.study.date}, by ddpm-lab recommend.",
         "Give it to: ddpm-lab train --config recommended.toml --output-dir FOLDER",
     ]
-    text = "".join(f"# {' '.join(line.split())}\n" for line in told) + settings_text(
-        {**values, "train": {"steps": steps}}
-    )
     path = study.output_dir / FILE
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace(path, text)
+        files.replace(path, "".join(f"# {' '.join(line.split())}\n" for line in told) + settings_text(values))
     except OSError as error:
         raise LedgerError(f"cannot write {path}: {error.strerror}; choose another --output-dir") from error
     return path
+
+
+# --- the changes of all questions -------------------------------------------------------------------------------------
+
+
+def measured(study: Study) -> list[Comparison]:
+    """Return the comparisons of single changes of a training step, those with sets, the primary ones first."""
+    found = [
+        c
+        for c in comparisons(study)
+        if c.role == "candidate" and c.sets and c.experiment not in _BESIDE and not c.loader_alone
+        if c.config.workload in (DDPM, OWN) and c.config.exchange.enabled and WEAK not in c.family
+    ]
+    return sorted(found, key=lambda c: not c.primary)
+
+
+def _faster(rows: Sequence[Comparison], verdicts: Sequence[str]) -> list[Comparison]:
+    """Return the changes called faster whose quality has one of these verdicts.
+
+    A gain in a number format that is not faster itself is none.
+    """
+    slow = {c.config.precision for c in rows if c.experiment == "amp" and c.verdict != decisions.FASTER}
+    return [
+        c
+        for c in rows
+        if c.verdict == decisions.FASTER and c.equivalence.verdict in verdicts and c.baseline.precision not in slow
+    ]
+
+
+def combination(study: Study) -> tuple[RunConfig, str, RunConfig, str] | None:
+    """Return baseline and the changes that may be recommended, together, with their labels; None for fewer than two.
+
+    The changes of one baseline's questions are applied to that of the first; what cannot be combined is left out.
+    """
+    found = _faster(measured(study), GOOD)
+    if len(found) < 2:
+        return None
+    base = next((c.baseline for c in found if c.experiment == "amp"), found[0].baseline)
+    config, labels = base, list[str]()
+    for c in found:
+        new = {name: getattr(c.config, name) for name in c.config.differences(c.baseline)}
+        same = all(getattr(c.baseline, name) == getattr(base, name) for name in (*new, "loader"))
+        if same and all(getattr(config, name) == getattr(base, name) for name in new):
+            with contextlib.suppress(ConfigError):
+                config = replace(config, **new)
+                labels.append(c.label)
+    return (base, phrases.settings(base), config, ", ".join(labels)) if len(labels) > 1 else None
+
+
+def _parts(together: Comparison, good: Sequence[Comparison]) -> list[Comparison]:
+    """Return the changes that a combination joins; none where one of them is not ``good``, or it learns worse."""
+    wanted = together.config.differences(together.baseline)
+    parts = [c for c in good if c.config.differences(c.baseline).items() <= wanted.items()]
+    told = {name for c in parts for name in c.config.differences(c.baseline)}
+    return parts if told == wanted.keys() and together.equivalence.verdict in (*GOOD, *OPEN) else []
+
+
+def _of_changes(study: Study, rows: Sequence[Comparison]) -> Said:
+    """Return the combination that was measured and is faster, else the best single change, else none."""
+    if not rows:
+        headline = "Nothing is measured yet on this machine"
+        return Said(headline=headline, status=quality.NOT_MEASURED, way_out="ddpm-lab report")
+    good = _faster(rows, GOOD)
+    for best in reversed([c for c in comparisons(study) if c.family.endswith(TOGETHER) and c.role == "candidate"]):
+        if best.sets and best.verdict == decisions.FASTER and (parts := _parts(best, good)):
+            return _use(best, f"{phrases.difference(best.ratio.value)} together", parts)
+    if good:
+        best = max(good, key=lambda c: c.ratio.value)
+        than = f"{phrases.difference(best.ratio.value)} than {best.baseline_label}"
+        return _use(best, than.replace("as fast than", "as fast as"), [best])
+    if untried := _faster(rows, OPEN):
+        best = max(untried, key=lambda c: c.ratio.value)
+        headline = f"{sentences.compared(best)}; quality {best.quality}"
+        return Said(headline=headline, status=UNTRIED, row=best, way_out=_to_learn_more(study, best))
+    if all(c.verdict == decisions.TOO_FEW for c in rows):
+        return Said(headline="Too few sets to recommend anything", status=decisions.TOO_FEW, way_out="make report")
+    return _keep(rows, study)
+
+
+def _use(best: Comparison, gain: str, parts: Sequence[Comparison]) -> Said:
+    judged = phrases.joined(list(dict.fromkeys(c.quality for c in parts)))
+    headline = f"Use {best.label}: {gain}{sentences.with_cores(best)}, quality {judged}"
+    return Said(headline=headline, status=ANSWERED, row=best)
+
+
+def _keep(rows: Sequence[Comparison], study: Study) -> Said:
+    """Say why nothing measured may be used, and how many questions are open."""
+    formats = list(dict.fromkeys(c.baseline.precision for c in rows if c.verdict == decisions.FASTER))
+    why = "what is faster here costs quality" if formats else "nothing measured here is faster"
+    if formats and not _faster(rows, [c.equivalence.verdict for c in rows]):
+        why = f"the only gains are in {phrases.joined(formats)}, which is itself not faster"
+    primary = [c for c in rows if c.primary]
+    unknown = [c for c in primary if not c.answered]
+    headline = f"Keep the defaults: {why}"
+    if unknown:
+        headline += f", and {phrases.plural(len(unknown), 'question')} {'is' if len(unknown) == 1 else 'are'} open"
+    status = decisions.INCONCLUSIVE if len(unknown) == len(primary) else ANSWERED
+    way_out = _to_learn_more(study, unknown[0]) if unknown else ""
+    return Said(headline=headline, status=status, way_out=way_out)
+
+
+def _to_learn_more(study: Study, c: Comparison) -> str:
+    """Return the command that answers a comparison, or judges the quality of a change that is faster; else nothing."""
+    if c.verdict == decisions.FASTER and c.equivalence.verdict in OPEN:
+        able = c.equivalence.reason != quality.NO_LOSS_KNOWN
+        return f"{sentences.command(c, own_images=study.own_images)} --seeds 8" if able else ""
+    return sentences.way_out(c, own_images=study.own_images)
+
+
+def changes_table(study: Study) -> Table:
+    """Every change of a training step that was measured, each against its own baseline in the same sets."""
+    rows = measured(study)
+    usable = _faster(rows, GOOD)
+    return [
+        {
+            "Change": c.label,
+            "Against": f"{c.baseline_label} ({c.family})",
+            "Speed": phrases.ratio_with_interval(c),
+            "Verdict": phrases.outcome(c),
+            "Quality": c.quality,
+            "May be recommended": "yes" if c in usable else "no",
+            "To learn more": _to_learn_more(study, c) or phrases.DASH,
+        }
+        for c in sorted(rows, key=lambda c: (c not in usable, -c.ratio.value))
+    ]
