@@ -7,6 +7,12 @@ from typing import Annotated
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import Opt
+from ddpm_lab.explain import machine_state
+from ddpm_lab.explain.answer import Answer, View, speed_table, speeds
+from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.findings import ANSWERED, compared, plain
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.questions import claims as judged
 from ddpm_lab.measure.wrong_ways import WORKLOAD
 from ddpm_lab.plan import Experiment, Family, Trial
 from ddpm_lab.training.setting import Batch, Setup
@@ -61,3 +67,24 @@ def claims(setup: Setup, *, global_batch_size: Batch = None, repeats: Repeats = 
 def _wrong(config: RunConfig, ways: tuple[str, ...], images: int, seed: int) -> RunConfig:
     options = (("ways", " ".join(ways)), ("bar_images", images))
     return replace(config, purpose="check", workload=WORKLOAD, seed=seed, options=options)
+
+
+def answer(study: Study) -> Answer:
+    """Judge each published claim, and show what each wrong way to measure did to a number."""
+    shown = speeds(study, compared(study))
+    faults = "Each fault: what is done wrong, what that did to a number here, how it is done right."
+    sets = "What the right way rests on: the sets of this notebook."
+    if study.records:
+        headline, decided = judged.answer(study)
+        found = plain(study, headline, ANSWERED, decided, *machine_state.warnings(study))
+        found = replace(found, verdict="judged", quality="quality in the table, where a claim is about it")
+        shown = replace(shown, finding=found)
+    return replace(
+        shown,
+        figure=lambda: judged.figure(study) or shown.figure(),
+        table=lambda: judged.table(study),
+        views=(
+            View(caption=faults, table=lambda: judged.fault_table(study)),
+            View(caption=sets, table=lambda: speed_table(study, comparisons(study))),
+        ),
+    )

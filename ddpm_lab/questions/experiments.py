@@ -25,6 +25,7 @@ from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import OWN_DATA, own_data
 
 if TYPE_CHECKING:
+    from ddpm_lab.explain.answer import Answer
     from ddpm_lab.explain.frames import Study
 
 SEARCHED = ("sets", "resolution", "seeds", "images", "only", "any_batch", "global_batch_size")
@@ -42,8 +43,8 @@ def run(
     published: bool | None = None,
     bands: object = DEFAULT,
     **settings: Any,
-) -> Study:
-    """Answer a question with records, measuring first what is missing.
+) -> Answer:
+    """Answer a question from records, measuring first what is missing.
 
     With ``ledger`` (files to read) or ``machine`` (whose records to show) nothing is measured. Nor is it with
     ``published``, which shows what this machine has measured before, or else the records that came with the checkout;
@@ -56,16 +57,22 @@ def run(
     if published is not None and not isinstance(published, bool):
         raise ConfigError(f"published is {published!r}: give True, False or None")
     if ledger is not None or machine is not None:
-        answer = _stored(name, output_dir, ledger, machine, settings.get("workload"))
+        shown = _stored(name, output_dir, ledger, machine, settings.get("workload"))
     elif published or (published is None and name in LONG and settings.get("preset") != "full"):
-        answer = _published(name, output_folder(output_dir))
+        shown = _published(name, output_folder(output_dir))
         usual = {f.name: f.default for f in dataclasses.fields(Settings)}
         idle = [n for n, value in settings.items() if n != "preset" and value is not None and value != usual.get(n)]
         if idle:
             print(f"note: no effect on records that exist: {', '.join(idle)}; published = False measures with them")
     else:
-        answer = study_of(measure(name, output_dir=output_dir, **settings))
-    return dataclasses.replace(answer, bands=table)
+        shown = study_of(measure(name, output_dir=output_dir, **settings))
+    return _answer(dataclasses.replace(shown, bands=table))
+
+
+def _answer(shown: Study) -> Answer:
+    from ddpm_lab.questions.answers import answer  # noqa: PLC0415 - takes what a bare GPU node may lack
+
+    return answer(shown)
 
 
 def measured_here(name: str, output_dir: str | Path | None) -> Study | None:
@@ -165,7 +172,7 @@ def recommendation(
     machine: str | None = None,
     workload: str | None = None,
     **settings: Any,
-) -> Study:
+) -> Answer:
     """The fastest configuration that a search finds, with all experiments' records of one machine.
 
     ``quick`` searches where it is given ``minutes``, and else shows the last search of this machine, or without one
@@ -201,12 +208,12 @@ def recommendation(
     if not reads:
         machine = hardware.machine().key
         if not any(head.machine.key == machine for head in of_training(Ledger(output / LEDGER).heads()[0], workload)):
-            return study([], RECOMMENDATION, output_dir=output)
-    answer = _stored(RECOMMENDATION, output_dir, ledger, machine, workload)
-    answer = dataclasses.replace(answer, train_images=train_images)
+            return _answer(study([], RECOMMENDATION, output_dir=output))
+    shown = _stored(RECOMMENDATION, output_dir, ledger, machine, workload)
+    shown = dataclasses.replace(shown, train_images=train_images)
     if not reads:
-        write_settings(answer)
-    return answer
+        write_settings(shown)
+    return _answer(shown)
 
 
 def of_training(heads: Sequence[Head], workload: str | None) -> list[Head]:

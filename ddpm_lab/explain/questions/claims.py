@@ -13,10 +13,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from ddpm_lab.explain import budget, compiling, decisions, operators, phrases, quality, stats
 from ddpm_lab.explain.bands import DOCUMENTS
@@ -28,6 +27,9 @@ from ddpm_lab.explain.stats import Estimate
 from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import scaling
 from ddpm_lab.record import RunRecord, crowded
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CONFIRMED, REFUTED, UNTESTABLE = "confirmed", "refuted", "not testable on this machine"
 DRAWN = 1800  # steps that a run of six is drawn as, 300 times over
