@@ -9,8 +9,8 @@ from typing import Any
 import records as make
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain.changes import NO_EXCHANGE, batch_sizes, changes
 from ddpm_lab.explain.frames import RECOMMENDATION, Study
+from ddpm_lab.questions.bottleneck import NO_EXCHANGE, batch_sizes, changes
 from ddpm_lab.record import RunRecord
 
 LEVERS = "lab_workloads:levers"

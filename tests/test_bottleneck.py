@@ -21,14 +21,24 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import ExchangeConfig, OptimizerConfig, RunConfig
 from ddpm_lab.explain import subject
 from ddpm_lab.explain.bands import S002
-from ddpm_lab.explain.changes import NO_EXCHANGE, batch_sizes, changes
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.questions import bottleneck as question
-from ddpm_lab.explain.questions.bottleneck import MET, MISSED, NO_TARGET, UNKNOWN, Advice, markdown
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.plan import Experiment, Family, Plan
+from ddpm_lab.questions import bottleneck as question
 from ddpm_lab.questions.ask import ask
-from ddpm_lab.questions.bottleneck import bottleneck, check_memory
+from ddpm_lab.questions.bottleneck import (
+    MET,
+    MISSED,
+    NO_EXCHANGE,
+    NO_TARGET,
+    UNKNOWN,
+    Advice,
+    batch_sizes,
+    bottleneck,
+    changes,
+    check_memory,
+    markdown,
+)
 from ddpm_lab.questions.experiments import study_of
 from ddpm_lab.questions.planning import plan_experiment
 from ddpm_lab.record import RunRecord

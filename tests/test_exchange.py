@@ -9,7 +9,7 @@ from setups import setup
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import HOOKS, NCCL, ExchangeConfig
-from ddpm_lab.explain.changes import NO_EXCHANGE
+from ddpm_lab.questions.bottleneck import NO_EXCHANGE
 from ddpm_lab.questions.exchange import exchange
 
 

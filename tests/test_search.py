@@ -18,10 +18,9 @@ from test_questions import MACHINES, setup
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import bayesian
-from ddpm_lab.explain.bayesian import Ratios, believe, race
 from ddpm_lab.questions import search
 from ddpm_lab.questions.ask import ask
+from ddpm_lab.questions.search import Ratios, believe, race
 from ddpm_lab.record import TWIN
 from ddpm_lab.space import Cell, Space, Value
 from ddpm_lab.training.setting import usual_settings
@@ -76,11 +75,11 @@ class Machine:
         return self.places * TURNS / ((len(self.cells) - 1) / 5 * 7 * SETS)
 
 
-def run(machine: Machine, where: Space, measure: Any = None, **changes: Any) -> bayesian.Belief:
+def run(machine: Machine, where: Space, measure: Any = None, **changes: Any) -> search.Belief:
     settings: dict[str, Any] = {
         "seconds_of": lambda _: 1.0,
         "seconds_left": lambda: math.inf,
-        "most_sets": bayesian.most_sets(len(machine.cells)),
+        "most_sets": search.most_sets(len(machine.cells)),
         **changes,
     }
     return race(where, settings.pop("found", []), machine.cells, measure or machine.measure, **settings)
@@ -172,12 +171,12 @@ def test_the_belief_is_that_of_a_linear_model_with_normal_weights() -> None:
     found = [machine.measure(cells[1:4]), machine.measure(cells[3:7])]
     codes = np.array(cells)
     columns, scales = [], []
-    pairs = [(list(pair), bayesian.PAIR) for pair in combinations(range(3), 2)]
-    for chosen, scale in [([f], bayesian.MAIN) for f in range(3)] + pairs:
+    pairs = [(list(pair), search.PAIR) for pair in combinations(range(3), 2)]
+    for chosen, scale in [([f], search.MAIN) for f in range(3)] + pairs:
         for values in np.unique(codes[:, chosen], axis=0):
             columns.append((codes[:, chosen] == values).all(axis=1))
             scales.append(scale)
-    features = np.hstack([np.array(columns).T.astype(float) * np.array(scales), bayesian.OWN * np.eye(len(cells))])
+    features = np.hstack([np.array(columns).T.astype(float) * np.array(scales), search.OWN * np.eye(len(cells))])
     belief = believe(where, found)
     seen = [(n, cells.index(c), s[machine.runs[c]]) for n, s in enumerate(found) for c in cells if machine.runs[c] in s]
     design = np.vstack([features[0] * 1e6, *(features[i] for _, i, _ in seen)])
@@ -220,10 +219,10 @@ def test_a_path_has_one_change_more_in_each_step_the_largest_gain_first_and_the_
     runs = {cell: config.run_id for cell, config in where.cells.items()}
     gains = {cell: 0.05 * cell[0] + 0.2 * cell[1] + 0.4 * cell[2] for cell in runs}
     belief = believe(where, [{TWIN: 0.0, **{runs[c]: gain for c, gain in gains.items() if any(c)}}] * 3)
-    assert bayesian.path(belief, (1, 1, 1)) == [(0, 0, 0), (0, 1, 0), (1, 1, 0), (1, 1, 1)]
-    assert bayesian.path(belief, (0, 0, 0)) == [(0, 0, 0)]
+    assert search.path(belief, (1, 1, 1)) == [(0, 0, 0), (0, 1, 0), (1, 1, 0), (1, 1, 1)]
+    assert search.path(belief, (0, 0, 0)) == [(0, 0, 0)]
     alone = replace(belief, lost=frozenset({(1, 0, 0), (0, 1, 0)}))
-    assert bayesian.path(alone, (1, 1, 0)) == [(0, 0, 0), (1, 1, 0)], "what only works together comes together"
+    assert search.path(alone, (1, 1, 0)) == [(0, 0, 0), (1, 1, 0)], "what only works together comes together"
 
 
 def test_quality_says_what_may_win() -> None:
@@ -235,22 +234,22 @@ def test_quality_says_what_may_win() -> None:
         RunConfig(global_batch_size=64): "not worse",
         RunConfig(global_batch_size=128): "not enough data",
     }
-    found = bayesian.admissible(where, lambda config: known.get(config, "not measured"))
+    found = search.admissible(where, lambda config: known.get(config, "not measured"))
     assert found == [(0, 0), (0, 1)], "neither what is worse nor a batch that is not known"
-    assert bayesian.admissible(where, lambda _: "") == [(0, 0), (1, 0)]
-    assert bayesian.admissible(replace(where, any_batch=True), lambda _: "") == list(where.cells)
+    assert search.admissible(where, lambda _: "") == [(0, 0), (1, 0)]
+    assert search.admissible(replace(where, any_batch=True), lambda _: "") == list(where.cells)
 
 
 def test_observations_are_those_of_complete_sets_in_order() -> None:
     base, bf16, two = RunConfig(), RunConfig(precision="bf16"), RunConfig(world_size=2)
     noiseless: dict[str, Any] = {"experiment": "search", "set_noise": 0, "turn_noise": 0, "count": 2}
     records = make.sets({"bf16": (bf16, 1.5)}, failures={"2 ranks": (two, "oom", "no room")}, **noiseless)
-    found = bayesian.observations(records, base.run_id)
+    found = search.observations(records, base.run_id)
     assert found == [{TWIN: pytest.approx(0), bf16.run_id: pytest.approx(math.log(1.5)), two.run_id: -math.inf}] * 2
     crashed = [replace(r, status="crashed") if r.config == two else r for r in records]
-    assert math.isnan(bayesian.observations(crashed, base.run_id)[0][two.run_id])
+    assert math.isnan(search.observations(crashed, base.run_id)[0][two.run_id])
     lost = [replace(r, status="crashed") if r.role == "baseline" else r for r in records]
-    assert bayesian.observations(lost, base.run_id) == bayesian.observations(records, bf16.run_id) == []
+    assert search.observations(lost, base.run_id) == search.observations(records, bf16.run_id) == []
 
 
 # --- what there is to choose from -------------------------------------------------------------------------------------

@@ -47,9 +47,10 @@ def add_options(subparsers: Any) -> None:
 
 def bottleneck_command(options: argparse.Namespace) -> int:
     """Measure what is missing, write the report, and print its summary; 1 where there is nothing to report."""
-    from ddpm_lab.explain import figures, findings, subject  # noqa: PLC0415
-    from ddpm_lab.explain.questions import bottleneck  # noqa: PLC0415
-    from ddpm_lab.questions import experiments  # noqa: PLC0415 - commands load what they need
+    from ddpm_lab.explain import subject  # noqa: PLC0415 - commands load what they need
+    from ddpm_lab.explain.charts.style import save  # noqa: PLC0415
+    from ddpm_lab.questions import bottleneck, experiments  # noqa: PLC0415
+    from ddpm_lab.questions.answers import answer  # noqa: PLC0415
 
     output = output_folder(options.output_dir)
     if options.ledger or options.machine:
@@ -65,10 +66,10 @@ def bottleneck_command(options: argparse.Namespace) -> int:
     pictures, changed = [], tuple(r for r in study.records if r.experiment == "bottleneck" and r.role != "profile")
     for name, records in {"profile": (about.profile,), "bottleneck": changed}.items():
         if records:
-            part = dataclasses.replace(study, experiment=name, records=records)
+            part = answer(dataclasses.replace(study, experiment=name, records=records))
             picture = output / "reports" / f"{bottleneck.REPORT}_{name}.png"
-            figures.save(figures.figure(part), picture)
-            pictures.append((findings.finding(part).headline, picture.name))
+            save(part.figure(), picture)
+            pictures.append((part.finding.headline, picture.name))
     report = bottleneck.write(study, output / "reports", pictures)
     advice = [
         {**plain(dataclasses.asdict(a)), "impact": a.impact, "expected": a.expected} for a in bottleneck.advice(study)

@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from ddpm_lab.checks import ConfigError, number
-from ddpm_lab.explain import bayesian
-from ddpm_lab.explain.bayesian import Belief, Ratios
+from ddpm_lab.checks import ConfigError, missing_to_explain, number
+from ddpm_lab.explain import quality
 from ddpm_lab.ledger import published_trials
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import Campaign
@@ -23,8 +22,10 @@ from ddpm_lab.measure.process import sweep
 from ddpm_lab.measure.shortfall import PLACE_SECONDS
 from ddpm_lab.measure.trials import COMPILE_SECONDS
 from ddpm_lab.plan import RECOMMENDATION, SEARCH
+from ddpm_lab.questions import search
 from ddpm_lab.questions.planned import Measured, Planned
 from ddpm_lab.questions.planning import plan_question
+from ddpm_lab.questions.search import Belief, Ratios
 from ddpm_lab.record import RunRecord
 from ddpm_lab.space import Cell, Space
 
@@ -95,7 +96,7 @@ def recommend(
             belief = find(planned, may_win, lambda: search_ends - time.monotonic(), preset)
             winner = belief.winner(may_win)
             left = None if minutes is None else max(1.0, ends - time.monotonic()) / 60
-            fresh = plan_question(RECOMMENDATION, steps=bayesian.path(belief, winner), minutes=left, **settings)
+            fresh = plan_question(RECOMMENDATION, steps=search.path(belief, winner), minutes=left, **settings)
             _note_space(fresh.campaign, space)
             done = fresh.measure()
             if time.monotonic() > ends or winner in _admissible(planned.campaign, space):
@@ -104,19 +105,15 @@ def recommend(
 
 
 def _admissible(campaign: Campaign, space: Space) -> list[Cell]:
-    """Return the cells that may win, by the trials in the ledger and published ones."""
+    """Return the cells that may win, by the trials in the ledger and published ones; without SciPy nothing is known."""
+    if missing_to_explain():
+        return search.admissible(space, lambda _: "")
     key, data = campaign.machine_key, space.baseline.data_sha256
     records, _ = campaign.ledger.read(
         lambda heads: [h for h in heads if h.role == "quality" and (h.machine.key, h.cohort[2]) == (key, data)]
     )
-    code = campaign.instrument.code.key
-    try:
-        from ddpm_lab.explain import quality  # noqa: PLC0415 - the explaining half is not on a bare GPU node
-
-        trials = quality.Trials(records, published_trials())
-        return bayesian.admissible(space, lambda config: trials.verdict(space.baseline, config, code).verdict)
-    except ModuleNotFoundError:  # without SciPy no quality is known
-        return bayesian.admissible(space, lambda _: "")
+    trials, code = quality.Trials(records, published_trials()), campaign.instrument.code.key
+    return search.admissible(space, lambda config: trials.verdict(space.baseline, config, code).verdict)
 
 
 def find(
@@ -131,10 +128,10 @@ def find(
     (family,), cells = campaign.experiment.families, space.cells
     cohort = (campaign.machine_key, campaign.instrument.code.key, space.baseline.data_sha256, campaign.target.plan.key)
     records, _ = campaign.ledger.read(lambda heads: [h for h in heads if h.experiment == SEARCH and h.cohort == cohort])
-    found, most = bayesian.observations(records, space.baseline.run_id), min(MOST_SETS, bayesian.most_sets(len(among)))
+    found, most = search.observations(records, space.baseline.run_id), min(MOST_SETS, search.most_sets(len(among)))
     if preset == "smoke":
         eager = [c for c in among if cells[c].compile == "off"]
-        first = bayesian.believe(space, []).next_cells(eager, lambda _: 1.0, math.inf)[:SMOKE_CELLS]
+        first = search.believe(space, []).next_cells(eager, lambda _: 1.0, math.inf)[:SMOKE_CELLS]
         among, most = [space.start, *first], 1 - len(found)
 
     def measure(chosen: list[Cell]) -> Ratios | None:
@@ -142,7 +139,7 @@ def find(
         progress.always(f"trying {'; '.join(map(space.changed, chosen))}")
         new = campaign.measure(family, [(space.changed(c), cells[c]) for c in chosen])
         records.extend(new)
-        return next(iter(bayesian.observations(new, space.baseline.run_id)), None)
+        return next(iter(search.observations(new, space.baseline.run_id)), None)
 
     def seconds_of(cell: Cell) -> float:
         known = any(r.status == "ok" and r.run_id == cells[cell].run_id for r in records)
@@ -150,7 +147,7 @@ def find(
         took = [r.stages["compile"] for r in records if r.compile_cache == "cold" and "compile" in r.stages]
         return _place_seconds(campaign) + cold * max(took, default=COMPILE_SECONDS)
 
-    return bayesian.race(space, found, among, measure, seconds_of=seconds_of, seconds_left=seconds_left, most_sets=most)
+    return search.race(space, found, among, measure, seconds_of=seconds_of, seconds_left=seconds_left, most_sets=most)
 
 
 def _place_seconds(campaign: Campaign) -> float:

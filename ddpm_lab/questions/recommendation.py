@@ -8,47 +8,47 @@ changes, each against its own baseline.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import pairwise, takewhile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddpm_lab import files
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, OWN, RunConfig
-from ddpm_lab.explain import decisions, phrases, quality, sentences, stats
-from ddpm_lab.explain.bayesian import SIMPLER, Belief, admissible, believe, observations
+from ddpm_lab.explain import compiling, decisions, figure_ratios, machine_state, phrases, quality, sentences, stats
+from ddpm_lab.explain.answer import Answer, View
+from ddpm_lab.explain.charts import style
+from ddpm_lab.explain.charts.bars import bars
+from ddpm_lab.explain.charts.forest import forest
+from ddpm_lab.explain.charts.style import Panel, Row
 from ddpm_lab.explain.comparisons import Comparison, comparisons
+from ddpm_lab.explain.figure_batch_sizes import beside as batch_sizes
+from ddpm_lab.explain.findings import ANSWERED, Finding, about, plain
 from ddpm_lab.explain.frames import RECOMMENDATION, Study, once
 from ddpm_lab.explain.table import Table, without_constant
 from ddpm_lab.plan import SEARCH, TOGETHER, WEAK
+from ddpm_lab.questions.search import SIMPLER, Belief, admissible, believe, observations
 from ddpm_lab.record import LedgerError, RunRecord
 from ddpm_lab.settings_file import OWN as OF_A_RUN
 from ddpm_lab.settings_file import settings_text
 from ddpm_lab.space import BATCH, Cell, Space
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FILE = "recommended.toml"
 STEPS = 800_000
 """Of a full training, where nobody says how long it is: the steps of Ho et al. (2020) on CIFAR-10."""
 GOOD, OPEN = (quality.IDENTICAL, quality.NOT_WORSE), (quality.NOT_MEASURED, quality.NOT_ENOUGH)
 """Verdicts on quality with which a change may be recommended, and those that trials may still turn into one."""
-ANSWERED, UNTRIED = "answered", "quality not shown"
+UNTRIED = "quality not shown"
+"""Status of an answer that trials would complete."""
 _BESIDE = ("peers", "quality", "claims", "compare", "calibrate", "batch_size", SEARCH, RECOMMENDATION)
 """Questions whose comparisons are no changes of a training: other trainers, other work, or answers of their own."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
-    """The answer: its headline and status, the comparison that it is about, notes, and the command that tells more."""
-
-    headline: str
-    status: str
-    row: Comparison | None = None
-    notes: tuple[str, ...] = ()
-    way_out: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,18 +56,17 @@ class Step:
     """One configuration on the way from the baseline to what was found.
 
     ``row`` compares it with the baseline, ``gain`` with the step before, in the same sets, with the ``verdict`` on
-    that. ``judged`` is the verdict on the quality of all changes so far. A compiled step took ``cold_seconds`` to
-    compile, NaN where that is not known, and earns it back after ``pays_off_steps``.
+    that. ``judged`` is the verdict on the quality of all changes so far. ``compiled`` is what a cold compile of it
+    costs, None where it compiles nothing new.
     """
 
     label: str
     cell: Cell
     row: Comparison
     judged: quality.Equivalence
-    gain: stats.Estimate = dataclasses.field(default_factory=lambda: stats.estimate([]))
+    gain: stats.Estimate
     verdict: str = ""
-    cold_seconds: float = 0.0
-    pays_off_steps: float = 0.0
+    compiled: compiling.BreakEven | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -114,10 +113,11 @@ class Recommendation:
         """Images of the full training that is projected."""
         return self.study.train_images or STEPS * self.space.baseline.global_batch_size
 
-    def training_seconds(self, step: Step, compile_seconds: float = 0.0) -> float:
-        """Seconds of a full training at a measured speed; compiling counts once, and where unknown not at all."""
-        once = 0.0 if math.isnan(compile_seconds) else compile_seconds
-        return once + self.training_images / step.row.images_per_second
+    def training_seconds(self, count: int) -> float:
+        """Return seconds of a full training after so many steps; each compile counts once, an unknown one never."""
+        steps = (self.baseline, *self.steps)[: count + 1]
+        cold = [s.compiled.cold_seconds for s in steps if s.compiled and not math.isnan(s.compiled.cold_seconds)]
+        return math.fsum(cold) + self.training_images / steps[-1].row.images_per_second
 
 
 @once
@@ -139,7 +139,7 @@ def recommendation(study: Study) -> Recommendation | None:
     found = observations(searched, last.baseline_id)
     trials = quality.Trials.of(study)
     unchanged = quality.Equivalence(verdict=quality.IDENTICAL, reason="nothing is changed")
-    baseline = Step(label="baseline", cell=space.start, row=base[0], judged=unchanged)
+    baseline = Step(label="baseline", cell=space.start, row=base[0], judged=unchanged, gain=stats.estimate([]))
     steps = _steps(fresh, space, baseline, rows, trials)
     count = _as_far_as(steps, GOOD)
     broke = [r for r in searched if r.role == "candidate" and r.status != "ok"]
@@ -169,7 +169,8 @@ def _steps(
     found = [baseline]
     for row, decision in zip(known, decisions.decided(over, looks, resolution=study.resolution), strict=True):
         last, cell, gain = found[-1], cells[row.run_id], decision.estimate
-        cold, pays_off = _compiling(study, row, gain, last.config)
+        changed = row.config.differences(last.config).keys()
+        compiles = row.config.compile != "off" and changed & {"compile", "compile_mode"}
         judged = row.equivalence
         if judged.verdict == quality.NOT_MEASURED:  # what learns the very same is as good as the step before
             same = trials.verdict(last.config, row.config, row.code_version).verdict == quality.IDENTICAL
@@ -182,8 +183,7 @@ def _steps(
                 gain=gain,
                 verdict=decision.word,
                 judged=judged,
-                cold_seconds=cold,
-                pays_off_steps=pays_off,
+                compiled=compiling.break_even(study, replace(row, ratio=gain)) if compiles else None,
             )
         )
     return tuple(found[1:])
@@ -200,16 +200,6 @@ def _shown(rows: Sequence[Comparison], looks: Sequence[RunRecord]) -> tuple[list
         order |= dict.fromkeys(s for s in (look.look or {}).get("sets", ()) if s in every)
         counts += [len(order)] * (len(order) > counts[-1])
     return (list(order), counts[1:]) if order else (list(every), [len(every)])
-
-
-def _compiling(study: Study, row: Comparison, gain: stats.Estimate, before: RunConfig) -> tuple[float, float]:
-    """Return seconds of a cold compile, and steps that earn them back; 0 where nothing new is compiled."""
-    config = row.config
-    if config.compile == "off" or (config.compile, config.compile_mode) == (before.compile, before.compile_mode):
-        return 0.0, 0.0
-    cold = [r.stages["compile"] for r in study.records if r.run_id == row.run_id and r.compile_cache == "cold"]
-    seconds = stats.geometric_mean(cold)
-    return seconds, stats.break_even_steps(seconds, row.step_seconds * gain.value, gain.value)
 
 
 def _as_far_as(steps: Sequence[Step], verdicts: Sequence[str]) -> int:
@@ -250,45 +240,50 @@ def command(found: Recommendation, options: str) -> str:
     return " ".join(filter(None, ("ddpm-lab recommend", options, work, batch, data)))
 
 
-# --- in words ---------------------------------------------------------------------------------------------------------
+# --- in words, figures and tables -------------------------------------------------------------------------------------
 
 
-def answer(study: Study) -> Said:
+def answer(study: Study) -> Answer:
     """Return what a search found, by the sets that measured it again; without one what all questions came to."""
     searched, rows = recommendation(study), measured(study)
-    single = _of_changes(study, rows)
-    if searched is None or (not searched.reach and rows):
-        return single
-    if not searched.count and single.status == ANSWERED and single.row:
-        return single  # which may be used now
-    return _of_search(searched)
+    found = _of_changes(study, rows)
+    usable = found.sets and found.status == ANSWERED
+    if searched and (searched.count or ((searched.reach or not rows) and not usable)):
+        found = _of_search(searched)
+    largest = "The largest batch that fits, and the speed and memory of each size."
+    tried = "What the search tried, by what all its short sets say."
+    every = "Every change that was measured, each against its own baseline in the same sets."
+    views = [View(caption=largest, name="batch_size", figure=lambda: batch_sizes(study))]
+    if searched is None:
+        figure, table = lambda: changes_figure(study, found), lambda: changes_table(study)
+    else:
+        figure, table = lambda: steps_figure(searched, found), lambda: steps_table(searched)
+        views.append(View(caption=tried, table=lambda: tried_table(searched)))
+        views.append(View(caption=every, table=lambda: changes_table(study)))
+    return Answer(study=study, finding=found, figure=figure, table=table, views=views)
 
 
-def _of_search(found: Recommendation) -> Said:
-    step, base = found.told, found.space.baseline
-    change = next_change(found)
+def _of_search(found: Recommendation) -> Finding:
+    where, step, base, change = found.study, found.told, found.space.baseline, next_change(found)
     following = "The next change to try is {}: {}." if change else "No single change is worth trying next."
-    searched = f"Measured again after the search, against {phrases.settings(base)}, batch {base.global_batch_size}."
-    rest = (_tried(found), following.format(*change or ()))
+    rest = (_tried(found), following.format(*change or ()), *machine_state.warnings(where))
     if step is None:
-        return Said(headline="Keep the baseline: a search found nothing faster", status=ANSWERED, notes=rest)
-    words = found.space.changed(step.cell)
-    faster = phrases.difference(step.row.ratio.value)
-    status, way_out = step.row.verdict, ""
+        return plain(where, "Keep the baseline: a search found nothing faster", ANSWERED, *rest)
+    words, faster = found.space.changed(step.cell), phrases.difference(step.row.ratio.value)
     if found.count:
-        headline, status = f"Use {words}: {faster}, quality {step.quality}", ANSWERED
+        headline = f"Use {words}: {faster}, quality {step.quality}"
     elif found.reach:
         headline = f"{words}: {faster}; quality {step.quality}{' yet' * (step.judged.verdict == quality.NOT_MEASURED)}"
-        status, way_out = UNTRIED, command(found, "--seeds 8")
     elif step.row.verdict == decisions.FASTER:
         headline = f"Keep the baseline: {words} is faster, and its quality is {step.quality}"
-        status = ANSWERED
     else:
         headline = f"Nothing to use yet: {words} against the baseline is {phrases.outcome(step.row)}"
-        status = ANSWERED if step.row.answered else status
+    again = f"Measured again after the search, against {phrases.settings(base)}, batch {base.global_batch_size}."
     lead = replace(step.row, equivalence=step.judged)
-    notes = (searched, _quality(found, step), *rest)
-    return Said(headline=headline, status=status, row=lead, notes=notes, way_out=way_out)
+    told = about(where, lead, headline, again, _quality(found, step), *rest)
+    if found.count:
+        return replace(told, status=ANSWERED)
+    return replace(told, status=UNTRIED, way_out=command(found, "--seeds 8")) if found.reach else told
 
 
 def _quality(found: Recommendation, step: Step) -> str:
@@ -327,15 +322,11 @@ def _tried(found: Recommendation) -> str:
     return text
 
 
-def table(found: Recommendation) -> Table:
+def steps_table(found: Recommendation) -> Table:
     """One row for the baseline and each step; a full training is a projection of the measured speed."""
-    rows, compiling, dash = [], 0.0, phrases.DASH
+    rows, dash = [], phrases.DASH
     for i, step in enumerate((found.baseline, *found.steps)):
-        row, compiling = step.row, compiling + step.cold_seconds
-        pays_off = dash
-        if step.cold_seconds:
-            pays_off = f"after {phrases.significant(step.pays_off_steps)} steps" if step.gain.value > 1 else "never"
-            pays_off = "compile time unknown" if math.isnan(step.cold_seconds) else pays_off
+        row, as_step = step.row, replace(step.row, ratio=step.gain, verdict=step.verdict)
         rows.append(
             {
                 "Configuration": f"{'+ ' * (i > 0)}{step.label}",
@@ -347,12 +338,40 @@ def table(found: Recommendation) -> Table:
                 "Peak memory": phrases.peak_memory(row),
                 "Sets": str(row.sets),
                 "Quality": step.quality if i else dash,
-                f"{found.training_images:,} images": phrases.seconds(found.training_seconds(step, compiling)),
-                "Compiling pays off": pays_off,
+                f"{found.training_images:,} images": phrases.seconds(found.training_seconds(i)),
+                "Compiling pays off": compiling.pays_off(step.compiled, as_step) if step.compiled else dash,
                 "Recommended": "yes" if i == found.count else "",
             }
         )
     return without_constant(rows, {"Compiling pays off": [dash]})
+
+
+def steps_figure(found: Recommendation, said: Finding) -> Figure:
+    """Speed after each change, beginning where the one before ends, and what is recommended; from the same sets."""
+    ends = [1.0, *(step.row.ratio.value for step in found.steps)]
+    rows = [
+        _bar(f"+ {step.label}", step, start, "" if found.count and i >= found.count else step.verdict)
+        for i, (step, start) in enumerate(zip(found.steps, ends, strict=False))
+    ]
+    if found.count > 1:
+        rows.append(replace(_bar("recommended", found.best, 1.0), colour=style.SOFT))
+    judged = f" Quality of what is recommended: {found.best.quality}." if found.count else ""
+    return bars(
+        [Panel(rows=rows, reference=1)],
+        title=said.headline,
+        context=phrases.context(found.study),
+        label="speed relative to the baseline",
+        note=f"Measured again after the search, one change more in each row: the bar goes from the speed before to the "
+        "speed after, with its 95 % interval over sets. Blue: the change is faster; orange: slower; grey: no "
+        f"difference found, or not recommended.{judged}",
+    )
+
+
+def _bar(name: str, step: Step, start: float, verdict: str = "") -> Row:
+    ratio, colour = step.row.ratio, figure_ratios.COLOURS.get(verdict, style.OPEN)
+    low, high = ratio.ends
+    text = figure_ratios.numbers(ratio)
+    return Row(name=name, value=ratio.value, low=low, high=high, start=start, colour=colour, text=text)
 
 
 def tried_table(found: Recommendation) -> Table:
@@ -456,48 +475,43 @@ def _parts(together: Comparison, good: Sequence[Comparison]) -> list[Comparison]
     return parts if told == wanted.keys() and together.equivalence.verdict in (*GOOD, *OPEN) else []
 
 
-def _of_changes(study: Study, rows: Sequence[Comparison]) -> Said:
+def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
     """Return the combination that was measured and is faster, else the best single change, else none."""
     if not rows:
-        headline = "Nothing is measured yet on this machine"
-        return Said(headline=headline, status=quality.NOT_MEASURED, way_out="ddpm-lab report")
-    good = _faster(rows, GOOD)
-    for best in reversed([c for c in comparisons(study) if c.family.endswith(TOGETHER) and c.role == "candidate"]):
-        if best.sets and best.verdict == decisions.FASTER and (parts := _parts(best, good)):
-            return _use(best, f"{phrases.difference(best.ratio.value)} together", parts)
+        return _status(study, "Nothing is measured yet on this machine", quality.NOT_MEASURED, "ddpm-lab report")
+    good, warnings = _faster(rows, GOOD), machine_state.warnings(study)
+    joined = [c for c in comparisons(study) if c.family.endswith(TOGETHER) and c.role == "candidate" and c.sets]
+    for best in reversed([c for c in joined if c.verdict == decisions.FASTER]):
+        if parts := _parts(best, good):
+            judged = phrases.joined(list(dict.fromkeys(c.quality for c in parts)))
+            gain = f"{phrases.difference(best.ratio.value)} together{sentences.with_cores(best)}"
+            headline = f"Use {best.label}: {gain}, quality {judged}"
+            return replace(about(study, best, headline, *warnings), status=ANSWERED)
     if good:
         best = max(good, key=lambda c: c.ratio.value)
-        than = f"{phrases.difference(best.ratio.value)} than {best.baseline_label}"
-        return _use(best, than.replace("as fast than", "as fast as"), [best])
+        gain = f"{phrases.difference(best.ratio.value)} than {best.baseline_label}{sentences.with_cores(best)}"
+        headline = f"Use {best.label}: {gain.replace('as fast than', 'as fast as')}, quality {best.quality}"
+        return replace(about(study, best, headline, *warnings), status=ANSWERED)
     if untried := _faster(rows, OPEN):
         best = max(untried, key=lambda c: c.ratio.value)
-        headline = f"{sentences.compared(best)}; quality {best.quality}"
-        return Said(headline=headline, status=UNTRIED, row=best, way_out=_to_learn_more(study, best))
+        found = about(study, best, f"{sentences.compared(best)}; quality {best.quality}", *warnings)
+        return replace(found, status=UNTRIED, way_out=_to_learn_more(study, best))
     if all(c.verdict == decisions.TOO_FEW for c in rows):
-        return Said(headline="Too few sets to recommend anything", status=decisions.TOO_FEW, way_out="make report")
-    return _keep(rows, study)
-
-
-def _use(best: Comparison, gain: str, parts: Sequence[Comparison]) -> Said:
-    judged = phrases.joined(list(dict.fromkeys(c.quality for c in parts)))
-    headline = f"Use {best.label}: {gain}{sentences.with_cores(best)}, quality {judged}"
-    return Said(headline=headline, status=ANSWERED, row=best)
-
-
-def _keep(rows: Sequence[Comparison], study: Study) -> Said:
-    """Say why nothing measured may be used, and how many questions are open."""
+        return _status(study, "Too few sets to recommend anything", decisions.TOO_FEW, "make report")
     formats = list(dict.fromkeys(c.baseline.precision for c in rows if c.verdict == decisions.FASTER))
     why = "what is faster here costs quality" if formats else "nothing measured here is faster"
     if formats and not _faster(rows, [c.equivalence.verdict for c in rows]):
         why = f"the only gains are in {phrases.joined(formats)}, which is itself not faster"
-    primary = [c for c in rows if c.primary]
-    unknown = [c for c in primary if not c.answered]
-    headline = f"Keep the defaults: {why}"
-    if unknown:
-        headline += f", and {phrases.plural(len(unknown), 'question')} {'is' if len(unknown) == 1 else 'are'} open"
-    status = decisions.INCONCLUSIVE if len(unknown) == len(primary) else ANSWERED
-    way_out = _to_learn_more(study, unknown[0]) if unknown else ""
-    return Said(headline=headline, status=status, way_out=way_out)
+    unknown = [c for c in rows if c.primary and not c.answered]
+    headline, verb = f"Keep the defaults: {why}", "is" if len(unknown) == 1 else "are"
+    headline += f", and {phrases.plural(len(unknown), 'question')} {verb} open" if unknown else ""
+    status = decisions.INCONCLUSIVE if len(unknown) == sum(c.primary for c in rows) else ANSWERED
+    return _status(study, headline, status, _to_learn_more(study, unknown[0]) if unknown else "")
+
+
+def _status(study: Study, headline: str, status: str, way_out: str) -> Finding:
+    """Return a finding that no comparison leads."""
+    return replace(plain(study, headline, status, *machine_state.warnings(study)), way_out=way_out)
 
 
 def _to_learn_more(study: Study, c: Comparison) -> str:
@@ -524,3 +538,21 @@ def changes_table(study: Study) -> Table:
         }
         for c in sorted(rows, key=lambda c: (c not in usable, -c.ratio.value))
     ]
+
+
+def changes_figure(study: Study, said: Finding) -> Figure:
+    """Every change of a training step that was measured, each against its own baseline, the fastest first."""
+    rows = measured(study)
+    if not rows:
+        return style.message(said.headline, phrases.context(study), said.claim)
+    together = [c for c in comparisons(study) if c.family.endswith(TOGETHER) and c.role == "candidate" and c.sets]
+    several = len({(c.family, c.label) for c in rows}) > len({c.label for c in rows})
+    shown = [*together, *sorted(rows, key=lambda c: -c.ratio.value)]
+    named = [figure_ratios.row(c, f"{c.label} ({c.family if several else c.baseline_label})") for c in shown]
+    return forest(
+        [Panel(rows=named, reference=1)],
+        title=said.headline,
+        context=phrases.context(study),
+        note=f"In brackets: what it is compared with, in the same sets. {figure_ratios.POINTS}",
+        label="speed relative to the baseline (above 1 is faster)",
+    )
