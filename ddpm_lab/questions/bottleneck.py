@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -45,27 +44,25 @@ BASELINE = "the present settings"
 SIZES = ", batch sizes"
 _FIXED = ("purpose", "workload", "data", "data_sha256", "options", "nodes")
 """Settings of a configuration that a question does not take."""
-BATCH_SIZES = (8, 16, 32, 64)
-"""The sweep of S002's report; twice the present batch is tried besides."""
 NO_EXCHANGE = "no exchange (no training)"
-_PRECISIONS = {"cpu": ("bf16", "fp32"), "cuda": ("bf16", "tf32", "fp32")}
 FASTER, DERIVED = decisions.FASTER, "derived"
 NOT_RESOLVED, NOT_MEASURED = decisions.INCONCLUSIVE, "not measured"
 SLOWER, WORSE, NO_GAIN, FAILED = decisions.SLOWER, "worse quality", "no gain", "failed"
 _TIERS = {FASTER: 0, DERIVED: 0, NOT_RESOLVED: 1, NOT_MEASURED: 2}
 MET, MISSED, UNKNOWN, NO_TARGET = "met", "missed", "not measured", "no target on a CPU"
-DIFFERS = 0.10
-"""By which a step in sets and in its time budget may differ unsaid."""
 REPORT = "bottleneck_report"
-_COMPUTE = ("forward", "backward")
 _ACTS_ON = {
     "loader": ("data", "copy"),
     "loader_workers": ("data",),
     "exchange": ("communication",),
     "optimizer": ("optimizer", "EMA"),
-    **dict.fromkeys(("precision", "compile", "kernels", "channels_last"), _COMPUTE),
+    **dict.fromkeys(("precision", "compile", "kernels", "channels_last"), ("forward", "backward")),
 }
 """Phases of a time budget that a setting can make shorter, where it is about some of them."""
+_WHY = {
+    "world_size": "Ranks share the batch, and exchange gradients for it",
+    "global_batch_size": "What a step costs whatever its batch is shared by another number of images",
+}
 _OPTIONS = ("precision", "world_size", "loader", "loader_workers", "compile", "image_size", "seed")
 """Settings that are options of the command."""
 
@@ -102,7 +99,7 @@ def bottleneck(
         rows = tuple((label, other) for label, other in offered.items() if only is None or label in only)
         family = Family(name=f"{name}{what}", baseline=config, baseline_label=BASELINE, candidates=rows)
         families += [family] if rows else []
-    profile = (name, BASELINE, dataclasses.replace(config, purpose="profile"))
+    profile = (name, BASELINE, replace(config, purpose="profile"))
     return Experiment(name="bottleneck", families=tuple(families), profiles=(profile,))
 
 
@@ -123,49 +120,43 @@ def changes(config: RunConfig, *, usable_cores: int, most_ranks: int) -> dict[st
     What has to be compiled comes last: it is left out first where time is short. Of several ranks one configuration,
     ``NO_EXCHANGE``, is no offer: it shows what the exchange costs, and which rank is slow on its own.
     """
-    found: dict[str, dict[str, Any]] = {}
-    if config.loader == "files":
-        found["packed data"] = {"loader": "packed", "loader_workers": 0}
-        counts = {0 if config.loader_workers else min(4, usable_cores), 2 * config.loader_workers}
-        for count in sorted(n for n in counts - {config.loader_workers} if n <= usable_cores):
-            found[f"{count} loader worker{'s' * (count != 1)}"] = {"loader_workers": count}
-    if config.loader in ("files", "packed") and config.device == "cuda":
-        found["resident data"] = {"loader": "resident", "loader_workers": 0}
-    for precision in _PRECISIONS[config.device]:
-        found[precision] = {"precision": precision}
-    if config.compile != "off":
-        found["eager"] = {"compile": "off", "compile_mode": "default"}
-    elif config.workload == DDPM:
-        found["joined kernels"] = {"kernels": "fused"}
-    if config.device == "cpu":
-        found["freed memory kept"] = {"freed_memory": "kept"}
-    found["channels last"] = {"channels_last": True}
-    found["losses not read"] = {"read_loss": False}
-    found["fused Adam"] = {"optimizer": dataclasses.replace(config.optimizer, adam="fused", ema="foreach")}
-    if config.world_size > 1:
-        found["gradients in bf16"] = {"exchange": dataclasses.replace(config.exchange, hook="bf16")}
-        found[NO_EXCHANGE] = {"exchange": ExchangeConfig(enabled=False)}
-        found["1 rank"] = {"world_size": 1, "nodes": 1, "exchange": ExchangeConfig()}
-    elif most_ranks > 1:
-        ranks = most_ranks if config.device == "cuda" else 2
-        found[f"{ranks} ranks"] = {"world_size": ranks}
-    if config.compile == "off":
-        found["compiled"] = {"compile": "whole", "kernels": "aten"}
-    return _others(config, found)
+    cuda, files = config.device == "cuda", config.loader == "files"
+    eager, alone = config.compile == "off", config.world_size == 1
+    workers = sorted({0 if config.loader_workers else min(4, usable_cores), 2 * config.loader_workers})
+    ranks = most_ranks if cuda else min(2, most_ranks)
+    exchange, optimizer = config.exchange, config.optimizer
+    rows: list[tuple[bool, str, dict[str, Any]]] = [
+        (files, "packed data", {"loader": "packed", "loader_workers": 0}),
+        *((files, f"{n} loader worker{'s' * (n != 1)}", {"loader_workers": n}) for n in workers if n <= usable_cores),
+        (cuda and config.loader in ("files", "packed"), "resident data", {"loader": "resident", "loader_workers": 0}),
+        *((cuda or name != "tf32", name, {"precision": name}) for name in ("bf16", "tf32", "fp32")),
+        (not eager, "eager", {"compile": "off", "compile_mode": "default"}),
+        (eager and config.workload == DDPM, "joined kernels", {"kernels": "fused"}),
+        (not cuda, "freed memory kept", {"freed_memory": "kept"}),
+        (True, "channels last", {"channels_last": True}),
+        (True, "losses not read", {"read_loss": False}),
+        (True, "fused Adam", {"optimizer": replace(optimizer, adam="fused", ema="foreach")}),
+        (not alone, "gradients in bf16", {"exchange": replace(exchange, hook="bf16")}),
+        (not alone, NO_EXCHANGE, {"exchange": ExchangeConfig(enabled=False)}),
+        (not alone, "1 rank", {"world_size": 1, "nodes": 1, "exchange": ExchangeConfig()}),
+        (alone, f"{ranks} ranks", {"world_size": ranks}),
+        (eager, "compiled", {"compile": "whole", "kernels": "aten"}),
+    ]
+    return _others(config, {name: change for able, name, change in rows if able})
 
 
 def batch_sizes(config: RunConfig) -> dict[str, RunConfig]:
-    """``config`` with each other batch of the sweep, and with twice its own."""
+    """``config`` with each other batch of S002's sweep, and with twice its own."""
     own = config.global_batch_size
-    return _others(config, {f"batch {n}": {"global_batch_size": n} for n in sorted({*BATCH_SIZES, 2 * own} - {own})})
+    return _others(config, {f"batch {n}": {"global_batch_size": n} for n in sorted({8, 16, 32, 64, 2 * own})})
 
 
-def _others(config: RunConfig, found: dict[str, dict[str, Any]]) -> dict[str, RunConfig]:
+def _others(config: RunConfig, found: Mapping[str, Mapping[str, Any]]) -> dict[str, RunConfig]:
     """Those that can be: a batch that the ranks cannot share, for one, nobody asked for."""
     others = {}
     for name, change in found.items():
         with contextlib.suppress(ConfigError):
-            others[name] = dataclasses.replace(config, **change)
+            others[name] = replace(config, **change)
     return {name: other for name, other in others.items() if other != config}
 
 
@@ -249,29 +240,16 @@ def considered(study: Study) -> tuple[Advice, ...]:
     machine, config = about.profile.machine, about.config
     ranks = len(machine.gpus) if config.device == "cuda" else machine.usable_cores
     offered = {**changes(config, usable_cores=machine.usable_cores, most_ranks=ranks), **batch_sizes(config)}
-    known = _measured(study, about)
+    known: dict[str, Comparison] = {}  # of whichever experiment has most sets; weak scaling compares other work
+    for row in sorted(comparisons(study), key=lambda row: -row.sets):
+        mine = (row.role, row.baseline_id, row.code_version) == ("candidate", config.run_id, about.profile.code_version)
+        if mine and not (row.loader_alone or row.mechanism_only or WEAK in row.family) and row.config.exchange.enabled:
+            known.setdefault(row.run_id, row)
     names = {other.run_id: name for name, other in offered.items()}
     found = [_advice(study, about, row.config, names.get(run_id, ""), row) for run_id, row in known.items()]
     open_ = {name: other for name, other in offered.items() if other.run_id not in known and other.exchange.enabled}
     found += [_advice(study, about, other, name) for name, other in open_.items()]
     return (*found, *([_slow_rank(study, about)] if config.world_size > 1 else []))
-
-
-def _measured(study: Study, about: Subject) -> dict[str, Comparison]:
-    """The row of each configuration that was compared with the one in question, of whichever experiment has most sets.
-
-    Weak scaling compares other work, and ranks that exchange nothing train no network.
-    """
-    found: dict[str, Comparison] = {}
-    for row in comparisons(study):
-        mine = row.role == "candidate" and row.baseline_id == about.config.run_id
-        if not mine or row.loader_alone or row.mechanism_only or WEAK in row.family:
-            continue
-        if not row.config.exchange.enabled or row.code_version != about.profile.code_version:
-            continue
-        if (known := found.get(row.run_id)) is None or row.sets > known.sets:
-            found[row.run_id] = row
-    return found
 
 
 def _advice(study: Study, about: Subject, other: RunConfig, name: str, row: Comparison | None = None) -> Advice:
@@ -296,7 +274,7 @@ def _advice(study: Study, about: Subject, other: RunConfig, name: str, row: Comp
         evidence += "" if row.resolved else f"; {phrases.outcome(row)}"
         if other.compile != "off" and about.config.compile == "off":
             evidence += f". {compiling.sentence(study, row).removesuffix('.')}"
-    share, why = _rationale(about, other)
+    share, why = _rationale(about, changed)
     before, after = _settings(changed)
     return Advice(
         title=name or (row.label if row else ""),
@@ -314,22 +292,17 @@ def _advice(study: Study, about: Subject, other: RunConfig, name: str, row: Comp
     )
 
 
-def _rationale(about: Subject, other: RunConfig) -> tuple[float, str]:
+def _rationale(about: Subject, changed: Collection[str]) -> tuple[float, str]:
     """The share of a step in the phases on which a change acts, and in words why it may help."""
-    line, changed = about.taken.running, other.differences(about.config).keys()
+    line = about.taken.running
     phases = [p for p in line.phases if any(p in _ACTS_ON.get(name, ()) for name in changed)]
     share = sum(map(line.share, phases))
-    if "world_size" in changed:
-        exchange = f", which is {bd.percent(line.share('communication'))} of a step"
-        if other.world_size < about.config.world_size:
-            return share, f"One rank exchanges nothing{exchange}, and computes all of the batch itself"
-        return share, f"{other.world_size} ranks share the batch, and exchange gradients for it"
-    if "global_batch_size" in changed:
-        return share, "What a step costs whatever its batch is shared by another number of images"
+    for name, why in _WHY.items():
+        if name in changed:
+            return share, why
     if not phases:
         return share, "No phase of the time budget shows it"
-    names = phrases.joined([bd.LONG.get(p, p) for p in phases])
-    return share, f"It acts on {names}: {bd.percent(share)} of a step"
+    return share, f"It acts on {phrases.joined([bd.LONG.get(p, p) for p in phases])}: {bd.percent(share)} of a step"
 
 
 def _settings(changed: Mapping[str, tuple[Any, Any]]) -> tuple[str, str]:
@@ -451,16 +424,11 @@ def verdict(about: Subject) -> str:
 
 def speed(about: Subject) -> str:
     """How long a step takes, and on what that rests."""
-    batch = phrases.plural(about.config.global_batch_size, "image")
-    text = f"A step of {batch} takes {phrases.seconds(about.step_seconds)}"
-    if about.speed:
-        text = f"{text} ({phrases.throughput(about.speed)}, {phrases.plural(about.speed.sets, 'set')})"
-        times = about.step_seconds / about.taken.running.step_seconds
-        if abs(math.log(times)) > math.log1p(DIFFERS):
-            text += f", {times:.2f} times as long as while its time budget was taken"
-        return text
-    rate = phrases.significant(about.config.global_batch_size / about.step_seconds)
-    return f"{text} ({rate} images/s by the time budget; no set measured its speed)"
+    batch, source = about.config.global_batch_size, "by the time budget; no set measured its speed"
+    rate = phrases.significant(batch / about.step_seconds)
+    source = phrases.plural(about.speed.sets, "set") if about.speed else source
+    images = phrases.plural(batch, "image")
+    return f"A step of {images} takes {phrases.seconds(about.step_seconds)} ({rate} images/s, {source})"
 
 
 class Target(NamedTuple):
@@ -555,51 +523,38 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = (), remarks: Se
     about = subject(study)
     if about is None:
         return f"# Bottleneck report\n\n{summary(study)[0]}\n"
-    found, config, record = advice(study), about.config, about.profile
-    peak = roofline(study, about)
-    splits = [
-        s for s in lost_scaling.splits(study) if (s.ranks, s.batch) == (config.world_size, config.global_batch_size)
-    ]
-    ranked = [(str(i), a.title, a.impact, a.expected, a.status, a.quality_word) for i, a in enumerate(found, 1)]
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: PLC0415
 
+    found, config = advice(study), about.config
+    peak, mine = roofline(study, about), (config.world_size, config.global_batch_size)
+    ranked = [(str(i), a.title, a.impact, a.expected, a.status, a.quality_word) for i, a in enumerate(found, 1)]
     environment = Environment(loader=FileSystemLoader(pages.TEMPLATES), undefined=StrictUndefined, trim_blocks=True)
     text: str = environment.get_template("bottleneck.md.j2").render(
-        context=[record.machine.name, record.family, record.data_name, record.date[:10]],
         study=study,
         config=config,
-        record=record,
+        record=about.profile,
+        seen=rank_zero(about.profile),
         taken=about.taken,
+        advice=found,
+        declined=declined(study),
         summary=[*summary(study), *remarks],
         phases=grid([("Component", "Time per batch", "Share", "Class"), *_phases(about)]),
         verdict=verdict(about),
         evidence=bd.evidence(about.taken),
         roofline=limits.sentence_of(peak) if peak else "",
-        splits=[*map(lost_scaling.sentence, splits)],
+        splits=[lost_scaling.sentence(s) for s in lost_scaling.splits(study) if (s.ranks, s.batch) == mine],
         pictures=pictures,
-        configuration=grid([("", "Value"), *_configuration(about)]),
-        advice=found,
         ranked=grid([("", "Change", "Impact", "Expected speed", "Rests on", "Quality"), *ranked]),
         all_changes=command(study, config),
         judge=shlex.join(["ddpm-lab", "run", "quality", *("--data", "DATA") * study.own_images, "--seeds", "8"]),
         targets=grid([("Target", "Wanted", "Now", "Status"), *targets(study, about)]),
-        declined=declined(study),
-        fine={
-            bd.LONG.get(p, p): about.taken.running.share(p) for p in about.taken.running.phases if _is_fine(about, p)
-        },
         bands=TARGETS,
-        unexplained=bd.UNEXPLAINED,
-        percent=bd.percent,
+        budget=bd,
+        phrases=phrases,
         documents=documents(TARGETS.whose),
         busy=machine_state.busy(study).strip(),
     )
     return f"{text.rstrip()}\n"
-
-
-def _is_fine(about: Subject, phase: str) -> bool:
-    """Whether a phase that does not compute is no bottleneck."""
-    small = about.taken.running.share(phase) < TARGETS.io
-    return bd.class_of(phase) != bd.COMPUTE and small and about.taken.explained
 
 
 def _phases(about: Subject) -> list[tuple[str, str, str, str]]:
@@ -610,28 +565,3 @@ def _phases(about: Subject) -> list[tuple[str, str, str, str]]:
     whole = f"whole step{f' of rank {taken.rank}, the slowest' if taken.others else ''}"
     rows.append((whole, line.step_seconds, 1.0, "wall time"))
     return [(name, phrases.seconds(s), bd.percent(share), names.get(kind, kind)) for name, s, share, kind in rows]
-
-
-def _configuration(about: Subject) -> list[tuple[str, str]]:
-    config, environment, seen = about.config, about.profile.environment, rank_zero(about.profile)
-    machine, optimizer, diffusion = environment.machine, about.config.optimizer, about.config.diffusion
-    weights = f", {seen['parameters']:,} parameters" if "parameters" in seen else ""
-    memory = phrases.memory(environment.ram_bytes) if environment.ram_bytes else "unknown"
-    size = f"{config.image_size}\N{MULTIPLICATION SIGN}{config.image_size}"
-    batch = f"{phrases.plural(config.global_batch_size, 'image')} a step, accumulation {config.accumulation}"
-    versions = [f"{name} {v}" for name, v in sorted(environment.packages.items())]
-    return [
-        ("machine", f"{machine.name}, {memory} of memory"),
-        ("network", f"{config.network}{weights}"),
-        ("images", f"{about.profile.data_name}, {size}; {batch}"),
-        ("settings", phrases.settings(config)),
-        ("kernels", f"{config.kernels}, {'channels_last' if config.channels_last else 'NCHW'}"),
-        (
-            "optimizer",
-            f"Adam ({optimizer.adam}), learning rate {optimizer.learning_rate:g}, EMA ({optimizer.ema})",
-        ),
-        ("objective", f"{diffusion.objective}, {diffusion.loss}, {diffusion.schedule}"),
-        ("software", ", ".join([f"Python {environment.python}", *versions])),
-        ("CUDA, driver", f"{environment.cuda or 'none'}, {machine.driver or 'none'}"),
-        ("git commit", environment.git_commit or "unknown"),
-    ]

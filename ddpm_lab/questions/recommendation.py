@@ -7,17 +7,14 @@ changes, each against its own baseline.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpm_lab import files
-from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, OWN, RunConfig
 from ddpm_lab.explain import compiling, decisions, figure_ratios, machine_state, phrases, quality, sentences, stats
 from ddpm_lab.explain.answer import Answer, View
@@ -25,14 +22,14 @@ from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.bars import bars
 from ddpm_lab.explain.charts.forest import forest
 from ddpm_lab.explain.charts.style import Panel, Row
-from ddpm_lab.explain.comparisons import Comparison, comparisons
+from ddpm_lab.explain.comparisons import Comparison, comparisons, shown
 from ddpm_lab.explain.figure_batch_sizes import beside as batch_sizes
 from ddpm_lab.explain.findings import ANSWERED, Finding, about, plain
 from ddpm_lab.explain.frames import RECOMMENDATION, Study, once
 from ddpm_lab.explain.table import Table, without_constant
-from ddpm_lab.plan import SEARCH, TOGETHER, WEAK
+from ddpm_lab.plan import SEARCH, WEAK
 from ddpm_lab.questions.search import SIMPLER, Belief, admissible, believe, observations
-from ddpm_lab.record import LedgerError, RunRecord
+from ddpm_lab.record import LedgerError
 from ddpm_lab.settings_file import OWN as OF_A_RUN
 from ddpm_lab.settings_file import settings_text
 from ddpm_lab.space import BATCH, Cell, Space
@@ -163,11 +160,12 @@ def _steps(
     """Return the measured candidates by the number of changes, each compared with the one before in the same sets."""
     cells = {config.run_id: cell for cell, config in space.cells.items()}
     known = sorted((r for r in rows if r.run_id in cells), key=lambda r: sum(map(bool, cells[r.run_id])))
-    order, looks = _shown(known, study.looks)
+    looks = shown(known, study.looks)
+    order = dict.fromkeys(set_id for look in looks for set_id in sorted(look.sets))
     logs = [dict.fromkeys(order, 0.0), *(dict(r.logs) for r in known)]  # of the baseline and its twin, and of each row
     over = [[b.get(s, math.nan) - a.get(s, math.nan) for s in order] for a, b in pairwise(logs)]
-    found = [baseline]
-    for row, decision in zip(known, decisions.decided(over, looks, resolution=study.resolution), strict=True):
+    found, counts = [baseline], [len(look.sets) for look in looks]
+    for row, decision in zip(known, decisions.decided(over, counts, resolution=study.resolution), strict=True):
         last, cell, gain = found[-1], cells[row.run_id], decision.estimate
         changed = row.config.differences(last.config).keys()
         compiles = row.config.compile != "off" and changed & {"compile", "compile_mode"}
@@ -187,19 +185,6 @@ def _steps(
             )
         )
     return tuple(found[1:])
-
-
-def _shown(rows: Sequence[Comparison], looks: Sequence[RunRecord]) -> tuple[list[str], list[int]]:
-    """Return the sets of some rows in the order they were shown, and how many of them each answer rested on.
-
-    Without a record of any answer all of them are one.
-    """
-    every = dict.fromkeys(set_id for r in rows for set_id, _ in r.logs)
-    order, counts = dict[str, None](), [0]
-    for look in sorted(looks, key=lambda r: datetime.fromisoformat(r.date)):
-        order |= dict.fromkeys(s for s in (look.look or {}).get("sets", ()) if s in every)
-        counts += [len(order)] * (len(order) > counts[-1])
-    return (list(order), counts[1:]) if order else (list(every), [len(every)])
 
 
 def _as_far_as(steps: Sequence[Step], verdicts: Sequence[str]) -> int:
@@ -280,22 +265,10 @@ def _of_search(found: Recommendation) -> Finding:
         headline = f"Nothing to use yet: {words} against the baseline is {phrases.outcome(step.row)}"
     again = f"Measured again after the search, against {phrases.settings(base)}, batch {base.global_batch_size}."
     lead = replace(step.row, equivalence=step.judged)
-    told = about(where, lead, headline, again, _quality(found, step), *rest)
-    if found.count:
-        return replace(told, status=ANSWERED)
-    return replace(told, status=UNTRIED, way_out=command(found, "--seeds 8")) if found.reach else told
-
-
-def _quality(found: Recommendation, step: Step) -> str:
-    """Return the verdict on a step's quality, that on faster ones after it, and the command that judges them."""
-    text, judged = f"Quality: {quality.full(step.judged)}", step.judged
-    if found.reach > found.count > 0:
-        last = found.steps[found.reach - 1]
-        faster, judged = phrases.difference(last.row.ratio.value), last.judged
-        text += f"; {found.space.changed(last.cell)}: {faster}, quality {last.quality}"
-    if judged.verdict in OPEN and judged.reason != quality.NO_LOSS_KNOWN:
-        text += f"; {command(found, '--seeds 8')} measures it"
-    return f"{text}."
+    told = about(where, lead, headline, again, f"Quality: {quality.full(step.judged)}.", *rest)
+    status = ANSWERED if found.count else UNTRIED if found.reach else told.status
+    open_ = found.reach > found.count and found.steps[found.reach - 1].judged.reason != quality.NO_LOSS_KNOWN
+    return replace(told, status=status, way_out=command(found, "--seeds 8") if open_ else "")
 
 
 def _tried(found: Recommendation) -> str:
@@ -304,20 +277,12 @@ def _tried(found: Recommendation) -> str:
     ours = [c for c in space.cells if c != space.start]
     seen = [c for c in ours if belief.sets.get(c)]
     open_ = [c for c in found.among if c in ours and c not in seen and c not in belief.lost]
-    untried = []  # values that no set has had
-    for place, (name, values) in enumerate(space.settings.items()):
-        for i, value in enumerate(values[1:], 1):
-            having = [c for c in ours if c[place] == i]
-            if having and not any(c in seen or c in belief.lost for c in having):
-                why = "did not fit into the time" if any(c in found.among for c in having) else "worse in quality"
-                why = "another batch is another training" if why.startswith("worse") and name == BATCH else why
-                untried.append(f"{value.label} ({why})")
     text = f"The search tried {len(seen)} of {phrases.plural(len(ours), 'combination')} in "
     text += f"{phrases.plural(found.search_sets, 'short set')}."
     if open_ and seen:
         text += f" {phrases.plural(len(open_), 'allowed combination')} {'is' if len(open_) == 1 else 'are'} untried."
     left_out = [f"{label} ({reason})" for label, reason in space.left_out]
-    for kind, items in (("Not tried", untried), ("Left out", left_out), ("Failed", list(found.failures))):
+    for kind, items in (("Left out", left_out), ("Failed", list(found.failures))):
         text += f" {kind}: {phrases.joined(items)}." if items else ""
     return text
 
@@ -447,51 +412,17 @@ def _faster(rows: Sequence[Comparison], verdicts: Sequence[str]) -> list[Compari
     ]
 
 
-def combination(study: Study) -> tuple[RunConfig, str, RunConfig, str] | None:
-    """Return baseline and the changes that may be recommended, together, with their labels; None for fewer than two.
-
-    The changes of one baseline's questions are applied to that of the first; what cannot be combined is left out.
-    """
-    found = _faster(measured(study), GOOD)
-    if len(found) < 2:
-        return None
-    base = next((c.baseline for c in found if c.experiment == "amp"), found[0].baseline)
-    config, labels = base, list[str]()
-    for c in found:
-        new = {name: getattr(c.config, name) for name in c.config.differences(c.baseline)}
-        same = all(getattr(c.baseline, name) == getattr(base, name) for name in (*new, "loader"))
-        if same and all(getattr(config, name) == getattr(base, name) for name in new):
-            with contextlib.suppress(ConfigError):
-                config = replace(config, **new)
-                labels.append(c.label)
-    return (base, phrases.settings(base), config, ", ".join(labels)) if len(labels) > 1 else None
-
-
-def _parts(together: Comparison, good: Sequence[Comparison]) -> list[Comparison]:
-    """Return the changes that a combination joins; none where one of them is not ``good``, or it learns worse."""
-    wanted = together.config.differences(together.baseline)
-    parts = [c for c in good if c.config.differences(c.baseline).items() <= wanted.items()]
-    told = {name for c in parts for name in c.config.differences(c.baseline)}
-    return parts if told == wanted.keys() and together.equivalence.verdict in (*GOOD, *OPEN) else []
-
-
 def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
     """Return the combination that was measured and is faster, else the best single change, else none."""
     if not rows:
         return _status(study, "Nothing is measured yet on this machine", quality.NOT_MEASURED, "ddpm-lab report")
-    good, warnings = _faster(rows, GOOD), machine_state.warnings(study)
-    joined = [c for c in comparisons(study) if c.family.endswith(TOGETHER) and c.role == "candidate" and c.sets]
-    for best in reversed([c for c in joined if c.verdict == decisions.FASTER]):
-        if parts := _parts(best, good):
-            judged = phrases.joined(list(dict.fromkeys(c.quality for c in parts)))
-            gain = f"{phrases.difference(best.ratio.value)} together{sentences.with_cores(best)}"
-            headline = f"Use {best.label}: {gain}, quality {judged}"
-            return replace(about(study, best, headline, *warnings), status=ANSWERED)
-    if good:
-        best = max(good, key=lambda c: c.ratio.value)
+    warnings = machine_state.warnings(study)
+    if good := sorted(_faster(rows, GOOD), key=lambda c: -c.ratio.value):
+        best, also = good[0], [c.label for c in good[1:]]
         gain = f"{phrases.difference(best.ratio.value)} than {best.baseline_label}{sentences.with_cores(best)}"
         headline = f"Use {best.label}: {gain.replace('as fast than', 'as fast as')}, quality {best.quality}"
-        return replace(about(study, best, headline, *warnings), status=ANSWERED)
+        together = f"Faster too: {phrases.joined(also)}; ddpm-lab recommend searches the best combination."
+        return replace(about(study, best, headline, together * bool(also), *warnings), status=ANSWERED)
     if untried := _faster(rows, OPEN):
         best = max(untried, key=lambda c: c.ratio.value)
         found = about(study, best, f"{sentences.compared(best)}; quality {best.quality}", *warnings)
@@ -545,9 +476,8 @@ def changes_figure(study: Study, said: Finding) -> Figure:
     rows = measured(study)
     if not rows:
         return style.message(said.headline, phrases.context(study), said.claim)
-    together = [c for c in comparisons(study) if c.family.endswith(TOGETHER) and c.role == "candidate" and c.sets]
     several = len({(c.family, c.label) for c in rows}) > len({c.label for c in rows})
-    shown = [*together, *sorted(rows, key=lambda c: -c.ratio.value)]
+    shown = sorted(rows, key=lambda c: -c.ratio.value)
     named = [figure_ratios.row(c, f"{c.label} ({c.family if several else c.baseline_label})") for c in shown]
     return forest(
         [Panel(rows=named, reference=1)],
