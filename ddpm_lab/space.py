@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,9 +69,9 @@ class Space:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON, without the baseline."""
-        values = {name: [list(value) for value in values] for name, values in self.settings.items()}
-        rest = {"guess": list(self.guess), "left_out": [list(row) for row in self.left_out]}
-        return {"settings": values, **rest, "any_batch": self.any_batch}
+        names = ("settings", "guess", "left_out", "any_batch")
+        values: dict[str, Any] = json.loads(json.dumps({name: getattr(self, name) for name in names}))
+        return values
 
     @classmethod
     def from_dict(cls, baseline: RunConfig, values: Mapping[str, Any]) -> Space:

@@ -297,8 +297,12 @@ def _recommended(config: RunConfig, open_: Sequence[str], output: Path) -> RunCo
 
             study = experiments.measured_here("recommendation", output)
             found = study and recommendation(study)
-        if found and found.count and all(getattr(found.best.config, name) == getattr(config, name) for name in ALIKE):
-            return dataclasses.replace(config, **{name: getattr(found.best.config, name) for name in open_})
+        if (
+            found
+            and found.count
+            and all(getattr(found.best.row.config, name) == getattr(config, name) for name in ALIKE)
+        ):
+            return dataclasses.replace(config, **{name: getattr(found.best.row.config, name) for name in open_})
     return None
 
 

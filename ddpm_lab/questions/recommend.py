@@ -55,12 +55,8 @@ def recommend(
     Args:
         preset: smoke tries a handful in one set, quick and full search until little more can be gained.
         minutes: time budget of all of it; None is no limit.
-        sets, resolution: of the sets that measure again, as in ``experiments.measure``.
-        seeds, images: trials of what was found, as in ``experiments.measure``; None is none, 8 seeds in ``full``.
-        only: settings that are held to some of their values.
-        any_batch: choose any batch, although another batch is another training; else a batch is chosen only where
-            trials have shown that it learns as much from as many images.
-        global_batch_size: the baseline's; None is the preset's.
+        sets, resolution, seeds, images: of what is measured again; no ``seeds`` are 8 in ``full``, else no trials.
+        only, any_batch, global_batch_size: what is searched (see ``search``).
         settings: those of ``planning.plan_question``.
 
     Raises:
@@ -145,18 +141,12 @@ def find(
         known = any(r.status == "ok" and r.run_id == cells[cell].run_id for r in records)
         cold = cells[cell].compile != "off" and not known
         took = [r.stages["compile"] for r in records if r.compile_cache == "cold" and "compile" in r.stages]
-        return _place_seconds(campaign) + cold * max(took, default=COMPILE_SECONDS)
+        seen = campaign.held.place_seconds(family.baseline.run_id)
+        # A set that compiled took longer, and will not again.
+        place = min(campaign.lacks.costs.get(family.name) or [PLACE_SECONDS if seen is None else seen])
+        return place + cold * max(took, default=COMPILE_SECONDS)
 
     return search.race(space, found, among, measure, seconds_of=seconds_of, seconds_left=seconds_left, most_sets=most)
-
-
-def _place_seconds(campaign: Campaign) -> float:
-    """Return what a configuration takes in a set of the search."""
-    (family,) = campaign.experiment.families
-    if costs := campaign.lacks.costs.get(family.name):
-        return min(costs)  # a set that compiled took longer, and will not again
-    seen = campaign.held.place_seconds(family.baseline.run_id)
-    return PLACE_SECONDS if seen is None else seen
 
 
 def _note_space(campaign: Campaign, space: Space) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpm_lab import files
-from ddpm_lab.config import DDPM, OWN, RunConfig
+from ddpm_lab.config import DDPM, OWN
 from ddpm_lab.explain import compiling, decisions, figure_ratios, machine_state, phrases, quality, sentences, stats
 from ddpm_lab.explain.answer import Answer, View
 from ddpm_lab.explain.charts import style
@@ -64,11 +64,6 @@ class Step:
     gain: stats.Estimate
     verdict: str = ""
     compiled: compiling.BreakEven | None = None
-
-    @property
-    def config(self) -> RunConfig:
-        """The whole configuration."""
-        return self.row.config
 
     @property
     def quality(self) -> str:
@@ -167,11 +162,11 @@ def _steps(
     found, counts = [baseline], [len(look.sets) for look in looks]
     for row, decision in zip(known, decisions.decided(over, counts, resolution=study.resolution), strict=True):
         last, cell, gain = found[-1], cells[row.run_id], decision.estimate
-        changed = row.config.differences(last.config).keys()
+        changed = row.config.differences(last.row.config).keys()
         compiles = row.config.compile != "off" and changed & {"compile", "compile_mode"}
         judged = row.equivalence
         if judged.verdict == quality.NOT_MEASURED:  # what learns the very same is as good as the step before
-            same = trials.verdict(last.config, row.config, row.code_version).verdict == quality.IDENTICAL
+            same = trials.verdict(last.row.config, row.config, row.code_version).verdict == quality.IDENTICAL
             judged = last.judged if same else quality.Equivalence(verdict=quality.NOT_MEASURED)
         found.append(
             Step(
@@ -365,9 +360,9 @@ def write_settings(study: Study) -> Path | None:
     training. Raises LedgerError if the folder cannot be written.
     """
     found = recommendation(study)
-    if found is None or found.best.config.is_own:  # which ddpm-lab train does not train
+    if found is None or found.best.row.config.is_own:  # which ddpm-lab train does not train
         return None
-    config = found.best.config
+    config = found.best.row.config
     dropped = OF_A_RUN if Path(config.data).is_dir() else (*OF_A_RUN, "data", "data_sha256")  # images of elsewhere
     values = {name: value for name, value in config.as_dict().items() if name not in dropped}
     values["train"] = {"steps": max(1, found.training_images // config.global_batch_size)}
@@ -377,11 +372,9 @@ def write_settings(study: Study) -> Path | None:
         "Give it to: ddpm-lab train --config recommended.toml --output-dir FOLDER",
     ]
     path = study.output_dir / FILE
-    try:
+    with files.writing(path, LedgerError):
         path.parent.mkdir(parents=True, exist_ok=True)
         files.replace(path, "".join(f"# {' '.join(line.split())}\n" for line in told) + settings_text(values))
-    except OSError as error:
-        raise LedgerError(f"cannot write {path}: {error.strerror}; choose another --output-dir") from error
     return path
 
 
@@ -413,7 +406,7 @@ def _faster(rows: Sequence[Comparison], verdicts: Sequence[str]) -> list[Compari
 
 
 def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
-    """Return the combination that was measured and is faster, else the best single change, else none."""
+    """Return the best change that may be used, else the best that may be once it is judged, else none."""
     if not rows:
         return _status(study, "Nothing is measured yet on this machine", quality.NOT_MEASURED, "ddpm-lab report")
     warnings = machine_state.warnings(study)

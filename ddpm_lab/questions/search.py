@@ -204,14 +204,10 @@ def observations(records: Iterable[RunRecord], baseline_id: str) -> list[Ratios]
         base = next((r for r in members if r.role == "baseline" and r.status == "ok"), None)
         if base is not None and not crowded(members):
             others = [r for r in members if r.role != "baseline"]
-            found.append({TWIN if r.role == "twin" else r.run_id: _log_ratio(base, r) for r in others})
+            failed = {r.status: -math.inf if r.status in LASTING else math.nan for r in others}
+            logs = [set_log_ratio(base, r) if r.status == "ok" else failed[r.status] for r in others]
+            found.append({TWIN if r.role == "twin" else r.run_id: y for r, y in zip(others, logs, strict=True)})
     return found
-
-
-def _log_ratio(base: RunRecord, other: RunRecord) -> float:
-    if other.status == "ok":
-        return set_log_ratio(base, other)
-    return -math.inf if other.status in LASTING else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,12 +274,6 @@ class Belief:
         return [*([lead] if lead != start else []), *rivals][:AT_ONCE]
 
 
-def _low_chi_square(degrees: int) -> float:
-    """Return the 10 % point of the chi-square distribution (Wilson & Hilferty 1931)."""
-    spread = 2 / (9 * degrees)
-    return degrees * (1 - spread + FEW_SETS * math.sqrt(spread)) ** 3
-
-
 def believe(space: Space, found: Sequence[Ratios]) -> Belief:
     """Return what sets say of all cells, with the baseline's own speed known."""
     cells, place = list(space.cells), {config.run_id: i for i, config in enumerate(space.cells.values())}
@@ -291,7 +281,9 @@ def believe(space: Space, found: Sequence[Ratios]) -> Belief:
     shared = sum((codes[:, f, None] == codes[None, :, f]).astype(float) for f in range(codes.shape[1]))
     prior = MAIN**2 * shared + PAIR**2 * shared * (shared - 1) / 2 + OWN**2 * np.eye(len(cells))
     twins = [s[TWIN] for s in found if math.isfinite(s.get(TWIN, math.nan))]
-    variance = (NOISE_SETS * NOISE**2 + sum(t * t for t in twins) / 2) / _low_chi_square(NOISE_SETS + len(twins))
+    degrees, spread = NOISE_SETS + len(twins), 2 / (9 * (NOISE_SETS + len(twins)))
+    low_chi_square = degrees * (1 - spread + FEW_SETS * math.sqrt(spread)) ** 3  # 10 % point; Wilson & Hilferty 1931
+    variance = (NOISE_SETS * NOISE**2 + sum(t * t for t in twins) / 2) / low_chi_square
     seen = [(n, place[run], y) for n, s in enumerate(found) for run, y in s.items() if run in place]
     known = [row for row in seen if math.isfinite(row[2])]
     failures = Counter(i for _, i, y in seen if math.isnan(y))
