@@ -221,7 +221,6 @@ LIMITS = "limits of this machine"
 # Families of the experiment "multi_gpu": a name without either is strong scaling.
 SCALINGS = ("strong", "weak", "both")
 WEAK = ", weak scaling"
-"""Ends the family in which what may be recommended is measured together."""
 LOST = ", lost scaling"
 # Configurations from whose differences the lost scaling is computed. One of all ranks is named as elsewhere, such as
 # "2 ranks".
