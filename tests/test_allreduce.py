@@ -17,7 +17,8 @@ from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import measure_set
 from ddpm_lab.plan import Plan
 from ddpm_lab.questions.all_reduce import ALL_REDUCE
-from ddpm_lab.training.allreduce import AllReduce, all_reduce
+from ddpm_lab.training.allreduce import all_reduce
+from ddpm_lab.training.limits import Repeated
 from ddpm_lab.workload import RankContext
 
 
@@ -28,7 +29,7 @@ def group(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def made(marks: list[str] | None = None, **options: Any) -> AllReduce:
+def made(marks: list[str] | None = None, **options: Any) -> Repeated:
     mark = (lambda _: None) if marks is None else marks.append
     context = RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=mark)
     config = RunConfig(workload=ALL_REDUCE, global_batch_size=1, options=tuple(options.items()))

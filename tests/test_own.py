@@ -166,7 +166,7 @@ def test_ready_batches_begin_anew(made: Make) -> None:
         ("return Training(model=Net(), data=7, loss=loss)", "data is int: give a dataset with len(data)"),
         (
             "return Training(model=Net(), data=data(), loss=loss, optimizer=torch.optim.SGD(Net().parameters()))",
-            "mine:bad (mine.py, line DEF): the optimizer holds none of the model's parameters, so nothing is trained",
+            "mine:bad (mine.py, line DEF): the optimizer holds none of the model's parameters, or none requires",
         ),
         (
             "return Training(model=Net(), data=data(), loss=lambda model, batch: model(batch[0]))",

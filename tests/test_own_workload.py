@@ -25,7 +25,7 @@ from ddpm_lab.measure.seat import Instrument
 from ddpm_lab.questions import experiments
 from ddpm_lab.questions.ask import QUESTIONS, ask
 from ddpm_lab.record import RunRecord
-from ddpm_lab.training.own_workload import FOR_OWN, check_name, look_at, made_otherwise
+from ddpm_lab.training.own_workload import FOR_OWN, check_name, look_at
 from ddpm_lab.training.setting import Images, Own, Setup
 
 WHOLE = Own(
@@ -176,20 +176,6 @@ def earlier(ledger: Ledger, own: Own, code: str = "code-1") -> RunRecord:
     record = make.record(config, environment=make.environment(hardware.machine()), code_version=code)
     ledger.append([record])
     return record
-
-
-def test_a_training_that_changed_without_its_code_is_told(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "ledger.jsonl")
-    assert made_otherwise(WHOLE, ledger, "code-1") == ""
-    earlier(ledger, WHOLE)
-    earlier(ledger, dataclasses.replace(WHOLE, name="mine:other", options=()))
-    assert made_otherwise(WHOLE, ledger, "code-1") == ""
-    wide = dataclasses.replace(WHOLE, options=(("parameters", 21_000), *WHOLE.options[1:]))
-    assert made_otherwise(wide, ledger, "edited") == ""
-    assert made_otherwise(wide, ledger, "code-1") == (
-        "mine:make (mine.py, line 32) does not make the same each time, and its code is the same: parameters 314 then "
-        "and 21,000 now; the sets of 2026-01-03 are left aside"
-    )
 
 
 # From a file to an answer

@@ -93,10 +93,10 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         run.open_logs(0)
         run._files[0].close()
         run._files[0] = Path("/dev/full").open("w")  # noqa: SIM115 - closed with the run
-        with pytest.raises(RunFailed, match=r"cannot write the log in .*: No space left"):
+        with pytest.raises(RunFailed, match=r"cannot write to .*: No space left"):
             run.log([row(1)])
         monkeypatch.setattr(os, "fsync", full)  # a network's disk may say so only now
-        with pytest.raises(RunFailed, match=r"cannot write the log in .*: No space left"):
+        with pytest.raises(RunFailed, match=r"cannot write to .*: No space left"):
             run.sync_logs()
 
 
