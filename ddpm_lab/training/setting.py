@@ -71,6 +71,11 @@ class Own:
     offers: tuple[str, ...] = ()
 
     @property
+    def own_format(self) -> bool:
+        """Whether its number format is its own, which the lab cannot set."""
+        return "loss" not in self.offers
+
+    @property
     def sha256(self) -> str:
         """What stands for its data: only what was made alike is compared."""
         return own_data(self.name) + digest(dict(self.options))
@@ -92,7 +97,7 @@ class Own:
                 f"{self.name} does its own steps, in which nothing can be set: let it return a "
                 "ddpm_lab.workload.Training, or compare two versions of it with ddpm-lab compare"
             )
-        if question == "amp" and "loss" not in self.offers:
+        if question == "amp" and self.own_format:
             return f"{self.name} has a step of its own, whose number format is its own too: give a loss in place of it"
         if question == "workers" and "dataset" not in self.offers:
             return f"{self.name} gives ready batches and no dataset, so there is nothing for loader workers to load"
@@ -139,10 +144,9 @@ class Setup:
             settings |= {"loader": "files"}
             if settings.get("workload") == LOADER_ALONE:
                 settings["workload"] = OWN_LOADER
-            if "loss" not in self.own.offers and settings.get("precision", "fp32") != "fp32":
+            if self.own.own_format and settings.get("precision", "fp32") != "fp32":
                 raise ConfigError(f"precision is {settings['precision']!r}: {self.own.lacks('amp')}")
-        settings = {"nodes": self.nodes(settings.get("world_size", 1)), **settings}
-        config = RunConfig(**{**common, **settings})
+        config = RunConfig(**{**common, "nodes": self.nodes(settings.get("world_size", 1)), **settings})
         if self.limited and config.device == "cpu":
             config = dataclasses.replace(config, threads=max(1, self.usable_cores // config.node_size))
         over = config.node_size > (self.gpus if config.device == "cuda" else self.usable_cores)
@@ -204,21 +208,17 @@ class Setup:
 
     def family_name(self, batch: int | None, ranks: int | None = None, *, per_rank: bool = False) -> str:
         """A family's name for people: what everything in it has in common."""
-        words = [
-            self.own.name if self.own else self.network,
-            self.images_name(batch, per_rank=per_rank),
-            self.ranks_label(ranks) if ranks else "",
-        ]
-        return ", ".join(word for word in words if word)
+        words = [self.own.name if self.own else self.network, *self._images_words(batch, per_rank)]
+        return ", ".join([*words, *([self.ranks_label(ranks)] if ranks else [])])
 
     @property
     def usual_precision(self) -> str:
         """In which the preset compiles: bf16, unless the number format is not the lab's to set."""
-        return "fp32" if self.own and "loss" not in self.own.offers else "bf16"
+        return "fp32" if self.own and self.own.own_format else "bf16"
 
     def precision_name(self, precision: str) -> str:
         """A number format for people."""
-        return "own number format" if self.own and "loss" not in self.own.offers else precision
+        return "own number format" if self.own and self.own.own_format else precision
 
     def splits_scaling(self, asked: bool | None) -> bool:
         """Whether the lost scaling is split into its causes; None does so in ``full``, where it can be."""
@@ -228,7 +228,7 @@ class Setup:
 
     def loader_name(self, batch: int) -> str:
         """What a loader alone loads, for people."""
-        return self.family_name(batch) if self.own else self.images_name(batch)
+        return self.family_name(batch) if self.own else ", ".join(self._images_words(batch))
 
     @property
     def why_alone(self) -> str:
@@ -244,12 +244,11 @@ class Setup:
         kind = "free" if self.limited else "usable"
         return f"{self.usable_cores} {kind} core{'s' * (self.usable_cores != 1)}"
 
-    def images_name(self, batch: int | None, *, per_rank: bool = False) -> str:
-        """How many images a step takes, and their size where it is not CIFAR's: ``batch 8, 64x64 pixels``."""
+    def _images_words(self, batch: int | None, per_rank: bool = False) -> list[str]:
+        """How many images a step takes, and their size where it is not CIFAR's: ``batch 8``, ``64x64 pixels``."""
         size = self.images.image_size
-        count = f"batch {batch}{' per rank' if per_rank else ''}" if batch else ""
-        words = [count, f"{size}x{size} pixels" if size != 32 else ""]
-        return ", ".join(word for word in words if word)
+        words = [f"batch {batch}{' per rank' if per_rank else ''}"] if batch else []
+        return words + ([f"{size}x{size} pixels"] if size != 32 else [])
 
 
 def usual_device(device: str | None) -> str:
@@ -274,10 +273,10 @@ def check_ranks(
     most = gpus if device == "cuda" else usable_cores
     if ranks <= most or oversubscribe:
         return
-    need = f"{ranks} ranks need {ranks} GPUs, this machine has {gpus}"
-    if device == "cpu":
-        have = "are free, since other processes take the rest" if limited else "are usable here"
-        need = f"{ranks} CPU ranks need {ranks} cores, {usable_cores} {have}"
+    have = "are free, since other processes take the rest" if limited else "are usable here"
+    need = f"{ranks} CPU ranks need {ranks} cores, {usable_cores} {have}"
+    if device == "cuda":
+        need = f"{ranks} ranks need {ranks} GPUs, this machine has {gpus}"
     raise ConfigError(
         f"{need}: give at most {most}, or set oversubscribe (such records show that it works, and nothing about speed)"
     )
