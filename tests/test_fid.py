@@ -159,18 +159,15 @@ def test_missing_packages_are_named_with_the_remedy(monkeypatch: pytest.MonkeyPa
 @pytest.mark.skipif(
     not all(map(find_spec, module.PACKAGES)), reason="torchmetrics or torch-fidelity is not installed: make fid"
 )
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_a_missing_file_is_refused_before_anything_else(call: Call, tmp_path: Path) -> None:
+    for arguments in (
         "run quality --preset smoke --data {}/none --inception {}/weights.pth --output-dir {}/out",
         "sample {}/none.pt --count 9 --data synthetic --inception {}/weights.pth",
-    ],
-)
-def test_a_missing_file_is_refused_before_anything_else(call: Call, tmp_path: Path, arguments: str) -> None:
-    code, out, err = call(*arguments.replace("{}", str(tmp_path)).split())
-    assert (code, out) == (2, "")
-    assert f"inception is '{tmp_path}/weights.pth': there is no such file; give" in err
-    assert len(err.splitlines()) == 1
+    ):
+        code, out, err = call(*arguments.replace("{}", str(tmp_path)).split())
+        assert (code, out) == (2, "")
+        assert f"inception is '{tmp_path}/weights.pth': there is no such file; give" in err
+        assert len(err.splitlines()) == 1
     assert not (tmp_path / "data").exists()
 
 

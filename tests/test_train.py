@@ -75,16 +75,14 @@ def test_a_step_is_the_plain_algorithm(config: RunConfig, decays: tuple[float, f
     assert trainer.witness()["ema_warmup"] is warmed
 
 
-@pytest.mark.parametrize("accumulation", [2, 4])
-def test_accumulation_changes_nothing_but_rounding(config: RunConfig, accumulation: int) -> None:
-    whole, parts = (Trainer(dataclasses.replace(config, accumulation=n), context()) for n in (1, accumulation))
+def test_accumulation_changes_nothing_but_rounding(config: RunConfig) -> None:
+    whole, parts = (Trainer(dataclasses.replace(config, accumulation=n), context()) for n in (1, 4))
     assert train(whole, 3) == pytest.approx(train(parts, 3), rel=1e-4)
     torch.testing.assert_close(weights(whole.network), weights(parts.network), rtol=1e-3, atol=2e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize(("kind", "bound"), [(Trainer, 1e-5), (DoublePrecision, 1e-9)])
+@pytest.mark.parametrize(("accumulation", "kind", "bound"), [(1, Trainer, 1e-5), (2, DoublePrecision, 1e-9)])
 def test_two_ranks_equal_one_on_the_same_global_batch(
     config: RunConfig, tmp_path: Path, accumulation: int, kind: type[Trainer], bound: float
 ) -> None:
