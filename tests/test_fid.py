@@ -25,9 +25,8 @@ from ddpm_lab.measure.sets import measure_alone
 from ddpm_lab.measure.trials import MOST_IMAGES, work_of
 from ddpm_lab.plan import Plan, Trial
 from ddpm_lab.questions.quality import quality
-from ddpm_lab.questions.workers import workers
 from ddpm_lab.training import fid as module
-from ddpm_lab.training.fid import Fid, inception_metric, plan_fid
+from ddpm_lab.training.fid import Fid, plan_fid
 from ddpm_lab.training.setting import Images, Setup
 from ddpm_lab.workload import RankContext
 
@@ -124,16 +123,6 @@ def test_what_is_kept_of_the_training_images_is_what_was_found(data: RunConfig, 
     assert torch.equal(first.metric.real_features_sum, other.metric.real_features_sum)
 
 
-@pytest.mark.slow
-def test_a_set_has_no_distance_from_itself(inception: str) -> None:
-    images = torch.randint(0, 256, (12, 3, 8, 8), generator=torch.Generator().manual_seed(0)).byte()
-    metric = inception_metric(Path(inception), hashlib.sha256(Path(inception).read_bytes()).hexdigest())
-    metric.update(images, real=True)
-    metric.update(images.flip(0), real=False)
-    moved = float(((metric.real_features_sum / 12) ** 2).sum())
-    assert abs(float(metric.compute())) < 1e-4 * moved
-
-
 # What it needs
 
 
@@ -194,17 +183,6 @@ def test_only_torch_fidelitys_inception_is_taken(inception: str, tmp_path: Path)
 def setup(synthetic: RunConfig) -> Setup:
     images = Images(folder=synthetic.data, sha256=synthetic.data_sha256, name="synthetic images")
     return Setup(preset="smoke", network="tiny", images=images, device="cpu", gpus=0, usable_cores=2, seed=5)
-
-
-def drawing(trials: tuple[Trial, ...]) -> list[tuple[str, int]]:
-    return [(t.label, t.config.seed) for t in trials if t.draw]
-
-
-def test_the_first_seed_of_each_configuration_draws(setup: Setup) -> None:
-    trials = quality(setup, seeds=3).trials
-    assert drawing(trials) == [("fp32", 5), ("bf16", 5), ("2 micro-batches", 5)]
-    assert not any(t.fid for t in trials)
-    assert drawing(workers(setup).trials) == [], "whose trials show that the weights are identical"
 
 
 @pytest.mark.slow

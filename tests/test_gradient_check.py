@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from ddpm_lab.config import CHECK, PRECISIONS, DiffusionConfig, ExchangeConfig, OptimizerConfig, RunConfig
 from ddpm_lab.config import HOOKS as ALL_HOOKS
 from ddpm_lab.data.loaders import Batch
-from ddpm_lab.diffusion.unet import NETWORKS
 from ddpm_lab.gradient_bounds import BOUNDS, FLIPS, HOOKS, fault
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
@@ -87,15 +86,6 @@ def test_sound_settings_are_as_expected(config: RunConfig, settings: dict[str, A
     answer = answer_of(dataclasses.replace(config, **settings))
     assert fault(answer) == ""
     assert all(step["layers"] == 70 for step in answer["steps"]), "a layer without a gradient is not checked"
-
-
-@pytest.mark.slow
-def test_other_implementations_are_as_expected(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    narrow = dataclasses.replace(NETWORKS["seed"], width=16, multipliers=(1, 2), heads=2, head_width=16)
-    monkeypatch.setitem(NETWORKS, "seed", narrow)
-    config = dataclasses.replace(config, network="seed")
-    assert judged(dataclasses.replace(config, implementation="plain", channels_last=False)) == ""
-    assert judged(dataclasses.replace(config, kernels="fused", precision="bf16")) == ""
 
 
 def planted(

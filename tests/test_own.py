@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from ddpm_lab.config import OWN, RunConfig
 from ddpm_lab.diffusion.step import LossStep
 from ddpm_lab.measure.witness import mismatches
-from ddpm_lab.training.own import OwnTraining, described, images_of, loader_alone, moved, own
+from ddpm_lab.training.own import OwnTraining, described, images_of, moved, own
 from ddpm_lab.training.setting import Own
 from ddpm_lab.workload import RankContext, Training, call_maker, named, place_of
 
@@ -124,18 +124,6 @@ def test_every_sample_is_used_once_an_epoch_whatever_the_ranks_and_workers(made:
     assert one != epoch(seed=1)
 
 
-def test_seeds_set_weights_and_ranks_draw_noise_of_their_own(made: Make) -> None:
-    off = dataclasses.replace(config().exchange, enabled=False)
-
-    def drawn(**settings: Any) -> tuple[str, float]:
-        return made(**settings).weights_sha256(), float(torch.rand(()))
-
-    first, second = (drawn(ranks=2, rank=rank, exchange=off) for rank in (0, 1))
-    assert first[0] == second[0]
-    assert first[1] != second[1]
-    assert drawn(seed=1)[0] != drawn(seed=0)[0] == drawn(seed=0)[0]
-
-
 BATCHES = """
 def ready(config, context):
     model = Net()
@@ -228,14 +216,6 @@ def test_a_larger_learning_rate_scales_the_users(made: Make) -> None:
     assert made(optimizer=scaled).optimizer.param_groups[0]["lr"] == pytest.approx(0.4)
 
 
-def test_the_loader_alone_consumes_the_same(made: Make) -> None:
-    workload = made()
-    train(workload, 3)
-    with closing(loader_alone(config(loader_workers=1), context())) as alone:
-        assert train(alone, 3) == [0.0] * 3
-        assert alone.witness()["indices_sha256"] == workload.witness()["indices_sha256"]
-
-
 def test_batches_of_any_form_are_counted_moved_and_described() -> None:
     Pair = namedtuple("Pair", ["images", "name"])
     images = torch.rand(4, 3, 2, 2)
@@ -322,14 +302,6 @@ def test_ranks_exchange_where_the_loss_calls_what_it_is_given(way: str, static_g
     off = dataclasses.replace(LABEL, exchange=dataclasses.replace(LABEL.exchange, enabled=False))
     seen = trained(off, way)
     assert mismatches(off, [seen, {**seen, "rank": 1}]) == [], "ranks that are measured on purpose without an exchange"
-
-
-def test_what_goes_past_the_compiled_model_is_told_with_its_line() -> None:
-    label = dataclasses.replace(LABEL, world_size=1, compile="whole")
-    seen = {**OFFERED, "offers": ["loss"], "steps": 3, "compile": "off"}
-    (sentence,) = mismatches(label, [seen])
-    assert sentence.startswith("mine:make (mine.py, line 32) was not compiled in 3 steps: let its loss (mine.py, line")
-    assert mismatches(label, [{**seen, "compile": "whole"}]) == []
 
 
 # How a user's function is called, and where a sentence says that it is written

@@ -107,34 +107,6 @@ def test_what_it_does_not_offer_is_left_out_with_the_reason() -> None:
         assert [c.work_name for c in asked.configurations] == [own.name]
 
 
-def test_a_number_format_of_its_own_is_never_set() -> None:
-    for question in set(FOR_OWN) - {"amp"}:
-        asked = ask(question, setup(STEPPING, "full"))
-        assert {c.precision for c in asked.configurations} == {"fp32"}
-        assert not [f.name for f in asked.families if "fp32" in f.name]
-    with pytest.raises(ConfigError, match=r"precision is 'bf16': mine:make has a step of its own"):
-        ask("profile", setup(STEPPING), precision="bf16")
-
-
-def test_trials_are_the_users_and_need_its_held_out_loss() -> None:
-    asked = ask("amp", setup(WHOLE), seeds=2)
-    assert {t.config.workload for t in asked.trials} == {OWN}
-    assert not any(t.draw for t in asked.trials)
-    assert {t.config.option("make", "") for t in asked.trials} == {"mine:make"}
-    with pytest.raises(ConfigError, match=r"seeds is 2, and mine:make gives no held_out_loss"):
-        ask("amp", setup(BATCHES), seeds=2)
-    assert ask("amp", setup(BATCHES, "full")).trials == ()
-
-
-def test_settings_of_the_labs_own_trainer_are_refused() -> None:
-    with pytest.raises(ConfigError, match="lost_scaling splits the step of the lab's own trainer"):
-        ask("multi_gpu", setup(WHOLE), lost_scaling=True)
-    config = setup(WHOLE).config(channels_last=True)
-    for name, value in (("kernels", "fused"), ("compile", "regional"), ("loader", "still")):
-        with pytest.raises(ConfigError, match=f"{name} of mine:make is "):
-            dataclasses.replace(config, **{name: value})  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("own", [WHOLE, STEPPING, BATCHES])
 def test_a_search_varies_what_can_be_set_and_sets_out_from_the_code_as_it_is(own: Own) -> None:
     found = ask("search", setup(own, "full")).space

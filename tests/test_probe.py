@@ -153,13 +153,6 @@ def test_what_the_user_said_stays(tmp_path: Path, play: Play) -> None:
     assert (config, why) == (USUAL, "")
 
 
-def test_a_candidate_that_fails_is_told_and_not_chosen(tmp_path: Path, play: Play) -> None:
-    play(**SPEEDS, failing="fp32, fused kernels")
-    config, why = fastest(tmp_path)
-    assert probe._name(config) == "fp32, channels-last"
-    assert "fp32, fused kernels failed: no such kernel" in why
-
-
 def test_a_run_that_goes_on_keeps_its_settings(tmp_path: Path, play: Play) -> None:
     machine = play(**SPEEDS)
     before = dataclasses.replace(USUAL, precision="fp32", kernels="aten", channels_last=False)

@@ -138,26 +138,20 @@ def test_images_of_other_settings_are_not_mixed(checkpoint: Path, ranks: Callabl
     draw(checkpoint, 3)
     with pytest.raises(ConfigError, match=r"images of other settings \(sampler is 'ddpm'; seed is 1\)"):
         draw(checkpoint, 3, sampler="ddpm", seed=1)
+    note = checkpoint.parent / "images" / "sampling.json"
+    for damaged in ("{", "[]", "null"):
+        note.write_text(damaged)
+        with pytest.raises(ConfigError, match="is damaged"):
+            draw(checkpoint, 3)
+    note.unlink()
+    with pytest.raises(ConfigError, match="images of another origin"):
+        draw(checkpoint, 3)
 
 
 def test_ranks_that_ran_otherwise_are_stopped(checkpoint: Path, ranks: Callable[..., Ranks]) -> None:
     ranks(ran="fp32")
     with pytest.raises(RunFailed, match="the label says precision bf16, rank 0 ran with fp32"):
         draw(checkpoint, 3, precision="bf16")
-
-
-def test_a_folder_of_other_images_is_left_alone(checkpoint: Path, ranks: Callable[..., Ranks]) -> None:
-    ranks()
-    folder = checkpoint.parent / "images"
-    folder.mkdir()
-    (folder / "000000.png").write_text("a user's")
-    with pytest.raises(ConfigError, match="images of another origin"):
-        draw(checkpoint, 3)
-    assert [p.name for p in folder.iterdir()] == ["000000.png"]
-    for damaged in ("{", "[]", "null"):
-        (folder / "sampling.json").write_text(damaged)
-        with pytest.raises(ConfigError, match="is damaged"):
-            draw(checkpoint, 3)
 
 
 def test_bad_settings_are_refused(checkpoint: Path, ranks: Callable[..., Ranks]) -> None:

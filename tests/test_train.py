@@ -164,15 +164,3 @@ def test_precisions_on_a_gpu(config: RunConfig, precision: str) -> None:
     assert trainer.witness()["precision"] == precision
     assert np.isfinite(losses).all()
     assert trainer.witness()["autocast_scaler"] == (precision == "fp16")
-
-
-def test_the_hash_is_of_weights_and_averages(config: RunConfig) -> None:
-    """A frozen average would otherwise be taken for the same training."""
-    hashes = set()
-    for every in (1, 2):
-        optimizer = dataclasses.replace(config.optimizer, ema_every=every)
-        trainer = Trainer(dataclasses.replace(config, optimizer=optimizer), context())
-        train(trainer, 1)
-        hashes.add(trainer.weights_sha256())
-        trainer.close()
-    assert len(hashes) == 2

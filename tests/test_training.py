@@ -127,16 +127,6 @@ def test_the_state_of_gradient_scaling_goes_on(config: RunConfig, tmp_path: Path
     assert other.scaler.state_dict() == state
 
 
-def test_samples_are_those_of_the_averaged_weights_from_the_same_noise(config: RunConfig, tmp_path: Path) -> None:
-    trainer = start(config)
-    trainer.samples(path=str(tmp_path / "a.png"), count=4, steps=3)
-    advance(trainer, 1)  # before the first averaging
-    trainer.samples(path=str(tmp_path / "b.png"), count=4, steps=3)
-    one, two = (np.asarray(Image.open(tmp_path / name)) for name in ("a.png", "b.png"))
-    assert one.shape == (2 * 8 + 2, 2 * 8 + 2, 3)
-    assert (one == two).all()
-
-
 def test_only_rank_0_writes_and_evaluates(config: RunConfig, tmp_path: Path) -> None:
     trainer = start(config)
     trainer.context = dataclasses.replace(trainer.context, rank=1)

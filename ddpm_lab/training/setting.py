@@ -1,4 +1,4 @@
-"""The setting of an experiment: what is trained on which images, what the machine offers, the trainer's defaults."""
+"""What an experiment trains on which images, what the machine offers, and the trainer's defaults on it."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ Workers = Annotated[int | None, Opt("worker processes that decode files while th
 
 
 def usual_settings(device: str) -> dict[str, Any]:
-    """The trainer's settings for speed by what the device can do; Adam in one kernel and EMA in one call are always on.
+    """The trainer's settings for speed by what the device can do; none was measured slower than plain fp32 on its kind.
 
-    None is slower than plain fp32 on its kind, as far as that was measured. What each is worth on a machine is measured
-    by notebook 07; the best combination is what ``recommend`` searches, the fastest of these what ``probe`` finds.
+    Notebook 07 measures what each is worth on a machine; ``recommend`` searches for the best combination.
     """
     if device == "cuda":
         capability = least_capability() or (8, 0)  # elsewhere, as where a grid is only looked at
         # fp16 has its products from 7.0 on, bf16 from 8.0 on (CUDA C++ Programming Guide, table of throughputs).
         precision = "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
         own = {"kernels": "aten", "compile": "whole" if capability >= (7, 0) else "off", "loader": "resident"}
-        return {"precision": precision, "channels_last": True, **own}
-    kernels = "fused" if shutil.which(os.environ.get("CXX", "g++")) else "aten"
-    own = {"kernels": kernels, "compile": "off", "loader": "packed", "freed_memory": "kept"}
-    return {"precision": "bf16" if multiplies_bf16() else "fp32", "channels_last": True, **own}
+    else:
+        precision = "bf16" if multiplies_bf16() else "fp32"
+        kernels = "fused" if shutil.which(os.environ.get("CXX", "g++")) else "aten"
+        own = {"kernels": kernels, "compile": "off", "loader": "packed", "freed_memory": "kept"}
+    return {"precision": precision, "channels_last": True, **own}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +60,9 @@ class Images:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Own:
-    """A training of the user's, as found when it was looked at: its name, and what identifies it beside its code.
+    """A training of the user's, as it was when it was tried: its name, and what identifies it beside its code.
 
-    ``offers`` are some of dataset, loss, held_out_loss and training; nothing is known of a loop that only yields.
+    ``offers`` are some of training, dataset, loss and held_out_loss; a loop that only yields offers none.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Own:
 
     @property
     def sha256(self) -> str:
-        """What stands for its data: only what was made alike is compared."""
+        """In the place of a data hash: only what was made alike is compared."""
         return own_data(self.name) + digest(dict(self.options))
 
     def settings(self) -> dict[str, Any]:
@@ -122,12 +122,9 @@ class Setup:
     seed: int = 0
     oversubscribe: bool = False
     hosts: int = 1
-    places: int = 0
-    """Hosts that can be used, and the ranks that a job has a place for on each; 0 is as many as there are devices."""
-    limited: bool = False
-    """Whether ``usable_cores`` are fewer than the machine has: other processes take the rest."""
-    own: Own | None = None
-    """A training of the user's, in place of the network and the images."""
+    places: int = 0  # ranks that a job has room for on each host; 0 is as many as there are devices
+    limited: bool = False  # usable_cores are fewer than the machine has: other processes take the rest
+    own: Own | None = None  # a training of the user's, in place of the network and the images
 
     def config(self, **settings: Any) -> RunConfig:
         """A configuration of this set-up."""
@@ -174,11 +171,11 @@ class Setup:
 
     def batch_size(self, asked: int | None, ranks: int = 1) -> int:
         """The global batch size asked for, or the preset's: 128, and 8 on a CPU except in ``full``."""
-        if asked is not None:
-            whole("global_batch_size", asked, 1)
-            return asked
         usual = 128 if self.device == "cuda" or self.preset == "full" else 8
-        return -(-usual // ranks) * ranks
+        if asked is None:
+            return -(-usual // ranks) * ranks
+        whole("global_batch_size", asked, 1)
+        return asked
 
     def world_sizes(self, asked: Sequence[int] | None, usual: Sequence[int]) -> list[int]:
         """The world sizes asked for, checked; or those of ``usual`` that this machine can run."""
@@ -204,7 +201,7 @@ class Setup:
     def ranks_label(self, ranks: int) -> str:
         """``2 GPUs``, ``2 ranks`` or ``8 GPUs on 2 hosts``."""
         hosts = f" on {self.nodes(ranks)} hosts" if self.nodes(ranks) > 1 else ""
-        return f"{ranks} {'GPU' if self.device == 'cuda' else 'rank'}{'s' if ranks > 1 else ''}{hosts}"
+        return f"{ranks} {'GPU' if self.device == 'cuda' else 'rank'}{'s' * (ranks > 1)}{hosts}"
 
     def family_name(self, batch: int | None, ranks: int | None = None, *, per_rank: bool = False) -> str:
         """A family's name for people: what everything in it has in common."""
@@ -261,10 +258,9 @@ def usual_device(device: str | None) -> str:
 def check_ranks(
     device: str, ranks: int, gpus: int, usable_cores: int, oversubscribe: bool = False, *, limited: bool = False
 ) -> None:
-    """Raise ConfigError for more ranks than there are GPUs, or usable cores, to give each one of its own.
+    """Raise ConfigError for a GPU that torch cannot use, and for more ranks than GPUs, or usable cores.
 
-    With ``oversubscribe`` ranks share them. ``limited`` cores are those that other processes leave free. A GPU that
-    torch cannot use is refused too.
+    With ``oversubscribe`` ranks share them. ``limited`` cores are those that other processes leave free.
     """
     if device == "cuda" and (trouble := gpu_trouble()):
         raise ConfigError(trouble)

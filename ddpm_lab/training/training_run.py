@@ -37,6 +37,7 @@ SILENCE_SECONDS = 600.0
 """The longest silence of a rank while it compiles, saves, samples or evaluates."""
 COMPILING_CHUNKS = 3
 """A compiled step may be compiled again in its second or third call."""
+DIVERGED = "is no longer finite at step {:,}: try a lower learning rate, or fp32"
 HELD_OUT_DRAWS = 1_000
 GRID_IMAGES, GRID_STEPS = 36, 50
 LEARNED = ("network", "image_size", "attention_axis", "diffusion", "global_batch_size", "seed", "data_sha256")
@@ -131,25 +132,17 @@ def _given(
             raise ConfigError(f"{place}: {name} is not for a file of training settings: leave it out")
     if "data" in flags:
         values.pop("data_sha256", None)  # it belongs to the file's images
-    given = {**flags, **{f"{TABLE}.{name}": value for name, value in schedule.items()}}
-    values.setdefault(TABLE, {})
-    for name, value in given.items():
+    for table in {TABLE, *(name.rpartition(".")[0] for name in flags)} - {""}:
+        if not isinstance(values.setdefault(table, {}), dict):
+            raise ConfigError(f"{place}: {table} is {values[table]!r}: give a table, [{table}]")
+    for name, value in flags.items():
         table, _, inner = name.rpartition(".")
-        if table:
-            values[table] = {**_table(place, table, values.get(table, {})), inner: value}
-        else:
-            values[name] = value
-    times = _table(place, TABLE, values.pop(TABLE))
+        (values[table] if table else values)[inner] = value
+    times = {**values.pop(TABLE), **schedule}
     known(f"[{TABLE}]", times, Schedule)
     if "steps" not in times:
         raise ConfigError("how long to train is not given: give --steps, or steps in the table [train] of --config")
     return values, Schedule(**times)
-
-
-def _table(place: str, name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{place}: {name} is {value!r}: give a table, [{name}]")
-    return value
 
 
 def _check_machine(config: RunConfig, place: str) -> None:
@@ -281,8 +274,11 @@ class _Run:
         try:
             how: dict[str, Any] = {"environment": {}, "progress": self.progress, "starting": without_sigterm}
             with Group(self.config, threads=threads, modules={}, **how) as group:
-                if self.config.nodes > 1:  # each host has its own copy of the images, for all that is known here
-                    self._check_images(group)
+                # Each host has its own copy of the images, for all that is known here.
+                for rank, seen in enumerate(group.witness() if self.config.nodes > 1 else ()):
+                    if seen["data_sha256"] != self.config.data_sha256:
+                        told = f"rank {rank} sees other images than its configuration names: prepare them alike"
+                        raise GroupFailed("refused", f"{told} everywhere")
                 while self.step < self.schedule.steps and self.stop.number is None:
                     rows = self._advance(group)
                     self._between(group, rows)
@@ -296,13 +292,6 @@ class _Run:
             raise self._failed(f"{where}{failed.reason}{advice}") from failed
         path = self.run.checkpoint(self.step)
         return Outcome(step=self.step, checkpoint=path, loss=self.loss, held_out_loss=self.held_out)
-
-    def _check_images(self, group: Group) -> None:
-        """Raise GroupFailed if a rank sees other images than the rest."""
-        for rank, seen in enumerate(group.witness()):
-            if seen["data_sha256"] != self.config.data_sha256:
-                sentence = f"rank {rank} sees other images than its configuration names: prepare them alike everywhere"
-                raise GroupFailed("refused", sentence)
 
     def _advance(self, group: Group) -> list[dict[str, Any]]:
         """Train one chunk; returns a row of the log for each step."""
@@ -322,7 +311,7 @@ class _Run:
             row: dict[str, Any] = {"step": self.step + len(rows) + 1, "loss": statistics.fmean(losses)}
             if not math.isfinite(row["loss"]):
                 self._log(rows)
-                raise self._diverged("the loss", row["step"])
+                raise self._failed(f"the loss {DIVERGED.format(row['step'])}")
             rows.append(row | {"images_per_second": float(f"{rate:.6g}")})
         self.step += steps
         self.loss = statistics.fmean(row["loss"] for row in rows)
@@ -338,7 +327,7 @@ class _Run:
             self.progress.always(f"step {self.step:,}: held-out loss")
             found = group.call("held_out_loss", SILENCE_SECONDS, draws=HELD_OUT_DRAWS)[0]
             if not math.isfinite(found["loss"]):
-                raise self._diverged("the held-out loss", self.step)
+                raise self._failed(f"the held-out loss {DIVERGED.format(self.step)}")
             self.held_out = found["loss"]
             rows[-1] |= {"held_out_loss": found["loss"], "held_out_by_time": found["by_time"]}
         self._log(rows)
@@ -384,9 +373,6 @@ class _Run:
         self.progress.expect(left if known and self.step < self.schedule.steps else None)
         loss = f"{self.loss:.4f}" + (f", held-out {self.held_out:.4f}" if self.held_out is not None else "")
         self.progress(f"step {self.step:,} of {self.schedule.steps:,}, loss {loss}, {rate:,.0f} images/s")
-
-    def _diverged(self, what: str, step: int) -> RunFailed:
-        return self._failed(f"{what} is no longer finite at step {step:,}: try a lower learning rate, or fp32")
 
     def _failed(self, sentence: str) -> RunFailed:
         found = checkpoints_in(self.run.checkpoints)
