@@ -17,17 +17,15 @@ from PIL import Image
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import TRAINING, OptimizerConfig, RunConfig
-from ddpm_lab.data.packed import open_packed, prepare, read_manifest
+from ddpm_lab.data.packed import open_packed, prepare
 from ddpm_lab.explain import samples
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import measure_alone
 from ddpm_lab.measure.trials import MOST_IMAGES, work_of
 from ddpm_lab.plan import Plan, Trial
-from ddpm_lab.questions.quality import quality
 from ddpm_lab.training import fid as module
 from ddpm_lab.training.fid import Fid, plan_fid
-from ddpm_lab.training.setting import Images, Setup
 from ddpm_lab.workload import RankContext
 
 Array = npt.NDArray[np.float64]
@@ -177,24 +175,3 @@ def test_only_torch_fidelitys_inception_is_taken(inception: str, tmp_path: Path)
         with pytest.raises(ConfigError, match="does not hold the weights of torch-fidelity's Inception: give its file"):
             plan_fid(str(file), 2, None)
     assert not (tmp_path / "harm").exists()
-
-
-@pytest.fixture
-def setup(synthetic: RunConfig) -> Setup:
-    images = Images(folder=synthetic.data, sha256=synthetic.data_sha256, name="synthetic images")
-    return Setup(preset="smoke", network="tiny", images=images, device="cpu", gpus=0, usable_cores=2, seed=5)
-
-
-@pytest.mark.slow
-def test_a_fid_is_asked_of_what_draws_and_changes_no_run(setup: Setup, inception: str) -> None:
-    plain = quality(setup, seeds=2).trials
-    asked = quality(setup, seeds=2, inception=inception).trials
-    assert [t.config.run_id for t in asked] == [t.config.run_id for t in plain]
-    assert [t.fid is not None for t in asked] == [t.draw for t in plain]
-    assert {t.fid.images for t in asked if t.fid} == {64}
-    count = read_manifest(Path(setup.images.folder)).train_count
-    full = quality(replace(setup, preset="full"), seeds=1, inception=inception).trials[0].fid
-    assert full is not None
-    assert full.images == count, "no more than there are to train on"
-    with pytest.raises(ConfigError, match=f"the data has {count:,}: give at most that"):
-        quality(setup, inception=inception, fid_images=count + 1)

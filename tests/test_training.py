@@ -142,7 +142,9 @@ def images_of(png: str | None) -> np.ndarray[Any, Any]:
     return np.asarray(Image.open(io.BytesIO(base64.urlsafe_b64decode(png)))).reshape(8, -1, 8, 3).swapaxes(0, 1)
 
 
-def test_what_weights_draw_is_drawn_alike_whatever_they_were_trained_in(config: RunConfig) -> None:
+def test_what_weights_draw_is_drawn_alike_whatever_they_were_trained_in(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same averages, so that only who draws could make a difference: to the last bit there is none."""
     trainers = [start(config), start(dataclasses.replace(config, precision="bf16", kernels="fused", accumulation=4))]
     for trainer in trainers:
@@ -151,6 +153,11 @@ def test_what_weights_draw_is_drawn_alike_whatever_they_were_trained_in(config: 
     assert (found == other).all()
     assert (found[0] != found[1]).any()
     assert np.mean((found > 0) & (found < 255)) > 0.05, "pixels that could tell a difference"
+    monkeypatch.setattr("ddpm_lab.training.training._DRAWN", 2)
+    trainers[0].draw_pixels(path=str(tmp_path / "a.npy"), count=5, steps=8)
+    many = np.load(tmp_path / "a.npy")
+    assert many.shape == (5, 8, 8, 3)
+    assert abs(many[:3].astype(int) - found).max() <= 1, "many images begin with the first few"
     grow(trainers[0], 2)
     assert (images_of(trainers[0].draw_png(count=3, steps=8)) != found).any(), "other weights draw something else"
 
@@ -161,17 +168,3 @@ def grow(trainer: Training, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for average, plain in zip(trainer.averages, empty_network(trainer.config).parameters(), strict=True):
         average.add_(torch.randn(plain.shape, generator=generator).reshape(average.shape), alpha=0.1)
-
-
-def test_many_images_begin_with_the_first_few(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ddpm_lab.training.training._DRAWN", 2)
-    trainer = start(config)
-    path = tmp_path / "generated.npy"
-    trainer.draw_pixels(path=str(path), count=5, steps=3)
-    many = np.load(path)
-    assert many.shape == (5, 8, 8, 3)
-    assert abs(many[:3].astype(int) - images_of(trainer.draw_png(count=3, steps=3))).max() <= 1
-    trainer.context = dataclasses.replace(trainer.context, rank=1)
-    assert trainer.draw_png(count=3, steps=3) is None
