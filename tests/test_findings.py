@@ -14,12 +14,13 @@ from drawn_studies import STUDIES
 from scaled_records import all_reduces
 
 from ddpm_lab.config import LOADER_ALONE, ExchangeConfig, RunConfig
-from ddpm_lab.explain import compiling, decisions, findings, phrases, show
+from ddpm_lab.explain import decisions, findings, phrases, show
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.table import plain
 from ddpm_lab.questions.answers import answer
 from ddpm_lab.questions.bottleneck import NO_EXCHANGE
+from ddpm_lab.questions.torch_compile import break_even
 from ddpm_lab.record import RunRecord
 
 BF16 = RunConfig(precision="bf16")
@@ -196,7 +197,7 @@ def test_of_workers_the_answer_is_about_training_and_not_the_loader_alone() -> N
 
 def test_compiling_pays_off_after_cost_by_saving() -> None:
     found = compile_study(1.25)
-    cost = compiling.break_even(found, comparisons(found)[2])
+    cost = break_even(found, comparisons(found)[2])
     # 30 s by 100 ms - 80 ms a step.
     assert cost.steps == pytest.approx(1500, rel=0.1)
     assert cost.steps_low < cost.steps < cost.steps_high

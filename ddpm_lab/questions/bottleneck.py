@@ -14,10 +14,8 @@ from typing import Annotated, Any, NamedTuple
 from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.config import DDPM, ExchangeConfig, RunConfig
 from ddpm_lab.declared import Opt, known
-from ddpm_lab.explain import batch_sizes as sizes
 from ddpm_lab.explain import budget as bd
 from ddpm_lab.explain import (
-    compiling,
     decisions,
     limits,
     machine_state,
@@ -37,6 +35,8 @@ from ddpm_lab.explain.questions import lost_scaling
 from ddpm_lab.explain.subject import Subject, roofline, subject
 from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import WEAK, Experiment, Family
+from ddpm_lab.questions import torch_compile
+from ddpm_lab.questions.batch_size import CAVEAT
 from ddpm_lab.record import set_log_ratio
 from ddpm_lab.training.setting import Batch, Setup, WorldSize, check_cores
 
@@ -258,7 +258,7 @@ def _advice(study: Study, about: Subject, other: RunConfig, name: str, row: Comp
     judged = quality.Trials.of(study).verdict(about.config, other, about.profile.code_version)
     said = quality.full(judged)
     if "global_batch_size" in changed:
-        said = f"{said}. {sizes.CAVEAT}".removesuffix(".")
+        said = f"{said}. {CAVEAT}".removesuffix(".")
     status, ratio = NOT_MEASURED, stats.estimate([])
     if row is None:
         mine = ("note", name, about.config.run_id)
@@ -273,7 +273,7 @@ def _advice(study: Study, about: Subject, other: RunConfig, name: str, row: Comp
         evidence = f"Measured in {row.family}: {phrases.ratio(row)} ({phrases.evidence(row)}{sentences.noise(row)})"
         evidence += "" if row.resolved else f"; {phrases.outcome(row)}"
         if other.compile != "off" and about.config.compile == "off":
-            evidence += f". {compiling.sentence(study, row).removesuffix('.')}"
+            evidence += f". {torch_compile.sentence(study, row).removesuffix('.')}"
     share, why = _rationale(about, changed)
     before, after = _settings(changed)
     return Advice(
@@ -523,7 +523,7 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = (), remarks: Se
     about = subject(study)
     if about is None:
         return f"# Bottleneck report\n\n{summary(study)[0]}\n"
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: PLC0415
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     found, config = advice(study), about.config
     peak, mine = roofline(study, about), (config.world_size, config.global_batch_size)

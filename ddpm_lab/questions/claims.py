@@ -14,7 +14,7 @@ from typing import Annotated, NamedTuple
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import Opt
-from ddpm_lab.explain import budget, compiling, decisions, machine_state, operators, phrases, quality
+from ddpm_lab.explain import budget, decisions, machine_state, operators, phrases, quality
 from ddpm_lab.explain.answer import Answer, View, speed_table, speeds
 from ddpm_lab.explain.bands import DOCUMENTS
 from ddpm_lab.explain.comparisons import Comparison, comparisons
@@ -23,7 +23,7 @@ from ddpm_lab.explain.frames import Study, once
 from ddpm_lab.explain.table import Table
 from ddpm_lab.measure.wrong_ways import WORKLOAD
 from ddpm_lab.plan import Experiment, Family, Trial, scaling
-from ddpm_lab.questions import faults
+from ddpm_lab.questions import faults, torch_compile
 from ddpm_lab.questions.faults import FAULTS, Records, readings
 from ddpm_lab.training.setting import Batch, Setup
 
@@ -260,12 +260,12 @@ def _faster(claim: Claim, records: Records) -> Judged:
         return Judged(decisions.INCONCLUSIVE, _said(row), phrases.outcome(row))
     why = f"it is called {row.verdict}"
     if claim.expects == decisions.SLOWER:  # everywhere: where compiling pays off refutes it, and no CPU confirms it
-        cost = compiling.break_even(records.studies[row.experiment], row)
+        cost = torch_compile.break_even(records.studies[row.experiment], row)
         if row.verdict == decisions.SLOWER and row.config.device == "cpu":
             return _undecided(replace(claim, gpus=1), records)
         if row.verdict == decisions.FASTER and math.isnan(cost.steps):
             return _undecided(claim, records)
-        why = f"compiling takes {phrases.seconds(cost.cold_seconds)} and pays off {compiling.pays_off(cost, row)}"
+        why = f"compiling takes {phrases.seconds(cost.cold_seconds)} and pays off {torch_compile.pays_off(cost, row)}"
     others = _rows(claim, records) if claim.best else ()
     better = [r.label for r in others if r.family == row.family and r.ratio.low > row.ratio.high]
     holds = row.verdict == claim.expects and not better

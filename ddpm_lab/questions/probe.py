@@ -283,8 +283,8 @@ def _recommended(config: RunConfig, open_: Sequence[str], output: Path) -> RunCo
             return None
         # The explaining half is not on a bare GPU node, and what it notes of the ledger is no output of a training.
         with redirect_stdout(sys.stderr):
-            from ddpm_lab.questions import experiments  # noqa: PLC0415
-            from ddpm_lab.questions.recommendation import recommendation  # noqa: PLC0415
+            from ddpm_lab.questions import experiments
+            from ddpm_lab.questions.recommendation import recommendation
 
             study = experiments.measured_here("recommendation", output)
             found = study and recommendation(study)

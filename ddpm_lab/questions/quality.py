@@ -123,7 +123,7 @@ def _fid(setup: Setup, inception: str | None, images: int | None) -> Fid | None:
         if images is not None:
             raise ConfigError(f"fid_images is {images!r}, and no FID is measured: give the file inception too")
         return None
-    from ddpm_lab.training.fid import plan_fid  # noqa: PLC0415 - torch only where a FID is asked for
+    from ddpm_lab.training.fid import plan_fid
 
     manifest = read_manifest(Path(setup.images.folder)) if setup.images.folder else None
     usual = _FID_IMAGES[setup.preset] if manifest is None else min(_FID_IMAGES[setup.preset], manifest.train_count)

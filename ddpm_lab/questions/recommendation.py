@@ -16,18 +16,19 @@ from typing import TYPE_CHECKING
 
 from ddpm_lab import files
 from ddpm_lab.config import DDPM, OWN
-from ddpm_lab.explain import compiling, decisions, figure_ratios, machine_state, phrases, quality, sentences, stats
+from ddpm_lab.explain import decisions, figure_ratios, machine_state, phrases, quality, sentences, stats
 from ddpm_lab.explain.answer import Answer, View
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.bars import bars
 from ddpm_lab.explain.charts.forest import forest
 from ddpm_lab.explain.charts.style import Panel, Row
 from ddpm_lab.explain.comparisons import Comparison, comparisons, shown
-from ddpm_lab.explain.figure_batch_sizes import beside as batch_sizes
 from ddpm_lab.explain.findings import ANSWERED, Finding, about, plain
 from ddpm_lab.explain.frames import RECOMMENDATION, Study, once
 from ddpm_lab.explain.table import Table, without_constant
 from ddpm_lab.plan import SEARCH, WEAK
+from ddpm_lab.questions import torch_compile
+from ddpm_lab.questions.batch_size import beside as batch_sizes
 from ddpm_lab.questions.search import SIMPLER, Belief, admissible, believe, observations
 from ddpm_lab.record import LedgerError
 from ddpm_lab.settings_file import OWN as OF_A_RUN
@@ -63,7 +64,7 @@ class Step:
     judged: quality.Equivalence
     gain: stats.Estimate
     verdict: str = ""
-    compiled: compiling.BreakEven | None = None
+    compiled: torch_compile.BreakEven | None = None
 
     @property
     def quality(self) -> str:
@@ -176,7 +177,7 @@ def _steps(
                 gain=gain,
                 verdict=decision.word,
                 judged=judged,
-                compiled=compiling.break_even(study, replace(row, ratio=gain)) if compiles else None,
+                compiled=torch_compile.break_even(study, replace(row, ratio=gain)) if compiles else None,
             )
         )
     return tuple(found[1:])
@@ -299,7 +300,7 @@ def steps_table(found: Recommendation) -> Table:
                 "Sets": str(row.sets),
                 "Quality": step.quality if i else dash,
                 f"{found.training_images:,} images": phrases.seconds(found.training_seconds(i)),
-                "Compiling pays off": compiling.pays_off(step.compiled, as_step) if step.compiled else dash,
+                "Compiling pays off": torch_compile.pays_off(step.compiled, as_step) if step.compiled else dash,
                 "Recommended": "yes" if i == found.count else "",
             }
         )

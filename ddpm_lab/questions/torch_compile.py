@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ddpm_lab.explain import compiling, figure_costs, phrases
+import numpy as np
+
+from ddpm_lab.explain import decisions, figure_ratios, phrases, stats
 from ddpm_lab.explain.answer import Answer, View, speeds
-from ddpm_lab.explain.comparisons import Comparison
+from ddpm_lab.explain.charts import style
+from ddpm_lab.explain.charts.bars import bars
+from ddpm_lab.explain.charts.lines import Line, Plot, lines
+from ddpm_lab.explain.charts.style import Panel, Row
+from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import Experiment, Family
 from ddpm_lab.questions.quality import trained_views
-from ddpm_lab.training.setting import (
-    Batch,
-    Precision,
-    Setup,
-    Workers,
-    WorldSizes,
-)
+from ddpm_lab.training.setting import Batch, Precision, Setup, Workers, WorldSizes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def torch_compile(
@@ -63,20 +68,200 @@ def answer(study: Study) -> Answer:
     """Compare eager and compiled speed, and what compiling costs with what it saves."""
 
     def columns(row: Comparison) -> dict[str, str]:
-        cost = compiling.break_even(study, row)
+        cost = break_even(study, row)
         compiled = bool(row.sets) and row.role == "candidate"
         known = compiled and not math.isnan(cost.cold_seconds)
         return {
             "Compile, cold": phrases.seconds(cost.cold_seconds) if known else phrases.DASH,
-            "Pays off": compiling.pays_off(cost, row) if compiled else phrases.DASH,
+            "Pays off": pays_off(cost, row) if compiled else phrases.DASH,
         }
 
     crossing = "Total time with and without compiling: where the lines cross it pays off."
     split = "What a run costs beside its steps: eager, from a warm and from a cold cache."
     views = (
-        View(caption=crossing, name="break_even", figure=lambda: figure_costs.break_even(study)),
-        View(caption=split, name="costs", figure=lambda: figure_costs.cost_split(study)),
+        View(caption=crossing, name="break_even", figure=lambda: crossings(study)),
+        View(caption=split, name="costs", figure=lambda: costs(study)),
         *trained_views(study),
     )
-    found = compared(study, own=lambda lead: [compiling.sentence(study, lead)])
+    found = compared(study, own=lambda lead: [sentence(study, lead)])
     return speeds(study, found, columns=columns, views=views)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BreakEven:
+    """Seconds of a cold compile, over so many ``measurements``, and the steps that earn them back.
+
+    The interval of the cost is NaN for one measurement; that of the steps then follows from that of the ratio alone.
+    Infinite steps: never, at this speed.
+    """
+
+    cost: stats.Estimate
+    measurements: int
+    steps: float
+    steps_low: float
+    steps_high: float
+
+    @property
+    def cold_seconds(self) -> float:
+        """Geometric mean of the measurements; NaN without any."""
+        return self.cost.value
+
+
+def break_even(study: Study, row: Comparison) -> BreakEven:
+    """Return the break-even of one compiled configuration."""
+    ok = [r for r in study.records if (r.role, r.status, r.run_id) == ("cold", "ok", row.run_id)]
+    cold = [r.stages["compile"] for r in ok if "compile" in r.stages]
+    cost, step = stats.estimate(np.log(cold)), _eager_step(row)
+    saved, saved_low, saved_high = (step * (1 - 1 / v) for v in (row.ratio.value, *row.ratio.ends))
+    ends = (math.nan, math.nan)
+    if cold and not math.isnan(saved_low):
+        ends = (math.inf, math.inf)
+        if saved > 0:
+            ends = stats.quotient_interval((cost.value, cost.low, cost.high), (saved, saved_low, saved_high))
+    steps = stats.break_even_steps(cost.value, step, row.ratio.value)
+    return BreakEven(cost=cost, measurements=len(cold), steps=steps, steps_low=ends[0], steps_high=ends[1])
+
+
+def _eager_step(row: Comparison) -> float:
+    """Return the seconds of a step of the baseline, paired with the configuration's."""
+    return row.step_seconds * row.ratio.value
+
+
+def total_seconds(found: BreakEven, row: Comparison, steps: float) -> tuple[float, float, float]:
+    """Compile time and so many steps: value and interval; the interval meets eager training at the break-even's ends.
+
+    Distances of the parts from their ends add up as squares (MOVER, as for the break-even).
+    """
+    cost, eager = found.cost, steps * _eager_step(row)
+    parts = (
+        (cost.value, cost.low, cost.high),
+        (eager / row.ratio.value, eager / row.ratio.high, eager / row.ratio.low),
+    )
+    below, above = (
+        math.hypot(*(0.0 if math.isnan(part[end]) else part[end] - part[0] for part in parts)) for end in (1, 2)
+    )
+    total = parts[0][0] + parts[1][0]
+    return total, total - below, total + above
+
+
+_COUNTERS = {
+    "compiled_frames": "compiled frame",
+    "graphs": "graph",
+    "graph_breaks": "graph break",
+    "recompiles": "recompile",
+}
+
+
+def counters(study: Study, run_id: str) -> str:
+    """What a configuration's last witness counted: "1 compiled frame, 1 graph, 0 graph breaks and 0 recompiles"."""
+    ranks = [rank for r in study.records if r.run_id == run_id for rank in r.witness.get("ranks", ())]
+    counted = [rank for rank in ranks if _COUNTERS.keys() <= rank.keys()]
+    found = [phrases.plural(int(counted[-1][key]), noun) for key, noun in _COUNTERS.items()] if counted else []
+    return phrases.joined(found)
+
+
+def pays_off(found: BreakEven, row: Comparison) -> str:
+    """Such as "after 2,130 steps (1,900 to 2,500)", "never, at this speed", "inconclusive", or "unknown"."""
+    if row.verdict == decisions.SLOWER:
+        return "never, at this speed"
+    if row.verdict != decisions.FASTER:
+        return decisions.INCONCLUSIVE
+    if math.isnan(found.steps):
+        return "unknown"
+    few, many = (phrases.significant(v) for v in (found.steps_low, found.steps_high))
+    between = f"{few} or more" if math.isinf(found.steps_high) else f"{few} to {many}"
+    return f"after {phrases.plural(phrases.significant(found.steps), 'step')} ({between})"
+
+
+def sentence(study: Study, row: Comparison) -> str:
+    """Return cost and break-even of a compiled configuration, and what its witness counted."""
+    found = break_even(study, row)
+    if math.isnan(found.cold_seconds):
+        return "The cost of a cold compile was not measured."
+    measured = phrases.plural(found.measurements, "measurement")
+    text = f"Compiling takes {phrases.seconds(found.cold_seconds)} with an empty cache ({measured})"
+    if row.resolved:
+        alone = found.measurements == 1 and row.verdict == decisions.FASTER and not math.isnan(found.steps)
+        text += f" and pays off {pays_off(found, row)}{'; the interval is that of the speed alone' * alone}."
+    else:
+        text += "; whether it pays off is not known yet."
+    witnessed = counters(study, row.run_id)
+    return f"{text} Witnessed: {witnessed}." if witnessed else text
+
+
+STAGES = {
+    "start": "start-up",
+    "build": "data and network",
+    "compile": "compile",
+    "warmup": "warm-up",
+    "steady": "timed steps",
+    "teardown": "tear-down",
+}
+
+
+def costs(study: Study) -> Figure | None:
+    """One stacked bar for eager training, and for compiled training from a warm and from a cold cache."""
+    shown = [(c, rows) for c in comparisons(study) if c.role == "candidate" and (rows := _bars(study, c))]
+    if not shown:
+        return None
+    counted = dict.fromkeys(words for c, _ in shown if (words := counters(study, c.run_id)))
+    return bars(
+        [Panel(heading=c.family, rows=rows) for c, rows in shown],
+        title="What a run costs beside its steps",
+        context=phrases.context(study),
+        label="seconds",
+        names=dict(zip(STAGES.values(), style.SERIES, strict=False)),
+        note="Median of each stage over the groups measured; timed steps last as long as the plan of a set says, and a "
+        f"cold compile is measured without them.{f' Witnessed: {phrases.joined(list(counted))}.' if counted else ''}",
+    )
+
+
+def _bars(study: Study, c: Comparison) -> list[Row]:
+    """The bars of a compiled configuration; none unless its compile was measured."""
+    ok = [r for r in study.records if r.status == "ok" and r.baseline_id == c.baseline_id]
+    cold, warm = ([r for r in ok if (r.run_id, r.compile_cache) == (c.run_id, cache)] for cache in ("cold", "warm"))
+    eager = [r for r in ok if r.role in ("baseline", "twin")]
+    rows = []
+    for name, found in ((c.baseline_label, eager), (f"{c.label}, warm cache", warm), (f"{c.label}, cold cache", cold)):
+        if found and (cold or warm):
+            each = {told: [r.stages[name] for r in found if name in r.stages] for name, told in STAGES.items()}
+            parts = {told: float(np.median(seconds)) for told, seconds in each.items() if seconds}
+            compiled = f", compile {phrases.seconds(parts['compile'])}" if "compile" in parts else ""
+            text = f"{phrases.seconds(sum(parts.values()))}{compiled}"
+            rows.append(Row(name=f"{name} ({phrases.plural(len(found), 'group')})", parts=parts, text=text))
+    return rows
+
+
+def crossings(study: Study) -> Figure | None:
+    """Time since the start with and without compiling, up to beyond the step where the lines cross."""
+    rows = [c for rows in figure_ratios.measured(study) for c in rows if c.role == "candidate"]
+    plots = [_crossing(c, found) for c in rows if not math.isnan((found := break_even(study, c)).cold_seconds)]
+    if not plots:
+        return None
+    return lines(
+        plots[:4],
+        title="When compiling pays off: total time with and without it",
+        context=phrases.context(study),
+        note="A projection: cold compile time and steady steps. Shade: 95 % interval of the speed ratio, and of the "
+        "compile time where it was measured more than once. Dashed: where the lines cross.",
+    )
+
+
+def _crossing(c: Comparison, found: BreakEven) -> Plot:
+    step, pays = _eager_step(c), c.verdict == decisions.FASTER and math.isfinite(found.steps)
+    last = 2.2 * found.steps if pays else 4 * found.cold_seconds / step
+    scale, unit = (60.0, "minutes") if step * last > 300 else (1.0, "seconds")
+    along = np.linspace(0, last, 60)
+    total, low, high = np.array([total_seconds(found, c, at) for at in along]).T / scale
+    how = "pays off" if c.resolved and not math.isnan(found.steps) else "break-even"
+    eager = [0, step * last / scale]
+    return Plot(
+        lines=[
+            Line(name=c.baseline_label, x=[0, last], y=eager, colour=style.INK, look="--", width=2.2),
+            Line(name=c.label, x=along, y=total, low=low, high=high, look="-", shade=True, width=2.2),
+        ],
+        heading=f"{c.family}: {how} {pays_off(found, c)}",
+        x_label="steps",
+        y_label=f"{unit} since the start",
+        at=found.steps if pays else None,
+    )

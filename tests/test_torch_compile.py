@@ -11,9 +11,9 @@ import pytest
 import records as make
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import compiling
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.questions import torch_compile as compiling
 
 COMPILED = RunConfig(compile="whole")
 
@@ -34,7 +34,7 @@ def test_one_compile_tells_no_spread_and_says_so() -> None:
     cost = compiling.break_even(found, row)
     step = row.step_seconds * row.ratio.value
     assert cost.cold_seconds == pytest.approx(30)
-    assert math.isnan(cost.cold_low)
+    assert math.isnan(cost.cost.low)
     assert cost.steps_low == pytest.approx(30 / (step * (1 - 1 / row.ratio.high)))
     assert cost.steps_high == pytest.approx(30 / (step * (1 - 1 / row.ratio.low)))
     text = compiling.sentence(found, row)
@@ -48,7 +48,7 @@ def test_several_compiles_widen_the_interval() -> None:
     one, three = compiling.break_even(alike, row), compiling.break_even(spread, row)
     assert three.steps == pytest.approx(one.steps)
     # ln(10 / 9) between neighbours, 4.30 standard errors of three.
-    assert three.cold_high / three.cold_seconds == pytest.approx(
+    assert three.cost.high / three.cold_seconds == pytest.approx(
         math.exp(4.303 * math.log(10 / 9) / math.sqrt(3)), rel=1e-3
     )
     assert three.steps_low < one.steps_low < one.steps < one.steps_high < three.steps_high

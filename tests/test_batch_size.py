@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import batch_sizes
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.batch_size import CAVEAT, sizes
 from ddpm_lab.record import RunRecord
 
 BASE = RunConfig(device="cuda", global_batch_size=128)
@@ -31,8 +31,8 @@ def searched(limit: str = "memory", reason: str = OOM, fits: int = 1152, base: R
     """A search as the measuring half leaves it: 4 MiB an image, and 1 GiB besides."""
     found = []
     values: dict[str, Any] = {"experiment": "batch_size", "family": FAMILY, "set_id": "", "baseline_id": ""}
-    sizes = (128, 256, 512, 1024, 2048, 1536, 1280, 1152, 1216)
-    for batch in [n for n in sizes if limit == "memory" or n <= fits]:
+    tried = (128, 256, 512, 1024, 2048, 1536, 1280, 1152, 1216)
+    for batch in [n for n in tried if limit == "memory" or n <= fits]:
         rank = dataclasses.replace(make.rank_record(0), peak_reserved_bytes=(1024 + 4 * batch) << 20)
         ok = batch <= fits
         found.append(
@@ -76,7 +76,7 @@ def test_the_claim_holds_speed_the_largest_batch_and_the_caveat() -> None:
     assert found.verdict == "faster"
     assert found.ratio == pytest.approx(1.5, rel=0.02), "the primary comparison"
     assert f"The largest batch that fits is 1,152 images ({OOM})." in found.claim
-    assert batch_sizes.CAVEAT in found.claim
+    assert CAVEAT in found.claim
     assert "quality not measured" in found.claim
     assert answer(BOTH).table()[0]["Configuration"] == "batch 128 (baseline)"
 
@@ -100,10 +100,10 @@ def test_a_limit_that_is_not_memory_is_not_called_the_largest_that_fits(limit: s
 def test_the_last_search_counts_and_other_work_does_not() -> None:
     bf16 = dataclasses.replace(BASE, precision="bf16")
     other = [dataclasses.replace(r, family="tiny, 1 GPU, bf16") for r in searched(fits=512, reason="no", base=bf16)]
-    (found,) = batch_sizes.sizes(study(*searched("time", "short", 512), *searched(), *other, *measured()))
+    (found,) = sizes(study(*searched("time", "short", 512), *searched(), *other, *measured()))
     assert (found.largest, found.family) == (1152, FAMILY)
     assert [r.batch for r in found.rows] == [128, 256, 512, 1024]
-    several = batch_sizes.sizes(study(*searched(), *other))
+    several = sizes(study(*searched(), *other))
     assert [(s.family, s.largest) for s in several] == [(FAMILY, 1152), ("tiny, 1 GPU, bf16", 512)]
     claim = answer(study(*searched(), *other)).finding.claim
     assert "with tiny, 1 GPU, bf16 the largest batch that fits is 512 images" in claim
