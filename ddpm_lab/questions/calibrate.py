@@ -99,26 +99,19 @@ def calibrate(
             Member("twin", "baseline again", baseline),
             Member("candidate", f"{extra} % more work", slower),
         ]
-        begun, found = time.monotonic(), list[RunRecord]()
-        done = quiet_sets = 0
-        while True:
-            elapsed = time.monotonic() - begun
-            left = minutes * 60 - elapsed
-            if done and left < elapsed / done:
-                break
-            show.prefix = f"set {done + 1}, {max(0, left):.0f} s left;"
-            records = measure_set(instrument, experiment=EXPERIMENT, family=family, plan=plan, members=members)
-            ledger.append(records)
-            failed = [r for r in records if r.status != "ok"]
-            found += records
-            done += 1
-            quiet_sets += not crowded(records)
-            if len([r for r in found if r.status != "ok"]) >= MOST_FAILURES:
+        begun, sets = time.monotonic(), list[list[RunRecord]]()
+        while not sets or minutes * 60 - (elapsed := time.monotonic() - begun) >= elapsed / len(sets):
+            left = max(0.0, minutes * 60 - (time.monotonic() - begun))
+            show.prefix = f"set {len(sets) + 1}, {left:.0f} s left;"
+            sets.append(measure_set(instrument, experiment=EXPERIMENT, family=family, plan=plan, members=members))
+            ledger.append(sets[-1])
+            failed = [r for records in sets for r in records if r.status != "ok"]
+            if len(failed) >= MOST_FAILURES:
                 raise LedgerError(f"the calibration cannot run here: {failed[-1].label}: {failed[-1].reason}")
-    if not quiet_sets:
+    if all(map(crowded, sets)):
         raise LedgerError("other processes took the cores of every set of the calibration: try again without them")
-    show.done(f"{done} set{'s' if done > 1 else ''} in {(time.monotonic() - begun) / 60:.1f} min")
-    return found
+    show.done(f"{phrases.plural(len(sets), 'set')} in {(time.monotonic() - begun) / 60:.1f} min")
+    return [r for records in sets for r in records]
 
 
 # --- what it says ----------------------------------------------------------------------------------------------------
@@ -137,7 +130,7 @@ class Calibration:
     are those of a rank; 0 is as many as there are ``cores``.
     ``noise`` is the standard deviation over sets of the null's log ratio; ``drift_per_minute`` the slope of the
     baseline's log speed, with its 95 % interval; ``others_cores`` the mean of what other processes kept busy (None:
-    unknown); ``resolvable`` the smallest difference that so many minutes resolve here (None: fewer than four sets).
+    unknown). ``minutes`` is when each set began, after the first.
     """
 
     hardware: str
@@ -153,15 +146,38 @@ class Calibration:
     others_cores: float | None
     stolen_share: float | None
     null: stats.Estimate
-    null_called: bool
     planted: float
     planted_estimate: stats.Estimate
-    planted_found: bool
-    planted_in_interval: bool
-    resolvable: dict[int, float | None]
     null_ratios: tuple[float, ...]
     planted_ratios: tuple[float, ...]
     minutes: tuple[float, ...]
+
+    @property
+    def null_called(self) -> bool:
+        """Whether the baseline was called different from itself, at the 99 % level."""
+        return self.null.sets >= decisions.LEAST_SETS and self.null.p < 0.01
+
+    @property
+    def truth(self) -> float:
+        """The ratio that was planted."""
+        return 1 / (1 + self.planted)
+
+    @property
+    def planted_found(self) -> bool:
+        """Whether the planted slowdown was called slower."""
+        slow = self.planted_estimate
+        return decisions.verdict(slow, slow.p, decisions.level_of_look(1)) == decisions.SLOWER
+
+    @property
+    def planted_in_interval(self) -> bool:
+        """Whether the interval holds the planted ratio."""
+        return self.planted_estimate.contains(self.truth)
+
+    @property
+    def resolvable(self) -> dict[int, float | None]:
+        """The smallest difference that so many minutes resolve here; None where they have fewer than four sets."""
+        counts = {m: int(m * 60 / self.seconds_per_set) if self.seconds_per_set else 0 for m in MINUTES}
+        return {m: _known(decisions.resolvable(self.noise, n)) for m, n in counts.items()}
 
     @property
     def passed(self) -> bool:
@@ -194,7 +210,7 @@ class Calibration:
             "null": _plain(self.null),
             "null_called_at_99": self.null_called,
             "planted": self.planted,
-            "planted_ratio": 1 / (1 + self.planted),
+            "planted_ratio": self.truth,
             "planted_measured": _plain(self.planted_estimate),
             "planted_found": self.planted_found,
             "planted_in_95_interval": self.planted_in_interval,
@@ -203,20 +219,17 @@ class Calibration:
 
     def verdict(self) -> str:
         """One sentence: may one measure here, and how finely?"""
-        if self.planted_estimate.sets < decisions.LEAST_SETS:
-            return (
-                f"Not judged: {phrases.plural(self.planted_estimate.sets, 'set')} in the time given, "
-                f"and a verdict needs {decisions.LEAST_SETS}; give more minutes"
-            )
+        if (sets := self.planted_estimate.sets) < decisions.LEAST_SETS:
+            needed = f"a verdict needs {decisions.LEAST_SETS}; give more minutes"
+            return f"Not judged: {phrases.plural(sets, 'set')} in the time given, and {needed}"
         if self.null_called:
             return "Not fit to measure now: the baseline differs from itself at the 99 % level"
         if not self.planted_found:
             return f"Not fit to measure now: a planted slowdown of {_percent(self.planted)} was not found"
-        finest = self.resolvable[max(MINUTES)]
+        finest = f"{max(MINUTES)} minutes resolve {{}}{_percent(self.resolvable[max(MINUTES)])}"
         if self.fit:
-            assert finest is not None
-            return f"Fit to measure: {max(MINUTES)} minutes resolve a difference of {_percent(finest)}"
-        return f"Fit for large differences only: {max(MINUTES)} minutes resolve {_percent(finest)}"
+            return f"Fit to measure: {finest.format('a difference of ')}"
+        return f"Fit for large differences only: {finest.format('')}"
 
 
 def calibrations(records: Sequence[RunRecord]) -> list[Calibration]:
@@ -237,17 +250,13 @@ def calibration(records: Sequence[RunRecord]) -> Calibration | None:
     if not whole:
         return None
     first = whole[0]["candidate"]
-    planted = first.config.option("pieces", 0) / whole[0]["baseline"].config.option("pieces", 1) - 1
     null_logs = np.array([set_log_ratio(s["baseline"], s["twin"]) for s in whole])
     planted_logs = np.array([set_log_ratio(s["baseline"], s["candidate"], s["twin"]) for s in whole])
-    null, slow = stats.estimate(null_logs), stats.estimate(planted_logs)
     starts = [datetime.fromisoformat(s["baseline"].environment.date) for s in whole]
     minutes = np.array([(t - starts[0]).total_seconds() / 60 for t in starts])
     windows = [w for s in whole for r in s.values() for w in r.windows]
     # A set's cost is the time to the next one; the last set's is not known from dates.
     stages = sum(sum(r.stages.values()) for r in whole[0].values())
-    per_set = float(np.diff(minutes).mean() * 60) if len(whole) > 1 else stages
-    spread = float(np.nanstd(null_logs, ddof=1)) if len(whole) > 1 else math.nan
     others = [w.others_cores for w in windows if w.others_cores is not None]
     stolen = [w.stolen_seconds for w in windows if w.stolen_seconds is not None]
     seconds = sum(w.seconds for w in windows)
@@ -259,19 +268,15 @@ def calibration(records: Sequence[RunRecord]) -> Calibration | None:
         disturbed=len(complete) - len(whole),
         threads=first.config.threads,
         cores=first.environment.machine.usable_cores,
-        seconds_per_set=per_set,
+        seconds_per_set=float(np.diff(minutes).mean() * 60) if len(whole) > 1 else stages,
         step_seconds=float(np.median(steps)) if steps else math.nan,
-        noise=spread,
+        noise=float(np.nanstd(null_logs, ddof=1)) if len(whole) > 1 else math.nan,
         drift_per_minute=_drift(minutes, whole),
         others_cores=float(np.mean(others)) if others else None,
         stolen_share=sum(stolen) / seconds if stolen and seconds else None,
-        null=null,
-        null_called=null.sets >= decisions.LEAST_SETS and null.p < 0.01,
-        planted=planted,
-        planted_estimate=slow,
-        planted_found=decisions.verdict(slow, slow.p, decisions.level_of_look(1)) == decisions.SLOWER,
-        planted_in_interval=slow.low <= 1 / (1 + planted) <= slow.high,
-        resolvable={m: _effect(spread, m * 60 / per_set if per_set else 0) for m in MINUTES},
+        null=stats.estimate(null_logs),
+        planted=first.config.option("pieces", 0) / whole[0]["baseline"].config.option("pieces", 1) - 1,
+        planted_estimate=stats.estimate(planted_logs),
         null_ratios=tuple(np.exp(null_logs)),
         planted_ratios=tuple(np.exp(planted_logs)),
         minutes=tuple(minutes),
@@ -296,11 +301,6 @@ def _drift(minutes: np.ndarray[Any, Any], whole: Sequence[dict[str, RunRecord]])
     return (float(line[0]), float(line[0]) - half, float(line[0]) + half)
 
 
-def _effect(spread: float, sets: float) -> float | None:
-    effect = decisions.resolvable(spread, int(sets))
-    return effect if math.isfinite(effect) else None
-
-
 def _percent(value: float | None) -> str:
     return "unknown" if value is None or math.isnan(value) else f"{phrases.significant(100 * value, 2)} %"
 
@@ -315,34 +315,35 @@ def _plain(estimate: stats.Estimate) -> dict[str, Any]:
 
 def lines(found: Calibration) -> list[str]:
     """The calibration in words, for a terminal and for the report."""
-    slope, low, high = found.drift_per_minute
-    drift = (
-        "unknown"
-        if math.isnan(slope)
-        else f"{100 * slope:+.2f} % a minute (95 % interval {100 * low:+.2f} to {100 * high:+.2f})"
-    )
+    slope, low, high = (f"{100 * v:+.2f}" for v in found.drift_per_minute)
+    drift = "unknown" if math.isnan(found.drift_per_minute[0]) else f"{slope} % a minute (95 % interval {low} to {high})"
     others = "unknown" if found.others_cores is None else f"{found.others_cores:.2f} cores on average"
     stolen = "" if found.stolen_share is None else f"; the hypervisor took {100 * found.stolen_share:.1f} % of the time"
-    truth = 1 / (1 + found.planted)
-    enough = found.sets >= LEAST_SETS
-    judged = ("found" if found.planted_found else "missed") if enough else "not judged"
-    inside = "inside" if found.planted_in_interval else "outside"
-    said = "called different" if found.null_called else "not called different"
+    judged = "not judged" if found.sets < decisions.LEAST_SETS else "found" if found.planted_found else "missed"
+    if found.sets > 1:
+        judged += f", and the truth lies {'inside' if found.planted_in_interval else 'outside'} the interval"
     some = f", with {found.threads} of {phrases.plural(found.cores, 'core')}" if found.threads else ""
     lost = f"; {found.disturbed} more were disturbed by other processes and do not count" if found.disturbed else ""
     return [
         f"{found.verdict()}.",
-        f"Measured: {phrases.plural(found.sets, 'set')} of {found.seconds_per_set:.1f} s, "
-        f"steps of {phrases.seconds(found.step_seconds)}{some}{lost}.",
-        f"Baseline against itself: {_estimate(found.null)}; {said} at the 99 % level.",
-        f"{_percent(found.planted)} more work planted (true ratio {truth:.3f}): {_estimate(found.planted_estimate)}; "
-        f"{judged}{f', and the truth lies {inside} the interval' if found.sets > 1 else ''}.",
+        f"Measured: {_measured(found)}{some}{lost}.",
+        f"Baseline against itself: {_estimate(found.null)}; {'' if found.null_called else 'not '}called different at "
+        "the 99 % level.",
+        f"{_percent(found.planted)} more work planted (true ratio {found.truth:.3f}): "
+        f"{_estimate(found.planted_estimate)}; {judged}.",
         f"Noise between sets: {_percent(found.noise)}. Drift of the machine's speed: {drift}.",
         f"Other processes: {others}{stolen}.",
-        "Smallest difference that can be resolved: "
-        + ", ".join(f"{_percent(v) if v is not None else 'none'} in {m} min" for m, v in found.resolvable.items())
-        + ".",
+        f"Smallest difference that can be resolved: {_resolved(found, '{1} in {0} min')}.",
     ]
+
+
+def _measured(found: Calibration) -> str:
+    sets = f"{phrases.plural(found.sets, 'set')} of {found.seconds_per_set:.1f} s"
+    return f"{sets}, steps of {phrases.seconds(found.step_seconds)}"
+
+
+def _resolved(found: Calibration, form: str) -> str:
+    return ", ".join(form.format(m, "none" if v is None else _percent(v)) for m, v in found.resolvable.items())
 
 
 def _estimate(estimate: stats.Estimate) -> str:
@@ -368,32 +369,24 @@ def section(found: Calibration) -> Section:
 
 def figure(found: Calibration) -> Figure:
     """Ratios of single sets over time above, the smallest resolvable difference against minutes below."""
-    truth = 1 / (1 + found.planted)
+    more = f"{100 * found.planted:.0f} % more work"
     above = Plot(
         lines=[
             *_sets(found, "itself", 1.0, found.null, found.null_ratios),
-            *_sets(
-                found, f"{100 * found.planted:.0f} % more work", truth, found.planted_estimate, found.planted_ratios
-            ),
+            *_sets(found, more, found.truth, found.planted_estimate, found.planted_ratios),
         ],
-        heading="What each set read",
+        heading="The ratio of each set",
         x_label="minutes since the first set",
         y_label="speed relative to the baseline",
         from_zero=False,
     )
-    told = ", ".join(f"{m} min: {'none' if v is None else f'{100 * v:.2g} %'}" for m, v in found.resolvable.items())
-    context = [
-        found.hardware,
-        found.date[:16].replace("T", " "),
-        f"{phrases.plural(found.sets, 'set')} of {found.seconds_per_set:.1f} s",
-        f"steps of {phrases.seconds(found.step_seconds)}",
-    ]
     return draw(
         [above, _resolvable(found)],
         title=found.verdict(),
-        context=style.SEPARATOR.join(context),
+        context=style.SEPARATOR.join([found.hardware, found.date[:16].replace("T", " "), _measured(found)]),
         note="The same work was measured against itself, and with more work planted. Dots: single sets; shades: 95 % "
-        f"interval of the geometric mean; dashed: the truth, below what fine measuring needs. Resolved in {told}.",
+        "interval of the geometric mean; dashed: the truth, below what fine measuring needs. Resolved in "
+        f"{_resolved(found, '{0} min: {1}')}.",
     )
 
 
