@@ -411,13 +411,10 @@ def test_the_verdict_stands_beside_every_speed() -> None:
 
 
 def test_what_is_identical_rests_on_no_margin() -> None:
-    same = quality.Equivalence(
-        verdict=quality.IDENTICAL, difference=0.0, low=0.0, high=0.0, seeds=1, reason="after 20 steps"
-    )
-    assert quality.evidence(same) == ""
+    same = quality.Equivalence(verdict=IDENTICAL, difference=0.0, low=0.0, high=0.0, seeds=1, reason="after 20 steps")
     assert quality.full(same) == "identical (after 20 steps)"
-    found = quality.Equivalence(verdict=quality.NOT_WORSE, difference=0.0, low=-0.1, high=0.1, margin=0.2, seeds=8)
-    assert quality.evidence(found) == "+0 (-0.1 to +0.1); margin 0.2"
+    found = quality.Equivalence(verdict=NOT_WORSE, difference=0.0, low=-0.1, high=0.1, margin=0.2, seeds=8)
+    assert quality.full(found) == "not worse (8 seeds; loss +0 (-0.1 to +0.1); margin 0.2)"
 
 
 def test_nothing_is_said_of_runs_that_have_hardly_learned() -> None:

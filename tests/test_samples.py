@@ -1,40 +1,119 @@
-"""Drawn images and FIDs out of records."""
+"""Drawn images and FIDs: every pixel as it was, in the same columns, and only from the same noise."""
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import pytest
 import records as make
+from cells import column
+from matplotlib.text import Text
+from PIL import Image
 
+from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import samples
+from ddpm_lab.explain.charts import style
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.quality import samples_figure
+from ddpm_lab.record import RunRecord
 
-IMAGES = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 3), dtype=np.uint8)
-TRIAL = make.trials({}, seeds=1)[0]
+BF16, LARGE = RunConfig(precision="bf16"), RunConfig(global_batch_size=64)
+Pixels = np.ndarray[Any, Any]
 
 
-def test_images_come_back_to_the_last_bit() -> None:
-    assert (samples.pixels(make.drew(TRIAL, IMAGES)) == IMAGES).all()
-    assert samples.drawn(TRIAL) == {}
-    assert samples.drawn(replace(TRIAL, quality=None)) == {}
+def drawing(of: RunRecord, count: int = 16, side: int = 32, **values: Any) -> RunRecord:
+    return make.drew(of, images(of.label, count, side), **values)
 
 
-def test_a_fid_is_never_without_its_count_and_few_images_are_told() -> None:
-    found = samples.fid([TRIAL, make.drew(TRIAL, IMAGES, fid=123.456)])
+def images(label: str, count: int = 16, side: int = 32) -> Pixels:
+    seed = sum(label.encode())
+    return np.random.default_rng(seed).integers(0, 255, (count, side, side, 3), dtype=np.uint8)
+
+
+def studied(**values: Any) -> Study:
+    speeds = make.sets({"bf16": (BF16, 1.6), "batch 64": (LARGE, 1.2)}, experiment="quality")
+    trials = make.trials({"bf16": (BF16, 0.0), "batch 64": (LARGE, 0.05)})
+    found = [drawing(r, **values) if r.config.seed == 0 else r for r in trials]
+    return replace(make.study(speeds, "quality"), trials=tuple(found))
+
+
+def rendered(study: Study) -> tuple[Pixels, list[str]]:
+    figure = samples_figure(study)
+    assert figure is not None
+    pixels = np.asarray(Image.open(io.BytesIO(style.png(figure))).convert("RGB"))
+    return pixels, [t.get_text() for t in figure.findobj(Text) if isinstance(t, Text)]
+
+
+def rows_of(pixels: Pixels, label: str, times: int, side: int = 32) -> list[tuple[int, int]]:
+    """Where the first image of a configuration stands in the picture, magnified: (top, left)."""
+    tile = images(label, side=side)[0].repeat(times, axis=0).repeat(times, axis=1)
+    tops, lefts = np.nonzero((pixels == tile[0, 0]).all(-1))
+    height = width = side * times
+    return [
+        (t, x)
+        for t, x in zip(tops.tolist(), lefts.tolist(), strict=True)
+        if np.array_equal(pixels[t : t + height, x : x + width], tile)
+    ]
+
+
+@pytest.mark.parametrize(("side", "times"), [(32, 2), (64, 1), (16, 4)])
+def test_every_pixel_is_there_magnified_and_not_smoothed(side: int, times: int) -> None:
+    pixels, _ = rendered(studied(side=side))
+    places = [rows_of(pixels, label, times, side) for label in ("fp32", "bf16", "batch 64")]
+    assert [len(found) for found in places] == [1, 1, 1]
+    (first,), (second,), (third,) = places
+    assert first[1] == second[1] == third[1], "one noise, one column"
+    assert first[0] < second[0] < third[0], "the baseline comes first"
+
+
+def test_a_row_says_its_loss_its_verdict_and_its_fid() -> None:
+    _, texts = rendered(studied(fid=123.4))
+    losses = {r.label: r.quality["held_out"][-1]["loss"] for r in studied().trials if r.quality and not r.config.seed}
+    told = [" ".join(t.split()) for t in texts]
+    fid = "FID 123.4 (2,500 images)"
+    assert f"fp32: baseline, held-out loss {losses['fp32']:.4f}, {fid}" in told
+    assert f"bf16: not worse, held-out loss {losses['bf16']:.4f}, {fid}" in told
+    assert f"batch 64: worse, held-out loss {losses['batch 64']:.4f}, {fid}" in told
+    (note,) = (t for t in told if "DDIM, 50 steps" in t)
+    assert "trained on 8,000 images with seed 0" in note
+
+
+def test_only_what_came_from_the_same_noise_stands_beside_it() -> None:
+    of = studied()
+    other = [drawing(r, steps=25) if r.label == "bf16" and r.config.seed == 0 else r for r in of.trials]
+    pixels, texts = rendered(replace(of, trials=tuple(other)))
+    assert not any(t.startswith("bf16: ") for t in texts)
+    assert rows_of(pixels, "bf16", 2) == []
+    late = [replace(r, quality={k: v for k, v in (r.quality or {}).items() if k != "samples"}) for r in of.trials]
+    drawn_later = [drawing(r) if r.label == "bf16" and r.config.seed == 3 else r for r in late]
+    assert samples_figure(replace(of, trials=tuple(drawn_later))) is None, "the baseline drew nothing"
+    assert samples_figure(replace(of, trials=())) is None
+
+
+def test_the_table_has_fids_where_there_are_any_and_the_verdict_stays() -> None:
+    plain, measured = answer(studied()).table(), answer(studied(fid=123.4)).table()
+    assert "FID" not in plain[0]
+    assert column(measured, "FID") == ["123.4 (2,500 images)"] * 3
+    assert column(measured, "Quality") == column(plain, "Quality")
+    assert "FID against as many training images" in answer(studied(fid=123.4)).finding.claim
+    assert " FID: not measured: give --inception FILE. " in answer(studied()).finding.claim
+
+
+def test_a_fid_is_never_without_its_count_and_what_is_wrong_with_it_is_told() -> None:
+    trial = make.trials({}, seeds=1)[0]
+    assert samples.fid([trial]) is None
+    found = samples.fid([trial, make.drew(trial, images("a"), fid=123.456)])
     assert found is not None
     assert samples.fid_words(found) == "123.5 (2,500 images)"
     few = {**found, "fid": 1.234, "images": 2_048}
     assert samples.fid_words(few) == "1.23 (2,048 images, too few)"
-    assert "covariance is singular" in samples.fid_sentence([("bf16", few)])
-    assert "singular" not in samples.fid_sentence([("bf16", found)])
-    assert samples.fid_sentence([("bf16", found)]).startswith("bf16 123.5 (2,500 images); each against as many")
-
-
-def test_what_is_missing_is_told() -> None:
-    assert samples.fid([TRIAL]) is None
-    assert samples.fid_sentence([]) == "not measured: give --inception FILE"
-    told = {"images": 2_500, "steps": 50, "inception_sha256": "ab" * 32, "reason": "rank 0 was killed by SIGKILL"}
-    failed = samples.fid([replace(TRIAL, quality={**(TRIAL.quality or {}), "fid": told})])
-    assert failed is not None
+    assert "singular" in samples.fid_method([("bf16", few)])
+    assert "singular" not in samples.fid_method([("bf16", found)])
+    failed = {**{k: v for k, v in found.items() if k != "fid"}, "reason": "rank 0 was killed by SIGKILL"}
     assert samples.fid_words(failed) == "failed"
-    assert "bf16 failed (rank 0 was killed by SIGKILL)" in samples.fid_sentence([("bf16", failed)])
+    assert "bf16 failed (rank 0 was killed by SIGKILL)" in samples.fid_method([("bf16", failed)])
+    assert samples.drawn(replace(trial, quality=None)) == {}

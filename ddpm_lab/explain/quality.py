@@ -354,29 +354,23 @@ def after(found: Equivalence) -> str:
 
 
 def full(found: Equivalence) -> str:
-    """A verdict with what it rests on: that of ``sentence``, and the ``evidence``."""
-    said, rests_on = sentence(found), evidence(found)
-    return f"{said.removesuffix(')')}; loss {rests_on})" if rests_on and not found.reason else said
-
-
-def interval(found: Equivalence) -> str:
-    """The difference of the loss with its 90 % interval; empty without an interval."""
-    return "" if math.isnan(found.low) else f"{found.difference:+.2g} ({found.low:+.2g} to {found.high:+.2g})"
-
-
-def evidence(found: Equivalence) -> str:
-    """Difference, interval and margin of a verdict; empty without an interval or, as of the identical, a margin.
-
-    Such as ``+0.0009 (+0.0004 to +0.0014), 0.5 % of the images behind; margin 0.0066, 3.6 % of the images``.
-    """
-    return "" if math.isnan(found.low + found.margin) else f"{difference(found)}; margin {margin_words(found)}"
+    """A verdict with what it rests on: that of ``sentence``, and difference, interval and margin."""
+    said = sentence(found)
+    if found.reason or math.isnan(found.low + found.margin):
+        return said
+    return f"{said.removesuffix(')')}; loss {difference(found)}; margin {margin_words(found)})"
 
 
 def difference(found: Equivalence) -> str:
-    """The difference of the loss with its interval, and what it is in images: see ``evidence``."""
+    """The difference of the loss with its 90 % interval, and what it is in images; empty without an interval.
+
+    Such as ``+0.0009 (+0.0004 to +0.0014), 0.5 % of the images behind``.
+    """
+    if math.isnan(found.low):
+        return ""
     side = "behind" if found.behind >= 0 else "ahead"
     late = "" if math.isnan(found.behind) else f", {_percent(found.behind)} of the images {side}"
-    return f"{interval(found)}{late}"
+    return f"{found.difference:+.2g} ({found.low:+.2g} to {found.high:+.2g}){late}"
 
 
 def margin_words(found: Equivalence) -> str:

@@ -16,7 +16,6 @@ from ddpm_lab.record import RunRecord
 LEAST = 2_049
 """Images with which the covariance of Inception's 2,048 features can have its full rank."""
 FEW = f"with fewer than {LEAST:,} images the covariance is singular, and the FID too rough to compare"
-NOT_MEASURED = "not measured: give --inception FILE"
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -48,15 +47,10 @@ def fid_words(found: Mapping[str, Any]) -> str:
     return f"{found['fid']:.{1 if found['fid'] >= 10 else 2}f} ({found['images']:,} images{few})"
 
 
-def fid_sentence(known: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """What FIDs by label rest on, and what is wrong with them."""
-    if not known:
-        return NOT_MEASURED
-    told = [f"{label} {fid_words(found)}" for label, found in known if "fid" in found]
-    told += [f"{label} failed ({found.get('reason', 'unpublished')})" for label, found in known if "fid" not in found]
+def fid_method(known: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """How FIDs by label were measured, why any failed, and whether they are of too few images."""
     first = known[0][1]
-    text = f"{', '.join(told)}; each against as many training images, with the first seed, by DDIM in {first['steps']} "
-    text += f"steps; Inception {first['inception_sha256'][:8]}"
-    if any(found["images"] < LEAST for _, found in known):
-        text += f"; {FEW}"
-    return text
+    text = f"against as many training images, with the first seed, by DDIM in {first['steps']} steps; "
+    text += f"Inception {first['inception_sha256'][:8]}"
+    text += "".join(f"; {label} failed ({f.get('reason', 'unpublished')})" for label, f in known if "fid" not in f)
+    return f"{text}; {FEW}" if any(found["images"] < LEAST for _, found in known) else text

@@ -163,14 +163,14 @@ def _cells(row: Comparison, records: Sequence[RunRecord], images: int, loss: flo
 
 
 def unsound(study: Study) -> str:
-    """A sentence, after a space, on settings whose gradient check failed or found a fault; empty without any."""
+    """A sentence on settings whose gradient check failed or found a fault; empty without any."""
     told = []
     for r, answer in _checks(study):
         if not answer:
             told.append(f"the check of {r.label} failed ({phrases.failed(r.status, r.reason)})")
         elif fault := gradient_bounds.fault(answer):
             told.append(f"the gradient of {r.label} is not as expected: {fault}")
-    return f" {phrases.begun(phrases.joined(list(dict.fromkeys(told))))}." if told else ""
+    return f"{phrases.begun(phrases.joined(list(dict.fromkeys(told))))}." if told else ""
 
 
 def _checks(study: Study) -> list[tuple[RunRecord, Mapping[str, Any]]]:

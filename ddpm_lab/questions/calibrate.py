@@ -316,7 +316,9 @@ def _plain(estimate: stats.Estimate) -> dict[str, Any]:
 def lines(found: Calibration) -> list[str]:
     """The calibration in words, for a terminal and for the report."""
     slope, low, high = (f"{100 * v:+.2f}" for v in found.drift_per_minute)
-    drift = "unknown" if math.isnan(found.drift_per_minute[0]) else f"{slope} % a minute (95 % interval {low} to {high})"
+    drift = (
+        "unknown" if math.isnan(found.drift_per_minute[0]) else f"{slope} % a minute (95 % interval {low} to {high})"
+    )
     others = "unknown" if found.others_cores is None else f"{found.others_cores:.2f} cores on average"
     stolen = "" if found.stolen_share is None else f"; the hypervisor took {100 * found.stolen_share:.1f} % of the time"
     judged = "not judged" if found.sets < decisions.LEAST_SETS else "found" if found.planted_found else "missed"

@@ -307,14 +307,17 @@ def answer(study: Study) -> Answer:
 def _finding(study: Study) -> Finding:
     settings = rows(study)
     short, lead = headline(settings)
-    notes = (evidence(settings), trained.unsound(study), untrained(study), *machine_state.warnings(study))
-    fid = f"FID: {samples.fid_sentence(fids(study))}."
-    found = about(study, lead, short, *notes, elsewhere(study), fid, evidence=method(study))
-    return replace(found, status=ANSWERED if answered(settings) else verdicts.NOT_ENOUGH)
+    known = fids(study)
+    fid = f"FID {samples.fid_method(known)}." if known else "FID: not measured: give --inception FILE."
+    notes = (trained.unsound(study), untrained(study), *machine_state.warnings(study), elsewhere(study), fid)
+    found = about(study, lead, short, *notes, evidence=method(study))
+    tried = [r.equivalence.verdict for r in settings if r.equivalence.seeds]
+    answered = tried and verdicts.NOT_ENOUGH not in tried
+    return replace(found, status=ANSWERED if answered else verdicts.NOT_ENOUGH)
 
 
 def trained_views(study: Study) -> tuple[View, ...]:
-    """Return what the configurations of a question about speed have learned, where they were"""
+    """Return what the configurations of a question about speed have learned, where they were trained."""
     losses = View(
         caption="Final held-out loss less the baseline's, with the margin.",
         name="quality",
@@ -354,7 +357,7 @@ def elsewhere(study: Study) -> str:
     """A sentence that names what was measured from another baseline and is not shown; empty where there is none."""
     shown = {r.family for r in _family(study)}
     others = list(dict.fromkeys(r.family for r in comparisons(study) if r.family not in shown))
-    return f" Measured besides, from another baseline, and not shown here: {phrases.joined(others)}." if others else ""
+    return f"Measured besides, from another baseline, and not shown here: {phrases.joined(others)}." if others else ""
 
 
 def trials_of(study: Study, row: Comparison) -> list[RunRecord]:
@@ -372,21 +375,10 @@ def fids(study: Study) -> list[tuple[str, Mapping[str, Any]]]:
     return [(label, found) for label, found in asked if found]
 
 
-def faster(row: Comparison) -> bool:
-    """Whether a configuration is called faster."""
-    return bool(row.verdict == decisions.FASTER)
-
-
-def answered(found: Sequence[Comparison]) -> bool:
-    """Whether every setting that was tried has a verdict on its verdicts."""
-    tried = [r.equivalence.verdict for r in found if r.equivalence.seeds]
-    return bool(tried) and verdicts.NOT_ENOUGH not in tried
-
-
 def headline(found: Sequence[Comparison]) -> tuple[str, Comparison]:
     """The answer in one line, and the configuration that it is about."""
     good = [r for r in found if r.equivalence.verdict in verdicts.GOOD]
-    quick = [r for r in good if faster(r)]
+    quick = [r for r in good if r.verdict == decisions.FASTER]
     worse = [r for r in found if r.equivalence.verdict == verdicts.WORSE]
     says = [f"{r.label} is worse" for r in worse[:2]] + [f"so are {len(worse) - 2} more"] * (len(worse) > 2)
     if quick:
@@ -404,24 +396,6 @@ def headline(found: Sequence[Comparison]) -> tuple[str, Comparison]:
         first = f"{phrases.plural(len(even or good), 'setting')} of {len(found)} {what}, "
         says.insert(0, first + ("none of them faster" if decided else "which is faster is not known yet"))
     return "; ".join(says) or f"Not enough data for a verdict on {phrases.plural(len(found), 'setting')}", lead
-
-
-def evidence(found: Sequence[Comparison]) -> str:
-    """The verdicts with their differences, intervals and margins."""
-    told = []
-    for verdict in (*verdicts.DECIDED, verdicts.NOT_ENOUGH):
-        chosen = [r for r in found if r.equivalence.verdict == verdict]
-        words = [_detail(r) for r in chosen]
-        if words:
-            told.append(f"{verdict.capitalize()}: {phrases.joined(words)}.")
-    return " ".join(told)
-
-
-def _detail(row: Comparison) -> str:
-    equal: verdicts.Equivalence = row.equivalence
-    speed = f"{phrases.ratio(row)} times as fast" if row.sets else "speed not measured"
-    loss = equal.reason or (f"loss {verdicts.evidence(equal)}" if verdicts.evidence(equal) else "")
-    return f"{row.label} ({'; '.join(part for part in (loss, speed) if part)})"
 
 
 def method(study: Study) -> str:
