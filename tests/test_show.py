@@ -79,7 +79,6 @@ def test_the_table_says_what_a_verdict_rests_on(amp: Study) -> None:
     images = [o for o in further if "image/png" in o.data]
     assert all(image.metadata["image/png"]["alt"] for image in images)
     assert len(list((amp.output_dir / "image_output").glob("03_amp_*.png"))) == len(images) > 0
-    assert any(o.data["text/plain"].startswith("Quality beside speed") for o in further)
 
 
 @pytest.mark.usefixtures("shell")

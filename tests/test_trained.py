@@ -167,6 +167,8 @@ def test_a_scaled_learning_rate_is_a_row_of_its_own() -> None:
     base, same, rated = tried(of)
     assert [r.label for r in (base, same, rated)] == ["batch 8", "batch 16", "batch 16, scaled learning rate"]
     assert rated.ratio == same.ratio, "the same speed"
+    (ax,) = learned.differences(of).axes  # type: ignore[union-attr]
+    assert len(ax.get_yticklabels()) == 2, "both are drawn"
 
 
 def test_training_losses_are_means_over_equal_images() -> None:

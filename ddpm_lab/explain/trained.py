@@ -19,7 +19,7 @@ from ddpm_lab.explain.charts.style import Panel, Row
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.comparisons import families as by_family
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.table import Table, one_family, without_constant
+from ddpm_lab.explain.table import Table, one_family
 from ddpm_lab.plan import scaled
 from ddpm_lab.record import RunRecord
 
@@ -120,46 +120,30 @@ def images_to_reach(records: Sequence[RunRecord], loss: float) -> str:
     return f"{needed.mean():,.0f}" if len(needed) else phrases.DASH
 
 
-def tables(study: Study) -> list[tuple[str, Table]]:
-    """What the configurations of each family have learned, as (caption, table)."""
-    told = "Quality beside speed, and the images to the loss that the baseline has after 90 % of its own"
-    return [(f"{told}: {found[0].family}.", without_fid(loss_table(study, found))) for found in families(study)]
-
-
-def without_fid(rows: Table) -> Table:
-    return without_constant(rows, {"FID": {row["FID"] for row in rows}})
-
-
-def loss_table(study: Study, family: Sequence[Comparison]) -> Table:
+def loss_table(family: Sequence[Comparison], *, fid: bool) -> Table:
+    """One row a configuration: speed, quality, held-out loss, and the images to the loss that the baseline reaches."""
     found = [r for r in family if r.role == "candidate"]
-    images, loss = images_of(found), target(found)
-    own_rows = tried(study, family) if images else []
+    extent, loss = extent_of(found), target(found)
     shown = []
     for row in family:
-        own = [r for r in own_rows if r.run_id == row.run_id]
-        if not own or own[0] is not row:  # without trials of its own
-            shown.append(_cells(row, [], images, loss))
-        for each in own:
-            lead = each.role == "baseline"
-            records = baseline_trials(found) if lead else [b for _, b in pairs_of(each, extent_of(found))]
-            shown.append(_cells(each, records, images, loss))
+        lead = row.role == "baseline"
+        records = baseline_trials(found) if lead else [b for _, b in pairs_of(row, extent)]
+        final = held_out(records, np.array([extent[1]])).mean() if records else math.nan
+        distance = samples.fid(records)
+        shown.append(
+            {
+                "Configuration": f"{row.label} (baseline)" if lead else row.label,
+                "Speed": phrases.ratio_with_interval(row) if row.sets else _NONE,
+                "Verdict on speed": phrases.outcome(row),
+                "Quality": "baseline" if lead else row.quality,
+                "Held-out loss": f"{final:.4f}" if records else _NONE,
+                **({"FID": samples.fid_words(distance) if distance else _NONE} if fid else {}),
+                **phrases.loss(row),
+                "Images to the same loss": images_to_reach(records, loss),
+                "Seeds": str(len(records)),
+            }
+        )
     return shown
-
-
-def _cells(row: Comparison, records: Sequence[RunRecord], images: int, loss: float) -> dict[str, str]:
-    equal, lead = row.equivalence, row.role == "baseline"
-    final = held_out(records, np.array([images])).mean() if records else math.nan
-    return {
-        "Configuration": f"{row.label} (baseline)" if lead else row.label,
-        "Speed": phrases.ratio_with_interval(row) if row.sets else _NONE,
-        "Verdict on speed": phrases.outcome(row),
-        "Quality": "baseline" if lead else quality.sentence(equal),
-        "Held-out loss": f"{final:.4f}" if records else _NONE,
-        "FID": samples.fid_words(distance) if (distance := samples.fid(records)) else _NONE,
-        **phrases.loss(row),
-        "Images to the same loss": images_to_reach(records, loss),
-        "Seeds": str(len(records)),
-    }
 
 
 def unsound(study: Study) -> str:
@@ -209,7 +193,11 @@ def _share(error: float | None) -> str:
 
 def differences(study: Study) -> Figure | None:
     """The final loss of each setting less its baseline's, one panel a family; None without trials."""
-    panels = [loss_panel([c for c in rows if c.equivalence.seeds], rows[0].family) for rows in families(study)]
+    panels = []
+    for rows in families(study):
+        shown = [c for c in rows if c.equivalence.seeds]
+        shown += [c for c in tried(study, rows)[1:] if c not in rows]  # with a scaled learning rate
+        panels.append(loss_panel(shown, rows[0].family))
     if not panels:
         return None
     return forest(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -323,8 +322,7 @@ def trained_views(study: Study) -> tuple[View, ...]:
         name="quality",
         figure=lambda: trained.differences(study),
     )
-    learned = (View(caption=caption, table=partial(list, rows)) for caption, rows in trained.tables(study))
-    return (losses, _curves(study, trained.families(study)), _checks(study), *learned)
+    return (losses, _curves(study, trained.families(study)), _checks(study))
 
 
 def _curves(study: Study, families: Sequence[Sequence[Comparison]]) -> View:
@@ -413,9 +411,8 @@ def method(study: Study) -> str:
 
 def table(study: Study) -> Table:
     """One row a configuration: speed, verdict on quality with its evidence, and images to the target."""
-    lead, found = base(study), rows(study)
-    shown = trained.loss_table(study, [lead, *found] if lead else found)
-    return shown if fids(study) else trained.without_fid(shown)
+    lead = base(study)
+    return trained.loss_table([*([lead] if lead else []), *rows(study)], fid=bool(fids(study)))
 
 
 def figure(study: Study, title: str) -> Figure | None:
