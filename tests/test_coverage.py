@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
-import recorded_noise
 from recorded_noise import MACHINES, Machine
 
 from ddpm_lab.explain import decisions, stats
@@ -151,32 +150,3 @@ def test_an_effect_that_six_sets_are_said_to_resolve_is_answered(machine: str) -
             found = stats.estimate(logs + shift, spread)
             answered[word] += decisions.verdict(found, found.p, decisions.FIRST_LOOK, size) == word
     assert min(answered.values()) >= 0.92 * 2000, answered
-
-
-@pytest.mark.slow
-def test_both_baselines_the_mean_and_the_spread_of_others_make_intervals_narrower() -> None:
-    """Half-widths of the first six sets of published comparisons: the ratios that docs/measuring.md states.
-
-    Against the baseline alone, the median over turns, crowded sets and a plain t.
-    """
-    gains = {}
-    for machine in MACHINES:
-        new = {
-            key: np.array([turns.mean() for _, turns in sets])[:6]
-            for key, sets in recorded_noise.comparisons(machine).items()
-            if len(sets) >= 5
-        }
-        old: dict[tuple[str, str], list[float]] = {key: [] for key in new}
-        for row in recorded_noise.SETS[machine]:
-            for label, logs in row["logs"].items():
-                if (key := (f"{row['experiment']}: {row['family']}", label)) in old:
-                    old[key].append(float(np.median(np.array(row["logs"]["baseline"]) - logs)))
-        old = {key: logs[:6] for key, logs in old.items()}
-        steadied = {
-            key: stats.estimate(logs, stats.spread_of(v for k, v in new.items() if k != key)).half_width
-            for key, logs in new.items()
-        }
-        first = {key: stats.estimate(logs).half_width for key, logs in old.items()}
-        gains[machine] = float(np.median(list(first.values())) / np.median(list(steadied.values())))
-    assert gains["amd-epyc-2-cores"] > 1.15
-    assert gains["amd-epyc-family-26-model-2-2-cores"] > 1.3

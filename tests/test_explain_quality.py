@@ -19,7 +19,6 @@ from scipy import stats as scipy_stats
 
 from ddpm_lab.config import DDPM, OWN, DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.explain import quality
-from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.quality import (
     IDENTICAL,
     NOT_ENOUGH,
@@ -95,14 +94,6 @@ def reseeded(published: Sequence[RunRecord], margin: float, tries: int, seed: in
     rng = np.random.default_rng(seed)
     final = np.array([quality.curve(r)[1][-1] for r in published])
     return Counter(equivalence(rng.choice(final, 10) - rng.choice(final, 10), margin).verdict for _ in range(tries))
-
-
-def test_a_baseline_with_other_seeds_is_not_worse_at_two_standard_deviations(published: list[RunRecord]) -> None:
-    margin = 2 * float(np.std([quality.curve(r)[1][-1] for r in published], ddof=1))
-    assert reseeded(published, margin, 10, seed=1)[NOT_WORSE] >= 8
-    verdicts = reseeded(published, margin, 1000, seed=2)
-    assert verdicts[NOT_WORSE] + verdicts[SLIGHTLY] > 0.97 * 1000
-    assert verdicts[WORSE] < 0.02 * 1000
 
 
 def test_a_baseline_with_other_seeds_is_not_worse_at_the_margin_of_the_lab(published: list[RunRecord]) -> None:
@@ -290,19 +281,13 @@ def test_pairs_share_a_seed() -> None:
     assert judged(lost).seeds == 5
 
 
-def test_a_run_that_diverged_is_worse() -> None:
+def test_a_run_that_diverged_is_worse_and_a_crash_is_no_verdict() -> None:
     records = make.trials({"bf16": (BF16, 0.0)})
+    crashed = [replace(r, status="crashed", quality=None) if r.label == "bf16" else r for r in records]
+    assert judged(crashed).verdict == NOT_MEASURED
     records[1] = replace(records[1], status="diverged", quality=None)
     assert judged(records).verdict == WORSE
     assert quality.sentence(judged(records)) == "worse (diverged with seed 0)"
-
-
-def test_a_crash_is_no_verdict() -> None:
-    records = [
-        replace(r, status="crashed", quality=None) if r.label == "bf16" else r
-        for r in make.trials({"bf16": (BF16, 0.0)})
-    ]
-    assert judged(records).verdict == NOT_MEASURED
 
 
 def test_equal_weights_are_identical_whatever_the_seeds() -> None:
@@ -359,18 +344,6 @@ def test_a_trial_speaks_for_every_code_that_holds_its_trainer() -> None:
     assert judged(told, code="code-2").verdict == NOT_MEASURED
 
 
-def test_a_verdict_in_full_holds_difference_interval_and_margin() -> None:
-    found = judged(make.trials({"bf16": (BF16, 0.0)}))
-    low, high = f"{found.low:+.2g}", f"{found.high:+.2g}"
-    share = f"{100 * found.margin_behind:.2g} %"
-    assert -0.001 < found.behind < 0
-    assert quality.full(found) == (
-        f"not worse after 8,000 images (8 seeds; loss {found.difference:+.2g} ({low} to {high}), under 0.1 % "
-        f"of the images ahead; margin {found.margin:.2g}, {share} of the images)"
-    )
-    assert quality.full(judged([], BF16)) == "not measured"
-
-
 def test_trials_with_another_loader_speak_for_both() -> None:
     base, narrow = (replace(c, optimizer=EVERY) for c in (BASE, BF16))
     records = make.trials({"bf16": (narrow, 0.0)}, baseline=base)
@@ -400,14 +373,6 @@ def test_images_to_reach_a_loss_lie_on_the_line_between_looks() -> None:
     assert quality.images_to_reach(record, 0.35 + 0.01 * 0.075 / 0.05) == pytest.approx(0.925 * 8_000)
     assert quality.images_to_reach(record, 0.1) == math.inf
     assert quality.images_to_reach(record, 9.0) == 0
-
-
-def test_the_verdict_stands_beside_every_speed() -> None:
-    study = replace(make.study(make.sets({"bf16": (BF16, 1.6)})), trials=tuple(make.trials({"bf16": (BF16, 0.0)})))
-    row = next(r for r in comparisons(study) if r.role == "candidate")
-    assert row.quality == "not worse after 8,000 images (8 seeds)"
-    without = next(r for r in comparisons(make.study(make.sets({"bf16": (BF16, 1.6)}))) if r.role == "candidate")
-    assert without.quality == "not measured"
 
 
 def test_what_is_identical_rests_on_no_margin() -> None:

@@ -14,29 +14,21 @@ from drawn_studies import STUDIES
 from scaled_records import all_reduces
 
 from ddpm_lab.config import LOADER_ALONE, ExchangeConfig, RunConfig
-from ddpm_lab.explain import decisions, findings, phrases, show
-from ddpm_lab.explain.comparisons import MECHANISM_ONLY, comparisons
+from ddpm_lab.explain import decisions, findings, phrases, sentences, show
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison, comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.table import plain
 from ddpm_lab.questions.answers import answer
 from ddpm_lab.questions.bottleneck import NO_EXCHANGE
-from ddpm_lab.questions.torch_compile import break_even
 from ddpm_lab.record import RunRecord
 
 BF16 = RunConfig(precision="bf16")
 COMPILED = RunConfig(compile="whole")
+BASE = RunConfig(global_batch_size=8)
 
 
 def amp(ratio: float = 1.62, **values: Any) -> Study:
     return make.study(make.sets({"bf16": (BF16, ratio)}, **values))
-
-
-def compile_study(ratio: float, **values: Any) -> Study:
-    named: dict[str, Any] = {"experiment": "torch_compile", "baseline_label": "eager", "step_seconds": 0.1}
-    records = make.sets({"compiled": (COMPILED, ratio)}, **named, **values)
-    baseline = RunConfig().run_id
-    cold = make.cold(COMPILED, [30.0], experiment="torch_compile", label="compiled", baseline_id=baseline)
-    return make.study(records + cold)
 
 
 def exchange() -> Study:
@@ -195,14 +187,6 @@ def test_of_workers_the_answer_is_about_training_and_not_the_loader_alone() -> N
     assert answer(make.study(records)).finding.ratio == pytest.approx(1.15, rel=0.02)
 
 
-def test_compiling_pays_off_after_cost_by_saving() -> None:
-    found = compile_study(1.25)
-    cost = break_even(found, comparisons(found)[2])
-    # 30 s by 100 ms - 80 ms a step.
-    assert cost.steps == pytest.approx(1500, rel=0.1)
-    assert cost.steps_low < cost.steps < cost.steps_high
-
-
 def test_a_configuration_that_is_worse_in_quality_is_named() -> None:
     sets, trials = [], []
     for batch, worse in ((16, 0.0), (32, 0.03)):
@@ -228,28 +212,86 @@ def test_table_has_a_row_for_every_configuration_and_no_missing_value() -> None:
     assert "no room" in plain(shown)
     for frame in (
         shown,
-        answer(compile_study(1.25)).table(),
+        answer(STUDIES["compiled, costs"]()).table(),
         answer(make.study([make.profile(RunConfig(purpose="profile"))])).table(),
     ):
         assert "nan" not in plain(frame)
 
 
-@pytest.mark.parametrize(
-    ("shown", "words"),
-    [
-        (phrases.plural(1, "call"), "1 call"),
-        (phrases.plural("0.2", "call"), "0.2 calls"),
-        (phrases.plural(1234, "call"), "1,234 calls"),
-        (phrases.seconds(0.0096), "9.60 ms"),
-        (phrases.seconds(34), "34.0 s"),
-        (phrases.seconds(750), "12.5 min"),
-        (phrases.seconds(11520), "3.20 h"),
-        (phrases.seconds(float("nan")), "unknown"),
-        (phrases.significant(4312.0), "4,310"),
-        (phrases.significant(0.0456), "0.0456"),
-        (phrases.significant(999.7), "1,000"),
-        (phrases.significant(0.0), "0"),
-    ],
-)
-def test_numbers_in_words(shown: str, words: str) -> None:
-    assert shown == words
+def test_numbers_in_words() -> None:
+    assert [phrases.plural(n, "call") for n in (1, "0.2", 1234)] == ["1 call", "0.2 calls", "1,234 calls"]
+    durations = [phrases.seconds(v) for v in (0.0096, 34, 750, 11520, float("nan"))]
+    assert durations == ["9.60 ms", "34.0 s", "12.5 min", "3.20 h", "unknown"]
+    numbers = [phrases.significant(v) for v in (4312.0, 0.0456, 999.7, 0.0)]
+    assert numbers == ["4,310", "0.0456", "1,000", "0"]
+
+
+# --- headlines and commands ---
+
+
+def rows(found: list[Any]) -> list[Comparison]:
+    return [c for c in comparisons(make.study(found)) if c.role == "candidate"]
+
+
+def row(ratio: float, baseline: RunConfig = BASE, label: str = "bf16", **values: Any) -> Comparison:
+    """The comparison of bf16 with fp32, with a planted ratio."""
+    bf16 = replace(baseline, precision="bf16")
+    return rows(make.sets({label: (bf16, ratio)}, baseline=baseline, **values))[0]
+
+
+def test_a_headline_says_how_much_faster_or_slower() -> None:
+    for ratio, headline in (
+        (0.74, "bf16 is 26 % slower than fp32"),
+        (2.3, "bf16 is 2.3 times as fast as fp32"),
+        (1.0, "bf16 is as fast as fp32, within 3 %"),
+    ):
+        assert sentences.headline(row(ratio, set_noise=0.0, turn_noise=1e-4)) == headline
+        one = row(ratio, replace(BASE, threads=1), set_noise=0.0, turn_noise=1e-4)
+        assert sentences.headline(one) == f"{headline} on 1 core"
+
+
+def test_without_an_answer_a_headline_gives_both_ends_or_the_sets() -> None:
+    wide = row(1.0, set_noise=0.04)
+    low, high = (phrases.difference(end) for end in wide.ratio.ends)
+    assert f"{low} to {high} than fp32" in sentences.headline(wide)
+    assert "(3)" in sentences.headline(row(1.6, count=3))
+    assert "resolves" in sentences.evidence(wide)
+    assert "resolves" not in sentences.evidence(row(1.5)), "what was found may be smaller"
+
+
+@pytest.mark.parametrize("values", [{}, {"ratio": 1.0}, {"ratio": 1.0, "set_noise": 0.1}, {"count": 1}])
+def test_a_headline_has_at_most_fifteen_words(values: dict[str, Any]) -> None:
+    for experiment in ("multi_gpu", "workers", "torch_compile", "exchange", "batch_size"):
+        found = row(**{"ratio": 1.5, "label": "x", "baseline_label": "y", "experiment": experiment, **values})
+        short = sentences.headline(found)
+        assert len([word for word in short.split() if word != "%"]) <= 17
+        assert short[-1] != "."
+
+
+def test_the_answer_is_about_the_primary_comparison_with_all_cores_where_there_is_one() -> None:
+    compiled = replace(BASE, compile="whole")
+    bf16 = replace(BASE, precision="bf16")
+    both = make.sets({"bf16": (bf16, 1.1), "compiled": (compiled, 3.0)}, baseline=BASE, primary="bf16")
+    assert sentences.lead(rows(both)).label == "bf16", "however fast others are"
+    one = replace(BASE, threads=1)
+    some = make.sets({"bf16": (replace(bf16, threads=1), 0.7)}, baseline=one, family="1 of 2 cores")
+    for ratio, noise, threads in ((1.3, 0.005, 0), (1.0, 0.1, 1)):
+        every = make.sets({"bf16": (bf16, ratio)}, baseline=BASE, family="2 cores", set_noise=noise, seed=1)
+        assert sentences.lead(rows([*some, *every])).config.threads == threads
+
+
+def test_a_way_out_is_the_command_that_would_answer() -> None:
+    assert sentences.way_out(row(1.6)) == "", "there is an answer"
+    assert sentences.way_out(row(1.6, count=2)) == "ddpm-lab run amp"
+    assert sentences.way_out(row(1.0, set_noise=0.03)).startswith("ddpm-lab run amp --resolution 3% (about ")
+    assert "over two hours" in sentences.way_out(row(1.0, set_noise=0.4, stages={"steady": 60.0}))
+    reached = replace(row(1.0, set_noise=0.002), verdict=decisions.INCONCLUSIVE)
+    assert sentences.way_out(reached) == "ddpm-lab run amp", "a resolution that is reached asks for nothing"
+    sides = row(1.6, label="my side", baseline_label="main", experiment="compare", count=2)
+    assert sentences.way_out(sides) == "ddpm-lab compare main 'my side'"
+    large = row(1.6, replace(BASE, network="seed"), count=2)
+    assert sentences.way_out(large, own_images=True) == "ddpm-lab run amp --network seed --data DATA"
+    sized = row(1.6, RunConfig(image_size=64, global_batch_size=32), count=2)
+    assert sentences.way_out(sized) == "ddpm-lab run amp --image-size 64 --batch-size 32"
+    every = comparisons(make.study(make.sets({}, set_noise=0.1)))
+    assert [sentences.way_out(c) for c in every] == ["", ""], "a baseline needs none"
