@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
 import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import records as make
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
+from ddpm_lab.explain import pages
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.plan import Plan
-from ddpm_lab.questions.calibrate import calibrate, calibration, calibrations
+from ddpm_lab.questions import calibrate as module
+from ddpm_lab.questions.calibrate import Calibration, calibrate, calibration, calibrations, lines
 from ddpm_lab.record import LedgerError, RunRecord
 
 
-@pytest.mark.parametrize("value", [0, -1, float("nan"), "ten"])
-def test_minutes_are_refused(tmp_path: Path, value: float) -> None:
-    with pytest.raises(ConfigError, match=r"minutes is .*: give a number above 0"):
-        calibrate(minutes=value, output_dir=tmp_path)
-
-
-@pytest.mark.parametrize("value", [0, -0.05, 1.5, 0.001, 0.055, "5%"])
-def test_a_planted_slowdown_is_a_whole_number_of_pieces(tmp_path: Path, value: float) -> None:
-    with pytest.raises(ConfigError, match=r"planted is .*: give whole per cents"):
-        calibrate(planted=value, output_dir=tmp_path)
-
-
-def test_an_unwritable_output_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
+    for minutes in (0, -1, float("nan"), "ten"):
+        with pytest.raises(ConfigError, match=r"minutes is .*: give a number above 0"):
+            calibrate(minutes=minutes, output_dir=tmp_path)  # type: ignore[arg-type]
+    for planted in (0, -0.05, 1.5, 0.001, 0.055, "5%"):
+        with pytest.raises(ConfigError, match=r"planted is .*: give whole per cents"):
+            calibrate(planted=planted, output_dir=tmp_path)  # type: ignore[arg-type]
     (tmp_path / "file").touch()
     with pytest.raises(LedgerError, match="choose another --output-dir"):
         calibrate(output_dir=tmp_path / "file")
@@ -50,7 +50,6 @@ def stub(monkeypatch: pytest.MonkeyPatch, free: int, others: float) -> list[RunC
         windows = (replace(window, others_cores=others),)
         return [make.record(m.config, role=m.role, label=m.label, plan=plan, windows=windows, **told) for m in members]
 
-    module = sys.modules["ddpm_lab.questions.calibrate"]
     monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
     monkeypatch.setattr(module, "free_cores", lambda: free)
     monkeypatch.setattr(module, "measure_set", measure_set)
@@ -95,3 +94,134 @@ def test_every_calibration_measures_afresh(tmp_path: Path, monkeypatch: pytest.M
     assert not found.passed, "one set is no proof"
     assert "Not judged: 1 set in the time given" in found.verdict()
     assert len(calibrations(kept)) == 2
+
+
+# --- what it says ---
+
+BASE = RunConfig(workload="ddpm_lab.training.planted:pieces", global_batch_size=1, options=(("pieces", 100),))
+SLOWER = RunConfig(workload="ddpm_lab.training.planted:pieces", global_batch_size=1, options=(("pieces", 105),))
+
+
+def calibrated(ratio: float = 1 / 1.05, *, count: int = 20, twin: float = 1.0, **values: Any) -> list[RunRecord]:
+    """Records of a calibration whose sets are ten seconds apart."""
+    found = make.sets(
+        {"5 % more work": (SLOWER, ratio)},
+        baseline=BASE,
+        baseline_label="baseline",
+        experiment="calibrate",
+        family="calibration of today",
+        count=count,
+        twin_ratio=twin,
+        **values,
+    )
+    order = {s: i for i, s in enumerate(dict.fromkeys(r.set_id for r in found))}
+    timed = []
+    for r in found:
+        i = order[r.set_id]
+        date = f"2026-01-03T10:{i // 6:02d}:{10 * (i % 6):02d}+00:00"
+        timed.append(dataclasses.replace(r, environment=dataclasses.replace(r.environment, date=date)))
+    return timed
+
+
+def judged(records: list[RunRecord]) -> Calibration:
+    found = calibration(records)
+    assert found is not None
+    return found
+
+
+def test_a_planted_slowdown_is_found() -> None:
+    found = judged(calibrated())
+    assert found.passed
+    assert found.planted == pytest.approx(0.05)
+    assert found.planted_in_interval
+    assert found.seconds_per_set == pytest.approx(10)
+    assert found.fit
+    assert found.verdict().startswith("Fit to measure: 20 minutes resolve a difference of ")
+    resolvable = [v for v in found.resolvable.values() if v is not None]
+    assert resolvable == sorted(resolvable, reverse=True), "more time resolves more"
+
+
+def test_a_slowdown_that_is_missed_a_baseline_that_differs_and_noise_are_called() -> None:
+    found = judged(calibrated(1.0))
+    assert (found.passed, found.planted_in_interval) == (False, False)
+    assert "a planted slowdown of 5.0 % was not found" in found.verdict()
+    found = judged(calibrated(twin=1.1))
+    assert (found.passed, found.null_called) == (False, True)
+    assert "differs from itself" in found.verdict()
+    found = judged(calibrated(1 / 1.5, set_noise=0.12, count=10))
+    assert (found.passed, found.fit) == (True, False)
+    assert found.verdict().startswith("Fit for large differences only: 20 minutes resolve ")
+
+
+def test_disturbed_sets_do_not_count_and_are_told() -> None:
+    """Beside a process that takes a core the planted slowdown reads three times as slow."""
+    found = judged(calibrated(crowded=range(8)))
+    assert (found.sets, found.disturbed) == (12, 8)
+    assert found.passed
+    assert found.planted_in_interval
+    assert "12 sets of 10.0 s" in lines(found)[1]
+    assert lines(found)[1].endswith("; 8 more were disturbed by other processes and do not count.")
+    assert "disturbed" not in "".join(lines(calibration(calibrated()) or found))
+    assert calibration(calibrated(count=3, crowded=range(3))) is None
+
+
+def test_the_threads_are_told_where_they_are_fewer_than_the_cores() -> None:
+    records = [dataclasses.replace(r, config=dataclasses.replace(r.config, threads=1)) for r in calibrated()]
+    found = judged(records)
+    assert "with 1 of 2 cores" in lines(found)[1]
+    assert found.as_dict()["threads"] == 1
+
+
+def test_noise_and_drift_are_told_as_planted() -> None:
+    records = calibrated(set_noise=0.02, turn_noise=0.0, drift=0.0, count=200)
+    found = judged(records)
+    assert found.noise == pytest.approx(0.02, rel=0.15)
+    assert abs(found.drift_per_minute[0]) < 0.001
+    starts = [r.environment.date for r in records]
+    assert starts == sorted(starts)
+    slowing = [
+        dataclasses.replace(
+            r, windows=tuple(dataclasses.replace(w, seconds=w.seconds * math.exp(0.01 * i / 18)) for w in r.windows)
+        )
+        for i, r in enumerate(records)  # three records a set, six sets a minute: 1 % a minute
+    ]
+    drifted = judged(slowing)
+    slope, low, high = drifted.drift_per_minute
+    assert slope == pytest.approx(-0.01)
+    assert low <= slope <= high
+    assert drifted.noise == pytest.approx(found.noise, rel=0.05), "drift is shared by all and no noise of a ratio"
+
+
+def test_few_sets_are_not_judged_and_nothing_is_made_up() -> None:
+    found = judged(calibrated(count=3))
+    assert not found.passed
+    assert "Not judged" in found.verdict()
+    values = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    assert values["sets"] == 3
+    one = judged(calibrated(count=1))
+    assert set(one.resolvable.values()) == {None}
+    assert json.dumps(one.as_dict(), allow_nan=False)
+    assert calibration(calibrated()[:2]) is None
+    assert calibrations([]) == []
+
+
+def test_words_and_picture_exist_for_each() -> None:
+    for records in (calibrated(), calibrated(count=1), calibrated(1.0, twin=1.1)):
+        found = judged(records)
+        said = "\n".join(lines(found))
+        assert "nan" not in said
+        assert "inf" not in said
+        picture = module.figure(found)
+        assert len(picture.axes) == 2
+        assert np.isfinite(picture.axes[0].get_ylim()).all()
+
+
+def test_the_index_says_how_finely_the_machine_measures(tmp_path: Path) -> None:
+    found = judged(calibrated())
+    target = tmp_path / "index.html"
+    pages.write_index([], target)
+    assert "ddpm-lab check --instrument" in target.read_text()
+    pages.write_index([], target, calibration=module.section(found))
+    html = target.read_text()
+    assert f'alt="{found.verdict()}"' in html
+    assert "data:image/png;base64," in html

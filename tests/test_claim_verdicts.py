@@ -97,17 +97,6 @@ def test_every_fault_reads_what_was_planted() -> None:
     assert read("unequal", [*claimed.sets(), *even, *others]).ratio.value == pytest.approx(1.5, rel=0.01)
 
 
-def test_a_right_way_reads_what_is_true() -> None:
-    ways: dict[str, Any] = {
-        "fresh": lambda i: {"step_seconds": [STEP * spread(i)] * 6},
-        "profiled": lambda i: profiled(0.06 * spread(i)),
-    }
-    for key in ("cold", "profiler"):
-        found = read(key, [*claimed.sets(), *claimed.wrong(**ways)]).ratio
-        assert found.contains(1)
-        assert found.value == pytest.approx(1, rel=0.02)
-
-
 def test_percentiles_do_not_narrow_as_the_interval_of_the_mean_does() -> None:
     few, many = (read("percentiles", [*claimed.sets(count=n), *claimed.wrong(**WAYS)]) for n in (6, 24))
     assert few.wrong == many.wrong == pytest.approx(10, abs=0.1)
@@ -242,13 +231,6 @@ def test_losses_are_judged_by_trials_over_seeds() -> None:
     worse = quality(**{"2 ranks": 0.05, "bf16": 0.0})
     assert verdict(worse, "S001-2") == verdict(worse, "S004-5", "precision") == REFUTED
     assert verdict(worse, "S004-5", "larger batches") == verdict(on(make.CPU), "S001-2") == NOT_MEASURED
-
-
-def test_the_column_of_a_cpu_is_judged_by_a_cpu() -> None:
-    base = replace(BASE, global_batch_size=32)
-    larger = {"batch 256": (replace(base, global_batch_size=256), 1.4)}
-    assert verdict(on(make.CPU, *sets("batch_size", larger, baseline=base)), "S004-2", "On a CPU") == CONFIRMED
-    assert verdict(on(make.CPU), "S004-2", "On a CPU") == NOT_MEASURED
 
 
 def test_the_finding_counts_the_verdicts_and_other_questions_come_first() -> None:

@@ -351,7 +351,7 @@ def test_every_name_says_its_image_size_where_there_are_several() -> None:
 
 def test_equal_family_names_with_other_baselines_or_data_are_told_apart() -> None:
     for change, words in (({"seed": 3}, "seed 3"), ({"data_sha256": "fedcba9876543210"}, "data fedcba98")):
-        base = RunConfig(**change)  # type: ignore[arg-type]
+        base = RunConfig(**change)
         other = make.sets({"bf16": (replace(base, precision="bf16"), 1.5)}, baseline=base, seed=3)
         names = names_of(make.study(make.sets({"bf16": (BF16, 1.5)}) + other))
         assert names == ["tiny, batch 32, 1 rank", f"tiny, batch 32, 1 rank ({words})"]

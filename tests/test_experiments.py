@@ -107,55 +107,36 @@ def test_a_killed_run_loses_one_unfinished_set_and_leaves_no_process(tmp_path: P
     assert len(sets()) == 2
 
 
-def test_wrong_values_are_refused_before_anything_is_made(tmp_path: Path) -> None:
+def test_what_cannot_be_asked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
-    with pytest.raises(ConfigError, match=r"preset is 'huge': choose one of smoke, quick, full"):
-        experiments.run("amp", preset="huge", output_dir=out)
-    with pytest.raises(ConfigError, match="experiment is 'speed'"):
-        experiments.run("speed", output_dir=out)
-    with pytest.raises(ConfigError, match="network is 'big'"):
-        experiments.run("amp", network="big", output_dir=out)
     with pytest.raises(ConfigError, match="1000 CPU ranks need 1000 cores"):
         experiments.run("multi_gpu", device="cpu", world_sizes=[1000], output_dir=out)
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(DataError, match="empty"):
         experiments.run("amp", data=str(empty), output_dir=out)
-
-
-@pytest.mark.parametrize("published", ["False", 0, "yes"])
-def test_published_is_true_or_false_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, published: Any) -> None:
-    monkeypatch.delattr(experiments, "measure")
-    with pytest.raises(ConfigError, match=rf"published is {published!r}: give True, False or None"):
-        experiments.run("peers", published=published, output_dir=tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"network": "ddpm", "parts": ["peers"], "seed": 0, "data": "synthetic", "preset": "smoke"}, "network, parts"),
-        ({"global_batch_size": 8, "trainers": ["diffusers"], "seed": 1}, "global_batch_size, trainers, seed"),
-        ({"network": None, "seed": 0, "skip_bad": False, "image_size": 32, "data": "synthetic"}, ""),
-    ],
-)
-def test_what_changes_nothing_of_shown_records_is_named(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    settings: dict[str, Any],
-    told: str,
-) -> None:
-    monkeypatch.setattr(experiments, "_published", lambda *_: make.study([make.record(RunConfig())]))
-    experiments.run("peers", output_dir=tmp_path, **settings)
-    said = capsys.readouterr().out
-    assert said.count("\n") == bool(told)
-    assert f"records that exist: {told};" in said or not told
-
-
-def test_an_unwritable_output_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LedgerError, match="choose another --output-dir"):
         experiments.run("amp", preset="smoke", output_dir=tmp_path / "file")
+    monkeypatch.delattr(experiments, "measure")
+    for published in ("False", 0, "yes"):
+        with pytest.raises(ConfigError, match=rf"published is {published!r}: give True, False or None"):
+            experiments.run("peers", published=published, output_dir=tmp_path)  # type: ignore[arg-type]
+
+
+def test_what_changes_nothing_of_shown_records_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(experiments, "_published", lambda *_: make.study([make.record(RunConfig())]))
+    rows: list[tuple[dict[str, Any], str]] = [
+        ({"network": "ddpm", "parts": ["peers"], "seed": 0, "data": "synthetic", "preset": "smoke"}, "network, parts"),
+        ({"network": None, "seed": 0, "skip_bad": False, "image_size": 32, "data": "synthetic"}, ""),
+    ]
+    for settings, told in rows:
+        experiments.run("peers", output_dir=tmp_path, **settings)
+        said = capsys.readouterr().out
+        assert said.count("\n") == bool(told)
+        assert f"records that exist: {told};" in said or not told
 
 
 def test_nothing_measured_says_so(tmp_path: Path) -> None:

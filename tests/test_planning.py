@@ -99,9 +99,9 @@ def test_sets_of_other_candidates_are_none_of_the_primary_comparison(plan: Askin
     assert smallest(plan, "batch_size", minutes=0.5) == 1.0
 
 
-@pytest.mark.parametrize("settings", [{"sets": 2}, {"preset": "smoke"}, {"precisions": ["fp32"]}])
-def test_what_promises_no_answer_takes_any_budget(plan: Asking, settings: dict[str, Any]) -> None:
-    assert plan(minutes=0.01, **settings)
+def test_what_promises_no_answer_takes_any_budget(plan: Asking) -> None:
+    for settings in ({"sets": 2}, {"preset": "smoke"}, {"precisions": ["fp32"]}):
+        assert plan(minutes=0.01, **settings)
 
 
 def test_no_time_measures_nothing(plan: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,39 +112,38 @@ def test_no_time_measures_nothing(plan: Asking, monkeypatch: pytest.MonkeyPatch)
     assert not (planned.output / LEDGER).exists()
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        *({"minutes": value} for value in (-1, float("nan"), "5", True)),
-        *({"resolution": value} for value in (0, 1, True)),
-        *({"cores": 3}, {"cores": 0}, {"sets": 0}, {"seed": -1}, {"network": "big"}, {"image_sizes": []}),
-    ],
-)
-def test_wrong_values_are_refused_by_name_and_before_an_image_is_decoded(
-    plan: Asking, tmp_path: Path, settings: dict[str, Any]
-) -> None:
-    (name,) = settings
-    with pytest.raises(ConfigError, match=f"{name} is {next(iter(settings.values()))!r}".replace("[]", r"\[\]")):
-        plan(cache=tmp_path / "images", **settings)
+def test_wrong_values_are_refused_by_name_and_before_an_image_is_decoded(plan: Asking, tmp_path: Path) -> None:
+    wrong: dict[str, list[Any]] = {
+        "minutes": [-1, float("nan"), "5", True],
+        "resolution": [0, 1, True],
+        "cores": [3, 0],
+        "sets": [0],
+        "seed": [-1],
+        "network": ["big"],
+        "image_sizes": [[]],
+        "preset": ["huge"],
+    }
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(ConfigError, match=re.escape(f"{name} is {value!r}")):
+                plan(cache=tmp_path / "images", **{name: value})
     with pytest.raises(ConfigError, match="precision"):
         plan(cache=tmp_path / "images", precisions=["fp7"])
+    with pytest.raises(ConfigError, match="experiment is 'speed'"):
+        plan("speed")
     assert not (tmp_path / "images").exists()
 
 
-@pytest.mark.parametrize(
-    ("settings", "exact", "sets", "turns"),
-    [
-        ({}, False, 6, 0),
-        ({"preset": "full"}, False, 12, 0),
-        ({"sets": 5}, True, 5, 0),
-        ({"preset": "smoke"}, True, 1, 2),
-    ],
-)
-def test_sets_are_exact_where_they_are_asked_for_and_in_smoke(
-    plan: Asking, settings: dict[str, Any], exact: bool, sets: int, turns: int
-) -> None:
-    target = plan(**settings, further=False).campaign.target
-    assert (target.exact, target.sets, target.plan.turns, target.further) == (exact, sets, turns, False)
+def test_sets_are_exact_where_they_are_asked_for_and_in_smoke(plan: Asking) -> None:
+    asked: list[dict[str, Any]] = [{}, {"preset": "full"}, {"sets": 5}, {"preset": "smoke"}]
+    targets = [plan(**settings, further=False).campaign.target for settings in asked]
+    assert [(t.exact, t.sets, t.plan.turns) for t in targets] == [
+        (False, 6, 0),
+        (False, 12, 0),
+        (True, 5, 0),
+        (True, 1, 2),
+    ]
+    assert not any(t.further for t in targets)
 
 
 # --- the network -----------------------------------------------------------------------------------------------------

