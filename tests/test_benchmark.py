@@ -31,7 +31,7 @@ from ddpm_lab.explain.stats import Interval
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.plan import Experiment
-from ddpm_lab.questions import chosen_once, experiments, strategy
+from ddpm_lab.questions import experiments, planning, strategy
 from ddpm_lab.reports import benchmark
 
 GPU = hardware.Gpu(name="Example GPU X", uuid=None, memory_bytes=None)
@@ -55,7 +55,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four cores and no GPU, wherever the tests run."""
     monkeypatch.setattr(hardware, "gpus", lambda: ())
     monkeypatch.setattr(hardware, "usable_cores", lambda: 4)
-    monkeypatch.setattr(chosen_once, "free_cores", lambda: 4)
+    monkeypatch.setattr(planning, "free_cores", lambda: 4)
 
 
 def planned(tmp_path: Path, *words: str) -> list[Experiment]:

@@ -20,8 +20,8 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import OVERRUN
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.plan import PRIMARY, Experiment
-from ddpm_lab.questions import planned
-from ddpm_lab.questions.planned import Planned
+from ddpm_lab.questions import planning
+from ddpm_lab.questions.planning import Planned
 
 ONE = experiment(family("f", 1, primary="c1"))
 ON_ONE_CORE = experiment(
@@ -105,8 +105,8 @@ class Planning:
         self.lab, self.asked, self.refuses = lab, list[int | None](), ""
         self.lines: list[str] = []
         monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
-        monkeypatch.setattr(planned, "free_cores", lambda: free)
-        monkeypatch.setattr(planned, "sweep", lambda: None)
+        monkeypatch.setattr(planning, "free_cores", lambda: free)
+        monkeypatch.setattr(planning, "sweep", lambda: None)
 
     def question(self, asked: Experiment = ONE, **target: Any) -> Planned:
         progress = Progress("test", say=self.lines.append)
@@ -150,7 +150,7 @@ def test_cores_are_chosen_again_after_waiting_for_another_measurement(
     def waited(_: object) -> Iterator[bool]:
         yield True
 
-    monkeypatch.setattr(planned, "measuring", waited)
+    monkeypatch.setattr(planning, "measuring", waited)
     questions = Planning(lab, 1, monkeypatch)
     found = questions.question(seconds=300).measure(seconds=60)
     assert questions.asked == [None]

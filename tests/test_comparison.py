@@ -23,7 +23,7 @@ from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
-from ddpm_lab.questions import chosen_once
+from ddpm_lab.questions import planning
 from ddpm_lab.questions.answers import answer
 from ddpm_lab.questions.comparison import Comparison, answer_text, first_losses, measure, plan_pair
 
@@ -204,7 +204,7 @@ def test_a_pair_has_the_free_cores_and_keeps_those_of_an_answer(
         looked.append(1)
         return 1
 
-    monkeypatch.setattr(chosen_once, "free_cores", free_cores)
+    monkeypatch.setattr(planning, "free_cores", free_cores)
     monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
     pair = (RunConfig(), RunConfig(precision="bf16"))
     how: dict[str, Any] = {"names": ("a", "b"), "output": tmp_path, "quiet": True, "code": code_version()}

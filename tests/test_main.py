@@ -21,7 +21,7 @@ from ddpm_lab.data.synthetic import write_folder
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import Campaign
-from ddpm_lab.questions import planned, planning
+from ddpm_lab.questions import planning
 
 COMMANDS = (
     *("check", "prepare", "run", "compare", "strategy", "bottleneck", "benchmark", "summary"),
@@ -236,7 +236,7 @@ def test_options_reach_the_experiment(
 def test_every_experiment_is_checked_before_the_first_is_measured(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planned.Planned, "measure", lambda _: pytest.fail("something was measured"))
+    monkeypatch.setattr(planning.Planned, "measure", lambda _: pytest.fail("something was measured"))
     monkeypatch.setattr(hardware, "gpus", tuple)
     monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
     code, _, err = call("run", "amp", "multi_gpu", "--world-sizes", "2", "--batch-size", "5", "--output-dir", tmp_path)

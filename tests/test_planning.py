@@ -16,9 +16,8 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
-from ddpm_lab.questions import chosen_once, planning
-from ddpm_lab.questions.planned import Planned
-from ddpm_lab.questions.planning import plan_question
+from ddpm_lab.questions import planning
+from ddpm_lab.questions.planning import Planned, plan_question
 from ddpm_lab.record import RunRecord
 
 Asking = Callable[..., Planned]
@@ -34,7 +33,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plan(tmp_path: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> Asking:
     """Plan amp on two cores, both free unless a test says otherwise."""
     monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
-    monkeypatch.setattr(chosen_once, "free_cores", lambda: 2)
+    monkeypatch.setattr(planning, "free_cores", lambda: 2)
     monkeypatch.setattr(hardware, "gpus", list)
     monkeypatch.setattr(planning, "usual_device", lambda device: device or "cpu")
 
@@ -169,7 +168,7 @@ def busy(monkeypatch: pytest.MonkeyPatch, free: int = 1) -> list[int]:
         looked.append(free)
         return free
 
-    monkeypatch.setattr(chosen_once, "free_cores", free_cores)
+    monkeypatch.setattr(planning, "free_cores", free_cores)
     return looked
 
 

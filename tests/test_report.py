@@ -19,7 +19,7 @@ from ddpm_lab.explain.pages import Page
 from ddpm_lab.files import CHECKOUT
 from ddpm_lab.measure import hardware
 from ddpm_lab.questions import agenda
-from ddpm_lab.questions.planned import Measured, Planned
+from ddpm_lab.questions.planning import Measured, Planned
 from ddpm_lab.reports import report
 from ddpm_lab.reports.notebooks import NUMBERED, NotebookError
 

@@ -16,7 +16,7 @@ from ddpm_lab.explain.bands import DEFAULT, NAMED
 from ddpm_lab.plan import PRESETS
 
 if TYPE_CHECKING:
-    from ddpm_lab.questions.planned import Measured
+    from ddpm_lab.questions.planning import Measured
 
 KEY_VARIABLE = "COMET_API_KEY"
 RESOLUTION = "smallest difference to be found, such as 2%%"

@@ -21,7 +21,7 @@ from ddpm_lab.settings_file import configuration, read_settings
 from ddpm_lab.training.run_folder import SETTINGS
 
 if TYPE_CHECKING:
-    from ddpm_lab.questions.planned import Planned
+    from ddpm_lab.questions.planning import Planned
     from ddpm_lab.reports.summary import Run
 
 BATCH_SIZES = (16, 32, 64, 128)

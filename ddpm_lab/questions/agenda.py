@@ -15,8 +15,7 @@ from ddpm_lab.checks import LabError
 from ddpm_lab.measure.hardware import environment
 from ddpm_lab.measure.trials import COMPILE_SECONDS
 from ddpm_lab.plan import OTHERS, PRIMARY
-from ddpm_lab.questions.planned import Planned
-from ddpm_lab.questions.planning import check_time, plan_question
+from ddpm_lab.questions.planning import Planned, check_time, plan_question
 
 PRIMARY_SHARE = 0.75
 """Of the time that is left, which the primary comparisons still to come may take."""

@@ -33,10 +33,8 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.plan import Experiment, Family, Plan
 from ddpm_lab.questions.answers import answer as answered
-from ddpm_lab.questions.chosen_once import cores_of_pair, on_cores
 from ddpm_lab.questions.experiments import study_of
-from ddpm_lab.questions.planned import Measured, Planned
-from ddpm_lab.questions.planning import MOST_SETS, plan_experiment
+from ddpm_lab.questions.planning import MOST_SETS, Measured, Planned, cores_of_pair, on_cores, plan_experiment
 from ddpm_lab.record import RunRecord
 from ddpm_lab.settings_file import configuration, read_settings
 from ddpm_lab.training.own_workload import find_here

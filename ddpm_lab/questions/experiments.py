@@ -22,8 +22,7 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.plan import PRESETS
 from ddpm_lab.questions.answers import answer
 from ddpm_lab.questions.ask import LONG, QUESTIONS
-from ddpm_lab.questions.planned import Measured, Planned
-from ddpm_lab.questions.planning import Settings, plan_question
+from ddpm_lab.questions.planning import Measured, Planned, Settings, plan_question
 from ddpm_lab.questions.recommend import LEAST_MINUTES, recommend
 from ddpm_lab.questions.recommendation import write_settings
 from ddpm_lab.record import RunRecord

@@ -1,4 +1,7 @@
-"""From settings to something ready to be measured: all that can be refused is refused here, before a rank starts."""
+"""From settings to a question ready to be measured, and what measuring it came to.
+
+All that can be refused is refused here, before a rank starts.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +14,29 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab.checks import ConfigError, choice, missing_to_explain, number, several, whole
-from ddpm_lab.config import DEVICES, NETWORKS
+from ddpm_lab.config import DEVICES, NETWORKS, RunConfig
 from ddpm_lab.data.packed import read_manifest, resolve
 from ddpm_lab.explain import decisions
+from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.frames import LOOK, study
 from ddpm_lab.files import LEDGER, PREPARED, output_folder, writing
-from ddpm_lab.ledger import Ledger
+from ddpm_lab.ledger import Ledger, load
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.campaign import Campaign
+from ddpm_lab.measure.campaign import OVERRUN, Campaign
 from ddpm_lab.measure.cluster import current
 from ddpm_lab.measure.code_version import CodeVersion, code_version
+from ddpm_lab.measure.measuring_lock import measuring
+from ddpm_lab.measure.others import free_cores
+from ddpm_lab.measure.process import sweep
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument
 from ddpm_lab.measure.shortfall import LEAST_SETS, RESOLUTION, Target
-from ddpm_lab.plan import Experiment, Plan
+from ddpm_lab.plan import OTHERS, PRIMARY, Experiment, Plan
 from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.questions.ask import PLANS, QUESTIONS, STAGES, ask
-from ddpm_lab.questions.chosen_once import compiled_in, cores_of
-from ddpm_lab.questions.planned import Planned
-from ddpm_lab.record import LedgerError
+from ddpm_lab.record import TWIN, LedgerError
 from ddpm_lab.training.own_workload import check_brought, check_name, code_of, look_at, with_own
-from ddpm_lab.training.setting import Images, Setup, check_ranks, usual_device
+from ddpm_lab.training.setting import OWN_DATA, Images, Setup, check_ranks, usual_device
 
 LEAST_PLACE_SECONDS = 1.0
 """What one configuration in one set takes at least, where nothing is known of it."""
@@ -108,6 +114,117 @@ class Settings:
             names = ("data", "held_out", "skip_bad", "network", "image_size", "image_sizes")
             check_brought(self.workload, {name: getattr(self, name) for name in names})
             check_name(question, self.workload)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a call to ``measure`` answered with: the question's run ids, their cohort, and how many sets it added.
+
+    ``completed`` says whether the ledger now holds an answer; ``seconds_left`` is below 0 where time was overrun.
+    """
+
+    planned: Planned
+    experiment: Experiment
+    ledger: Path
+    output_dir: Path
+    cohort: tuple[str, str, str, str]
+    measured_sets: int
+    completed: bool
+    seconds_left: float | None = None
+    disturbed: int = 0
+    """Sets that did not count, since other processes took the cores that they needed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """An experiment that is checked and ready to be measured: nothing is refused any more."""
+
+    campaign: Campaign
+    output: Path
+    progress: Progress
+    on_cores: Callable[[int | None], Planned] | None = None
+    """The same question for so many cores; None where they were asked for, and are not chosen by what is free."""
+
+    def renewed(self, experiment: Experiment | None = None, **changes: Any) -> Planned:
+        """The same with what the ledger holds by now, or for another experiment, or with ``changes`` of the target."""
+        c = self.campaign
+        target = replace(c.target, **changes)
+        same = experiment is None or experiment.name == c.experiment.name
+        again = Campaign(experiment or c.experiment, target, c.instrument, c.ledger, c.traces)
+        return replace(self, campaign=again, on_cores=self.on_cores if same else None)
+
+    def measure(
+        self,
+        *,
+        seconds: float | None = None,
+        stages: Sequence[str] = (PRIMARY, OTHERS),
+        look: bool = True,
+    ) -> Measured:
+        """Measure what the ledger lacks, once no other process measures here; see ``Campaign.run``.
+
+        ``seconds`` takes the place of the time that was planned.
+        """
+        sweep()
+        planned = self
+        with measuring(self.progress.always) as waited:
+            if waited and self.on_cores:  # what was measured meanwhile took cores, and may have chosen them
+                planned = self.on_cores(None)
+            if waited or seconds is not None:
+                target = self.campaign.target
+                time = target.seconds if seconds is None else seconds
+                planned = planned.renewed(seconds=time, decided=target.decided)
+            campaign = planned.campaign
+            if campaign.target.seconds != 0:
+                campaign.run(self.progress, stages=stages, look=look)
+            elif look:
+                campaign.look()
+            if campaign.crowded_out and (again := self._on_free_cores()):
+                left = campaign.seconds_left()
+                if left is not None:  # an answer is worth more than the time
+                    left = max(left, (OVERRUN - 1) * (campaign.target.seconds or 0.0))
+                found = again.measure(seconds=left, stages=stages, look=look)
+                return replace(
+                    found,
+                    measured_sets=campaign.measured_sets + found.measured_sets,
+                    disturbed=campaign.disturbed + found.disturbed,
+                    seconds_left=campaign.seconds_left(),
+                )
+        count = campaign.measured_sets
+        self.progress.done(f"measured {count} set{'s' * (count != 1)} now" if count else "all is measured")
+        return planned.result()
+
+    def result(self) -> Measured:
+        """What the ledger holds by now."""
+        campaign = self.campaign
+        return Measured(
+            planned=self,
+            experiment=campaign.experiment,
+            ledger=campaign.ledger.path,
+            output_dir=self.output,
+            cohort=(
+                campaign.machine_key,
+                campaign.instrument.code.key,
+                campaign.experiment.configurations[0].data_sha256,
+                campaign.target.plan.key,
+            ),
+            measured_sets=campaign.measured_sets,
+            completed=campaign.held.any,
+            seconds_left=campaign.seconds_left(),
+            disturbed=campaign.disturbed,
+        )
+
+    def _on_free_cores(self) -> Planned | None:
+        """The same question for the cores that other processes leave; None where these are all, or too few for it."""
+        cores, free = hardware.usable_cores(), free_cores() if self.on_cores else 0
+        if self.on_cores is None or free == cores:
+            return None
+        try:
+            again = self.on_cores(free)
+        except ConfigError as error:
+            self.progress.stay(str(error))
+            return None
+        self.progress.stay(f"too busy for all cores: measured with {free} of {cores} instead")
+        return again
 
 
 def plan_question(name: str, **settings: Any) -> Planned:
@@ -285,3 +402,75 @@ def _images(asked: Settings, image_size: int, progress: Callable[[str], None]) -
     source = f"images from {'/'.join(Path(manifest.source).parts[-2:])}"
     name = f"{manifest.train_count:,} {'synthetic images' if manifest.kind == 'synthetic' else source}"
     return Images(folder=str(folder), sha256=manifest.content_hash, name=name, image_size=image_size)
+
+
+# --- what is chosen once for a question by this machine, and kept by its ledger: cores and a precision ---
+
+
+def cores_of(
+    name: str, asked: int | None, device: str, instrument: Instrument, ledger: Ledger, *, target: Target, own: bool
+) -> int:
+    """Cores to measure a question with: those asked for, those of its earlier sets here, or those that are free.
+
+    They are chosen once: a later change of load measures nothing again by itself. Of several answers that with all
+    cores leads; sets that compared nothing, for want of cores, choose none for further ones.
+    """
+    most = instrument.usable_cores
+    if asked is not None:
+        whole("cores", asked, 1)
+        if asked > most:
+            raise ConfigError(f"cores is {asked}: {most} are usable here, give at most that")
+        return asked
+    if device == "cuda" or most == 1:
+        return most
+    key = hardware.machine().key
+    mine = [h for h in ledger.heads()[0] if (h.experiment, h.machine.key) == (name, key)]
+    # The code of a user's training is known when a rank has loaded it, which needs the configurations.
+    mine = [h for h in mine if own == h.cohort[2].startswith(OWN_DATA) and (own or h.cohort[1] == instrument.code.key)]
+    stopped = [h for h in mine if h.role in ("baseline", "profile") and h.cohort[3] == target.plan.key]
+    shown = load([h for h in mine if h.role == "look"])[0] or load(stopped[-1:])[0]
+    if target.seconds != 0:
+        shown = [r for r in shown if not r.config.threads or r.look is None or r.look["log_ratios"].keys() - {TWIN}]
+    known = [r.config.threads * r.config.node_size for r in shown if r.config.device == "cpu"]
+    if known:
+        return most if 0 in known else max(known)
+    return most if target.seconds == 0 else free_cores()
+
+
+def cores_of_pair(pair: tuple[RunConfig, RunConfig], ledger: Ledger) -> int:
+    """Cores to compare two configurations with: those that an earlier answer here had, or those that are free.
+
+    All of them where a side is not for the CPU, or says how many threads it takes.
+    """
+    most = hardware.usable_cores()
+    if most == 1 or any(c.device == "cuda" or c.threads for c in pair):
+        return most
+    by_id = {on_cores(pair[0], n).run_id: n for n in range(1, most + 1)}
+    key = hardware.machine().key
+    mine = [h for h in ledger.heads()[0] if (h.experiment, h.role, h.machine.key) == ("compare", "look", key)]
+    known = [by_id[r.run_id] for r in load(mine)[0] if r.run_id in by_id]
+    return max(known, default=0) or free_cores()
+
+
+def on_cores(config: RunConfig, cores: int) -> RunConfig:
+    """A configuration for so many of the cores, which its ranks share; with all of them as it is."""
+    if cores >= hardware.usable_cores():
+        return config
+    return replace(config, threads=max(1, cores // config.node_size))
+
+
+def compiled_in(instrument: Instrument, ledger: Ledger) -> str:
+    """The precision in which a CPU's compilation is asked about: bf16 where this machine's ledger calls it faster.
+
+    It is chosen once: that of earlier sets stays. Without scipy nothing says what is faster, and it is fp32.
+    """
+    key, code = hardware.machine().key, instrument.code.key
+    mine = [h for h in ledger.heads()[0] if (h.machine.key, h.cohort[1]) == (key, code)]
+    earlier = load([h for h in mine if (h.experiment, h.role) == ("torch_compile", "baseline")][-1:])[0]
+    if earlier:
+        return earlier[-1].config.precision
+    if missing_to_explain():
+        return "fp32"
+    records, _ = load([h for h in mine if h.experiment == "amp" or h.role == LOOK])
+    found = comparisons(study(records, "amp")) if records else ()
+    return "bf16" if any(c.primary and c.verdict == decisions.FASTER for c in found) else "fp32"

@@ -23,8 +23,7 @@ from ddpm_lab.measure.shortfall import PLACE_SECONDS
 from ddpm_lab.measure.trials import COMPILE_SECONDS
 from ddpm_lab.plan import RECOMMENDATION, SEARCH
 from ddpm_lab.questions import search
-from ddpm_lab.questions.planned import Measured, Planned
-from ddpm_lab.questions.planning import plan_question
+from ddpm_lab.questions.planning import Measured, Planned, plan_question
 from ddpm_lab.questions.search import Belief, Ratios
 from ddpm_lab.record import RunRecord
 from ddpm_lab.space import Cell, Space

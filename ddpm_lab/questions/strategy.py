@@ -11,7 +11,7 @@ from ddpm_lab.explain import strategy as explained
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.cluster import current
 from ddpm_lab.questions import experiments
-from ddpm_lab.questions.planned import Measured
+from ddpm_lab.questions.planning import Measured
 from ddpm_lab.training.setting import check_ranks, usual_device
 
 if TYPE_CHECKING:
