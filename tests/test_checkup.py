@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ddpm_lab.cli.checkup import Item, checkup
+from ddpm_lab.cli.check import Item, checkup
 from ddpm_lab.measure import hardware
 
 
