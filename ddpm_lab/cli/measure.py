@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddpm_lab import declared
-from ddpm_lab.checks import ConfigError, choice, percent
+from ddpm_lab.checks import ConfigError, choice, missing_to_explain, percent
 from ddpm_lab.cli.options import COMMON, RESOLUTION, add, command, given, plain, tell, track, tracker_chosen
 from ddpm_lab.config import NETWORKS
 from ddpm_lab.explain.bands import DEFAULT, bands
@@ -126,19 +126,20 @@ def _answer(measured: Any, table: Any) -> dict[str, Any]:
     """The finding of what was measured, or, on a node without scipy, where its records lie."""
     values = {"experiment": measured.experiment.name, "measured_sets": measured.measured_sets}
     values["ledger"] = str(measured.ledger)
-    try:
-        from ddpm_lab.explain import figures, findings, show  # noqa: PLC0415
-        from ddpm_lab.explain.questions import lost_scaling  # noqa: PLC0415
-    except ModuleNotFoundError as missing:
-        advice = f"measured; {missing.name} is not installed here, so take the ledger elsewhere: ddpm-lab figures"
+    if missing := missing_to_explain():
+        advice = f"measured; {missing} is not installed here, so take the ledger elsewhere: ddpm-lab figures"
         return {**values, "finding": f"{advice} --ledger {measured.ledger.name}"}
+    from ddpm_lab.explain import show  # noqa: PLC0415
+    from ddpm_lab.explain.charts.style import save  # noqa: PLC0415
+    from ddpm_lab.explain.questions import lost_scaling  # noqa: PLC0415
+    from ddpm_lab.questions.answers import answer  # noqa: PLC0415
     from ddpm_lab.questions.experiments import study_of  # noqa: PLC0415
 
-    study = dataclasses.replace(study_of(measured), bands=table)
-    found = findings.finding(study)
+    shown = answer(study := dataclasses.replace(study_of(measured), bands=table))
+    found = shown.finding
     values |= {"headline": found.headline, "finding": found.claim, "verdict": found.verdict, "status": found.status}
     figure = measured.output_dir / "image_output" / f"{show.NAMES[study.experiment]}.png"
-    figures.save(figures.figure(study), figure)
+    save(shown.figure(), figure)
     values |= {"way_out": found.way_out, "figure": str(figure)}
     more = {"lost_scaling": lost_scaling.as_values(study), "lost_scaling_unsplit": lost_scaling.unsplit(study)}
     return values | {name: value for name, value in more.items() if value}
@@ -200,11 +201,11 @@ def compare(options: argparse.Namespace) -> int:
     if threshold is not None:
         from ddpm_lab.explain.gate import outcome, summary  # noqa: PLC0415
 
-        judged = outcome(found.study, threshold)
+        judged = outcome(found.answer, threshold)
         code = judged.exit_code(strict=options.strict)
         said = {"status": judged.status, "sentence": judged.sentence, "threshold": threshold, "exit_code": code}
         values, lines = {**values, "gate": said}, [*lines, judged.sentence]
-        page = summary(found.study, judged, threshold)
+        page = summary(found.answer, judged, threshold)
     tell(options, values, lines)
     sys.stdout.flush()
     _summarise(options, page)
