@@ -1,20 +1,29 @@
-"""How a user's function is called, and where a sentence says that it is written."""
+"""A user's own function: what forms it may have, how it is called, what is said of others, and the examples."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import itertools
+import math
 import runpy
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.workload import RankContext, Training, arguments_taken, call_maker, named, place_of
+from ddpm_lab.measure.plain import LoopEnded, make_workload
+from ddpm_lab.measure.witness import mismatches
+from ddpm_lab.training.own import own
+from ddpm_lab.training.setting import Own
+from ddpm_lab.workload import RankContext, Training, call_maker, named, place_of
 
 CONTEXT = RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=lambda _: None)
-CONFIG = RunConfig()
+CONFIG = RunConfig(global_batch_size=4)
+CHECKOUT = Path(__file__).resolve().parents[1]
+EXAMPLES = sorted(path.stem for path in (CHECKOUT / "examples").glob("*.py"))
 
 
 def optional(config: Any = None, *, context: Any = None) -> tuple[Any, Any]:
@@ -26,7 +35,6 @@ def test_a_maker_takes_nothing_or_both() -> None:
     assert call_maker(lambda config, context: (config, context), "mine:make", CONFIG, CONTEXT) == (CONFIG, CONTEXT)
     assert call_maker(optional, "mine:make", CONFIG, CONTEXT) == (None, None)
     for function in (lambda _a: None, lambda _a, _b, _c: None):
-        assert arguments_taken(function) in (1, 3)
         with pytest.raises(TypeError, match=r"workload mine:make takes [13] arguments: write it to take none"):
             call_maker(function, "mine:make", CONFIG, CONTEXT)
 
@@ -40,13 +48,81 @@ def test_a_place_is_a_file_and_a_line(tmp_path: Path) -> None:
     assert named("mine:make", there["make"]) == "mine:make (mine.py, line 4)"
     assert place_of(there["kept"]) in ("mine.py, line 8", "mine.py, line 9")
     for other in (len, functools.partial(len, ""), None, Training):
-        assert place_of(other) == ""
-    assert named("mine:len", len) == "mine:len"
+        assert named("mine:other", other) == "mine:other"
 
 
-def test_a_training_is_given_by_name_and_does_not_change() -> None:
-    training = Training(model=None, data=[])
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        training.data = []  # type: ignore[misc]
-    with pytest.raises(TypeError):
-        Training(None, [])  # type: ignore[call-arg]
+def make(function: Callable[..., Any]) -> Any:
+    return make_workload(function, "mine:f", CONFIG, CONTEXT)
+
+
+def test_a_generator_steps_at_every_yield() -> None:
+    seen: list[int] = []
+
+    def loop() -> Iterator[torch.Tensor]:
+        for i in range(3):
+            seen.append(i)
+            yield torch.tensor(float(i), requires_grad=True)
+
+    workload = make(loop)
+    assert seen == []
+    batches = workload.batches()
+    losses = [workload.step(next(batches)) for _ in range(3)]
+    assert [float(loss) for loss in losses] == seen == [0, 1, 2]
+    assert not any(loss.requires_grad for loss in losses), "a kept graph would grow with every window"
+    assert workload.witness()["images"] == 3 * 4
+    with pytest.raises(LoopEnded, match=r"the loop of mine:f ended after 3 steps: let it go on"):
+        workload.step(None)
+
+
+def test_a_workload_is_taken_as_it_is() -> None:
+    class Mine:
+        def __init__(self, config: RunConfig, context: RankContext) -> None:
+            self.given = (config, context)
+
+        def batches(self) -> Iterator[int]:
+            yield 1
+
+        def step(self, batch: int) -> float:
+            return float(batch)
+
+        def witness(self) -> dict[str, Any]:
+            return {}
+
+        def close(self) -> None: ...
+
+    made = make(Mine)
+    assert isinstance(made, Mine)
+    assert made.given == (CONFIG, CONTEXT)
+
+
+def test_anything_else_is_refused_in_a_sentence() -> None:
+    refused: dict[str, Callable[..., Any]] = {"takes 1 arguments: write it to take none": lambda _a: None}
+    refused |= {"returned int: let it yield after every step": lambda: 5, "returned NoneType": lambda: None}
+    for words, function in refused.items():
+        with pytest.raises(TypeError, match=words):
+            make(function)
+
+
+def test_an_example_is_short_and_the_docs_name_it() -> None:
+    for name in EXAMPLES:
+        text = (CHECKOUT / "examples" / f"{name}.py").read_text()
+        assert len(text.splitlines()) < 40
+        assert f"--workload examples.{name}:make" in text
+        assert f"examples.{name}:make" in (CHECKOUT / "README.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_example_trains_as_its_label_says(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "diffusion":
+        pytest.importorskip("diffusers", reason="diffusers is not installed: make peers")
+    monkeypatch.syspath_prepend(str(CHECKOUT))
+    settings = Own(name=f"examples.{name}:make").settings()
+    config = RunConfig(**settings, global_batch_size=4, precision=precision)
+    training = own(config, CONTEXT)
+    losses = [float(training.step(batch)) for batch in itertools.islice(training.batches(), 3)]
+    assert all(0 < loss < 10 for loss in losses)
+    assert mismatches(config, [{"rank": 0, "device": "cpu", "steps": 3, **training.witness()}]) == []
+    if training.made.held_out_loss:
+        assert math.isfinite(training.held_out_loss(draws=1)["loss"])
