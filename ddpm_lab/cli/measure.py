@@ -199,13 +199,11 @@ def compare(options: argparse.Namespace) -> int:
     found = comparison.answer(measured)
     values, lines, code, page = found.as_dict(), [str(found)], int(not found.complete), ""
     if threshold is not None:
-        from ddpm_lab.explain.gate import outcome, summary  # noqa: PLC0415
-
-        judged = outcome(found.answer, threshold)
+        judged = gate.outcome(found.answer, threshold)
         code = judged.exit_code(strict=options.strict)
         said = {"status": judged.status, "sentence": judged.sentence, "threshold": threshold, "exit_code": code}
         values, lines = {**values, "gate": said}, [*lines, judged.sentence]
-        page = summary(found.answer, judged, threshold)
+        page = gate.summary(found.answer, judged, threshold)
     tell(options, values, lines)
     sys.stdout.flush()
     _summarise(options, page)
@@ -227,7 +225,7 @@ def _check_sides(options: argparse.Namespace, *, gated: bool) -> None:
 
 
 def _unchanged(sentence: str, options: argparse.Namespace) -> int:
-    from ddpm_lab.explain.gate import EXIT_CODES, IDENTICAL  # noqa: PLC0415
+    from ddpm_lab.questions.gate import EXIT_CODES, IDENTICAL  # noqa: PLC0415
 
     text, code = f"{IDENTICAL}: {sentence}", EXIT_CODES[IDENTICAL]
     tell(options, {"verdict": IDENTICAL, "gate": {"status": IDENTICAL, "sentence": text, "exit_code": code}}, [text])
