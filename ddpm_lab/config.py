@@ -79,10 +79,9 @@ class DiffusionConfig:
 class OptimizerConfig:
     """Adam, gradient clipping and the exponential moving average (EMA) of the weights.
 
-    ``adam`` and ``ema`` say how these are computed, never what: in one kernel for all weights (fused), one for each
-    operation (foreach), or weight by weight (loop). With ``ema_warmup`` the n-th update decays by (1 + n) / (10 + n)
-    while that is less than ``ema_decay``, so that the average soon forgets the initial weights (the rule of
-    tf.train.ExponentialMovingAverage).
+    ``adam`` and ``ema`` are computed in one kernel for all weights (fused), one for each operation (foreach), or weight
+    by weight (loop), to the same result. With ``ema_warmup`` the n-th update decays by (1 + n) / (10 + n) while that is
+    less than ``ema_decay``, so that the average soon forgets the initial weights (tf.train.ExponentialMovingAverage).
     """
 
     learning_rate: Annotated[float, Opt("learning rate of Adam", above=0)] = 2e-4
@@ -96,6 +95,8 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         validate(self, "optimizer.")
+        if len(self.betas) != 2:
+            raise ConfigError(f"optimizer.betas is {self.betas!r}: give two numbers")
 
     def decay_at(self, update: int) -> float:
         """The decay of the averages at their n-th update, counted from 1."""
@@ -107,10 +108,9 @@ class ExchangeConfig:
     """How DistributedDataParallel exchanges gradients; without effect on one rank, where they may not be set.
 
     ``bucket_view`` lets gradients live in the buckets that are exchanged, which saves a copy; ``static_graph`` promises
-    that every step uses the same weights; ``bucket_mb`` is the size of a bucket in MiB. ``hook`` sends the gradients in
-    two bytes a value, rounded to bf16 or fp16, and adds them up so, which changes what is learned. ``nccl`` is an
-    environment of NCCL by its name in ``NCCL``: "pcie" is harmful with NVLink. Without ``enabled`` nothing is
-    exchanged: every rank trains a network of its own, which shows what the exchange costs and is no training.
+    that every step uses the same weights. ``hook`` rounds what is sent to two bytes a value, and adds it up so, which
+    changes what is learned. Without ``enabled`` nothing is exchanged: every rank trains a network of its own, which
+    shows what the exchange costs and is no training.
     """
 
     enabled: bool = True
@@ -122,13 +122,10 @@ class ExchangeConfig:
 
     def __post_init__(self) -> None:
         validate(self, "exchange.")
-        usual = ((f.name, f.default) for f in dataclasses.fields(self) if f.name != "enabled")
-        for name, value in () if self.enabled else usual:
-            if getattr(self, name) != value:
-                raise ConfigError(
-                    f"exchange.{name} is {getattr(self, name)!r} and exchange.enabled is false: where nothing is "
-                    "exchanged it would change nothing; leave it out"
-                )
+        for f in () if self.enabled else dataclasses.fields(self)[1:]:
+            if getattr(self, f.name) != f.default:
+                given = f"exchange.{f.name} is {getattr(self, f.name)!r} and exchange.enabled is false"
+                raise ConfigError(f"{given}: where nothing is exchanged it would change nothing; leave it out")
 
 
 PARTS = (("diffusion", DiffusionConfig), ("optimizer", OptimizerConfig), ("exchange", ExchangeConfig))

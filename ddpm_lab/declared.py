@@ -53,7 +53,7 @@ class Opt:
 class Option:
     """A setting: ``kind`` is int, float, bool, str or a dataclass, of several values with ``several``.
 
-    ``count`` is how many values there have to be, 0 for one or more. ``optional`` settings may be None.
+    ``optional`` settings may be None.
     """
 
     name: str
@@ -62,7 +62,6 @@ class Option:
     opt: Opt
     optional: bool = False
     several: bool = False
-    count: int = 0
 
     def checked(self, value: Any, place: str) -> Any:
         """The value, a list as a tuple. Raises ConfigError, which names ``place``."""
@@ -71,8 +70,6 @@ class Option:
         if not self.several:
             return self._one(value, place)
         several(place, value)
-        if self.count and (len(value) != self.count or not all(self.opt.allows(self.kind, v) for v in value)):
-            raise ConfigError(f"{place} is {value!r}: give {self.count}, each {self.opt.limits(self.kind)}")
         return tuple(self._one(v, place) for v in value)
 
     def _one(self, value: Any, place: str) -> Any:
@@ -116,8 +113,7 @@ def _option(name: str, hint: Any, default: Any) -> Option:
             optional = type(None) in typing.get_args(hint)
             hint = next(k for k in typing.get_args(hint) if k is not type(None))
     inner = typing.get_args(hint) if typing.get_origin(hint) in (tuple, Sequence) else ()
-    count = len(inner) if len(inner) > 1 and Ellipsis not in inner else 0
-    return Option(name, inner[0] if inner else hint, default, opt, optional, several=bool(inner), count=count)
+    return Option(name, inner[0] if inner else hint, default, opt, optional, several=bool(inner))
 
 
 def validate(made: Any, place: str = "") -> None:

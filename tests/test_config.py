@@ -142,7 +142,7 @@ REFUSED: list[tuple[type, dict[str, Any], list[str]]] = [
     (OptimizerConfig, {"learning_rate": math.nan}, ["optimizer.learning_rate", "nan", "above 0"]),
     (OptimizerConfig, {"learning_rate": 10**400}, ["optimizer.learning_rate", "finite"]),
     (OptimizerConfig, {"betas": (0.9, 1.0)}, ["optimizer.betas", "1.0", "[0, 1)"]),
-    (OptimizerConfig, {"betas": (0.9,)}, ["optimizer.betas", "(0.9,)", "give 2"]),
+    (OptimizerConfig, {"betas": (0.9,)}, ["optimizer.betas", "(0.9,)", "give two"]),
     (OptimizerConfig, {"betas": 0.9}, ["optimizer.betas", "0.9", "list"]),
     (OptimizerConfig, {"clip_norm": -1.0}, ["optimizer.clip_norm", "-1.0", "above 0", "null"]),
     (Plan, {"turns": -1}, ["plan.turns", "-1", "at least 0"]),

@@ -56,9 +56,6 @@ def rank(options: argparse.Namespace, main: Callable[[Sequence[str]], int]) -> i
     choice("the command after rank", next(iter(words), None), MANY_HOSTS)
     if {"-h", "--help"} & set(words):
         return main(words)
-    if misplaced := next((word for word in words if word.partition("=")[0] == "--interface"), None):
-        where = f"give it before the command, as in rank --interface lo {words[0]}"
-        raise ConfigError(f"{misplaced} is an option of rank, not of {words[0]}: {where}")
     process = cluster.Process.read(os.environ)
     process.use(options.interface)
     if process.rank:
