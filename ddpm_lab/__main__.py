@@ -86,17 +86,16 @@ def _parser(words: Sequence[str]) -> Parser:
     parser = Parser(prog="ddpm-lab", description=about)
     parser.add_argument("--version", action="version", version=f"ddpm-lab {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    measure.add_commands(commands, words)
+    for module in (measure, check, train, report, cluster):
+        for command in module.COMMANDS:
+            command.add(commands, words)
     recommend.add_options(commands)
     bottleneck.add_options(commands)
-    check.add_commands(commands)
-    train.add_commands(commands, words)
-    report.add_commands(commands)
-    cluster.add_commands(commands, main, _parser)
+    parser.set_defaults(main=main, parser_of=_parser)
     lines = []
     for group, names in GROUPS.items():
         lines += ["", f"{group}:", *(f"    {name:11} {commands.choices[name].description}" for name in names)]
-    parser.description = "\n".join([about, *lines]).replace("%%", "%")
+    parser.description = "\n".join([about, *lines])
     return parser
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
 import os
 import platform
 import shutil
 import sys
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from ddpm_lab.cli.options import add, command, tell
+from ddpm_lab.cli.options import Command, tell
 from ddpm_lab.files import output_folder
 
 PACKAGES = {
@@ -33,43 +31,27 @@ PACKAGES = {
 NEEDED = ("Linux", "Python 3.11 to 3.13", "torch", "numpy", "psutil", "PIL", "output folder")
 
 
-def add_commands(subparsers: Any) -> None:
-    """Add the command to the command line."""
-    summary = "what this machine has, what is missing, and what that would add"
-    parser = command(subparsers, "check", summary, check, "check --instrument --minutes 10")
-    add(parser, "instrument")
-    add(parser, "minutes", default=5.0, help="with --instrument: how long to measure (default: 5)")
-    add(parser, "device", help="with --instrument: cpu or cuda (default: the GPU where there is one)")
-    add(parser, "output-dir", "json")
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One thing that was looked at, and what it adds. Without those that are NEEDED the lab cannot run."""
+class Item(NamedTuple):
+    """One thing that was looked at, and what it adds. Without those that are ``NEEDED`` the lab cannot run."""
 
     name: str
     present: bool
     detail: str
     adds: str
 
-    @property
-    def needed(self) -> bool:
-        """Whether the lab cannot run without it."""
-        return self.name in NEEDED
-
 
 def check(options: argparse.Namespace) -> int:
-    """Say what this machine has, or how finely it measures."""
+    """Say what this machine has and lacks, or how finely it measures."""
     if options.instrument:
         return _instrument(options)
     items = checkup(output_folder(options.output_dir))
-    runnable = all(item.present for item in items if item.needed)
+    runnable = all(item.present for item in items if item.name in NEEDED)
     lines = []
     for item in items:
-        mark = "ok     " if item.present else "MISSING" if item.needed else "absent "
+        mark = "ok     " if item.present else "MISSING" if item.name in NEEDED else "absent "
         lines.append(f"{mark}  {item.name}: {item.detail}" + ("" if item.present else f"; {item.adds}"))
     lines.append("The lab can run here." if runnable else "The lab cannot run here: see what is MISSING above.")
-    rows = [{**dataclasses.asdict(item), "needed": item.needed} for item in items]
+    rows = [{**item._asdict(), "needed": item.name in NEEDED} for item in items]
     tell(options, {"can_run": runnable, "items": rows}, lines)
     return 0 if runnable else 1
 
@@ -126,3 +108,17 @@ def _instrument(options: argparse.Namespace) -> int:
     figure = calibration.save_figure(found, output)
     tell(options, {**found.as_dict(), "figure": str(figure)}, [*calibration.lines(found), f"figure: {figure}"])
     return 0 if found.passed else 1
+
+
+COMMANDS = (
+    Command(
+        check,
+        "check --instrument --minutes 10",
+        "instrument minutes device output-dir json",
+        {
+            "minutes": "with --instrument: how long to measure (default: 5)",
+            "device": "with --instrument: default: the GPU where there is one",
+        },
+        {"minutes": 5.0},
+    ),
+)

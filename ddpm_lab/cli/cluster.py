@@ -4,74 +4,46 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import io
 import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from ddpm_lab.checks import ConfigError, choice
-from ddpm_lab.cli.options import add, command, given, tell
+from ddpm_lab.cli.options import Command, given, tell
 from ddpm_lab.files import LEDGER, expanded, output_folder
 
 MANY_HOSTS = ("run", "train", "sample")
 """Commands that start ranks as they are told how many."""
-COMMANDS = (*MANY_HOSTS, "compare", "check")
+ONE_HOST = ("compare", "check")
 
 
-def add_commands(
-    subparsers: Any,
-    main: Callable[[Sequence[str]], int],
-    parser_of: Callable[[Sequence[str]], argparse.ArgumentParser],
-) -> None:
-    """Add the commands; ``main`` runs a command, and its parser checks it before it is submitted."""
-    summary = "run a command on several hosts, every process of which torchrun has started"
-    example = "rank run amp (after torchrun --nnodes 2 --nproc-per-node 4 ... -m ddpm_lab)"
-    parser = command(subparsers, "rank", summary, functools.partial(rank, main=main), example)
-    add(parser, "interface")
-    words = "run, train or sample with its options"
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND ...", help=words)
-
-    summary = "submit a command of the lab as a SLURM job, or as an array of jobs"
-    example = "submit --gpus-per-node 1 -- run amp -- --seed 0 -- --seed 1 (an array of two)"
-    parser = command(subparsers, "submit", summary, functools.partial(submit, parser_of=parser_of), example)
-    add(parser, "nodes", "gpus-per-node", "sbatch", "json")
-    words = "the command; after two more dashes what each task of an array adds to it"
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help=words)
-
-    summary = "records of SLURM jobs into the ledger, and a table of their runs"
-    parser = command(subparsers, "collect", summary, collect, "collect --csv runs.csv")
-    parser.add_argument("logs", nargs="*", metavar="LOG", help="logs of jobs (default: slurm-*.out in this folder)")
-    add(parser, "output-dir", "csv", "json")
-
-
-def rank(options: argparse.Namespace, main: Callable[[Sequence[str]], int]) -> int:
-    """Lead the processes that torchrun has started through a command, or serve the one that does."""
+def rank(options: argparse.Namespace) -> int:
+    """Run a command on several hosts, in processes that torchrun started."""
     from ddpm_lab.measure import cluster  # noqa: PLC0415 - commands load what they need
 
-    words = options.words
+    words, main = options.words, options.main
     choice("the command after rank", next(iter(words), None), MANY_HOSTS)
     if {"-h", "--help"} & set(words):
-        return main(words)
+        return int(main(words))
     process = cluster.Process.read(os.environ)
     process.use(options.interface)
     if process.rank:
         return cluster.serve(process)
     with cluster.leading(process):
-        return main(words)
+        return int(main(words))
 
 
-def submit(options: argparse.Namespace, parser_of: Callable[[Sequence[str]], argparse.ArgumentParser]) -> int:
-    """Check every task as the job will read it, then submit."""
+def submit(options: argparse.Namespace) -> int:
+    """Submit a command as a SLURM job, or as an array of jobs."""
     from ddpm_lab.reports import slurm  # noqa: PLC0415
 
     words = options.words[options.words[:1] == ["--"] :]
     tasks = slurm.tasks_of(words)
     for task in tasks:
-        _check(task, MANY_HOSTS if options.nodes != 1 else COMMANDS, parser_of)
+        _check(task, MANY_HOSTS if options.nodes != 1 else (*MANY_HOSTS, *ONE_HOST), options.parser_of)
     job = slurm.submit(words, **given(options, "nodes", "gpus_per_node", "sbatch"))
     lines = [f"job {job}, tasks: {len(tasks)}", f"then, in this folder: ddpm-lab collect reads its logs, {slurm.LOGS}"]
     tell(options, {"job_id": job, "tasks": len(tasks)}, lines)
@@ -99,7 +71,10 @@ def _check(task: list[str], able: Sequence[str], parser_of: Callable[[Sequence[s
 
 
 def collect(options: argparse.Namespace) -> int:
-    """Append the records of jobs to the ledger and show their runs; 1 if a job failed."""
+    """Collect records of SLURM jobs into the ledger, and show their runs.
+
+    1 if a job failed.
+    """
     from ddpm_lab.reports import slurm, summary  # noqa: PLC0415
 
     logs = [expanded(log) for log in options.logs] or sorted(Path.cwd().glob(slurm.LOGS))
@@ -112,3 +87,20 @@ def collect(options: argparse.Namespace) -> int:
     summary.show(rows, [summary.speed_ups(rows)], csv=options.csv, as_json=options.json)
     print(f"{added} new records: {ledger}", file=sys.stderr)
     return int(any(states.get(slurm.job_of(log)) in slurm.FAILED for log in logs))
+
+
+COMMANDS = (
+    Command(
+        rank,
+        "rank run amp (after torchrun --nnodes 2 --nproc-per-node 4 ... -m ddpm_lab)",
+        "interface words",
+        {"words": "run, train or sample with its options"},
+    ),
+    Command(
+        submit,
+        "submit --gpus-per-node 1 -- run amp -- --seed 0 -- --seed 1 (an array of two)",
+        "nodes gpus-per-node sbatch json words",
+        {"words": "the command after --; after two more dashes what each task of an array adds to it"},
+    ),
+    Command(collect, "collect --csv runs.csv", "logs output-dir csv json"),
+)

@@ -14,44 +14,12 @@ from typing import Any
 
 from ddpm_lab import declared
 from ddpm_lab.checks import ConfigError, choice, missing_to_explain, percent
-from ddpm_lab.cli.options import COMMON, RESOLUTION, add, command, given, plain, tell, track, tracker_chosen
-from ddpm_lab.config import NETWORKS
+from ddpm_lab.cli.options import COMMON, RESOLUTION, Command, Parser, add, given, plain, tell, track, tracker_chosen
 from ddpm_lab.explain.bands import DEFAULT, bands
 from ddpm_lab.files import expanded, writing
 
 WIDTH = 100
 """Columns of what an answer rests on, on a terminal."""
-
-
-def add_commands(subparsers: Any, words: Sequence[str]) -> None:
-    """Add the commands to the command line, ``run`` with the options of the experiments that ``words`` name."""
-    summary = "measure what is missing for one or more experiments; again, more where the answer is inconclusive"
-    parser = command(subparsers, "run", summary, run, "run amp --preset smoke --data path/to/images")
-    parser.add_argument("experiments", nargs="+", metavar="EXPERIMENT", help="such as amp: see below")
-    add(parser, *COMMON, "device", "image-size", "sets", "cores", "resolution", "seed", "oversubscribe")
-    add(parser, "tracker", "json")
-    if words[:1] == ["run"]:  # the questions are imported for their options alone
-        _add_options_of_questions(parser, words[1:])
-
-    summary = "which of two training steps is faster, or is one slower than in another revision?"
-    parser = command(subparsers, "compare", summary, compare, "compare mine:before mine:after --resolution 2%")
-    first = "module:function, or a TOML file of settings: the side that is 1; with --against that of both sides"
-    parser.add_argument("baseline", metavar="A", nargs="?", help=f"{first} (default: the lab's own trainer)")
-    parser.add_argument("candidate", metavar="B", nargs="?", help="the side whose speed is asked for, likewise")
-    add(parser, "against", "always", "minutes", "device", "output-dir", "tracker")
-    add(parser, "resolution", help=f"{RESOLUTION}: measure until then (default: the threshold, or 3%)")
-    add(parser, "sets", help="the most sets to measure (default: 100)")
-    add(parser, "gate", "threshold", "strict", "summary", "json")
-
-    summary = "one rank or GPU, or several, for a network and a batch; and why"
-    parser = command(subparsers, "strategy", summary, strategy, "strategy --network seed --batch-size 64")
-    size = parser.add_mutually_exclusive_group()
-    add(size, "network", choices=NETWORKS, help="default: seed on a GPU, tiny on a CPU")
-    add(size, "parameters")
-    add(parser, "batch-size", help="images of a step over all ranks (default: 128 on a GPU, 32 on a CPU)")
-    ranks = "measure one rank; one and several; or several unless the answer is single (default: measure nothing)"
-    add(parser, "ranks", help=ranks)
-    add(parser, "device", "preset", "minutes", "sets", "data", "output-dir", "json")
 
 
 # --- run -------------------------------------------------------------------------------------------------------------
@@ -70,14 +38,14 @@ def _questions() -> dict[str, dict[str, declared.Option]]:
     }
 
 
-def _add_options_of_questions(parser: Any, words: Sequence[str]) -> None:
+def _add_options_of_questions(parser: Parser, words: Sequence[str]) -> None:
     """Add the options of the questions among ``words``, or of all; of others a hint says who takes them."""
     from ddpm_lab.questions.ask import QUESTIONS  # noqa: PLC0415
 
     questions = _questions()
     asked = [name for name in questions if name in words]
     about = [f"  {name:14} {str(f.__doc__).partition('?')[0]}?" for name, f in QUESTIONS.items()]
-    parser.epilog = "\n".join(["experiments:", *about, "", parser.epilog])
+    parser.epilog = "\n".join(["experiments:", *about, "", str(parser.epilog)])
     group = parser.add_argument_group(f"options of {', '.join(asked)}" if asked else "options of the experiments")
     for name in dict.fromkeys(name for of_question in questions.values() for name in of_question):
         takers = [question for question in questions if name in questions[question]]
@@ -93,7 +61,7 @@ def _add_options_of_questions(parser: Any, words: Sequence[str]) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure what is missing for experiments."""
+    """Measure one or more experiments; again, more sets where inconclusive."""
     from ddpm_lab.questions import experiments, planning  # noqa: PLC0415
 
     tracker, questions, said = tracker_chosen(options.tracker), _questions(), vars(options)
@@ -101,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     for name in options.experiments:
         choice("experiment", name, questions)
     names = list(dict.fromkeys(options.experiments))
-    settings = given(options, *(name.replace("-", "_") for name in COMMON), "sets", "device", "image_size", "seed")
+    settings = given(options, *COMMON.replace("-", "_").split(), "sets", "device", "image_size", "seed")
     settings |= given(options, "oversubscribe", "cores")
     settings["minutes"] = options.minutes / len(names) if options.minutes else options.minutes
     settings["resolution"] = percent(options.resolution) if options.resolution else None
@@ -179,7 +147,7 @@ def _tell_runs(measured: Sequence[Any]) -> None:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Measure two training steps against each other, or one against a revision; with a threshold, decide."""
+    """Compare the speed of two training steps, or of one in two revisions."""
     from ddpm_lab.questions import comparison, gate  # noqa: PLC0415
     from ddpm_lab.questions.planning import MOST_SETS  # noqa: PLC0415
 
@@ -244,7 +212,10 @@ def _summarise(options: argparse.Namespace, text: str) -> None:
 
 
 def strategy(options: argparse.Namespace) -> int:
-    """Say which, after measuring what --ranks asks for; 1 where that gave nothing or several ranks cannot be."""
+    """Say whether one rank or several should train, and why.
+
+    1 where --ranks measured nothing, or several cannot be.
+    """
     from ddpm_lab.questions import strategy as question  # noqa: PLC0415
 
     asked = given(options, "network", "parameters", "batch_size", "device", "output_dir")
@@ -258,3 +229,32 @@ def strategy(options: argparse.Namespace) -> int:
     words = " ".join(f"{name} {shlex.quote(value)}" for name, value in carried.items() if value)
     tell(options, plain(dataclasses.asdict(found)), [found.text(words)])
     return 0 if completed else 1
+
+
+COMMANDS = (
+    Command(
+        run,
+        "run amp --preset smoke --data path/to/images",
+        f"experiments {COMMON} device image-size sets cores resolution seed oversubscribe tracker json",
+        more=_add_options_of_questions,
+    ),
+    Command(
+        compare,
+        "compare mine:before mine:after --resolution 2%",
+        "baseline candidate against always resolution minutes sets device output-dir tracker gate "
+        "threshold strict summary json",
+        {
+            "resolution": f"{RESOLUTION}: measure until then (default: the threshold, or 3%)",
+            "sets": "the most sets to measure (default: 100)",
+        },
+    ),
+    Command(
+        strategy,
+        "strategy --network seed --batch-size 64",
+        "network|parameters batch-size ranks device preset minutes sets data output-dir json",
+        {
+            "batch-size": "images of a step over all ranks (default: 128 on a GPU, 32 on a CPU)",
+            "ranks": "measure one rank; one and several; or several unless one is enough (default: measure nothing)",
+        },
+    ),
+)

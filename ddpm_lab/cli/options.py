@@ -7,8 +7,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ddpm_lab.checks import ConfigError, did_you_mean
 from ddpm_lab.config import DEVICES, NETWORKS
@@ -78,6 +78,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "machine": _of("whose records: a name, a part of it, or a key", metavar="NAME"),
     "bands": _of(f"names of parallel efficiency: {TABLES}", default=DEFAULT, metavar="TABLE"),
     "notebook": _of("only this notebook (may be repeated)", action="append", metavar="NAME"),
+    "parameter": _of("a notebook parameter", short=("-p",), action="append", nargs=2, metavar=("NAME", "VALUE")),
     "only": _of("settings of two runs that may differ: exit 1 if others do", metavar="A,B,..."),
     "publish": _of("write these records and figures to the published folders", bool),
     "check": _of("compare the published figures with the published records", bool),
@@ -92,7 +93,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gpus-per-node": _of("default: 0, on the CPUs", int, default=0, metavar="G"),
     "sbatch": _of('more: --sbatch="--time=2:00:00"', default="", metavar="OPTIONS"),
 }
-COMMON = ("preset", "data", "network", "workload", "minutes", "output-dir", "held-out", "skip-bad")
+SEVERAL = "ledgers (.jsonl), folders of `train`, logs of jobs (default: your own ledger)"
+RUNS = "folders, TOML files, run ids, SET:LABEL"
+SIDE = "module:function, or a TOML file of settings"
+POSITIONALS: dict[str, dict[str, Any]] = {
+    "experiments": _of("such as amp: see below", nargs="+", metavar="EXPERIMENT"),
+    "baseline": _of(f"{SIDE}: the side that is 1; with --against both sides", nargs="?", metavar="A"),
+    "candidate": _of(f"{SIDE}: the side whose speed is asked for", nargs="?", metavar="B"),
+    "source": _of("a folder of PNG or JPEG images, train.7z, cifar-10-python.tar.gz, or synthetic"),
+    "dest": _of("folder to make"),
+    "checkpoint": _of("a file of checkpoints/ in the folder of a run", metavar="CHECKPOINT"),
+    "sources": _of(f"{SEVERAL}; or two runs: {RUNS}", nargs="*", metavar="SOURCE"),
+    "words": _of("a command with its options", nargs=argparse.REMAINDER, metavar="COMMAND ..."),
+    "logs": _of("logs of jobs (default: slurm-*.out in this folder)", nargs="*", metavar="LOG"),
+}
+COMMON = "preset data network workload minutes output-dir held-out skip-bad"
 """Options of ``run`` and of ``report``, which does the same with notebooks."""
 
 
@@ -125,23 +140,46 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"ddpm-lab: {message}; see {self.prog} --help\n")
 
 
-def command(
-    subparsers: Any, name: str, summary: str, run: Callable[[argparse.Namespace], int], example: str, **how: Any
-) -> Parser:
+class Command(NamedTuple):
+    """A command, named and described as the function that runs it.
+
+    ``options`` are names of ``OPTIONS`` and ``POSITIONALS``, with | between those that exclude each other; ``help`` is
+    what is said of some of them here, ``usual`` their defaults, and ``more`` adds options for what was typed.
+    """
+
+    run: Callable[[argparse.Namespace], int]
+    example: str
+    options: str
+    help: Mapping[str, str] = {}
+    usual: Mapping[str, Any] = {}
+    more: Callable[[Parser, Sequence[str]], None] | None = None
+
+    def add(self, subparsers: Any, words: Sequence[str]) -> None:
+        """Add the command to the command line, on which ``words`` were typed."""
+        name, about = self.run.__name__, str(self.run.__doc__).partition("\n")[0]
+        parser = command(subparsers, name, about, self.run, self.example)
+        for option in self.options.split():
+            group = parser.add_mutually_exclusive_group() if "|" in option else parser
+            for each in option.split("|"):
+                add(group, each, **{k: v[each] for k, v in (("help", self.help), ("default", self.usual)) if each in v})
+        if self.more and words[:1] == [name]:
+            self.more(parser, words[1:])
+
+
+def command(subparsers: Any, name: str, about: str, run: Callable[[argparse.Namespace], int], example: str) -> Parser:
     """Add a command, with an example of it under its help."""
-    example = f"example: ddpm-lab {example}".replace("%", "%%")
-    parser: Parser = subparsers.add_parser(name, description=summary, epilog=example, **how)
+    parser: Parser = subparsers.add_parser(name, description=about, epilog=f"example: ddpm-lab {example}")
     parser.set_defaults(command=run)
     return parser
 
 
 def add(parser: argparse._ActionsContainer, *names: str, **otherwise: Any) -> None:
-    """Add options of ``OPTIONS`` to a command, in this order; ``otherwise`` replaces what is said of them there."""
+    """Add options or positionals to a command, in this order; ``otherwise`` replaces what is said of them here."""
     for name in names:
-        how = {**OPTIONS[name], **otherwise}
-        if how.get("action") == "store_true":
-            how.pop("type", None)
-        parser.add_argument(f"--{name}", **{**how, "help": how["help"].replace("%%", "%").replace("%", "%%")})
+        how = {**(POSITIONALS.get(name) or OPTIONS[name]), **otherwise}
+        how["help"] = how["help"].replace("%%", "%").replace("%", "%%")
+        flags = [name] if name in POSITIONALS else [*how.pop("short", ()), f"--{name}"]
+        parser.add_argument(*flags, **how)
 
 
 def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_lab.checks import ConfigError, missing_to_explain
-from ddpm_lab.cli.options import COMMON, add, command, given, tell
+from ddpm_lab.cli.options import COMMON, Command, given, tell
 from ddpm_lab.config import RunConfig
 from ddpm_lab.files import LEDGER, PREPARED, expanded, ledgers, output_folder, writing
 from ddpm_lab.ledger import read_all
@@ -28,45 +28,11 @@ BATCH_SIZES = (16, 32, 64, 128)
 """Batches that the devices share, unless others are given; the first one is that of each device too (weak scaling)."""
 
 
-def add_commands(subparsers: Any) -> None:
-    """Add the commands to the command line."""
-    about = "execute the notebooks and write their pages"
-    parser = command(subparsers, "report", about, report, "report --preset smoke --notebook amp")
-    add(parser, *COMMON, "notebook")
-    two = ("NAME", "VALUE")
-    parser.add_argument("-p", "--parameter", action="append", nargs=2, metavar=two, help="a notebook parameter")
-
-    about = "rebuild figures and findings from records; needs no torch"
-    parser = command(subparsers, "figures", about, figures, "figures --ledger ledger.jsonl")
-    add(parser, "ledger", "machine", "bands", "json")
-    add(parser, "output-dir", help="folder that receives image_output/ (default: this checkout)")
-    add(parser.add_mutually_exclusive_group(), "publish", "check")
-
-    about = "one GPU against several: report, figures, tables, JSON, CSV"
-    parser = command(subparsers, "benchmark", about, benchmark, "benchmark --preset smoke --batch-sizes 16,32")
-    add(parser, "network", help="default: seed on a GPU, tiny on a CPU")
-    add(parser, "batch-sizes", "loader-workers")
-    ranks = "one rank alone; several alone; or several only where `ddpm-lab strategy` says so (default: both)"
-    add(parser, "ranks", help=ranks)
-    add(parser, "preset", "minutes", "sets", "data", "held-out", "device", "seed")
-    add(parser, "ledger", help="measure nothing: write the folder from these records")
-    add(parser, "machine", help="with --ledger: whose records")
-    add(parser, "output-dir", help="folder of the results; the same one goes on (default: a new one here)")
-    add(parser, "json", help="print benchmark_results.json and nothing else")
-
-    about = "runs as a table with speed-ups; of two runs, what differs"
-    parser = command(subparsers, "summary", about, summary, "summary runs/first runs/second --only seed")
-    runs = "two runs: folders, TOML files, run ids, SET:LABEL"
-    sources = f"ledgers (.jsonl), folders of `train`, logs of jobs (default: your own ledger); or {runs}"
-    parser.add_argument("sources", nargs="*", metavar="SOURCE", help=sources)
-    add(parser, "only", "ledger", "machine", "csv", "markdown", "json")
-
-
 # --- report, figures -------------------------------------------------------------------------------------------------
 
 
 def report(options: argparse.Namespace) -> int:
-    """Execute the notebooks."""
+    """Execute the notebooks and write their pages."""
     from ddpm_lab.reports.report import report as execute  # noqa: PLC0415 - commands load what they need
 
     parameters = {name: _literal(value) for name, value in options.parameter or ()}
@@ -85,7 +51,7 @@ def _literal(text: str) -> Any:
 
 
 def figures(options: argparse.Namespace) -> int:
-    """Rebuild, publish or check figures."""
+    """Rebuild figures and findings from records; needs no torch."""
     from ddpm_lab.reports import published  # noqa: PLC0415
 
     output = output_folder(options.output_dir)
@@ -151,7 +117,10 @@ def plan(options: argparse.Namespace, folder: Path) -> list[Planned]:
 
 
 def benchmark(options: argparse.Namespace) -> int:
-    """Measure what is missing and write the folder; 1 where nothing was measured or several GPUs cannot be."""
+    """Write a folder: one GPU against several, with tables and figures.
+
+    1 where nothing was measured, or several GPUs cannot be.
+    """
     from ddpm_lab.measure import hardware  # noqa: PLC0415
     from ddpm_lab.questions import experiments  # noqa: PLC0415
 
@@ -194,7 +163,7 @@ def benchmark(options: argparse.Namespace) -> int:
 
 
 def summary(options: argparse.Namespace) -> int:
-    """Print the table and the speed-ups of runs, or how two of them differ.
+    """Print runs as a table with speed-ups; of two runs, what differs.
 
     1 where there is no run, or where more differs than ``--only`` allows.
     """
@@ -286,3 +255,33 @@ def _settings(path: Path, place: str) -> tuple[RunConfig, Any]:
     values = read_settings(file, place)
     length = values.pop("train", None)
     return configuration(values, f"{place} ({file})"), length.get("steps") if isinstance(length, dict) else None
+
+
+COMMANDS = (
+    Command(report, "report --preset smoke --notebook amp", f"{COMMON} notebook parameter"),
+    Command(
+        figures,
+        "figures --ledger ledger.jsonl",
+        "ledger machine bands output-dir publish|check json",
+        {"output-dir": "folder that receives image_output/ (default: this checkout)"},
+    ),
+    Command(
+        benchmark,
+        "benchmark --preset smoke --batch-sizes 16,32",
+        "network batch-sizes loader-workers ranks preset minutes sets data held-out device seed ledger "
+        "machine output-dir json",
+        {
+            "network": "default: seed on a GPU, tiny on a CPU",
+            "ranks": "one rank alone; several alone; or several only where `strategy` says so (default: both)",
+            "ledger": "measure nothing: write the folder from these records",
+            "machine": "with --ledger: whose records",
+            "output-dir": "folder of the results; the same one goes on (default: a new one here)",
+            "json": "print benchmark_results.json and nothing else",
+        },
+    ),
+    Command(
+        summary,
+        "summary runs/first runs/second --only seed",
+        "sources only ledger machine csv markdown json",
+    ),
+)

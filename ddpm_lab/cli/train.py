@@ -10,7 +10,7 @@ from typing import Any
 
 from ddpm_lab import declared
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.cli.options import add, command, given, tracker_chosen
+from ddpm_lab.cli.options import Command, Parser, given, tracker_chosen
 from ddpm_lab.config import OptimizerConfig, RunConfig
 from ddpm_lab.files import PREPARED, expanded, output_folder
 from ddpm_lab.training.run_folder import RunFailed
@@ -34,40 +34,8 @@ TRAINED_BY = {
 EXAMPLE = "runs/first/checkpoints/step-00020000.pt"
 
 
-def add_commands(subparsers: Any, words: Sequence[str]) -> None:
-    """Add the commands to the command line, with options of other modules if ``words`` are for that command."""
-    summary = "decode images once into a folder that experiments use"
-    parser = command(subparsers, "prepare", summary, prepare, "prepare path/to/images data/photos --image-size 64")
-    source = "a folder of PNG or JPEG images, train.7z, cifar-10-python.tar.gz, or synthetic"
-    parser.add_argument("source", help=source)
-    parser.add_argument("dest", help="folder to make")
-    add(parser, "held-out", "skip-bad", "image-size", "json")
-
-    summary = "train on your images, with checkpoints, held-out loss and samples; the same command goes on"
-    example = "train --data path/to/images --output-dir runs/first --steps 20000"
-    parser = command(subparsers, "train", summary, train, example, argument_default=argparse.SUPPRESS)
-    add(parser, "data", default=argparse.SUPPRESS)
-    add(parser, "output-dir", required=True, help="folder of this run: checkpoints, samples, log, settings")
-    add(parser, "config", "no-probe", "held-out", "skip-bad", "tracker")
-    able = {**declared.options(RunConfig), **declared.options(OptimizerConfig)}
-    declared.add_options(parser, (replace(able[name], default=usual) for name, usual in TRAINED_BY.items()))
-    if words[:1] == ["train"]:
-        declared.add_options(parser, _schedule().values())
-
-    summary = "draw images from a checkpoint; the same command goes on"
-    parser = command(subparsers, "sample", summary, sample, f"sample {EXAMPLE} --count 64 --grid")
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a file of checkpoints/ in the folder of a run")
-    add(parser, "count", "grid", "world-size", "device", "inception", "skip-bad")
-    if words[:1] == ["sample"]:
-        declared.add_options(parser, _sampling().values())
-    add(parser, "batch-size", default=64, help="images that a rank makes at once (default: 64)")
-    add(parser, "output-dir", help="folder of the images (default: named after the checkpoint, beside it)")
-    add(parser, "data", default=None, help="images that a FID is measured against: a folder, an archive, or synthetic")
-    add(parser, "held-out", help="images not to measure against (default: 5 % of them)")
-
-
 def prepare(options: argparse.Namespace) -> int:
-    """Decode images once."""
+    """Decode images once into a folder that experiments use."""
     from ddpm_lab.data import packed  # noqa: PLC0415 - commands load what they need
 
     how = given(options, "image_size", "held_out", "skip_bad")
@@ -94,7 +62,12 @@ def _sampling() -> dict[str, declared.Option]:
 
 
 def train(options: argparse.Namespace) -> int:
-    """Train, or go on; 128 and the signal's number if one ended it."""
+    """Train on your images, with checkpoints and samples, or go on.
+
+    128 and the signal's number if one ended it.
+    """
+    if options.output_dir is None:
+        raise ConfigError("train needs the folder of this run: give --output-dir, such as --output-dir runs/first")
     stop = Stop()
 
     def hint() -> str:
@@ -112,16 +85,16 @@ def _train(options: argparse.Namespace, stop: Stop) -> int:
     from ddpm_lab.reports import summary_lines  # noqa: PLC0415
     from ddpm_lab.training import training_run  # noqa: PLC0415
 
-    settings = given(options, "data", *TRAINED_BY)
+    settings = {name: value for name, value in given(options, "data", *TRAINED_BY).items() if value is not None}
     if "learning_rate" in settings:
         settings["optimizer.learning_rate"] = settings.pop("learning_rate")
     folder, output = expanded(options.output_dir).absolute(), output_folder(None)
     progress = Progress("train")
-    tracker = tracker_chosen(getattr(options, "tracker", None))
+    tracker = tracker_chosen(options.tracker)
     config, schedule, said = training_run.plan_training(
         settings,
         given(options, *_schedule()),
-        file=expanded(options.config) if "config" in options else None,
+        file=None if options.config is None else expanded(options.config),
         cache=output / PREPARED,
         progress=progress,
         **given(options, "held_out", "skip_bad"),
@@ -131,8 +104,7 @@ def _train(options: argparse.Namespace, stop: Stop) -> int:
     chosen = config.device == "cpu" and not config.threads
     threads = config.rank_threads(cluster.training_cores() if chosen else hardware.usable_cores())
     how: dict[str, Any] = {"threads": threads, "folder": folder, "progress": progress}
-    probing = "no_probe" not in options
-    config, why = fastest(config, said, steps=schedule.steps, output=output, probing=probing, **how)
+    config, why = fastest(config, said, steps=schedule.steps, output=output, probing=not options.no_probe, **how)
     if why:
         progress.done(why)
     with summary_lines.watched(config) as gpus:
@@ -150,7 +122,7 @@ def _train(options: argparse.Namespace, stop: Stop) -> int:
 
 
 def sample(options: argparse.Namespace) -> int:
-    """Draw the images that are missing."""
+    """Draw images from a checkpoint, or those that are missing."""
     if bool(options.inception) != bool(options.data):
         there, lacking = ("--inception", "--data") if options.inception else ("--data", "--inception")
         raise ConfigError(f"{there} is for a FID, which needs {lacking} too: give both, or neither")
@@ -217,3 +189,39 @@ def _fid_line(found: dict[str, Any], sha256: str) -> str:
 
     few = f"; {samples.FEW}" if found["images"] < samples.LEAST else ""
     return f"FID {samples.fid_words(found)} against as many training images, Inception {sha256[:8]}{few}"
+
+
+def _trained_by(parser: Parser, _: Sequence[str]) -> None:
+    able = {**declared.options(RunConfig), **declared.options(OptimizerConfig)}
+    declared.add_options(parser, (replace(able[name], default=usual) for name, usual in TRAINED_BY.items()))
+    declared.add_options(parser, _schedule().values())
+
+
+COMMANDS = (
+    Command(
+        prepare,
+        "prepare path/to/images data/photos --image-size 64",
+        "source dest held-out skip-bad image-size json",
+    ),
+    Command(
+        train,
+        "train --data path/to/images --output-dir runs/first --steps 20000",
+        "data output-dir config no-probe held-out skip-bad tracker",
+        {"output-dir": "folder of this run: checkpoints, samples, log, settings"},
+        {"data": None},
+        more=_trained_by,
+    ),
+    Command(
+        sample,
+        f"sample {EXAMPLE} --count 64 --grid",
+        "checkpoint count output-dir grid batch-size world-size device inception data held-out skip-bad",
+        {
+            "output-dir": "folder of the images (default: named after the checkpoint, beside it)",
+            "batch-size": "images that a rank makes at once (default: 64)",
+            "data": "images that a FID is measured against: a folder, an archive, or synthetic",
+            "held-out": "images not to measure against (default: 5 % of them)",
+        },
+        {"data": None, "batch-size": 64},
+        more=lambda parser, _: declared.add_options(parser, _sampling().values()),
+    ),
+)
