@@ -192,8 +192,8 @@ class RunConfig:
         module, _, function = self.workload.partition(":")
         ranks, nodes, multiple = self.world_size, self.nodes, NETWORKS[self.network]
         shared = ranks * self.accumulation
-        if not module or not function.isidentifier():
-            yield f"workload is {self.workload!r}: name it as module:function"
+        if not module or module.endswith(".py") or not function.isidentifier():
+            yield f"workload is {self.workload!r}: name it as module:function, such as mine:before, without .py"
         if self.image_size % multiple:
             yield f"image_size is {self.image_size}: network {self.network!r} needs a multiple of {multiple}"
         if ranks % nodes:

@@ -129,6 +129,7 @@ REFUSED: list[tuple[type, dict[str, Any], list[str]]] = [
     (RunConfig, {"seed": -1}, ["seed", "-1", "at least 0"]),
     (RunConfig, {"image_size": 36, "network": "ddpm"}, ["image_size", "36", "'ddpm'", "multiple of 8"]),
     (RunConfig, {"workload": "module:not a name"}, ["workload", "module:function"]),
+    (RunConfig, {"workload": "mine.py:before"}, ["'mine.py:before'", "without .py"]),
     (RunConfig, {"world_size": 4, "nodes": 3}, ["world_size 4", "3 nodes", "multiple of 3"]),
     (RunConfig, {"world_size": 2, "accumulation": 5}, ["32", "2 ranks", "5 micro-batches", "multiple of 10"]),
     (RunConfig, {"loader_workers": 2}, ["loader_workers", "2", "'packed'", "loader 'files'"]),

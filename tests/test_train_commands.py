@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +18,45 @@ from ddpm_lab.training.training_run import Outcome
 
 
 def test_bad_input_is_refused_in_one_sentence(call: Call, tmp_path: Path) -> None:
-    refused = {
-        "train --steps 5": "--output-dir",
-        "train --output-dir {} --steps 5 --data {}/none": "none",
-        "train --output-dir {} --steps 5 --config {}/none.toml": "--config: cannot read",
-        "train --output-dir ~nosuchuser/a --steps 5": "~nosuchuser/a: there is no such user's home folder",
-        "sample {}/none.pt --count 3": "No such file",
-        "sample . --count 3": "CHECKPOINT is '.': give a file, such as runs/first",
-        "sample {}/none.pt --count 3 --inception a.pth": "needs --data too",
-    }
-    for arguments, words in refused.items():
+    for arguments, words in (
+        ("train --steps 5", "--output-dir"),
+        ("train --output-dir {} --steps 5 --data {}/none", "none"),
+        ("train --output-dir {} --steps 5 --config {}/none.toml", "--config: cannot read"),
+        ("sample {}/none.pt --count 3", "No such file"),
+        ("sample . --count 3", "CHECKPOINT is '.': give a file, such as runs/first"),
+        ("train --output-dir ~nosuchuser/a --steps 5", "~nosuchuser/a: there is no such user's home folder"),
+    ):
         code, out, err = call(*arguments.replace("{}", str(tmp_path)).split())
         assert (code, out) == (2, ""), err
         assert err.startswith("ddpm-lab: ")
         assert len(err.splitlines()) == 1
         assert words in err
-        assert list(tmp_path.iterdir()) == [], "nothing was begun"
+    assert list(tmp_path.iterdir()) == [], "nothing was begun"
 
 
-def test_how_a_run_ends_is_its_exit_code(call: Call, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def train(end: BaseException | int, *_: object, stop: Any, **__: object) -> Outcome:
-        if isinstance(end, int):
-            stop.number = end
-            return Outcome(step=5, checkpoint=data.parent / "a.pt", loss=0.25)
-        raise end
-
-    again = "stopped at once; the same command starts again: nothing was trained this time"
-    ends: list[tuple[BaseException | int, int, str]] = [
+def test_how_a_run_ends_is_its_exit_code(
+    call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = "stopped at once; the same command starts again: nothing was trained this time"
+    saved = "SIGTERM, saved after step 5: the same command goes on from there"
+    ends: list[tuple[Any, int, str]] = [
         (RunFailed("the loss is no longer finite at step 7"), 1, "ddpm-lab: the loss is no longer finite at step 7"),
-        (Stopped(15), 143, f"SIGTERM, {again}"),
-        (Stopped(2), 130, f"SIGINT, {again}"),
-        (15, 143, "SIGTERM, saved after step 5: the same command goes on from there"),
+        (Stopped(15), 143, f"ddpm-lab: SIGTERM, {at_once}"),
+        (Stopped(2), 130, f"ddpm-lab: SIGINT, {at_once}"),
+        (Outcome(step=5, checkpoint=tmp_path / "a.pt", loss=0.25), 143, saved),
     ]
-    for end, expected, words in ends:
-        monkeypatch.setattr(training_run, "train", partial(train, end))
-        folder = data.parent / "run"
-        code, out, err = call("train", "--data", data, "--image-size", 8, "--steps", 9, "--output-dir", folder)
-        assert (code, out) == (expected, "")
-        assert words in err.splitlines()[-1]
-    assert "train: step 5 of 9, loss 0.2500" in err
+    for end, code, last in ends:
+
+        def train(*_: object, stop: Any, end: Any = end, **__: object) -> Outcome:
+            if isinstance(end, BaseException):
+                raise end
+            stop.number = 15
+            assert isinstance(end, Outcome)
+            return end
+
+        monkeypatch.setattr(training_run, "train", train)
+        found, out, err = call("train", "--data", data, "--image-size", 8, "--steps", 9, "--output-dir", tmp_path)
+        assert (found, out, err.splitlines()[-1]) == (code, "", last)
 
 
 @pytest.mark.slow

@@ -1,11 +1,9 @@
-"""A user's own function: what forms it may have, how it is called, what is said of others, and the examples."""
+"""Anybody's loop as a workload: what forms it may have, what is said of others, and the examples."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,37 +16,12 @@ from ddpm_lab.measure.plain import LoopEnded, make_workload
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.training.own import own
 from ddpm_lab.training.setting import Own
-from ddpm_lab.workload import RankContext, Training, call_maker, named, place_of
+from ddpm_lab.workload import RankContext
 
 CONTEXT = RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=lambda _: None)
 CONFIG = RunConfig(global_batch_size=4)
 CHECKOUT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted(path.stem for path in (CHECKOUT / "examples").glob("*.py"))
-
-
-def optional(config: Any = None, *, context: Any = None) -> tuple[Any, Any]:
-    return config, context
-
-
-def test_a_maker_takes_nothing_or_both() -> None:
-    assert call_maker(lambda: 7, "mine:make", CONFIG, CONTEXT) == 7
-    assert call_maker(lambda config, context: (config, context), "mine:make", CONFIG, CONTEXT) == (CONFIG, CONTEXT)
-    assert call_maker(optional, "mine:make", CONFIG, CONTEXT) == (None, None)
-    for function in (lambda _a: None, lambda _a, _b, _c: None):
-        with pytest.raises(TypeError, match=r"workload mine:make takes [13] arguments: write it to take none"):
-            call_maker(function, "mine:make", CONFIG, CONTEXT)
-
-
-def test_a_place_is_a_file_and_a_line(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "import functools\n\n\ndef make():\n    return 1\n\n\n@functools.cache\ndef kept():\n    return 2\n"
-    )
-    there = runpy.run_path(str(file))
-    assert named("mine:make", there["make"]) == "mine:make (mine.py, line 4)"
-    assert place_of(there["kept"]) in ("mine.py, line 8", "mine.py, line 9")
-    for other in (len, functools.partial(len, ""), None, Training):
-        assert named("mine:other", other) == "mine:other"
 
 
 def make(function: Callable[..., Any]) -> Any:
