@@ -364,7 +364,7 @@ def _slow_rank(study: Study, about: Subject) -> Advice:
 
 
 def table(study: Study) -> Table:
-    """What was measured to be worth changing as strings, one row a change, in the order of ``advice``; may be empty."""
+    """What was measured to be faster, one row a change, in the order of ``advice``; may be empty."""
     return [
         {
             "Change": a.title,
@@ -375,7 +375,7 @@ def table(study: Study) -> Table:
             "Command": a.command,
         }
         for a in advice(study)
-        if not math.isnan(a.ratio)
+        if a.ratio > 1
     ]
 
 
@@ -506,27 +506,24 @@ def _utilisation(about: Subject) -> Target:
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
-def write(study: Study, folder: Path, pictures: Sequence[tuple[str, str]] = (), remarks: Sequence[str] = ()) -> Path:
+def write(study: Study, folder: Path, pictures: Sequence[tuple[str, str]] = ()) -> Path:
     """Write the report into ``folder``, as Markdown and as a page; returns the former. See ``markdown``."""
     folder.mkdir(parents=True, exist_ok=True)
-    text, target = markdown(study, pictures, remarks), folder / f"{REPORT}.md"
+    text, target = markdown(study, pictures), folder / f"{REPORT}.md"
     pages.replace_text(target, text)
     pages.write_markdown(text, target.with_suffix(".html"))
     return target
 
 
-def markdown(study: Study, pictures: Sequence[tuple[str, str]] = (), remarks: Sequence[str] = ()) -> str:
-    """The whole report; ``pictures`` are (text alternative, file name) of those that lie beside it.
-
-    ``remarks`` are sentences on how it was measured that end the executive summary.
-    """
+def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
+    """The whole report; ``pictures`` are (text alternative, file name) of those that lie beside it."""
     about = subject(study)
     if about is None:
         return f"# Bottleneck report\n\n{summary(study)[0]}\n"
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: PLC0415
 
     found, config = advice(study), about.config
-    peak, mine = roofline(study, about), (config.world_size, config.global_batch_size)
+    peak, mine, phases = roofline(study, about), (config.world_size, config.global_batch_size), bd.table(about.taken)
     ranked = [(str(i), a.title, a.impact, a.expected, a.status, a.quality_word) for i, a in enumerate(found, 1)]
     environment = Environment(loader=FileSystemLoader(pages.TEMPLATES), undefined=StrictUndefined, trim_blocks=True)
     text: str = environment.get_template("bottleneck.md.j2").render(
@@ -537,8 +534,8 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = (), remarks: Se
         taken=about.taken,
         advice=found,
         declined=declined(study),
-        summary=[*summary(study), *remarks],
-        phases=grid([("Component", "Time per batch", "Share", "Class"), *_phases(about)]),
+        summary=summary(study),
+        phases=grid([list(phases[0]), *(list(row.values()) for row in phases)]),
         verdict=verdict(about),
         evidence=bd.evidence(about.taken),
         roofline=limits.sentence_of(peak) if peak else "",
@@ -555,13 +552,3 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = (), remarks: Se
         busy=machine_state.busy(study).strip(),
     )
     return f"{text.rstrip()}\n"
-
-
-def _phases(about: Subject) -> list[tuple[str, str, str, str]]:
-    line, taken = about.taken.running, about.taken
-    names = {bd.TRANSFER: "memory transfer", bd.COMPUTE: "GPU compute" if taken.on_device else "compute"}
-    rows = [(bd.LONG.get(name, name), s, line.share(name), bd.class_of(name)) for name, s in line.phases.items()]
-    rows.append(("in no phase", line.residual_seconds, line.residual_share, "residual"))
-    whole = f"whole step{f' of rank {taken.rank}, the slowest' if taken.others else ''}"
-    rows.append((whole, line.step_seconds, 1.0, "wall time"))
-    return [(name, phrases.seconds(s), bd.percent(share), names.get(kind, kind)) for name, s, share, kind in rows]
