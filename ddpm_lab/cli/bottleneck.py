@@ -24,7 +24,7 @@ _PRESENT = ("precision", "loader", "loader_workers", "compile", "world_size", "s
 
 def add_options(subparsers: Any) -> None:
     """Add the command to the command line. Settings that are not given are absent, so that a file can say them."""
-    summary = "what takes the time of a step, and which change of a setting makes it faster: a report"
+    summary = "Report what takes the time of a step, and what to change next."
     parser = command(subparsers, "bottleneck", summary, bottleneck_command, "bottleneck --batch-size 8")
     absent = argparse.SUPPRESS
     parser.add_argument("--config", metavar="FILE", help="TOML file with the present settings, by names of RunConfig")

@@ -15,7 +15,7 @@ MINUTES = {"quick": 10.0, "full": 60.0}
 
 def add_options(subparsers: Any) -> None:
     """Add the command to the command line."""
-    summary = "search the fastest configuration whose quality is not worse, and measure it again"
+    summary = "Search the fastest configuration whose quality is not worse."
     parser = command(subparsers, "recommend", summary, recommend_command, "recommend --minutes 10")
     add(parser, "preset")
     add(parser, "minutes", help="time budget (default: 10; 60 in full)")
