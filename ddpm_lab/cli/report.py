@@ -173,8 +173,8 @@ def summary_command(options: argparse.Namespace) -> int:
         return _difference(options)
     from ddpm_lab.reports import summary  # noqa: PLC0415
 
-    paired: list[summary.Row] = []
-    apart: list[summary.Row] = []
+    paired: list[summary.Summary] = []
+    apart: list[summary.Summary] = []
     found: list[summary.SpeedUps] = []
     for source in sources:
         if source.suffix == ".jsonl":
@@ -202,13 +202,12 @@ def _is_run(source: Path) -> bool:
 
 def _rows(source: Path) -> list[Any]:
     """The runs in a log, or the one in a folder of ``train``."""
-    from ddpm_lab.reports import slurm, summary_lines  # noqa: PLC0415
-    from ddpm_lab.reports.summary import Row  # noqa: PLC0415
+    from ddpm_lab.reports import slurm, summary  # noqa: PLC0415
 
     if not source.is_dir():
         return slurm.read_log(source)
-    run = summary_lines.of_training(_settings(source, "SOURCE")[0], source, None)
-    return [Row(log=str(source), summary=dataclasses.replace(run, job_id=None))]  # of which job nobody has noted
+    run = summary.of_training(_settings(source, "SOURCE")[0], source, None)
+    return [dataclasses.replace(run, log=str(source), job_id=None)]  # of which job nobody has noted
 
 
 def _difference(options: argparse.Namespace) -> int:

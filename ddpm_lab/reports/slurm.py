@@ -21,7 +21,7 @@ from ddpm_lab.checks import ConfigError, whole
 from ddpm_lab.files import CHECKOUT, LEDGER, writing
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.record import LedgerError, RunRecord
-from ddpm_lab.reports.summary import NO_SUMMARY, RUNS, Row, Summary
+from ddpm_lab.reports.summary import NO_SUMMARY, RUNS, Summary
 
 SCRIPT = CHECKOUT / "scripts" / "slurm.sh"
 LOGS = "slurm-*.out"
@@ -99,10 +99,10 @@ def job_of(log: Path) -> str:
     return log.stem.removeprefix("slurm-")
 
 
-def read_log(log: Path, state: str | None = None) -> list[Row]:
-    """The runs in the log of a job, or one row with its last line. Raises ConfigError if it cannot be read.
+def read_log(log: Path, state: str | None = None) -> list[Summary]:
+    """The runs in the log of a job, or one without numbers that notes its last line.
 
-    A ``state`` other than COMPLETED is noted beside them.
+    A ``state`` other than COMPLETED is noted beside them. Raises ConfigError if the log cannot be read.
     """
     try:
         lines = log.read_text(errors="replace").splitlines()
@@ -115,7 +115,7 @@ def read_log(log: Path, state: str | None = None) -> list[Row]:
         last = said[-1].strip() if said else "none"
         notes += [NO_SUMMARY, f"its last line: {''.join(c for c in last[:200] if c.isprintable())}"]
         runs = [Summary(job_id=job_of(log))]
-    return [Row(log=str(log), summary=run, note="; ".join(notes)) for run in runs]
+    return [dataclasses.replace(r, log=str(log), note="; ".join(filter(None, [r.note, *notes]))) for r in runs]
 
 
 def _runs(line: str) -> list[Summary]:

@@ -5,36 +5,48 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import CHECK, LOADER_ALONE, SAMPLING, RunConfig
+from ddpm_lab.data.folder import DataError
 from ddpm_lab.explain import grids
 from ddpm_lab.explain.bands import S001
 from ddpm_lab.files import expanded
+from ddpm_lab.measure import hardware
+from ddpm_lab.measure.machine_watch import Utilisation
 from ddpm_lab.record import RunRecord
+from ddpm_lab.training.run_folder import name_of, train_count, trained
 
 COLUMNS = ("Job ID", "Configuration", "GPUs", "Nodes", "Time (s)", "Time/Epoch (s)", "Val Loss", "Val Acc")
 ACCURACY = "not defined for a DDPM"
 UNKNOWN = "unknown"
-NOT_CLAIMED = "not claimed"
 NO_SUMMARY = "no summary found"
+MECHANISM = "speed not claimed: more ranks than cores, or CPU ranks on a GPU machine"
 RUNS = "ddpm_lab_runs"
 """The key of the line of JSON that a job prints at its end: a list of summaries."""
-APART = "Jobs ran apart: there is no interval, and what else a machine did is part of the ratio."
+UNTRAINED = (
+    *("ddpm_lab.training.allreduce:", "ddpm_lab.training.limits:", "ddpm_lab.training.planted:"),
+    *(LOADER_ALONE, SAMPLING, CHECK),
+)
+"""Workloads that train nothing, and have no epochs or losses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a run tells of itself; None is unknown, and never 0.
+    """A run, or a log in which none was found; None is unknown, and never 0.
 
     ``seconds`` is the time spent in training steps over ``epochs`` passes through the training images, ``loss`` the
-    lowest held-out loss of ``steps`` steps, ``gpu_percent`` the mean utilisation of its GPUs. ``note`` says why there
-    is no time.
+    lowest held-out loss of ``steps`` steps, ``gpu_percent`` the mean utilisation of its GPUs. ``log`` is where it was
+    read: a file, a run's folder or a ledger. ``note`` is what a reader must know of it.
     """
 
     job_id: str | None = None
@@ -47,8 +59,9 @@ class Summary:
     epoch_seconds: float | None = None
     loss: float | None = None
     gpu_percent: float | None = None
-    note: str = ""
     steps: int | None = None
+    note: str = ""
+    log: str = ""
 
     @property
     def devices(self) -> int | None:
@@ -63,46 +76,96 @@ class Summary:
         name = f"{self.devices} {'GPU' if self.gpus else 'CPU rank'}{'s' if self.devices > 1 else ''}"
         return f"{name} on {self.nodes} nodes" if (self.nodes or 1) > 1 else name
 
+    @property
+    def found(self) -> bool:
+        """Whether it ran: its time or loss is known, or its speed is not claimed."""
+        return self.seconds is not None or self.loss is not None or MECHANISM in self.note
+
     def as_json(self) -> dict[str, Any]:
         """Plain values; a loss that is not finite becomes None, since JSON has no such number."""
         values = dataclasses.asdict(self)
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """A run, or (``summary`` without seconds and loss) a log of which no run could be read.
-
-    ``log`` is where it was read: a file, a run's folder or a ledger.
-    """
-
-    log: str
-    summary: Summary
-    note: str = ""
-
-    @property
-    def found(self) -> bool:
-        """Whether its time or loss is known."""
-        return self.summary.seconds is not None or self.summary.loss is not None or bool(self.summary.note)
-
-    @property
-    def remark(self) -> str:
-        """What a reader must know of the row."""
-        claimed = f"speed {NOT_CLAIMED}: {self.summary.note}" if self.summary.note else ""
-        return "; ".join(text for text in (claimed, self.note) if text)
-
     def cells(self) -> dict[str, Any]:
         """Values by column."""
-        run = self.summary
-        name = run.configuration or (run.size if self.found else NO_SUMMARY)
-        values = (run.job_id, name, run.gpus, run.nodes, run.seconds, run.epoch_seconds, run.loss, ACCURACY)
-        more = {"Steps": run.steps, "Ranks": run.ranks, "GPU-Util (%)": run.gpu_percent, "Log": self.log}
-        return {**dict(zip(COLUMNS, values, strict=True)), **more, "Note": self.remark or None}
+        name = self.configuration or (self.size if self.found else NO_SUMMARY)
+        values = (self.job_id, name, self.gpus, self.nodes, self.seconds, self.epoch_seconds, self.loss, ACCURACY)
+        more = {"Steps": self.steps, "Ranks": self.ranks, "GPU-Util (%)": self.gpu_percent, "Log": self.log}
+        return {**dict(zip(COLUMNS, values, strict=True)), **more, "Note": self.note or None}
 
 
-def grid(rows: Sequence[Row]) -> list[list[str]]:
+# --- where summaries come from ---------------------------------------------------------------------------------------
+
+
+def tell(runs: Iterable[Summary]) -> None:
+    """In a SLURM job, print the runs as one line of JSON to stderr; ``ddpm-lab collect`` reads it back."""
+    if "SLURM_JOB_ID" in os.environ:
+        print(json.dumps({RUNS: [run.as_json() for run in runs]}), file=sys.stderr, flush=True)
+
+
+def of_training(config: RunConfig, folder: Path, gpu_percent: float | None) -> Summary:
+    """The summary of a training run from its folder: all its steps, those of earlier starts included."""
+    steps, seconds, best = trained(folder, config.global_batch_size)
+    try:
+        epochs = steps * config.global_batch_size / train_count(config)
+    except DataError:  # a run that is looked at later, when its images are gone
+        epochs = None
+    return _summary(config, seconds=seconds, epochs=epochs, loss=best, gpu_percent=gpu_percent, steps=steps)
+
+
+def of_records(records: Iterable[RunRecord], images: Mapping[str, int]) -> list[Summary]:
+    """One summary for each configuration that was timed in sets or trained for its loss.
+
+    Seconds and images of the windows of its sets; the repeated baseline is no run of its own. ``images`` says by their
+    ``data_sha256`` how many images an epoch has.
+    """
+    by_run: dict[str, list[RunRecord]] = defaultdict(list)
+    for r in records:
+        trains = not r.config.workload.startswith(UNTRAINED)
+        if trains and r.status == "ok" and r.role in ("baseline", "candidate", "quality"):
+            by_run[r.run_id].append(r)
+    return [of_run(r[0].config, r, images.get(r[0].config.data_sha256)) for r in by_run.values()]
+
+
+def of_run(config: RunConfig, records: Sequence[RunRecord], epoch: int | None, **values: Any) -> Summary:
+    """The summary of records of one configuration; ``epoch`` is the number of images in one, where it is known."""
+    windows = [w for r in records for w in r.windows]
+    losses = [look["loss"] for r in records for look in (r.quality or {}).get("held_out") or ()]
+    busy = [value for w in windows if (value := w.state.get("gpu_utilisation_percent")) is not None]
+    images, epoch = sum(w.images for w in windows), epoch or config.option("samples", None)
+    measured: dict[str, Any] = {
+        "seconds": sum(w.seconds for w in windows) if windows else None,
+        "epochs": images / epoch if images and epoch else None,
+        "loss": min(losses, default=None),
+        "gpu_percent": fmean(busy) if busy else None,
+        "note": MECHANISM if any(r.mechanism_only for r in records) else "",
+    }
+    return _summary(config, **measured | values)
+
+
+def _summary(config: RunConfig, *, seconds: float | None, epochs: float | None, **values: Any) -> Summary:
+    seconds = None if MECHANISM in values.get("note", "") else seconds
+    given = {
+        "job_id": os.environ.get("SLURM_JOB_ID"),
+        "configuration": name_of(config),
+        "gpus": config.world_size if config.device == "cuda" else 0,
+        "epoch_seconds": seconds / epochs if seconds and epochs else None,
+    }
+    return Summary(ranks=config.world_size, nodes=config.nodes, epochs=epochs, seconds=seconds, **given | values)
+
+
+def watched(config: RunConfig) -> Utilisation:
+    """A watch over the GPUs that a run uses on this host."""
+    gpus = hardware.gpus()[: config.node_size] if config.device == "cuda" else ()
+    return Utilisation([gpu.uuid for gpu in gpus if gpu.uuid])
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+def grid(runs: Sequence[Summary]) -> list[list[str]]:
     """The table for people, with steps, logs and notes where they tell rows apart."""
-    cells = [row.cells() for row in rows]
+    cells = [run.cells() for run in runs]
     steps, notes = (any(c[name] is not None for c in cells) for name in ("Steps", "Note"))
     shown = {"Steps": steps, "Log": len({c["Log"] for c in cells}) > 1, "Note": notes}
     names = [*COLUMNS, *(name for name, is_shown in shown.items() if is_shown)]
@@ -117,96 +180,70 @@ def _text(column: str, value: Any) -> str:
     return str(value)
 
 
-def plain(rows: Sequence[Row]) -> list[list[Any]]:
-    """The table for a CSV file: all columns, bare numbers, empty where unknown."""
-    cells = [row.cells() for row in rows]
-    return [list(cells[0]), *(["" if v is None else v for v in c.values()] for c in cells)] if cells else [[*COLUMNS]]
-
-
-# --- speed-ups -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
     """The runs of one configuration at one size, and what they gain over a single device.
 
     ``times`` are seconds of each run, or of an epoch. ``evidence`` says what the speed-up rests on, or why there is
-    none; ``rating`` names its efficiency.
+    none; ``rating`` names its efficiency, which is the speed-up over the number of devices.
     """
 
-    configuration: str | None
+    name: str
     gpu: bool
     devices: int
-    nodes: int
     times: tuple[float, ...]
     speed_up: float | None = None
+    efficiency: float | None = None
     evidence: str = ""
     rating: str = ""
-
-    @property
-    def name(self) -> str:
-        """The configuration and its size."""
-        size = Summary(gpus=self.devices if self.gpu else 0, ranks=self.devices, nodes=self.nodes).size
-        return f"{self.configuration} ({size})" if self.configuration else size
-
-    @property
-    def efficiency(self) -> float | None:
-        """Parallel efficiency: the speed-up over the number of devices."""
-        return None if self.speed_up is None else self.speed_up / self.devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedUps:
-    """Sizes beside each other, timed over a run or an epoch; ``notes`` say how, where and when."""
+    """Sizes beside each other, timed over a run or an epoch; ``note`` says how, where and when."""
 
     per_epoch: bool
     sizes: tuple[Scaling, ...]
-    notes: tuple[str, ...] = ()
+    note: str
 
 
-def speed_ups(rows: Sequence[Row]) -> SpeedUps:
+def speed_ups(runs: Sequence[Summary]) -> SpeedUps:
     """What several devices gain over one in jobs that ran apart.
 
     The baseline ran on one device of the same kind (GPU, or CPU rank) and has the same configuration, or (weak
     scaling) that with the batch of each device. Runs over different numbers of epochs are compared by the time of an
     epoch, and not at all where a log does not tell it.
     """
-    runs = [row.summary for row in rows if row.summary.seconds and row.summary.devices]
-    per_epoch = len({s.epochs for s in runs}) > 1 and all(s.epoch_seconds for s in runs)
-    groups: dict[tuple[str | None, bool, int, int], list[Summary]] = {}
-    for s in runs:
-        groups.setdefault((s.configuration, bool(s.gpus), s.devices or 1, s.nodes or 1), []).append(s)
-    sizes: dict[Scaling, set[float | None]] = {
-        Scaling(
-            configuration=name,
-            gpu=gpu,
-            devices=devices,
-            nodes=nodes,
-            times=tuple((s.epoch_seconds if per_epoch else s.seconds) or math.nan for s in mine),
-        ): {None if per_epoch else s.epochs for s in mine}
-        for (name, gpu, devices, nodes), mine in groups.items()
-    }
-    return SpeedUps(per_epoch=per_epoch, sizes=tuple(_compared(one, sizes) for one in sizes), notes=(APART,))
+    timed = [run for run in runs if run.seconds and run.devices]
+    per_epoch = len({run.epochs for run in timed}) > 1 and all(run.epoch_seconds for run in timed)
+    groups: dict[tuple[str | None, bool, int, str], list[Summary]] = defaultdict(list)
+    for run in timed:
+        groups[run.configuration, bool(run.gpus), run.devices or 1, run.size].append(run)
 
+    def times(mine: Sequence[Summary]) -> tuple[float, ...]:
+        return tuple((run.epoch_seconds if per_epoch else run.seconds) or math.nan for run in mine)
 
-def _compared(one: Scaling, sizes: Mapping[Scaling, set[float | None]]) -> Scaling:
-    """A size with its speed-up over the baseline among ``sizes``, which map to the epochs of their runs."""
-    if one.devices == 1:
-        return one
-    per_device = re.sub(r"\bbatch (\d+)\b", lambda m: f"batch {int(m[1]) / one.devices:g}", one.configuration or "")
-    lone = [s for s in sizes if s.devices == 1 and s.gpu == one.gpu]
-    same = [s for s in lone if s.configuration == one.configuration]
-    base = next(iter(same or [s for s in lone if s.configuration == per_device]), None)
-    if base is None:
-        ran = "; ".join(s.configuration or UNKNOWN for s in lone)
-        kind = "GPU" if one.gpu else "CPU rank"
-        why = f"no run of this configuration on a single {kind}" + (f", only: {ran}" if ran else "")
-        return dataclasses.replace(one, evidence=why)
-    if sizes[base] != sizes[one] or len(sizes[one]) > 1:
-        return dataclasses.replace(one, evidence="other numbers of epochs, and not every log tells the time of one")
-    evidence = "" if same else "weak scaling: each device has the batch of one"
-    ratio = geometric_mean(base.times) / geometric_mean(one.times)
-    return dataclasses.replace(one, speed_up=ratio, evidence=evidence, rating=S001.name(ratio / one.devices))
+    sizes = []
+    for (name, gpu, devices, size), mine in groups.items():
+        alone = {key[0]: runs for key, runs in groups.items() if key[1:3] == (gpu, 1)}
+        per_device = re.sub(r"\bbatch (\d+)\b", lambda m, n=devices: f"batch {int(m[1]) / n:g}", name or "")  # type: ignore[misc]
+        base = alone.get(name) or alone.get(per_device)
+        gain: dict[str, Any] = {}
+        if devices > 1 and base is None:
+            ran = "; ".join(other or UNKNOWN for other in alone)
+            why = f"no run of this configuration on a single {'GPU' if gpu else 'CPU rank'}"
+            gain = {"evidence": why + (f", only: {ran}" if ran else "")}
+        elif devices > 1 and base and not per_epoch and len({run.epochs for run in (*base, *mine)}) > 1:
+            gain = {"evidence": "other numbers of epochs, and not every log tells the time of one"}
+        elif devices > 1 and base:
+            ratio = geometric_mean(times(base)) / geometric_mean(times(mine))
+            evidence = "" if name in alone else "weak scaling: each device has the batch of one"
+            gain = {"speed_up": ratio, "efficiency": ratio / devices, "evidence": evidence}
+            gain["rating"] = S001.name(ratio / devices)
+        named = f"{name} ({size})" if name else size
+        sizes.append(Scaling(name=named, gpu=gpu, devices=devices, times=times(mine), **gain))
+    apart = "Jobs ran apart: there is no interval, and what else a machine did is part of the ratio."
+    return SpeedUps(per_epoch=per_epoch, sizes=tuple(sizes), note=apart)
 
 
 def speed_up_block(found: SpeedUps) -> list[str]:
@@ -218,7 +255,7 @@ def speed_up_block(found: SpeedUps) -> list[str]:
     unit = "seconds per epoch" if found.per_epoch else "seconds"
     lines = []
     for base in baselines:
-        which = f"; {base.configuration}" if len(baselines) > 1 and base.configuration else ""
+        which = f"; {base.name}" if len(baselines) > 1 else ""
         lines.append(f"Baseline (Single {'GPU' if base.gpu else 'CPU rank'}{which}): {_mean(base, unit)}")
     for one in compared:
         lines += ["", f"{one.name}:", f"  Average time: {_mean(one, unit)}"]
@@ -227,27 +264,15 @@ def speed_up_block(found: SpeedUps) -> list[str]:
             continue
         lines.append(f"  Speed-up: {one.speed_up:.2f}x" + (f" ({one.evidence})" if one.evidence else ""))
         lines.append(f"  Parallel efficiency: {100 * one.efficiency:.1f} % ({one.rating})")
-    return [*lines, "", *found.notes]
+    return [*lines, "", found.note]
 
 
 def _mean(one: Scaling, unit: str) -> str:
     return f"{fmean(one.times):,.2f} {unit}" + (f" (mean of {len(one.times)} jobs)" if len(one.times) > 1 else "")
 
 
-def as_values(rows: Sequence[Row], found: Sequence[SpeedUps]) -> dict[str, Any]:
-    """Rows and speed-ups as plain values."""
-    sizes = [one for each in found for one in each.sizes]
-    return {
-        "runs": [{"log": row.log, **row.summary.as_json(), "found": row.found, "remark": row.remark} for row in rows],
-        "accuracy": ACCURACY,
-        "per_epoch": all(one.per_epoch for one in found),
-        "speed_ups": [{**dataclasses.asdict(s), "name": s.name, "efficiency": s.efficiency} for s in sizes],
-        "notes": [note for one in found for note in one.notes],
-    }
-
-
 def show(
-    rows: Sequence[Row],
+    runs: Sequence[Summary],
     found: Sequence[SpeedUps],
     *,
     csv: str | None = None,
@@ -259,17 +284,26 @@ def show(
     Raises ConfigError if one cannot be written.
     """
     blocks = [block for one in found if (block := speed_up_block(one))]
-    text = "\n".join([grids.markdown(grid(rows)), *(f"```text\n{chr(10).join(block)}\n```\n" for block in blocks)])
-    for option, name, content in (("--csv", csv, grids.csv_text(plain(rows))), ("--markdown", markdown, text)):
+    text = "\n".join([grids.markdown(grid(runs)), *(f"```text\n{chr(10).join(block)}\n```\n" for block in blocks)])
+    head = list(Summary().cells())
+    table = grids.csv_text([head, *(["" if v is None else v for v in run.cells().values()] for run in runs)])
+    for option, name, content in (("--csv", csv, table), ("--markdown", markdown, text)):
         if name is not None:
             try:
                 expanded(name).write_text(content, newline="")
             except OSError as error:
                 raise ConfigError(f"{option}: cannot write {name}: {error.strerror}") from error
     if as_json:
-        print(json.dumps(as_values(rows, found), indent=1, allow_nan=False))
+        values = {
+            "runs": [{**run.as_json(), "found": run.found} for run in runs],
+            "accuracy": ACCURACY,
+            "per_epoch": all(one.per_epoch for one in found),
+            "speed_ups": [dataclasses.asdict(size) for one in found for size in one.sizes],
+            "notes": [one.note for one in found],
+        }
+        print(json.dumps(values, indent=1, allow_nan=False))
         return
-    grids.show(grid(rows))
+    grids.show(grid(runs))
     for block in blocks:
         print("", *block, sep="\n")
 
@@ -336,18 +370,14 @@ def unexpected(found: Mapping[str, Any], only: Sequence[str] | None) -> list[str
 def difference_lines(one: Run, other: Run, only: Sequence[str] | None) -> list[str]:
     """What differs as a table, and whether only what should differ does."""
     found = differences(one, other)
-    wrong = unexpected(found, only)
     if not found:
         return ["Nothing differs: both do the same work."]
-    rows = [[name, *map(_short, pair), "no" if name in wrong else "yes"] for name, pair in found.items()]
+    wrong = unexpected(found, only)
+    shown = {name: [str(value)[:60] for value in pair] for name, pair in found.items()}
+    rows = [[name, *pair, "no" if name in wrong else "yes"] for name, pair in shown.items()]
     lines = grids.plain_text([["Setting", one.name, other.name, "May differ"], *rows])
     may = "how the network is trained" if only is None else ", ".join(only) or "nothing"
     lines.append(f"May differ: {may}. Should not differ: {', '.join(wrong) or 'nothing that does'}.")
     if any(name not in HOW and name not in WHERE for name in found):
         lines.append("They are different trainings: their losses do not compare.")
     return lines
-
-
-def _short(value: Any) -> str:
-    text = "\N{EN DASH}" if value is None else str(value)
-    return text if len(text) <= 60 else f"{text[:12]}\N{HORIZONTAL ELLIPSIS}"
