@@ -135,7 +135,7 @@ def test_a_page_and_the_index_show_hostile_records_as_text(
         of = notebook(each)
         page = pages.read(of, "01_which")
         pages.write_page(page, of, tmp_path / folder / "01_which.html")
-        pages.write_index([page], tmp_path / folder / "index.html", facts=[("Hardware", each.hardware)])
+        pages.write_index([page], tmp_path / folder / "index.html", facts={"Hardware": each.hardware})
         texts.append([(tmp_path / folder / name).read_text() for name in ("01_which.html", "index.html")])
     for harmless, attacked in zip(*texts, strict=True):
         same_markup(harmless, attacked)
@@ -147,7 +147,7 @@ def test_an_index_shows_what_it_is_given_as_text(tmp_path: Path) -> None:
     for said in ("said", HOSTILE):
         page = pages.Page(name="x", title=said, state="failed", error=said, image=PIXEL, alt=said)
         section = pages.Section(sentences=(said, said), image=PIXEL, alt=said)
-        given: dict[str, Any] = {"subject": said, "facts": [(said, said)], "notice": said, "command": said}
+        given: dict[str, Any] = {"subject": said, "facts": {said: said}, "notice": said, "command": said}
         pages.write_index([page], tmp_path / "index.html", calibration=section, **given)
         texts.append((tmp_path / "index.html").read_text())
     same_markup(*texts)
