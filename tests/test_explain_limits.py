@@ -12,9 +12,9 @@ from peer_records import FAMILY, OWN, WHOLE, against, machine, study
 from test_charts import boxes
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import figure_peers, limits, peers, tables
-from ddpm_lab.explain.findings import finding
+from ddpm_lab.explain import figure_peers, limits, peers
 from ddpm_lab.plan import OURS
+from ddpm_lab.questions.answers import answer
 from ddpm_lab.record import RunRecord
 
 
@@ -34,7 +34,7 @@ def test_the_roofline_of_a_known_machine() -> None:
     assert line.fused_seconds == pytest.approx(20.22e-3, rel=1e-3)
     assert line.measured_seconds == pytest.approx(1 / 32, rel=0.03)
     assert line.flop_share == pytest.approx(0.64, rel=0.03)
-    assert "reaches 6" in finding(WHOLE).claim
+    assert "reaches 6" in answer(WHOLE).finding.claim
     assert line.headroom == pytest.approx(line.measured_seconds / line.fused_seconds)
     figure = figure_peers.roofline(WHOLE)
     assert figure is not None
@@ -80,8 +80,8 @@ def test_the_limits_are_those_of_the_network_that_is_spoken_of(other: dict[str, 
         assert limits.roofline(both, peers.own(both)) == limits.roofline(WHOLE, peers.own(WHOLE))
     alone = study(*against(), *elsewhere)
     assert limits.sentence(alone, peers.own(alone)) == ""
-    assert {r["GFLOP/image"] for r in tables.table(WHOLE) if r["Configuration"] == f"{OURS} (baseline)"} == {"8.00"}
-    assert set(column(tables.table(alone), "GFLOP/image")) == {"\N{EN DASH}"}
+    assert {r["GFLOP/image"] for r in answer(WHOLE).table() if r["Configuration"] == f"{OURS} (baseline)"} == {"8.00"}
+    assert set(column(answer(alone).table(), "GFLOP/image")) == {"\N{EN DASH}"}
 
 
 def test_a_step_faster_than_the_peak_says_nothing() -> None:
@@ -97,7 +97,7 @@ def test_no_peak_of_another_precision_is_taken() -> None:
 
 
 def test_the_limits_alone_are_told() -> None:
-    found = finding(study(*machine()))
+    found = answer(study(*machine())).finding
     assert found.headline == "Peaks of this machine: 400 GFLOP/s in bf16, 200 GFLOP/s in fp32 and 40.0 GB/s in a copy"
     assert (found.status, found.verdict) == ("answered", "measured")
     assert "Nothing to compare" not in found.claim

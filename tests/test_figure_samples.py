@@ -16,9 +16,8 @@ from PIL import Image
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import figure_samples
 from ddpm_lab.explain.charts import style
-from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.tables import table
+from ddpm_lab.questions.answers import answer
 from ddpm_lab.record import RunRecord
 
 BF16, LARGE = RunConfig(precision="bf16"), RunConfig(global_batch_size=64)
@@ -95,9 +94,9 @@ def test_only_what_came_from_the_same_noise_stands_beside_it() -> None:
 
 
 def test_the_table_has_fids_where_there_are_any_and_the_verdict_stays() -> None:
-    plain, measured = table(studied()), table(studied(fid=123.4))
+    plain, measured = answer(studied()).table(), answer(studied(fid=123.4)).table()
     assert "FID" not in plain[0]
     assert column(measured, "FID") == ["123.4 (2,500 images)"] * 3
     assert column(measured, "Quality") == column(plain, "Quality")
-    assert "FID: fp32 123.4 (2,500 images), bf16 123.4" in finding(studied(fid=123.4)).claim
-    assert " FID: not measured: give --inception FILE. " in finding(studied()).claim
+    assert "FID: fp32 123.4 (2,500 images), bf16 123.4" in answer(studied(fid=123.4)).finding.claim
+    assert " FID: not measured: give --inception FILE. " in answer(studied()).finding.claim

@@ -139,7 +139,7 @@ def test_pyproject_and_its_locks_name_the_same_packages() -> None:
 
 
 def test_outputs_of_a_user_stay_out_of_git() -> None:
-    mine = [".venv/x", ".boot/x", "reports/index.html", "data/x.npy", "image_output/a.png", "trace_output/l.jsonl"]
+    mine = [".venv", ".boot/x", "reports/index.html", "data/x.npy", "image_output/a.png", "trace_output/l.jsonl"]
     kept = ["image_output/published/a.png", "trace_output/published/h.jsonl", "ddpm_lab/data/x.py", "tests/data/x"]
     command = ["git", "check-ignore", "--no-index", *mine, *kept]
     found = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout

@@ -75,12 +75,12 @@ def compare(options: argparse.Namespace) -> int:
         return int(not found.complete)
     from ddpm_lab.explain.gate import outcome, summary  # noqa: PLC0415
 
-    judged = outcome(found.study, threshold)
+    judged = outcome(found.answer, threshold)
     code = judged.exit_code(strict=options.strict)
     said = {"status": judged.status, "sentence": judged.sentence, "threshold": threshold, "exit_code": code}
     text = json.dumps({**found.as_dict(), "gate": said}, indent=1) if options.json else f"{found}\n{judged.sentence}"
     print(text, flush=True)
-    _summarise(options, summary(found.study, judged, threshold))
+    _summarise(options, summary(found.answer, judged, threshold))
     if tracker:
         track(tracker, measured)
     return code

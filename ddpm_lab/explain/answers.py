@@ -11,7 +11,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab.explain import figures, phrases
+from ddpm_lab.explain import phrases
+from ddpm_lab.explain.answer import Answer
+from ddpm_lab.explain.charts.style import png
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.frames import Study
@@ -53,16 +55,16 @@ def answer_values(study: Study, finding: Finding) -> dict[str, Any]:
     }
 
 
-def mime_bundle(study: Study, finding: Finding) -> dict[str, str]:
+def mime_bundle(answer: Answer) -> dict[str, str]:
     """For a notebook: the sentence, and the figure with its text alternative."""
-    image = base64.b64encode(figures.png(figures.figure(study))).decode("ascii")
-    alt = escape(finding.headline)
-    text = escape(answer_text(study, finding))
+    image = base64.b64encode(png(answer.figure())).decode("ascii")
+    alt = escape(answer.finding.headline)
+    text = answer_text(answer.study, answer.finding)
     html = (
-        f'<p style="white-space: pre-line">{text}</p>'
+        f'<p style="white-space: pre-line">{escape(text)}</p>'
         f'<img style="max-width: 100%" alt="{alt}" src="data:image/png;base64,{image}">'
     )
-    return {"text/plain": answer_text(study, finding), "text/html": html}
+    return {"text/plain": text, "text/html": html}
 
 
 def _witnesses(study: Study) -> list[str]:

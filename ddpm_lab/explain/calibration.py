@@ -9,7 +9,6 @@ from datetime import datetime
 from typing import Any
 
 import numpy as np
-from scipy import special
 
 from ddpm_lab.explain import decisions, phrases, stats
 from ddpm_lab.record import RunRecord, crowded, set_log_ratio
@@ -184,7 +183,7 @@ def _drift(minutes: np.ndarray[Any, Any], whole: Sequence[dict[str, RunRecord]])
     freedom = int(usable.sum()) - 2
     left = values[usable] - np.polyval(line, minutes[usable])
     error = math.sqrt(float(covariance[0, 0]) * float(left @ left) / freedom)
-    half = float(special.stdtrit(freedom, 0.975)) * error
+    half = stats.t_quantile(freedom) * error
     return (float(line[0]), float(line[0]) - half, float(line[0]) + half)
 
 

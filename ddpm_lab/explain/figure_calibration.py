@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from ddpm_lab.explain import decisions, phrases
 from ddpm_lab.explain.calibration import FINE, Calibration, lines
@@ -16,6 +16,9 @@ from ddpm_lab.explain.charts.lines import Line, Plot
 from ddpm_lab.explain.charts.lines import lines as draw
 from ddpm_lab.explain.pages import Section, spoken_date
 from ddpm_lab.explain.stats import Estimate
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NAME = "calibration.png"
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from ddpm_lab.explain import limits, peers, phrases
 from ddpm_lab.explain.charts import style
@@ -16,6 +15,9 @@ from ddpm_lab.explain.comparisons import Comparison
 from ddpm_lab.explain.figure_ratios import MEANING, band, row
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import FORMATS, TUNED
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _KINDS = ("convolution", "matrix product", "normalisation", "element-wise", "optimizer", "rest")
 

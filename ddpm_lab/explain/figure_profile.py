@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from ddpm_lab.explain import budget as bd
 from ddpm_lab.explain import operators, phrases
@@ -15,9 +13,12 @@ from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.bars import bars
 from ddpm_lab.explain.charts.style import Panel, Row
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY
-from ddpm_lab.explain.findings import finding
+from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.record import RunRecord
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TOP_OPERATORS = 10
 RESIDUAL = "in no phase"
@@ -26,9 +27,9 @@ _SHOWN = 0.0005
 """Smaller phases are named in the note."""
 
 
-def figure(study: Study) -> Figure:
+def figure(study: Study, found: Finding) -> Figure:
     """The time budget of the latest profile; without one its operators, without both a message."""
-    record, found = operators.latest_profile(study.records), finding(study)
+    record = operators.latest_profile(study.records)
     if record is not None and (taken := bd.budget(record)) is not None:
         return _budget(taken, f"{_context(study, record)}{style.SEPARATOR}{record.label}", record.mechanism_only)
     if record is None or not operators.operators(record):

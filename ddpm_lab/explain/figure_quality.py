@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from ddpm_lab.explain import learned, phrases, quality, trained
 from ddpm_lab.explain.charts import style
@@ -18,6 +18,9 @@ from ddpm_lab.explain.figure_ratios import band, row
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.learned import Array
 from ddpm_lab.record import RunRecord
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _COLOURS = dict.fromkeys(quality.GOOD, style.GOOD) | {quality.WORSE: style.BAD}
 _MEANING = (

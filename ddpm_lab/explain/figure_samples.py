@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-from matplotlib.figure import Figure
 
 from ddpm_lab.explain import phrases, quality, samples, trained
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.record import RunRecord
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _EDGE, _HEADING = 0.18, 0.32  # inches
 _GAP = 6  # pixels of the figure between two images

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddpm_lab.explain import decisions, phrases, stats
+from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.answers import first_losses
 from ddpm_lab.explain.comparisons import Comparison, comparisons
-from ddpm_lab.explain.findings import finding
-from ddpm_lab.explain.frames import Study
 
 PASSED = "passed"
 IDENTICAL = "identical code"
@@ -31,17 +30,17 @@ class Outcome:
         return STRICT if strict and self.status == decisions.INCONCLUSIVE else EXIT_CODES[self.status]
 
 
-def outcome(study: Study, threshold: float) -> Outcome:
-    """Judge a study of one candidate: ``threshold`` is the share of the baseline's speed that it may lose.
+def outcome(answer: Answer, threshold: float) -> Outcome:
+    """Judge the answer about one candidate: ``threshold`` is the share of the baseline's speed that it may lose.
 
     *Failed*: the candidate is called slower, and the whole 95 % interval of its ratio lies below 1 - threshold. One
     that loses just the threshold fails in some 3 % of cases; one that loses as much again as the resolution, in 97 %.
     *Passed*: the whole interval lies above. Anything else is *inconclusive*. With a threshold of 0 what is called
     slower fails.
     """
-    row = next((r for r in comparisons(study) if r.role == "candidate" and r.sets), None)
+    row = next((r for r in comparisons(answer.study) if r.role == "candidate" and r.sets), None)
     if row is None:
-        return _said(NO_RESULT, finding(study).headline)
+        return _said(NO_RESULT, answer.finding.headline)
     if row.sets < decisions.LEAST_SETS:
         text = f"{phrases.plural(row.sets, 'set')}, and a verdict needs {decisions.LEAST_SETS}"
         return _said(decisions.INCONCLUSIVE, text)
@@ -70,17 +69,17 @@ def _share(value: float) -> str:
     return f"{100 * value:.2g} %"
 
 
-def summary(study: Study, judged: Outcome, threshold: float) -> str:
+def summary(answer: Answer, judged: Outcome, threshold: float) -> str:
     """A few lines of Markdown for the page of a job: what was decided, and what it rests on."""
-    found = finding(study)
+    found, losses = answer.finding, first_losses(answer.study)
     row = {
         "gate": judged.status,
         "ratio, 95 % interval": found.speed,
         "baseline repeated": phrases.between(stats.Interval(value=1.0, low=found.noise_low, high=found.noise_high))
         or phrases.DASH,
         "slowdown allowed": _share(threshold),
-        "losses": first_losses(study).verdict,
+        "losses": losses.verdict,
     }
     table = [row.keys(), ["---"] * len(row), row.values()]
     lines = [f"### {judged.sentence}", "", *(f"| {' | '.join(cells)} |" for cells in table), "", found.claim]
-    return "\n".join([*lines, "", f"Losses: {first_losses(study).sentence}.", ""])
+    return "\n".join([*lines, "", f"Losses: {losses.sentence}.", ""])

@@ -156,7 +156,7 @@ def write_page(page: Page, notebook: Any, target: Path) -> None:
 
     Raises OSError if the file cannot be written.
     """
-    from nbconvert import HTMLExporter  # noqa: PLC0415 - takes two seconds, which kernels that only show can save
+    from nbconvert import HTMLExporter  # takes two seconds, which kernels that only show can save
 
     shown = copy.deepcopy(notebook)
     shown.cells = [c for c in shown.cells if "papermill-error-cell-tag" not in c.metadata.get("tags", [])]
@@ -218,7 +218,7 @@ def _render(template: str, target: Path, **values: Any) -> None:
 
 def _html(text: str, **images: Any) -> Markup:
     """Markdown as HTML: HTML in it is shown as text, and a link goes nowhere but to the web or to a file."""
-    from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath  # noqa: PLC0415 - as above
+    from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
     renderer = IPythonRenderer(exclude_anchor_links=True, escape=True, allow_harmful_protocols=False, **images)
     return Markup(MarkdownWithMath(renderer=renderer).render(text))

@@ -30,6 +30,7 @@ from ddpm_lab.training.own_workload import find_here
 from ddpm_lab.training.setting import check_cores, check_ranks, usual_device
 
 if TYPE_CHECKING:
+    from ddpm_lab.explain.answer import Answer
     from ddpm_lab.explain.findings import Finding
     from ddpm_lab.explain.frames import Study
 
@@ -43,9 +44,18 @@ Side = str | Path | RunConfig | Callable[..., Any]
 class Comparison:
     """What ``compare`` found: ``str`` gives it in words, a notebook shows it with its figure."""
 
-    study: Study
-    finding: Finding
+    answer: Answer
     figure: Path
+
+    @property
+    def study(self) -> Study:
+        """The records that it rests on."""
+        return self.answer.study
+
+    @property
+    def finding(self) -> Finding:
+        """The answer in words."""
+        return self.answer.finding
 
     @property
     def ratio(self) -> float:
@@ -76,7 +86,7 @@ class Comparison:
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         from ddpm_lab.explain.answers import mime_bundle  # noqa: PLC0415
 
-        return mime_bundle(self.study, self.finding)
+        return mime_bundle(self.answer)
 
 
 def compare(
@@ -195,14 +205,15 @@ def plan_pair(
 
 def answer(measured: Measured) -> Comparison:
     """What the records say, with a figure in ``image_output/``."""
-    from ddpm_lab.explain import figures, findings  # noqa: PLC0415 - not on a bare GPU node
+    from ddpm_lab.explain.charts.style import save  # noqa: PLC0415 - not on a bare GPU node
+    from ddpm_lab.questions.answers import answer as answered  # noqa: PLC0415
 
-    study = study_of(measured)
+    found = answered(study_of(measured))
     family = measured.experiment.families[0]
     name = "_".join("".join(c if c.isalnum() else "-" for c in family.name).split("-against-"))
     figure = measured.output_dir / "image_output" / f"compare_{name}.png"
-    figures.save(figures.figure(study), figure)
-    return Comparison(study=study, finding=findings.finding(study), figure=figure)
+    save(found.figure(), figure)
+    return Comparison(answer=found, figure=figure)
 
 
 def side(given: Side, place: str, device: str | None) -> RunConfig:

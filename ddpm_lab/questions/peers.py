@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from ddpm_lab import plan
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, SAMPLING, SEED_FAMILY, DiffusionConfig, OptimizerConfig, RunConfig
 from ddpm_lab.declared import Opt
+from ddpm_lab.explain import figure_peers, limits, phrases
+from ddpm_lab.explain import peers as trainers_
+from ddpm_lab.explain.answer import Answer, View, speeds
+from ddpm_lab.explain.comparisons import Comparison, comparisons
+from ddpm_lab.explain.findings import ANSWERED, FAILED, Finding, about, common_notes, compared, plain
+from ddpm_lab.explain.frames import Study
 from ddpm_lab.measure.hardware import package_version
 from ddpm_lab.plan import (
     BOTH_FP32,
@@ -25,6 +32,7 @@ from ddpm_lab.plan import (
     Family,
     Plan,
 )
+from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.training.setting import Batch, Setup, usual_settings
 
 DDPT = "ddpm_lab.training.peers:denoising_diffusion_pytorch"
@@ -213,3 +221,59 @@ def _limits(ours: RunConfig, name: str) -> Family:
         rows.append((f"convolution, {ours.precision}", dataclasses.replace(own, workload=CONVOLUTION)))
     rows.append(("copy", dataclasses.replace(single, workload=COPY)))
     return Family(name=name, baseline=single, baseline_label="product, fp32", candidates=tuple(rows))
+
+
+def answer(study: Study) -> Answer:
+    """Compare this trainer with others, lever by lever, and with the limits of the machine."""
+    found = _finding(study)
+    shown = speeds(study, found)
+    limits_of = "How far from the limit: an image at this machine's peaks, and measured."
+    parts = "The parts of a step: work for an image, its least time at this machine's peaks, and what sets it."
+    views = (
+        View(caption=limits_of, name="limits", figure=lambda: figure_peers.roofline(study)),
+        View(
+            caption="What each setting of the trainer is worth on this machine.",
+            name="levers",
+            figure=lambda: figure_peers.levers(study),
+        ),
+        View(caption=parts, table=lambda: limits.table(study, trainers_.own(study))),
+        View(
+            caption="What each setting of the trainer is worth here.",
+            table=lambda: trainers_.lever_table(study),
+        ),
+        *trained_views(study),
+    )
+    return replace(
+        shown,
+        figure=lambda: figure_peers.figure(study, found.headline) or shown.figure(),
+        table=lambda: trainers_.table(study),
+        views=views,
+    )
+
+
+def _finding(study: Study) -> Finding:
+    rows = comparisons(study)
+    others = [r for r in rows if r.role not in ("baseline", "twin")]
+    if not any(r.sets and _rival(r) for r in others):
+        return _without_others(study, others) or compared(study, keep=_rival)
+    nearest = trainers_.lead(study)
+    if nearest is None:
+        return compared(study, keep=_rival)
+    notes = (trainers_.evidence(study), *common_notes(study, rows))
+    return about(study, nearest, trainers_.headline(nearest), *notes)
+
+
+def _rival(row: Comparison) -> bool:
+    return not row.family.startswith(LIMITS)
+
+
+def _without_others(study: Study, others: Sequence[Comparison]) -> Finding | None:
+    """The answer to ``peers`` where no other trainer runs here, or where only the machine's peaks were asked for."""
+    notes = common_notes(study, comparisons(study))
+    rivals = [r for r in others if _rival(r)]
+    peaks = f"Peaks of this machine: {known}" if (known := limits.peaks(study)) else ""
+    unable = [r.label for r in rivals if r.status == "unsupported" and not r.label.endswith((TUNED, FORMATS))]
+    if unable and all(r.status in ("unsupported", "left out") for r in rivals):
+        headline = f"No other trainer can run here: {phrases.joined(list(dict.fromkeys(unable)))}"
+        return plain(study, headline, FAILED, trainers_.evidence(study), f"{peaks}." if peaks else "", *notes)
+    return replace(plain(study, peaks, ANSWERED, *notes), verdict="measured") if peaks and not rivals else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,11 @@ from ddpm_lab.checks import ConfigError, choice, whole
 from ddpm_lab.config import CHECK, DDPM, OWN, TRAINING, UNLEARNED, ExchangeConfig, RunConfig
 from ddpm_lab.data.packed import read_manifest
 from ddpm_lab.declared import Opt
+from ddpm_lab.explain import figure_quality, figure_samples, machine_state, samples, trained
+from ddpm_lab.explain import quality as verdicts
+from ddpm_lab.explain.answer import Answer, View, speeds
+from ddpm_lab.explain.findings import ANSWERED, Finding, about, compared, untrained
+from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import LOST, Experiment, Family, Fid, Trial, scaled
 from ddpm_lab.training.inception import plan_fid
 from ddpm_lab.training.setting import Batch, Setup
@@ -263,3 +269,52 @@ def identity_trials(family: Family) -> tuple[Trial, ...]:
     amount = IDENTITY_STEPS * family.baseline.global_batch_size
     rows = ((family.baseline_label, family.baseline), *family.candidates)
     return tuple(trial(family, label, config, config.seed, images=amount, draws=0) for label, config in rows)
+
+
+def answer(study: Study) -> Answer:
+    """Show what each setting costs in quality and gains in speed; the one named first is the fastest not worse."""
+    rows = trained.rows(study)
+    found = _finding(study) if any(r.equivalence.seeds for r in rows) else compared(study)
+    shown = speeds(study, found)
+    caption = "What each setting draws from the same noise."
+    return replace(
+        shown,
+        figure=lambda: figure_quality.figure(study, found.headline) or shown.figure(),
+        table=lambda: trained.table(study),
+        views=(
+            _curves(study),
+            View(caption=caption, name="samples", figure=lambda: figure_samples.figure(study)),
+            _checks(study),
+        ),
+    )
+
+
+def _finding(study: Study) -> Finding:
+    rows = trained.rows(study)
+    headline, lead = trained.headline(rows)
+    notes = (trained.evidence(rows), trained.unsound(study), untrained(study), *machine_state.warnings(study))
+    fid = f"FID: {samples.fid_sentence(trained.fids(study))}."
+    evidence = trained.method(study).strip()
+    found = about(study, lead, headline, *notes, trained.elsewhere(study), fid, evidence=evidence)
+    return replace(found, status=ANSWERED if trained.answered(rows) else verdicts.NOT_ENOUGH)
+
+
+def trained_views(study: Study) -> tuple[View, ...]:
+    """Return what the configurations of a question about speed have learned, where they were trained."""
+    losses = View(
+        caption="Final held-out loss less the baseline's, with the margin.",
+        name="quality",
+        figure=lambda: figure_quality.differences(study),
+    )
+    learned = (View(caption=caption, table=partial(list, rows)) for caption, rows in trained.tables(study))
+    return (losses, _curves(study), _checks(study), *learned)
+
+
+def _curves(study: Study) -> View:
+    caption = "Held-out and training loss on the way, all settings overlaid."
+    return View(caption=caption, name="curves", figure=lambda: figure_quality.curves(study))
+
+
+def _checks(study: Study) -> View:
+    caption = "Loss and gradient of a step against fp32 on the same batch."
+    return View(caption=caption, table=lambda: trained.check_table(study))

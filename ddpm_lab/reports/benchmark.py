@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
-from ddpm_lab.explain import findings, machine_state, pages, phrases, scaling, stats
+from ddpm_lab.explain import machine_state, pages, phrases, scaling, stats
 from ddpm_lab.explain.bands import S000, S001, Bands
 from ddpm_lab.explain.charts import style as fs
 from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison
@@ -25,6 +25,7 @@ from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.grids import csv_text, literal, markdown
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.files import replace as write_file
+from ddpm_lab.questions.answers import answer
 from ddpm_lab.record import RunRecord
 from ddpm_lab.reports.summary import Scaling, SpeedUps, Summary, of_run
 
@@ -180,7 +181,7 @@ def _epoch(row: Comparison | None) -> str:
 def report(study: Study) -> str:
     """The report as Markdown: the finding, one device beside several for each batch, and what the numbers rest on."""
     environment = Environment(loader=FileSystemLoader(pages.TEMPLATES), undefined=StrictUndefined, trim_blocks=True)
-    finding = findings.finding(replace(study, bands=S000))
+    finding = answer(replace(study, bands=S000)).finding
     return environment.get_template("benchmark.md.j2").render(
         headline=literal(finding.headline),
         claim=literal(finding.claim.removeprefix(f"{finding.headline}. ")),
@@ -203,7 +204,7 @@ def _context(study: Study) -> str:
 def dashboard(study: Study) -> Figure:
     """Time of an epoch, throughput, speed-up with its ideal, and efficiency, for each batch and number of devices."""
     found = [r for r in rows(study) if r.sets]
-    title = findings.finding(study).headline
+    title = answer(study).finding.headline
     if not found:
         return fs.message(title, _context(study), "Nothing was measured: see the table.")
     note = "An epoch is 50,000 images, its time a projection. Lines: 95 % intervals. Dashed: ideal speed-up; "

@@ -12,9 +12,10 @@ import numpy as np
 from jinja2 import Environment
 from PIL import Image, ImageFilter
 
-from ddpm_lab.explain import figures, findings, frames
+from ddpm_lab.explain import frames
 from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
+from ddpm_lab.explain.charts.style import png
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.frames import RECOMMENDATION, Study, study
 from ddpm_lab.explain.quality import NOT_MEASURED
@@ -22,6 +23,7 @@ from ddpm_lab.explain.show import NAMES
 from ddpm_lab.files import replace
 from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials, read_all
 from ddpm_lab.plan import SEARCH
+from ddpm_lab.questions.answers import answer
 from ddpm_lab.record import LedgerError, RunRecord
 from ddpm_lab.reports.anonymous import anonymous
 
@@ -113,7 +115,7 @@ def _readme(output: Path) -> str | None:
     for ledger in (output / RECORDS).glob("*.jsonl"):
         if records := Ledger(ledger).read()[0]:  # ``check`` names a file without any
             studies = {s.experiment: s for s in _studies(records, output)}
-            found = [findings.finding(s) for s in studies.values()]
+            found = [answer(s).finding for s in studies.values()]
             answered = [each for each in found if each.status != NOT_MEASURED]
             rank = (bool(records[-1].machine.gpus), len(answered), max(r.date for r in records))
             machines.append((rank, ledger.stem, studies, answered or found))
@@ -157,9 +159,7 @@ def check(output: Path) -> list[str]:
             elif not path.exists():
                 problems.append(f"{path} is missing: {again}")
             elif not same_picture(path.read_bytes(), expected[path]):
-                problems.append(
-                    f"{path} differs from what {ledger.name} gives: {again}, in the environment of make setup"
-                )
+                problems.append(f"{path} differs from what {ledger.name} gives: {again}")
     if (text := _readme(output)) is not None and (output / "README.md").read_text() != text:
         problems.append(f"{output / 'README.md'} does not say what the published records do: {again}")
     return problems
@@ -191,19 +191,18 @@ def _studies(records: Sequence[RunRecord], output: Path, machine: str | None = N
     return [dataclasses.replace(s, published_trials=trials) for s in studies]
 
 
-def _pictures(answer: Study, folder: Path) -> list[tuple[Path, bytes]]:
-    stem = NAMES[answer.experiment]
-    drawn = [(f"{stem}.png", figures.figure(answer))]
-    drawn += [(f"{stem}_{name}.png", extra) for _, extra, name in figures.more(answer)]
-    return [(folder / name, figures.png(figure)) for name, figure in drawn]
+def _pictures(study: Study, folder: Path) -> list[tuple[Path, bytes]]:
+    stem, shown = NAMES[study.experiment], answer(study)
+    drawn = [(stem, shown.figure()), *((f"{stem}_{name}", extra) for _, extra, name in shown.figures())]
+    return [(folder / f"{name}.png", png(figure)) for name, figure in drawn]
 
 
 def _draw(studies: Sequence[Study], folder: Path) -> list[tuple[Path, Finding]]:
     folder.mkdir(parents=True, exist_ok=True)
     found = []
-    for answer in studies:
-        pictures = _pictures(answer, folder)
+    for each in studies:
+        pictures = _pictures(each, folder)
         for path, picture in pictures:
             replace(path, picture)
-        found.append((pictures[0][0], findings.finding(answer)))
+        found.append((pictures[0][0], answer(each).finding))
     return found
