@@ -66,7 +66,7 @@ def test_the_published_table_and_speed_ups() -> None:
         for i, (g, n, s, loss) in enumerate(times)
     ]
     shown = [[cell.strip() for cell in line.split("|")] for line in plain_text(grid(found))]
-    assert shown[0] == list(COLUMNS)
+    assert shown[0] == list(COLUMNS)[:8]
     assert shown[2:] == [
         ["12345", "1 GPU", "1", "1", "362.45", "7.25", "0.1187", ACCURACY],
         ["12346", "4 GPUs", "4", "1", "95.23", "1.90", "0.1192", ACCURACY],

@@ -22,7 +22,7 @@ from ddpm_lab.config import NETWORKS
 from ddpm_lab.data.packed import resolve
 from ddpm_lab.explain import calibration, figure_calibration, pages
 from ddpm_lab.explain.pages import DONE, FAILED, METADATA, NOT_RUN, STOPPED, Page, Section
-from ddpm_lab.files import CHECKOUT, LEDGER, PREPARED, expanded, replace
+from ddpm_lab.files import CHECKOUT, LEDGER, PREPARED, expanded, replace, writing
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.plan import RECOMMENDATION
@@ -113,7 +113,12 @@ def report(
         options = {name: value for name, value in more.items() if name in ("image_size", "skip_bad")}
         resolve(data, output / PREPARED, held_out=held_out, progress=say, **options)
     command = _command({**given, "minutes": minutes}, more, notebooks or ())
-    run = _Run(_writable(output), given, values, command, say, None if total is None else total * 60)
+    folder = output / "reports"
+    with writing(folder, ReportError, "output folder"):
+        (folder / "notebooks").mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder), tempfile.TemporaryFile(dir=folder / "notebooks"):
+            pass
+    run = _Run(folder, given, values, command, say, None if total is None else total * 60)
     try:
         run.measure()
         with Stop() as stop:
@@ -158,18 +163,6 @@ def _command(options: Mapping[str, Any], parameters: Mapping[str, Any], notebook
     for name, value in parameters.items():
         words += ["-p", name, value if isinstance(value, str) else json.dumps(value)]
     return shlex.join([*words, *(word for notebook in notebooks for word in ("--notebook", str(notebook)))])
-
-
-def _writable(output: Path) -> Path:
-    """The folder of the pages, made if it is missing and tried with a file."""
-    target = output / "reports"
-    try:
-        (target / "notebooks").mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=target), tempfile.TemporaryFile(dir=target / "notebooks"):
-            pass
-    except OSError as error:
-        raise ReportError(f"cannot write to {target}: {error.strerror}; choose another output folder") from error
-    return target
 
 
 def _question(file: Path) -> str:
@@ -289,18 +282,15 @@ class _Run:
     def index(self, *, stopped: bool = False) -> Path:
         """Write the index as it stands."""
         waiting = [f.stem for f in self.values if self.pages[f.stem].earlier or self.pages[f.stem].state == NOT_RUN]
-        notice = f" To come: {', '.join(waiting)}." if waiting else ""
-        if stopped:
-            notice = "The report was stopped." + notice.replace("To come", "Not run")
-        elif waiting:
-            notice = "This report is still being made, or was ended." + notice
+        said = "The report was stopped." if stopped else "This report is still being made, or was ended."
+        to_come = f" {'Not run' if stopped else 'To come'}: {', '.join(waiting)}." if waiting else ""
         target = self.folder / "index.html"
         pages.write_index(
             list(self.pages.values()),
             target,
             subject=self.given["workload"] or "a diffusion model",
             facts=self.facts(),
-            notice=notice,
+            notice=said + to_come if stopped or waiting else "",
             command=self.command,
             ledger=os.path.relpath(self.ledger, self.folder) if self.ledger.exists() else "",
             calibration=self.calibration,
@@ -311,19 +301,19 @@ class _Run:
         """The head of the index: machine, date, preset, data, and the versions of the code."""
         mine = [page.finding for page in self.pages.values() if page.finding and not page.earlier]
         found = [finding for finding in mine if not finding.get("published")]
-
-        def of(name: str) -> str:
-            return "; ".join(dict.fromkeys(str(finding[name]) for finding in found if finding.get(name)))
-
+        machine, training, data, code = (
+            "; ".join(dict.fromkeys(str(each[name]) for each in found if each.get(name)))
+            for name in ("hardware", "training", "data", "code_version")
+        )
         workload = self.given["workload"]
         facts = {
-            "Machine": of("hardware"),
+            "Machine": machine,
             "Report made": pages.spoken_date(datetime.now().astimezone().isoformat(timespec="seconds")),
             "Preset": self.given["preset"],
-            "Training": workload or of("training"),
-            "Images": of("data") or ("of its own" if workload else self.given["data"]),
+            "Training": workload or training,
+            "Images": data or ("of its own" if workload else self.given["data"]),
             "This call took": str(self.elapsed()),
-            "Code": ", measuring code ".join(filter(None, (f"ddpm_lab {__version__}", of("code_version")))),
+            "Code": ", measuring code ".join(filter(None, (f"ddpm_lab {__version__}", code))),
         }
         return {term: value for term, value in facts.items() if value}
 

@@ -26,7 +26,12 @@ from ddpm_lab.measure.machine_watch import Utilisation
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.run_folder import name_of, train_count, trained
 
-COLUMNS = ("Job ID", "Configuration", "GPUs", "Nodes", "Time (s)", "Time/Epoch (s)", "Val Loss", "Val Acc")
+COLUMNS = {
+    **{"Job ID": "job_id", "Configuration": "name", "GPUs": "gpus", "Nodes": "nodes", "Time (s)": "seconds"},
+    **{"Time/Epoch (s)": "epoch_seconds", "Val Loss": "loss", "Val Acc": "accuracy", "Steps": "steps"},
+    **{"Ranks": "ranks", "GPU-Util (%)": "gpu_percent", "Log": "log", "Note": "note"},
+}
+"""Columns of the table with the names of their values."""
 ACCURACY = "not defined for a DDPM"
 UNKNOWN = "unknown"
 NO_SUMMARY = "no summary found"
@@ -86,12 +91,15 @@ class Summary:
         values = dataclasses.asdict(self)
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
-    def cells(self) -> dict[str, Any]:
-        """Values by column."""
-        name = self.configuration or (self.size if self.found else NO_SUMMARY)
-        values = (self.job_id, name, self.gpus, self.nodes, self.seconds, self.epoch_seconds, self.loss, ACCURACY)
-        more = {"Steps": self.steps, "Ranks": self.ranks, "GPU-Util (%)": self.gpu_percent, "Log": self.log}
-        return {**dict(zip(COLUMNS, values, strict=True)), **more, "Note": self.note or None}
+    @property
+    def name(self) -> str:
+        """What was trained, or at least on what."""
+        return self.configuration or (self.size if self.found else NO_SUMMARY)
+
+    @property
+    def accuracy(self) -> str:
+        """A column that people look for."""
+        return ACCURACY
 
 
 # --- where summaries come from ---------------------------------------------------------------------------------------
@@ -165,19 +173,18 @@ def watched(config: RunConfig) -> Utilisation:
 
 def grid(runs: Sequence[Summary]) -> list[list[str]]:
     """The table for people, with steps, logs and notes where they tell rows apart."""
-    cells = [run.cells() for run in runs]
-    steps, notes = (any(c[name] is not None for c in cells) for name in ("Steps", "Note"))
-    shown = {"Steps": steps, "Log": len({c["Log"] for c in cells}) > 1, "Note": notes}
-    names = [*COLUMNS, *(name for name, is_shown in shown.items() if is_shown)]
-    return [names, *([_text(name, c[name]) for name in names] for c in cells)]
+    left_out = {"Ranks", "GPU-Util (%)"}
+    left_out |= {"Steps"} if all(run.steps is None for run in runs) else set()
+    left_out |= {"Log"} if len({run.log for run in runs}) < 2 else set()
+    left_out |= {"Note"} if not any(run.note for run in runs) else set()
+    names = [name for name in COLUMNS if name not in left_out]
+    return [names, *([_text(name, getattr(run, COLUMNS[name])) for name in names] for run in runs)]
 
 
 def _text(column: str, value: Any) -> str:
-    if value is None:
-        return "" if column == "Note" else UNKNOWN
     if isinstance(value, float):
         return f"{value:,.2f}" if column != "Val Loss" else format(value, ".4f" if value >= 0.01 else ".4g")
-    return str(value)
+    return UNKNOWN if value is None else str(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,8 +292,8 @@ def show(
     """
     blocks = [block for one in found if (block := speed_up_block(one))]
     text = "\n".join([grids.markdown(grid(runs)), *(f"```text\n{chr(10).join(block)}\n```\n" for block in blocks)])
-    head = list(Summary().cells())
-    table = grids.csv_text([head, *(["" if v is None else v for v in run.cells().values()] for run in runs)])
+    values = ([getattr(run, name) for name in COLUMNS.values()] for run in runs)
+    table = grids.csv_text([[*COLUMNS], *(["" if value is None else value for value in row] for row in values)])
     for option, name, content in (("--csv", csv, table), ("--markdown", markdown, text)):
         if name is not None:
             try:
@@ -294,14 +301,14 @@ def show(
             except OSError as error:
                 raise ConfigError(f"{option}: cannot write {name}: {error.strerror}") from error
     if as_json:
-        values = {
+        found_values = {
             "runs": [{**run.as_json(), "found": run.found} for run in runs],
             "accuracy": ACCURACY,
             "per_epoch": all(one.per_epoch for one in found),
             "speed_ups": [dataclasses.asdict(size) for one in found for size in one.sizes],
             "notes": [one.note for one in found],
         }
-        print(json.dumps(values, indent=1, allow_nan=False))
+        print(json.dumps(found_values, indent=1, allow_nan=False))
         return
     grids.show(grid(runs))
     for block in blocks:
