@@ -122,8 +122,8 @@ def notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Study
 @pytest.mark.parametrize(
     "name",
     [
-        *("resolved", "all failed", "loader", "strong and weak, two CPU ranks", "compiled, costs", "batch sizes"),
-        *("profile", "recommendation, searched", "quality, with samples", "levers, learned"),
+        *("all failed", "loader", "strong and weak, two CPU ranks", "profile", "recommendation, searched"),
+        *("quality, with samples", "levers, learned"),
     ],
 )
 def test_a_page_and_the_index_show_hostile_records_as_text(
