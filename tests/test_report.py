@@ -344,7 +344,7 @@ def test_a_smoke_report_is_whole() -> None:
     assert "<dd>tiny network</dd>" in (folder / "index.html").read_text(), "what was trained is on the first screen"
     findings = {page.name.partition("_")[2]: page.finding for page in found}
     for name in ("multi_gpu", "amp", "workers"):  # one set never gives a verdict
-        assert (findings[name]["status"], findings[name]["sets"]) == ("too few sets", 1)
+        assert findings[name]["status"] == "too few sets"
     assert findings["profile"]["status"] == "answered"
     assert all(findings[name]["published"] for name in ("peers", "quality")), "they take too long to be measured here"
     here = {f["code_version"] for f in findings.values() if not f["published"] and f["code_version"]}

@@ -31,14 +31,12 @@ from ddpm_lab.reports.summary import (
     HOW,
     MECHANISM,
     Run,
-    Scaling,
     Summary,
+    compared,
     differences,
     grid,
     of_record,
     of_records,
-    speed_up_block,
-    speed_ups,
     unexpected,
 )
 from ddpm_lab.settings_file import settings_text
@@ -51,8 +49,8 @@ def row(seconds: float | None, **values: Any) -> Summary:
     return Summary(seconds=seconds, **{"configuration": "tiny", "gpus": 1, "nodes": 1, "log": "a.out", **values})
 
 
-def compared(found: list[Summary]) -> list[Scaling]:
-    return [one for one in speed_ups(found).sizes if one.devices > 1]
+def gains(found: list[Summary]) -> list[float | None]:
+    return [run.speed_up for run in compared(found) if (run.devices or 1) > 1]
 
 
 # --- jobs ------------------------------------------------------------------------------------------------------------
@@ -64,59 +62,36 @@ def test_the_published_table_and_speed_ups() -> None:
         row(s, configuration=None, gpus=g, nodes=n, loss=loss, job_id=str(12345 + i), epoch_seconds=s / 50)
         for i, (g, n, s, loss) in enumerate(times)
     ]
-    shown = [[cell.strip() for cell in line.split("|")] for line in plain_text(grid(found))]
-    assert shown[0] == list(COLUMNS)[:8]
-    assert shown[2:] == [
-        ["12345", "1 GPU", "1", "1", "362.45", "7.25", "0.1187", ACCURACY],
-        ["12346", "4 GPUs", "4", "1", "95.23", "1.90", "0.1192", ACCURACY],
-        ["12347", "8 GPUs on 2 nodes", "8", "2", "57.14", "1.14", "0.1190", ACCURACY],
-    ]
-    assert speed_up_block(speed_ups(found))[:11] == [
-        "Baseline (Single GPU): 362.45 seconds",
-        "",
-        "4 GPUs:",
-        "  Average time: 95.23 seconds",
-        "  Speed-up: 3.81x",
-        "  Parallel efficiency: 95.2 % (excellent)",
-        "",
-        "8 GPUs on 2 nodes:",
-        "  Average time: 57.14 seconds",
-        "  Speed-up: 6.34x",
-        "  Parallel efficiency: 79.3 % (good)",
+    shown = [[cell.strip() for cell in line.split("|")] for line in plain_text(grid(compared(found)))]
+    more = ["Speed-up", "Efficiency", "Rating", "Note"]
+    assert shown[0] == [*list(COLUMNS)[:8], *more]
+    assert [cells[:11] for cells in shown[2:]] == [
+        ["12345", "1 GPU", "1", "1", "362.45", "7.25", "0.1187", ACCURACY, "", "", ""],
+        ["12346", "4 GPUs", "4", "1", "95.23", "1.90", "0.1192", ACCURACY, "3.81x", "95.2 %", "excellent"],
+        ["12347", "8 GPUs on 2 nodes", "8", "2", "57.14", "1.14", "0.1190", ACCURACY, "6.34x", "79.3 %", "good"],
     ]
 
 
-TIMES = st.lists(st.floats(0.1, 1e4), min_size=1, max_size=5)
-
-
-@given(TIMES, TIMES, st.integers(2, 64))
-def test_ratios_are_averaged_geometrically(single: list[float], several: list[float], gpus: int) -> None:
-    """So the speed-up is the mean over all pairs of jobs."""
-    (one,) = compared([row(s) for s in single] + [row(s, gpus=gpus) for s in several])
+@given(st.lists(st.floats(0.1, 1e4), min_size=1, max_size=5), st.floats(0.1, 1e4), st.integers(2, 64))
+def test_repeated_baselines_are_averaged_geometrically(single: list[float], several: float, gpus: int) -> None:
+    *_, one = compared([*map(row, single), row(several, gpus=gpus)])
     assert one.speed_up is not None
-    pairs = [math.log(a / b) for a in single for b in several]
-    assert math.log(one.speed_up) == pytest.approx(sum(pairs) / len(pairs), abs=1e-9)
+    assert math.log(one.speed_up) == pytest.approx(sum(math.log(s / several) for s in single) / len(single), abs=1e-9)
     assert one.efficiency == pytest.approx(one.speed_up / gpus)
     assert one.rating == S001.name(one.speed_up / gpus)
 
 
 def test_what_a_run_of_several_devices_is_compared_with() -> None:
-    """Its own configuration on one of them, or the one with the batch of each (weak scaling)."""
+    """Its own configuration on one of them, or the one with the batch of each (weak scaling), for equal work."""
     lone = [row(10.0, configuration="a"), row(30.0, configuration="b"), row(9.0, configuration="c, batch 8")]
     several = [row(20.0, configuration="b", gpus=2), row(5.0, configuration="d", gpus=2)]
     several += [row(6.0, configuration=f"c, batch {batch}", gpus=2) for batch in (16, 32)]
-    found = compared([*lone, *several, row(4.0, configuration="a", gpus=0, ranks=2)])
-    assert [one.speed_up for one in found] == [pytest.approx(1.5), None, pytest.approx(1.5), None, None]
-    assert "a single GPU, only: a; b" in found[1].evidence
-    assert found[2].evidence.startswith("weak")
-    assert found[4].evidence.endswith("a single CPU rank")
-
-
-def test_different_amounts_of_work_are_compared_by_the_epoch_or_not_at_all() -> None:
+    found = [*lone, *several, row(4.0, configuration="a", gpus=0, ranks=2)]
+    assert gains(found) == [pytest.approx(1.5), None, pytest.approx(1.5), None, None]
+    assert compared(found)[5].note.startswith("weak scaling")
     one, two = row(100.0, epochs=10.0, epoch_seconds=10.0), row(24.0, gpus=2, epochs=4.0, epoch_seconds=6.0)
-    assert [s.speed_up for s in compared([one, two])] == [pytest.approx(10 / 6)]
-    assert speed_up_block(speed_ups([one, two]))[0] == "Baseline (Single GPU): 10.00 seconds per epoch"
-    assert [s.speed_up for s in compared([one, replace(two, epoch_seconds=None)])] == [None]
+    assert gains([one, two]) == [pytest.approx(10 / 6)]
+    assert gains([one, replace(two, epoch_seconds=None)]) == [None]
 
 
 # --- records and folders ---------------------------------------------------------------------------------------------
@@ -144,7 +119,7 @@ def test_a_configuration_s_numbers_are_those_of_its_windows_and_trials() -> None
     assert (one.seconds, one.epochs, one.epoch_seconds, one.loss, one.gpu_percent) == (4.0, 0.5, 8.0, None, 80.0)
     assert (tried.loss, tried.seconds) == (0.4, None)
     assert (shared.seconds, shared.epoch_seconds, shared.note) == (None, None, MECHANISM)
-    assert speed_up_block(speed_ups([row(10.0, gpus=0, ranks=1), shared])) == []
+    assert gains([row(10.0, gpus=0, ranks=1), shared]) == [None]
     assert grid([shared])[1][4] == "unknown"
 
 
@@ -171,7 +146,7 @@ def test_seconds_of_a_run_are_those_of_its_steps(
 def test_a_ledger_gives_the_times_of_its_windows_and_paired_speed_ups() -> None:
     """Times that drift between sets give another ratio of means than of pairs."""
     answer = paired({64: 1.6}, {32: 6.45}, set_noise=0.001, drift=1.0)
-    runs, found = summary_of(answer, "ledger.jsonl")
+    runs = summary_of(answer, "ledger.jsonl")
     shown = {(r.family, r.ranks): r for r in rows(answer) if r.role != "twin"}
     for run in runs:
         of = shown[run.configuration or "", run.ranks or 0]
@@ -179,9 +154,8 @@ def test_a_ledger_gives_the_times_of_its_windows_and_paired_speed_ups() -> None:
         assert run.seconds == pytest.approx(sum(w.seconds for w in windows))
         assert run.epochs == pytest.approx(sum(w.images for w in windows) / 50_000)
         assert run.epoch_seconds == of.projected_seconds
-    gains = [s for s in found.sizes if s.devices > 1]
-    assert [s.speed_up for s in gains] == [r.ratio.value for r in shown.values() if r.ranks > 1]
-    assert [s.rating for s in gains if "weak" in s.name] == ["good"]
+        assert run.speed_up == (of.ratio.value if of.ranks > 1 else None)
+        assert run.rating == ("" if of.ranks == 1 else "good" if "weak" in of.family else "overhead")
 
 
 def test_a_ledger_gives_the_losses_of_trials_and_why_there_is_no_speed_up() -> None:
@@ -189,16 +163,15 @@ def test_a_ledger_gives_the_losses_of_trials_and_why_there_is_no_speed_up() -> N
     two = replace(base, world_size=2, global_batch_size=64)
     found = make.sets({"2 ranks": (two, 1.2)}, baseline=base, baseline_label="1 rank", experiment="multi_gpu")
     tried = make.trials({"2 ranks": (two, 0.01)}, baseline=base, seed_noise=0, pair_noise=0)
-    runs, _ = summary_of(replace(make.study(found), trials=tuple(tried)), "")
+    runs = summary_of(replace(make.study(found), trials=tuple(tried)), "")
     assert [run.loss for run in runs] == [pytest.approx(0.35), pytest.approx(0.36)]
-    assert all(run.loss is None for run in summary_of(make.study(found), "")[0])
-    lost = make.study([*family(64, 1.6), *family(128, 1.0, failed=("oom", "needs 90 GiB"))])
-    runs, gains = summary_of(lost, "")
+    assert all(run.loss is None for run in summary_of(make.study(found), ""))
+    runs = summary_of(make.study([*family(64, 1.6), *family(128, 1.0, failed=("oom", "needs 90 GiB"))]), "")
     assert [run.note for run in runs if run.seconds is None] == ["8 GPUs; out of memory: needs 90 GiB"]
-    assert [s.speed_up is None for s in gains.sizes if s.devices > 1] == [False]
+    assert [run.speed_up is None for run in runs] == [True, False, True, True]
     hidden = paired({16: 1.1}, {}, device="cpu", ranks=2, mechanism_only=["1 rank", "2 ranks"])
-    assert [run.seconds for run in summary_of(hidden, "")[0]] == [None, None]
-    assert [s.speed_up for s in summary_of(alone(single=False), "")[1].sizes] == [None]
+    assert [run.seconds for run in summary_of(hidden, "")] == [None, None]
+    assert [run.speed_up for run in summary_of(alone(single=False), "")] == [None]
 
 
 # --- what differs ----------------------------------------------------------------------------------------------------
@@ -275,7 +248,7 @@ def test_ledgers_logs_and_run_folders_are_one_table(call: Call, tmp_path: Path) 
     names = [(r["configuration"], r["found"]) for r in found["runs"]]
     assert names == [*[("seed, batch 64", True)] * 2, (None, False), ("tiny, batch 32", True)]
     assert (found["runs"][-1]["seconds"], found["runs"][-1]["loss"], found["runs"][-1]["steps"]) == (1.0, 0.5, 2)
-    assert [s["speed_up"] is None for s in found["speed_ups"]] == [True, False, True]
+    assert [run["speed_up"] is None for run in found["runs"]] == [True, False, True, True]
     with (tmp_path / "t.csv").open(newline="") as file:
         assert [r["Time (s)"] for r in csv.DictReader(file)][2:] == ["", "1.0"]
     assert (tmp_path / "t.md").read_text().startswith("| Job ID |")

@@ -174,22 +174,18 @@ def summary_command(options: argparse.Namespace) -> int:
         return _difference(options)
     from ddpm_lab.reports import summary  # noqa: PLC0415
 
-    paired: list[summary.Summary] = []
+    rows: list[summary.Summary] = []
     apart: list[summary.Summary] = []
-    found: list[summary.SpeedUps] = []
     for source in sources:
         if source.suffix == ".jsonl":
             from ddpm_lab.questions.experiments import run  # noqa: PLC0415
             from ddpm_lab.reports.benchmark import summary_of  # noqa: PLC0415
 
-            runs, gains = summary_of(run("multi_gpu", ledger=source, machine=options.machine).study, str(source))
-            paired, found = [*paired, *runs], [*found, gains]
+            rows += summary_of(run("multi_gpu", ledger=source, machine=options.machine).study, str(source))
         else:
             apart += _rows(source)
-    if apart:
-        found.append(summary.speed_ups(apart))
-    rows = [*paired, *apart]
-    summary.show(rows, found, csv=options.csv, markdown=options.markdown, as_json=options.json)
+    rows += summary.compared(apart)
+    summary.show(rows, csv=options.csv, markdown=options.markdown, as_json=options.json)
     if not any(row.found for row in rows):
         print("ddpm-lab: there is no run of one GPU or rank, or several", file=sys.stderr)
         return 1
@@ -227,7 +223,7 @@ def _difference(options: argparse.Namespace) -> int:
     else:
         if len(folders) == 2:
             rows = [row for folder in folders for row in _rows(folder)]
-            summary.show(rows, [summary.speed_ups(rows)], csv=options.csv, markdown=options.markdown)
+            summary.show(summary.compared(rows), csv=options.csv, markdown=options.markdown)
             print()
         print(*summary.difference_lines(one, other, only), sep="\n")
     return int(bool(wrong) and only is not None)

@@ -27,7 +27,7 @@ from ddpm_lab.explain.stats import Interval
 from ddpm_lab.files import replace as write_file
 from ddpm_lab.questions.answers import answer
 from ddpm_lab.record import RunRecord
-from ddpm_lab.reports.summary import Scaling, SpeedUps, Summary, of_run
+from ddpm_lab.reports.summary import Summary, of_run
 
 DASHBOARD, TABLE, REPORT = "gpu_benchmark_comparison.png", "performance_summary_table.png", "comparison_report"
 RESULTS = "benchmark_results"
@@ -275,38 +275,34 @@ def table(study: Study) -> Figure:
 # --- S001's table ----------------------------------------------------------------------------------------------------
 
 
-def summary_of(study: Study, source: str) -> tuple[list[Summary], SpeedUps]:
-    """The runs of a study as rows of S001's table, and their paired speed-ups; ``source`` is the ledger."""
+def summary_of(study: Study, source: str) -> list[Summary]:
+    """The runs of a study as rows of S001's table, with their paired speed-ups; ``source`` is the ledger.
+
+    Times of an epoch are projections to 50,000 images.
+    """
     found = [r for r in scaling.rows(study) if r.role in ("baseline", "candidate")]
-    note = "Speed-ups are paired, in sets whose configurations take turns; times of an epoch are projections."
-    note += f" Measured on {_context(study)}" if found else ""
-    sizes = tuple(_size(r) for r in found if r.sets)
-    return [_run(study, r, found, source) for r in found], SpeedUps(per_epoch=True, sizes=sizes, note=note)
+    return [replace(_run(study, r, found), log=source) for r in found]
 
 
-def _run(study: Study, row: Comparison, found: Sequence[Comparison], source: str) -> Summary:
+def _run(study: Study, row: Comparison, found: Sequence[Comparison]) -> Summary:
     kind = (row.run_id, row.role, row.baseline_id, row.family)
     mine = [r for r in study.records if (r.run_id, r.role, r.baseline_id, r.family) == kind]
-    timed = [r for r in mine if r.status == "ok" and row.sets]
-    jobs = [r.environment.slurm_job_id for r in reversed(mine) if r.environment.slurm_job_id]
     beside = [r for r in found if r is row or (row.role == "baseline" and r.baseline_id == row.run_id)]
     trials: list[RunRecord] = [pair[r is row] for r in beside for pair in r.equivalence.pairs]
-    loss = of_run(row.config, trials, None).loss
-    told = of_run(row.config, timed, PROJECTED_IMAGES, loss=loss)
-    why = phrases.plural(row.sets, "set") if row.sets else phrases.without_speed(row)
-    quality = f"; quality {row.quality}" if row.role == "candidate" and row.sets else ""
-    note = "; ".join([*filter(None, [told.note]), f"{scaling.layout(row.config)}; {why}{quality}"])
-    epoch = row.projected_seconds if told.seconds else None
-    return replace(
-        told, job_id=next(iter(jobs), None), configuration=row.family, epoch_seconds=epoch, note=note, log=source
-    )
-
-
-def _size(row: Comparison) -> Scaling:
-    gain: dict[str, Any] = {"evidence": "no run on one device"}
+    told = of_run(row.config, [r for r in mine if r.status == "ok" and row.sets], PROJECTED_IMAGES)
+    gain: dict[str, Any] = {}
+    notes = [told.note, scaling.layout(row.config)]
+    notes.append(phrases.plural(row.sets, "set") if row.sets else phrases.without_speed(row))
     if compared(row):
-        rating = scaling.band(row, S001) if row.answered else phrases.status(row.verdict)
-        gain = {"speed_up": row.ratio.value, "efficiency": row.ratio.value / row.ranks, "rating": rating}
-        gain["evidence"] = f"{phrases.evidence(row)}, {phrases.outcome(row)}"
-    gpu, name = row.config.device == "cuda", f"{row.family} ({scaling.layout(row.config)})"
-    return Scaling(name=name, gpu=gpu, devices=row.ranks, times=(row.projected_seconds,), **gain)
+        gain = {"speed_up": row.ratio.value, "efficiency": row.ratio.value / row.ranks}
+        gain["rating"] = scaling.band(row, S001) if row.answered else phrases.status(row.verdict)
+        notes += [f"{phrases.evidence(row)}, {phrases.outcome(row)}", f"quality {row.quality}"]
+    return replace(
+        told,
+        job_id=next((r.environment.slurm_job_id for r in reversed(mine) if r.environment.slurm_job_id), None),
+        configuration=row.family,
+        epoch_seconds=row.projected_seconds if told.seconds else None,
+        loss=of_run(row.config, trials, None).loss,
+        note="; ".join(filter(None, notes)),
+        **gain,
+    )

@@ -20,7 +20,7 @@ from ddpm_lab.config import CHECK, LOADER_ALONE, SAMPLING, RunConfig
 from ddpm_lab.data.folder import DataError
 from ddpm_lab.explain import grids
 from ddpm_lab.explain.bands import S001
-from ddpm_lab.files import expanded
+from ddpm_lab.files import expanded, writing
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.machine_watch import Utilisation
 from ddpm_lab.record import RunRecord
@@ -28,8 +28,9 @@ from ddpm_lab.training.run_folder import name_of, train_count, trained
 
 COLUMNS = {
     **{"Job ID": "job_id", "Configuration": "name", "GPUs": "gpus", "Nodes": "nodes", "Time (s)": "seconds"},
-    **{"Time/Epoch (s)": "epoch_seconds", "Val Loss": "loss", "Val Acc": "accuracy", "Steps": "steps"},
-    **{"Ranks": "ranks", "GPU-Util (%)": "gpu_percent", "Log": "log", "Note": "note"},
+    **{"Time/Epoch (s)": "epoch_seconds", "Val Loss": "loss", "Val Acc": "accuracy", "Speed-up": "speed_up"},
+    **{"Efficiency": "efficiency", "Rating": "rating", "Steps": "steps", "Ranks": "ranks"},
+    **{"GPU-Util (%)": "gpu_percent", "Log": "log", "Note": "note"},
 }
 """Columns of the table with the names of their values."""
 ACCURACY = "not defined for a DDPM"
@@ -51,7 +52,8 @@ class Summary:
 
     ``seconds`` is the time spent in training steps over ``epochs`` passes through the training images, ``loss`` the
     lowest held-out loss of ``steps`` steps, ``gpu_percent`` the mean utilisation of its GPUs. ``log`` is where it was
-    read: a file, a run's folder or a ledger. ``note`` is what a reader must know of it.
+    read: a file, a run's folder or a ledger. ``speed_up`` is over a single device, ``efficiency`` that over the number
+    of devices, ``rating`` its name. ``note`` is what a reader must know of it.
     """
 
     job_id: str | None = None
@@ -65,6 +67,9 @@ class Summary:
     loss: float | None = None
     gpu_percent: float | None = None
     steps: int | None = None
+    speed_up: float | None = None
+    efficiency: float | None = None
+    rating: str = ""
     note: str = ""
     log: str = ""
 
@@ -171,148 +176,77 @@ def watched(config: RunConfig) -> Utilisation:
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
-def grid(runs: Sequence[Summary]) -> list[list[str]]:
-    """The table for people, with steps, logs and notes where they tell rows apart."""
-    left_out = {"Ranks", "GPU-Util (%)"}
-    left_out |= {"Steps"} if all(run.steps is None for run in runs) else set()
-    left_out |= {"Log"} if len({run.log for run in runs}) < 2 else set()
-    left_out |= {"Note"} if not any(run.note for run in runs) else set()
-    names = [name for name in COLUMNS if name not in left_out]
-    return [names, *([_text(name, getattr(run, COLUMNS[name])) for name in names] for run in runs)]
-
-
-def _text(column: str, value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:,.2f}" if column != "Val Loss" else format(value, ".4f" if value >= 0.01 else ".4g")
-    return UNKNOWN if value is None else str(value)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scaling:
-    """The runs of one configuration at one size, and what they gain over a single device.
-
-    ``times`` are seconds of each run, or of an epoch. ``evidence`` says what the speed-up rests on, or why there is
-    none; ``rating`` names its efficiency, which is the speed-up over the number of devices.
-    """
-
-    name: str
-    gpu: bool
-    devices: int
-    times: tuple[float, ...]
-    speed_up: float | None = None
-    efficiency: float | None = None
-    evidence: str = ""
-    rating: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeedUps:
-    """Sizes beside each other, timed over a run or an epoch; ``note`` says how, where and when."""
-
-    per_epoch: bool
-    sizes: tuple[Scaling, ...]
-    note: str
-
-
-def speed_ups(runs: Sequence[Summary]) -> SpeedUps:
-    """What several devices gain over one in jobs that ran apart.
+def compared(runs: Sequence[Summary]) -> list[Summary]:
+    """The runs, with what several devices gain over one in jobs that ran apart.
 
     The baseline ran on one device of the same kind (GPU, or CPU rank) and has the same configuration, or (weak
     scaling) that with the batch of each device. Runs over different numbers of epochs are compared by the time of an
     epoch, and not at all where a log does not tell it.
     """
-    timed = [run for run in runs if run.seconds and run.devices]
-    per_epoch = len({run.epochs for run in timed}) > 1 and all(run.epoch_seconds for run in timed)
-    groups: dict[tuple[str | None, bool, int, str], list[Summary]] = defaultdict(list)
-    for run in timed:
-        groups[run.configuration, bool(run.gpus), run.devices or 1, run.size].append(run)
-
-    def times(mine: Sequence[Summary]) -> tuple[float, ...]:
-        return tuple((run.epoch_seconds if per_epoch else run.seconds) or math.nan for run in mine)
-
-    sizes = []
-    for (name, gpu, devices, size), mine in groups.items():
-        alone = {key[0]: runs for key, runs in groups.items() if key[1:3] == (gpu, 1)}
-        per_device = re.sub(r"\bbatch (\d+)\b", lambda m, n=devices: f"batch {int(m[1]) / n:g}", name or "")  # type: ignore[misc]
-        base = alone.get(name) or alone.get(per_device)
-        gain: dict[str, Any] = {}
-        if devices > 1 and base is None:
-            ran = "; ".join(other or UNKNOWN for other in alone)
-            why = f"no run of this configuration on a single {'GPU' if gpu else 'CPU rank'}"
-            gain = {"evidence": why + (f", only: {ran}" if ran else "")}
-        elif devices > 1 and base and not per_epoch and len({run.epochs for run in (*base, *mine)}) > 1:
-            gain = {"evidence": "other numbers of epochs, and not every log tells the time of one"}
-        elif devices > 1 and base:
-            ratio = geometric_mean(times(base)) / geometric_mean(times(mine))
-            evidence = "" if name in alone else "weak scaling: each device has the batch of one"
-            gain = {"speed_up": ratio, "efficiency": ratio / devices, "evidence": evidence}
-            gain["rating"] = S001.name(ratio / devices)
-        named = f"{name} ({size})" if name else size
-        sizes.append(Scaling(name=named, gpu=gpu, devices=devices, times=times(mine), **gain))
-    apart = "Jobs ran apart: there is no interval, and what else a machine did is part of the ratio."
-    return SpeedUps(per_epoch=per_epoch, sizes=tuple(sizes), note=apart)
+    alone: dict[tuple[bool, str], list[Summary]] = defaultdict(list)
+    for run in runs:
+        if run.seconds and run.devices == 1:
+            alone[bool(run.gpus), run.configuration or ""].append(run)
+    return [_gain(run, alone) if run.seconds and (run.devices or 1) > 1 else run for run in runs]
 
 
-def speed_up_block(found: SpeedUps) -> list[str]:
-    """The speed-up block as lines of text; empty where there is nothing to compare."""
-    compared = [one for one in found.sizes if one.devices > 1]
-    baselines = [one for one in found.sizes if one.devices == 1]
-    if not compared:
-        return []
-    unit = "seconds per epoch" if found.per_epoch else "seconds"
-    lines = []
-    for base in baselines:
-        which = f"; {base.name}" if len(baselines) > 1 else ""
-        lines.append(f"Baseline (Single {'GPU' if base.gpu else 'CPU rank'}{which}): {_mean(base, unit)}")
-    for one in compared:
-        lines += ["", f"{one.name}:", f"  Average time: {_mean(one, unit)}"]
-        if one.speed_up is None or one.efficiency is None:
-            lines.append(f"  Speed-up: {UNKNOWN} ({one.evidence})")
-            continue
-        lines.append(f"  Speed-up: {one.speed_up:.2f}x" + (f" ({one.evidence})" if one.evidence else ""))
-        lines.append(f"  Parallel efficiency: {100 * one.efficiency:.1f} % ({one.rating})")
-    return [*lines, "", found.note]
+def _gain(run: Summary, alone: Mapping[tuple[bool, str], Sequence[Summary]]) -> Summary:
+    gpu, name, devices = bool(run.gpus), run.configuration or "", run.devices or 1
+    base, told = alone.get((gpu, name), ()), "jobs ran apart, so without an interval"
+    if not base:
+        per_device = re.sub(r"\bbatch (\d+)\b", lambda m: f"batch {int(m[1]) / devices:g}", name)
+        base, told = alone.get((gpu, per_device), ()), f"weak scaling; {told}"
+    every = (run, *base)
+    times = [each.seconds if len({r.epochs for r in every}) == 1 else each.epoch_seconds for each in every]
+    known = [time for time in times if time]
+    gain: dict[str, Any] = {}
+    if not base:
+        told = f"no run of this configuration on a single {'GPU' if gpu else 'CPU rank'}"
+    elif len(known) < len(times):
+        told = "other numbers of epochs than on a single device, and not every log tells the time of one"
+    else:
+        ratio = geometric_mean(known[1:]) / known[0]
+        gain = {"speed_up": ratio, "efficiency": ratio / devices, "rating": S001.name(ratio / devices)}
+    return dataclasses.replace(run, note="; ".join(filter(None, [run.note, told])), **gain)
 
 
-def _mean(one: Scaling, unit: str) -> str:
-    return f"{fmean(one.times):,.2f} {unit}" + (f" (mean of {len(one.times)} jobs)" if len(one.times) > 1 else "")
+def grid(runs: Sequence[Summary]) -> list[list[str]]:
+    """The table for people, with its further columns where they tell rows apart."""
+    shown = dict.fromkeys((*COLUMNS,)[:8], True)
+    shown |= {name: any(run.speed_up for run in runs) for name in ("Speed-up", "Efficiency", "Rating")}
+    shown |= {"Steps": any(run.steps for run in runs), "Log": len({run.log for run in runs}) > 1}
+    shown |= {"Note": any(run.note for run in runs)}
+    names = [name for name, is_shown in shown.items() if is_shown]
+    return [names, *([_text(name, getattr(run, COLUMNS[name])) for name in names] for run in runs)]
+
+
+def _text(column: str, value: Any) -> str:
+    if value is None:
+        return "" if column in ("Speed-up", "Efficiency") else UNKNOWN
+    if column == "Efficiency":
+        return f"{100 * value:.1f} %"
+    if column == "Val Loss":
+        return format(value, ".4f" if value >= 0.01 else ".4g")
+    if isinstance(value, float):
+        return f"{value:,.2f}" + "x" * (column == "Speed-up")
+    return str(value)
 
 
 def show(
-    runs: Sequence[Summary],
-    found: Sequence[SpeedUps],
-    *,
-    csv: str | None = None,
-    markdown: str | None = None,
-    as_json: bool = False,
+    runs: Sequence[Summary], *, csv: str | None = None, markdown: str | None = None, as_json: bool = False
 ) -> None:
-    """Print the table and the speed-up blocks, or JSON, and write the files that are asked for.
-
-    Raises ConfigError if one cannot be written.
-    """
-    blocks = [block for one in found if (block := speed_up_block(one))]
-    text = "\n".join([grids.markdown(grid(runs)), *(f"```text\n{chr(10).join(block)}\n```\n" for block in blocks)])
-    values = ([getattr(run, name) for name in COLUMNS.values()] for run in runs)
-    table = grids.csv_text([[*COLUMNS], *(["" if value is None else value for value in row] for row in values)])
-    for option, name, content in (("--csv", csv, table), ("--markdown", markdown, text)):
+    """Print the table, or JSON, and write the files that are asked for. Raises ConfigError if one cannot be written."""
+    rows = ([getattr(run, name) for name in COLUMNS.values()] for run in runs)
+    table = grids.csv_text([[*COLUMNS], *(["" if value is None else value for value in row] for row in rows)])
+    for option, name, content in (("--csv", csv, table), ("--markdown", markdown, grids.markdown(grid(runs)))):
         if name is not None:
-            try:
+            with writing(expanded(name), option=option):
                 expanded(name).write_text(content, newline="")
-            except OSError as error:
-                raise ConfigError(f"{option}: cannot write {name}: {error.strerror}") from error
     if as_json:
-        found_values = {
-            "runs": [{**run.as_json(), "found": run.found} for run in runs],
-            "accuracy": ACCURACY,
-            "per_epoch": all(one.per_epoch for one in found),
-            "speed_ups": [dataclasses.asdict(size) for one in found for size in one.sizes],
-            "notes": [one.note for one in found],
-        }
-        print(json.dumps(found_values, indent=1, allow_nan=False))
-        return
-    grids.show(grid(runs))
-    for block in blocks:
-        print("", *block, sep="\n")
+        values = {"runs": [{**run.as_json(), "found": run.found} for run in runs], "accuracy": ACCURACY}
+        print(json.dumps(values, indent=1, allow_nan=False))
+    else:
+        grids.show(grid(runs))
 
 
 # --- what differs ----------------------------------------------------------------------------------------------------
@@ -370,8 +304,8 @@ def unexpected(found: Mapping[str, Any], only: Sequence[str] | None) -> list[str
     for name in only or ():
         if name not in known | tables and not name.startswith("options."):
             raise ConfigError(f"--only has {name!r}, which is no setting: give names such as world_size,precision")
-    allowed = HOW if only is None else only
-    return [name for name in found if name not in allowed and (only is None or name.partition(".")[0] not in allowed)]
+    allowed = {*(HOW if only is None else only)}
+    return [name for name in found if not {name, name.partition(".")[0]} & allowed]
 
 
 def difference_lines(one: Run, other: Run, only: Sequence[str] | None) -> list[str]:
