@@ -117,35 +117,27 @@ def to_dict(study: Study, row: Comparison) -> dict[str, Any]:
     The time of an epoch is projected from measured throughput to 50,000 images; ends of intervals are of 95 %.
     """
     config, last = row.config, ([r for r in study.records if r.run_id == row.run_id] or study.records)[-1]
-    numbers: dict[str, float] = {}
-    if row.sets:
-        numbers = {
-            "images_per_second": row.images_per_second,
-            "step_seconds": row.step_seconds,
-            "epoch_seconds": row.projected_seconds,
-        }
-    numbers["peak_memory_bytes"] = row.peak_rss_bytes if config.device == "cpu" else row.peak_memory_bytes
-    for name, value in (("speedup", row.ratio), ("efficiency", row.efficiency)) if compared(row) else ():
-        numbers |= {name: value.value, f"{name}_low": value.ends[0], f"{name}_high": value.ends[1]}
-    names = ("network", "image_size", "device", "world_size", "nodes", "rank_batch_size", "global_batch_size")
-    measured = ("images_per_second", "step_seconds", "epoch_seconds", "peak_memory_bytes")
-    gains = tuple(f"{name}{end}" for name in ("speedup", "efficiency") for end in ("", "_low", "_high"))
-    return {
-        **{name: getattr(row, name) for name in ("scaling", "family", "label", "run_id", "code_version")},
-        **{name: getattr(config, name) for name in (*names, "precision", "compile", "loader", "loader_workers")},
-        "data": last.data_name,
-        "machine": last.machine.name,
-        "measured": last.date,
-        "status": row.status,
+    of_row = ("scaling", "family", "label", "run_id", "code_version", "status", "sets", "disturbed_sets")
+    of_config = ("network", "image_size", "device", "world_size", "nodes", "rank_batch_size", "global_batch_size")
+    has_gain, strong = compared(row), row.scaling == "strong"
+    ratio, efficiency = (row.ratio, row.efficiency) if has_gain else (Interval(value=math.nan),) * 2
+    values = {
+        **{name: getattr(row, name) for name in of_row},
+        **{name: getattr(config, name) for name in (*of_config, "precision", "compile", "loader", "loader_workers")},
+        **{"data": last.data_name, "machine": last.machine.name, "measured": last.date},
         "reason": None if row.sets else phrases.without_speed(row),
-        "sets": row.sets,
-        "disturbed_sets": row.disturbed_sets,
-        **{name: v if math.isfinite(v := numbers.get(name, math.nan)) else None for name in (*measured, *gains)},
-        "verdict": row.verdict if compared(row) else None,
-        "band": scaling.band(row, S000) if compared(row) and row.answered else None,
-        "recommendation": recommendation(row) if compared(row) and row.scaling == "strong" else None,
+        "images_per_second": row.images_per_second,
+        "step_seconds": row.step_seconds,
+        "epoch_seconds": row.projected_seconds,
+        "peak_memory_bytes": row.peak_rss_bytes if config.device == "cpu" else row.peak_memory_bytes,
+        **{"speedup": ratio.value, "speedup_low": ratio.ends[0], "speedup_high": ratio.ends[1]},
+        **{"efficiency": efficiency.value, "efficiency_low": efficiency.ends[0], "efficiency_high": efficiency.ends[1]},
+        "verdict": row.verdict if has_gain else None,
+        "band": scaling.band(row, S000) if has_gain and row.answered else None,
+        "recommendation": recommendation(row) if has_gain and strong else None,
         "quality": row.quality if row.role == "candidate" else None,
     }
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def comparison(study: Study) -> list[list[str]]:

@@ -81,17 +81,9 @@ def report(
     is kept, and the index says what is missing. The pages of notebooks that do not run now are kept from an earlier
     report, and marked so.
 
-    Args:
-        preset: smoke, quick or full.
-        data: "synthetic", a folder of images, or an archive.
-        held_out: a folder of images that are never trained on.
-        network: tiny, seed, ddpm or s000; None is the preset's choice for the machine.
-        workload: a training of your own as module:function; then the notebooks run that can be asked of it.
-        minutes: budget of all notebooks together; None is the preset's, which ``full`` does not have.
-        output_dir: folder that receives ``reports/``, ``image_output/`` and ``trace_output/``; None is the checkout.
-        notebooks: names (03_amp or amp) or paths; None is every numbered notebook of the checkout.
-        parameters: further notebook parameters, each for the notebooks that have it.
-        progress: called with one line at a time; None prints it.
+    The arguments are the options of ``ddpm-lab report``: ``notebooks`` are names (03_amp or amp) or paths, None is all
+    that are numbered; ``parameters`` go to the notebooks that have them; ``minutes`` are for all together, None is what the
+    preset says; ``progress`` is called with one line at a time, None prints it.
 
     Raises:
         NotebookError: a notebook or a parameter does not exist.
