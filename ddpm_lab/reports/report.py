@@ -20,7 +20,7 @@ from ddpm_lab import __version__
 from ddpm_lab.checks import ConfigError, LabError, choice
 from ddpm_lab.config import NETWORKS
 from ddpm_lab.data.packed import resolve
-from ddpm_lab.explain import calibration, figure_calibration, pages
+from ddpm_lab.explain import pages
 from ddpm_lab.explain.pages import DONE, FAILED, METADATA, NOT_RUN, STOPPED, Page, Section
 from ddpm_lab.files import CHECKOUT, LEDGER, PREPARED, expanded, replace, writing
 from ddpm_lab.ledger import Ledger
@@ -28,6 +28,7 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.plan import RECOMMENDATION
 from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.questions import agenda
+from ddpm_lab.questions import calibrate as calibration
 from ddpm_lab.questions.ask import QUESTIONS
 from ddpm_lab.reports.notebooks import NUMBERED, NotebookError, choose, execute, load
 from ddpm_lab.training.own_workload import check_brought, check_name
@@ -82,8 +83,8 @@ def report(
     report, and marked so.
 
     The arguments are the options of ``ddpm-lab report``: ``notebooks`` are names (03_amp or amp) or paths, None is all
-    that are numbered; ``parameters`` go to the notebooks that have them; ``minutes`` are for all together, None is what the
-    preset says; ``progress`` is called with one line at a time, None prints it.
+    that are numbered; ``parameters`` go to the notebooks that have them; ``minutes`` are for all together, None is the
+    preset's; ``progress`` is called with one line at a time, None prints it.
 
     Raises:
         NotebookError: a notebook or a parameter does not exist.
@@ -317,4 +318,4 @@ def _calibration(ledger: Path) -> Section | None:
         lambda heads: [h for h in heads if h.experiment == calibration.EXPERIMENT and h.machine.key == here]
     )
     found = calibration.calibrations(records)
-    return figure_calibration.section(found[-1]) if found else None
+    return calibration.section(found[-1]) if found else None
