@@ -106,12 +106,7 @@ def report(
         options = {name: value for name, value in more.items() if name in ("image_size", "skip_bad")}
         resolve(data, output / PREPARED, held_out=held_out, progress=say, **options)
     command = _command({**given, "minutes": minutes}, more, notebooks or ())
-    folder = output / "reports"
-    with writing(folder, ReportError, "output folder"):
-        (folder / "notebooks").mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder), tempfile.TemporaryFile(dir=folder / "notebooks"):
-            pass
-    run = _Run(folder, given, values, command, say, None if total is None else total * 60)
+    run = _Run(output / "reports", given, values, command, say, None if total is None else total * 60)
     try:
         run.measure()
         with Stop() as stop:
@@ -182,6 +177,10 @@ class _Run:
 
     def __post_init__(self) -> None:
         """Fill the index with every numbered notebook beside those that run, and with what an earlier report left."""
+        with writing(self.folder, ReportError, "output folder"):
+            (self.folder / "notebooks").mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder), tempfile.TemporaryFile(dir=self.folder / "notebooks"):
+                pass
         self.calibration = _calibration(self.ledger)
         beside = {file for chosen in self.values for file in chosen.parent.glob(NUMBERED)} | set(self.values)
         for file in sorted(beside, key=lambda file: file.stem):
@@ -267,10 +266,10 @@ class _Run:
 
     def finish(self, *, stopped: bool) -> ReportResult:
         index = self.index(stopped=stopped)
-        for name, lines in pages.answers(list(self.pages.values())):
+        for name, lines in pages.answers([*self.pages.values()]):
             self.progress(f"{name}: {'; '.join(lines)}")
         self.say("report", str(index))
-        return ReportResult(pages=tuple(self.pages.values()), index=index, stopped=stopped)
+        return ReportResult(pages=(*self.pages.values(),), index=index, stopped=stopped)
 
     def index(self, *, stopped: bool = False) -> Path:
         """Write the index as it stands."""
