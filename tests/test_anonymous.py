@@ -9,7 +9,7 @@ import records as make
 from ddpm_lab.config import RunConfig
 from ddpm_lab.ledger import PUBLISHED, Ledger
 from ddpm_lab.record import Environment, RunRecord
-from ddpm_lab.reports.anonymous import PARTS, RECORD, anonymous
+from ddpm_lab.reports.anonymous import FIELDS, anonymous
 
 UUIDS = ("GPU-1f0e7a62-aaaa-bbbb-cccc-0123456789ab", "GPU-2f0e7a62-aaaa-bbbb-cccc-0123456789ab")
 FOLDER = "/home/alice/my secret pictures/prepared"
@@ -98,9 +98,9 @@ def test_names_of_data() -> None:
 
 
 def test_every_field_is_listed_or_private() -> None:
-    assert {field.name for field in dataclasses.fields(RunRecord)} == RECORD
+    assert {field.name for field in dataclasses.fields(RunRecord)} == {*FIELDS["record"].split()}
     private = {"hostname", "kernel", "slurm_job_id"}
-    assert {field.name for field in dataclasses.fields(Environment)} - private == set(PARTS["environment"].split())
+    assert {field.name for field in dataclasses.fields(Environment)} - private == {*FIELDS["environment"].split()}
 
 
 def test_the_published_records_are_what_would_be_published_again() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -205,35 +205,35 @@ def dashboard(study: Study) -> Figure:
     with fs.style():
         figure, body = fs.sheet(title, _context(study), 6.0, note)
         time, rate, gain, efficiency = body.subplots(2, 2).flat
-        _bars(time, found, "Time of an epoch, seconds", lambda r: Interval(value=r.projected_seconds))
-        _bars(rate, found, "Images per second", lambda r: Interval(value=r.images_per_second))
-        _bars(gain, several, "Speed-up", lambda r: r.ratio)
-        _bars(efficiency, several, "Efficiency", lambda r: r.efficiency)
+        sizes = dict.fromkeys(scaling.layout(r.config) for r in sorted(found, key=lambda r: r.ranks))
+        colours = dict(zip(sizes, fs.SERIES, strict=False))
+        _bars(time, found, colours, "Time of an epoch, seconds", lambda r: Interval(value=r.projected_seconds))
+        _bars(rate, found, colours, "Images per second", lambda r: Interval(value=r.images_per_second))
+        _bars(gain, several, colours, "Speed-up", lambda r: r.ratio)
+        _bars(efficiency, several, colours, "Efficiency", lambda r: r.efficiency)
         ideal = {r.ranks for r in several}
         for ranks in {1, *ideal}:
             gain.axhline(ranks, color=fs.SOFT, lw=1.2, ls="--" if ranks > 1 else "-")
         gain.set_ylim(0, max(gain.get_ylim()[1], 1.1 * max(ideal, default=1)))
         efficiency.axhline(S000.threshold, color=fs.SOFT, lw=1.2, ls="--")
-        fs.legend(body, {on: _colour(ranks, found) for on, ranks in _sizes(found).items()})
+        fs.legend(body, colours)
         return fs.settle(figure)
 
 
-def _sizes(found: Sequence[Comparison]) -> dict[str, int]:
-    """The numbers of devices with their names, the smallest first."""
-    return {scaling.layout(r.config): r.ranks for r in sorted(found, key=lambda r: r.ranks)}
-
-
-def _colour(ranks: int, found: Sequence[Comparison]) -> str:
-    return fs.SERIES[sorted({1, *(r.ranks for r in found)}).index(ranks) % len(fs.SERIES)]
-
-
-def _bars(ax: Axes, found: Sequence[Comparison], heading: str, value: Callable[[Comparison], Interval]) -> None:
+def _bars(
+    ax: Axes,
+    found: Sequence[Comparison],
+    colours: Mapping[str, str],
+    heading: str,
+    value: Callable[[Comparison], Interval],
+) -> None:
     """A bar for each number of devices at each batch, with the interval of its value where it has one."""
-    batches, sizes = list(dict.fromkeys(_name(r) for r in found)), list(_sizes(found))
+    batches, on = list(dict.fromkeys(map(_name, found))), [scaling.layout(r.config) for r in found]
+    sizes = [size for size in colours if size in on]
     width, top = 0.8 / max(1, len(sizes)), max((value(r).value for r in found), default=1.0)
-    for r in found:
-        x = batches.index(_name(r)) + width * (sizes.index(scaling.layout(r.config)) - (len(sizes) - 1) / 2)
-        ax.bar(x, value(r).value, 0.9 * width, color=_colour(r.ranks, found), lw=0)
+    for r, size in zip(found, on, strict=True):
+        x = batches.index(_name(r)) + width * (sizes.index(size) - (len(sizes) - 1) / 2)
+        ax.bar(x, value(r).value, 0.9 * width, color=colours[size], lw=0)
         if value(r).exists:
             ax.plot([x, x], value(r).ends, color=fs.INK, lw=1.4)
     ax.set_title(heading)
