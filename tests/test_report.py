@@ -27,7 +27,7 @@ from ddpm_lab.questions import agenda
 from ddpm_lab.questions.planned import Measured, Planned
 from ddpm_lab.reports import report
 from ddpm_lab.reports.anonymous import FIELDS, MODULES
-from ddpm_lab.reports.notebooks import NUMBERED, NotebookError, load
+from ddpm_lab.reports.notebooks import NUMBERED, ReportError, load
 
 v4: Any = nbformat.v4
 MEASURE = agenda.measure
@@ -223,7 +223,7 @@ def test_how_the_minutes_are_shared_and_that_too_few_are_refused(
     tmp_path: Path, planned: dict[str, float], copied: dict[str, dict[str, Any]]
 ) -> None:
     cpu = {"parameters": {"device": "cpu"}}
-    with pytest.raises(report.ReportError, match=r"^minutes is 0.1, .* 4 sets of the primary comparison take about"):
+    with pytest.raises(ReportError, match=r"^minutes is 0.1, .* 4 sets of the primary comparison take about"):
         run(["03_amp"], tmp_path, preset="quick", minutes=0.1, **cpu)
     assert not planned
     assert not copied
@@ -257,15 +257,15 @@ def test_wrong_values_are_refused_before_anything_starts(
         (tmp_path / "damaged" / name).write_bytes(b"no image")
     (tmp_path / "file").write_text("in the way")
     refused: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"parameters": {"batch": 3}}, NotebookError, "'batch'.*01_a.*minutes"),
+        ({"parameters": {"batch": 3}}, ReportError, "'batch'.*01_a.*minutes"),
         ({"preset": "huge"}, ConfigError, "'huge'.*quick"),
-        ({"minutes": 0}, report.ReportError, "minutes.*0"),
+        ({"minutes": 0}, ReportError, "minutes.*0"),
         ({"data": "no/such/folder"}, DataError, "no/such/folder"),
         ({"data": "damaged"}, DataError, r"1\.png"),
         ({"held_out": "empty"}, DataError, "no PNG or JPEG images.*empty"),
-        ({"output_dir": "file"}, report.ReportError, "cannot write to .*file.*; choose another output folder"),
-        ({"notebooks": ["03_apm"]}, NotebookError, "'03_apm'.*03_amp"),
-        ({"notebooks": ["none.ipynb"]}, NotebookError, r"none\.ipynb"),
+        ({"output_dir": "file"}, ReportError, "cannot write to .*file.*; choose another output folder"),
+        ({"notebooks": ["03_apm"]}, ReportError, "'03_apm'.*03_amp"),
+        ({"notebooks": ["none.ipynb"]}, ReportError, r"none\.ipynb"),
     ]
     notebook = write(tmp_path / "01_a.ipynb")
     for options, error, words in refused:

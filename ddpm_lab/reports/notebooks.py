@@ -35,8 +35,8 @@ runpy.run_module("papermill", run_name="__main__")
 """
 
 
-class NotebookError(LabError):
-    """A notebook or a parameter that does not exist, in one sentence."""
+class ReportError(LabError):
+    """A report that cannot be made, in one sentence."""
 
 
 def choose(names: Sequence[str | Path] | None) -> list[Path]:
@@ -46,17 +46,17 @@ def choose(names: Sequence[str | Path] | None) -> list[Path]:
         names: names (03_amp or amp) or paths of .ipynb files; None is every numbered notebook of the checkout.
 
     Raises:
-        NotebookError: one of them does not exist.
+        ReportError: one of them does not exist.
     """
     numbered = sorted((CHECKOUT / "notebooks").glob(NUMBERED))
-    if not names and not numbered:
-        raise NotebookError(f"there are no notebooks in {CHECKOUT / 'notebooks'}: run the lab from its checkout")
     known = {name: file for file in numbered for name in (file.stem, file.stem.partition("_")[2])}
     chosen = {known.get(str(name), Path(name)) for name in names or numbered}
+    if not chosen:
+        raise ReportError(f"there are no notebooks in {CHECKOUT / 'notebooks'}: run the lab from its checkout")
     for path in chosen:
         if path.suffix != ".ipynb" or not path.is_file():
             listed = ", ".join(file.stem for file in numbered)
-            raise NotebookError(f"there is no notebook {str(path)!r}: choose from {listed}, or give the path of a file")
+            raise ReportError(f"there is no notebook {str(path)!r}: choose from {listed}, or give the path of a file")
     return sorted(chosen, key=lambda file: file.stem)
 
 

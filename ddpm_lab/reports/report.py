@@ -17,7 +17,7 @@ from typing import Any
 import papermill
 
 from ddpm_lab import __version__
-from ddpm_lab.checks import ConfigError, LabError, choice
+from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.config import NETWORKS
 from ddpm_lab.data.packed import resolve
 from ddpm_lab.explain import pages
@@ -30,7 +30,7 @@ from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.questions import agenda
 from ddpm_lab.questions import calibrate as calibration
 from ddpm_lab.questions.ask import QUESTIONS
-from ddpm_lab.reports.notebooks import NUMBERED, NotebookError, choose, execute, load
+from ddpm_lab.reports.notebooks import NUMBERED, ReportError, choose, execute, load
 from ddpm_lab.training.own_workload import check_brought, check_name
 from ddpm_lab.training.setting import usual_device
 from ddpm_lab.training.stopping import Stop
@@ -41,10 +41,6 @@ _SHOWING = ("bands", "minutes", "published")
 """Parameters of notebooks that say how results are shown, and not what is measured."""
 NOTEBOOK_SECONDS = 6.0
 """What a notebook takes beside measuring: its kernel, imports, figures and page."""
-
-
-class ReportError(LabError):
-    """A report that cannot be made, in one sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +83,8 @@ def report(
     preset's; ``progress`` is called with one line at a time, None prints it.
 
     Raises:
-        NotebookError: a notebook or a parameter does not exist.
-        ReportError: the output folder cannot be written, or ``minutes`` is not above 0, or too few to measure anything.
+        ReportError: a notebook or a parameter does not exist, the output folder cannot be written, or ``minutes`` is
+            not above 0, or too few to measure anything.
         ConfigError: there is no such preset, network or workload, or torch cannot use the GPU.
         DataError: there are no images where ``data`` or ``held_out`` says.
     """
@@ -136,7 +132,7 @@ def _values(
     for name in more:
         if name not in exist:
             listed, choices = ", ".join(file.stem for file in known), ", ".join(exist) or "no parameters"
-            raise NotebookError(f"{name!r} is no parameter of {listed}: choose from {choices}")
+            raise ReportError(f"{name!r} is no parameter of {listed}: choose from {choices}")
     if "device" in exist and not more.keys() & {"ledger", "machine"}:
         usual_device(more.get("device"))  # a GPU that torch cannot use
     fixed = {name: value for name, value in given.items() if value is not None} | more
