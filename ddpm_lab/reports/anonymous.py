@@ -28,7 +28,7 @@ FIELDS = {
     "ema_warmup read_loss freed_memory exchange exchange_enabled exchange_hook nccl sampler sampler_steps "
     "flop_per_image flash_attention compile_mode autotuned cuda_graphs cuda_graph_skips flop bytes work dtype "
     "first_losses message_bytes buckets summed_over waited_seconds hosts data_device images steps indices_sha256 "
-    "device_used_bytes device_total_bytes",
+    "device_used_bytes device_total_bytes unlisted_modules astray_modules",
 }
 """What is published of each part."""
 MODULES = ("unlisted_modules", "astray_modules")
@@ -82,7 +82,7 @@ def _config(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _witness(seen: Mapping[str, Any]) -> dict[str, Any]:
-    kept = _listed("witness of a rank", seen) | {k: seen[k] for k in MODULES if k in seen and not seen[k]}
+    kept = _listed("witness of a rank", {k: v for k, v in seen.items() if k not in MODULES or not v})
     if waits := kept.get("threads_wait"):
         kept["threads_wait"] = {name: value for name, value in waits.items() if str(value).isalnum()}
     return kept
