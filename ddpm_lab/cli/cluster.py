@@ -84,7 +84,7 @@ def collect(options: argparse.Namespace) -> int:
     ledger = output_folder(options.output_dir) / LEDGER
     rows = [row for log in logs for row in slurm.read_log(log, states.get(slurm.job_of(log)))]
     added = slurm.append_new(logs, ledger)
-    summary.show(rows, [summary.speed_ups(rows)], csv=options.csv, as_json=options.json)
+    summary.show(summary.compared(rows), csv=options.csv, as_json=options.json)
     print(f"{added} new records: {ledger}", file=sys.stderr)
     return int(any(states.get(slurm.job_of(log)) in slurm.FAILED for log in logs))
 

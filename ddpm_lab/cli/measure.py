@@ -133,14 +133,14 @@ def _show(answer: dict[str, Any]) -> None:
 def _tell_runs(measured: Sequence[Any]) -> None:
     """Tell the log of a job of each configuration that trained."""
     from ddpm_lab.questions.experiments import records_of  # noqa: PLC0415
-    from ddpm_lab.reports import summary_lines  # noqa: PLC0415
+    from ddpm_lab.reports import summary  # noqa: PLC0415
     from ddpm_lab.training import run_folder  # noqa: PLC0415
 
     runs = []
     for one in measured:
         images = {c.data_sha256: run_folder.train_count(c) for c in one.experiment.configurations if c.data}
-        runs += summary_lines.of_records(records_of(one), images)
-    summary_lines.tell(runs)
+        runs += summary.of_records(records_of(one), images)
+    summary.tell(runs)
 
 
 # --- compare ---------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def _add_options_of_a_search(parser: Parser, _: Sequence[str]) -> None:
 
 
 def recommend(options: argparse.Namespace) -> int:
-    """Search the fastest configuration whose quality is not worse, and measure it again."""
+    """Search the fastest configuration whose quality is not worse."""
     from ddpm_lab.questions import experiments  # noqa: PLC0415
 
     settings = given(options, "preset", "data", "held_out", "skip_bad", "network", "workload", "device", "any_batch")
@@ -107,7 +107,7 @@ def _add_present_settings(parser: Parser, _: Sequence[str]) -> None:
 
 
 def bottleneck(options: argparse.Namespace) -> int:
-    """Report what takes the time of a step, and which change of a setting makes it faster."""
+    """Report what takes the time of a step, and what to change next."""
     from ddpm_lab.explain import subject  # noqa: PLC0415
     from ddpm_lab.explain.charts.style import save  # noqa: PLC0415
     from ddpm_lab.questions import bottleneck as question  # noqa: PLC0415

@@ -172,19 +172,18 @@ def summary(options: argparse.Namespace) -> int:
         return _difference(options)
     from ddpm_lab.reports import summary  # noqa: PLC0415
 
-    paired: list[summary.Row] = []
-    found: list[summary.SpeedUps] = []
+    rows: list[summary.Summary] = []
+    apart: list[summary.Summary] = []
     for source in sources:
         if source.suffix == ".jsonl":
             from ddpm_lab.questions.experiments import run  # noqa: PLC0415
             from ddpm_lab.reports.benchmark import summary_of  # noqa: PLC0415
 
-            runs, gains = summary_of(run("multi_gpu", ledger=source, machine=options.machine).study, str(source))
-            paired, found = [*paired, *runs], [*found, gains]
-    apart = [row for source in sources if source.suffix != ".jsonl" for row in _rows(source)]
-    found += [summary.speed_ups(apart)] if apart else []
-    rows = [*paired, *apart]
-    summary.show(rows, found, csv=options.csv, markdown=options.markdown, as_json=options.json)
+            rows += summary_of(run("multi_gpu", ledger=source, machine=options.machine).study, str(source))
+        else:
+            apart += _rows(source)
+    rows += summary.compared(apart)
+    summary.show(rows, csv=options.csv, markdown=options.markdown, as_json=options.json)
     if not any(row.found for row in rows):
         print("ddpm-lab: there is no run of one GPU or rank, or several", file=sys.stderr)
         return 1
@@ -198,13 +197,12 @@ def _is_run(source: Path) -> bool:
 
 def _rows(source: Path) -> list[Any]:
     """The runs in a log, or the one in a folder of ``train``."""
-    from ddpm_lab.reports import slurm, summary_lines  # noqa: PLC0415
-    from ddpm_lab.reports.summary import Row  # noqa: PLC0415
+    from ddpm_lab.reports import slurm, summary  # noqa: PLC0415
 
     if not source.is_dir():
         return slurm.read_log(source)
-    run = summary_lines.of_training(_settings(source, "SOURCE")[0], source, None)
-    return [Row(log=str(source), summary=dataclasses.replace(run, job_id=None))]  # of which job nobody has noted
+    run = summary.of_training(_settings(source, "SOURCE")[0], source, None)
+    return [dataclasses.replace(run, log=str(source), job_id=None)]  # of which job nobody has noted
 
 
 def _difference(options: argparse.Namespace) -> int:
@@ -220,7 +218,7 @@ def _difference(options: argparse.Namespace) -> int:
     folders = [path for path in map(expanded, options.sources) if path.is_dir()]
     if len(folders) == 2 and not options.json:
         rows = [row for folder in folders for row in _rows(folder)]
-        summary.show(rows, [summary.speed_ups(rows)], csv=options.csv, markdown=options.markdown)
+        summary.show(summary.compared(rows), csv=options.csv, markdown=options.markdown)
         print()
     values = {"differences": found, "unexpected": wrong}
     tell(options, values, summary.difference_lines(one, other, only))

@@ -82,7 +82,7 @@ def _train(options: argparse.Namespace, stop: Stop) -> int:
     from ddpm_lab.measure.process import sweep  # noqa: PLC0415
     from ddpm_lab.measure.progress import Progress  # noqa: PLC0415
     from ddpm_lab.questions.probe import fastest  # noqa: PLC0415
-    from ddpm_lab.reports import summary_lines  # noqa: PLC0415
+    from ddpm_lab.reports import summary  # noqa: PLC0415
     from ddpm_lab.training import training_run  # noqa: PLC0415
 
     settings = {name: value for name, value in given(options, "data", *TRAINED_BY).items() if value is not None}
@@ -107,7 +107,7 @@ def _train(options: argparse.Namespace, stop: Stop) -> int:
     config, why = fastest(config, said, steps=schedule.steps, output=output, probing=not options.no_probe, **how)
     if why:
         progress.done(why)
-    with summary_lines.watched(config) as gpus:
+    with summary.watched(config) as gpus:
         outcome = training_run.train(config, schedule, stop=stop, tracker=tracker, why=why, **how)
     known = {"loss": outcome.loss, "held-out loss": outcome.held_out_loss}
     measured = [f"{name} {value:.4f}" for name, value in known.items() if value is not None]
@@ -116,7 +116,7 @@ def _train(options: argparse.Namespace, stop: Stop) -> int:
         where = f"{signal_name(stop.number)}, saved after step {outcome.step:,}"
         print(f"{where}: the same command goes on from there", file=sys.stderr)
         return 128 + stop.number
-    summary_lines.tell([summary_lines.of_training(config, folder, gpus.percent)])
+    summary.tell([summary.of_training(config, folder, gpus.percent)])
     print(outcome.checkpoint)
     return 0
 

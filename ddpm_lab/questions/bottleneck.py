@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+from ddpm_lab import files
 from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.config import DDPM, ExchangeConfig, RunConfig
 from ddpm_lab.declared import Opt, known
@@ -510,7 +511,7 @@ def write(study: Study, folder: Path, pictures: Sequence[tuple[str, str]] = ()) 
     """Write the report into ``folder``, as Markdown and as a page; returns the former. See ``markdown``."""
     folder.mkdir(parents=True, exist_ok=True)
     text, target = markdown(study, pictures), folder / f"{REPORT}.md"
-    pages.replace_text(target, text)
+    files.replace(target, text)
     pages.write_markdown(text, target.with_suffix(".html"))
     return target
 

@@ -1,0 +1,44 @@
+"""The examples of trainings of one's own: short, and every step of them runs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.measure.witness import mismatches
+from ddpm_lab.training.own import own
+from ddpm_lab.training.setting import Own
+from ddpm_lab.workload import RankContext
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+NAMES = sorted(path.stem for path in (CHECKOUT / "examples").glob("*.py"))
+
+
+def test_an_example_is_short_and_the_docs_name_it() -> None:
+    for name in NAMES:
+        text = (CHECKOUT / "examples" / f"{name}.py").read_text()
+        assert len(text.splitlines()) < 40
+        assert f"--workload examples.{name}:make" in text
+        assert f"examples.{name}:make" in (CHECKOUT / "README.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_example_trains_as_its_label_says(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "diffusion":
+        pytest.importorskip("diffusers", reason="diffusers is not installed: make peers")
+    monkeypatch.syspath_prepend(str(CHECKOUT))
+    settings = Own(name=f"examples.{name}:make").settings()
+    config = RunConfig(**settings, global_batch_size=4, precision=precision)
+    context = RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=lambda _: None)
+    training = own(config, context)
+    losses = [float(training.step(batch)) for batch in itertools.islice(training.batches(), 3)]
+    assert all(0 < loss < 10 for loss in losses)
+    assert mismatches(config, [{"rank": 0, "device": "cpu", "steps": 3, **training.witness()}]) == []
+    if training.made.held_out_loss:
+        assert math.isfinite(training.held_out_loss(draws=1)["loss"])
