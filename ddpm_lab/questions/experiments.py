@@ -19,12 +19,13 @@ from ddpm_lab.explain.frames import BESIDE_OTHERS, LOOK, RECOMMENDATION, TRIAL, 
 from ddpm_lab.files import CHECKOUT, LEDGER, ledgers, output_folder
 from ddpm_lab.ledger import PUBLISHED, Damaged, Head, Ledger, published_trials, read_all
 from ddpm_lab.measure import hardware
-from ddpm_lab.plan import PRESETS
+from ddpm_lab.plan import PRESETS, Experiment
 from ddpm_lab.questions.answers import answer
 from ddpm_lab.questions.ask import LONG, QUESTIONS
 from ddpm_lab.questions.planned import Measured, Planned
 from ddpm_lab.questions.planning import Settings, plan_question
 from ddpm_lab.questions.recommend import LEAST_MINUTES, recommend
+from ddpm_lab.questions.recommendation import combination as together
 from ddpm_lab.questions.recommendation import write_settings
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import OWN_DATA, own_data
@@ -260,3 +261,16 @@ def undecided(planned: Planned) -> Planned:
         return planned
     answered = frozenset((c.baseline_id, c.run_id) for c in comparisons(study_of(planned.result())) if c.answered)
     return planned.renewed(decided=answered)
+
+
+def combination(planned: Planned) -> Planned | None:
+    """What may be recommended together, ready to be measured beside the baseline; None for fewer than two changes.
+
+    ``planned`` is a question of the same training. Nothing can tell on a node without SciPy.
+    """
+    if missing_to_explain():
+        return None
+    campaign, config = planned.campaign, planned.campaign.experiment.configurations[0]
+    workload = config.work_name if config.is_own else None
+    family = together(_stored(RECOMMENDATION, planned.output, None, campaign.machine_key, workload))
+    return planned.renewed(Experiment(name=RECOMMENDATION, families=(family,))) if family else None
