@@ -22,6 +22,7 @@ from ddpm_lab.config import ExchangeConfig, OptimizerConfig, RunConfig
 from ddpm_lab.explain import subject
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.ledger import Ledger
+from ddpm_lab.measure.held import Held
 from ddpm_lab.plan import Experiment, Family, Plan
 from ddpm_lab.questions import bottleneck as question
 from ddpm_lab.questions.ask import ask
@@ -36,6 +37,7 @@ from ddpm_lab.questions.bottleneck import (
     bottleneck,
     changes,
     check_memory,
+    fitting,
     markdown,
 )
 from ddpm_lab.questions.experiments import study_of
@@ -122,6 +124,22 @@ def test_what_cannot_be_is_refused_in_a_sentence() -> None:
     for settings, words in refused:
         with pytest.raises(ConfigError, match=words):
             ask("bottleneck", setup(), **settings)
+
+
+def test_compiles_that_take_more_than_half_of_the_time_are_left_out_with_the_reason() -> None:
+    asked = bottleneck(setup(), only=["bf16", "compiled", "batch 64"])
+    short = fitting(asked, 119, Held())
+    assert labels(short) == ["bf16", "batch 64"]
+    reason = "does not fit into the time: its cold compile takes about 60 s"
+    assert short.left_out == ((asked.families[0].name, "compiled", reason),)
+    assert fitting(asked, 600, Held()) == asked
+    compiled = dict(asked.families[0].candidates)["compiled"]
+    times = {"compile": 150.0, "start": 1.0}
+    slow = make.record(replace(compiled, seed=1), role="cold", label="x", compile_cache="cold", stages=times)
+    assert labels(fitting(asked, 290, Held([slow]))) == ["bf16", "batch 64"], "this machine was seen to take longer"
+    assert fitting(asked, 119, Held([replace(slow, config=compiled)])) == asked, "it is compiled already"
+    every = bottleneck(setup(), compile="whole", only=["bf16", "eager", "batch 16", "batch 32"])
+    assert labels(fitting(every, 300, Held())) == ["bf16", "eager", "batch 16"]
 
 
 def test_a_batch_whose_images_do_not_fit_into_the_memory_is_refused() -> None:

@@ -145,7 +145,7 @@ def _measured(options: argparse.Namespace, output: Path) -> Study:
     """Every record of this machine that can say something, after measuring what the question lacks."""
     from ddpm_lab.measure import hardware, largest_batch  # noqa: PLC0415
     from ddpm_lab.questions import planning  # noqa: PLC0415
-    from ddpm_lab.questions.bottleneck import check_memory  # noqa: PLC0415
+    from ddpm_lab.questions.bottleneck import check_memory, fitting  # noqa: PLC0415
     from ddpm_lab.questions.experiments import read_study, study_of  # noqa: PLC0415
 
     planned = planning.plan_question(
@@ -161,6 +161,9 @@ def _measured(options: argparse.Namespace, output: Path) -> Study:
         check_memory(config, config.world_size * smallest, f"memory of {config.world_size} GPUs together")
     else:
         check_memory(config, largest_batch.available_bytes(), "the machine")
+    campaign = planned.campaign
+    if (seconds := campaign.target.seconds) is not None:
+        planned = planned.renewed(fitting(campaign.experiment, seconds, campaign.held))
     measured = planned.measure()
     asked = study_of(measured)
     every = read_study([measured.ledger], RECOMMENDATION, output, machine=measured.cohort[0])

@@ -37,11 +37,15 @@ from ddpm_lab.explain.grids import markdown as grid
 from ddpm_lab.explain.questions import lost_scaling
 from ddpm_lab.explain.subject import Subject, roofline, subject
 from ddpm_lab.explain.table import Table
+from ddpm_lab.measure.held import Held
+from ddpm_lab.measure.trials import COMPILE_SECONDS
 from ddpm_lab.plan import WEAK, Experiment, Family
 from ddpm_lab.record import set_log_ratio
 from ddpm_lab.training.setting import Batch, Setup, WorldSize, check_cores
 
 BASELINE = "the present settings"
+COMPILE_SHARE = 0.5
+"""Share of the time that cold compiles may take: the rest is for what they are compared with."""
 SIZES = ", batch sizes"
 _FIXED = ("purpose", "workload", "data", "data_sha256", "options", "nodes")
 """Settings of a configuration that a question does not take."""
@@ -113,6 +117,19 @@ def check_memory(config: RunConfig, available_bytes: float, where: str) -> None:
             f"global_batch_size is {batch:,}: a step needs at least about {needed / 2**30:,.1f} GiB, and {where} has "
             f"{available_bytes / 2**30:,.1f} GiB; give a smaller batch"
         )
+
+
+def fitting(experiment: Experiment, seconds: float, held: Held) -> Experiment:
+    """Leave out the changes whose cold compiles alone would take more than half of ``seconds``, and say so."""
+    took, families = max(held.compile_seconds, default=COMPILE_SECONDS), experiment.families
+    room = int(COMPILE_SHARE * seconds // took)
+    every = [(f.name, label, c) for f in families for label, c in f.candidates if c.compile != "off"]
+    cold = [row for row in every if not held.cold_compiles(row[2].run_id) and row[2].run_id not in held.lasting]
+    why = f"does not fit into the time: its cold compile takes about {took:.0f} s"
+    left_out = [(family, label, why) for family, label, _ in cold[room:]]
+    gone = {(family, label) for family, label, _ in left_out}
+    kept = [replace(f, candidates=tuple(r for r in f.candidates if (f.name, r[0]) not in gone)) for f in families]
+    return replace(experiment, families=tuple(kept), left_out=(*experiment.left_out, *left_out))
 
 
 def changes(config: RunConfig, *, usable_cores: int, most_ranks: int) -> dict[str, RunConfig]:
