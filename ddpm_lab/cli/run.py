@@ -120,8 +120,6 @@ def run_command(options: argparse.Namespace) -> int:
             for split in result.get("lost_scaling", ()):
                 print(f"where the lost scaling went, {split['family']}: {split['sentence']}")
                 show([list(split["parts"][0]), *(list(row.values()) for row in split["parts"])])
-            if others := result.get("lost_scaling_unsplit"):
-                print(f"where the lost scaling went, {others}")
         print(f"records: {results[-1]['ledger']}", flush=True)
     sys.stdout.flush()
     if "SLURM_JOB_ID" in os.environ:
@@ -156,7 +154,7 @@ def _answer(measured: Any, table: Bands) -> dict[str, Any]:
     try:
         from ddpm_lab.explain import show  # noqa: PLC0415
         from ddpm_lab.explain.charts.style import save  # noqa: PLC0415
-        from ddpm_lab.explain.questions import lost_scaling  # noqa: PLC0415
+        from ddpm_lab.questions import lost_scaling  # noqa: PLC0415
         from ddpm_lab.questions.answers import answer  # noqa: PLC0415
         from ddpm_lab.questions.experiments import study_of  # noqa: PLC0415
 
@@ -171,9 +169,11 @@ def _answer(measured: Any, table: Bands) -> dict[str, Any]:
     figure = measured.output_dir / "image_output" / f"{show.NAMES[study.experiment]}.png"
     save(shown.figure(), figure)
     values["figure"] = str(figure)
-    lost = lost_scaling.as_values(study)
-    others = lost_scaling.unsplit(study)
-    return values | ({"lost_scaling": lost} if lost else {}) | ({"lost_scaling_unsplit": others} if others else {})
+    lost = [
+        {"family": split.family, "sentence": lost_scaling.sentence(split), "parts": lost_scaling.table([split])}
+        for split in lost_scaling.splits(study)
+    ]
+    return values | ({"lost_scaling": lost} if lost else {})
 
 
 def _grids(names: Sequence[str], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

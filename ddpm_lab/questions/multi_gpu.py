@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import Opt
-from ddpm_lab.explain import figure_machine, figure_scaling, machine_state, phrases, scaling
+from ddpm_lab.explain import machine_state, phrases
 from ddpm_lab.explain.answer import Answer, View, speeds
-from ddpm_lab.explain.comparisons import Comparison
+from ddpm_lab.explain.bands import Bands, share
+from ddpm_lab.explain.charts import style
+from ddpm_lab.explain.charts.bars import bars
+from ddpm_lab.explain.charts.lines import Line, Plot, lines
+from ddpm_lab.explain.charts.style import Panel, Row
+from ddpm_lab.explain.comparisons import Comparison, comparisons
+from ddpm_lab.explain.figure_ratios import measured, projection, timed
 from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.questions import lost_scaling
 from ddpm_lab.plan import SCALINGS, WEAK, Experiment, Family
-from ddpm_lab.questions.lost_scaling import lost_scaling as lost_scaling_of
+from ddpm_lab.questions import lost_scaling as lost
 from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.training.setting import (
     CPU_PRECISIONS,
@@ -26,6 +33,9 @@ from ddpm_lab.training.setting import (
     Workers,
     WorldSizes,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FULL_BATCH_SIZES = (32, 64, 128, 256, 512)
 
@@ -76,10 +86,10 @@ def multi_gpu(
         left_out += [(f.name, setup.ranks_label(2), setup.why_alone) for f in families]
         if setup.device == "cuda" and setup.usable_cores >= 2 and setup.places != 1 and not setup.own:
             families.append(_mechanism(setup, precision))
-    if setup.splits_scaling(lost_scaling) and (lost := _lost(setup, ranks, batches, settings)):
-        families.append(lost)
-        label, config = lost.candidates[0]
-        profiles.append((lost.name, label, dataclasses.replace(config, purpose="profile")))
+    if setup.splits_scaling(lost_scaling) and (split := _lost(setup, ranks, batches, settings)):
+        families.append(split)
+        label, config = split.candidates[0]
+        profiles.append((split.name, label, replace(config, purpose="profile")))
     elif lost_scaling and ranks:
         sizes = ", ".join(map(str, batches))
         raise ConfigError(
@@ -97,7 +107,7 @@ def _lost(setup: Setup, ranks: Sequence[int], batches: Sequence[int], settings: 
     if not shared:
         return None
     _, most, negative = max(shared)
-    return lost_scaling_of(
+    return lost.lost_scaling(
         setup.config(global_batch_size=-negative, **settings),
         setup.config(global_batch_size=-negative, world_size=most, **settings),
         name=setup.family_name(-negative, most),
@@ -111,7 +121,7 @@ def _alone(family: Family) -> Family:
     if not family.candidates:
         return family
     label, most = family.candidates[-1]
-    return dataclasses.replace(family, baseline=most, baseline_label=label, candidates=())
+    return replace(family, baseline=most, baseline_label=label, candidates=())
 
 
 def _scaled(setup: Setup, batch: int, ranks: Sequence[int], settings: dict[str, Any], *, weak: bool = False) -> Family:
@@ -128,43 +138,249 @@ def _scaled(setup: Setup, batch: int, ranks: Sequence[int], settings: dict[str, 
 
 def _mechanism(setup: Setup, precision: str) -> Family:
     """Two gloo ranks on the CPU of a machine with one GPU: they show that several ranks work, nothing about speed."""
-    cpu = dataclasses.replace(setup, device="cpu", network="tiny")
+    cpu = replace(setup, device="cpu", network="tiny")
     one = cpu.config(global_batch_size=16, precision=precision if precision in CPU_PRECISIONS else "fp32")
     return Family(
         name=f"{cpu.family_name(16)}, CPU ranks",
         baseline_label="1 rank",
         baseline=one,
-        candidates=(("2 ranks", dataclasses.replace(one, world_size=2)),),
+        candidates=(("2 ranks", replace(one, world_size=2)),),
         mechanism=True,
     )
 
 
+# --- the answer -------------------------------------------------------------------------------------------------------
+
+KINDS = {"strong": "the ranks share the batch", "weak": "each rank keeps its batch"}
+"""What stays in each kind of scaling. They are never compared with each other."""
+
+
 def answer(study: Study) -> Answer:
     """Compare numbers of ranks, strong and weak scaling apart, and say where lost scaling went."""
-    rows = [scaling.named(row) for row in scaling.rows(study)]
-    rated = f"Efficiency, by {scaling.whose(study.bands)} bands"
+    rows = scaling_rows(study)
+    title = f"Efficiency, by {study.bands.owner} bands"
 
     def columns(row: Comparison) -> dict[str, str]:
-        return {rated: scaling.rated(row, study.bands) if row.sets and row.role == "candidate" else phrases.DASH}
+        return {title: rated(row, study.bands) if row.sets and row.role == "candidate" else phrases.DASH}
 
-    def own(lead: Comparison) -> list[str]:
-        candidates = [r for r in scaling.rows(study) if r.sets and r.role not in ("baseline", "twin")]
-        return [scaling.efficiencies(study, candidates, lead)]
-
-    split = " ".join(lost_scaling.sentence(part) for part in lost_scaling.splits(study))
-    drawn = (
-        (figure_scaling.speed_up, "speedup", "Speed-up against the number of ranks, with the ideal line."),
-        (figure_scaling.efficiency, "efficiency", "Parallel efficiency: the speed-up divided by the number of ranks."),
-        (figure_scaling.by_batch, "batch", "Time for 50,000 images against the batch size."),
-        (figure_scaling.layouts, "devices", "Throughput of equal work on CPU, one GPU, several, and hosts."),
-        (lost_scaling.figure, "lost_scaling", "Where the lost scaling went, from the ideal step to the measured."),
-        (figure_machine.over_the_run, "machine", "Memory of each configuration's ranks, and what neighbours took."),
-    )
+    splits = lost.splits(study)
+    captions = {
+        "speedup": (speed_up, "Speed-up against the number of ranks, with the ideal line."),
+        "efficiency": (efficiency_bars, "Parallel efficiency: the speed-up divided by the number of ranks."),
+        "batch": (by_batch, "Time for 50,000 images against the batch size."),
+        "lost_scaling": (lost.figure, "Where the lost scaling went, from the ideal step to the measured."),
+        "machine": (over_the_run, "Memory of each configuration's ranks, and what neighbours took."),
+    }
     views = (
-        *(View(caption=caption, name=name, figure=partial(draw, study)) for draw, name, caption in drawn),
+        *(View(caption=text, name=name, figure=partial(draw, study)) for name, (draw, text) in captions.items()),
         *trained_views(study),
-        View(caption=f"Where the lost scaling went. {split}", table=lambda: lost_scaling.table(study)),
+        View(
+            caption=" ".join(["Where the lost scaling went.", *map(lost.sentence, splits)]),
+            table=lambda: lost.table(splits),
+        ),
         View(caption="What the machine did meanwhile.", table=lambda: machine_state.table(study)),
     )
-    found = compared(study, rows=scaling.rows(study), own=own)
-    return speeds(study, found, rows=rows, columns=columns, views=views)
+    found = compared(study, rows=rows, own=partial(_efficiency_notes, study))
+    kinds = [r if r.scaling == "weak" else replace(r, family=f"{r.family}, strong scaling") for r in rows]
+    return speeds(study, found, rows=kinds, columns=columns, views=views)
+
+
+def scaling_rows(study: Study) -> list[Comparison]:
+    """The comparisons of the families that scale."""
+    return [row for row in comparisons(study) if row.experiment == "multi_gpu" and row.scaling]
+
+
+def layout(config: RunConfig) -> str:
+    """On what a configuration runs: "1 CPU rank", "4 GPUs", "8 GPUs on 2 hosts"."""
+    words = phrases.plural(config.world_size, "GPU" if config.device == "cuda" else "CPU rank")
+    return words if config.nodes == 1 else f"{words} on {phrases.plural(config.nodes, 'host')}"
+
+
+def efficiency(row: Comparison) -> str:
+    """Such as "80 %"."""
+    return f"{100 * row.efficiency.value:.0f} %"
+
+
+BEYOND = "above 100 %"
+
+
+def band(row: Comparison, bands: Bands) -> str:
+    """The name of an efficiency; without an interval, or where all of it lies above 100 %, why it has none."""
+    if not row.efficiency.exists:
+        return "no interval"
+    return BEYOND if row.efficiency.low > 1 else bands.name(row.efficiency.value)
+
+
+def rated(row: Comparison, bands: Bands) -> str:
+    """An efficiency with its band and its interval: "80 %, good (78 to 82 %)"."""
+    low, high = (100 * end for end in row.efficiency.ends)
+    span = f" ({low:.0f} to {high:.0f} %)" if row.efficiency.exists else ""
+    return f"{efficiency(row)}, {band(row, bands)}{span}"
+
+
+def _efficiency_notes(study: Study, lead: Comparison) -> list[str]:
+    """What the efficiency of the comparison that leads is called, and what keeps ranks of a CPU from 100 %."""
+    text = f"Parallel efficiency with {lead.label}: {rated(lead, study.bands)}, by {study.bands.owner} bands"
+    if band(lead, study.bands) == BEYOND:
+        text += "; more ranks alone cannot give that: the baseline was disturbed, or caches hold what each works on"
+    elif lead.efficiency.exists and (verdict := study.bands.verdict(*lead.efficiency.ends, lead.config.nodes)):
+        text += f"; {verdict}"
+    shared = f"{_shared_cores(study, [lead])}: expect no efficiency near 100 %." if lead.config.device == "cpu" else ""
+    return [f"{text}.", shared]
+
+
+def _shared_cores(study: Study, rows: Sequence[Comparison]) -> str:
+    """What CPU ranks share, without a full stop."""
+    cores = phrases.plural(study.records[-1].environment.machine.usable_cores, "core")
+    several = any(r.config.nodes > 1 for r in rows)
+    return f"All ranks of a host share its {cores}" if several else f"All ranks share the same {cores}"
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+_MANY = 16
+"""Ranks above which axes are logarithmic."""
+
+
+def speed_up(study: Study) -> Figure | None:
+    """Speed-up against the number of ranks, one line a family, with the ideal line; None below three numbers."""
+    families = _families(study)
+    unit, shared = _unit(study, families)
+    plots = []
+    for kind, what in KINDS.items():
+        shown = [rows for rows in families if rows[0].scaling == kind]
+        hosts = {c.ranks: c.config.nodes for rows in shown for c in rows}
+        ranks = sorted(hosts)
+        if len(ranks) < 3:
+            continue
+        ideal = Line(name="ideal", x=[1, ranks[-1]], y=[1, ranks[-1]], colour=style.SOFT, look="--", width=1.4)
+        plots.append(
+            Plot(
+                lines=[ideal, *map(_line, shown)],
+                heading=f"{kind.capitalize()} scaling: {what}",
+                x_label=unit,
+                y_label=f"speed relative to {shown[0][0].baseline_label}",
+                ticks=ranks,
+                names=[f"{n}\n{hosts[n]} hosts" if hosts[n] > 1 else str(n) for n in ranks],
+                log_x=ranks[-1] > _MANY,
+                log_y=ranks[-1] > _MANY,
+                height=3.2,
+            )
+        )
+    note = f"{shared}Upright lines: 95 % interval over sets. Speeds are for equal images."
+    title = f"Speed-up against the number of {unit}"
+    return lines(plots, title=title, context=phrases.context(study), note=note) if plots else None
+
+
+def _line(rows: Sequence[Comparison]) -> Line:
+    low, high = [c.ratio.low for c in rows], [c.ratio.high for c in rows]
+    name = rows[0].family.rpartition(", ")[0]
+    return Line(name=name, x=[c.ranks for c in rows], y=[c.ratio.value for c in rows], low=low, high=high)
+
+
+def efficiency_bars(study: Study) -> Figure | None:
+    """Parallel efficiency as bars, with the line from where on scaling is called good.
+
+    None where ranks share a CPU and there are fewer than three numbers of them: the answer's figure says as much.
+    """
+    families, bands = _families(study), study.bands
+    unit, shared = _unit(study, families)
+    if not families or (unit == "CPU ranks" and max(map(len, families)) < 3):
+        return None
+
+    def row(c: Comparison) -> Row:
+        value, low, high = (100 * v for v in (c.efficiency.value, *c.efficiency.ends))
+        text = f"{efficiency(c)}, {band(c, bands)}"
+        return Row(name=c.label, value=value, low=low, high=high, colour=style.SERIES[0], text=text)
+
+    reference = 100 * bands.threshold
+    return bars(
+        [
+            Panel(heading=rows[0].family, rows=[row(c) for c in rows if c.role != "baseline"], reference=reference)
+            for rows in families
+        ],
+        title=f"Parallel efficiency: speed-up divided by the number of {unit}",
+        context=phrases.context(study),
+        label="parallel efficiency, %",
+        note=f"{phrases.begun(bands.owner)} bands: {bands.sentence()}. Dashed: {share(bands.threshold)}. "
+        f"Line: 95 % interval over sets. {shared}",
+    )
+
+
+def by_batch(study: Study) -> Figure | None:
+    """Time for 50,000 images against the batch size, one line a number of ranks; None below three sizes."""
+    every = [c for rows in measured(study) for c in rows]
+    if not every:
+        return None
+    unit, time_of = projection(every)
+    bases = {(c.family, c.baseline_id): c for c in every if c.role == "baseline"}
+
+    def batch(c: Comparison) -> int:
+        return c.config.rank_batch_size if c.scaling == "weak" else c.batch
+
+    plots = []
+    for kind, what in KINDS.items():
+        found: dict[str, list[Comparison]] = {}
+        for c in sorted((c for c in every if c.scaling == kind), key=lambda c: (c.config.device, c.ranks, batch(c))):
+            found.setdefault(f"{layout(c.config)}, {c.config.image_size} px", []).append(c)
+        batches = sorted({batch(c) for rows in found.values() for c in rows})
+        if len(batches) < 3:
+            continue
+        series = [
+            timed(rows, lambda c, _: time_of(c, bases.get((c.family, c.baseline_id))), batch, name)
+            for name, rows in found.items()
+        ]
+        label = "global batch size, images a step" if kind == "strong" else "images a step on each rank"
+        heading = f"{kind.capitalize()} scaling: {what}"
+        plots.append(Plot(lines=series, heading=heading, x_label=label, y_label=unit, log_x=True, ticks=batches))
+    title = "Time for 50,000 images against the batch size"
+    note = "A projection from timed steps, without start-up; upright lines: 95 % interval of the ratio to one rank."
+    return lines(plots, title=title, context=phrases.context(study, batch=False), note=note) if plots else None
+
+
+def _families(study: Study) -> list[list[Comparison]]:
+    """Families that hold more than the baseline, by image size and batch, each by its numbers of ranks."""
+    found = [sorted(rows, key=lambda c: (c.ranks, c.config.nodes)) for rows in measured(study) if len(rows) > 1]
+    return sorted(found, key=lambda rows: (rows[0].scaling or "", rows[0].config.image_size, rows[0].batch))
+
+
+def _unit(study: Study, families: Sequence[Sequence[Comparison]]) -> tuple[str, str]:
+    """What is counted: GPUs or ranks; and a sentence on what CPU ranks share, before a space."""
+    rows = [c for found in families for c in found]
+    devices = {c.config.device for c in rows}
+    if devices == {"cuda"} or not rows:
+        return "GPUs", ""
+    ideal = f"{_shared_cores(study, rows)}; the ideal is that of ranks with devices of their own. "
+    return "CPU ranks" if devices == {"cpu"} else "ranks", ideal
+
+
+_MACHINE = (
+    ("rss_bytes", 2**20, "Memory of the largest rank (resident set, RSS)", "MiB"),
+    ("allocated_bytes", 2**20, "GPU memory allocated by the largest rank", "MiB"),
+    ("gpu_clock_min_mhz", 1, "GPU clock, lowest", "MHz"),
+    ("gpu_power_watts", 1, "Power of a group's GPUs", "W"),
+)
+
+
+def over_the_run(study: Study) -> Figure | None:
+    """Memory, clock and power of each configuration in each turn; None for records that say nothing of it."""
+    found = [m for m in machine_state.moments(study) if m.record.windows and m.record.role != "twin"]
+    known = {name for name, *_ in _MACHINE if any(m.state.get(name) is not None for m in found)}
+    if "allocated_bytes" in known:
+        known.discard("rss_bytes")  # a GPU's own memory is what a configuration runs out of
+    plots = []
+    for name, size, heading, unit in _MACHINE:
+        runs: dict[str, dict[str, list[tuple[float, float]]]] = {}
+        for m in found:
+            if (value := m.state.get(name)) is not None:
+                runs.setdefault(m.record.label, {}).setdefault(m.record.set_id, []).append((m.turn, value / size))
+        series = []
+        for label, sets in runs.items():
+            xs, ys = zip(*(p for run in sets.values() for p in [*run, (math.nan, math.nan)]), strict=True)
+            series.append(Line(name=label, x=xs, y=ys, look=".-"))
+        if name in known:
+            label = "turn, counted over all sets"
+            plots.append(Plot(lines=series, heading=heading, x_label=label, y_label=unit, height=1.6))
+    title = "Memory over the run" if len(plots) == 1 else "Memory, clock and power over the run"
+    note = "One window of every configuration is a turn. Each set has new processes, so lines begin anew."
+    return lines(plots, title=title, context=phrases.context(study), note=note) if plots else None

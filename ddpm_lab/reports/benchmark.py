@@ -18,13 +18,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
-from ddpm_lab.explain import machine_state, pages, phrases, scaling, stats
+from ddpm_lab.explain import machine_state, pages, phrases, stats
 from ddpm_lab.explain.bands import S000, S001, Bands
 from ddpm_lab.explain.charts import style as fs
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, PROJECTED_IMAGES, Comparison
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.grids import csv_text, literal, markdown
 from ddpm_lab.explain.stats import Interval
+from ddpm_lab.questions import multi_gpu
 from ddpm_lab.questions.answers import answer
 from ddpm_lab.record import RunRecord
 from ddpm_lab.reports.summary import Row, Scaling, SpeedUps, Summary
@@ -44,7 +45,7 @@ def rows(study: Study) -> list[Comparison]:
     """Every configuration that was asked for: weak scaling before strong, then by batch and number of devices."""
     found = [
         r
-        for r in scaling.rows(study)
+        for r in multi_gpu.scaling_rows(study)
         if r.role in ("baseline", "candidate") or (r.role == "note" and r.run_id != r.baseline_id)
     ]
     return sorted(found, key=lambda r: (r.scaling != "weak", _batch(r), r.ranks))
@@ -80,7 +81,7 @@ def means(found: Iterable[Comparison]) -> dict[str, Interval]:
     ratios: dict[str, list[Interval]] = {}
     for r in found:
         if r.scaling == "strong" and compared(r):
-            ratios.setdefault(scaling.layout(r.config), []).append(r.ratio)
+            ratios.setdefault(multi_gpu.layout(r.config), []).append(r.ratio)
     return {on: _mean(mine) for on, mine in ratios.items()}
 
 
@@ -143,7 +144,7 @@ def to_dict(study: Study, row: Comparison) -> dict[str, Any]:
         "disturbed_sets": row.disturbed_sets,
         **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
         "verdict": row.verdict if compared(row) else None,
-        "band": scaling.band(row, S000) if compared(row) and row.answered else None,
+        "band": multi_gpu.band(row, S000) if compared(row) and row.answered else None,
         "recommendation": recommendation(row) if compared(row) and row.scaling == "strong" else None,
         "quality": row.quality if row.role == "candidate" else None,
     }
@@ -165,7 +166,7 @@ def comparison(study: Study) -> list[list[str]]:
             gains = [phrases.DASH] * 4
             if compared(row):
                 called = recommendation(row) if row.scaling == "strong" else phrases.outcome(row)
-                efficiency = scaling.efficiency(row) + (f", {scaling.band(row, S000)}" if row.answered else "")
+                efficiency = multi_gpu.efficiency(row) + (f", {multi_gpu.band(row, S000)}" if row.answered else "")
                 gains = [f"{row.ratio.value:.2f}x", called, phrases.between(row.ratio) or phrases.DASH, efficiency]
             memory = phrases.peak_memory(row) if row.sets else phrases.DASH
             grid.append([_name(row), _epoch(single), _epoch(several), *gains, memory, str(row.sets), row.quality])
@@ -175,7 +176,7 @@ def comparison(study: Study) -> list[list[str]]:
 def _epoch(row: Comparison | None) -> str:
     if row is None:
         return "not measured"
-    on = f" ({scaling.layout(row.config)})" if row.ranks > 1 else ""
+    on = f" ({multi_gpu.layout(row.config)})" if row.ranks > 1 else ""
     return f"{phrases.seconds(row.projected_seconds) if row.sets else phrases.without_speed(row)}{on}"
 
 
@@ -244,10 +245,10 @@ def _sheet(title: str, note: str, height: float, width: float = 9.0) -> tuple[Fi
 def _bars(ax: Axes, found: Sequence[Comparison], heading: str, value: Callable[[Comparison], Interval]) -> None:
     """A bar for each number of devices at each batch, with the interval of its value where it has one."""
     batches = list(dict.fromkeys(_name(r) for r in found))
-    sizes = list(dict.fromkeys((r.ranks, scaling.layout(r.config)) for r in sorted(found, key=lambda r: r.ranks)))
+    sizes = list(dict.fromkeys((r.ranks, multi_gpu.layout(r.config)) for r in sorted(found, key=lambda r: r.ranks)))
     width, top = 0.8 / max(1, len(sizes)), max((value(r).value for r in found), default=1.0)
     for i, (_, on) in enumerate(sizes):
-        mine = [r for r in found if scaling.layout(r.config) == on]
+        mine = [r for r in found if multi_gpu.layout(r.config) == on]
         places = [batches.index(_name(r)) + width * (i - (len(sizes) - 1) / 2) for r in mine]
         colour = _COLOURS[(i + (sizes[0][0] > 1)) % len(_COLOURS)]
         ax.bar(places, [value(r).value for r in mine], 0.9 * width, color=colour, lw=0, label=on)
@@ -287,7 +288,7 @@ def table(study: Study) -> Figure:
 
 def summary_of(study: Study, source: str) -> tuple[list[Row], SpeedUps]:
     """The runs of a study as rows of S001's table, and their paired speed-ups; ``source`` is the ledger."""
-    found = [r for r in scaling.rows(study) if r.role in ("baseline", "candidate")]
+    found = [r for r in multi_gpu.scaling_rows(study) if r.role in ("baseline", "candidate")]
     how = "Speed-ups are paired, in sets whose configurations take turns; times of an epoch are projections."
     sizes = tuple(_size(r) for r in found if r.sets)
     notes = (how, f"Measured on {_context(study)}") if found else ()
@@ -315,7 +316,7 @@ def _run(study: Study, row: Comparison, found: Sequence[Comparison], source: str
     )
     why = phrases.plural(row.sets, "set") if row.sets else phrases.without_speed(row)
     quality = f"; quality {row.quality}" if row.role == "candidate" and row.sets else ""
-    return Row(log=source, summary=summary, note=f"{scaling.layout(config)}; {why}{quality}")
+    return Row(log=source, summary=summary, note=f"{multi_gpu.layout(config)}; {why}{quality}")
 
 
 def _best(row: Comparison, found: Sequence[Comparison]) -> float | None:
@@ -326,7 +327,7 @@ def _best(row: Comparison, found: Sequence[Comparison]) -> float | None:
 
 
 def _size(row: Comparison) -> Scaling:
-    rating = scaling.band(row, S001) if row.answered else phrases.status(row.verdict)
+    rating = multi_gpu.band(row, S001) if row.answered else phrases.status(row.verdict)
     return Scaling(
         configuration=row.family,
         gpu=row.config.device == "cuda",
