@@ -125,8 +125,8 @@ def test_nothing_is_cut_or_shortened_or_lies_elsewhere(name: str) -> None:
     ("name", "expected"),
     [
         ("resolved", {"", "time"}),
-        ("gpus", {"", "speedup", "efficiency", "batch"}),
-        ("machine", {"", "speedup", "efficiency", "batch", "machine"}),
+        ("gpus", {"", "speedup", "batch"}),
+        ("machine", {"", "speedup", "batch", "machine"}),
         ("strong and weak, two CPU ranks", {""}),
         ("12 configurations", {"", "time"}),
         ("1 configuration", {""}),
@@ -232,16 +232,23 @@ def scaled(*batches: int) -> Study:
     return make.study(make.on(make.GPUS, found))
 
 
-def test_strong_and_weak_scaling_have_panels_of_their_own_with_the_ideal_line() -> None:
-    figure = multi_gpu.speed_up(scaled(64))
+def test_strong_and_weak_scaling_have_panels_of_their_own_with_the_ideal_and_the_threshold() -> None:
+    study = replace(scaled(64), bands=S000)
+    figure = multi_gpu.by_ranks(study)
     assert figure is not None
-    upper, lower = figure.axes
-    assert marked(upper) == pytest.approx([1, 1.6, 2.4], rel=0.02)
-    assert marked(lower) == pytest.approx([1, 1.9, 3.7], rel=0.02)
-    for ax in (upper, lower):
-        ideal = next(line for line in ax.lines if line.get_linestyle() == "--")
+    for i, planted in enumerate(([1, 1.6, 2.4], [1, 1.9, 3.7])):
+        gain, efficiency = figure.axes[2 * i : 2 * i + 2]
+        rows = [c for c in multi_gpu.scaling_rows(study) if c.scaling == ("strong", "weak")[i] and c.role != "twin"]
+        assert marked(gain) == pytest.approx(planted, rel=0.02)
+        assert marked(efficiency) == pytest.approx([100 * c.efficiency.value for c in rows])
+        upright = [line for line in drawn_lines(efficiency) if len(set(np.asarray(line.get_xdata()))) == 1]
+        ends = [float(y) for line in upright for y in np.asarray(line.get_ydata())]
+        assert ends == pytest.approx([100 * v for c in rows if c.role == "candidate" for v in c.efficiency.ends])
+        ideal, level = (next(line for line in ax.lines if line.get_linestyle() == "--") for ax in (gain, efficiency))
         assert np.array_equal(np.asarray(ideal.get_xdata()), np.asarray(ideal.get_ydata()))
-    assert multi_gpu.speed_up(make.study(make.on(make.GPUS, strong({2: 1.6})))) is None, "two points are no line"
+        assert list(np.asarray(level.get_ydata())) == [75, 75]
+    assert "S000's bands: perfect from 100 %" in words(figure)
+    assert multi_gpu.by_ranks(make.study(make.on(make.GPUS, strong({2: 1.6})))) is None, "two points are no line"
 
 
 def test_time_against_the_batch_size_counts_the_images_of_a_rank_in_weak_scaling() -> None:
@@ -258,22 +265,6 @@ def test_time_against_the_batch_size_counts_the_images_of_a_rank_in_weak_scaling
     assert multi_gpu.by_batch(scaled(64)) is None
 
 
-@pytest.mark.parametrize("name", ["s001", "s000"])
-def test_efficiencies_are_bars_with_the_threshold_of_their_bands(name: str) -> None:
-    chosen = scaled(64) if name == "s001" else replace(scaled(64), bands=S000)
-    figure = multi_gpu.efficiency_bars(chosen)
-    assert figure is not None
-    for ax, kind in zip(figure.axes, ("strong", "weak"), strict=True):
-        rows = [c for c in multi_gpu.scaling_rows(chosen) if c.scaling == kind and c.role == "candidate"]
-        assert [end for _, end in boxes(ax)] == pytest.approx([100 * c.efficiency.value for c in rows])
-        assert [v for ends in intervals(ax).values() for v in ends] == pytest.approx(
-            [100 * v for c in rows for v in c.efficiency.ends]
-        )
-        (line,) = (line for line in ax.lines if line.get_linestyle() == "--")
-        assert list(np.asarray(line.get_xdata())) == [75, 75]
-    assert {"s001": "60 %, overhead", "s000": "60 %, acceptable"}[name] in words(figure)
-
-
 def test_hosts_are_named_where_there_are_several() -> None:
     tried = {
         "4 GPUs": (replace(ONE, world_size=4), 3.4),
@@ -281,7 +272,7 @@ def test_hosts_are_named_where_there_are_several() -> None:
     }
     values: dict[str, Any] = {"baseline_label": "1 GPU", "experiment": "multi_gpu", "family": "seed, batch 64"}
     study = make.study(make.on(make.GPUS, make.sets(tried, baseline=ONE, **values)))
-    figure = multi_gpu.speed_up(study)
+    figure = multi_gpu.by_ranks(study)
     assert figure is not None
     assert [t.get_text() for t in figure.axes[0].get_xticklabels()] == ["1", "4", "8\n2 hosts"]
     lead = [replace(r, primary=r.label == "8 GPUs on 2 hosts") for r in study.records]

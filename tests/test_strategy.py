@@ -19,7 +19,7 @@ from ddpm_lab.measure import cluster, hardware
 from ddpm_lab.measure.cluster import Cluster, Place
 from ddpm_lab.measure.process import Store
 from ddpm_lab.plan import Plan
-from ddpm_lab.questions import experiments, strategy
+from ddpm_lab.questions import strategy
 from ddpm_lab.questions.strategy import MEASURE, MULTI, PARAMETERS, PRIOR, SINGLE, Strategy, prior
 from ddpm_lab.record import RunRecord
 
@@ -66,7 +66,7 @@ def test_every_network_has_its_count() -> None:
 def test_without_records_the_prior_speaks_and_says_so() -> None:
     for found in (ask(), ask(weak({2: 1.9}), switched_off())):
         assert (found.answer, found.source) == (MULTI, PRIOR)
-        assert "ddpm-lab strategy --network seed --batch-size 64 --ranks multi" in found.text()
+        assert "ddpm-lab run multi_gpu --network seed --batch-sizes 64" in found.text()
 
 
 def test_what_was_measured_overrules_the_prior() -> None:
@@ -175,35 +175,6 @@ def test_what_is_measured_later_in_less_time_hides_nothing(
     assert len(found.speeds) == (2 if sets else 1)
 
 
-@pytest.mark.usefixtures("two_cores")
-def test_auto_measures_several_unless_the_answer_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(experiments, "measure", lambda name, **settings: asked.update(settings, name=name))
-    cases = (("single", 1.6, [1]), ("multi", 0.5, [2]), ("auto", 1.6, [2]), ("auto", 0.5, [1]), ("auto", None, [1]))
-    for i, (mode, ratio, world_sizes) in enumerate(cases):
-        folder = tmp_path / str(i)
-        if ratio is not None:
-            here(folder, ratio)
-        strategy.measure(strategy.strategy(output_dir=folder), mode, output_dir=folder, preset="smoke")
-        expected: dict[str, Any] = {"name": "multi_gpu", "network": "tiny", "device": "cpu", "world_sizes": world_sizes}
-        expected |= {"global_batch_sizes": [32], "scaling": "strong", "lost_scaling": False, "preset": "smoke"}
-        assert asked == {**expected, "output_dir": folder}
-
-
-def test_several_ranks_where_there_is_one_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: Call) -> None:
-    monkeypatch.setattr(hardware, "gpus", tuple)
-    monkeypatch.setattr(hardware, "usable_cores", lambda: 1)
-    code, out, err = call("strategy", "--ranks", "multi", "--output-dir", tmp_path)
-    assert (code, out) == (1, "")
-    assert err == "ddpm-lab: --ranks multi needs two ranks, and this machine has 1 usable core: use --ranks single\n"
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(experiments, "measure", lambda _, **settings: asked.update(settings))
-    large = strategy.strategy(network="seed", batch_size=64, output_dir=tmp_path)
-    assert large.answer == MULTI
-    strategy.measure(large, "auto", output_dir=tmp_path)
-    assert asked["world_sizes"] == [1], "auto takes what there is"
-
-
 def test_the_ranks_of_a_job_are_those_of_all_its_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Places that torchrun started, no more of them on a host than it has devices: here four GPUs, and one core."""
     monkeypatch.setattr(hardware, "gpus", lambda: ("Example GPU X",) * 4)
@@ -230,7 +201,6 @@ def test_the_ranks_of_a_job_are_those_of_all_its_hosts(monkeypatch: pytest.Monke
     [
         ("--batch-size 0", ["--batch-size", "0", "at least 1"]),
         ("--parameters 0", ["parameters", "0", "at least 1"]),
-        ("--parameters 7000000 --ranks auto", ["7,000,000", "--network"]),
         ("--network seed --parameters 7", ["--parameters", "--network"]),
         ("--device cuda", ["'cuda'", "no GPU is visible"]),
     ],
@@ -253,8 +223,7 @@ def test_the_command_prints_answer_and_values(tmp_path: Path, call: Call) -> Non
     assert values["answer"] == "multi"
     assert values["ratio"] == pytest.approx(1.6, rel=0.02)
     other = call("strategy", "--output-dir", tmp_path, "--device", "cpu", "--batch-size", 64)[1]
-    again = f"--network tiny --batch-size 64 --device cpu --output-dir {tmp_path} --ranks multi"
-    assert f"ddpm-lab strategy {again}" in other
+    assert f"run multi_gpu --network tiny --batch-sizes 64 --device cpu --output-dir {tmp_path}\n" in other
     empty = json.loads(call("strategy", "--output-dir", tmp_path, "--json", "--network", "seed")[1])
     assert (empty["source"], empty["ratio"], empty["sets"]) == (PRIOR, None, 0)
 

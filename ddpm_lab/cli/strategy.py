@@ -19,30 +19,17 @@ def add_options(subparsers: Any) -> None:
     size.add_argument("--network", choices=NETWORKS, help="default: seed on a GPU, tiny on a CPU")
     size.add_argument("--parameters", type=int, metavar="COUNT", help="of a network of your own")
     add(parser, "batch-size", help="global batch size (default: 128 on a GPU, 32 on a CPU)")
-    parser.add_argument(
-        "--ranks",
-        choices=("single", "multi", "auto"),
-        help="measure one rank; one and several; or several unless the answer is single (default: measure nothing)",
-    )
-    add(parser, "device", "preset", "minutes")
-    add(parser, "sets", help="sets to measure (default: what the time gives)")
-    add(parser, "data", "output-dir", "json")
+    add(parser, "device", "output-dir", "json")
     parser.set_defaults(command=strategy_command)
 
 
 def strategy_command(options: argparse.Namespace) -> int:
-    """Say which, after measuring what --ranks asks for; 1 where that gave nothing or several ranks cannot be."""
-    from ddpm_lab.questions import strategy  # noqa: PLC0415 - commands load what they need
+    """Say which, and how to measure it."""
+    from ddpm_lab.questions.strategy import strategy  # noqa: PLC0415 - commands load what they need
 
     whole_options(vars(options), batch_size=1, parameters=1)
-    asked = given(options, "network", "parameters", "batch_size", "device", "output_dir")
-    found = strategy.strategy(**asked)
-    completed = True
-    if options.ranks:
-        settings = given(options, "preset", "minutes", "sets", "data", "output_dir")
-        completed = strategy.measure(found, options.ranks, **settings).completed
-        found = strategy.strategy(**asked)
+    found = strategy(**given(options, "network", "parameters", "batch_size", "device", "output_dir"))
     carried = {"--device": options.device, "--output-dir": options.output_dir}
     words = " ".join(f"{name} {shlex.quote(value)}" for name, value in carried.items() if value)
     tell(options, plain(dataclasses.asdict(found)), [found.text(words)])
-    return 0 if completed else 1
+    return 0

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 UNRELIABLE = 1 / 3
 """Share of the loss above which an interaction makes the split unreliable."""
-STRAGGLER = "slowest rank"
+STRAGGLER, OVERLAPPED = "slowest rank", "overlapped communication"
+TOTAL, INTERACTION, LOSS = "sum of the parts", "interaction", "loss"
+IDEAL, MEASURED, ALL_OFF = "ideal", "measured", "exchange, loading off"
 _WAIT = "seconds that the other ranks wait for the slowest"
-_ALL_OFF = "exchange, loading off"
-_RANK_ZERO = "none in this step: every rank does the same"
 
 Times = Mapping[str, float]
 """Seconds of a step of each configuration of a set, by its label; or the factor that each is counted with."""
@@ -76,10 +76,13 @@ def lost_scaling(one: RunConfig, many: RunConfig, *, name: str, ranks_label: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seconds(stats.Interval):
-    """Seconds of a step: the mean over ``sets`` with its 95 % interval (NaN for fewer than two sets)."""
+class Part(stats.Interval):
+    """A part of the loss, or a time that it is computed from: mean seconds of a step over ``sets``, NaN if unknown."""
 
+    name: str
+    how: str
     sets: int = 0
+    note: str = ""
 
     @property
     def known(self) -> bool:
@@ -88,36 +91,14 @@ class Seconds(stats.Interval):
 
     @property
     def resolved(self) -> bool:
-        """Whether there are sets enough for a claim, and the interval leaves 0 out."""
-        return self.sets >= decisions.LEAST_SETS and (self.low > 0 or self.high < 0)
-
-
-UNKNOWN = Seconds(value=math.nan)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A part of the loss, or a time that it is computed from: how it is measured, its seconds, and a note."""
-
-    name: str
-    how: str
-    seconds: Seconds
-    note: str = ""
-
-    @property
-    def lost(self) -> bool:
-        """True if resolved and positive; a straggler must also be identified."""
-        return self.seconds.resolved and self.seconds.value > 0 and (self.name != STRAGGLER or bool(self.note))
-
-    @property
-    def gained(self) -> bool:
-        """True if resolved and negative, which a straggler never is."""
-        return self.seconds.resolved and self.seconds.value < 0 and self.name != STRAGGLER
+        """True if the interval of enough sets leaves 0 out; a straggler must also be identified."""
+        named = self.name != STRAGGLER or bool(self.note)
+        return named and self.sets >= decisions.LEAST_SETS and (self.low > 0 or self.high < 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """The lost scaling of one piece of work: the parts of the loss, and the ``others`` that the table shows, by name.
+    """The lost scaling of one piece of work: the parts of the loss, and the ``others`` that the table shows.
 
     ``doubt`` says why no loss is claimed, whatever the numbers; it is empty where one may be.
     """
@@ -127,27 +108,30 @@ class Split:
     ranks: int
     batch: int
     parts: tuple[Part, ...]
-    others: Mapping[str, Part]
+    others: tuple[Part, ...]
     doubt: str
 
-    def __getitem__(self, name: str) -> Seconds:
-        """Seconds of one of the others: the ideal, the measured, the loss, the interaction."""
-        return self.others[name].seconds
+    def __getitem__(self, name: str) -> Part:
+        """Return what is called ``name``."""
+        return next(p for p in (*self.parts, *self.others) if p.name == name)
 
     @property
     def reliable(self) -> bool:
         """Whether the interaction is at most a third of the loss."""
-        return not abs(self["interaction"].value) > UNRELIABLE * abs(self["loss"].value)
+        return not abs(self[INTERACTION].value) > UNRELIABLE * abs(self[LOSS].value)
 
     @property
     def claimed(self) -> bool:
         """Whether a loss is shown."""
-        return not self.doubt and self["loss"].low > 0
+        return not self.doubt and self[LOSS].low > 0
 
     @property
     def largest(self) -> list[Part]:
         """The parts that are losses, the largest first."""
-        return sorted((p for p in self.parts if p.lost), key=lambda p: -p.seconds.value)
+        return sorted((p for p in self.parts if p.resolved and p.value > 0), key=lambda p: -p.value)
+
+
+_RANK_ZERO = Part(name="work of rank 0 alone", how="none in this step: every rank does the same", value=0.0)
 
 
 def splits(study: Study) -> list[Split]:
@@ -175,44 +159,36 @@ def _split(records: Sequence[RunRecord], every: Sequence[RunRecord]) -> Split | 
         t[_WAIT] = share * t[plan.ALL_OFF]
     terms = _terms(trained.label, n, cpu=cpu)
     total, loss = _sum(*(counted for *_, counted in terms)), {trained.label: 1, plan.ONE_RANK: -1 / n}
-    others = {
-        name: Part(name=name, how=how, seconds=_mean(times, counted))
-        for name, how, counted in (
-            ("sum of the parts", "", total),
-            ("interaction", "the loss less the sum", _sum(loss, total, sign=-1)),
-            ("loss", "measured less ideal", loss),
-            ("ideal", f"one rank's time divided by {n}", {plan.ONE_RANK: 1 / n}),
-            ("measured", f"{unit} as they train", {trained.label: 1}),
-            (_ALL_OFF, f"{unit}, all of these off together", {plan.ALL_OFF: 1}),
+    others = [
+        _part(times, *row)
+        for row in (
+            (TOTAL, "", total),
+            (INTERACTION, "the loss less the sum", _sum(loss, total, sign=-1)),
+            (LOSS, "measured less ideal", loss),
+            (IDEAL, f"one rank's time divided by {n}", {plan.ONE_RANK: 1 / n}),
+            (MEASURED, f"{unit} as they train", {trained.label: 1}),
+            (ALL_OFF, f"{unit}, all of these off together", {plan.ALL_OFF: 1}),
         )
-    }
-    sets_of_loss, doubt = others["loss"].seconds.sets, ""
+    ]
+    doubt, known = "", next(p.sets for p in others if p.name == LOSS)
     if any(r.mechanism_only for r in records):
         doubt = MECHANISM_ONLY
-    elif 0 < sets_of_loss < decisions.LEAST_SETS:
-        doubt = f"{phrases.plural(sets_of_loss, 'set')} only: a claim needs {decisions.LEAST_SETS}"
+    elif 0 < known < decisions.LEAST_SETS:
+        doubt = f"{phrases.plural(known, 'set')} only: a claim needs {decisions.LEAST_SETS}"
     slowest = "" if doubt else straggler.named(alone)
-    parts = tuple(
-        Part(
-            name=name,
-            how=how,
-            # What needs the wait rests on a choice, of the slowest among the ranks.
-            seconds=_mean(times, counted, n if _WAIT in counted else 1),
-            note=_lacking(records, counted) or (slowest if name == STRAGGLER else ""),
-        )
-        for name, how, counted in terms
-    )
+    parts = []
+    for name, how, counted in terms:
+        note = _lacking(records, counted) or (slowest if name == STRAGGLER else "")
+        # What needs the wait rests on a choice, of the slowest among the ranks.
+        parts.append(replace(_part(times, name, how, counted, n if _WAIT in counted else 1), note=note))
     profiles = [r for r in every if r.run_id == replace(trained.config, purpose="profile").run_id]
-    overlapped = _overlapped(profiles, parts[0].seconds)
-    how = "the exchange in a profile, less what is exposed"
-    others["overlapped communication"] = Part(name="overlapped communication", how=how, seconds=overlapped)
     return Split(
         family=trained.family.removesuffix(plan.LOST),
         unit=unit,
         ranks=n,
         batch=trained.config.global_batch_size,
-        parts=parts,
-        others=others,
+        parts=tuple(parts),
+        others=(*others, _overlapped(profiles, parts[0])),
         doubt=doubt,
     )
 
@@ -275,14 +251,14 @@ def _times(found: Mapping[str, RunRecord]) -> dict[str, float]:
     }
 
 
-def _mean(times: Sequence[Times], counted: Times, choices: int = 1) -> Seconds:
+def _part(times: Sequence[Times], name: str, how: str, counted: Times, choices: int = 1) -> Part:
     """The mean over the sets that hold all that is ``counted``; ``choices`` widen its interval (Bonferroni)."""
     whole = [t for t in times if counted.keys() <= t.keys()]
     known = [s for t in whole if math.isfinite(s := sum(factor * t[label] for label, factor in counted.items()))]
     if not known:
-        return UNKNOWN
+        return Part(name=name, how=how, value=math.nan)
     mean, half = stats.mean_and_half(known, choices)
-    return Seconds(value=mean, low=mean - half, high=mean + half, sets=len(known))
+    return Part(name=name, how=how, value=mean, low=mean - half, high=mean + half, sets=len(known))
 
 
 def _lacking(records: Sequence[RunRecord], counted: Times) -> str:
@@ -295,46 +271,45 @@ def _lacking(records: Sequence[RunRecord], counted: Times) -> str:
     return ""
 
 
-def _overlapped(profiles: Sequence[RunRecord], exposed: Seconds) -> Seconds:
+def _overlapped(profiles: Sequence[RunRecord], exposed: Part) -> Part:
     """What of the exchange is not exposed, by the spans of the rank that waits least for others in a profile."""
     profile = next((r.profile for r in reversed(profiles) if r.profile), None) or {}
     ranks = (profile.get("budget") or {}).get("ranks") or []
-    spans = [span for rank in ranks if (span := rank["unsynchronised"]["spans"].get("communication"))]
-    if not spans or not exposed.known:
-        return UNKNOWN
-    seconds = min(span["seconds"] for span in spans)
+    spans = [span["seconds"] for r in ranks if (span := r["unsynchronised"]["spans"].get("communication"))]
+    seconds = min(spans, default=math.nan)
     value, high, low = (max(seconds - x, 0.0) for x in (exposed.value, *exposed.ends))  # in this order NaN stays NaN
-    return Seconds(value=value, low=low, high=high, sets=exposed.sets)
+    how = "the exchange in a profile, less what is exposed"
+    return Part(name=OVERLAPPED, how=how, value=value, low=low, high=high, sets=exposed.sets if spans else 0)
 
 
 # --- sentence, table, figure ------------------------------------------------------------------------------------------
 
 
-def _milliseconds(split: Split, seconds: Seconds, *, sign: bool = False) -> str:
+def _milliseconds(split: Split, part: Part, *, sign: bool = False) -> str:
     """Such as "1.20 ms (1.05 to 1.35)", with as many decimals as the step of this split deserves."""
-    if not seconds.known:
+    if not part.known:
         return "not measured"
-    step = 1e3 * (split["measured"] if split["measured"].known else split[_ALL_OFF]).value
+    step = 1e3 * (split[MEASURED] if split[MEASURED].known else split[ALL_OFF]).value
     digits = max(0, 2 - math.floor(math.log10(step))) if math.isfinite(step) else 2
     value, low, high = (
         f"{round(1e3 * x, digits) + 0.0:{'+' if sign else ''}.{digits}f}"  # a zero has no sign of its own
-        for x in (seconds.value, *seconds.ends)
+        for x in (part.value, *part.ends)
     )
-    return f"{value} ms ({low} to {high})" if seconds.exists else f"{value} ms"
+    return f"{value} ms ({low} to {high})" if part.exists else f"{value} ms"
 
 
 def sentence(split: Split) -> str:
     """Say what is lost, to what, and whether the split holds."""
     if split.doubt == MECHANISM_ONLY:
         return f"{split.unit} for a batch of {split.batch}: {MECHANISM_ONLY}."
-    text = f"{split.unit} take {_milliseconds(split, split['measured'])} for a batch of {split.batch}"
-    text += f"; one rank's time divided by {split.ranks} is {_milliseconds(split, split['ideal'])}."
-    lost = _milliseconds(split, split["loss"])
+    text = f"{split.unit} take {_milliseconds(split, split[MEASURED])} for a batch of {split.batch}"
+    text += f"; one rank's time divided by {split.ranks} is {_milliseconds(split, split[IDEAL])}."
+    lost = _milliseconds(split, split[LOSS])
     if split.doubt:
         return f"{text} {phrases.begun(split.doubt)}, so no loss is claimed."
     if not split.claimed:
         return f"{text} No loss is resolved: {lost}."
-    named = [f"{p.name}{f' ({p.note})' if p.note else ''} {_milliseconds(split, p.seconds)}" for p in split.largest]
+    named = [f"{p.name}{f' ({p.note})' if p.note else ''} {_milliseconds(split, p)}" for p in split.largest]
     text += f" Lost: {lost}, of which {phrases.joined(named)}." if named else f" Lost: {lost}; no part is resolved."
     return text if split.reliable else f"{text} The split is unreliable: its interaction is above a third of the loss."
 
@@ -343,19 +318,18 @@ def table(found: Sequence[Split]) -> Table:
     """Return a row for each part: how it was measured, its seconds in a step, and its share of the loss."""
     rows = []
     for split in found:
-        notes = {"loss": split.doubt, "interaction": "" if split.reliable else "split unreliable"}
-        of_rank_zero = Part(name="work of rank 0 alone", how=_RANK_ZERO, seconds=Seconds(value=0.0))
-        for p in (*split.parts, of_rank_zero, *split.others.values()):
-            shared = p.name not in split.others or p.name in ("sum of the parts", "interaction")
-            share = p.seconds.value / split["loss"].value if shared and split.claimed and p.seconds.known else None
+        notes = {LOSS: split.doubt, INTERACTION: "" if split.reliable else "split unreliable"}
+        for p in (*split.parts, _RANK_ZERO, *split.others):
+            shared = p not in split.others or p.name in (TOTAL, INTERACTION)
+            share = 100 * p.value / split[LOSS].value if shared and split.claimed and p.known else None
             rows.append(
                 {
                     "Family": split.family,
                     "Part": p.name,
                     "How it is measured": p.how,
-                    "Time in a step": _milliseconds(split, p.seconds),
-                    "Share of the loss": phrases.DASH if share is None else f"{100 * share:.0f} %",
-                    "Sets": str(p.seconds.sets) if p.seconds.sets else phrases.DASH,
+                    "Time in a step": _milliseconds(split, p),
+                    "Share of the loss": phrases.DASH if share is None else f"{share:.0f} %",
+                    "Sets": str(p.sets) if p.sets else phrases.DASH,
                     "Note": notes.get(p.name, p.note),
                 }
             )
@@ -370,17 +344,14 @@ def headline(found: Sequence[Split]) -> str:
 
 def figure(study: Study) -> Figure | None:
     """Ideal step, each part of the loss where the one before ends, and the measured step; None without any."""
-    found = [split for split in splits(study) if split["interaction"].known]
+    found = [split for split in splits(study) if split[INTERACTION].known]
     if not found:
         return None
     panels = []
     for split in found:
-        rows = [_bar(split, "ideal", split["ideal"], style.SOFT, whole=True)]
-        for p in split.parts:
-            rows.append(_bar(split, p.name, p.seconds, style.BAD if p.lost else style.GOOD if p.gained else style.OPEN))
-        rows.append(_bar(split, "interaction", split["interaction"], style.OPEN))
-        rows.append(_bar(split, "measured", split["measured"], style.SOFT, whole=True))
+        shown = (split[IDEAL], *split.parts, split[INTERACTION], split[MEASURED])
         doubt = f" ({split.doubt})" if split.doubt else ""
+        rows = [_bar(split, p) for p in shown]
         panels.append(Panel(heading=f"{split.family}, batch {split.batch}{doubt}", rows=rows))
     records = tuple(r for r in study.records if r.family.endswith(plan.LOST))
     return bars(
@@ -395,8 +366,12 @@ def figure(study: Study) -> Figure | None:
     )
 
 
-def _bar(split: Split, name: str, seconds: Seconds, colour: str, *, whole: bool = False) -> Row:
-    """A bar in milliseconds."""
-    value, low, high = (1e3 * x for x in (seconds.value, *seconds.ends))
-    text = _milliseconds(split, seconds, sign=not whole)
-    return Row(name=name, value=value, low=low, high=high, colour=colour, text=text, whole=whole)
+def _bar(split: Split, p: Part) -> Row:
+    """A bar in milliseconds: a part has a colour where it is resolved."""
+    whole = p.name in (IDEAL, MEASURED)
+    colour = style.SOFT if whole else style.OPEN
+    if p in split.parts and p.resolved:
+        colour = style.BAD if p.value > 0 else style.GOOD
+    value, low, high = (1e3 * x for x in (p.value, *p.ends))
+    text = _milliseconds(split, p, sign=not whole)
+    return Row(name=p.name, value=value, low=low, high=high, colour=colour, text=text, whole=whole)

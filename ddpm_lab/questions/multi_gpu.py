@@ -15,13 +15,12 @@ from ddpm_lab.explain import machine_state, phrases
 from ddpm_lab.explain.answer import Answer, View, speeds
 from ddpm_lab.explain.bands import Bands, share
 from ddpm_lab.explain.charts import style
-from ddpm_lab.explain.charts.bars import bars
 from ddpm_lab.explain.charts.lines import Line, Plot, lines
-from ddpm_lab.explain.charts.style import Panel, Row
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.figure_ratios import measured, projection, timed
 from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.stats import Interval
 from ddpm_lab.plan import SCALINGS, WEAK, Experiment, Family
 from ddpm_lab.questions import lost_scaling as lost
 from ddpm_lab.questions.quality import trained_views
@@ -81,7 +80,8 @@ def multi_gpu(
     if not families:
         raise ConfigError(f"{left_out[0][2]}, so nothing can be compared: give a batch size that they can share")
     if alone:
-        families = [_alone(family) for family in families]
+        most = [(f, *f.candidates[-1]) if f.candidates else (f, f.baseline_label, f.baseline) for f in families]
+        families = [replace(f, baseline=config, baseline_label=name, candidates=()) for f, name, config in most]
     if not ranks and world_sizes is None:
         left_out += [(f.name, setup.ranks_label(2), setup.why_alone) for f in families]
         if setup.device == "cuda" and setup.usable_cores >= 2 and setup.places != 1 and not setup.own:
@@ -90,13 +90,9 @@ def multi_gpu(
         families.append(split)
         label, config = split.candidates[0]
         profiles.append((split.name, label, replace(config, purpose="profile")))
-    elif lost_scaling and ranks:
+    elif lost_scaling and (ranks or world_sizes is not None):
         sizes = ", ".join(map(str, batches))
-        raise ConfigError(
-            f"lost_scaling: {setup.ranks_label(ranks[0])} cannot share a batch of {sizes}: give a multiple"
-        )
-    elif lost_scaling and world_sizes is not None:
-        raise ConfigError("lost_scaling is what several ranks lose, and one rank alone was asked for: give world_sizes")
+        raise ConfigError(f"lost_scaling: give world_sizes of several ranks that can share a batch of {sizes}")
     return Experiment(name="multi_gpu", families=tuple(families), left_out=tuple(left_out), profiles=tuple(profiles))
 
 
@@ -114,14 +110,6 @@ def _lost(setup: Setup, ranks: Sequence[int], batches: Sequence[int], settings: 
         ranks_label=setup.ranks_label(most),
         usable_cores=setup.usable_cores,
     )
-
-
-def _alone(family: Family) -> Family:
-    """The most ranks of a family as its only configuration."""
-    if not family.candidates:
-        return family
-    label, most = family.candidates[-1]
-    return replace(family, baseline=most, baseline_label=label, candidates=())
 
 
 def _scaled(setup: Setup, batch: int, ranks: Sequence[int], settings: dict[str, Any], *, weak: bool = False) -> Family:
@@ -165,8 +153,7 @@ def answer(study: Study) -> Answer:
 
     splits = lost.splits(study)
     captions = {
-        "speedup": (speed_up, "Speed-up against the number of ranks, with the ideal line."),
-        "efficiency": (efficiency_bars, "Parallel efficiency: the speed-up divided by the number of ranks."),
+        "speedup": (by_ranks, "Speed-up, with the ideal line, and efficiency against the number of ranks."),
         "batch": (by_batch, "Time for 50,000 images against the batch size."),
         "lost_scaling": (lost.figure, "Where the lost scaling went, from the ideal step to the measured."),
         "machine": (over_the_run, "Memory of each configuration's ranks, and what neighbours took."),
@@ -238,73 +225,47 @@ def _shared_cores(study: Study, rows: Sequence[Comparison]) -> str:
 
 # --- figures ----------------------------------------------------------------------------------------------------------
 
-_MANY = 16
-"""Ranks above which axes are logarithmic."""
 
-
-def speed_up(study: Study) -> Figure | None:
-    """Speed-up against the number of ranks, one line a family, with the ideal line; None below three numbers."""
-    families = _families(study)
-    unit, shared = _unit(study, families)
+def by_ranks(study: Study) -> Figure | None:
+    """Speed-up and efficiency against the number of ranks, one line a family; None below three numbers."""
+    found = [sorted(rows, key=lambda c: (c.ranks, c.config.nodes)) for rows in measured(study) if len(rows) > 1]
     plots = []
     for kind, what in KINDS.items():
-        shown = [rows for rows in families if rows[0].scaling == kind]
-        hosts = {c.ranks: c.config.nodes for rows in shown for c in rows}
-        ranks = sorted(hosts)
-        if len(ranks) < 3:
+        families = [rows for rows in found if rows[0].scaling == kind]
+        hosts = {c.ranks: c.config.nodes for rows in families for c in rows}
+        if len(hosts) < 3:
             continue
+        ranks, many = sorted(hosts), max(hosts) > 16  # which only a logarithmic axis tells apart
+        common: dict[str, Any] = {
+            "x_label": "ranks",
+            "ticks": ranks,
+            "names": [f"{n}\n{hosts[n]} hosts" if hosts[n] > 1 else str(n) for n in ranks],
+            "log_x": many,
+        }
         ideal = Line(name="ideal", x=[1, ranks[-1]], y=[1, ranks[-1]], colour=style.SOFT, look="--", width=1.4)
-        plots.append(
-            Plot(
-                lines=[ideal, *map(_line, shown)],
-                heading=f"{kind.capitalize()} scaling: {what}",
-                x_label=unit,
-                y_label=f"speed relative to {shown[0][0].baseline_label}",
-                ticks=ranks,
-                names=[f"{n}\n{hosts[n]} hosts" if hosts[n] > 1 else str(n) for n in ranks],
-                log_x=ranks[-1] > _MANY,
-                log_y=ranks[-1] > _MANY,
-                height=3.2,
-            )
-        )
-    note = f"{shared}Upright lines: 95 % interval over sets. Speeds are for equal images."
-    title = f"Speed-up against the number of {unit}"
-    return lines(plots, title=title, context=phrases.context(study), note=note) if plots else None
-
-
-def _line(rows: Sequence[Comparison]) -> Line:
-    low, high = [c.ratio.low for c in rows], [c.ratio.high for c in rows]
-    name = rows[0].family.rpartition(", ")[0]
-    return Line(name=name, x=[c.ranks for c in rows], y=[c.ratio.value for c in rows], low=low, high=high)
-
-
-def efficiency_bars(study: Study) -> Figure | None:
-    """Parallel efficiency as bars, with the line from where on scaling is called good.
-
-    None where ranks share a CPU and there are fewer than three numbers of them: the answer's figure says as much.
-    """
-    families, bands = _families(study), study.bands
-    unit, shared = _unit(study, families)
-    if not families or (unit == "CPU ranks" and max(map(len, families)) < 3):
+        curves = [ideal, *(_line(rows, [c.ratio for c in rows]) for rows in families)]
+        heading = f"{kind.capitalize()} scaling: {what}"
+        plots.append(Plot(lines=curves, heading=heading, y_label="speed-up", log_y=many, height=3.2, **common))
+        shares = [_line(rows, [c.efficiency for c in rows], 100) for rows in families]
+        dashed: dict[str, Any] = {"level": 100 * study.bands.threshold, "height": 2.2}
+        plots.append(Plot(lines=shares, y_label="parallel efficiency, %", **dashed, **common))
+    if not plots:
         return None
-
-    def row(c: Comparison) -> Row:
-        value, low, high = (100 * v for v in (c.efficiency.value, *c.efficiency.ends))
-        text = f"{efficiency(c)}, {band(c, bands)}"
-        return Row(name=c.label, value=value, low=low, high=high, colour=style.SERIES[0], text=text)
-
-    reference = 100 * bands.threshold
-    return bars(
-        [
-            Panel(heading=rows[0].family, rows=[row(c) for c in rows if c.role != "baseline"], reference=reference)
-            for rows in families
-        ],
-        title=f"Parallel efficiency: speed-up divided by the number of {unit}",
+    cpu = [c for rows in found for c in rows if c.config.device == "cpu"]
+    shared = f"{_shared_cores(study, cpu)}; the ideal is that of ranks with devices of their own. " if cpu else ""
+    bands = study.bands
+    return lines(
+        plots,
+        title="Speed-up and parallel efficiency against the number of ranks",
         context=phrases.context(study),
-        label="parallel efficiency, %",
-        note=f"{phrases.begun(bands.owner)} bands: {bands.sentence()}. Dashed: {share(bands.threshold)}. "
-        f"Line: 95 % interval over sets. {shared}",
+        note=f"{shared}Upright lines: 95 % interval over sets. Speeds are for equal images. "
+        f"{phrases.begun(bands.owner)} bands: {bands.sentence()}. Dashed: {share(bands.threshold)}.",
     )
+
+
+def _line(rows: Sequence[Comparison], values: Sequence[Interval], scale: float = 1) -> Line:
+    y, low, high = ([scale * end for end in ends] for ends in zip(*((v.value, *v.ends) for v in values), strict=True))
+    return Line(name=rows[0].family.removesuffix(WEAK), x=[c.ranks for c in rows], y=y, low=low, high=high)
 
 
 def by_batch(study: Study) -> Figure | None:
@@ -336,22 +297,6 @@ def by_batch(study: Study) -> Figure | None:
     title = "Time for 50,000 images against the batch size"
     note = "A projection from timed steps, without start-up; upright lines: 95 % interval of the ratio to one rank."
     return lines(plots, title=title, context=phrases.context(study, batch=False), note=note) if plots else None
-
-
-def _families(study: Study) -> list[list[Comparison]]:
-    """Families that hold more than the baseline, by image size and batch, each by its numbers of ranks."""
-    found = [sorted(rows, key=lambda c: (c.ranks, c.config.nodes)) for rows in measured(study) if len(rows) > 1]
-    return sorted(found, key=lambda rows: (rows[0].scaling or "", rows[0].config.image_size, rows[0].batch))
-
-
-def _unit(study: Study, families: Sequence[Sequence[Comparison]]) -> tuple[str, str]:
-    """What is counted: GPUs or ranks; and a sentence on what CPU ranks share, before a space."""
-    rows = [c for found in families for c in found]
-    devices = {c.config.device for c in rows}
-    if devices == {"cuda"} or not rows:
-        return "GPUs", ""
-    ideal = f"{_shared_cores(study, rows)}; the ideal is that of ranks with devices of their own. "
-    return "CPU ranks" if devices == {"cpu"} else "ranks", ideal
 
 
 _MACHINE = (

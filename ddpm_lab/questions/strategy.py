@@ -17,10 +17,8 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.measure.cluster import current
 from ddpm_lab.questions import experiments
 from ddpm_lab.questions.multi_gpu import scaling_rows
-from ddpm_lab.questions.planned import Measured
 from ddpm_lab.training.setting import check_ranks, usual_device
 
-MODES = ("single", "multi", "auto")
 USUAL = {"cpu": ("tiny", 32), "cuda": ("seed", 128)}
 """Network and global batch size by kind of device, where neither was said."""
 SINGLE, MULTI, MEASURE, NOT_RESOLVED = "single", "multi", "measure", decisions.INCONCLUSIVE
@@ -28,7 +26,7 @@ PRIOR = "prior, not measured"
 PARAMETERS = {"tiny": 44_332, "seed": 10_050_819, "ddpm": 35_746_307, "s000": 39_156_227}
 """Trained parameters of each network, which do not depend on the size of its images."""
 PLAIN = RunConfig()
-"""The step that ``--ranks`` measures: in fp32, eager, with the lab's own kernels and loader."""
+"""The step that the question is about: in fp32, eager, with the lab's own kernels and loader."""
 _VARIES = {"network", "device", "global_batch_size", "world_size", "nodes", "data_sha256", "image_size", "seed"}
 
 
@@ -74,12 +72,12 @@ class Strategy:
         ``carried`` are options with which it was asked for, which the next command needs too.
         """
         lines = [*self.speeds, *([f"measured on {self.where}"] if self.where else [])]
-        network, more = f"--network {self.network or 'NAME'}", f" {carried}" if carried else ""
+        asked = f"ddpm-lab run multi_gpu --network {self.network or 'NAME'} --batch-sizes {self.batch}"
+        asked += f" {carried}" if carried else ""
         if self.answer == NOT_RESOLVED:
-            asked = f"ddpm-lab run multi_gpu {network} --batch-sizes {self.batch}{more}"
             lines.append(f"to resolve 2 %: {asked} --resolution 2%")
         elif self.measured_batch != self.batch:
-            lines.append(f"to measure it: ddpm-lab strategy {network} --batch-size {self.batch}{more} --ranks multi")
+            lines.append(f"to measure it: {asked}")
         return "\n  ".join([self.sentence(), *lines])
 
 
@@ -208,28 +206,3 @@ def several_ranks(device: str) -> int:
     if most < 2:
         raise NoRanksError(f"--ranks multi needs two ranks, and {have}: use --ranks single")
     return most if device == "cuda" else 2
-
-
-def measure(found: Strategy, mode: str, *, output_dir: str | Path | None = None, **settings: Any) -> Measured:
-    """Measure strong scaling of a network at a batch as far as ``mode`` asks.
-
-    Single is one rank alone, multi is one and several; auto is multi unless the answer was single, or there is room for
-    one rank only. Raises NoRanksError for multi on a machine without it, and ConfigError for a network without a name.
-    """
-    choice("mode", mode, MODES)
-    if found.network is None:
-        raise ConfigError(
-            f"--ranks {mode}: a network of {found.parameters:,} parameters is none of the lab's: give --network"
-        )
-    several = mode == "multi" or (mode == "auto" and found.answer != SINGLE and most_ranks(found.device)[0] > 1)
-    return experiments.measure(
-        "multi_gpu",
-        network=found.network,
-        device=found.device,
-        global_batch_sizes=[found.batch],
-        world_sizes=sorted({2, several_ranks(found.device)}) if several else [1],
-        scaling="strong",
-        lost_scaling=False,
-        output_dir=output_dir,
-        **settings,
-    )
