@@ -9,9 +9,9 @@ import pytest
 import records as make
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain.answers import answer_text, first_losses
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.comparison import answer_text, first_losses
 
 ONE = [1.25, 1.1, 1.05]
 

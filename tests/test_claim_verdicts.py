@@ -18,8 +18,9 @@ from ddpm_lab.explain.charts.style import png
 from ddpm_lab.explain.decisions import INCONCLUSIVE
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.quality import NOT_MEASURED
-from ddpm_lab.explain.questions.claims import CONFIRMED, FAULTS, REFUTED, UNTESTABLE, Judged, Reading, judged, readings
 from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.claims import CONFIRMED, REFUTED, UNTESTABLE, Judged, judged
+from ddpm_lab.questions.faults import FAULTS, Reading, readings
 from ddpm_lab.record import Machine, RunRecord
 
 ONE_GPU = replace(make.GPUS, gpus=make.GPUS.gpus[:1])

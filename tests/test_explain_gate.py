@@ -10,11 +10,12 @@ import pytest
 import records as make
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import decisions, gate, stats
+from ddpm_lab.explain import decisions, stats
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.gate import Outcome, outcome, summary
+from ddpm_lab.questions import gate
 from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.gate import Outcome, outcome, summary
 
 MAIN = RunConfig(workload="mine:step", global_batch_size=1, revision="1234567890ab")
 TREE = dataclasses.replace(MAIN, revision="")

@@ -315,8 +315,9 @@ def test_the_run_that_asks_for_it_prints_it(call: Call, monkeypatch: pytest.Monk
         output_dir=tmp_path,
         completed=True,
     )
-    asked = SimpleNamespace(campaign=SimpleNamespace(target=SimpleNamespace(seconds=0)), measure=lambda: answered)
+    asked = SimpleNamespace(measure=lambda: answered)
     monkeypatch.setattr(planning, "plan_question", lambda *_, **__: asked)
+    monkeypatch.setattr(experiments, "undecided", lambda one: one)
     monkeypatch.setattr(experiments, "study_of", lambda _: of)
     monkeypatch.setattr(experiments, "records_of", lambda _: [])
     _, out, _ = call("run", "multi_gpu", "--lost-scaling")

@@ -12,10 +12,10 @@ import records as make
 from cells import column
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import answers
 from ddpm_lab.explain import machine_state as ms
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.table import plain
+from ddpm_lab.questions import comparison as answers
 from ddpm_lab.questions.answers import answer
 from ddpm_lab.record import RunRecord
 

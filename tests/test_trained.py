@@ -9,10 +9,11 @@ import records as make
 from cells import column
 
 from ddpm_lab.config import CHECK, RunConfig
-from ddpm_lab.explain import learned, trained
+from ddpm_lab.explain import trained as learned
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import NOT_TRAINED, WITH_TRIALS
+from ddpm_lab.questions import quality as trained
 from ddpm_lab.questions.answers import answer
 
 BF16, LARGE, MICRO = RunConfig(precision="bf16"), RunConfig(global_batch_size=64), RunConfig(accumulation=2)

@@ -8,25 +8,27 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ddpm_lab.checks import ConfigError, choice, whole
+from ddpm_lab.checks import ConfigError, choice, missing_to_explain, whole
+from ddpm_lab.explain import gains
+from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
+from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.frames import BESIDE_OTHERS, LOOK, RECOMMENDATION, TRIAL, Study, chosen, cohorts, study
+from ddpm_lab.explain.questions.recommendation import write_settings
 from ddpm_lab.files import CHECKOUT, LEDGER, ledgers, output_folder
 from ddpm_lab.ledger import PUBLISHED, Damaged, Head, Ledger, published_trials, read_all
 from ddpm_lab.measure import hardware
 from ddpm_lab.plan import PRESETS, TOGETHER, Experiment, Family
+from ddpm_lab.questions.answers import answer
 from ddpm_lab.questions.ask import LONG, QUESTIONS
 from ddpm_lab.questions.planned import Measured, Planned
 from ddpm_lab.questions.planning import Settings, plan_question
 from ddpm_lab.questions.recommend import LEAST_MINUTES, recommend
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import OWN_DATA, own_data
-
-if TYPE_CHECKING:
-    from ddpm_lab.explain.answer import Answer
-    from ddpm_lab.explain.frames import Study
 
 SEARCHED = ("sets", "resolution", "seeds", "images", "only", "any_batch", "global_batch_size")
 """Settings of a search, and of what it found, alone."""
@@ -66,13 +68,7 @@ def run(
             print(f"note: no effect on records that exist: {', '.join(idle)}; published = False measures with them")
     else:
         shown = study_of(measure(name, output_dir=output_dir, **settings))
-    return _answer(dataclasses.replace(shown, bands=table))
-
-
-def _answer(shown: Study) -> Answer:
-    from ddpm_lab.questions.answers import answer  # noqa: PLC0415 - takes what a bare GPU node may lack
-
-    return answer(shown)
+    return answer(dataclasses.replace(shown, bands=table))
 
 
 def measured_here(name: str, output_dir: str | Path | None) -> Study | None:
@@ -88,8 +84,6 @@ def cohorts_here(name: str, output_dir: str | Path | None) -> list[Study]:
 
     What was measured later, with other images or for less time, hides nothing here.
     """
-    from ddpm_lab.explain.frames import cohorts, study  # noqa: PLC0415 - the explaining half is not on a bare GPU node
-
     output, here = output_folder(output_dir), hardware.machine().key
 
     def mine(heads: Sequence[Head]) -> list[Head]:
@@ -104,8 +98,6 @@ def cohorts_here(name: str, output_dir: str | Path | None) -> list[Study]:
 
 def _published(name: str, output: Path) -> Study:
     """The records of this machine, or else the latest that came with the checkout."""
-    from ddpm_lab.explain.frames import study  # noqa: PLC0415 - as above
-
     if (mine := measured_here(name, output)) is not None:
         return mine
     files = sorted((CHECKOUT / PUBLISHED).glob("*.jsonl"))
@@ -118,8 +110,6 @@ def _published(name: str, output: Path) -> Study:
 
 def study_of(measured: Measured) -> Study:
     """The records that answer what was measured."""
-    from ddpm_lab.explain.frames import BESIDE_OTHERS, LOOK, TRIAL, study  # noqa: PLC0415 - as above
-
     key, name = measured.cohort[0], measured.experiment.name
 
     def mine(head: Head) -> bool:
@@ -184,9 +174,6 @@ def recommendation(
     ``recommend.recommend``, and the errors too.
     ``workload`` is a training of the user's, in place of the lab's own trainer.
     """
-    from ddpm_lab.explain.frames import RECOMMENDATION, study  # noqa: PLC0415 - not on a bare GPU node
-    from ddpm_lab.explain.questions.recommendation import write_settings  # noqa: PLC0415
-
     choice("preset", preset, PRESETS)
     if train_images is not None:
         whole("train_images", train_images, 1)
@@ -208,12 +195,12 @@ def recommendation(
     if not reads:
         machine = hardware.machine().key
         if not any(head.machine.key == machine for head in of_training(Ledger(output / LEDGER).heads()[0], workload)):
-            return _answer(study([], RECOMMENDATION, output_dir=output))
+            return answer(study([], RECOMMENDATION, output_dir=output))
     shown = _stored(RECOMMENDATION, output_dir, ledger, machine, workload)
     shown = dataclasses.replace(shown, train_images=train_images)
     if not reads:
         write_settings(shown)
-    return _answer(shown)
+    return answer(shown)
 
 
 def of_training(heads: Sequence[Head], workload: str | None) -> list[Head]:
@@ -246,12 +233,10 @@ def read_study(
 
     Prints a note of each line that cannot be read. Raises LedgerError where a file is missing or is no ledger.
     """
-    from ddpm_lab.explain.frames import chosen, study  # noqa: PLC0415 - as above
-
     records, damaged = read_all(files, lambda heads: chosen(among(heads), name, machine=machine))
     _note(damaged)
-    answer = study(records, name, machine=machine, output_dir=output)
-    return dataclasses.replace(answer, published_trials=published_trials())
+    found = study(records, name, machine=machine, output_dir=output)
+    return dataclasses.replace(found, published_trials=published_trials())
 
 
 def _note(damaged: Iterable[Damaged]) -> None:
@@ -271,13 +256,8 @@ def measure(name: str, **settings: Any) -> Measured:
 def undecided(planned: Planned) -> Planned:
     """A question without further sets for the comparisons whose answer was shown before."""
     campaign = planned.campaign
-    if campaign.target.seconds == 0 or not any(
-        campaign.held.looked(f.baseline.run_id) for f in campaign.experiment.families
-    ):
-        return planned
-    try:
-        from ddpm_lab.explain.comparisons import comparisons  # noqa: PLC0415 - not on a bare GPU node
-    except ModuleNotFoundError:
+    looked = any(campaign.held.looked(f.baseline.run_id) for f in campaign.experiment.families)
+    if campaign.target.seconds == 0 or not looked or missing_to_explain():
         return planned
     answered = frozenset((c.baseline_id, c.run_id) for c in comparisons(study_of(planned.result())) if c.answered)
     return planned.renewed(decided=answered)
@@ -288,9 +268,7 @@ def combination(planned: Planned) -> Planned | None:
 
     ``planned`` is a question of the same training. Nothing can tell on a node without scipy.
     """
-    try:
-        from ddpm_lab.explain import gains  # noqa: PLC0415 - not on a bare GPU node
-    except ModuleNotFoundError:
+    if missing_to_explain():
         return None
     campaign, name = planned.campaign, planned.campaign.experiment.configurations[0]
     workload = name.work_name if name.is_own else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab.checks import ConfigError, choice, whole
+from ddpm_lab.checks import ConfigError, choice, missing_to_explain, whole
 from ddpm_lab.config import DEVICES, NETWORKS, RunConfig
 from ddpm_lab.explain import decisions, machine_state, phrases, sentences
 from ddpm_lab.explain.comparisons import Comparison
@@ -111,6 +111,8 @@ def strategy(
     answer says so. A network given by its number of ``parameters`` is one of the lab's if the numbers agree. None is
     what is usual for the device. Raises ConfigError for a value that cannot be, or where scipy is missing.
     """
+    if missing := missing_to_explain():
+        raise ConfigError(f"weighing records needs {missing}, which is not installed: choose --ranks single or multi")
     device = usual_device(device)
     choice("device", device, DEVICES)
     check_ranks(device, 1, len(hardware.gpus()), hardware.usable_cores())
@@ -125,13 +127,7 @@ def strategy(
         whole("parameters", parameters, 1)
         network = next((name for name, count in PARAMETERS.items() if count == parameters), None)
     studies = experiments.cohorts_here("multi_gpu", output_dir)
-    try:
-        return decide(studies, network=network, parameters=parameters, batch=batch, device=device)
-    except ModuleNotFoundError as missing:
-        raise ConfigError(
-            f"weighing records needs {missing.name}, which is not installed here: install it, or let benchmark not ask, "
-            "with --ranks single or multi"
-        ) from missing
+    return decide(studies, network=network, parameters=parameters, batch=batch, device=device)
 
 
 def decide(studies: Sequence[Study], *, network: str | None, parameters: int, batch: int, device: str) -> Strategy:
