@@ -25,18 +25,16 @@ from ddpm_lab.explain.frames import Study
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import measure_set
-from ddpm_lab.plan import Plan
+from ddpm_lab.plan import Family, Plan
 from ddpm_lab.questions import experiments, planning
 from ddpm_lab.questions import lost_scaling as question
 from ddpm_lab.questions.answers import answer
 from ddpm_lab.questions.lost_scaling import Split, lost_scaling, splits
 from ddpm_lab.questions.multi_gpu import multi_gpu
 from ddpm_lab.record import RunRecord
+from ddpm_lab.training.setting import Setup
 
-ONE = RunConfig(global_batch_size=16)
-RANKS, IMAGE = 2, 1.0
-MANY = dataclasses.replace(ONE, world_size=RANKS)
-FAMILY = lost_scaling(ONE, MANY, name="tiny, batch 16, 2 ranks", ranks_label="2 ranks", usable_cores=2)
+BATCH, RANKS, IMAGE = 16, 2, 1.0
 PARTS = {
     "communication": "exposed communication",
     "data": "waiting for data",
@@ -51,22 +49,32 @@ LOST = {"data": 0.5, "fixed": 0.5}
 OVERSUBSCRIBED = dataclasses.replace(setup(cores=2), oversubscribe=True)
 
 
+def family_of(machine: Setup, **settings: Any) -> Family:
+    found = lost_scaling(machine, [RANKS], [settings.pop("batch", BATCH)], settings)
+    assert found is not None
+    return found
+
+
+FAMILY = family_of(setup(cores=2))
+
+
 # --- the configurations -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("device", "threads"), [("cpu", 2), ("cuda", 0)])
-def test_each_configuration_has_its_own_thing_off(device: str, threads: int) -> None:
-    one = RunConfig(device=device, global_batch_size=16, loader="files", loader_workers=2)
-    many = dataclasses.replace(one, world_size=2)
-    family = lost_scaling(one, many, name="work", ranks_label="2 ranks", usable_cores=4)
+@pytest.mark.parametrize(("gpus", "threads"), [(0, 2), (2, 0)])
+def test_each_configuration_has_its_own_thing_off(gpus: int, threads: int) -> None:
+    family = family_of(setup(gpus=gpus, cores=4), loader="files", loader_workers=2)
+    one = dict(family.candidates)[plan.ONE_RANK]
+    assert (one.loader, one.loader_workers) == ("files", 2)
     rows = dict(family.candidates)
+    label, many = family.candidates[0]
+    assert label == ("2 GPUs" if gpus else "2 ranks")
     assert family.together
     assert family.baseline == dataclasses.replace(one, loader="still", loader_workers=0)
-    assert set(rows["2 ranks"].differences(one)) == {"world_size"}
-    assert set(rows[plan.NO_EXCHANGE].differences(rows["2 ranks"])) == {"exchange"}
-    assert set(rows[plan.READY_BATCHES].differences(rows["2 ranks"])) == {"loader", "loader_workers"}
-    assert set(rows[plan.ALL_OFF].differences(rows["2 ranks"])) == {"exchange", "loader", "loader_workers"}
-    assert rows[plan.ONE_RANK] == one
+    assert set(many.differences(one)) == {"world_size"}
+    assert set(rows[plan.NO_EXCHANGE].differences(many)) == {"exchange"}
+    assert set(rows[plan.READY_BATCHES].differences(many)) == {"loader", "loader_workers"}
+    assert set(rows[plan.ALL_OFF].differences(many)) == {"exchange", "loader", "loader_workers"}
     small = rows[plan.ONE_SMALL]
     assert small == dataclasses.replace(family.baseline, global_batch_size=8)
     assert rows.get(plan.ONE_SMALL_THREADS) == (dataclasses.replace(small, threads=threads) if threads else None)
@@ -75,45 +83,40 @@ def test_each_configuration_has_its_own_thing_off(device: str, threads: int) -> 
 def test_it_is_measured_in_full_or_when_asked_for_with_a_profile_of_all_ranks() -> None:
     for preset, asked, there in (("full", None, True), ("full", False, False), ("quick", None, False)):
         found = multi_gpu(setup(preset, cores=4), lost_scaling=asked)
-        assert any(f.name.endswith(plan.LOST) for f in found.families) == there
+        assert [f.name.endswith(plan.LOST) for f in found.families if f.together] == [True] * there
         assert len(found.profiles) == there
-    found = multi_gpu(setup(gpus=8), lost_scaling=True, global_batch_sizes=[4, 64, 32])
-    (family,) = (f for f in found.families if f.together)
-    label, config = family.candidates[0]
-    assert found.profiles == ((family.name, label, dataclasses.replace(config, purpose="profile")),)
-    others = {f.baseline.run_id for f in found.families if f is not family}
-    assert family.baseline.run_id not in others, "sets of the question would count as sets of the split"
     assert not multi_gpu(setup(cores=1), lost_scaling=True).profiles
 
 
 def test_of_many_ranks_the_most_that_have_a_speed_and_a_batch_to_share_are_split() -> None:
-    for machine, asked, split in (
+    cases: tuple[tuple[Setup, dict[str, Any], tuple[str, int]], ...] = (
         (setup(gpus=8), {"global_batch_sizes": [4, 64, 32]}, ("8 GPUs", 32)),
         (setup(gpus=6), {}, ("4 GPUs", 128)),
         (OVERSUBSCRIBED, {"world_sizes": [1, 2, 3], "global_batch_sizes": [24, 18]}, ("2 ranks", 18)),
         (OVERSUBSCRIBED, {"world_sizes": [1, 3], "global_batch_sizes": [18]}, ("3 ranks", 18)),
-    ):
-        settings: dict[str, Any] = {"lost_scaling": True, **asked}
-        found = multi_gpu(machine, **settings)
+    )
+    for machine, asked, split in cases:
+        found = multi_gpu(machine, lost_scaling=True, **asked)
         (family,) = (f for f in found.families if f.together)
         label, config = family.candidates[0]
         assert (label, config.global_batch_size) == split
+        assert found.profiles == ((family.name, label, dataclasses.replace(config, purpose="profile")),)
+        others = {f.baseline.run_id for f in found.families if f is not family}
+        assert family.baseline.run_id not in others, "sets of the question would count as sets of the split"
         # Ranks that share cores say so in every part, and in the profile.
         over = machine is OVERSUBSCRIBED
         assert all(c.oversubscribe == (over and c.world_size > 2) for c in found.configurations)
 
 
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
+def test_what_cannot_be_split_is_refused_and_not_left_out_in_silence() -> None:
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"world_sizes": [1]}, "give world_sizes of several ranks that can share a batch of 16"),
         ({"world_sizes": [1, 2], "global_batch_sizes": [9], "scaling": "weak"}, "that can share a batch of 9"),
         ({"world_sizes": [1, 2, 3]}, "16 cannot be shared by 3 ranks: give a multiple"),
-    ],
-)
-def test_what_cannot_be_split_is_refused_and_not_left_out_in_silence(asked: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        multi_gpu(dataclasses.replace(OVERSUBSCRIBED, preset="smoke"), lost_scaling=True, **asked)
+    )
+    for asked, words in cases:
+        with pytest.raises(ConfigError, match=words):
+            multi_gpu(dataclasses.replace(OVERSUBSCRIBED, preset="smoke"), lost_scaling=True, **asked)
 
 
 # --- planted losses ---------------------------------------------------------------------------------------------------
@@ -122,10 +125,10 @@ def test_what_cannot_be_split_is_refused_and_not_left_out_in_silence(asked: dict
 def steps(**plants: float) -> dict[str, float]:
     """Milliseconds of a step of each configuration, with planted losses; ``fixed`` is what no batch makes smaller."""
     p = {**dict.fromkeys(PARTS, 0.0), **plants}
-    small = p["fixed"] + IMAGE * ONE.global_batch_size / RANKS
+    small = p["fixed"] + IMAGE * BATCH / RANKS
     off = small + p["threads"] + p["shared"] + p["slow"]
     many = off + p["communication"] + p["data"] + p["interaction"]
-    one_off = p["fixed"] + IMAGE * ONE.global_batch_size
+    one_off = p["fixed"] + IMAGE * BATCH
     return {
         "2 ranks": many,
         plan.NO_EXCHANGE: many - p["communication"],
@@ -143,8 +146,7 @@ def measured(count: int = 6, /, **plants: float) -> list[RunRecord]:
     times = steps(**plants)
     base = times[plan.ONE_OFF]
     candidates = {
-        label: (config, base * config.global_batch_size / ONE.global_batch_size / times[label])
-        for label, config in FAMILY.candidates
+        label: (config, base * config.global_batch_size / BATCH / times[label]) for label, config in FAMILY.candidates
     }
     values: dict[str, Any] = {"baseline": FAMILY.baseline, "baseline_label": plan.ONE_OFF, "experiment": "multi_gpu"}
     found = make.sets(candidates, family=FAMILY.name, count=count, step_seconds=base / 1e3, set_noise=0.001, **values)
@@ -308,15 +310,9 @@ def test_the_question_shows_the_parts_which_are_no_comparisons_of_its_own() -> N
 
 def test_the_run_that_asks_for_it_prints_it(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     of = study(scaling(), measured(communication=4.0))
-    answered = SimpleNamespace(
-        experiment=SimpleNamespace(name="multi_gpu", configurations=()),
-        measured_sets=0,
-        ledger="ledger.jsonl",
-        output_dir=tmp_path,
-        completed=True,
-    )
-    asked = SimpleNamespace(measure=lambda: answered)
-    monkeypatch.setattr(planning, "plan_question", lambda *_, **__: asked)
+    experiment = SimpleNamespace(name="multi_gpu", configurations=())
+    answered = SimpleNamespace(experiment=experiment, measured_sets=0, ledger="", output_dir=tmp_path, completed=True)
+    monkeypatch.setattr(planning, "plan_question", lambda *_, **__: SimpleNamespace(measure=lambda: answered))
     monkeypatch.setattr(experiments, "undecided", lambda one: one)
     monkeypatch.setattr(experiments, "study_of", lambda _: of)
     monkeypatch.setattr(experiments, "records_of", lambda _: [])
@@ -336,9 +332,9 @@ def test_what_is_planted_in_real_ranks_is_found(tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     workload = "lab_workloads:waiting"
     planted = {"image": 0.008, "fixed": 0.040, "loader": 0.048, "slow": 0.032, "exchange": 0.072}
-    one = RunConfig(workload=workload, global_batch_size=8, oversubscribe=True, options=tuple(planted.items()))
-    many, cores = dataclasses.replace(one, world_size=2), hardware.usable_cores()
-    family = lost_scaling(one, many, name="waits", ranks_label="2 ranks", usable_cores=cores)
+    cores = hardware.usable_cores()
+    machine = setup(cores=cores, oversubscribe=True)
+    family = family_of(machine, batch=8, workload=workload, options=tuple(planted.items()), oversubscribe=True)
     instrument = Instrument(code=code_of(workload), cache=tmp_path, usable_cores=cores, data_name="none")
     members = [
         Member("baseline", family.baseline_label, family.baseline),

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ddpm_lab import plan
-from ddpm_lab.config import ExchangeConfig, RunConfig
+from ddpm_lab.config import ExchangeConfig
 from ddpm_lab.explain import decisions, phrases, stats, straggler
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.bars import bars
@@ -28,6 +28,7 @@ from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.table import Table, one_family, without_constant
 from ddpm_lab.plan import Family
 from ddpm_lab.record import RunRecord, crowded, seconds_by_turn, set_log_ratio
+from ddpm_lab.training.setting import Setup
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,18 +44,26 @@ Times = Mapping[str, float]
 """Seconds of a step of each configuration of a set, by its label; or the factor that each is counted with."""
 
 
-def lost_scaling(one: RunConfig, many: RunConfig, *, name: str, ranks_label: str, usable_cores: int) -> Family:
-    """Configurations of strong scaling from ``one`` rank to ``many`` at the same global batch, all in each set.
+def lost_scaling(
+    setup: Setup, ranks: Sequence[int], batches: Sequence[int], settings: Mapping[str, Any]
+) -> Family | None:
+    """Configurations of strong scaling for the most of ``ranks`` that can share a batch, the smallest; None without.
 
     With all ranks: as they train, without exchange of gradients, with batches that are ready, and with all of these
     off. With one rank: as it trains, with ready batches, with the batch of a rank, and on a CPU with its threads too.
     The baseline is one rank with all of it off: what it does, the others do too.
     """
+    # Ranks that share a core show no speed, and so no loss: they are split only where nothing else was asked for.
+    shared = [(n <= setup.most_ranks, n, -batch) for n in ranks for batch in batches if batch % n == 0]
+    if not shared:
+        return None
+    _, most, negative = max(shared)
+    one, many = (setup.config(global_batch_size=-negative, world_size=n, **settings) for n in (1, most))
     alone = ExchangeConfig(enabled=False)
     still: dict[str, Any] = {"loader": "still", "loader_workers": 0}
     small = replace(one, **still, global_batch_size=many.rank_batch_size)
     rows = [
-        (ranks_label, many),
+        (setup.ranks_label(most), many),
         (plan.NO_EXCHANGE, replace(many, exchange=alone)),
         (plan.ALL_OFF, replace(many, **still, exchange=alone)),
         (plan.READY_BATCHES, replace(many, **still)),
@@ -62,9 +71,9 @@ def lost_scaling(one: RunConfig, many: RunConfig, *, name: str, ranks_label: str
         (plan.ONE_SMALL, small),
     ]
     if one.device == "cpu":
-        rows.append((plan.ONE_SMALL_THREADS, replace(small, threads=many.rank_threads(usable_cores))))
+        rows.append((plan.ONE_SMALL_THREADS, replace(small, threads=many.rank_threads(setup.usable_cores))))
     return Family(
-        name=f"{name}{plan.LOST}",
+        name=f"{setup.family_name(-negative, most)}{plan.LOST}",
         baseline=replace(one, **still),
         baseline_label=plan.ONE_OFF,
         candidates=tuple(rows),

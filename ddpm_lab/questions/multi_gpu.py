@@ -86,7 +86,7 @@ def multi_gpu(
         left_out += [(f.name, setup.ranks_label(2), setup.why_alone) for f in families]
         if setup.device == "cuda" and setup.usable_cores >= 2 and setup.places != 1 and not setup.own:
             families.append(_mechanism(setup, precision))
-    if setup.splits_scaling(lost_scaling) and (split := _lost(setup, ranks, batches, settings)):
+    if setup.splits_scaling(lost_scaling) and (split := lost.lost_scaling(setup, ranks, batches, settings)):
         families.append(split)
         label, config = split.candidates[0]
         profiles.append((split.name, label, replace(config, purpose="profile")))
@@ -94,22 +94,6 @@ def multi_gpu(
         sizes = ", ".join(map(str, batches))
         raise ConfigError(f"lost_scaling: give world_sizes of several ranks that can share a batch of {sizes}")
     return Experiment(name="multi_gpu", families=tuple(families), left_out=tuple(left_out), profiles=tuple(profiles))
-
-
-def _lost(setup: Setup, ranks: Sequence[int], batches: Sequence[int], settings: dict[str, Any]) -> Family | None:
-    """Where the rest of the ideal speed-up went, for the most ranks with a device each that can share a batch."""
-    # Ranks that share a core show no speed, and so no loss: they are split only where nothing else was asked for.
-    shared = [(n <= setup.most_ranks, n, -batch) for n in ranks for batch in batches if batch % n == 0]
-    if not shared:
-        return None
-    _, most, negative = max(shared)
-    return lost.lost_scaling(
-        setup.config(global_batch_size=-negative, **settings),
-        setup.config(global_batch_size=-negative, world_size=most, **settings),
-        name=setup.family_name(-negative, most),
-        ranks_label=setup.ranks_label(most),
-        usable_cores=setup.usable_cores,
-    )
 
 
 def _scaled(setup: Setup, batch: int, ranks: Sequence[int], settings: dict[str, Any], *, weak: bool = False) -> Family:
