@@ -67,7 +67,7 @@ def test_the_module_runs_like_the_command() -> None:
         ("dance", ["'dance'", "run"]),
         ("run", ["EXPERIMENT", "--help"]),
         ("run multi_gpu --bands s002", ["--bands", "'s002'", "s000, s001"]),
-        ("run multi_gpu --bands good=50%,better=80%,poor=0", ["--bands", "'better'", "not below"]),
+        ("run multi_gpu --bands good=50%,better=80%,poor=0", ["--bands", "better=80%", "falling"]),
         ("figures --ledger LEDGER --bands good=50%", ["good=50%"]),
         ("run amp --scaling weak", ["--scaling", "amp", "only multi_gpu"]),
         ("run multi_gpu --scaling sideways", ["scaling is 'sideways'", "strong, weak, both"]),

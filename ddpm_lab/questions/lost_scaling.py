@@ -351,9 +351,9 @@ def headline(found: Sequence[Split]) -> str:
     return f"Lost to {phrases.joined([p.name for p in parts])}" if parts else "Where the lost scaling went"
 
 
-def figure(study: Study) -> Figure | None:
+def figure(study: Study, found: Sequence[Split]) -> Figure | None:
     """Ideal step, each part of the loss where the one before ends, and the measured step; None without any."""
-    found = [split for split in splits(study) if split[INTERACTION].known]
+    found = [split for split in found if split[INTERACTION].known]
     if not found:
         return None
     panels = []

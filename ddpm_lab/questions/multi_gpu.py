@@ -136,19 +136,20 @@ def answer(study: Study) -> Answer:
         return {title: rated(row, study.bands) if row.sets and row.role == "candidate" else phrases.DASH}
 
     splits = lost.splits(study)
-    captions = {
-        "speedup": (by_ranks, "Speed-up, with the ideal line, and efficiency against the number of ranks."),
-        "batch": (by_batch, "Time for 50,000 images against the batch size."),
-        "lost_scaling": (lost.figure, "Where the lost scaling went, from the ideal step to the measured."),
-        "machine": (over_the_run, "Memory of each configuration's ranks, and what neighbours took."),
-    }
+    where = " ".join(["Where the lost scaling went.", *map(lost.sentence, splits)])
+    curves = "Speed-up and parallel efficiency against the number of ranks."
+    memory = "Memory of each configuration's ranks, and what neighbours took."
     views = (
-        *(View(caption=text, name=name, figure=partial(draw, study)) for name, (draw, text) in captions.items()),
-        *trained_views(study),
+        View(caption=curves, name="speedup", figure=lambda: by_ranks(study)),
+        View(caption="Time for 50,000 images against the batch size.", name="batch", figure=lambda: by_batch(study)),
         View(
-            caption=" ".join(["Where the lost scaling went.", *map(lost.sentence, splits)]),
-            table=lambda: lost.table(splits),
+            caption="Where the lost scaling went, from the ideal step to the measured.",
+            name="lost_scaling",
+            figure=lambda: lost.figure(study, splits),
         ),
+        View(caption=memory, name="machine", figure=lambda: over_the_run(study)),
+        *trained_views(study),
+        View(caption=where, table=lambda: lost.table(splits)),
         View(caption="What the machine did meanwhile.", table=lambda: machine_state.table(study)),
     )
     found = compared(study, rows=rows, own=partial(_efficiency_notes, study))
