@@ -155,11 +155,10 @@ def splits(study: Study) -> list[Split]:
 def _split(records: Sequence[RunRecord], every: Sequence[RunRecord]) -> Split | None:
     """Split the loss of a family; ``every`` holds the profile of all ranks too."""
     sets = _sets(records)
-    many = [r for r in records if r.role == "candidate" and r.config.world_size > 1]
-    if not many or not sets:
-        return None
     off = (plan.NO_EXCHANGE, plan.READY_BATCHES, plan.ALL_OFF)
-    trained = next((r for r in records if r.config.world_size > 1 and r.label not in off), many[0])
+    trained = next((r for r in records if r.config.world_size > 1 and r.label not in off), None)
+    if trained is None or not sets:
+        return None
     n, cpu = trained.config.world_size, trained.config.device == "cpu"
     unit = phrases.plural(n, "rank" if cpu else "GPU")
     times = [_times(found) for found in sets]
