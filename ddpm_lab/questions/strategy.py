@@ -81,20 +81,20 @@ class Strategy:
         return "\n  ".join([self.sentence(), *lines])
 
 
+_PRIOR = (
+    (1_000_000, math.inf, SINGLE, "the model is too small, below 1,000,000 parameters"),
+    (5_000_000, 128, SINGLE, "below 5,000,000 parameters with a batch below 128"),
+    (5_000_000, math.inf, MEASURE, "below 5,000,000 parameters with a batch of at least 128, only measuring tells"),
+    (10_000_000, math.inf, MEASURE, "between 5,000,000 and 10,000,000 parameters only measuring tells"),
+    (math.inf, 64, SINGLE, "the batch is below 64: increase it for several"),
+    (math.inf, math.inf, MULTI, "at least 10,000,000 parameters with a batch of at least 64"),
+)
+"""S003's strategy selector: the first row that has more parameters and a larger batch answers, for its reason."""
+
+
 def prior(parameters: int, batch: int) -> tuple[str, str]:
-    """Answer and reason by the thresholds of S003's strategy selector, which know neither machine nor network."""
-    million = 1_000_000
-    if parameters < million:
-        return SINGLE, "the model is too small, below 1,000,000 parameters"
-    if parameters < 5 * million and batch < 128:
-        return SINGLE, "below 5,000,000 parameters with a batch below 128"
-    if parameters < 5 * million:
-        return MEASURE, "below 5,000,000 parameters with a batch of at least 128, only measuring tells"
-    if parameters < 10 * million:
-        return MEASURE, "between 5,000,000 and 10,000,000 parameters only measuring tells"
-    if batch >= 64:
-        return MULTI, "at least 10,000,000 parameters with a batch of at least 64"
-    return SINGLE, "the batch is below 64: increase it for several"
+    """Answer and reason by the thresholds of S003, which know neither machine nor network."""
+    return next((answer, why) for most, largest, answer, why in _PRIOR if parameters < most and batch < largest)
 
 
 def strategy(
