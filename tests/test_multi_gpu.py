@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import records as make
-from cells import by, column
 from scaled_records import ONE, strong, switched_off, weak
 
 from ddpm_lab.config import RunConfig
@@ -89,14 +88,6 @@ def test_families_that_do_not_scale_are_left_to_others() -> None:
     assert [r.label for r in changes] == ["2 GPUs"], "without an exchange nothing is trained"
     both = make.study([*strong({2: 1.6}), *weak({2: 1.9})], "recommendation")
     assert {r.family for r in gains.measured(both)} == {"seed, batch 64"}, "a ratio between batches is no gain"
-
-
-def test_the_table_shows_both_kinds_in_rows_of_their_own() -> None:
-    shown = answer(study(strong({2: 1.6}), weak({2: 1.9}))).table()
-    families = list(dict.fromkeys(column(shown, "Family")))
-    assert families == ["seed, batch 64, strong scaling", "seed, batch 64 per rank, weak scaling"]
-    cell = by(answer(study(strong({2: 1.6}))).table(), "Configuration")["2 GPUs"]["Efficiency, by S001's bands"]
-    assert cell.startswith("80 %, good (")
 
 
 def test_a_layout_names_devices_and_hosts() -> None:
