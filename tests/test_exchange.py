@@ -141,7 +141,7 @@ def test_what_cannot_be_run_is_refused(call: Call) -> None:
         with pytest.raises(ConfigError, match=words):
             ask("all_reduce", setup(), **grid)
     code, _, err = call("run", "all_reduce", "--batch-size", "8")
-    assert (code, "--batch-size: the experiment all_reduce has none" in err) == (2, True)
+    assert (code, "--batch-size 8: only profile, amp" in err) == (2, True)
 
 
 def ring(alpha: float = ALPHA, beta: float = BETA) -> Callable[[int, int], float]:

@@ -188,14 +188,15 @@ def test_the_ranks_of_a_job_are_those_of_all_its_hosts(monkeypatch: pytest.Monke
         slots = [[Place(n, f"h{h}", None) for n in range(places)] for h in range(hosts)]
         monkeypatch.setattr(cluster, "_current", Cluster(slots, Store("127.0.0.1", 1, "job")))
         assert strategy.most_ranks(device) == (most, words)
-        assert strategy.several_ranks(device) == (most if device == "cuda" else 2)
+    with pytest.raises(strategy.NoRanksError, match=words):
+        strategy.several_ranks("cpu")
 
 
 @pytest.mark.usefixtures("two_cores")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--batch-size 0", ["--batch-size", "0", "at least 1"]),
+        ("--batch-size 0", ["batch_size", "0", "at least 1"]),
         ("--parameters 0", ["parameters", "0", "at least 1"]),
         ("--network seed --parameters 7", ["--parameters", "--network"]),
         ("--device cuda", ["'cuda'", "no GPU is visible"]),

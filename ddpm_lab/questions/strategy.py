@@ -198,5 +198,8 @@ def most_ranks(device: str) -> tuple[int, str]:
 
 
 def several_ranks(device: str) -> int:
-    """How many ranks several are where nobody says: all GPUs, and two on a CPU."""
-    return most_ranks(device)[0] if device == "cuda" else 2
+    """How many ranks several are where nobody says: all GPUs, or two on a CPU; raises NoRanksError for one device."""
+    most, have = most_ranks(device)
+    if most < 2:
+        raise NoRanksError(f"--ranks multi needs two ranks, and {have}: use --ranks single")
+    return most if device == "cuda" else 2
