@@ -34,12 +34,12 @@ from ddpm_lab.explain.bands import documents
 from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison, comparisons
 from ddpm_lab.explain.frames import Study, once, rank_zero
 from ddpm_lab.explain.grids import markdown as grid
-from ddpm_lab.explain.questions import lost_scaling
 from ddpm_lab.explain.subject import Subject, roofline, subject
 from ddpm_lab.explain.table import Table
 from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.trials import COMPILE_SECONDS
 from ddpm_lab.plan import WEAK, Experiment, Family
+from ddpm_lab.questions import lost_scaling
 from ddpm_lab.record import set_log_ratio
 from ddpm_lab.training.setting import Batch, Setup, WorldSize, check_cores
 
