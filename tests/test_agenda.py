@@ -13,7 +13,7 @@ import records as make
 from ddpm_lab.checks import ConfigError, LabError
 from ddpm_lab.measure.trials import COMPILE_SECONDS
 from ddpm_lab.plan import OTHERS, PRIMARY
-from ddpm_lab.questions import agenda
+from ddpm_lab.questions import agenda, experiments
 from ddpm_lab.record import LedgerError
 
 
@@ -44,7 +44,7 @@ class Question:
         assert not look, "all answers are shown at once, at the end"
         if self.refusal:
             raise self.refusal
-        self.lab.done.append((self.name, *stages, seconds))
+        self.lab.done.append((self.name, "+".join(stages), seconds))
         self.lab.now += self.takes * seconds
         self.told("a line")
         return SimpleNamespace(planned=self.restarts_as or self, measured_sets=len(stages))
@@ -59,9 +59,11 @@ class Laboratory:
         self.questions: dict[str, Question] = {}
         self.refused: list[str] = []
         self.lines: list[tuple[str, str]] = []
+        self.combined: Question | None = None
         monkeypatch.setattr(agenda, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(agenda, "plan_question", self.plan)
         monkeypatch.setattr(agenda, "environment", make.environment)
+        monkeypatch.setattr(experiments, "combination", lambda planned: planned.name == "amp" and self.combined)
 
     def plan(self, name: str, *, further: bool, say: Callable[[str], None], preset: str) -> Question:
         assert (further, preset) == (False, "quick"), "what was shown gets no more sets"
@@ -100,6 +102,15 @@ def test_all_primary_comparisons_come_before_any_other_in_equal_shares(lab: Labo
             left -= left * share / waiting
     assert lab.now == pytest.approx(1600.0)
     assert [question.looks for question in lab.questions.values()] == [[make.environment().date]] * 3
+
+
+def test_what_can_be_recommended_together_is_measured_before_the_others(lab: Laboratory) -> None:
+    lab.add("multi_gpu", "amp")
+    lab.combined = Question("recommendation", lab)
+    assert lab.measure() == 6
+    after = [("recommendation", f"{PRIMARY}+{OTHERS}"), ("multi_gpu", OTHERS), ("amp", OTHERS)]
+    assert [row[:2] for row in lab.done[2:]] == after
+    assert lab.combined.looks == [make.environment().date]
 
 
 def test_time_goes_to_what_compiles_and_what_is_left_to_those_after_it(lab: Laboratory) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import wraps
 from pathlib import Path
@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from ddpm_lab import plan
 from ddpm_lab.explain.bands import DEFAULT, NAMED, Bands
-from ddpm_lab.ledger import Head
+from ddpm_lab.ledger import Damaged, Head, published_trials, read_all
 from ddpm_lab.record import Cohort, LedgerError, Machine, RunRecord
 
 RECOMMENDATION = plan.RECOMMENDATION
@@ -224,6 +224,30 @@ def _one_cohort(records: Sequence[T], cohort: Cohort | None, *, mixed: bool = Fa
         measured = [r for r in records if r.role != "note"] or records
         cohort = max(measured, key=_moment).cohort
     return [r for r in records if r.cohort[mixed:] == cohort[mixed:]]
+
+
+def read_study(
+    files: Sequence[Path],
+    name: str,
+    output: Path,
+    *,
+    machine: str | None = None,
+    among: Callable[[Sequence[Head]], Sequence[Head]] = lambda heads: heads,
+) -> Study:
+    """What records in ``files`` answer a question: those ``among`` them, of one machine; see ``chosen``.
+
+    Prints a note of each line that cannot be read. Raises LedgerError where a file is missing or is no ledger.
+    """
+    records, damaged = read_all(files, lambda heads: chosen(among(heads), name, machine=machine))
+    note(damaged)
+    found = study(records, name, machine=machine, output_dir=output)
+    return replace(found, published_trials=published_trials())
+
+
+def note(damaged: Iterable[Damaged]) -> None:
+    """Print a note of each line of a ledger that cannot be read."""
+    for line in damaged:
+        print(f"note: {line}")
 
 
 def cohorts(records: Sequence[T]) -> list[Cohort]:

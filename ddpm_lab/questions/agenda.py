@@ -14,7 +14,8 @@ from typing import Any
 from ddpm_lab.checks import LabError
 from ddpm_lab.measure.hardware import environment
 from ddpm_lab.measure.trials import COMPILE_SECONDS
-from ddpm_lab.plan import OTHERS, PRIMARY
+from ddpm_lab.plan import OTHERS, PRIMARY, RECOMMENDATION
+from ddpm_lab.questions import experiments
 from ddpm_lab.questions.planning import Planned, check_time, plan_question
 
 PRIMARY_SHARE = 0.75
@@ -58,10 +59,15 @@ def measure(
         with _going_on(name, say):
             found = one.measure(seconds=max(LEAST_SECONDS, left), stages=(PRIMARY,), look=False)
             sets, measured[name] = sets + found.measured_sets, found.planned
+    with _going_on(RECOMMENDATION, say):
+        first = measured.get("amp") or next(iter(measured.values()), None)
+        if first and (combined := experiments.combination(first)):
+            measured = {RECOMMENDATION: combined, **measured}
     for count, (name, one) in enumerate(measured.items()):
         left = (ends - time.monotonic()) / (len(measured) - count)
+        stages = (PRIMARY, OTHERS) if name == RECOMMENDATION else (OTHERS,)
         with _going_on(name, say):
-            found = one.measure(seconds=max(left, 1.0), stages=(OTHERS,), look=False)
+            found = one.measure(seconds=max(left, 1.0), stages=stages, look=False)
             sets, measured[name] = sets + found.measured_sets, found.planned
     date = environment().date
     for name, one in measured.items():  # all answers are shown at once

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+from ddpm_lab import files
 from ddpm_lab.checks import ConfigError, choice
 from ddpm_lab.config import DDPM, ExchangeConfig, RunConfig
 from ddpm_lab.declared import Opt, known
@@ -31,16 +32,19 @@ from ddpm_lab.explain.bands import documents
 from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison, comparisons
 from ddpm_lab.explain.frames import Study, once, rank_zero
 from ddpm_lab.explain.grids import markdown as grid
-from ddpm_lab.explain.questions import lost_scaling
 from ddpm_lab.explain.subject import Subject, roofline, subject
 from ddpm_lab.explain.table import Table
+from ddpm_lab.measure.held import Held
+from ddpm_lab.measure.trials import COMPILE_SECONDS
 from ddpm_lab.plan import WEAK, Experiment, Family
-from ddpm_lab.questions import torch_compile
+from ddpm_lab.questions import lost_scaling, torch_compile
 from ddpm_lab.questions.batch_size import CAVEAT
 from ddpm_lab.record import set_log_ratio
 from ddpm_lab.training.setting import Batch, Setup, WorldSize, check_cores
 
 BASELINE = "the present settings"
+COMPILE_SHARE = 0.5
+"""Share of the time that cold compiles may take: the rest is for what they are compared with."""
 SIZES = ", batch sizes"
 _FIXED = ("purpose", "workload", "data", "data_sha256", "options", "nodes")
 """Settings of a configuration that a question does not take."""
@@ -112,6 +116,19 @@ def check_memory(config: RunConfig, available_bytes: float, where: str) -> None:
             f"global_batch_size is {batch:,}: a step needs at least about {needed / 2**30:,.1f} GiB, and {where} has "
             f"{available_bytes / 2**30:,.1f} GiB; give a smaller batch"
         )
+
+
+def fitting(experiment: Experiment, seconds: float, held: Held) -> Experiment:
+    """Leave out the changes whose cold compiles alone would take more than half of ``seconds``, and say so."""
+    took, families = max(held.compile_seconds, default=COMPILE_SECONDS), experiment.families
+    room = int(COMPILE_SHARE * seconds // took)
+    every = [(f.name, label, c) for f in families for label, c in f.candidates if c.compile != "off"]
+    cold = [row for row in every if not held.cold_compiles(row[2].run_id) and row[2].run_id not in held.lasting]
+    why = f"does not fit into the time: its cold compile takes about {took:.0f} s"
+    left_out = [(family, label, why) for family, label, _ in cold[room:]]
+    gone = {(family, label) for family, label, _ in left_out}
+    kept = [replace(f, candidates=tuple(r for r in f.candidates if (f.name, r[0]) not in gone)) for f in families]
+    return replace(experiment, families=tuple(kept), left_out=(*experiment.left_out, *left_out))
 
 
 def changes(config: RunConfig, *, usable_cores: int, most_ranks: int) -> dict[str, RunConfig]:
@@ -364,7 +381,7 @@ def _slow_rank(study: Study, about: Subject) -> Advice:
 
 
 def table(study: Study) -> Table:
-    """What was measured to be worth changing as strings, one row a change, in the order of ``advice``; may be empty."""
+    """What was measured to be faster, one row a change, in the order of ``advice``; may be empty."""
     return [
         {
             "Change": a.title,
@@ -375,7 +392,7 @@ def table(study: Study) -> Table:
             "Command": a.command,
         }
         for a in advice(study)
-        if not math.isnan(a.ratio)
+        if a.ratio > 1
     ]
 
 
@@ -506,27 +523,24 @@ def _utilisation(about: Subject) -> Target:
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
-def write(study: Study, folder: Path, pictures: Sequence[tuple[str, str]] = (), remarks: Sequence[str] = ()) -> Path:
+def write(study: Study, folder: Path, pictures: Sequence[tuple[str, str]] = ()) -> Path:
     """Write the report into ``folder``, as Markdown and as a page; returns the former. See ``markdown``."""
     folder.mkdir(parents=True, exist_ok=True)
-    text, target = markdown(study, pictures, remarks), folder / f"{REPORT}.md"
-    pages.replace_text(target, text)
+    text, target = markdown(study, pictures), folder / f"{REPORT}.md"
+    files.replace(target, text)
     pages.write_markdown(text, target.with_suffix(".html"))
     return target
 
 
-def markdown(study: Study, pictures: Sequence[tuple[str, str]] = (), remarks: Sequence[str] = ()) -> str:
-    """The whole report; ``pictures`` are (text alternative, file name) of those that lie beside it.
-
-    ``remarks`` are sentences on how it was measured that end the executive summary.
-    """
+def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
+    """The whole report; ``pictures`` are (text alternative, file name) of those that lie beside it."""
     about = subject(study)
     if about is None:
         return f"# Bottleneck report\n\n{summary(study)[0]}\n"
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     found, config = advice(study), about.config
-    peak, mine = roofline(study, about), (config.world_size, config.global_batch_size)
+    peak, mine, phases = roofline(study, about), (config.world_size, config.global_batch_size), bd.table(about.taken)
     ranked = [(str(i), a.title, a.impact, a.expected, a.status, a.quality_word) for i, a in enumerate(found, 1)]
     environment = Environment(loader=FileSystemLoader(pages.TEMPLATES), undefined=StrictUndefined, trim_blocks=True)
     text: str = environment.get_template("bottleneck.md.j2").render(
@@ -537,8 +551,8 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = (), remarks: Se
         taken=about.taken,
         advice=found,
         declined=declined(study),
-        summary=[*summary(study), *remarks],
-        phases=grid([("Component", "Time per batch", "Share", "Class"), *_phases(about)]),
+        summary=summary(study),
+        phases=grid([list(phases[0]), *(list(row.values()) for row in phases)]),
         verdict=verdict(about),
         evidence=bd.evidence(about.taken),
         roofline=limits.sentence_of(peak) if peak else "",
@@ -555,13 +569,3 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = (), remarks: Se
         busy=machine_state.busy(study).strip(),
     )
     return f"{text.rstrip()}\n"
-
-
-def _phases(about: Subject) -> list[tuple[str, str, str, str]]:
-    line, taken = about.taken.running, about.taken
-    names = {bd.TRANSFER: "memory transfer", bd.COMPUTE: "GPU compute" if taken.on_device else "compute"}
-    rows = [(bd.LONG.get(name, name), s, line.share(name), bd.class_of(name)) for name, s in line.phases.items()]
-    rows.append(("in no phase", line.residual_seconds, line.residual_share, "residual"))
-    whole = f"whole step{f' of rank {taken.rank}, the slowest' if taken.others else ''}"
-    rows.append((whole, line.step_seconds, 1.0, "wall time"))
-    return [(name, phrases.seconds(s), bd.percent(share), names.get(kind, kind)) for name, s, share, kind in rows]

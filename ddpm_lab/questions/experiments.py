@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,26 @@ from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
 from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.frames import BESIDE_OTHERS, LOOK, RECOMMENDATION, TRIAL, Study, chosen, cohorts, study
+from ddpm_lab.explain.frames import (
+    BESIDE_OTHERS,
+    LOOK,
+    RECOMMENDATION,
+    TRIAL,
+    Study,
+    cohorts,
+    note,
+    read_study,
+    study,
+)
 from ddpm_lab.files import CHECKOUT, LEDGER, ledgers, output_folder
-from ddpm_lab.ledger import PUBLISHED, Damaged, Head, Ledger, published_trials, read_all
+from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials
 from ddpm_lab.measure import hardware
-from ddpm_lab.plan import PRESETS
+from ddpm_lab.plan import PRESETS, Experiment
 from ddpm_lab.questions.answers import answer
 from ddpm_lab.questions.ask import LONG, QUESTIONS
 from ddpm_lab.questions.planning import Measured, Planned, Settings, plan_question
 from ddpm_lab.questions.recommend import LEAST_MINUTES, recommend
+from ddpm_lab.questions.recommendation import combination as together
 from ddpm_lab.questions.recommendation import write_settings
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import OWN_DATA, own_data
@@ -90,7 +101,7 @@ def cohorts_here(name: str, output_dir: str | Path | None) -> list[Study]:
         return [h for h in found if h.cohort in latest]
 
     records, damaged = Ledger(output / LEDGER).read(mine)
-    _note(damaged)
+    note(damaged)
     return [study(records, name, cohort=cohort, output_dir=output) for cohort in cohorts(records)]
 
 
@@ -116,7 +127,7 @@ def study_of(measured: Measured) -> Study:
         )
 
     records, damaged = Ledger(measured.ledger).read(lambda heads: [h for h in heads if mine(h)])
-    _note(damaged)
+    note(damaged)
     machine, code, _, plan = measured.cohort
     configurations = measured.experiment.configurations
     parts = [  # images of several sizes are several sets of data: each compares only with itself
@@ -219,29 +230,6 @@ def _stored(
     return read_study(files, name, output, machine=machine, among=lambda heads: of_training(heads, workload))
 
 
-def read_study(
-    files: Sequence[Path],
-    name: str,
-    output: Path,
-    *,
-    machine: str | None = None,
-    among: Callable[[Sequence[Head]], Sequence[Head]] = lambda heads: heads,
-) -> Study:
-    """What records in ``files`` answer a question: those ``among`` them, of one machine; see ``frames.chosen``.
-
-    Prints a note of each line that cannot be read. Raises LedgerError where a file is missing or is no ledger.
-    """
-    records, damaged = read_all(files, lambda heads: chosen(among(heads), name, machine=machine))
-    _note(damaged)
-    found = study(records, name, machine=machine, output_dir=output)
-    return dataclasses.replace(found, published_trials=published_trials())
-
-
-def _note(damaged: Iterable[Damaged]) -> None:
-    for line in damaged:
-        print(f"note: {line}")
-
-
 def measure(name: str, **settings: Any) -> Measured:
     """Measure what the ledger lacks for a question, and say which records answer it.
 
@@ -259,3 +247,16 @@ def undecided(planned: Planned) -> Planned:
         return planned
     answered = frozenset((c.baseline_id, c.run_id) for c in comparisons(study_of(planned.result())) if c.answered)
     return planned.renewed(decided=answered)
+
+
+def combination(planned: Planned) -> Planned | None:
+    """What may be recommended together, ready to be measured beside the baseline; None for fewer than two changes.
+
+    ``planned`` is a question of the same training. Nothing can tell on a node without SciPy.
+    """
+    if missing_to_explain():
+        return None
+    campaign, config = planned.campaign, planned.campaign.experiment.configurations[0]
+    workload = config.work_name if config.is_own else None
+    family = together(_stored(RECOMMENDATION, planned.output, None, campaign.machine_key, workload))
+    return planned.renewed(Experiment(name=RECOMMENDATION, families=(family,))) if family else None

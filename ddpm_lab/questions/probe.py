@@ -31,6 +31,7 @@ from ddpm_lab.processor import multiplies_bf16
 from ddpm_lab.settings_file import read_settings
 from ddpm_lab.training.run_folder import CHECKPOINTS, checkpoints_in
 from ddpm_lab.training.run_folder import SETTINGS as RUN_SETTINGS
+from ddpm_lab.training.setting import OWN_DATA
 from ddpm_lab.training.stopping import without_sigterm
 
 SETTINGS = ("precision", "channels_last", "kernels", "freed_memory")
@@ -97,13 +98,39 @@ def _tried(
     if chosen is None:
         return config, ""
     why = f"settings: {contest.told(chosen)}"
+    _keep(path, key, contest, chosen, why)
+    return contest.candidates[chosen], why
+
+
+def _keep(path: Path, key: str, contest: _Contest, chosen: str, why: str) -> None:
+    """Write what a probe found for the next start, if it holds then."""
     settings = {name: getattr(contest.candidates[chosen], name) for name in SETTINGS}
     if contest.lasting:
         found = {**_kept(path), key: {"settings": settings, "why": why, "date": date.today().isoformat()}}
         with suppress(OSError):  # then the next start probes again
             path.parent.mkdir(parents=True, exist_ok=True)
             replace(path, json.dumps(found, indent=1) + "\n")
-    return contest.candidates[chosen], why
+
+
+def formats_of(config: RunConfig, *, threads: int, output: Path, progress: Say) -> dict[str, Any]:
+    """Number and memory format in which another trainer is fastest on this CPU, measured once and kept.
+
+    Those of ``config`` where nothing could be compared. bf16 is tried where it has instructions.
+    """
+    names, path = ("precision", "channels_last"), output / FILE
+    plain = dataclasses.replace(config, precision="fp32", channels_last=False)
+    here = {"machine": hardware.machine().key, "threads": threads}
+    key = digest({**here, "formats": dataclasses.replace(plain, data="", data_sha256="", seed=0).run_id})
+    with suppress(KeyError, TypeError):
+        return {name: _kept(path)[key]["settings"][name] for name in names}
+    precisions = ("fp32", "bf16") if multiplies_bf16() else ("fp32",)
+    tried = [dataclasses.replace(plain, precision=p, channels_last=c) for p in precisions for c in (False, True)]
+    contest = _Contest({_name(c): c for c in tried}, plain, threads, progress)
+    chosen = contest.run(steps=sys.maxsize)
+    if chosen is not None:
+        _keep(path, key, contest, chosen, contest.told(chosen))
+        config = contest.candidates[chosen]
+    return {name: getattr(config, name) for name in names}
 
 
 def _emulated(config: RunConfig) -> str:
@@ -279,15 +306,16 @@ def _recommended(config: RunConfig, open_: Sequence[str], output: Path) -> RunCo
     """The settings that the last search here recommends for this training, where it recommends any."""
     with suppress(ModuleNotFoundError, ValueError, OSError):
         key = hardware.machine().key
-        if not any(h.role == "space" and h.machine.key == key for h in Ledger(output / LEDGER).heads()[0]):
+        heads = [h for h in Ledger(output / LEDGER).heads()[0] if h.machine.key == key]
+        if "space" not in {h.role for h in heads} or "recommendation" not in {h.experiment for h in heads}:
             return None
         # The explaining half is not on a bare GPU node, and what it notes of the ledger is no output of a training.
         with redirect_stdout(sys.stderr):
-            from ddpm_lab.questions import experiments
+            from ddpm_lab.explain.frames import read_study
             from ddpm_lab.questions.recommendation import recommendation
 
-            study = experiments.measured_here("recommendation", output)
-            found = study and recommendation(study)
+            files, ours = [output / LEDGER], lambda heads: [h for h in heads if not h.cohort[2].startswith(OWN_DATA)]
+            found = recommendation(read_study(files, "recommendation", output, machine=key, among=ours))
         if (
             found
             and found.count

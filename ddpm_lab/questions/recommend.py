@@ -10,9 +10,10 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Annotated, Any
 
 from ddpm_lab.checks import ConfigError, missing_to_explain, number
+from ddpm_lab.declared import Opt
 from ddpm_lab.explain import quality
 from ddpm_lab.ledger import published_trials
 from ddpm_lab.measure import hardware
@@ -42,10 +43,10 @@ def recommend(
     minutes: float | None = None,
     sets: int | None = None,
     resolution: float | None = None,
-    seeds: int | None = None,
-    images: int | None = None,
+    seeds: Annotated[int | None, Opt("trials of what is found, from so many seeds (default: none; full: 8)")] = None,
+    images: Annotated[int | None, Opt("images that each trial trains on (default: the preset's)")] = None,
     only: Mapping[str, Sequence[object]] | None = None,
-    any_batch: bool = False,
+    any_batch: Annotated[bool, Opt("search any batch size (default: those that trials call not worse)")] = False,
     global_batch_size: int | None = None,
     **settings: Any,
 ) -> Measured:

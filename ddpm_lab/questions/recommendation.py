@@ -7,6 +7,7 @@ changes, each against its own baseline.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpm_lab import files
+from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DDPM, OWN
 from ddpm_lab.explain import decisions, figure_ratios, machine_state, phrases, quality, sentences, stats
 from ddpm_lab.explain.answer import Answer, View
@@ -26,7 +28,7 @@ from ddpm_lab.explain.comparisons import Comparison, comparisons, shown
 from ddpm_lab.explain.findings import ANSWERED, Finding, about, plain
 from ddpm_lab.explain.frames import RECOMMENDATION, Study, once
 from ddpm_lab.explain.table import Table, without_constant
-from ddpm_lab.plan import SEARCH, WEAK
+from ddpm_lab.plan import SEARCH, TOGETHER, WEAK, Family
 from ddpm_lab.questions import torch_compile
 from ddpm_lab.questions.batch_size import beside as batch_sizes
 from ddpm_lab.questions.search import SIMPLER, Belief, admissible, believe, observations
@@ -406,17 +408,61 @@ def _faster(rows: Sequence[Comparison], verdicts: Sequence[str]) -> list[Compari
     ]
 
 
+def combination(study: Study) -> Family | None:
+    """Return the changes that may be recommended, together beside the baseline; None for fewer than two.
+
+    The changes of one baseline's questions are applied to that of the first; what cannot be combined is left out.
+    """
+    found = _faster(measured(study), GOOD)
+    base = next((c.baseline for c in found if c.experiment == "amp"), found[0].baseline if found else None)
+    config, labels = base, list[str]()
+    for c in found:
+        new = {name: getattr(c.config, name) for name in c.config.differences(c.baseline)}
+        same = all(getattr(c.baseline, name) == getattr(base, name) for name in (*new, "loader"))
+        if config and same and all(getattr(config, name) == getattr(base, name) for name in new):
+            with contextlib.suppress(ConfigError):
+                config = replace(config, **new)
+                labels.append(c.label)
+    if base is None or config is None or len(labels) < 2:
+        return None
+    return Family(
+        name=f"{base.work_name}, batch {base.global_batch_size}{TOGETHER}",
+        baseline=base,
+        baseline_label=phrases.settings(base),
+        candidates=((", ".join(labels), config),),
+        primary=", ".join(labels),
+        together=True,
+    )
+
+
+def _together(study: Study) -> list[Comparison]:
+    """Return the combinations that were measured, the latest first."""
+    every = [c for c in comparisons(study) if c.family.endswith(TOGETHER) and c.role == "candidate" and c.sets]
+    return every[::-1]
+
+
+def _parts(together: Comparison, good: Sequence[Comparison]) -> list[Comparison]:
+    """Return the changes that a faster combination joins; none if one is not ``good``, or it learns worse."""
+    wanted = together.config.differences(together.baseline)
+    parts = [c for c in good if c.config.differences(c.baseline).items() <= wanted.items()]
+    told = {name for c in parts for name in c.config.differences(c.baseline)}
+    fine = together.verdict == decisions.FASTER and together.equivalence.verdict in (*GOOD, *OPEN)
+    return parts if fine and told == wanted.keys() else []
+
+
 def _of_changes(study: Study, rows: Sequence[Comparison]) -> Finding:
-    """Return the best change that may be used, else the best that may be once it is judged, else none."""
+    """Return what may be used, a measured combination first; else the best change that is not judged yet, else none."""
     if not rows:
         return _status(study, "Nothing is measured yet on this machine", quality.NOT_MEASURED, "ddpm-lab report")
     warnings = machine_state.warnings(study)
     if good := sorted(_faster(rows, GOOD), key=lambda c: -c.ratio.value):
-        best, also = good[0], [c.label for c in good[1:]]
-        gain = f"{phrases.difference(best.ratio.value)} than {best.baseline_label}{sentences.with_cores(best)}"
-        headline = f"Use {best.label}: {gain.replace('as fast than', 'as fast as')}, quality {best.quality}"
-        together = f"Faster too: {phrases.joined(also)}; ddpm-lab recommend searches the best combination."
-        return replace(about(study, best, headline, together * bool(also), *warnings), status=ANSWERED)
+        joined = ((c, parts) for c in _together(study) if (parts := _parts(c, good)))
+        best, parts = next(joined, (good[0], good[:1]))
+        than = "together" if len(parts) > 1 else f"than {best.baseline_label}"
+        faster = f"{phrases.difference(best.ratio.value)} {than}".replace("as fast than", "as fast as")
+        judged = phrases.joined(list(dict.fromkeys(c.quality for c in parts)))
+        headline = f"Use {best.label}: {faster}{sentences.with_cores(best)}, quality {judged}"
+        return replace(about(study, best, headline, *warnings), status=ANSWERED)
     if untried := _faster(rows, OPEN):
         best = max(untried, key=lambda c: c.ratio.value)
         found = about(study, best, f"{sentences.compared(best)}; quality {best.quality}", *warnings)
@@ -471,7 +517,7 @@ def changes_figure(study: Study, said: Finding) -> Figure:
     if not rows:
         return style.message(said.headline, phrases.context(study), said.claim)
     several = len({(c.family, c.label) for c in rows}) > len({c.label for c in rows})
-    shown = sorted(rows, key=lambda c: -c.ratio.value)
+    shown = [*_together(study), *sorted(rows, key=lambda c: -c.ratio.value)]
     named = [figure_ratios.row(c, f"{c.label} ({c.family if several else c.baseline_label})") for c in shown]
     return forest(
         [Panel(rows=named, reference=1)],
