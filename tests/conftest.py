@@ -19,7 +19,7 @@ from ddpm_lab.data.packed import prepare
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import CodeVersion, Loaded, code_version
 from ddpm_lab.measure.group import Group, Limits
-from ddpm_lab.measure.seat import Instrument
+from ddpm_lab.measure.sets import Instrument
 from ddpm_lab.plan import Plan
 
 # One thread for what tests compute themselves: two that wait for each other make no progress beside a busy neighbour.

@@ -15,10 +15,9 @@ from PIL import Image
 from ddpm_lab.config import TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.data.packed import open_packed, prepare
 from ddpm_lab.explain import samples
+from ddpm_lab.measure.alone import MOST_IMAGES, trial_work
 from ddpm_lab.measure.code_version import code_version
-from ddpm_lab.measure.seat import Instrument, Member
-from ddpm_lab.measure.sets import measure_alone
-from ddpm_lab.measure.trials import MOST_IMAGES, work_of
+from ddpm_lab.measure.sets import Instrument, Member, measure_alone
 from ddpm_lab.plan import Plan, Trial
 from ddpm_lab.training.fid import Fid, inception_metric
 from ddpm_lab.training.inception import plan_fid
@@ -76,7 +75,7 @@ def test_a_trials_fid_is_the_closed_formula(data: RunConfig, inception: str, ins
         family="trials",
         plan=Plan(),
         member=Member("quality", "fp32", config),
-        work=work_of(trial),
+        work=trial_work(trial),
     )
     assert record.status == "ok", record.reason
     found = samples.fid([record])

@@ -16,8 +16,7 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain.questions.lost_scaling import splits
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.seat import Instrument, Member
-from ddpm_lab.measure.sets import measure_set
+from ddpm_lab.measure.sets import Instrument, Member, measure_set
 from ddpm_lab.plan import Plan
 from ddpm_lab.questions.lost_scaling import lost_scaling
 from ddpm_lab.questions.multi_gpu import multi_gpu

@@ -307,7 +307,7 @@ class RemoteRank:
         assert job.store is not None, "ranks of several processes meet in the store"
         self.job, self.host, self.channel, self.group = job, host, channel, job.store.prefix
         self.watched: dict[str, float | None] = {}
-        self._reports: dict[str, Any] = {}
+        self.report: dict[str, Any] = {}
         self._life, self._heard = Life(0.0, 0, 0, "start"), time.monotonic()
         self._ending: Ending | None = None
         self._log: str | None = None
@@ -337,7 +337,7 @@ class RemoteRank:
                 continue  # of a group that has been killed since
             self._life, self._heard = Life(*message["life"]), time.monotonic()
             self._log = message.get("log", self._log)
-            self._reports |= message.get("reports", {})
+            self.report = message.get("report", self.report)
             self.watched = message.get("watched", self.watched)
             if "ending" in message:
                 # From how long ago it was there: the clocks of two hosts have nothing in common.
@@ -359,11 +359,6 @@ class RemoteRank:
         """How the rank ended; None of one that lives, or left in order."""
         self.hear()
         return self._ending
-
-    def report(self, name: str) -> dict[str, Any]:
-        """What the rank wrote under ``name``."""
-        found: dict[str, Any] = self._reports[name]
-        return found
 
     def log(self) -> str:
         """The end of what the rank printed, as far as it is known here."""
@@ -441,7 +436,7 @@ class _Held:
         self.folder = GroupFolder()
         changed = {"config": config, "store": Store(*job["store"])}
         try:
-            self.rank = LocalRank(RankJob(**{**job, **changed}, folder=self.folder.path), "forkserver")
+            self.rank = LocalRank(RankJob(**{**job, **changed}, folder=self.folder.path))
         except BaseException:
             self.folder.remove()
             raise
@@ -461,19 +456,10 @@ class _Held:
             return {"life": life}
         self.at_work = False
         if said != LEFT:
-            return {"life": life, "said": said, "watched": self._end_watch(), "reports": self._new_reports()}
+            return {"life": life, "said": said, "watched": self._end_watch(), "report": self.rank.report}
         now = time.monotonic()
         ending = self.rank.ending() or Ending("crashed", "left without a word", self.rank.log(), False, now)
         return {"life": life, "ending": ending._replace(time=now - ending.time)}
-
-    def _new_reports(self) -> dict[str, Any]:
-        """The files that the rank has written since it was last asked."""
-        found = {}
-        for path in self.folder.path.glob("*.json"):
-            name = path.name.split(".")[1]
-            found[name] = self.rank.report(name)
-            path.unlink()
-        return found
 
     def _end_watch(self) -> dict[str, float | None]:
         if self.watch is None:

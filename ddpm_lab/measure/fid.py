@@ -22,7 +22,6 @@ def distance(
     device: str,
     threads: int,
     cache: Path | None = None,
-    start_method: str = "forkserver",
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
     """FID of the images in ``generated``, a .npy file of uint8 (N, S, S, 3), against training images of ``data``.
@@ -41,7 +40,6 @@ def distance(
         threads=threads,
         modules={},
         environment={},
-        start_method=start_method,
         limits=Limits(build_seconds=SILENCE_SECONDS),
         progress=progress,
     ) as group:

@@ -16,7 +16,7 @@ import psutil
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.seat import Member
+from ddpm_lab.measure.sets import Member
 from ddpm_lab.plan import Family
 from ddpm_lab.record import LASTING, RunRecord
 
@@ -30,7 +30,7 @@ TRY_SECONDS = 120.0
 
 def largest_batch(
     family: Family,
-    searched: Sequence[RunRecord],
+    records: Sequence[RunRecord],
     attempt: Callable[[Member], RunRecord],
     seconds_left: Callable[[], float | None],
 ) -> RunRecord | None:
@@ -38,7 +38,7 @@ def largest_batch(
 
     Args:
         family: its ``search_up_to`` is the last size that is tried.
-        searched: what the ledger holds of earlier searches, of whatever work.
+        records: what the ledger holds, of earlier searches among others.
         attempt: measures a member alone, keeps its record and returns it.
         seconds_left: seconds of the budget, or None without one.
 
@@ -51,57 +51,67 @@ def largest_batch(
     unit = base.world_size * base.accumulation
     known = {
         r.config.global_batch_size: r
-        for r in searched
+        for r in records
         if r.role == "search" and (r.status == "ok" or r.status in LASTING) and same_work(r.config, base)
     }
     while True:
         low, high = bounds({batch: r.status == "ok" for batch, r in known.items()})
-
-        def ended(limit: str, reason: str, at: int = low or high or 0) -> RunRecord | None:
-            return dataclasses.replace(known[at], role="largest", label=limit, reason=reason) if at else None
-
         size = next_size(low, high, first=base.global_batch_size, most=family.search_up_to, unit=unit)
-        if size is None and high is None:
-            return ended("cap", f"the search goes up to {family.search_up_to:,} images")
-        if size is None and high is not None:
-            failed = known[high]
-            if failed.status == "oom":
-                return ended("memory", f"{high:,} images are out of memory")
-            return ended("failure", f"{high:,} images: {failed.status}: {failed.reason}")
-        assert size is not None
-        if low:
-            left = seconds_left()
-            stages = known[low].stages
-            seconds = sum(stages.values()) + stages.get("warmup", 0.0) * (size / low - 1)
-            if seconds > (TRY_SECONDS if left is None else left / 2):
-                return ended("time", f"a try with {size:,} images would take about {_words(seconds)}")
+        if size is None:
+            limit, reason = (
+                _limit(known[high]) if high else ("cap", f"the search goes up to {family.search_up_to:,} images")
+            )
+            break
+        if low and (seconds := _seconds(known[low], size)) > _allowed(seconds_left()):
+            limit, reason = "time", f"a try with {size:,} images would take about {_words(seconds)}"
+            break
         if low and base.device == "cpu":
             peaks = {batch: host_bytes(r) for batch, r in known.items() if r.status == "ok"}
-            wanted, (size, available) = size, _within_main_memory(peaks, low, size, unit)
-            if size is None:
-                needed = f"{wanted:,} images would need about {_gib(predicted_bytes(peaks, wanted))}"
-                return ended(
-                    "memory", f"{needed}, {100 * MEMORY_SHARE:.0f} % of the {_gib(available)} available may be used"
+            wanted, available = size, available_bytes()
+            size = _within(peaks, low, size, unit, MEMORY_SHARE * available)
+            if size == low:
+                limit = "memory"
+                reason = (
+                    f"{wanted:,} images would need about {_gib(predicted_bytes(peaks, wanted))}, "
+                    f"{100 * MEMORY_SHARE:.0f} % of the {_gib(available)} available may be used"
                 )
-        config = dataclasses.replace(base, global_batch_size=size)
-        record = attempt(Member("search", f"batch {size}", config))
+                break
+        record = attempt(Member("search", f"batch {size}", dataclasses.replace(base, global_batch_size=size)))
         if record.status != "ok" and record.status not in LASTING:  # the next run tries it again
-            return ended("failure", f"{size:,} images: {record.status}: {record.reason}")
+            limit, reason = "failure", f"{size:,} images: {record.status}: {record.reason}"
+            break
         known[size] = record
+    at = low or high
+    return dataclasses.replace(known[at], role="largest", label=limit, reason=reason) if at else None
 
 
-def _within_main_memory(peaks: Mapping[int, int], low: int, size: int, unit: int) -> tuple[int | None, int]:
-    """The largest size above ``low``, up to ``size``, that leaves enough main memory, if any; and what is available."""
-    available = available_bytes()
+def _limit(failed: RunRecord) -> tuple[str, str]:
+    """The limit that a size met which does not fit, and how."""
+    size = f"{failed.config.global_batch_size:,} images"
+    if failed.status == "oom":
+        return "memory", f"{size} are out of memory"
+    return "failure", f"{size}: {failed.status}: {failed.reason}"
+
+
+def _seconds(fits: RunRecord, size: int) -> float:
+    """What a try with ``size`` images would take, by one that fits."""
+    longer = size / fits.config.global_batch_size - 1
+    return sum(fits.stages.values()) + fits.stages.get("warmup", 0.0) * longer
+
+
+def _allowed(left: float | None) -> float:
+    return TRY_SECONDS if left is None else left / 2
+
+
+def _within(peaks: Mapping[int, int], low: int, size: int, unit: int, room: float) -> int:
+    """The largest size up to ``size`` that is predicted to take no more than ``room`` bytes; ``low`` if none is."""
     step = max(unit, low // PARTS // unit * unit)
-    sizes = (*range(low + step, size, step), size)
-    within = [s for s in sizes if predicted_bytes(peaks, s) <= MEMORY_SHARE * available]
-    return (within[-1] if within else None), available
+    return max((s for s in (*range(low + step, size, step), size) if predicted_bytes(peaks, s) <= room), default=low)
 
 
-def search_ended(searched: Sequence[RunRecord], config: RunConfig) -> RunRecord | None:
+def search_ended(records: Sequence[RunRecord], config: RunConfig) -> RunRecord | None:
     """How the last search of a configuration's work ended."""
-    ends = [r for r in searched if r.role == "largest" and same_work(r.config, config)]
+    ends = [r for r in records if r.role == "largest" and same_work(r.config, config)]
     return ends[-1] if ends else None
 
 

@@ -19,8 +19,7 @@ from ddpm_lab.measure.measuring_lock import measuring
 from ddpm_lab.measure.others import free_cores
 from ddpm_lab.measure.process import sweep
 from ddpm_lab.measure.progress import Progress
-from ddpm_lab.measure.seat import Member
-from ddpm_lab.measure.sets import measure_set
+from ddpm_lab.measure.sets import Member, measure_set
 from ddpm_lab.plan import USUAL_TURNS, Plan
 from ddpm_lab.questions.planning import instrument_for
 from ddpm_lab.record import LedgerError, RunRecord, crowded

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import Opt
-from ddpm_lab.measure.wrong_ways import WORKLOAD
+from ddpm_lab.measure.alone import WORKLOAD
 from ddpm_lab.plan import Experiment, Family, Trial
 from ddpm_lab.training.setting import Batch, Setup
 
