@@ -103,13 +103,6 @@ def test_the_planted_limit_is_found_to_a_sixteenth_and_nothing_is_tried_twice(
     assert planted.tried == tried, "what the ledger holds is not tried again"
 
 
-def test_sizes_double_and_then_halve_the_gap() -> None:
-    planted = Machine(CUDA, 1200)
-    assert planted.found() == (1152, "memory")
-    assert planted.tried == [128, 256, 512, 1024, 2048, 1536, 1280, 1152, 1216]
-    assert "1,216 images are out of memory" in str(planted.search().reason)  # type: ignore[union-attr]
-
-
 @given(fits=st.integers(1, 5000), stop=st.integers(0, 12))
 def test_a_killed_search_goes_on_where_it_stopped(fits: int, stop: int) -> None:
     whole = Machine(CUDA, fits)
@@ -128,6 +121,11 @@ def test_a_killed_search_goes_on_where_it_stopped(fits: int, stop: int) -> None:
 
 
 def test_a_cap_a_budget_and_a_failure_end_it_with_their_reason() -> None:
+    full = Machine(CUDA, 1200)
+    assert full.found() == (1152, "memory")
+    assert full.tried == [128, 256, 512, 1024, 2048, 1536, 1280, 1152, 1216], "doubled, and then the gap is halved"
+    assert "1,216 images are out of memory" in str(full.search().reason)  # type: ignore[union-attr]
+
     capped = Machine(CUDA, 10**6, most=1000)
     assert capped.found() == (1000, "cap")
     assert capped.tried == [128, 256, 512, 1000]
@@ -150,8 +148,6 @@ def test_a_cap_a_budget_and_a_failure_end_it_with_their_reason() -> None:
     assert refused.found() == refused.found() == (288, "failure")
     assert len(set(refused.tried)) == len(refused.tried)
 
-
-def test_where_the_first_try_crashes_nothing_is_known() -> None:
     crashing = Machine(CUDA, 0)
     crashing.status = "crashed"
     assert crashing.search() is None

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,12 +18,12 @@ from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import alone, turn_plan
 from ddpm_lab.measure.alone import compare_gradients, profile_alone, run_wrong_ways, trial_work
 from ddpm_lab.measure.hardware import environment
-from ddpm_lab.measure.held import Held, held_of
+from ddpm_lab.measure.held import held_of
 from ddpm_lab.measure.largest_batch import largest_batch, search_ended
 from ddpm_lab.measure.others import await_quiet
 from ddpm_lab.measure.progress import Progress, lost
 from ddpm_lab.measure.sets import Instrument, Member, Work, measure_alone, measure_set, warm_up_alone
-from ddpm_lab.measure.shortfall import LEAST_SETS, PLACE_SECONDS, TRIES, Row, Shortfall, Target
+from ddpm_lab.measure.shortfall import COMPILE_SECONDS, LEAST_SETS, PLACE_SECONDS, TRIES, Row, Shortfall, Target
 from ddpm_lab.plan import NOT_TRAINED, OTHERS, PRIMARY, Experiment, Family, Trial, by_stage
 from ddpm_lab.record import RunRecord, crowded
 
@@ -31,8 +31,8 @@ PRIMARY_SHARE = 0.6
 """Of the time of a question that has both."""
 OVERRUN = 1.5
 """A primary comparison may take so many times its time to reach the least sets: an answer is worth more than a row."""
-SEARCH_SECONDS, TRIAL_SECONDS, COMPILE_SECONDS = 60.0, 30.0, 60.0
-"""Forecasts for a search of the largest batch, a trial and a compile, until something like it has shown better."""
+SEARCH_SECONDS = 60.0
+"""Forecast for a search of the largest batch."""
 NO_TIME = "did not fit into the time"
 _CHECKS: dict[str, tuple[str, Work]] = {
     CHECK: ("check", compare_gradients),
@@ -54,7 +54,6 @@ class Campaign:
         held = {"machine_key": self.machine_key, "code": instrument.code.key}
         self.held = held_of(ledger, experiment, target.plan, disturbed=few, **held)
         self.lacks = Shortfall(experiment, target, self.held, ledger, self.machine_key)
-        self.trials = Trials(experiment.trials, self.held)
         self.measured_sets = 0
         self.disturbed = 0
         """Sets of this run that did not count."""
@@ -90,7 +89,7 @@ class Campaign:
         """Whether anything is still to be measured, or an answer to be shown."""
         families = self.experiment.families
         new = any(self.held.sets(f.baseline.run_id).keys() - self.held.looked(f.baseline.run_id) for f in families)
-        singles = [*self._profiles(), *self._checks(), *self.trials.missing()]
+        singles = [*self._profiles(), *self._checks(), *self.lacks.trials(self.experiment.trials)]
         return bool((new and self.target.sets >= LEAST_SETS) or self.lacks.sets_missing(families) or singles)
 
     def compiling_seconds(self) -> float:
@@ -104,7 +103,11 @@ class Campaign:
         families = self.experiment.families
         searches = [f for f in families if f.search_up_to and not search_ended(self.held.records, f.baseline)]
         singles = len(self._profiles()) * PLACE_SECONDS + len(searches) * SEARCH_SECONDS + self.compiling_seconds()
-        return self.lacks.forecast(families) + singles + self.trials.seconds(self.trials.missing())
+        return (
+            self.lacks.forecast(families)
+            + singles
+            + self.lacks.trial_seconds(self.lacks.trials(self.experiment.trials))
+        )
 
     # What is measured alone
 
@@ -174,22 +177,37 @@ class Campaign:
         compared = [c for f in families if f.candidates for c in (f.baseline, *(c for _, c in f.candidates))]
         timed = {c.run_id for c in compared if not self.lacks.hopeless(c)}
         wanted = [t for t in self.experiment.trials if t.timed is None or t.timed.run_id in timed]
-        trials = self.trials.missing(wanted)
+        trials = self.lacks.trials(wanted)
         done = 0
         for trial in trials:
             left = self.seconds_left()
-            if left is not None and left < self.trials.seconds([trial]):
+            if left is not None and left < self.lacks.trial_seconds([trial]):
                 progress.prefix = ""
                 progress.always(f"{len(trials) - done} trials did not fit into the time")
                 break
             progress.prefix = f"trial {done + 1} of {len(trials)},"
-            to_come = self.trials.seconds(trials[done:])
+            to_come = self.lacks.trial_seconds(trials[done:])
             progress.expect(to_come if left is None else min(left, to_come))
             member = Member("quality", trial.label, trial.config)
             self._alone(trial.family, member, trial_work(trial), trial.baseline.run_id)
             done += 1
-        for trial, reason in (*self.trials.unsound(wanted), *short_of(wanted, trials[done:])):
-            self._note(trial.family, trial.label, trial.config, trial.baseline, reason)
+        for reason, lacking in self._untrained(wanted, trials[done:]):
+            self._note(lacking.family, lacking.label, lacking.config, lacking.baseline, reason)
+
+    def _untrained(self, wanted: Sequence[Trial], left: Sequence[Trial]) -> Iterator[tuple[str, Trial]]:
+        """Why runs of a configuration are missing, and the first of these; ``left`` are those that had no time."""
+        of: dict[tuple[str, str], list[Trial]] = defaultdict(list)
+        for trial in wanted:
+            of[trial.family, trial.label].append(trial)
+        for trials in of.values():
+            lacking = [t for t in trials if not self.held.trained(t.config.run_id, t.fid)]
+            if lacking and (why := self.lacks.unsound(lacking[0])):
+                yield f"{NOT_TRAINED}: its gradient check failed ({why})", lacking[0]
+            elif short := [t for t in lacking if t in left]:
+                yield (
+                    f"{len(short)} of {len(trials)} runs for quality did not fit into the time that was given",
+                    short[0],
+                )
 
     # Sets
 
@@ -325,52 +343,3 @@ class Campaign:
             code_version=self.instrument.code.key,
             data_name=self.instrument.data_name,
         )
-
-
-class Trials:
-    """The trials of an experiment, in the order in which they are made."""
-
-    def __init__(self, trials: Sequence[Trial], held: Held) -> None:
-        self._trials, self._held = trials, held
-
-    def missing(self, trials: Sequence[Trial] | None = None) -> list[Trial]:
-        """Those of ``trials``, or of all, that are still to be made: neither here, nor known to fail or to be wrong."""
-        return [t for t in self._lacking(trials) if not self._unsound(t)]
-
-    def unsound(self, trials: Sequence[Trial]) -> list[tuple[Trial, str]]:
-        """The first that is missing of each configuration whose gradient check failed, with a sentence that says so."""
-        first = {(t.family, t.label): (t, why) for t in reversed(self._lacking(trials)) if (why := self._unsound(t))}
-        return [(t, f"{NOT_TRAINED}: its gradient check failed ({why})") for t, why in first.values()]
-
-    def _lacking(self, trials: Sequence[Trial] | None) -> list[Trial]:
-        held, lasting = self._held, self._held.lasting
-        asked = (t for t in (self._trials if trials is None else trials) if t.config.run_id not in lasting)
-        return [t for t in asked if not held.trained(t.config.run_id, t.fid)]
-
-    def _unsound(self, trial: Trial) -> str:
-        """Why a trial's gradients are wrong; empty where they are not, or where its baseline's are wrong too."""
-        return "" if self._held.unsound(trial.baseline) else self._held.unsound(trial.config)
-
-    def seconds(self, trials: Sequence[Trial]) -> float:
-        """What ``trials`` will take."""
-        seen = [s for t in self._trials if (s := self._held.trial_seconds(t.config)) is not None]
-        usual = sum(seen) / len(seen) if seen else TRIAL_SECONDS
-        return sum(usual if (known := self._known(t)) is None else known for t in trials)
-
-    def _known(self, trial: Trial) -> float | None:
-        """What a trial will take: as one with another seed, else its images at the speed that sets have shown."""
-        if (seen := self._held.trial_seconds(trial.config)) is not None or trial.timed is None:
-            return seen
-        image = self._held.image_seconds(trial.timed.run_id)
-        compiling = COMPILE_SECONDS if trial.config.compile != "off" else 0.0
-        return None if image is None else image * trial.config.option("images", 0) + compiling
-
-
-def short_of(trials: Sequence[Trial], left: Sequence[Trial]) -> list[tuple[Trial, str]]:
-    """A sentence for each configuration of ``left``, with the first of its ``trials`` that is missing."""
-    planned, lacking = (Counter((t.family, t.label) for t in some) for some in (trials, left))
-    first = {(t.family, t.label): t for t in reversed(left)}
-    return [
-        (first[key], f"{count} of {planned[key]} runs for quality did not fit into the time that was given")
-        for key, count in lacking.items()
-    ]

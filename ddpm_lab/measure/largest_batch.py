@@ -47,66 +47,52 @@ def largest_batch(
         label is the limit that ended the search: "memory", "cap", "time" or "failure"; its reason says how. None where
         nothing is known, because the first try failed in a way that may pass.
     """
-    base = family.baseline
+    base, cap = family.baseline, family.search_up_to
     unit = base.world_size * base.accumulation
-    known = {
-        r.config.global_batch_size: r
-        for r in records
-        if r.role == "search" and (r.status == "ok" or r.status in LASTING) and same_work(r.config, base)
-    }
+    tried = {r.config.global_batch_size: r for r in records if r.role == "search" and same_work(r.config, base)}
+    tried = {size: r for size, r in tried.items() if r.status in ("ok", *LASTING)}
+    failed = {size: _failure(r) for size, r in tried.items() if r.status != "ok"}
     while True:
-        low, high = bounds({batch: r.status == "ok" for batch, r in known.items()})
-        size = next_size(low, high, first=base.global_batch_size, most=family.search_up_to, unit=unit)
+        peaks = {size: host_bytes(r) for size, r in tried.items() if r.status == "ok"}
+        high = min(failed, default=None)
+        low = max((size for size in peaks if high is None or size < high), default=0)
+        size = next_size(low, high, first=base.global_batch_size, most=cap, unit=unit)
         if size is None:
-            limit, reason = (
-                _limit(known[high]) if high else ("cap", f"the search goes up to {family.search_up_to:,} images")
-            )
+            limit, reason = failed[high] if high else ("cap", f"the search goes up to {cap:,} images")
             break
-        if low and (seconds := _seconds(known[low], size)) > _allowed(seconds_left()):
-            limit, reason = "time", f"a try with {size:,} images would take about {_words(seconds)}"
+        left = seconds_left()
+        if low and (seconds := _seconds(tried[low], size)) > (TRY_SECONDS if left is None else left / 2):
+            limit, reason = "time", f"a try with {size:,} images would take about {seconds:.0f} s"
             break
         if low and base.device == "cpu":
-            peaks = {batch: host_bytes(r) for batch, r in known.items() if r.status == "ok"}
-            wanted, available = size, available_bytes()
-            size = _within(peaks, low, size, unit, MEMORY_SHARE * available)
-            if size == low:
-                limit = "memory"
-                reason = (
-                    f"{wanted:,} images would need about {_gib(predicted_bytes(peaks, wanted))}, "
-                    f"{100 * MEMORY_SHARE:.0f} % of the {_gib(available)} available may be used"
-                )
-                break
+            needed, available = predicted_bytes(peaks, size), available_bytes()
+            if needed > MEMORY_SHARE * available:
+                share = f"{100 * MEMORY_SHARE:.0f} % of the {_gib(available)} available may be used"
+                failed[size] = "memory", f"{size:,} images would need about {_gib(needed)}, {share}"
+                continue
         record = attempt(Member("search", f"batch {size}", dataclasses.replace(base, global_batch_size=size)))
-        if record.status != "ok" and record.status not in LASTING:  # the next run tries it again
-            limit, reason = "failure", f"{size:,} images: {record.status}: {record.reason}"
+        if record.status not in ("ok", *LASTING):  # the next run tries it again
+            limit, reason = _failure(record)
             break
-        known[size] = record
+        tried[size] = record
+        if record.status != "ok":
+            failed[size] = _failure(record)
     at = low or high
-    return dataclasses.replace(known[at], role="largest", label=limit, reason=reason) if at else None
+    return dataclasses.replace(tried[at], role="largest", label=limit, reason=reason) if at else None
 
 
-def _limit(failed: RunRecord) -> tuple[str, str]:
+def _failure(record: RunRecord) -> tuple[str, str]:
     """The limit that a size met which does not fit, and how."""
-    size = f"{failed.config.global_batch_size:,} images"
-    if failed.status == "oom":
+    size = f"{record.config.global_batch_size:,} images"
+    if record.status == "oom":
         return "memory", f"{size} are out of memory"
-    return "failure", f"{size}: {failed.status}: {failed.reason}"
+    return "failure", f"{size}: {record.status}: {record.reason}"
 
 
 def _seconds(fits: RunRecord, size: int) -> float:
     """What a try with ``size`` images would take, by one that fits."""
     longer = size / fits.config.global_batch_size - 1
     return sum(fits.stages.values()) + fits.stages.get("warmup", 0.0) * longer
-
-
-def _allowed(left: float | None) -> float:
-    return TRY_SECONDS if left is None else left / 2
-
-
-def _within(peaks: Mapping[int, int], low: int, size: int, unit: int, room: float) -> int:
-    """The largest size up to ``size`` that is predicted to take no more than ``room`` bytes; ``low`` if none is."""
-    step = max(unit, low // PARTS // unit * unit)
-    return max((s for s in (*range(low + step, size, step), size) if predicted_bytes(peaks, s) <= room), default=low)
 
 
 def search_ended(records: Sequence[RunRecord], config: RunConfig) -> RunRecord | None:
@@ -118,12 +104,6 @@ def search_ended(records: Sequence[RunRecord], config: RunConfig) -> RunRecord |
 def same_work(config: RunConfig, other: RunConfig) -> bool:
     """Whether two configurations differ in nothing but the batch size."""
     return config.differences(other).keys() <= {"global_batch_size"}
-
-
-def bounds(fits: Mapping[int, bool]) -> tuple[int, int | None]:
-    """The largest size that fits (0: none is known), and the smallest that does not, among those tried."""
-    high = min((size for size, ok in fits.items() if not ok), default=None)
-    return max((size for size, ok in fits.items() if ok and (high is None or size < high)), default=0), high
 
 
 def next_size(low: int, high: int | None, *, first: int, most: int, unit: int = 1) -> int | None:
@@ -158,9 +138,11 @@ def host_bytes(record: RunRecord) -> int:
 def available_bytes() -> int:
     """Main memory that can be used without swapping, cut by what the enclosing cgroups leave (v2 and v1)."""
     found = [int(psutil.virtual_memory().available)]
-    version_2 = ("memory.max", "memory.current", "inactive_file")
-    version_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    for levels, (limit, used, inactive) in zip(hardware.cgroup_levels("memory"), (version_2, version_1), strict=True):
+    names = (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    )
+    for levels, (limit, used, inactive) in zip(hardware.cgroup_levels("memory"), names, strict=True):
         for level in levels:
             # "max" is no number: such a level sets no limit, like one that cannot be read.
             with contextlib.suppress(OSError, ValueError, KeyError):
@@ -172,7 +154,3 @@ def available_bytes() -> int:
 
 def _gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
-
-
-def _words(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

@@ -36,8 +36,8 @@ from ddpm_lab.config import RunConfig, digest
 from ddpm_lab.measure.code_version import PACKAGE, Tree, is_library
 from ddpm_lab.workload import Unsupported
 
-THREADING = {"GOMP_SPINCOUNT": "10000"}
-"""How OpenMP threads wait for each other, unless the user has said otherwise: briefly awake, then asleep.
+SPIN_VARIABLE, SPIN_COUNT = "GOMP_SPINCOUNT", "10000"
+"""OpenMP threads wait for each other briefly awake, then asleep, unless the user's environment says otherwise.
 
 By default they spin for milliseconds, and a step of two threads slows down manyfold as soon as a neighbour wants one of
 the cores. It must be in the environment before torch is imported, and it is the same for every configuration."""
@@ -86,13 +86,17 @@ class RankJob:
     tree: Tree | None = None
 
 
-class Beat(NamedTuple):
-    """A rank's last sign of life: monotonic seconds, steps done, marks made so far, and what it was about to do."""
+class Life(NamedTuple):
+    """A rank's last sign of life: how long ago, steps done, marks made, what it was about to do; how long it is frozen.
 
-    seconds: float
+    ``frozen_seconds`` is above 0 while the process is stopped by a signal or a debugger.
+    """
+
+    silent_seconds: float
     steps: int
     marks: int
     phase: str
+    frozen_seconds: float = 0.0
 
 
 class Heartbeat:
@@ -101,29 +105,29 @@ class Heartbeat:
     def __init__(self, path: Path) -> None:
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), BEAT.size)
-        self.steps = 0
-        self.marks = 0
+        self.steps = self.marks = 0
 
     def mark(self, phase: str) -> None:
         """Note the time and the phase; about a microsecond."""
         self.marks += 1
-        self._write(Beat(time.monotonic(), self.steps, self.marks, phase))
+        self._write(self.steps, self.marks, phase)
 
     def touch(self) -> None:
         """The parent's mark: from now on silence counts. A sleeping rank's own last mark is old."""
-        self._write(self.read()._replace(seconds=time.monotonic()))
+        life = self.read()
+        self._write(life.steps, life.marks, life.phase)
 
-    def _write(self, beat: Beat) -> None:
+    def _write(self, steps: int, marks: int, phase: str) -> None:
         # In one copy: pack_into would clear the bytes first, and a reader in between would see a rank silent for ever.
-        self._map[:] = BEAT.pack(beat.seconds, beat.steps, beat.marks, beat.phase.encode()[:24])
+        self._map[:] = BEAT.pack(time.monotonic(), steps, marks, phase.encode()[:24])
 
-    def read(self) -> Beat:
+    def read(self) -> Life:
         """What the rank said last; read until two looks agree, since the rank may be writing."""
         before = self._map[:]
         while (now := self._map[:]) != before:
             before = now
         seconds, steps, marks, phase = BEAT.unpack(now)
-        return Beat(seconds, steps, marks, phase.rstrip(b"\0").decode(errors="replace"))
+        return Life(time.monotonic() - seconds, steps, marks, phase.rstrip(b"\0").decode(errors="replace"))
 
 
 def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
@@ -291,19 +295,6 @@ DONE, LEFT = "done", "left"
 LOG_CHARACTERS = 4000
 
 
-class Life(NamedTuple):
-    """A rank's last sign of life: how long ago, steps done, marks made, what it was about to do; how long it is frozen.
-
-    ``frozen_seconds`` is above 0 while the process is stopped by a signal or a debugger.
-    """
-
-    silent_seconds: float
-    steps: int
-    marks: int
-    phase: str
-    frozen_seconds: float = 0.0
-
-
 class Ending(NamedTuple):
     """How a rank ended: the error that it reported, or how its process left; ``time`` is of this host's clock."""
 
@@ -322,17 +313,16 @@ def _fresh_start(path: list[str]) -> Iterator[None]:
     would run the parent's main module again in every rank; ranks need none of it, and a script without a
     ``__main__`` guard would start itself over and over.
     """
-    real, before, here = sys.modules["__main__"], dict(os.environ), sys.path
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    sys.path = path
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.update({name: value for name, value in THREADING.items() if name not in os.environ})
+    main, here = sys.modules["__main__"], sys.path
+    spin = {} if {SPIN_VARIABLE, "OMP_WAIT_POLICY"} & os.environ.keys() else {SPIN_VARIABLE: SPIN_COUNT}
+    sys.modules["__main__"], sys.path = types.ModuleType("__main__"), path
+    os.environ.update(spin)
     try:
         yield
     finally:
-        sys.modules["__main__"], sys.path = real, here
-        for name in THREADING.keys() - before.keys():
-            os.environ.pop(name, None)
+        sys.modules["__main__"], sys.path = main, here
+        for name in spin:
+            del os.environ[name]
 
 
 class LocalRank:
@@ -357,8 +347,7 @@ class LocalRank:
         # Set up, so that a start that fails midway can be cleared away like any other.
         self._process: Any = None
         try:
-            name = f"ddpm_lab rank {job.rank}"
-            self._process = context.Process(target=rank_main, args=(job, theirs, end), name=name)
+            self._process = context.Process(target=rank_main, args=(job, theirs, end), name=f"ddpm_lab rank {job.rank}")
             with _fresh_start(job.tree.path if job.tree else sys.path):
                 self._process.start()
             self._started = start_ticks(self._process.pid)
@@ -399,13 +388,12 @@ class LocalRank:
 
     def life(self) -> Life:
         """The rank's last sign of life."""
-        beat, now = self._beat.read(), time.monotonic()
+        now = time.monotonic()
         if "".join(_stat(self.pid)[:1]) not in ("T", "t"):  # stopped by a signal, or by a debugger
             self._stopped_since = None
         elif self._stopped_since is None:
             self._stopped_since = now
-        frozen = 0.0 if self._stopped_since is None else now - self._stopped_since
-        return Life(now - beat.seconds, beat.steps, beat.marks, beat.phase, frozen)
+        return self._beat.read()._replace(frozen_seconds=now - (self._stopped_since or now))
 
     def ending(self) -> Ending | None:
         """How the rank ended; None of one that lives, or left in order."""

@@ -138,10 +138,11 @@ class Rank:
             before = now()
             marks.append(self._event() if self.cuda else before)
         self.synchronize()
+        end = now()
         return {
             "host": host_id(),
             "start": start,
-            "end": now(),
+            "end": end,
             "step_ends": [first.elapsed_time(m) / 1e3 if self.cuda else m - first for m in marks],
             "data_seconds": data_seconds,
             "losses": [float(loss) for loss in losses],

@@ -80,7 +80,6 @@ class Seat:
         self.failure: GroupFailed | None = None
         self.stages: dict[str, float] = {}
         self.compile_cache: str | None = None
-        self._throwaway: Path | None = None
         self._filled: Path | None = None
         self.warm_step_seconds = 0.0
         self.warmup_steps = 0
@@ -159,8 +158,7 @@ class Seat:
     def _compile_cache(self) -> tuple[dict[str, str], Path | None]:
         """Environment that points the compiler at caches the lab owns, and the file that marks them as filled.
 
-        A cold member starts with empty caches: with the lab's own while they are empty, so that it fills them for the
-        sets that follow, else with fresh ones.
+        A cold member empties the caches first, and fills them for the sets that follow.
         """
         if self.config.compile == "off":
             return {}, None
@@ -175,10 +173,8 @@ class Seat:
         same = {"workload": trained, "seed": 0, "options": self.config.own_options}
         work = replace(self.config, purpose="timing", **same) if trial else self.config  # type: ignore[arg-type]
         folder = version / work.run_id
-        if self.member.role == "cold" and (folder / "filled").exists():
-            self._throwaway = folder = folder.with_name(f"{folder.name}-{time.time_ns()}")
         filled = folder / "filled"
-        self.compile_cache = "warm" if filled.exists() else "cold"
+        self.compile_cache = "warm" if filled.exists() and self.member.role != "cold" else "cold"
         if self.compile_cache == "cold":
             shutil.rmtree(folder, ignore_errors=True)  # a compile that was killed leaves half a cache
         folder.mkdir(parents=True, exist_ok=True)
@@ -290,13 +286,10 @@ class Seat:
         ]
 
     def close(self) -> None:
-        """Kill what is left of the group, and remove the caches of a cold compile that nobody will start from."""
+        """Kill what is left of the group."""
         if self.group is not None:
             self.group.kill()
             self.group = None
-        if self._throwaway is not None:
-            shutil.rmtree(self._throwaway, ignore_errors=True)
-            self._throwaway = None
 
 
 def memory_held(reports: list[dict[str, Any]]) -> State:

@@ -7,18 +7,21 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import turn_plan
 from ddpm_lab.measure.held import Held, scatter
-from ddpm_lab.plan import USUAL_TURNS, Experiment, Family, Plan
+from ddpm_lab.plan import USUAL_TURNS, Experiment, Family, Plan, Trial
 from ddpm_lab.record import RunRecord
 
 LEAST_SETS = 4
 """Fewer sets give no verdict."""
 PLACE_SECONDS = 3.0
 """Forecast for one configuration in one set, until the first has shown better."""
+TRIAL_SECONDS, COMPILE_SECONDS = 30.0, 60.0
+"""Forecasts for a trial and for a compile, until something like it has shown better."""
 RESOLUTION = 0.03
 """The smallest relative difference that a comparison is asked to find, unless another is given."""
 TRIES = 2
@@ -62,14 +65,11 @@ class Shortfall:
         self.failed: Counter[str] = Counter()
         self.timed = False
         self._ledger, self._machine_key = ledger, machine_key
-        self._scatter: tuple[float, float] | None = None
 
-    @property
+    @cached_property
     def scatter(self) -> tuple[float, float]:
         """Standard deviations of turns within a set and of sets on this machine."""
-        if self._scatter is None:
-            self._scatter = scatter(self._ledger, self._machine_key)
-        return self._scatter
+        return scatter(self._ledger, self._machine_key)
 
     def progress_of(self, family: Family, config: RunConfig) -> tuple[int, int]:
         """Sets of a comparison that count, and of these those that no answer shown so far rested on."""
@@ -174,7 +174,12 @@ class Shortfall:
         while not (math.isinf(seconds) or self.target.exact):
             short = {f.name: self._short(f) for f in families}
             cut = [f for f in families if short[f.name] and len(f.candidates) > fewest]
-            if not cut or sum(self._seconds_of(f, [lack for lack, _ in short[f.name]]) for f in families) <= seconds:
+            need = sum(
+                max(lacks) * self.set_seconds(f, len(lacks))
+                for f in families
+                if (lacks := [lack for lack, _ in short[f.name]])
+            )
+            if not cut or need <= seconds:
                 break
             longest = max(reversed(cut), key=lambda f: len(short[f.name]))
             row = short[longest.name][-1][1]
@@ -190,11 +195,30 @@ class Shortfall:
         rows = [(least - self.progress_of(family, c)[0], (label, c)) for label, c in family.candidates]
         return [(lack, row) for lack, row in rows if lack > 0 and self.missing(family, row[1])]
 
-    def _seconds_of(self, family: Family, lacks: list[int]) -> float:
-        """Seconds until comparisons that lack so many sets have them."""
-        lacks = sorted(lacks, reverse=True)
-        groups = [lacks[i : i + family.at_once] for i in range(0, len(lacks), family.at_once)]
-        return sum(group[0] * self.set_seconds(family, len(group)) for group in groups)
+    # Trials
+
+    def trials(self, wanted: Sequence[Trial]) -> list[Trial]:
+        """Those of ``wanted`` that are still to be made: neither here, nor known to fail or to be wrong."""
+        held, lasting = self.held, self.held.lasting
+        asked = [t for t in wanted if t.config.run_id not in lasting and not held.trained(t.config.run_id, t.fid)]
+        return [t for t in asked if not self.unsound(t)]
+
+    def unsound(self, trial: Trial) -> str:
+        """Why a trial's gradients are wrong; empty where they are not, or where its baseline's are wrong too."""
+        return "" if self.held.unsound(trial.baseline) else self.held.unsound(trial.config)
+
+    def trial_seconds(self, trials: Sequence[Trial]) -> float:
+        """What ``trials`` take: as those with other seeds did, else their images at the speed that sets have shown."""
+        seen = [s for t in self.experiment.trials if (s := self.held.trial_seconds(t.config)) is not None]
+        total = 0.0
+        for trial in trials:
+            known = self.held.trial_seconds(trial.config)
+            image = self.held.image_seconds(trial.timed.run_id) if trial.timed else None
+            if known is None and image is not None:
+                compiling = COMPILE_SECONDS if trial.config.compile != "off" else 0.0
+                known = image * trial.config.option("images", 0) + compiling
+            total += known if known is not None else sum(seen) / len(seen) if seen else TRIAL_SECONDS
+        return total
 
 
 def _members(family: Family) -> Sequence[Row]:
