@@ -167,7 +167,6 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "is killed": ({"fault": "kill"}, "crashed", " was killed by SIGKILL in 'forward' of step 3"),
     "hangs": ({"fault": "hang"}, "timed out", " showed no sign of life for 3 s while testing, in 'forward' of step 3"),
     "is frozen": ({"fault": "stop"}, "timed out", " while testing, in 'forward' of step 3"),
-    "cannot write": ({"fault": "full disk"}, "crashed", ": OSError: [Errno 27] File too large"),
 }
 
 

@@ -66,13 +66,11 @@ def test_a_question_that_is_crowded_out_starts_again_with_the_free_cores(
     lab.loads = [1.0] * 100
     found = questions.question(seconds=300).measure()
     assert questions.asked == [1]
-    crowded = [r for r in lab.records("baseline") if r.config.threads == 0]
-    alone = [r for r in lab.records("baseline") if r.config.threads == 1]
+    crowded, alone = ([r for r in lab.records("baseline") if r.config.threads == n] for n in (0, 1))
     assert found.disturbed == len(crowded)
     assert len(alone) >= 4
     assert found.measured_sets == len(crowded) + len(alone), "one thread beside a process that takes one core is quiet"
-    assert found.experiment == ON_ONE_CORE
-    assert found.planned.campaign.experiment == ON_ONE_CORE
+    assert found.experiment == found.planned.campaign.experiment == ON_ONE_CORE
     assert found.completed
     assert [r.baseline_id for r in lab.records("look")] == [config(0, threads=1).run_id]
     assert any("1 of 2" in line for line in questions.lines)
