@@ -94,20 +94,15 @@ class Campaign:
 
     def compiling_seconds(self) -> float:
         """Forecast of the cold compiles that are missing."""
-        return COMPILE_SECONDS * sum(
-            self.lacks.compiles(f, c) for f in self.experiment.families for _, c in f.candidates
-        )
+        rows = [(family, config) for family in self.experiment.families for _, config in family.candidates]
+        return COMPILE_SECONDS * sum(self.lacks.compiles(*row) for row in rows)
 
     def forecast(self) -> float:
         """Seconds that all that is missing will take, from what earlier sets took where there are any."""
-        families = self.experiment.families
+        families, trials = self.experiment.families, self.lacks.trials(self.experiment.trials)
         searches = [f for f in families if f.search_up_to and not search_ended(self.held.records, f.baseline)]
         singles = len(self._profiles()) * PLACE_SECONDS + len(searches) * SEARCH_SECONDS + self.compiling_seconds()
-        return (
-            self.lacks.forecast(families)
-            + singles
-            + self.lacks.trial_seconds(self.lacks.trials(self.experiment.trials))
-        )
+        return self.lacks.forecast(families) + singles + self.lacks.trial_seconds(trials)
 
     # What is measured alone
 
@@ -118,7 +113,8 @@ class Campaign:
             self._note(name, label, None, (*bases, *self.experiment.configurations)[0], reason)
         for check in self._checks():
             role, work = _CHECKS[check.config.workload]
-            self._alone(check.family, Member(role, check.label, check.config), work, check.baseline.run_id)
+            member = Member(role, check.label, check.config)
+            self._alone(check.family, member, work, baseline_id=check.baseline.run_id)
         for family_label, label, config in self._profiles():
             progress.prefix = ""
             self.traces.mkdir(parents=True, exist_ok=True)
@@ -189,7 +185,7 @@ class Campaign:
             to_come = self.lacks.trial_seconds(trials[done:])
             progress.expect(to_come if left is None else min(left, to_come))
             member = Member("quality", trial.label, trial.config)
-            self._alone(trial.family, member, trial_work(trial), trial.baseline.run_id)
+            self._alone(trial.family, member, trial_work(trial), baseline_id=trial.baseline.run_id)
             done += 1
         for reason, lacking in self._untrained(wanted, trials[done:]):
             self._note(lacking.family, lacking.label, lacking.config, lacking.baseline, reason)
@@ -204,10 +200,8 @@ class Campaign:
             if lacking and (why := self.lacks.unsound(lacking[0])):
                 yield f"{NOT_TRAINED}: its gradient check failed ({why})", lacking[0]
             elif short := [t for t in lacking if t in left]:
-                yield (
-                    f"{len(short)} of {len(trials)} runs for quality did not fit into the time that was given",
-                    short[0],
-                )
+                lacks = f"{len(short)} of {len(trials)} runs for quality did not fit into the time that was given"
+                yield lacks, short[0]
 
     # Sets
 
@@ -259,16 +253,10 @@ class Campaign:
 
     def measure(self, family: Family, candidates: Sequence[Row]) -> list[RunRecord]:
         """Measure one set of a family and append its records, which it returns."""
-        base = family.baseline
-        members = [
-            Member("baseline", family.baseline_label, base),
-            Member("twin", f"{family.baseline_label} again", base),
-            *(
-                Member("candidate", label, c, label == family.primary)
-                for label, c in candidates
-                if c.run_id != base.run_id
-            ),
-        ]
+        base, label = family.baseline, family.baseline_label
+        members = [Member("baseline", label, base), Member("twin", f"{label} again", base)]
+        compared = [row for row in candidates if row[1].run_id != base.run_id]
+        members += [Member("candidate", label, c, primary=label == family.primary) for label, c in compared]
         begun = time.monotonic()
         records = measure_set(
             self.instrument,
@@ -297,15 +285,11 @@ class Campaign:
         self.ledger.append(records)
         self.held.add(records)
 
-    def _alone(
-        self, family: str, member: Member, work: Work = warm_up_alone, baseline_id: str | None = None, **told: str
-    ) -> RunRecord:
+    def _alone(self, family: str, member: Member, work: Work = warm_up_alone, **told: str) -> RunRecord:
         """Measure one group on its own and append its record, with the fields that only the experiment can tell."""
         where = {"experiment": self.experiment.name, "family": family}
         record = measure_alone(self.instrument, plan=self.target.plan, member=member, work=work, **where)
-        told |= {} if baseline_id is None else {"baseline_id": baseline_id}
-        record = replace(record, **told)  # type: ignore[arg-type]
-        self._append([record])
+        self._append([record := replace(record, **told)])  # type: ignore[arg-type]
         self.measured_sets += 1
         return record
 

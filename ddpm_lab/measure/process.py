@@ -155,11 +155,8 @@ def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
         from ddpm_lab.measure.rank import Rank  # noqa: PLC0415 - torch belongs to the rank, not to its parent
 
         Rank(job, commands, beat).serve()
-    except Unsupported as missing:
-        error = _error("unsupported", str(missing))
     except BaseException as failure:
-        error = _error("oom" if _out_of_memory(failure) else "crashed", _one_line(failure))
-    if error:
+        error = _error(failure)
         with contextlib.suppress(OSError):
             commands.send_bytes(json.dumps({"error": error}).encode())
     # The lab's processes are isolated; their interpreters hold nothing that is worth an orderly exit, and a
@@ -184,7 +181,10 @@ def _die_with_parent(lifeline: Connection) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _error(status: str, message: str) -> dict[str, Any]:
+def _error(error: BaseException) -> dict[str, Any]:
+    """What a rank says of its failure: the fields of an ``Ending``."""
+    status = "unsupported" if isinstance(error, Unsupported) else "oom" if _out_of_memory(error) else "crashed"
+    message = str(error) if status == "unsupported" else _one_line(error)
     return {"status": status, "message": message, "detail": traceback.format_exc(), "time": time.monotonic()}
 
 
