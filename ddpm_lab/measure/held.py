@@ -8,6 +8,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from ddpm_lab.config import CHECK, DDPM, TRAINING, OptimizerConfig, RunConfig
@@ -49,7 +50,8 @@ class Held:
 
     def noted(self, record: RunRecord) -> bool:
         """Whether the same note is here already."""
-        return any(r.role == "note" and _note_key(r) == _note_key(record) for r in self.records)
+        same = attrgetter("role", "family", "label", "baseline_id", "reason", "cohort")
+        return any(same(r) == same(record) for r in self.records if r.role == "note")
 
     @property
     def lasting(self) -> set[str]:
@@ -194,11 +196,6 @@ def _gradient_of(config: RunConfig) -> str:
     if config.workload in (CHECK, TRAINING):
         same["workload"] = DDPM
     return dataclasses.replace(config, **same).run_id  # type: ignore[arg-type]
-
-
-def _note_key(record: RunRecord) -> tuple[object, ...]:
-    """What makes two notes the same."""
-    return (record.family, record.label, record.baseline_id, record.reason, record.cohort)
 
 
 def scatter(ledger: Ledger, machine_key: str) -> tuple[float, float]:

@@ -350,20 +350,13 @@ class LocalRank:
             self._process = context.Process(target=rank_main, args=(job, theirs, end), name=f"ddpm_lab rank {job.rank}")
             with _fresh_start(job.tree.path if job.tree else sys.path):
                 self._process.start()
-            self._started = start_ticks(self._process.pid)
+            self.pid = int(self._process.pid)
+            self._started = start_ticks(self.pid)
+            self.ears: list[Any] = [self._pipe, self._process.sentinel]
+            """What becomes ready when the rank speaks or ends, for ``multiprocessing.connection.wait``."""
         finally:
             theirs.close()
             end.close()
-
-    @property
-    def pid(self) -> int:
-        """The process's number."""
-        return int(self._process.pid)
-
-    @property
-    def ears(self) -> list[Any]:
-        """What becomes ready when the rank speaks or ends, for ``multiprocessing.connection.wait``."""
-        return [self._pipe, self._process.sentinel]
 
     def tell(self, command: str, arguments: dict[str, Any]) -> None:
         """Give the rank a command. One that died is found when it is listened to, with its reason."""

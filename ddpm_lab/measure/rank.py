@@ -73,7 +73,11 @@ class Rank:
             keep_freed_memory()
         torch.manual_seed(config.seed)
         self.cuda = config.device == "cuda"
-        self.device = f"cuda:{self._device_index()}" if self.cuda else "cpu"
+        index = self.job.device_index
+        if config.oversubscribe and self.cuda:  # ranks share the GPUs that are here
+            index %= torch.cuda.device_count()
+        self.device = f"cuda:{index}" if self.cuda else "cpu"
+        self.uuid = f"GPU-{torch.cuda.get_device_properties(self.device).uuid}" if self.cuda else None
         if self.cuda:
             torch.cuda.set_device(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -102,11 +106,6 @@ class Rank:
         # What exists now lives as long as the rank. Left to the collector, it would be searched before every window.
         gc.collect()
         gc.freeze()
-
-    def _device_index(self) -> int:
-        """The rank's own GPU; one of those that are here where ranks share them."""
-        index, shared = self.job.device_index, self.job.config.oversubscribe
-        return index % torch.cuda.device_count() if shared else index
 
     def _store(self) -> Any:
         """Where the ranks of the group find each other, and nobody else finds them."""
@@ -200,7 +199,7 @@ class Rank:
             "steps": self.beat.steps,
             "backend": dist.get_backend(),
             "device": self.device,
-            "device_uuid": self._uuid(),
+            "device_uuid": self.uuid,
             "host": host_id(),
             "cuda": torch.version.cuda if self.cuda else None,
             "threads": torch.get_num_threads(),
@@ -220,9 +219,6 @@ class Rank:
     def loaded(self) -> dict[str, Any]:
         """Say what was loaded from outside of libraries."""
         return loaded()._asdict()
-
-    def _uuid(self) -> str | None:
-        return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}" if self.cuda else None
 
     def budget(self, *, settle: int, steps: int, rounds: int) -> dict[str, Any]:
         """Take the time budget: in each round a window as training runs, then one that waits at the end of each phase.
@@ -277,7 +273,7 @@ class Rank:
             "rank": self.job.rank,
             "steps": self.beat.steps,
             "device": self.device,
-            "device_uuid": self._uuid(),
+            "device_uuid": self.uuid,
             "threads": self.job.threads,
             "peak_memory_bytes": peak_memory,
             "peak_reserved_bytes": peak_reserved,

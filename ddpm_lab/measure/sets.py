@@ -75,7 +75,7 @@ class Seat:
     """A member while it is measured: its group, and what is known of it so far."""
 
     def __init__(self, member: Member, plan: Plan, instrument: Instrument) -> None:
-        self.member, self.plan, self.instrument = member, plan, instrument
+        self.member, self.config, self.plan, self.instrument = member, member.config, plan, instrument
         self.group: Group | None = None
         self.failure: GroupFailed | None = None
         self.stages: dict[str, float] = {}
@@ -88,11 +88,6 @@ class Seat:
         self.ranks: list[RankRecord] = []
         self._losses: list[list[float]] = [[] for _ in range(member.config.world_size)]
         self._first_losses: list[list[float]] = []
-
-    @property
-    def config(self) -> RunConfig:
-        """The member's configuration."""
-        return self.member.config
 
     @property
     def alive(self) -> Group:
@@ -108,10 +103,8 @@ class Seat:
     @property
     def card_share(self) -> float:
         """Share of the GPU's memory that all groups on it use by now; 0 on a CPU."""
-        return max(
-            (w["device_used_bytes"] / w["device_total_bytes"] for w in self.witness if "device_used_bytes" in w),
-            default=0.0,
-        )
+        on_gpus = [w for w in self.witness if "device_used_bytes" in w]
+        return max((w["device_used_bytes"] / w["device_total_bytes"] for w in on_gpus), default=0.0)
 
     def say(self, text: str) -> None:
         """Show what the member is at."""
@@ -233,10 +226,6 @@ class Seat:
         """Seconds that a rank may be silent in a window."""
         return max(self.instrument.limits.window_seconds, 20 * self.warm_step_seconds)
 
-    def window_seconds(self, steps: int) -> float:
-        """About how long a window of so many steps takes, with the untimed steps before it."""
-        return (steps + self.settle_steps) * self.warm_step_seconds
-
     def window(self, turn: int, position: int, steps: int) -> None:
         """One timed window, after enough untimed steps to use up what was prefetched. Raises GroupFailed."""
         how = {"settle": self.settle_steps, "steps": steps}
@@ -343,16 +332,23 @@ class _Set:
 
     def together(self) -> None:
         """Every group lives for the whole set, one awake at a time."""
+
+        def open_beside_others(seat: Seat) -> None:
+            seat.open()
+            if seat.card_share > CARD_SHARE and len(self.seats) > 1:
+                raise _DoesNotFitTogether
+
         begun = time.monotonic()
         for i in balanced_orders(len(self.seats), 1, self.seed)[0]:
-            self.guard(self.seats[i], self._open_beside_others)
+            self.guard(self.seats[i], open_beside_others)
             if self.baseline_lost():
                 return
         steps = self._steps(self.seats)
         if not self.plan.turns:
             assert self.turns is not None, "a plan without turns needs a rule for them"
-            turn = sum(s.window_seconds(steps[s.member]) for s in self.seats if not s.failure)
-            turns = self.turns(time.monotonic() - begun, turn + WINDOW_OVERHEAD_SECONDS * len(steps))
+            alive = [s for s in self.seats if not s.failure]
+            windows = sum((steps[s.member] + s.settle_steps) * s.warm_step_seconds for s in alive)
+            turns = self.turns(time.monotonic() - begun, windows + WINDOW_OVERHEAD_SECONDS * len(alive))
             self.plan = replace(self.plan, turns=turns)
         turns = self.plan.turns
         candidates = [s for s in self.seats if s.member.role == "candidate"]
@@ -393,11 +389,6 @@ class _Set:
                 if self.baseline_lost():
                     return
 
-    def _open_beside_others(self, seat: Seat) -> None:
-        seat.open()
-        if seat.card_share > CARD_SHARE and len(self.seats) > 1:
-            raise _DoesNotFitTogether
-
     def baseline_lost(self) -> bool:
         """Whether nothing of this set can be compared."""
         return any(s.failure and s.member.role in ("baseline", "twin") for s in self.seats)
@@ -425,11 +416,6 @@ class _Set:
         )
         return {seat.member: count for seat, count in zip(alive, counts, strict=True)}
 
-    def records(self) -> list[RunRecord]:
-        """The records of all members; without a baseline only of what failed, since the others compare with nothing."""
-        lost = [s for s in self.seats if s.failure and s.member.role in ("baseline", "twin")]
-        return [self.record(seat) for seat in (lost or self.seats)]
-
     def record(self, seat: Seat, found: Mapping[str, Any] = MappingProxyType({})) -> RunRecord:
         """The record of one member, with what else was ``found``; a failed one keeps its reason and no windows."""
         config, failure = seat.config, seat.failure
@@ -455,7 +441,8 @@ class _Set:
             status=failure.status if failure else "ok",
             reason=failure.reason if failure else None,
             primary=seat.member.primary,
-            mechanism_only=mechanism_only(config, bool(self.environment.machine.gpus)),
+            # More ranks than cores fight for them, and nobody would train on the CPU of a machine with a GPU.
+            mechanism_only=config.oversubscribe or (bool(self.environment.machine.gpus) and config.device == "cpu"),
             stages=stages,
             compile_cache=seat.compile_cache,
             warmup_steps=seat.warmup_steps,
@@ -464,14 +451,6 @@ class _Set:
             witness=witness,
             **found,
         )
-
-
-def mechanism_only(config: RunConfig, machine_has_gpu: bool) -> bool:
-    """Whether a run shows that something works, and nothing about speed.
-
-    More ranks than cores fight for them, and CPU ranks on a machine with a GPU are not what anybody would train with.
-    """
-    return config.oversubscribe or (machine_has_gpu and config.device == "cpu")
 
 
 def measure_set(
@@ -485,7 +464,8 @@ def measure_set(
 ) -> list[RunRecord]:
     """Measure one set and return the records of all its members, to be appended to the ledger together.
 
-    ``members`` begins with the baseline. A member that fails becomes a row with its reason, and the rest goes on.
+    ``members`` begins with the baseline. A member that fails becomes a row with its reason, and the rest goes on;
+    without a baseline only what failed is recorded, since the others compare with nothing.
     ``turns`` computes the number of turns of a plan that has none.
     """
     run = _Set(instrument, members, experiment=experiment, family=family, plan=plan, turns=turns)
@@ -494,7 +474,8 @@ def measure_set(
             run.together()
         except _DoesNotFitTogether:
             run.one_at_a_time()
-        return run.records()
+        lost = [s for s in run.seats if s.failure and s.member.role in ("baseline", "twin")]
+        return [run.record(seat) for seat in (lost or run.seats)]
     finally:
         for seat in run.seats:
             seat.close()
