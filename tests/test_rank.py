@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -67,40 +63,6 @@ def test_a_workload_is_taken_as_it_is_a_function_is_a_step_and_anything_else_is_
         with pytest.raises(TypeError) as refusal:
             make(function)
         assert words in str(refusal.value)
-
-
-PROGRAM = """
-import json, resource, sys
-import torch
-from ddpm_lab.measure.rank import freed_memory_seen, keep_freed_memory
-
-def faults():
-    # Blocks that one step frees before it takes others, as a network's activations are.
-    def step():
-        blocks = [torch.ones(size * 2**18) for size in (33, 40, 48)]
-        del blocks[1]
-        return torch.ones(36 * 2**18).sum()
-    for _ in range(5):  # until every block has found its place
-        step()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    step()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-told = [freed_memory_seen(), faults()]
-keep_freed_memory()
-print(json.dumps([*told, freed_memory_seen(), faults()]))
-"""
-PAGES = (33 + 40 + 48 + 36) * 2**20 // os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.mark.slow
-def test_what_is_freed_is_kept_when_told() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
-    before, faults, after, left = json.loads(done.stdout)
-    if before != "default":
-        pytest.skip("something else than the C library's own malloc runs here, which keeps what is freed")
-    assert after == "kept"
-    assert faults > PAGES // 4 > 20 * left
 
 
 @pytest.mark.slow

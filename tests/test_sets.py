@@ -76,10 +76,10 @@ def test_turns_are_computed_from_what_start_and_turns_cost(instrument: Instrumen
 def test_failures_are_rows_and_the_rest_goes_on(instrument: Instrument, short_plan: Plan) -> None:
     records = measured(
         instrument,
-        short_plan,
+        dataclasses.replace(short_plan, window_steps=20),  # however slow steps are here, a window reaches the hang
         ("raises", busy_config(fault="raise", fault_step=3)),
         ("diverges", busy_config(fault="nan")),
-        ("hangs", busy_config(fault="hang", fault_step=15)),
+        ("hangs", busy_config(fault="hang", fault_step=40)),
         ("lies", busy_config(says=(("precision", "bf16"),))),
         ("lies later", busy_config(skips_after=short_plan.warmup_steps + 6)),
         ("fine", busy_config(micro_steps=21)),
