@@ -9,6 +9,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -167,19 +168,19 @@ def test_leaving_the_context_kills_a_group_at_work() -> None:
 
 OWN = """
 import os, signal, sys
-from pathlib import Path
 from ddpm_lab.measure.process import GroupFolder
-folder = GroupFolder(Path(sys.argv[1]))
+folder = GroupFolder()
 print(folder.path, flush=True)
-os.kill(os.getpid(), signal.SIGKILL if sys.argv[2:] else signal.SIGSTOP)
+os.kill(os.getpid(), signal.SIGKILL if sys.argv[1:] else signal.SIGSTOP)
 """
 
 
 @contextlib.contextmanager
 def owned(parent: Path, *, killed: bool) -> Iterator[Path]:
     """A group's folder whose owner is killed, or lives for as long as the context."""
-    command = [sys.executable, "-c", OWN, str(parent), *(["killed"] if killed else [])]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-c", OWN, *(["killed"] if killed else [])]
+    environment = {**os.environ, "TMPDIR": str(parent)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         folder = Path(process.stdout.readline().strip())
         if killed:
@@ -190,7 +191,10 @@ def owned(parent: Path, *, killed: bool) -> Iterator[Path]:
             process.kill()
 
 
-def test_folders_of_killed_parents_are_swept_and_all_others_stay(tmp_path: Path) -> None:
+def test_folders_of_killed_parents_are_swept_and_all_others_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with owned(tmp_path, killed=True) as gone, owned(tmp_path, killed=False) as used:
         host = gone.name.rpartition(".")[0]
         unmarked, elsewhere = tmp_path / f"{host}.new", tmp_path / "ddpm_lab.0123456789ab.other"
@@ -199,10 +203,10 @@ def test_folders_of_killed_parents_are_swept_and_all_others_stay(tmp_path: Path)
         (elsewhere / "owner").touch()
         link = tmp_path / f"{host}.link"
         link.symlink_to(elsewhere)
-        sweep(tmp_path)
+        sweep()
         assert not gone.exists()
         assert all(folder.exists() for folder in (used, unmarked, elsewhere, link))
-    sweep(tmp_path)
+    sweep()
     assert not used.exists()
 
 

@@ -252,13 +252,10 @@ def _prefix() -> str:
 
 
 class GroupFolder:
-    """A private folder for as long as a group lives, in the system's folder for temporary files or another ``parent``.
+    """A private folder for as long as a group lives. Its lock ends with this process, however that ends."""
 
-    Its lock ends with this process, however that ends.
-    """
-
-    def __init__(self, parent: Path | None = None) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=_prefix(), dir=parent))
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=_prefix()))
         new = self.path / "owner.new"
         self._lock: int | None = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with contextlib.suppress(OSError):  # a file system without locks: then nobody gets one, and all stay away
@@ -273,9 +270,9 @@ class GroupFolder:
             self._lock = None
 
 
-def sweep(parent: Path | None = None) -> None:
+def sweep() -> None:
     """Remove the folders of groups whose parent was killed before it could; those of other hosts and users stay."""
-    for folder in (parent or Path(tempfile.gettempdir())).glob(f"{_prefix()}*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"{_prefix()}*"):
         with contextlib.suppress(OSError):
             if not folder.is_symlink() and folder.stat().st_uid == os.getuid():
                 with (folder / OWNER).open("r+") as file:

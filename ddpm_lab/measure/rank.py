@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -324,10 +325,9 @@ def make_workload(function: Callable[..., Any], name: str, config: RunConfig, co
     if all(hasattr(made, method) for method in ("batches", "step", "witness", "close")):
         workload: Workload = made
         return workload
-    if inspect.isgenerator(made):
-        return Plain(_endless(made, name), config, context)
-    if callable(made):
-        return Plain(made, config, context)
+    step = partial(next, _endless(made, name)) if inspect.isgenerator(made) else made
+    if callable(step):
+        return Plain(step, config, context)
     if isinstance(made, Training):
         raise TypeError(f"workload {name} returned a Training, which is for ddpm-lab run --workload {name}")
     raise TypeError(
@@ -336,20 +336,12 @@ def make_workload(function: Callable[..., Any], name: str, config: RunConfig, co
     )
 
 
-def _endless(loop: Iterator[Any], name: str) -> Callable[[], Any]:
-    """One step of a generator; an exhausted one says how to go on."""
-    done = itertools.count()
-
-    def step() -> Any:
-        for result in loop:
-            next(done)
-            return result
-        count = next(done)
-        raise RuntimeError(
-            f"the loop of {name} ended after {count} step{'s' * (count != 1)}: let it go on (while True)"
-        )
-
-    return step
+def _endless(loop: Iterator[Any], name: str) -> Iterator[Any]:
+    """What a loop yields; one that is exhausted says how to go on."""
+    count = 0
+    for count, result in enumerate(loop, 1):  # noqa: B007 - the last one tells how many there were
+        yield result
+    raise RuntimeError(f"the loop of {name} ended after {count} step{'s' * (count != 1)}: let it go on (while True)")
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
