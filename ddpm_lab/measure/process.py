@@ -248,7 +248,7 @@ OWNER = "owner"
 
 def _prefix() -> str:
     """How the names of groups' folders begin on this host, until it starts anew."""
-    return f"ddpm_lab.{host_id()}."
+    return f"ddpm_lab.{Path('/proc/sys/kernel/random/boot_id').read_text()[:8]}."
 
 
 class GroupFolder:
