@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.gpu_trouble import gpu_trouble
+from ddpm_lab.measure.hardware import gpu_trouble
 
 NEEDED = ("Linux", "Python 3.11 to 3.13", "torch", "numpy", "psutil", "PIL", "output folder")
 _MEASURING = {

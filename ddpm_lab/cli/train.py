@@ -132,7 +132,7 @@ def _train(options: argparse.Namespace, stop: Stop) -> int:
     config, why = fastest(config, said_of, steps=schedule.steps, output=output, probing=probing, **how)
     if why:
         progress.done(why)
-    with summary_lines.watched(config) as gpus:
+    with summary_lines.watched(config) as watch:
         outcome = training_run.train(config, schedule, stop=stop, tracker=tracker, why=why, **how)
     known = {"loss": outcome.loss, "held-out loss": outcome.held_out_loss}
     measured = [f"{name} {value:.4f}" for name, value in known.items() if value is not None]
@@ -141,7 +141,8 @@ def _train(options: argparse.Namespace, stop: Stop) -> int:
         where = f"{signal_name(stop.number)}, saved after step {outcome.step:,}"
         print(f"{where}: the same command goes on from there", file=sys.stderr)
         return 128 + stop.number
-    summary_lines.tell([summary_lines.of_training(config, folder, gpus.percent)])
+    busy = watch.state.get("gpu_utilisation_percent")
+    summary_lines.tell([summary_lines.of_training(config, folder, busy)])
     print(outcome.checkpoint)
     return 0
 

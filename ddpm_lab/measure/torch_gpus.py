@@ -1,35 +1,34 @@
-"""What torch makes of the GPUs that this process sees, as a line of JSON: run by ``gpu_trouble``.
+"""What torch can do with the GPUs that this process sees, as a line of JSON: run by ``hardware.ask_torch``.
 
 It is a process of its own, because asking loads torch and wakes CUDA.
 """
 
-from __future__ import annotations
-
 import json
+from typing import Any
 
 import torch
 
 
-def main() -> None:
-    """Print the error of CUDA, or else the architectures that torch has kernels for, and the GPUs."""
-    cuda = torch.cuda
-    error, cards = "", []
+def card(number: int) -> tuple[str, int, int, str]:
+    """A GPU's name and compute capability, and the error of a first kernel on it; empty where it runs."""
+    error = ""
     try:
-        cuda.init()  # type: ignore[no-untyped-call]
-        count = cuda.device_count()
-        cards = [(cuda.get_device_name(i), *cuda.get_device_capability(i)) for i in range(count)]
+        (torch.ones(1, device=f"cuda:{number}") + 1).item()
+    except RuntimeError as failed:
+        error = str(failed).partition("\n")[0]
+    return (torch.cuda.get_device_name(number), *torch.cuda.get_device_capability(number), error)
+
+
+def main() -> None:
+    """Print the version and the error of CUDA, the architectures that torch has kernels for, and the GPUs."""
+    told: dict[str, Any] = {"cuda": torch.version.cuda, "error": "", "architectures": [], "cards": []}
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        told["architectures"] = torch.cuda.get_arch_list()
+        told["cards"] = [card(number) for number in range(torch.cuda.device_count())]
     except (AssertionError, RuntimeError) as failed:  # the first from a torch without CUDA
-        error = str(failed)
-    print(
-        json.dumps(
-            {
-                "cuda": torch.version.cuda,
-                "error": error,
-                "architectures": [] if error else cuda.get_arch_list(),
-                "cards": cards,
-            }
-        )
-    )
+        told["error"] = str(failed)
+    print(json.dumps(told))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.files import LEDGER, output_folder
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.measure.measuring_lock import measuring
-from ddpm_lab.measure.others import free_cores
+from ddpm_lab.measure.others import free_cores, measuring
 from ddpm_lab.measure.process import sweep
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Member

@@ -14,7 +14,7 @@ from typing import Any
 from ddpm_lab.config import CHECK, LOADER_ALONE, SAMPLING, RunConfig
 from ddpm_lab.data.folder import DataError
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.machine_watch import Utilisation
+from ddpm_lab.measure.machine_watch import Watch
 from ddpm_lab.record import RunRecord
 from ddpm_lab.reports.summary import RUNS, Summary
 from ddpm_lab.training.run_folder import name_of, train_count, trained
@@ -90,7 +90,7 @@ def _summary(config: RunConfig, *, seconds: float | None, epochs: float | None, 
     )
 
 
-def watched(config: RunConfig) -> Utilisation:
+def watched(config: RunConfig) -> Watch:
     """A watch over the GPUs that a run uses on this host."""
     gpus = hardware.gpus()[: config.node_size] if config.device == "cuda" else ()
-    return Utilisation([gpu.uuid for gpu in gpus if gpu.uuid])
+    return Watch({gpu.uuid: 0 for gpu in gpus if gpu.uuid})
