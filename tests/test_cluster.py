@@ -85,6 +85,7 @@ def test_a_peer_that_stays_away_is_named_at_the_deadline(store: Store, monkeypat
     assert time.monotonic() - begun < 2 * 2.0
     assert cluster.current() is None
     assert awaited(channel) == {"do": "end"}
+    channel.close()
 
 
 def test_unlike_hosts_are_refused(store: Store) -> None:
@@ -95,6 +96,7 @@ def test_unlike_hosts_are_refused(store: Store) -> None:
         with pytest.raises(ConfigError, match=f"elsewhere differs from .* in {words}"), leading(leader):
             pass
         assert awaited(channel) == {"do": "end"}
+    channel.close()
 
 
 def awaited(channel: cluster.Channel) -> dict[str, Any] | None:

@@ -71,13 +71,10 @@ class Process(NamedTuple):
         """Read what torchrun sets in the environment. Raises ConfigError where it did not."""
         try:
             job = "ddpm_lab/{TORCHELASTIC_RUN_ID}/{TORCHELASTIC_RESTART_COUNT}".format_map(environment)
-            return cls(
-                rank=int(environment["RANK"]),
-                world_size=int(environment["WORLD_SIZE"]),
-                local_rank=int(environment["LOCAL_RANK"]),
-                hosts=int(environment["GROUP_WORLD_SIZE"]),
-                store=Store(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), job),
-            )
+            store = Store(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), job)
+            names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE")
+            rank, size, local, hosts = (int(environment[name]) for name in names)
+            return cls(rank, size, local, hosts, store)
         except (KeyError, ValueError) as error:
             raise ConfigError(
                 f"ddpm-lab rank needs what torchrun sets in the environment, and {error} is missing: "
@@ -94,7 +91,13 @@ class Process(NamedTuple):
         if interface is not None:
             choice("--interface", interface, sorted(set(names.values())))
         else:
-            own = self._own_address()
+            try:
+                family, kind, _, _, there = socket.getaddrinfo(*self.store[:2], type=socket.SOCK_DGRAM)[0]
+                with socket.socket(family, kind) as towards:
+                    towards.connect(there)  # sends nothing
+                    own = towards.getsockname()[0].split("%")[0]
+            except OSError as error:
+                raise ConfigError(f"torchrun's address {self.store.address} cannot be reached: {error}") from error
             interface = names.get(own, "lo")
             if self.hosts > 1 and (own.startswith("127.") or own == "::1"):
                 raise ConfigError(
@@ -104,16 +107,6 @@ class Process(NamedTuple):
                 )
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # it would take eth1 for eth10 too
-
-    def _own_address(self) -> str:
-        """The address of this host towards the store. Raises ConfigError where no way leads there."""
-        try:
-            family, kind, _, _, there = socket.getaddrinfo(*self.store[:2], type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind) as towards:
-                towards.connect(there)  # sends nothing
-                return str(towards.getsockname()[0]).split("%")[0]
-        except OSError as error:
-            raise ConfigError(f"torchrun's address {self.store.address} cannot be reached: {error}") from error
 
 
 class Channel:
@@ -136,8 +129,18 @@ class Channel:
                 f"rank {process.rank} on {socket.gethostname()}: torchrun's store at {process.store.address} port "
                 f"{process.store.port} does not answer: see what rank 0 said"
             ) from error
-        for work in (self._receive, self._beat):
-            threading.Thread(target=work, daemon=True).start()
+        self._closed = threading.Event()
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._receive, self._beat)]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """End the threads: one that is inside the store while Python ends would abort the process."""
+        self._closed.set()
+        with contextlib.suppress(RuntimeError):
+            self._to.queue_push(self._inbox, "{}")  # wakes the one that receives
+        for thread in self._threads:
+            thread.join(2 * BEAT_SECONDS)
 
     def send(self, **message: Any) -> None:
         """Send a message; nobody hears it once the channel is lost."""
@@ -150,17 +153,17 @@ class Channel:
 
     def _beat(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store has gone
-            while True:
+            while not self._closed.is_set():
                 self.send()
                 if self._leads:  # nobody is lost while the store is slow
                     self._to.wait(["alive"], timedelta(seconds=STORE_SECONDS))
                 self.silent_beats += 1
-                time.sleep(BEAT_SECONDS)
+                self._closed.wait(BEAT_SECONDS)
         self.silent_beats = math.inf
 
     def _receive(self) -> None:
         with contextlib.suppress(RuntimeError, ValueError):  # the store has gone, or what came is no JSON
-            while True:
+            while not self._closed.is_set():
                 message = json.loads(self._from.queue_pop(self._inbox))
                 self.silent_beats = 0 if self.silent_beats < math.inf else math.inf
                 if message:
@@ -226,6 +229,7 @@ def leading(process: Process) -> Iterator[Cluster]:
         _current = None
         for channel in channels.values():
             channel.send(do="end")
+            channel.close()
 
 
 def relatives() -> tuple[int, ...]:
@@ -303,20 +307,13 @@ class RemoteRank:
     def __init__(self, job: RankJob, host: str, channel: Channel) -> None:
         assert job.store is not None, "ranks of several processes meet in the store"
         self.job, self.host, self.channel, self.group = job, host, channel, job.store.prefix
+        self.ears = [channel.ear]  # ready when the rank speaks or ends
         self._said: dict[str, Any] = {"life": Life(0.0, 0, 0, "start")}  # the last of each kind
         self._heard = time.monotonic()
         self._ending: Ending | None = None
         fields = {f.name: getattr(job, f.name) for f in dataclasses.fields(job) if f.name not in ("folder", "tree")}
         fields |= {"config": job.config.as_dict(), "modules": dict(job.modules)}
-        self._send("start", job=fields)
-
-    def _send(self, do: str, **values: Any) -> None:
-        self.channel.send(do=do, group=self.group, **values)
-
-    @property
-    def ears(self) -> list[Any]:
-        """What becomes ready when the rank speaks or ends."""
-        return [self.channel.ear]
+        self.channel.send(do="start", group=self.group, job=fields)
 
     @property
     def unheard(self) -> bool:
@@ -331,7 +328,7 @@ class RemoteRank:
     def tell(self, command: str, arguments: dict[str, Any]) -> None:
         """Give the rank a command."""
         self._said["life"], self._heard = self.life()._replace(silent_seconds=0.0), time.monotonic()
-        self._send("tell", command=command, arguments=arguments)
+        self.channel.send(do="tell", group=self.group, command=command, arguments=arguments)
 
     def hear(self) -> str | None:
         """The word that the rank has said, ``LEFT`` if it will say no more, None if it is still at it."""
@@ -374,14 +371,14 @@ class RemoteRank:
         """The rank's log with the stacks of its threads; what is known without them where nobody answers."""
         self._said.pop("log", None)
         deadline = time.monotonic() + STACK_SECONDS
-        self._send("stack")
+        self.channel.send(do="stack", group=self.group)
         while self.ending() is None and "log" not in self._said and (left := deadline - time.monotonic()) > 0:
             connection.wait(self.ears, left)
         return self.log()
 
     def kill(self) -> None:
         """Have the rank killed; nobody waits for it, since what its process is sent next comes after that."""
-        self._send("kill")
+        self.channel.send(do="kill", group=self.group)
 
     def close(self) -> None:
         """Nothing is held here."""
@@ -411,6 +408,7 @@ def serve(process: Process) -> int:
     finally:
         for one in held.values():
             one.end()
+        channel.close()
     raise ConfigError(
         f"rank {process.rank} on {socket.gethostname()}: rank 0, which leads, no longer answers: see what it said"
     )

@@ -27,11 +27,8 @@ from ddpm_lab.processor import processor
 from ddpm_lab.record import Environment, Machine
 
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "ddpm-lab")
-LEAST_DRIVER = {12: 525, 13: 580}
-"""Driver that a major version of CUDA needs: NVIDIA's "CUDA Compatibility", minor version compatibility, table 1."""
-OLDER_WHEEL = (
-    "torch's wheel for CUDA 12.6 (pip install torch torchvision --index-url https://download.pytorch.org/whl/cu126)"
-)
+WHEELS = "install a torch that fits the driver and the GPU (https://pytorch.org/get-started/locally)"
+OLDER_WHEEL = "pip install torch torchvision --index-url https://download.pytorch.org/whl/cu126"
 """For drivers before CUDA 13, and for GPUs before the Turing generation, for which later wheels have no kernels."""
 TORCH_SECONDS = 120.0
 """How long torch may take to say what it can do with the GPUs."""
@@ -224,11 +221,11 @@ def gpu_trouble() -> str:
 
     Torch is asked only where there is a GPU: asking takes seconds and wakes CUDA.
     """
-    if not (cards := _visible()) or not (why := _trouble(ask_torch(), _nvidia()[1] or "")):
+    if not (cards := _visible()) or not (why := _trouble(ask_torch())):
         return ""
     names = ", ".join(dict.fromkeys(card.name for card in cards))
     cpu = "or measure the CPU with --device cpu (in a report: -p device cpu)"
-    return f"torch {package_version('torch')} cannot use {names}: {why}, {cpu}"
+    return f"torch {package_version('torch')} cannot use {names} with driver {_nvidia()[1]}: {why}, {cpu}"
 
 
 def least_capability() -> tuple[int, int] | None:
@@ -252,25 +249,21 @@ def ask_torch() -> dict[str, Any]:
     return told
 
 
-def _trouble(told: dict[str, Any], driver: str) -> str:
+def _trouble(told: dict[str, Any]) -> str:
     """What torch told, as a reason and a way out; empty where every GPU can be used."""
     if error := told["error"]:
         if "cuda" in told and told["cuda"] is None:
-            return "it is built without CUDA; install a wheel with CUDA (https://pytorch.org/get-started/locally)"
-        least = LEAST_DRIVER.get(int((told.get("cuda") or "0").partition(".")[0]), 0)
-        version = int(driver.partition(".")[0] or least)
-        if version < least:
-            wheel = f", or {OLDER_WHEEL}" if version >= LEAST_DRIVER[12] else ""
-            return f"driver {driver} is too old for its CUDA {told['cuda']}; install driver {least} or newer{wheel}"
-        return f"{error.partition('. ')[0].strip()}; check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
+            return f"it is built without CUDA; {WHEELS}"
+        older = f", such as {OLDER_WHEEL}, or update the driver" if "driver" in error else ""
+        said = error.partition(". ")[0].strip()
+        return f"{said}; check nvidia-smi and CUDA_VISIBLE_DEVICES, or {WHEELS}{older}"
     failed = [card for card in told["cards"] if card[3]]
     if not failed:
         return ""
     name, major, minor, error = failed[0]
-    has, hide = ", ".join(told["architectures"]), ""
-    if len(failed) < len(told["cards"]):
-        hide = ", or hide it with CUDA_VISIBLE_DEVICES"
+    hide = ", or hide it with CUDA_VISIBLE_DEVICES" if len(failed) < len(told["cards"]) else ""
     if "no kernel image" not in error:
-        return f"{name} answers {error}; check it with nvidia-smi{hide}"
-    way = OLDER_WHEEL if (major, minor) < (7, 5) else "a newer torch"
-    return f"it has kernels for {has}, and {name} is sm_{major}{minor}; install {way}{hide}"
+        return f"{name} answers {error}; check nvidia-smi{hide}"
+    older = f", such as {OLDER_WHEEL}" if (major, minor) < (7, 5) else ""
+    has = ", ".join(told["architectures"])
+    return f"it has kernels for {has}, and {name} is sm_{major}{minor}; {WHEELS}{older}{hide}"

@@ -41,14 +41,14 @@ _SAMPLED: dict[str, Fold] = {
     "gpu_clock_min_mhz": min,
     "gpu_memory_clock_mhz": fmean,
     "gpu_temperature_celsius": max,
-    "gpu_throttle_reasons": _bits,
+    "gpu_throttle_reasons": _bits,  # of NVML's nvmlClocksThrottleReason
 }
 """How the samples of a GPU become one value, and those of a group's GPUs."""
 _OTHERS: dict[str, Fold] = {
-    "gpu_others": sum,
+    "gpu_others": sum,  # processes
     "gpu_others_bytes": sum,
-    "gpu_others_changed_bytes": sum,
-    "gpu_others_percent": max,
+    "gpu_others_changed_bytes": sum,  # how far their memory grew or shrank meanwhile
+    "gpu_others_percent": max,  # of the multiprocessors' time
 }
 _OF_GROUP: dict[str, Fold] = {**_SAMPLED, "gpu_power_watts": sum, "gpu_energy_joules": sum, **_OTHERS}
 """How the values of a group's GPUs become one."""
@@ -59,12 +59,8 @@ class Watch:
 
     ``others_cores`` is how many cores other processes kept busy meanwhile, ``stolen_seconds`` what the hypervisor took.
     ``state`` holds ``watched_seconds`` (settle steps included), ``cpu_utilisation_percent`` of the cores this process
-    may use, ``ram_used_bytes`` of the machine, ``cgroup_throttled_seconds``, and for the group's GPUs
-    ``gpu_utilisation_percent``, ``gpu_memory_used_bytes``, ``gpu_clock_mhz``, ``gpu_clock_min_mhz``,
-    ``gpu_memory_clock_mhz``, ``gpu_temperature_celsius`` (the hottest), ``gpu_throttle_reasons`` (the bits that NVML
-    documents as nvmlClocksThrottleReason), ``gpu_power_watts`` and ``gpu_energy_joules`` (all of them together), and of
-    other processes on them ``gpu_others`` (how many), ``gpu_others_bytes``, ``gpu_others_changed_bytes`` (how far their
-    memory grew or shrank meanwhile) and ``gpu_others_percent`` (of the multiprocessors' time). None is unknown.
+    may use, ``ram_used_bytes`` of the machine, ``cgroup_throttled_seconds``, and what ``_OF_GROUP`` names of the
+    group's GPUs together. None is unknown.
 
     Args:
         gpus: UUID of each GPU that the group uses, and the process id of the rank on it.

@@ -1,14 +1,13 @@
 """Where the time of a step goes: a clock at every phase boundary, and spans of what runs beside the main line.
 
-A rank's marks cut its main line into phases, one after the other. On a GPU that line is the device's own: an event is
-recorded with each mark, and the time of a phase is the time between two events, so that host work hidden behind the
-device costs nothing. What runs beside the main line (an exchange of gradients, a thread that loads) is a span, with a
-start and an end. Time that no mark names belongs to no phase and shows in the residual, since the wall of the window is
-read from a clock of its own.
+A rank's marks cut its main line into phases. On a GPU that line is the device's own: an event is recorded with each
+mark, so that host work hidden behind the device costs nothing. What runs beside it (an exchange of gradients, a thread
+that loads) is a span. Time that no mark names shows in the residual, since the window has a clock of its own.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -53,11 +52,11 @@ def mean(windows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The mean of equally long windows, number by number; what a window lacks was 0 there."""
     found: dict[str, Any] = {}
     for name in dict.fromkeys(name for window in windows for name in window):
-        values = [window[name] for window in windows if name in window]
-        if isinstance(values[0], Mapping):
-            found[name] = mean([*values, *[{}] * (len(windows) - len(values))])
+        values = [window.get(name) for window in windows]
+        if any(isinstance(value, Mapping) for value in values):
+            found[name] = mean([value or {} for value in values])
         else:
-            found[name] = round(sum(values) / len(windows), 9)
+            found[name] = round(sum(value or 0 for value in values) / len(windows), 9)
     return found
 
 
@@ -140,6 +139,7 @@ class PhaseClock:
         device when a step began.
         """
         marks, self._marks = self._marks or [], None
+        on_device = self._cuda and not self._synchronised
 
         def seconds(moment: Any) -> float:
             """A moment on the line of the window, which begins at 0."""
@@ -147,12 +147,14 @@ class PhaseClock:
 
         def line(moments: list[float]) -> dict[str, list[Interval]]:
             found: dict[str, list[Interval]] = {}
-            for (phase, _, _), begun, ended in zip(marks, moments, moments[1:], strict=False):
-                found.setdefault(phase, []).append((begun, ended))
+            for (phase, _, _), pair in zip(marks, itertools.pairwise(moments), strict=False):
+                found.setdefault(phase, []).append(pair)
             return found
 
+        def per_step(phases: Mapping[str, list[Interval]]) -> dict[str, float]:
+            return {name: sum(b - a for a, b in found) / steps for name, found in phases.items() if name != UNNAMED}
+
         on_host = [seconds(moment) for _, moment, _ in marks]
-        on_device = self._cuda and not self._synchronised
         main = line([seconds(event) for _, _, event in marks] if on_device else on_host)
         spans: dict[str, list[Interval]] = {}
         for name, begun, ended in self._spans:
@@ -160,10 +162,6 @@ class PhaseClock:
         if on_device:  # the host loads the next batch while the device still computes
             spans.setdefault("data", line(on_host).get("data", []))
         compute = [i for name in COMPUTE for i in main.get(name, ())]
-
-        def per_step(phases: Mapping[str, list[Interval]]) -> dict[str, float]:
-            return {name: sum(b - a for a, b in found) / steps for name, found in phases.items() if name != UNNAMED}
-
         phases = per_step(main)
         found: dict[str, Any] = {
             "step_seconds": (end - start) / steps,

@@ -24,7 +24,6 @@ MOST_EVENTS = 400_000
 
 RANGE = "phase: "
 """Beginning of the names of the ranges that the lab lays around the phases of a step."""
-HIDDEN = ("ProfilerStep", RANGE)
 
 
 def profile_steps(step: Callable[[], None], plan: dict[str, int], trace: Path, cuda: bool, rank: int) -> dict[str, Any]:
@@ -35,42 +34,39 @@ def profile_steps(step: Callable[[], None], plan: dict[str, int], trace: Path, c
     Exclusive ("self") times count each second of a thread once: the time inside an operator less the time inside the
     operators it calls.
     """
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     operators: dict[str, list[float]] = {}
     phases: dict[str, float] = {}
-    walls: list[float] = []
+    wall = begun = 0.0
 
     def ready(profiler: Any) -> None:
         for event in profiler.key_averages():
-            if event.key.startswith(RANGE) and event.device_type == DeviceType.CPU:
+            # A kernel stands in the list twice: by itself, and as device time of the operator that launched it.
+            if event.device_type != DeviceType.CPU:
+                continue
+            if event.key.startswith(RANGE):
                 name = event.key.removeprefix(RANGE)
                 phases[name] = phases.get(name, 0.0) + event.cpu_time_total / 1e6
-            # A kernel stands in the list twice: by itself, and as device time of the operator that launched it.
-            if event.key.startswith(HIDDEN) or event.device_type != DeviceType.CPU:
-                continue
-            row = operators.setdefault(event.key, [0.0, 0.0, 0.0])
-            row[0] += event.count
-            row[1] += event.self_cpu_time_total / 1e6
-            row[2] += event.self_device_time_total / 1e6
+            elif not event.key.startswith("ProfilerStep"):
+                found = (event.count, event.self_cpu_time_total / 1e6, event.self_device_time_total / 1e6)
+                before = operators.get(event.key, [0.0, 0.0, 0.0])
+                operators[event.key] = [a + b for a, b in zip(before, found, strict=True)]
         partial = trace.with_name(f".{trace.name}.partial.json")
         profiler.export_chrome_trace(str(partial))
         _compress(partial, trace, rank)
 
-    cycle = schedule(wait=plan["wait"], warmup=plan["warmup"], active=plan["active"], repeat=plan["repeat"])
-    with profile(activities=activities, schedule=cycle, on_trace_ready=ready) as profiler:
+    def now() -> float:
+        if cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    first, last = plan["wait"] + plan["warmup"], plan["wait"] + plan["warmup"] + plan["active"] - 1
+    with profile(activities=activities, schedule=schedule(**plan), on_trace_ready=ready) as profiler:
         for _ in range(plan["repeat"]):
-            for _ in range(plan["wait"] + plan["warmup"]):
+            for i in range(last + 1):
+                begun = now() if i == first else begun
                 step()
-                profiler.step()
-            if cuda:
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            for i in range(plan["active"]):
-                step()
-                if i == plan["active"] - 1:
-                    if cuda:
-                        torch.cuda.synchronize()
-                    walls.append(time.perf_counter() - start)
+                wall += now() - begun if i == last else 0.0
                 profiler.step()
     ranked = sorted(operators.items(), key=lambda item: -(item[1][2] if cuda else item[1][1]))
     rest = [sum(column) for column in zip(*(row for _, row in ranked[TOP:]), strict=True)]
@@ -78,7 +74,7 @@ def profile_steps(step: Callable[[], None], plan: dict[str, int], trace: Path, c
     names = ("name", "calls", "self_cpu_seconds", "self_device_seconds")
     return {
         "steps": plan["active"] * plan["repeat"],
-        "wall_seconds": sum(walls),
+        "wall_seconds": wall,
         "schedule": plan,
         "phases": phases,
         "operators": [dict(zip(names, row, strict=True)) for row in rows],
