@@ -1,9 +1,4 @@
-"""Other processes on this machine's cores: what they take, waiting until they take less, and one measurement at a time.
-
-Two processes that measure at once on a core are both wrong. Each core that this process may use is a range of bytes in
-one file for each user of a machine, locked while it measures; processes that are kept to other cores, such as jobs that
-share a node, do not wait for each other. The kernel lets go of the locks of a process that is killed.
-"""
+"""Other processes on this machine's cores: what they take, waiting until they take less, and one measurement at a time."""
 
 from __future__ import annotations
 
@@ -174,7 +169,9 @@ def await_quiet(config: RunConfig, cores: int, say: Callable[[str], None]) -> No
         say("waiting for a quiet moment")
 
 
-# One measurement at a time
+# One measurement at a time: two that measure at once on a core are both wrong. Each core that this process may use is a
+# range of bytes in one file for each user, so that jobs that share a node on other cores do not wait for each other.
+# The kernel lets go of the locks of a process that is killed.
 
 
 def side_by_side() -> bool:
