@@ -1,4 +1,4 @@
-"""Other processes on this machine's cores: what they take, waiting until they take less, and one measurement at a time."""
+"""Other processes on these cores: what they take, waiting until they take less, and one measurement at a time."""
 
 from __future__ import annotations
 
