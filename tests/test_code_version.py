@@ -119,7 +119,7 @@ def test_the_version_of_an_imported_package_counts(own: Loaded, monkeypatch: pyt
         assert [a == b for a, b in zip(now, before, strict=True)] == alike
 
 
-# --- the lab itself --------------------------------------------------------------------------------------------------
+# The lab itself
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_torch_is_not_imported_to_find_the_version() -> None:
     assert shown.stdout.strip() == "[]"
 
 
-# --- a revision in the same sets -------------------------------------------------------------------------------------
+# A revision in the same sets
 
 
 def test_an_edit_of_either_side_is_noticed(own: Loaded, write: Write, tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_an_edit_of_either_side_is_noticed(own: Loaded, write: Write, tmp_path: 
     both.check_unchanged()
 
 
-# --- libraries -------------------------------------------------------------------------------------------------------
+# Libraries
 
 
 def test_what_pip_has_put_into_a_folder_is_a_library_and_what_lies_beside_it_is_not(

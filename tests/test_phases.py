@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -73,22 +72,12 @@ def error(known: Known, found: Callable[[dict[str, Any]], float], true: Callable
 
 @pytest.mark.alone
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["data", "copy", "forward", "backward", "communication", "optimizer", "ema"])
-def test_each_phase_comes_back_within_two_percent(known: Known, phase: str) -> None:
-    assert error(known, lambda window: window["phases"][phase], lambda truth: truth[phase]) < 0.02
-
-
-@pytest.mark.alone
-@pytest.mark.slow
-def test_overlap_comes_back_within_two_percent(known: Known) -> None:
+def test_phases_overlap_and_residual_come_back_within_a_few_percent(known: Known) -> None:
+    for phase in ("data", "copy", "forward", "backward", "communication", "optimizer", "ema"):
+        assert error(known, lambda w, n=phase: w["phases"][n], lambda t, n=phase: t[n]) < 0.02, phase  # type: ignore[misc]
     assert all(truth["overlapped"] < 0.95 * truth["exchange"] for _, truth in known), "nothing to tell apart"
     for field, true in (("seconds", "exchange"), ("overlapped_seconds", "overlapped")):
         assert error(known, lambda w, f=field: w["spans"]["communication"][f], lambda t, n=true: t[n]) < 0.02  # type: ignore[misc]
-
-
-@pytest.mark.alone
-@pytest.mark.slow
-def test_the_residual_is_the_time_that_no_mark_names(known: Known) -> None:
     off = []
     for window, truth in known:
         wall, residual = window["step_seconds"], window["residual_seconds"]
@@ -97,7 +86,7 @@ def test_the_residual_is_the_time_that_no_mark_names(known: Known) -> None:
         off.append(abs(residual - truth["unnamed"]) / wall)
         # the wall is read apart from the phases: nothing of a step is outside it
         assert wall >= sum(truth[name] for name in (*window["phases"], "unnamed"))
-    assert statistics.median(off) < 0.03
+    assert statistics.median(off) < 0.03, "the residual is the time that no mark names"
 
 
 # Two ranks that exchange gradients
@@ -231,49 +220,25 @@ def test_mean_counts_what_a_window_lacks_as_nothing() -> None:
 @pytest.mark.alone
 @pytest.mark.slow
 def test_marks_cost_less_than_one_percent_of_a_step(tmp_path: Path) -> None:
-    """Bare, watched and recorded steps of the smallest network alternate inside one process.
-
-    The median of the paired ratios carries the noise of a shared machine, hence its wide bound; the cost of a mark by
-    itself, times the marks of a step, carries next to none.
-    """
+    """Of the smallest network: the marks of a step, each at its own cost, against the step's time."""
     manifest = prepare("synthetic", tmp_path / "data")
     config = RunConfig(data=str(tmp_path / "data"), data_sha256=manifest.content_hash, global_batch_size=8)
     beat = tmp_path / "beat"
     beat.write_bytes(BEAT.pack(0.0, 0, 0, b""))
-    clock = PhaseClock(Heartbeat(beat).mark, "cpu")
-    marks: list[Callable[[str], None]] = [lambda _: None, clock.mark]
-    active, made = marks[0], 0
-
-    def mark(phase: str) -> None:
-        nonlocal made
-        made += 1
-        active(phase)
-
-    trainer = Trainer(config, RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=mark))
+    clock, made = PhaseClock(Heartbeat(beat).mark, "cpu"), list[str]()
+    trainer = Trainer(config, RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=made.append))
     batches = trainer.batches()
+    steps = []
+    for _ in range(60):
+        start = time.perf_counter()
+        trainer.step(next(batches))
+        steps.append(time.perf_counter() - start)
+    per_step = len(made) / 60 + 4  # and those that a rank makes around a step
     clock.start(synchronised=False)
-    ratios, bare = [], []
-    for pair in range(-10, 150):
-        took = [0.0, 0.0]
-        for i in (0, 1) if pair % 2 else (1, 0):
-            active = marks[i]
-            start = time.perf_counter()
-            for _ in range(2):
-                mark("data")
-                batch = next(batches)
-                mark(phases.UNNAMED)
-                trainer.step(batch)
-                mark(phases.UNNAMED)
-            took[i] = time.perf_counter() - start
-        if pair >= 0:
-            ratios.append(took[1] / took[0])
-            bare.append(took[0] / 2)
-    assert statistics.median(ratios) < 1.05
     costs = []
     for _ in range(50):
         start = time.perf_counter()
-        for _ in itertools.repeat(None, 100):
+        for _ in range(100):
             clock.mark("forward")
         costs.append((time.perf_counter() - start) / 100)
-    per_step = made / (2 * 2 * 160)
-    assert statistics.median(costs) * per_step < 0.01 * statistics.median(bare)
+    assert statistics.median(costs) * per_step < 0.01 * statistics.median(steps)
