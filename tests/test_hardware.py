@@ -32,58 +32,33 @@ def test_cores_are_those_the_affinity_allows() -> None:
     assert shown.stdout.strip() == "1"
 
 
-QUOTAS: list[tuple[dict[str, str], int]] = [
-    ({}, 16),
-    ({"/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/cpu.max": "max 100000\n"}, 16),
-    ({"/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/cpu.max": "50000 100000\n"}, 1),
-    (
-        {  # the tightest of the groups above holds
-            "/proc/self/cgroup": "0::/user/job\n",
-            "/sys/fs/cgroup/user/job/cpu.max": "max 100000\n",
-            "/sys/fs/cgroup/user/cpu.max": "350000 100000\n",
-            "/sys/fs/cgroup/cpu.max": "800000 100000\n",
-        },
-        3,
-    ),
-    ({"/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n", "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"}, 16),
-    (
-        {  # version 1, a job's own group, as a scheduler makes it
-            "/proc/self/cgroup": "5:cpuset:/\n4:cpu,cpuacct:/user/job\n",
-            "/sys/fs/cgroup/cpu/user/job/cpu.cfs_quota_us": "-1\n",
-            "/sys/fs/cgroup/cpu/user/cpu.cfs_quota_us": "600000\n",
-            "/sys/fs/cgroup/cpu/user/cpu.cfs_period_us": "100000\n",
-        },
-        6,
-    ),
-    ({"/proc/self/cgroup": "nonsense\n", "/sys/fs/cgroup/cpu.max": "nonsense\n"}, 16),
-]
-THROTTLED: list[tuple[dict[str, str], float | None]] = [
-    ({}, None),
-    (
-        {
-            "/proc/self/cgroup": "0::/user/job\n",
-            "/sys/fs/cgroup/user/job/cpu.stat": "throttled_usec 1500000\n",
-            "/sys/fs/cgroup/user/cpu.stat": "throttled_usec 500000\n",
-            "/sys/fs/cgroup/cpu.stat": "usage_usec 9\n",
-        },
-        2.0,
-    ),
-    ({"/sys/fs/cgroup/cpu/cpu.stat": "nr_periods 1\nnr_throttled 1\nthrottled_time 250000000\n"}, 0.25),
-]
+CPU = "/sys/fs/cgroup/cpu"
+JOB = {  # version 2, of which the tightest of the groups above holds
+    "/proc/self/cgroup": "0::/user/job\n",
+    "/sys/fs/cgroup/user/job/cpu.max": "max 100000\n",
+    "/sys/fs/cgroup/user/cpu.max": "350000 100000\n",
+    "/sys/fs/cgroup/cpu.max": "800000 100000\n",
+    "/sys/fs/cgroup/user/job/cpu.stat": "throttled_usec 1500000\n",
+    "/sys/fs/cgroup/user/cpu.stat": "throttled_usec 500000\n",
+    "/sys/fs/cgroup/cpu.stat": "usage_usec 9\n",
+}
+JOB_V1 = {  # version 1, a job's own group, as a scheduler makes it
+    "/proc/self/cgroup": "5:cpuset:/\n4:cpu,cpuacct:/user/job\n",
+    f"{CPU}/user/job/cpu.cfs_quota_us": "-1\n",
+    f"{CPU}/user/cpu.cfs_quota_us": "600000\n",
+    f"{CPU}/user/cpu.cfs_period_us": "100000\n",
+    f"{CPU}/user/cpu.stat": "nr_periods 1\nnr_throttled 1\nthrottled_time 250000000\n",
+}
 
 
-def test_cores_are_cut_by_the_quota(machine_files: dict[str, str]) -> None:
-    for files, cores in QUOTAS:
+def test_cores_are_cut_by_the_quota_and_what_it_took_is_read_from_every_level(machine_files: dict[str, str]) -> None:
+    """Of sixteen cores; the cores that are left, and the seconds of which a quota held the process back."""
+    half = {"/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/cpu.max": "50000 100000\n"}
+    nonsense = {"/proc/self/cgroup": "nonsense\n", "/sys/fs/cgroup/cpu.max": "nonsense\n"}
+    for files, found in ((JOB, (3, 2.0)), (JOB_V1, (6, 0.25)), (half, (1, None)), (nonsense, (16, None))):
         machine_files.clear()
         machine_files.update(files)
-        assert hardware.usable_cores() == cores, files
-
-
-def test_time_that_a_quota_took_is_read_from_every_level(machine_files: dict[str, str]) -> None:
-    for files, seconds in THROTTLED:
-        machine_files.clear()
-        machine_files.update(files)
-        assert hardware.cgroup_throttled_seconds() == seconds
+        assert (hardware.usable_cores(), hardware.cgroup_throttled_seconds()) == found, files
 
 
 def test_the_environment_is_complete_and_dated() -> None:

@@ -122,14 +122,6 @@ def test_ones_own_sleeping_groups_are_no_others(plant: Plant) -> None:
     assert [watch.state[name] for name in OTHERS] == [0, 0, 0, 0]
 
 
-def test_a_group_that_fails_leaves_no_sampler(plant: Plant) -> None:
-    plant(Card())
-    threads = threading.active_count()
-    with pytest.raises(RuntimeError, match="planted"), Watch({"GPU-1": RANK}):
-        raise RuntimeError("planted")
-    assert threading.active_count() == threads
-
-
 def test_a_long_run_is_the_mean_over_its_samples(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FIRST_SECONDS", "PERIOD_SECONDS", "LATER_SECONDS"):
         monkeypatch.setattr(machine_watch, name, 0.001)

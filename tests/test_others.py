@@ -137,24 +137,14 @@ def test_free_cores_are_those_that_others_leave(monkeypatch: pytest.MonkeyPatch)
         assert set(seconds) == {1.0}
 
 
-def test_what_others_take_is_not_looked_at_where_tests_measure_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    readings = iter([CpuClock(100.0, 4.0, 10.0, 0.0), CpuClock(100.25, 4.5, 11.0, 0.0)])
-    monkeypatch.setattr(CpuClock, "read", lambda: next(readings))
-    monkeypatch.delenv(LOCK_VARIABLE, raising=False)
-    assert others.others_cores(0.0) == pytest.approx(0.5 / 0.25)
-    monkeypatch.setenv(LOCK_VARIABLE, "")
-    assert others.others_cores(0.0) is None
-
-
 def test_a_set_waits_a_little_for_a_quiet_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    long = [1.0] * 100
+    ranks = RunConfig(world_size=4, global_batch_size=32, oversubscribe=True)
     cases: list[tuple[list[float | None], RunConfig, float]] = [
         ([1.0, 0.3, 0.2], RunConfig(), 0.6),  # two threads on two cores leave a quarter of a core to others
-        ([0.25, 0.24], RunConfig(), 0.4),
-        ([*long], RunConfig(), others.QUIET_SECONDS),
+        ([1.0] * 100, RunConfig(), others.QUIET_SECONDS),
         ([1.25, 1.24], RunConfig(threads=1), 0.4),
-        ([*long], RunConfig(world_size=4, global_batch_size=32, oversubscribe=True), 0.0),
-        ([*long], RunConfig(device="cuda"), 0.0),
+        ([1.0], ranks, 0.0),
+        ([1.0], RunConfig(device="cuda"), 0.0),
         ([None], RunConfig(), 0.2),
     ]
     for loads, config, waited in cases:

@@ -448,11 +448,7 @@ class _Held:
         self._watch: Watch | None = None
         self._folder = GroupFolder()
         changed = {"config": config, "store": Store(*job["store"]), "folder": self._folder.path}
-        try:
-            self.rank = LocalRank(RankJob(**{**job, **changed}), "forkserver")
-        except BaseException:
-            self._folder.remove()
-            raise
+        self.rank = LocalRank(RankJob(**{**job, **changed}), "forkserver")
 
     def tell(self, command: str, arguments: dict[str, Any]) -> None:
         """Pass a command on to the rank, and watch the host during a window."""
