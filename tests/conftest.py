@@ -141,7 +141,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plant]:
         forget()
 
     def forget() -> None:
-        for cached in (hardware._nvml, hardware.gpu_handle, hardware._nvidia, hardware.ask_torch):
+        for cached in (hardware._nvml, hardware.gpu_handle, hardware._nvidia, hardware._ask_torch):
             cached.cache_clear()
 
     monkeypatch.setattr(hardware, "package_version", lambda _: "2.15.0+cu130")

@@ -53,8 +53,8 @@ LOST_BEATS = 4
 STORE_SECONDS = 12.0
 """A store that answers more slowly has gone. It looks up the names of those who connect, for which it may stall 5 s."""
 STACK_SECONDS = 3.0
-LOOK_SECONDS = 0.2
-"""Each sample of what others take of the cores, before training and sampling."""
+LOOK_SECONDS = 0.6
+"""How long is looked at what others take of the cores, before training and sampling."""
 
 
 class Process(NamedTuple):
@@ -298,7 +298,7 @@ def training_cores() -> int:
 
     All of them in a job, whose ranks others have started: they would be taken for strangers.
     """
-    return hardware.usable_cores() if _current else fair_cores(free_cores(seconds=LOOK_SECONDS))
+    return hardware.usable_cores() if _current else fair_cores(free_cores(LOOK_SECONDS))
 
 
 class RemoteRank:

@@ -1,11 +1,7 @@
 """Which code was measured: a hash of the files that hold it, so that the same hash means the same code.
 
-The lab's own are all files of the folders and modules below, which ranks run or which time them. Of a workload that
-lies elsewhere they are the modules that a rank loaded from outside of libraries when it built it and did one step
-(``loaded``); of packages that these import the version counts. A C++ or CUDA source that bears a module's name and lies
-beside it counts with the module.
-
-The sources are those that this process would import, or those of a ``Tree``: a revision in a folder of its own.
+The lab's own are all files of the folders and modules below. Of a workload that lies elsewhere they are the modules
+that a rank loaded from outside of libraries in one step (``loaded``); of packages that these import the version counts.
 """
 
 from __future__ import annotations
@@ -39,10 +35,7 @@ SITE_MODULES = ("sitecustomize", "usercustomize")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """A revision's sources: the commit, the folders that hold its modules, and the repository they are not taken from.
-
-    ``apart`` is the root of the working tree: nothing that a rank of the revision runs may lie there.
-    """
+    """A revision's sources: the commit, the folders that hold its modules, and the repository they are not taken from."""
 
     revision: str
     folders: tuple[str, ...]
@@ -149,7 +142,7 @@ def in_lab(module: str) -> bool:
 
 
 def _hash(file: str) -> str:
-    """Of a module's file and of sources in other languages beside it, which it compiles; empty where it is gone."""
+    """Of a module's file and of C++ or CUDA sources of its name, which it compiles; empty where it is gone."""
     parts = [Path(file), *(p for end in (".cpp", ".cu", ".c") if (p := Path(file).with_suffix(end)).is_file())]
     with contextlib.suppress(OSError):
         return hashlib.sha256(b"\0".join(part.read_bytes() for part in parts)).hexdigest()
@@ -196,11 +189,8 @@ def _installed(folder: str) -> frozenset[str]:
 
 
 def in_repository(file: str | Path, root: str) -> bool:
-    """Whether a file or folder belongs to the repository at ``root``: no library in it, and no repository of its own.
-
-    The empty name is the working folder, as on the Python path.
-    """
-    path = Path(file).resolve()
+    """Whether a file or folder belongs to the repository at ``root``: no library in it, and no repository of its own."""
+    path = Path(file).resolve()  # the empty name, as on the Python path, is the working folder
     if not path.is_relative_to(root) or is_library(str(path)):
         return False
     below = takewhile(lambda folder: folder != Path(root), (path, *path.parents))

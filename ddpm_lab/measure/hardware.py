@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import itertools
-import json
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -27,11 +27,20 @@ from ddpm_lab.processor import processor
 from ddpm_lab.record import Environment, Machine
 
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "ddpm-lab")
-WHEELS = "install a torch that fits the driver and the GPU (https://pytorch.org/get-started/locally)"
-OLDER_WHEEL = "pip install torch torchvision --index-url https://download.pytorch.org/whl/cu126"
-"""For drivers before CUDA 13, and for GPUs before the Turing generation, for which later wheels have no kernels."""
+WAYS_OUT = (
+    "see that nvidia-smi answers, and install a torch that fits the driver and the GPU "
+    "(https://pytorch.org/get-started/locally; for drivers before CUDA 13, and GPUs before the Turing generation: pip "
+    "install torch torchvision --index-url https://download.pytorch.org/whl/cu126), or hide the GPU with "
+    "CUDA_VISIBLE_DEVICES, or measure the CPU with --device cpu (in a report: -p device cpu)"
+)
+ASK_TORCH = (
+    "import torch; torch.cuda.init(); gpus = range(torch.cuda.device_count()); "
+    "[(torch.ones(1, device=f'cuda:{i}') + 1).item() for i in gpus]; "
+    "print(*min(map(torch.cuda.get_device_capability, gpus)))"
+)
+"""Run a first kernel on each GPU, and print the lowest compute capability."""
 TORCH_SECONDS = 120.0
-"""How long torch may take to say what it can do with the GPUs."""
+"""How long torch may take for this."""
 
 
 @cache
@@ -217,53 +226,30 @@ def environment() -> Environment:
 
 
 def gpu_trouble() -> str:
-    """Why torch cannot use the GPUs that NVML lists, and the ways out, in one sentence; empty without such trouble.
-
-    Torch is asked only where there is a GPU: asking takes seconds and wakes CUDA.
-    """
-    if not (cards := _visible()) or not (why := _trouble(ask_torch())):
+    """Why torch cannot use the GPUs that NVML lists, and the ways out, in one sentence; empty without such trouble."""
+    if not (cards := _visible()) or not (error := _ask_torch()[1]):
         return ""
     names = ", ".join(dict.fromkeys(card.name for card in cards))
-    cpu = "or measure the CPU with --device cpu (in a report: -p device cpu)"
-    return f"torch {package_version('torch')} cannot use {names} with driver {_nvidia()[1]}: {why}, {cpu}"
+    driver = _nvidia()[1] or "unknown"
+    return f"torch {package_version('torch')} cannot use {names} with driver {driver}: {error}; {WAYS_OUT}"
 
 
 def least_capability() -> tuple[int, int] | None:
     """The lowest compute capability of the GPUs that torch sees; None where it sees none."""
-    cards = ask_torch().get("cards", ()) if gpus() else ()
-    return min(((major, minor) for _, major, minor, _ in cards), default=None)
+    return _ask_torch()[0] if gpus() else None
 
 
 @cache
-def ask_torch() -> dict[str, Any]:
-    """What ``torch_gpus`` prints: torch's CUDA, its error, its architectures, and each card with its error."""
-    command = [sys.executable, "-P", str(Path(__file__).with_name("torch_gpus.py"))]
+def _ask_torch() -> tuple[tuple[int, int] | None, str]:
+    """The lowest compute capability, or torch's error; asked once, in a process of its own, since it wakes CUDA."""
+    command = [sys.executable, "-P", "-c", ASK_TORCH]
     try:
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=TORCH_SECONDS)
     except subprocess.TimeoutExpired:
-        return {"error": f"it did not answer within {TORCH_SECONDS:.0f} s"}
+        return None, f"it did not answer within {TORCH_SECONDS:.0f} s"
     if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:] or [f"the process that asked it ended with {done.returncode}"]
-        return {"error": last[0]}
-    told: dict[str, Any] = json.loads(done.stdout)
-    return told
-
-
-def _trouble(told: dict[str, Any]) -> str:
-    """What torch told, as a reason and a way out; empty where every GPU can be used."""
-    if error := told["error"]:
-        if "cuda" in told and told["cuda"] is None:
-            return f"it is built without CUDA; {WHEELS}"
-        older = f", such as {OLDER_WHEEL}, or update the driver" if "driver" in error else ""
-        said = error.partition(". ")[0].strip()
-        return f"{said}; check nvidia-smi and CUDA_VISIBLE_DEVICES, or {WHEELS}{older}"
-    failed = [card for card in told["cards"] if card[3]]
-    if not failed:
-        return ""
-    name, major, minor, error = failed[0]
-    hide = ", or hide it with CUDA_VISIBLE_DEVICES" if len(failed) < len(told["cards"]) else ""
-    if "no kernel image" not in error:
-        return f"{name} answers {error}; check nvidia-smi{hide}"
-    older = f", such as {OLDER_WHEEL}" if (major, minor) < (7, 5) else ""
-    has = ", ".join(told["architectures"])
-    return f"it has kernels for {has}, and {name} is sm_{major}{minor}; {WHEELS}{older}{hide}"
+        # The first sentence of the error: what CUDA adds on further lines is for those who debug kernels.
+        said = re.search(r"^[\w.]*(?:Error|Exception): (.+?)(?:\. |$)", done.stderr, re.MULTILINE)
+        return None, said[1] if said else f"the process that asked it ended with {done.returncode}"
+    major, minor = map(int, done.stdout.split()[-2:])
+    return (major, minor), ""

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import NamedTuple
 
 import psutil
@@ -23,8 +22,8 @@ QUIET_SECONDS, SAMPLE_SECONDS = 5.0, 0.2
 """How long a set waits for a quiet moment at most, and how long each look for one takes."""
 QUIET_CORES = 0.25
 """Less than this is what any machine does by itself."""
-FREE_SAMPLES, SURELY_FREE_SAMPLES = 10, 3
-"""Samples that say how many cores are free; where the first are all quiet, these suffice."""
+FREE_SECONDS = 3.0
+"""How long is looked which cores are free, and again twice as long where others are busy: a burst passes."""
 MINUTE = 60.0
 
 LOCK_VARIABLE = "DDPM_LAB_MEASURING_LOCK"
@@ -47,9 +46,8 @@ class CpuUse(NamedTuple):
 class CpuClock:
     """CPU seconds used so far: by this process's own, and on the cores that it may use by anybody and the hypervisor.
 
-    The last two are None, unknown, where the kernel does not show these cores, as in containers that number their own.
-    ``limited`` is whether a cgroup gives this process less than the time of its cores: a core that a neighbour uses is
-    then not time that this process could have had.
+    None is unknown: the kernel does not show these cores, as in containers that number their own. Of cores that a
+    cgroup limits nobody knows what others take: the time that they use could not have been this process's.
     """
 
     moment: float
@@ -60,10 +58,7 @@ class CpuClock:
 
     @classmethod
     def read(cls, relatives: Sequence[int] = ()) -> CpuClock:
-        """Read now. One's own are this process and all its descendants: the fork server, ranks, loader workers.
-
-        So are ``relatives``, other processes of the same job, and their descendants.
-        """
+        """Read now. One's own are this process and ``relatives``, others of the same job, with all their descendants."""
         own = 0.0
         for pid in (os.getpid(), *relatives):
             with contextlib.suppress(psutil.Error):
@@ -117,19 +112,12 @@ def others_cores(seconds: float) -> float | None:
     return before.until(CpuClock.read()).others_cores
 
 
-def free_cores(sample: Callable[[float], float | None] = others_cores, *, seconds: float = 1.0) -> int:
-    """Usable cores that other processes leave free; a core counts as taken from a half on, and one is always left.
-
-    Each sample takes ``seconds``.
-    """
-    cores, taken = usable_cores(), list[float]()
-    for _ in range(FREE_SAMPLES):
-        if (others := sample(seconds)) is None:
-            return cores
-        taken.append(others)
-        if len(taken) >= SURELY_FREE_SAMPLES and max(taken) < QUIET_CORES:
-            return cores
-    return _left(cores, fmean(taken))
+def free_cores(seconds: float = FREE_SECONDS) -> int:
+    """Usable cores that other processes leave free; a core counts as taken from a half on, and one is always left."""
+    others = others_cores(seconds)
+    if others is not None and others >= QUIET_CORES:
+        others = others_cores(2 * seconds)
+    return _left(usable_cores(), others or 0.0)
 
 
 def fair_cores(free: int) -> int:

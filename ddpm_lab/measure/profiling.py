@@ -5,8 +5,6 @@ A profiled run has no other purpose: the profiler changes what it watches, so no
 
 from __future__ import annotations
 
-import gzip
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,20 +17,16 @@ from torch.profiler import ProfilerActivity, profile, schedule
 TOP = 80
 """Operators kept by name; the rest are summed as ``(other operators)``."""
 
-MOST_EVENTS = 400_000
-"""Events kept in a trace, some 5 MB compressed: more would not open in a browser."""
-
 RANGE = "phase: "
 """Beginning of the names of the ranges that the lab lays around the phases of a step."""
 
 
-def profile_steps(step: Callable[[], None], plan: dict[str, int], trace: Path, cuda: bool, rank: int) -> dict[str, Any]:
+def profile_steps(step: Callable[[], None], plan: dict[str, int], trace: Path, cuda: bool) -> dict[str, Any]:
     """Profile ``plan['active']`` steps after ``wait`` and ``warmup`` ones, ``repeat`` times.
 
-    Writes a gzip-compressed Chrome trace of the last repetition to ``trace`` with the rank in its metadata, and returns
-    the operators of all repetitions, and the seconds of each phase where the steps lay ranges around their phases.
-    Exclusive ("self") times count each second of a thread once: the time inside an operator less the time inside the
-    operators it calls.
+    Writes a compressed Chrome trace of the last repetition to ``trace``, in which torch notes the rank. Returns the
+    operators of all repetitions, and the seconds of each phase that the steps mark. Exclusive ("self") times are the
+    time inside an operator less that inside the operators it calls, so that each second of a thread counts once.
     """
     operators: dict[str, list[float]] = {}
     phases: dict[str, float] = {}
@@ -50,9 +44,9 @@ def profile_steps(step: Callable[[], None], plan: dict[str, int], trace: Path, c
                 found = (event.count, event.self_cpu_time_total / 1e6, event.self_device_time_total / 1e6)
                 before = operators.get(event.key, [0.0, 0.0, 0.0])
                 operators[event.key] = [a + b for a, b in zip(before, found, strict=True)]
-        partial = trace.with_name(f".{trace.name}.partial.json")
-        profiler.export_chrome_trace(str(partial))
-        _compress(partial, trace, rank)
+        partial = trace.with_name(f".partial.{trace.name}")
+        profiler.export_chrome_trace(str(partial))  # compressed, by the end of its name
+        partial.replace(trace)
 
     def now() -> float:
         if cuda:
@@ -80,24 +74,3 @@ def profile_steps(step: Callable[[], None], plan: dict[str, int], trace: Path, c
         "operators": [dict(zip(names, row, strict=True)) for row in rows],
         "traces": [trace.name],
     }
-
-
-def _compress(partial: Path, trace: Path, rank: int) -> None:
-    """Write the rank into the trace, check that it is whole, leave out what is too much, and compress it.
-
-    Of too many events those that began first are kept, and ``ddpmLabEvents`` says how many of how many.
-    """
-    values = json.loads(partial.read_bytes())
-    events = values.get("traceEvents")
-    if not events:
-        raise RuntimeError("the profiler wrote a trace without events")
-    values["ddpmLabRank"] = rank
-    if len(events) > MOST_EVENTS:
-        # Metadata has no time of its own, and names the rows of what is kept.
-        values["traceEvents"] = sorted(events, key=lambda e: 0 if e.get("ph") == "M" else e.get("ts", 0))[:MOST_EVENTS]
-    values["ddpmLabEvents"] = {"kept": len(values["traceEvents"]), "of": len(events)}
-    partial.unlink()
-    packed = trace.with_name(f".{trace.name}.partial")
-    with gzip.open(packed, "wt", compresslevel=6) as file:
-        json.dump(values, file, separators=(",", ":"))
-    packed.replace(trace)

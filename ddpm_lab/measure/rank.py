@@ -275,7 +275,7 @@ class Rank:
         """Profile some steps: a run with another purpose, which never supplies a time."""
         schedule = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
         self.clock.tracing = True
-        found = profile_steps(self._marked_step, schedule, Path(trace), self.cuda, self.job.rank)
+        found = profile_steps(self._marked_step, schedule, Path(trace), self.cuda)
         self.clock.tracing = False
         report(self.job, "profile", found)
 
