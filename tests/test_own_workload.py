@@ -16,13 +16,12 @@ from conftest import Call
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import OWN, OWN_LOADER
-from ddpm_lab.explain import findings
 from ddpm_lab.explain.table import plain
-from ddpm_lab.explain.tables import table
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.seat import Instrument
 from ddpm_lab.questions import experiments
+from ddpm_lab.questions.answers import answer
 from ddpm_lab.questions.ask import QUESTIONS, ask
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.own_workload import FOR_OWN, check_name, look_at, made_otherwise
@@ -258,10 +257,10 @@ def test_from_a_file_to_an_answer(call: Call, here: Path) -> None:
     assert {r["measured_sets"] > 0 for r in json.loads(said)} == {True}
     code, said, _ = call("run", "amp", *asked, "--seeds", "1", "--json")
     assert json.loads(said)[0]["measured_sets"] == 0
-    study = experiments.run("amp", preset="smoke", workload="mine:make", output_dir=out, seeds=1, quiet=True)
+    study = experiments.run("amp", preset="smoke", workload="mine:make", output_dir=out, seeds=1, quiet=True).study
     assert {r.config.work_name for r in (*study.records, *study.trials)} == {"mine:make"}
     assert {r.status for r in study.trials} == {"ok"}
-    assert "tiny" not in findings.finding(study).claim + plain(table(study))
+    assert "tiny" not in answer(study).finding.claim + plain(answer(study).table())
     own_modules.write(here, width=12)
     code, said, _ = call("run", "amp", *asked, "--json")
     assert json.loads(said)[0]["measured_sets"] == 1
@@ -277,6 +276,6 @@ def test_the_recommendation_keeps_trainings_apart(tmp_path: Path) -> None:
     ours = dataclasses.replace(mine, config=make.sets({})[0].config, family="ours")
     ledger.append([ours])
     for workload, family in (("mine:make", mine.family), (None, "ours")):
-        found = experiments.recommendation(output_dir=tmp_path, workload=workload)
+        found = experiments.recommendation(output_dir=tmp_path, workload=workload).study
         assert {r.family for r in found.records} == {family}
-    assert experiments.recommendation(output_dir=tmp_path, workload="mine:nothing").records == ()
+    assert experiments.recommendation(output_dir=tmp_path, workload="mine:nothing").study.records == ()

@@ -26,9 +26,10 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.cli.options import tracker_chosen
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.packed import read_manifest
-from ddpm_lab.explain import figures
+from ddpm_lab.explain.charts.style import png
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import study
+from ddpm_lab.questions.answers import answer
 from ddpm_lab.reports.tracked import NUMBERS, tell
 from ddpm_lab.training import tracking
 from ddpm_lab.training.checkpoint import Checkpoint, read
@@ -166,10 +167,10 @@ def test_an_archive_holds_every_comparison_and_the_figure(tmp_path: Path) -> Non
     configs = {"bf16": (dataclasses.replace(RunConfig(), precision="bf16"), 1.3)}
     broken = {"fused": (dataclasses.replace(RunConfig(), kernels="fused"), "crashed", "/home/me/secret.py failed")}
     note = make.record(RunConfig(), role="note", label="tf32", status="left out", set_id="")
-    answer = study([*make.sets(configs, failures=broken), note], "amp", output_dir=tmp_path)
-    tell("comet-offline", answer)
+    measured = study([*make.sets(configs, failures=broken), note], "amp", output_dir=tmp_path)
+    tell("comet-offline", measured)
     (archive,) = archives(tmp_path / "trace_output" / "comet")
-    rows = comparisons(answer)
+    rows = comparisons(measured)
     assert [row.role for row in rows] == ["baseline", "twin", "candidate", "candidate", "note"]
     for row in rows[:3]:
         known = {name: value for name in NUMBERS if not math.isnan(value := getattr(row, name))}
@@ -182,7 +183,7 @@ def test_an_archive_holds_every_comparison_and_the_figure(tmp_path: Path) -> Non
     }
     assert not [name for name in archive.metrics if "tf32" in name]
     assert (archive.words["tf32/status"], archive.settings["network"]) == ("left out", "tiny")
-    assert figures.png(figures.figure(answer)) in archive.files.values()
+    assert png(answer(measured).figure()) in archive.files.values()
     assert b"secret" not in b"".join(archive.files.values())
 
 
