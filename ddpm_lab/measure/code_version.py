@@ -35,7 +35,7 @@ SITE_MODULES = ("sitecustomize", "usercustomize")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """A revision's sources: the commit, the folders that hold its modules, and the repository they are not taken from."""
+    """A revision's sources: the commit, the folders that hold them, and the working tree that holds others."""
 
     revision: str
     folders: tuple[str, ...]
@@ -189,7 +189,7 @@ def _installed(folder: str) -> frozenset[str]:
 
 
 def in_repository(file: str | Path, root: str) -> bool:
-    """Whether a file or folder belongs to the repository at ``root``: no library in it, and no repository of its own."""
+    """Whether a place belongs to the repository at ``root``: no library in it, and no repository of its own."""
     path = Path(file).resolve()  # the empty name, as on the Python path, is the working folder
     if not path.is_relative_to(root) or is_library(str(path)):
         return False

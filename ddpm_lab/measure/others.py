@@ -58,7 +58,7 @@ class CpuClock:
 
     @classmethod
     def read(cls, relatives: Sequence[int] = ()) -> CpuClock:
-        """Read now. One's own are this process and ``relatives``, others of the same job, with all their descendants."""
+        """Read now. One's own are this process and ``relatives``, of the same job, with all their descendants."""
         own = 0.0
         for pid in (os.getpid(), *relatives):
             with contextlib.suppress(psutil.Error):
