@@ -175,6 +175,8 @@ def test_why_torch_cannot_use_a_gpu_and_the_ways_out_are_one_sentence(
     install(L40, V100)
     found.append(gpu_trouble())
     assert f"L40, V100 with driver 600.1: {NO_KERNEL}; see" in found[1]
+    install(("T4", 7, 5, "CUDA error: out of memory"))
+    assert gpu_trouble() == "", "others fill it"
     for text, seconds, words in (
         ("raise ImportError('libcudart.so.13: no such file')", 60, "libcudart.so.13: no such file; see"),
         ("import os\nos._exit(3)", 60, "the process that asked it ended with 3; see"),

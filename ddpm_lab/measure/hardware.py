@@ -250,6 +250,8 @@ def _ask_torch() -> tuple[tuple[int, int] | None, str]:
     if done.returncode:
         # The first sentence of the error: what CUDA adds on further lines is for those who debug kernels.
         said = re.search(r"^[\w.]*(?:Error|Exception): (.+?)(?:\. |$)", done.stderr, re.MULTILINE)
-        return None, said[1] if said else f"the process that asked it ended with {done.returncode}"
+        error = said[1] if said else f"the process that asked it ended with {done.returncode}"
+        # One that others fill or hold may not be wanted; a rank on it says so.
+        return None, "" if "out of memory" in error or "busy" in error else error
     major, minor = map(int, done.stdout.split()[-2:])
     return (major, minor), ""
