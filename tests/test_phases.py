@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.data.packed import prepare
 from ddpm_lab.measure import phases
 from ddpm_lab.measure.group import Group, Limits
-from ddpm_lab.measure.phases import PhaseClock
+from ddpm_lab.measure.phases import RANGE, PhaseClock, profile_steps
 from ddpm_lab.measure.process import BEAT, Heartbeat
 from ddpm_lab.training.train import Trainer
 from ddpm_lab.workload import RankContext
@@ -212,6 +214,33 @@ def test_each_second_counts_once(first: list[tuple[int, int]], second: list[tupl
 def test_mean_counts_what_a_window_lacks_as_nothing() -> None:
     windows = [{"a": 1.0, "spans": {}}, {"a": 3.0, "spans": {"x": {"seconds": 2.0}}}]
     assert phases.mean(windows) == {"a": 2.0, "spans": {"x": {"seconds": 1.0}}}
+
+
+# The profiler
+
+
+def test_the_profiler_counts_each_second_once_and_phases_are_no_operators(tmp_path: Path) -> None:
+    values = torch.ones(200, 200)
+
+    def step() -> None:
+        with torch.profiler.record_function(f"{RANGE}forward"), torch.profiler.record_function("outer"):
+            time.sleep(0.01)
+            values @ values
+
+    plan = {"wait": 1, "warmup": 1, "active": 3, "repeat": 1}
+    result = profile_steps(step, plan, tmp_path / "trace.json.gz", cuda=False)
+    rows = {row["name"]: row for row in result["operators"]}
+    assert (result["steps"], rows["outer"]["calls"], rows["aten::mm"]["calls"]) == (3, 3, 3)
+    # the sleep is the outer range's own; the product inside is not counted there again
+    assert 0.03 <= rows["outer"]["self_cpu_seconds"] < result["wall_seconds"]
+    assert sum(row["self_cpu_seconds"] for row in rows.values()) <= result["wall_seconds"] * 1.05
+    assert not [name for name in rows if name.startswith(("ProfilerStep", RANGE))]
+    assert 0.03 <= result["phases"].pop("forward") <= result["wall_seconds"]
+    assert result["phases"] == {}
+    with gzip.open(tmp_path / "trace.json.gz", "rt") as file:
+        trace = json.load(file)
+    assert {"aten::mm", "outer"} <= {event.get("name") for event in trace["traceEvents"]}
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json.gz"]
 
 
 # What it costs

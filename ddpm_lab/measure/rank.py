@@ -24,10 +24,9 @@ import torch.distributed as dist
 from ddpm_lab.config import NCCL
 from ddpm_lab.measure.code_version import astray, loaded, unlisted
 from ddpm_lab.measure.freed_memory import freed_memory_seen, keep_freed_memory
-from ddpm_lab.measure.phases import UNNAMED, PhaseClock, mean
+from ddpm_lab.measure.phases import UNNAMED, PhaseClock, mean, profile_steps
 from ddpm_lab.measure.plain import make_workload
 from ddpm_lab.measure.process import Heartbeat, RankJob, host_id, join_store, report
-from ddpm_lab.measure.profiling import profile_steps
 from ddpm_lab.workload import RankContext
 
 COMMANDS = ("window", "witness", "loaded", "budget", "profile", "advance", "call")
