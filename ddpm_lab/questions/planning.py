@@ -29,7 +29,7 @@ from ddpm_lab.questions.ask import PLANS, QUESTIONS, STAGES, ask
 from ddpm_lab.questions.chosen_once import compiled_in, cores_of
 from ddpm_lab.questions.planned import Planned
 from ddpm_lab.record import LedgerError
-from ddpm_lab.training.own_workload import check_brought, check_name, code_of, look_at, with_changes, with_own
+from ddpm_lab.training.own_workload import check_brought, check_name, code_of, look_at, with_own
 from ddpm_lab.training.setting import Images, Setup, check_ranks, usual_device
 
 LEAST_PLACE_SECONDS = 1.0
@@ -267,7 +267,7 @@ def _experiment(
             setup = replace(setup, images=_images(asked, size, instrument.progress))
         parts.append(ask(name, setup, **grid))
     instrument = replace(instrument, data_name=setup.images.name)
-    return with_changes(merged(parts), setup.own, ledger, instrument.code.key), instrument
+    return merged(parts), instrument
 
 
 def merged(parts: Sequence[Experiment]) -> Experiment:

@@ -29,7 +29,6 @@ from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import LOST, Experiment, Family, Fid, Trial, scaled
 from ddpm_lab.record import RunRecord
-from ddpm_lab.training.inception import plan_fid
 from ddpm_lab.training.setting import Batch, Setup
 
 if TYPE_CHECKING:
@@ -124,6 +123,8 @@ def _fid(setup: Setup, inception: str | None, images: int | None) -> Fid | None:
         if images is not None:
             raise ConfigError(f"fid_images is {images!r}, and no FID is measured: give the file inception too")
         return None
+    from ddpm_lab.training.fid import plan_fid  # noqa: PLC0415 - torch only where a FID is asked for
+
     manifest = read_manifest(Path(setup.images.folder)) if setup.images.folder else None
     usual = _FID_IMAGES[setup.preset] if manifest is None else min(_FID_IMAGES[setup.preset], manifest.train_count)
     return plan_fid(inception, usual if images is None else images, manifest)
