@@ -59,7 +59,7 @@ def check(options: argparse.Namespace) -> int:
 def checkup(output: Path) -> list[Item]:
     """Look at everything; nothing is changed."""
     from ddpm_lab.measure import hardware  # noqa: PLC0415 - commands load what they need
-    from ddpm_lab.measure.gpu_trouble import gpu_trouble  # noqa: PLC0415
+    from ddpm_lab.measure.hardware import gpu_trouble  # noqa: PLC0415
 
     def package(module: str, adds: str) -> Item:
         present = importlib.util.find_spec(module) is not None

@@ -29,9 +29,8 @@ import torch.distributed as dist
 
 from ddpm_lab.config import NCCL, RunConfig
 from ddpm_lab.measure.code_version import astray, loaded, unlisted
-from ddpm_lab.measure.phases import UNNAMED, PhaseClock, mean
+from ddpm_lab.measure.phases import UNNAMED, PhaseClock, mean, profile_steps
 from ddpm_lab.measure.process import Heartbeat, RankJob, host_id, join_store
-from ddpm_lab.measure.profiling import profile_steps
 from ddpm_lab.workload import RankContext, Training, Unsupported, Workload, call_maker, named
 
 COMMANDS = ("window", "witness", "loaded", "budget", "profile", "advance", "call", "finish")
@@ -257,7 +256,7 @@ class Rank:
         """Profile some steps: a run with another purpose, which never supplies a time."""
         schedule = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
         self.clock.tracing = True
-        found = profile_steps(self._marked_step, schedule, Path(trace), self.cuda, self.job.rank)
+        found = profile_steps(self._marked_step, schedule, Path(trace), self.cuda)
         self.clock.tracing = False
         return found
 

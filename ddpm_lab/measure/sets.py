@@ -26,7 +26,7 @@ from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.measure.group import Group, GroupFailed, Limits, Progress
 from ddpm_lab.measure.hardware import environment
 from ddpm_lab.measure.machine_watch import State, Watch
-from ddpm_lab.measure.measuring_lock import side_by_side
+from ddpm_lab.measure.others import side_by_side
 from ddpm_lab.measure.turn_plan import balanced_orders, steps_of_windows
 from ddpm_lab.measure.witness import consumption, mismatches
 from ddpm_lab.plan import Plan

@@ -26,8 +26,7 @@ from ddpm_lab.explain.charts.lines import lines as draw
 from ddpm_lab.explain.pages import Section, spoken_date
 from ddpm_lab.files import LEDGER, output_folder
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.measure.measuring_lock import measuring
-from ddpm_lab.measure.others import free_cores
+from ddpm_lab.measure.others import free_cores, measuring
 from ddpm_lab.measure.process import sweep
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.sets import Member, measure_set

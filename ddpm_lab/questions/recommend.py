@@ -19,7 +19,7 @@ from ddpm_lab.ledger import published_trials
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.hardware import environment
-from ddpm_lab.measure.measuring_lock import measuring
+from ddpm_lab.measure.others import measuring
 from ddpm_lab.measure.process import sweep
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS, PLACE_SECONDS
 from ddpm_lab.plan import RECOMMENDATION, SEARCH
