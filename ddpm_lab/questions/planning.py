@@ -23,10 +23,12 @@ from ddpm_lab.measure.code_version import CodeVersion, code_version
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.seat import Instrument
 from ddpm_lab.measure.shortfall import LEAST_SETS, RESOLUTION, Target
-from ddpm_lab.plan import Experiment, Plan
+from ddpm_lab.plan import TUNED, Experiment, Plan
 from ddpm_lab.plan import preset as preset_called
+from ddpm_lab.questions import probe
 from ddpm_lab.questions.ask import PLANS, QUESTIONS, STAGES, ask
 from ddpm_lab.questions.chosen_once import compiled_in, cores_of
+from ddpm_lab.questions.peers import PUBLISHED
 from ddpm_lab.questions.planned import Planned
 from ddpm_lab.record import LedgerError
 from ddpm_lab.training.own_workload import check_brought, check_name, code_of, look_at, with_own
@@ -265,9 +267,24 @@ def _experiment(
             setup, instrument = with_own(setup, found), replace(instrument, code=code)
         else:
             setup = replace(setup, images=_images(asked, size, instrument.progress))
+            if name == "peers" and device == "cpu" and asked.preset != "smoke" and target.seconds != 0:
+                setup = replace(
+                    setup, formats=_formats(ask(name, setup, **grid), instrument, output_folder(asked.output_dir))
+                )
         parts.append(ask(name, setup, **grid))
     instrument = replace(instrument, data_name=setup.images.name)
     return merged(parts), instrument
+
+
+def _formats(experiment: Experiment, instrument: Instrument, output: Path) -> dict[str, dict[str, Any]]:
+    """Number and memory format in which each tuned trainer is fastest here, measured once for a network and batch."""
+    rows = [(label.removesuffix(TUNED), c) for f in experiment.families for label, c in f.candidates if TUNED in label]
+    how: dict[str, Any] = {"output": output, "progress": instrument.progress}
+    return {
+        peer: probe.formats_of(config, threads=config.threads or instrument.usable_cores, **how)
+        for peer, config in rows
+        if peer == PUBLISHED or hardware.package_version(peer)
+    }
 
 
 def merged(parts: Sequence[Experiment]) -> Experiment:
