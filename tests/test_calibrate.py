@@ -20,7 +20,7 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import pages
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.seat import Instrument, Member
+from ddpm_lab.measure.sets import Instrument, Member
 from ddpm_lab.plan import Plan
 from ddpm_lab.questions import calibrate as module
 from ddpm_lab.questions.calibrate import Calibration, calibrate, calibration, calibrations, lines

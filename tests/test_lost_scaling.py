@@ -23,8 +23,7 @@ from ddpm_lab.explain import machine_state, phrases
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.seat import Instrument, Member
-from ddpm_lab.measure.sets import measure_set
+from ddpm_lab.measure.sets import Instrument, Member, measure_set
 from ddpm_lab.plan import Family, Plan
 from ddpm_lab.questions import experiments, planning
 from ddpm_lab.questions import lost_scaling as question

@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpm_lab.checks import LabError
 from ddpm_lab.measure.hardware import environment
-from ddpm_lab.measure.trials import COMPILE_SECONDS
+from ddpm_lab.measure.shortfall import COMPILE_SECONDS
 from ddpm_lab.plan import OTHERS, PRIMARY, RECOMMENDATION
 from ddpm_lab.questions import experiments
 from ddpm_lab.questions.planning import Planned, check_time, plan_question

@@ -35,7 +35,7 @@ from ddpm_lab.explain.grids import markdown as grid
 from ddpm_lab.explain.subject import Subject, roofline, subject
 from ddpm_lab.explain.table import Table
 from ddpm_lab.measure.held import Held
-from ddpm_lab.measure.trials import COMPILE_SECONDS
+from ddpm_lab.measure.shortfall import COMPILE_SECONDS
 from ddpm_lab.plan import WEAK, Experiment, Family
 from ddpm_lab.questions import lost_scaling, torch_compile
 from ddpm_lab.questions.batch_size import CAVEAT

@@ -25,11 +25,10 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import OVERRUN, Campaign
 from ddpm_lab.measure.cluster import current
 from ddpm_lab.measure.code_version import CodeVersion, code_version
-from ddpm_lab.measure.measuring_lock import measuring
-from ddpm_lab.measure.others import free_cores
+from ddpm_lab.measure.others import free_cores, measuring
 from ddpm_lab.measure.process import sweep
 from ddpm_lab.measure.progress import Progress
-from ddpm_lab.measure.seat import Instrument
+from ddpm_lab.measure.sets import Instrument
 from ddpm_lab.measure.shortfall import LEAST_SETS, RESOLUTION, Target
 from ddpm_lab.plan import OTHERS, PRIMARY, TUNED, Experiment, Plan
 from ddpm_lab.plan import preset as preset_called
@@ -58,7 +57,6 @@ class Settings:
         resolution: measure each comparison until a relative difference of this size would be found (0.02 is 2 %), in
             at most ``sets`` sets (100 by default); None measures the planned number of sets.
         output_dir: folder that receives ``trace_output/``; None is the checkout.
-        start_method: forkserver, or spawn, which costs some 5 seconds more for each group.
         quiet: show no progress. ``say`` gets its lines instead of the terminal.
         further: whether comparisons whose answer was shown get more sets.
         data, held_out, skip_bad: images, and ``cache`` keeps them prepared, by default in the output folder.
@@ -76,7 +74,6 @@ class Settings:
     sets: int | None = None
     resolution: float | None = None
     output_dir: str | Path | None = None
-    start_method: str = "forkserver"
     quiet: bool = False
     say: Callable[[str], None] | None = None
     further: bool = True
@@ -251,7 +248,7 @@ def plan_question(name: str, **settings: Any) -> Planned:
     limits = (asked.sets, asked.minutes, asked.resolution)
     target = _target(plan, *limits, planned=scope.sets, cold_compiles=scope.cold_compiles)
     target = replace(target, exact=target.exact or smoke, further=asked.further)
-    instrument, ledger = instrument_for(output, progress, asked.start_method), Ledger(output / LEDGER)
+    instrument, ledger = instrument_for(output, progress), Ledger(output / LEDGER)
     experiment, instrument = _experiment(name, asked, instrument, ledger, target)
     campaign = Campaign(experiment, target, instrument, ledger, output / "trace_output")
     chooses = not (asked.cores or smoke or name in STAGES)
@@ -333,7 +330,7 @@ def _target(
     )
 
 
-def instrument_for(output: Path, progress: Callable[[str], None], start_method: str = "forkserver") -> Instrument:
+def instrument_for(output: Path, progress: Callable[[str], None]) -> Instrument:
     """What measuring the lab's own workloads with results in ``output`` needs to know.
 
     Raises LedgerError if that is not writable.
@@ -347,7 +344,6 @@ def instrument_for(output: Path, progress: Callable[[str], None], start_method: 
         cache=output / "trace_output" / "cache",
         usable_cores=hardware.usable_cores(),
         data_name="",
-        start_method=start_method,
         progress=progress,
     )
 

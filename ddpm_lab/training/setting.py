@@ -14,7 +14,7 @@ from ddpm_lab.config import LOADER_ALONE, OWN, OWN_LOADER, PRECISIONS, Optimizer
 from ddpm_lab.declared import Opt
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.cluster import fewest_hosts
-from ddpm_lab.measure.gpu_trouble import gpu_trouble, least_capability
+from ddpm_lab.measure.hardware import gpu_trouble, least_capability
 from ddpm_lab.processor import multiplies_bf16
 
 OWN_DATA = "own-"
