@@ -182,14 +182,17 @@ def test_the_files_hold_what_the_comparisons_say() -> None:
 
 
 def test_one_table_row_for_each_batch_and_its_reason_where_a_side_failed() -> None:
-    head, *rows = benchmark.comparison(STUDIES["gpus"])
+    shown = benchmark.comparison(STUDIES["gpus"])
+    head, rows = [*shown[0]], [[*row.values()] for row in shown]
     assert head[:5] == ["Batch Size", "Single GPU", "Multi GPU", "Speedup", "Recommendation"]
     assert [row[0] for row in rows] == ["32 each", "16", "32", "64"]
     assert rows[3][4] == "multi-GPU beneficial"
-    assert "out of memory" in benchmark.comparison(STUDIES["failed"])[2][2]
-    assert benchmark.comparison(STUDIES["one alone"])[1][2] == "not measured"
-    assert benchmark.comparison(STUDIES["several alone"])[1][1] == "not measured"
-    assert "GPU" not in " ".join(cell for row in benchmark.comparison(STUDIES["ranks"]) for cell in row)
+    assert "out of memory" in [*benchmark.comparison(STUDIES["failed"])[1].values()][2]
+    assert [*benchmark.comparison(STUDIES["one alone"])[0].values()][2] == "not measured"
+    assert [*benchmark.comparison(STUDIES["several alone"])[0].values()][1] == "not measured"
+    assert "GPU" not in " ".join(
+        cell for row in benchmark.comparison(STUDIES["ranks"]) for cell in (*row, *row.values())
+    )
 
 
 # --- pictures and pages ----------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from paired_records import alone, family, paired
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import LOSSES, NETWORKS, DiffusionConfig, RunConfig
 from ddpm_lab.explain.bands import S001
-from ddpm_lab.explain.grids import plain_text
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.questions.multi_gpu import scaling_rows
 from ddpm_lab.record import Window
@@ -62,10 +61,10 @@ def test_the_published_table_and_speed_ups() -> None:
         row(s, configuration=None, gpus=g, nodes=n, loss=loss, job_id=str(12345 + i), epoch_seconds=s / 50)
         for i, (g, n, s, loss) in enumerate(times)
     ]
-    shown = [[cell.strip() for cell in line.split("|")] for line in plain_text(grid(compared(found)))]
+    shown = grid(compared(found))
     more = ["Speed-up", "Efficiency", "Rating", "Note"]
-    assert shown[0] == [*list(COLUMNS)[:8], *more]
-    assert [cells[:11] for cells in shown[2:]] == [
+    assert [*shown[0]] == [*list(COLUMNS)[:8], *more]
+    assert [[*row.values()][:11] for row in shown] == [
         ["12345", "1 GPU", "1", "1", "362.45", "7.25", "0.1187", ACCURACY, "", "", ""],
         ["12346", "4 GPUs", "4", "1", "95.23", "1.90", "0.1192", ACCURACY, "3.81x", "95.2 %", "excellent"],
         ["12347", "8 GPUs on 2 nodes", "8", "2", "57.14", "1.14", "0.1190", ACCURACY, "6.34x", "79.3 %", "good"],
@@ -120,7 +119,7 @@ def test_a_configuration_s_numbers_are_those_of_its_windows_and_trials() -> None
     assert (tried.loss, tried.seconds) == (0.4, None)
     assert (shared.seconds, shared.epoch_seconds, shared.note) == (None, None, MECHANISM)
     assert gains([row(10.0, gpus=0, ranks=1), shared]) == [None]
-    assert grid([shared])[1][4] == "unknown"
+    assert [*grid([shared])[0].values()][4] == "unknown"
 
 
 ROWS = st.lists(st.tuples(st.floats(0.01, 1e5), st.none() | st.floats(0.001, 2)), min_size=1, max_size=30)
@@ -278,7 +277,7 @@ def test_two_run_folders_and_files(call: Call, tmp_path: Path) -> None:
     code, out, _ = call("summary", one, other)
     lines = out.splitlines()
     assert (code, lines[0].startswith("Job ID")) == (0, True)
-    differ = {line.split(" | ")[0].strip() for line in lines if line.endswith((" yes", " no"))}
+    differ = {line.split()[0] for line in lines if line.endswith((" yes", " no"))}
     assert differ == {"precision", "train.steps"}
     assert call("summary", one, other, "--only", "precision")[0] == 1
     (tmp_path / "own.toml").write_text(settings_text({"world_size": 2, "train": {"steps": 2}}))

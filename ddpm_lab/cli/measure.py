@@ -117,7 +117,7 @@ def _answer(measured: Any, table: Any) -> dict[str, Any]:
 
 
 def _show(answer: dict[str, Any]) -> None:
-    from ddpm_lab.explain.grids import show  # noqa: PLC0415
+    from ddpm_lab.explain.table import show  # noqa: PLC0415
 
     short = answer.get("headline", answer["finding"])
     print(f"{answer['experiment']}: {short}")
@@ -128,7 +128,7 @@ def _show(answer: dict[str, Any]) -> None:
             print(f"{title}: {answer[name]}")
     for split in answer.get("lost_scaling", ()):
         print(f"where the lost scaling went, {split['family']}: {split['sentence']}")
-        show([list(split["parts"][0]), *(list(row.values()) for row in split["parts"])])
+        show(split["parts"])
 
 
 def _tell_runs(measured: Sequence[Any]) -> None:

@@ -140,7 +140,7 @@ def benchmark(options: argparse.Namespace) -> int:
         print(f"measured; {missing} is not installed here: take {source} to a machine with it, and there")
         print("ddpm-lab benchmark --ledger ledger.jsonl writes the report, the figures and the tables")
         return 0
-    from ddpm_lab.explain import grids  # noqa: PLC0415
+    from ddpm_lab.explain.table import show  # noqa: PLC0415
     from ddpm_lab.questions.answers import answer  # noqa: PLC0415
     from ddpm_lab.reports import benchmark  # noqa: PLC0415
 
@@ -154,7 +154,7 @@ def benchmark(options: argparse.Namespace) -> int:
     if options.json:
         print((folder / f"{benchmark.RESULTS}.json").read_text(), end="")
     else:
-        grids.show(benchmark.comparison(study))
+        show(benchmark.comparison(study))
         print("", answer(study).finding.claim, *written, sep="\n")
     return 0 if any(row.sets for row in found) else 1
 

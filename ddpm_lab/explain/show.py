@@ -18,9 +18,8 @@ from ddpm_lab.explain import findings, machine_state, operators, phrases
 from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.charts.style import save
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.grids import literal
 from ddpm_lab.explain.pages import METADATA, spoken_date
-from ddpm_lab.explain.table import Table, html, plain
+from ddpm_lab.explain.table import Table, html, literal, plain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

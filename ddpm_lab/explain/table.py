@@ -1,9 +1,15 @@
-"""Tables: a list of rows, each a dict from column to cell; all rows of a table have the same columns, in order."""
+"""Tables: a list of rows, each a dict from column to cell; all rows of a table have the same columns, in order.
+
+They are shown as plain text, on a terminal, as HTML, Markdown and CSV.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
 import re
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 
 Table = list[dict[str, str]]
@@ -34,6 +40,48 @@ def plain(rows: Table) -> str:
         for row in ({name: name for name in rows[0]}, *rows)
     ]
     return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def show(rows: Table) -> None:
+    """Print the table: on a terminal folded to its width, elsewhere as plain text."""
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table as RichTable
+        from rich.text import Text
+    except ModuleNotFoundError:
+        rich = False
+    else:
+        rich = sys.stdout.isatty() and bool(rows)
+    if not rich:
+        print(plain(rows))
+        return
+    right, drawn = _of_numbers(rows), RichTable(box=box.SIMPLE_HEAD)
+    for name in rows[0]:
+        drawn.add_column(Text(name), justify="right" if name in right else "left", overflow="fold")
+    for row in rows:
+        drawn.add_row(*map(Text, row.values()))
+    Console(highlight=False).print(drawn)
+
+
+def markdown(rows: Table) -> str:
+    """The table in GitHub's Markdown, ended by a line break; empty without rows."""
+    head = [[*rows[0]], ["---"] * len(rows[0])] if rows else []
+    cells = [[literal(cell).replace("\n", " ") for cell in row.values()] for row in rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (*head, *cells))
+
+
+def literal(text: str) -> str:
+    """Text that Markdown shows as it is: names such as ``_foreach_mul_`` hold its marks."""
+    return re.sub(r"([\\`*_<>\[\]|~$#])", r"\\\1", text)
+
+
+def csv_text(rows: Sequence[Mapping[str, object]]) -> str:
+    """Rows of values as CSV; None is an empty cell."""
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerows([rows[0].keys(), *(row.values() for row in rows)] if rows else [])
+    return text.getvalue()
 
 
 def html(rows: Table) -> str:

@@ -31,9 +31,9 @@ from ddpm_lab.explain.bands import S002 as TARGETS
 from ddpm_lab.explain.bands import documents
 from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison, comparisons
 from ddpm_lab.explain.frames import Study, once, rank_zero
-from ddpm_lab.explain.grids import markdown as grid
 from ddpm_lab.explain.subject import Subject, roofline, subject
 from ddpm_lab.explain.table import Table
+from ddpm_lab.explain.table import markdown as grid
 from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS
 from ddpm_lab.plan import WEAK, Experiment, Family
@@ -540,8 +540,19 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     found, config = advice(study), about.config
-    peak, mine, phases = roofline(study, about), (config.world_size, config.global_batch_size), bd.table(about.taken)
-    ranked = [(str(i), a.title, a.impact, a.expected, a.status, a.quality_word) for i, a in enumerate(found, 1)]
+    peak, mine = roofline(study, about), (config.world_size, config.global_batch_size)
+    ranked = [
+        {
+            "": str(i),
+            "Change": a.title,
+            "Impact": a.impact,
+            "Expected speed": a.expected,
+            "Rests on": a.status,
+            "Quality": a.quality_word,
+        }
+        for i, a in enumerate(found, 1)
+    ]
+    goals = [dict(zip(("Target", "Wanted", "Now", "Status"), row, strict=True)) for row in targets(study, about)]
     environment = Environment(loader=FileSystemLoader(pages.TEMPLATES), undefined=StrictUndefined, trim_blocks=True)
     text: str = environment.get_template("bottleneck.md.j2").render(
         study=study,
@@ -552,16 +563,16 @@ def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
         advice=found,
         declined=declined(study),
         summary=summary(study),
-        phases=grid([list(phases[0]), *(list(row.values()) for row in phases)]),
+        phases=grid(bd.table(about.taken)),
         verdict=verdict(about),
         evidence=bd.evidence(about.taken),
         roofline=limits.sentence_of(peak) if peak else "",
         splits=[lost_scaling.sentence(s) for s in lost_scaling.splits(study) if (s.ranks, s.batch) == mine],
         pictures=pictures,
-        ranked=grid([("", "Change", "Impact", "Expected speed", "Rests on", "Quality"), *ranked]),
+        ranked=grid(ranked),
         all_changes=command(study, config),
         judge=shlex.join(["ddpm-lab", "run", "quality", *("--data", "DATA") * study.own_images, "--seeds", "8"]),
-        targets=grid([("Target", "Wanted", "Now", "Status"), *targets(study, about)]),
+        targets=grid(goals),
         bands=TARGETS,
         budget=bd,
         phrases=phrases,

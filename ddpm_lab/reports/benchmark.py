@@ -22,8 +22,8 @@ from ddpm_lab.explain.bands import S000, S001, Bands
 from ddpm_lab.explain.charts import style as fs
 from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.grids import csv_text, literal, markdown
 from ddpm_lab.explain.stats import Interval
+from ddpm_lab.explain.table import Table, csv_text, literal, markdown
 from ddpm_lab.files import replace as write_file
 from ddpm_lab.questions import multi_gpu
 from ddpm_lab.questions.answers import answer
@@ -98,12 +98,11 @@ def write(study: Study, folder: Path) -> list[Path]:
     """Write every file, the report first. Raises OSError if the folder cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
     results, text = [to_dict(study, r) for r in rows(study)], report(study)
-    grid = [[*results[0]], *(["" if v is None else v for v in r.values()] for r in results)] if results else [[]]
     files: dict[str, str | bytes] = {
         DASHBOARD: fs.png(dashboard(study)),
         TABLE: fs.png(table(study)),
         f"{REPORT}.md": text,
-        f"{RESULTS}.csv": csv_text(grid),
+        f"{RESULTS}.csv": csv_text(results),
         f"{RESULTS}.json": json.dumps(results, allow_nan=False, indent=1) + "\n",
     }
     for name, content in files.items():
@@ -141,13 +140,13 @@ def to_dict(study: Study, row: Comparison) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
-def comparison(study: Study) -> list[list[str]]:
+def comparison(study: Study) -> Table:
     """S003's table: for each batch the time of an epoch on one device and on several, and what the gain comes to."""
     found = rows(study)
     gpu = any(r.config.device == "cuda" for r in found)
     sides = ("Single GPU", "Multi GPU") if gpu else ("Single CPU rank", "Several CPU ranks")
     more = ("Recommendation", "95 % interval", "Efficiency", "Peak memory", "Sets", "Quality")
-    grid = [["Batch Size", *sides, "Speedup", *more]]
+    names, shown = ("Batch Size", *sides, "Speedup", *more), []
     for _, same in groupby(found, key=lambda r: (r.scaling, _batch(r), r.family)):
         group = list(same)
         single = next((r for r in group if r.ranks == 1), None)
@@ -160,8 +159,9 @@ def comparison(study: Study) -> list[list[str]]:
                 efficiency = multi_gpu.efficiency(row) + (f", {multi_gpu.band(row, S000)}" if row.answered else "")
                 gains = [f"{row.ratio.value:.2f}x", called, phrases.between(row.ratio) or phrases.DASH, efficiency]
             memory = phrases.peak_memory(row) if row.sets else phrases.DASH
-            grid.append([_name(row), _epoch(single), _epoch(several), *gains, memory, str(row.sets), row.quality])
-    return grid
+            cells = (_name(row), _epoch(single), _epoch(several), *gains, memory, str(row.sets), row.quality)
+            shown.append(dict(zip(names, cells, strict=True)))
+    return shown
 
 
 def _epoch(row: Comparison | None) -> str:
@@ -246,7 +246,8 @@ def _bars(
 
 def table(study: Study) -> Figure:
     """The comparison as a table that is a picture, down to its peak memory."""
-    grid = [[fill(cell, 18) for cell in row[:8]] for row in comparison(study)]
+    shown = comparison(study)
+    grid = [[fill(cell, 18) for cell in [*row][:8]] for row in (shown[0], *(row.values() for row in shown))]
     lines = [1.6 + max(cell.count("\n") for cell in row) for row in grid]
     gains = [f"Geometric mean speed-up of {on}: {phrases.times(mean)}." for on, mean in means(rows(study)).items()]
     widths = [max(len(line) for row in grid for line in row[i].split("\n")) + 2 for i in range(len(grid[0]))]

@@ -18,7 +18,7 @@ from typing import Any
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import CHECK, LOADER_ALONE, SAMPLING, RunConfig
 from ddpm_lab.data.folder import DataError
-from ddpm_lab.explain import grids
+from ddpm_lab.explain import table as tables
 from ddpm_lab.explain.bands import S001
 from ddpm_lab.files import expanded, writing
 from ddpm_lab.measure import hardware
@@ -210,14 +210,14 @@ def _gain(run: Summary, alone: Mapping[tuple[bool, str], Sequence[Summary]]) -> 
     return dataclasses.replace(run, note="; ".join(filter(None, [run.note, told])), **gain)
 
 
-def grid(runs: Sequence[Summary]) -> list[list[str]]:
+def grid(runs: Sequence[Summary]) -> tables.Table:
     """The table for people, with its further columns where they tell rows apart."""
     shown = dict.fromkeys((*COLUMNS,)[:8], True)
     shown |= {name: any(run.speed_up for run in runs) for name in ("Speed-up", "Efficiency", "Rating")}
     shown |= {"Steps": any(run.steps for run in runs), "Log": len({run.log for run in runs}) > 1}
     shown |= {"Note": any(run.note for run in runs)}
     names = [name for name, is_shown in shown.items() if is_shown]
-    return [names, *([_text(name, getattr(run, COLUMNS[name])) for name in names] for run in runs)]
+    return [{name: _text(name, getattr(run, COLUMNS[name])) for name in names} for run in runs]
 
 
 def _text(column: str, value: Any) -> str:
@@ -236,9 +236,8 @@ def show(
     runs: Sequence[Summary], *, csv: str | None = None, markdown: str | None = None, as_json: bool = False
 ) -> None:
     """Print the table, or JSON, and write the files that are asked for. Raises ConfigError if one cannot be written."""
-    rows = ([getattr(run, name) for name in COLUMNS.values()] for run in runs)
-    table = grids.csv_text([[*COLUMNS], *(["" if value is None else value for value in row] for row in rows)])
-    for option, name, content in (("--csv", csv, table), ("--markdown", markdown, grids.markdown(grid(runs)))):
+    table = tables.csv_text([{name: getattr(run, field) for name, field in COLUMNS.items()} for run in runs])
+    for option, name, content in (("--csv", csv, table), ("--markdown", markdown, tables.markdown(grid(runs)))):
         if name is not None:
             with writing(expanded(name), option=option):
                 expanded(name).write_text(content, newline="")
@@ -246,7 +245,7 @@ def show(
         values = {"runs": [{**run.as_json(), "found": run.found} for run in runs], "accuracy": ACCURACY}
         print(json.dumps(values, indent=1, allow_nan=False))
     else:
-        grids.show(grid(runs))
+        tables.show(grid(runs))
 
 
 # --- what differs ----------------------------------------------------------------------------------------------------
@@ -315,8 +314,12 @@ def difference_lines(one: Run, other: Run, only: Sequence[str] | None) -> list[s
         return ["Nothing differs: both do the same work."]
     wrong = unexpected(found, only)
     shown = {name: [str(value)[:60] for value in pair] for name, pair in found.items()}
-    rows = [[name, *pair, "no" if name in wrong else "yes"] for name, pair in shown.items()]
-    lines = grids.plain_text([["Setting", one.name, other.name, "May differ"], *rows])
+    second = other.name if other.name != one.name else f"{other.name} (second)"
+    rows = [
+        {"Setting": name, one.name: pair[0], second: pair[1], "May differ": "no" if name in wrong else "yes"}
+        for name, pair in shown.items()
+    ]
+    lines = tables.plain(rows).splitlines()
     may = "how the network is trained" if only is None else ", ".join(only) or "nothing"
     lines.append(f"May differ: {may}. Should not differ: {', '.join(wrong) or 'nothing that does'}.")
     if any(name not in HOW and name not in WHERE for name in found):
