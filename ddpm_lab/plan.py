@@ -206,10 +206,7 @@ FORMATS = ", in bf16 and channels_last"
 COMPILED = ", compiled"
 FLASH_ATTENTION = "flash_attention"
 """An option of the trainer that has it."""
-FUSED_PARTS = (
-    *("group norm", "layer norm", "linear attention", "upsampling", "time layers", "1x1 layers"),
-    *("weights' gradient", "attention products"),
-)
+FUSED_PARTS = ("group norm", "layer norm", "linear attention", "upsampling", "weights' gradient", "attention products")
 """What kernels 'fused' joins or replaces, the last two in bf16 alone; the option "without" leaves one out."""
 BOTH_FP32 = ", both fp32"
 LEVERS = ", one lever at a time"

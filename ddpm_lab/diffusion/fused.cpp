@@ -676,24 +676,21 @@ void attention_backward(const T* dout, const T* qkv, T* d_qkv, const float* top,
                       d_gain, d_bias, rows, C, threads);                                                              \
   }
 
-#define ATTENTION(NAME, T, D)                                                                                        \
-  extern "C" void attention_forward_##NAME##_##D(const void* qkv, void* out, float* top, float* sum,                 \
-                                                 float* contexts, float* levels, int64_t N, int64_t L, int64_t H,    \
-                                                 int threads) {                                                      \
-    attention<T, D>(static_cast<const T*>(qkv), static_cast<T*>(out), top, sum, contexts, levels, N, L, H, threads); \
-  }                                                                                                                  \
-  extern "C" void attention_backward_##NAME##_##D(const void* dout, const void* qkv, void* d_qkv, const float* top,  \
-                                                  const float* sum, const float* contexts, const float* levels,      \
-                                                  int64_t N, int64_t L, int64_t H, int threads) {                    \
-    attention_backward<T, D>(static_cast<const T*>(dout), static_cast<const T*>(qkv), static_cast<T*>(d_qkv), top,   \
-                             sum, contexts, levels, N, L, H, threads);                                               \
+#define ATTENTION(NAME, T)                                                                                            \
+  extern "C" void attention_forward_##NAME(const void* qkv, void* out, float* top, float* sum, float* contexts,       \
+                                           float* levels, int64_t N, int64_t L, int64_t H, int threads) {             \
+    attention<T, HEAD>(static_cast<const T*>(qkv), static_cast<T*>(out), top, sum, contexts, levels, N, L, H,         \
+                       threads);                                                                                      \
+  }                                                                                                                   \
+  extern "C" void attention_backward_##NAME(const void* dout, const void* qkv, void* d_qkv, const float* top,         \
+                                            const float* sum, const float* contexts, const float* levels, int64_t N,  \
+                                            int64_t L, int64_t H, int threads) {                                      \
+    attention_backward<T, HEAD>(static_cast<const T*>(dout), static_cast<const T*>(qkv), static_cast<T*>(d_qkv), top, \
+                                sum, contexts, levels, N, L, H, threads);                                             \
   }
 
-ATTENTION(float32, float, 16)
-ATTENTION(float32, float, 32)
-ATTENTION(float32, float, 64)
-ATTENTION(bfloat16, bfloat16, 16)
-ATTENTION(bfloat16, bfloat16, 32)
-ATTENTION(bfloat16, bfloat16, 64)
+constexpr int HEAD = 32;  // width of a head
+ATTENTION(float32, float)
+ATTENTION(bfloat16, bfloat16)
 NORMS(float32, float)
 NORMS(bfloat16, bfloat16)

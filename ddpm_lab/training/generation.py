@@ -15,12 +15,11 @@ from torch import Tensor
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.draws import rank_share
-from ddpm_lab.diffusion import fused
-from ddpm_lab.diffusion.diffusion import Diffusion
-from ddpm_lab.diffusion.inference import Inference
-from ddpm_lab.diffusion.network import AnyUNet, compile_seen, configured_network, network_seen
+from ddpm_lab.diffusion import kernels
+from ddpm_lab.diffusion.network import AnyUNet, Inference, configured_network, network_seen
+from ddpm_lab.diffusion.process import Diffusion
 from ddpm_lab.diffusion.sampling import Step, ddim_steps, ddpm_steps, denoise, image_grid
-from ddpm_lab.diffusion.step import Untrained
+from ddpm_lab.diffusion.step import Untrained, compile_seen
 from ddpm_lab.training.checkpoint import Checkpoint, read
 from ddpm_lab.workload import RankContext
 
@@ -101,17 +100,13 @@ class Generation(Untrained):
         network = configured_network(config, self.device)
         restore(network, checkpoint.averages if config.option("weights", "ema") == "ema" else checkpoint.weights)
         self.evaluate = Inference(network, config, self.device)
-        diffusion = Diffusion(
-            schedule=config.diffusion.schedule,
-            timesteps=config.diffusion.timesteps,
-            objective=config.diffusion.objective,
-        )
+        diffusion = Diffusion(config.diffusion)
         self.sampler = sampler_steps(diffusion, config.option("sampler", "ddim"), config.option("steps", 250))
         self.share = rank_share(config.global_batch_size, context.rank, context.world_size)
         self.numbers: list[int] = list(config.option("numbers", ()))
         self.folder = Path(config.option("folder", ""))
         self.images = 0
-        self.fused_before = fused.uses()
+        self.fused_before = kernels.uses()
 
     def batches(self) -> Iterator[list[int]]:
         """The numbers of this rank's images, batch by batch; at the end there may be none."""
@@ -143,7 +138,7 @@ class Generation(Untrained):
         return {
             "images": self.images,
             "precision": self.evaluate.precision.seen(),
-            "kernels": "fused" if fused.uses() > self.fused_before else "aten",
+            "kernels": "fused" if kernels.uses() > self.fused_before else "aten",
             **network_seen(self.evaluate.network),
             **compile_seen(self.config, self.evaluate.model),
         }

@@ -14,9 +14,9 @@ from torch import Tensor
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.draws import noise_and_timesteps, rank_share
 from ddpm_lab.data.loaders import Batch
-from ddpm_lab.diffusion import fused
-from ddpm_lab.diffusion.diffusion import Diffusion
-from ddpm_lab.diffusion.network import compile_seen, compile_stages, configured_network, network_seen
+from ddpm_lab.diffusion import kernels
+from ddpm_lab.diffusion.network import compile_stages, configured_network, network_seen
+from ddpm_lab.diffusion.process import Diffusion
 from ddpm_lab.diffusion.step import (
     Feed,
     LoaderAlone,
@@ -25,6 +25,7 @@ from ddpm_lab.diffusion.step import (
     adam_seen,
     allow_tf32,
     autocast,
+    compile_seen,
     descend,
     distributed,
     exchange_seen,
@@ -51,13 +52,7 @@ class Trainer:
         self.device = torch.device(context.device)
         self.share = rank_share(config.global_batch_size, context.rank, context.world_size)
         self.data = Feed(config, context, start_step=start_step)
-        self.diffusion = Diffusion(
-            schedule=config.diffusion.schedule,
-            timesteps=config.diffusion.timesteps,
-            objective=config.diffusion.objective,
-            loss=config.diffusion.loss,
-            min_snr_gamma=config.diffusion.min_snr_gamma,
-        ).to(self.device)
+        self.diffusion = Diffusion(config.diffusion).to(self.device)
         allow_tf32(config.precision == "tf32")
         torch.manual_seed(config.seed)  # the same initial weights on every rank
         self.network = configured_network(config, self.device)
@@ -80,7 +75,7 @@ class Trainer:
             self.model = torch.compile(self.model, mode=config.compile_mode)
         self.steps = start_step
         self.losses_read = start_step if config.read_loss else 0
-        self.fused_before = fused.uses()
+        self.fused_before = kernels.uses()
         self.ema_seen: str | None = None
         self.warmup_seen: bool | None = None
         self.hook_seen = "none"
@@ -196,7 +191,7 @@ class Trainer:
             "adam": adam_seen(self.optimizer),
         }
         if self.steps:
-            seen["kernels"] = "fused" if fused.uses() > self.fused_before else "aten"
+            seen["kernels"] = "fused" if kernels.uses() > self.fused_before else "aten"
             seen["read_loss"] = self.losses_read == self.steps
         if self.ema_seen:
             seen["ema"] = self.ema_seen

@@ -1,8 +1,8 @@
-"""Normalisation joined with what follows it, and linear attention: less memory read and written than by autocast.
+"""The lab's own kernels: normalisation joined with what follows it, linear attention, gradients of convolutions.
 
-On a CPU they are kernels in C++ (``fused.cpp``, and ``convolution.cpp`` for another module), one pass over memory where
-torch's take four or five, compiled once on each machine, in some seconds, into the user's cache. What torch.compile
-makes of normalisation over channels-last images there is no faster than eager code, after minutes of compiling.
+On a CPU they are C++ (``fused.cpp``, ``convolution.cpp``), one pass over memory where torch's take four or five,
+compiled once on each machine, in some seconds, into the user's cache. What torch.compile makes of normalisation over
+channels-last images there is no faster than eager code, after minutes of compiling.
 
 On a GPU they are torch's operators in the number format of the images. Autocast has norms and softmax in single
 precision, casts to and fro, and leaves what follows in single precision: a step of the seed network at batch 128 then
@@ -11,8 +11,10 @@ reads and writes 30.1 GB, and 14.3 GB this way (counted over operators, not meas
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
+import math
 import os
 import platform
 import shutil
@@ -24,7 +26,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ddpm_lab.plan import FUSED_PARTS
@@ -35,8 +37,10 @@ SOURCES = tuple(Path(__file__).with_name(name) for name in ("fused.cpp", "convol
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=c++17", "-Wno-psabi")
 WITHOUT = {"avx": "-mno-avx", "avx512f": "-mno-avx512f", "avx512_bf16": "-mno-avx512bf16"}
 """Flags for what torch was told to do without."""
-HEAD_WIDTHS = (16, 32, 64)
-"""Widths of a head that linear attention is compiled for."""
+HEAD_WIDTH = 32
+"""Width of a head that linear attention is compiled for; other widths are computed by operators."""
+TILE = 32
+"""Channels in and out of a convolution have to be multiples of it for the kernel."""
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -45,6 +49,11 @@ class _Uses:
 
     count = 0
     without = ""
+
+
+def uses() -> int:
+    """Forward passes of these kernels so far, in this process."""
+    return _Uses.count
 
 
 def leave_out(part: str) -> None:
@@ -62,6 +71,12 @@ def left_out() -> str:
 def takes(part: str) -> bool:
     """Whether a network with joined kernels has them for ``part``."""
     return part != _Uses.without
+
+
+def _compiled(x: Tensor, part: str) -> bool:
+    """Whether the kernel in C++ is used for a tensor, and not torch's operators; counts the use of either."""
+    _Uses.count += 1
+    return x.device.type == "cpu" and takes(part)
 
 
 @cache
@@ -86,61 +101,51 @@ def library() -> ctypes.CDLL:
             f"kernels 'fused' compiled by {compiler} cannot be loaded ({problem}): use g++ (CXX=g++)"
         ) from None
     pointer, whole, single, count = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
-    for name in NAMES.values():
-        for function, arguments in (
-            (f"group_forward_{name}", [pointer] * 9 + [whole] * 4 + [single, count, count]),
-            (f"group_backward_{name}", [pointer] * 12 + [whole] * 4 + [count, count]),
-            (f"layer_forward_{name}", [pointer] * 7 + [whole] * 2 + [single, count]),
-            (f"layer_backward_{name}", [pointer] * 8 + [whole] * 2 + [count]),
-            *((f"attention_forward_{name}_{d}", [pointer] * 6 + [whole] * 3 + [count]) for d in HEAD_WIDTHS),
-            *((f"attention_backward_{name}_{d}", [pointer] * 7 + [whole] * 3 + [count]) for d in HEAD_WIDTHS),
-        ):
-            getattr(loaded, function).argtypes = arguments
-            getattr(loaded, function).restype = None
+    arguments: dict[str, list[Any]] = {
+        "group_forward": [pointer] * 9 + [whole] * 4 + [single, count, count],
+        "group_backward": [pointer] * 12 + [whole] * 4 + [count, count],
+        "layer_forward": [pointer] * 7 + [whole] * 2 + [single, count],
+        "layer_backward": [pointer] * 8 + [whole] * 2 + [count],
+        "attention_forward": [pointer] * 6 + [whole] * 3 + [count],
+        "attention_backward": [pointer] * 7 + [whole] * 3 + [count],
+    }
+    taken = {f"{name}_{dtype}": kinds for name, kinds in arguments.items() for dtype in NAMES.values()}
     if loaded.multiplies_pairs():
-        loaded.weights_gradient.argtypes = [pointer] * 4 + [whole] * 11 + [count]
-        loaded.weights_gradient.restype = None
+        taken["weights_gradient"] = [pointer] * 4 + [whole] * 11 + [count]
+    for name, kinds in taken.items():
+        getattr(loaded, name).argtypes, getattr(loaded, name).restype = kinds, None
     return loaded
 
 
 def _folder() -> Path:
     """Where compiled kernels are kept: the user's cache, or, where that cannot be written, a folder of this user's."""
-    for folder in (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddpm_lab",
-        Path(tempfile.gettempdir()) / f"ddpm_lab-{os.getuid()}",
-    ):
-        try:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    for folder in (cache / "ddpm_lab", Path(tempfile.gettempdir()) / f"ddpm_lab-{os.getuid()}"):
+        with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError:
-            continue
-        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
-            return folder
+            if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
+                return folder
     raise Unsupported("kernels 'fused' need a folder for compiled code: set XDG_CACHE_HOME to one that can be written")
 
 
 def _compile(compiler: list[str], path: Path) -> None:
     """Compile into ``path`` in one step: another rank may be doing the same."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        objects, linked = [str(Path(folder, f"{source.stem}.o")) for source in SOURCES], Path(folder, "fused.so")
-        for command in (
-            *([*compiler, "-c", str(s), "-o", o] for s, o in zip(SOURCES, objects, strict=True)),
-            # Linked without OpenMP, so that its names are found in the library torch has loaded: two of them in one
-            # process would be two pools of threads.
-            [compiler[0], "-shared", *objects, "-o", str(linked)],
-        ):
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        objects = [f"{source.stem}.o" for source in SOURCES]
+        # Linked without OpenMP, so that its names are found in the library torch has loaded: two of them in one process
+        # would be two pools of threads.
+        linking = [compiler[0], "-shared", *objects, "-o", "fused.so"]
+        for command in ([*compiler, "-c", *map(str, SOURCES)], linking):
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise Unsupported(f"kernels 'fused' did not compile with {compiler[0]}: {done.stderr.strip()[:300]}")
-        linked.replace(path)
+        Path(folder, "fused.so").replace(path)
 
 
-def uses() -> int:
-    """Forward passes of these kernels so far, in this process."""
-    return _Uses.count
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _call(name: str, *given: Tensor | float | None) -> None:
+    """Call a kernel with the addresses of tensors, with numbers, and with the number of threads."""
+    addresses = (x.data_ptr() if isinstance(x, Tensor) else x for x in given)
+    getattr(library(), name)(*addresses, torch.get_num_threads())
 
 
 def _flat(image: Tensor, dtype: torch.dtype) -> Tensor:
@@ -169,13 +174,8 @@ class _GroupNorm(torch.autograd.Function):
         y = torch.empty_like(x)
         mean, rstd = x.new_empty((2, n, c), dtype=torch.float32)
         sizes = (n, height * width, c, groups)
-        getattr(library(), f"group_forward_{NAMES[x.dtype]}")(
-            *map(_address, (x, gain, bias, added, factors, more, y, mean, rstd)),
-            *sizes,
-            eps,
-            silu,
-            torch.get_num_threads(),
-        )
+        tensors = x, gain, bias, added, factors, more, y, mean, rstd
+        _call(f"group_forward_{NAMES[x.dtype]}", *tensors, *sizes, eps, silu)
         ctx.save_for_backward(x, gain, bias, factors, mean, rstd)
         ctx.sizes, ctx.silu = sizes, silu
         ctx.dtypes = [None if v is None else v.dtype for v in (before, scale_shift, residual)]
@@ -192,23 +192,11 @@ class _GroupNorm(torch.autograd.Function):
         of_before, of_factors, of_residual = ctx.dtypes
         d_before = None if of_before is None else torch.empty_like(d_gain)
         d_factors = None if factors is None else torch.empty_like(factors)
-        getattr(library(), f"group_backward_{NAMES[x.dtype]}")(
-            *map(_address, (dy, x, gain, bias, factors, mean, rstd, dx, d_gain, d_bias, d_before, d_factors)),
-            *ctx.sizes,
-            ctx.silu,
-            torch.get_num_threads(),
-        )
-        return (
-            dx,
-            d_gain.sum(0),
-            d_bias.sum(0),
-            None if d_before is None else d_before.to(of_before),
-            None if d_factors is None else d_factors.to(of_factors),
-            None if of_residual is None else dy.to(of_residual),
-            None,
-            None,
-            None,
-        )
+        tensors = dy, x, gain, bias, factors, mean, rstd, dx, d_gain, d_bias, d_before, d_factors
+        _call(f"group_backward_{NAMES[x.dtype]}", *tensors, *ctx.sizes, ctx.silu)
+        extras = (d_before, of_before), (d_factors, of_factors), (dy, of_residual)
+        of_extras = (None if dtype is None or d is None else d.to(dtype) for d, dtype in extras)
+        return dx, d_gain.sum(0), d_bias.sum(0), *of_extras, None, None, None
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -222,9 +210,7 @@ class _LayerNorm(torch.autograd.Function):
         rows = x.numel() // c
         y = torch.empty_like(x)
         mean, rstd = x.new_empty((2, rows), dtype=torch.float32)
-        getattr(library(), f"layer_forward_{NAMES[x.dtype]}")(
-            *map(_address, (x, gain, bias, more, y, mean, rstd)), rows, c, eps, torch.get_num_threads()
-        )
+        _call(f"layer_forward_{NAMES[x.dtype]}", x, gain, bias, more, y, mean, rstd, rows, c, eps)
         ctx.save_for_backward(x, gain, mean, rstd)
         ctx.of_residual = None if residual is None else residual.dtype
         return y
@@ -234,12 +220,10 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         x, gain, mean, rstd = ctx.saved_tensors
         dy = gradients[0].to(x.dtype).contiguous()
-        c, threads = x.shape[-1], torch.get_num_threads()
+        c = x.shape[-1]
         dx = torch.empty_like(x)
-        d_gain, d_bias = x.new_empty((2, threads, c), dtype=torch.float32)
-        getattr(library(), f"layer_backward_{NAMES[x.dtype]}")(
-            *map(_address, (dy, x, gain, mean, rstd, dx, d_gain, d_bias)), x.numel() // c, c, threads
-        )
+        d_gain, d_bias = x.new_empty((2, torch.get_num_threads(), c), dtype=torch.float32)
+        _call(f"layer_backward_{NAMES[x.dtype]}", dy, x, gain, mean, rstd, dx, d_gain, d_bias, x.numel() // c, c)
         return dx, d_gain.sum(0), d_bias.sum(0), None if ctx.of_residual is None else dy.to(ctx.of_residual), None
 
 
@@ -253,10 +237,8 @@ class _LinearAttention(torch.autograd.Function):
         top, total = qkv.new_empty((2, n, heads, d), dtype=torch.float32)
         contexts = qkv.new_empty((n, heads, d, d), dtype=torch.float32)
         levels = qkv.new_empty((n, heads, length, 2), dtype=torch.float32)
-        ctx.sizes, ctx.name = (n, length, heads), f"{NAMES[qkv.dtype]}_{d}"
-        getattr(library(), f"attention_forward_{ctx.name}")(
-            *map(_address, (qkv, out, top, total, contexts, levels)), *ctx.sizes, torch.get_num_threads()
-        )
+        ctx.sizes = n, length, heads
+        _call(f"attention_forward_{NAMES[qkv.dtype]}", qkv, out, top, total, contexts, levels, *ctx.sizes)
         ctx.save_for_backward(qkv, top, total, contexts, levels)
         return out
 
@@ -266,21 +248,12 @@ class _LinearAttention(torch.autograd.Function):
         qkv, top, total, contexts, levels = ctx.saved_tensors
         dout = gradients[0].to(qkv.dtype).contiguous()
         d_qkv = torch.empty_like(qkv)
-        getattr(library(), f"attention_backward_{ctx.name}")(
-            *map(_address, (dout, qkv, d_qkv, top, total, contexts, levels)), *ctx.sizes, torch.get_num_threads()
-        )
+        tensors = dout, qkv, d_qkv, top, total, contexts, levels
+        _call(f"attention_backward_{NAMES[qkv.dtype]}", *tensors, *ctx.sizes)
         return d_qkv, None
 
 
-def _compiled(x: Tensor, part: str) -> bool:
-    """Whether the kernel in C++ is used for a tensor, and not torch's operators; counts the use of either."""
-    _Uses.count += 1
-    return x.device.type == "cpu" and takes(part)
-
-
-def _group_norm_by_operators(
-    x: Tensor, norm: torch.nn.GroupNorm, extras: tuple[Tensor | None, ...], *, silu: bool
-) -> Tensor:
+def _group_norm_by_operators(x: Tensor, norm: nn.GroupNorm, extras: tuple[Tensor | None, ...], *, silu: bool) -> Tensor:
     before, scale_shift, residual = extras
     with torch.autocast(x.device.type, enabled=False):
         if before is not None:
@@ -299,7 +272,7 @@ def _group_norm_by_operators(
 
 def group_norm(
     x: Tensor,
-    norm: torch.nn.GroupNorm,
+    norm: nn.GroupNorm,
     *,
     before: Tensor | None = None,
     scale_shift: Tensor | None = None,
@@ -323,7 +296,7 @@ def group_norm(
     return cast(Tensor, made)
 
 
-def layer_norm(x: Tensor, norm: torch.nn.LayerNorm, *, residual: Tensor | None = None) -> Tensor:
+def layer_norm(x: Tensor, norm: nn.LayerNorm, *, residual: Tensor | None = None) -> Tensor:
     """LayerNorm of x (..., C) over C, plus ``residual``; in the dtype of ``x``, float32 or bfloat16."""
     if not _compiled(x, "layer norm"):
         with torch.autocast(x.device.type, enabled=False):
@@ -332,14 +305,107 @@ def layer_norm(x: Tensor, norm: torch.nn.LayerNorm, *, residual: Tensor | None =
     return cast(Tensor, _LayerNorm.apply(x, norm.weight, norm.bias, residual, norm.eps))
 
 
+def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(N, L, 3 * heads * d) -> queries, keys and values, each (N, heads, L, d)."""
+    # Split into three first: its backward then writes whole rows, several times faster than scattering over heads.
+    q, k, v = (part.view(*part.shape[:2], heads, -1).transpose(1, 2) for part in qkv.chunk(3, dim=-1))
+    return q, k, v
+
+
+def join_heads(values: Tensor) -> Tensor:
+    """(N, heads, L, d) -> (N, L, heads * d)."""
+    return values.transpose(1, 2).flatten(2)
+
+
+def linear_attention_by_operators(qkv: Tensor, heads: int) -> Tensor:
+    """As ``linear_attention``, by torch's operators, in the number formats of autocast where that is on."""
+    q, k, v = split_heads(qkv, heads)
+    context = k.softmax(-2).transpose(-1, -2) @ v * q.shape[-1] ** -0.5
+    return join_heads(q.softmax(-1) @ context)
+
+
 def linear_attention(qkv: Tensor, heads: int) -> Tensor:
     """softmax(q) / sqrt(d) (softmax(k)^T v) of tokens (N, L, 3 heads d): (N, L, heads d); Shen et al. 2021, eq. 4.
 
-    Queries are normalised over their d channels, keys over the L positions. d is one of HEAD_WIDTHS.
+    Queries are normalised over their d channels, keys over the L positions.
     """
-    if not _compiled(qkv, "linear attention"):
-        with torch.autocast(qkv.device.type, enabled=False):
-            q, k, v = (part.view(*part.shape[:2], heads, -1).transpose(1, 2) for part in qkv.chunk(3, dim=-1))
-            context = k.softmax(-2).transpose(-1, -2) @ v * q.shape[-1] ** -0.5
-            return cast(Tensor, q.softmax(-1) @ context).transpose(1, 2).flatten(2)
-    return cast(Tensor, _LinearAttention.apply(qkv, heads))
+    if _compiled(qkv, "linear attention") and qkv.shape[-1] == 3 * heads * HEAD_WIDTH:
+        return cast(Tensor, _LinearAttention.apply(qkv, heads))
+    with torch.autocast(qkv.device.type, enabled=False):
+        return linear_attention_by_operators(qkv, heads)
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd passes all by position
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int, transposed: bool
+    ) -> Tensor:
+        x = x.to(torch.bfloat16).contiguous(memory_format=torch.channels_last)
+        rounded = weight.to(torch.bfloat16)
+        ctx.save_for_backward(x, rounded)
+        ctx.settings = stride, padding, transposed
+        usual = F.conv_transpose2d if transposed else F.conv2d
+        return usual(x, rounded, None if bias is None else bias.to(torch.bfloat16), stride, padding)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        x, rounded = ctx.saved_tensors
+        stride, padding, transposed = ctx.settings
+        grad = gradients[0].to(torch.bfloat16).contiguous(memory_format=torch.channels_last)
+        d_x = None
+        if ctx.needs_input_grad[0]:
+            settings = [stride] * 2, [padding] * 2, [1, 1], transposed, [0, 0], 1, [True, False, False]
+            d_x, _, _ = torch.ops.aten.convolution_backward(grad, x, rounded, None, *settings)
+        large, small = (grad, x) if transposed else (x, grad)
+        d_weight, sums = _weights_gradient(large, small, rounded.shape[-1], stride, padding)
+        d_bias = None
+        if ctx.needs_input_grad[2]:
+            d_bias = grad.sum((0, 2, 3), dtype=torch.float32) if transposed else sums
+        return d_x, d_weight, d_bias, None, None, None
+
+
+def _weights_gradient(large: Tensor, small: Tensor, taps: int, stride: int, padding: int) -> tuple[Tensor, Tensor]:
+    """The gradient (S, L, taps, taps) of images (N, L, ..), which taps reach into, and (N, S, ..); the latter's sums.
+
+    A convolution's input is large and the gradient of its output small, whatever their sizes; a transposed one's are
+    the other way round.
+    """
+    (n, columns, *large_size), (rows, *small_size) = large.shape, small.shape[1:]
+    # Work for more threads than there are tiles.
+    parts = max(1, min(n, math.ceil(torch.get_num_threads() / (rows // TILE))))
+    d_weight = large.new_empty((parts, rows, taps, taps, columns), dtype=torch.float32)
+    sums = large.new_empty((parts, rows), dtype=torch.float32)
+    sizes = n, *large_size, columns, *small_size, rows, taps, stride, padding, parts
+    _call("weights_gradient", large, small, d_weight, sums, *sizes)
+    d_weight, sums = (t[0] if parts == 1 else t.sum(0) for t in (d_weight, sums))
+    return d_weight.permute(0, 3, 1, 2), sums
+
+
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, stride: int = 1, padding: int = 0, transposed: bool = False
+) -> Tensor:
+    """``F.conv2d``, or ``F.conv_transpose2d``; the weights' gradient is by our kernel where autocast is bfloat16."""
+    fits = x.ndim == 4 and weight.shape[0] % TILE == weight.shape[1] % TILE == weight.shape[2] - weight.shape[3] == 0
+    fits = fits and takes("weights' gradient")
+    if fits and torch.is_grad_enabled() and weight.requires_grad and _in_bfloat16(x):
+        return cast(Tensor, _Convolution.apply(x, weight, bias, stride, padding, transposed))
+    return (F.conv_transpose2d if transposed else F.conv2d)(x, weight, bias, stride, padding)
+
+
+class Convolution(nn.Conv2d):
+    """``nn.Conv2d`` of square taps, computed by ``convolve``."""
+
+    def __init__(self, inputs: int, outputs: int, taps: int, *, stride: int = 1, padding: int = 0) -> None:
+        super().__init__(inputs, outputs, taps, stride=stride, padding=padding)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (stride, _), (padding, _) = self.stride, cast("tuple[int, int]", self.padding)
+        return convolve(x, self.weight, self.bias, stride=stride, padding=padding)
+
+
+def _in_bfloat16(x: Tensor) -> bool:
+    """Whether x is computed with in bfloat16 on a CPU that the kernel is for."""
+    autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+    half = x.dtype != torch.float64 and autocast
+    return x.device.type == "cpu" and half and bool(library().multiplies_pairs())
