@@ -136,7 +136,7 @@ def test_what_measures_counts_and_what_explains_does_not(lab: Tree) -> None:
         (lab.package / file).write_text("")
     module._lab_sources.cache_clear()
     assert code_version(tree=lab).key == before.key
-    for file in ("diffusion/unet.py", "diffusion/fused.cpp", "measure/seat.py", "data/loaders.py", "config.py"):
+    for file in ("diffusion/unet.py", "diffusion/kernels.cpp", "measure/seat.py", "data/loaders.py", "config.py"):
         code_version(tree=lab)
         text = (lab.package / file).read_text()
         (lab.package / file).write_text(text + "\n")

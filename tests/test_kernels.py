@@ -376,8 +376,8 @@ def test_a_compiler_that_does_not_serve_is_unsupported_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    broken = tmp_path / "fused.cpp"
-    monkeypatch.setattr(kernels, "SOURCES", (broken,))
+    broken = tmp_path / "kernels.cpp"
+    monkeypatch.setattr(kernels, "SOURCE", broken)
     for source, words in (
         ("int main( {", "did not compile"),
         ("void nowhere(); void here() { nowhere(); }", "cannot be loaded.*CXX=g"),  # as of another OpenMP than torch's

@@ -1,6 +1,6 @@
 """The lab's own kernels: normalisation joined with what follows it, linear attention, gradients of convolutions.
 
-On a CPU they are C++ (``fused.cpp``, ``convolution.cpp``), one pass over memory where torch's take four or five,
+On a CPU they are C++ (``kernels.cpp``), one pass over memory where torch's take four or five,
 compiled once on each machine, in some seconds, into the user's cache. What torch.compile makes of normalisation over
 channels-last images there is no faster than eager code, after minutes of compiling.
 
@@ -33,7 +33,7 @@ from ddpm_lab.plan import FUSED_PARTS
 from ddpm_lab.processor import instructions, processor, withheld
 from ddpm_lab.workload import Unsupported
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("fused.cpp", "convolution.cpp"))
+SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=c++17", "-Wno-psabi")
 WITHOUT = {"avx": "-mno-avx", "avx512f": "-mno-avx512f", "avx512_bf16": "-mno-avx512bf16"}
 """Flags for what torch was told to do without."""
@@ -89,8 +89,8 @@ def library() -> ctypes.CDLL:
     # Compiled for the very processor it is run on: a home folder may be shared between different ones.
     flags = [*FLAGS, *(flag for name, flag in WITHOUT.items() if name in withheld())]
     known = (platform.machine(), processor(), *sorted(instructions()))
-    text = "\n".join([*(source.read_text() for source in SOURCES), version, *flags, *known])
-    path = _folder() / f"fused-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    text = "\n".join([SOURCE.read_text(), version, *flags, *known])
+    path = _folder() / f"kernels-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if not path.exists():
         _compile([compiler, *flags], path)
     try:
@@ -131,15 +131,14 @@ def _folder() -> Path:
 def _compile(compiler: list[str], path: Path) -> None:
     """Compile into ``path`` in one step: another rank may be doing the same."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        objects = [f"{source.stem}.o" for source in SOURCES]
         # Linked without OpenMP, so that its names are found in the library torch has loaded: two of them in one process
         # would be two pools of threads.
-        linking = [compiler[0], "-shared", *objects, "-o", "fused.so"]
-        for command in ([*compiler, "-c", *map(str, SOURCES)], linking):
+        linking = [compiler[0], "-shared", "kernels.o", "-o", "kernels.so"]
+        for command in ([*compiler, "-c", str(SOURCE), "-o", "kernels.o"], linking):
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise Unsupported(f"kernels 'fused' did not compile with {compiler[0]}: {done.stderr.strip()[:300]}")
-        Path(folder, "fused.so").replace(path)
+        Path(folder, "kernels.so").replace(path)
 
 
 def _call(name: str, *given: Tensor | float | None) -> None:
