@@ -67,10 +67,10 @@ def test_predictions_are_the_networks(fused: bool) -> None:
     """Also those of the kernels, which do not know of inference mode."""
     for size, channels_last in (((2, 32, 32), True), ((3, 12, 20), False), ((1, 4, 8), True)):
         x, t = inputs(*size)
-        before = kernels.uses()
+        before = kernels.State.uses
         ready = Inference(network(fused=fused), RunConfig(network="seed", channels_last=channels_last), "cpu")
         prediction = ready(x, t)
-        assert (kernels.uses() > before) == fused
+        assert (kernels.State.uses > before) == fused
         assert error(prediction, reference(network())(x, t).detach()) < 1e-5
         assert prediction.is_inference()
         assert ready.precision.seen() == "fp32"

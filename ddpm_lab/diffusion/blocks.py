@@ -9,6 +9,7 @@ mathematics is the same.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import cast
 
 import torch
@@ -72,6 +73,14 @@ def convolution(
     return kind(inputs, outputs, taps, stride=stride, padding=taps // 2 if padding is None else padding)
 
 
+@cache
+def _taps(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Which of the 3x3 taps each of the 4x4 sums (9, 16). No buffer: ranks would exchange it in every step."""
+    with torch.inference_mode(mode=False):
+        row = torch.tensor([[0.0, 0, 1], [0, 1, 1], [1, 1, 0], [1, 0, 0]], dtype=dtype, device=device)
+        return torch.einsum("ak,bl->klab", row, row).reshape(9, 16)
+
+
 class UpsampledConv2d(nn.Conv2d):
     """Nearest-neighbour upsampling by 2 and then this 3x3 convolution, (N, C, H, W) -> (N, C', 2 H, 2 W).
 
@@ -88,8 +97,12 @@ class UpsampledConv2d(nn.Conv2d):
 
     def kernel(self) -> Tensor:
         """The 4x4 taps (C, C', 4, 4), sums of the weights before these are rounded."""
-        sums = F.avg_pool2d(self.weight.flip(2, 3), 2, stride=1, padding=1, divisor_override=1)
-        return sums.transpose(0, 1)
+        outputs, inputs = self.weight.shape[:2]
+        device = self.weight.device.type
+        # There is no autocast where work is only counted.
+        with torch.autocast(device if device != "meta" else "cpu", enabled=False):
+            sums = self.weight.reshape(-1, 9) @ _taps(self.weight.dtype, self.weight.device)
+        return sums.view(outputs, inputs, 4, 4).transpose(0, 1)
 
     def hold(self, dtype: torch.dtype) -> None:
         """Take the taps as they are now, rounded to ``dtype``, from here on: the weights will not change."""

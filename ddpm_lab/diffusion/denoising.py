@@ -50,7 +50,7 @@ class Sampling(Untrained):
         self.reference = ReferenceSampler(self._predict, diffusion).to(self.device) if self.evaluate.plain else None
         self.steps = self.done = 0
         self.x = torch.empty(0)
-        self.fused_before = kernels.uses()
+        self.fused_before = kernels.State.uses
 
     def _advance(self) -> Tensor:
         """The images one step further."""
@@ -94,7 +94,7 @@ class Sampling(Untrained):
             **compile_seen(self.config, self.evaluate.model),
         }
         if self.steps:
-            seen["kernels"] = "fused" if kernels.uses() > self.fused_before else "aten"
+            seen["kernels"] = "fused" if kernels.State.uses > self.fused_before else "aten"
         return seen
 
 

@@ -29,7 +29,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ddpm_lab.plan import FUSED_PARTS
 from ddpm_lab.processor import instructions, processor, withheld
 from ddpm_lab.workload import Unsupported
 
@@ -44,38 +43,21 @@ TILE = 32
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
-class _Uses:
-    """How often the kernels ran in this process, so that a run can tell that it used them, and the part left out."""
+class State:
+    """Of this process: forward passes of the kernels so far, and the one of FUSED_PARTS that is left out, or ""."""
 
-    count = 0
+    uses = 0
     without = ""
 
 
-def uses() -> int:
-    """Forward passes of these kernels so far, in this process."""
-    return _Uses.count
-
-
-def leave_out(part: str) -> None:
-    """Compute one of FUSED_PARTS by torch's operators in the network that is built next; with "" none."""
-    if part and part not in FUSED_PARTS:
-        raise ValueError(f"options.without is {part!r}: choose one of {', '.join(FUSED_PARTS)}")
-    _Uses.without = part
-
-
-def left_out() -> str:
-    """The part that is computed by torch's operators; "" where none is."""
-    return _Uses.without
-
-
 def takes(part: str) -> bool:
-    """Whether a network with joined kernels has them for ``part``."""
-    return part != _Uses.without
+    """Whether a network with fused kernels has them for ``part``; else torch's operators compute it."""
+    return part != State.without
 
 
 def _compiled(x: Tensor, part: str) -> bool:
     """Whether the kernel in C++ is used for a tensor, and not torch's operators; counts the use of either."""
-    _Uses.count += 1
+    State.uses += 1
     return x.device.type == "cpu" and takes(part)
 
 
@@ -252,23 +234,6 @@ class _LinearAttention(torch.autograd.Function):
         return d_qkv, None
 
 
-def _group_norm_by_operators(x: Tensor, norm: nn.GroupNorm, extras: tuple[Tensor | None, ...], *, silu: bool) -> Tensor:
-    before, scale_shift, residual = extras
-    with torch.autocast(x.device.type, enabled=False):
-        if before is not None:
-            x = x + before[:, :, None, None].to(x.dtype)
-        gain, bias = cast(Tensor, norm.weight), cast(Tensor, norm.bias)
-        if scale_shift is None:
-            y = F.group_norm(x, norm.num_groups, gain.to(x.dtype), bias.to(x.dtype), norm.eps)
-        else:  # gain and bias of each image and channel, computed from few numbers
-            scale, shift = scale_shift.float().chunk(2, dim=1)
-            gain, bias = gain * (scale + 1), bias * (scale + 1) + shift
-            y = F.group_norm(x, norm.num_groups, eps=norm.eps)
-            y = y * gain[:, :, None, None].to(x.dtype) + bias[:, :, None, None].to(x.dtype)
-        y = F.silu(y) if silu else y
-        return y if residual is None else y + residual
-
-
 def group_norm(
     x: Tensor,
     norm: nn.GroupNorm,
@@ -289,19 +254,31 @@ def group_norm(
     for name, (given, shape) in shapes.items():
         if given is not None and given.shape != shape:
             raise ValueError(f"{name} is {tuple(given.shape)}: for images {tuple(x.shape)} give {tuple(shape)}")
-    if not _compiled(x, "group norm"):
-        return _group_norm_by_operators(x, norm, (before, scale_shift, residual), silu=silu)
-    made = _GroupNorm.apply(x, norm.weight, norm.bias, before, scale_shift, residual, norm.num_groups, norm.eps, silu)
-    return cast(Tensor, made)
+    if _compiled(x, "group norm"):
+        extras = before, scale_shift, residual
+        return cast(Tensor, _GroupNorm.apply(x, norm.weight, norm.bias, *extras, norm.num_groups, norm.eps, silu))
+    with torch.autocast(x.device.type, enabled=False):
+        if before is not None:
+            x = x + before[:, :, None, None].to(x.dtype)
+        gain, bias = cast(Tensor, norm.weight), cast(Tensor, norm.bias)
+        if scale_shift is None:
+            y = F.group_norm(x, norm.num_groups, gain.to(x.dtype), bias.to(x.dtype), norm.eps)
+        else:  # gain and bias of each image and channel, computed from few numbers
+            scale, shift = scale_shift.float().chunk(2, dim=1)
+            gain, bias = gain * (scale + 1), bias * (scale + 1) + shift
+            y = F.group_norm(x, norm.num_groups, eps=norm.eps)
+            y = y * gain[:, :, None, None].to(x.dtype) + bias[:, :, None, None].to(x.dtype)
+        y = F.silu(y) if silu else y
+        return y if residual is None else y + residual
 
 
 def layer_norm(x: Tensor, norm: nn.LayerNorm, *, residual: Tensor | None = None) -> Tensor:
     """LayerNorm of x (..., C) over C, plus ``residual``; in the dtype of ``x``, float32 or bfloat16."""
-    if not _compiled(x, "layer norm"):
-        with torch.autocast(x.device.type, enabled=False):
-            y = F.layer_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.bias.to(x.dtype), norm.eps)
-            return y if residual is None else y + residual
-    return cast(Tensor, _LayerNorm.apply(x, norm.weight, norm.bias, residual, norm.eps))
+    if _compiled(x, "layer norm"):
+        return cast(Tensor, _LayerNorm.apply(x, norm.weight, norm.bias, residual, norm.eps))
+    with torch.autocast(x.device.type, enabled=False):
+        y = F.layer_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.bias.to(x.dtype), norm.eps)
+        return y if residual is None else y + residual
 
 
 def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:

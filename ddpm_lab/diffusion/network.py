@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddpm_lab.checks import choice
 from ddpm_lab.config import RunConfig
 from ddpm_lab.diffusion import kernels
 from ddpm_lab.diffusion.blocks import Stage, UpsampledConv2d
 from ddpm_lab.diffusion.reference import ReferenceUNet, reference
 from ddpm_lab.diffusion.step import AUTOCAST, PrecisionWatch, allow_tf32, autocast, channels_last_seen, require
 from ddpm_lab.diffusion.unet import UNet, build_network
+from ddpm_lab.plan import FUSED_PARTS
 
 AnyUNet = UNet | ReferenceUNet
 
@@ -27,7 +29,8 @@ def configured_network(config: RunConfig, device: torch.device) -> AnyUNet:
     """
     if config.kernels == "fused" and device.type == "cpu":
         kernels.library()  # compiled now, where it is, and not in the first step
-    kernels.leave_out(config.option("without", ""))
+    kernels.State.without = config.option("without", "")
+    choice("options.without", kernels.State.without, ("", *FUSED_PARTS))
     lab = build_network(
         config.network,
         image_size=config.image_size,
@@ -63,7 +66,7 @@ def network_seen(network: AnyUNet) -> dict[str, Any]:
         "implementation": "lab" if isinstance(network, UNet) else "plain",
         "channels_last": channels_last_seen(network),
         "attention_axis": network.config.middle_attention_axis,
-        "without": kernels.left_out(),
+        "without": kernels.State.without,
     }
 
 

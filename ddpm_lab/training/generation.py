@@ -106,7 +106,7 @@ class Generation(Untrained):
         self.numbers: list[int] = list(config.option("numbers", ()))
         self.folder = Path(config.option("folder", ""))
         self.images = 0
-        self.fused_before = kernels.uses()
+        self.fused_before = kernels.State.uses
 
     def batches(self) -> Iterator[list[int]]:
         """The numbers of this rank's images, batch by batch; at the end there may be none."""
@@ -138,7 +138,7 @@ class Generation(Untrained):
         return {
             "images": self.images,
             "precision": self.evaluate.precision.seen(),
-            "kernels": "fused" if kernels.uses() > self.fused_before else "aten",
+            "kernels": "fused" if kernels.State.uses > self.fused_before else "aten",
             **network_seen(self.evaluate.network),
             **compile_seen(self.config, self.evaluate.model),
         }

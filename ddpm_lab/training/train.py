@@ -75,7 +75,7 @@ class Trainer:
             self.model = torch.compile(self.model, mode=config.compile_mode)
         self.steps = start_step
         self.losses_read = start_step if config.read_loss else 0
-        self.fused_before = kernels.uses()
+        self.fused_before = kernels.State.uses
         self.ema_seen: str | None = None
         self.warmup_seen: bool | None = None
         self.hook_seen = "none"
@@ -191,7 +191,7 @@ class Trainer:
             "adam": adam_seen(self.optimizer),
         }
         if self.steps:
-            seen["kernels"] = "fused" if kernels.uses() > self.fused_before else "aten"
+            seen["kernels"] = "fused" if kernels.State.uses > self.fused_before else "aten"
             seen["read_loss"] = self.losses_read == self.steps
         if self.ema_seen:
             seen["ema"] = self.ema_seen
