@@ -355,23 +355,6 @@ def test_attention_by_products_is_as_exact_as_the_kernel_and_rounds_no_logits() 
     assert settings.fp32_precision == before, "oneDNN may round factors for these products alone"
 
 
-def test_in_single_precision_and_for_many_tokens_attention_is_torchs_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    called = []
-    kernel = F.scaled_dot_product_attention
-
-    def noted(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
-        called.append(q.shape)
-        return kernel(q, k, v, scale=scale)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
-    shapes = (1, 1, 8, 4), (1, 1, PRODUCTS_UP_TO + 1, 4), (1, 1, PRODUCTS_UP_TO, 4)
-    for shape, dtype in zip(shapes, (torch.float32, torch.bfloat16, torch.bfloat16), strict=True):
-        q = torch.randn(shape).to(dtype)
-        found, expected = attend(q, q, q, scale=0.5, products=True), kernel(q, q, q, scale=0.5)
-        torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
-    assert called == [*shapes[:2]]
-
-
 def test_a_compiler_that_does_not_serve_is_unsupported_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -127,10 +127,9 @@ def test_on_a_gpu_a_step_does_not_synchronise(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("precision", "steps"), [("fp32", 200), ("bf16", 100)])
-def test_the_loss_curves_of_both_implementations_are_one(config: RunConfig, precision: str, steps: int) -> None:
+def test_the_loss_curves_of_both_implementations_are_one(config: RunConfig) -> None:
     """They stay nearer to each other than a tenth of what another seed changes."""
-    config = dataclasses.replace(config, attention_axis="positions", global_batch_size=4, precision=precision)
+    config, steps = dataclasses.replace(config, attention_axis="positions", global_batch_size=4, precision="bf16"), 100
     lab = trained(dataclasses.replace(config, kernels="fused"), steps)[1]
     plain = trained(dataclasses.replace(config, implementation="plain", channels_last=False), steps)[1]
     other = trained(dataclasses.replace(config, seed=1), steps)[1]

@@ -5,8 +5,8 @@ compiled once on each machine, in some seconds, into the user's cache. What torc
 channels-last images there is no faster than eager code, after minutes of compiling.
 
 On a GPU they are torch's operators in the number format of the images. Autocast has norms and softmax in single
-precision, casts to and fro, and leaves what follows in single precision: a step of the seed network at batch 128 then
-reads and writes 30.1 GB, and 14.3 GB this way (counted over operators, not measured). torch.compile goes further.
+precision and casts to and fro: a step of the seed network at batch 128 then moves 30.1 GB, and 14.3 GB this way
+(counted over operators, not measured).
 """
 
 from __future__ import annotations
@@ -342,11 +342,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _weights_gradient(large: Tensor, small: Tensor, taps: int, stride: int, padding: int) -> tuple[Tensor, Tensor]:
-    """The gradient (S, L, taps, taps) of images (N, L, ..), which taps reach into, and (N, S, ..); the latter's sums.
-
-    A convolution's input is large and the gradient of its output small, whatever their sizes; a transposed one's are
-    the other way round.
-    """
+    """The gradient (S, L, taps, taps) of images (N, L, ..), which taps reach into, and (N, S, ..); the latter's sums."""
     (n, columns, *large_size), (rows, *small_size) = large.shape, small.shape[1:]
     # Work for more threads than there are tiles.
     parts = max(1, min(n, math.ceil(torch.get_num_threads() / (rows // TILE))))
@@ -372,9 +368,6 @@ def convolve(
 class Convolution(nn.Conv2d):
     """``nn.Conv2d`` of square taps, computed by ``convolve``."""
 
-    def __init__(self, inputs: int, outputs: int, taps: int, *, stride: int = 1, padding: int = 0) -> None:
-        super().__init__(inputs, outputs, taps, stride=stride, padding=padding)
-
     def forward(self, x: Tensor) -> Tensor:
         (stride, _), (padding, _) = self.stride, cast("tuple[int, int]", self.padding)
         return convolve(x, self.weight, self.bias, stride=stride, padding=padding)
@@ -383,5 +376,4 @@ class Convolution(nn.Conv2d):
 def _in_bfloat16(x: Tensor) -> bool:
     """Whether x is computed with in bfloat16 on a CPU that the kernel is for."""
     autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
-    half = x.dtype != torch.float64 and autocast
-    return x.device.type == "cpu" and half and bool(library().multiplies_pairs())
+    return x.device.type == "cpu" and x.dtype != torch.float64 and autocast and bool(library().multiplies_pairs())

@@ -144,10 +144,8 @@ _MODES = {
 def compile_seen(config: RunConfig, model: Any) -> dict[str, Any]:
     """What was compiled of ``model`` and how, read back from torch; a silent fall-back to eager compiles no frames.
 
-    ``autotuned`` are operators whose kernel was chosen by timing several, counted also where their code came from
-    torch's cache of compiled graphs; not where it was compiled anew from timings of earlier. CUDA graphs that inductor
-    left out, such as those with an operator on the CPU, are counted by torch, and those that were recorded are counted
-    in the tree that replays them.
+    ``autotuned`` are operators whose kernel was chosen by timing several. CUDA graphs that inductor left out, such as
+    those with an operator on the CPU, are counted by torch; those that were recorded, in the tree that replays them.
     """
     if config.compile == "off":
         return {"compile": "off"}
@@ -221,11 +219,10 @@ class PrecisionWatch:
             self.watch()
             with torch.no_grad():
                 self.run()
-        if self.dtype == torch.float32 and self.device.type == "cuda":
-            conv = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
-            return "tf32" if conv == "tf32" else "fp32"
-        names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-        return names.get(self.dtype, str(self.dtype)) if self.dtype else "nothing"
+        conv = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+        single = "tf32" if self.device.type == "cuda" and conv == "tf32" else "fp32"
+        names = {torch.float32: single, torch.float16: "fp16", torch.bfloat16: "bf16", None: "nothing"}
+        return names.get(self.dtype, str(self.dtype))
 
 
 class LossStep:
@@ -271,7 +268,11 @@ class LossStep:
         """One step with a batch on the device; returns the loss, still there."""
         if self.config.compile != "off":
             self.batch = batch  # for the witness, which cannot look into what is compiled
-        loss = self._whole(batch) if self.whole else self._backward(batch)
+        if self.whole:
+            self.mark("whole step")
+            loss = self.whole(self.model, batch)
+        else:
+            loss = self._backward(batch)
         if self.update:
             self.mark("ema")
             self.update()
@@ -293,11 +294,6 @@ class LossStep:
         self.mark("optimizer")
         descend(self.optimizer, self.parameters, self.scaler, self.clip_norm)
         return loss
-
-    def _whole(self, batch: Any) -> Tensor:
-        assert self.whole
-        self.mark("whole step")
-        return self.whole(self.model, batch)
 
     def _forward_once(self) -> None:
         with autocast(self.config, self.device):
