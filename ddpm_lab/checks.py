@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 
@@ -61,3 +62,8 @@ def percent(text: str, place: str = "a share") -> float:
     if not 0 < value < 1:
         raise ConfigError(f"{place} is {text!r}: give more than 0 and less than 100 %, such as 2% or 0.02")
     return value
+
+
+def missing_to_explain() -> str:
+    """Return the package that answers need and a bare GPU node lacks, such as scipy; empty where none is missing."""
+    return next((name for name in ("scipy", "matplotlib") if find_spec(name) is None), "")

@@ -21,11 +21,27 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.workload import RankContext, Unsupported
 
 
-class Busy:
-    """A step is ``micro_steps`` equal pieces of work; a fault is planted in one rank at one step."""
+class Planted:
+    """Nothing is started, and nothing is told."""
 
     def __init__(self, config: RunConfig, context: RankContext) -> None:
         self.config, self.context = config, context
+
+    def batches(self) -> Iterator[Any]:
+        yield from itertools.count()
+
+    def witness(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+class Busy(Planted):
+    """A step is ``micro_steps`` equal pieces of work; a fault is planted in one rank at one step."""
+
+    def __init__(self, config: RunConfig, context: RankContext) -> None:
+        super().__init__(config, context)
         self.micro_steps = int(config.option("micro_steps", 100))
         self.values = torch.ones(64, 64)
         self.steps = 0
@@ -82,9 +98,6 @@ class Busy:
         said = {"images": honest * self.config.rank_batch_size, "loader_workers": self.config.loader_workers}
         return {**said, **dict(self.config.option("says", ()))}
 
-    def close(self) -> None:
-        """Nothing was started."""
-
 
 class Hungry(Busy):
     """Takes memory in proportion to its batch, and is out of it above ``fits`` images."""
@@ -105,24 +118,20 @@ class Compiling(Busy):
         return super().step(batch)
 
 
-class Phased:
+class Phased(Planted):
     """Busy phases whose true lengths the workload itself times, with an exchange in a thread beside the backward pass.
 
     The truth is one dictionary for each step: seconds of each phase, of the exchange (a span), and of what both the
     exchange and the backward pass cover.
     """
 
-    SECONDS: ClassVar = {
-        "data": 0.008,
-        "copy": 0.008,
-        "forward": 0.010,
+    SECONDS: ClassVar = dict.fromkeys(("data", "copy", "optimizer", "ema"), 0.008) | {
+        "forward": 0.01,
         "backward": 0.012,
-        "optimizer": 0.008,
-        "ema": 0.008,
     }
 
     def __init__(self, config: RunConfig, context: RankContext) -> None:
-        self.config, self.context = config, context
+        super().__init__(config, context)
         self.truth: list[dict[str, float]] = []
 
     def busy(self, phase: str, seconds: float, start: float | None = None) -> float:
@@ -171,24 +180,18 @@ class Phased:
     def witness(self) -> dict[str, Any]:
         return {"truth": self.truth}
 
-    def close(self) -> None:
-        """Nothing was started that still runs."""
 
-
-class Exchanging:
+class Exchanging(Planted):
     """A small network under DistributedDataParallel whose gradients go in several buckets; one rank may be slow."""
 
     def __init__(self, config: RunConfig, context: RankContext) -> None:
-        self.config, self.context = config, context
+        super().__init__(config, context)
         torch.manual_seed(0)
         self.network = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
         self.ddp = torch.nn.parallel.DistributedDataParallel(self.network, bucket_cap_mb=0.3)
         hook = bf16_compress_hook if config.option("hook", False) else None
         context.watch(self.ddp, hook and (lambda _, bucket: hook(None, bucket)))  # type: ignore[arg-type]
         self.images = torch.randn(256, 256, generator=torch.Generator().manual_seed(context.rank))
-
-    def batches(self) -> Iterator[Any]:
-        yield from itertools.count()
 
     def step(self, batch: Any) -> float:
         del batch
@@ -209,11 +212,8 @@ class Exchanging:
     def witness(self) -> dict[str, Any]:
         return {"weights": [float(p.double().sum()) for p in self.network.parameters()]}
 
-    def close(self) -> None:
-        """Nothing was started."""
 
-
-class Waiting:
+class Waiting(Planted):
     """A step of timed waits, so that ranks do not fight for cores: what is lost to more ranks is planted, in seconds.
 
     A step takes ``fixed`` and for each image of the rank ``image``; ``loader`` unless batches are ready, ``exchange``
@@ -221,7 +221,7 @@ class Waiting:
     """
 
     def __init__(self, config: RunConfig, context: RankContext) -> None:
-        self.config, self.context = config, context
+        super().__init__(config, context)
         self.gradients = torch.ones(1000)
 
     def wait(self, name: str, times: int = 1) -> None:
@@ -243,12 +243,6 @@ class Waiting:
             dist.all_reduce(self.gradients)
             self.wait("exchange")
         return 0.0
-
-    def witness(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        """Nothing was started."""
 
 
 class Levers(Waiting):
@@ -281,12 +275,5 @@ class Levers(Waiting):
         return 0.0
 
 
-busy, hungry, compiling, phased, exchanging, waiting, levers = (
-    Busy,
-    Hungry,
-    Compiling,
-    Phased,
-    Exchanging,
-    Waiting,
-    Levers,
-)
+busy, hungry, compiling, phased = Busy, Hungry, Compiling, Phased
+exchanging, waiting, levers = Exchanging, Waiting, Levers

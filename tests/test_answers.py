@@ -9,9 +9,9 @@ import pytest
 import records as make
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain.answers import answer_text, first_losses
-from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.comparison import answer_text, first_losses
 
 ONE = [1.25, 1.1, 1.05]
 
@@ -77,5 +77,5 @@ def test_the_place_of_a_failure_is_told_once(reason: str) -> None:
         for r in study(ONE, ONE).records
     ]
     failed = make.study(records)
-    told = answer_text(failed, finding(failed)).splitlines()[-1]
+    told = answer_text(failed, answer(failed).finding).splitlines()[-1]
     assert told == f"  working tree: crashed: {reason.removesuffix(place)}{place}"

@@ -12,11 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import batch_sizes, figures
+from ddpm_lab.explain import batch_sizes
 from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.tables import table
+from ddpm_lab.questions.answers import answer
 from ddpm_lab.record import RunRecord
 
 BASE = RunConfig(device="cuda", global_batch_size=128)
@@ -72,14 +71,14 @@ def words(figure: Figure) -> str:
 
 
 def test_the_claim_holds_speed_the_largest_batch_and_the_caveat() -> None:
-    found = finding(BOTH)
+    found = answer(BOTH).finding
     assert found.status == "answered"
     assert found.verdict == "faster"
     assert found.ratio == pytest.approx(1.5, rel=0.02), "the primary comparison"
     assert f"The largest batch that fits is 1,152 images ({OOM})." in found.claim
     assert batch_sizes.CAVEAT in found.claim
     assert "quality not measured" in found.claim
-    assert table(BOTH)[0]["Configuration"] == "batch 128 (baseline)"
+    assert answer(BOTH).table()[0]["Configuration"] == "batch 128 (baseline)"
 
 
 @pytest.mark.parametrize(
@@ -94,8 +93,8 @@ def test_the_claim_holds_speed_the_largest_batch_and_the_caveat() -> None:
 )
 def test_a_limit_that_is_not_memory_is_not_called_the_largest_that_fits(limit: str, fits: int, expected: str) -> None:
     alone = study(*searched(limit, "why", fits))
-    assert expected in finding(alone).claim
-    assert expected.lower()[:-1] in words(figures.figure(alone)).lower()
+    assert expected in answer(alone).finding.claim
+    assert expected.lower()[:-1] in words(answer(alone).figure()).lower()
 
 
 def test_the_last_search_counts_and_other_work_does_not() -> None:
@@ -106,12 +105,12 @@ def test_the_last_search_counts_and_other_work_does_not() -> None:
     assert [r.batch for r in found.rows] == [128, 256, 512, 1024]
     several = batch_sizes.sizes(study(*searched(), *other))
     assert [(s.family, s.largest) for s in several] == [(FAMILY, 1152), ("tiny, 1 GPU, bf16", 512)]
-    claim = finding(study(*searched(), *other)).claim
+    claim = answer(study(*searched(), *other)).finding.claim
     assert "with tiny, 1 GPU, bf16 the largest batch that fits is 512 images" in claim
 
 
 def test_the_points_are_where_the_numbers_are() -> None:
-    figure = figures.figure(BOTH)
+    figure = answer(BOTH).figure()
     speed, memory = figure.axes
     drawn = {tuple(map(float, line.get_xdata())): line for ax in (speed,) for line in ax.lines}  # type: ignore[arg-type]
     rates = np.asarray(drawn[128.0, 256.0, 512.0, 1024.0].get_ydata(), dtype=float)
@@ -136,13 +135,13 @@ def test_the_points_are_where_the_numbers_are() -> None:
 
 def test_it_is_among_the_further_figures_of_the_recommendation() -> None:
     everything = dataclasses.replace(BOTH, experiment="recommendation")
-    (shown,) = figures.more(everything)
+    (shown,) = answer(everything).figures()
     assert shown[2] == "batch_size"
     assert "The largest batch that fits is 1,152 images" in words(shown[1])
     amp = make.study(make.sets({"bf16": (RunConfig(precision="bf16"), 1.5)}), "recommendation")
-    assert figures.more(amp) == []
+    assert answer(amp).figures() == []
 
 
 def test_sets_alone_and_a_search_alone_are_drawn() -> None:
-    assert len(figures.figure(study(*measured())).axes) == 1
-    assert len(figures.figure(study(*searched())).axes) == 1
+    assert len(answer(study(*measured())).figure().axes) == 1
+    assert len(answer(study(*searched())).figure().axes) == 1

@@ -11,8 +11,8 @@ from planted_machines import profiled, study, told
 
 from ddpm_lab.cli.bottleneck import overrun
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain.questions.bottleneck_page import write
 from ddpm_lab.ledger import Ledger
+from ddpm_lab.questions.bottleneck_page import write
 
 CONFIG = RunConfig(global_batch_size=8)
 

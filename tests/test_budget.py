@@ -11,8 +11,8 @@ from cells import column
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import budget as bd
-from ddpm_lab.explain import findings, tables
 from ddpm_lab.explain.budget import Budget
+from ddpm_lab.questions.answers import answer
 
 SLOW = {**make.PHASES, "communication": 2.0}
 FAST = {**make.PHASES, "forward": 16.0, "backward": 28.0, "communication": 15.4}
@@ -40,7 +40,7 @@ def test_a_residual_above_ten_percent_explains_nothing(residual: float, explaine
     found = bd.budget(record)
     assert found is not None
     assert found.explained == explained
-    assert (findings.finding(make.study([record])).verdict == "not explained") == (not explained)
+    assert (answer(make.study([record])).finding.verdict == "not explained") == (not explained)
 
 
 def test_the_slowest_rank_answers_and_a_straggler_is_named() -> None:
@@ -96,23 +96,23 @@ def test_names_that_mean_the_same_are_one_and_unknown_ones_are_shown() -> None:
 
 def test_table_adds_up_and_has_a_column_for_every_rank() -> None:
     record = make.time_budget(FAST, SLOW, residual=1.0)
-    shown = tables.table(make.study([record]))
+    shown = answer(make.study([record])).table()
     assert list(shown[0])[:2] == ["Phase", "Class"]
     times = [float(text.removesuffix(" ms")) for text in column(shown, "Time per step, rank 1 (slowest)")]
     assert sum(times[:-1]) == pytest.approx(times[-1], rel=0.01)
     assert column(shown, "Phase")[-2:] == ["in no phase", "whole step"]
     assert "Rank 0" in shown[0]
-    (_, operators), *_ = tables.more(make.study([record]))
+    (_, operators), *_ = answer(make.study([record])).tables()
     assert "aten::convolution_backward" in column(operators, "Operator")
 
 
 def test_a_record_without_a_budget_is_answered_by_its_operators() -> None:
     old = make.profile(RunConfig(purpose="profile"))
     assert bd.budget(old) is None
-    found = findings.finding(make.study([old]))
+    found = answer(make.study([old])).finding
     assert found.headline.startswith("Convolutions take 62 %")
-    assert tables.more(make.study([old])) == []
-    assert "Operator" in tables.table(make.study([old]))[0]
+    assert answer(make.study([old])).tables() == []
+    assert "Operator" in answer(make.study([old])).table()[0]
 
 
 def test_a_busy_machine_is_told() -> None:

@@ -14,8 +14,9 @@ import pytest
 import records as make
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import figure_calibration, pages
-from ddpm_lab.explain.calibration import calibration, calibrations, lines
+from ddpm_lab.explain import pages
+from ddpm_lab.questions import calibrate as figure_calibration
+from ddpm_lab.questions.calibrate import calibration, calibrations, lines
 from ddpm_lab.record import RunRecord
 
 BASE = RunConfig(workload="ddpm_lab.training.planted:pieces", global_batch_size=1, options=(("pieces", 100),))

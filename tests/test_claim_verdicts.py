@@ -13,11 +13,14 @@ from cells import column
 from claimed import BASE, CONFIGS, STEP
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import figures, findings, frames, tables
+from ddpm_lab.explain import frames
+from ddpm_lab.explain.charts.style import png
 from ddpm_lab.explain.decisions import INCONCLUSIVE
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.quality import NOT_MEASURED
-from ddpm_lab.explain.questions.claims import CONFIRMED, FAULTS, REFUTED, UNTESTABLE, Judged, Reading, judged, readings
+from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.claims import CONFIRMED, REFUTED, UNTESTABLE, Judged, judged
+from ddpm_lab.questions.faults import FAULTS, Reading, readings
 from ddpm_lab.record import Machine, RunRecord
 
 ONE_GPU = replace(make.GPUS, gpus=make.GPUS.gpus[:1])
@@ -86,7 +89,7 @@ def test_every_fault_reads_what_was_planted() -> None:
     assert not found["compiling"].ratio.exists, "one compile has no interval"
     assert "1.20 times as fast as fp32, and is 0.80" in found["profiler"].also
     assert WAYS["labelled_two"][0] in found["label"].also
-    drawn = [tuple(np.asarray(line.get_xdata()).tolist()) for line in figures.figure(of).axes[0].lines]
+    drawn = [tuple(np.asarray(line.get_xdata()).tolist()) for line in answer(of).figure().axes[0].lines]
     assert all((r.ratio.value,) in drawn for r in found.values() if math.isfinite(r.ratio.value))
     assert all(r.ratio.ends in drawn for r in found.values() if r.ratio.exists)
     # 32 images in one bar and 48 in the other: half as much again is all that is wrong.
@@ -121,20 +124,20 @@ def test_few_records_give_fewer_numbers() -> None:
     )
     of = claimed.study(claimed.sets())
     assert not readings(of)
-    assert figures.png(figures.figure(of))
-    assert not any(frame is None for _, frame in tables.more(frames.study([], "claims")))
+    assert png(answer(of).figure())
+    assert not any(frame is None for _, frame in answer(frames.study([], "claims")).tables())
 
 
 # Verdicts
 
 
-def answer(study: Study, key: str, text: str = "") -> Judged:
+def verdict_on(study: Study, key: str, text: str = "") -> Judged:
     (found,) = [a for claim, a in judged(study) if claim.key == key and text in claim.says]
     return found
 
 
 def verdict(study: Study, key: str, text: str = "") -> str:
-    return answer(study, key, text).verdict
+    return verdict_on(study, key, text).verdict
 
 
 def sets(experiment: str, candidates: dict[str, tuple[RunConfig, float]], **values: Any) -> list[RunRecord]:
@@ -179,7 +182,7 @@ def test_eight_gpus_decide_about_eight_gpus() -> None:
     for ratio, expected in ((6.45, CONFIRMED), (6.0, CONFIRMED), (4.0, REFUTED), (7.9, REFUTED)):
         records = sets("multi_gpu", {"8 GPUs": (replace(CUDA, world_size=8), ratio)}, baseline=CUDA)
         assert verdict(on(make.GPUS, *records), "S000-1") == expected
-    assert answer(on(ONE_GPU), "S000-1").why.startswith("needs 8 GPUs, the machine has 1;")
+    assert verdict_on(on(ONE_GPU), "S000-1").why.startswith("needs 8 GPUs, the machine has 1;")
     assert verdict(on(make.GPUS), "S000-1") == NOT_MEASURED
 
 
@@ -199,7 +202,7 @@ def test_compiling_that_pays_off_refutes_a_general_statement() -> None:
     for baseline, machine in ((BASE, make.CPU), (CUDA, ONE_GPU)):
         config = replace(baseline, compile="whole")
         quick, slow = (sets("torch_compile", {"compiled": (config, r)}, baseline=baseline) for r in (1.5, 0.8))
-        found = answer(on(machine, *quick, cold(config, baseline)), "S004-4", "unsuitable")
+        found = verdict_on(on(machine, *quick, cold(config, baseline)), "S004-4", "unsuitable")
         assert found.verdict == REFUTED
         assert "pays off after" in found.why
         assert verdict(on(machine, *quick), "S004-4", "unsuitable") == NOT_MEASURED, "without its cost"
@@ -253,7 +256,7 @@ def test_the_finding_counts_the_verdicts_and_other_questions_come_first() -> Non
     of = claimed.study(claimed.sets(), beside=amp)
     verdicts = [a.verdict for _, a in judged(of)]
     assert len(verdicts) == 20
-    assert f"{verdicts.count(UNTESTABLE)} need GPUs" in findings.finding(of).headline
-    assert column(tables.table(of), "Verdict") == verdicts
-    assert answer(of, "S004-1").here.startswith("bf16 0.70")
-    assert answer(claimed.study(claimed.sets()), "S004-1").here.startswith("bf16 0.80")
+    assert f"{verdicts.count(UNTESTABLE)} need GPUs" in answer(of).finding.headline
+    assert column(answer(of).table(), "Verdict") == verdicts
+    assert verdict_on(of, "S004-1").here.startswith("bf16 0.70")
+    assert verdict_on(claimed.study(claimed.sets()), "S004-1").here.startswith("bf16 0.80")

@@ -11,10 +11,11 @@ import records as make
 from cells import column
 
 from ddpm_lab.config import LOADER_ALONE, RunConfig
-from ddpm_lab.explain import decisions, figures, findings, stats, tables
+from ddpm_lab.explain import decisions, stats
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison, comparisons, peak
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.table import plain
+from ddpm_lab.questions.answers import answer
 from ddpm_lab.record import RunRecord
 
 BF16 = RunConfig(precision="bf16")
@@ -339,8 +340,8 @@ def test_a_note_disappears_once_its_configuration_is_measured(change: dict[str, 
         after = comparisons(make.study(records))
         assert "note" not in {c.role for c in after}
         assert len({c.family for c in after}) == 1
-        assert "did not fit" not in findings.finding(make.study(records)).claim
-        assert "did not fit" not in plain(tables.table(make.study(records)))
+        assert "did not fit" not in answer(make.study(records)).finding.claim
+        assert "did not fit" not in plain(answer(make.study(records)).table())
 
 
 def test_a_note_of_other_data_or_another_family_stays() -> None:
@@ -388,8 +389,8 @@ def test_every_name_says_its_image_size_where_there_are_several() -> None:
     ]
     study = make.study(sweep())
     assert names_of(study) == names
-    assert list(dict.fromkeys(column(tables.table(study), "Family"))) == names
-    shown = {ax.get_title(loc="left") for ax in figures.figure(study).axes}
+    assert list(dict.fromkeys(column(answer(study).table(), "Family"))) == names
+    shown = {ax.get_title(loc="left") for ax in answer(study).figure().axes}
     assert set(names) <= shown
     one = make.study([r for r in sweep() if r.config.image_size == 32])
     assert names_of(one) == ["loader alone, batch 32", "training"]

@@ -30,7 +30,7 @@ from ddpm_lab.record import LedgerError
 
 @pytest.mark.slow
 def test_a_question_is_measured_once(tmp_path: Path) -> None:
-    study = experiments.run("amp", preset="smoke", output_dir=tmp_path)
+    study = experiments.run("amp", preset="smoke", output_dir=tmp_path).study
     assert study.measured_sets == 1
     measured = [r for r in study.records if r.set_id]
     assert sorted((r.role, r.label, r.status) for r in measured) == [
@@ -43,16 +43,16 @@ def test_a_question_is_measured_once(tmp_path: Path) -> None:
         ("tf32", "left out"),
     }
     assert measured[0].environment.date
-    again = experiments.run("amp", preset="smoke", output_dir=tmp_path)
+    again = experiments.run("amp", preset="smoke", output_dir=tmp_path).study
     assert again.measured_sets == 0
     assert [r.set_id for r in again.records] == [r.set_id for r in study.records]
     assert plan_question("amp", preset="smoke", output_dir=tmp_path).campaign.forecast() == 0
 
-    more = experiments.run("amp", preset="smoke", sets=2, output_dir=tmp_path)
+    more = experiments.run("amp", preset="smoke", sets=2, output_dir=tmp_path).study
     assert more.measured_sets == 1
     assert len({r.set_id for r in more.records if r.set_id}) == 2
 
-    tried = experiments.run("amp", preset="smoke", sets=2, seeds=1, images=80, output_dir=tmp_path)
+    tried = experiments.run("amp", preset="smoke", sets=2, seeds=1, images=80, output_dir=tmp_path).study
     assert tried.measured_sets == 3, "two trials, and a check of the candidate's gradient"
     assert [r.label for r in tried.records if r.role == "check"] == ["bf16"]
     assert sorted((r.label, r.status) for r in tried.trials) == [("bf16", "ok"), ("fp32", "ok")]
@@ -68,7 +68,7 @@ def test_a_question_is_measured_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_profile_leaves_operators_and_a_trace_for_each_rank(tmp_path: Path) -> None:
-    study = experiments.run("profile", preset="smoke", world_size=2, output_dir=tmp_path)
+    study = experiments.run("profile", preset="smoke", world_size=2, output_dir=tmp_path).study
     record = study.records[-1]
     assert record.status == "ok"
     assert record.profile is not None
@@ -159,7 +159,7 @@ def test_an_unwritable_output_is_refused(tmp_path: Path) -> None:
 
 
 def test_nothing_measured_says_so(tmp_path: Path) -> None:
-    study = experiments.recommendation(output_dir=tmp_path)
+    study = experiments.recommendation(output_dir=tmp_path).study
     assert study.records == ()
     with pytest.raises(LedgerError, match="there is no ledger"):
         experiments.run("amp", ledger=[tmp_path / "none.jsonl"])
@@ -167,7 +167,7 @@ def test_nothing_measured_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_image_size_of_a_sweep_is_shown(tmp_path: Path) -> None:
-    study = experiments.run("multi_gpu", preset="smoke", image_sizes=[16, 32], output_dir=tmp_path)
+    study = experiments.run("multi_gpu", preset="smoke", image_sizes=[16, 32], output_dir=tmp_path).study
     measured = [r for r in study.records if r.set_id]
     assert {r.config.image_size for r in measured} == {16, 32}
     assert len({r.set_id for r in measured}) == 2

@@ -20,8 +20,8 @@ from ddpm_lab.explain.changes import NO_EXCHANGE
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.questions import bottleneck as question
 from ddpm_lab.explain.questions.bottleneck import MET, MISSED, NO_TARGET, UNKNOWN, Advice
-from ddpm_lab.explain.questions.bottleneck_page import markdown
 from ddpm_lab.plan import Experiment, Family, Plan
+from ddpm_lab.questions.bottleneck_page import markdown
 from ddpm_lab.questions.experiments import study_of
 from ddpm_lab.questions.planning import plan_experiment
 from ddpm_lab.record import RunRecord

@@ -11,8 +11,8 @@ import records as make
 from ddpm_lab.config import ExchangeConfig, RunConfig
 from ddpm_lab.explain import gains
 from ddpm_lab.explain.changes import NO_EXCHANGE
-from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import RECOMMENDATION, Study
+from ddpm_lab.questions.answers import answer
 from ddpm_lab.questions.exchange import BASELINE
 
 BASE = RunConfig(world_size=2)
@@ -36,12 +36,12 @@ def study(ratio: float, experiment: str = "exchange") -> Study:
 
 
 def test_the_cost_of_the_exchange_is_what_a_step_takes_less_without() -> None:
-    found = finding(study(1.25))
+    found = answer(study(1.25)).finding
     assert found.ratio == pytest.approx(1.1, rel=0.02), "the answer is about ranks that train one network"
     assert "Without exchange a step of tiny, batch 32, 2 ranks is 20." in found.claim or "is 19." in found.claim
     assert "shorter (" in found.claim
     assert "exposed communication" in found.claim
-    assert "not called shorter (ratio 1.00" in finding(study(1.0)).claim
+    assert "not called shorter (ratio 1.00" in answer(study(1.0)).finding.claim
 
 
 def test_ranks_without_exchange_are_not_recommended() -> None:
@@ -55,6 +55,6 @@ def test_fewer_exchanges_are_weighed_in_a_sentence_of_their_own_and_never_lead()
     records = make.sets(
         silent, baseline=twice, family="tiny, batch 64, 2 ranks, one exchange in 2", primary="", **values
     )
-    found = finding(make.study([*study(1.25).records, *records], "exchange"))
+    found = answer(make.study([*study(1.25).records, *records], "exchange")).finding
     assert found.ratio == pytest.approx(1.1, rel=0.02)
     assert "Without exchange a step of tiny, batch 64, 2 ranks, one exchange in 2 is 47." in found.claim

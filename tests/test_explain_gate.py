@@ -10,10 +10,12 @@ import pytest
 import records as make
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import decisions, gate, stats
+from ddpm_lab.explain import decisions, stats
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.gate import Outcome, outcome, summary
+from ddpm_lab.questions import gate
+from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.gate import Outcome, outcome, summary
 
 MAIN = RunConfig(workload="mine:step", global_batch_size=1, revision="1234567890ab")
 TREE = dataclasses.replace(MAIN, revision="")
@@ -46,20 +48,20 @@ def study(ratio: float, **values: float) -> Study:
     ],
 )
 def test_a_planted_ratio_is_judged_by_its_interval(ratio: float, threshold: float, status: str, words: str) -> None:
-    judged = outcome(study(ratio), threshold)
+    judged = outcome(answer(study(ratio)), threshold)
     assert judged.status == status
     assert words in judged.sentence
     assert not judged.sentence.endswith(".")
 
 
 def test_few_sets_what_is_within_the_twin_and_a_side_that_failed_let_nothing_pass() -> None:
-    few = outcome(study(0.5, count=3), 0.03)
+    few = outcome(answer(study(0.5, count=3)), 0.03)
     assert (few.status, few.exit_code(), few.exit_code(strict=True)) == (decisions.INCONCLUSIVE, 0, 4)
-    assert outcome(study(0.5), 0.03).status == gate.SLOWER
-    assert outcome(study(0.5, twin_ratio=0.2), 0.03).status != gate.SLOWER
+    assert outcome(answer(study(0.5)), 0.03).status == gate.SLOWER
+    assert outcome(answer(study(0.5, twin_ratio=0.2)), 0.03).status != gate.SLOWER
     config = dataclasses.replace(TREE, seed=1)
     failed = make.sets({}, baseline=MAIN, failures={"working tree": (config, "crashed", "rank 0: planted")})
-    judged = outcome(make.study(failed), 0.03)
+    judged = outcome(answer(make.study(failed)), 0.03)
     assert (judged.status, judged.exit_code()) == (gate.NO_RESULT, 1)
     assert "working tree" in judged.sentence
 
@@ -98,12 +100,12 @@ def test_the_simulated_rule_is_the_one_that_judges() -> None:
         one = study(0.955, seed=seed, set_noise=0.01)
         twin, row = (r for r in comparisons(one) if r.role in ("twin", "candidate"))
         called = row.p < decisions.FIRST_LOOK and decisions.beyond_twin(row.ratio, twin.ratio)
-        assert (outcome(one, 0.03).status == gate.SLOWER) == (called and bool(row.ratio.high < 0.97))
+        assert (outcome(answer(one), 0.03).status == gate.SLOWER) == (called and bool(row.ratio.high < 0.97))
 
 
 def test_the_summary_is_a_table_of_what_was_decided() -> None:
     one = study(0.8)
-    text = summary(one, outcome(one, 0.03), 0.03)
+    text = summary(answer(one), outcome(answer(one), 0.03), 0.03)
     head, names, rule, values = (line for line in text.splitlines()[:5] if line)
     assert head.startswith("### failed: working tree is slower than main by 20 %")
     assert names.count("|") == rule.count("|") == values.count("|") == 6

@@ -12,15 +12,16 @@ from peer_records import FAMILY, OWN, WHOLE, against, machine, study
 from test_charts import boxes
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import figure_peers, limits, peers, tables
-from ddpm_lab.explain.findings import finding
+from ddpm_lab.explain import limits
 from ddpm_lab.plan import OURS
+from ddpm_lab.questions import peers
+from ddpm_lab.questions.answers import answer
 from ddpm_lab.record import RunRecord
 
 
 def test_the_roofline_of_a_known_machine() -> None:
     """400 GFLOP/s and 40 GB/s: 8 GFLOP take 20 ms; 40 MB of normalisation take 1 ms; the optimizer 0.22 ms."""
-    line = limits.roofline(WHOLE, peers.own(WHOLE))
+    line = limits.roofline(WHOLE, peers.this_trainer(WHOLE))
     assert line is not None
     assert line.flops == pytest.approx(400e9, rel=1e-6)
     assert line.bandwidth == pytest.approx(40e9, rel=1e-6)
@@ -34,9 +35,9 @@ def test_the_roofline_of_a_known_machine() -> None:
     assert line.fused_seconds == pytest.approx(20.22e-3, rel=1e-3)
     assert line.measured_seconds == pytest.approx(1 / 32, rel=0.03)
     assert line.flop_share == pytest.approx(0.64, rel=0.03)
-    assert "reaches 6" in finding(WHOLE).claim
+    assert "reaches 6" in answer(WHOLE).finding.claim
     assert line.headroom == pytest.approx(line.measured_seconds / line.fused_seconds)
-    figure = figure_peers.roofline(WHOLE)
+    figure = peers.roofline_figure(WHOLE)
     assert figure is not None
     lengths = [end - start for start, end in boxes(figure.axes[0])]
     work = [1e3 * p.seconds for p in line.parts]
@@ -50,14 +51,14 @@ def test_a_profile_of_the_trainer_splits_its_time() -> None:
         return dataclasses.replace(record, experiment="peers", family=FAMILY)
 
     both = study(*against(), *machine(), profiled(OWN))
-    line = limits.roofline(both, peers.own(both))
+    line = limits.roofline(both, peers.this_trainer(both))
     assert line is not None
     assert line.shares["convolution"] == pytest.approx(12 / 19.5)
     assert sum(line.shares.values()) == pytest.approx(1)
-    frame = {r["Operator"]: r["Time in a profile"] for r in limits.table(both, peers.own(both))}
+    frame = {r["Operator"]: r["Time in a profile"] for r in limits.table(both, peers.this_trainer(both))}
     assert (frame["convolution"], frame["measured"]) == ("62 %", "")
     elsewhere = limits.roofline(
-        study(*against(), *machine(), profiled(dataclasses.replace(OWN, global_batch_size=8))), peers.own(both)
+        study(*against(), *machine(), profiled(dataclasses.replace(OWN, global_batch_size=8))), peers.this_trainer(both)
     )
     assert elsewhere is not None
     assert elsewhere.shares == {}
@@ -65,10 +66,10 @@ def test_a_profile_of_the_trainer_splits_its_time() -> None:
 
 def test_without_peaks_nothing_is_said_of_limits() -> None:
     alone = study(*against())
-    assert limits.roofline(alone, peers.own(alone)) is None
-    assert limits.sentence(alone, peers.own(alone)) == ""
-    assert not limits.table(alone, peers.own(alone))
-    assert figure_peers.roofline(alone) is None
+    assert limits.roofline(alone, peers.this_trainer(alone)) is None
+    assert limits.sentence(alone, peers.this_trainer(alone)) == ""
+    assert not limits.table(alone, peers.this_trainer(alone))
+    assert peers.roofline_figure(alone) is None
 
 
 @pytest.mark.parametrize("other", [{"network": "tiny"}, {"image_size": 64}, {"device": "cuda"}])
@@ -77,27 +78,27 @@ def test_the_limits_are_those_of_the_network_that_is_spoken_of(other: dict[str, 
     elsewhere = machine(4e9, 1e9, work=1e6, **other)
     for records in ((*WHOLE.records, *elsewhere), (*elsewhere, *WHOLE.records)):
         both = study(*records)
-        assert limits.roofline(both, peers.own(both)) == limits.roofline(WHOLE, peers.own(WHOLE))
+        assert limits.roofline(both, peers.this_trainer(both)) == limits.roofline(WHOLE, peers.this_trainer(WHOLE))
     alone = study(*against(), *elsewhere)
-    assert limits.sentence(alone, peers.own(alone)) == ""
-    assert {r["GFLOP/image"] for r in tables.table(WHOLE) if r["Configuration"] == f"{OURS} (baseline)"} == {"8.00"}
-    assert set(column(tables.table(alone), "GFLOP/image")) == {"\N{EN DASH}"}
+    assert limits.sentence(alone, peers.this_trainer(alone)) == ""
+    assert {r["GFLOP/image"] for r in answer(WHOLE).table() if r["Configuration"] == f"{OURS} (baseline)"} == {"8.00"}
+    assert set(column(answer(alone).table(), "GFLOP/image")) == {"\N{EN DASH}"}
 
 
 def test_a_step_faster_than_the_peak_says_nothing() -> None:
     """400 GFLOP/s cannot do 16 GFLOP in a thirty-second of a second."""
     wrong = study(*against(), *machine(work=16e9))
-    assert limits.sentence(wrong, peers.own(wrong)) == ""
-    assert figure_peers.roofline(wrong) is None
+    assert limits.sentence(wrong, peers.this_trainer(wrong)) == ""
+    assert peers.roofline_figure(wrong) is None
 
 
 def test_no_peak_of_another_precision_is_taken() -> None:
     single = study(*against(), *(r for r in machine() if r.label != "product, bf16"))
-    assert limits.roofline(single, peers.own(single)) is None
+    assert limits.roofline(single, peers.this_trainer(single)) is None
 
 
 def test_the_limits_alone_are_told() -> None:
-    found = finding(study(*machine()))
+    found = answer(study(*machine())).finding
     assert found.headline == "Peaks of this machine: 400 GFLOP/s in bf16, 200 GFLOP/s in fp32 and 40.0 GB/s in a copy"
     assert (found.status, found.verdict) == ("answered", "measured")
     assert "Nothing to compare" not in found.claim

@@ -18,12 +18,13 @@ from matplotlib.text import Text
 
 from ddpm_lab import plan
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import figure_ratios, figures, machine_state, phrases, tables
+from ddpm_lab.explain import machine_state, phrases
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.questions import lost_scaling as question
 from ddpm_lab.explain.questions.lost_scaling import Split, splits
 from ddpm_lab.questions import experiments, planning
+from ddpm_lab.questions.answers import answer
 from ddpm_lab.questions.lost_scaling import lost_scaling
 from ddpm_lab.record import RunRecord
 
@@ -188,7 +189,7 @@ def test_ranks_that_share_cores_show_no_loss_and_are_not_listed_beside_the_answe
     assert question.figure(study(shared)) is None
     main = make.sets({"2 ranks": (RunConfig(world_size=2), 1.5)}, experiment="multi_gpu", baseline_label="1 rank")
     alone, beside = study(main), study([*main, *shared])
-    notes = [[t.get_text() for t in figure_ratios.ratios(of).findobj(Text)] for of in (alone, beside)]
+    notes = [[t.get_text() for t in answer(of).figure().findobj(Text)] for of in (alone, beside)]
     assert notes[0] == notes[1]
     assert machine_state.table(alone) == machine_state.table(beside)
 
@@ -237,11 +238,11 @@ def test_the_parts_are_no_comparisons_of_the_question() -> None:
 def test_the_question_shows_figure_table_and_sentence() -> None:
     main = make.sets({"2 ranks": (RunConfig(world_size=2), 1.5)}, experiment="multi_gpu", baseline_label="1 rank")
     of = study([*main, *measured(FAMILY, communication=4.0)])
-    captions = [caption for caption, _ in tables.more(of)]
+    captions = [caption for caption, _ in answer(of).tables()]
     assert any(c.startswith("Where the lost scaling went. 2 ranks take") for c in captions)
-    assert "lost_scaling" in [name for _, _, name in figures.more(of)]
+    assert "lost_scaling" in [name for _, _, name in answer(of).figures()]
     assert phrases.context(of) == phrases.context(study(main)), "the question's batches, not those of the parts"
-    assert "lost_scaling" not in [name for _, _, name in figures.more(study(main))]
+    assert "lost_scaling" not in [name for _, _, name in answer(study(main)).figures()]
     shown = by(question.table(of), "Part")
     assert shown["work of rank 0 alone"]["How it is measured"] == "none in this step: every rank does the same"
     assert shown["exposed communication"]["Share of the loss"] in ("99 %", "100 %", "101 %")

@@ -14,14 +14,15 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from peer_records import COMMON, FAMILY, OWN, WHOLE, against, machine, other, pair, study
 
-from ddpm_lab.explain import decisions, figure_peers, figures, peers, tables
-from ddpm_lab.explain.findings import finding
+from ddpm_lab.explain import decisions
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import BOTH_FP32, LEVERS, OURS, SAMPLING
+from ddpm_lab.questions import peers
+from ddpm_lab.questions.answers import answer
 
 
 def test_ratios_are_turned_round_with_their_intervals_and_verdicts() -> None:
-    rows = {r.label: r for r in peers.rows(WHOLE)}
+    rows = {r.label: r for r in peers.other_trainers(WHOLE)}
     assert set(rows) == {"slow", "slow, tuned", "absent", "slow" + BOTH_FP32, "slow" + SAMPLING}
     for name, ratio in (("slow", 4), ("slow, tuned", 1.6), ("slow" + BOTH_FP32, 1.25), ("slow" + SAMPLING, 2)):
         assert rows[name].ratio.low < ratio < rows[name].ratio.high
@@ -30,55 +31,36 @@ def test_ratios_are_turned_round_with_their_intervals_and_verdicts() -> None:
     assert math.isnan(rows["absent"].ratio.value)
 
 
-def test_the_claim_is_about_the_primary_comparison_and_lists_few() -> None:
-    found = finding(WHOLE)
+def test_the_answer_is_about_the_primary_comparison() -> None:
+    found = answer(WHOLE).finding
     assert "slow, tuned" in found.headline
     assert (found.status, found.verdict) == ("answered", decisions.FASTER)
-    for words in (
-        "As they come: ",
-        "Tuned: ",
-        "Both in fp32: ",
-        "Sampling: ",
-        "absent of seed, batch 32 (unsupported: absent is not",
-    ):
-        assert words in found.claim
+    assert "absent of seed, batch 32 (unsupported: absent is not" in found.claim
     assert found.low < 1.6 < found.high
-
-
-def test_of_many_trainers_the_nearest_and_the_furthest_are_said() -> None:
-    """Twenty ratios in a sentence are read by nobody: they are in the table."""
-    ratios = {"a": 0.5, "b": 0.25, "c": 0.4, "d": 0.3}
-    rivals = {name: (other(name, precision="fp32"), ratio) for name, ratio in ratios.items()}
-    records = make.sets(rivals, baseline=OWN, baseline_label=OURS, family=FAMILY, step_seconds=1.0, **COMMON)
-    said = finding(study(*records)).claim
-    assert re.search(r"As they come: \d\.\d+ times a \(95 % .* to \d\.\d+ times b \(95 % [^)]*\)\. ", said), said
-    assert "times c" not in said
-    assert "times d" not in said
 
 
 def test_compilation_that_was_not_tried_on_a_cpu_is_said() -> None:
     words = "Compilation of the others is not tried on a CPU but in full."
-    assert words in finding(WHOLE).claim
+    assert words in answer(WHOLE).finding.claim
     whole = {"slow, tuned, compiled": (other("a", compile="whole"), 1 / 1.5)}
     more = make.sets(whole, baseline=OWN, baseline_label=OURS, family=FAMILY, step_seconds=1.0, **COMMON)
-    said = finding(study(*against(), *more)).claim
+    said = answer(study(*against(), *more)).finding.claim
     assert words not in said
-    assert "times slow, compiled (" in said
-    assert words not in finding(study(*pair(BOTH_FP32, 0.8))).claim
+    assert words not in answer(study(*pair(BOTH_FP32, 0.8))).finding.claim
 
 
 def test_two_sets_claim_nothing() -> None:
-    found = finding(study(*against(count=2)))
+    found = answer(study(*against(count=2))).finding
     assert found.status == decisions.TOO_FEW
 
 
 def test_published_records_say_that_they_are_not_from_here() -> None:
-    assert "Published records, not measured here" in finding(study(*against(), published=True)).claim
-    assert "Published" not in finding(WHOLE).claim
+    assert "Published records, not measured here" in answer(study(*against(), published=True)).finding.claim
+    assert "Published" not in answer(WHOLE).finding.claim
 
 
 def test_the_table_has_a_row_for_everyone_and_the_reason_of_the_missing() -> None:
-    shown = by(tables.table(WHOLE), "Configuration")
+    shown = by(answer(WHOLE).table(), "Configuration")
     assert list(shown)[:2] == [f"{OURS} (baseline)", f"{OURS}, repeated"]
     assert shown["absent"]["Note"] == "absent is not installed: make peers"
     assert shown["slow"]["This trainer is"].startswith(("3.9", "4.0"))
@@ -88,7 +70,7 @@ def test_a_step_of_sampling_has_the_work_that_it_witnessed_and_not_that_of_train
     seen = {"ranks": [{"flop_per_image": 3.05e9}]}
     told = [dataclasses.replace(r, witness=seen) if r.family.endswith(SAMPLING) else r for r in WHOLE.records]
     for records, work in ((told, "3.05"), (WHOLE.records, "\N{EN DASH}")):
-        shown = {r["Configuration"]: r["GFLOP/image"] for r in tables.table(study(*records))}
+        shown = {r["Configuration"]: r["GFLOP/image"] for r in answer(study(*records)).table()}
         assert (shown["slow" + SAMPLING], shown[f"{OURS} (baseline)"]) == (work, "8.00")
 
 
@@ -97,15 +79,14 @@ def test_levers_are_shown_apart() -> None:
     rows = make.sets(change, baseline=OWN, baseline_label="as by default", family=FAMILY + LEVERS, **COMMON)
     both = study(*against(), *rows)
     assert [r.label for r in peers.levers(both)] == ["fp32"]
-    assert "fp32" not in {r.label for r in peers.rows(both)}
-    assert isinstance(figure_peers.levers(both), Figure)
-    assert column(peers.lever_table(both), "Configuration") == ["fp32"]
+    assert "fp32" not in {r.label for r in peers.other_trainers(both)}
+    assert isinstance(peers.levers_figure(both), Figure)
 
 
 def test_figures_and_their_words() -> None:
-    assert isinstance(figures.figure(WHOLE), Figure)
-    assert [name for _, _, name in figures.more(WHOLE)] == ["limits"]
-    assert len(tables.more(WHOLE)) == 1
+    assert isinstance(answer(WHOLE).figure(), Figure)
+    assert [name for _, _, name in answer(WHOLE).figures()] == ["limits"]
+    assert len(answer(WHOLE).tables()) == 1
 
 
 def beside_another_network() -> Study:
@@ -125,8 +106,8 @@ def words(drawn: Figure | None) -> str:
 
 def test_figures_name_the_network_batch_and_sets_of_what_they_draw() -> None:
     both = beside_another_network()
-    levers, limit = words(figure_peers.levers(both)), words(figure_peers.roofline(both))
-    whole = words(figure_peers.figure(both, "title"))
+    levers, limit = words(peers.levers_figure(both)), words(peers.roofline_figure(both))
+    whole = words(peers.figure(both, "title"))
     for said, sets in ((levers, "9 sets"), (limit, "6 sets")):
         assert "seed network" in said
         assert "batch 32 \N{MIDDLE DOT} " in said
@@ -136,7 +117,7 @@ def test_figures_name_the_network_batch_and_sets_of_what_they_draw() -> None:
 
 
 def test_this_trainer_has_a_row_in_each_of_its_families() -> None:
-    shown = tables.table(beside_another_network())
+    shown = answer(beside_another_network()).table()
     mine = [f"{OURS} (baseline){end}" for end in ("", BOTH_FP32, SAMPLING, ", on ddpm at batch 8")]
     names = column(shown, "Configuration")
     assert [name for name in names if "(baseline)" in name] == mine
@@ -152,19 +133,19 @@ def test_others_that_cannot_run_here_are_named_with_the_reason_beside_what_was_m
     formats = {"diffusers": "fp32", "diffusers, tuned": "bf16"}
     missing = {name: (other("c", precision=p), "unsupported", why) for name, p in formats.items()}
     values: dict[str, Any] = {"baseline_label": OURS, "family": FAMILY, "step_seconds": 1.0, **COMMON}
-    found = finding(study(*make.sets({}, baseline=OWN, failures=missing, **values), *machine()))
+    found = answer(study(*make.sets({}, baseline=OWN, failures=missing, **values), *machine())).finding
     assert found.headline == "No other trainer can run here: diffusers"
     assert found.status == "failed"
     for words in (why, "images/s in bf16", "It reaches 6", "Peaks of this machine: 400 GFLOP/s in bf16"):
         assert words in found.claim
     crashed = {"diffusers": (other("c"), "crashed", "signal 9")}
-    assert finding(study(*make.sets({}, baseline=OWN, failures=crashed, **values))).headline.startswith(
+    assert answer(study(*make.sets({}, baseline=OWN, failures=crashed, **values))).finding.headline.startswith(
         "Every candidate failed"
     )
 
 
 def test_nothing_measured_is_said_with_the_command() -> None:
-    found = finding(study())
+    found = answer(study()).finding
     assert found.status == "not measured"
     assert "peers" in found.claim
-    assert isinstance(figures.figure(study()), Figure)
+    assert isinstance(answer(study()).figure(), Figure)

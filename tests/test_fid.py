@@ -1,17 +1,21 @@
-"""FID of a real trial against its closed formula on features computed apart; a set has none from itself."""
+"""What a FID needs is checked beforehand; a trial's is the closed formula on features computed apart."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from conftest import Call
 from PIL import Image
 
+from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.data.packed import open_packed, prepare
 from ddpm_lab.explain import samples
@@ -20,8 +24,8 @@ from ddpm_lab.measure.seat import Instrument, Member
 from ddpm_lab.measure.sets import measure_alone
 from ddpm_lab.measure.trials import MOST_IMAGES, work_of
 from ddpm_lab.plan import Plan, Trial
-from ddpm_lab.training.fid import Fid, inception_metric
-from ddpm_lab.training.inception import plan_fid
+from ddpm_lab.training import fid as module
+from ddpm_lab.training.fid import Fid, plan_fid
 from ddpm_lab.workload import RankContext
 
 Array = npt.NDArray[np.float64]
@@ -117,11 +121,57 @@ def test_what_is_kept_of_the_training_images_is_what_was_found(data: RunConfig, 
     assert torch.equal(first.metric.real_features_sum, other.metric.real_features_sum)
 
 
+# What it needs
+
+
+RAN = "ran"
+
+
+class Malicious:
+    """A pickle that runs code when it is read without care."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.write_text, (self.path, RAN))
+
+
+def test_missing_packages_are_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "PACKAGES", ("no_such_package_anywhere",))
+    with pytest.raises(ConfigError, match=r"needs no_such_package_anywhere, which is not installed: make fid"):
+        plan_fid(str(tmp_path), 2, None)
+
+
+@pytest.mark.skipif(
+    not all(map(find_spec, module.PACKAGES)), reason="torchmetrics or torch-fidelity is not installed: make fid"
+)
+def test_a_missing_file_is_refused_before_anything_else(call: Call, tmp_path: Path) -> None:
+    for arguments in (
+        "run quality --preset smoke --data {}/none --inception {}/weights.pth --output-dir {}/out",
+        "sample {}/none.pt --count 9 --data synthetic --inception {}/weights.pth",
+    ):
+        code, out, err = call(*arguments.replace("{}", str(tmp_path)).split())
+        assert (code, out) == (2, "")
+        assert f"inception is '{tmp_path}/weights.pth': there is no such file; give" in err
+        assert len(err.splitlines()) == 1
+    assert not (tmp_path / "data").exists()
+
+
 @pytest.mark.slow
-def test_a_set_has_no_distance_from_itself(inception: str) -> None:
-    images = torch.randint(0, 256, (12, 3, 8, 8), generator=torch.Generator().manual_seed(0)).byte()
-    metric = inception_metric(Path(inception), hashlib.sha256(Path(inception).read_bytes()).hexdigest())
-    metric.update(images, real=True)
-    metric.update(images.flip(0), real=False)
-    moved = float(((metric.real_features_sum / 12) ** 2).sum())
-    assert abs(float(metric.compute())) < 1e-4 * moved
+def test_only_torch_fidelitys_inception_is_taken(inception: str, tmp_path: Path) -> None:
+    good = Path(inception)
+    assert plan_fid(inception, 2, None).sha256 == hashlib.sha256(good.read_bytes()).hexdigest()
+    files = {name: tmp_path / f"{name}.pth" for name in ("text", "cut", "other", "tensor", "missing", "malicious")}
+    files["text"].write_text("no tensors")
+    files["cut"].write_bytes(good.read_bytes()[:1_000_000])
+    torch.save({"fc.weight": torch.zeros(3)}, files["other"])
+    torch.save(torch.zeros(3), files["tensor"])
+    state = torch.load(good, weights_only=True)
+    state.pop("Mixed_7c.branch1x1.conv.weight")
+    torch.save(state, files["missing"])
+    torch.save({**state, "harm": Malicious(tmp_path / "harm")}, files["malicious"])
+    for file in files.values():
+        with pytest.raises(ConfigError, match="does not hold the weights of torch-fidelity's Inception: give its file"):
+            plan_fid(str(file), 2, None)
+    assert not (tmp_path / "harm").exists()

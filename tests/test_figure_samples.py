@@ -14,11 +14,10 @@ from matplotlib.text import Text
 from PIL import Image
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import figure_samples
 from ddpm_lab.explain.charts import style
-from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.tables import table
+from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.quality import samples_figure
 from ddpm_lab.record import RunRecord
 
 BF16, LARGE = RunConfig(precision="bf16"), RunConfig(global_batch_size=64)
@@ -42,7 +41,7 @@ def studied(**values: Any) -> Study:
 
 
 def rendered(study: Study) -> tuple[Pixels, list[str]]:
-    figure = figure_samples.figure(study)
+    figure = samples_figure(study)
     assert figure is not None
     pixels = np.asarray(Image.open(io.BytesIO(style.png(figure))).convert("RGB"))
     return pixels, [t.get_text() for t in figure.findobj(Text) if isinstance(t, Text)]
@@ -90,14 +89,14 @@ def test_only_what_came_from_the_same_noise_stands_beside_it() -> None:
     assert rows_of(pixels, "bf16", 2) == []
     late = [replace(r, quality={k: v for k, v in (r.quality or {}).items() if k != "samples"}) for r in of.trials]
     drawn_later = [drawing(r) if r.label == "bf16" and r.config.seed == 3 else r for r in late]
-    assert figure_samples.figure(replace(of, trials=tuple(drawn_later))) is None, "the baseline drew nothing"
-    assert figure_samples.figure(replace(of, trials=())) is None
+    assert samples_figure(replace(of, trials=tuple(drawn_later))) is None, "the baseline drew nothing"
+    assert samples_figure(replace(of, trials=())) is None
 
 
 def test_the_table_has_fids_where_there_are_any_and_the_verdict_stays() -> None:
-    plain, measured = table(studied()), table(studied(fid=123.4))
+    plain, measured = answer(studied()).table(), answer(studied(fid=123.4)).table()
     assert "FID" not in plain[0]
     assert column(measured, "FID") == ["123.4 (2,500 images)"] * 3
     assert column(measured, "Quality") == column(plain, "Quality")
-    assert "FID: fp32 123.4 (2,500 images), bf16 123.4" in finding(studied(fid=123.4)).claim
-    assert " FID: not measured: give --inception FILE. " in finding(studied()).claim
+    assert "FID: fp32 123.4 (2,500 images), bf16 123.4" in answer(studied(fid=123.4)).finding.claim
+    assert " FID: not measured: give --inception FILE. " in answer(studied()).finding.claim

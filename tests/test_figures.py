@@ -23,12 +23,14 @@ from test_charts import boxes, drawn_lines, intervals, points, spans
 from test_scaling import ONE, strong, weak
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import figure_machine, figure_scaling, figures, findings, scaling
+from ddpm_lab.explain import figure_machine, figure_scaling, scaling
 from ddpm_lab.explain.bands import S000
 from ddpm_lab.explain.charts import style
+from ddpm_lab.explain.charts.style import png, save
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.questions import recommendation
+from ddpm_lab.questions.answers import answer
 
 RANKS = [{**make.PHASES, "communication": 5.0}, {**make.PHASES, "forward": 12.0, "communication": 16.4}]
 EXCHANGE = {"communication": {"seconds": 0.012, "overlapped_seconds": 0.009}}
@@ -57,7 +59,7 @@ def study_of(name: str) -> Study:
 def drawn(name: str) -> dict[str, Figure]:
     """All figures of a study by the name of their file; that of the answer has none."""
     study = study_of(name)
-    return {"": figures.figure(study), **{short: figure for _, figure, short in figures.more(study)}}
+    return {"": answer(study).figure(), **{short: figure for _, figure, short in answer(study).figures()}}
 
 
 def texts(figure: Figure) -> list[Text]:
@@ -159,16 +161,16 @@ def digests() -> list[int]:
     found = []
     for name in ("resolved", "compiled, costs", "profile", "quality, with samples"):
         study = study_of(name)
-        found += [crc32(figures.png(f)) for f in (figures.figure(study), *(f for _, f, _ in figures.more(study)))]
+        found += [crc32(png(f)) for f in (answer(study).figure(), *(f for _, f, _ in answer(study).figures()))]
     return found
 
 
 def test_save_replaces_the_file_in_one_step(tmp_path: Path) -> None:
     path = tmp_path / "image_output" / "03_amp.png"
     figure = drawn("resolved")[""]
-    figures.save(figure, path)
-    figures.save(figure, path)
-    assert path.read_bytes() == figures.png(figure)
+    save(figure, path)
+    save(figure, path)
+    assert path.read_bytes() == png(figure)
     assert b"Software" not in path.read_bytes()
     assert [p.name for p in path.parent.iterdir()] == ["03_amp.png"]
 
@@ -178,7 +180,7 @@ def test_save_replaces_the_file_in_one_step(tmp_path: Path) -> None:
 
 def test_every_row_has_the_ratio_and_the_ends_of_its_comparison_and_the_band_those_of_the_twin() -> None:
     study = STUDIES["12 configurations"]()
-    (ax,) = figures.figure(study).axes
+    (ax,) = answer(study).figure().axes
     rows = [c for c in comparisons(study) if c.role == "candidate" and c.sets]
     twin = next(c for c in comparisons(study) if c.role == "twin")
     assert sorted(value for value, _ in points(ax)) == sorted(c.ratio.value for c in rows)
@@ -194,7 +196,7 @@ def test_failures_are_rows_with_their_reason_and_mechanisms_are_in_no_figure_of_
     study = make.study(
         make.sets(tried, experiment="multi_gpu", baseline_label="1 rank", mechanism_only=["4 ranks"]),
     )
-    figure = figures.figure(study)
+    figure = answer(study).figure()
     assert [t.get_text() for ax in figure.axes for t in ax.get_yticklabels()] == ["2 ranks"]
     assert "Not shown: 4 ranks" in words(figure)
 
@@ -294,7 +296,7 @@ def test_hosts_are_named_where_there_are_several() -> None:
     assert figure is not None
     assert [t.get_text() for t in figure.axes[0].get_xticklabels()] == ["1", "4", "8\n2 hosts"]
     lead = [replace(r, primary=r.label == "8 GPUs on 2 hosts") for r in study.records]
-    said = findings.finding(replace(study, records=tuple(lead))).claim
+    said = answer(replace(study, records=tuple(lead))).finding.claim
     assert "8 GPUs on 2 hosts (good), by S001's bands; 8 GPUs on 2 hosts: good scaling on several nodes" in said
 
 
@@ -335,7 +337,7 @@ def test_operators_are_named_and_counted() -> None:
     )
     more = [{"name": n, "calls": 4.0, "self_cpu_seconds": 1.0, "self_device_seconds": 0.0} for n in (name, kernel)]
     study = make.study([replace(record, profile={**record.profile, "operators": record.profile["operators"] + more})])
-    shown = ["".join(t.get_text().split("\n")) for t in texts(figures.figure(study))]
+    shown = ["".join(t.get_text().split("\n")) for t in texts(answer(study).figure())]
     assert name in shown
     (short,) = [word for word in shown if word.startswith("void at::")]
     assert short.endswith(", 3>>"), "of a kernel, which is longer than two lines, both ends"

@@ -17,10 +17,9 @@ from ddpm_lab.config import LOADER_ALONE, ExchangeConfig, RunConfig
 from ddpm_lab.explain import compiling, decisions, findings, phrases, show
 from ddpm_lab.explain.changes import NO_EXCHANGE
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, comparisons
-from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.table import plain
-from ddpm_lab.explain.tables import table
+from ddpm_lab.questions.answers import answer
 from ddpm_lab.record import RunRecord
 
 BF16 = RunConfig(precision="bf16")
@@ -75,8 +74,8 @@ GOLDEN: dict[str, Callable[[], Study]] = {
 def test_a_question_is_shown_as_before(name: str, request: pytest.FixtureRequest, capsys: Any) -> None:
     """Finding and table of a fixed study; ``pytest --update-golden`` accepts a change: read its diff."""
     study = GOLDEN[name]()
-    show.finding(study)
-    show.table(study)
+    show.finding(answer(study))
+    show.table(answer(study))
     shown = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines()) + "\n"
     known = Path(__file__).parent / "data" / "findings" / f"{name}.txt"
     if request.config.getoption("--update-golden"):
@@ -99,7 +98,7 @@ def test_a_question_is_shown_as_before(name: str, request: pytest.FixtureRequest
     ],
 )
 def test_verdict_sets_and_what_would_answer(study: Study, verdict: str, sets: int, way_out: str) -> None:
-    found = finding(study)
+    found = answer(study).finding
     assert (found.verdict, found.sets) == (verdict, sets)
     assert found.status == (findings.ANSWERED if verdict in decisions.ANSWERS else verdict)
     assert found.way_out.startswith(way_out)
@@ -108,14 +107,14 @@ def test_verdict_sets_and_what_would_answer(study: Study, verdict: str, sets: in
 
 
 def test_a_finding_holds_what_it_rests_on() -> None:
-    found = finding(amp())
+    found = answer(amp()).finding
     (row,) = (c for c in comparisons(amp()) if c.role == "candidate")
     assert (found.ratio, found.low, found.high) == (row.ratio.value, *row.ratio.ends)
     assert (found.noise_low, found.noise_high) == row.noise.ends
     assert (found.hardware, found.date, found.quality) == (amp().hardware, "2026-01-03", "quality not measured")
     for part in (found.headline, found.evidence, *found.notes, found.hardware, found.date, found.quality):
         assert part in found.claim
-    assert "not measured here" in finding(replace(amp(), published=True)).claim
+    assert "not measured here" in answer(replace(amp(), published=True)).finding.claim
 
 
 def failed(role: str = "candidate", config: RunConfig = BF16, **values: Any) -> RunRecord:
@@ -142,7 +141,7 @@ def failed(role: str = "candidate", config: RunConfig = BF16, **values: Any) -> 
     ],
 )
 def test_a_failure_is_told_with_its_reason(study: Study, headline: str, note: str) -> None:
-    found = finding(study)
+    found = answer(study).finding
     assert found.headline.startswith(headline)
     assert found.status == findings.FAILED
     assert any(note in each for each in found.notes)
@@ -150,15 +149,15 @@ def test_a_failure_is_told_with_its_reason(study: Study, headline: str, note: st
 
 def test_what_failed_beside_what_was_measured_is_told() -> None:
     records = make.sets({"bf16": (BF16, 1.62)}, failures={"fp16": (RunConfig(seed=9), "oom", "90 GiB asked")})
-    assert finding(make.study(records)).notes == ("Failed: fp16 (out of memory: 90 GiB asked).",)
+    assert answer(make.study(records)).finding.notes == ("Failed: fp16 (out of memory: 90 GiB asked).",)
     lost = replace(
         next(r for r in records if r.label == "bf16"), set_id="lost", status="crashed", reason="x", windows=()
     )
-    assert "Lost in 1 set: bf16 (crashed: x)." in finding(make.study([lost, *records])).notes
+    assert "Lost in 1 set: bf16 (crashed: x)." in answer(make.study([lost, *records])).finding.notes
 
 
 def test_an_empty_ledger_names_the_command() -> None:
-    nothing = finding(replace(amp(), records=()))
+    nothing = answer(replace(amp(), records=())).finding
     assert nothing.status == "not measured"
     assert "ddpm-lab run amp" in nothing.claim
 
@@ -170,10 +169,10 @@ def test_a_mechanism_is_named_and_its_speed_is_not() -> None:
             {"4 ranks": (ranks, 1.77)}, experiment="multi_gpu", mechanism_only=["4 ranks"], baseline_label="1 rank"
         )
     )
-    assert finding(study).headline == f"{MECHANISM_ONLY.capitalize()}: 4 ranks"
-    shown = plain(table(study))
+    assert answer(study).finding.headline == f"{MECHANISM_ONLY.capitalize()}: 4 ranks"
+    shown = plain(answer(study).table())
     assert MECHANISM_ONLY in shown
-    assert "1.7" not in finding(study).claim + shown
+    assert "1.7" not in answer(study).finding.claim + shown
 
 
 def test_what_needs_more_cores_than_were_free_says_so() -> None:
@@ -181,7 +180,7 @@ def test_what_needs_more_cores_than_were_free_says_so() -> None:
     alone = make.sets({}, baseline=base, baseline_label="1 rank", experiment="multi_gpu", crowded=[(0, 0), (0, 1)])
     left_out = make.record(base, experiment="multi_gpu", role="note", label="2 ranks", status="left out", reason="few")
     left_out = replace(left_out, baseline_id=alone[0].baseline_id, family=alone[0].family)
-    found = finding(make.study([*alone, left_out]))
+    found = answer(make.study([*alone, left_out])).finding
     assert found.headline == "Not measured: 1 core was free, and every candidate needs more"
     assert (found.status, found.way_out) == ("not measured", "ddpm-lab run multi_gpu")
 
@@ -192,7 +191,7 @@ def test_of_workers_the_answer_is_about_training_and_not_the_loader_alone() -> N
         base = RunConfig(loader="files", workload=workload)
         two = {"2 workers": (replace(base, loader_workers=2), ratio)}
         records += make.sets(two, baseline=base, baseline_label="0 workers", experiment="workers", family=family)
-    assert finding(make.study(records)).ratio == pytest.approx(1.15, rel=0.02)
+    assert answer(make.study(records)).finding.ratio == pytest.approx(1.15, rel=0.02)
 
 
 def test_compiling_pays_off_after_cost_by_saving() -> None:
@@ -212,21 +211,25 @@ def test_a_configuration_that_is_worse_in_quality_is_named() -> None:
         speeds = {"compiled": (replace(base, compile="whole"), 2.0), "2 ranks": (two, 1.5)}
         sets += make.sets(speeds, experiment="multi_gpu", **named)
         trials += make.trials({"2 ranks": (two, worse)}, baseline=base)
-    found = finding(replace(make.study(sets), trials=tuple(trials)))
+    found = answer(replace(make.study(sets), trials=tuple(trials))).finding
     assert "Worse in quality: 2 ranks of batch 32." in found.notes
 
 
 def test_sides_are_named_as_their_owner_wrote_them() -> None:
     found = make.sets({"mine": (BF16, 1.5)}, experiment="compare", baseline_label="main")
-    assert finding(make.study(found)).headline.startswith("mine is")
-    assert finding(make.study(make.sets({"two": (BF16, 1.5)}))).headline.startswith("Two is")
+    assert answer(make.study(found)).finding.headline.startswith("mine is")
+    assert answer(make.study(make.sets({"two": (BF16, 1.5)}))).finding.headline.startswith("Two is")
 
 
 def test_table_has_a_row_for_every_configuration_and_no_missing_value() -> None:
-    shown = table(amp(failures={"fp16": (RunConfig(seed=9), "oom", "no room")}))
+    shown = answer(amp(failures={"fp16": (RunConfig(seed=9), "oom", "no room")})).table()
     assert column(shown, "Configuration") == ["fp32 (baseline)", "fp32 again, repeated", "bf16", "fp16"]
     assert "no room" in plain(shown)
-    for frame in (shown, table(compile_study(1.25)), table(make.study([make.profile(RunConfig(purpose="profile"))]))):
+    for frame in (
+        shown,
+        answer(compile_study(1.25)).table(),
+        answer(make.study([make.profile(RunConfig(purpose="profile"))])).table(),
+    ):
         assert "nan" not in plain(frame)
 
 

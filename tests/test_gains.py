@@ -13,6 +13,7 @@ from ddpm_lab.config import LOADER_ALONE, ExchangeConfig, RunConfig
 from ddpm_lab.explain import decisions, findings, gains, quality
 from ddpm_lab.explain.frames import RECOMMENDATION, Study
 from ddpm_lab.plan import WEAK
+from ddpm_lab.questions.answers import answer
 from ddpm_lab.record import RunRecord
 
 BF16 = RunConfig(precision="bf16")
@@ -72,7 +73,7 @@ def test_the_answer_is_the_fastest_that_was_measured_and_is_not_worse(
 
 
 def test_a_combination_has_the_ratio_that_was_measured() -> None:
-    found = findings.finding(study(amp(), memory(), together(1.35), harm=0.0))
+    found = answer(study(amp(), memory(), together(1.35), harm=0.0)).finding
     assert (found.status, found.verdict, found.sets) == (findings.ANSWERED, decisions.FASTER, 6)
     assert found.ratio == pytest.approx(1.35, rel=0.02), "measured, and no product of 1.3 and 1.1"
 

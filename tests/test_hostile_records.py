@@ -21,9 +21,10 @@ from planted_machines import profiled, told
 from test_report import PIXEL
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import figures, pages, show
+from ddpm_lab.explain import pages, show
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.questions import bottleneck_page
+from ddpm_lab.questions import bottleneck_page
+from ddpm_lab.questions.answers import answer
 from ddpm_lab.record import RunRecord
 from ddpm_lab.reports import benchmark
 
@@ -107,14 +108,14 @@ def notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Study
 
     def make_notebook(study: Study) -> Any:
         outputs.clear()
-        study = replace(study, output_dir=tmp_path)
+        shown = answer(replace(study, output_dir=tmp_path))
         for part in (show.figure, show.table, show.finding, show.more):
-            part(study)
+            part(shown)
         cells = [v4.new_markdown_cell("# 1. Which?"), v4.new_code_cell("show()", outputs=list(outputs))]
         return v4.new_notebook(cells=cells, metadata={"ddpm_lab": {"state": "done"}})
 
     monkeypatch.setattr(show, "_display", display)
-    monkeypatch.setattr(figures, "save", lambda _, path: path.write_bytes(base64.b64decode(PIXEL)))
+    monkeypatch.setattr(show, "save", lambda _, path: path.write_bytes(base64.b64decode(PIXEL)))
     return make_notebook
 
 

@@ -1,6 +1,8 @@
 """The order of the house: a folder imports only from itself and from those below it."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -88,11 +90,19 @@ def test_only_what_measures_imports_torch_as_it_is_loaded() -> None:
             assert not by_way_of, f"{module} imports torch by way of {by_way_of}"
 
 
-def test_measuring_needs_nothing_that_explains() -> None:
+def test_measuring_and_asking_load_nothing_that_only_explaining_needs() -> None:
+    """A bare GPU node has no SciPy and no Matplotlib; what draws or estimates imports them where it does."""
     for module, path in FILES.items():
-        if folder(module) in MEASURING:
+        if folder(module) in (*MEASURING, "questions") or module.startswith("explain.charts"):
             needed = third_party(imported(path, at_once=True)) & EXPLAINING
             assert not needed, f"{module} imports {needed}"
+    shown = subprocess.run(
+        [sys.executable, "-c", "import sys, ddpm_lab.questions.experiments; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert not EXPLAINING & set(shown.stdout.split())
 
 
 def test_packages_import_nothing() -> None:

@@ -9,7 +9,7 @@ import pytest
 import records as make
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import learned
+from ddpm_lab.explain import trained as learned
 from ddpm_lab.explain.comparisons import Comparison
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import scaled

@@ -1,15 +1,31 @@
-"""The work of a step, counted against what is known of it by hand; the workloads that measure the machine's peaks."""
+"""Workloads with a known answer: the counted work of a step, the machine's peaks, an all-reduce, planted pieces."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 
+from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.diffusion.unet import build_network, count_flops, count_parameters
+from ddpm_lab.measure.code_version import code_version
+from ddpm_lab.measure.seat import Instrument, Member
+from ddpm_lab.measure.sets import measure_set
+from ddpm_lab.plan import Plan
+from ddpm_lab.questions.all_reduce import ALL_REDUCE
 from ddpm_lab.training import limits
-from ddpm_lab.training.limits import CONVOLUTION, NORM, POINTWISE, PRODUCT, count_work
+from ddpm_lab.training.allreduce import all_reduce
+from ddpm_lab.training.limits import CONVOLUTION, NORM, POINTWISE, PRODUCT, Repeated, count_work
+from ddpm_lab.training.planted import pieces
 from ddpm_lab.workload import RankContext
+
+CONTEXT = RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=lambda _: None)
 
 
 @pytest.mark.parametrize("network", ["tiny", "seed", pytest.param("ddpm", marks=pytest.mark.slow)])
@@ -30,32 +46,101 @@ def test_elements_of_a_kernel_are_what_it_reads_and_writes() -> None:
             y = torch.nn.functional.conv2d(x, weight, padding=1)
             y = y.reshape(2, 8, 16).transpose(1, 2).transpose(1, 2).reshape(2, 8, 4, 4)  # views move nothing
             torch.add(y, x)
-    assert counter.work[CONVOLUTION]["elements"] == 2 * 256 + 8 * 8 * 9
-    assert counter.work[CONVOLUTION]["flop"] == 2 * 2 * 16 * 8 * 8 * 9
+    assert counter.work[CONVOLUTION] == {"elements": 2 * 256 + 8 * 8 * 9, "flop": 2 * 2 * 16 * 8 * 8 * 9}
     assert counter.work[POINTWISE]["elements"] == 3 * 256
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_peaks_do_the_work_they_say(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(limits.MATRIX, "cpu", 64)
-    monkeypatch.setitem(limits.COPY_BYTES, "cpu", 4096)
-    monkeypatch.setitem(limits.CONVOLVED, "cpu", 1)
-    config = RunConfig(precision=precision, global_batch_size=1, network="tiny")
-    context = RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=lambda _: None)
-    product, convolution, copy = (f(config, context) for f in (limits.product, limits.convolution, limits.copy))
-    for peak in (product, convolution, copy):
-        assert peak.step(next(peak.batches())) == 0.0
-        assert peak.witness()["images"] == 1
-        peak.close()
-    dtype = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}[precision]
-    assert product.witness()["flop"] == 2 * 64**3
-    assert product.witness()["dtype"] == convolution.witness()["dtype"] == dtype
-    assert convolution.witness()["flop"] == 2 * 256 * 128 * 128 * 9
-    assert copy.witness()["bytes"] == 2 * 4096
-    assert set(product.witness()["work"]) >= {CONVOLUTION, PRODUCT, "weights"}
 
 
 def test_joined_upsampling_needs_sixteen_products_where_there_were_thirty_six() -> None:
     """The seed network: 256 -> 128 channels from 8x8 pixels and 128 -> 64 from 16x16, forward and twice backward."""
     plain, joined = (count_work("seed", joined=joined)[CONVOLUTION]["flop"] for joined in (False, True))
     assert plain - joined == 3 * 2 * (36 - 16) * (256 * 128 * 8**2 + 128 * 64 * 16**2)
+
+
+def test_peaks_do_the_work_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (("MATRIX", 64), ("COPY_BYTES", 4096), ("CONVOLVED", 1)):
+        monkeypatch.setitem(getattr(limits, name), "cpu", size)
+    for precision, dtype in (("fp32", "torch.float32"), ("bf16", "torch.bfloat16")):
+        config = RunConfig(precision=precision, global_batch_size=1, network="tiny")
+        product, convolution, copy = (f(config, CONTEXT) for f in (limits.product, limits.convolution, limits.copy))
+        for peak in (product, convolution, copy):
+            assert peak.step(next(peak.batches())) == 0.0
+            assert peak.witness()["images"] == 1
+        assert product.witness()["flop"] == 2 * 64**3
+        assert product.witness()["dtype"] == convolution.witness()["dtype"] == dtype
+        assert convolution.witness()["flop"] == 2 * 256 * 128 * 128 * 9
+        assert copy.witness()["bytes"] == 2 * 4096
+        assert set(product.witness()["work"]) >= {CONVOLUTION, PRODUCT, "weights"}
+
+
+def test_a_planted_step_does_so_many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, forward = 0, torch.nn.Conv2d.forward
+
+    def counted(self: torch.nn.Conv2d, values: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return forward(self, values)
+
+    monkeypatch.setattr(torch.nn.Conv2d, "forward", counted)
+    workload = pieces(RunConfig(global_batch_size=1, options=(("pieces", 105),)), CONTEXT)
+    for _ in range(2):
+        workload.step(None)
+    assert calls == 2 * 105
+    assert workload.witness() == {"pieces": 105, "images": 2}
+
+
+# An all-reduce
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def reducing(**options: Any) -> Repeated:
+    return all_reduce(RunConfig(workload=ALL_REDUCE, global_batch_size=1, options=tuple(options.items())), CONTEXT)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_step_exchanges_all_buckets_and_says_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = reducing(message_bytes=4 * 1000, buckets=3)
+    sent: list[int] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda bucket: sent.append(bucket.nbytes))
+    for _ in range(2):
+        workload.step(None)
+    assert (len(sent), sum(sent)) == (6, 2 * 4000)
+    assert max(sent) - min(sent) <= 4
+    told = {"images": 2, "message_bytes": 4000, "buckets": 3, "summed_over": 1, "hosts": 1}
+    assert workload.witness() == told
+
+
+def test_options_that_cannot_be_run_are_refused() -> None:
+    for options, words in (
+        ({"message_bytes": 6}, "give a multiple of 4 bytes"),
+        ({"message_bytes": 8, "buckets": 3}, "8 in 3 buckets"),
+        ({"messages": 4}, "options has messages: an all-reduce knows message_bytes"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            reducing(**options)
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_two_ranks_are_measured_in_sets_and_a_larger_message_takes_longer(
+    instrument: Instrument, short_plan: Plan
+) -> None:
+    instrument = dataclasses.replace(instrument, code=code_version())
+    small, large = (
+        RunConfig(workload=ALL_REDUCE, world_size=2, global_batch_size=2, options=(("message_bytes", size),))
+        for size in (1024, 2**24)
+    )
+    members = [Member("baseline", "1 KiB", small), Member("candidate", "16 MiB", large)]
+    records = measure_set(instrument, experiment="all_reduce", family="2 ranks", plan=short_plan, members=members)
+    assert [r.status for r in records] == ["ok", "ok"]
+    for record in records:
+        for rank in record.witness["ranks"]:
+            assert (rank["summed_over"], rank["hosts"]) == (2, 1)
+            assert rank["message_bytes"] == record.config.option("message_bytes", 0)
+    seconds = [min(w.seconds / w.steps for w in r.windows) for r in records]
+    assert seconds[1] > 3 * seconds[0]

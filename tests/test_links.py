@@ -10,9 +10,8 @@ import records as make
 from cells import column
 from scaled_records import all_reduces
 
-from ddpm_lab.explain import figures, links
-from ddpm_lab.explain.findings import finding
-from ddpm_lab.explain.tables import table
+from ddpm_lab.explain import links
+from ddpm_lab.questions.answers import answer
 
 ALPHA, BETA = 2e-4, 1e-9
 
@@ -46,7 +45,7 @@ def test_ranks_on_several_hosts_are_rows_of_their_own() -> None:
     near = all_reduces(ring(), ranks=(2, 4), machine=make.GPUS)
     far = all_reduces(ring(5e-3, 1e-8), ranks=(4,), hosts_of=lambda n: n, machine=make.GPUS)
     study = make.study([*near, *far])
-    shown = table(study)
+    shown = answer(study).table()
     assert list(dict.fromkeys(column(shown, "Configuration"))) == ["2 ranks", "4 ranks", "4 ranks on 4 hosts"]
     assert len(shown) == 18
     assert re.match(r"(39|40|41)\d \N{MICRO SIGN}s$", shown[0]["Time"])
@@ -55,13 +54,13 @@ def test_ranks_on_several_hosts_are_rows_of_their_own() -> None:
 
 
 def test_the_finding_names_bandwidth_and_the_least_time() -> None:
-    one = finding(make.study(all_reduces(ring())))
+    one = answer(make.study(all_reduces(ring()))).finding
     assert one.status == "answered"
     assert "2 ranks exchange at up to" in one.headline
 
 
 def test_every_measured_exchange_is_a_point() -> None:
     study = make.study(all_reduces(ring(), ranks=(2, 4), machine=make.GPUS))
-    (ax,) = figures.figure(study).axes
+    (ax,) = answer(study).figure().axes
     drawn = [tuple(point) for line in ax.get_lines() for point in np.asarray(line.get_xydata()).tolist()]
     assert drawn == [(e.message_bytes, 1e-9 * e.bus_bandwidth) for e in links.exchanges(study)]

@@ -12,10 +12,11 @@ import records as make
 from cells import column
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import answers, findings, tables
 from ddpm_lab.explain import machine_state as ms
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.table import plain
+from ddpm_lab.questions import comparison as answers
+from ddpm_lab.questions.answers import answer
 from ddpm_lab.record import RunRecord
 
 DISTURBED = "Disturbed sets, which do not count"
@@ -89,7 +90,7 @@ def test_a_gpu_is_told_with_units() -> None:
     )
     energy = float(rows(study)["Energy per image, 1 rank"].removesuffix(" J"))
     assert joules[0] <= energy <= joules[-1] * 1.01
-    assert set(column(tables.table(study), "Peak memory")) == {"3.0 GiB"}, "the GPU's, and not the host's"
+    assert set(column(answer(study).table(), "Peak memory")) == {"3.0 GiB"}, "the GPU's, and not the host's"
 
 
 def test_what_is_unknown_is_not_available_and_never_zero() -> None:
@@ -120,10 +121,10 @@ def test_what_slows_a_gpu_down_is_named(masks: list[float], words: str) -> None:
 def test_unknown_neighbours_are_told_once_in_the_table_and_in_the_finding() -> None:
     sentence = "CPU use by other processes is unknown."
     for study, count in ((on_cpu(), 0), (with_others(on_cpu(), None), 1)):
-        assert findings.finding(study).notes.count(sentence) == count
-        assert plain(tables.table(study)).count(sentence) == count
+        assert answer(study).finding.notes.count(sentence) == count
+        assert plain(answer(study).table()).count(sentence) == count
     gpu = make.study(make.with_state(ranks("cuda"), gpu_others=None))
-    assert "GPU use by other processes is unknown." in findings.finding(gpu).notes
+    assert "GPU use by other processes is unknown." in answer(gpu).finding.notes
 
 
 def test_a_profile_tells_the_state_of_its_time_budget() -> None:
@@ -134,13 +135,13 @@ def test_a_profile_tells_the_state_of_its_time_budget() -> None:
     assert found["Cores kept busy by other processes"].startswith("0.30 of 2")
     assert found["CPU utilisation"] == "75 % on average"
     assert DISTURBED not in found
-    assert "What the machine did meanwhile." in [caption for caption, _ in tables.more(make.study([record]))]
+    assert "What the machine did meanwhile." in [caption for caption, _ in answer(make.study([record])).tables()]
 
 
 def test_host_memory_is_named_as_such_wherever_memory_is_told() -> None:
     study = on_cpu()
-    finding = findings.finding(study)
-    assert column(tables.table(study), "Peak memory") == ["500 MiB RSS", "500 MiB RSS", "501 MiB RSS"]
+    finding = answer(study).finding
+    assert column(answer(study).table(), "Peak memory") == ["500 MiB RSS", "500 MiB RSS", "501 MiB RSS"]
     assert "peak memory 501 MiB RSS" in answers.answer_text(study, finding)
     sides = answers.answer_values(study, finding)["sides"]
     assert sides[0]["peak_rss_bytes"] == 500 << 20
@@ -154,7 +155,7 @@ def test_sets_that_others_disturbed_are_counted_and_quiet_or_unknown_ones_are_no
     study = make.study(make.with_state(ranks(crowded=[(0, 1), (2, 3), (2, 4)])))
     assert rows(study)[DISTURBED] == "1 of 6", "one crowded turn of six is not enough"
     assert sorted({m.turn for m in ms.moments(study) if m.disturbed}) == [13, 14, 15, 16, 17, 18], "over all sets"
-    assert findings.finding(study).notes[-1] == "1 of 6 sets was disturbed by other processes and does not count."
+    assert answer(study).finding.notes[-1] == "1 of 6 sets was disturbed by other processes and does not count."
 
 
 def test_fewer_cores_than_the_machine_has_are_told() -> None:

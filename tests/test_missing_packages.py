@@ -45,7 +45,7 @@ def test_the_half_that_explains_needs_no_torch(tmp_path: Path) -> None:
         "reports.published",
         "cli.checkup",
     ]
-    modules += [f"explain.{name}" for name in ("frames", "stats", "figures", "findings", "show", "pages")]
+    modules += [f"explain.{name}" for name in ("frames", "stats", "answer", "findings", "show", "pages")]
     modules += [f"measure.{name}" for name in ("campaign", "group", "process", "sets")]
     code = f"import importlib\nfor m in {modules}: importlib.import_module('ddpm_lab.' + m)\nprint('all')\nimport torch"
     shown = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)

@@ -43,7 +43,7 @@ def test_every_parameter_reaches_a_call_that_takes_it(name: str) -> None:
     calls = [
         node.value
         for cell in notebook.cells
-        if cell.cell_type == "code" and "study = " in cell.source
+        if cell.cell_type == "code" and "answer = " in cell.source
         for node in ast.parse(cell.source).body
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
     ]

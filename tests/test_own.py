@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import itertools
+import runpy
 import sys
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,13 +17,16 @@ from typing import Any
 import own_modules
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import OWN, RunConfig
+from ddpm_lab.diffusion.step import LossStep
 from ddpm_lab.measure.witness import mismatches
-from ddpm_lab.training.own import OwnTraining, described, images_of, loader_alone, moved, own
+from ddpm_lab.training.own import OwnTraining, described, images_of, moved, own
 from ddpm_lab.training.setting import Own
-from ddpm_lab.workload import RankContext
+from ddpm_lab.workload import RankContext, Training, call_maker, named, place_of
 
 Make = Callable[..., Any]
 
@@ -76,11 +82,7 @@ def test_it_is_the_loop_that_the_user_would_have_written(made: Make) -> None:
     assert workload.held_out_loss(draws=1)["loss"] < expected[0]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"precision": "bf16"}, {"channels_last": True}, {"loader_workers": 1}, {"precision": "bf16", "seed": 3}],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"channels_last": True, "loader_workers": 1}])
 def test_the_label_is_what_ran(made: Make, settings: dict[str, Any]) -> None:
     label = config(**settings)
     with closing(made(**settings)) as workload:
@@ -122,18 +124,6 @@ def test_every_sample_is_used_once_an_epoch_whatever_the_ranks_and_workers(made:
     assert one != epoch(seed=1)
 
 
-def test_seeds_set_weights_and_ranks_draw_noise_of_their_own(made: Make) -> None:
-    off = dataclasses.replace(config().exchange, enabled=False)
-
-    def drawn(**settings: Any) -> tuple[str, float]:
-        return made(**settings).weights_sha256(), float(torch.rand(()))
-
-    first, second = (drawn(ranks=2, rank=rank, exchange=off) for rank in (0, 1))
-    assert first[0] == second[0]
-    assert first[1] != second[1]
-    assert drawn(seed=1)[0] != drawn(seed=0)[0] == drawn(seed=0)[0]
-
-
 BATCHES = """
 def ready(config, context):
     model = Net()
@@ -158,44 +148,29 @@ def test_ready_batches_begin_anew(made: Make) -> None:
         train(made(BATCHES, "once"), 4)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("return 5", "mine:bad (mine.py, line DEF) returned int: let it return a ddpm_lab.workload.Training"),
-        ("return Training(model=7, data=data(), loss=loss)", "model is int: give a torch.nn.Module"),
-        ("return Training(model=Net(), data=7, loss=loss)", "data is int: give a dataset with len(data)"),
-        (
-            "return Training(model=Net(), data=data(), loss=loss, optimizer=torch.optim.SGD(Net().parameters()))",
-            "mine:bad (mine.py, line DEF): the optimizer holds none of the model's parameters, so nothing is trained",
-        ),
-        (
-            "return Training(model=Net(), data=data(), loss=lambda model, batch: model(batch[0]))",
-            "the loss of mine:bad (mine.py, line BODY) returned float32 8x10: let it return the mean loss of the batch",
-        ),
-        (
-            "return Training(model=Net(), data=data(), loss=lambda model, batch: loss(model, batch).detach())",
-            "the loss of mine:bad (mine.py, line BODY) returned float32 without a gradient (detach() or no_grad?): let",
-        ),
-        (
-            "return Training(model=Net(), data=data(), loss=lambda model, batch: loss(model, batch).item())",
-            "returned float: let it return the mean loss of the batch, a tensor of one number that backward() can",
-        ),
-        (
-            "return Training(model=Net(), data=data(), step=lambda model, batch: None)",
-            "the step of mine:bad (mine.py, line BODY) returned nothing: let it return the mean loss of the batch",
-        ),
-        (
-            "return Training(model=Net(), data=data(), loss=loss, collate=len)",
-            "a batch is int, without a tensor whose length is its images",
-        ),
-    ],
-)
-def test_what_is_no_training_is_told_with_its_name_and_line(made: Make, tmp_path: Path, text: str, words: str) -> None:
-    with pytest.raises((TypeError, ValueError)) as refusal:
-        train(made(f"\n\ndef bad():\n    {text}\n", "bad"), 1)
-    line = own_modules.line_of(tmp_path / "mine.py", "def bad")
-    assert words.replace("DEF", str(line)).replace("BODY", str(line + 1)) in str(refusal.value)
-    assert "mine:bad" in str(refusal.value)
+RETURNED = "the loss of mine:bad (mine.py, line BODY) returned "
+GIVEN = "Training(model=Net(), data=data(), {})"
+BAD = {
+    "5": "mine:bad (mine.py, line DEF) returned int: let it return a ddpm_lab.workload.Training",
+    "Training(model=7, data=data(), loss=loss)": "model is int: give a torch.nn.Module",
+    "Training(model=Net(), data=7, loss=loss)": "data is int: give a dataset with len(data)",
+    "loss=loss, optimizer=torch.optim.SGD(Net().parameters())": "mine.py, line DEF): the optimizer holds none of the",
+    "loss=lambda model, batch: model(batch[0])": RETURNED + "float32 8x10: let it return the mean loss of the batch",
+    "loss=lambda model, batch: loss(model, batch).detach()": RETURNED + "float32 without a gradient (detach()",
+    "loss=lambda model, batch: loss(model, batch).item()": "a tensor of one number that backward() can",
+    "step=lambda model, batch: None": "the step of mine:bad (mine.py, line BODY) returned nothing: let it",
+    "loss=loss, collate=len": "a batch is int, without a tensor whose length is its images",
+}
+
+
+def test_what_is_no_training_is_told_with_its_name_and_line(made: Make, tmp_path: Path) -> None:
+    for given, words in BAD.items():
+        text = GIVEN.format(given) if "=" in given.partition("(")[0] else given
+        with pytest.raises((TypeError, ValueError)) as refusal:
+            train(made(f"\n\ndef bad():\n    return {text}\n", "bad"), 1)
+        line = own_modules.line_of(tmp_path / "mine.py", "def bad")
+        assert words.replace("DEF", str(line)).replace("BODY", str(line + 1)) in str(refusal.value)
+        assert "mine:bad" in str(refusal.value)
 
 
 def test_a_training_that_is_not_the_same_is_refused_with_its_line(made: Make) -> None:
@@ -241,21 +216,8 @@ def test_a_larger_learning_rate_scales_the_users(made: Make) -> None:
     assert made(optimizer=scaled).optimizer.param_groups[0]["lr"] == pytest.approx(0.4)
 
 
-def test_the_loader_alone_consumes_the_same(made: Make) -> None:
-    workload = made()
-    train(workload, 3)
-    with closing(loader_alone(config(loader_workers=1), context())) as alone:
-        assert train(alone, 3) == [0.0] * 3
-        assert alone.witness()["indices_sha256"] == workload.witness()["indices_sha256"]
-
-
 def test_batches_of_any_form_are_counted_moved_and_described() -> None:
-    from typing import NamedTuple  # noqa: PLC0415
-
-    class Pair(NamedTuple):
-        images: torch.Tensor
-        name: str
-
+    Pair = namedtuple("Pair", ["images", "name"])
     images = torch.rand(4, 3, 2, 2)
     batch = {"pair": Pair(images, "x"), "labels": [torch.arange(4)], "nothing": None}
     assert images_of(batch) == 4
@@ -263,5 +225,106 @@ def test_batches_of_any_form_are_counted_moved_and_described() -> None:
     there = moved(batch, torch.device("cpu"), channels_last=True)
     assert isinstance(there["pair"], Pair)
     assert there["pair"].images.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(there["pair"].images, images)
     assert described(batch) == "pair: (float32 4x3x2x2, str), labels: (int64 4), nothing: nothing"
+
+
+# What a step says of itself: an exchange is one that happened, not a wrapper that stands ready
+
+LABEL = RunConfig(workload=OWN, options=(("make", "mine:make"),), world_size=2, global_batch_size=2)
+OFFERED = {"rank": 0, "device": "cpu", "maker": "mine.py, line 32", "place": "mine.py, line 27"}
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A group in this process, in which a network can be wrapped as in one of two ranks."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Net(nn.Module):
+    moved: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.register_buffer("moved", torch.zeros(1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.moved += 1  # a buffer that is each rank's own
+        return self.own_loss(images)
+
+    def own_loss(self, images: Tensor) -> Tensor:
+        out: Tensor = self.layer(images)
+        return out.square().mean()
+
+
+def trained(label: RunConfig, way: str, *, whole: bool = False) -> dict[str, Any]:
+    """What rank 0 says after three steps in which the loss reaches the network in one of several ways."""
+    network = Net()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        if way == "looked at":
+            with torch.no_grad():
+                model(batch)
+        reached = {"given": model, "module": getattr(model, "module", network).own_loss}
+        found: Tensor = reached.get(way, network)(batch)
+        return found
+
+    def step(model: Any, batch: Tensor) -> Tensor:
+        found = loss(model, batch)
+        found.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        return found
+
+    training = LossStep(label, context(0, label.world_size), network, loss, optimizer, whole=step if whole else None)
+    for _ in range(3):
+        training.step(torch.ones(1, 3))
+    offers = ["dataset"] if whole else ["dataset", "loss"]
+    return {**OFFERED, "offers": offers, "steps": training.steps, **training.witness()}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("static_graph", [False, True])
+@pytest.mark.parametrize("way", ["given", "held", "module", "looked at"])
+def test_ranks_exchange_where_the_loss_calls_what_it_is_given(way: str, static_graph: bool) -> None:
+    label = dataclasses.replace(LABEL, exchange=dataclasses.replace(LABEL.exchange, static_graph=static_graph))
+    for whole in (False, True):
+        seen = trained(label, way, whole=whole)
+        assert seen["exchange_enabled"] is (way == "given")
+        found = mismatches(label, [seen, {**seen, "rank": 1}])
+        what = "step" if whole else "loss"
+        words = f"exchanged no gradients between its 2 ranks in 3 steps: let its {what} (mine.py, line 27) call the"
+        assert [words in sentence for sentence in found] == ([] if way == "given" else [True])
+    off = dataclasses.replace(LABEL, exchange=dataclasses.replace(LABEL.exchange, enabled=False))
+    seen = trained(off, way)
+    assert mismatches(off, [seen, {**seen, "rank": 1}]) == [], "ranks that are measured on purpose without an exchange"
+
+
+# How a user's function is called, and where a sentence says that it is written
+
+
+def test_a_maker_takes_nothing_or_both() -> None:
+    label, here = config(), context()
+    assert call_maker(lambda: 7, "mine:make", label, here) == 7
+    assert call_maker(lambda config, context: (config, context), "mine:make", label, here) == (label, here)
+    assert call_maker(lambda config=1, *, context=2: (config, context), "mine:make", label, here) == (1, 2)
+    for function in (lambda _a: None, lambda _a, _b, _c: None):
+        with pytest.raises(TypeError, match=r"workload mine:make takes [13] arguments: write it to take none"):
+            call_maker(function, "mine:make", label, here)
+
+
+def test_a_place_is_a_file_and_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import functools\n\n\ndef make():\n    return 1\n\n\n@functools.cache\ndef kept():\n    return 2\n"
+    )
+    there = runpy.run_path(str(file))
+    assert named("mine:make", there["make"]) == "mine:make (mine.py, line 4)"
+    assert place_of(there["kept"]) in ("mine.py, line 8", "mine.py, line 9")
+    for other in (len, functools.partial(len, ""), None, Training):
+        assert place_of(other) == ""
+    assert named("mine:len", len) == "mine:len"

@@ -16,16 +16,14 @@ from conftest import Call
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import OWN, OWN_LOADER
-from ddpm_lab.explain import findings
 from ddpm_lab.explain.table import plain
-from ddpm_lab.explain.tables import table
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.seat import Instrument
 from ddpm_lab.questions import experiments
-from ddpm_lab.questions.ask import QUESTIONS, ask
-from ddpm_lab.record import RunRecord
-from ddpm_lab.training.own_workload import FOR_OWN, check_name, look_at, made_otherwise
+from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.ask import ask
+from ddpm_lab.training.own_workload import FOR_OWN, check_name, look_at
 from ddpm_lab.training.setting import Images, Own, Setup
 
 WHOLE = Own(
@@ -60,33 +58,22 @@ def setup(own: Own, preset: str = "quick") -> Setup:
 # What is refused before anything starts
 
 
-@pytest.mark.parametrize("question", sorted(set(QUESTIONS) - set(FOR_OWN)))
-def test_a_question_about_the_labs_own_trainer_is_refused(call: Call, here: Path, question: str) -> None:
-    own_modules.write(here)
-    code, _, said = call("run", question, "--workload", "mine:make", "--output-dir", here / "out")
-    assert code == 2
-    assert f"the experiment {question} is about the lab's own trainer" in said
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--data", "photos"], "data is 'photos', and mine:make brings its own data and model: leave it out"),
-        (["--workload", "nowhere:make"], "there is no module 'nowhere'; is its folder on the Python path?"),
-        (["--workload", "mine:other"], "'mine:other' cannot be measured: rank 0: AttributeError: module 'mine' has no"),
-        (["--workload", "broken:make"], "rank 0: SyntaxError: invalid syntax (broken.py, line 1)"),
-    ],
-)
-def test_what_means_nothing_beside_it_is_refused_in_a_sentence(
-    call: Call, here: Path, options: list[str], words: str
-) -> None:
+def test_what_means_nothing_beside_it_is_refused_in_a_sentence(call: Call, here: Path) -> None:
     own_modules.write(here)
     (here / "broken.py").write_text("def make(:\n")
-    code, _, said = call("run", "amp", "--workload", "mine:make", *options, "--output-dir", here / "out")
-    assert code == 2
-    *shown, refusal = said.splitlines()
-    assert words in refusal
-    assert all("looking at" in line for line in shown)
+    refused = [
+        ("claims", [], "the experiment claims is about the lab's own trainer"),
+        ("amp", ["--data", "photos"], "data is 'photos', and mine:make brings its own data and model: leave it out"),
+        ("amp", ["--workload", "nowhere:make"], "there is no module 'nowhere'; is its folder on the Python path?"),
+        ("amp", ["--workload", "mine:other"], "cannot be measured: rank 0: AttributeError: module 'mine' has no"),
+        ("amp", ["--workload", "broken:make"], "rank 0: SyntaxError: invalid syntax (broken.py, line 1)"),
+    ]
+    for question, options, words in refused:
+        code, _, said = call("run", question, "--workload", "mine:make", *options, "--output-dir", here / "out")
+        assert code == 2
+        *shown, refusal = said.splitlines()
+        assert words in refusal
+        assert all("looking at" in line for line in shown)
     assert not (here / "out" / "trace_output" / "ledger.jsonl").exists()
 
 
@@ -107,52 +94,16 @@ def test_every_configuration_is_the_users_and_names_it() -> None:
         assert all("mine:make" in f.name for f in asked.families)
 
 
-@pytest.mark.parametrize(
-    ("own", "question", "reason"),
-    [
+def test_what_it_does_not_offer_is_left_out_with_the_reason() -> None:
+    for own, question, reason in (
         (STEPPING, "amp", "mine:make has a step of its own, whose number format is its own too"),
         (BATCHES, "workers", "mine:make gives ready batches and no dataset"),
         *((LOOP, question, "mine:loop does its own steps, in which nothing can be set") for question in FOR_OWN[1:]),
-    ],
-)
-def test_what_it_does_not_offer_is_left_out_with_the_reason(own: Own, question: str, reason: str) -> None:
-    asked = ask(question, setup(own))
-    assert asked.families == ()
-    assert reason in asked.left_out[0][2]
-    assert [c.work_name for c in asked.configurations] == [own.name]
-
-
-def test_a_number_format_of_its_own_is_never_set() -> None:
-    for question in set(FOR_OWN) - {"amp"}:
-        asked = ask(question, setup(STEPPING, "full"))
-        assert {c.precision for c in asked.configurations} == {"fp32"}
-        assert not [f.name for f in asked.families if "fp32" in f.name]
-    with pytest.raises(ConfigError, match=r"precision is 'bf16': mine:make has a step of its own"):
-        ask("profile", setup(STEPPING), precision="bf16")
-
-
-def test_trials_are_the_users_and_need_its_held_out_loss() -> None:
-    asked = ask("amp", setup(WHOLE), seeds=2)
-    assert {t.config.workload for t in asked.trials} == {OWN}
-    assert not any(t.draw for t in asked.trials)
-    assert {t.config.option("make", "") for t in asked.trials} == {"mine:make"}
-    with pytest.raises(ConfigError, match=r"seeds is 2, and mine:make gives no held_out_loss"):
-        ask("amp", setup(BATCHES), seeds=2)
-    assert ask("amp", setup(BATCHES, "full")).trials == ()
-
-
-def test_its_lost_scaling_is_not_split() -> None:
-    with pytest.raises(
-        ConfigError, match="lost_scaling splits the step of the lab's own trainer, not that of mine:make"
     ):
-        ask("multi_gpu", setup(WHOLE), lost_scaling=True)
-
-
-@pytest.mark.parametrize("setting", [{"kernels": "fused"}, {"compile": "regional"}, {"loader": "still"}])
-def test_settings_of_the_labs_own_trainer_are_refused(setting: dict[str, str]) -> None:
-    config = setup(WHOLE).config(channels_last=True)
-    with pytest.raises(ConfigError, match=f"{next(iter(setting))} of mine:make is "):
-        dataclasses.replace(config, **setting)  # type: ignore[arg-type]
+        asked = ask(question, setup(own))
+        assert asked.families == ()
+        assert reason in asked.left_out[0][2]
+        assert [c.work_name for c in asked.configurations] == [own.name]
 
 
 @pytest.mark.parametrize("own", [WHOLE, STEPPING, BATCHES])
@@ -166,30 +117,6 @@ def test_a_search_varies_what_can_be_set_and_sets_out_from_the_code_as_it_is(own
     assert varied.get("precision") == (None if own is STEPPING else ["fp32", "bf16"])
     assert varied.get("loader") == (None if own is BATCHES else ["files-0", "files-1", "files-2"])
     assert len(found.cells) == math.prod(map(len, varied.values()))
-
-
-# What changes between runs
-
-
-def earlier(ledger: Ledger, own: Own, code: str = "code-1") -> RunRecord:
-    config = setup(own).config(global_batch_size=8)
-    record = make.record(config, environment=make.environment(hardware.machine()), code_version=code)
-    ledger.append([record])
-    return record
-
-
-def test_a_training_that_changed_without_its_code_is_told(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "ledger.jsonl")
-    assert made_otherwise(WHOLE, ledger, "code-1") == ""
-    earlier(ledger, WHOLE)
-    earlier(ledger, dataclasses.replace(WHOLE, name="mine:other", options=()))
-    assert made_otherwise(WHOLE, ledger, "code-1") == ""
-    wide = dataclasses.replace(WHOLE, options=(("parameters", 21_000), *WHOLE.options[1:]))
-    assert made_otherwise(wide, ledger, "edited") == ""
-    assert made_otherwise(wide, ledger, "code-1") == (
-        "mine:make (mine.py, line 32) does not make the same each time, and its code is the same: parameters 314 then "
-        "and 21,000 now; the sets of 2026-01-03 are left aside"
-    )
 
 
 # From a file to an answer
@@ -206,30 +133,18 @@ def looked(here: Path, instrument: Instrument) -> Callable[..., Own]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
+def test_what_cannot_be_measured_is_refused_with_its_name_and_line(looked: Callable[..., Own]) -> None:
+    made = "\ndef make():\n    return "
+    for more, words in (
         ("import nothing_like_this\n", "ModuleNotFoundError: No module named 'nothing_like_this' (mine.py, line 42)"),
-        ("\ndef make():\n    return [1]\n", "mine:make (mine.py, line 43) returned list"),
-        ("\ndef make():\n    return Net().missing\n", "'Net' object has no attribute 'missing' (mine.py, line 44)"),
-        (
-            "\ndef loss(model, batch):\n    return model(batch[9])\n",
-            "IndexError: list index out of range (mine.py, line 44)",
-        ),
+        (f"{made}[1]\n", "mine:make (mine.py, line 43) returned list"),
+        ("\ndef loss(model, batch):\n    return model(batch[9])\n", "list index out of range (mine.py, line 44)"),
         ("\ndef make(settings):\n    return 1\n", "takes 1 arguments: write it to take none, or (config, context)"),
-        (
-            "\ndef make():\n    return Training(model=Net(), data=[data()[:5]], loss=loss)\n",
-            "the label says 8 images a step on a rank, 8 in 1 steps, rank 0 used 5",
-        ),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_with_its_name_and_line(
-    looked: Callable[..., Own], more: str, words: str
-) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        looked(more)
-    assert str(refusal.value).startswith("workload 'mine:make' cannot be measured: ")
-    assert words in str(refusal.value)
+        (f"{made}Training(model=Net(), data=[data()[:5]], loss=loss)\n", "8 in 1 steps, rank 0 used 5"),
+    ):
+        with pytest.raises(ConfigError, match="workload 'mine:make' cannot be measured: ") as refusal:
+            looked(more)
+        assert words in str(refusal.value)
 
 
 @pytest.mark.slow
@@ -258,10 +173,10 @@ def test_from_a_file_to_an_answer(call: Call, here: Path) -> None:
     assert {r["measured_sets"] > 0 for r in json.loads(said)} == {True}
     code, said, _ = call("run", "amp", *asked, "--seeds", "1", "--json")
     assert json.loads(said)[0]["measured_sets"] == 0
-    study = experiments.run("amp", preset="smoke", workload="mine:make", output_dir=out, seeds=1, quiet=True)
+    study = experiments.run("amp", preset="smoke", workload="mine:make", output_dir=out, seeds=1, quiet=True).study
     assert {r.config.work_name for r in (*study.records, *study.trials)} == {"mine:make"}
     assert {r.status for r in study.trials} == {"ok"}
-    assert "tiny" not in findings.finding(study).claim + plain(table(study))
+    assert "tiny" not in answer(study).finding.claim + plain(answer(study).table())
     own_modules.write(here, width=12)
     code, said, _ = call("run", "amp", *asked, "--json")
     assert json.loads(said)[0]["measured_sets"] == 1
@@ -272,11 +187,11 @@ def test_from_a_file_to_an_answer(call: Call, here: Path) -> None:
 
 
 def test_the_recommendation_keeps_trainings_apart(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "trace_output" / "ledger.jsonl")
-    mine = earlier(ledger, WHOLE)
+    config = setup(WHOLE).config(global_batch_size=8)
+    mine = make.record(config, environment=make.environment(hardware.machine()), code_version="code-1")
     ours = dataclasses.replace(mine, config=make.sets({})[0].config, family="ours")
-    ledger.append([ours])
+    Ledger(tmp_path / "trace_output" / "ledger.jsonl").append([mine, ours])
     for workload, family in (("mine:make", mine.family), (None, "ours")):
-        found = experiments.recommendation(output_dir=tmp_path, workload=workload)
+        found = experiments.recommendation(output_dir=tmp_path, workload=workload).study
         assert {r.family for r in found.records} == {family}
-    assert experiments.recommendation(output_dir=tmp_path, workload="mine:nothing").records == ()
+    assert experiments.recommendation(output_dir=tmp_path, workload="mine:nothing").study.records == ()

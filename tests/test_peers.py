@@ -16,7 +16,7 @@ from ddpm_lab.diffusion.unet import NETWORKS
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.plan import FLASH_ATTENTION
 from ddpm_lab.training import peers
-from ddpm_lab.workload import RankContext, Unsupported
+from ddpm_lab.workload import RankContext
 
 Make = Callable[[RunConfig, RankContext], peers.Peer]
 INSTALLED: list[Any] = [
@@ -106,15 +106,6 @@ def test_the_network_is_of_the_size_that_is_compared(config: RunConfig, make: Ma
 def test_the_ddpm_network_of_diffusers_is_the_labs(config: RunConfig) -> None:
     seen = made(peers.diffusers, "diffusers", dataclasses.replace(config, network="ddpm")).witness()
     assert seen["parameters"] == 35_746_307
-
-
-@pytest.mark.parametrize(("make", "module"), INSTALLED)
-def test_what_cannot_be_compared_is_unsupported(config: RunConfig, make: Make, module: str) -> None:
-    pytest.importorskip(module)
-    with pytest.raises(Unsupported, match="on one rank"):
-        make(dataclasses.replace(config, world_size=2), context(2))
-    with pytest.raises(Unsupported, match="has no network of the size of 'tiny'"):
-        make(dataclasses.replace(config, network="tiny"), context())
 
 
 @pytest.mark.gpu

@@ -17,8 +17,10 @@ from matplotlib.text import Text
 from PIL import Image, ImageFilter
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import figures, frames
+from ddpm_lab.explain import frames
+from ddpm_lab.explain.charts.style import png
 from ddpm_lab.ledger import Ledger
+from ddpm_lab.questions.answers import answer
 from ddpm_lab.record import LedgerError, RunRecord
 from ddpm_lab.reports import published
 
@@ -222,7 +224,7 @@ def test_no_published_records_are_a_problem(tmp_path: Path) -> None:
 def drawn(original: Path) -> Figure:
     """The answer's figure of the published records, before it is written."""
     records = Ledger(original / published.RECORDS / f"{SLUG}.jsonl").read()[0]
-    return figures.figure(frames.study(records, "amp"))
+    return answer(frames.study(records, "amp")).figure()
 
 
 @pytest.mark.slow
@@ -250,7 +252,7 @@ def test_another_number_in_a_figure_is_found(original: Path) -> None:
     """In each text of the figure the digits that look most alike are exchanged, one text at a time."""
     alike = str.maketrans("0123456789", "6745218309")
     figure = (original / published.FIGURES / SLUG / "03_amp.png").read_bytes()
-    assert figures.png(drawn(original)) == figure
+    assert png(drawn(original)) == figure
     changed = 0
     for i, text in enumerate(texts_of(drawn(original))):
         if digit := re.search(r"[0-8]", text.get_text()):
@@ -259,7 +261,7 @@ def test_another_number_in_a_figure_is_found(original: Path) -> None:
             texts_of(other)[i].set_text(
                 text.get_text()[:at] + digit.group().translate(alike) + text.get_text()[at + 1 :]
             )
-            assert not published.same_picture(figure, figures.png(other)), text.get_text()
+            assert not published.same_picture(figure, png(other)), text.get_text()
             changed += 1
     assert changed > 2
 
@@ -275,7 +277,7 @@ def test_a_moved_mark_in_a_figure_is_found(original: Path) -> None:
         other = drawn(original)
         x = np.asarray(line.get_xdata(), dtype=float)
         other.axes[0].lines[i].set_xdata(x + 0.004 * (high - low))  # three pixels
-        assert not published.same_picture(figure, figures.png(other)), i
+        assert not published.same_picture(figure, png(other)), i
 
 
 def encoded(pixels: np.ndarray) -> bytes:

@@ -34,7 +34,7 @@ def test_a_budget_that_makes_no_sense_is_refused(tmp_path: Path, minutes: Any) -
 
 
 def test_quick_without_minutes_measures_nothing(tmp_path: Path) -> None:
-    assert experiments.recommendation(output_dir=tmp_path).records == ()
+    assert experiments.recommendation(output_dir=tmp_path).study.records == ()
     assert not (tmp_path / "recommended.toml").exists()
 
 

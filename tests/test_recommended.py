@@ -16,7 +16,7 @@ from cells import column
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import decisions, findings, stats, tables
+from ddpm_lab.explain import decisions, findings, stats
 from ddpm_lab.explain.frames import study
 from ddpm_lab.explain.questions import recommendation as words
 from ddpm_lab.explain.questions.recommendation import (
@@ -27,6 +27,7 @@ from ddpm_lab.explain.questions.recommendation import (
     write_settings,
 )
 from ddpm_lab.ledger import Ledger
+from ddpm_lab.questions.answers import answer
 from ddpm_lab.record import LedgerError
 from ddpm_lab.space import Value
 from ddpm_lab.training.training_run import plan_training
@@ -215,31 +216,31 @@ def test_a_loader_that_learns_the_same_has_the_quality_of_the_step_before() -> N
 
 def test_one_set_recommends_nothing() -> None:
     found = of(planted.searched(sets=1))
-    said = findings.finding(planted.study(planted.searched(sets=1)))
+    said = answer(planted.study(planted.searched(sets=1))).finding
     assert found.count == 0
     assert (said.status, said.sets) == (decisions.TOO_FEW, 1)
     nothing = planted.searched(gains={"bf16": 0.8, "2 ranks": 0.7, "joined kernels": 0.9, "batch 16": 0.9})
     assert of(nothing).steps == ()
-    assert findings.finding(planted.study(nothing)).status == findings.ANSWERED
+    assert answer(planted.study(nothing)).finding.status == findings.ANSWERED
 
 
 def test_the_finding_says_what_was_tried_what_not_and_what_comes_next() -> None:
-    answer = planted.study(planted.searched(), train_images=1_000_000)
-    said = findings.finding(answer)
+    shown_study = planted.study(planted.searched(), train_images=1_000_000)
+    said = answer(shown_study).finding
     assert "Left out: tf32 (needs a CUDA device) and fp16 (needs a CUDA device)." in said.claim
     assert "Not tried: batch 16" in said.claim
     assert said.way_out == "ddpm-lab recommend --seeds 8 --network tiny --batch-size 8"
     assert said.ratio == pytest.approx(1.62, rel=0.03)
     assert said.sets == 6
-    shown = tables.table(answer)
+    shown = answer(shown_study).table()
     assert column(shown, "Configuration") == ["baseline", "+ 2 ranks", "+ bf16"]
     assert column(shown, "Recommended") == ["yes", "", ""]
-    known = replace(answer, trials=tuple(trials({**BF16, **TWO}, 0.0)))
-    assert findings.finding(known).status == findings.ANSWERED
-    assert column(tables.table(known), "Recommended") == ["", "", "yes"]
+    known = replace(shown_study, trials=tuple(trials({**BF16, **TWO}, 0.0)))
+    assert answer(known).finding.status == findings.ANSWERED
+    assert column(answer(known).table(), "Recommended") == ["", "", "yes"]
     assert "1,000,000 images" in shown[0]
     assert "Compiling pays off" not in shown[0]
-    assert len(words.tried_table(of(list(answer.records)))) == 6
+    assert len(words.tried_table(of(list(shown_study.records)))) == 6
 
 
 def test_the_next_change_is_the_one_that_is_expected_to_gain_most() -> None:
@@ -297,7 +298,7 @@ def test_records_of_several_machines_are_refused_unless_they_are_asked_for() -> 
     one = study([*here, *there], "recommendation", machine="Example CPU 9000, 2 cores")
     both = study([*here, *there], "recommendation", machine="all")
     assert [of(list(s.records)).best.sets for s in (one, both)] == [6, 12]
-    assert findings.finding(both).hardware.startswith("2 machines: ")
+    assert answer(both).finding.hardware.startswith("2 machines: ")
 
 
 @pytest.mark.parametrize(("sets", "known"), [(6, True), (6, False), (1, True)])
@@ -305,8 +306,10 @@ def test_the_file_is_what_train_takes(tmp_path: Path, synthetic: RunConfig, sets
     space = replace(planted.SPACE, baseline=synthetic)
     winner = replace(synthetic, precision="bf16", world_size=2)
     told = make.trials({"it": (winner, 0.0)}, baseline=synthetic, images=800)
-    answer = planted.study(planted.searched(space, sets=sets), output_dir=tmp_path, trials=tuple(told) if known else ())
-    path = write_settings(answer)
+    shown_study = planted.study(
+        planted.searched(space, sets=sets), output_dir=tmp_path, trials=tuple(told) if known else ()
+    )
+    path = write_settings(shown_study)
     assert path == tmp_path / "recommended.toml"
     settings = tomllib.loads(path.read_text())
     assert settings["train"] == {"steps": 800_000}
@@ -314,7 +317,7 @@ def test_the_file_is_what_train_takes(tmp_path: Path, synthetic: RunConfig, sets
     assert (settings["precision"], settings["world_size"]) == (("bf16", 2) if recommended else ("fp32", 1))
     assert ("so these are the settings of the baseline" in path.read_text()) != recommended
     config, schedule, _ = plan_training({"oversubscribe": True}, {}, file=path, cache=tmp_path / "cache")
-    wanted = of(list(answer.records), trials=answer.trials).config
+    wanted = of(list(shown_study.records), trials=shown_study.trials).config
     assert config.differences(wanted).keys() <= {"purpose", "workload", "oversubscribe"}
     assert config.data == synthetic.data
     assert schedule.steps == 800_000

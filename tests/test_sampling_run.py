@@ -1,26 +1,41 @@
-"""Images from a checkpoint: only what is missing is made, and a folder holds images of one kind."""
+"""Images from a checkpoint: each is decided by its seed and number, and only what is missing is made."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from test_checkpoint import made
+from torch import Tensor
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DiffusionConfig, RunConfig
+from ddpm_lab.diffusion.process import Diffusion
+from ddpm_lab.diffusion.sampling import denoise
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.progress import Progress
+from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.training import sampling_run
 from ddpm_lab.training.checkpoint import write
-from ddpm_lab.training.generation import write_grid
+from ddpm_lab.training.generation import (
+    generate,
+    generation,
+    image_generators,
+    image_name,
+    sampler_steps,
+    write_grid,
+    write_png,
+)
 from ddpm_lab.training.run_folder import RunFailed
 from ddpm_lab.training.sampling_run import Sampling, sample
+from ddpm_lab.workload import RankContext
 
 
 class Ranks:
@@ -118,20 +133,19 @@ def test_only_what_is_missing_is_made(checkpoint: Path, ranks: Callable[..., Ran
     assert len(draw(checkpoint, 10, seed=3, weights="trained")) == 10
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"seed": 1}, "seed is 1"),
-        ({"sampler": "ddpm"}, "sampler is 'ddpm'"),
-    ],
-)
-def test_images_of_other_settings_are_not_mixed(
-    checkpoint: Path, ranks: Callable[..., Ranks], settings: dict[str, Any], words: str
-) -> None:
+def test_images_of_other_settings_are_not_mixed(checkpoint: Path, ranks: Callable[..., Ranks]) -> None:
     ranks()
     draw(checkpoint, 3)
-    with pytest.raises(ConfigError, match=f"images of other settings .*{words}"):
-        draw(checkpoint, 3, **settings)
+    with pytest.raises(ConfigError, match=r"images of other settings \(sampler is 'ddpm'; seed is 1\)"):
+        draw(checkpoint, 3, sampler="ddpm", seed=1)
+    note = checkpoint.parent / "images" / "sampling.json"
+    for damaged in ("{", "[]", "null"):
+        note.write_text(damaged)
+        with pytest.raises(ConfigError, match="is damaged"):
+            draw(checkpoint, 3)
+    note.unlink()
+    with pytest.raises(ConfigError, match="images of another origin"):
+        draw(checkpoint, 3)
 
 
 def test_ranks_that_ran_otherwise_are_stopped(checkpoint: Path, ranks: Callable[..., Ranks]) -> None:
@@ -140,51 +154,106 @@ def test_ranks_that_ran_otherwise_are_stopped(checkpoint: Path, ranks: Callable[
         draw(checkpoint, 3, precision="bf16")
 
 
-def test_a_folder_of_other_images_is_left_alone(checkpoint: Path, ranks: Callable[..., Ranks]) -> None:
-    ranks()
-    folder = checkpoint.parent / "images"
-    folder.mkdir()
-    (folder / "000000.png").write_text("a user's")
-    with pytest.raises(ConfigError, match="images of another origin"):
-        draw(checkpoint, 3)
-    assert [p.name for p in folder.iterdir()] == ["000000.png"]
-    for damaged in ("{", "[]", "null"):
-        (folder / "sampling.json").write_text(damaged)
-        with pytest.raises(ConfigError, match="is damaged"):
-            draw(checkpoint, 3)
-
-
-@pytest.mark.parametrize(
-    ("count", "more", "words"),
-    [
+def test_bad_settings_are_refused(checkpoint: Path, ranks: Callable[..., Ranks]) -> None:
+    group = ranks()
+    bad: list[tuple[int, dict[str, Any], str]] = [
         (0, {}, "count is 0"),
         (1_000_001, {}, "count is 1,000,001: give at most 1,000,000"),
         (1, {"world_size": 3}, "3 CPU ranks need 3 cores"),
         (1, {"steps": 301}, "give at most the 300 timesteps"),
         (1, {"precision": "fp16"}, "precision 'fp16' needs a CUDA device: use fp32 or bf16 on a CPU"),
-    ],
-)
-def test_bad_settings_are_refused(
-    checkpoint: Path, ranks: Callable[..., Ranks], count: int, more: dict[str, Any], words: str
-) -> None:
-    group = ranks()
-    with pytest.raises(ConfigError, match=words):
-        draw(checkpoint, count, **more)
+    ]
+    for count, more, words in bad:
+        with pytest.raises(ConfigError, match=words):
+            draw(checkpoint, count, **more)
     assert group.configs == []
     assert not (checkpoint.parent / "images").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sampler", ["ddim", "ddpm"])
-def test_the_same_images_come_whatever_the_batch_and_ranks(checkpoint: Path, sampler: str) -> None:
-    seen = []
-    for world_size, batch_size in ((1, 6), (1, 4), (2, 2)):
-        if world_size > hardware.usable_cores():
-            continue
-        paths = draw(checkpoint, 6, world_size=world_size, batch_size=batch_size, sampler=sampler, steps=5)
-        seen.append(np.stack([np.asarray(Image.open(path), dtype=int) for path in paths]))
-        for path in paths:
-            path.unlink()
-    assert seen[0].shape == (6, 8, 8, 3)
-    assert all(abs(other - seen[0]).max() <= 1 for other in seen[1:])
-    assert len(np.unique(seen[0].reshape(6, -1), axis=0)) == 6
+# One rank's share
+
+CPU = torch.device("cpu")
+
+
+def context(rank: int = 0, world_size: int = 1) -> RankContext:
+    return RankContext(rank=rank, world_size=world_size, device="cpu", threads=1, mark=lambda _: None)
+
+
+def network(x: Tensor, t: Tensor) -> Tensor:
+    """Any function that treats each image alone."""
+    return torch.tanh(x * 0.7 + t[:, None, None, None] / 1000)
+
+
+def images(numbers: list[int], sampler: str = "ddpm", seed: int = 1) -> Tensor:
+    steps = sampler_steps(Diffusion(DiffusionConfig()), sampler, 7)
+    generators = image_generators(seed, numbers)
+    return generate(network, steps, generators, image_size=8, device=CPU, mark=lambda _: None)
+
+
+@pytest.mark.parametrize("sampler", ["ddpm", "ddim"])
+def test_an_image_depends_on_its_seed_and_number_alone(sampler: str) -> None:
+    """And is that of ``sampling.denoise``, which draws noise for a whole batch."""
+    (generator,) = image_generators(1, [5])
+    expected = torch.randn((1, 3, 8, 8), generator=generator)
+    for step in sampler_steps(Diffusion(DiffusionConfig()), sampler, 7):
+        expected = denoise(network, step, expected, generator=generator)
+    torch.testing.assert_close(images([5], sampler), expected)
+    together = images([0, 1, 2, 3, 4], sampler)
+    for split in ([[3], [0], [4], [1, 2]], [[4, 2, 0], [1, 3]]):
+        for numbers in split:
+            torch.testing.assert_close(images(numbers, sampler), together[numbers])
+    assert not torch.allclose(images([0], sampler), images([0], sampler, seed=2))
+    assert not torch.allclose(together[0], together[1])
+
+
+def test_a_grid_holds_the_pixels_of_its_files(tmp_path: Path) -> None:
+    paths = [tmp_path / image_name(n) for n in range(3)]
+    for path, value in zip(paths, (-1.0, 0.3, 1.0), strict=True):
+        write_png(path, torch.full((1, 3, 4, 4), value))
+    write_grid(paths, tmp_path / "grid.png")
+    grid = np.asarray(Image.open(tmp_path / "grid.png"))
+    assert grid.shape == (10, 10, 3)
+    for path, (top, left) in zip(paths, ((0, 0), (0, 6), (6, 0)), strict=True):
+        assert (grid[top : top + 4, left : left + 4] == np.asarray(Image.open(path))).all()
+
+
+@pytest.mark.parametrize(("precision", "kernels"), [("fp32", "aten"), ("fp32", "fused"), ("bf16", "fused")])
+def test_how_the_network_ran_is_witnessed(tmp_path: Path, precision: str, kernels: str) -> None:
+    write(tmp_path / "a.pt", made(RunConfig(image_size=8)))
+    options = (("checkpoint", str(tmp_path / "a.pt")), ("steps", 2), ("numbers", (0, 1)), ("folder", str(tmp_path)))
+    config = RunConfig(image_size=8, global_batch_size=2, options=options, precision=precision, kernels=kernels)
+    workload = generation(config, context())
+    assert workload.witness() == {"images": 0}
+    for numbers in workload.batches():
+        workload.step(numbers)
+    seen = {"rank": 0, "device": "cpu", "steps": 1, **workload.witness()}
+    assert mismatches(config, [seen]) == []
+    other = dataclasses.replace(config, precision="fp32" if precision == "bf16" else "bf16")
+    assert [line for line in mismatches(other, [seen]) if "precision" in line]
+    assert seen["kernels"] == kernels
+
+
+def test_ranks_share_the_missing_images(tmp_path: Path) -> None:
+    write(tmp_path / "a.pt", made(RunConfig(image_size=8)))
+    missing = (1, 2, 5, 6, 7)
+    options: dict[str, Any] = {"checkpoint": str(tmp_path / "a.pt"), "steps": 2, "numbers": missing}
+    found = {}
+    for world_size, batch in ((1, 8), (2, 4), (2, 2)):
+        folder = tmp_path / f"{world_size}-{batch}"
+        folder.mkdir()
+        given = tuple({**options, "folder": str(folder)}.items())
+        config = RunConfig(image_size=8, world_size=world_size, global_batch_size=batch, options=given)
+        made_by = 0
+        for rank in range(world_size):
+            workload = generation(config, context(rank, world_size))
+            batches = list(workload.batches())
+            assert len(batches) == -(-len(missing) // batch), "every rank takes as many steps"
+            for numbers in batches:
+                workload.step(numbers)
+            made_by += workload.witness()["images"]
+        assert made_by == len(missing)
+        paths = sorted(folder.iterdir())
+        assert [p.name for p in paths] == [image_name(n) for n in missing]
+        found[folder] = np.stack([np.asarray(Image.open(p), dtype=int) for p in paths])
+    first, *others = found.values()
+    assert all(abs(other - first).max() <= 1 for other in others)

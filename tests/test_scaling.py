@@ -8,11 +8,12 @@ import records as make
 from cells import by, column
 
 from ddpm_lab.config import ExchangeConfig, RunConfig
-from ddpm_lab.explain import decisions, findings, gains, scaling, tables
+from ddpm_lab.explain import decisions, gains, scaling
 from ddpm_lab.explain.bands import S000, bands
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.table import plain
 from ddpm_lab.plan import LOST, WEAK
+from ddpm_lab.questions.answers import answer
 from ddpm_lab.record import RunRecord
 
 ONE = RunConfig(device="cuda", network="seed", global_batch_size=64)
@@ -51,7 +52,7 @@ def _sets(
 
 
 def claim(*records: list[RunRecord], **values: Any) -> str:
-    return findings.finding(replace(study(*records), **values)).claim
+    return answer(replace(study(*records), **values)).finding.claim
 
 
 def study(*records: list[RunRecord]) -> Study:
@@ -69,7 +70,7 @@ def test_weak_scaling_is_over_equal_images() -> None:
 
 
 def test_the_answer_is_strong_scaling_with_efficiency_and_band_and_weak_is_told_beside_it() -> None:
-    found = findings.finding(study(strong({2: 1.84, 8: 6.45}), weak({8: 7.6})))
+    found = answer(study(strong({2: 1.84, 8: 6.45}), weak({8: 7.6}))).finding
     assert found.ratio == pytest.approx(6.45, rel=0.02)
     assert "with 2 GPUs (excellent) and 8" in found.claim
     assert "8 GPUs (good), by S001's bands; 8 GPUs: short of good scaling on one node (above 85 %)" in found.claim
@@ -77,7 +78,7 @@ def test_the_answer_is_strong_scaling_with_efficiency_and_band_and_weak_is_told_
 
 
 def test_weak_scaling_alone_is_an_answer_too() -> None:
-    found = findings.finding(study(weak({2: 1.8})))
+    found = answer(study(weak({2: 1.8}))).finding
     assert found.ratio == pytest.approx(1.8, rel=0.02)
     assert "90 % with 2 GPUs" in found.claim
 
@@ -87,7 +88,7 @@ def test_the_bands_are_those_that_were_asked_for() -> None:
     assert "(good), by S000's bands." in claim(records, bands=S000)
     own = bands({"splendid": 0.8, "rest": 0})
     assert "(splendid), by your own bands." in claim(records, bands=own)
-    (shown,) = [c for c in tables.table(replace(study(records), bands=own))[0] if "Efficiency" in c]
+    (shown,) = [c for c in answer(replace(study(records), bands=own)).table()[0] if "Efficiency" in c]
     assert shown == "Efficiency, by your own bands"
 
 
@@ -100,10 +101,10 @@ def test_an_efficiency_is_called_good_only_if_its_whole_interval_is() -> None:
     assert "short of good scaling on one node (above 85 %)" in between, "neither end is good"
     once = claim(strong({2: 1.99}, count=1))
     assert "(no interval, so no band)" in once
-    cell = tables.table(study(strong({2: 1.99}, count=1)))[-1]["Efficiency, by S001's bands"]
+    cell = answer(study(strong({2: 1.99}, count=1))).table()[-1]["Efficiency, by S001's bands"]
     assert "no interval" in cell
     assert "good scaling" not in once
-    assert findings.finding(study(strong({2: 1.99}, count=1))).status == decisions.TOO_FEW
+    assert answer(study(strong({2: 1.99}, count=1))).finding.status == decisions.TOO_FEW
 
 
 def test_more_than_the_ranks_can_give_has_no_band_and_says_what_it_may_be() -> None:
@@ -130,7 +131,7 @@ def test_ranks_of_a_cpu_share_its_cores() -> None:
 def test_families_that_do_not_scale_are_left_to_others() -> None:
     with_lost, without = study(strong({2: 1.6}), lost()), study(strong({2: 1.6}))
     assert [r.label for r in scaling.rows(with_lost)] == [r.label for r in scaling.rows(without)]
-    assert "no exchange" not in findings.finding(with_lost).claim + plain(tables.table(with_lost))
+    assert "no exchange" not in answer(with_lost).finding.claim + plain(answer(with_lost).table())
     changes = gains.measured(make.study(with_lost.records, "recommendation"))
     assert [r.label for r in changes] == ["2 GPUs"], "without an exchange nothing is trained"
 
@@ -141,10 +142,10 @@ def test_a_ratio_between_batches_is_no_recommendation() -> None:
 
 
 def test_the_table_shows_both_kinds_in_rows_of_their_own() -> None:
-    shown = tables.table(study(strong({2: 1.6}), weak({2: 1.9})))
+    shown = answer(study(strong({2: 1.6}), weak({2: 1.9}))).table()
     families = list(dict.fromkeys(column(shown, "Family")))
     assert families == ["seed, batch 64, strong scaling", "seed, batch 64 per rank, weak scaling"]
-    alone = tables.table(study(strong({2: 1.6})))
+    alone = answer(study(strong({2: 1.6}))).table()
     assert set(column(alone, "Family")) == {"seed, batch 64, strong scaling"}
     cell = by(alone, "Configuration")["2 GPUs"]["Efficiency, by S001's bands"]
     assert cell.startswith("80 %, good (")

@@ -16,8 +16,9 @@ from IPython.utils.capture import capture_output
 from records import sets, study, time_budget, trials
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import findings, show, tables
+from ddpm_lab.explain import show
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.questions.answers import answer
 
 BASE = RunConfig()
 
@@ -38,7 +39,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Interacti
 
 def shown(function: Any, of: Study) -> list[Any]:
     with capture_output() as captured:
-        function(of)
+        function(answer(of))
     assert captured.stdout == ""
     return list(captured.outputs)
 
@@ -69,11 +70,11 @@ def test_a_quality_that_is_not_measured_comes_with_its_command(amp: Study) -> No
 @pytest.mark.usefixtures("shell")
 def test_the_table_says_what_a_verdict_rests_on(amp: Study) -> None:
     judged = replace(amp, trials=tuple(trials({"bf16": (replace(BASE, precision="bf16"), 0.0)})))
-    (row,) = (r for r in tables.table(judged) if r["Configuration"] == "bf16")
+    (row,) = (r for r in answer(judged).table() if r["Configuration"] == "bf16")
     assert row["Quality"] == "not worse after 8,000 images (8 seeds)"
     assert " to " in row["Loss difference (90 % interval)"]
     assert row["Margin"].endswith(" % of the images")
-    assert "Margin" not in tables.table(amp)[0], "a column without a value"
+    assert "Margin" not in answer(amp).table()[0], "a column without a value"
     further = shown(show.more, judged)
     images = [o for o in further if "image/png" in o.data]
     assert all(image.metadata["image/png"]["alt"] for image in images)
@@ -113,7 +114,7 @@ class Table(html.parser.HTMLParser):
 @pytest.mark.usefixtures("shell")
 def test_the_table_holds_every_cell_with_numbers_to_the_right(amp: Study) -> None:
     (output,) = shown(show.table, amp)
-    frame = tables.table(amp)
+    frame = answer(amp).table()
     head, *body = (row for row in Table(output.data["text/html"]).rows if row)
     assert [cell[0].strip() for cell in head] == list(frame[0])
     assert [["".join(cell[0].split()) for cell in row] for row in body] == [
@@ -129,7 +130,7 @@ def test_the_table_holds_every_cell_with_numbers_to_the_right(amp: Study) -> Non
 @pytest.mark.usefixtures("shell")
 def test_the_finding_carries_what_the_index_reads(amp: Study) -> None:
     (output,) = shown(show.finding, amp)
-    found = findings.finding(amp)
+    found = answer(amp).finding
     values = output.metadata["ddpm_lab"]
     for name in ("headline", "claim", "notes", "verdict", "status", "hardware", "date", "sets", "quality", "way_out"):
         assert values[name] == getattr(found, name)

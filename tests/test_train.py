@@ -75,16 +75,14 @@ def test_a_step_is_the_plain_algorithm(config: RunConfig, decays: tuple[float, f
     assert trainer.witness()["ema_warmup"] is warmed
 
 
-@pytest.mark.parametrize("accumulation", [2, 4])
-def test_accumulation_changes_nothing_but_rounding(config: RunConfig, accumulation: int) -> None:
-    whole, parts = (Trainer(dataclasses.replace(config, accumulation=n), context()) for n in (1, accumulation))
+def test_accumulation_changes_nothing_but_rounding(config: RunConfig) -> None:
+    whole, parts = (Trainer(dataclasses.replace(config, accumulation=n), context()) for n in (1, 4))
     assert train(whole, 3) == pytest.approx(train(parts, 3), rel=1e-4)
     torch.testing.assert_close(weights(whole.network), weights(parts.network), rtol=1e-3, atol=2e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize(("kind", "bound"), [(Trainer, 1e-5), (DoublePrecision, 1e-9)])
+@pytest.mark.parametrize(("accumulation", "kind", "bound"), [(1, Trainer, 1e-5), (2, DoublePrecision, 1e-9)])
 def test_two_ranks_equal_one_on_the_same_global_batch(
     config: RunConfig, tmp_path: Path, accumulation: int, kind: type[Trainer], bound: float
 ) -> None:
@@ -135,7 +133,7 @@ def test_held_out_images_are_never_used(config: RunConfig) -> None:
 def test_the_witness_is_not_the_label(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that forgets its autocast is seen, whatever the configuration says."""
     trainer = Trainer(dataclasses.replace(config, precision="bf16"), context())
-    monkeypatch.setattr(trainer, "autocast", contextlib.nullcontext)
+    monkeypatch.setattr("ddpm_lab.training.train.autocast", lambda *_: contextlib.nullcontext())
     train(trainer, 1)
     assert trainer.witness()["precision"] == "fp32"
 
@@ -166,15 +164,3 @@ def test_precisions_on_a_gpu(config: RunConfig, precision: str) -> None:
     assert trainer.witness()["precision"] == precision
     assert np.isfinite(losses).all()
     assert trainer.witness()["autocast_scaler"] == (precision == "fp16")
-
-
-def test_the_hash_is_of_weights_and_averages(config: RunConfig) -> None:
-    """A frozen average would otherwise be taken for the same training."""
-    hashes = set()
-    for every in (1, 2):
-        optimizer = dataclasses.replace(config.optimizer, ema_every=every)
-        trainer = Trainer(dataclasses.replace(config, optimizer=optimizer), context())
-        train(trainer, 1)
-        hashes.add(trainer.weights_sha256())
-        trainer.close()
-    assert len(hashes) == 2

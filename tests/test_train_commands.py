@@ -17,59 +17,46 @@ from ddpm_lab.training.stopping import Stopped
 from ddpm_lab.training.training_run import Outcome
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_bad_input_is_refused_in_one_sentence(call: Call, tmp_path: Path) -> None:
+    for arguments, words in (
         ("train --steps 5", "--output-dir"),
         ("train --output-dir {} --steps 5 --data {}/none", "none"),
         ("train --output-dir {} --steps 5 --config {}/none.toml", "--config: cannot read"),
         ("sample {}/none.pt --count 3", "No such file"),
         ("sample . --count 3", "CHECKPOINT is '.': give a file, such as runs/first"),
         ("train --output-dir ~nosuchuser/a --steps 5", "~nosuchuser/a: there is no such user's home folder"),
-    ],
-)
-def test_bad_input_is_refused_in_one_sentence(call: Call, tmp_path: Path, arguments: str, words: str) -> None:
-    code, out, err = call(*arguments.replace("{}", str(tmp_path)).split())
-    assert (code, out) == (2, ""), err
-    assert err.startswith("ddpm-lab: ")
-    assert len(err.splitlines()) == 1
-    assert words in err
+    ):
+        code, out, err = call(*arguments.replace("{}", str(tmp_path)).split())
+        assert (code, out) == (2, ""), err
+        assert err.startswith("ddpm-lab: ")
+        assert len(err.splitlines()) == 1
+        assert words in err
     assert list(tmp_path.iterdir()) == [], "nothing was begun"
 
 
-@pytest.mark.parametrize(
-    ("end", "ending"),
-    [
-        (RunFailed("the loss is no longer finite at step 7"), (1, "ddpm-lab: the loss is no longer finite at step 7")),
-        (Stopped(15), (143, "SIGTERM, stopped at once; the same command starts again: nothing was trained this time")),
-        (Stopped(2), (130, "SIGINT, stopped at once; the same command starts again: nothing was trained this time")),
-    ],
-)
 def test_how_a_run_ends_is_its_exit_code(
-    call: Call, data: Path, monkeypatch: pytest.MonkeyPatch, end: BaseException, ending: tuple[int, str]
+    call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def train(*_: object, **__: object) -> Outcome:
-        raise end
-
-    monkeypatch.setattr(training_run, "train", train)
-    folder = data.parent / "run"
-    code, out, err = call("train", "--data", data, "--image-size", 8, "--steps", 9, "--output-dir", folder)
-    assert (code, out) == (ending[0], "")
-    assert ending[1] in err.splitlines()[-1]
-
-
-def test_a_signal_says_how_to_go_on(call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def train(*_: object, stop: Any, **__: object) -> Outcome:
-        stop.number = 15
-        return Outcome(step=5, checkpoint=tmp_path / "a.pt", loss=0.25)
-
-    monkeypatch.setattr(training_run, "train", train)
-    code, out, err = call("train", "--data", data, "--image-size", 8, "--steps", 9, "--output-dir", tmp_path)
-    assert (code, out) == (143, "")
-    assert err.splitlines()[-2:] == [
-        "train: step 5 of 9, loss 0.2500",
-        "SIGTERM, saved after step 5: the same command goes on from there",
+    at_once = "stopped at once; the same command starts again: nothing was trained this time"
+    saved = "SIGTERM, saved after step 5: the same command goes on from there"
+    ends: list[tuple[Any, int, str]] = [
+        (RunFailed("the loss is no longer finite at step 7"), 1, "ddpm-lab: the loss is no longer finite at step 7"),
+        (Stopped(15), 143, f"ddpm-lab: SIGTERM, {at_once}"),
+        (Stopped(2), 130, f"ddpm-lab: SIGINT, {at_once}"),
+        (Outcome(step=5, checkpoint=tmp_path / "a.pt", loss=0.25), 143, saved),
     ]
+    for end, code, last in ends:
+
+        def train(*_: object, stop: Any, end: Any = end, **__: object) -> Outcome:
+            if isinstance(end, BaseException):
+                raise end
+            stop.number = 15
+            assert isinstance(end, Outcome)
+            return end
+
+        monkeypatch.setattr(training_run, "train", train)
+        found, out, err = call("train", "--data", data, "--image-size", 8, "--steps", 9, "--output-dir", tmp_path)
+        assert (found, out, err.splitlines()[-1]) == (code, "", last)
 
 
 @pytest.mark.slow

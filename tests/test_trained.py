@@ -9,12 +9,12 @@ import records as make
 from cells import column
 
 from ddpm_lab.config import CHECK, RunConfig
-from ddpm_lab.explain import figures, learned, trained
+from ddpm_lab.explain import trained as learned
 from ddpm_lab.explain.comparisons import comparisons
-from ddpm_lab.explain.findings import finding
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.tables import more, table
 from ddpm_lab.plan import NOT_TRAINED, WITH_TRIALS
+from ddpm_lab.questions import quality as trained
+from ddpm_lab.questions.answers import answer
 
 BF16, LARGE, MICRO = RunConfig(precision="bf16"), RunConfig(global_batch_size=64), RunConfig(accumulation=2)
 SPEEDS = {"bf16": (BF16, 1.6), "batch 64": (LARGE, 1.3), "2 micro-batches": (MICRO, 0.9)}
@@ -27,7 +27,7 @@ def studied(seeds: int = 8) -> Study:
 
 
 def test_the_answer_is_the_fastest_that_is_not_worse() -> None:
-    found = finding(studied())
+    found = answer(studied()).finding
     assert found.status == "answered"
     assert found.headline.startswith("bf16 trains 1.6")
     assert found.headline.endswith("times as fast as fp32, not worse after 8,000 images; batch 64 is worse")
@@ -47,18 +47,18 @@ def test_another_baseline_is_not_passed_over_in_silence() -> None:
     )
     of = studied()
     both = replace(make.study([*earlier, *of.records], "quality"), trials=of.trials)
-    assert "from another baseline, and not shown here: tiny, batch 128." in finding(both).claim
-    assert "another baseline" not in finding(of).claim
+    assert "from another baseline, and not shown here: tiny, batch 128." in answer(both).finding.claim
+    assert "another baseline" not in answer(of).finding.claim
 
 
 def test_too_few_seeds_give_no_answer() -> None:
-    found = finding(studied(3))
+    found = answer(studied(3)).finding
     assert found.status == "not enough data"
     assert found.headline == "Not enough data for a verdict on 3 settings"
 
 
 def test_speeds_without_trials_are_speeds_alone() -> None:
-    assert finding(replace(studied(), trials=())).quality == "quality not measured"
+    assert answer(replace(studied(), trials=())).finding.quality == "quality not measured"
 
 
 def test_images_to_a_loss_are_those_of_the_trials() -> None:
@@ -70,11 +70,11 @@ def test_images_to_a_loss_are_those_of_the_trials() -> None:
     assert float(learned.images_to_reach(trials, aim).replace(",", "")) == pytest.approx(0.9 * 8_000, rel=0.05)
     assert learned.images_to_reach(trials, 0.1) == "not reached (8 of 8 seeds)"
     base = learned.baseline_trials(trained.rows(of))
-    assert table(of)[0]["Images to the same loss"] == learned.images_to_reach(base, aim)
+    assert answer(of).table()[0]["Images to the same loss"] == learned.images_to_reach(base, aim)
 
 
 def test_the_table_has_a_row_for_each_configuration() -> None:
-    frame = table(studied())
+    frame = answer(studied()).table()
     assert column(frame, "Configuration") == ["fp32 (baseline)", "bf16", "batch 64", "2 micro-batches"]
     assert column(frame, "Seeds") == ["8"] * 4
     assert frame[2]["Quality"] == "worse after 8,000 images (8 seeds)"
@@ -86,7 +86,7 @@ def test_a_setting_that_is_not_resolved_hides_none_that_is_faster() -> None:
     of = replace(make.study(few, "quality"), trials=tuple(make.trials(LOSSES)))
     rows = {r.label: r for r in trained.rows(of)}
     assert not trained.faster(rows["2 micro-batches"])
-    assert finding(of).headline.startswith("bf16 trains 1.6")
+    assert answer(of).finding.headline.startswith("bf16 trains 1.6")
 
 
 def checked(study: Study, error: float) -> Study:
@@ -108,14 +108,16 @@ def test_checks_are_no_rows_and_are_told_where_they_fail(name: str) -> None:
     sound, wrong = checked(plain, 0.0), checked(plain, 0.9)
     for study in (sound, wrong):
         assert [r.label for r in comparisons(study)] == [r.label for r in comparisons(plain)]
-        assert table(study) == table(plain)
-        assert finding(study).headline == finding(plain).headline
-        assert figures.figure(study).axes
-        (shown,) = (frame for caption, frame in more(study) if caption.startswith("Loss and gradient of a step"))
+        assert answer(study).table() == answer(plain).table()
+        assert answer(study).finding.headline == answer(plain).finding.headline
+        assert answer(study).figure().axes
+        (shown,) = (
+            frame for caption, frame in answer(study).tables() if caption.startswith("Loss and gradient of a step")
+        )
         assert column(shown, "Configuration") == list(SPEEDS)
-    assert repr(finding(sound)) == repr(finding(plain))
-    assert "he gradient of bf16 is not as expected" in finding(wrong).claim
-    assert not [caption for caption, _ in more(plain) if caption.startswith("Loss and gradient of a step")]
+    assert repr(answer(sound).finding) == repr(answer(plain).finding)
+    assert "he gradient of bf16 is not as expected" in answer(wrong).finding.claim
+    assert not [caption for caption, _ in answer(plain).tables() if caption.startswith("Loss and gradient of a step")]
 
 
 def test_what_a_check_kept_from_being_trained_is_said_with_its_reason() -> None:
@@ -125,7 +127,7 @@ def test_what_a_check_kept_from_being_trained_is_said_with_its_reason() -> None:
         speeds = make.sets(SPEEDS, experiment=name, family="tiny, batch 32")
         others = tuple(t for t in make.trials(LOSSES) if t.label != "bf16")
         of = replace(make.study([*speeds, note], name), trials=others)
-        assert why in finding(of).claim
+        assert why in answer(of).finding.claim
         row = next(r for r in comparisons(of) if r.label == "bf16")
         assert (row.quality, bool(row.sets)) == ("not measured", True), "its speed stands, without a verdict"
 
@@ -133,4 +135,4 @@ def test_what_a_check_kept_from_being_trained_is_said_with_its_reason() -> None:
 def test_of_too_few_sets_nothing_is_called_faster() -> None:
     speeds = make.sets(SPEEDS, experiment="quality", family="tiny, batch 32", count=2)
     of = replace(make.study(speeds, "quality"), trials=tuple(make.trials(LOSSES)))
-    assert "which is faster is not known" in finding(of).headline
+    assert "which is faster is not known" in answer(of).finding.headline

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -16,14 +18,16 @@ from test_checkpoint import made
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import TRAINING, DiffusionConfig, OptimizerConfig, RunConfig
+from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.others import CoreWatch
 from ddpm_lab.measure.progress import Progress
-from ddpm_lab.training import training_run
+from ddpm_lab.settings_file import configuration, read_settings, settings_text
+from ddpm_lab.training import stopping, training_run
 from ddpm_lab.training.checkpoint import read, write
-from ddpm_lab.training.run_folder import RunFailed, checkpoints_in
+from ddpm_lab.training.run_folder import RunFailed, RunFolder, checkpoints_in
 from ddpm_lab.training.stopping import Stop, Stopped
-from ddpm_lab.training.training_run import Outcome, Schedule, train
+from ddpm_lab.training.training_run import Outcome, Schedule, plan_training, train
 
 CONFIG = RunConfig(workload=TRAINING, purpose="quality", image_size=8, world_size=2, global_batch_size=8)
 
@@ -135,8 +139,8 @@ def test_threads_follow_the_free_cores(
 
 def test_chunks_last_a_second_and_end_where_something_is_due(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
     group = ranks()
-    outcome = run(tmp_path, 29, save_every=10, sample_every=7, evaluate_every=0, keep=2)
-    done = [(name, value) for name, value in group.calls if name != "advance"]
+    outcome = run(tmp_path, 29, save_every=10, sample_every=7, evaluate_every=12, keep=2)
+    done = [(name, value) for name, value in group.calls if name not in ("advance", "held_out_loss")]
     assert done == [
         *(("samples", 7), ("save", 10), ("samples", 14), ("save", 20), ("samples", 21), ("samples", 28)),
         *(("save", 29), ("samples", 29)),
@@ -144,13 +148,9 @@ def test_chunks_last_a_second_and_end_where_something_is_due(tmp_path: Path, ran
     assert max(steps for name, steps in group.calls if name == "advance") <= 5
     assert [r["step"] for r in logged(tmp_path)] == list(range(1, 30))
     assert steps_in(tmp_path) == [20, 29]
+    assert [r["step"] for r in logged(tmp_path) if "held_out_loss" in r] == [12, 24, 29]
+    assert (outcome.held_out_loss, outcome.checkpoint.parent) == (0.5, tmp_path / "checkpoints")
     assert outcome.checkpoint == tmp_path / "checkpoints" / "step-00000029.pt"
-
-
-def test_held_out_losses_stand_in_the_row_of_their_step(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
-    ranks()
-    assert run(tmp_path, 12, evaluate_every=5, sample_every=0).held_out_loss == 0.5
-    assert [r["step"] for r in logged(tmp_path) if "held_out_loss" in r] == [5, 10, 12]
 
 
 def test_the_same_command_goes_on(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
@@ -174,47 +174,16 @@ def test_the_same_command_goes_on(tmp_path: Path, ranks: Callable[..., Ranks]) -
     assert len(logged(tmp_path)) == 31
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_stops_after_the_chunk(tmp_path: Path, ranks: Callable[..., Ranks], number: int) -> None:
-    with Stop() as stop:
-        ranks(lambda what, step: os.kill(os.getpid(), number) if (what, step) == ("loss", 3) else None)
-        outcome = run(tmp_path, 30, stop=stop)
-    assert stop.number == number
-    assert 3 <= outcome.step < 10
-    assert steps_in(tmp_path) == [outcome.step] == [read(outcome.checkpoint).step]
-    assert len(logged(tmp_path)) == outcome.step
-
-
-@pytest.mark.parametrize("what", ["start", "loss"])
-def test_a_signal_before_a_step_is_trained_ends_at_once(tmp_path: Path, ranks: Callable[..., Ranks], what: str) -> None:
-    """There is nothing to save while ranks build, or compile in their first step."""
-    group = ranks(lambda now, _: os.kill(os.getpid(), signal.SIGTERM) if now == what else None)
-    with pytest.raises(Stopped), Stop() as stop:
-        run(tmp_path, 30, stop=stop)
-    assert (stop.number, stop.gentle, group.calls, logged(tmp_path)) == (None, False, [], [])
-
-
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, ranks: Callable[..., Ranks], bad: float) -> None:
-    ranks(lambda what, step: bad if what == "loss" and step >= 13 else None)
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
+    ranks(lambda what, step: math.nan if what == "loss" and step >= 13 else None)
     words = r"the loss is no longer finite at step 13: .*the last good checkpoint is .*step-00000010\.pt"
     with pytest.raises(RunFailed, match=words):
         run(tmp_path, 30, save_every=5, sample_every=0, evaluate_every=0)
     assert steps_in(tmp_path) == [5, 10]
     assert [r["step"] for r in logged(tmp_path)] == list(range(1, 13))
-
-
-@pytest.mark.parametrize("what", ["save", "samples"])
-def test_what_cannot_be_written_ends_the_run(tmp_path: Path, ranks: Callable[..., Ranks], what: str) -> None:
-    ranks(lambda method, step: "cannot write x: No space left on device" if (method, step) == (what, 10) else None)
-    last = {"save": 5, "samples": 10}[what]
-    words = rf"cannot write x: No space left on device; the last good checkpoint is .*step-{last:08d}\.pt"
-    with pytest.raises(RunFailed, match=words):
-        run(tmp_path, 30, save_every=5, sample_every=10, evaluate_every=0)
-    assert steps_in(tmp_path)[-1] == last
 
 
 def test_a_rank_that_fails_is_named(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
@@ -241,38 +210,22 @@ def test_an_unreadable_checkpoint_is_set_aside(tmp_path: Path, ranks: Callable[.
     ]
 
 
-def test_without_a_readable_checkpoint_nothing_is_begun_anew(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
-    ranks()
-    run(tmp_path, 10, save_every=5, sample_every=0, evaluate_every=0)
-    for path in checkpoints_in(tmp_path / "checkpoints"):
-        path.write_bytes(b"PK\x03\x04")
-    group = ranks()
-    with pytest.raises(ConfigError, match=r"no checkpoint in .* can be read: move them away"):
-        run(tmp_path, 20)
-    assert group.calls == []
-    assert len(logged(tmp_path)) == 10
-    assert steps_in(tmp_path) == [5, 10]
-
-
-LEARNS_OTHERWISE: list[tuple[dict[str, Any], str]] = [
-    ({"seed": 1}, "seed is 1, and was 0"),
-    ({"data_sha256": "ab"}, "data_sha256 is 'ab'"),
-    ({"diffusion": DiffusionConfig(objective="v")}, r"diffusion\.objective is 'v', and was 'noise'"),
-    ({"optimizer": OptimizerConfig(learning_rate=1e-3)}, r"optimizer\.learning_rate is 0\.001, and was 0\.0002"),
-]
-
-
-@pytest.mark.parametrize(("settings", "words"), LEARNS_OTHERWISE)
-def test_a_run_that_learns_something_else_is_refused(
-    tmp_path: Path, ranks: Callable[..., Ranks], settings: dict[str, Any], words: str
-) -> None:
+def test_a_run_that_learns_something_else_is_refused(tmp_path: Path, ranks: Callable[..., Ranks]) -> None:
     ranks()
     run(tmp_path, 5, sample_every=0, evaluate_every=0)
-    config = (tmp_path / "config.toml").read_text()
+    before = (tmp_path / "config.toml").read_text()
     group = ranks()
-    with pytest.raises(ConfigError, match=rf"learns something else \({words}"):
-        run(tmp_path, 10, config=dataclasses.replace(CONFIG, **settings))
-    assert (group.calls, (tmp_path / "config.toml").read_text()) == ([], config)
+    others: list[tuple[dict[str, Any], str]] = [
+        ({"seed": 1}, "seed is 1, and was 0"),
+        ({"data_sha256": "ab"}, "data_sha256 is 'ab'"),
+        ({"diffusion": DiffusionConfig(objective="v")}, r"diffusion\.objective is 'v', and was 'noise'"),
+        ({"optimizer": OptimizerConfig(learning_rate=1e-3)}, r"optimizer\.learning_rate is 0\.001, and was 0\.0002"),
+    ]
+    for settings, words in others:
+        with pytest.raises(ConfigError, match=rf"learns something else \({words}"):
+            run(tmp_path, 10, config=dataclasses.replace(CONFIG, **settings))
+    assert (group.calls, (tmp_path / "config.toml").read_text()) == ([], before)
+    run(tmp_path, 6, config=dataclasses.replace(CONFIG, precision="bf16", world_size=1, loader="files"))
 
 
 def test_every_setting_is_decided() -> None:
@@ -284,3 +237,218 @@ def test_every_setting_is_decided() -> None:
     }
     assert {f.name for f in dataclasses.fields(RunConfig)} == computed | set(training_run.LEARNED)
     assert {f.name for f in dataclasses.fields(OptimizerConfig)} == {"adam", "ema", *training_run.LEARNED_BY}
+
+
+# --- from a file and the command line to a run ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cores and no GPU."""
+    monkeypatch.setattr(hardware, "gpus", lambda: ())
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
+
+
+def plan(
+    data: Path, text: str = "", schedule: dict[str, Any] | None = None, **flags: Any
+) -> tuple[RunConfig, Schedule]:
+    file = data.parent / "settings.toml"
+    file.write_text(text)
+    given = {name.replace("__", "."): value for name, value in flags.items()}
+    times = {"steps": 10} if schedule is None else schedule
+    config, planned, _ = plan_training(
+        {"data": str(data), "image_size": 8, **given}, times, file=file if text else None, cache=data.parent
+    )
+    return config, planned
+
+
+@pytest.mark.usefixtures("machine")
+def test_without_settings_the_trainers_own(data: Path) -> None:
+    config, schedule = plan(data)
+    assert (config.workload, config.device, config.network, config.global_batch_size) == (TRAINING, "cpu", "tiny", 32)
+    assert (config.precision, config.kernels, config.loader) == ("bf16", "fused", "packed")
+    assert plan(data, compile="whole")[0].kernels == plan(data, channels_last=False)[0].kernels == "aten"
+    assert len(config.data_sha256) == 64
+    assert schedule == Schedule(steps=10)
+
+
+@pytest.mark.usefixtures("machine")
+def test_the_command_line_wins_over_the_file(data: Path) -> None:
+    text = """
+seed = 4
+precision = "fp32"
+[optimizer]
+learning_rate = 1e-3
+clip_norm = "none"
+[train]
+steps = 99
+save_every = 7
+"""
+    config, schedule = plan(data, text, schedule={"steps": 5}, precision="bf16", optimizer__learning_rate=2e-3)
+    assert (config.seed, config.precision) == (4, "bf16")
+    assert (config.optimizer.learning_rate, config.optimizer.clip_norm) == (2e-3, None)
+    assert config.optimizer.ema_warmup, "real runs are looked at from their first grid on"
+    assert schedule == Schedule(steps=5, save_every=7)
+
+
+@pytest.mark.usefixtures("machine")
+def test_what_ran_can_be_run_again(data: Path, tmp_path: Path) -> None:
+    config, schedule = plan(data, seed=3)
+    with RunFolder(tmp_path) as folder:
+        folder.write_settings(config, {"steps": 10})
+    again = plan_training({}, {}, file=tmp_path / "config.toml", cache=tmp_path)
+    assert again[:2] == (config, schedule)
+
+
+BAD: list[tuple[str, dict[str, Any] | None, dict[str, Any], str]] = [
+    ("", {}, {}, "how long to train is not given"),
+    ("", {"steps": 0}, {}, "steps is 0"),
+    ("", None, {"world_size": 4}, "4 CPU ranks need 4 cores"),
+    ("loader = 'files'\nloader_workers = 3", None, {}, "loader_workers is 3: 2 cores are usable, give at most"),
+    ("", None, {"device": "cuda", "network": "tiny"}, "no GPU is visible"),
+    ("[device]\nname = 'cpu'", None, {}, "device is {'name': 'cpu'}: choose"),
+    ("[train]\nmagic = 1", None, {}, "has no setting 'magic'"),
+    ("train = 3", {}, {}, "train is 3: give a table"),
+    ("optimizer = 3", None, {"optimizer__learning_rate": 1.0}, "optimizer is 3: give a table"),
+    ("workload = 'os:system'", None, {}, "workload is not for a file"),
+    ("world_size = 2\n[exchange]\nenabled = false", None, {}, "train a network each"),
+]
+
+
+@pytest.mark.usefixtures("machine")
+def test_bad_settings_are_refused(data: Path) -> None:
+    for text, schedule, flags, words in BAD:
+        with pytest.raises(ConfigError, match=words) as caught:
+            plan(data, text, schedule, **flags)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("machine")
+def test_other_images_than_the_file_names_are_refused(data: Path, tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text(f'image_size = 8\ndata = "{data}"\ndata_sha256 = "{"0" * 64}"\n[train]\nsteps = 3\n')
+    with pytest.raises(ConfigError, match="are not those that data_sha256 names"):
+        plan_training({}, {}, file=file, cache=tmp_path)
+    config, _, _ = plan_training({"data": str(data)}, {}, file=file, cache=tmp_path)
+    assert config.data_sha256 != "0" * 64
+
+
+# --- the folder ----------------------------------------------------------------------------------------------------
+
+
+def row(step: int, **more: Any) -> dict[str, Any]:
+    return {"step": step, "loss": 1 / step, "images_per_second": 9.5, **more}
+
+
+def both_logs(folder: Path) -> tuple[list[int], list[int]]:
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    with (folder / "log.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert [float(r["loss"]) for r in table] == [r["loss"] for r in lines]
+    assert [r["held_out_loss"] for r in table] == [str(r.get("held_out_loss", "")) for r in lines]
+    return [r["step"] for r in lines], [int(r["step"]) for r in table]
+
+
+def test_a_log_is_cut_back_to_where_a_run_goes_on(tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as folder:
+        folder.open_logs(0)
+        folder.log([row(1), row(2, held_out_loss=0.25, held_out_by_time=[0.1, 0.2])])
+        folder.log([row(3), row(4)])
+        folder.sync_logs()
+    assert both_logs(tmp_path) == ([1, 2, 3, 4],) * 2
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')  # killed while it wrote
+    with RunFolder(tmp_path) as folder:
+        folder.open_logs(3)
+        folder.log([row(4)])
+    assert both_logs(tmp_path) == ([1, 2, 3, 4],) * 2
+    with RunFolder(tmp_path) as folder:
+        folder.open_logs(0)
+    assert both_logs(tmp_path) == ([], [])
+
+
+def test_two_runs_do_not_work_in_one_folder(tmp_path: Path) -> None:
+    with RunFolder(tmp_path), pytest.raises(ConfigError, match="another run works in"), RunFolder(tmp_path):
+        pass
+    with RunFolder(tmp_path):
+        pass
+
+
+def test_the_newest_checkpoints_stay_and_what_is_half_written_goes(tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as folder:
+        for step in (5, 10, 99_999_999, 100_000_000, 20):
+            folder.checkpoint(step).touch()
+        (folder.checkpoints / "mine.pt").touch()
+        (folder.checkpoints / "step-00000030.pt.17.partial").touch()
+        (folder.samples / "step-00000030.png.17.partial").touch()
+        assert [p.name for p in checkpoints_in(folder.checkpoints)][:2] == ["step-100000000.pt", "step-99999999.pt"]
+        folder.keep(3)
+        folder.set_aside([folder.checkpoint(20)])
+    names = {p.name for p in tmp_path.rglob("*") if p.is_file()}
+    assert {"step-100000000.pt", "step-99999999.pt", "step-00000020.pt.unreadable", "mine.pt"} < names
+    assert not {"step-00000005.pt", "step-00000010.pt", "step-00000020.pt"} & names
+    with RunFolder(tmp_path):
+        assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with RunFolder(tmp_path) as folder:
+        folder.open_logs(0)
+        folder._files[0].close()
+        folder._files[0] = Path("/dev/full").open("w")  # noqa: SIM115 - closed with the run
+        with pytest.raises(RunFailed, match=r"cannot write to .*: No space left"):
+            folder.log([row(1)])
+        monkeypatch.setattr(os, "fsync", full)  # a network's disk may say so only now
+        with pytest.raises(RunFailed, match=r"cannot write to .*: No space left"):
+            folder.sync_logs()
+
+
+def test_settings_that_are_written_are_read_back(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    config = RunConfig(
+        data='a "folder"\\with ünusual\tname',
+        diffusion=DiffusionConfig(loss="l2", min_snr_gamma=5.0),
+        optimizer=OptimizerConfig(clip_norm=None, learning_rate=1e-5, betas=(0.9, 0.999)),
+    )
+    file.write_text(settings_text({name: value for name, value in config.as_dict().items() if name != "options"}))
+    assert configuration(read_settings(file, "a"), "a") == config
+    values = {"each": [math.inf, -math.inf, 1e-05, [True, "a"]], "part": {"least": math.nan}}
+    file.write_text(settings_text(values))
+    assert repr(read_settings(file, "a")) == repr(values)
+    for text, words in (
+        ("network = ", "is not TOML"),
+        ("magic = 1", "no setting 'magic'"),
+        ("network = 'x'", "is 'x'"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=rf"a\.toml.*{words}"):
+            configuration(read_settings(file, "--config"), str(file))
+
+
+# --- signals -------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_signal_is_noted_and_the_second_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "REPEAT_SECONDS", 0.0)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        before = signal.getsignal(number)
+        with Stop() as stop:
+            stop.gentle = True
+            os.kill(os.getpid(), number)
+            assert stop.number == number
+            with pytest.raises(Stopped) as caught:
+                os.kill(os.getpid(), signal.SIGTERM)
+        assert caught.value.number == signal.SIGTERM
+        assert signal.getsignal(number) == before
+
+
+def test_a_signal_that_is_passed_on_does_not_break_into_what_the_first_has_begun_to_end() -> None:
+    with Stop():
+        with pytest.raises(Stopped):
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Stopped):
+            os.kill(os.getpid(), signal.SIGINT)

@@ -49,8 +49,8 @@ def add_options(subparsers: Any) -> None:
 def bottleneck_command(options: argparse.Namespace) -> int:
     """Measure what is missing, write the report, and print its summary; 1 where there is nothing to report."""
     from ddpm_lab.explain import subject  # noqa: PLC0415
-    from ddpm_lab.explain.questions import bottleneck, bottleneck_page  # noqa: PLC0415
-    from ddpm_lab.questions import experiments  # noqa: PLC0415 - commands load what they need
+    from ddpm_lab.explain.questions import bottleneck  # noqa: PLC0415
+    from ddpm_lab.questions import bottleneck_page, experiments  # noqa: PLC0415
 
     output = output_folder(options.output_dir)
     remarks: list[str] = []

@@ -34,13 +34,11 @@ def check(options: argparse.Namespace) -> int:
 
 def _instrument(options: argparse.Namespace) -> int:
     """Check the instrument, twice if it fails once."""
-    from ddpm_lab.explain import calibration  # noqa: PLC0415
-    from ddpm_lab.explain.figure_calibration import save  # noqa: PLC0415
-    from ddpm_lab.questions.calibrate import calibrate as measure  # noqa: PLC0415
+    from ddpm_lab.questions import calibrate as calibration  # noqa: PLC0415
 
     output = output_folder(options.output_dir)
     for attempt in (1, 2):
-        records = measure(minutes=options.minutes, device=options.device, output_dir=output)
+        records = calibration.calibrate(minutes=options.minutes, device=options.device, output_dir=output)
         found = calibration.calibration(records)
         if found is None or found.passed or found.sets < calibration.LEAST_SETS:
             break
@@ -49,7 +47,7 @@ def _instrument(options: argparse.Namespace) -> int:
     if found is None:
         print("ddpm-lab: no set of the calibration was completed", file=sys.stderr)
         return 1
-    figure = save(found, output)
+    figure = calibration.save_figure(found, output)
     tell(options, {**found.as_dict(), "figure": str(figure)}, [*calibration.lines(found), f"figure: {figure}"])
     return 0 if found.passed else 1
 

@@ -73,14 +73,12 @@ def compare(options: argparse.Namespace) -> int:
         if tracker:
             track(tracker, measured)
         return int(not found.complete)
-    from ddpm_lab.explain.gate import outcome, summary  # noqa: PLC0415
-
-    judged = outcome(found.study, threshold)
+    judged = gate.outcome(found.answer, threshold)
     code = judged.exit_code(strict=options.strict)
     said = {"status": judged.status, "sentence": judged.sentence, "threshold": threshold, "exit_code": code}
     text = json.dumps({**found.as_dict(), "gate": said}, indent=1) if options.json else f"{found}\n{judged.sentence}"
     print(text, flush=True)
-    _summarise(options, summary(found.study, judged, threshold))
+    _summarise(options, gate.summary(found.answer, judged, threshold))
     if tracker:
         track(tracker, measured)
     return code
@@ -101,7 +99,7 @@ def _check_sides(options: argparse.Namespace, *, gated: bool) -> None:
 
 
 def _unchanged(sentence: str, options: argparse.Namespace) -> int:
-    from ddpm_lab.explain.gate import EXIT_CODES, IDENTICAL  # noqa: PLC0415
+    from ddpm_lab.questions.gate import EXIT_CODES, IDENTICAL  # noqa: PLC0415
 
     text = f"{IDENTICAL}: {sentence}"
     said = {"status": IDENTICAL, "sentence": text, "exit_code": EXIT_CODES[IDENTICAL]}

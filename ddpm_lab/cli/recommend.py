@@ -63,7 +63,7 @@ def recommend_command(options: argparse.Namespace) -> int:
         raise ConfigError(f"minutes is {options.minutes!r}: give a number above 0")
     minutes = options.minutes if options.minutes is not None or reads else MINUTES.get(options.preset)
     try:
-        study = experiments.recommendation(
+        answer = experiments.recommendation(
             minutes=minutes,
             resolution=percent(options.resolution) if options.resolution else None,
             global_batch_size=options.batch_size,
@@ -73,21 +73,22 @@ def recommend_command(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as missing:
         print(f"measured; {missing.name} is not installed here: take the ledger elsewhere, ddpm-lab recommend --ledger")
         return 0
-    from ddpm_lab.explain import figures, findings, tables  # noqa: PLC0415
+    from ddpm_lab.explain.charts.style import save  # noqa: PLC0415
     from ddpm_lab.explain.questions.recommendation import FILE  # noqa: PLC0415
     from ddpm_lab.explain.show import NAMES  # noqa: PLC0415
     from ddpm_lab.explain.table import plain as plain_table  # noqa: PLC0415
 
-    found, path = findings.finding(study), study.output_dir / FILE
+    study, found = answer.study, answer.finding
+    path = study.output_dir / FILE
     if options.json:
         names = ("verdict", "status", "claim", "sets", "ratio", "low", "high", "quality")
         row = plain({name: getattr(found, name) for name in names})
         print(json.dumps({**row, "settings": None if reads else str(path)}, indent=1))
     else:
-        print(plain_table(tables.table(study)), found.claim, sep="\n")
+        print(plain_table(answer.table()), found.claim, sep="\n")
         if not reads:
             image = study.output_dir / "image_output" / f"{NAMES[study.experiment]}.png"
-            figures.save(figures.figure(study), image)
+            save(answer.figure(), image)
             print(f"figure: {image}")
             if options.workload is None:  # a file is for ddpm-lab train
                 print(f"settings: {path}" if path.exists() else "no search was made")

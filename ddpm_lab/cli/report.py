@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpm_lab.checks import ConfigError
+from ddpm_lab.checks import ConfigError, missing_to_explain
 from ddpm_lab.cli.options import add, given
 from ddpm_lab.config import RunConfig
 from ddpm_lab.files import LEDGER, PREPARED, expanded, ledgers, output_folder, writing
@@ -138,14 +138,15 @@ def benchmark_command(options: argparse.Namespace) -> int:
         for one in planned:
             one.measure()
         machine = hardware.machine().key
-    try:
-        from ddpm_lab.explain import findings, grids  # noqa: PLC0415
-        from ddpm_lab.reports import benchmark  # noqa: PLC0415
-    except ModuleNotFoundError as missing:
-        print(f"measured; {missing.name} is not installed here: take {source} to a machine with it, and there")
+    if missing := missing_to_explain():
+        print(f"measured; {missing} is not installed here: take {source} to a machine with it, and there")
         print("ddpm-lab benchmark --ledger ledger.jsonl writes the report, the figures and the tables")
         return 0
-    study = experiments.run("multi_gpu", ledger=source, machine=machine)
+    from ddpm_lab.explain import grids  # noqa: PLC0415
+    from ddpm_lab.questions.answers import answer  # noqa: PLC0415
+    from ddpm_lab.reports import benchmark  # noqa: PLC0415
+
+    study = experiments.run("multi_gpu", ledger=source, machine=machine).study
     found = benchmark.rows(study)
     if not found:
         print(f"ddpm-lab: {source} holds no records of one GPU or rank beside several", file=sys.stderr)
@@ -156,7 +157,7 @@ def benchmark_command(options: argparse.Namespace) -> int:
         print((folder / f"{benchmark.RESULTS}.json").read_text(), end="")
     else:
         grids.show(benchmark.comparison(study))
-        print("", findings.finding(study).claim, *written, sep="\n")
+        print("", answer(study).finding.claim, *written, sep="\n")
     return 0 if any(row.sets for row in found) else 1
 
 
@@ -181,7 +182,7 @@ def summary_command(options: argparse.Namespace) -> int:
             from ddpm_lab.questions.experiments import run  # noqa: PLC0415
             from ddpm_lab.reports.benchmark import summary_of  # noqa: PLC0415
 
-            runs, gains = summary_of(run("multi_gpu", ledger=source, machine=options.machine), str(source))
+            runs, gains = summary_of(run("multi_gpu", ledger=source, machine=options.machine).study, str(source))
             paired, found = [*paired, *runs], [*found, gains]
         else:
             apart += _rows(source)

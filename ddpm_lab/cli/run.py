@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddpm_lab import declared
-from ddpm_lab.checks import ConfigError, choice, percent
+from ddpm_lab.checks import ConfigError, choice, missing_to_explain, percent
 from ddpm_lab.cli.options import COMMON, RESOLUTION, add, given, track, tracker_chosen
 from ddpm_lab.explain.bands import DEFAULT, Bands, bands
 
@@ -153,20 +153,22 @@ def _answer(measured: Any, table: Bands) -> dict[str, Any]:
         "measured_sets": measured.measured_sets,
         "ledger": str(measured.ledger),
     }
-    try:
-        from ddpm_lab.explain import figures, findings, show  # noqa: PLC0415
-        from ddpm_lab.explain.questions import lost_scaling  # noqa: PLC0415
-    except ModuleNotFoundError as missing:
-        advice = f"measured; {missing.name} is not installed here, so take the ledger elsewhere: ddpm-lab figures"
+    if missing := missing_to_explain():
+        advice = f"measured; {missing} is not installed here, so take the ledger elsewhere: ddpm-lab figures"
         return {**values, "finding": f"{advice} --ledger {measured.ledger.name}"}
+    from ddpm_lab.explain import show  # noqa: PLC0415
+    from ddpm_lab.explain.charts.style import save  # noqa: PLC0415
+    from ddpm_lab.explain.questions import lost_scaling  # noqa: PLC0415
+    from ddpm_lab.questions.answers import answer  # noqa: PLC0415
     from ddpm_lab.questions.experiments import study_of  # noqa: PLC0415
 
     study = dataclasses.replace(study_of(measured), bands=table)
-    found = findings.finding(study)
+    shown = answer(study)
+    found = shown.finding
     values |= {"headline": found.headline, "finding": found.claim, "verdict": found.verdict, "status": found.status}
     values["way_out"] = found.way_out
     figure = measured.output_dir / "image_output" / f"{show.NAMES[study.experiment]}.png"
-    figures.save(figures.figure(study), figure)
+    save(shown.figure(), figure)
     values["figure"] = str(figure)
     lost = lost_scaling.as_values(study)
     others = lost_scaling.unsplit(study)

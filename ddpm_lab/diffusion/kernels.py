@@ -342,7 +342,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _weights_gradient(large: Tensor, small: Tensor, taps: int, stride: int, padding: int) -> tuple[Tensor, Tensor]:
-    """The gradient (S, L, taps, taps) of images (N, L, ..), which taps reach into, and (N, S, ..); the latter's sums."""
+    """The gradient (S, L, taps, taps) of images (N, L, ..), which taps reach into, and (N, S, ..), whose sums too."""
     (n, columns, *large_size), (rows, *small_size) = large.shape, small.shape[1:]
     # Work for more threads than there are tiles.
     parts = max(1, min(n, math.ceil(torch.get_num_threads() / (rows // TILE))))

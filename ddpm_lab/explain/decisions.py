@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy import special
 
-from ddpm_lab.explain.stats import LEVEL, RESOLUTION, Estimate, Spread, estimate, holm
+from ddpm_lab.explain.stats import LEVEL, RESOLUTION, Estimate, Spread, estimate, holm, t_quantile
 
 LEAST_SETS = 4
 """With fewer sets a ratio is shown and no verdict is given."""
@@ -108,7 +107,7 @@ def resolvable(spread: float, sets: int) -> float:
     """Return what ``sets`` resolve if log ratios scatter by ``spread``; infinite below LEAST_SETS."""
     if sets < LEAST_SETS:
         return math.inf
-    return resolves(float(special.stdtrit(sets - 1, (1 + LEVEL) / 2)) * spread / math.sqrt(sets))
+    return resolves(t_quantile(sets - 1) * spread / math.sqrt(sets))
 
 
 def sets_to_resolve(
@@ -127,9 +126,7 @@ def sets_to_resolve(
     found = LEAST_SETS + bisect_left(
         range(LEAST_SETS, most + 1),
         True,
-        key=lambda n: bool(
-            special.stdtrit(n - 1 + added, (1 + LEVEL) / 2) * deviation / math.sqrt(n) <= math.log1p(effect) / 2
-        ),
+        key=lambda n: t_quantile(n - 1 + added) * deviation / math.sqrt(n) <= math.log1p(effect) / 2,
     )
     return found if found <= most else None
 

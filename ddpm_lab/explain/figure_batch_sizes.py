@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain.batch_sizes import CAVEAT, EXPERIMENT, Sizes, sizes
@@ -13,6 +12,9 @@ from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.lines import Line, Plot, lines
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.record import RunRecord
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def beside(study: Study) -> Figure | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from ddpm_lab.explain import compiling, decisions, phrases
 from ddpm_lab.explain.charts import style
@@ -17,6 +17,9 @@ from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.figure_ratios import measured
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.record import RunRecord
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 STAGES = {
     "start": "start-up",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from ddpm_lab.explain import links, phrases
 from ddpm_lab.explain.charts.lines import Line, Plot, lines
 from ddpm_lab.explain.frames import Study
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def exchange(study: Study, title: str) -> Figure | None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from ddpm_lab.explain import phrases
 from ddpm_lab.explain.charts.lines import Line, Plot, lines
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.machine_state import Moment, moments
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _PANELS = (
     ("rss_bytes", 2**20, "Memory of the largest rank (resident set, RSS)", "MiB"),

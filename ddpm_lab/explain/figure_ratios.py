@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
-
-from ddpm_lab.explain import decisions, gains, phrases, scaling, sentences
+from ddpm_lab.explain import decisions, gains, phrases, sentences
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.bars import bars
 from ddpm_lab.explain.charts.forest import forest
 from ddpm_lab.explain.charts.lines import Line, Plot, lines
 from ddpm_lab.explain.charts.style import Panel, Row
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison, comparisons, families
-from ddpm_lab.explain.findings import finding
+from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.plan import LOST, TOGETHER
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLOURS = {decisions.FASTER: style.GOOD, decisions.SLOWER: style.BAD}
 MEANING = "Blue: faster; orange: slower; grey: no difference found."
@@ -49,16 +51,14 @@ def band(rows: Sequence[Comparison]) -> tuple[float, float] | None:
     return next((r.noise.ends for r in rows if r.noise.exists), None)
 
 
-def rows_of(study: Study) -> list[Comparison]:
-    """Rows of ``comparisons`` that may appear in a figure of speed."""
-    scales = study.experiment == scaling.EXPERIMENT
-    rows = [scaling.named(c) for c in scaling.rows(study)] if scales else comparisons(study)
+def _shown(rows: Sequence[Comparison]) -> list[Comparison]:
+    """Comparisons that may appear in a figure of speed."""
     return [c for c in rows if not c.mechanism_only and c.config.exchange.enabled]
 
 
-def ratios(study: Study) -> Figure:
+def ratios(study: Study, found: Finding, compared: Sequence[Comparison]) -> Figure:
     """Speed of each configuration relative to its baseline: one panel a family, failures as rows with their reason."""
-    found, panels, every = finding(study), [], rows_of(study)
+    panels, every = [], _shown(compared)
     for rows in families(every):
         shown = [c for c in rows if c.role == "candidate" or (c.role != "note" and not c.sets)]
         shown = [c for c in shown if c.role != "twin"] or shown
@@ -91,9 +91,9 @@ def _left_out(study: Study, rows: Sequence[Comparison]) -> str:
     return f"Not shown: {'; '.join(told)}." if told else ""
 
 
-def changes(study: Study) -> Figure:
+def changes(study: Study, found: Finding) -> Figure:
     """Every change of a training step that was measured, each against its own baseline, the fastest first."""
-    found, rows = finding(study), gains.measured(study)
+    rows = gains.measured(study)
     if not rows:
         return style.message(found.headline, phrases.context(study), found.claim)
     together = [c for c in comparisons(study) if c.family.endswith(TOGETHER) and c.role == "candidate" and c.sets]
@@ -173,7 +173,7 @@ def timed(
 
 def measured(study: Study) -> list[list[Comparison]]:
     """Families of what has a speed, without the twins."""
-    kept = [[r for r in rows if r.sets and r.role != "twin"] for rows in families(rows_of(study))]
+    kept = [[r for r in rows if r.sets and r.role != "twin"] for rows in families(_shown(comparisons(study)))]
     return [rows for rows in kept if rows]
 
 

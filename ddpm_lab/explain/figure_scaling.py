@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from ddpm_lab.explain import phrases, scaling
 from ddpm_lab.explain.charts import style
@@ -15,6 +14,9 @@ from ddpm_lab.explain.comparisons import Comparison
 from ddpm_lab.explain.figure_ratios import measured, projection, timed
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.scaling import KINDS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _MANY = 16
 """Ranks above which axes are logarithmic."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from ddpm_lab.explain import phrases, quality
 from ddpm_lab.explain.charts import style
@@ -11,6 +11,9 @@ from ddpm_lab.explain.charts.style import Panel, Row
 from ddpm_lab.explain.comparisons import Comparison
 from ddpm_lab.explain.figure_ratios import COLOURS, numbers
 from ddpm_lab.explain.questions.recommendation import Recommendation
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def recommendation(found: Recommendation, title: str) -> Figure:

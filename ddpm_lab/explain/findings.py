@@ -1,4 +1,4 @@
-"""The answer to a question: a headline, a line of evidence, and notes on what limits them."""
+"""The answer to a question in words: a headline, a line of evidence, and notes on what limits them."""
 
 from __future__ import annotations
 
@@ -6,29 +6,11 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ddpm_lab.explain import (
-    batch_sizes,
-    budget,
-    compiling,
-    decisions,
-    gains,
-    limits,
-    links,
-    machine_state,
-    operators,
-    peers,
-    phrases,
-    quality,
-    samples,
-    scaling,
-    sentences,
-    trained,
-)
+from ddpm_lab.explain import decisions, machine_state, phrases, quality, sentences, trained
 from ddpm_lab.explain.comparisons import COMPARED, MECHANISM_ONLY, QUALITY, Comparison, comparisons
-from ddpm_lab.explain.frames import ALL_REDUCE, CLAIMS, RECOMMENDATION, Study, once
-from ddpm_lab.explain.questions import claims, recommendation
+from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.stats import Interval
-from ddpm_lab.plan import FORMATS, LIMITS, TUNED, WHOLE_QUESTION, WITH_TRIALS
+from ddpm_lab.plan import WHOLE_QUESTION, WITH_TRIALS
 
 FAILED = "failed"
 ANSWERED = "answered"
@@ -85,21 +67,7 @@ class Finding:
         return f"{phrases.times(ratio)}, {phrases.plural(self.sets, 'set')}"
 
 
-@once
-def finding(study: Study) -> Finding:
-    """The answer that the records of a study give to its question."""
-    if study.experiment == RECOMMENDATION:
-        return _recommendation(study)
-    if not study.records:
-        how = f"The command that measures it: ddpm-lab run {study.experiment}."
-        return _plain(study, "Nothing is measured yet", quality.NOT_MEASURED, how)
-    if study.experiment == ALL_REDUCE and (answer := links.answer(study)) is not None:
-        found = _plain(study, answer[0], ANSWERED, *machine_state.warnings(study), evidence=answer[1])
-        return replace(found, verdict="measured", quality="no training, so no quality")
-    return _OWN.get(study.experiment, _comparison)(study)
-
-
-def _plain(study: Study, headline: str, status: str, *notes: str, evidence: str = "") -> Finding:
+def plain(study: Study, headline: str, status: str, *notes: str, evidence: str = "") -> Finding:
     """A finding about no comparison; empty notes are dropped."""
     return Finding(
         experiment=study.experiment,
@@ -115,11 +83,11 @@ def _plain(study: Study, headline: str, status: str, *notes: str, evidence: str 
     )
 
 
-def _about(study: Study, row: Comparison, headline: str, *notes: str, evidence: str = "") -> Finding:
+def about(study: Study, row: Comparison, headline: str, *notes: str, evidence: str = "") -> Finding:
     """A finding about one comparison."""
     as_written = (row.label,) if study.experiment == "compare" else ("bf16", "fp", "tf32")
     return replace(
-        _plain(
+        plain(
             study,
             headline if headline.startswith(as_written) else phrases.begun(headline),
             ANSWERED if row.answered else row.verdict,
@@ -137,34 +105,34 @@ def _about(study: Study, row: Comparison, headline: str, *notes: str, evidence: 
     )
 
 
-def _comparison(study: Study) -> Finding:
-    rows = scaling.rows(study) if study.experiment == scaling.EXPERIMENT else comparisons(study)
+def compared(
+    study: Study,
+    *,
+    rows: Sequence[Comparison] | None = None,
+    keep: Callable[[Comparison], bool] = lambda _: True,
+    own: Callable[[Comparison], Iterable[str]] = lambda _: (),
+    notes: Sequence[str] = (),
+) -> Finding:
+    """Return the finding of a question that compares speeds: about its primary comparison, or why there is none.
+
+    ``rows`` are the comparisons of a study unless given; those to ``keep`` may lead. ``own`` gives notes on the one
+    that leads, and further ``notes`` come after these.
+    """
+    rows = comparisons(study) if rows is None else rows
     others = [r for r in rows if r.role not in ("baseline", "twin")]
-    measured = [r for r in others if r.sets]
+    measured = [r for r in others if r.sets and keep(r)]
     candidates = [r for r in measured if not r.loader_alone] or measured
-    notes = _notes(study, rows)
-    if study.experiment == "exchange":
-        candidates = [r for r in candidates if sentences.trains(r)]
-    if study.experiment == peers.EXPERIMENT:
-        candidates = [r for r in candidates if not r.family.startswith(LIMITS)]
-        if not candidates and (found := _alone(study, others, notes)) is not None:
-            return found
+    every = (*notes, *common_notes(study, rows))
+    if not study.records:
+        how = f"The command that measures it: ddpm-lab run {study.experiment}."
+        return plain(study, "Nothing is measured yet", quality.NOT_MEASURED, how)
     if not candidates:
-        return _nothing_to_compare(study, rows, others, notes)
-    if study.experiment == peers.EXPERIMENT and (nearest := peers.lead(study)) is not None:
-        return _about(study, nearest, peers.headline(nearest), peers.evidence(study), *notes)
+        return _nothing_to_compare(study, rows, others, every)
     lead = sentences.lead(candidates)
-    own = []
-    if study.experiment == scaling.EXPERIMENT:
-        own.append(scaling.efficiencies(study, candidates, lead))
-    elif study.experiment == "torch_compile":
-        own.append(compiling.sentence(study, lead))
-    elif study.experiment == "exchange":
-        own += exposed_communication(rows)
     harmed = [_named(r, rows) for r in candidates if r is not lead and r.equivalence.verdict == quality.WORSE]
-    own += [f"Worse in quality: {phrases.joined(harmed)}."] if harmed else []
+    worse = f"Worse in quality: {phrases.joined(harmed)}." if harmed else ""
     way_out = sentences.way_out(lead, own_images=study.own_images)
-    return replace(_about(study, lead, sentences.headline(lead), *own, *notes), way_out=way_out)
+    return replace(about(study, lead, sentences.headline(lead), *own(lead), worse, *every), way_out=way_out)
 
 
 def _named(row: Comparison, rows: Sequence[Comparison]) -> str:
@@ -181,11 +149,10 @@ def _listed(kind: str, items: Iterable[tuple[str, str]]) -> str:
     return f"{kind}: {'; '.join(told)}." if told else ""
 
 
-def _notes(study: Study, rows: Sequence[Comparison]) -> tuple[str, ...]:
+def common_notes(study: Study, rows: Sequence[Comparison]) -> tuple[str, ...]:
     """What every comparison is shown with: what failed or was left out, faults of training, and the machine."""
-    largest = batch_sizes.sentence(study) if study.experiment == batch_sizes.EXPERIMENT else ""
     machine = (machine_state.unknown(study), *machine_state.warnings(study))
-    return (largest, *left_over(rows), trained.unsound(study), untrained(study), lost(study, rows), *machine)
+    return (*left_over(rows), trained.unsound(study), untrained(study), lost(study, rows), *machine)
 
 
 def left_over(rows: Sequence[Comparison]) -> tuple[str, str, str]:
@@ -218,33 +185,6 @@ def lost(study: Study, rows: Sequence[Comparison]) -> str:
     failed = [r for r in study.records if r.role in COMPARED and r.status not in _SOUND and r.run_id in have]
     sets = phrases.plural(len({r.set_id for r in failed}), "set")
     return _listed(f"Lost in {sets}", ((r.label, phrases.failed(r.status, r.reason)) for r in failed))
-
-
-def exposed_communication(rows: Sequence[Comparison]) -> list[str]:
-    """How much shorter a step is where ranks exchange nothing: a note for each family."""
-    told = []
-    for row in rows:
-        if row.role != "candidate" or sentences.trains(row) or not row.sets:
-            continue
-        if row.resolved:
-            shorter, low, high = (100 * (1 - 1 / v) for v in (row.ratio.value, *row.ratio.ends))
-            span = "" if math.isnan(low) else f" ({low:.1f} to {high:.1f} %)"
-            text = f"{shorter:.1f} % shorter{span}: exposed communication"
-        else:
-            text = f"not called shorter (ratio {phrases.ratio(row)}, {phrases.evidence(row)})"
-        told.append(f"Without exchange a step of {row.family} is {text}.")
-    return told
-
-
-def _alone(study: Study, others: Sequence[Comparison], notes: Sequence[str]) -> Finding | None:
-    """The answer to ``peers`` where no other trainer runs here, or where only the machine's peaks were asked for."""
-    rivals = [r for r in others if not r.family.startswith(LIMITS)]
-    peaks = f"Peaks of this machine: {known}" if (known := limits.peaks(study)) else ""
-    unable = [r.label for r in rivals if r.status == "unsupported" and not r.label.endswith((TUNED, FORMATS))]
-    if unable and all(r.status in ("unsupported", "left out") for r in rivals):
-        headline = f"No other trainer can run here: {phrases.joined(list(dict.fromkeys(unable)))}"
-        return _plain(study, headline, FAILED, peers.evidence(study), f"{peaks}." if peaks else "", *notes)
-    return replace(_plain(study, peaks, ANSWERED, *notes), verdict="measured") if peaks and not rivals else None
 
 
 def _nothing_to_compare(
@@ -281,93 +221,16 @@ def _nothing_to_compare(
         free = f"{phrases.plural(cores, 'core')} {'was' if cores == 1 else 'were'} free"
         headline = f"Not measured: {free}, and every candidate needs more"
     way_out = sentences.command(about, own_images=study.own_images) if about else ""
-    return replace(_plain(study, headline, status, *notes), way_out=way_out)
+    return replace(plain(study, headline, status, *notes), way_out=way_out)
 
 
 def _labels(rows: Sequence[Comparison]) -> str:
     return phrases.joined(list(dict.fromkeys(r.label for r in rows)))
 
 
-def _claims(study: Study) -> Finding:
-    headline, decided = claims.answer(study)
-    found = _plain(study, headline, ANSWERED, decided, *machine_state.warnings(study))
-    return replace(found, verdict="judged", quality="quality in the table, where a claim is about it")
-
-
-def _trained(study: Study) -> Finding:
-    """What each setting costs in quality; the one named first is the fastest that is not worse."""
-    rows = trained.rows(study)
-    if not any(r.equivalence.seeds for r in rows):
-        return _comparison(study)
-    headline, lead = trained.headline(rows)
-    notes = (trained.evidence(rows), trained.unsound(study), untrained(study), *machine_state.warnings(study))
-    fid = f"FID: {samples.fid_sentence(trained.fids(study))}."
-    found = _about(study, lead, headline, *notes, trained.elsewhere(study), fid, evidence=trained.method(study).strip())
-    return replace(found, status=ANSWERED if trained.answered(rows) else quality.NOT_ENOUGH)
-
-
-def _profile(study: Study) -> Finding:
-    record = operators.latest_profile(study.records)
-    if record is None:
-        failed = next((r for r in reversed(study.records) if r.status != "ok"), None)
-        if failed is None:
-            how = "The command that measures it: ddpm-lab run profile."
-            return _plain(study, "No profile was recorded", quality.NOT_MEASURED, how)
-        why = f"{failed.label}: {phrases.failed(failed.status, failed.reason)}."
-        return _plain(study, "The profile failed", FAILED, why)
-    if (taken := budget.budget(record)) is not None:
-        mechanism = f"{MECHANISM_ONLY.capitalize()}." if record.mechanism_only else ""
-        status, verdict = (ANSWERED, "profiled") if taken.explained else (NOT_EXPLAINED, NOT_EXPLAINED)
-        found = _plain(study, budget.headline(taken), status, mechanism, evidence=f"{budget.evidence(taken)}.")
-        return replace(found, verdict=verdict)
-    if not operators.operators(record):
-        return _plain(study, "The profile holds no operator time", FAILED)
-    headline, text = operators.shares(record)
-    return replace(_plain(study, headline, ANSWERED, evidence=f"{text}."), verdict="profiled")
-
-
-_OWN: dict[str, Callable[[Study], Finding]] = {
-    "profile": _profile,
-    trained.EXPERIMENT: _trained,
-    CLAIMS: _claims,
-}
-"""Questions whose answer is no comparison of speeds."""
-
-
-def _recommendation(study: Study) -> Finding:
-    """What a search found, by the sets that measured it again; without one what all questions came to."""
-    searched, single = recommendation.recommendation(study), gains.answer(study)
-    if searched is None or (not searched.reach and gains.measured(study)):
-        return _combined(study, single)
-    if not searched.count and single.status == ANSWERED and single.row:
-        return _combined(study, single)  # which may be used now
-    where = replace(study, records=searched.study.records)
-    headline, text, lead = recommendation.answer(searched)
-    notes = (text.removeprefix(f"{headline}. "), *machine_state.warnings(where))
-    if lead is None:
-        return _plain(where, headline, ANSWERED, *notes)
-    found = _about(where, lead, headline, *notes)
-    if searched.count:
-        return replace(found, status=ANSWERED)
-    way_out = recommendation.command(searched, "--seeds 8")
-    return replace(found, status=gains.UNTRIED, way_out=way_out) if searched.reach else found
-
-
-def _combined(study: Study, said: gains.Answer) -> Finding:
-    """What the answers to all questions come to together."""
-    warnings = machine_state.warnings(study)
-    if said.row is None:
-        found = _plain(study, said.headline, said.status, said.detail, *warnings)
-    else:
-        detail = said.detail.removeprefix(sentences.evidence(said.row))
-        found = replace(_about(study, said.row, said.headline, detail, *warnings), status=said.status)
-    return replace(found, way_out=said.way_out)
-
-
-def how_to_judge(study: Study) -> str:
+def how_to_judge(study: Study, found: Finding) -> str:
     """The command that measures what a question's settings cost in quality; empty where it is known, or none does."""
-    found = finding(study)
-    able = study.experiment in WITH_TRIALS and study.experiment != peers.EXPERIMENT  # which is about other trainers
+    able = study.experiment in WITH_TRIALS and study.experiment != "peers"  # which is about other trainers
     if not able or not found.sets or found.quality != f"quality {QUALITY}":
         return ""
     command = f"ddpm-lab run {study.experiment} --seeds 8"

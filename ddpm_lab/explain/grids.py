@@ -16,10 +16,10 @@ _NUMBER = re.compile(r"[-+\N{MINUS SIGN}]?\d[\d,.]*( ?%|x)?$|\N{EN DASH}?$")
 def show(grid: Grid) -> None:
     """Print a grid: on a terminal folded to its width, elsewhere as plain text."""
     try:
-        from rich import box  # noqa: PLC0415 - a node that only measures may lack it
-        from rich.console import Console  # noqa: PLC0415
-        from rich.table import Table  # noqa: PLC0415
-        from rich.text import Text  # noqa: PLC0415
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
     except ModuleNotFoundError:
         rich = False
     else:

@@ -143,14 +143,14 @@ def spoken_date(iso: str) -> str:
 
 def load(path: Path) -> Any:
     """Read a notebook; raises OSError or ValueError if it cannot be read."""
-    import nbformat  # noqa: PLC0415 - takes two seconds, and kernels that only show need none of it
+    import nbformat
 
     return nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
 
 
 def save(notebook: Any, path: Path) -> None:
     """Write a notebook; raises OSError if it cannot be written."""
-    import nbformat  # noqa: PLC0415 - as above
+    import nbformat
 
     nbformat.write(notebook, path)  # type: ignore[no-untyped-call]
 
@@ -200,8 +200,8 @@ def write_page(page: Page, notebook: Any, target: Path) -> None:
 
     Raises OSError if the file cannot be written.
     """
-    import nbformat  # noqa: PLC0415 - as above
-    from nbconvert import HTMLExporter  # noqa: PLC0415
+    import nbformat
+    from nbconvert import HTMLExporter
 
     shown = nbformat.from_dict(notebook)  # type: ignore[no-untyped-call]
     shown.cells = [cell for cell in shown.cells if ERROR_MARKER not in cell.metadata.get("tags", [])]
@@ -277,7 +277,7 @@ def write_markdown(text: str, target: Path) -> None:
 
 def _html(text: str, **images: Any) -> Markup:
     """Markdown as HTML: HTML in it is shown as text, and a link goes nowhere but to the web or to a file."""
-    from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath  # noqa: PLC0415 - as above
+    from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
     renderer = IPythonRenderer(exclude_anchor_links=True, escape=True, allow_harmful_protocols=False, **images)
     return Markup(MarkdownWithMath(renderer=renderer).render(text))

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy import special
 
 from ddpm_lab.config import DDPM, TRAINING, UNLEARNED, DiffusionConfig, RunConfig
+from ddpm_lab.explain.stats import t_quantile
 from ddpm_lab.record import RunRecord
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def equivalence(differences: npt.ArrayLike, margin: float) -> Equivalence:
 
 
 def _half(n: int, spread: float) -> float:
-    return float(special.stdtrit(n - 1, (1 + LEVEL) / 2)) * spread / math.sqrt(n)
+    return t_quantile(n - 1, (1 + LEVEL) / 2) * spread / math.sqrt(n)
 
 
 def margin_of(final: npt.ArrayLike, before: npt.ArrayLike) -> float:
@@ -122,6 +122,8 @@ def margin_of(final: npt.ArrayLike, before: npt.ArrayLike) -> float:
     (chi-square, Student's t): with the estimates themselves a true difference as large as the margin would be called
     none in a tenth to two fifths of the cases. NaN for fewer than two seeds.
     """
+    from scipy import special
+
     last, earlier = np.asarray(final, dtype=float), np.asarray(before, dtype=float)
     n = len(last)
     if n < 2:

@@ -1,4 +1,4 @@
-"""Show a study in a notebook: its figure, its table and its finding, in a form that the report reads back.
+"""Show an answer in a notebook: its figure, its table and its finding, in a form that the report reads back.
 
 The figure is also written to ``image_output/`` of the study's output folder. Outside a notebook the functions print
 the text form of what they would show.
@@ -9,17 +9,21 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
-from matplotlib.figure import Figure
 
-from ddpm_lab.explain import figures, findings, machine_state, operators, phrases, tables
+from ddpm_lab.explain import findings, machine_state, operators, phrases
+from ddpm_lab.explain.answer import Answer
+from ddpm_lab.explain.charts.style import save
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.grids import literal
 from ddpm_lab.explain.pages import METADATA, spoken_date
 from ddpm_lab.explain.table import Table, html, plain
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["figure", "finding", "more", "table"]
 
@@ -40,23 +44,24 @@ NAMES = {
 }
 
 
-def figure(study: Study) -> None:
+def figure(answer: Answer) -> None:
     """Show the answer's figure with its text alternative, and write it to ``image_output/NN_name.png``."""
-    _show_figure(figures.figure(study), findings.finding(study).headline, _path(study, ""))
+    _show_figure(answer.figure(), answer.finding.headline, _path(answer.study, ""))
 
 
-def table(study: Study) -> None:
+def table(answer: Answer) -> None:
     """Show the answer's table: numbers to the right, words to the left; it scrolls where the screen is narrow."""
-    _show_table(tables.table(study))
+    _show_table(answer.table())
 
 
 def _show_table(rows: Table) -> None:
     _display({"text/html": html(rows), "text/plain": plain(rows)})
 
 
-def finding(study: Study) -> None:
+def finding(answer: Answer) -> None:
     """Show the computed answer, and attach its values to the output for the index of the report."""
-    found, how = findings.finding(study), findings.how_to_judge(study)
+    study, found = answer.study, answer.finding
+    how = findings.how_to_judge(study, found)
     last = study.records[-1] if study.records else None
     told = ("experiment", "headline", "claim", "verdict", "status", "hardware", "date", "sets", "quality", "way_out")
     rests_on = ([found.speed] if found.sets else []) + list(machine_state.warnings(study))
@@ -83,9 +88,10 @@ def finding(study: Study) -> None:
     _display({"text/markdown": marked, "text/plain": plain}, {METADATA: values})
 
 
-def more(study: Study) -> None:
-    """Show the further figures and tables of a study, each under a line that says what it shows; name its traces."""
-    further, numbers, traces = figures.more(study), tables.more(study), _traces(study)
+def more(answer: Answer) -> None:
+    """Show the further figures and tables of an answer, each under a line that says what it shows; name its traces."""
+    study = answer.study
+    further, numbers, traces = answer.figures(), answer.tables(), _traces(study)
     if not further and not numbers and not traces:
         _display({"text/markdown": "There are none for this question.", "text/plain": "no further figures"})
     for caption, extra, name in further:
@@ -114,7 +120,7 @@ def _path(study: Study, suffix: str) -> Path:
 
 def _show_figure(drawn: Figure, alt: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figures.save(drawn, path)
+    save(drawn, path)
     image = base64.b64encode(path.read_bytes()).decode("ascii")
     _display({"image/png": image, "text/plain": alt}, {"image/png": {"alt": alt}})
 

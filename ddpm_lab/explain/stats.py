@@ -13,7 +13,6 @@ from typing import Self
 
 import numpy as np
 import numpy.typing as npt
-from scipy import special
 
 LEVEL = 0.95
 RESOLUTION = 0.03
@@ -100,6 +99,8 @@ def spread_of(others: Iterable[npt.ArrayLike]) -> Spread | None:
     ln(d0 / 2). Where the variances differ by no more than chance d0 is infinite; it is held to MOST_PRIOR_DF. None if
     fewer than LEAST_OTHERS comparisons have two sets. Twins are to be multiplied by TWIN_SCALE before.
     """
+    from scipy import special
+
     samples = [_finite(values) for values in others]
     samples = [values for values in samples if len(values) > 1 and np.ptp(values) > 0]
     if len(samples) < LEAST_OTHERS:
@@ -120,9 +121,18 @@ def steadied(variance: float, df: float, spread: Spread | None) -> tuple[float, 
     A comparison that scatters more than the others (F test at 5 %) keeps its own variance: the others do not speak for
     one that was disturbed, and an interval made narrower by them would cover a truth too rarely.
     """
+    from scipy import special
+
     if spread is None or special.fdtrc(df, spread.df, variance / spread.variance) < 1 - LEVEL:
         return variance, 0.0
     return (spread.df * spread.variance + df * variance) / (spread.df + df), spread.df
+
+
+def t_quantile(df: float, probability: float = (1 + LEVEL) / 2) -> float:
+    """Return the quantile of Student's t with ``df`` degrees of freedom."""
+    from scipy import special
+
+    return float(special.stdtrit(df, probability))
 
 
 def estimate(logs: npt.ArrayLike, spread: Spread | None = None) -> Estimate:
@@ -132,6 +142,8 @@ def estimate(logs: npt.ArrayLike, spread: Spread | None = None) -> Estimate:
     df is n - 1 and what the spread adds. p is two-sided, of m = 0. Values that are not finite are left out. Interval
     and p are NaN for one set, everything is NaN for none.
     """
+    from scipy import special
+
     values = _finite(logs)
     n = len(values)
     mean = float(values.mean()) if n else math.nan
@@ -139,7 +151,7 @@ def estimate(logs: npt.ArrayLike, spread: Spread | None = None) -> Estimate:
         return Estimate(value=math.exp(mean), low=math.nan, high=math.nan, p=math.nan, sets=n)
     variance, added = steadied(float(values.var(ddof=1)), n - 1, spread)
     df, error = n - 1 + added, math.sqrt(variance / n)
-    half = float(special.stdtrit(df, (1 + LEVEL) / 2)) * error
+    half = t_quantile(df) * error
     # Without any spread the t statistic is infinite, or undefined where the mean is zero too.
     statistic = abs(mean) / error if error > 0 else math.inf if mean else 0.0
     return Estimate(
@@ -161,6 +173,8 @@ def _finite(logs: npt.ArrayLike) -> Array:
 
 def _inverse_trigamma(x: float) -> float:
     """Argument at which trigamma is x, by Newton's method on 1 / trigamma, which is convex (Smyth 2004, appendix)."""
+    from scipy import special
+
     y = 0.5 + 1 / x
     for _ in range(50):
         value = float(special.polygamma(1, y))
@@ -200,7 +214,7 @@ def half_width(log_ratios: npt.ArrayLike, comparisons: int = 1) -> float:
     n = len(values)
     if n < 2:
         return math.inf
-    return float(special.stdtrit(n - 1, 1 - (1 - LEVEL) / 2 / comparisons) * values.std(ddof=1) / math.sqrt(n))
+    return t_quantile(n - 1, 1 - (1 - LEVEL) / 2 / comparisons) * float(values.std(ddof=1)) / math.sqrt(n)
 
 
 def mean_and_half(values: npt.ArrayLike, comparisons: int = 1) -> tuple[float, float]:

@@ -1,126 +1,165 @@
-"""The experiment quality: what each setting costs in held-out loss, what it gains in speed, and both together."""
+"""What configurations learned in trials: losses over images, images to the same loss, and gradient checks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ddpm_lab import gradient_bounds
-from ddpm_lab.explain import decisions, learned, phrases, quality, samples
+from ddpm_lab.explain import phrases, quality, samples
+from ddpm_lab.explain.charts import style
+from ddpm_lab.explain.charts.forest import forest
+from ddpm_lab.explain.charts.lines import Line, Plot, lines
+from ddpm_lab.explain.charts.style import Panel, Row
 from ddpm_lab.explain.comparisons import Comparison, comparisons
+from ddpm_lab.explain.comparisons import families as by_family
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.learned import baseline_trials, extent_of, images_of, pairs_of
 from ddpm_lab.explain.table import Table, one_family, without_constant
+from ddpm_lab.plan import scaled
 from ddpm_lab.record import RunRecord
 
-EXPERIMENT = "quality"
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _NONE = phrases.DASH
+_COLOURS = dict.fromkeys(quality.GOOD, style.GOOD) | {quality.WORSE: style.BAD}
+MEANING = "Blue: not worse; orange: worse; grey: not enough data. Band: the margin, up to which a loss counts as equal."
+_LOSS = "held-out loss, less the baseline's"
+_POINTS = 50
+TARGET_SHARE = 0.9
+"""The target is the loss that the baseline has reached on average after this share of its images."""
+
+Pairs = tuple[tuple[RunRecord, RunRecord], ...]
+Array = npt.NDArray[np.float64]
 
 
-def rows(study: Study) -> list[Comparison]:
-    """The configurations that were compared with the baseline, each with ``equivalence``."""
-    return [r for r in _family(study) if r.role == "candidate"]
+def families(study: Study) -> list[list[Comparison]]:
+    """Families of which trials exist: each its baseline's row, then those of its candidates."""
+    found = by_family(r for r in comparisons(study) if r.role in ("baseline", "candidate"))
+    return [rows for rows in found if rows[0].role == "baseline" and images_of(rows[1:])]
 
 
-def base(study: Study) -> Comparison | None:
-    """The baseline's row; None where nothing is measured."""
-    return next((r for r in _family(study) if r.role == "baseline"), None)
+def pairs_of(row: Comparison, extent: tuple[int, int]) -> Pairs:
+    """The trials behind a row's verdict, the baseline's first; none if they are of another ``extent``."""
+    pairs: Pairs = row.equivalence.pairs
+    return pairs if pairs and quality.extent(pairs[0][0]) == extent else ()
 
 
-def _family(study: Study) -> list[Comparison]:
-    """Rows of the baseline that was measured last: another batch or network is another question."""
-    latest = next((r.baseline_id for r in reversed(study.records) if r.role == "baseline"), None)
-    return [r for r in comparisons(study) if r.baseline_id == latest]
+def extent_of(rows: Sequence[Comparison]) -> tuple[int, int]:
+    """The largest ``quality.extent`` of trials that any verdict rests on; zeros without any."""
+    pairs = [r.equivalence.pairs for r in rows if r.equivalence.pairs]
+    return max((quality.extent(p[0][0]) for p in pairs), default=(0, 0))
 
 
-def elsewhere(study: Study) -> str:
-    """A sentence that names what was measured from another baseline and is not shown; empty where there is none."""
-    shown = {r.family for r in _family(study)}
-    others = list(dict.fromkeys(r.family for r in comparisons(study) if r.family not in shown))
-    return f" Measured besides, from another baseline, and not shown here: {phrases.joined(others)}." if others else ""
+def images_of(rows: Sequence[Comparison]) -> int:
+    """Images of those trials; 0 without any."""
+    return extent_of(rows)[1]
 
 
-def trials_of(study: Study, row: Comparison) -> list[RunRecord]:
-    """The trials of a row that verdicts rest on, in the order of their seeds."""
-    found = rows(study)
-    if row.role == "baseline":
-        return baseline_trials(found)
-    return [b for _, b in pairs_of(row, extent_of(found))]
+def baseline_trials(rows: Sequence[Comparison]) -> list[RunRecord]:
+    """The baseline's trials that the verdicts of ``rows`` rest on, in the order of their seeds."""
+    extent = extent_of(rows)
+    by_seed = {a.config.seed: a for r in rows for a, _ in pairs_of(r, extent)}
+    return [by_seed[seed] for seed in sorted(by_seed)]
 
 
-def fids(study: Study) -> list[tuple[str, Mapping[str, Any]]]:
-    """The FIDs that were asked for, by label, the baseline's first."""
-    lead = base(study)
-    asked = [(r.label, samples.fid(trials_of(study, r))) for r in ([lead] if lead else []) + rows(study)]
-    return [(label, found) for label, found in asked if found]
+def held_out(records: Sequence[RunRecord], at: Array) -> Array:
+    """Held-out loss of each trial after so many images (trials, n), between its looks by straight lines."""
+    return np.array([np.interp(at, *quality.curve(r)) for r in records])
 
 
-def faster(row: Comparison) -> bool:
-    """Whether a configuration is called faster."""
-    return bool(row.verdict == decisions.FASTER)
+def training(records: Sequence[RunRecord], images: int, points: int) -> Array:
+    """Training loss of each trial (trials, points): the mean over as many equal shares of its first ``images``."""
+    found = []
+    for record in records:
+        batch, losses = record.config.global_batch_size, np.array((record.quality or {})["losses"], float)
+        share = ((np.arange(len(losses)) + 0.5) * batch * points / images).astype(int)
+        inside = share < points
+        counts = np.bincount(share[inside], minlength=points)
+        found.append(np.bincount(share[inside], losses[inside], minlength=points) / counts)
+    return np.array(found)
 
 
-def answered(found: Sequence[Comparison]) -> bool:
-    """Whether every setting that was tried has a verdict on its quality."""
-    tried = [r.equivalence.verdict for r in found if r.equivalence.seeds]
-    return bool(tried) and quality.NOT_ENOUGH not in tried
+def target(rows: Sequence[Comparison]) -> float:
+    """The held-out loss to be reached; NaN where the baseline has no trials."""
+    records = baseline_trials(rows)
+    return float(held_out(records, np.array([TARGET_SHARE * images_of(rows)])).mean()) if records else math.nan
 
 
-def headline(found: Sequence[Comparison]) -> tuple[str, Comparison]:
-    """The answer in one line, and the configuration that it is about."""
-    good = [r for r in found if r.equivalence.verdict in quality.GOOD]
-    quick = [r for r in good if faster(r)]
-    worse = [r for r in found if r.equivalence.verdict == quality.WORSE]
-    says = [f"{r.label} is worse" for r in worse[:2]] + [f"so are {len(worse) - 2} more"] * (len(worse) > 2)
-    if quick:
-        lead = max(quick, key=lambda r: r.ratio.value)
-        judged = lead.equivalence
-        how = quality.NOT_WORSE if judged.verdict == quality.IDENTICAL else judged.verdict
-        how += quality.after(judged)
-        first = f"{lead.label} trains {phrases.ratio(lead)} times as fast as {lead.baseline_label}, {how}"
-        return "; ".join([first, *says]), lead
-    lead = max(good or worse or list(found), key=lambda r: r.ratio.value if r.sets else 0.0)
-    if good:
-        even = [r for r in good if r.equivalence.verdict != quality.SLIGHTLY]
-        decided, base_label = all(r.resolved for r in even or good), lead.baseline_label
-        what = f"not worse than {base_label}" if even else f"worse than {base_label} by less than the margin"
-        first = f"{phrases.plural(len(even or good), 'setting')} of {len(found)} {what}, "
-        says.insert(0, first + ("none of them faster" if decided else "which is faster is not known yet"))
-    return "; ".join(says) or f"Not enough data for a verdict on {phrases.plural(len(found), 'setting')}", lead
+def tried(study: Study, rows: Sequence[Comparison]) -> list[Comparison]:
+    """The baseline's row and those of candidates with trials of the same extent.
+
+    A larger batch whose learning rate was tried scaled with it has a second row: its speed is the same.
+    """
+    lead, extent = rows[0], extent_of(rows[1:])
+    trials = quality.Trials.of(study)
+    found = [lead]
+    for row in rows[1:]:
+        if pairs_of(row, extent):
+            found.append(row)
+        if row.config.global_batch_size > lead.config.global_batch_size:
+            other = trials.verdict(lead.config, scaled(row.config, lead.config), row.code_version)
+            if pairs := pairs_of(again := replace(row, equivalence=other), extent):
+                found.append(replace(again, label=pairs[0][1].label))
+    return found
 
 
-def evidence(found: Sequence[Comparison]) -> str:
-    """The verdicts with their differences, intervals and margins."""
-    told = []
-    for verdict in (*quality.DECIDED, quality.NOT_ENOUGH):
-        chosen = [r for r in found if r.equivalence.verdict == verdict]
-        words = [_detail(r) for r in chosen]
-        if words:
-            told.append(f"{verdict.capitalize()}: {phrases.joined(words)}.")
-    return " ".join(told)
+def images_to_reach(records: Sequence[RunRecord], loss: float) -> str:
+    """Images that trials needed to a held-out ``loss``, the mean over seeds, such as "6,810".
+
+    "not reached (3 of 8 seeds)" where some of them never did; a dash without trials.
+    """
+    needed = np.array([quality.images_to_reach(r, loss) for r in records])
+    if lost := int(np.isinf(needed).sum()):
+        return f"not reached ({lost} of {phrases.plural(len(records), 'seed')})"
+    return f"{needed.mean():,.0f}" if len(needed) else phrases.DASH
 
 
-def _detail(row: Comparison) -> str:
-    equal: quality.Equivalence = row.equivalence
-    speed = f"{phrases.ratio(row)} times as fast" if row.sets else "speed not measured"
-    loss = equal.reason or (f"loss {quality.evidence(equal)}" if quality.evidence(equal) else "")
-    return f"{row.label} ({'; '.join(part for part in (loss, speed) if part)})"
+def tables(study: Study) -> list[tuple[str, Table]]:
+    """What the configurations of each family have learned, as (caption, table)."""
+    told = "Quality beside speed, and the images to the loss that the baseline has after 90 % of its own"
+    return [(f"{told}: {found[0].family}.", without_fid(loss_table(study, found))) for found in families(study)]
 
 
-def method(study: Study) -> str:
-    """How the verdicts were found: images, seeds, how far the loss fell."""
-    records = baseline_trials(rows(study))
-    if not records:
-        return ""
-    ends = np.array([quality.curve(r)[1][[0, -1]] for r in records]).mean(0)
-    return (
-        f"Held-out loss of the averaged weights after {images_of(rows(study)):,} images, paired over "
-        f"{phrases.plural(len(records), 'seed')}, 90 % intervals; the baseline fell from {ends[0]:.3f} to "
-        f"{ends[1]:.4f}."
-    )
+def without_fid(rows: Table) -> Table:
+    return without_constant(rows, {"FID": {row["FID"] for row in rows}})
+
+
+def loss_table(study: Study, family: Sequence[Comparison]) -> Table:
+    found = [r for r in family if r.role == "candidate"]
+    images, loss = images_of(found), target(found)
+    own_rows = tried(study, family) if images else []
+    shown = []
+    for row in family:
+        own = [r for r in own_rows if r.run_id == row.run_id]
+        if not own or own[0] is not row:  # without trials of its own
+            shown.append(_cells(row, [], images, loss))
+        for each in own:
+            lead = each.role == "baseline"
+            records = baseline_trials(found) if lead else [b for _, b in pairs_of(each, extent_of(found))]
+            shown.append(_cells(each, records, images, loss))
+    return shown
+
+
+def _cells(row: Comparison, records: Sequence[RunRecord], images: int, loss: float) -> dict[str, str]:
+    equal, lead = row.equivalence, row.role == "baseline"
+    final = held_out(records, np.array([images])).mean() if records else math.nan
+    return {
+        "Configuration": f"{row.label} (baseline)" if lead else row.label,
+        "Speed": phrases.ratio_with_interval(row) if row.sets else _NONE,
+        "Verdict on speed": phrases.outcome(row),
+        "Quality": "baseline" if lead else quality.sentence(equal),
+        "Held-out loss": f"{final:.4f}" if records else _NONE,
+        "FID": samples.fid_words(distance) if (distance := samples.fid(records)) else _NONE,
+        **phrases.loss(row),
+        "Images to the same loss": images_to_reach(records, loss),
+        "Seeds": str(len(records)),
+    }
 
 
 def unsound(study: Study) -> str:
@@ -137,55 +176,6 @@ def unsound(study: Study) -> str:
 def _checks(study: Study) -> list[tuple[RunRecord, Mapping[str, Any]]]:
     """The gradient checks of a study, each with its answer, empty where it has none."""
     return [(r, (r.quality or {}).get("gradients") or {}) for r in study.records if r.role == "check"]
-
-
-def table(study: Study) -> Table:
-    """One row a configuration: speed, verdict on quality with its evidence, and images to the target."""
-    lead, found = base(study), rows(study)
-    shown = _table(study, [lead, *found] if lead else found)
-    return shown if fids(study) else _no_fid(shown)
-
-
-def tables(study: Study) -> list[tuple[str, Table]]:
-    """What the configurations of each family have learned, as (caption, table)."""
-    told = "Quality beside speed, and the images to the loss that the baseline has after 90 % of its own"
-    return [(f"{told}: {found[0].family}.", _no_fid(_table(study, found))) for found in learned.families(study)]
-
-
-def _no_fid(rows: Table) -> Table:
-    return without_constant(rows, {"FID": {row["FID"] for row in rows}})
-
-
-def _table(study: Study, family: Sequence[Comparison]) -> Table:
-    found = [r for r in family if r.role == "candidate"]
-    images, loss = images_of(found), learned.target(found)
-    tried = learned.tried(study, family) if images else []
-    shown = []
-    for row in family:
-        own = [r for r in tried if r.run_id == row.run_id]
-        if not own or own[0] is not row:  # without trials of its own
-            shown.append(_cells(row, [], images, loss))
-        for each in own:
-            lead = each.role == "baseline"
-            records = baseline_trials(found) if lead else [b for _, b in pairs_of(each, extent_of(found))]
-            shown.append(_cells(each, records, images, loss))
-    return shown
-
-
-def _cells(row: Comparison, records: Sequence[RunRecord], images: int, loss: float) -> dict[str, str]:
-    equal, lead = row.equivalence, row.role == "baseline"
-    final = learned.held_out(records, np.array([images])).mean() if records else math.nan
-    return {
-        "Configuration": f"{row.label} (baseline)" if lead else row.label,
-        "Speed": phrases.ratio_with_interval(row) if row.sets else _NONE,
-        "Verdict on speed": phrases.outcome(row),
-        "Quality": "baseline" if lead else quality.sentence(equal),
-        "Held-out loss": f"{final:.4f}" if records else _NONE,
-        "FID": samples.fid_words(distance) if (distance := samples.fid(records)) else _NONE,
-        **phrases.loss(row),
-        "Images to the same loss": learned.images_to_reach(records, loss),
-        "Seeds": str(len(records)),
-    }
 
 
 def check_table(study: Study) -> Table:
@@ -215,3 +205,96 @@ def check_table(study: Study) -> Table:
 
 def _share(error: float | None) -> str:
     return _NONE if error is None else f"{error:.1e}"
+
+
+def differences(study: Study) -> Figure | None:
+    """The final loss of each setting less its baseline's, one panel a family; None without trials."""
+    panels = [loss_panel([c for c in rows if c.equivalence.seeds], rows[0].family) for rows in families(study)]
+    if not panels:
+        return None
+    return forest(
+        panels,
+        title="What each setting costs in held-out loss",
+        context=phrases.context(study),
+        note=f"Mean over seeds of differences between runs with the same seed, and 90 % interval. {MEANING}",
+        label=_LOSS,
+    )
+
+
+def loss_panel(shown: Sequence[Comparison], heading: str) -> Panel:
+    """Rows of differences of the final loss, with the margin as a band around 0."""
+    margin = next((c.equivalence.margin for c in shown if not math.isnan(c.equivalence.margin)), None)
+    margins = None if margin is None else (-margin, margin)
+    return Panel(rows=[*map(_loss, shown)], heading=heading, reference=0, band=margins, label=_LOSS)
+
+
+def _loss(c: Comparison) -> Row:
+    e = c.equivalence
+    if math.isnan(e.difference):
+        return Row(name=c.label, missing=quality.sentence(e))
+    colour = _COLOURS.get(e.verdict, style.OPEN)
+    return Row(name=c.label, value=e.difference, low=e.low, high=e.high, colour=colour, text=f"{e.difference:+.2g}")
+
+
+Series = Callable[[Sequence[RunRecord], RunRecord], tuple[Array, Array]]
+
+
+def curves(study: Study, shown_families: Sequence[Sequence[Comparison]]) -> Figure | None:
+    """Held-out and training loss of all settings over the images trained on, overlaid; None without trials."""
+    plots = []
+    for rows in shown_families:
+        several = f"{rows[0].family}: " if len(shown_families) > 1 else ""
+        for heading, series in (("held-out loss of the averaged weights", _held_out), ("training loss", _smoothed)):
+            shown = _overlaid(study, rows, series)
+            plots.append(
+                Plot(
+                    lines=shown, heading=several + heading, x_label="images trained on", y_label="loss", from_zero=False
+                )
+            )
+    if not plots:
+        return None
+    return lines(
+        plots,
+        title="Loss during training",
+        context=phrases.context(study),
+        note=f"Mean over seeds; shade: lowest and highest seed. The training loss is the mean over each of up to "
+        f"{_POINTS} equal shares of the images. "
+        "Grey: settings whose loss is not found to be larger by the margin.",
+    )
+
+
+def _overlaid(study: Study, rows: Sequence[Comparison], series: Series) -> list[Line]:
+    """The baseline, what loses more, and in grey all others; ``series`` gives images (n,), losses (trials, n)."""
+    lead, *others = tried(study, rows)
+    base = baseline_trials(rows[1:])
+    found = []
+    for c in sorted(others, key=_apart):
+        pairs = pairs_of(c, extent_of(rows[1:]))
+        images, mine = series([candidate for _, candidate in pairs], pairs[0][0])
+        name, colour = (c.label, "") if _apart(c) else ("no larger loss found", style.OPEN)
+        found.append(_curve(name, images, mine, colour))
+    images, values = series(base, base[0])
+    return [*found, _curve(f"{lead.label} (baseline)", images, values, style.INK)]
+
+
+def _apart(c: Comparison) -> bool:
+    """Whether the final loss is found to be larger, and by more than the margin where there is one."""
+    e = c.equivalence
+    return e.verdict == quality.WORSE or e.low > (0.0 if math.isnan(e.margin) else e.margin)
+
+
+def _curve(name: str, images: Array, values: Array, colour: str) -> Line:
+    low, high = values.min(0), values.max(0)
+    return Line(name=name, x=images, y=values.mean(0), low=low, high=high, colour=colour, look="-", shade=True)
+
+
+def _held_out(records: Sequence[RunRecord], base: RunRecord) -> tuple[Array, Array]:
+    images, _ = quality.curve(base)
+    return images, held_out(records, images)
+
+
+def _smoothed(records: Sequence[RunRecord], base: RunRecord) -> tuple[Array, Array]:
+    batches = [r.config.global_batch_size for r in (base, *records)]
+    images = min(len((r.quality or {})["losses"]) * n for r, n in zip((base, *records), batches, strict=True))
+    points = min(_POINTS, images // max(batches))
+    return (np.arange(points) + 0.5) * images / points, training(records, images, points)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import Opt
+from ddpm_lab.explain import figure_links, links, machine_state
+from ddpm_lab.explain.answer import Answer, speeds
+from ddpm_lab.explain.findings import ANSWERED, compared, plain
+from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import Experiment, Family, Plan
 from ddpm_lab.training.setting import Setup, WorldSizes
 
@@ -60,4 +65,18 @@ def label(size: int) -> str:
 def _config(setup: Setup, ranks: int, size: int) -> RunConfig:
     return setup.config(
         workload=ALL_REDUCE, world_size=ranks, global_batch_size=ranks, options=(("message_bytes", size),)
+    )
+
+
+def answer(study: Study) -> Answer:
+    """Show time and bus bandwidth of each message."""
+    if (told := links.answer(study)) is None:
+        return replace(speeds(study, compared(study)), table=lambda: links.table(study))
+    found = plain(study, told[0], ANSWERED, *machine_state.warnings(study), evidence=told[1])
+    found = replace(found, verdict="measured", quality="no training, so no quality")
+    shown = speeds(study, found)
+    return replace(
+        shown,
+        figure=lambda: figure_links.exchange(study, found.headline) or shown.figure(),
+        table=lambda: links.table(study),
     )

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from ddpm_lab.explain import figure_ratios
+from ddpm_lab.explain.answer import Answer, View, speeds
+from ddpm_lab.explain.findings import compared
+from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import Experiment, Family
+from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.training.setting import (
     CPU_PRECISIONS,
     CUDA_PRECISIONS,
@@ -43,3 +48,10 @@ def amp(
         )
         left_out += [(name, p, "needs a CUDA device") for p in wanted if p not in able]
     return Experiment(name="amp", families=tuple(families), left_out=tuple(left_out))
+
+
+def answer(study: Study) -> Answer:
+    """Compare the speed of each format with fp32."""
+    caption = "Time for 50,000 images in each precision."
+    times = View(caption=caption, name="time", figure=lambda: figure_ratios.times(study))
+    return speeds(study, compared(study), views=(times, *trained_views(study)))

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
+from ddpm_lab.explain import batch_sizes, figure_batch_sizes
+from ddpm_lab.explain.answer import Answer, speeds
+from ddpm_lab.explain.findings import compared
+from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import Experiment, Family
+from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.training.setting import (
     Batches,
     Precision,
@@ -41,3 +47,10 @@ def batch_size(
         primary=f"batch {larger[min(1, len(larger) - 1)]}" if larger else "",
     )
     return Experiment(name="batch_size", families=(family,))
+
+
+def answer(study: Study) -> Answer:
+    """Compare the speed of each batch size, and show the largest that fits."""
+    found = compared(study, notes=[batch_sizes.sentence(study)])
+    shown = speeds(study, found, views=trained_views(study))
+    return replace(shown, figure=lambda: figure_batch_sizes.figure(study, found.headline) or shown.figure())

@@ -5,14 +5,25 @@ Every calibration measures afresh, since what it asks is how the machine measure
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
+from ddpm_lab.explain import decisions, phrases, stats
+from ddpm_lab.explain.charts import style
+from ddpm_lab.explain.charts.lines import Line, Plot
+from ddpm_lab.explain.charts.lines import lines as draw
+from ddpm_lab.explain.pages import Section, spoken_date
 from ddpm_lab.files import LEDGER, output_folder
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.measuring_lock import measuring
@@ -23,8 +34,11 @@ from ddpm_lab.measure.seat import Member
 from ddpm_lab.measure.sets import measure_set
 from ddpm_lab.plan import USUAL_TURNS, Plan
 from ddpm_lab.questions.planning import instrument_for
-from ddpm_lab.record import LedgerError, RunRecord, crowded
+from ddpm_lab.record import LedgerError, RunRecord, crowded, set_log_ratio
 from ddpm_lab.training.setting import usual_device
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 EXPERIMENT = "calibrate"
 WORKLOAD = "ddpm_lab.training.planted:pieces"
@@ -105,3 +119,312 @@ def calibrate(
         raise LedgerError("other processes took the cores of every set of the calibration: try again without them")
     show.done(f"{done} set{'s' if done > 1 else ''} in {(time.monotonic() - begun) / 60:.1f} min")
     return found
+
+
+# --- what it says ----------------------------------------------------------------------------------------------------
+
+MINUTES = (1, 5, 20)
+LEAST_SETS = decisions.LEAST_SETS
+FINE = 0.03
+"""A machine is fit to measure when it resolves a difference of this size within 20 minutes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """A calibration, computed from its records. Ratios are the baseline's time divided by the other's.
+
+    ``disturbed`` sets are beside the ``sets`` that count: other processes took the cores that they needed. ``threads``
+    are those of a rank; 0 is as many as there are ``cores``.
+    ``noise`` is the standard deviation over sets of the null's log ratio; ``drift_per_minute`` the slope of the
+    baseline's log speed, with its 95 % interval; ``others_cores`` the mean of what other processes kept busy (None:
+    unknown); ``resolvable`` the smallest difference that so many minutes resolve here (None: fewer than four sets).
+    """
+
+    hardware: str
+    date: str
+    sets: int
+    disturbed: int
+    threads: int
+    cores: int
+    seconds_per_set: float
+    step_seconds: float
+    noise: float
+    drift_per_minute: tuple[float, float, float]
+    others_cores: float | None
+    stolen_share: float | None
+    null: stats.Estimate
+    null_called: bool
+    planted: float
+    planted_estimate: stats.Estimate
+    planted_found: bool
+    planted_in_interval: bool
+    resolvable: dict[int, float | None]
+    null_ratios: tuple[float, ...]
+    planted_ratios: tuple[float, ...]
+    minutes: tuple[float, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the planted slowdown was found and the null was not called at the 99 % level."""
+        return self.planted_found and not self.null_called
+
+    @property
+    def fit(self) -> bool:
+        """Whether the check passed, and 20 minutes resolve a difference of 3 %."""
+        finest = self.resolvable[max(MINUTES)]
+        return self.passed and finest is not None and finest <= FINE
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; what is unknown is null."""
+        return {
+            "hardware": self.hardware,
+            "date": self.date,
+            "passed": self.passed,
+            "fit": self.fit,
+            "verdict": self.verdict(),
+            "sets": self.sets,
+            "disturbed_sets": self.disturbed,
+            "threads": self.threads or self.cores,
+            "seconds_per_set": round(self.seconds_per_set, 2),
+            "step_seconds": self.step_seconds,
+            "noise_between_sets": _known(self.noise),
+            "drift_per_minute": [_known(v) for v in self.drift_per_minute],
+            "others_cores": self.others_cores,
+            "stolen_share": self.stolen_share,
+            "null": _plain(self.null),
+            "null_called_at_99": self.null_called,
+            "planted": self.planted,
+            "planted_ratio": 1 / (1 + self.planted),
+            "planted_measured": _plain(self.planted_estimate),
+            "planted_found": self.planted_found,
+            "planted_in_95_interval": self.planted_in_interval,
+            "resolvable": {f"{m} min": v for m, v in self.resolvable.items()},
+        }
+
+    def verdict(self) -> str:
+        """One sentence: may one measure here, and how finely?"""
+        if self.planted_estimate.sets < decisions.LEAST_SETS:
+            return (
+                f"Not judged: {phrases.plural(self.planted_estimate.sets, 'set')} in the time given, "
+                f"and a verdict needs {decisions.LEAST_SETS}; give more minutes"
+            )
+        if self.null_called:
+            return "Not fit to measure now: the baseline differs from itself at the 99 % level"
+        if not self.planted_found:
+            return f"Not fit to measure now: a planted slowdown of {_percent(self.planted)} was not found"
+        finest = self.resolvable[max(MINUTES)]
+        if self.fit:
+            assert finest is not None
+            return f"Fit to measure: {max(MINUTES)} minutes resolve a difference of {_percent(finest)}"
+        return f"Fit for large differences only: {max(MINUTES)} minutes resolve {_percent(finest)}"
+
+
+def calibrations(records: Sequence[RunRecord]) -> list[Calibration]:
+    """Every calibration among the records, oldest first; those without a set that counts are left out."""
+    families = dict.fromkeys(r.family for r in records if r.experiment == EXPERIMENT)
+    found = [calibration([r for r in records if r.family == f and r.experiment == EXPERIMENT]) for f in families]
+    return [c for c in found if c is not None]
+
+
+def calibration(records: Sequence[RunRecord]) -> Calibration | None:
+    """What the records of one calibration say; None where no set is complete, or other processes disturbed each."""
+    sets: dict[str, dict[str, RunRecord]] = {}
+    for r in records:
+        if r.status == "ok":
+            sets.setdefault(r.set_id, {})[r.role] = r
+    complete = [s for s in sets.values() if {"baseline", "twin", "candidate"} <= s.keys()]
+    whole = [s for s in complete if not crowded(list(s.values()))]
+    if not whole:
+        return None
+    first = whole[0]["candidate"]
+    planted = first.config.option("pieces", 0) / whole[0]["baseline"].config.option("pieces", 1) - 1
+    null_logs = np.array([set_log_ratio(s["baseline"], s["twin"]) for s in whole])
+    planted_logs = np.array([set_log_ratio(s["baseline"], s["candidate"], s["twin"]) for s in whole])
+    null, slow = stats.estimate(null_logs), stats.estimate(planted_logs)
+    starts = [datetime.fromisoformat(s["baseline"].environment.date) for s in whole]
+    minutes = np.array([(t - starts[0]).total_seconds() / 60 for t in starts])
+    windows = [w for s in whole for r in s.values() for w in r.windows]
+    # A set's cost is the time to the next one; the last set's is not known from dates.
+    stages = sum(sum(r.stages.values()) for r in whole[0].values())
+    per_set = float(np.diff(minutes).mean() * 60) if len(whole) > 1 else stages
+    spread = float(np.nanstd(null_logs, ddof=1)) if len(whole) > 1 else math.nan
+    others = [w.others_cores for w in windows if w.others_cores is not None]
+    stolen = [w.stolen_seconds for w in windows if w.stolen_seconds is not None]
+    seconds = sum(w.seconds for w in windows)
+    steps = [w.seconds / w.steps for s in whole for w in s["baseline"].windows if w.steps]
+    return Calibration(
+        hardware=first.environment.machine.name,
+        date=first.environment.date,
+        sets=len(whole),
+        disturbed=len(complete) - len(whole),
+        threads=first.config.threads,
+        cores=first.environment.machine.usable_cores,
+        seconds_per_set=per_set,
+        step_seconds=float(np.median(steps)) if steps else math.nan,
+        noise=spread,
+        drift_per_minute=_drift(minutes, whole),
+        others_cores=float(np.mean(others)) if others else None,
+        stolen_share=sum(stolen) / seconds if stolen and seconds else None,
+        null=null,
+        null_called=null.sets >= decisions.LEAST_SETS and null.p < 0.01,
+        planted=planted,
+        planted_estimate=slow,
+        planted_found=decisions.verdict(slow, slow.p, decisions.level_of_look(1)) == decisions.SLOWER,
+        planted_in_interval=slow.low <= 1 / (1 + planted) <= slow.high,
+        resolvable={m: _effect(spread, m * 60 / per_set if per_set else 0) for m in MINUTES},
+        null_ratios=tuple(np.exp(null_logs)),
+        planted_ratios=tuple(np.exp(planted_logs)),
+        minutes=tuple(minutes),
+    )
+
+
+def _drift(minutes: np.ndarray[Any, Any], whole: Sequence[dict[str, RunRecord]]) -> tuple[float, float, float]:
+    """Slope of the baseline's log speed per minute with its 95 % interval (least squares over sets)."""
+    logs = []
+    for s in whole:
+        kept = [w.seconds_per_image for w in s["baseline"].windows]
+        logs.append(-math.log(float(np.median(kept))) if kept else math.nan)
+    values = np.array(logs)
+    usable = np.isfinite(values)
+    if usable.sum() < 3 or float(np.ptp(minutes[usable])) == 0:
+        return (math.nan, math.nan, math.nan)
+    line, covariance = np.polyfit(minutes[usable], values[usable], 1, cov="unscaled")
+    freedom = int(usable.sum()) - 2
+    left = values[usable] - np.polyval(line, minutes[usable])
+    error = math.sqrt(float(covariance[0, 0]) * float(left @ left) / freedom)
+    half = stats.t_quantile(freedom) * error
+    return (float(line[0]), float(line[0]) - half, float(line[0]) + half)
+
+
+def _effect(spread: float, sets: float) -> float | None:
+    effect = decisions.resolvable(spread, int(sets))
+    return effect if math.isfinite(effect) else None
+
+
+def _percent(value: float | None) -> str:
+    return "unknown" if value is None or math.isnan(value) else f"{phrases.significant(100 * value, 2)} %"
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _plain(estimate: stats.Estimate) -> dict[str, Any]:
+    return {"ratio": _known(estimate.value), "low": _known(estimate.low), "high": _known(estimate.high)}
+
+
+def lines(found: Calibration) -> list[str]:
+    """The calibration in words, for a terminal and for the report."""
+    slope, low, high = found.drift_per_minute
+    drift = (
+        "unknown"
+        if math.isnan(slope)
+        else f"{100 * slope:+.2f} % a minute (95 % interval {100 * low:+.2f} to {100 * high:+.2f})"
+    )
+    others = "unknown" if found.others_cores is None else f"{found.others_cores:.2f} cores on average"
+    stolen = "" if found.stolen_share is None else f"; the hypervisor took {100 * found.stolen_share:.1f} % of the time"
+    truth = 1 / (1 + found.planted)
+    enough = found.sets >= LEAST_SETS
+    judged = ("found" if found.planted_found else "missed") if enough else "not judged"
+    inside = "inside" if found.planted_in_interval else "outside"
+    said = "called different" if found.null_called else "not called different"
+    some = f", with {found.threads} of {phrases.plural(found.cores, 'core')}" if found.threads else ""
+    lost = f"; {found.disturbed} more were disturbed by other processes and do not count" if found.disturbed else ""
+    return [
+        f"{found.verdict()}.",
+        f"Measured: {phrases.plural(found.sets, 'set')} of {found.seconds_per_set:.1f} s, "
+        f"steps of {phrases.seconds(found.step_seconds)}{some}{lost}.",
+        f"Baseline against itself: {_estimate(found.null)}; {said} at the 99 % level.",
+        f"{_percent(found.planted)} more work planted (true ratio {truth:.3f}): {_estimate(found.planted_estimate)}; "
+        f"{judged}{f', and the truth lies {inside} the interval' if found.sets > 1 else ''}.",
+        f"Noise between sets: {_percent(found.noise)}. Drift of the machine's speed: {drift}.",
+        f"Other processes: {others}{stolen}.",
+        "Smallest difference that can be resolved: "
+        + ", ".join(f"{_percent(v) if v is not None else 'none'} in {m} min" for m, v in found.resolvable.items())
+        + ".",
+    ]
+
+
+def _estimate(estimate: stats.Estimate) -> str:
+    return f"{estimate.value:.3f} ({phrases.evidence_of(estimate)})" if math.isfinite(estimate.value) else "no value"
+
+
+NAME = "calibration.png"
+
+
+def save_figure(found: Calibration, output: Path) -> Path:
+    """Draw into ``image_output/``; returns the path."""
+    path = output / "image_output" / NAME
+    style.save(figure(found), path)
+    return path
+
+
+def section(found: Calibration) -> Section:
+    """For the index of the report."""
+    image = base64.b64encode(style.png(figure(found))).decode("ascii")
+    sentences = (*lines(found), f"Measured on {found.hardware}, {spoken_date(found.date)}.")
+    return Section(sentences=sentences, image=image, alt=found.verdict())
+
+
+def figure(found: Calibration) -> Figure:
+    """Ratios of single sets over time above, the smallest resolvable difference against minutes below."""
+    truth = 1 / (1 + found.planted)
+    above = Plot(
+        lines=[
+            *_sets(found, "itself", 1.0, found.null, found.null_ratios),
+            *_sets(
+                found, f"{100 * found.planted:.0f} % more work", truth, found.planted_estimate, found.planted_ratios
+            ),
+        ],
+        heading="What each set read",
+        x_label="minutes since the first set",
+        y_label="speed relative to the baseline",
+        from_zero=False,
+    )
+    told = ", ".join(f"{m} min: {'none' if v is None else f'{100 * v:.2g} %'}" for m, v in found.resolvable.items())
+    context = [
+        found.hardware,
+        found.date[:16].replace("T", " "),
+        f"{phrases.plural(found.sets, 'set')} of {found.seconds_per_set:.1f} s",
+        f"steps of {phrases.seconds(found.step_seconds)}",
+    ]
+    return draw(
+        [above, _resolvable(found)],
+        title=found.verdict(),
+        context=style.SEPARATOR.join(context),
+        note="The same work was measured against itself, and with more work planted. Dots: single sets; shades: 95 % "
+        f"interval of the geometric mean; dashed: the truth, below what fine measuring needs. Resolved in {told}.",
+    )
+
+
+def _sets(
+    found: Calibration, name: str, truth: float, estimate: stats.Estimate, ratios: tuple[float, ...]
+) -> list[Line]:
+    colour, ends = style.SERIES[name != "itself"], [0.0, max(1e-3, *found.minutes)]
+    low, high = ([estimate.low] * 2, [estimate.high] * 2) if math.isfinite(estimate.low) else ((), ())
+    return [
+        Line(name="", x=ends, y=[truth] * 2, low=low, high=high, colour=colour, look="--", shade=True, width=1.0),
+        Line(name=name, x=found.minutes, y=ratios, colour=colour, look="o"),
+    ]
+
+
+def _resolvable(found: Calibration) -> Plot:
+    """The smallest difference that so many minutes resolve, and what a machine must resolve that is fit to measure."""
+    minutes = np.geomspace(0.5, 60, 200)
+    counts = [int(m * 60 / found.seconds_per_set) if found.seconds_per_set else 0 for m in minutes]
+    effects = np.array([decisions.resolvable(found.noise, n) for n in counts])
+    known = [(m, v) for m, v in found.resolvable.items() if v is not None]
+    shown = np.isfinite(effects) & (effects <= 1.15 * max([2 * FINE, *(v for _, v in known)]))
+    return Plot(
+        lines=[
+            Line(name="", x=minutes[shown], y=100 * effects[shown], colour=style.INK, look="-"),
+            Line(name="", x=[m for m, _ in known], y=[100 * v for _, v in known], colour=style.INK, look="o"),
+        ],
+        heading="Smallest difference that is resolved",
+        x_label="minutes of measuring",
+        y_label="difference, %",
+        log_x=True,
+        ticks=[0.5, 1, 2, 5, 10, 20, 60],
+        level=100 * FINE,
+        height=1.9,
+    )

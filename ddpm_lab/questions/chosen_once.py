@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from ddpm_lab.checks import ConfigError, whole
+from ddpm_lab.checks import ConfigError, missing_to_explain, whole
 from ddpm_lab.config import RunConfig
+from ddpm_lab.explain import comparisons, decisions, frames
 from ddpm_lab.ledger import Ledger, load
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.others import free_cores
@@ -77,9 +78,7 @@ def compiled_in(instrument: Instrument, ledger: Ledger) -> str:
     earlier = load([h for h in mine if (h.experiment, h.role) == ("torch_compile", "baseline")][-1:])[0]
     if earlier:
         return earlier[-1].config.precision
-    try:
-        from ddpm_lab.explain import comparisons, decisions, frames  # noqa: PLC0415 - not on a bare GPU node
-    except ModuleNotFoundError:
+    if missing_to_explain():
         return "fp32"
     records, _ = load([h for h in mine if h.experiment == "amp" or h.role == frames.LOOK])
     found = comparisons.comparisons(frames.study(records, "amp")) if records else ()

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import ExchangeConfig, RunConfig
+from ddpm_lab.explain import phrases, sentences
+from ddpm_lab.explain.answer import Answer, speeds
 from ddpm_lab.explain.changes import NO_EXCHANGE
+from ddpm_lab.explain.comparisons import Comparison, comparisons
+from ddpm_lab.explain.findings import compared
+from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import Experiment, Family
+from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.training.setting import Batch, Precision, Setup, WorldSizes
 
 BASELINE = "default"
@@ -88,3 +96,25 @@ def _half_as_often(setup: Setup, base: RunConfig) -> Family:
         baseline_label=BASELINE,
         candidates=((NO_EXCHANGE, dataclasses.replace(twice, exchange=ExchangeConfig(enabled=False))),),
     )
+
+
+def answer(study: Study) -> Answer:
+    """Compare the settings of the exchange; ranks that exchange nothing train apart and are none."""
+    exposed = exposed_communication(comparisons(study))
+    return speeds(study, compared(study, keep=sentences.trains, own=lambda _: exposed), views=trained_views(study))
+
+
+def exposed_communication(rows: Sequence[Comparison]) -> list[str]:
+    """How much shorter a step is where ranks exchange nothing: a note for each family."""
+    told = []
+    for row in rows:
+        if row.role != "candidate" or sentences.trains(row) or not row.sets:
+            continue
+        if row.resolved:
+            shorter, low, high = (100 * (1 - 1 / v) for v in (row.ratio.value, *row.ratio.ends))
+            span = "" if math.isnan(low) else f" ({low:.1f} to {high:.1f} %)"
+            text = f"{shorter:.1f} % shorter{span}: exposed communication"
+        else:
+            text = f"not called shorter (ratio {phrases.ratio(row)}, {phrases.evidence(row)})"
+        told.append(f"Without exchange a step of {row.family} is {text}.")
+    return told

@@ -8,24 +8,27 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ddpm_lab.checks import ConfigError, choice, whole
+from ddpm_lab.checks import ConfigError, choice, missing_to_explain, whole
+from ddpm_lab.explain import gains
+from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
+from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.frames import BESIDE_OTHERS, LOOK, RECOMMENDATION, TRIAL, Study, chosen, cohorts, study
+from ddpm_lab.explain.questions.recommendation import write_settings
 from ddpm_lab.files import CHECKOUT, LEDGER, ledgers, output_folder
 from ddpm_lab.ledger import PUBLISHED, Damaged, Head, Ledger, published_trials, read_all
 from ddpm_lab.measure import hardware
 from ddpm_lab.plan import PRESETS, TOGETHER, Experiment, Family
+from ddpm_lab.questions.answers import answer
 from ddpm_lab.questions.ask import LONG, QUESTIONS
 from ddpm_lab.questions.planned import Measured, Planned
 from ddpm_lab.questions.planning import Settings, plan_question
 from ddpm_lab.questions.recommend import LEAST_MINUTES, recommend
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import OWN_DATA, own_data
-
-if TYPE_CHECKING:
-    from ddpm_lab.explain.frames import Study
 
 SEARCHED = ("sets", "resolution", "seeds", "images", "only", "any_batch", "global_batch_size")
 """Settings of a search, and of what it found, alone."""
@@ -42,8 +45,8 @@ def run(
     published: bool | None = None,
     bands: object = DEFAULT,
     **settings: Any,
-) -> Study:
-    """Answer a question with records, measuring first what is missing.
+) -> Answer:
+    """Answer a question from records, measuring first what is missing.
 
     With ``ledger`` (files to read) or ``machine`` (whose records to show) nothing is measured. Nor is it with
     ``published``, which shows what this machine has measured before, or else the records that came with the checkout;
@@ -56,16 +59,16 @@ def run(
     if published is not None and not isinstance(published, bool):
         raise ConfigError(f"published is {published!r}: give True, False or None")
     if ledger is not None or machine is not None:
-        answer = _stored(name, output_dir, ledger, machine, settings.get("workload"))
+        shown = _stored(name, output_dir, ledger, machine, settings.get("workload"))
     elif published or (published is None and name in LONG and settings.get("preset") != "full"):
-        answer = _published(name, output_folder(output_dir))
+        shown = _published(name, output_folder(output_dir))
         usual = {f.name: f.default for f in dataclasses.fields(Settings)}
         idle = [n for n, value in settings.items() if n != "preset" and value is not None and value != usual.get(n)]
         if idle:
             print(f"note: no effect on records that exist: {', '.join(idle)}; published = False measures with them")
     else:
-        answer = study_of(measure(name, output_dir=output_dir, **settings))
-    return dataclasses.replace(answer, bands=table)
+        shown = study_of(measure(name, output_dir=output_dir, **settings))
+    return answer(dataclasses.replace(shown, bands=table))
 
 
 def measured_here(name: str, output_dir: str | Path | None) -> Study | None:
@@ -81,8 +84,6 @@ def cohorts_here(name: str, output_dir: str | Path | None) -> list[Study]:
 
     What was measured later, with other images or for less time, hides nothing here.
     """
-    from ddpm_lab.explain.frames import cohorts, study  # noqa: PLC0415 - the explaining half is not on a bare GPU node
-
     output, here = output_folder(output_dir), hardware.machine().key
 
     def mine(heads: Sequence[Head]) -> list[Head]:
@@ -97,8 +98,6 @@ def cohorts_here(name: str, output_dir: str | Path | None) -> list[Study]:
 
 def _published(name: str, output: Path) -> Study:
     """The records of this machine, or else the latest that came with the checkout."""
-    from ddpm_lab.explain.frames import study  # noqa: PLC0415 - as above
-
     if (mine := measured_here(name, output)) is not None:
         return mine
     files = sorted((CHECKOUT / PUBLISHED).glob("*.jsonl"))
@@ -111,8 +110,6 @@ def _published(name: str, output: Path) -> Study:
 
 def study_of(measured: Measured) -> Study:
     """The records that answer what was measured."""
-    from ddpm_lab.explain.frames import BESIDE_OTHERS, LOOK, TRIAL, study  # noqa: PLC0415 - as above
-
     key, name = measured.cohort[0], measured.experiment.name
 
     def mine(head: Head) -> bool:
@@ -165,7 +162,7 @@ def recommendation(
     machine: str | None = None,
     workload: str | None = None,
     **settings: Any,
-) -> Study:
+) -> Answer:
     """The fastest configuration that a search finds, with all experiments' records of one machine.
 
     ``quick`` searches where it is given ``minutes``, and else shows the last search of this machine, or without one
@@ -177,9 +174,6 @@ def recommendation(
     ``recommend.recommend``, and the errors too.
     ``workload`` is a training of the user's, in place of the lab's own trainer.
     """
-    from ddpm_lab.explain.frames import RECOMMENDATION, study  # noqa: PLC0415 - not on a bare GPU node
-    from ddpm_lab.explain.questions.recommendation import write_settings  # noqa: PLC0415
-
     choice("preset", preset, PRESETS)
     if train_images is not None:
         whole("train_images", train_images, 1)
@@ -201,12 +195,12 @@ def recommendation(
     if not reads:
         machine = hardware.machine().key
         if not any(head.machine.key == machine for head in of_training(Ledger(output / LEDGER).heads()[0], workload)):
-            return study([], RECOMMENDATION, output_dir=output)
-    answer = _stored(RECOMMENDATION, output_dir, ledger, machine, workload)
-    answer = dataclasses.replace(answer, train_images=train_images)
+            return answer(study([], RECOMMENDATION, output_dir=output))
+    shown = _stored(RECOMMENDATION, output_dir, ledger, machine, workload)
+    shown = dataclasses.replace(shown, train_images=train_images)
     if not reads:
-        write_settings(answer)
-    return answer
+        write_settings(shown)
+    return answer(shown)
 
 
 def of_training(heads: Sequence[Head], workload: str | None) -> list[Head]:
@@ -239,12 +233,10 @@ def read_study(
 
     Prints a note of each line that cannot be read. Raises LedgerError where a file is missing or is no ledger.
     """
-    from ddpm_lab.explain.frames import chosen, study  # noqa: PLC0415 - as above
-
     records, damaged = read_all(files, lambda heads: chosen(among(heads), name, machine=machine))
     _note(damaged)
-    answer = study(records, name, machine=machine, output_dir=output)
-    return dataclasses.replace(answer, published_trials=published_trials())
+    found = study(records, name, machine=machine, output_dir=output)
+    return dataclasses.replace(found, published_trials=published_trials())
 
 
 def _note(damaged: Iterable[Damaged]) -> None:
@@ -264,13 +256,8 @@ def measure(name: str, **settings: Any) -> Measured:
 def undecided(planned: Planned) -> Planned:
     """A question without further sets for the comparisons whose answer was shown before."""
     campaign = planned.campaign
-    if campaign.target.seconds == 0 or not any(
-        campaign.held.looked(f.baseline.run_id) for f in campaign.experiment.families
-    ):
-        return planned
-    try:
-        from ddpm_lab.explain.comparisons import comparisons  # noqa: PLC0415 - not on a bare GPU node
-    except ModuleNotFoundError:
+    looked = any(campaign.held.looked(f.baseline.run_id) for f in campaign.experiment.families)
+    if campaign.target.seconds == 0 or not looked or missing_to_explain():
         return planned
     answered = frozenset((c.baseline_id, c.run_id) for c in comparisons(study_of(planned.result())) if c.answered)
     return planned.renewed(decided=answered)
@@ -281,9 +268,7 @@ def combination(planned: Planned) -> Planned | None:
 
     ``planned`` is a question of the same training. Nothing can tell on a node without scipy.
     """
-    try:
-        from ddpm_lab.explain import gains  # noqa: PLC0415 - not on a bare GPU node
-    except ModuleNotFoundError:
+    if missing_to_explain():
         return None
     campaign, name = planned.campaign, planned.campaign.experiment.configurations[0]
     workload = name.work_name if name.is_own else None

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.declared import Opt
+from ddpm_lab.explain import figure_machine, figure_scaling, machine_state, phrases, scaling
+from ddpm_lab.explain.answer import Answer, View, speeds
+from ddpm_lab.explain.comparisons import Comparison
+from ddpm_lab.explain.findings import compared
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.questions import lost_scaling
 from ddpm_lab.plan import SCALINGS, WEAK, Experiment, Family
 from ddpm_lab.questions.lost_scaling import lost_scaling as lost_scaling_of
+from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.training.setting import (
     CPU_PRECISIONS,
     Batches,
@@ -129,3 +137,34 @@ def _mechanism(setup: Setup, precision: str) -> Family:
         candidates=(("2 ranks", dataclasses.replace(one, world_size=2)),),
         mechanism=True,
     )
+
+
+def answer(study: Study) -> Answer:
+    """Compare numbers of ranks, strong and weak scaling apart, and say where lost scaling went."""
+    rows = [scaling.named(row) for row in scaling.rows(study)]
+    rated = f"Efficiency, by {scaling.whose(study.bands)} bands"
+
+    def columns(row: Comparison) -> dict[str, str]:
+        return {rated: scaling.rated(row, study.bands) if row.sets and row.role == "candidate" else phrases.DASH}
+
+    def own(lead: Comparison) -> list[str]:
+        candidates = [r for r in scaling.rows(study) if r.sets and r.role not in ("baseline", "twin")]
+        return [scaling.efficiencies(study, candidates, lead)]
+
+    split = " ".join(lost_scaling.sentence(part) for part in lost_scaling.splits(study))
+    drawn = (
+        (figure_scaling.speed_up, "speedup", "Speed-up against the number of ranks, with the ideal line."),
+        (figure_scaling.efficiency, "efficiency", "Parallel efficiency: the speed-up divided by the number of ranks."),
+        (figure_scaling.by_batch, "batch", "Time for 50,000 images against the batch size."),
+        (figure_scaling.layouts, "devices", "Throughput of equal work on CPU, one GPU, several, and hosts."),
+        (lost_scaling.figure, "lost_scaling", "Where the lost scaling went, from the ideal step to the measured."),
+        (figure_machine.over_the_run, "machine", "Memory of each configuration's ranks, and what neighbours took."),
+    )
+    views = (
+        *(View(caption=caption, name=name, figure=partial(draw, study)) for draw, name, caption in drawn),
+        *trained_views(study),
+        View(caption=f"Where the lost scaling went. {split}", table=lambda: lost_scaling.table(study)),
+        View(caption="What the machine did meanwhile.", table=lambda: machine_state.table(study)),
+    )
+    found = compared(study, rows=scaling.rows(study), own=own)
+    return speeds(study, found, rows=rows, columns=columns, views=views)

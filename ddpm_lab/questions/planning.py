@@ -10,9 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab.checks import ConfigError, choice, number, several, whole
+from ddpm_lab.checks import ConfigError, choice, missing_to_explain, number, several, whole
 from ddpm_lab.config import DEVICES, NETWORKS
 from ddpm_lab.data.packed import read_manifest, resolve
+from ddpm_lab.explain import decisions
 from ddpm_lab.files import LEDGER, PREPARED, output_folder, writing
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
@@ -28,7 +29,7 @@ from ddpm_lab.questions.ask import PLANS, QUESTIONS, STAGES, ask
 from ddpm_lab.questions.chosen_once import compiled_in, cores_of
 from ddpm_lab.questions.planned import Planned
 from ddpm_lab.record import LedgerError
-from ddpm_lab.training.own_workload import check_brought, check_name, code_of, look_at, with_changes, with_own
+from ddpm_lab.training.own_workload import check_brought, check_name, code_of, look_at, with_own
 from ddpm_lab.training.setting import Images, Setup, check_ranks, usual_device
 
 LEAST_PLACE_SECONDS = 1.0
@@ -199,12 +200,8 @@ def _target(
     if resolution is not None:
         if not (number(resolution) and 0 < resolution < 1):
             raise ConfigError(f"resolution is {resolution!r}: give a share such as 0.02, for 2 %")
-        try:
-            from ddpm_lab.explain import decisions  # noqa: PLC0415 - the explaining half is not on a bare GPU node
-        except ModuleNotFoundError as missing:
-            raise ConfigError(
-                f"resolution needs {missing.name}, which is not installed here: give the number of sets instead"
-            ) from missing
+        if missing := missing_to_explain():
+            raise ConfigError(f"resolution needs {missing}, which is not installed here: give the number of sets")
         to_come, planned = partial(decisions.sets_to_come, effect=resolution), MOST_SETS
     return Target(
         plan=plan,
@@ -270,7 +267,7 @@ def _experiment(
             setup = replace(setup, images=_images(asked, size, instrument.progress))
         parts.append(ask(name, setup, **grid))
     instrument = replace(instrument, data_name=setup.images.name)
-    return with_changes(merged(parts), setup.own, ledger, instrument.code.key), instrument
+    return merged(parts), instrument
 
 
 def merged(parts: Sequence[Experiment]) -> Experiment:

@@ -1,8 +1,8 @@
-"""The fastest of the trainer's settings on this machine: recommended by its ledger, else tried on the very shapes.
+"""The fastest settings for a training on this machine: as its ledger recommends, else measured on the very shapes.
 
-Candidates differ in number format, memory format, kernels and memory handling, and never in what is learned but by
-rounding. Two groups of processes at a time take turns, the fastest so far and the next, so that a busy neighbour slows
-both alike. What was found is kept and used again until the machine, the code, the shapes or the threads are others.
+Candidates differ in number format, memory format, kernels and memory handling, and change what is learned by rounding
+alone. Two groups of processes at a time take turns, the fastest so far and the next, so that a busy neighbour slows
+both alike. The result is kept and used again until machine, code, shapes or threads change.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack, redirect_stdout, suppress
 from datetime import date
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 import psutil
 
 from ddpm_lab.config import TRAINING, RunConfig, digest
-from ddpm_lab.files import LEDGER
+from ddpm_lab.files import LEDGER, replace
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group import Group, GroupFailed
@@ -46,7 +45,7 @@ WORTH, LEAST_IMAGES = 3, 2_000
 TURN_SECONDS = 0.2
 LEAST_TURNS = 4
 SURELY, HOPELESS = 3.0, 2.0
-"""Standard errors from equal that decide between two; how many times as long one step is that needs no second."""
+"""Standard errors that decide between two; how many times as long one step takes that needs no second."""
 STARTING_SECONDS = 1.0
 """What a first step may take longer than the others."""
 SILENCE_SECONDS = 600.0
@@ -87,30 +86,24 @@ def fastest(
 def _tried(
     config: RunConfig, said: Set[str], *, steps: int, threads: int, path: Path, progress: Say
 ) -> tuple[RunConfig, str]:
-    """``config`` with what a probe of earlier, kept in ``path``, or one of now has found; as it is where none did."""
+    """``config`` with what an earlier probe, kept in ``path``, or one of now has found; as it is where none did."""
     key = _key(config, said, threads)
-    with suppress(KeyError, TypeError, ValueError):  # not kept, or by other hands
+    with suppress(KeyError, TypeError, ValueError):  # not kept, or edited by hand
         kept = _kept(path)[key]
         return dataclasses.replace(config, **kept["settings"]), f"{kept['why']} ({kept['date']})"
     progress("probing settings")
-    candidates, plain = _candidates(config, said), dataclasses.replace(config, **PLAIN)
-    measured_only = {} if plain in candidates.values() else {_name(plain): plain}
-    found_now = _Probe(threads, progress).run(candidates, measured_only, steps)
-    if found_now is None:
+    contest = _Contest(_candidates(config, said), dataclasses.replace(config, **PLAIN), threads, progress)
+    chosen = contest.run(steps)
+    if chosen is None:
         return config, ""
-    chosen, why, lasting = found_now
-    entry = {
-        "settings": {name: getattr(chosen, name) for name in SETTINGS},
-        "why": why,
-        "date": date.today().isoformat(),
-    }
-    with suppress(OSError):  # then the next start probes again
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if lasting:
-            mine = path.with_name(f"probe-{os.getpid()}.json")
-            mine.write_text(json.dumps({**_kept(path), key: entry}, indent=1) + "\n")
-            mine.replace(path)
-    return chosen, why
+    why = f"settings: {contest.told(chosen)}"
+    settings = {name: getattr(contest.candidates[chosen], name) for name in SETTINGS}
+    if contest.lasting:
+        found = {**_kept(path), key: {"settings": settings, "why": why, "date": date.today().isoformat()}}
+        with suppress(OSError):  # then the next start probes again
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace(path, json.dumps(found, indent=1) + "\n")
+    return contest.candidates[chosen], why
 
 
 def _emulated(config: RunConfig) -> str:
@@ -148,76 +141,86 @@ class _BestFailed(Exception):  # noqa: N818 - what the contest ends with
     """The fastest so far, on which all others are measured, is gone."""
 
 
-class _Probe:
-    """A contest of the candidates, each against the fastest so far."""
+class _Contest:
+    """The candidates one after the other, each against the fastest so far; ``plain`` runs first, chosen or not."""
 
-    def __init__(self, threads: int, progress: Say) -> None:
-        self.threads, self.progress = threads, progress
+    def __init__(self, choices: Mapping[str, RunConfig], plain: RunConfig, threads: int, progress: Say) -> None:
+        self.choices, self.threads, self.progress = choices, threads, progress
+        self.candidates = {_name(plain): plain, **choices}
         self.used, self.seconds = 0.0, SECONDS
         """Seconds of steps: what processes take to start, and kernels to be compiled, leaves no candidate untried."""
+        self.best: tuple[str, Group, float] | None = None
+        self.times: dict[str, float] = {}  # of a step, relative to the first that ran
+        self.far: set[str] = set()  # of which one step may have been enough
+        self.failed: list[str] = []
+        self.lasting = True
+        """Whether the result holds for the next start: nothing failed that may work then."""
 
-    def run(
-        self, choices: Mapping[str, RunConfig], measured_only: Mapping[str, RunConfig], steps: int
-    ) -> tuple[RunConfig, str, bool] | None:
-        """The fastest choice, a sentence, and whether that may be kept; None where nothing was compared.
-
-        What is ``measured_only`` is what the choices are told to be slower than.
-        """
-        candidates = {**measured_only, **choices}
-        began = time.monotonic()
-        times: dict[str, float] = {}  # of a step, relative to the first that ran
-        far: set[str] = set()  # of which one step may have been enough
-        failed: list[str] = []
-        lasting = True
+    def run(self, steps: int) -> str | None:
+        """The fastest choice for a training of so many steps; None where nothing was compared."""
+        self.began = time.monotonic()
+        if len(self.candidates) == 1:
+            return None
         with ExitStack() as stack:
-            best: tuple[str, Group, float] | None = None
-            for number, (name, candidate) in enumerate(candidates.items()):
-                if best and self.used >= self.seconds:
-                    failed.append(f"{name} not tried for want of time")
+            for number, (name, candidate) in enumerate(self.candidates.items()):
+                if self.best and self.used >= self.seconds:
+                    self.failed.append(f"{name} not tried for want of time")
                     continue
                 self.progress(f"probing settings: {name}")
                 group = None
                 try:
-                    group = stack.enter_context(self._group(candidate))
-                    if best is None:
-                        step = min(self._step(group), self._step(group))
-                        if step * steps < WORTH * SECONDS or not _room_for_two(group):
-                            return None
-                        self.seconds = max(SECONDS, PLAIN_STEPS * step)
-                        best, times[name] = (name, group, step), 1.0
-                        continue
-                    first = self._step(group, silence=2 * HOPELESS * best[2] + STARTING_SECONDS)
-                    ratio = self._against(best, group, first, len(candidates) - number)
+                    quiet: dict[str, Any] = {"modules": {}, "environment": {}, "progress": lambda _: None}
+                    group = Group(candidate, threads=self.threads, starting=without_sigterm, **quiet)
+                    stack.enter_context(group)
+                    if self.best:
+                        self._challenge(name, group, len(self.candidates) - number)
+                    elif not self._first(name, group, steps):
+                        return None
                 except _BestFailed:
                     return None
                 except GroupFailed as problem:
-                    slow = best and problem.status == "timed out"
-                    lasting &= bool(slow) or problem.status == "unsupported"
-                    why = f"takes over {HOPELESS:.2g} times as long" if slow else f"failed: {problem.reason}"
-                    failed.append(f"{name} {why}")
+                    self._note(name, problem)
                     if group:
                         group.kill()
-                    continue
-                times[name] = times[best[0]] * ratio
-                if not HOPELESS > ratio > 1 / HOPELESS:
-                    far.add(name if ratio > 1 else best[0])
-                if ratio < 1:
-                    best[1].kill()
-                    best = name, group, best[2] * ratio
-                else:
-                    group.kill()
-        if best is None or len(candidates) == 1:
-            return None
-        chosen = min((name for name in times if name in choices), key=times.__getitem__, default="")
-        if not chosen:
-            return None
-        told = [*_told(chosen, times, far, measured_only), *failed]
-        why = f"settings: {chosen}, the fastest in {time.monotonic() - began:.0f} s of trying; {'; '.join(told)}"
-        return candidates[chosen], why, lasting
+        return min((name for name in self.times if name in self.choices), key=self.times.__getitem__, default=None)
 
-    def _group(self, config: RunConfig) -> Group:
-        quiet: dict[str, Any] = {"modules": {}, "environment": {}, "progress": lambda _: None}
-        return Group(config, threads=self.threads, starting=without_sigterm, **quiet)
+    def told(self, chosen: str) -> str:
+        """The chosen one, and how long the others take beside it; what is faster, and no choice, first."""
+        mine, found = self.times[chosen], list[str]()
+        for name, seconds in self.times.items():
+            if seconds < mine:
+                found.insert(0, f"slower than {name}: a step takes {mine / seconds:.2f} times as long")
+            elif name != chosen:
+                ratio = f"over {HOPELESS:.2g}" if name in self.far else f"{seconds / mine:.2f}"
+                found.append(f"{name} takes {ratio} times as long")
+        took = time.monotonic() - self.began
+        return f"{chosen}, the fastest in {took:.0f} s of trying; {'; '.join([*found, *self.failed])}"
+
+    def _first(self, name: str, group: Group, steps: int) -> bool:
+        """Take the first group that runs as the best so far; False where a probe is not worth while, or has no room."""
+        step = min(self._step(group), self._step(group))
+        self.seconds = max(SECONDS, PLAIN_STEPS * step)
+        self.best, self.times[name] = (name, group, step), 1.0
+        return step * steps >= WORTH * SECONDS and _room_for_two(group)
+
+    def _challenge(self, name: str, group: Group, waiting: int) -> None:
+        """Measure a group against the best so far, and keep the faster one of the two."""
+        assert self.best
+        best, other, step = self.best
+        first = self._step(group, silence=2 * HOPELESS * step + STARTING_SECONDS)
+        ratio = self._against(other, group, step, first, waiting)
+        self.times[name] = self.times[best] * ratio
+        if not HOPELESS > ratio > 1 / HOPELESS:
+            self.far.add(name if ratio > 1 else best)
+        if ratio < 1:
+            self.best = name, group, step * ratio
+        (other if ratio < 1 else group).kill()
+
+    def _note(self, name: str, problem: GroupFailed) -> None:
+        slow = self.best and problem.status == "timed out"
+        self.lasting &= bool(slow) or problem.status == "unsupported"
+        why = f"takes over {HOPELESS:.2g} times as long" if slow else f"failed: {problem.reason}"
+        self.failed.append(f"{name} {why}")
 
     def _step(self, group: Group, steps: int = 1, silence: float = SILENCE_SECONDS) -> float:
         """Seconds of a step of the slowest rank."""
@@ -225,12 +228,11 @@ class _Probe:
         self.used += seconds
         return seconds / steps
 
-    def _against(self, best: tuple[str, Group, float], other: Group, first: float, waiting: int) -> float:
+    def _against(self, best: Group, other: Group, step: float, first: float, waiting: int) -> float:
         """How many times as long the other takes, by turns with the best until that is sure.
 
         Or until its share of the time is up, of which the rest is for those that are ``waiting``, itself included.
         """
-        step = best[2]
         if first > HOPELESS * step + STARTING_SECONDS or first < step / HOPELESS:
             return first / step
         count = max(1, round(TURN_SECONDS / step))
@@ -238,22 +240,11 @@ class _Probe:
         mine, theirs = list[float](), list[float]()
         while not mine or (self.used < ends and not _sure(mine, theirs)):
             try:
-                mine.append(self._step(best[1], count))
+                mine.append(self._step(best, count))
             except GroupFailed as problem:
                 raise _BestFailed from problem
             theirs.append(self._step(other, count))
         return min(theirs) / min(mine)  # of few turns the least disturbed ones
-
-
-def _told(chosen: str, times: Mapping[str, float], far: Set[str], measured_only: Iterable[str]) -> list[str]:
-    """How long the others take beside the chosen one; what is faster, and no choice, first."""
-    slower = [(name, times[chosen] / times[name]) for name in measured_only]
-    found = [f"slower than {name}: a step takes {ratio:.2f} times as long" for name, ratio in slower if ratio > 1]
-    for name, t in times.items():
-        if name != chosen and t >= times[chosen]:
-            ratio = f"over {HOPELESS:.2g}" if name in far else f"{t / times[chosen]:.2f}"
-            found.append(f"{name} takes {ratio} times as long")
-    return found
 
 
 def _room_for_two(group: Group) -> bool:
@@ -306,16 +297,11 @@ def _key(config: RunConfig, said: Set[str], threads: int) -> str:
     """What has to be equal for what was found to be used again: machine, code, shapes, threads, what was said."""
     neutral = dataclasses.replace(config, data="", data_sha256="", seed=0, workload=TRAINING, options=())
     given = sorted(name for name in SETTINGS if name in said)
-    here = hardware.machine().key
-    return digest({"machine": here, "code": _code(), "run": neutral.run_id, "said": given, "threads": threads})
-
-
-def _code() -> str:
-    """A hash of what a training step is made of."""
-    found = hashlib.sha256()
-    for path in sorted((Path(__file__).parents[1] / "diffusion").glob("*.[pc]*")):
-        found.update(path.read_bytes())
-    return found.hexdigest()[:16]
+    code = hashlib.sha256()
+    for path in sorted((Path(__file__).parents[1] / "diffusion").rglob("*.*")):
+        code.update(path.read_bytes() if path.suffix in (".py", ".cpp") else b"")
+    here = {"machine": hardware.machine().key, "code": code.hexdigest()[:16]}
+    return digest({**here, "run": neutral.run_id, "said": given, "threads": threads})
 
 
 def _kept(path: Path) -> dict[str, Any]:

@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ddpm_lab.explain import budget, machine_state, operators, phrases, quality
+from ddpm_lab.explain.answer import Answer, View
+from ddpm_lab.explain.budget import Budget, Line
+from ddpm_lab.explain.charts import style
+from ddpm_lab.explain.charts.bars import bars
+from ddpm_lab.explain.charts.style import Panel, Row
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY
+from ddpm_lab.explain.findings import ANSWERED, FAILED, NOT_EXPLAINED, Finding, compared, plain
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.questions import bottleneck
+from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import Experiment
+from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import (
     Batch,
     Precision,
     Setup,
     WorldSize,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_DRAWN_OPERATORS = 10
+RESIDUAL = "in no phase"
+_COLOURS = dict(zip((budget.COMPUTE, budget.IO, budget.TRANSFER, budget.OTHER), style.SERIES, strict=False))
+_SHOWN = 0.0005
+"""Smaller phases are named in the note."""
 
 
 def profile(
@@ -25,3 +51,209 @@ def profile(
     label = f"{setup.precision_name(precision)}, {setup.ranks_label(world_size)}"
     family = setup.family_name(config.global_batch_size, world_size)
     return Experiment(name="profile", families=(), profiles=((family, label, config),))
+
+
+def answer(study: Study) -> Answer:
+    """Show the time budget of the latest profile, its operators, and what to change next."""
+    record, found = operators.latest_profile(study.records), finding(study)
+    taken = budget.budget(record) if record else None
+
+    def beside() -> Table:
+        both = record is not None and taken is not None and operators.operators(record)
+        return operators_table(study) if both else []
+
+    views = [
+        View(
+            caption="Operators of profiled steps, each second counted once.",
+            name="operators",
+            figure=lambda: operators_beside(study),
+        ),
+        View(caption="The operators in numbers.", table=beside),
+    ]
+    if not any(r.config.is_own for r in study.records):  # whose changes are others
+        caption = "What to change next, as measured; ddpm-lab bottleneck measures each change of one setting."
+        views.append(View(caption=caption, table=lambda: bottleneck.table(_with_changes(study))))
+    views.append(View(caption="What the machine did meanwhile.", table=lambda: machine_state.table(study)))
+    return Answer(
+        study=study,
+        finding=found,
+        figure=lambda: figure(study, found),
+        table=lambda: operators_table(study) if taken is None else budget.table(taken),
+        views=views,
+    )
+
+
+def _with_changes(study: Study) -> Study:
+    """The study with what other questions measured, but for their profiles, of which each has a budget of its own."""
+    return replace(study, records=(*study.records, *(r for r in study.beside if r.role != "profile")))
+
+
+def finding(study: Study) -> Finding:
+    """Say what takes the largest part of a step."""
+    if not study.records:
+        return compared(study)
+    record = operators.latest_profile(study.records)
+    if record is None:
+        failed = next((r for r in reversed(study.records) if r.status != "ok"), None)
+        if failed is None:
+            how = "The command that measures it: ddpm-lab run profile."
+            return plain(study, "No profile was recorded", quality.NOT_MEASURED, how)
+        why = f"{failed.label}: {phrases.failed(failed.status, failed.reason)}."
+        return plain(study, "The profile failed", FAILED, why)
+    if (taken := budget.budget(record)) is not None:
+        mechanism = f"{MECHANISM_ONLY.capitalize()}." if record.mechanism_only else ""
+        status, verdict = (ANSWERED, "profiled") if taken.explained else (NOT_EXPLAINED, NOT_EXPLAINED)
+        found = plain(study, budget.headline(taken), status, mechanism, evidence=f"{budget.evidence(taken)}.")
+        return replace(found, verdict=verdict)
+    if not operators.operators(record):
+        return plain(study, "The profile holds no operator time", FAILED)
+    headline, text = operators.shares(record)
+    return replace(plain(study, headline, ANSWERED, evidence=f"{text}."), verdict="profiled")
+
+
+_TOP_OPERATORS = 12
+
+
+def operators_table(study: Study) -> Table:
+    """Return the operators that take most of a profiled step."""
+    record = operators.latest_profile(study.records)
+    if record is None:
+        return [
+            {"Configuration": r.label, "Status": phrases.status(r.status), "Reason": r.reason or ""}
+            for r in study.records
+            if r.status != "ok"
+        ]
+    steps = max(1, int((record.profile or {}).get("steps", 1)))
+    found = operators.operators(record)
+    top = [
+        (op.name, op.kind, f"{op.calls / steps:,.0f}", phrases.seconds(op.seconds / steps), _share(op.share))
+        for op in found[:_TOP_OPERATORS]
+    ]
+    if rest := found[_TOP_OPERATORS:]:
+        calls, time = sum(op.calls for op in rest) / steps, sum(op.seconds for op in rest) / steps
+        name = f"{phrases.plural(len(rest), 'other operator')}"
+        top.append((name, "", f"{calls:,.0f}", phrases.seconds(time), _share(sum(op.share for op in rest))))
+    columns = ["Operator", "Class", "Calls per step", "Exclusive time per step, under the profiler", "Share"]
+    return [dict(zip(columns, cells, strict=True)) for cells in top]
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def figure(study: Study, found: Finding) -> Figure:
+    """The time budget of the latest profile; without one its operators, without both a message."""
+    record = operators.latest_profile(study.records)
+    if record is not None and (taken := budget.budget(record)) is not None:
+        return _budget_figure(taken, f"{_context(study, record)}{style.SEPARATOR}{record.label}", record.mechanism_only)
+    if record is None or not operators.operators(record):
+        return style.message(found.headline, phrases.context(study), found.claim)
+    return _operators_figure(study, record)
+
+
+def operators_beside(study: Study) -> Figure | None:
+    """The operators of a profile whose answer is its time budget."""
+    record = operators.latest_profile(study.records)
+    if record is None or budget.budget(record) is None or not operators.operators(record):
+        return None
+    return _operators_figure(study, record)
+
+
+def _context(study: Study, record: RunRecord) -> str:
+    return phrases.context(dataclasses.replace(study, records=(record,)))
+
+
+def _budget_figure(found: Budget, context: str, mechanism_only: bool) -> Figure:
+    """A step as it runs, that of the rank that waits most, and with each phase waited for where that differs."""
+    whose = f"Rank {found.rank}, the slowest, as" if found.others else "As"
+    shown = [_panel(f"{whose} training runs", found.running, _beside(found))]
+    if found.others:
+        rank = max(found.others, key=lambda r: found.others[r].phases.get("communication", 0.0))
+        most = ", which waits most" if len(found.others) > 1 else ""
+        shown.append(_panel(f"Rank {rank}{most}, as training runs", found.others[rank]))
+    if found.others or found.on_device:
+        what = "the device" if found.on_device else "communication"
+        shown.append(_panel(f"Waiting for {what} at the end of each phase", found.waiting))
+    kinds = {budget.class_of(name) for name in found.running.phases}
+    small = [name for name in found.running.phases if found.running.share(name) < _SHOWN]
+    compute = budget.percent(found.running.share(budget.COMPUTE))
+    note = f"Compute share {compute}: forward, backward, optimizer and averaging."
+    note += f" Below 0.1 %: {phrases.joined(small)}." if small else ""
+    return bars(
+        shown,
+        title=budget.headline(found),
+        context=f"{context}{style.SEPARATOR}{phrases.plural(found.steps, 'step')}"
+        f"{f'{style.SEPARATOR}{MECHANISM_ONLY}' * mechanism_only}",
+        label="milliseconds since the step began",
+        note=note + (f" {found.disturbance}." if found.disturbance else ""),
+        names={kind: colour for kind, colour in _COLOURS.items() if kind in kinds},
+        steps=True,
+    )
+
+
+def _panel(heading: str, line: Line, beside: Sequence[tuple[str, float]] = ()) -> Panel:
+    rows, at, end = [], 0.0, 0.0
+    for name, seconds in line.phases.items():
+        at += 1e3 * max(0.0, seconds)
+        end = at if name == "backward" else end
+        if line.share(name) >= _SHOWN:
+            rows.append(_row(budget.LONG.get(name, name), seconds, line, colour=_COLOURS[budget.class_of(name)]))
+    rows.append(_row(RESIDUAL, line.residual_seconds, line, colour=style.FAINT))
+    stop = end or at  # most of it runs beside the backward pass, and is drawn up to its end
+    for name, seconds in beside:
+        words = f"{'loading' if name == 'data' else name}, beside computing"
+        values = {"start": max(0.0, stop - 1e3 * seconds), "value": stop, "whole": True}
+        rows.append(_row(words, seconds, line, colour=_COLOURS[budget.class_of(name)], **values))
+    return Panel(heading=f"{heading}: {phrases.seconds(line.step_seconds)} a step", rows=rows)
+
+
+def _row(name: str, seconds: float, line: Line, **values: Any) -> Row:
+    text = f"{budget.percent(seconds / line.step_seconds)}, {phrases.seconds(max(0.0, seconds))}"
+    return Row(**{"name": name, "value": 1e3 * max(0.0, seconds), "text": text, **values})
+
+
+def _beside(found: Budget) -> list[tuple[str, float]]:
+    """What ran beside the phases, by name, and for how long beside computing."""
+    least = 0.005 * found.running.step_seconds
+    return [(name, both) for name, (_, both) in found.beside.items() if name != budget.WORKERS and both > least]
+
+
+def _operators_figure(study: Study, record: RunRecord) -> Figure:
+    classes, top = operators.classes(record), operators.operators(record)[:_DRAWN_OPERATORS]
+    colours = dict(zip((kind.name for kind in classes), [*style.SERIES, style.SOFT, style.INK], strict=False))
+    colours[operators.OTHER] = style.FAINT
+    steps = max(1, int((record.profile or {}).get("steps", 1)))
+    panels = [
+        Panel(
+            heading=heading,
+            rows=[
+                Row(
+                    name=_short(op.name),
+                    value=100 * op.share,
+                    colour=colours[op.kind],
+                    text=f"{100 * op.share:.1f} %, {phrases.plural(style.number(op.calls / steps), 'call')} a step",
+                )
+                for op in shown
+            ],
+        )
+        for heading, shown in (
+            ("Classes of operators", classes),
+            (f"The {len(top)} operators that take most time" if len(top) > 1 else "The only operator", top),
+        )
+    ]
+    kind = "device" if operators.on_device(record) else "CPU"
+    counted = phrases.plural(steps, "profiled step")
+    return bars(
+        panels,
+        title=operators.shares(record)[0],
+        context=style.SEPARATOR.join([_context(study, record), record.family, counted]),
+        label="share of all operator time, %",
+        note=f"Exclusive {kind} time: in an operator without those it calls, so that each second counts once. The "
+        "profiler slows a step down: shares are shown, not speeds.",
+    )
+
+
+def _short(name: str) -> str:
+    """The name of an operator; of kernels, which are longer than two lines, both ends."""
+    n = style.NAME
+    return name if len(name) <= 2 * n else f"{name[:n]}\N{HORIZONTAL ELLIPSIS}{name[1 - n :]}"

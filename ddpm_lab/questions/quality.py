@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
 
 from ddpm_lab.checks import ConfigError, choice, whole
 from ddpm_lab.config import CHECK, DDPM, OWN, TRAINING, UNLEARNED, ExchangeConfig, RunConfig
 from ddpm_lab.data.packed import read_manifest
 from ddpm_lab.declared import Opt
+from ddpm_lab.explain import decisions, machine_state, phrases, samples, trained
+from ddpm_lab.explain import quality as verdicts
+from ddpm_lab.explain.answer import Answer, View, speeds
+from ddpm_lab.explain.charts import style
+from ddpm_lab.explain.charts.forest import forest
+from ddpm_lab.explain.charts.style import Panel
+from ddpm_lab.explain.comparisons import Comparison, comparisons
+from ddpm_lab.explain.figure_ratios import band
+from ddpm_lab.explain.figure_ratios import row as ratio_row
+from ddpm_lab.explain.findings import ANSWERED, Finding, about, compared, untrained
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import LOST, Experiment, Family, Fid, Trial, scaled
-from ddpm_lab.training.inception import plan_fid
+from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Batch, Setup
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 Images = Annotated[int | None, Opt("images that each of these runs trains on", least=1)]
 IDENTITY_STEPS = 20
@@ -104,6 +123,8 @@ def _fid(setup: Setup, inception: str | None, images: int | None) -> Fid | None:
         if images is not None:
             raise ConfigError(f"fid_images is {images!r}, and no FID is measured: give the file inception too")
         return None
+    from ddpm_lab.training.fid import plan_fid  # noqa: PLC0415 - torch only where a FID is asked for
+
     manifest = read_manifest(Path(setup.images.folder)) if setup.images.folder else None
     usual = _FID_IMAGES[setup.preset] if manifest is None else min(_FID_IMAGES[setup.preset], manifest.train_count)
     return plan_fid(inception, usual if images is None else images, manifest)
@@ -263,3 +284,254 @@ def identity_trials(family: Family) -> tuple[Trial, ...]:
     amount = IDENTITY_STEPS * family.baseline.global_batch_size
     rows = ((family.baseline_label, family.baseline), *family.candidates)
     return tuple(trial(family, label, config, config.seed, images=amount, draws=0) for label, config in rows)
+
+
+def answer(study: Study) -> Answer:
+    """Show what each setting costs in quality and gains in speed; the one named first is the fastest not worse."""
+    settings = rows(study)
+    found = _finding(study) if any(r.equivalence.seeds for r in settings) else compared(study)
+    shown = speeds(study, found)
+    caption = "What each setting draws from the same noise."
+    return replace(
+        shown,
+        figure=lambda: figure(study, found.headline) or shown.figure(),
+        table=lambda: table(study),
+        views=(
+            _curves(study, [[lead, *settings]] if (lead := base(study)) and trained.images_of(settings) else []),
+            View(caption=caption, name="samples", figure=lambda: samples_figure(study)),
+            _checks(study),
+        ),
+    )
+
+
+def _finding(study: Study) -> Finding:
+    settings = rows(study)
+    short, lead = headline(settings)
+    notes = (evidence(settings), trained.unsound(study), untrained(study), *machine_state.warnings(study))
+    fid = f"FID: {samples.fid_sentence(fids(study))}."
+    found = about(study, lead, short, *notes, elsewhere(study), fid, evidence=method(study))
+    return replace(found, status=ANSWERED if answered(settings) else verdicts.NOT_ENOUGH)
+
+
+def trained_views(study: Study) -> tuple[View, ...]:
+    """Return what the configurations of a question about speed have learned, where they were"""
+    losses = View(
+        caption="Final held-out loss less the baseline's, with the margin.",
+        name="quality",
+        figure=lambda: trained.differences(study),
+    )
+    learned = (View(caption=caption, table=partial(list, rows)) for caption, rows in trained.tables(study))
+    return (losses, _curves(study, trained.families(study)), _checks(study), *learned)
+
+
+def _curves(study: Study, families: Sequence[Sequence[Comparison]]) -> View:
+    caption = "Held-out and training loss on the way, all settings overlaid."
+    return View(caption=caption, name="curves", figure=lambda: trained.curves(study, families))
+
+
+def _checks(study: Study) -> View:
+    caption = "Loss and gradient of a step against fp32 on the same batch."
+    return View(caption=caption, table=lambda: trained.check_table(study))
+
+
+def rows(study: Study) -> list[Comparison]:
+    """The configurations that were compared with the baseline, each with ``equivalence``."""
+    return [r for r in _family(study) if r.role == "candidate"]
+
+
+def base(study: Study) -> Comparison | None:
+    """The baseline's row; None where nothing is measured."""
+    return next((r for r in _family(study) if r.role == "baseline"), None)
+
+
+def _family(study: Study) -> list[Comparison]:
+    """Rows of the baseline that was measured last: another batch or network is another question."""
+    latest = next((r.baseline_id for r in reversed(study.records) if r.role == "baseline"), None)
+    return [r for r in comparisons(study) if r.baseline_id == latest]
+
+
+def elsewhere(study: Study) -> str:
+    """A sentence that names what was measured from another baseline and is not shown; empty where there is none."""
+    shown = {r.family for r in _family(study)}
+    others = list(dict.fromkeys(r.family for r in comparisons(study) if r.family not in shown))
+    return f" Measured besides, from another baseline, and not shown here: {phrases.joined(others)}." if others else ""
+
+
+def trials_of(study: Study, row: Comparison) -> list[RunRecord]:
+    """The trials of a row that verdicts rest on, in the order of their seeds."""
+    found = rows(study)
+    if row.role == "baseline":
+        return trained.baseline_trials(found)
+    return [b for _, b in trained.pairs_of(row, trained.extent_of(found))]
+
+
+def fids(study: Study) -> list[tuple[str, Mapping[str, Any]]]:
+    """The FIDs that were asked for, by label, the baseline's first."""
+    lead = base(study)
+    asked = [(r.label, samples.fid(trials_of(study, r))) for r in ([lead] if lead else []) + rows(study)]
+    return [(label, found) for label, found in asked if found]
+
+
+def faster(row: Comparison) -> bool:
+    """Whether a configuration is called faster."""
+    return bool(row.verdict == decisions.FASTER)
+
+
+def answered(found: Sequence[Comparison]) -> bool:
+    """Whether every setting that was tried has a verdict on its verdicts."""
+    tried = [r.equivalence.verdict for r in found if r.equivalence.seeds]
+    return bool(tried) and verdicts.NOT_ENOUGH not in tried
+
+
+def headline(found: Sequence[Comparison]) -> tuple[str, Comparison]:
+    """The answer in one line, and the configuration that it is about."""
+    good = [r for r in found if r.equivalence.verdict in verdicts.GOOD]
+    quick = [r for r in good if faster(r)]
+    worse = [r for r in found if r.equivalence.verdict == verdicts.WORSE]
+    says = [f"{r.label} is worse" for r in worse[:2]] + [f"so are {len(worse) - 2} more"] * (len(worse) > 2)
+    if quick:
+        lead = max(quick, key=lambda r: r.ratio.value)
+        judged = lead.equivalence
+        how = verdicts.NOT_WORSE if judged.verdict == verdicts.IDENTICAL else judged.verdict
+        how += verdicts.after(judged)
+        first = f"{lead.label} trains {phrases.ratio(lead)} times as fast as {lead.baseline_label}, {how}"
+        return "; ".join([first, *says]), lead
+    lead = max(good or worse or list(found), key=lambda r: r.ratio.value if r.sets else 0.0)
+    if good:
+        even = [r for r in good if r.equivalence.verdict != verdicts.SLIGHTLY]
+        decided, base_label = all(r.resolved for r in even or good), lead.baseline_label
+        what = f"not worse than {base_label}" if even else f"worse than {base_label} by less than the margin"
+        first = f"{phrases.plural(len(even or good), 'setting')} of {len(found)} {what}, "
+        says.insert(0, first + ("none of them faster" if decided else "which is faster is not known yet"))
+    return "; ".join(says) or f"Not enough data for a verdict on {phrases.plural(len(found), 'setting')}", lead
+
+
+def evidence(found: Sequence[Comparison]) -> str:
+    """The verdicts with their differences, intervals and margins."""
+    told = []
+    for verdict in (*verdicts.DECIDED, verdicts.NOT_ENOUGH):
+        chosen = [r for r in found if r.equivalence.verdict == verdict]
+        words = [_detail(r) for r in chosen]
+        if words:
+            told.append(f"{verdict.capitalize()}: {phrases.joined(words)}.")
+    return " ".join(told)
+
+
+def _detail(row: Comparison) -> str:
+    equal: verdicts.Equivalence = row.equivalence
+    speed = f"{phrases.ratio(row)} times as fast" if row.sets else "speed not measured"
+    loss = equal.reason or (f"loss {verdicts.evidence(equal)}" if verdicts.evidence(equal) else "")
+    return f"{row.label} ({'; '.join(part for part in (loss, speed) if part)})"
+
+
+def method(study: Study) -> str:
+    """How the verdicts were found: images, seeds, how far the loss fell."""
+    records = trained.baseline_trials(rows(study))
+    if not records:
+        return ""
+    ends = np.array([verdicts.curve(r)[1][[0, -1]] for r in records]).mean(0)
+    return (
+        f"Held-out loss of the averaged weights after {trained.images_of(rows(study)):,} images, paired over "
+        f"{phrases.plural(len(records), 'seed')}, 90 % intervals; the baseline fell from {ends[0]:.3f} to "
+        f"{ends[1]:.4f}."
+    )
+
+
+def table(study: Study) -> Table:
+    """One row a configuration: speed, verdict on quality with its evidence, and images to the target."""
+    lead, found = base(study), rows(study)
+    shown = trained.loss_table(study, [lead, *found] if lead else found)
+    return shown if fids(study) else trained.without_fid(shown)
+
+
+def figure(study: Study, title: str) -> Figure | None:
+    """Two columns for each setting: how much faster it is, and what it costs in loss; None where nothing is known."""
+    shown = [c for c in rows(study) if c.equivalence.seeds and c.sets]
+    if base(study) is None or not shown:
+        return None
+    shown.sort(key=lambda c: -c.ratio.value)
+    return forest(
+        [
+            Panel(rows=[*map(ratio_row, shown)], heading="Speed", reference=1, band=band(shown), label="times as fast"),
+            trained.loss_panel(shown, "Quality"),
+        ],
+        title=title,
+        context=phrases.context(study),
+        note=f"{method(study)} Speed: blue faster, orange slower, grey no difference found; band: the baseline "
+        f"repeated. Loss: {phrases.within(trained.MEANING)}",
+        beside=True,
+    )
+
+
+_EDGE, _HEADING = 0.18, 0.32  # inches
+_GAP = 6  # pixels of the figure between two images
+_LARGEST = 160  # pixels of the figure that an image is magnified to at most
+
+
+def samples_figure(study: Study) -> Figure | None:
+    """One row of images for each configuration, drawn with one seed; None where the baseline drew none.
+
+    A column begins with the same noise in every row. Pixels are repeated, never interpolated.
+    """
+    shown = _shown(study)
+    if not shown:
+        return None
+    first = shown[0][1]
+    told = samples.drawn(first)
+    rows = [_row(record) for _, record in shown]
+    height = sum(_HEADING + row.shape[0] / style.DPI for row in rows) + 0.1
+    with style.style():
+        sheet, body = style.sheet(
+            "What each setting draws from the same noise",
+            phrases.context(study),
+            height,
+            f"{phrases.plural(told['images'], 'image')} of each configuration's averaged weights, trained on "
+            f"{int(first.config.option('images', 0)):,} images with seed {first.config.seed}; "
+            f"{told['sampler'].upper()}, {told['steps']} steps, in fp32 and eager. A column starts from the same noise "
+            "in every row. The verdict is that of all seeds.",
+        )
+        box = body.bbox
+        top = box.y1 / style.DPI
+        for (heading, _), row in zip(shown, rows, strict=True):
+            body.text(
+                _EDGE / style.WIDTH, (top - 0.1 - box.y0 / style.DPI) / height, heading, va="top", fontsize=style.SMALL
+            )
+            top -= _HEADING
+            sheet.figimage(row, xo=round(_EDGE * style.DPI), yo=round(top * style.DPI) - row.shape[0], origin="upper")
+            top -= row.shape[0] / style.DPI
+    return style.settle(sheet)
+
+
+def _shown(study: Study) -> list[tuple[str, RunRecord]]:
+    """The configurations that drew with the baseline's seed and sampler, the baseline first, each with a heading."""
+    lead = base(study)
+    like = next((r for r in trials_of(study, lead) if samples.drawn(r)), None) if lead else None
+    if lead is None or like is None:
+        return []
+    found = []
+    for row in (lead, *rows(study)):
+        verdict = "baseline" if row is lead else row.equivalence.verdict
+        for record in trials_of(study, row):
+            if _alike(record, like):
+                fid = samples.fid([record])
+                words = [verdict, f"held-out loss {verdicts.final_loss(record):.4f}"]
+                words += [f"FID {samples.fid_words(fid)}"] if fid else []
+                found.append((f"{row.label}: {', '.join(words)}", record))
+    return found
+
+
+def _alike(record: RunRecord, other: RunRecord) -> bool:
+    """Whether two trials drew the same images: equal numbers, seed and sampler, and so equal noise."""
+    one, two = ({k: v for k, v in samples.drawn(r).items() if k != "png"} for r in (record, other))
+    return bool(one) and one == two
+
+
+def _row(record: RunRecord) -> samples.Pixels:
+    """A trial's images beside each other, magnified by a whole number."""
+    images = samples.pixels(record)
+    count, side = images.shape[:2]
+    room = round((style.WIDTH - 2 * _EDGE) * style.DPI) - _GAP * (count - 1)
+    times = max(1, min(room // (count * side), _LARGEST // side))
+    tiles = images.repeat(times, axis=1).repeat(times, axis=2)
+    white = np.full((side * times, _GAP, 3), 255, dtype=np.uint8)
+    return np.concatenate([part for tile in tiles for part in (tile, white)][:-1], axis=1)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from ddpm_lab.checks import ConfigError, number
-from ddpm_lab.explain import bayesian
+from ddpm_lab.checks import ConfigError, missing_to_explain, number
+from ddpm_lab.explain import bayesian, quality
 from ddpm_lab.explain.bayesian import Belief, Ratios
 from ddpm_lab.ledger import published_trials
 from ddpm_lab.measure import hardware
@@ -127,9 +127,7 @@ def _check(minutes: float | None) -> None:
 
 def _admissible(campaign: Campaign, space: Space) -> list[Cell]:
     """The cells that may win, by the trials in the ledger and published ones; without scipy no quality is known."""
-    try:
-        from ddpm_lab.explain import quality  # noqa: PLC0415 - the explaining half is not on a bare GPU node
-    except ModuleNotFoundError:
+    if missing_to_explain():
         return bayesian.admissible(space, lambda _: "")
     key, data = campaign.machine_key, space.baseline.data_sha256
     records, _ = campaign.ledger.read(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpm_lab.checks import ConfigError, choice, whole
+from ddpm_lab.checks import ConfigError, choice, missing_to_explain, whole
 from ddpm_lab.config import DEVICES, NETWORKS
+from ddpm_lab.explain import strategy as explained
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.cluster import current
 from ddpm_lab.questions import experiments
@@ -59,12 +60,8 @@ def strategy(
     answer says so. A network given by its number of ``parameters`` is one of the lab's if the numbers agree. None is
     what is usual for the device. Raises ConfigError for a value that cannot be, or where scipy is missing.
     """
-    try:
-        from ddpm_lab.explain import strategy as explained  # noqa: PLC0415 - not on a bare GPU node
-    except ModuleNotFoundError as missing:
-        raise ConfigError(
-            f"weighing records needs {missing.name}, which is not installed here: choose --ranks single or multi"
-        ) from missing
+    if missing := missing_to_explain():
+        raise ConfigError(f"weighing records needs {missing}, which is not installed: choose --ranks single or multi")
     device = usual_device(device)
     choice("device", device, DEVICES)
     check_ranks(device, 1, len(hardware.gpus()), hardware.usable_cores())

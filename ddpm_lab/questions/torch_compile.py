@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
+from ddpm_lab.explain import compiling, figure_costs, phrases
+from ddpm_lab.explain.answer import Answer, View, speeds
+from ddpm_lab.explain.comparisons import Comparison
+from ddpm_lab.explain.findings import compared
+from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import Experiment, Family
+from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.training.setting import (
     Batch,
     Precision,
@@ -50,3 +57,26 @@ def torch_compile(
             )
         )
     return Experiment(name="torch_compile", families=tuple(families))
+
+
+def answer(study: Study) -> Answer:
+    """Compare eager and compiled speed, and what compiling costs with what it saves."""
+
+    def columns(row: Comparison) -> dict[str, str]:
+        cost = compiling.break_even(study, row)
+        compiled = bool(row.sets) and row.role == "candidate"
+        known = compiled and not math.isnan(cost.cold_seconds)
+        return {
+            "Compile, cold": phrases.seconds(cost.cold_seconds) if known else phrases.DASH,
+            "Pays off": compiling.pays_off(cost, row) if compiled else phrases.DASH,
+        }
+
+    crossing = "Total time with and without compiling: where the lines cross it pays off."
+    split = "What a run costs beside its steps: eager, from a warm and from a cold cache."
+    views = (
+        View(caption=crossing, name="break_even", figure=lambda: figure_costs.break_even(study)),
+        View(caption=split, name="costs", figure=lambda: figure_costs.cost_split(study)),
+        *trained_views(study),
+    )
+    found = compared(study, own=lambda lead: [compiling.sentence(study, lead)])
+    return speeds(study, found, columns=columns, views=views)

@@ -9,6 +9,10 @@ from typing import Annotated, Any
 from ddpm_lab.checks import choice
 from ddpm_lab.config import DDPM, LOADER_ALONE
 from ddpm_lab.declared import Opt
+from ddpm_lab.explain import figure_ratios
+from ddpm_lab.explain.answer import Answer, View, speeds
+from ddpm_lab.explain.findings import compared
+from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import Experiment, Family
 from ddpm_lab.questions.quality import identity_trials
 from ddpm_lab.training.setting import (
@@ -68,3 +72,10 @@ def workers(
 
 def _workers_label(count: int) -> str:
     return f"{count} worker{'s' if count != 1 else ''}"
+
+
+def answer(study: Study) -> Answer:
+    """Compare the speed with each number of workers, training and loading alone."""
+    caption = "Time for 50,000 images against the number of loader workers."
+    times = View(caption=caption, name="time", figure=lambda: figure_ratios.by_workers(study))
+    return speeds(study, compared(study), views=(times,))

@@ -18,13 +18,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
-from ddpm_lab.explain import findings, machine_state, pages, phrases, scaling, stats
+from ddpm_lab.explain import machine_state, pages, phrases, scaling, stats
 from ddpm_lab.explain.bands import S000, S001, Bands
 from ddpm_lab.explain.charts import style as fs
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, PROJECTED_IMAGES, Comparison
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.grids import csv_text, literal, markdown
 from ddpm_lab.explain.stats import Interval
+from ddpm_lab.questions.answers import answer
 from ddpm_lab.record import RunRecord
 from ddpm_lab.reports.summary import Row, Scaling, SpeedUps, Summary
 
@@ -181,7 +182,7 @@ def _epoch(row: Comparison | None) -> str:
 def report(study: Study) -> str:
     """The report as Markdown: the finding, one device beside several for each batch, and what the numbers rest on."""
     environment = Environment(loader=FileSystemLoader(pages.TEMPLATES), undefined=StrictUndefined, trim_blocks=True)
-    finding = findings.finding(replace(study, bands=S000))
+    finding = answer(replace(study, bands=S000)).finding
     return environment.get_template("benchmark.md.j2").render(
         headline=literal(finding.headline),
         claim=literal(finding.claim.removeprefix(f"{finding.headline}. ")),
@@ -200,7 +201,7 @@ def report(study: Study) -> str:
 def dashboard(study: Study) -> Figure:
     """Time of an epoch, throughput, speed-up with its ideal, and efficiency, for each batch and number of devices."""
     found = [r for r in rows(study) if r.sets]
-    title = findings.finding(study).headline
+    title = answer(study).finding.headline
     note = f"{_context(study)} An epoch is 50,000 images, its time a projection. Lines: 95 % intervals. "
     note += f"Dashed: ideal speed-up; efficiency that {S000.whose} calls good."
     with fs.style():

@@ -13,9 +13,10 @@ import numpy as np
 from jinja2 import Environment
 from PIL import Image, ImageFilter
 
-from ddpm_lab.explain import figures, findings, frames
+from ddpm_lab.explain import frames
 from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
+from ddpm_lab.explain.charts.style import png
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.frames import RECOMMENDATION, Study, study
 from ddpm_lab.explain.quality import NOT_MEASURED
@@ -23,6 +24,7 @@ from ddpm_lab.explain.show import NAMES
 from ddpm_lab.files import replace
 from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials, read_all
 from ddpm_lab.plan import SEARCH
+from ddpm_lab.questions.answers import answer as answered
 from ddpm_lab.record import LedgerError, RunRecord
 from ddpm_lab.reports.anonymous import anonymous
 
@@ -118,7 +120,7 @@ def _readme(output: Path) -> str | None:
         if not records:  # ``check`` names such a file
             continue
         studies = {s.experiment: s for s in _studies(records, None, output)}
-        found = [findings.finding(s) for s in studies.values()]
+        found = [answered(s).finding for s in studies.values()]
         answered = [each for each in found if each.status != NOT_MEASURED]
         rank = (bool(records[-1].machine.gpus), len(answered), max(r.date for r in records))
         machines.append((rank, ledger.stem, studies, answered or found))
@@ -153,7 +155,9 @@ def check(output: Path) -> list[str]:
         if not records:
             problems.append(f"{ledger} holds no records: delete it, or publish that machine's records again")
             continue
-        expected = {path.name: png for s in _studies(records, None, output) for path, png in _pictures(s, folder)}
+        expected = {
+            path.name: picture for s in _studies(records, None, output) for path, picture in _pictures(s, folder)
+        }
         compared += len(expected)
         for name in sorted({*expected, *(p.name for p in folder.glob("*.png"))}):
             if name not in expected:
@@ -201,10 +205,10 @@ def _studies(records: Sequence[RunRecord], machine: str | None, output: Path) ->
 
 
 def _pictures(answer: Study, folder: Path) -> list[tuple[Path, bytes]]:
-    stem = NAMES[answer.experiment]
-    drawn = [(f"{stem}.png", figures.figure(answer))]
-    drawn += [(f"{stem}_{name}.png", extra) for _, extra, name in figures.more(answer)]
-    return [(folder / name, figures.png(figure)) for name, figure in drawn]
+    stem, shown = NAMES[answer.experiment], answered(answer)
+    drawn = [(f"{stem}.png", shown.figure())]
+    drawn += [(f"{stem}_{name}.png", extra) for _, extra, name in shown.figures()]
+    return [(folder / name, png(figure)) for name, figure in drawn]
 
 
 def _draw(studies: Sequence[Study], folder: Path) -> list[tuple[Path, Finding]]:
@@ -214,5 +218,5 @@ def _draw(studies: Sequence[Study], folder: Path) -> list[tuple[Path, Finding]]:
         pictures = _pictures(answer, folder)
         for path, picture in pictures:
             replace(path, picture)
-        found.append((pictures[0][0], findings.finding(answer)))
+        found.append((pictures[0][0], answered(answer).finding))
     return found

@@ -22,7 +22,7 @@ from ddpm_lab.config import NETWORKS
 from ddpm_lab.data import archives
 from ddpm_lab.data.folder import DataError, list_images
 from ddpm_lab.data.packed import is_prepared, resolve
-from ddpm_lab.explain import calibration, figure_calibration, pages
+from ddpm_lab.explain import pages
 from ddpm_lab.explain.pages import DONE, FAILED, METADATA, NOT_RUN, STOPPED, Page, Section
 from ddpm_lab.files import CHECKOUT, expanded
 from ddpm_lab.ledger import Ledger
@@ -30,6 +30,7 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.plan import RECOMMENDATION
 from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.questions import agenda
+from ddpm_lab.questions import calibrate as calibration
 from ddpm_lab.questions.ask import QUESTIONS
 from ddpm_lab.reports.notebooks import NUMBERED, check_parameters, choose, execute
 from ddpm_lab.training.own_workload import check_brought, check_name
@@ -352,7 +353,7 @@ def _calibration(ledger: Path) -> Section | None:
         lambda heads: [h for h in heads if h.experiment == calibration.EXPERIMENT and h.machine.key == here]
     )
     found = calibration.calibrations(records)
-    return figure_calibration.section(found[-1]) if found else None
+    return calibration.section(found[-1]) if found else None
 
 
 def _check_data(data: str, held_out: str | None) -> None:

@@ -8,10 +8,11 @@ from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
-from ddpm_lab.explain import figures, findings
+from ddpm_lab.explain.charts.style import png
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.files import LEDGER
+from ddpm_lab.questions.answers import answer
 from ddpm_lab.training.tracking import Tracker, environment, settings
 
 NUMBERS = ("images_per_second", "step_seconds", "peak_memory_bytes", "peak_rss_bytes", "sets", "disturbed_sets")
@@ -25,11 +26,12 @@ def tell(kind: str, study: Study) -> None:
     rows = comparisons(study)
     if len({row.family for row in rows}) > 1:
         rows = tuple(replace(row, label=f"{row.family}/{row.label}") for row in rows)
-    finding, last = findings.finding(study), study.records[-1]
+    shown, last = answer(study), study.records[-1]
+    finding = shown.finding
     sets = "\n".join(sorted({f"{r.experiment} {r.set_id}" for r in study.records}))
     with tempfile.TemporaryDirectory(prefix="ddpm_lab-") as place:
         picture = Path(place) / f"{study.experiment}.png"
-        picture.write_bytes(figures.png(figures.figure(study)))
+        picture.write_bytes(png(shown.figure()))
         tracker = Tracker(
             kind,
             (study.output_dir / LEDGER).parent / "comet",

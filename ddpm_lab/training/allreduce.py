@@ -3,53 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ddpm_lab.checks import ConfigError, whole
 from ddpm_lab.config import RunConfig, digest
-from ddpm_lab.diffusion.step import Untrained
+from ddpm_lab.training.limits import Repeated
 from ddpm_lab.workload import RankContext
 
 
-class AllReduce(Untrained):
-    """A step sums ``message_bytes`` of fp32 over all ranks, in equal ``buckets``.
+def all_reduce(config: RunConfig, context: RankContext) -> Repeated:
+    """A step sums ``message_bytes`` of fp32 over all ranks, in equal ``buckets``: options, by default 1 MiB and one.
 
-    These are options of the configuration, by default 1 MiB and one bucket.
+    Raises ConfigError for options that cannot be run.
     """
+    size, count = _options(config)
+    buckets = torch.zeros(size // 4, device=context.device).tensor_split(count)
+    one = torch.ones(1, device=context.device)
+    dist.all_reduce(one)
+    names = [torch.zeros(1, dtype=torch.int64, device=context.device) for _ in range(context.world_size)]
+    dist.all_gather(names, torch.tensor([host()], device=context.device))
 
-    def __init__(self, config: RunConfig, context: RankContext) -> None:
-        self.config, self.context = config, context
-        size, buckets = _options(config)
-        self.buckets = torch.zeros(size // 4, device=context.device).tensor_split(buckets)
-        self.steps = 0
-        one = torch.ones(1, device=context.device)
-        dist.all_reduce(one)
-        self.summed = float(one)
-        names = [torch.zeros(1, dtype=torch.int64, device=context.device) for _ in range(context.world_size)]
-        dist.all_gather(names, torch.tensor([host()], device=context.device))
-        self.hosts = len({int(name) for name in names})
-
-    def step(self, batch: None) -> float:
-        """The exchange; zeros stay zeros, whatever the number of steps."""
-        del batch
-        self.context.mark("all-reduce")
-        for bucket in self.buckets:
+    def once() -> None:
+        for bucket in buckets:  # zeros stay zeros, whatever the number of steps
             dist.all_reduce(bucket)
-        self.steps += 1
-        return 0.0
 
-    def witness(self) -> dict[str, Any]:
-        """What was exchanged, over how many ranks it was summed, and on how many hosts."""
-        return {
-            "images": self.steps * self.config.rank_batch_size,
-            "message_bytes": sum(b.nbytes for b in self.buckets),
-            "buckets": len(self.buckets),
-            "summed_over": self.summed,
-            "hosts": self.hosts,
-        }
+    told = {"message_bytes": sum(b.nbytes for b in buckets), "buckets": len(buckets), "summed_over": float(one)}
+    return Repeated(config, context, "all-reduce", once, **told, hosts=len({int(name) for name in names}))
 
 
 def host() -> int:
@@ -71,7 +52,3 @@ def _options(config: RunConfig) -> tuple[int, int]:
             f"options.message_bytes is {size} in {buckets} buckets: give a multiple of 4 bytes, at least 4 a bucket"
         )
     return size, buckets
-
-
-all_reduce = AllReduce
-"""The workload, as configurations name it."""

@@ -69,20 +69,11 @@ def write(path: Path, checkpoint: Checkpoint) -> None:
         CheckpointError: something in it is not finite.
         OSError: the file cannot be written; nothing is left of it.
     """
+    values = {name: getattr(checkpoint, name) for name in ("step", "adam_steps", "scaler")}
     kept = {name: value for name, value in checkpoint.config.as_dict().items() if name not in NOT_KEPT}
-    values = {
-        "format": FORMAT,
-        "config": kept,
-        "step": checkpoint.step,
-        "adam_steps": checkpoint.adam_steps,
-        "scaler": checkpoint.scaler,
-    }
-    text = json.dumps(values, sort_keys=True)
+    text = json.dumps({"format": FORMAT, "config": kept, **values}, sort_keys=True)
     sections = {section: getattr(checkpoint, section) for section in SECTIONS}
-    for section, tensors in sections.items():
-        for name, tensor in tensors.items():
-            if not tensor.isfinite().all():
-                raise CheckpointError(f"{name} ({section}) is no longer finite at step {checkpoint.step:,}")
+    _check_finite(sections, f"is no longer finite at step {checkpoint.step:,}")
     # Not straight to the file: torch turns a full disk into an error of its own.
     content = io.BytesIO()
     torch.save({"text": text, "sha256": _sha256(text, sections), **sections}, content)
@@ -110,25 +101,20 @@ def read(path: Path) -> Checkpoint:
         CheckpointError: the file cannot be read, is damaged, or does not hold what a checkpoint of its network holds.
     """
     try:
-        _check_archive(path)
+        # Torch would also read other formats, and unpack what is compressed to any size.
+        with path.open("rb") as file:
+            if file.read(4) != b"PK\x03\x04":
+                raise CheckpointError("it is damaged, or no checkpoint of ddpm_lab")
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in zipfile.ZipFile(file).infolist()):
+                raise CheckpointError("it is compressed, which no checkpoint of ddpm_lab is")
         content = torch.load(path, map_location="cpu", weights_only=True)
         return _checked(content)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
     except CheckpointError as error:
         raise CheckpointError(f"{path} is not used: {error}") from error
-    except Exception as error:  # noqa: BLE001, RUF100 - whatever a hostile or damaged file makes of the reader
+    except Exception as error:  # whatever a hostile or damaged file makes of the reader
         raise CheckpointError(f"{path} is not used: it is damaged, or no checkpoint of ddpm_lab") from error
-
-
-def _check_archive(path: Path) -> None:
-    """Torch would also read other formats, and unpack what is compressed to any size."""
-    with path.open("rb") as file:
-        if file.read(4) != b"PK\x03\x04":
-            raise CheckpointError("it is damaged, or no checkpoint of ddpm_lab")
-    with zipfile.ZipFile(path) as archive:
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-            raise CheckpointError("it is compressed, which no checkpoint of ddpm_lab is")
 
 
 def _checked(content: Any) -> Checkpoint:
@@ -154,21 +140,20 @@ def _checked(content: Any) -> Checkpoint:
     if content["sha256"] != _sha256(content["text"], sections):
         raise CheckpointError("it is damaged: its hash does not fit its content")
     sections = {section: {name: tensors[name] for name in shapes} for section, tensors in sections.items()}
+    _check_finite(sections, "is not finite")
+    scaler = _scaler(values["scaler"])
+    return Checkpoint(config=config, step=values["step"], adam_steps=values["adam_steps"], scaler=scaler, **sections)
+
+
+def _check_finite(sections: Mapping[str, Tensors], fault: str) -> None:
     for section, tensors in sections.items():
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
-                raise CheckpointError(f"{name} ({section}) is not finite")
-    return Checkpoint(
-        config=config,
-        step=values["step"],
-        adam_steps=values["adam_steps"],
-        scaler=_scaler(values["scaler"]),
-        **sections,
-    )
+                raise CheckpointError(f"{name} ({section}) {fault}")
 
 
 def _check_tensors(section: str, tensors: Any, shapes: Mapping[str, torch.Size], network: str) -> None:
-    """Names, shapes and formats; before any value is looked at, since a small file can claim a tensor of any size."""
+    """Names, shapes and formats, before any value is read: a small file can claim a tensor of any size."""
     if type(tensors) is not dict or set(tensors) != set(shapes):
         raise CheckpointError(f"its {section} are not those of network {network!r}")
     for name, shape in shapes.items():

@@ -1,13 +1,15 @@
 """The Fréchet inception distance of images (Heusel et al. 2017), by torchmetrics and the Inception of torch-fidelity.
 
-Its weights are a local file; nothing here asks a network for anything. Nothing else in the lab is called FID.
+Its weights are a local file; nothing is downloaded. What a FID needs is checked beforehand by ``plan_fid``.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import io
 import os
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from pickle import UnpicklingError
@@ -19,18 +21,59 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ddpm_lab.checks import ConfigError
+from ddpm_lab import plan
+from ddpm_lab.checks import ConfigError, whole
 from ddpm_lab.config import RunConfig, digest
-from ddpm_lab.data.packed import open_packed
+from ddpm_lab.data.packed import Manifest, open_packed
 from ddpm_lab.diffusion.step import Untrained, allow_tf32
+from ddpm_lab.files import expanded
 from ddpm_lab.workload import RankContext
 
+PACKAGES = ("torchmetrics", "torch_fidelity")
+INSTALL = "make fid, or pip install torchmetrics torch-fidelity"
+WEIGHTS = "weights-inception-2015-12-05-6726825d.pth"
 FEATURES = 2048
 _BATCH, _SEED = 32, 17_060_850
 _SUMS = ("real_features_sum", "real_features_cov_sum", "real_features_num_samples")
 _UNREADABLE = (RuntimeError, UnpicklingError, EOFError, AttributeError, KeyError, TypeError, ValueError)
 
 Pixels = npt.NDArray[np.uint8]
+
+
+def plan_fid(inception: str, images: int, manifest: Manifest | None) -> plan.Fid:
+    """A FID of so many images, with the weights in the file ``inception``.
+
+    Raises ConfigError where a package or the file is missing, the file holds anything else, or the data has fewer
+    images to train on.
+    """
+    whole("fid_images", images, 2)
+    for package in PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"a FID needs {package}, which is not installed: {INSTALL}")
+    file = expanded(inception).absolute()
+    if not file.is_file():
+        raise ConfigError(
+            f"inception is {inception!r}: there is no such file; give that of torch-fidelity's Inception, {WEIGHTS} "
+            "(nothing is downloaded)"
+        )
+    sha256 = _sha256(file)
+    if manifest is not None and images > manifest.train_count:
+        raise ConfigError(
+            f"a FID of {images:,} images needs as many training images, and the data has {manifest.train_count:,}: "
+            "give at most that"
+        )
+    return plan.Fid(inception=str(file), sha256=sha256, images=images)
+
+
+@cache
+def _sha256(file: Path) -> str:
+    """SHA-256 of a file that holds the right weights. Raises ConfigError."""
+    try:
+        found = hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}; give another file as inception") from error
+    inception_metric(file, found)
+    return found
 
 
 def inception_metric(path: Path, sha256: str) -> Any:
@@ -51,16 +94,12 @@ def inception_metric(path: Path, sha256: str) -> Any:
         return FrechetInceptionDistance(feature=FEATURES, feature_extractor_weights_path=stream, antialias=False)
     except _UNREADABLE as error:
         raise ConfigError(
-            f"{path} does not hold the weights of torch-fidelity's Inception: give its file, "
-            "weights-inception-2015-12-05-6726825d.pth"
+            f"{path} does not hold the weights of torch-fidelity's Inception: give its file, {WEIGHTS}"
         ) from error
 
 
 class Fid(Untrained):
-    """One process that holds the Inception, in fp32; it trains nothing.
-
-    ``options``: the file of the Inception and its ``sha256``.
-    """
+    """One process that holds the Inception, in fp32: the file and its ``sha256`` are options."""
 
     def __init__(self, config: RunConfig, context: RankContext) -> None:
         self.config, self.context = config, context

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ddpm_lab.diffusion.network import AnyUNet, Inference, configured_network, n
 from ddpm_lab.diffusion.process import Diffusion
 from ddpm_lab.diffusion.sampling import Step, ddim_steps, ddpm_steps, denoise, image_grid
 from ddpm_lab.diffusion.step import Untrained, compile_seen
-from ddpm_lab.training.checkpoint import Checkpoint, read
+from ddpm_lab.training.checkpoint import read
 from ddpm_lab.workload import RankContext
 
 _NOISE = 5  # the purposes 1 to 4 are those of ``data/draws.py`` and ``denoising.py``
@@ -56,7 +56,7 @@ def generate(
     x = noise()
     for step in steps:
         mark("denoising")
-        x = denoise(evaluate, dataclasses.replace(step, of_noise=0.0), x, generator=unused)
+        x = denoise(evaluate, replace(step, of_noise=0.0), x, generator=unused)
         if step.of_noise > 0:
             x.add_(noise(), alpha=step.of_noise)
     return x.clamp_(-1, 1)
@@ -79,11 +79,11 @@ def write_grid(paths: Sequence[Path], path: Path) -> None:
     write_png(path, pixels.permute(0, 3, 1, 2).float().div_(127.5).sub_(1))
 
 
-def restore(network: AnyUNet, tensors: dict[str, Tensor]) -> None:
-    """Copy a checkpoint's tensors, in the order and shape of the lab's own network, into a network of either kind."""
-    with torch.no_grad():
-        for mine, saved in zip(network.parameters(), tensors.values(), strict=True):
-            mine.copy_(saved.reshape(mine.shape))
+@torch.no_grad()
+def restore(network: AnyUNet, tensors: Iterable[Tensor]) -> None:
+    """Copy tensors in the order of the lab's own network into a network of either kind."""
+    for mine, saved in zip(network.parameters(), tensors, strict=True):
+        mine.copy_(saved.reshape(mine.shape))
 
 
 class Generation(Untrained):
@@ -96,9 +96,10 @@ class Generation(Untrained):
     def __init__(self, config: RunConfig, context: RankContext) -> None:
         self.config, self.context = config, context
         self.device = torch.device(context.device)
-        checkpoint: Checkpoint = read(Path(config.option("checkpoint", "")))
+        checkpoint = read(Path(config.option("checkpoint", "")))
         network = configured_network(config, self.device)
-        restore(network, checkpoint.averages if config.option("weights", "ema") == "ema" else checkpoint.weights)
+        tensors = checkpoint.averages if config.option("weights", "ema") == "ema" else checkpoint.weights
+        restore(network, tensors.values())
         self.evaluate = Inference(network, config, self.device)
         diffusion = Diffusion(config.diffusion)
         self.sampler = sampler_steps(diffusion, config.option("sampler", "ddim"), config.option("steps", 250))

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddpm_lab.config import ExchangeConfig, RunConfig
+from ddpm_lab.config import UNLEARNED, ExchangeConfig, RunConfig
 from ddpm_lab.data.loaders import Batch
 from ddpm_lab.diffusion.step import allow_tf32
-from ddpm_lab.training.train import Trainer
+from ddpm_lab.training.train import PLAIN, Trainer
 from ddpm_lab.workload import RankContext
 
 NEGLIGIBLE = 1e-6
@@ -49,64 +49,52 @@ class GradientCheck(Trainer):
         """Train ``steps`` steps and compare each with the same step in fp32; on every rank, None but on rank 0.
 
         The reference is computed by rank 0 from the weights before the step: in ieee fp32, eagerly, with the lab's
-        network and torch's own kernels, for the whole global batch at once, which has to fit into its memory. Of a
-        group whose ranks do not learn the same, rank 0 answers for its own weights.
+        network and torch's own kernels, for the whole global batch at once, which has to fit into its memory.
 
         Returns:
             ``precision``, ``loss`` and ``hook`` of the configuration; ``steps``, a list of what ``compared`` returns
-            with ``step``, ``loss``, ``loss_error`` (relative), ``ranks_error`` (the L2 norm of the difference between a
-            rank's gradient and rank 0's over that of rank 0's, of the rank where it is largest) and ``skipped`` (by the
-            gradient scaler; what is computed from the gradient is then None); ``worst``, the worst of these over all
-            steps, with ``nonfinite`` and ``skipped`` added up.
+            with ``step``, ``loss``, ``loss_error`` (relative), ``ranks_error`` (L2 norm of the difference between a
+            rank's gradient and rank 0's over that of rank 0's, at its largest) and ``skipped`` (by the gradient scaler;
+            what is computed from the gradient is then None); ``worst``, the worst of these over all steps.
         """
+        config = self.config
         exact = self._exact() if self.context.rank == 0 else None
-        found = []
-        for batch in itertools.islice(self.batches(), steps):
-            plain_loss, plain = math.nan, dict[str, Tensor]()
-            if exact is not None:
-                plain_loss, plain = self._reference(exact, next(exact.batches()))
-            self.gradient = []
-            scale = self.scaler.get_scale() if self.scaler else 1.0
-            loss = self._over_ranks(self.step(batch))
-            self.compared_images += len(batch.images)
-            skipped = self.scaler is not None and self.scaler.get_scale() < scale
-            apart = self._between_ranks()
-            if exact is not None:
-                both = math.isfinite(loss) and math.isfinite(plain_loss) and plain_loss
-                known = {"loss": loss if math.isfinite(loss) else None, "ranks_error": None if skipped else apart}
-                known["loss_error"] = abs(loss - plain_loss) / abs(plain_loss) if both else None
-                numbers = compared(None if skipped else self.gradient, plain)
-                found.append({"step": batch.step, "skipped": skipped, **known, **numbers})
-            self.gradient = None
+        found = [self._compare(batch, exact) for batch in itertools.islice(self.batches(), steps)]
         if exact is None:
             return None
         exact.close()
-        config = self.config
         told = {"precision": config.precision, "loss": config.diffusion.loss, "hook": config.exchange.hook}
         return {**told, "steps": found, "worst": worst(found)}
 
+    def _compare(self, batch: Batch, exact: Trainer | None) -> dict[str, Any]:
+        """Train one step; what is told of it is of use on rank 0, which has the ``exact`` trainer."""
+        plain_loss, plain = self._reference(exact, next(exact.batches())) if exact else (math.nan, {})
+        self.gradient = []
+        scale = self.scaler.get_scale() if self.scaler else 1.0
+        loss = self._over_ranks(self.step(batch))
+        self.compared_images += len(batch.images)
+        skipped = self.scaler is not None and self.scaler.get_scale() < scale
+        apart = self._between_ranks()
+        gradient, self.gradient = None if skipped else self.gradient, None
+        both = math.isfinite(loss) and math.isfinite(plain_loss) and plain_loss
+        return {
+            "step": batch.step,
+            "skipped": skipped,
+            "loss": loss if math.isfinite(loss) else None,
+            "loss_error": abs(loss - plain_loss) / abs(plain_loss) if both else None,
+            "ranks_error": None if skipped else apart,
+            **(compared(gradient, plain) if exact else {}),
+        }
+
     def witness(self) -> dict[str, Any]:
-        """What runs; ``images`` are those of the steps that the rank made, which knows nothing of those compared."""
-        said = super().witness()
-        return {**said, "images": said["images"] - self.compared_images}
+        """What runs; images of compared steps are not among those that the rank was asked to train on."""
+        seen = super().witness()
+        return {**seen, "images": seen["images"] - self.compared_images}
 
     def _exact(self) -> Trainer:
-        """A trainer on the same images, timesteps and noise, in which every setting is the plain one."""
-        plain = replace(
-            self.config,
-            world_size=1,
-            accumulation=1,
-            precision="fp32",
-            compile="off",
-            compile_mode="default",
-            channels_last=False,
-            implementation="lab",
-            kernels="aten",
-            read_loss=False,
-            loader="packed",
-            loader_workers=0,
-            exchange=ExchangeConfig(),
-        )
+        """A trainer of this data whose step is the plain one."""
+        alone: dict[str, Any] = {"world_size": 1, "nodes": 1, "accumulation": 1, "exchange": ExchangeConfig()}
+        plain = replace(self.config, **PLAIN, **UNLEARNED, **alone)
         return Trainer(plain, replace(self.context, rank=0, world_size=1), start_step=self.steps)
 
     def _reference(self, exact: Trainer, batch: Batch) -> tuple[float, dict[str, Tensor]]:
@@ -157,23 +145,16 @@ def compared(gradient: Sequence[Tensor] | None, reference: Mapping[str, Tensor])
         reference where the weights are. All but the last are None where there are such values, or no gradient. A cosine
         with a gradient of zeros is 0.
     """
-    missing = {"gradient_error": None, "cosine": None, "norm_ratio": None, "layers": 0, "worst_layer": None}
-    if gradient is None:
-        return {**missing, "nonfinite": 0}
-    nonfinite = sum(int((~g.isfinite()).sum()) for g in (*gradient, *reference.values()))
-    if nonfinite:
+    nonfinite = sum(int((~g.isfinite()).sum()) for g in (*gradient, *reference.values())) if gradient else 0
+    if nonfinite or gradient is None:
+        missing = {"gradient_error": None, "cosine": None, "norm_ratio": None, "layers": 0, "worst_layer": None}
         return {**missing, "nonfinite": nonfinite}
     sums = torch.stack([_sums(g, r) for g, r in zip(gradient, reference.values(), strict=True)])
     least = NEGLIGIBLE**2 * float(sums[:, 3].max())
-    layers = [
-        {"name": name, "error": error, "cosine": cosine}
-        for name, row in zip(reference, sums, strict=True)
-        if row[3] > least
-        for error, cosine, _ in [_errors(row)]
-    ]
-    error, cosine, norm_ratio = _errors(sums.sum(0))
+    kept = {name: _errors(row) for name, row in zip(reference, sums, strict=True) if row[3] > least}
+    layers = [{"name": name, "error": error, "cosine": cosine} for name, (error, cosine, _) in kept.items()]
     worst_layer = max(layers, key=operator.itemgetter("error"), default=None)
-    whole = {"gradient_error": error, "cosine": cosine, "norm_ratio": norm_ratio}
+    whole = dict(zip(("gradient_error", "cosine", "norm_ratio"), _errors(sums.sum(0)), strict=True))
     return {**whole, "layers": len(layers), "worst_layer": worst_layer, "nonfinite": 0}
 
 

@@ -42,8 +42,8 @@ def count_work(network: str, *, image_size: int = 32, joined: bool = False) -> d
     """Work per image of forward and backward, by kind of kernel: ``flop``, and ``elements`` read and written.
 
     ``joined`` counts upsampling and the convolution after it as the fewest products that give the same, as the trainer
-    computes them on a CPU. Multiply elements by the bytes of a number to get bytes. "weights" holds the number of
-    weights as elements: the optimizer reads and writes them once a step, whatever the batch.
+    computes them on a CPU. "weights" holds the number of weights as elements, which the optimizer reads and writes once
+    a step, whatever the batch.
     """
     with torch.device("meta"):
         model = UNet(NETWORKS[network])
@@ -84,11 +84,11 @@ class _Counter(TorchDispatchMode):
         return out
 
 
-class Peak(Untrained):
-    """A step that calls ``once`` alone, as fast as the machine can do it; the witness says what it ``does``."""
+class Repeated(Untrained):
+    """A step that only calls ``once``; ``does`` says in the witness what that is."""
 
     def __init__(
-        self, config: RunConfig, context: RankContext, mark: str, once: Callable[[], Tensor], **does: Any
+        self, config: RunConfig, context: RankContext, mark: str, once: Callable[[], object], **does: Any
     ) -> None:
         self.config, self.context, self.mark, self.once, self.does = config, context, mark, once, does
         self.steps = 0
@@ -114,29 +114,28 @@ def _random(config: RunConfig, context: RankContext, *shapes: tuple[int, ...]) -
     return [torch.randn(shape, device=context.device).to(dtype) for shape in shapes]
 
 
-def product(config: RunConfig, context: RankContext) -> Peak:
+def product(config: RunConfig, context: RankContext) -> Repeated:
     """The product of two square matrices in the configuration's precision; the witness has its network's work too."""
     size = MATRIX[config.device]
     a, b = _random(config, context, (size, size), (size, size))
     out = torch.empty_like(a)
     work = count_work(config.network, image_size=config.image_size, joined=config.device == "cpu")
-    return Peak(
-        config, context, "forward", lambda: torch.mm(a, b, out=out), flop=2 * size**3, dtype=str(out.dtype), work=work
-    )
+    once = partial(torch.mm, a, b, out=out)
+    return Repeated(config, context, "forward", once, flop=2 * size**3, dtype=str(out.dtype), work=work)
 
 
-def convolution(config: RunConfig, context: RankContext) -> Peak:
+def convolution(config: RunConfig, context: RankContext) -> Repeated:
     """A 3x3 convolution of 128 to 128 channels over 16x16 pixels, forward, in the configuration's precision."""
     count, width, side = CONVOLVED[config.device], 128, 16
     images, weight = _random(config, context, (count, width, side, side), (width, width, 3, 3))
     images = images.contiguous(memory_format=torch.channels_last)
     weight = (weight / (3 * math.sqrt(width))).contiguous(memory_format=torch.channels_last)
     flop = 2 * count * side * side * width * width * 9
-    work = partial(functional.conv2d, images, weight, padding=1)
-    return Peak(config, context, "forward", work, flop=flop, dtype=str(images.dtype))
+    once = partial(functional.conv2d, images, weight, padding=1)
+    return Repeated(config, context, "forward", once, flop=flop, dtype=str(images.dtype))
 
 
-def copy(config: RunConfig, context: RankContext) -> Peak:
+def copy(config: RunConfig, context: RankContext) -> Repeated:
     """A copy in memory: each byte is read once and written once."""
     source, target = (torch.zeros(COPY_BYTES[config.device] // 4, device=context.device) for _ in range(2))
-    return Peak(config, context, "copy", partial(target.copy_, source), bytes=2 * source.nbytes)
+    return Repeated(config, context, "copy", partial(target.copy_, source), bytes=2 * source.nbytes)

@@ -65,32 +65,27 @@ class OwnFeed:
         self.name, self.images = name, 0
         self.samples: int | None = None
         self.sample = "varies"
-        self._plan: Plan | None = None
         self._indices = hashlib.sha256()
         self.loader: Loader | Iterator[Any]
-        if not is_dataset(made.data):
-            if not hasattr(made.data, "__iter__"):
-                raise TypeError(
-                    f"{name}: data is {type(made.data).__name__}: give a dataset with len(data) and data[i], or an "
-                    "iterable of batches"
-                )
-            self.loader = _endless(made.data, name)
+        data = made.data
+        if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or isinstance(data, list | tuple):
+            self.loader = _endless(data, name)
             return
-        self.samples = len(made.data)
+        self.samples = len(data)
         if not self.samples:
             raise ValueError(f"{name}: data holds no sample")
-        first, again = (described(made.data[0]) for _ in range(2))
+        first, again = (described(data[0]) for _ in range(2))
         self.sample = first if first == again else "varies"
-        self._plan = Plan(
+        plan = Plan(
             stream=EpochStream(np.arange(self.samples), config.seed, flip=False),
             global_batch_size=config.global_batch_size,
             rank=context.rank,
             world_size=context.world_size,
         )
-        self._drawn = self._plan.draws()
+        self._drawn = plan.draws()
         self.loader = dataset_loader(
-            made.data,
-            _Positions(self._plan),
+            data,
+            (indices.tolist() for _, indices, _ in plan.draws()),
             workers=config.loader_workers,
             collate=made.collate,
             pin_memory=config.device == "cuda",
@@ -103,7 +98,7 @@ class OwnFeed:
         if count is None:
             raise TypeError(f"{self.name}: a batch is {described(batch)}, without a tensor whose length is its images")
         self.images += count
-        if self._plan:
+        if self.samples:
             self._indices.update(next(self._drawn)[1].tobytes())
 
     def witness(self) -> dict[str, Any]:
@@ -138,52 +133,47 @@ class OwnTraining:
         ratio = config.optimizer.learning_rate / OptimizerConfig().learning_rate
         for group in self.optimizer.param_groups if made.optimizer and ratio != 1 else ():
             group["lr"] *= ratio
-        self.training = LossStep(
-            config, context, network, self._loss, self.optimizer, whole=self._step if made.step else None
-        )
+        whole = self._step if made.step else None
+        self.training = LossStep(config, context, network, self._loss, self.optimizer, whole=whole)
         # Equal weights on every rank, and noise of its own on each.
         _seed(int(np.random.SeedSequence([config.seed, context.rank]).generate_state(1)[0]))
 
     def _check(self) -> None:
-        """Raise TypeError for a Training that is none."""
+        """Raise TypeError for a Training that trains nothing."""
         made = self.made
-        kinds = (("model", made.model, nn.Module), ("optimizer", made.optimizer, torch.optim.Optimizer | None))
-        for field, value, kind in kinds:
-            if not isinstance(value, kind):
-                wanted = "torch.nn.Module" if field == "model" else "torch.optim.Optimizer of the model's parameters"
-                raise TypeError(f"{self.name}: {field} is {type(value).__name__}: give a {wanted}")
+        if not isinstance(made.model, nn.Module):
+            raise TypeError(f"{self.name}: model is {type(made.model).__name__}: give a torch.nn.Module")
         if callable(made.loss) == callable(made.step):
             raise TypeError(f"{self.name}: give either a loss(model, batch) or a step(model, batch)")
         trained = {id(p) for p in made.model.parameters() if p.requires_grad}
-        if not trained:
-            raise TypeError(f"{self.name}: no parameter of the model requires a gradient, so nothing is trained")
         # A step of the user's may have optimizers that the lab is not told of.
-        groups = made.optimizer.param_groups if made.optimizer and made.loss else ()
-        if groups and trained.isdisjoint(id(p) for group in groups for p in group["params"]):
+        if made.optimizer and made.loss:
+            trained &= {id(p) for group in made.optimizer.param_groups for p in group["params"]}
+        if not trained:
             raise TypeError(
-                f"{self.name}: the optimizer holds none of the model's parameters, so nothing is trained: make it "
-                "of the parameters() of the model that you return"
+                f"{self.name}: the optimizer holds none of the model's parameters, or none requires a gradient, so "
+                "nothing is trained: make it of the parameters() of the model that you return"
             )
 
     def _loss(self, model: Any, batch: Any) -> Tensor:
         assert self.made.loss
         loss = self.made.loss(model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise TypeError(self._no_loss("loss", described(loss)))
+            raise self._no_loss("loss", described(loss))
         if torch.is_grad_enabled() and not loss.requires_grad:
-            raise TypeError(self._no_loss("loss", f"{described(loss)} without a gradient (detach() or no_grad?)"))
+            raise self._no_loss("loss", f"{described(loss)} without a gradient (detach() or no_grad?)")
         return loss
 
     def _step(self, model: Any, batch: Any) -> Tensor:
         assert self.made.step
         loss = self.made.step(model, batch)
         if not isinstance(loss, Tensor | float | int) or (isinstance(loss, Tensor) and loss.numel() != 1):
-            raise TypeError(self._no_loss("step", described(loss)))
+            raise self._no_loss("step", described(loss))
         return torch.as_tensor(loss)
 
-    def _no_loss(self, what: str, returned: str) -> str:
+    def _no_loss(self, what: str, returned: str) -> TypeError:
         kind = "a tensor of one number that backward() can be called on" if what == "loss" else "one number"
-        return (
+        return TypeError(
             f"the {what} of {self.config.work_name} ({self.place}) returned {returned}: let it return the mean loss of "
             f"the batch, {kind}"
         )
@@ -200,9 +190,8 @@ class OwnTraining:
 
     def witness(self) -> dict[str, Any]:
         """What runs, read back from the objects that run, and what the user's training offers."""
-        offers = {"dataset": self.data.samples is not None, "loss": self.made.loss is not None}
-        offers["held_out_loss"] = self.made.held_out_loss is not None
-        seen: dict[str, Any] = {"offers": [name for name, there in offers.items() if there]}
+        offers = {"dataset": self.data.samples, "loss": self.made.loss, "held_out_loss": self.made.held_out_loss}
+        seen: dict[str, Any] = {"offers": [name for name, there in offers.items() if there is not None]}
         seen |= {"maker": self.maker, "place": self.place}
         if self.made.optimizer is None:
             seen["adam"] = adam_seen(self.optimizer)
@@ -238,24 +227,13 @@ class OwnTraining:
         self.data.close()
 
 
-class _Positions:
-    """Lists of indices, one list for each step, without end."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for _, indices, _ in self._plan.draws():
-            yield indices.tolist()
-
-
-def is_dataset(data: Any) -> bool:
-    """Whether ``data`` is a map-style dataset; a DataLoader and a list of batches are iterables of batches."""
-    return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, list | tuple)
-
-
 def _endless(data: Any, name: str) -> Iterator[Any]:
-    """The batches of ``data`` over and over. Raises RuntimeError where it does not begin anew."""
+    """The batches of ``data`` over and over. Raises TypeError or RuntimeError where it cannot give them."""
+    if not hasattr(data, "__iter__"):
+        raise TypeError(
+            f"{name}: data is {type(data).__name__}: give a dataset with len(data) and data[i], or an iterable of "
+            "batches"
+        )
     count = 0
     while True:
         before = count

@@ -1,4 +1,4 @@
-"""A training of the user's, looked at before anything is measured: what it offers, and what identifies it.
+"""A training of the user's, tried before anything is measured: what it offers, and what identifies it.
 
 One rank makes it and does one step. What cannot be imported, returns the wrong thing or fails in its first step is
 refused here in one sentence, with the line.
@@ -15,14 +15,12 @@ from typing import Any
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import MADE, RunConfig
-from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.code_version import CodeVersion, Loaded, Tree, code_version, in_lab
 from ddpm_lab.measure.group import Group, GroupFailed
-from ddpm_lab.measure.hardware import machine
 from ddpm_lab.measure.seat import Instrument
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.plan import RECOMMENDATION, SEARCH, WHOLE_QUESTION, Experiment
-from ddpm_lab.training.setting import Own, Setup, own_data
+from ddpm_lab.training.setting import Own, Setup
 
 FOR_OWN = ("profile", "multi_gpu", "amp", "workers", "torch_compile", "batch_size")
 """Questions that can be asked of a training of the user's."""
@@ -61,8 +59,9 @@ def code_of(configs: Iterable[RunConfig], instrument: Instrument, tree: Tree | N
     libraries: set[str] = set()
     for config in {config.sources: config for config in configs}.values():
         if not all(in_lab(source.partition(":")[0]) for source in config.sources):
-            eager = dataclasses.replace(config, compile="off", compile_mode="default")
-            found = look(dataclasses.replace(eager, revision=tree.revision) if tree else eager, instrument, tree)[1]
+            revision = tree.revision if tree else config.revision
+            eager = dataclasses.replace(config, compile="off", compile_mode="default", revision=revision)
+            _, found = look(eager, instrument, tree)
             modules.update(found.modules)
             libraries.update(found.libraries)
     return code_version(Loaded(modules, sorted(libraries)), tree)
@@ -98,16 +97,14 @@ def look(config: RunConfig, instrument: Instrument, tree: Tree | None = None) ->
 
 def look_at(name: str, instrument: Instrument, *, device: str, seed: int) -> tuple[Own, CodeVersion]:
     """What the training of ``name`` offers, and its code. Raises ConfigError where its first step fails."""
-    own = Own(name=name)
-    config = RunConfig(**own.settings(), device=device, seed=seed, global_batch_size=BATCH_SIZE)
+    config = RunConfig(**Own(name=name).settings(), device=device, seed=seed, global_batch_size=BATCH_SIZE)
     seen, loaded = look(config, instrument)
-    code = code_version(loaded)
-    if "offers" not in seen:
-        return Own(name=name, options=(("number_format", "own"),)), code
-    options = [(key, seen[key]) for key in MADE]
-    if "loss" not in seen["offers"]:
+    offers = ("training", *seen["offers"]) if "offers" in seen else ()
+    options = [(key, seen[key]) for key in MADE if offers]
+    if "loss" not in offers:
         options.append(("number_format", "own"))
-    return Own(name=name, place=seen["maker"], options=tuple(options), offers=("training", *seen["offers"])), code
+    found = Own(name=name, place=seen.get("maker", ""), options=tuple(options), offers=offers)
+    return found, code_version(loaded)
 
 
 def check_brought(name: str, given: Mapping[str, Any]) -> None:
@@ -132,43 +129,3 @@ def nothing_asked(question: str, setup: Setup) -> Experiment:
     reason = setup.own.lacks(question) if setup.own else ""
     left_out = ((setup.family_name(None), WHOLE_QUESTION, reason),)
     return Experiment(name=question, families=(), left_out=left_out, asked=setup.config())
-
-
-def with_changes(experiment: Experiment, own: Own | None, ledger: Ledger, code_version: str) -> Experiment:
-    """An experiment that tells where earlier sets of the same code were of another training."""
-    if not own or not (told := made_otherwise(own, ledger, code_version)):
-        return experiment
-    family = next((f.name for f in experiment.families), own.name)
-    return dataclasses.replace(experiment, left_out=(*experiment.left_out, (family, "earlier sets", told)))
-
-
-def made_otherwise(own: Own, ledger: Ledger, code_version: str) -> str:
-    """A sentence where the same code made another training in earlier sets on this machine; empty where it did not."""
-    here, begin = machine().key, own_data(own.name)
-    earlier, _ = ledger.read(
-        lambda heads: [
-            h
-            for h in heads
-            if h.machine.key == here
-            and h.cohort[1] == code_version
-            and h.cohort[2].startswith(begin)
-            and h.cohort[2] != own.sha256
-            and h.role != "note"
-        ][-1:]
-    )
-    if not earlier:
-        return ""
-    before, now = earlier[-1].config, dict(own.options)
-    changes = [
-        f"{key} {_value(before.option(key, None))} then and {_value(now.get(key))} now"
-        for key in MADE
-        if before.option(key, None) != now.get(key)
-    ]
-    return (
-        f"{own.name} ({own.place}) does not make the same each time, and its code is the same: {', '.join(changes)}; "
-        f"the sets of {earlier[-1].date[:10]} are left aside"
-    )
-
-
-def _value(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)

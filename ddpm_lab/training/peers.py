@@ -9,8 +9,9 @@ noise are drawn as they draw them.
 
 from __future__ import annotations
 
+import importlib
+import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.loaders import Batch
+from ddpm_lab.diffusion.blocks import UNetConfig
 from ddpm_lab.diffusion.step import Feed, LossStep, adam, adam_seen
 from ddpm_lab.diffusion.unet import NETWORKS
 from ddpm_lab.plan import FLASH_ATTENTION
@@ -29,42 +31,20 @@ INSTALL = "make peers, or pip install denoising-diffusion-pytorch diffusers"
 _BETAS = {"linear": "linear", "cosine": "squaredcos_cap_v2"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What a project brings: ``model`` holds the weights; ``loss(images, model)`` is their loss, in [-1, 1] as the
-    lab's batches are; ``update`` moves its average of the weights and is called after every step; ``unet`` makes the
-    network once more, for counting; ``seen`` reads settings of the project's own back from what was made.
-    """
-
-    model: nn.Module
-    unet: Callable[[], nn.Module]
-    loss: Callable[[Tensor, Callable[..., Any]], Tensor]
-    update: Callable[[], None]
-    seen: Callable[[], dict[str, Any]]
-
-
 def denoising_diffusion_pytorch(config: RunConfig, context: RankContext) -> Peer:
-    """The trainer of denoising-diffusion-pytorch. Raises Unsupported where it is not installed.
+    """The trainer of denoising-diffusion-pytorch; the option flash_attention is one of its network's.
 
-    ``options``: flash_attention, which its network offers.
+    Raises Unsupported where it is not installed, or has no such network.
     """
-    try:
-        from denoising_diffusion_pytorch import GaussianDiffusion, Unet  # noqa: PLC0415 - optional
-        from denoising_diffusion_pytorch.attend import Attend  # noqa: PLC0415 - optional
-        from ema_pytorch import EMA  # noqa: PLC0415 - optional
-    except ImportError as missing:
-        raise Unsupported(f"denoising-diffusion-pytorch is not installed: {INSTALL}") from missing
-    _one_rank(config)
-    shape = NETWORKS[config.network]
-    if shape.family != "seed":
-        raise Unsupported(f"denoising-diffusion-pytorch has no network of the size of {config.network!r}: use seed")
+    theirs, average_of = _installed("denoising-diffusion-pytorch", "denoising_diffusion_pytorch", "ema_pytorch")
+    shape = _shape("denoising-diffusion-pytorch", config, ("seed", "s000"))
 
     def unet(flash: bool = False) -> nn.Module:
-        made: nn.Module = Unet(dim=shape.width, dim_mults=shape.multipliers, flash_attn=flash)
+        made: nn.Module = theirs.Unet(dim=shape.width, dim_mults=shape.multipliers, flash_attn=flash)
         return made
 
     torch.manual_seed(config.seed)
-    diffusion = GaussianDiffusion(
+    diffusion = theirs.GaussianDiffusion(
         unet(flash=config.option(FLASH_ATTENTION, False)),
         image_size=config.image_size,
         timesteps=config.diffusion.timesteps,
@@ -73,42 +53,33 @@ def denoising_diffusion_pytorch(config: RunConfig, context: RankContext) -> Peer
         auto_normalize=False,  # the lab's batches are in [-1, 1] already
     )
     _place(diffusion, config, context)
-    average = EMA(
-        diffusion,
-        beta=config.optimizer.ema_decay,
-        update_every=config.optimizer.ema_every,
-        use_foreach=config.optimizer.ema == "foreach",
+    optimizer = config.optimizer
+    average = average_of.EMA(
+        diffusion, beta=optimizer.ema_decay, update_every=optimizer.ema_every, use_foreach=optimizer.ema == "foreach"
     )
 
-    def loss(images: Tensor, model: Callable[..., Any]) -> Tensor:
+    def loss(model: Callable[..., Any], images: Tensor) -> Tensor:
         value: Tensor = model(images)
         return value
 
     def seen() -> dict[str, Any]:
-        attends = [bool(m.flash) for m in diffusion.modules() if isinstance(m, Attend)]
-        return {FLASH_ATTENTION: bool(attends) and all(attends), "ema": "foreach" if average.use_foreach else "loop"}
+        flash = [bool(m.flash) for m in diffusion.modules() if type(m).__name__ == "Attend"]
+        return {FLASH_ATTENTION: bool(flash) and all(flash), "ema": "foreach" if average.use_foreach else "loop"}
 
-    return Peer(config, context, Parts(model=diffusion, unet=unet, loss=loss, update=average.update, seen=seen))
+    return Peer(config, context, diffusion, unet, loss, update=average.update, seen=seen)
 
 
 def diffusers(config: RunConfig, context: RankContext) -> Peer:
     """Diffusers' UNet2DModel with its DDPMScheduler. Raises Unsupported where it is not installed."""
-    try:
-        from diffusers import DDPMScheduler, UNet2DModel  # noqa: PLC0415 - optional
-        from diffusers.training_utils import EMAModel  # noqa: PLC0415 - optional
-    except ImportError as missing:
-        raise Unsupported(f"diffusers is not installed: {INSTALL}") from missing
-    _one_rank(config)
-    shape = NETWORKS[config.network]
-    if shape.patch != 1:
-        raise Unsupported(f"diffusers has no network of the size of {config.network!r}: use seed or ddpm")
+    theirs, training_utils = _installed("diffusers", "diffusers", "diffusers.training_utils")
+    shape = _shape("diffusers", config, ("seed", "ddpm", "s000"))
     width = shape.width
     # The ddpm network is one for one diffusers' own configuration of it; of the seed network's size is a U-Net of four
     # levels whose width is doubled once.
     widths = tuple(width * m for m in shape.multipliers) if shape.family == "ddpm" else (width, *(3 * [2 * width]))
 
     def unet() -> nn.Module:
-        made: nn.Module = UNet2DModel(
+        made: nn.Module = theirs.UNet2DModel(
             sample_size=config.image_size,
             block_out_channels=widths,
             layers_per_block=2,
@@ -124,16 +95,16 @@ def diffusers(config: RunConfig, context: RankContext) -> Peer:
     torch.manual_seed(config.seed)
     network = unet()
     _place(network, config, context)
-    scheduler = DDPMScheduler(config.diffusion.timesteps, beta_schedule=_BETAS[config.diffusion.schedule])
+    scheduler = theirs.DDPMScheduler(config.diffusion.timesteps, beta_schedule=_BETAS[config.diffusion.schedule])
     foreach = config.optimizer.ema == "foreach"
-    average = EMAModel(network.parameters(), decay=config.optimizer.ema_decay, foreach=foreach)
-    steps = iter(range(1, 2**62))
+    average = training_utils.EMAModel(network.parameters(), decay=config.optimizer.ema_decay, foreach=foreach)
+    steps = itertools.count(1)
 
     def update() -> None:
         if next(steps) % config.optimizer.ema_every == 0:
             average.step(network.parameters())
 
-    def loss(images: Tensor, model: Callable[..., Any]) -> Tensor:
+    def loss(model: Callable[..., Any], images: Tensor) -> Tensor:
         noise = torch.randn(images.shape, device=images.device)
         t = torch.randint(0, config.diffusion.timesteps, (len(images),), device=images.device)
         noisy = scheduler.add_noise(images, noise, t)
@@ -142,7 +113,24 @@ def diffusers(config: RunConfig, context: RankContext) -> Peer:
     def seen() -> dict[str, Any]:
         return {"ema": "foreach" if average.foreach else "loop"}
 
-    return Peer(config, context, Parts(model=network, unet=unet, loss=loss, update=update, seen=seen))
+    return Peer(config, context, network, unet, loss, update=update, seen=seen)
+
+
+def _installed(name: str, *modules: str) -> list[Any]:
+    """Import what a project needs. Raises Unsupported where something is not installed."""
+    try:
+        return [importlib.import_module(module) for module in modules]
+    except ImportError as missing:
+        raise Unsupported(f"{name} is not installed: {INSTALL}") from missing
+
+
+def _shape(name: str, config: RunConfig, networks: tuple[str, ...]) -> UNetConfig:
+    """Of what size the network has to be. Raises Unsupported for one that the project does not have."""
+    if config.world_size > 1:
+        raise Unsupported(f"peers are compared on one rank, not on {config.world_size}")
+    if config.network not in networks:
+        raise Unsupported(f"{name} has no network of the size of {config.network!r}: use one of {', '.join(networks)}")
+    return NETWORKS[config.network]
 
 
 def _place(network: nn.Module, config: RunConfig, context: RankContext) -> None:
@@ -155,28 +143,30 @@ def _place(network: nn.Module, config: RunConfig, context: RankContext) -> None:
         network.to(memory_format=torch.channels_last)
 
 
-def _one_rank(config: RunConfig) -> None:
-    if config.world_size > 1:
-        raise Unsupported(f"peers are compared on one rank, not on {config.world_size}")
-
-
 class Peer:
-    """One rank of a peer's training run."""
+    """One rank of a peer's training run.
 
-    def __init__(self, config: RunConfig, context: RankContext, parts: Parts) -> None:
-        self.config, self.mark, self.parts = config, context.mark, parts
+    ``unet`` makes the network once more, for counting; ``loss(model, images)`` takes images in [-1, 1]; ``update``
+    moves the project's average of the weights after every step; ``seen`` reads back settings of the project's own.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        context: RankContext,
+        model: nn.Module,
+        unet: Callable[[], nn.Module],
+        loss: Callable[[Any, Tensor], Tensor],
+        *,
+        update: Callable[[], None],
+        seen: Callable[[], dict[str, Any]],
+    ) -> None:
+        self.config, self.mark, self.unet, self.seen = config, context.mark, unet, seen
         self.device = torch.device(context.device)
         self.data = Feed(config, context)
-        self.optimizer = adam([p for p in parts.model.parameters() if p.requires_grad], config.optimizer)
-        self.training = LossStep(
-            config,
-            context,
-            parts.model,
-            lambda model, images: parts.loss(images, model),
-            self.optimizer,
-            clip_norm=config.optimizer.clip_norm,
-            update=self._update,
-        )
+        self.optimizer = adam([p for p in model.parameters() if p.requires_grad], config.optimizer)
+        how: dict[str, Any] = {"clip_norm": config.optimizer.clip_norm, "update": update}
+        self.training = LossStep(config, context, model, loss, self.optimizer, **how)
 
     def batches(self) -> Iterator[Batch]:
         """Endless batches, the same as the lab's own trainer has."""
@@ -189,19 +179,16 @@ class Peer:
         images = batch.images.to(self.device, non_blocking=True)
         return self.training.step(images if self.config.channels_last else images.contiguous())
 
-    def _update(self) -> None:
-        self.parts.update()
-
     def witness(self) -> dict[str, Any]:
         """What runs, read back from the objects that run, and the size of the network."""
         own = {"adam": adam_seen(self.optimizer), "flop_per_image": self._count_flop()}
-        return {**self.training.witness(), **own, **self.parts.seen(), **self.data.witness()}
+        return {**self.training.witness(), **own, **self.seen(), **self.data.witness()}
 
     def _count_flop(self) -> int:
         """FLOP of forward and backward for one image, counted on the meta device."""
         size = self.config.image_size
         with torch.device("meta"):
-            network, images, t = self.parts.unet(), torch.empty(1, 3, size, size), torch.zeros(1, dtype=torch.long)
+            network, images, t = self.unet(), torch.empty(1, 3, size, size), torch.zeros(1, dtype=torch.long)
         with FlopCounterMode(display=False) as counter:
             output = network(images, t)
             getattr(output, "sample", output).sum().backward()

@@ -23,9 +23,11 @@ from ddpm_lab.settings_file import OWN, settings_text
 CHECKPOINTS, SAMPLES = "checkpoints", "samples"
 SETTINGS, LOG, TABLE, LOCK = "config.toml", "log.jsonl", "log.csv", ".lock"
 COLUMNS = ("step", "loss", "images_per_second", "held_out_loss")
-_NAMED_APART = ("network", "global_batch_size", "image_size", "options")
-_SHARED = ("data", "data_sha256", "purpose", "seed", "device", "world_size", "nodes", "oversubscribe")
-"""Settings that are not part of a configuration's name in a log: repeats of one configuration, and its sizes."""
+_NOT_NAMED = (
+    *("network", "global_batch_size", "image_size", "options"),
+    *("data", "data_sha256", "purpose", "seed", "device", "world_size", "nodes", "oversubscribe"),
+)
+"""Settings that have another place in a configuration's name, or are not part of it."""
 _CHECKPOINT = re.compile(r"step-(\d{8,})\.pt")
 
 
@@ -56,9 +58,8 @@ class RunFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
-            raise ConfigError(
-                f"another run works in {self.path}: wait for it, or choose another --output-dir"
-            ) from None
+            sentence = f"another run works in {self.path}: wait for it, or choose another --output-dir"
+            raise ConfigError(sentence) from None
         except OSError:  # a file system without locks
             pass
         for left in (*self.checkpoints.glob("*.partial"), *self.samples.glob("*.partial")):
@@ -95,58 +96,30 @@ class RunFolder:
 
     def open_logs(self, step: int) -> None:
         """Open both logs for rows after ``step``; later ones, and a last one that was cut off, are taken out."""
-        rows = list(_rows(self.path / LOG, step))
-        _replace(self.path / LOG, "".join(f"{json.dumps(row)}\n" for row in rows))
-        _replace(self.path / TABLE, _csv([COLUMNS, *map(_cells, rows)]))
+        rows = list(logged(self.path, step))
+        for name, text in zip((LOG, TABLE), _texts(rows, header=True), strict=True):
+            _replace(self.path / name, text)
         self._files = [(self.path / name).open("a") for name in (LOG, TABLE)]
 
     def log(self, rows: Sequence[dict[str, Any]]) -> None:
         """Append rows to both logs. Raises RunFailed if they cannot be written."""
-        texts = ("".join(f"{json.dumps(row)}\n" for row in rows), _csv(map(_cells, rows)))
-        with self._writing_log():
-            for file, text in zip(self._files, texts, strict=True):
+        with writing(self.path, RunFailed):
+            for file, text in zip(self._files, _texts(rows), strict=True):
                 file.write(text)
                 file.flush()
 
     def sync_logs(self) -> None:
-        """See the logs onto the disk: a checkpoint must not outlive the rows before it. Raises RunFailed."""
-        with self._writing_log():
+        """Flush the logs to the disk: a checkpoint must not outlive the rows before it. Raises RunFailed."""
+        with writing(self.path, RunFailed):
             for file in self._files:
                 os.fsync(file.fileno())
 
-    @contextlib.contextmanager
-    def _writing_log(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise RunFailed(f"cannot write the log in {self.path}: {error.strerror}") from error
 
-
-def trained(folder: Path, global_batch_size: int) -> tuple[int, float, float | None]:
-    """Steps in a run's log, the seconds they took, and the lowest held-out loss (None: never measured).
-
-    What lies between steps (held-out loss, samples, checkpoints, starting) takes no part in the seconds.
-    """
-    steps, seconds, losses = 0, 0.0, []
-    for row in _rows(folder / LOG, sys.maxsize):
-        steps += 1
-        if rate := row.get("images_per_second"):
-            seconds += global_batch_size / rate
-        if "held_out_loss" in row:
-            losses.append(row["held_out_loss"])
-    return steps, seconds, min(losses, default=None)
-
-
-def logged_losses(folder: Path, last: int) -> list[tuple[int, float]]:
-    """Steps in a run's log up to the step ``last``, each with its loss."""
-    return [(row["step"], row["loss"]) for row in _rows(folder / LOG, last)]
-
-
-def _rows(path: Path, last: int) -> Any:
-    """Rows of a log up to the step ``last``, each step once."""
+def logged(folder: Path, last: int = sys.maxsize) -> Iterator[dict[str, Any]]:
+    """Rows of a run's log up to the step ``last``, each step once."""
     following = 0
     with contextlib.suppress(OSError):
-        for line in path.read_text(errors="replace").splitlines():
+        for line in (folder / LOG).read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 row = json.loads(line)
                 if following < row["step"] <= last:
@@ -154,21 +127,19 @@ def _rows(path: Path, last: int) -> Any:
                     yield row
 
 
-def _cells(row: dict[str, Any]) -> list[Any]:
-    return [row.get(name, "") for name in COLUMNS]
+def trained(folder: Path, global_batch_size: int) -> tuple[int, float, float | None]:
+    """Steps in a run's log, the seconds they took, and the lowest held-out loss (None: never measured).
+
+    What lies between steps (held-out loss, samples, checkpoints, starting) takes no part in the seconds.
+    """
+    rows = list(logged(folder))
+    seconds = sum(global_batch_size / rate for row in rows if (rate := row.get("images_per_second")))
+    return len(rows), seconds, min((row["held_out_loss"] for row in rows if "held_out_loss" in row), default=None)
 
 
-def _csv(rows: Any) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()
-
-
-def _replace(path: Path, text: str) -> None:
-    try:
-        replace(path, text)
-    except OSError as error:
-        raise RunFailed(f"cannot write {path}: {error.strerror}") from error
+def train_count(config: RunConfig) -> int:
+    """Images of an epoch."""
+    return read_manifest(Path(config.data)).train_count
 
 
 def name_of(config: RunConfig) -> str:
@@ -177,15 +148,27 @@ def name_of(config: RunConfig) -> str:
     words = [config.work_name, f"batch {config.global_batch_size}"]
     words += [f"{config.image_size}x{config.image_size} pixels"] if config.image_size != usual.image_size else []
     for name, (value, before) in config.differences(usual).items():
-        if isinstance(value, dict) and name not in _NAMED_APART:
+        if name in _NOT_NAMED:
+            continue
+        if isinstance(value, dict):
             words += [f"{name}.{k} {v}" for k, v in value.items() if before[k] != v]
-        elif name not in (*_NAMED_APART, *_SHARED):
+        else:
             words.append(f"{name} {value}" if not isinstance(value, bool) else f"{'' if value else 'no '}{name}")
     own = (("checkpoint", config.option("checkpoint", "")), *config.own_options)
     words += [f"{name} {value}" for name, value in config.options if (name, value) not in own]
     return ", ".join(words)
 
 
-def train_count(config: RunConfig) -> int:
-    """Images of an epoch."""
-    return read_manifest(Path(config.data)).train_count
+def _texts(rows: Sequence[dict[str, Any]], *, header: bool = False) -> tuple[str, str]:
+    """Rows as lines of JSON, and as CSV."""
+    table = io.StringIO()
+    writer = csv.DictWriter(table, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    if header:
+        writer.writeheader()
+    writer.writerows(rows)
+    return "".join(f"{json.dumps(row)}\n" for row in rows), table.getvalue()
+
+
+def _replace(path: Path, text: str) -> None:
+    with writing(path, RunFailed):
+        replace(path, text)

@@ -1,4 +1,4 @@
-"""Images from a checkpoint: which are missing, the ranks that make them, and a grid of all."""
+"""Images from a checkpoint, in the parent: which are missing, the ranks that make them, and their FID."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import math
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 from PIL import Image
@@ -29,12 +30,8 @@ from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.plan import Fid
-from ddpm_lab.training.inception import plan_fid
 from ddpm_lab.training.run_folder import RunFailed
 from ddpm_lab.training.setting import check_ranks, usual_device, usual_settings
-
-if TYPE_CHECKING:
-    from ddpm_lab.training.checkpoint import Checkpoint
 
 GENERATION = "ddpm_lab.training.generation:generation"
 SAMPLERS = ("ddim", "ddpm")
@@ -48,7 +45,7 @@ MOST_IMAGES = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """What decides the images: the sampler, its steps, the seed of the noise, which weights, and how these are run."""
+    """What decides the images, beside the checkpoint."""
 
     sampler: Annotated[str, Opt("sampler", choices=SAMPLERS)] = "ddim"
     steps: Annotated[int, Opt("denoising steps", least=1)] = 250
@@ -74,38 +71,13 @@ def sample(
 ) -> list[Path]:
     """Make the images 0 to ``count`` - 1 of a checkpoint that ``folder`` lacks, and return the paths of all.
 
-    ``batch_size`` is that of each rank. On a CPU the network has joined kernels, unless it is compiled.
+    ``batch_size`` is that of each rank. On a CPU the network has fused kernels, unless it is compiled.
 
     Raises:
         ConfigError: this cannot be run here, or the folder holds images of other settings.
         CheckpointError: the checkpoint cannot be used.
         RunFailed: a rank failed; the images that were made stay.
     """
-    config, found = _plan(checkpoint, folder, count, sampling, device, world_size, batch_size)
-    content = hashlib.sha256(checkpoint.read_bytes()).hexdigest()[:16]
-    _claim(folder, {"run": found.config.run_id, "step": found.step, "checkpoint": content, **asdict(sampling)})
-    paths = [folder / f"{number:06d}.png" for number in range(count)]
-    missing = [n for n, path in enumerate(paths) if not _is_whole(path, config.image_size)]
-    if not missing:
-        progress.done(f"all {count:,} images are there")
-        return paths
-    config = dataclasses.replace(config, options=(*config.options, ("numbers", tuple(missing))))
-    del found
-    free = training_cores() if config.device == "cpu" else hardware.usable_cores()
-    _make(config, len(missing), count, free // config.node_size, progress)
-    return paths
-
-
-def _plan(  # noqa: PLR0917 - what ``sample`` is given
-    checkpoint: Path,
-    folder: Path,
-    count: int,
-    sampling: Sampling,
-    device: str | None,
-    world_size: int,
-    batch_size: int,
-) -> tuple[RunConfig, Checkpoint]:
-    """The configuration of the ranks, and the checkpoint."""
     for name, value in (("count", count), ("world_size", world_size), ("batch_size", batch_size)):
         whole(name, value, 1)
     if count > MOST_IMAGES:
@@ -115,10 +87,27 @@ def _plan(  # noqa: PLR0917 - what ``sample`` is given
     if world_size % nodes:
         raise ConfigError(f"world_size is {world_size}: it cannot be shared by {nodes} hosts, give a multiple")
     check_ranks(device, world_size // nodes, len(hardware.gpus()), hardware.usable_cores())
+    ranks = {"device": device, "world_size": world_size, "nodes": nodes, "global_batch_size": world_size * batch_size}
+    config, origin = _plan(checkpoint, folder, sampling, ranks)
+    _claim(folder, origin)
+    paths = [folder / f"{number:06d}.png" for number in range(count)]
+    missing = [n for n, path in enumerate(paths) if not _is_whole(path, config.image_size)]
+    if missing:
+        config = dataclasses.replace(config, options=(*config.options, ("numbers", tuple(missing))))
+        _make(config, len(missing), count, progress)
+    else:
+        progress.done(f"all {count:,} images are there")
+    return paths
+
+
+def _plan(
+    checkpoint: Path, folder: Path, sampling: Sampling, ranks: dict[str, Any]
+) -> tuple[RunConfig, dict[str, Any]]:
+    """The configuration of the ranks, and what tells these images from others."""
     from ddpm_lab.training.checkpoint import read  # noqa: PLC0415 - torch only where one is read
 
     found = read(checkpoint)
-    trained, usual = found.config, usual_settings(device)
+    trained, usual = found.config, usual_settings(ranks["device"])
     if sampling.steps > trained.diffusion.timesteps:
         raise ConfigError(
             f"steps is {sampling.steps}: give at most the {trained.diffusion.timesteps} timesteps of the process"
@@ -132,19 +121,34 @@ def _plan(  # noqa: PLR0917 - what ``sample`` is given
     }
     config = RunConfig(
         workload=GENERATION,
-        device=device,
-        world_size=world_size,
-        nodes=nodes,
-        global_batch_size=world_size * batch_size,
         precision=sampling.precision,
         compile=sampling.compile,
         kernels=usual["kernels"] if sampling.compile == "off" else "aten",
         freed_memory=usual.get("freed_memory", "default"),
         seed=sampling.seed,
         options=tuple(options.items()),
+        **ranks,
         **{name: getattr(trained, name) for name in ("network", "image_size", "attention_axis", "diffusion")},
     )
-    return config, found
+    content = hashlib.sha256(checkpoint.read_bytes()).hexdigest()[:16]
+    return config, {"run": trained.run_id, "step": found.step, "checkpoint": content, **asdict(sampling)}
+
+
+def _claim(folder: Path, origin: dict[str, Any]) -> None:
+    """Note in the folder where its images come from. Raises ConfigError if it holds others, or cannot be written."""
+    path, before = folder / SETTINGS, None
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            if any(folder.glob("*.png")):
+                raise ConfigError(f"{folder} holds images of another origin: give another --output-dir")
+            replace(path, json.dumps(origin, indent=1) + "\n")
+        with suppress(ValueError):
+            before = json.loads(path.read_text())
+    if not isinstance(before, dict):
+        raise ConfigError(f"{path} is damaged: give another --output-dir")
+    if unlike := [f"{name} is {value!r}" for name, value in origin.items() if before.get(name) != value]:
+        raise ConfigError(f"{folder} holds images of other settings ({'; '.join(unlike)}): give another --output-dir")
 
 
 def _is_whole(path: Path, image_size: int) -> bool:
@@ -158,17 +162,22 @@ def _is_whole(path: Path, image_size: int) -> bool:
         return False
 
 
-def _make(config: RunConfig, missing: int, count: int, threads: int, progress: Progress) -> None:
+def _make(config: RunConfig, missing: int, count: int, progress: Progress) -> None:
     """Run the ranks until every missing image is there."""
+    free = training_cores() if config.device == "cpu" else hardware.usable_cores()
     done, begun = count - missing, time.monotonic()
     progress(f"{done:,} of {count:,} images; starting")
+    how: dict[str, Any] = {"modules": {}, "environment": {}, "progress": progress}
     try:
-        with Group(config, threads=max(1, threads), modules={}, environment={}, progress=progress) as group:
+        with Group(config, threads=max(1, free // config.node_size), **how) as group:
             begun = time.monotonic()
             for batch in range(1, math.ceil(missing / config.global_batch_size) + 1):
                 group.advance(1, SILENCE_SECONDS, "sampling")
-                if batch == 1 and (wrong := _wrong(config, group.witness())):
-                    raise RunFailed(f"{wrong}; its images are of no use")
+                if batch == 1:
+                    # No record is kept, so only the settings are judged.
+                    seen = [{**rank, "images": None, "unlisted_modules": []} for rank in group.witness()]
+                    if wrong := "; ".join(mismatches(config, seen)):
+                        raise RunFailed(f"{wrong}; its images are of no use")
                 made = min(batch * config.global_batch_size, missing)
                 rate = made / (time.monotonic() - begun)
                 progress.expect((missing - made) / rate)
@@ -178,11 +187,6 @@ def _make(config: RunConfig, missing: int, count: int, threads: int, progress: P
         advice = "; a smaller --batch-size needs less" if failed.status == "oom" else ""
         raise RunFailed(f"{where}{failed.reason}{advice}; the images that were made stay") from failed
     progress.done(f"made {missing:,} images, {missing / (time.monotonic() - begun):.3g} images/s")
-
-
-def _wrong(config: RunConfig, ranks: list[dict[str, Any]]) -> str:
-    """What ran otherwise than was asked for: no more than the settings is judged, since no record is kept."""
-    return "; ".join(mismatches(config, [{**seen, "images": None, "unlisted_modules": []} for seen in ranks]))
 
 
 def plan_sample_fid(
@@ -203,9 +207,10 @@ def plan_sample_fid(
         CheckpointError: the checkpoint cannot be used.
         DataError: the images cannot be used.
     """
-    plan_fid(inception, count, None)  # before any image is decoded
     from ddpm_lab.training.checkpoint import read  # noqa: PLC0415 - torch only where one is read
+    from ddpm_lab.training.fid import plan_fid  # noqa: PLC0415
 
+    plan_fid(inception, count, None)  # before any image is decoded
     size = read(checkpoint).config.image_size
     folder = resolve(data, cache, image_size=size, held_out=held_out, skip_bad=skip_bad, progress=progress)
     return plan_fid(inception, count, read_manifest(folder)), folder
@@ -218,35 +223,8 @@ def sample_fid(
     with tempfile.TemporaryDirectory(prefix="ddpm_lab-fid-") as folder:
         generated = Path(folder, "generated.npy")
         np.save(generated, np.stack([np.asarray(Image.open(path).convert("RGB")) for path in paths]))
+        how: dict[str, Any] = {"data": str(data), "device": usual_device(device), "threads": hardware.usable_cores()}
         try:
-            return distance(
-                fid,
-                generated,
-                data=str(data),
-                device=usual_device(device),
-                threads=hardware.usable_cores(),
-                progress=lambda text: progress(f"FID, {text}"),
-            )
+            return distance(fid, generated, progress=lambda text: progress(f"FID, {text}"), **how)
         except GroupFailed as failed:
             raise RunFailed(f"no FID: {failed.reason}; the images that were made stay") from failed
-
-
-def _claim(folder: Path, settings: dict[str, Any]) -> None:
-    """Note in the folder what its images are. Raises ConfigError if it holds others, or cannot be written."""
-    path = folder / SETTINGS
-    try:
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            strange = not path.exists() and any(folder.glob("*.png"))
-            if not path.exists() and not strange:
-                replace(path, json.dumps(settings, indent=1) + "\n")
-            before = {} if strange else json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        before = None
-    if not isinstance(before, dict):
-        raise ConfigError(f"{path} is damaged: give another --output-dir")
-    if strange:
-        raise ConfigError(f"{folder} holds images of another origin: give another --output-dir")
-    if before != settings:
-        unlike = [f"{name} is {value!r}" for name, value in settings.items() if before.get(name) != value]
-        raise ConfigError(f"{folder} holds images of other settings ({'; '.join(unlike)}): give another --output-dir")

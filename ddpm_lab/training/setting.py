@@ -1,4 +1,4 @@
-"""The setting of an experiment: what is trained on which images, what the machine offers, the trainer's defaults."""
+"""What an experiment trains on which images, what the machine offers, and the trainer's defaults on it."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ Workers = Annotated[int | None, Opt("worker processes that decode files while th
 
 
 def usual_settings(device: str) -> dict[str, Any]:
-    """The trainer's settings for speed by what the device can do; Adam in one kernel and EMA in one call are always on.
+    """The trainer's settings for speed by what the device can do; none was measured slower than plain fp32 on its kind.
 
-    None is slower than plain fp32 on its kind, as far as that was measured. What each is worth on a machine is measured
-    by notebook 07; the best combination is what ``recommend`` searches, the fastest of these what ``probe`` finds.
+    Notebook 07 measures what each is worth on a machine; ``recommend`` searches for the best combination.
     """
     if device == "cuda":
         capability = least_capability() or (8, 0)  # elsewhere, as where a grid is only looked at
         # fp16 has its products from 7.0 on, bf16 from 8.0 on (CUDA C++ Programming Guide, table of throughputs).
         precision = "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
         own = {"kernels": "aten", "compile": "whole" if capability >= (7, 0) else "off", "loader": "resident"}
-        return {"precision": precision, "channels_last": True, **own}
-    kernels = "fused" if shutil.which(os.environ.get("CXX", "g++")) else "aten"
-    own = {"kernels": kernels, "compile": "off", "loader": "packed", "freed_memory": "kept"}
-    return {"precision": "bf16" if multiplies_bf16() else "fp32", "channels_last": True, **own}
+    else:
+        precision = "bf16" if multiplies_bf16() else "fp32"
+        kernels = "fused" if shutil.which(os.environ.get("CXX", "g++")) else "aten"
+        own = {"kernels": kernels, "compile": "off", "loader": "packed", "freed_memory": "kept"}
+    return {"precision": precision, "channels_last": True, **own}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +60,9 @@ class Images:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Own:
-    """A training of the user's, as found when it was looked at: its name, and what identifies it beside its code.
+    """A training of the user's, as it was when it was tried: its name, and what identifies it beside its code.
 
-    ``offers`` are some of dataset, loss, held_out_loss and training; nothing is known of a loop that only yields.
+    ``offers`` are some of training, dataset, loss and held_out_loss; a loop that only yields offers none.
     """
 
     name: str
@@ -71,8 +71,13 @@ class Own:
     offers: tuple[str, ...] = ()
 
     @property
+    def own_format(self) -> bool:
+        """Whether its number format is its own, which the lab cannot set."""
+        return "loss" not in self.offers
+
+    @property
     def sha256(self) -> str:
-        """What stands for its data: only what was made alike is compared."""
+        """In the place of a data hash: only what was made alike is compared."""
         return own_data(self.name) + digest(dict(self.options))
 
     def settings(self) -> dict[str, Any]:
@@ -92,7 +97,7 @@ class Own:
                 f"{self.name} does its own steps, in which nothing can be set: let it return a "
                 "ddpm_lab.workload.Training, or compare two versions of it with ddpm-lab compare"
             )
-        if question == "amp" and "loss" not in self.offers:
+        if question == "amp" and self.own_format:
             return f"{self.name} has a step of its own, whose number format is its own too: give a loss in place of it"
         if question == "workers" and "dataset" not in self.offers:
             return f"{self.name} gives ready batches and no dataset, so there is nothing for loader workers to load"
@@ -117,12 +122,9 @@ class Setup:
     seed: int = 0
     oversubscribe: bool = False
     hosts: int = 1
-    places: int = 0
-    """Hosts that can be used, and the ranks that a job has a place for on each; 0 is as many as there are devices."""
-    limited: bool = False
-    """Whether ``usable_cores`` are fewer than the machine has: other processes take the rest."""
-    own: Own | None = None
-    """A training of the user's, in place of the network and the images."""
+    places: int = 0  # ranks that a job has room for on each host; 0 is as many as there are devices
+    limited: bool = False  # usable_cores are fewer than the machine has: other processes take the rest
+    own: Own | None = None  # a training of the user's, in place of the network and the images
 
     def config(self, **settings: Any) -> RunConfig:
         """A configuration of this set-up."""
@@ -139,10 +141,9 @@ class Setup:
             settings |= {"loader": "files"}
             if settings.get("workload") == LOADER_ALONE:
                 settings["workload"] = OWN_LOADER
-            if "loss" not in self.own.offers and settings.get("precision", "fp32") != "fp32":
+            if self.own.own_format and settings.get("precision", "fp32") != "fp32":
                 raise ConfigError(f"precision is {settings['precision']!r}: {self.own.lacks('amp')}")
-        settings = {"nodes": self.nodes(settings.get("world_size", 1)), **settings}
-        config = RunConfig(**{**common, **settings})
+        config = RunConfig(**{**common, "nodes": self.nodes(settings.get("world_size", 1)), **settings})
         if self.limited and config.device == "cpu":
             config = dataclasses.replace(config, threads=max(1, self.usable_cores // config.node_size))
         over = config.node_size > (self.gpus if config.device == "cuda" else self.usable_cores)
@@ -170,11 +171,11 @@ class Setup:
 
     def batch_size(self, asked: int | None, ranks: int = 1) -> int:
         """The global batch size asked for, or the preset's: 128, and 8 on a CPU except in ``full``."""
-        if asked is not None:
-            whole("global_batch_size", asked, 1)
-            return asked
         usual = 128 if self.device == "cuda" or self.preset == "full" else 8
-        return -(-usual // ranks) * ranks
+        if asked is None:
+            return -(-usual // ranks) * ranks
+        whole("global_batch_size", asked, 1)
+        return asked
 
     def world_sizes(self, asked: Sequence[int] | None, usual: Sequence[int]) -> list[int]:
         """The world sizes asked for, checked; or those of ``usual`` that this machine can run."""
@@ -200,25 +201,21 @@ class Setup:
     def ranks_label(self, ranks: int) -> str:
         """``2 GPUs``, ``2 ranks`` or ``8 GPUs on 2 hosts``."""
         hosts = f" on {self.nodes(ranks)} hosts" if self.nodes(ranks) > 1 else ""
-        return f"{ranks} {'GPU' if self.device == 'cuda' else 'rank'}{'s' if ranks > 1 else ''}{hosts}"
+        return f"{ranks} {'GPU' if self.device == 'cuda' else 'rank'}{'s' * (ranks > 1)}{hosts}"
 
     def family_name(self, batch: int | None, ranks: int | None = None, *, per_rank: bool = False) -> str:
         """A family's name for people: what everything in it has in common."""
-        words = [
-            self.own.name if self.own else self.network,
-            self.images_name(batch, per_rank=per_rank),
-            self.ranks_label(ranks) if ranks else "",
-        ]
-        return ", ".join(word for word in words if word)
+        words = [self.own.name if self.own else self.network, *self._images_words(batch, per_rank)]
+        return ", ".join([*words, *([self.ranks_label(ranks)] if ranks else [])])
 
     @property
     def usual_precision(self) -> str:
         """In which the preset compiles: bf16, unless the number format is not the lab's to set."""
-        return "fp32" if self.own and "loss" not in self.own.offers else "bf16"
+        return "fp32" if self.own and self.own.own_format else "bf16"
 
     def precision_name(self, precision: str) -> str:
         """A number format for people."""
-        return "own number format" if self.own and "loss" not in self.own.offers else precision
+        return "own number format" if self.own and self.own.own_format else precision
 
     def splits_scaling(self, asked: bool | None) -> bool:
         """Whether the lost scaling is split into its causes; None does so in ``full``, where it can be."""
@@ -228,7 +225,7 @@ class Setup:
 
     def loader_name(self, batch: int) -> str:
         """What a loader alone loads, for people."""
-        return self.family_name(batch) if self.own else self.images_name(batch)
+        return self.family_name(batch) if self.own else ", ".join(self._images_words(batch))
 
     @property
     def why_alone(self) -> str:
@@ -244,12 +241,11 @@ class Setup:
         kind = "free" if self.limited else "usable"
         return f"{self.usable_cores} {kind} core{'s' * (self.usable_cores != 1)}"
 
-    def images_name(self, batch: int | None, *, per_rank: bool = False) -> str:
-        """How many images a step takes, and their size where it is not CIFAR's: ``batch 8, 64x64 pixels``."""
+    def _images_words(self, batch: int | None, per_rank: bool = False) -> list[str]:
+        """How many images a step takes, and their size where it is not CIFAR's: ``batch 8``, ``64x64 pixels``."""
         size = self.images.image_size
-        count = f"batch {batch}{' per rank' if per_rank else ''}" if batch else ""
-        words = [count, f"{size}x{size} pixels" if size != 32 else ""]
-        return ", ".join(word for word in words if word)
+        words = [f"batch {batch}{' per rank' if per_rank else ''}"] if batch else []
+        return words + ([f"{size}x{size} pixels"] if size != 32 else [])
 
 
 def usual_device(device: str | None) -> str:
@@ -262,10 +258,9 @@ def usual_device(device: str | None) -> str:
 def check_ranks(
     device: str, ranks: int, gpus: int, usable_cores: int, oversubscribe: bool = False, *, limited: bool = False
 ) -> None:
-    """Raise ConfigError for more ranks than there are GPUs, or usable cores, to give each one of its own.
+    """Raise ConfigError for a GPU that torch cannot use, and for more ranks than GPUs, or usable cores.
 
-    With ``oversubscribe`` ranks share them. ``limited`` cores are those that other processes leave free. A GPU that
-    torch cannot use is refused too.
+    With ``oversubscribe`` ranks share them. ``limited`` cores are those that other processes leave free.
     """
     if device == "cuda" and (trouble := gpu_trouble()):
         raise ConfigError(trouble)
@@ -274,10 +269,10 @@ def check_ranks(
     most = gpus if device == "cuda" else usable_cores
     if ranks <= most or oversubscribe:
         return
-    need = f"{ranks} ranks need {ranks} GPUs, this machine has {gpus}"
-    if device == "cpu":
-        have = "are free, since other processes take the rest" if limited else "are usable here"
-        need = f"{ranks} CPU ranks need {ranks} cores, {usable_cores} {have}"
+    have = "are free, since other processes take the rest" if limited else "are usable here"
+    need = f"{ranks} CPU ranks need {ranks} cores, {usable_cores} {have}"
+    if device == "cuda":
+        need = f"{ranks} ranks need {ranks} GPUs, this machine has {gpus}"
     raise ConfigError(
         f"{need}: give at most {most}, or set oversubscribe (such records show that it works, and nothing about speed)"
     )

@@ -1,8 +1,7 @@
 """Log to Comet ML: online, or into an archive that ``comet upload`` sends later.
 
-All calls are made by one thread of the parent process, so that neither a step nor the end of a run waits long for a
-slow tracker, and there is one experiment whatever the number of ranks. Only what the lab names here
-is sent.
+One thread of the parent process makes all calls, so that a slow tracker delays no step, and there is one experiment
+whatever the number of ranks. Only what the lab names here is sent.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.measure.machine_watch import Watch
 from ddpm_lab.record import Environment
 from ddpm_lab.settings_file import OWN
-from ddpm_lab.training.run_folder import logged_losses, name_of, train_count
+from ddpm_lab.training.run_folder import logged, name_of, train_count
 
 WAITING = 20_000
 """Calls that may wait for the tracker, about one a step; more are dropped and counted."""
@@ -46,7 +45,6 @@ STATE = (
     *("gpu_clock_mhz", "gpu_temperature_celsius", "gpu_power_watts"),
 )
 """Fields of ``Watch.state`` that are logged."""
-"""Fields of a comparison that are logged. A reason is not, since it may name files of the user."""
 
 
 class Tracker:
@@ -55,7 +53,7 @@ class Tracker:
     Args:
         kind: comet, or comet-offline for an archive in ``folder``.
         key: 32 letters or digits; the same key continues the same experiment.
-        say: called with one sentence if the tracker fails, or else one at the end.
+        say: called with one sentence, at the first failure or else at the end.
     """
 
     def __init__(self, kind: str, folder: Path, key: str, *, name: str, say: Callable[[str], None]) -> None:
@@ -95,6 +93,7 @@ class Tracker:
     def _work(self) -> None:
         errors = logging.handlers.BufferingHandler(sys.maxsize)  # comet_ml logs most errors, and raises few
         errors.setLevel(logging.ERROR)
+        reason = ""
         try:
             experiment = self._open(errors)
             for method, values, named in iter(self._calls.get, None):
@@ -102,12 +101,13 @@ class Tracker:
             experiment.end()
             self._url = experiment.url or ""
         except ModuleNotFoundError as missing:
-            self._fail(f"{missing.name} is not installed: run make trackers")
+            reason = f"{missing.name} is not installed: run make trackers"
         except Exception as error:  # whatever fails here takes nothing from the run
-            self._fail(errors.buffer[0].getMessage() if errors.buffer else f"{type(error).__name__}: {error}")
-        else:
-            if errors.buffer:
-                self._fail(errors.buffer[0].getMessage())
+            reason = f"{type(error).__name__}: {error}"
+        if errors.buffer:
+            reason = errors.buffer[0].getMessage()
+        if reason:
+            self._fail(reason)
 
     def _open(self, errors: logging.Handler) -> Any:
         """Import comet_ml and open the experiment, with everything off that it collects by itself.
@@ -146,18 +146,9 @@ class Tracker:
 
 def environment(where: Environment) -> dict[str, Any]:
     """What is logged of the place of a measurement; what is unknown is left out."""
-    known = {
-        "host_name": where.hostname,
-        "slurm_job_id": where.slurm_job_id,
-        "machine": where.machine.name,
-        "gpu_driver": where.machine.driver,
-        "ram_bytes": where.ram_bytes,
-        "kernel": where.kernel,
-        "python": where.python,
-        **where.packages,
-        "git_commit": where.git_commit,
-        "date": where.date,
-    }
+    names = ("slurm_job_id", "ram_bytes", "kernel", "python", "git_commit", "date")
+    known = {name: getattr(where, name) for name in names} | where.packages
+    known |= {"host_name": where.hostname, "machine": where.machine.name, "gpu_driver": where.machine.driver}
     return {name: value for name, value in known.items() if value is not None}
 
 
@@ -171,7 +162,7 @@ def settings(config: RunConfig) -> dict[str, Any]:
 
 
 class TrackedTraining:
-    """Log a training run, which goes on after ``step`` steps; its folder names the experiment that it continues."""
+    """Log a training run that goes on after ``step`` steps, to the experiment that its folder names."""
 
     def __init__(
         self,
@@ -186,8 +177,9 @@ class TrackedTraining:
         self._tracker = Tracker(kind, folder / "comet", _key_of(folder), name=name_of(config), say=say)
         self._tracker.call("log_parameters", settings(config) | {f"train.{k}": value for k, value in schedule.items()})
         self._tracker.call("log_others", environment(hardware.environment()))
-        self._batch, self._images, self._step = config.global_batch_size, train_count(config), step
-        self._losses = [loss for at, loss in logged_losses(folder, step) if self._epoch(at) == self._epoch(step + 1)]
+        self._batch, self._images = config.global_batch_size, train_count(config)
+        self._step, now = step, self._epoch(step + 1)
+        self._losses = [row["loss"] for row in logged(folder, step) if self._epoch(row["step"]) == now]
         gpus = hardware.gpus()[: config.node_size] if config.device == "cuda" else ()
         self._gpus = {gpu.uuid: 0 for gpu in gpus if gpu.uuid}
 
@@ -197,11 +189,11 @@ class TrackedTraining:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._machine()
+        self._log_machine()
         self._tracker.close()
 
     def steps(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log the next steps, as they stand in the run's log, and every ten seconds the state of the machine."""
+        """Log the next rows of the run's log, and every ten seconds the state of the machine."""
         for row in rows:
             self._step = row["step"]
             epoch = self._epoch(self._step)
@@ -212,14 +204,14 @@ class TrackedTraining:
                 self._losses.clear()
             self._tracker.metrics(values | {"held_out_loss": row.get("held_out_loss")}, step=self._step, epoch=epoch)
         if time.monotonic() - self._watched >= WATCH_SECONDS:
-            self._machine()
+            self._log_machine()
             self.__enter__()
 
     def _epoch(self, step: int) -> int:
         """The pass through the images, from 1, in which a step ends."""
         return (step * self._batch - 1) // self._images + 1
 
-    def _machine(self) -> None:
+    def _log_machine(self) -> None:
         self._watch.__exit__()
         values = {name: self._watch.state.get(name) for name in STATE}
         self._tracker.metrics(values, step=self._step, epoch=self._epoch(max(1, self._step)))

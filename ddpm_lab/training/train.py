@@ -6,6 +6,7 @@ import contextlib
 import copy
 import hashlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.data.draws import noise_and_timesteps, rank_share
 from ddpm_lab.data.loaders import Batch
 from ddpm_lab.diffusion import kernels
-from ddpm_lab.diffusion.network import compile_stages, configured_network, network_seen
+from ddpm_lab.diffusion.network import compile_stages, configured_network, forward_once, network_seen
 from ddpm_lab.diffusion.process import Diffusion
 from ddpm_lab.diffusion.step import (
     Feed,
@@ -32,6 +33,12 @@ from ddpm_lab.diffusion.step import (
     require,
 )
 from ddpm_lab.workload import RankContext
+
+PLAIN: dict[str, Any] = {
+    **{"precision": "fp32", "compile": "off", "compile_mode": "default"},
+    **{"channels_last": False, "implementation": "lab", "kernels": "aten"},
+}
+"""Settings of a step as torch does it where nothing is said, to which other steps are compared."""
 
 
 def loader_alone(config: RunConfig, context: RankContext) -> LoaderAlone:
@@ -79,13 +86,8 @@ class Trainer:
         self.ema_seen: str | None = None
         self.warmup_seen: bool | None = None
         self.hook_seen = "none"
-        self.precision = PrecisionWatch(
-            self.network, self.device, eager=config.compile == "off", run=self._forward_once
-        )
-
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The context in which the network runs."""
-        return autocast(self.config, self.device)
+        once = partial(forward_once, self.network, config, self.device)
+        self.precision = PrecisionWatch(self.network, self.device, eager=config.compile == "off", run=once)
 
     def batches(self) -> Iterator[Batch]:
         """Endless batches of this rank's share."""
@@ -110,7 +112,7 @@ class Trainer:
         if self.config.channels_last:
             noise = noise.contiguous(memory_format=torch.channels_last)
         x_t = self.diffusion.q_sample(x0, t, noise)
-        with self.autocast():
+        with autocast(self.config, self.device):
             prediction = self.model(x_t, t)
         return self.diffusion.prediction_loss(prediction, x0, t, noise).mean()
 
@@ -174,21 +176,16 @@ class Trainer:
 
     def witness(self) -> dict[str, Any]:
         """What runs, read back from the objects that run."""
-        return {
+        seen: dict[str, Any] = {
             "precision": self.precision.seen(),
             "autocast_scaler": self.scaler is not None and self.scaler.is_enabled(),
-            **compile_seen(self.config, self.model),
             "parameters": sum(p.numel() for p in self.parameters),
             "weights_device": str(self.parameters[0].device),
-            **self._levers_seen(),
-            **self.data.witness(),
-        }
-
-    def _levers_seen(self) -> dict[str, Any]:
-        """The settings that change how a step is computed and not what, each from what carries it out."""
-        seen: dict[str, Any] = {
-            **network_seen(self.network),
             "adam": adam_seen(self.optimizer),
+            **compile_seen(self.config, self.model),
+            **network_seen(self.network),
+            **exchange_seen(self.ddp, self.context),
+            **self.data.witness(),
         }
         if self.steps:
             seen["kernels"] = "fused" if kernels.State.uses > self.fused_before else "aten"
@@ -199,12 +196,7 @@ class Trainer:
             seen["ema_warmup"] = self.warmup_seen
         if self.ddp and self.steps:
             seen["exchange_hook"] = self.hook_seen
-        return seen | exchange_seen(self.ddp, self.context)
-
-    def _forward_once(self) -> None:
-        size = self.config.image_size
-        with self.autocast():
-            self.network(torch.zeros(1, 3, size, size, device=self.device), torch.zeros(1, device=self.device))
+        return seen
 
     def close(self) -> None:
         """Stop the loader workers."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ddpm_lab.diffusion.sampling import image_grid
 from ddpm_lab.diffusion.step import allow_tf32
 from ddpm_lab.training.checkpoint import Checkpoint, CheckpointError, Tensors, empty_network, read, write
 from ddpm_lab.training.generation import generate, image_generators, restore, sampler_steps, write_png
-from ddpm_lab.training.train import Trainer
+from ddpm_lab.training.train import PLAIN, Trainer
 from ddpm_lab.workload import RankContext
 
 _DRAWN = 64
@@ -46,18 +47,15 @@ class Training(Trainer):
         if start:
             self._restore(start)
 
-    @torch.no_grad()
     def _restore(self, start: Checkpoint) -> None:
-        restore(self.network, start.weights)
-        restore(self.ema, start.averages)
+        restore(self.network, start.weights.values())
+        restore(self.ema, start.averages.values())
+        moments = zip(self.parameters, start.first_moments.values(), start.second_moments.values(), strict=True)
         state: dict[int, dict[str, Tensor]] = {}
-        for index, (parameter, first, second) in enumerate(
-            zip(self.parameters, start.first_moments.values(), start.second_moments.values(), strict=True)
-        ):
+        for index, (parameter, *saved) in enumerate(moments):
             # In the memory format of the weight, as Adam itself makes them: one kernel goes through all in step.
-            moments = [torch.empty_like(parameter).copy_(m.reshape(parameter.shape)) for m in (first, second)]
-            step = torch.tensor(float(start.adam_steps))
-            state[index] = {"step": step, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+            first, second = (torch.empty_like(parameter.detach()).copy_(m.reshape(parameter.shape)) for m in saved)
+            state[index] = {"step": torch.tensor(float(start.adam_steps)), "exp_avg": first, "exp_avg_sq": second}
         if start.adam_steps:
             self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
         if self.scaler and start.scaler:
@@ -75,32 +73,24 @@ class Training(Trainer):
             }
 
         adam = self.optimizer.state  # empty before the first step that was not left out
-
-        def moments(name: str) -> Tensors:
-            return named([adam[p][name] if adam else torch.zeros_like(p) for p in self.parameters])
-
+        first, second = (
+            named([adam[p][moment] if adam else torch.zeros_like(p) for p in self.parameters])
+            for moment in ("exp_avg", "exp_avg_sq")
+        )
         return Checkpoint(
             config=self.config,
             step=self.steps,
             adam_steps=int(adam[self.parameters[0]]["step"]) if adam else 0,
             weights=named(self.weights),
             averages=named(self.averages),
-            first_moments=moments("exp_avg"),
-            second_moments=moments("exp_avg_sq"),
+            first_moments=first,
+            second_moments=second,
             scaler=self.scaler.state_dict() if self.scaler else None,
         )
 
     def save(self, *, path: str) -> str | None:
         """Write a checkpoint on rank 0; returns one sentence if that failed, and then an older one is untouched."""
-        if self.context.rank:
-            return None
-        try:
-            write(Path(path), self.state())
-        except CheckpointError as error:
-            return str(error)
-        except OSError as error:
-            return f"cannot write {path}: {error.strerror or error}"
-        return None
+        return None if self.context.rank else _failure(path, lambda: write(Path(path), self.state()))
 
     def set_threads(self, *, count: int) -> None:
         """Compute with so many threads from here on: the same mathematics, summed in another order."""
@@ -114,19 +104,8 @@ class Training(Trainer):
         if self.context.rank:
             return None
         eager = dataclasses.replace(self.config, compile="off", compile_mode="default")
-        images = generate(
-            Inference(self.ema, eager, self.device),
-            sampler_steps(self.diffusion, "ddim", min(steps, self.diffusion.timesteps)),
-            image_generators(self.config.seed, range(count)),
-            image_size=self.config.image_size,
-            device=self.device,
-            mark=self.context.mark,
-        )
-        try:
-            write_png(Path(path), images.cpu())
-        except OSError as error:
-            return f"cannot write {path}: {error.strerror or error}"
-        return None
+        images = self._generate(self.ema, eager, range(count), min(steps, self.diffusion.timesteps)).cpu()
+        return _failure(path, lambda: write_png(Path(path), images))
 
     def held_out_loss(self, *, draws: int) -> dict[str, Any] | None:
         """Loss of the averaged weights on held-out images, and of ten ranges of timesteps; None but on rank 0."""
@@ -137,19 +116,6 @@ class Training(Trainer):
         loss, by_time = held_out_loss(network, self.data.packed, self.diffusion, self.device, draws=draws)
         allow_tf32(self.config.precision == "tf32")
         return {"step": self.steps, "loss": loss, "by_time": by_time}
-
-    def _plain(self) -> tuple[AnyUNet, RunConfig]:
-        """The averaged weights in the lab's network with torch's own kernels, fp32 and eager, and its configuration.
-
-        So no kernel and no number format judges itself.
-        """
-        plain = {"implementation": "lab", "kernels": "aten", "channels_last": False, "compile": "off"}
-        config = dataclasses.replace(self.config, **plain, compile_mode="default", precision="fp32")  # type: ignore[arg-type]
-        network = configured_network(config, self.device)
-        with torch.no_grad():
-            for weight, average in zip(network.parameters(), self.averages, strict=True):
-                weight.copy_(average.reshape(weight.shape))
-        return network, config
 
     def draw_png(self, *, count: int, steps: int) -> str | None:
         """The first ``count`` images of the averaged weights in a row, PNG in URL-safe base64; None but on rank 0."""
@@ -167,10 +133,22 @@ class Training(Trainer):
         parts = [range(start, min(start + _DRAWN, count)) for start in range(0, count, _DRAWN)]
         np.save(path, np.concatenate([self._drawn(part, steps) for part in parts]))
 
+    def _plain(self) -> tuple[AnyUNet, RunConfig]:
+        """The averaged weights in the plain network, and its configuration: no kernel or format judges itself."""
+        config = dataclasses.replace(self.config, **PLAIN)
+        network = configured_network(config, self.device)
+        restore(network, self.averages)
+        return network, config
+
     def _drawn(self, numbers: range, steps: int) -> npt.NDArray[np.uint8]:
         """Images (N, S, S, 3) of these numbers by DDIM, whatever the weights were trained in: see ``_plain``."""
-        network, config = self._plain()
-        images = generate(
+        images = self._generate(*self._plain(), numbers, steps)
+        allow_tf32(self.config.precision == "tf32")
+        return np.stack([image_grid(image[None]) for image in images])
+
+    def _generate(self, network: AnyUNet, config: RunConfig, numbers: range, steps: int) -> Tensor:
+        """Images (N, 3, S, S) of these numbers by DDIM."""
+        return generate(
             Inference(network, config, self.device),
             sampler_steps(self.diffusion, "ddim", steps),
             image_generators(self.config.seed, numbers),
@@ -178,8 +156,17 @@ class Training(Trainer):
             device=self.device,
             mark=self.context.mark,
         )
-        allow_tf32(self.config.precision == "tf32")
-        return np.stack([image_grid(image[None]) for image in images])
+
+
+def _failure(path: str, do: Callable[[], None]) -> str | None:
+    """One sentence where what is done cannot be written to ``path``."""
+    try:
+        do()
+    except CheckpointError as error:
+        return str(error)
+    except OSError as error:
+        return f"cannot write {path}: {error.strerror or error}"
+    return None
 
 
 @torch.no_grad()

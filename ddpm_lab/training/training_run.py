@@ -1,6 +1,6 @@
 """A training run: from settings to a checked configuration, then chunks of steps, and what is due between them.
 
-The parent's half, which never imports torch unless there is a checkpoint to read: the ranks train, save and sample.
+The parent's half, which imports torch only where a checkpoint is read: the ranks train, save and sample.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.measure.others import CoreWatch, fair_cores
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.settings_file import OWN, configuration, read_settings
-from ddpm_lab.training.run_folder import RunFailed, RunFolder, checkpoints_in
+from ddpm_lab.training.run_folder import SETTINGS, RunFailed, RunFolder, checkpoints_in
 from ddpm_lab.training.setting import check_cores, check_ranks, usual_device, usual_settings
 from ddpm_lab.training.stopping import Stop, without_sigterm
 from ddpm_lab.training.tracking import TrackedTraining
@@ -37,21 +37,19 @@ SILENCE_SECONDS = 600.0
 """The longest silence of a rank while it compiles, saves, samples or evaluates."""
 COMPILING_CHUNKS = 3
 """A compiled step may be compiled again in its second or third call."""
+DIVERGED = "is no longer finite at step {:,}: try a lower learning rate, or fp32"
 HELD_OUT_DRAWS = 1_000
 GRID_IMAGES, GRID_STEPS = 36, 50
 LEARNED = ("network", "image_size", "attention_axis", "diffusion", "global_batch_size", "seed", "data_sha256")
 LEARNED_BY = ("learning_rate", "betas", "clip_norm", "ema_decay", "ema_every", "ema_warmup")
-"""Settings that decide what is learned, the latter those of the optimizer: a run that goes on keeps them."""
+"""Settings that decide what is learned, the latter those of the optimizer: a resumed run must have the same."""
 USUAL = {"cpu": {"network": "tiny", "global_batch_size": 32}, "cuda": {"network": "seed", "global_batch_size": 128}}
 TABLE = "train"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """How long a run trains, and what is done every so many steps and after the last; 0 is never.
-
-    ``keep`` is the number of checkpoints that stay.
-    """
+    """How long a run trains, and what is done every so many steps and after the last; 0 is never."""
 
     steps: Annotated[int, Opt("optimizer steps in all, those of an earlier start included", least=1)]
     save_every: Annotated[int, Opt("steps between checkpoints", least=1)] = 1_000
@@ -74,7 +72,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Where a run stands: its last step, the checkpoint of it, and what was measured last; None was never measured."""
+    """Last step of a run, its checkpoint, and the losses measured last; None was never measured."""
 
     step: int
     checkpoint: Path
@@ -92,12 +90,10 @@ def plan_training(
     skip_bad: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[RunConfig, Schedule, frozenset[str]]:
-    """The configuration and schedule of a run, and which settings the user gave.
+    """The configuration and schedule of a run, and the names of the settings that the user gave.
 
-    They are those of ``file``, and over them those of the command line.
-
-    ``flags`` and ``schedule`` hold what the user has given; a name with a dot lies in a table. What neither says is as
-    ``usual_settings`` and ``USUAL`` have it for the kind of device. Images are prepared in ``cache``.
+    ``flags`` and ``schedule`` are from the command line and go before those of ``file``; a name with a dot lies in a
+    table. Defaults are those of ``usual_settings`` and ``USUAL`` for the device. Images are prepared in ``cache``.
 
     Raises:
         ConfigError: something cannot be run on this machine.
@@ -109,7 +105,11 @@ def plan_training(
         values["device"] = usual_device(None)
     device, said = values["device"], frozenset(values)
     choice(f"{place}: device", device, DEVICES)
-    values = {**USUAL.get(device, {}), **_defaults(device, values), **values}
+    defaults = {**USUAL[device], **usual_settings(device)}
+    needed = {"compile": "off", "channels_last": True, "implementation": "lab"}
+    if any(values.get(name, value) != value for name, value in needed.items()):
+        del defaults["kernels"]  # fused kernels may not work with what was asked for
+    values = {**defaults, **values}
     values.setdefault("world_size", usual_ranks(values.get("nodes")))
     values.setdefault("nodes", spread(values["world_size"]))
     config = configuration({**values, "workload": TRAINING, "purpose": "quality"}, place)
@@ -127,22 +127,21 @@ def _given(
 ) -> tuple[dict[str, Any], Schedule]:
     """The settings of a file under those of the command line, and the schedule. Raises ConfigError."""
     values = read_settings(file, "--config") if file else {}
-    table = values.pop(TABLE, {})
     for name in OWN:
         if name in values:
             raise ConfigError(f"{place}: {name} is not for a file of training settings: leave it out")
-    times = {**_table(place, TABLE, table), **schedule}
+    if "data" in flags:
+        values.pop("data_sha256", None)  # it belongs to the file's images
+    for table in {TABLE, *(name.rpartition(".")[0] for name in flags)} - {""}:
+        if not isinstance(values.setdefault(table, {}), dict):
+            raise ConfigError(f"{place}: {table} is {values[table]!r}: give a table, [{table}]")
+    for name, value in flags.items():
+        table, _, inner = name.rpartition(".")
+        (values[table] if table else values)[inner] = value
+    times = {**values.pop(TABLE), **schedule}
     known(f"[{TABLE}]", times, Schedule)
     if "steps" not in times:
         raise ConfigError("how long to train is not given: give --steps, or steps in the table [train] of --config")
-    if "data" in flags:
-        values.pop("data_sha256", None)  # it belongs to the file's images
-    for name, value in flags.items():
-        part, _, inner = name.rpartition(".")
-        if part:
-            values[part] = {**_table(place, part, values.get(part, {})), inner: value}
-        else:
-            values[name] = value
     return values, Schedule(**times)
 
 
@@ -161,46 +160,17 @@ def _check_machine(config: RunConfig, place: str) -> None:
         check_cores(name, getattr(config, name), cores, config.node_size)
 
 
-def _defaults(device: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The trainer's settings for speed on a kind of device, but for joined kernels where what was asked has none."""
-    defaults = usual_settings(device)
-    without = (("compile", "off"), ("channels_last", True), ("implementation", "lab"))
-    if any(values.get(name, usual) != usual for name, usual in without):
-        defaults.pop("kernels", None)
-    return defaults
-
-
-def _table(place: str, name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{place}: {name} is {value!r}: give a table, [{name}]")
-    return value
-
-
 def differences(ours: RunConfig, theirs: RunConfig) -> list[str]:
     """Settings that decide what is learned and differ, as ``name is A, and was B``."""
-    pairs = [(name, getattr(ours, name), getattr(theirs, name)) for name in LEARNED if name != "diffusion"]
-    for part, names in (
-        ("diffusion", [f.name for f in dataclasses.fields(ours.diffusion)]),
-        ("optimizer", LEARNED_BY),
-    ):
-        mine, other = getattr(ours, part), getattr(theirs, part)
-        pairs += [(f"{part}.{name}", getattr(mine, name), getattr(other, name)) for name in names]
-    return [f"{name} is {mine!r}, and was {other!r}" for name, mine, other in pairs if mine != other]
-
-
-def newest_readable(paths: list[Path]) -> tuple[Checkpoint | None, list[str]]:
-    """The first of ``paths`` that can be read, and one sentence for each before it that cannot."""
-    if not paths:
-        return None, []
-    from ddpm_lab.training.checkpoint import CheckpointError, read  # noqa: PLC0415 - torch only where one is read
-
-    refused: list[str] = []
-    for path in paths:
-        try:
-            return read(path), refused
-        except CheckpointError as error:
-            refused.append(str(error))
-    return None, refused
+    found = []
+    for name, (mine, other) in ours.differences(theirs).items():
+        if name == "optimizer":
+            found += [(f"{name}.{key}", mine[key], other[key]) for key in LEARNED_BY]
+        elif isinstance(mine, dict) and name in LEARNED:
+            found += [(f"{name}.{key}", mine[key], other[key]) for key in mine]
+        elif name in LEARNED:
+            found.append((name, mine, other))
+    return [f"{name} is {mine!r}, and was {other!r}" for name, mine, other in found if mine != other]
 
 
 def train(
@@ -217,59 +187,74 @@ def train(
     """Train up to the last step, from the newest readable checkpoint in ``folder`` if there is one.
 
     Ends early, with everything saved, when ``stop`` notes a signal, which it does from the first step on. ``threads``
-    are those of each rank; ``tracker`` is comet or comet-offline, or None; ``why`` the run has its settings.
+    are those of each rank; ``tracker`` is comet, comet-offline or None; ``why`` says where the settings come from.
 
     Raises:
         ConfigError: the folder cannot be used, or holds checkpoints of a run that learns something else.
         RunFailed: a loss or weight was not finite, a file could not be written, or a rank failed.
     """
-    with RunFolder(folder) as run:
-        paths = checkpoints_in(run.checkpoints)
-        start, refused = newest_readable(paths)
-        for sentence in refused:
-            progress.done(sentence)
-        if paths and start is None:
-            raise ConfigError(
-                f"no checkpoint in {run.checkpoints} can be read: move them away to begin anew "
-                f"(the newest: {refused[0]})"
-            )
-        if start and (unlike := differences(config, start.config)):
-            raise ConfigError(
-                f"{folder} holds a run that learns something else ({'; '.join(unlike)}): give its settings, as with "
-                f"--config {folder / 'config.toml'}, or another --output-dir"
-            )
-        run.set_aside(paths[: len(refused)])
-        if start:
-            path = paths[len(refused)]
-            if start.step >= schedule.steps:
+    with RunFolder(folder) as run, contextlib.ExitStack() as stack:
+        step = 0
+        if found := _start(run, config, progress):
+            path, step = found
+            if step >= schedule.steps:
                 asked = f"{schedule.steps:,} {'was' if schedule.steps == 1 else 'were'} asked for"
-                progress.done(f"{start.step:,} steps are trained already, and {asked}: give more to go on")
-                return Outcome(step=start.step, checkpoint=path)
-            progress.done(f"goes on after step {start.step:,} of {schedule.steps:,}, from {path}")
+                progress.done(f"{step:,} steps are trained already, and {asked}: give more to go on")
+                return Outcome(step=step, checkpoint=path)
+            progress.done(f"goes on after step {step:,} of {schedule.steps:,}, from {path}")
             config = dataclasses.replace(config, options=(*config.options, ("checkpoint", str(path))))
-        step = start.step if start else 0
-        del start
         run.open_logs(step)
         times = dataclasses.asdict(schedule)
         run.write_settings(config, times, why)
-        if tracker is None:
-            return _Run(config, schedule, run, stop, progress).train(step, threads)
-        with TrackedTraining(tracker, folder, config, schedule=times, step=step, say=progress.done) as tracked:
-            return _Run(config, schedule, run, stop, progress, tracked=tracked).train(step, threads)
+        tracked = None
+        if tracker:
+            how: dict[str, Any] = {"schedule": times, "step": step, "say": progress.done}
+            tracked = stack.enter_context(TrackedTraining(tracker, folder, config, **how))
+        return _Run(config, schedule, run, stop, progress, tracked).train(step, threads)
+
+
+def _start(run: RunFolder, config: RunConfig, progress: Progress) -> tuple[Path, int] | None:
+    """The newest readable checkpoint and its step; newer ones are set aside. None where there is no checkpoint.
+
+    Raises ConfigError if none can be read, or if the run learned something else.
+    """
+    paths, refused = checkpoints_in(run.checkpoints), list[str]()
+    if not paths:
+        return None
+    from ddpm_lab.training.checkpoint import CheckpointError, read  # noqa: PLC0415 - torch only where one is read
+
+    start: Checkpoint | None = None
+    for path in paths:
+        try:
+            start = read(path)
+            break
+        except CheckpointError as error:
+            progress.done(str(error))
+            refused.append(str(error))
+    if start is None:
+        raise ConfigError(
+            f"no checkpoint in {run.checkpoints} can be read: move them away to begin anew (the newest: {refused[0]})"
+        )
+    if unlike := differences(config, start.config):
+        raise ConfigError(
+            f"{run.path} holds a run that learns something else ({'; '.join(unlike)}): give its settings, as with "
+            f"--config {run.path / SETTINGS}, or another --output-dir"
+        )
+    run.set_aside(paths[: len(refused)])
+    return paths[len(refused)], start.step
 
 
 class _Run:
     """A run while it trains."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - what ``train`` has prepared
         self,
         config: RunConfig,
         schedule: Schedule,
         run: RunFolder,
         stop: Stop,
         progress: Progress,
-        *,
-        tracked: TrackedTraining | None = None,
+        tracked: TrackedTraining | None,
     ) -> None:
         self.config, self.schedule, self.run, self.stop, self.progress = config, schedule, run, stop, progress
         self.tracked = tracked
@@ -289,10 +274,14 @@ class _Run:
         try:
             how: dict[str, Any] = {"environment": {}, "progress": self.progress, "starting": without_sigterm}
             with Group(self.config, threads=threads, modules={}, **how) as group:
-                if self.config.nodes > 1:  # each host has its own copy of the images, for all that is known here
-                    self._check_images(group)
+                # Each host has its own copy of the images, for all that is known here.
+                for rank, seen in enumerate(group.witness() if self.config.nodes > 1 else ()):
+                    if seen["data_sha256"] != self.config.data_sha256:
+                        told = f"rank {rank} sees other images than its configuration names: prepare them alike"
+                        raise GroupFailed("refused", f"{told} everywhere")
                 while self.step < self.schedule.steps and self.stop.number is None:
-                    self._advance(group)
+                    rows = self._advance(group)
+                    self._between(group, rows)
                 if self.saved < self.step:
                     self._save(group)
                 with contextlib.suppress(GroupFailed):  # all is saved: how the ranks end is of no account
@@ -300,23 +289,12 @@ class _Run:
         except GroupFailed as failed:
             where = f"{failed.detail.strip()}\n" if failed.detail else ""
             advice = "; a smaller global_batch_size or more accumulation needs less" if failed.status == "oom" else ""
-            raise RunFailed(f"{where}{failed.reason}{advice}; {self._last_good()}") from failed
-        return Outcome(
-            step=self.step,
-            checkpoint=self.run.checkpoint(self.step),
-            loss=self.loss,
-            held_out_loss=self.held_out,
-        )
+            raise self._failed(f"{where}{failed.reason}{advice}") from failed
+        path = self.run.checkpoint(self.step)
+        return Outcome(step=self.step, checkpoint=path, loss=self.loss, held_out_loss=self.held_out)
 
-    def _check_images(self, group: Group) -> None:
-        """Raise GroupFailed if a rank sees other images than the rest."""
-        for rank, seen in enumerate(group.witness()):
-            if seen["data_sha256"] != self.config.data_sha256:
-                sentence = f"rank {rank} sees other images than its configuration names: prepare them alike everywhere"
-                raise GroupFailed("refused", sentence)
-
-    def _advance(self, group: Group) -> None:
-        """Train one chunk, and do what is due after it."""
+    def _advance(self, group: Group) -> list[dict[str, Any]]:
+        """Train one chunk; returns a row of the log for each step."""
         first = math.isinf(self.step_seconds)
         self.chunks += 1
         steps = 1 if first else max(1, round(CHUNK_SECONDS / self.step_seconds))
@@ -328,19 +306,37 @@ class _Run:
         # The first step may have compiled: it says only how long the others take at most.
         self.step_seconds = min(seconds, CHUNK_SECONDS) if first else seconds / steps
         rate = steps * self.config.global_batch_size / seconds
-        losses = [statistics.fmean(each) for each in zip(*(r["losses"] for r in reports), strict=True)]
-        rows = [
-            {"step": self.step + i, "loss": loss, "images_per_second": float(f"{rate:.6g}")}
-            for i, loss in enumerate(losses, start=1)
-        ]
-        bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
-        if bad is not None:
-            self._log(rows[:bad])
-            raise self._diverged("the loss", self.step + bad + 1)
+        rows: list[dict[str, Any]] = []
+        for losses in zip(*(report["losses"] for report in reports), strict=True):
+            row: dict[str, Any] = {"step": self.step + len(rows) + 1, "loss": statistics.fmean(losses)}
+            if not math.isfinite(row["loss"]):
+                self._log(rows)
+                raise self._failed(f"the loss {DIVERGED.format(row['step'])}")
+            rows.append(row | {"images_per_second": float(f"{rate:.6g}")})
         self.step += steps
-        self.loss = statistics.fmean(losses)
+        self.loss = statistics.fmean(row["loss"] for row in rows)
         self._show(rate)
-        self._between(group, rows)
+        return rows
+
+    def _between(self, group: Group, rows: list[dict[str, Any]]) -> None:
+        """What is due after a chunk. The log comes before the checkpoint: it holds every step that is not redone."""
+        due = self.schedule.due
+        if self.step == self.schedule.next_stop(self.step - 1):
+            self.progress.expect(None)  # how long this takes the steps do not say
+        if due(self.schedule.evaluate_every, self.step):
+            self.progress.always(f"step {self.step:,}: held-out loss")
+            found = group.call("held_out_loss", SILENCE_SECONDS, draws=HELD_OUT_DRAWS)[0]
+            if not math.isfinite(found["loss"]):
+                raise self._failed(f"the held-out loss {DIVERGED.format(self.step)}")
+            self.held_out = found["loss"]
+            rows[-1] |= {"held_out_loss": found["loss"], "held_out_by_time": found["by_time"]}
+        self._log(rows)
+        if due(self.schedule.save_every, self.step):
+            self._save(group)
+        if due(self.schedule.sample_every, self.step):
+            self.progress.always(f"step {self.step:,}: samples")
+            path = str(self.run.samples / f"step-{self.step:08d}.png")
+            self._call(group, "samples", path=path, count=GRID_IMAGES, steps=GRID_STEPS)
         if self.watch and (free := self.watch.free()):
             self._take_cores(group, free)
 
@@ -353,26 +349,6 @@ class _Run:
         self.threads = threads
         each = f"{threads} thread{'s' * (threads > 1)}{' a rank' * (self.config.world_size > 1)}"
         self.progress.done(f"step {self.step:,}: {free} core{'s are' if free > 1 else ' is'} free now: {each}")
-
-    def _between(self, group: Group, rows: list[dict[str, Any]]) -> None:
-        """What is due after a chunk. The log comes before the checkpoint: it holds every step that is not redone."""
-        due = self.schedule.due
-        if self.step == self.schedule.next_stop(self.step - 1):
-            self.progress.expect(None)  # how long this takes the steps do not say
-        if due(self.schedule.evaluate_every, self.step):
-            self.progress.always(f"step {self.step:,}: held-out loss")
-            found = group.call("held_out_loss", SILENCE_SECONDS, draws=HELD_OUT_DRAWS)[0]
-            if not math.isfinite(found["loss"]):
-                raise self._diverged("the held-out loss", self.step)
-            self.held_out = found["loss"]
-            rows[-1] |= {"held_out_loss": found["loss"], "held_out_by_time": found["by_time"]}
-        self._log(rows)
-        if due(self.schedule.save_every, self.step):
-            self._save(group)
-        if due(self.schedule.sample_every, self.step):
-            self.progress.always(f"step {self.step:,}: samples")
-            path = str(self.run.samples / f"step-{self.step:08d}.png")
-            self._call(group, "samples", path=path, count=GRID_IMAGES, steps=GRID_STEPS)
 
     def _log(self, rows: list[dict[str, Any]]) -> None:
         self.run.log(rows)
@@ -387,25 +363,18 @@ class _Run:
 
     def _call(self, group: Group, method: str, **arguments: Any) -> None:
         """Have rank 0 write something. Raises RunFailed with its sentence."""
-        problem = group.call(method, SILENCE_SECONDS, **arguments)[0]
-        if problem:
-            raise RunFailed(f"{problem}; {self._last_good()}")
+        if problem := group.call(method, SILENCE_SECONDS, **arguments)[0]:
+            raise self._failed(problem)
 
     def _show(self, rate: float) -> None:
-        loss = f", held-out {self.held_out:.4f}" if self.held_out is not None else ""
         # The first chunks may have compiled, and are no measure of the others.
         known = self.chunks > (1 if self.config.compile == "off" else COMPILING_CHUNKS)
         left = (self.schedule.steps - self.step) * self.config.global_batch_size / rate
         self.progress.expect(left if known and self.step < self.schedule.steps else None)
-        self.progress(
-            f"step {self.step:,} of {self.schedule.steps:,}, loss {self.loss:.4f}{loss}, {rate:,.0f} images/s"
-        )
+        loss = f"{self.loss:.4f}" + (f", held-out {self.held_out:.4f}" if self.held_out is not None else "")
+        self.progress(f"step {self.step:,} of {self.schedule.steps:,}, loss {loss}, {rate:,.0f} images/s")
 
-    def _diverged(self, what: str, step: int) -> RunFailed:
-        return RunFailed(
-            f"{what} is no longer finite at step {step:,}: try a lower learning rate, or fp32; {self._last_good()}"
-        )
-
-    def _last_good(self) -> str:
+    def _failed(self, sentence: str) -> RunFailed:
         found = checkpoints_in(self.run.checkpoints)
-        return f"the last good checkpoint is {found[0]}" if found else "there is no checkpoint yet"
+        last = f"the last good checkpoint is {found[0]}" if found else "there is no checkpoint yet"
+        return RunFailed(f"{sentence}; {last}")

@@ -24,11 +24,6 @@ RUNS, RUN_STEPS, STEPS, FIRST = 50, 3, 20, 6
 """Short runs in one process, and steps of each; steps of other warm measurements, and of a run that is multiplied."""
 
 
-def wrong_ways(config: RunConfig, context: RankContext) -> WrongWays:
-    """A trainer whose steps are timed in wrong ways. Raises Unsupported for what this machine cannot do."""
-    return WrongWays(config, context)
-
-
 class WrongWays(Trainer):
     """A trainer with a method for each wrong way. All but ``fresh`` expect steps before them; times are seconds."""
 
@@ -121,16 +116,14 @@ class WrongWays(Trainer):
 
     def hidden_devices(self) -> dict[str, Any]:
         """Whether ``cuda:0`` stays the same GPU where CUDA_VISIBLE_DEVICES names another one while it is in use."""
-        before, kept = torch.cuda.get_device_properties(self.device).uuid, os.environ.get("CUDA_VISIBLE_DEVICES")
+        before, kept = torch.cuda.get_device_properties(self.device).uuid, dict(os.environ)
         os.environ["CUDA_VISIBLE_DEVICES"] = "1"
         try:
             same = str(before) == str(torch.cuda.get_device_properties(self.device).uuid)
             return {"same_device": same, "visible": torch.cuda.device_count()}
         finally:
-            if kept is None:
-                del os.environ["CUDA_VISIBLE_DEVICES"]
-            else:
-                os.environ["CUDA_VISIBLE_DEVICES"] = kept
+            os.environ.pop("CUDA_VISIBLE_DEVICES")
+            os.environ.update(kept)
 
     def counted(self) -> dict[str, Any]:
         """The parameters of a network, without its weights."""
@@ -156,3 +149,7 @@ class WrongWays(Trainer):
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+wrong_ways = WrongWays
+"""The workload, as configurations name it."""

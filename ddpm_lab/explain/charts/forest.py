@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from typing import TYPE_CHECKING
 
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.style import Panel, Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _LOGARITHMIC = 5
 """Ratio of the ends of an axis of ratios from which on it is logarithmic."""
@@ -57,6 +58,8 @@ def _limits(panels: Sequence[Panel]) -> tuple[float, float]:
 
 
 def _axis(ax: Axes, low: float, high: float, *, ratios: bool, narrow: bool) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
     style.plain(ax.xaxis, 4 if narrow else 7)
     if ratios and high / low > _LOGARITHMIC:
         ax.set_xscale("log")

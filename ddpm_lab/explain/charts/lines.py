@@ -6,16 +6,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import fill
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib.axes import Axes
-from matplotlib.axis import Axis
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from ddpm_lab.explain.charts import style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 Values = Sequence[float] | npt.NDArray[np.float64]
 
@@ -97,6 +99,8 @@ def _draw(ax: Axes, line: Line, place: int) -> Line2D:
 
 
 def _axes(ax: Axes, plot: Plot) -> None:
+    from matplotlib.ticker import FixedLocator, LogLocator
+
     if plot.band is not None:
         ax.axhspan(*plot.band, color=style.BAND, lw=0, zorder=0.5)
     if plot.level is not None:
@@ -125,5 +129,7 @@ def _axes(ax: Axes, plot: Plot) -> None:
 
 
 def _numbers(axis: Axis) -> None:
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: style.number(value)))

@@ -9,19 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import fill
-from typing import Any
-
-import matplotlib as mpl
-from matplotlib import style as mpl_style
-from matplotlib.axes import Axes
-from matplotlib.axis import Axis
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure, SubFigure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from typing import TYPE_CHECKING, Any
 
 from ddpm_lab.files import replace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure, SubFigure
 
 INK, SOFT, FAINT, BAND = "#1f2933", "#52606d", "#c3cad1", "#e3e7eb"
 GOOD, BAD, OPEN = "#0173b2", "#d55e00", "#949494"
@@ -64,6 +59,9 @@ _FIXED: Any = {
 @contextmanager
 def style() -> Iterator[None]:
     """Apply the style, whatever the caller has set, and leave nothing of it behind."""
+    import matplotlib as mpl
+    from matplotlib import style as mpl_style
+
     with mpl_style.context("default"), mpl.rc_context(_FIXED):
         yield
 
@@ -102,6 +100,10 @@ class Panel:
 
 def sheet(title: str, context: str, body: float, note: str = "") -> tuple[Figure, SubFigure]:
     """A figure with title, context and note, and the part for panels, ``body`` inches high."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
     width = min(range(40, 75), key=lambda n: (fill(title, n).count("\n"), n))  # lines of equal length
     title, context, note = fill(title, width), fill(context, 126), fill(" ".join(note.split()), 130)
     head = 0.25 + 0.27 * (title.count("\n") + 1) + 0.17 * (context.count("\n") + 1)
@@ -184,6 +186,8 @@ def _words(ax: Axes, y: float, row: Row) -> None:
 
 def legend(body: SubFigure, colours: Mapping[str, str]) -> None:
     """Name colours in rows below the panels."""
+    from matplotlib.patches import Patch
+
     patches = [Patch(facecolor=colour, label=name) for name, colour in colours.items()]
     body.legend(
         handles=patches,
@@ -196,6 +200,8 @@ def legend(body: SubFigure, colours: Mapping[str, str]) -> None:
 
 def plain(axis: Axis, ticks: int = 6) -> None:
     """Label an axis with plain numbers: 12,500; 45; 7.5."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
     axis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 2.5, 5, 10]))
     axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
 

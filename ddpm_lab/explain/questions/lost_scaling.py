@@ -14,9 +14,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddpm_lab import plan
 from ddpm_lab.explain import decisions, phrases, stats, straggler
@@ -28,6 +26,9 @@ from ddpm_lab.explain.figure_ratios import MEANING
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.table import Table, one_family, without_constant
 from ddpm_lab.record import RunRecord, crowded, seconds_by_turn, set_log_ratio
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 UNRELIABLE = 1 / 3
 """Share of the loss above which an interaction makes the split unreliable."""

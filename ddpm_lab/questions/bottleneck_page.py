@@ -8,13 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddpm_lab.explain import budget as bd
-from ddpm_lab.explain import change_phrases, figures, findings, limits, machine_state, pages, phrases, quality
+from ddpm_lab.explain import change_phrases, limits, machine_state, pages, phrases, quality
 from ddpm_lab.explain.bands import S002 as TARGETS
 from ddpm_lab.explain.bands import documents
+from ddpm_lab.explain.charts.style import save
 from ddpm_lab.explain.frames import Study, rank_zero
 from ddpm_lab.explain.questions import bottleneck, lost_scaling
 from ddpm_lab.explain.questions.bottleneck import Advice
 from ddpm_lab.explain.subject import Subject, roofline, subject
+from ddpm_lab.questions.answers import answer
 
 TITLE, STEM = "Bottleneck report", "bottleneck_report"
 
@@ -29,8 +31,9 @@ def write(study: Study, folder: Path, remarks: Sequence[str] = ()) -> Path:
         if records:
             part = replace(study, experiment=name, records=records)
             path = folder / f"{STEM}_{name}.png"
-            figures.save(figures.figure(part), path)
-            shown.append((findings.finding(part).headline, path.name))
+            shown_part = answer(part)
+            save(shown_part.figure(), path)
+            shown.append((shown_part.finding.headline, path.name))
     text = markdown(study, shown, remarks)
     target = folder / f"{STEM}.md"
     pages.replace_text(target, text)
