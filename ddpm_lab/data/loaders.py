@@ -223,11 +223,9 @@ def open_loader(
     - ``still`` repeats the first batch, from the memory of the device: what is left of a step's time is the step with
       perfect data.
 
-    Raises:
-        DataError: the files that the prepared folder was made from are gone or have changed.
-        IndexError: the plan names an image that the array does not hold; a loader may raise it later.
-        Unsupported: the training images do not fit into the device's free memory.
-        ValueError: ``workers`` is negative.
+    Raises DataError where the files that the prepared folder was made from are gone or have changed, Unsupported where
+    the training images do not fit into the device's free memory, ValueError for a negative number of workers, and
+    IndexError, perhaps later, for a plan with an image that the array does not hold.
     """
     device = torch.device(device)
     side = packed.manifest.image_size
