@@ -141,11 +141,8 @@ def test_every_implementation_walks_through_the_same_images(
 
 
 LEVERS: list[dict[str, Any]] = [
-    {"precision": "bf16"},
-    {"channels_last": False},
-    {"kernels": "fused"},
-    PLAIN,
-    {"attention_axis": "positions"},
+    {"precision": "bf16", "channels_last": False},
+    {"kernels": "fused", "attention_axis": "positions"},
     {**PLAIN, "precision": "bf16"},
 ]
 
@@ -157,8 +154,7 @@ def test_the_witness_agrees_with_what_ran_and_with_nothing_else() -> None:
         pulled = dataclasses.replace(CONFIG, **lever)
         seen = rank_of(walked(pulled, 2)[0])
         assert mismatches(pulled, [seen]) == []
-        assert mismatches(pulled, [other]) != []
-        assert mismatches(CONFIG, [seen]) != []
+        assert len(mismatches(pulled, [other])) == len(mismatches(CONFIG, [seen])) == len(lever)
         assert seen["images"] == 2 * 3
         assert seen["parameters"] == other["parameters"] == count_parameters(build_network("seed"))
         assert (seen["sampler"], seen["sampler_steps"]) == ("ddpm", STEPS)

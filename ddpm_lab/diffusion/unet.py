@@ -48,12 +48,11 @@ class UNet(nn.Module):
 
     def __init__(self, config: UNetConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, time_width = config, config.time_width
         activation: nn.Module = nn.GELU() if config.family == "seed" else nn.SiLU()
         # Every block applies SiLU to the embedding before its own linear layer: done once here.
         self.time = nn.Sequential(
-            *(nn.Linear(config.width, config.time_width), activation),
-            *(nn.Linear(config.time_width, config.time_width), nn.SiLU()),
+            nn.Linear(config.width, time_width), activation, nn.Linear(time_width, time_width), nn.SiLU()
         )
         build = _build_seed if config.family == "seed" else _build_ddpm
         self.stem, down, middle, up, self.head = build(config)
