@@ -59,7 +59,9 @@ fid: setup ## install what measures a FID from weights that are already here (to
 trackers: setup ## install the experiment tracker that train, run and compare can log to (comet-ml)
 	.boot/uv sync --frozen --inexact --group trackers --quiet
 
+# An index of this machine only must not leave its address in a file for everybody.
 lock: setup ## bring uv.lock and environment.yml in step with pyproject.toml
+	env -u UV_INDEX -u UV_DEFAULT_INDEX -u UV_INDEX_URL -u UV_EXTRA_INDEX_URL -u UV_FIND_LINKS .boot/uv lock
 	.venv/bin/python scripts/lock.py
 
 clean: ## remove HTML pages and caches; measurements, figures, data and .venv stay

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib.util import find_spec
-from typing import Any
 
 
 class LabError(ValueError):
@@ -25,20 +25,20 @@ def choice(place: str, value: object, allowed: Iterable[object]) -> None:
     """Raise ConfigError unless ``value`` is one of ``allowed``."""
     allowed = tuple(allowed)
     if value not in allowed:
-        raise ConfigError(f"{place} is {value!r}: choose one of {', '.join(map(str, allowed))}")
+        names = ", ".join(map(str, allowed))
+        raise ConfigError(f"{place} is {value!r}: choose one of {names}{did_you_mean(value, allowed)}")
+
+
+def did_you_mean(value: object, allowed: Iterable[object]) -> str:
+    """The end of a sentence, which names what is spelt most like ``value``, if anything is."""
+    near = difflib.get_close_matches(str(value), map(str, allowed), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def whole(place: str, value: object, least: int) -> None:
     """Raise ConfigError unless ``value`` is a whole number of at least ``least``, and one that torch can hold."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
         raise ConfigError(f"{place} is {value!r}: give a whole number of at least {least}, and below 2**63")
-
-
-def whole_options(given: Mapping[str, Any], **least: int) -> None:
-    """Raise ConfigError, in the words of the command line, for an option that is given and below its ``least``."""
-    for name, lowest in least.items():
-        if given.get(name) is not None:
-            whole(f"--{name.replace('_', '-')}", given[name], lowest)
 
 
 def several(place: str, value: object) -> None:

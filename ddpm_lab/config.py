@@ -8,33 +8,25 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Any
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.declared import Opt, known, validate
 
-PURPOSES = ("timing", "profile", "quality", "check")
 DEVICES = ("cpu", "cuda")
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 COMPILE = ("off", "regional", "whole")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")
-IMPLEMENTATIONS = ("lab", "plain")
-KERNELS = ("aten", "fused")
-FREED_MEMORY = ("default", "kept")
-ATTENTION_AXES = ("channels", "positions")
 LOADERS = ("packed", "files", "resident", "still")
 """``still`` hands out its first batch at every step: no work of loading is left, and nothing worth learning."""
 NETWORKS = {"tiny": 4, "seed": 4, "ddpm": 8, "s000": 4}
 """Names of the networks, and what the image size must be a multiple of."""
 SEED_FAMILY = ("seed", "s000")
-SCHEDULES = ("linear", "cosine")
-OBJECTIVES = ("noise", "x0", "v")
 LOSSES = ("l1", "l2")
 START_METHODS = ("forkserver", "spawn")
-ADAMS = ("fused", "foreach", "loop")
-EMAS = ("foreach", "loop")
 HOOKS = ("none", "bf16", "fp16")
 _PCIE = (
     "NCCL_DEBUG=INFO NCCL_ALGO=Tree NCCL_PROTO=Simple NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=0 NCCL_NET_GDR_LEVEL=0 "
@@ -67,24 +59,13 @@ def digest(value: object) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
 
-Rules = tuple[tuple[bool, str], ...]
-"""Whether each is broken, and the sentence that says so."""
-
-
-def _refuse(rules: Rules) -> None:
-    """Raise ConfigError with the sentence of the first rule that is broken."""
-    for broken, sentence in rules:
-        if broken:
-            raise ConfigError(sentence)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffusionConfig:
     """The forward process and the training objective (Ho et al. 2020; Nichol & Dhariwal 2021)."""
 
-    schedule: Annotated[str, Opt("noise schedule", choices=SCHEDULES)] = "cosine"
+    schedule: Annotated[str, Opt("noise schedule", choices=("linear", "cosine"))] = "cosine"
     timesteps: Annotated[int, Opt("steps of the forward process", least=2)] = 1000
-    objective: Annotated[str, Opt("what the network predicts", choices=OBJECTIVES)] = "noise"
+    objective: Annotated[str, Opt("what the network predicts", choices=("noise", "x0", "v"))] = "noise"
     loss: Annotated[str, Opt("distance of prediction and truth", choices=LOSSES)] = "l1"
     min_snr_gamma: Annotated[float | None, Opt("min-SNR weighting (Hang et al. 2023)", above=0)] = None
 
@@ -98,10 +79,9 @@ class DiffusionConfig:
 class OptimizerConfig:
     """Adam, gradient clipping and the exponential moving average (EMA) of the weights.
 
-    ``adam`` and ``ema`` say how these are computed, never what: in one kernel for all weights (fused), one for each
-    operation (foreach), or weight by weight (loop). With ``ema_warmup`` the n-th update decays by (1 + n) / (10 + n)
-    while that is less than ``ema_decay``, so that the average soon forgets the initial weights (the rule of
-    tf.train.ExponentialMovingAverage).
+    ``adam`` and ``ema`` are computed in one kernel for all weights (fused), one for each operation (foreach), or weight
+    by weight (loop), to the same result. With ``ema_warmup`` the n-th update decays by (1 + n) / (10 + n) while that is
+    less than ``ema_decay``, so that the average soon forgets the initial weights (tf.train.ExponentialMovingAverage).
     """
 
     learning_rate: Annotated[float, Opt("learning rate of Adam", above=0)] = 2e-4
@@ -110,11 +90,13 @@ class OptimizerConfig:
     ema_decay: Annotated[float, Opt("decay of the averaged weights", least=0, below=1)] = 0.995
     ema_every: Annotated[int, Opt("steps between updates of the averages", least=1)] = 10
     ema_warmup: bool = True
-    adam: Annotated[str, Opt("how Adam is computed", choices=ADAMS)] = "fused"
-    ema: Annotated[str, Opt("how averages are computed", choices=EMAS)] = "foreach"
+    adam: Annotated[str, Opt("how Adam is computed", choices=("fused", "foreach", "loop"))] = "fused"
+    ema: Annotated[str, Opt("how averages are computed", choices=("foreach", "loop"))] = "foreach"
 
     def __post_init__(self) -> None:
         validate(self, "optimizer.")
+        if len(self.betas) != 2:
+            raise ConfigError(f"optimizer.betas is {self.betas!r}: give two numbers")
 
     def decay_at(self, update: int) -> float:
         """The decay of the averages at their n-th update, counted from 1."""
@@ -126,10 +108,9 @@ class ExchangeConfig:
     """How DistributedDataParallel exchanges gradients; without effect on one rank, where they may not be set.
 
     ``bucket_view`` lets gradients live in the buckets that are exchanged, which saves a copy; ``static_graph`` promises
-    that every step uses the same weights; ``bucket_mb`` is the size of a bucket in MiB. ``hook`` sends the gradients in
-    two bytes a value, rounded to bf16 or fp16, and adds them up so, which changes what is learned. ``nccl`` is an
-    environment of NCCL by its name in ``NCCL``: "pcie" is harmful with NVLink. Without ``enabled`` nothing is
-    exchanged: every rank trains a network of its own, which shows what the exchange costs and is no training.
+    that every step uses the same weights. ``hook`` rounds what is sent to two bytes a value, and adds it up so, which
+    changes what is learned. Without ``enabled`` nothing is exchanged: every rank trains a network of its own, which
+    shows what the exchange costs and is no training.
     """
 
     enabled: bool = True
@@ -141,13 +122,10 @@ class ExchangeConfig:
 
     def __post_init__(self) -> None:
         validate(self, "exchange.")
-        usual = ((f.name, f.default) for f in dataclasses.fields(self) if f.name != "enabled")
-        for name, value in () if self.enabled else usual:
-            if getattr(self, name) != value:
-                raise ConfigError(
-                    f"exchange.{name} is {getattr(self, name)!r} and exchange.enabled is false: where nothing is "
-                    "exchanged it would change nothing; leave it out"
-                )
+        for f in () if self.enabled else dataclasses.fields(self)[1:]:
+            if getattr(self, f.name) != f.default:
+                given = f"exchange.{f.name} is {getattr(self, f.name)!r} and exchange.enabled is false"
+                raise ConfigError(f"{given}: where nothing is exchanged it would change nothing; leave it out")
 
 
 PARTS = (("diffusion", DiffusionConfig), ("optimizer", OptimizerConfig), ("exchange", ExchangeConfig))
@@ -155,33 +133,22 @@ UNLEARNED: dict[str, Any] = {"loader": "packed", "loader_workers": 0, "freed_mem
 """Settings that change no bit of what the lab's trainer learns, and their values where only that matters."""
 
 
-class _Remembered:
-    """Room for a run id that was computed once, outside of what makes two configurations equal."""
-
-    __slots__ = ("_run_id",)
-    _run_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig(_Remembered):
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
     """One configuration of a training run, complete: two runs with equal ``run_id`` do the same work.
 
-    ``global_batch_size`` counts the images of one optimizer step over all ranks; a rank sees
-    ``global_batch_size / world_size`` of them in ``accumulation`` micro-batches. The ranks are spread evenly over
-    ``nodes`` hosts. ``data`` is the folder that ``data_sha256`` was read from: where the images lie is not part of what
-    is run, so it is not part of the run id. ``options`` are the settings of a workload other than the lab's own.
-
-    ``implementation`` "plain" is the network as its paper's code is usually written, in NCHW and einsum; ``kernels``
-    "fused" computes its blocks as is fastest on a CPU, such as normalisation and what follows it in one pass.
-    ``freed_memory`` "kept" keeps what a step frees for the next one, where the C library by default gives large blocks
-    back (CPU only). ``attention_axis`` is over what the seed family's middle attention normalises. ``read_loss`` makes
-    every step wait for its loss, as printing it would.
-    ``threads`` are the compute threads of a rank; 0 gives each its share of the usable cores. With ``oversubscribe``
-    there are more ranks than cores, or GPUs, which they share by gloo: that shows that it works, and no speed.
-    ``revision`` is the commit whose sources run; none is the code as it lies here.
+    ``global_batch_size`` counts the images of one optimizer step over all ranks, which take them in ``accumulation``
+    micro-batches; the ranks are spread evenly over ``nodes`` hosts. ``data`` is the folder of the images with
+    ``data_sha256``, which is no part of the run id. ``implementation`` "plain" is the network as its paper's code is
+    usually written, in NCHW and einsum; ``kernels`` "fused" computes its blocks as is fastest on a CPU, such as
+    normalisation and what follows it in one pass. ``freed_memory`` "kept" keeps what a step frees for the next one,
+    where the C library by default gives large blocks back (CPU only). ``attention_axis`` is over what the seed family's
+    middle attention normalises. ``read_loss`` makes every step wait for its loss, as printing it would. With
+    ``oversubscribe`` there are more ranks than cores, or GPUs, which they share by gloo. ``revision`` is the commit
+    whose sources run; none is the code as it lies here. ``options`` are those of a workload other than the lab's own.
     """
 
-    purpose: Annotated[str, Opt(choices=PURPOSES)] = "timing"
+    purpose: Annotated[str, Opt(choices=("timing", "profile", "quality", "check"))] = "timing"
     workload: str = DDPM
     device: Annotated[str, Opt("what computes", choices=DEVICES)] = "cpu"
     world_size: Annotated[int, Opt("ranks: GPUs, or processes on a CPU", least=1)] = 1
@@ -190,12 +157,14 @@ class RunConfig(_Remembered):
     accumulation: Annotated[int, Opt("micro-batches of a step", least=1)] = 1
     precision: Annotated[str, Opt("number format", choices=PRECISIONS)] = "fp32"
     compile: Annotated[str, Opt("what torch.compile compiles", choices=COMPILE)] = "off"
-    compile_mode: Annotated[str, Opt("mode of torch.compile", choices=COMPILE_MODES)] = "default"
+    compile_mode: Annotated[
+        str, Opt("mode of torch.compile", choices=("default", "reduce-overhead", "max-autotune"))
+    ] = "default"
     channels_last: bool = True
-    implementation: Annotated[str, Opt("form of the network's code", choices=IMPLEMENTATIONS)] = "lab"
-    kernels: Annotated[str, Opt("kernels of the network", choices=KERNELS)] = "aten"
-    freed_memory: Annotated[str, Opt("memory that a step frees", choices=FREED_MEMORY)] = "default"
-    attention_axis: Annotated[str, Opt(choices=ATTENTION_AXES)] = "channels"
+    implementation: Annotated[str, Opt("form of the network's code", choices=("lab", "plain"))] = "lab"
+    kernels: Annotated[str, Opt("kernels of the network", choices=("aten", "fused"))] = "aten"
+    freed_memory: Annotated[str, Opt("memory that a step frees", choices=("default", "kept"))] = "default"
+    attention_axis: Annotated[str, Opt(choices=("channels", "positions"))] = "channels"
     read_loss: bool = False
     loader: Annotated[str, Opt("how images are loaded", choices=LOADERS)] = "packed"
     loader_workers: Annotated[int, Opt("worker processes of the loader", least=0)] = 0
@@ -215,90 +184,58 @@ class RunConfig(_Remembered):
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", tuple((str(k), v) for k, v in self.options))
         validate(self)
-        _refuse((*self._impossible(), *self._without_effect()))
+        for sentence in (*self._impossible(), *self._without_effect()):
+            raise ConfigError(sentence)
+
+    def _impossible(self) -> Iterator[str]:
+        """What cannot be run, in sentences."""
+        module, _, function = self.workload.partition(":")
+        ranks, nodes, multiple = self.world_size, self.nodes, NETWORKS[self.network]
+        shared = ranks * self.accumulation
+        if not module or module.endswith(".py") or not function.isidentifier():
+            yield f"workload is {self.workload!r}: name it as module:function, such as mine:before, without .py"
+        if self.image_size % multiple:
+            yield f"image_size is {self.image_size}: network {self.network!r} needs a multiple of {multiple}"
+        if ranks % nodes:
+            yield f"world_size {ranks} cannot be shared by {nodes} nodes: give a multiple of {nodes}"
+        if self.global_batch_size % shared:
+            parts = f"{ranks} ranks in {self.accumulation} micro-batches"
+            yield f"global_batch_size {self.global_batch_size} cannot be shared by {parts}: give a multiple of {shared}"
+        if self.loader != "files" and self.loader_workers:
+            none = f"with loader {self.loader!r}, which has none"
+            yield f"loader_workers is {self.loader_workers} {none}: use loader 'files', or 0 workers"
+        if self.device == "cpu" and self.precision in ("tf32", "fp16"):
+            yield f"precision {self.precision!r} needs a CUDA device: use fp32 or bf16 on a CPU"
         for name, able in ABLE.items() if self.is_own else ():
             if getattr(self, name) not in able:
                 allowed = ", ".join(map(str, able))
-                raise ConfigError(f"{name} of {self.work_name} is {getattr(self, name)!r}: choose one of {allowed}")
+                yield f"{name} of {self.work_name} is {getattr(self, name)!r}: choose one of {allowed}"
 
-    def _impossible(self) -> Rules:
-        """What cannot be run."""
-        module, _, function = self.workload.partition(":")
-        shared, multiple = self.world_size * self.accumulation, NETWORKS[self.network]
-        return (
-            (
-                not module or not function.isidentifier(),
-                f"workload is {self.workload!r}: name it as module:function",
-            ),
-            (
-                self.image_size % multiple > 0,
-                f"image_size is {self.image_size}: network {self.network!r} needs a multiple of {multiple}",
-            ),
-            (
-                self.world_size % self.nodes > 0,
-                f"world_size {self.world_size} cannot be shared by {self.nodes} nodes: give a multiple of {self.nodes}",
-            ),
-            (
-                self.global_batch_size % shared > 0,
-                f"global_batch_size {self.global_batch_size} cannot be shared by {self.world_size} ranks in "
-                f"{self.accumulation} micro-batches: give a multiple of {shared}",
-            ),
-            (
-                self.loader != "files" and self.loader_workers > 0,
-                f"loader_workers is {self.loader_workers} with loader {self.loader!r}, which has none: use loader "
-                "'files', or 0 workers",
-            ),
-            (
-                self.device == "cpu" and self.precision in ("tf32", "fp16"),
-                f"precision {self.precision!r} needs a CUDA device: use fp32 or bf16 on a CPU",
-            ),
-        )
-
-    def _without_effect(self) -> Rules:
-        """Settings that would change nothing in this configuration."""
-        gpu, lab_forms = self.device == "cuda", (self.implementation, self.attention_axis)
-        return (
-            (
-                self.compile_mode != "default" and (self.compile == "off" or not gpu),
-                f"compile_mode is {self.compile_mode!r} with compile {self.compile!r} on {self.device}: it needs a "
-                "compiled step on a CUDA device; leave it at default",
-            ),
-            (
-                self.network not in SEED_FAMILY and lab_forms != ("lab", "channels"),
-                f"implementation {self.implementation!r} with attention_axis {self.attention_axis!r}: network "
-                f"{self.network!r} has only 'lab' and 'channels'; choose one of {', '.join(SEED_FAMILY)}",
-            ),
-            (
-                self.kernels == "fused" and (self.compile, self.implementation) != ("off", "lab"),
-                "kernels is 'fused', which is for the lab's own network, eager: leave compile off, or use kernels aten",
-            ),
-            (
-                self.kernels == "fused" and not self.channels_last,
-                "kernels is 'fused', which works in the channels_last format: set channels_last, or aten",
-            ),
-            (
-                self.freed_memory == "kept" and gpu,
-                f"freed_memory is 'kept' on {self.device}, where a step's memory is the GPU's: leave it at default",
-            ),
-            (
-                self.implementation == "plain" and self.compile == "regional",
-                "compile is 'regional', which compiles the lab's own blocks: use whole for 'plain'",
-            ),
-            (
-                self.world_size == 1 and self.exchange != ExchangeConfig(),
-                "exchange has settings, but one rank exchanges nothing: leave it out, or use more ranks",
-            ),
-            (
-                self.exchange.nccl != "default" and (not gpu or self.oversubscribe),
-                f"exchange.nccl is {self.exchange.nccl!r} on {self.device}, where gloo exchanges gradients and not "
-                "NCCL: leave it out, or use GPUs",
-            ),
-            (
-                self.loader == "still" and self.purpose in ("quality", "check"),
-                "loader is 'still', which repeats one batch and shows what loading costs: to train, use packed, "
-                "files or resident",
-            ),
-        )
+    def _without_effect(self) -> Iterator[str]:
+        """Settings that would change nothing in this configuration, in sentences."""
+        gpu, plain, fused = self.device == "cuda", self.implementation == "plain", self.kernels == "fused"
+        if self.compile_mode != "default" and (self.compile == "off" or not gpu):
+            needs = "needs a compiled step on a CUDA device; leave it at default"
+            yield f"compile_mode is {self.compile_mode!r} with compile {self.compile!r} on {self.device}: it {needs}"
+        if self.network not in SEED_FAMILY and (plain or self.attention_axis != "channels"):
+            forms = f"implementation {self.implementation!r} with attention_axis {self.attention_axis!r}"
+            able = f"has only 'lab' and 'channels'; choose one of {', '.join(SEED_FAMILY)}"
+            yield f"{forms}: network {self.network!r} {able}"
+        if fused and (plain or self.compile != "off"):
+            yield "kernels is 'fused', for the lab's own network, eager: leave compile off, or use kernels aten"
+        if fused and not self.channels_last:
+            yield "kernels is 'fused', which works in the channels_last format: set channels_last, or aten"
+        if self.freed_memory == "kept" and gpu:
+            yield "freed_memory is 'kept' on cuda, where a step's memory is the GPU's: leave it at default"
+        if plain and self.compile == "regional":
+            yield "compile is 'regional', which compiles the lab's own blocks: use whole for 'plain'"
+        if self.world_size == 1 and self.exchange != ExchangeConfig():
+            yield "exchange has settings, but one rank exchanges nothing: leave it out, or use more ranks"
+        if self.exchange.nccl != "default" and (not gpu or self.oversubscribe):
+            why = f"on {self.device}, where gloo exchanges gradients and not NCCL"
+            yield f"exchange.nccl is {self.exchange.nccl!r} {why}: leave it out, or use GPUs"
+        if self.loader == "still" and self.purpose in ("quality", "check"):
+            yield "loader is 'still', which repeats one batch and trains nothing: use packed, files or resident"
 
     @property
     def is_own(self) -> bool:
@@ -334,16 +271,10 @@ class RunConfig(_Remembered):
         """Ranks on one host."""
         return self.world_size // self.nodes
 
-    @property
+    @cached_property
     def run_id(self) -> str:
         """Twelve hexadecimal digits that identify the work: a hash of the canonical JSON without ``data``."""
-        try:
-            return self._run_id
-        except AttributeError:
-            values = self.as_dict()
-            del values["data"]
-            object.__setattr__(self, "_run_id", digest(values))
-            return self._run_id
+        return digest({name: value for name, value in self.as_dict().items() if name != "data"})
 
     def option(self, name: str, default: Any) -> Any:
         """The workload's own setting ``name``."""

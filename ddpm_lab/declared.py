@@ -14,13 +14,12 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Any
 
-from ddpm_lab.checks import ConfigError
+from ddpm_lab.checks import ConfigError, choice, several
 
 PLAIN = (int, float, bool, str)
-_NUMBERS = {2: "two", 3: "three"}
 MOST = 2**63 - 1
 """Whole numbers are at most this: torch can hold them."""
 
@@ -54,7 +53,7 @@ class Opt:
 class Option:
     """A setting: ``kind`` is int, float, bool, str or a dataclass, of several values with ``several``.
 
-    ``count`` is how many values there have to be, 0 for one or more. ``optional`` settings may be None.
+    ``optional`` settings may be None.
     """
 
     name: str
@@ -63,7 +62,6 @@ class Option:
     opt: Opt
     optional: bool = False
     several: bool = False
-    count: int = 0
 
     def checked(self, value: Any, place: str) -> Any:
         """The value, a list as a tuple. Raises ConfigError, which names ``place``."""
@@ -71,22 +69,14 @@ class Option:
             return value
         if not self.several:
             return self._one(value, place)
-        if not isinstance(value, list | tuple) or not value:
-            raise ConfigError(f"{place} is {value!r}: give a list with at least one entry")
-        if self.count and (len(value) != self.count or not all(self.opt.allows(self.kind, v) for v in value)):
-            raise ConfigError(f"{place} is {value!r}: give {_NUMBERS[self.count]} numbers in {self._range}")
+        several(place, value)
         return tuple(self._one(v, place) for v in value)
-
-    @property
-    def _range(self) -> str:
-        return f"[{self.opt.least:g}, {self.opt.below:g})"
 
     def _one(self, value: Any, place: str) -> Any:
         choices = self.opt.choices or ((True, False) if self.kind is bool else ())
         if choices:
-            if value not in choices or (
-                isinstance(value, int | float) and type(value) is not type(next(iter(choices)))
-            ):
+            choice(place, value, choices)
+            if isinstance(value, int | float) and type(value) is not type(choices[0]):  # 1 is no True
                 raise ConfigError(f"{place} is {value!r}: choose one of {', '.join(map(str, choices))}")
         elif dataclasses.is_dataclass(self.kind):
             if not isinstance(value, typing.cast(type, self.kind)):
@@ -106,38 +96,24 @@ def options(owner: Any) -> dict[str, Option]:
     """The settings of a dataclass (its fields) or of a function (its keyword-only parameters), by name."""
     hints = typing.get_type_hints(owner, include_extras=True)
     if dataclasses.is_dataclass(owner):
-        rows = [(f.name, _default(f)) for f in dataclasses.fields(owner) if f.init]
+        fields = [(f.name, f.default, f.default_factory) for f in dataclasses.fields(owner) if f.init]
+        rows = {name: factory() if callable(factory) else default for name, default, factory in fields}
     else:
         parameters = inspect.signature(owner).parameters.values()
-        rows = [(p.name, p.default) for p in parameters if p.kind is p.KEYWORD_ONLY]
-    return {name: _option(name, hints[name], default) for name, default in rows}
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    made = field.default_factory
-    if callable(made):
-        return made()
-    return inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        rows = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    return {name: _option(name, hints[name], default) for name, default in rows.items()}
 
 
 def _option(name: str, hint: Any, default: Any) -> Option:
-    opt = Opt()
-    if typing.get_origin(hint) is Annotated:
-        hint, opt = typing.get_args(hint)
-    among = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
-    kind, *_ = [k for k in among if k is not type(None)]
-    if typing.get_origin(kind) is Annotated:  # or None
-        kind, opt = typing.get_args(kind)
-    inner = typing.get_args(kind) if typing.get_origin(kind) in (tuple, Sequence) else ()
-    return Option(
-        name=name,
-        kind=inner[0] if inner else kind,
-        default=default,
-        opt=opt,
-        optional=type(None) in among,
-        several=bool(inner),
-        count=len(inner) if len(inner) > 1 and Ellipsis not in inner else 0,
-    )
+    opt, optional = Opt(), False
+    while typing.get_origin(hint) in (Annotated, types.UnionType, typing.Union):
+        if typing.get_origin(hint) is Annotated:
+            hint, opt = typing.get_args(hint)
+        else:
+            optional = type(None) in typing.get_args(hint)
+            hint = next(k for k in typing.get_args(hint) if k is not type(None))
+    inner = typing.get_args(hint) if typing.get_origin(hint) in (tuple, Sequence) else ()
+    return Option(name, inner[0] if inner else hint, default, opt, optional, several=bool(inner))
 
 
 def validate(made: Any, place: str = "") -> None:
@@ -162,93 +138,70 @@ def arguments(function: Callable[..., Any], values: Mapping[str, Any], place: st
     return {name: found[name].checked(value, name) if name in found else value for name, value in values.items()}
 
 
-class UnfitError(ValueError):
-    """A value that is not what its place says: ``windows[3].steps is '5': expected int``."""
-
-    def __init__(self, fault: str, place: str = "") -> None:
-        super().__init__(f"{place} {fault}")
-        self.fault, self.place = fault, place
-
-    def inside(self, outer: str) -> UnfitError:
-        """The same, seen from further out."""
-        return UnfitError(
-            self.fault, f"{outer}{'.' if self.place and not self.place.startswith('[') else ''}{self.place}"
-        )
+Reader = Callable[[Any, str], Any]
+"""From a value of JSON, and its place for a sentence about it, to a value of Python."""
 
 
 @cache
-def reader(kind: Any) -> Callable[[Any], Any]:  # noqa: PLR0911 - one for each kind
-    """A function from a value of JSON to a value of the annotation ``kind``, which raises UnfitError.
+def reader(kind: Any) -> Reader:
+    """Make a reader of values of the annotation ``kind``: dataclasses field by field, lists as tuples.
 
-    Dataclasses are read field by field, or by a ``from_dict`` of their own; lists become tuples.
+    What does not fit raises ValueError: ``windows[3].steps is '5': expected int``.
     """
-    if typing.get_origin(kind) is Annotated:
-        return _reader_of_annotated(kind)
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        read, allowed = reader(inner[0]), inner[1].choices
+        return lambda value, place: read(value if not allowed else _among(allowed, value, place), place)
     if origin in (types.UnionType, typing.Union):
-        some = reader(next(k for k in inner if k is not type(None)))
-        return lambda value: None if value is None else some(value)
+        read = reader(next(k for k in inner if k is not type(None)))
+        return lambda value, place: None if value is None else read(value, place)
     if origin is tuple:
-        return lambda value: _tuple(inner[0], _expected(value, (list, tuple)))
+        return partial(_tuple, inner[0])
     if origin is dict:
-        of_value = reader(inner[1])
-        return lambda value: {k: _at(k, of_value, v) for k, v in _expected(value, dict).items()}
-    if hasattr(kind, "from_dict"):
-        return lambda value: value if isinstance(value, kind) else kind.from_dict(value)
-    if dataclasses.is_dataclass(kind):
-        return fields_reader(kind)
-    return (lambda value: value) if kind is Any else lambda value: _expected(value, kind)
+        read = reader(inner[1])
+        return lambda table, place: {k: read(v, f"{place}.{k}") for k, v in _expected(dict, table, place).items()}
+    return fields_reader(kind) if dataclasses.is_dataclass(kind) else partial(_expected, kind)
 
 
-def _reader_of_annotated(kind: Any) -> Callable[[Any], Any]:
-    plain, opt = typing.get_args(kind)
-    read = reader(plain)
-
-    def checked(value: Any) -> Any:
-        if opt.choices and value not in opt.choices:
-            raise UnfitError(f"is {str(value)[:60]!r}: expected one of {', '.join(opt.choices)}")
-        return read(value)
-
-    return checked
-
-
-def fields_reader(kind: Any) -> Callable[[Any], Any]:
-    """A function from a table of JSON to the dataclass ``kind``, field by field. It raises UnfitError."""
+def fields_reader(kind: Any) -> Reader:
+    """Make a reader of the dataclass ``kind`` from a table; one that is there already is taken as it is."""
     hints = typing.get_type_hints(kind, include_extras=True)
     fields = {f.name: reader(hints[f.name]) for f in dataclasses.fields(kind) if f.init}
     needed = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING]
 
-    def read(value: Any) -> Any:
+    def read(value: Any, place: str) -> Any:
+        if isinstance(value, kind):
+            return value
+        inside = f"{place}." if place else ""
         for name in needed:
-            if name not in _expected(value, dict):
-                raise UnfitError("is missing", name)
+            if name not in _expected(dict, value, place):
+                raise ValueError(f"{inside}{name} is missing")
         for name in value:
             if name not in fields:
-                raise UnfitError(f"is no field of {kind.__name__}", name)
-        return kind(**{name: _at(name, fields[name], v) for name, v in value.items()})
+                raise ValueError(f"{inside}{name} is no field of {kind.__name__}")
+        return kind(**{name: fields[name](v, f"{inside}{name}") for name, v in value.items()})
 
     return read
 
 
-def _tuple(kind: Any, values: Sequence[Any]) -> tuple[Any, ...]:
+def _among(allowed: Sequence[str], value: Any, place: str) -> Any:
+    if value not in allowed:
+        raise ValueError(f"{place} is {str(value)[:60]!r}: expected one of {', '.join(allowed)}")
+    return value
+
+
+def _tuple(kind: Any, values: Any, place: str) -> tuple[Any, ...]:
+    _expected(list, list(values) if isinstance(values, tuple) else values, place)
     if kind in PLAIN and all(type(v) is kind for v in values):  # thousands of seconds
         return tuple(values)
     read = reader(kind)
-    return tuple(_at(f"[{i}]", read, v) for i, v in enumerate(values))
+    return tuple(read(v, f"{place}[{i}]") for i, v in enumerate(values))
 
 
-def _at(place: str, read: Callable[[Any], Any], value: Any) -> Any:
-    try:
-        return read(value)
-    except UnfitError as fault:
-        raise fault.inside(place) from None
-
-
-def _expected(value: Any, kind: Any) -> Any:
-    able = (int, float) if kind is float else kind
-    if not isinstance(value, able) or (isinstance(value, bool) and kind is not bool):
-        wanted = "a list" if kind == (list, tuple) else kind.__name__
-        raise UnfitError(f"is {str(value)[:60]!r}: expected {wanted}")
+def _expected(kind: Any, value: Any, place: str) -> Any:
+    able = object if kind is Any else (int, float) if kind is float else kind
+    if not isinstance(value, able) or (isinstance(value, bool) and kind in (int, float)):
+        raise ValueError(f"{place} is {str(value)[:60]!r}: expected {kind.__name__}")
     return value
 
 
@@ -261,6 +214,10 @@ def flag(name: str) -> str:
     return f"--{FLAGS.get(name, name).replace('_', '-')}"
 
 
+_UNSAID = (None, "", (), inspect.Parameter.empty, dataclasses.MISSING)
+"""Defaults that no help tells."""
+
+
 def add_options(parser: argparse._ActionsContainer, found: Iterable[Option]) -> None:
     """Options of the command line; what is not given is absent from the result, so that a default stands in one place.
 
@@ -270,28 +227,24 @@ def add_options(parser: argparse._ActionsContainer, found: Iterable[Option]) -> 
         usual, text = option.default, option.opt.help
         if text != argparse.SUPPRESS:
             text += f": {', '.join(map(str, option.opt.choices))}" if option.opt.choices else ""
-            text += "" if usual in (None, "", (), False, inspect.Parameter.empty) else f" (default: {_shown(option)})"
+            text += "" if usual is False or usual in _UNSAID else f" (default: {usual})"
             text = text.replace("%", "%%")
         how: dict[str, Any] = {"help": text, "default": argparse.SUPPRESS, "dest": option.name}
         if option.kind is bool:
             how["action"] = argparse.BooleanOptionalAction if option.default else "store_true"
-        elif option.several:
-            how |= {"type": lambda text, one=option: [_cast(one, t) for t in text.split(",")], "metavar": "A,B,..."}
         else:
-            how |= {
-                "type": lambda text, one=option: _cast(one, text),
-                "metavar": FLAGS.get(option.name, option.name).replace("-", "_").upper(),
-            }
+            how["type"] = partial(_values if option.several else _value, option.kind)
+            how["metavar"] = "A,B,..." if option.several else flag(option.name)[2:].replace("-", "_").upper()
         parser.add_argument(flag(option.name), **how)
 
 
-def _cast(option: Option, text: str) -> Any:
+def _value(kind: Any, text: str) -> Any:
     """A value from its text; one that is no number stays text, and is refused in a sentence when it is checked."""
     try:
-        return option.kind(text.strip())
+        return kind(text.strip())
     except ValueError:
         return text
 
 
-def _shown(option: Option) -> str:
-    return ",".join(map(str, option.default)) if option.several else str(option.default)
+def _values(kind: Any, text: str) -> list[Any]:
+    return [_value(kind, each) for each in text.split(",")]

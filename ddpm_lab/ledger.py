@@ -1,12 +1,7 @@
-"""The append-only JSONL file that keeps records: one line is what one configuration did in one set.
-
-The parent that measures appends the lines of a set together. A reader learns what each line is, and keeps only the
-records that it wants, so that a ledger may be larger than memory.
-"""
+"""The append-only JSONL file that keeps records: one line is what one configuration did in one set."""
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -14,14 +9,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ddpm_lab.files import CHECKOUT
 from ddpm_lab.plan import Plan
-from ddpm_lab.record import SCHEMA, Cohort, LedgerError, Machine, OtherSchemaError, RunRecord
+from ddpm_lab.record import Cohort, LedgerError, Machine, OtherSchemaError, RunRecord, check_schema
 
 PUBLISHED = Path("trace_output", "published")
 """The records that come with the checkout, or are published into another output folder: a file for each machine."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +33,11 @@ class Damaged:
 
 
 class Head(NamedTuple):
-    """What tells a record from others, read without reading the rest of its line: a ledger may be large.
-
-    ``machine``, ``cohort``, ``date``, ``experiment`` and ``role`` are the record's own.
-    """
+    """What tells a record from others, before it is made of its ``text``: most readers want few of many."""
 
     path: Path
     line: int
-    offset: int
-    length: int
+    text: bytes
     experiment: str
     role: str
     machine: Machine
@@ -88,21 +80,10 @@ class Ledger:
 
         A missing file is an empty ledger. Raises LedgerError for a record of another edition.
         """
-        heads: list[Head] = []
-        damaged: list[Damaged] = []
         if not self.path.exists():
-            return heads, damaged
-        offset = 0
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                begin, offset = offset, offset + len(line)
-                if not line.strip():
-                    continue
-                try:
-                    heads.append(Head(self.path, number, begin, len(line), *_told(line, self.path, number)))
-                except _UNREADABLE as error:
-                    damaged.append(_damage(self.path, number, error))
-        return heads, damaged
+            return [], []
+        lines = enumerate(self.path.read_bytes().split(b"\n"), 1)
+        return _read(_head, ((self.path, number, line) for number, line in lines if line.strip()))
 
     def read(self, select: Select | None = None) -> tuple[list[RunRecord], list[Damaged]]:
         """Records in the order they were written, and the lines that could not be read.
@@ -117,30 +98,31 @@ class Ledger:
 
 def load(heads: Iterable[Head]) -> tuple[list[RunRecord], list[Damaged]]:
     """The records of some heads, in their order, and the lines that could not be read."""
-    records: list[RunRecord] = []
+    return _read(lambda _, __, text: RunRecord.from_dict(json.loads(text)), (head[:3] for head in heads))
+
+
+def _read(
+    make: Callable[[Path, int, bytes], T], lines: Iterable[tuple[Path, int, bytes]]
+) -> tuple[list[T], list[Damaged]]:
+    made: list[T] = []
     damaged: list[Damaged] = []
-    files: dict[Path, BinaryIO] = {}
-    with contextlib.ExitStack() as stack:
-        for head in heads:
-            if head.path not in files:
-                files[head.path] = stack.enter_context(head.path.open("rb"))
-            file = files[head.path]
-            file.seek(head.offset)
-            try:
-                records.append(_parsed(file.read(head.length), head.path, head.line))
-            except _UNREADABLE as error:
-                damaged.append(_damage(head.path, head.line, error))
-    return records, damaged
+    for path, number, text in lines:
+        try:
+            made.append(make(path, number, text))
+        except OtherSchemaError as error:
+            raise OtherSchemaError(f"{path}, line {number}: {error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            damaged.append(Damaged(path, number, f"not a record ({type(error).__name__}: {error})"))
+    return made, damaged
 
 
-def _told(line: bytes, path: Path, number: int) -> tuple[str, str, Machine, Cohort, str]:
-    """Experiment, role, machine, cohort and date of a line."""
-    values = json.loads(line)
-    if values["schema"] != SCHEMA:
-        _parsed(line, path, number)  # which refuses it
+def _head(path: Path, number: int, text: bytes) -> Head:
+    values = json.loads(text)
+    check_schema(values["schema"])
     machine, plan = _machine(json.dumps(values["environment"]["machine"])), _plan(json.dumps(values["plan"]))
     cohort = (machine.key, values["code_version"], values["config"]["data_sha256"], plan.key)
-    return values["experiment"], values["role"], machine, cohort, values["environment"]["date"]
+    date = values["environment"]["date"]
+    return Head(path, number, text, values["experiment"], values["role"], machine, cohort, date)
 
 
 @lru_cache(maxsize=256)
@@ -153,27 +135,10 @@ def _plan(text: str) -> Plan:
     return Plan(**json.loads(text))
 
 
-_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
-
-
-def _parsed(line: bytes, path: Path, number: int) -> RunRecord:
-    try:
-        return RunRecord.from_dict(json.loads(line))
-    except OtherSchemaError as error:
-        raise OtherSchemaError(f"{path}, line {number}: {error}") from error
-
-
-def _damage(path: Path, number: int, error: Exception) -> Damaged:
-    if isinstance(error, OtherSchemaError):
-        raise error
-    return Damaged(path, number, f"not a record ({type(error).__name__}: {error})")
-
-
 def read_all(paths: Sequence[Path | str], select: Select | None = None) -> tuple[list[RunRecord], list[Damaged]]:
     """Records of several ledgers, in order; ``select`` chooses from all their heads, None wants all.
 
     A record that several files hold, as a ledger and what was published of it do, counts once: the first one.
-
     Raises LedgerError if a file does not exist, or has lines and none of them is a record.
     """
     heads: list[Head] = []
@@ -188,14 +153,10 @@ def read_all(paths: Sequence[Path | str], select: Select | None = None) -> tuple
         heads += more
         damaged += bad
     records, bad = load(heads if select is None else select(heads))
-    if len(paths) > 1:
-        # Names of files and hosts are left out of what is published: they cannot tell one record from another.
-        def marks(r: RunRecord) -> tuple[str, ...]:
-            return (r.set_id, r.experiment, r.family, r.role, r.label, r.run_id, r.environment.date)
-
-        once = {id(r) for r in {marks(r): r for r in reversed(records)}.values()}
-        records = [r for r in records if id(r) in once]
-    return records, damaged + bad
+    # Names of files and hosts are left out of what is published: they cannot tell one record from another.
+    marks = {id(r): (r.set_id, r.experiment, r.family, r.role, r.label, r.run_id, r.date) for r in records}
+    first = {marks[id(r)]: r for r in reversed(records)}
+    return [r for r in records if len(paths) == 1 or first[marks[id(r)]] is r], damaged + bad
 
 
 def published_trials(output: Path = CHECKOUT) -> tuple[RunRecord, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated
 
 from ddpm_lab.checks import choice
@@ -19,7 +19,7 @@ USUAL_TURNS = 12
 """Of a set whose turns are not computed yet."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """How one set is measured.
 
@@ -38,15 +38,10 @@ class Plan:
         validate(self, "plan.")
         object.__setattr__(self, "window_seconds", float(self.window_seconds))  # 1 and 1.0 are one plan
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Hash that says which sets may be pooled; their number of turns is fixed for each comparison instead."""
-        return _plan_key(self)
-
-
-@lru_cache(maxsize=256)
-def _plan_key(plan: Plan) -> str:
-    return digest({k: v for k, v in dataclasses.asdict(plan).items() if k != "turns"})
+        return digest({k: v for k, v in dataclasses.asdict(self).items() if k != "turns"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +55,11 @@ class Preset:
     minutes: float | None
 
 
+_SMOKE, _QUICK = Plan(turns=2, window_seconds=0.1), Plan()
 PRESETS = {
-    preset.name: preset
-    for preset in (
-        Preset(name="smoke", sets=1, plan=Plan(turns=2, window_seconds=0.1), cold_compiles=1, minutes=3.0),
-        Preset(name="quick", sets=6, plan=Plan(), cold_compiles=1, minutes=9.5),
-        Preset(name="full", sets=12, plan=Plan(), cold_compiles=3, minutes=None),
-    )
+    "smoke": Preset(name="smoke", sets=1, plan=_SMOKE, cold_compiles=1, minutes=3.0),
+    "quick": Preset(name="quick", sets=6, plan=_QUICK, cold_compiles=1, minutes=9.5),
+    "full": Preset(name="full", sets=12, plan=_QUICK, cold_compiles=3, minutes=None),
 }
 
 
@@ -113,19 +106,13 @@ PRIMARY, OTHERS = "primary", "others"
 
 def by_stage(families: Sequence[Family]) -> tuple[list[Family], list[Family]]:
     """The primary comparisons, and all others; of a question without a primary comparison everything is primary."""
-    primary = [
-        dataclasses.replace(f, candidates=first)
-        for f in families
-        if (first := tuple(row for row in f.candidates if row[0] == f.primary or (f.primary and f.together)))
-    ]
-    if not primary:
-        return list(families), []
-    taken = {(f.name, row) for f in primary for row in f.candidates}
-    rest = [
-        dataclasses.replace(f, candidates=tuple(row for row in f.candidates if (f.name, row) not in taken))
-        for f in families
-    ]
-    return primary, [f for f, whole in zip(rest, families, strict=True) if f.candidates or not whole.candidates]
+    first, rest = [], []
+    for f in families:
+        mine = tuple(row for row in f.candidates if row[0] == f.primary or (f.primary and f.together))
+        others = tuple(row for row in f.candidates if row not in mine)
+        first += [dataclasses.replace(f, candidates=mine)] if mine else []
+        rest += [dataclasses.replace(f, candidates=others)] if others or not f.candidates else []
+    return (first, rest) if first else (list(families), [])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,10 +164,7 @@ class Experiment:
     def configurations(self) -> tuple[RunConfig, ...]:
         """Every configuration, baselines first within each family."""
         compared = [c for f in self.families for c in (f.baseline, *(config for _, config in f.candidates))]
-        others = (
-            *(config for _, _, config in self.profiles),
-            *(trial.config for trial in (*self.checks, *self.trials)),
-        )
+        others = [*(c for _, _, c in self.profiles), *(trial.config for trial in (*self.checks, *self.trials))]
         return (*compared, *others) or ((self.asked,) if self.asked else ())
 
 
@@ -194,42 +178,30 @@ WITH_TRIALS = ("multi_gpu", "amp", "torch_compile", "batch_size", "exchange", "p
 """Questions about speed whose configurations can be trained for quality besides."""
 NOT_TRAINED = "not trained"
 """Begins the note of a configuration that is not trained for its quality since its gradient check failed."""
-SEARCH, RECOMMENDATION = "search", "recommendation"
-"""Short sets of a search, and the sets that measure again what it found."""
-START = "baseline"
-"""What a search sets out from: a plain step as in the other questions, where it is not told otherwise."""
+SEARCH, RECOMMENDATION, START = "search", "recommendation", "baseline"
+"""Short sets of a search, the sets that measure its winner again, and the label of the plain step it sets out from."""
+WHOLE_QUESTION = "the whole question"
+"""Label of what is left out where nothing of a question can be asked."""
 
 # Names in the experiment "peers" that the questions write and the explaining half reads.
-OURS = "this trainer"
-TUNED = ", tuned"
-FORMATS = ", in bf16 and channels_last"
-COMPILED = ", compiled"
+OURS, TUNED, FORMATS, COMPILED = "this trainer", ", tuned", ", in bf16 and channels_last", ", compiled"
+BOTH_FP32, LEVERS, SAMPLING = ", both fp32", ", one lever at a time", ", a step of sampling"
+LIMITS = "limits of this machine"
 FLASH_ATTENTION = "flash_attention"
 """An option of the trainer that has it."""
 FUSED_PARTS = ("group norm", "layer norm", "linear attention", "upsampling", "weights' gradient", "attention products")
 """What kernels 'fused' joins or replaces, the last two in bf16 alone; the option "without" leaves one out."""
-BOTH_FP32 = ", both fp32"
-LEVERS = ", one lever at a time"
-WHOLE_QUESTION = "the whole question"
-"""Label of what is left out where nothing of a question can be asked."""
-SAMPLING = ", a step of sampling"
-LIMITS = "limits of this machine"
 
-# Families of the experiment "multi_gpu": a name without either is strong scaling.
+# Families of the experiment "multi_gpu": a name without any of these is strong scaling.
 SCALINGS = ("strong", "weak", "both")
-WEAK = ", weak scaling"
+WEAK, LOST = ", weak scaling", ", lost scaling"
 TOGETHER = ", together"
 """Ends the family in which what may be recommended is measured together."""
-LOST = ", lost scaling"
-# Configurations from whose differences the lost scaling is computed. One of all ranks is named as elsewhere, such as
-# "2 ranks".
-NO_EXCHANGE = "no exchange"
-READY_BATCHES = "ready batches"
-ALL_OFF = "all of these off"
-ONE_RANK = "one rank"
-ONE_OFF = "one rank, all of these off"
-ONE_SMALL = "one rank, batch of a rank"
-ONE_SMALL_THREADS = "one rank, batch and threads of a rank"
+
+# Configurations from whose differences the lost scaling is computed, beside one of all ranks, such as "2 ranks".
+NO_EXCHANGE, READY_BATCHES, ALL_OFF = "no exchange", "ready batches", "all of these off"
+ONE_RANK, ONE_OFF = "one rank", "one rank, all of these off"
+ONE_SMALL, ONE_SMALL_THREADS = "one rank, batch of a rank", "one rank, batch and threads of a rank"
 
 
 def scaling(family: str) -> str | None:

@@ -9,7 +9,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Annotated, Any
 
 from ddpm_lab.checks import LabError
@@ -37,7 +37,14 @@ class OtherSchemaError(LedgerError):
     """A record that another edition of the lab wrote."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def check_schema(schema: Any) -> None:
+    """Raise OtherSchemaError for that of a record that this edition does not read."""
+    if schema != SCHEMA:
+        remedy = "move the file away and measure again" if schema < SCHEMA else "update ddpm_lab"
+        raise OtherSchemaError(f"a record has schema {schema}, this version reads {SCHEMA}: {remedy}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """What must be equal for two records to be compared. Host name and date are recorded, not compared."""
 
@@ -51,10 +58,10 @@ class Machine:
     def __post_init__(self) -> None:
         object.__setattr__(self, "gpus", tuple(self.gpus))
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Twelve hexadecimal digits."""
-        return _machine_key(self)
+        return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:12]
 
     @property
     def name(self) -> str:
@@ -65,11 +72,6 @@ class Machine:
         models = sorted(set(self.gpus))
         counted = " + ".join(f"{self.gpus.count(m)} x {m}" for m in models)
         return f"{counted}, {self.cpu}, {cores}"
-
-
-@lru_cache(maxsize=256)
-def _machine_key(machine: Machine) -> str:
-    return hashlib.sha256(json.dumps(dataclasses.asdict(machine), sort_keys=True).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +96,9 @@ class Environment:
 class Window:
     """One timed window: ``seconds`` is the wall time from the first rank's start to the last rank's end.
 
-    A step ends when its slowest rank ends it, so ``step_seconds`` add up to the window; ``data_seconds`` is each rank's
-    wait for data; ``others_cores`` is how many cores other processes kept busy meanwhile (None: unknown). ``state`` is
-    what the machine did, by the names of ``measure.machine_watch.Watch``, and the memory that the largest rank held at
-    the window's end (``rss_bytes``, on a GPU ``allocated_bytes`` and ``reserved_bytes``).
+    A step ends when its slowest rank ends it. ``data_seconds`` is each rank's wait for data, ``others_cores`` how many
+    cores other processes kept busy. ``state`` is what the machine did, by the names of ``machine_watch.Watch``, and the
+    memory of the largest rank at the end (``rss_bytes``, on a GPU ``allocated_bytes`` and ``reserved_bytes``).
     """
 
     turn: int
@@ -123,9 +124,8 @@ class Window:
 class RankRecord:
     """What one rank reports of itself; None is unknown, or does not exist.
 
-    ``peak_memory_bytes`` and ``peak_reserved_bytes`` are what torch had allocated and reserved on the GPU.
-    ``peak_rss_bytes`` is the most host memory that the rank's own process had resident: its tensors on a CPU, Python,
-    and the libraries that it shares with other processes (about 0.3 GiB with torch alone); not its loader workers.
+    ``peak_memory_bytes`` and ``peak_reserved_bytes`` are torch's on the GPU. ``peak_rss_bytes`` is the most host memory
+    of the rank's own process, shared libraries included (0.3 GiB with torch alone), loader workers not.
     """
 
     rank: int
@@ -144,17 +144,13 @@ class RankRecord:
 class RunRecord:
     """What one configuration did in one set.
 
-    ``role`` is baseline, twin (the baseline again), candidate, cold (a cold compile, measured alone), profile, choice
-    (a network chosen for this machine), search (a size tried for the largest batch that fits, alone), largest (how that
-    search ended, its limit as the label; both belong to no set), check (of a gradient), wrong (a wrong way to measure,
-    run to be shown; its numbers are in the profile and no speed), note (a configuration that was left out before any
-    set), space (what a search could choose from, and by its family the sets that measured again what it found), or look
-    (an answer was shown: ``look`` has the ``sets`` of this baseline that it rested on, and their ``log_ratios`` by run
-    id, the twin's under TWIN: they say how much sets of this machine scatter).
-    ``status`` is ok, oom, unsupported, diverged, crashed, timed out, refused or left out.
-    ``primary`` marks the candidate of the question's primary comparison, which its definition fixes.
-    ``baseline_id`` is the run id of the set's baseline. ``stages`` are seconds: start, build, compile (the first step,
-    compiled configurations only), warmup, steady, teardown; of a trial training.
+    Roles: baseline, twin (the baseline again), candidate; cold (a cold compile), profile; choice (a network chosen for
+    this machine); search and largest (sizes tried for the largest batch, and how that ended, its limit as the label);
+    quality (a trial), check (of a gradient), wrong (a wrong way to measure, whose numbers are in the profile); note (a
+    configuration that was left out); space (what a search could choose from, and by its family the sets that measured
+    its winner again); look (an answer was shown, which rested on ``sets`` of this baseline with these ``log_ratios`` by
+    run id, the twin's under TWIN). ``primary`` marks the candidate of the question's primary comparison.
+    ``stages`` are seconds: start, build, compile (the first step), warmup, steady, teardown; of a trial training.
     """
 
     set_id: str
@@ -207,26 +203,16 @@ class RunRecord:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        values["config"] = self.config.as_dict()
-        values["run_id"] = self.run_id
-        for name in ("plan", "environment"):
-            values[name] = dataclasses.asdict(values[name])
-        for name in ("ranks", "windows"):
-            values[name] = [dataclasses.asdict(item) for item in values[name]]
-        return values
+        values |= {"config": self.config.as_dict(), "run_id": self.run_id}
+        values |= {name: dataclasses.asdict(values[name]) for name in ("plan", "environment")}
+        return values | {name: [dataclasses.asdict(each) for each in values[name]] for name in ("ranks", "windows")}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunRecord:
         """Rebuild a record. Raises OtherSchemaError for another edition's, ValueError for values that do not fit."""
-        if (schema := values["schema"]) > SCHEMA:
-            raise OtherSchemaError(f"a record has schema {schema}, this version reads {SCHEMA}: update ddpm_lab")
-        if schema < SCHEMA:
-            raise OtherSchemaError(
-                f"a record has schema {schema}, of an earlier edition, and this version reads {SCHEMA}: move the file "
-                "away and measure again"
-            )
+        check_schema(values["schema"])
         values = {k: v for k, v in values.items() if k != "run_id"}
-        found: RunRecord = _fields({**values, "config": _configuration(json.dumps(values["config"]))})
+        found: RunRecord = _fields({**values, "config": _configuration(json.dumps(values["config"]))}, "")
         return found
 
 
@@ -248,18 +234,17 @@ BUSY_GPU_PERCENT = 10.0
 
 
 def set_log_ratio(baseline: RunRecord, other: RunRecord, twin: RunRecord | None = None) -> float:
-    """What one set finds for a configuration: the mean over turns of ln(baseline's seconds per image / its own).
-
-    Above 0 the configuration is faster. With ``twin`` the baseline's logarithm is the mean of the baseline's and its
-    twin's, which is narrower at no cost; the mean of their times would favour every candidate where windows scatter.
-    Only turns count that all have; NaN where there is none.
-    """
+    """What one set finds for a configuration: the mean of its ``turn_log_ratios``, NaN where there is none."""
     logs = turn_log_ratios(baseline, other, twin)
     return statistics.fmean(logs) if logs else math.nan
 
 
 def turn_log_ratios(baseline: RunRecord, other: RunRecord, twin: RunRecord | None = None) -> list[float]:
-    """The log ratio of each turn that all have; see ``set_log_ratio``."""
+    """The ln(baseline's seconds per image / the other's) of each turn that all have; above 0 the other is faster.
+
+    With ``twin`` the baseline's logarithm is the mean of its own and its twin's, which is narrower at no cost; the mean
+    of their times would favour every candidate where windows scatter.
+    """
     sides = [seconds_by_turn(r) for r in (baseline, *([twin] if twin else []))]
     theirs = seconds_by_turn(other)
     turns = theirs.keys() & set.intersection(*(set(side) for side in sides))
@@ -276,29 +261,26 @@ def crowded(records: Sequence[RunRecord]) -> bool:
     """Whether a set does not count, since other processes took the cores or the GPU of its ranks in too many turns.
 
     A turn is crowded when, on average over its windows, the ranks' threads together with what other processes and the
-    hypervisor took exceed the usable cores by a quarter of a core or more; on a GPU, when another process computes on
-    it. Decided by load, never by time. What is not known crowds nothing.
+    hypervisor took exceed the usable cores by CROWDED_CORES; on a GPU, when another process computes on it. Decided by
+    load, never by time; what is unknown crowds nothing.
     """
     turns: dict[int, list[float]] = {}
     for r in records:
-        cuda, cores = r.config.device == "cuda", r.environment.machine.usable_cores
-        threads = 0 if cuda else min(cores, r.config.rank_threads(cores) * r.config.node_size)
         for w in r.windows:
-            excess = _gpu_excess(w) if cuda else threads + _taken_cores(w) - cores - CROWDED_CORES
-            turns.setdefault(w.turn, []).append(-1.0 if r.config.oversubscribe else excess)
+            turns.setdefault(w.turn, []).append(-1.0 if r.config.oversubscribe else _excess(r, w))
     full = sum(statistics.fmean(excess) >= 0 for excess in turns.values())
     return full > CROWDED_SHARE * len(turns)
 
 
-def _taken_cores(window: Window) -> float:
-    """Cores that other processes and the hypervisor took during a window."""
-    watched = window.state.get("watched_seconds")
-    return (window.others_cores or 0.0) + ((window.stolen_seconds or 0.0) / watched if watched else 0.0)
-
-
-def _gpu_excess(window: Window) -> float:
-    """At least 0 where another process computes on the window's GPUs."""
-    percent = window.state.get("gpu_others_percent")
-    if percent is None and window.state.get("gpu_others_changed_bytes"):
-        percent = 100.0  # NVML does not tell how busy it is: one that comes, goes or changes its memory is at work
-    return (percent or 0.0) - BUSY_GPU_PERCENT
+def _excess(record: RunRecord, window: Window) -> float:
+    """At least 0 where others want too much of the cores, in cores, or of the GPUs, in percent."""
+    config, state = record.config, window.state
+    if config.device == "cuda":
+        # Where NVML does not tell how busy another process is, one that comes, goes or changes its memory is at work.
+        unknown = 100.0 if state.get("gpu_others_changed_bytes") else 0.0
+        percent = state.get("gpu_others_percent")
+        return (unknown if percent is None else percent) - BUSY_GPU_PERCENT
+    cores, watched = record.machine.usable_cores, state.get("watched_seconds")
+    threads = min(cores, config.rank_threads(cores) * config.node_size)
+    stolen = (window.stolen_seconds or 0.0) / watched if watched else 0.0
+    return threads + ((window.others_cores or 0.0) + stolen) - cores - CROWDED_CORES

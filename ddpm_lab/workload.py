@@ -1,8 +1,7 @@
 """The thing being trained, as the lab sees it: a small protocol, so that any training step can be measured.
 
-A workload is named ``module:function`` in the configuration. Every rank calls ``function(config, context)`` once, in a
-fresh process, and then alternates ``next(batches)`` and ``step(batch)``. A ``Training`` is all that a user has to give;
-``training.own`` makes such a workload of it.
+A workload is named ``module:function``. Every rank calls ``function(config, context)`` once, in a fresh process, and
+then alternates ``next(batches)`` and ``step(batch)``. A user gives a ``Training``, which ``training.own`` makes one of.
 """
 
 from __future__ import annotations
@@ -25,23 +24,21 @@ def _nothing(*_: Any) -> None:
 
 
 def _unwatched(ddp: Any, hook: Any = None) -> None:
-    """When gradients are exchanged is of interest only where a time budget is taken; how they are is the workload's."""
+    """When gradients are exchanged is of interest only there too; how they are is the workload's."""
     if hook is not None:
         ddp.register_comm_hook(None, hook)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """Where a workload runs.
+    """Where a workload runs, ``device`` as a torch device string, and whom it tells.
 
-    ``mark(phase)`` tells the watching parent what the rank is about to do, so that a rank that hangs can be named with
-    what it was doing, and cuts a step into the phases of its time budget; it costs about a microsecond. The lab marks
-    "data"; "copy" (host to device), "forward", "backward", "optimizer", "ema" and "communication" (or "all-reduce")
-    are the workload's, and any other name is shown as it is. ``span(name, start, end)`` reports what ran beside these
-    phases, in seconds of ``time.perf_counter``; any thread may call it. ``watch(ddp)`` does so for the gradient
-    exchange of a DistributedDataParallel module: once, before its first step; ``watch(ddp, hook)`` where that is done
-    by a communication hook, which it registers. No time is noted where no budget is taken.
-    ``device`` is a torch device string.
+    ``mark(phase)`` says what the rank does next: it cuts a step into phases, names what a rank that hangs was doing,
+    and costs a microsecond. The lab marks "data"; "copy" (host to device), "forward", "backward", "optimizer", "ema"
+    and "communication" (or "all-reduce") are the workload's, and any other name is shown as it is.
+    ``span(name, start, end)``, in seconds of ``time.perf_counter``, reports what ran beside these, from any thread.
+    ``watch(ddp)``, or ``watch(ddp, hook)`` with a communication hook, does so for the gradient exchange of a
+    DistributedDataParallel module: once, before its first step.
     """
 
     rank: int
@@ -81,23 +78,20 @@ class Workload(Protocol):
 class Training:
     """A training of your own: what only you can know. Precision, compilation, ranks and loading are the lab's to set.
 
-    A function ``make()``, or ``make(config, context)``, returns it. Every rank calls that once, in a fresh process with
-    seeded generators (torch, numpy, random). The lab moves the model to the device and wraps it, so ``loss`` and
-    ``step`` must call the model that they are given.
+    A function ``make()``, or ``make(config, context)``, returns it; every rank calls that once, with seeded generators
+    (torch, numpy, random). ``loss`` and ``step`` must call the model that they are given, which the lab has wrapped.
 
     Args:
         model: the network, a ``torch.nn.Module``, on the CPU.
         data: a map-style dataset (``len(data)``, ``data[i]`` one sample), which the lab shuffles, shares between ranks
-            and makes batches of; or an iterable of ready batches of ``config.rank_batch_size`` samples for this rank,
-            which begins anew when it ends.
-        loss: ``loss(model, batch)`` is the mean loss of a batch on the device, a tensor of one number; the backward
-            pass and the optimizer's step are the lab's. In place of it ``step``.
-        step: ``step(model, batch)`` is a whole step, backward pass and optimizer included, and returns its loss. The
-            number format is then your own, and the lab does not set it.
+            and makes batches of; or an iterable of ready batches of ``config.rank_batch_size`` samples for this rank.
+        loss: ``loss(model, batch)`` is the mean loss of a batch on the device, a tensor of one number.
+        step: in place of it, ``step(model, batch)`` is a whole step, backward pass and optimizer included, and returns
+            its loss. Its number format is your own.
         optimizer: a ``torch.optim.Optimizer`` of ``model.parameters()``; None is Adam with the learning rate of
             ``config.optimizer``. A ``step`` brings its own.
         collate: makes a batch of a list of samples; None is torch's ``default_collate``.
-        held_out_loss: ``held_out_loss(model)`` is a loss on data that is never trained on, a number, of the model in
+        held_out_loss: ``held_out_loss(model)`` is a loss, a number, on data that is never trained on, of the model in
             eval mode, without gradients, on the device. Without it nothing is said about quality.
     """
 
@@ -131,6 +125,6 @@ def place_of(function: Any) -> str:
 
 
 def named(name: str, function: Any) -> str:
-    """A workload's name for a sentence about it, with the place of the function that the sentence is about."""
+    """A workload's name for a sentence about it, with the place of its function where that can be told."""
     place = place_of(function)
     return f"{name} ({place})" if place else name

@@ -76,4 +76,4 @@ def test_sizes_are_named_for_people() -> None:
 def test_a_batch_size_means_nothing_here(call: Call) -> None:
     code, _, err = call("run", "all_reduce", "--batch-size", "8")
     assert code == 2
-    assert "--batch-size: the experiment all_reduce has none" in err
+    assert "--batch-size 8: only profile, amp" in err

@@ -8,14 +8,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import records as make
 
 from ddpm_lab.config import DiffusionConfig, RunConfig
 from ddpm_lab.ledger import Ledger, read_all
-from ddpm_lab.record import SCHEMA, LedgerError, Machine, RunRecord
+from ddpm_lab.record import SCHEMA, LedgerError, RunRecord
 
 
 def some_records() -> list[RunRecord]:
@@ -48,15 +48,8 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert ledger.read() == (written, [])
     ledger.append(written)
     assert ledger.read()[0] == [*written, *written]
-
-
-def test_a_line_names_its_run_and_schema_for_other_readers(tmp_path: Path) -> None:
-    record = some_records()[0]
-    Ledger(tmp_path / "l.jsonl").append([record])
-    (line,) = (tmp_path / "l.jsonl").read_text().splitlines()
-    values = json.loads(line)
-    assert values["run_id"] == record.run_id
-    assert values["schema"] == SCHEMA
+    values = json.loads(ledger.path.read_text().splitlines()[0])
+    assert (values["run_id"], values["schema"]) == (written[0].run_id, SCHEMA), "for other readers"
 
 
 def test_losses_that_are_no_numbers_survive(tmp_path: Path) -> None:
@@ -70,78 +63,51 @@ def test_losses_that_are_no_numbers_survive(tmp_path: Path) -> None:
     assert found.ranks[0].losses[2:] == (math.inf, -math.inf)
 
 
-@pytest.mark.parametrize("kept", [1, 100, -1])
-def test_a_torn_last_line_costs_only_itself(tmp_path: Path, kept: int) -> None:
-    path = tmp_path / "ledger.jsonl"
+def test_a_torn_last_line_costs_only_itself(tmp_path: Path) -> None:
     first, torn, later = some_records()[:3]
-    ledger = Ledger(path)
-    ledger.append([first])
-    whole = path.read_bytes()
-    ledger.append([torn])
-    lost = path.read_bytes()[len(whole) :]
-    path.write_bytes(whole + lost[:kept].rstrip(b"\n"))
-    ledger.append([later])
-    ledger.append([first])
-    records, damaged = ledger.read()
-    if kept == -1:  # only the line's end is missing: nothing is lost at all
-        assert records == [first, torn, later, first]
-        assert not damaged
-    else:
-        assert records == [first, later, first]
-        assert [d.line for d in damaged] == [2]
+    for kept in (1, 100, -1):
+        ledger = Ledger(tmp_path / f"{kept}.jsonl")
+        ledger.append([first])
+        whole = ledger.path.read_bytes()
+        ledger.append([torn])
+        lost = ledger.path.read_bytes()[len(whole) :]
+        ledger.path.write_bytes(whole + lost[:kept].rstrip(b"\n"))
+        ledger.append([later])
+        records, damaged = ledger.read()
+        if kept == -1:  # only the line's end is missing: nothing is lost at all
+            assert (records, damaged) == ([first, torn, later], [])
+        else:
+            assert records == [first, later]
+            assert [d.line for d in damaged] == [2]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"not json",
-        b"{}",
-        b"[]",
-        b"null",
-        b'"text"',
-        b"7",
-        b"\xff\xfe",
-        b'{"schema": 4, "environment": 3}',
-        b'{"something": "else"}',
-        b'{"schema": "x"}',
-        b'{"schema": null}',
-    ],
-)
-def test_a_damaged_line_is_reported_and_set_aside(tmp_path: Path, line: bytes) -> None:
+def test_a_damaged_line_is_reported_and_set_aside(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     first, second = some_records()[:2]
+    wrong = first.as_dict()
+    wrong["config"]["precision"] = "fp7"
+    strange = {**first.as_dict(), "windows": [{**first.as_dict()["windows"][0], "steps": "5"}]}
+    lines = [b"not json", b"{}", b"[]", b"null", b'"text"', b"\xff\xfe", b'{"schema": 4, "environment": 3}']
+    lines += [b'{"schema": "x"}', b'{"schema": null}', json.dumps(wrong).encode(), json.dumps(strange).encode()]
     Ledger(path).append([first])
     with path.open("ab") as file:
-        file.write(line + b"\n\n")
+        file.write(b"\n\n".join(lines) + b"\n\n")
     Ledger(path).append([second])
-    records, (damaged,) = Ledger(path).read()
+    records, damaged = Ledger(path).read()
     assert records == [first, second]
-    assert (damaged.path, damaged.line) == (path, 2)
-    assert str(damaged).startswith(f"{path}, line 2: not a record")
-    assert "set aside" in str(damaged)
-    assert "\n" not in str(damaged)
-
-
-def test_a_line_with_a_wrong_value_inside_is_damaged_not_believed(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
-    values = some_records()[0].as_dict()
-    values["config"]["precision"] = "fp7"
-    path.write_text(json.dumps(values) + "\n")
-    records, (damaged,) = Ledger(path).read()
-    assert records == []
-    assert "fp7" in damaged.reason
+    assert [(d.path, d.line) for d in damaged] == [(path, 2 + 2 * i) for i in range(len(lines))]
+    assert all(str(d).startswith(f"{path}, line {d.line}: not a record") and "\n" not in str(d) for d in damaged)
+    assert "fp7" in damaged[-2].reason
+    assert "windows[0].steps is '5': expected int" in damaged[-1].reason
 
 
 @pytest.mark.parametrize(("schema", "way_out"), [(SCHEMA + 1, "update ddpm_lab"), (SCHEMA - 1, "move the file away")])
 def test_another_edition_is_refused_in_one_sentence(tmp_path: Path, schema: int, way_out: str) -> None:
     path = tmp_path / "ledger.jsonl"
-    values = some_records()[0].as_dict() | {"schema": schema, "something": "new"}
-    path.write_text(json.dumps(values) + "\n")
+    path.write_text(json.dumps(some_records()[0].as_dict() | {"schema": schema, "something": "new"}) + "\n")
     with pytest.raises(LedgerError) as refusal:
         Ledger(path).read()
-    assert f"{path}, line 1" in str(refusal.value)
-    assert f"schema {schema}" in str(refusal.value)
-    assert way_out in str(refusal.value)
+    assert all(word in str(refusal.value) for word in (f"{path}, line 1", f"schema {schema}", way_out))
     assert "\n" not in str(refusal.value)
 
 
@@ -161,15 +127,9 @@ for i in range(40):
 def test_two_writers_at_once_lose_nothing(tmp_path: Path) -> None:
     path, template = tmp_path / "ledger.jsonl", tmp_path / "template.json"
     template.write_text(json.dumps(make.record(RunConfig(), data_name="x" * 10_000).as_dict()))
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, path, name, template],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for name in ("one", "two")
-    ]
+    command = [sys.executable, "-c", WRITER, str(path)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    writers = [subprocess.Popen([*command, name, str(template)], **pipes) for name in ("one", "two")]
     for writer in writers:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "ready\n"
@@ -206,12 +166,8 @@ def test_a_writer_waits_for_another_to_finish(tmp_path: Path) -> None:
 def test_a_ledger_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "ledger.jsonl", tmp_path):
-        with pytest.raises(LedgerError) as refusal:
+        with pytest.raises(LedgerError, match=f"cannot write the ledger {path}: .*; choose another folder$"):
             Ledger(path).append(some_records()[:1])
-        sentence = str(refusal.value)
-        assert sentence.startswith(f"cannot write the ledger {path}: ")
-        assert sentence.endswith("choose another folder")
-        assert "\n" not in sentence
 
 
 def test_several_ledgers_are_read_in_order_and_a_missing_one_is_named(tmp_path: Path) -> None:
@@ -225,30 +181,6 @@ def test_several_ledgers_are_read_in_order_and_a_missing_one_is_named(tmp_path: 
     assert [(d.path.name, d.line) for d in damaged] == [("a.jsonl", 3)]
     with pytest.raises(LedgerError, match=r"there is no ledger .*c\.jsonl"):
         read_all([tmp_path / "b.jsonl", tmp_path / "c.jsonl"])
-
-
-def test_machines_compare_by_what_computes() -> None:
-    base = make.GPUS
-    changes: dict[str, Any] = {
-        "cpu": "another",
-        "usable_cores": 31,
-        "gpus": base.gpus[:-1],
-        "driver": "601",
-        "torch": "2.16",
-        "python": "3.12",
-    }
-    assert set(changes) == {f.name for f in dataclasses.fields(Machine)}
-    keys = {dataclasses.replace(base, **{name: value}).key for name, value in changes.items()}
-    assert len(keys | {base.key}) == len(changes) + 1
-    assert dataclasses.replace(base, gpus=cast("Any", list(base.gpus))).key == base.key
-
-
-def test_machines_have_names_for_people() -> None:
-    assert make.CPU.name == "Example CPU 9000, 2 cores, no GPU"
-    assert dataclasses.replace(make.CPU, usable_cores=1).name == "Example CPU 9000, 1 core, no GPU"
-    assert make.GPUS.name == "8 x Example GPU X, Example CPU 9000, 32 cores"
-    mixed = dataclasses.replace(make.GPUS, gpus=("B", "A", "B"))
-    assert mixed.name == "1 x A + 2 x B, Example CPU 9000, 32 cores"
 
 
 def test_a_cohort_is_machine_code_data_and_plan() -> None:
@@ -266,11 +198,8 @@ def test_a_cohort_is_machine_code_data_and_plan() -> None:
     assert turns.cohort == record.cohort
 
 
-@pytest.mark.parametrize(
-    "odd", ['a "quoted" name', '},"date":"1999"', "back\\slash", '","plan":{"turns":1}', "{[}]", "ü ⚠"]
-)
-def test_heads_tell_of_odd_names_what_the_records_tell(tmp_path: Path, odd: str) -> None:
-    """What is searched for in a line may stand in its names too."""
+def test_heads_tell_of_odd_names_what_the_records_tell(tmp_path: Path) -> None:
+    odd = 'a "quoted" name },"date":"1999" back\\slash {[}] ü ⚠ \u2028'
     machine = dataclasses.replace(make.CPU, cpu=odd)
     written = [
         make.record(RunConfig(data_sha256="ff", options=(("note", odd),)), family=odd, label=odd, data_name=odd),
@@ -283,6 +212,7 @@ def test_heads_tell_of_odd_names_what_the_records_tell(tmp_path: Path, odd: str)
     assert [(h.experiment, h.role, h.machine, h.cohort, h.date) for h in heads] == [
         (r.experiment, r.role, r.machine, r.cohort, r.date) for r in written
     ]
+    assert ledger.read(lambda heads: heads[1:])[0] == written[1:]
 
 
 def test_a_record_in_two_files_counts_once(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_the_half_that_explains_needs_no_torch(tmp_path: Path) -> None:
         "reports.report",
         "__main__",
         "reports.published",
-        "cli.checkup",
+        "cli.check",
     ]
     modules += [f"explain.{name}" for name in ("frames", "stats", "answer", "findings", "show", "pages")]
     modules += [f"measure.{name}" for name in ("campaign", "group", "process", "sets")]

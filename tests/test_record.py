@@ -1,4 +1,4 @@
-"""What two records of a set say of each other, and which sets do not count."""
+"""What two records of a set say of each other, which sets do not count, and what is compared with what."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.record import RunRecord, Window, crowded, set_log_ratio, turn_log_ratios
+from ddpm_lab.plan import Experiment, Family, Plan, by_stage, preset
+from ddpm_lab.record import Machine, RunRecord, Window, crowded, set_log_ratio, turn_log_ratios
 
 BOTH_CORES = RunConfig()
 SECONDS = st.lists(st.tuples(st.floats(0.2, 5.0), st.floats(0.2, 5.0)), min_size=1, max_size=8)
@@ -78,48 +79,23 @@ def loaded(*loads: float | None, config: RunConfig = BOTH_CORES, **changes: Any)
     return make.record(config, windows=tuple(windows))
 
 
-@pytest.mark.parametrize(
-    ("threads", "taken", "crowds"),
-    [
-        (0, 0.25, True),  # as many threads as cores
-        (0, 0.249, False),
-        (1, 1.25, True),
-        (1, 1.249, False),
-        (2, 0.25, True),
-        (2, 0.249, False),
-    ],
-)
-def test_a_turn_is_crowded_when_threads_and_others_exceed_the_cores_by_a_quarter(
-    threads: int, taken: float, crowds: bool
-) -> None:
-    assert crowded([loaded(taken, config=RunConfig(threads=threads))]) == crowds
-
-
-def test_threads_of_all_ranks_count() -> None:
+def test_a_turn_is_crowded_when_threads_and_others_exceed_the_cores_by_a_quarter() -> None:
+    for threads, most in ((0, 0.25), (1, 1.25), (2, 0.25)):  # 0: as many threads as cores
+        config = RunConfig(threads=threads)
+        assert crowded([loaded(most, config=config)])
+        assert not crowded([loaded(most - 0.001, config=config)])
     ranks = RunConfig(world_size=2, global_batch_size=32, threads=1)
-    assert crowded([loaded(0.25, config=ranks)])
-    assert not crowded([loaded(1.2, config=dataclasses.replace(ranks, world_size=1))])
-
-
-@pytest.mark.parametrize(
-    ("full", "turns", "crowds"), [(1, 5, False), (2, 5, True), (2, 10, False), (3, 10, True), (1, 4, True)]
-)
-def test_a_set_does_not_count_with_more_than_a_fifth_of_its_turns_crowded(full: int, turns: int, crowds: bool) -> None:
-    assert crowded([loaded(*[1.0] * full, *[0.0] * (turns - full))]) == crowds
-
-
-def test_a_turn_is_judged_by_the_mean_over_its_windows() -> None:
-    assert crowded([loaded(0.5), loaded(0.0)])
-    assert not crowded([loaded(0.49), loaded(0.0)])
-    assert not crowded([loaded(0.0, 1.0, 0.0, 0.0, 0.0), loaded(0.0, 1.0, 0.0, 0.0, 0.0)])
-
-
-def test_what_the_hypervisor_took_counts_too() -> None:
-    watched = {"watched_seconds": 0.5}
-    assert crowded([loaded(0.0, stolen_seconds=0.125, state=watched)])
-    assert not crowded([loaded(0.0, stolen_seconds=0.124, state=watched)])
-    assert crowded([loaded(0.125, stolen_seconds=0.0625, state=watched)])
+    assert crowded([loaded(0.25, config=ranks)]), "threads of all ranks count"
+    assert crowded([loaded(0.0, stolen_seconds=0.125, state={"watched_seconds": 0.5})]), "the hypervisor counts too"
+    assert not crowded([loaded(0.0, stolen_seconds=0.124, state={"watched_seconds": 0.5})])
     assert not crowded([loaded(0.0, stolen_seconds=9.0)]), "how long it was watched is unknown"
+
+
+def test_a_set_does_not_count_with_more_than_a_fifth_of_its_turns_crowded() -> None:
+    for full, turns, crowds in ((1, 5, False), (2, 5, True), (2, 10, False), (3, 10, True), (1, 4, True)):
+        assert crowded([loaded(*[1.0] * full, *[0.0] * (turns - full))]) == crowds
+    assert crowded([loaded(0.5), loaded(0.0)]), "a turn is judged by the mean over its windows"
+    assert not crowded([loaded(0.49), loaded(0.0)])
 
 
 def test_load_that_is_unknown_and_ranks_that_share_cores_crowd_nothing_however_long_it_takes() -> None:
@@ -143,6 +119,48 @@ def test_load_that_is_unknown_and_ranks_that_share_cores_crowd_nothing_however_l
     ],
 )
 def test_a_gpu_is_crowded_by_another_process_that_computes_on_it(state: dict[str, float | None], crowds: bool) -> None:
-    on_gpu = RunConfig(device="cuda")
-    assert crowded([loaded(9.0, config=on_gpu, state=state)]) == crowds
+    assert crowded([loaded(9.0, config=RunConfig(device="cuda"), state=state)]) == crowds
     assert not crowded([loaded(0.0, config=BOTH_CORES, state=state)]), "a CPU's set does not care"
+
+
+# --- machines, plans, experiments ------------------------------------------------------------------------------------
+
+
+def test_machines_compare_by_what_computes_and_have_names_for_people() -> None:
+    base = make.GPUS
+    changes: dict[str, Any] = {"cpu": "another", "usable_cores": 31, "gpus": base.gpus[:-1], "driver": "601"}
+    changes |= {"torch": "2.16", "python": "3.12"}
+    assert set(changes) == {f.name for f in dataclasses.fields(Machine)}
+    keys = {dataclasses.replace(base, **{name: value}).key for name, value in changes.items()}
+    assert len(keys | {base.key}) == len(changes) + 1
+    assert make.CPU.name == "Example CPU 9000, 2 cores, no GPU"
+    assert dataclasses.replace(make.CPU, usable_cores=1).name == "Example CPU 9000, 1 core, no GPU"
+    mixed = dataclasses.replace(base, gpus=("B", "A", "B"))
+    assert mixed.name == "1 x A + 2 x B, Example CPU 9000, 32 cores"
+
+
+def test_plans_are_pooled_only_when_they_are_equal() -> None:
+    plans = [Plan(), Plan(window_seconds=0.5), Plan(window_steps=6), Plan(settle_steps=3), Plan(warmup_steps=11)]
+    assert len({plan.key for plan in plans}) == len(plans) == len(dataclasses.fields(Plan))
+    assert Plan(turns=12).key == Plan().key, "a comparison's turns are fixed by its first set"
+
+
+def test_presets_are_what_the_readme_promises() -> None:
+    smoke, quick, full = (preset(name) for name in ("smoke", "quick", "full"))
+    assert (smoke.sets, smoke.plan.turns, smoke.minutes) == (1, 2, 3)
+    assert quick.sets == 6, "fewer sets never give a verdict"
+    assert (quick.minutes or 99) < 10
+    assert (full.minutes, full.sets) == (None, 12)
+
+
+def test_an_experiment_lists_what_it_compares_and_measures_the_primary_comparison_first() -> None:
+    base, bf16, tf32, profiled = (RunConfig(), RunConfig(precision="bf16"), RunConfig(seed=1), RunConfig(seed=2))
+    rows = (("tf32", tf32), ("bf16", bf16))
+    family = Family(name="f", baseline=base, baseline_label="fp32", candidates=rows, primary="bf16")
+    other = dataclasses.replace(family, name="g", primary="")
+    experiment = Experiment(name="amp", families=(family, other), profiles=(("f", "fp32", profiled),))
+    assert experiment.configurations == (base, tf32, bf16, base, tf32, bf16, profiled)
+    first, rest = by_stage(experiment.families)
+    assert [(f.name, f.candidates) for f in first] == [("f", rows[1:])]
+    assert [(f.name, f.candidates) for f in rest] == [("f", rows[:1]), ("g", rows)]
+    assert by_stage([other]) == ([other], []), "without a primary comparison everything is"

@@ -288,7 +288,7 @@ def test_the_ranks_of_a_job_are_those_of_all_its_hosts(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--batch-size 0", ["--batch-size", "0", "at least 1"]),
+        ("--batch-size 0", ["batch_size", "0", "at least 1"]),
         ("--parameters 0", ["parameters", "0", "at least 1"]),
         ("--parameters 7000000 --ranks auto", ["7,000,000", "--network"]),
         ("--network seed --parameters 7", ["--parameters", "--network"]),

@@ -1,4 +1,4 @@
 """The command line, a module for each group of commands: from options to an exit code. They load what they need.
 
-Read ``commands`` first; ``options`` declares what several commands have in common.
+Read ``options`` first, which has what several commands have in common.
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_lab.checks import ConfigError, percent
-from ddpm_lab.cli.options import add, given, plain, tell
+from ddpm_lab.cli.options import add, command, given, plain, tell
 from ddpm_lab.config import COMPILE, LOADERS, NETWORKS, PARTS, PRECISIONS
 from ddpm_lab.files import expanded, ledgers, output_folder
 from ddpm_lab.plan import RECOMMENDATION
@@ -24,9 +24,8 @@ _PRESENT = ("precision", "loader", "loader_workers", "compile", "world_size", "s
 
 def add_options(subparsers: Any) -> None:
     """Add the command to the command line. Settings that are not given are absent, so that a file can say them."""
-    parser = subparsers.add_parser(
-        "bottleneck", help="what takes the time of a step, and which change of a setting makes it faster: a report"
-    )
+    summary = "Report what takes the time of a step, and what to change next."
+    parser = command(subparsers, "bottleneck", summary, bottleneck_command, "bottleneck --batch-size 8")
     absent = argparse.SUPPRESS
     parser.add_argument("--config", metavar="FILE", help="TOML file with the present settings, by names of RunConfig")
     add(parser, "network", choices=NETWORKS, default=absent, help="default: the preset's for this machine")
@@ -43,7 +42,6 @@ def add_options(subparsers: Any) -> None:
     add(parser, "preset", "minutes", "sets", "resolution")
     add(parser, "ledger", help="report from these records, and measure nothing")
     add(parser, "machine", "output-dir", "json")
-    parser.set_defaults(command=bottleneck_command)
 
 
 def bottleneck_command(options: argparse.Namespace) -> int:

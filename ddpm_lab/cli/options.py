@@ -1,4 +1,4 @@
-"""Options that several commands have, each declared once; what they mean, and how an answer is printed."""
+"""What commands have in common: their parser, the options that several have, and how an answer is printed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from ddpm_lab.checks import ConfigError
+from ddpm_lab.checks import ConfigError, did_you_mean
 from ddpm_lab.config import DEVICES, NETWORKS
 from ddpm_lab.explain.bands import DEFAULT, NAMED
 from ddpm_lab.plan import PRESETS
@@ -19,52 +19,172 @@ if TYPE_CHECKING:
     from ddpm_lab.questions.planned import Measured
 
 KEY_VARIABLE = "COMET_API_KEY"
-RESOLUTION = "smallest difference to be found, such as 2%%"
-SHARED: dict[str, dict[str, Any]] = {
-    "preset": {"default": "quick", "help": f"how much is run: {', '.join(PRESETS)} (default: quick)"},
-    "minutes": {"type": float, "help": "time budget"},
-    "sets": {"type": int, "help": "sets per comparison (default: what the time gives, at least 4)"},
-    "resolution": {"metavar": "SHARE", "help": RESOLUTION},
-    "device": {"choices": DEVICES, "help": "default: the GPU where there is one"},
-    "network": {"help": f"{', '.join(NETWORKS)} (default: the preset's choice for this machine)"},
-    "workload": {
-        "metavar": "MODULE:FUNCTION",
-        "help": "a training of your own in place of the lab's DDPM (docs/your_own_model.md)",
-    },
-    "batch-size": {"type": int, "help": "global batch size"},
-    "seed": {"type": int, "default": 0, "help": "seed of weights, data order and noise (default: 0)"},
-    "data": {"default": "synthetic", "help": "images: a folder, an archive, or synthetic (the default)"},
-    "held-out": {"metavar": "FOLDER", "help": "images never to train on (default: 5 %% of the data)"},
-    "skip-bad": {"action": "store_true", "help": "leave damaged images out, and list them"},
-    "image-size": {"type": int, "default": 32, "help": "side of the images in pixels (default: 32)"},
-    "ledger": {"nargs": "+", "metavar": "FILE", "help": "records to read (default: your own ledger)"},
-    "machine": {"metavar": "NAME", "help": "whose records: a name, a part of it, or a key"},
-    "bands": {
-        "default": DEFAULT,
-        "metavar": "TABLE",
-        "help": f"names of parallel efficiency: {', '.join(NAMED)}, or your own, such as good=75%%,fair=50%%,poor=0 "
-        f"(default: {DEFAULT})",
-    },
-    "tracker": {
-        "choices": ("comet", "comet-offline", "none"),
-        "help": f"log to Comet ML, or into an archive for it (default: comet where {KEY_VARIABLE} is set, else none)",
-    },
-    "output-dir": {"help": "folder that receives all results (default: this checkout)"},
-    "json": {"action": "store_true", "help": "print JSON"},
+RESOLUTION = "smallest difference to be found, such as 2%"
+COMET = f"Comet ML, or into an archive for it (default: comet where {KEY_VARIABLE} is set, else none)"
+TABLES = f"{', '.join(NAMED)}, or your own, such as good=75%,fair=50%,poor=0 (default: {DEFAULT})"
+
+
+def _of(text: str, kind: Any = str, **how: Any) -> dict[str, Any]:
+    """What argparse is told of an option; one that is a bool takes no value."""
+    return {"help": text, **({"action": "store_true"} if kind is bool else {"type": kind}), **how}
+
+
+def numbers(text: str) -> list[int]:
+    """Whole numbers with commas between them."""
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers, such as 16,32") from None
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    # how much is measured, on what
+    "preset": _of(f"how much is run: {', '.join(PRESETS)} (default: quick)", default="quick"),
+    "minutes": _of("time budget", float),
+    "sets": _of("sets per comparison (default: what the time gives, at least 4)", int),
+    "resolution": _of(f"{RESOLUTION}: measure until then (default: what the time gives)", metavar="SHARE"),
+    "cores": _of("CPU cores to measure with (default: those that other processes leave free)", int, metavar="N"),
+    "device": _of("default: the GPU where there is one", choices=DEVICES),
+    "oversubscribe": _of("allow more ranks than cores or GPUs; speed is not claimed", bool),
+    "network": _of(f"{', '.join(NETWORKS)} (default: the preset's choice for this machine)"),
+    "parameters": _of("of a network of your own, in place of --network", int, metavar="COUNT"),
+    "workload": _of("a training of your own (docs/your_own_model.md)", metavar="MODULE:FUNCTION"),
+    "batch-size": _of("images of a step over all ranks", int),
+    "batch-sizes": _of("images of a step (default: those of 16,32,64,128 that fit)", numbers, metavar="A,B,..."),
+    "loader-workers": _of("of each rank, to decode files (default: packed images)", int),
+    "world-size": _of("number of ranks (default: 1; after rank, every process of the job)", int),
+    "ranks": _of("one rank alone; several; or several unless one is enough", choices=("single", "multi", "auto")),
+    "seed": _of("seed of weights, data order and noise (default: 0)", int, default=0),
+    "data": _of("images: a folder, an archive, or synthetic (the default)", default="synthetic"),
+    "held-out": _of("images never to train on (default: 5 % of the data)", metavar="FOLDER"),
+    "skip-bad": _of("leave damaged images out, and list them", bool),
+    "image-size": _of("side of the images in pixels (default: 32)", int, default=32),
+    # compare, check
+    "against": _of("measure A as it is in this repository against a branch, tag or commit", metavar="REVISION"),
+    "always": _of("with --against: measure identical code too", bool),
+    "gate": _of("exit 1 if B is slower, not only if it fails: a gate", bool),
+    "threshold": _of("a gate that fails what is surely slower by more (with --against: 3%)", metavar="SHARE"),
+    "strict": _of("with a gate: exit 4 where the answer is inconclusive", bool),
+    "summary": _of("append the decision as Markdown (default: $GITHUB_STEP_SUMMARY, if any)", metavar="FILE"),
+    "instrument": _of("measure what it can resolve: noise, drift, and a planted slowdown of 5 %", bool),
+    # train, sample
+    "config": _of("TOML file of settings of RunConfig and a table [train]", metavar="FILE"),
+    "no-probe": _of("take settings by the kind of processor, and try none (20 s, once)", bool),
+    "count": _of("how many images, at most 1000000", int, metavar="N", required=True),
+    "grid": _of("write all images as one, grid.png, too", bool),
+    "inception": _of("weights of torch-fidelity's Inception: the images' FID too", metavar="FILE"),
+    # results
+    "ledger": _of("records to read (default: your own ledger)", nargs="+", metavar="FILE"),
+    "machine": _of("whose records: a name, a part of it, or a key", metavar="NAME"),
+    "bands": _of(f"names of parallel efficiency: {TABLES}", default=DEFAULT, metavar="TABLE"),
+    "notebook": _of("only this notebook (may be repeated)", action="append", metavar="NAME"),
+    "parameter": _of("a notebook parameter", short=("-p",), action="append", nargs=2, metavar=("NAME", "VALUE")),
+    "only": _of("settings of two runs that may differ: exit 1 if others do", metavar="A,B,..."),
+    "publish": _of("write these records and figures to the published folders", bool),
+    "check": _of("compare the published figures with the published records", bool),
+    "csv": _of("write the table as CSV", metavar="FILE"),
+    "markdown": _of("write table and speed-ups as Markdown", metavar="FILE"),
+    "tracker": _of(f"log to {COMET}", choices=("comet", "comet-offline", "none")),
+    "output-dir": _of("folder that receives all results (default: this checkout)"),
+    "json": _of("print JSON", bool),
+    # several hosts
+    "interface": _of("network interface over which ranks exchange gradients", metavar="NAME"),
+    "nodes": _of("machines of a job (default: 1)", int, default=1, metavar="N"),
+    "gpus-per-node": _of("default: 0, on the CPUs", int, default=0, metavar="G"),
+    "sbatch": _of('more: --sbatch="--time=2:00:00"', default="", metavar="OPTIONS"),
 }
-COMMON = ("preset", "data", "network", "workload", "minutes", "output-dir", "held-out", "skip-bad")
+SEVERAL = "ledgers (.jsonl), folders of `train`, logs of jobs (default: your own ledger)"
+RUNS = "folders, TOML files, run ids, SET:LABEL"
+SIDE = "module:function, or a TOML file of settings"
+POSITIONALS: dict[str, dict[str, Any]] = {
+    "experiments": _of("such as amp: see below", nargs="+", metavar="EXPERIMENT"),
+    "baseline": _of(f"{SIDE}: the side that is 1; with --against both sides", nargs="?", metavar="A"),
+    "candidate": _of(f"{SIDE}: the side whose speed is asked for", nargs="?", metavar="B"),
+    "source": _of("a folder of PNG or JPEG images, train.7z, cifar-10-python.tar.gz, or synthetic"),
+    "dest": _of("folder to make"),
+    "checkpoint": _of("a file of checkpoints/ in the folder of a run", metavar="CHECKPOINT"),
+    "sources": _of(f"{SEVERAL}; or two runs: {RUNS}", nargs="*", metavar="SOURCE"),
+    "words": _of("a command with its options", nargs=argparse.REMAINDER, metavar="COMMAND ..."),
+    "logs": _of("logs of jobs (default: slurm-*.out in this folder)", nargs="*", metavar="LOG"),
+}
+COMMON = "preset data network workload minutes output-dir held-out skip-bad"
 """Options of ``run`` and of ``report``, which does the same with notebooks."""
 
 
+class Parser(argparse.ArgumentParser):
+    """Refuses in one line, like everything else here; the usage is what --help is for.
+
+    ``hints`` say of options that others have, who has them.
+    """
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.hints: dict[str, str] = {}
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse what a command does not know by the command's own name; argparse would leave it to the program."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            hint = self.hints.get(name) or did_you_mean(name, self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return found, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            names = ", ".join(map(str, action.choices))
+            sentence = f"{value!r}: choose one of {names}{did_you_mean(value, action.choices)}"
+            raise argparse.ArgumentError(action, sentence)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"ddpm-lab: {message}; see {self.prog} --help\n")
+
+
+class Command(NamedTuple):
+    """A command, named and described as the function that runs it.
+
+    ``options`` are names of ``OPTIONS`` and ``POSITIONALS``, with | between those that exclude each other; ``help`` is
+    what is said of some of them here, ``usual`` their defaults, and ``more`` adds options for what was typed.
+    """
+
+    run: Callable[[argparse.Namespace], int]
+    example: str
+    options: str
+    help: Mapping[str, str] = {}
+    usual: Mapping[str, Any] = {}
+    more: Callable[[Parser, Sequence[str]], None] | None = None
+
+    def add(self, subparsers: Any, words: Sequence[str]) -> None:
+        """Add the command to the command line, on which ``words`` were typed."""
+        name, about = self.run.__name__, str(self.run.__doc__).partition("\n")[0]
+        parser = command(subparsers, name, about, self.run, self.example)
+        for option in self.options.split():
+            group = parser.add_mutually_exclusive_group() if "|" in option else parser
+            for each in option.split("|"):
+                add(group, each, **{k: v[each] for k, v in (("help", self.help), ("default", self.usual)) if each in v})
+        if self.more and words[:1] == [name]:
+            self.more(parser, words[1:])
+
+
+def command(subparsers: Any, name: str, about: str, run: Callable[[argparse.Namespace], int], example: str) -> Parser:
+    """Add a command, with an example of it under its help."""
+    parser: Parser = subparsers.add_parser(name, description=about, epilog=f"example: ddpm-lab {example}")
+    parser.set_defaults(command=run)
+    return parser
+
+
 def add(parser: argparse._ActionsContainer, *names: str, **otherwise: Any) -> None:
-    """Add options of ``SHARED`` to a command, in this order; ``otherwise`` replaces what is said of them there."""
+    """Add options or positionals to a command, in this order; ``otherwise`` replaces what is said of them here."""
     for name in names:
-        parser.add_argument(f"--{name}", **{**SHARED[name], **otherwise})
+        how = {**(POSITIONALS.get(name) or OPTIONS[name]), **otherwise}
+        how["help"] = how["help"].replace("%%", "%").replace("%", "%%")
+        flags = [name] if name in POSITIONALS else [*how.pop("short", ()), f"--{name}"]
+        parser.add_argument(*flags, **how)
 
 
 def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Options by name, as keyword arguments."""
-    return {name: getattr(options, name) for name in names}
+    """Options by name, as keyword arguments; those that are absent are left out."""
+    return {name: getattr(options, name) for name in names if name in options}
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,8 +200,7 @@ def tell(options: argparse.Namespace, values: Any, lines: Iterable[object]) -> N
 def tracker_chosen(option: str | None) -> str | None:
     """The tracker that the option names, or comet where its key is in the environment; None is none.
 
-    Raises:
-        ConfigError: comet is asked for and there is no key.
+    Raises ConfigError where comet is asked for and there is no key.
     """
     has_key = bool(os.environ.get(KEY_VARIABLE))
     if option == "comet" and not has_key:
@@ -93,13 +212,14 @@ def tracker_chosen(option: str | None) -> str | None:
     return None if name == "none" else name
 
 
-def track(tracker: str, measured: Measured) -> None:
-    """Tell a tracker what was measured, when nothing is measured any more; never raises."""
-    try:
-        from ddpm_lab.questions import experiments  # noqa: PLC0415 - not on a bare GPU node
-        from ddpm_lab.reports import tracked  # noqa: PLC0415 - not on a bare GPU node
+def track(tracker: str | None, *measured: Measured) -> None:
+    """Tell a tracker, if there is one, what was measured, when nothing is measured any more; never raises."""
+    for one in measured if tracker else ():
+        try:
+            from ddpm_lab.questions import experiments  # noqa: PLC0415 - not on a bare GPU node
+            from ddpm_lab.reports import tracked  # noqa: PLC0415 - not on a bare GPU node
 
-        tracked.tell(tracker, experiments.study_of(measured))
-    except Exception as error:  # whatever fails here takes nothing from what was measured
-        reason = f"{type(error).__name__}: {error}"
-        print(f"tracker: {measured.experiment.name} is not, or not wholly, logged ({reason})", file=sys.stderr)
+            tracked.tell(str(tracker), experiments.study_of(one))
+        except Exception as error:  # whatever fails here takes nothing from what was measured
+            reason = f"{type(error).__name__}: {error}"
+            print(f"tracker: {one.experiment.name} is not, or not wholly, logged ({reason})", file=sys.stderr)

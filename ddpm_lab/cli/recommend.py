@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from ddpm_lab.checks import ConfigError, percent
-from ddpm_lab.cli.options import add, given, plain
+from ddpm_lab.cli.options import add, command, given, plain
 
 MINUTES = {"quick": 10.0, "full": 60.0}
 """Where no budget is given."""
@@ -15,9 +15,8 @@ MINUTES = {"quick": 10.0, "full": 60.0}
 
 def add_options(subparsers: Any) -> None:
     """Add the command to the command line."""
-    parser = subparsers.add_parser(
-        "recommend", help="search the fastest configuration whose quality is not worse, and measure it again"
-    )
+    summary = "Search the fastest configuration whose quality is not worse."
+    parser = command(subparsers, "recommend", summary, recommend_command, "recommend --minutes 10")
     add(parser, "preset")
     add(parser, "minutes", help="time budget (default: 10; 60 in full)")
     add(parser, "data", "held-out", "skip-bad", "network")
@@ -49,7 +48,6 @@ def add_options(subparsers: Any) -> None:
     add(parser, "ledger", help="measure nothing, and read these records")
     add(parser, "machine", help="whose records to read: a name, a part of it, a key, or all")
     add(parser, "output-dir", "json")
-    parser.set_defaults(command=recommend_command)
 
 
 def recommend_command(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Commands whose results are made to be shared, from their options to an exit code: benchmark and summary."""
+"""Commands whose results are made to be shared: ``report``, ``figures``, ``benchmark`` and ``summary``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_lab.checks import ConfigError, missing_to_explain
-from ddpm_lab.cli.options import add, given
+from ddpm_lab.cli.options import COMMON, Command, given, tell
 from ddpm_lab.config import RunConfig
 from ddpm_lab.files import LEDGER, PREPARED, expanded, ledgers, output_folder, writing
 from ddpm_lab.ledger import read_all
@@ -28,49 +28,47 @@ BATCH_SIZES = (16, 32, 64, 128)
 """Batches that the devices share, unless others are given; the first one is that of each device too (weak scaling)."""
 
 
-def add_options(subparsers: Any) -> None:
-    """Add the commands to the command line."""
-    benchmark = subparsers.add_parser("benchmark", help="one GPU against several: report, figures, tables, JSON, CSV")
-    add(benchmark, "network", help="default: seed on a GPU, tiny on a CPU")
-    benchmark.add_argument(
-        "--batch-sizes", type=_numbers, metavar="N,N", help="images of a step (default: those of 16,32,64,128 that fit)"
-    )
-    benchmark.add_argument("--loader-workers", type=int, help="of each rank, to decode files (default: packed images)")
-    benchmark.add_argument(
-        "--ranks",
-        choices=("single", "multi", "auto"),
-        help="one GPU or rank alone, several alone, or several beside one only where `ddpm-lab strategy` does not say "
-        "single (default: one beside several)",
-    )
-    add(benchmark, "preset", "minutes", "sets", "data", "held-out", "device", "seed")
-    add(benchmark, "ledger", help="measure nothing: write the folder from these records")
-    add(benchmark, "machine", help="with --ledger: whose records")
-    add(benchmark, "output-dir", help="folder of the results; the same one goes on (default: a new one here)")
-    add(benchmark, "json", help="print benchmark_results.json and nothing else")
-    benchmark.set_defaults(command=benchmark_command)
-
-    summary = subparsers.add_parser("summary", help="runs as a table with speed-ups; of two runs, what differs")
-    summary.add_argument(
-        "sources",
-        nargs="*",
-        metavar="SOURCE",
-        help="ledgers (.jsonl), folders of `train`, logs of jobs (default: your own ledger); or two runs: folders, "
-        "TOML files, run ids, SET:LABEL",
-    )
-    summary.add_argument("--only", metavar="NAMES", help="settings of two runs that may differ: exit 1 if others do")
-    add(summary, "ledger", help="records that hold the run ids (default: your own ledger)")
-    add(summary, "machine", help="whose records of a ledger: a name, a part of it, or a key")
-    summary.add_argument("--csv", metavar="FILE", help="write the table as CSV")
-    summary.add_argument("--markdown", metavar="FILE", help="write table and speed-ups as Markdown")
-    add(summary, "json")
-    summary.set_defaults(command=summary_command)
+# --- report, figures -------------------------------------------------------------------------------------------------
 
 
-def _numbers(text: str) -> list[int]:
+def report(options: argparse.Namespace) -> int:
+    """Execute the notebooks and write their pages."""
+    from ddpm_lab.reports.report import report as execute  # noqa: PLC0415 - commands load what they need
+
+    parameters = {name: _literal(value) for name, value in options.parameter or ()}
+    parameters |= {"skip_bad": True} if options.skip_bad else {}
+    settings = given(options, "preset", "data", "held_out", "network", "workload", "minutes", "output_dir")
+    return execute(notebooks=options.notebook, parameters=parameters, **settings).exit_code
+
+
+def _literal(text: str) -> Any:
+    """A parameter's value as JSON where it is JSON, or as Python writes such a value, else as it was typed."""
+    python = {"True": True, "False": False, "None": None}
     try:
-        return [int(word) for word in text.split(",")]
+        return python[text] if text in python else json.loads(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers, such as 16,32") from None
+        return text
+
+
+def figures(options: argparse.Namespace) -> int:
+    """Rebuild figures and findings from records; needs no torch."""
+    from ddpm_lab.reports import published  # noqa: PLC0415
+
+    output = output_folder(options.output_dir)
+    if options.check:
+        problems = published.check(output)
+        print(*(f"ddpm-lab: {problem}\n" for problem in problems), sep="", end="", file=sys.stderr)
+        if not problems:
+            print("every published figure matches the published records")
+        return 1 if problems else 0
+    files = ledgers(options.ledger, output)
+    if options.publish:
+        found = published.publish(files, options.machine, output)
+    else:
+        found = published.rebuild(files, options.machine, output, options.bands)
+    rows = [{"figure": str(path), **dataclasses.asdict(finding), "claim": finding.claim} for path, finding in found]
+    tell(options, rows, (f"{finding.experiment}: {finding.claim}\n  {path}" for path, finding in found))
+    return 0
 
 
 # --- benchmark -------------------------------------------------------------------------------------------------------
@@ -81,26 +79,23 @@ def plan(options: argparse.Namespace, folder: Path) -> list[Planned]:
 
     Raises ConfigError, or NoRanksError where several devices are asked for and there is one.
     """
-    from ddpm_lab.questions.planning import plan_question  # noqa: PLC0415 - commands load what they need
-    from ddpm_lab.questions.strategy import USUAL, NoRanksError, most_ranks, several_ranks, strategy  # noqa: PLC0415
+    from ddpm_lab.questions.planning import plan_question  # noqa: PLC0415
+    from ddpm_lab.questions.strategy import USUAL, most_ranks, several_ranks, strategy  # noqa: PLC0415
     from ddpm_lab.training.setting import usual_device  # noqa: PLC0415
 
     device = usual_device(options.device)
     network = options.network or USUAL[device][0]
-    most, have = most_ranks(device)
-    if options.ranks == "multi" and most < 2:
-        raise NoRanksError(f"--ranks multi needs two ranks, and {have}: use --ranks single")
-    ranks = 1 if options.ranks == "single" or most < 2 else several_ranks(device)
+    alone = options.ranks == "single" or (options.ranks != "multi" and most_ranks(device)[0] < 2)
+    ranks = 1 if alone else several_ranks(device)
     fit = [b for b in BATCH_SIZES if b % ranks == 0] or [32 * ranks]
-    usual = fit[:1] if options.preset == "smoke" else fit
-    batches = options.batch_sizes or usual
-    alone = []
+    batches = options.batch_sizes or (fit[:1] if options.preset == "smoke" else fit)
+    single = []
     if options.ranks == "auto" and ranks > 1:
         answers = [strategy(network=network, batch_size=batch, device=device) for batch in batches]
         print(*(f"--ranks auto: {answer.sentence()}" for answer in answers), sep="\n", file=sys.stderr)
-        alone = [batch for batch, answer in zip(batches, answers, strict=True) if answer.answer == "single"]
+        single = [batch for batch, answer in zip(batches, answers, strict=True) if answer.answer == "single"]
     sizes = {"single": [1], "multi": [ranks]}.get(options.ranks, sorted({1, ranks}))
-    parts = (([b for b in batches if b not in alone], sizes), (alone, [1]))
+    parts = (([b for b in batches if b not in single], sizes), (single, [1]))
     settings = given(options, "preset", "sets", "data", "held_out", "seed", "loader_workers")
     return [
         plan_question(
@@ -121,8 +116,11 @@ def plan(options: argparse.Namespace, folder: Path) -> list[Planned]:
     ]
 
 
-def benchmark_command(options: argparse.Namespace) -> int:
-    """Measure what is missing and write the folder; 1 where nothing was measured or several GPUs cannot be."""
+def benchmark(options: argparse.Namespace) -> int:
+    """Write a folder: one GPU against several, with tables and figures.
+
+    1 where nothing was measured, or several GPUs cannot be.
+    """
     from ddpm_lab.measure import hardware  # noqa: PLC0415
     from ddpm_lab.questions import experiments  # noqa: PLC0415
 
@@ -164,8 +162,8 @@ def benchmark_command(options: argparse.Namespace) -> int:
 # --- summary ---------------------------------------------------------------------------------------------------------
 
 
-def summary_command(options: argparse.Namespace) -> int:
-    """Print the table and the speed-ups of runs, or how two of them differ.
+def summary(options: argparse.Namespace) -> int:
+    """Print runs as a table with speed-ups; of two runs, what differs.
 
     1 where there is no run, or where more differs than ``--only`` allows.
     """
@@ -174,22 +172,18 @@ def summary_command(options: argparse.Namespace) -> int:
         return _difference(options)
     from ddpm_lab.reports import summary  # noqa: PLC0415
 
-    paired: list[summary.Row] = []
-    apart: list[summary.Row] = []
-    found: list[summary.SpeedUps] = []
+    rows: list[summary.Summary] = []
+    apart: list[summary.Summary] = []
     for source in sources:
         if source.suffix == ".jsonl":
             from ddpm_lab.questions.experiments import run  # noqa: PLC0415
             from ddpm_lab.reports.benchmark import summary_of  # noqa: PLC0415
 
-            runs, gains = summary_of(run("multi_gpu", ledger=source, machine=options.machine).study, str(source))
-            paired, found = [*paired, *runs], [*found, gains]
+            rows += summary_of(run("multi_gpu", ledger=source, machine=options.machine).study, str(source))
         else:
             apart += _rows(source)
-    if apart:
-        found.append(summary.speed_ups(apart))
-    rows = [*paired, *apart]
-    summary.show(rows, found, csv=options.csv, markdown=options.markdown, as_json=options.json)
+    rows += summary.compared(apart)
+    summary.show(rows, csv=options.csv, markdown=options.markdown, as_json=options.json)
     if not any(row.found for row in rows):
         print("ddpm-lab: there is no run of one GPU or rank, or several", file=sys.stderr)
         return 1
@@ -203,13 +197,12 @@ def _is_run(source: Path) -> bool:
 
 def _rows(source: Path) -> list[Any]:
     """The runs in a log, or the one in a folder of ``train``."""
-    from ddpm_lab.reports import slurm, summary_lines  # noqa: PLC0415
-    from ddpm_lab.reports.summary import Row  # noqa: PLC0415
+    from ddpm_lab.reports import slurm, summary  # noqa: PLC0415
 
     if not source.is_dir():
         return slurm.read_log(source)
-    run = summary_lines.of_training(_settings(source, "SOURCE")[0], source, None)
-    return [Row(log=str(source), summary=dataclasses.replace(run, job_id=None))]  # of which job nobody has noted
+    run = summary.of_training(_settings(source, "SOURCE")[0], source, None)
+    return [dataclasses.replace(run, log=str(source), job_id=None)]  # of which job nobody has noted
 
 
 def _difference(options: argparse.Namespace) -> int:
@@ -223,14 +216,12 @@ def _difference(options: argparse.Namespace) -> int:
     found = summary.differences(one, other)
     wrong = summary.unexpected(found, only)
     folders = [path for path in map(expanded, options.sources) if path.is_dir()]
-    if options.json:
-        print(json.dumps({"differences": found, "unexpected": wrong}, indent=1))
-    else:
-        if len(folders) == 2:
-            rows = [row for folder in folders for row in _rows(folder)]
-            summary.show(rows, [summary.speed_ups(rows)], csv=options.csv, markdown=options.markdown)
-            print()
-        print(*summary.difference_lines(one, other, only), sep="\n")
+    if len(folders) == 2 and not options.json:
+        rows = [row for folder in folders for row in _rows(folder)]
+        summary.show(summary.compared(rows), csv=options.csv, markdown=options.markdown)
+        print()
+    values = {"differences": found, "unexpected": wrong}
+    tell(options, values, summary.difference_lines(one, other, only))
     return int(bool(wrong) and only is not None)
 
 
@@ -262,3 +253,33 @@ def _settings(path: Path, place: str) -> tuple[RunConfig, Any]:
     values = read_settings(file, place)
     length = values.pop("train", None)
     return configuration(values, f"{place} ({file})"), length.get("steps") if isinstance(length, dict) else None
+
+
+COMMANDS = (
+    Command(report, "report --preset smoke --notebook amp", f"{COMMON} notebook parameter"),
+    Command(
+        figures,
+        "figures --ledger ledger.jsonl",
+        "ledger machine bands output-dir publish|check json",
+        {"output-dir": "folder that receives image_output/ (default: this checkout)"},
+    ),
+    Command(
+        benchmark,
+        "benchmark --preset smoke --batch-sizes 16,32",
+        "network batch-sizes loader-workers ranks preset minutes sets data held-out device seed ledger "
+        "machine output-dir json",
+        {
+            "network": "default: seed on a GPU, tiny on a CPU",
+            "ranks": "one rank alone; several alone; or several only where `strategy` says so (default: both)",
+            "ledger": "measure nothing: write the folder from these records",
+            "machine": "with --ledger: whose records",
+            "output-dir": "folder of the results; the same one goes on (default: a new one here)",
+            "json": "print benchmark_results.json and nothing else",
+        },
+    ),
+    Command(
+        summary,
+        "summary runs/first runs/second --only seed",
+        "sources only ledger machine csv markdown json",
+    ),
+)

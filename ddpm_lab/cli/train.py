@@ -1,17 +1,16 @@
-"""The commands that train on the user's images and draw new ones, from their options to an exit code."""
+"""Commands that prepare images, train on them and draw new ones: ``prepare``, ``train`` and ``sample``."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ddpm_lab import declared
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.cli.options import add, given, tracker_chosen
+from ddpm_lab.cli.options import Command, Parser, given, tracker_chosen
 from ddpm_lab.config import OptimizerConfig, RunConfig
 from ddpm_lab.files import PREPARED, expanded, output_folder
 from ddpm_lab.training.run_folder import RunFailed
@@ -35,49 +34,23 @@ TRAINED_BY = {
 EXAMPLE = "runs/first/checkpoints/step-00020000.pt"
 
 
-def add_options(subparsers: Any, words: Sequence[str]) -> None:
-    """Add both commands, with their options if ``words`` are for one of them."""
-    train = subparsers.add_parser(
-        "train",
-        help="train on your images, with checkpoints, held-out loss and samples; the same command goes on",
-        argument_default=argparse.SUPPRESS,
-    )
-    images = "images: a folder, an archive, a prepared folder, or synthetic (the default)"
-    train.add_argument("--data", help=images)
-    train.add_argument("--output-dir", required=True, help="folder of this run: checkpoints, samples, log, settings")
-    train.add_argument("--config", metavar="FILE", help="TOML file of settings of RunConfig and a table [train]")
-    train.add_argument(
-        "--no-probe", action="store_true", help="take settings by the kind of processor, and try none (20 s, once)"
-    )
-    able = {**declared.options(RunConfig), **declared.options(OptimizerConfig)}
-    declared.add_options(train, (replace(able[name], default=usual) for name, usual in TRAINED_BY.items()))
-    if words[:1] == ["train"]:
-        declared.add_options(train, _schedule().values())
-    add(train, "held-out", "skip-bad", "tracker")
-    train.set_defaults(command=train_command)
+def prepare(options: argparse.Namespace) -> int:
+    """Decode images once into a folder that experiments use."""
+    from ddpm_lab.data import packed  # noqa: PLC0415 - commands load what they need
 
-    sample = subparsers.add_parser("sample", help="draw images from a checkpoint; the same command goes on")
-    sample.add_argument("checkpoint", metavar="CHECKPOINT", help=f"a file such as {EXAMPLE}")
-    sample.add_argument("--count", type=int, required=True, metavar="N", help="how many images, at most 1000000")
-    if words[:1] == ["sample"]:
-        declared.add_options(sample, _sampling().values())
-    add(sample, "output-dir", help="folder of the images (default: named after the checkpoint, beside it)")
-    sample.add_argument("--grid", action="store_true", help="write all images as one, grid.png, too")
-    sample.add_argument(
-        "--inception", metavar="FILE", help="weights of torch-fidelity's Inception: the images' FID too"
-    )
-    against = "images that a FID is measured against: a folder, an archive, or synthetic"
-    add(sample, "data", default=None, help=against)
-    add(sample, "held-out", help="images not to measure against (default: 5 %% of them)")
-    add(sample, "skip-bad")
-    sample.add_argument("--world-size", type=int, help=f"number of ranks (default: {USUAL_RANKS})")
-    sample.add_argument("--batch-size", type=int, default=64, help="images that a rank makes at once (default: 64)")
-    add(sample, "device")
-    sample.set_defaults(command=sample_command)
+    how = given(options, "image_size", "held_out", "skip_bad")
+    dest = expanded(options.dest)
+    manifest = packed.prepare(options.source, dest, progress=lambda line: print(line, file=sys.stderr), **how)
+    if options.json:
+        print(manifest.to_json(), end="")
+    else:
+        lines = (f"left out: {line}" for line in manifest.skipped)
+        print(f"{options.dest}: {manifest.describe()}", *lines, sep="\n")
+    return 0
 
 
 def _schedule() -> dict[str, declared.Option]:
-    from ddpm_lab.training.training_run import Schedule  # noqa: PLC0415 - commands load what they need
+    from ddpm_lab.training.training_run import Schedule  # noqa: PLC0415
 
     return declared.options(Schedule)
 
@@ -88,16 +61,20 @@ def _sampling() -> dict[str, declared.Option]:
     return declared.options(Sampling)
 
 
-def train_command(options: argparse.Namespace) -> int:
-    """Train, or go on; 128 and the signal's number if one ended it."""
+def train(options: argparse.Namespace) -> int:
+    """Train on your images, with checkpoints and samples, or go on.
+
+    128 and the signal's number if one ended it.
+    """
+    if options.output_dir is None:
+        raise ConfigError("train needs the folder of this run: give --output-dir, such as --output-dir runs/first")
     stop = Stop()
 
     def hint() -> str:
-        return "goes on from the last checkpoint" if stop.gentle else "starts again: nothing was trained this time"
+        goes_on = "goes on from the last checkpoint" if stop.gentle else "starts again: nothing was trained this time"
+        return f"stopped at once; the same command {goes_on}"
 
-    with _ending(lambda: f"stopped at once; the same command {hint()}") as ending, stop:
-        ending.code = _train(options, stop)
-    return ending.code
+    return _ended(lambda: _train(options, stop), stop, hint)
 
 
 def _train(options: argparse.Namespace, stop: Stop) -> int:
@@ -105,34 +82,32 @@ def _train(options: argparse.Namespace, stop: Stop) -> int:
     from ddpm_lab.measure.process import sweep  # noqa: PLC0415
     from ddpm_lab.measure.progress import Progress  # noqa: PLC0415
     from ddpm_lab.questions.probe import fastest  # noqa: PLC0415
-    from ddpm_lab.reports import summary_lines  # noqa: PLC0415
+    from ddpm_lab.reports import summary  # noqa: PLC0415
     from ddpm_lab.training import training_run  # noqa: PLC0415
 
-    said = vars(options)
-    settings = {name: said[name] for name in ("data", *TRAINED_BY) if name in said}
-    if "learning_rate" in said:
+    settings = {name: value for name, value in given(options, "data", *TRAINED_BY).items() if value is not None}
+    if "learning_rate" in settings:
         settings["optimizer.learning_rate"] = settings.pop("learning_rate")
     folder, output = expanded(options.output_dir).absolute(), output_folder(None)
     progress = Progress("train")
-    tracker = tracker_chosen(said.get("tracker"))
-    config, schedule, said_of = training_run.plan_training(
+    tracker = tracker_chosen(options.tracker)
+    config, schedule, said = training_run.plan_training(
         settings,
-        {name: said[name] for name in _schedule() if name in said},
-        file=expanded(said["config"]) if "config" in said else None,
+        given(options, *_schedule()),
+        file=None if options.config is None else expanded(options.config),
         cache=output / PREPARED,
         progress=progress,
-        **{name: said[name] for name in ("held_out", "skip_bad") if name in said},
+        **given(options, "held_out", "skip_bad"),
     )
     _tell_of_idle(config.device, config.world_size, progress)
     sweep()
     chosen = config.device == "cpu" and not config.threads
     threads = config.rank_threads(cluster.training_cores() if chosen else hardware.usable_cores())
     how: dict[str, Any] = {"threads": threads, "folder": folder, "progress": progress}
-    probing = not said.get("no_probe")
-    config, why = fastest(config, said_of, steps=schedule.steps, output=output, probing=probing, **how)
+    config, why = fastest(config, said, steps=schedule.steps, output=output, probing=not options.no_probe, **how)
     if why:
         progress.done(why)
-    with summary_lines.watched(config) as gpus:
+    with summary.watched(config) as gpus:
         outcome = training_run.train(config, schedule, stop=stop, tracker=tracker, why=why, **how)
     known = {"loss": outcome.loss, "held-out loss": outcome.held_out_loss}
     measured = [f"{name} {value:.4f}" for name, value in known.items() if value is not None]
@@ -141,72 +116,60 @@ def _train(options: argparse.Namespace, stop: Stop) -> int:
         where = f"{signal_name(stop.number)}, saved after step {outcome.step:,}"
         print(f"{where}: the same command goes on from there", file=sys.stderr)
         return 128 + stop.number
-    summary_lines.tell([summary_lines.of_training(config, folder, gpus.percent)])
+    summary.tell([summary.of_training(config, folder, gpus.percent)])
     print(outcome.checkpoint)
     return 0
 
 
-def sample_command(options: argparse.Namespace) -> int:
-    """Draw the images that are missing."""
+def sample(options: argparse.Namespace) -> int:
+    """Draw images from a checkpoint, or those that are missing."""
     if bool(options.inception) != bool(options.data):
         there, lacking = ("--inception", "--data") if options.inception else ("--data", "--inception")
         raise ConfigError(f"{there} is for a FID, which needs {lacking} too: give both, or neither")
-    with _ending(lambda: "the images that were made stay, the same command goes on") as ending, Stop():
-        _sample(options)
-    return ending.code
+    return _ended(lambda: _sample(options), Stop(), lambda: "the images that were made stay, the same command goes on")
 
 
-def _sample(options: argparse.Namespace) -> None:
+def _sample(options: argparse.Namespace) -> int:
     from ddpm_lab.measure.cluster import usual_ranks  # noqa: PLC0415
     from ddpm_lab.measure.process import sweep  # noqa: PLC0415
     from ddpm_lab.measure.progress import Progress  # noqa: PLC0415
-    from ddpm_lab.training.sampling_run import Sampling, plan_sample_fid, sample, sample_fid  # noqa: PLC0415
+    from ddpm_lab.training import sampling_run as runs  # noqa: PLC0415
 
-    progress = Progress("sample")
-    checkpoint = expanded(options.checkpoint)
+    progress, checkpoint = Progress("sample"), expanded(options.checkpoint)
     if not checkpoint.name:
         raise ConfigError(f"CHECKPOINT is {options.checkpoint!r}: give a file, such as {EXAMPLE}")
     folder = expanded(options.output_dir) if options.output_dir else checkpoint.with_suffix("")
-    sampling = Sampling(**{name: value for name, value in vars(options).items() if name in _sampling()})
+    sampling = runs.Sampling(**given(options, *_sampling()))
     world_size = usual_ranks() if options.world_size is None else options.world_size
     _tell_of_idle(options.device, world_size, progress)
     sweep()
     if options.inception:
-        images = {"cache": output_folder(None) / PREPARED, **given(options, "held_out", "skip_bad")}
-        fid, data = plan_sample_fid(
-            checkpoint, options.inception, options.data, options.count, progress=progress, **images
-        )
-    how = {"world_size": world_size, **given(options, "device", "batch_size")}
-    paths = sample(checkpoint, folder, options.count, sampling, progress=progress, **how)
+        how = {"cache": output_folder(None) / PREPARED, "progress": progress, **given(options, "held_out", "skip_bad")}
+        fid, data = runs.plan_sample_fid(checkpoint, options.inception, options.data, options.count, **how)
+    how = {"world_size": world_size, "progress": progress, **given(options, "device", "batch_size")}
+    paths = runs.sample(checkpoint, folder, options.count, sampling, **how)
     if options.inception:
-        found = sample_fid(paths, fid, data, device=options.device, progress=progress)
+        found = runs.sample_fid(paths, fid, data, device=options.device, progress=progress)
         print(_fid_line(found, fid.sha256))
     if options.grid:
         from ddpm_lab.training.generation import write_grid  # noqa: PLC0415
 
         write_grid(paths, folder / "grid.png")
     print(folder / "grid.png" if options.grid else folder)
+    return 0
 
 
-@dataclass
-class _Ending:
-    """How a command ended."""
-
-    code: int = 0
-
-
-@contextmanager
-def _ending(stopped_how: Callable[[], str]) -> Iterator[_Ending]:
-    """The exit code of what runs within; a signal and a failure are one sentence on stderr."""
-    ending = _Ending()
+def _ended(work: Callable[[], int], stop: Stop, hint: Callable[[], str]) -> int:
+    """The exit code of ``work``; a signal and a failure are one sentence on stderr."""
     try:
-        yield ending
+        with stop:
+            return work()
     except Stopped as stopped:
-        print(f"\nddpm-lab: {signal_name(stopped.number)}, {stopped_how()}", file=sys.stderr)
-        ending.code = 128 + stopped.number
+        print(f"\nddpm-lab: {signal_name(stopped.number)}, {hint()}", file=sys.stderr)
+        return 128 + stopped.number
     except RunFailed as failed:
         print(f"\nddpm-lab: {failed}", file=sys.stderr)
-        ending.code = 1
+        return 1
 
 
 def _tell_of_idle(device: str | None, ranks: int, progress: Any) -> None:
@@ -226,3 +189,39 @@ def _fid_line(found: dict[str, Any], sha256: str) -> str:
 
     few = f"; {samples.FEW}" if found["images"] < samples.LEAST else ""
     return f"FID {samples.fid_words(found)} against as many training images, Inception {sha256[:8]}{few}"
+
+
+def _trained_by(parser: Parser, _: Sequence[str]) -> None:
+    able = {**declared.options(RunConfig), **declared.options(OptimizerConfig)}
+    declared.add_options(parser, (replace(able[name], default=usual) for name, usual in TRAINED_BY.items()))
+    declared.add_options(parser, _schedule().values())
+
+
+COMMANDS = (
+    Command(
+        prepare,
+        "prepare path/to/images data/photos --image-size 64",
+        "source dest held-out skip-bad image-size json",
+    ),
+    Command(
+        train,
+        "train --data path/to/images --output-dir runs/first --steps 20000",
+        "data output-dir config no-probe held-out skip-bad tracker",
+        {"output-dir": "folder of this run: checkpoints, samples, log, settings"},
+        {"data": None},
+        more=_trained_by,
+    ),
+    Command(
+        sample,
+        f"sample {EXAMPLE} --count 64 --grid",
+        "checkpoint count output-dir grid batch-size world-size device inception data held-out skip-bad",
+        {
+            "output-dir": "folder of the images (default: named after the checkpoint, beside it)",
+            "batch-size": "images that a rank makes at once (default: 64)",
+            "data": "images that a FID is measured against: a folder, an archive, or synthetic",
+            "held-out": "images not to measure against (default: 5 % of them)",
+        },
+        {"data": None, "batch-size": 64},
+        more=lambda parser, _: declared.add_options(parser, _sampling().values()),
+    ),
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -13,14 +13,16 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ddpm_lab import __version__
+from ddpm_lab.files import replace
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
-TITLE = "Which settings train {} fastest on this machine?"
 ANSWERED, SMOKE = "answered", "smoke"
 NOT_RUN, DONE, FAILED, STOPPED = "not run", "done", "failed", "stopped"
 METADATA = "ddpm_lab"
 """Where an executed notebook keeps what the index reads back: in its own metadata and in those of its finding."""
-ERROR_MARKER = "papermill-error-cell-tag"  # the tag of the cells that papermill adds to a notebook that failed
+RECOMMENDATION, FASTER = "recommendation", "faster"
+_NO_SETTING = ("profile", "claims", "peers", "quality")
+"""Questions whose answers are about no setting of a training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +57,7 @@ class Page:
         if self.state != DONE:
             return self.state
         if self.elsewhere:
-            hardware = self.finding.get("hardware")
-            return "published" if hardware and hardware == self.here else "another machine"
+            return "published" if self.finding.get("hardware") == self.here else "another machine"
         if self.preset == SMOKE and self.finding.get("status") == ANSWERED:
             return "smoke: only tried"
         return str(self.finding.get("status", "no answer"))
@@ -64,11 +65,8 @@ class Page:
     @property
     def kind(self) -> str:
         """How the chip is coloured: answered, unresolved, failed, or idle."""
-        if self.state in (FAILED, STOPPED):
-            return "failed"
-        if self.state == NOT_RUN:
-            return "idle"
-        return ANSWERED if self.status == ANSWERED else "unresolved"
+        kinds = {FAILED: "failed", STOPPED: "failed", NOT_RUN: "idle"}
+        return kinds.get(self.state, ANSWERED if self.status == ANSWERED else "unresolved")
 
     @property
     def headline(self) -> str:
@@ -88,16 +86,6 @@ class Page:
         ]
         return [str(piece) for piece in pieces if piece]
 
-    @property
-    def link(self) -> str:
-        """File name of the page beside the index; empty if the notebook has not run."""
-        return "" if self.state == NOT_RUN else f"{self.name}.html"
-
-    @property
-    def link_text(self) -> str:
-        """What the page holds."""
-        return "Figure, table and evidence" if self.state == DONE else "What was done until then, and the error"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
@@ -115,21 +103,17 @@ def answers(pages: Sequence[Page]) -> list[tuple[str, list[str]]]:
     """
     mine = [p for p in pages if p.state == DONE and p.finding and not p.elsewhere]
     last = [p for p in mine if p.finding.get("experiment") == RECOMMENDATION]
-    others = [p for p in mine if p not in last and p.finding.get("experiment") not in _NO_SETTING]
-    settled = [p.headline for p in others if p.kind == ANSWERED and p.finding.get("verdict") != FASTER]
-    told = [*(p for p in last if p.kind != ANSWERED), *(p for p in others if p.kind != ANSWERED)]
+    others = [p for p in mine if p.finding.get("experiment") not in (RECOMMENDATION, *_NO_SETTING)]
     ways: dict[str, list[str]] = {}
-    for page in told:
-        ways.setdefault(page.headline, []).append(str(page.finding.get("way_out") or ""))
-    open_ = [f"{headline}{': ' * any(found)}{' or '.join(filter(None, found))}" for headline, found in ways.items()]
-    use = [p.headline.removeprefix("Use ") for p in last if p.kind == ANSWERED]
-    lines = (("Use", use), ("No gain", settled), ("Open", open_))
-    return [(name, found) for name, found in lines if found]
-
-
-RECOMMENDATION, FASTER = "recommendation", "faster"
-_NO_SETTING = ("profile", "claims", "peers", "quality")
-"""Questions whose answers are about no setting of a training."""
+    for page in (*last, *others):
+        if page.kind != ANSWERED:
+            ways.setdefault(page.headline, []).extend(filter(None, [page.finding.get("way_out")]))
+    lines = {
+        "Use": [p.headline.removeprefix("Use ") for p in last if p.kind == ANSWERED],
+        "No gain": [p.headline for p in others if p.kind == ANSWERED and p.finding.get("verdict") != FASTER],
+        "Open": [f"{headline}: {' or '.join(found)}" if found else headline for headline, found in ways.items()],
+    }
+    return [(name, found) for name, found in lines.items() if found]
 
 
 def spoken_date(iso: str) -> str:
@@ -141,54 +125,26 @@ def spoken_date(iso: str) -> str:
     return moment.strftime("%-d %B %Y" if len(iso) == len("2026-01-31") else "%-d %B %Y, %H:%M")
 
 
-def load(path: Path) -> Any:
-    """Read a notebook; raises OSError or ValueError if it cannot be read."""
-    import nbformat
-
-    return nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
-
-
-def save(notebook: Any, path: Path) -> None:
-    """Write a notebook; raises OSError if it cannot be written."""
-    import nbformat
-
-    nbformat.write(notebook, path)  # type: ignore[no-untyped-call]
-
-
 def title(notebook: Any) -> str:
     """The question in the first line of a notebook: its first heading."""
-    for cell in notebook.cells:
-        if cell.cell_type == "markdown":
-            for line in cell.source.splitlines():
-                if line.startswith("# "):
-                    return str(line[2:].strip())
-    return "A notebook without a title"
+    lines = (line for cell in notebook.cells if cell.cell_type == "markdown" for line in cell.source.splitlines())
+    return next((str(line[2:].strip()) for line in lines if line.startswith("# ")), "A notebook without a title")
 
 
 def read(notebook: Any, name: str, *, earlier: bool = False, here: str = "") -> Page:
     """What an executed notebook says of itself: its state, its finding, and the figure of its answer."""
     own = notebook.metadata.get(METADATA, {})
-    finding: Mapping[str, Any] = {}
-    image = alt = ""
-    error = str(own.get("error", ""))
-    for cell in notebook.cells:
-        for output in cell.get("outputs", []):
-            metadata = output.get("metadata", {})
-            if METADATA in metadata:
-                finding = metadata[METADATA]
-            if not image and "image/png" in output.get("data", {}):
-                image = output.data["image/png"].replace("\n", "")
-                alt = metadata.get("image/png", {}).get("alt", "")
-            if output.output_type == "error" and not error:
-                error = f"{output.ename}: {output.evalue}".strip()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    findings = [o.metadata[METADATA] for o in outputs if METADATA in o.get("metadata", {})]
+    figure = next((o for o in outputs if "image/png" in o.get("data", {})), None)
     return Page(
         name=name,
         title=title(notebook),
         state=own.get("state", STOPPED),
-        error=error,
-        finding=finding,
-        image=image,
-        alt=alt or f"Figure of {name}",
+        error=own.get("error", ""),
+        finding=findings[-1] if findings else {},
+        image=figure.data["image/png"].replace("\n", "") if figure else "",
+        alt=(figure and figure.metadata.get("image/png", {}).get("alt")) or f"Figure of {name}",
         preset=own.get("preset", ""),
         earlier=earlier,
         here=here,
@@ -200,16 +156,13 @@ def write_page(page: Page, notebook: Any, target: Path) -> None:
 
     Raises OSError if the file cannot be written.
     """
-    import nbformat
-    from nbconvert import HTMLExporter
+    from nbconvert import HTMLExporter  # takes two seconds, which kernels that only show can save
 
-    shown = nbformat.from_dict(notebook)  # type: ignore[no-untyped-call]
-    shown.cells = [cell for cell in shown.cells if ERROR_MARKER not in cell.metadata.get("tags", [])]
-    for cell in shown.cells:
-        # The template prints the question itself, above the answer.
-        if cell.cell_type == "markdown" and f"# {page.title}" in cell.source.splitlines():
+    shown = copy.deepcopy(notebook)
+    shown.cells = [c for c in shown.cells if "papermill-error-cell-tag" not in c.metadata.get("tags", [])]
+    for cell in shown.cells:  # the template prints the question itself, above the answer
+        if cell.cell_type == "markdown":
             cell.source = "\n".join(line for line in cell.source.splitlines() if line != f"# {page.title}")
-            break
     exporter = HTMLExporter(  # type: ignore[no-untyped-call]
         template_name="page",
         extra_template_basedirs=[str(TEMPLATES)],
@@ -222,7 +175,7 @@ def write_page(page: Page, notebook: Any, target: Path) -> None:
     exporter.register_filter("markdown", _html)  # type: ignore[no-untyped-call]
     values = {"page": page, "version": __version__}
     html, _ = exporter.from_notebook_node(shown, resources={"metadata": {"name": page.name}, "lab": values})
-    replace_text(target, html)
+    replace(target, html)
 
 
 def write_index(
@@ -230,34 +183,21 @@ def write_index(
     target: Path,
     *,
     subject: str = "a diffusion model",
-    facts: Sequence[tuple[str, str]] = (),
+    facts: Mapping[str, str] | None = None,
     notice: str = "",
-    answered: Sequence[tuple[str, Sequence[str]]] = (),
     command: str = "ddpm-lab report",
     ledger: str = "",
     calibration: Section | None = None,
 ) -> None:
     """Write the index: every question with its answer, figure and status, what was run, and how to run it again.
 
-    ``subject`` is what is trained; ``answered`` is what ``answers`` gives.
-    ``facts`` are pairs of a term and a value for the head of the page; ``notice`` says
-    what is missing from an incomplete report; ``ledger`` is the path of the ledger relative to the page;
-    ``calibration`` says how finely this machine measures, if it was asked. Raises OSError if the file cannot be
-    written.
+    ``subject`` is what is trained; ``facts`` are terms and values for the head of the page; ``notice`` says what is
+    missing from an incomplete report; ``ledger`` is the path of the ledger relative to the page; ``calibration`` says
+    how finely this machine measures, if it was asked. Raises OSError if the file cannot be written.
     """
-    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined)
-    html = environment.get_template("index.html.j2").render(
-        title=TITLE.format(subject),
-        pages=pages,
-        answered=answered,
-        facts=facts,
-        notice=notice,
-        command=command,
-        ledger=ledger,
-        calibration=calibration,
-        version=__version__,
-    )
-    replace_text(target, html)
+    given = {"notice": notice, "command": command, "ledger": ledger, "calibration": calibration, "facts": facts or {}}
+    title = f"Which settings train {subject} fastest on this machine?"
+    _render("index.html.j2", target, title=title, pages=pages, answered=answers(pages), **given)
 
 
 def write_markdown(text: str, target: Path) -> None:
@@ -268,11 +208,12 @@ def write_markdown(text: str, target: Path) -> None:
     body = str(_html(text, embed_images=True, path=str(target.parent)))
     for tag, wrapped in (("<table>", '<div class="scroll" tabindex="0"><table>'), ("</table>", "</table></div>")):
         body = body.replace(tag, wrapped)
+    _render("markdown.html.j2", target, title=text.partition("\n")[0].lstrip("# "), body=Markup(body))
+
+
+def _render(template: str, target: Path, **values: Any) -> None:
     environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined)
-    html = environment.get_template("markdown.html.j2").render(
-        title=text.partition("\n")[0].lstrip("# "), body=Markup(body), version=__version__
-    )
-    replace_text(target, html)
+    replace(target, environment.get_template(template).render(version=__version__, **values))
 
 
 def _html(text: str, **images: Any) -> Markup:
@@ -281,10 +222,3 @@ def _html(text: str, **images: Any) -> Markup:
 
     renderer = IPythonRenderer(exclude_anchor_links=True, escape=True, allow_harmful_protocols=False, **images)
     return Markup(MarkdownWithMath(renderer=renderer).render(text))
-
-
-def replace_text(target: Path, text: str) -> None:
-    """Write a file in one step, so that a reader, or an interrupt, never meets half of it."""
-    partial = target.with_name(target.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, target)  # noqa: PTH105

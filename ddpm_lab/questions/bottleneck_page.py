@@ -16,6 +16,7 @@ from ddpm_lab.explain.frames import Study, rank_zero
 from ddpm_lab.explain.questions import bottleneck, lost_scaling
 from ddpm_lab.explain.questions.bottleneck import Advice
 from ddpm_lab.explain.subject import Subject, roofline, subject
+from ddpm_lab.files import replace as replace_file
 from ddpm_lab.questions.answers import answer
 
 TITLE, STEM = "Bottleneck report", "bottleneck_report"
@@ -36,7 +37,7 @@ def write(study: Study, folder: Path, remarks: Sequence[str] = ()) -> Path:
             shown.append((shown_part.finding.headline, path.name))
     text = markdown(study, shown, remarks)
     target = folder / f"{STEM}.md"
-    pages.replace_text(target, text)
+    replace_file(target, text)
     pages.write_markdown(text, target.with_suffix(".html"))
     return target
 

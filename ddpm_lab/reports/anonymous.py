@@ -14,33 +14,23 @@ from typing import Any
 from ddpm_lab.config import OWN, OWN_LOADER, RunConfig
 from ddpm_lab.record import RunRecord
 
-RECORD = frozenset(
-    {
-        *("set_id", "experiment", "family", "role", "label", "config", "baseline_id", "plan", "environment"),
-        *("code_version", "data_name", "status", "reason", "mechanism_only", "primary", "stages", "compile_cache"),
-        *("warmup_steps", "ranks", "windows", "witness", "profile", "quality", "space", "look", "schema"),
-    }
-)
-PARTS = {
+FIELDS = {
+    "record": "set_id experiment family role label config baseline_id plan environment code_version data_name status "
+    "reason mechanism_only primary stages compile_cache warmup_steps ranks windows witness profile quality space look "
+    "schema",
     "environment": "machine python packages cuda gpu_uuids ram_bytes git_commit load_before date",
     "witness": "ranks",
     "profile": "steps wall_seconds schedule phases operators traces budget wrong_ways",
     "quality": "steps losses held_out weights_sha256 trainer codes samples gradients fid",
+    "witness of a rank": "rank world_size backend device device_uuid cuda threads threads_wait precision "
+    "autocast_scaler compile compiled_frames graphs graph_breaks recompiles parameters weights_device data_sha256 "
+    "loader loader_workers prefetch_batches implementation channels_last kernels without attention_axis adam ema "
+    "ema_warmup read_loss freed_memory exchange exchange_enabled exchange_hook nccl sampler sampler_steps "
+    "flop_per_image flash_attention compile_mode autotuned cuda_graphs cuda_graph_skips flop bytes work dtype "
+    "first_losses message_bytes buckets summed_over waited_seconds hosts data_device images steps indices_sha256 "
+    "device_used_bytes device_total_bytes unlisted_modules astray_modules",
 }
-WITNESSED = frozenset(
-    {
-        *("rank", "world_size", "backend", "device", "device_uuid", "cuda", "threads", "threads_wait", "precision"),
-        *("autocast_scaler", "compile", "compiled_frames", "graphs", "graph_breaks", "recompiles", "parameters"),
-        *("weights_device", "data_sha256", "loader", "loader_workers", "prefetch_batches", "implementation"),
-        *("channels_last", "kernels", "without", "attention_axis", "adam", "ema", "ema_warmup", "read_loss"),
-        *("freed_memory", "exchange", "exchange_enabled", "exchange_hook", "nccl", "sampler", "sampler_steps"),
-        *("flop_per_image", "flash_attention", "compile_mode", "autotuned", "cuda_graphs", "cuda_graph_skips"),
-        *("flop", "bytes", "work", "dtype", "first_losses", "message_bytes", "buckets", "summed_over"),
-        *("waited_seconds", "hosts", "data_device", "images", "steps", "indices_sha256", "device_used_bytes"),
-        *("device_total_bytes",),
-    }
-)
-"""Fields of a rank's witness."""
+"""What is published of each part."""
 MODULES = ("unlisted_modules", "astray_modules")
 """Fields of a rank's witness that name files of the user, unless they are empty."""
 WORDS = ("ways", "package", "without")
@@ -63,10 +53,9 @@ def anonymous(records: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def _record(record: RunRecord, ids: Mapping[str, str]) -> RunRecord:
-    values = {name: value for name, value in record.as_dict().items() if name in RECORD}
-    for part, names in PARTS.items():
-        if values[part] is not None:
-            values[part] = {name: value for name, value in values[part].items() if name in names.split()}
+    values = _listed("record", record.as_dict())
+    for part in ("environment", "witness", "profile", "quality"):
+        values[part] = None if values[part] is None else _listed(part, values[part])
     values["environment"] |= {"hostname": None, "kernel": "", "slurm_job_id": None}
     values["config"] = _config(values["config"])
     values["baseline_id"] = ids.get(record.baseline_id, record.baseline_id)
@@ -93,7 +82,12 @@ def _config(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _witness(seen: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {k: v for k, v in seen.items() if k in WITNESSED or (k in MODULES and not v)}
+    kept = _listed("witness of a rank", {k: v for k, v in seen.items() if k not in MODULES or not v})
     if waits := kept.get("threads_wait"):
         kept["threads_wait"] = {name: value for name, value in waits.items() if str(value).isalnum()}
     return kept
+
+
+def _listed(part: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    names = FIELDS[part].split()
+    return {name: value for name, value in values.items() if name in names}

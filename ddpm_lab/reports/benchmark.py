@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -14,20 +14,20 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
 from ddpm_lab.explain import machine_state, pages, phrases, scaling, stats
 from ddpm_lab.explain.bands import S000, S001, Bands
 from ddpm_lab.explain.charts import style as fs
-from ddpm_lab.explain.comparisons import MECHANISM_ONLY, PROJECTED_IMAGES, Comparison
+from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.grids import csv_text, literal, markdown
 from ddpm_lab.explain.stats import Interval
+from ddpm_lab.files import replace as write_file
 from ddpm_lab.questions.answers import answer
 from ddpm_lab.record import RunRecord
-from ddpm_lab.reports.summary import Row, Scaling, SpeedUps, Summary
+from ddpm_lab.reports.summary import Summary, of_run
 
 DASHBOARD, TABLE, REPORT = "gpu_benchmark_comparison.png", "performance_summary_table.png", "comparison_report"
 RESULTS = "benchmark_results"
@@ -37,7 +37,6 @@ RECOMMENDATIONS = Bands(
     threshold=1.1,
 )
 """S003's names for speed-ups, with their lower bounds."""
-_COLOURS = ("#de8f05", "#0173b2", "#029e73", "#cc78bc", "#949494")
 
 
 def rows(study: Study) -> list[Comparison]:
@@ -97,20 +96,19 @@ def _mean(ratios: Sequence[Interval]) -> Interval:
 def write(study: Study, folder: Path) -> list[Path]:
     """Write every file, the report first. Raises OSError if the folder cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
-    results = [to_dict(study, r) for r in rows(study)]
-    fs.save(dashboard(study), folder / DASHBOARD)
-    fs.save(table(study), folder / TABLE)
-    text = report(study)
-    grid = [list(results[0]), *(["" if v is None else v for v in r.values()] for r in results)] if results else [[]]
-    for name, content in (
-        (f"{REPORT}.md", text),
-        (f"{RESULTS}.csv", csv_text(grid)),
-        (f"{RESULTS}.json", json.dumps(results, allow_nan=False, indent=1) + "\n"),
-    ):
-        pages.replace_text(folder / name, content)
-    pages.write_markdown(text, folder / f"{REPORT}.html")
-    names = (f"{REPORT}.html", f"{REPORT}.md", DASHBOARD, TABLE, f"{RESULTS}.csv", f"{RESULTS}.json")
-    return [folder / name for name in names]
+    results, text = [to_dict(study, r) for r in rows(study)], report(study)
+    grid = [[*results[0]], *(["" if v is None else v for v in r.values()] for r in results)] if results else [[]]
+    files: dict[str, str | bytes] = {
+        DASHBOARD: fs.png(dashboard(study)),
+        TABLE: fs.png(table(study)),
+        f"{REPORT}.md": text,
+        f"{RESULTS}.csv": csv_text(grid),
+        f"{RESULTS}.json": json.dumps(results, allow_nan=False, indent=1) + "\n",
+    }
+    for name, content in files.items():
+        write_file(folder / name, content)
+    pages.write_markdown(text, folder / f"{REPORT}.html")  # with the pictures in it
+    return [folder / name for name in (f"{REPORT}.html", *files)]
 
 
 def to_dict(study: Study, row: Comparison) -> dict[str, Any]:
@@ -119,34 +117,27 @@ def to_dict(study: Study, row: Comparison) -> dict[str, Any]:
     The time of an epoch is projected from measured throughput to 50,000 images; ends of intervals are of 95 %.
     """
     config, last = row.config, ([r for r in study.records if r.run_id == row.run_id] or study.records)[-1]
-    ratio, efficiency = (row.ratio, row.efficiency) if compared(row) else (Interval(value=math.nan),) * 2
-    numbers = {
-        "images_per_second": row.images_per_second if row.sets else math.nan,
-        "step_seconds": row.step_seconds if row.sets else math.nan,
-        "epoch_seconds": row.projected_seconds if row.sets else math.nan,
-        "peak_memory_bytes": row.peak_rss_bytes if config.device == "cpu" else row.peak_memory_bytes,
-        **dict(zip(("speedup", "speedup_low", "speedup_high"), (ratio.value, *ratio.ends), strict=True)),
-        **dict(
-            zip(("efficiency", "efficiency_low", "efficiency_high"), (efficiency.value, *efficiency.ends), strict=True)
-        ),
-    }
-    names = ("network", "image_size", "device", "world_size", "nodes", "rank_batch_size", "global_batch_size")
-    return {
-        **{name: getattr(row, name) for name in ("scaling", "family", "label", "run_id", "code_version")},
-        **{name: getattr(config, name) for name in (*names, "precision", "compile", "loader", "loader_workers")},
-        "data": last.data_name,
-        "machine": last.machine.name,
-        "measured": last.date,
-        "status": row.status,
+    of_row = ("scaling", "family", "label", "run_id", "code_version", "status", "sets", "disturbed_sets")
+    of_config = ("network", "image_size", "device", "world_size", "nodes", "rank_batch_size", "global_batch_size")
+    has_gain, strong = compared(row), row.scaling == "strong"
+    ratio, efficiency = (row.ratio, row.efficiency) if has_gain else (Interval(value=math.nan),) * 2
+    values = {
+        **{name: getattr(row, name) for name in of_row},
+        **{name: getattr(config, name) for name in (*of_config, "precision", "compile", "loader", "loader_workers")},
+        **{"data": last.data_name, "machine": last.machine.name, "measured": last.date},
         "reason": None if row.sets else phrases.without_speed(row),
-        "sets": row.sets,
-        "disturbed_sets": row.disturbed_sets,
-        **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
-        "verdict": row.verdict if compared(row) else None,
-        "band": scaling.band(row, S000) if compared(row) and row.answered else None,
-        "recommendation": recommendation(row) if compared(row) and row.scaling == "strong" else None,
+        "images_per_second": row.images_per_second,
+        "step_seconds": row.step_seconds,
+        "epoch_seconds": row.projected_seconds,
+        "peak_memory_bytes": row.peak_rss_bytes if config.device == "cpu" else row.peak_memory_bytes,
+        **{"speedup": ratio.value, "speedup_low": ratio.ends[0], "speedup_high": ratio.ends[1]},
+        **{"efficiency": efficiency.value, "efficiency_low": efficiency.ends[0], "efficiency_high": efficiency.ends[1]},
+        "verdict": row.verdict if has_gain else None,
+        "band": scaling.band(row, S000) if has_gain and row.answered else None,
+        "recommendation": recommendation(row) if has_gain and strong else None,
         "quality": row.quality if row.role == "candidate" else None,
     }
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def comparison(study: Study) -> list[list[str]]:
@@ -198,142 +189,112 @@ def report(study: Study) -> str:
 # --- the pictures ----------------------------------------------------------------------------------------------------
 
 
+def _context(study: Study) -> str:
+    return f"{phrases.context(study, batch=False)}.{machine_state.busy(study)}"
+
+
 def dashboard(study: Study) -> Figure:
     """Time of an epoch, throughput, speed-up with its ideal, and efficiency, for each batch and number of devices."""
     found = [r for r in rows(study) if r.sets]
     title = answer(study).finding.headline
-    note = f"{_context(study)} An epoch is 50,000 images, its time a projection. Lines: 95 % intervals. "
-    note += f"Dashed: ideal speed-up; efficiency that {S000.whose} calls good."
+    if not found:
+        return fs.message(title, _context(study), "Nothing was measured: see the table.")
+    note = "An epoch is 50,000 images, its time a projection. Lines: 95 % intervals. Dashed: ideal speed-up; "
+    note += f"efficiency that {S000.whose} calls good."
+    several = [r for r in found if compared(r)]
     with fs.style():
-        if not found:
-            return fs.message(title, _context(study), "Nothing was measured: see the table.")
-        figure, (bottom, top) = _sheet(title, note, 6.0)
-        figure.subplots_adjust(left=0.08, right=0.98, top=top, bottom=bottom, hspace=0.4, wspace=0.2)
-        time, rate, gain, efficiency = figure.subplots(2, 2).flat
-        _bars(time, found, "Time of an epoch, seconds", lambda r: Interval(value=r.projected_seconds))
-        _bars(rate, found, "Images per second", lambda r: Interval(value=r.images_per_second))
-        several = [r for r in found if compared(r)]
-        _bars(gain, several, "Speed-up", lambda r: r.ratio)
-        _bars(efficiency, several, "Efficiency", lambda r: r.efficiency)
+        figure, body = fs.sheet(title, _context(study), 6.0, note)
+        time, rate, gain, efficiency = body.subplots(2, 2).flat
+        sizes = dict.fromkeys(scaling.layout(r.config) for r in sorted(found, key=lambda r: r.ranks))
+        colours = dict(zip(sizes, fs.SERIES, strict=False))
+        _bars(time, found, colours, "Time of an epoch, seconds", lambda r: Interval(value=r.projected_seconds))
+        _bars(rate, found, colours, "Images per second", lambda r: Interval(value=r.images_per_second))
+        _bars(gain, several, colours, "Speed-up", lambda r: r.ratio)
+        _bars(efficiency, several, colours, "Efficiency", lambda r: r.efficiency)
         ideal = {r.ranks for r in several}
         for ranks in {1, *ideal}:
             gain.axhline(ranks, color=fs.SOFT, lw=1.2, ls="--" if ranks > 1 else "-")
         gain.set_ylim(0, max(gain.get_ylim()[1], 1.1 * max(ideal, default=1)))
         efficiency.axhline(S000.threshold, color=fs.SOFT, lw=1.2, ls="--")
-        handles, names = time.get_legend_handles_labels()
-        figure.legend(handles, names, loc="lower right", ncols=len(names), frameon=False, fontsize=9)
-        return figure
+        fs.legend(body, colours)
+        return fs.settle(figure)
 
 
-def _context(study: Study) -> str:
-    return f"{phrases.context(study, batch=False)}.{machine_state.busy(study)}"
-
-
-def _sheet(title: str, note: str, height: float, width: float = 9.0) -> tuple[Figure, tuple[float, float]]:
-    """A figure with a title and a note, and the shares of its height between which there is room for a body."""
-    title, note = fill(title, int(8 * width)), fill(note, int(14 * width))
-    head, foot = 0.75 + 0.22 * title.count("\n"), 1.0 + 0.17 * note.count("\n")
-    total = head + height + foot
-    figure = Figure(figsize=(width, total))
-    FigureCanvasAgg(figure)
-    figure.text(0.02, 1 - 0.15 / total, title, fontsize=13, fontweight="bold", va="top")
-    figure.text(0.02, (foot - 0.55) / total, note, fontsize=9, color=fs.SOFT, va="top", linespacing=1.3)
-    return figure, (foot / total, 1 - head / total)
-
-
-def _bars(ax: Axes, found: Sequence[Comparison], heading: str, value: Callable[[Comparison], Interval]) -> None:
+def _bars(
+    ax: Axes,
+    found: Sequence[Comparison],
+    colours: Mapping[str, str],
+    heading: str,
+    value: Callable[[Comparison], Interval],
+) -> None:
     """A bar for each number of devices at each batch, with the interval of its value where it has one."""
-    batches = list(dict.fromkeys(_name(r) for r in found))
-    sizes = list(dict.fromkeys((r.ranks, scaling.layout(r.config)) for r in sorted(found, key=lambda r: r.ranks)))
+    batches, on = list(dict.fromkeys(map(_name, found))), [scaling.layout(r.config) for r in found]
+    sizes = [size for size in colours if size in on]
     width, top = 0.8 / max(1, len(sizes)), max((value(r).value for r in found), default=1.0)
-    for i, (_, on) in enumerate(sizes):
-        mine = [r for r in found if scaling.layout(r.config) == on]
-        places = [batches.index(_name(r)) + width * (i - (len(sizes) - 1) / 2) for r in mine]
-        colour = _COLOURS[(i + (sizes[0][0] > 1)) % len(_COLOURS)]
-        ax.bar(places, [value(r).value for r in mine], 0.9 * width, color=colour, lw=0, label=on)
-        for x, r in zip(places, mine, strict=True):
-            if value(r).exists:
-                ax.plot([x, x], value(r).ends, color=fs.INK, lw=1.4)
-    ax.set_title(heading, loc="left", fontsize=10, fontweight="bold")
-    ax.set_xticks(range(len(batches)), [name.replace(" ", "\n") for name in batches])
+    for r, size in zip(found, on, strict=True):
+        x = batches.index(_name(r)) + width * (sizes.index(size) - (len(sizes) - 1) / 2)
+        ax.bar(x, value(r).value, 0.9 * width, color=colours[size], lw=0)
+        if value(r).exists:
+            ax.plot([x, x], value(r).ends, color=fs.INK, lw=1.4)
+    ax.set_title(heading)
+    ax.set_xticks(range(len(batches)), batches)
     ax.set_xlim(-0.6, max(0.6, len(batches) - 0.4))
     ax.set_ylim(0, 1.35 * top)  # an interval from two sets would hide the bars
     ax.grid(visible=False, axis="x")
 
 
 def table(study: Study) -> Figure:
-    """The comparison as a table that is a picture."""
-    grid = [[fill(cell, 22) for cell in row] for row in comparison(study)]
+    """The comparison as a table that is a picture, down to its peak memory."""
+    grid = [[fill(cell, 18) for cell in row[:8]] for row in comparison(study)]
     lines = [1.6 + max(cell.count("\n") for cell in row) for row in grid]
     gains = [f"Geometric mean speed-up of {on}: {phrases.times(mean)}." for on, mean in means(rows(study)).items()]
+    widths = [max(len(line) for row in grid for line in row[i].split("\n")) + 2 for i in range(len(grid[0]))]
+    title = "Performance: one device against several"
     with fs.style():
-        note = " ".join([*gains, _context(study)])
-        figure, (bottom, top) = _sheet("Performance: one device against several", note, 0.17 * sum(lines), 13)
-        ax = figure.add_axes((0.02, bottom, 0.96, top - bottom))
+        figure, body = fs.sheet(title, _context(study), 0.16 * sum(lines), " ".join(gains))
+        ax = body.subplots()
         ax.set_axis_off()
-        widths = [max(len(line) for row in grid for line in row[i].split("\n")) + 3 for i in range(len(grid[0]))]
         shares = [width / sum(widths) for width in widths]
         drawn = ax.table(grid, cellLoc="left", colWidths=shares, edges="horizontal", bbox=Bbox.unit())
         drawn.auto_set_font_size(False)
         for (row, _), cell in drawn.get_celld().items():
             cell.set_height(lines[row])
             cell.set_edgecolor(fs.BAND)
-            cell.set_text_props(fontsize=9, fontweight="normal" if row else "bold")
-        return figure
+            cell.set_text_props(fontsize=7, fontweight="normal" if row else "bold")
+        return fs.settle(figure)
 
 
 # --- S001's table ----------------------------------------------------------------------------------------------------
 
 
-def summary_of(study: Study, source: str) -> tuple[list[Row], SpeedUps]:
-    """The runs of a study as rows of S001's table, and their paired speed-ups; ``source`` is the ledger."""
+def summary_of(study: Study, source: str) -> list[Summary]:
+    """The runs of a study as rows of S001's table, with their paired speed-ups; ``source`` is the ledger.
+
+    Times of an epoch are projections to 50,000 images.
+    """
     found = [r for r in scaling.rows(study) if r.role in ("baseline", "candidate")]
-    how = "Speed-ups are paired, in sets whose configurations take turns; times of an epoch are projections."
-    sizes = tuple(_size(r) for r in found if r.sets)
-    notes = (how, f"Measured on {_context(study)}") if found else ()
-    return [_run(study, r, found, source) for r in found], SpeedUps(per_epoch=True, sizes=sizes, notes=notes)
+    return [replace(_run(study, r, found), log=source) for r in found]
 
 
-def _run(study: Study, row: Comparison, found: Sequence[Comparison], source: str) -> Row:
-    config = row.config
+def _run(study: Study, row: Comparison, found: Sequence[Comparison]) -> Summary:
     kind = (row.run_id, row.role, row.baseline_id, row.family)
     mine = [r for r in study.records if (r.run_id, r.role, r.baseline_id, r.family) == kind]
-    windows = [w for r in mine if r.status == "ok" for w in r.windows] if row.sets else []
-    busy = [p for w in windows if (p := w.state.get("gpu_utilisation_percent")) is not None]
-    summary = Summary(
-        job_id=next((r.environment.slurm_job_id for r in reversed(mine) if r.environment.slurm_job_id), None),
-        configuration=row.family,
-        gpus=config.world_size if config.device == "cuda" else 0,
-        ranks=config.world_size,
-        nodes=config.nodes,
-        epochs=sum(w.images for w in windows) / PROJECTED_IMAGES if windows else None,
-        seconds=sum(w.seconds for w in windows) if windows else None,
-        epoch_seconds=row.projected_seconds if windows else None,
-        loss=_best(row, found),
-        gpu_percent=sum(busy) / len(busy) if busy else None,
-        note=MECHANISM_ONLY if row.mechanism_only else "",
-    )
-    why = phrases.plural(row.sets, "set") if row.sets else phrases.without_speed(row)
-    quality = f"; quality {row.quality}" if row.role == "candidate" and row.sets else ""
-    return Row(log=source, summary=summary, note=f"{scaling.layout(config)}; {why}{quality}")
-
-
-def _best(row: Comparison, found: Sequence[Comparison]) -> float | None:
-    """The lowest held-out loss that trials of a configuration reached; None without any."""
     beside = [r for r in found if r is row or (row.role == "baseline" and r.baseline_id == row.run_id)]
     trials: list[RunRecord] = [pair[r is row] for r in beside for pair in r.equivalence.pairs]
-    return min((look["loss"] for trial in trials for look in (trial.quality or {})["held_out"]), default=None)
-
-
-def _size(row: Comparison) -> Scaling:
-    rating = scaling.band(row, S001) if row.answered else phrases.status(row.verdict)
-    return Scaling(
+    told = of_run(row.config, [r for r in mine if r.status == "ok" and row.sets], PROJECTED_IMAGES)
+    gain: dict[str, Any] = {}
+    notes = [told.note, scaling.layout(row.config)]
+    notes.append(phrases.plural(row.sets, "set") if row.sets else phrases.without_speed(row))
+    if compared(row):
+        gain = {"speed_up": row.ratio.value, "efficiency": row.ratio.value / row.ranks}
+        gain["rating"] = scaling.band(row, S001) if row.answered else phrases.status(row.verdict)
+        notes += [f"{phrases.evidence(row)}, {phrases.outcome(row)}", f"quality {row.quality}"]
+    return replace(
+        told,
+        job_id=next((r.environment.slurm_job_id for r in reversed(mine) if r.environment.slurm_job_id), None),
         configuration=row.family,
-        gpu=row.config.device == "cuda",
-        devices=row.ranks,
-        nodes=row.config.nodes,
-        times=(row.projected_seconds,),
-        speed_up=row.ratio.value if compared(row) else None,
-        evidence=f"{phrases.evidence(row)}, {phrases.outcome(row)}" if compared(row) else "no run on one device",
-        rating=rating if compared(row) else "",
+        epoch_seconds=row.projected_seconds if told.seconds else None,
+        loss=of_run(row.config, trials, None).loss,
+        note="; ".join(filter(None, notes)),
+        **gain,
     )

@@ -25,9 +25,6 @@ from ddpm_lab.training.stopping import Stop, Stopped
 NUMBERED = "[0-9][0-9]_*.ipynb"
 GRACE_SECONDS = 10.0
 """From the request to stop to the end of a notebook that does not obey."""
-HEARTBEAT = re.compile(r"\d+ s$")
-HEARTBEAT_SECONDS = 10.0
-"""Progress lines that differ only in the seconds at their end are passed on no more often than this."""
 DEAD_KERNEL = 138
 """Exit status of papermill."""
 PAPERMILL = """
@@ -38,8 +35,8 @@ runpy.run_module("papermill", run_name="__main__")
 """
 
 
-class NotebookError(LabError):
-    """A notebook or a parameter that does not exist, in one sentence."""
+class ReportError(LabError):
+    """A report that cannot be made, in one sentence."""
 
 
 def choose(names: Sequence[str | Path] | None) -> list[Path]:
@@ -49,29 +46,23 @@ def choose(names: Sequence[str | Path] | None) -> list[Path]:
         names: names (03_amp or amp) or paths of .ipynb files; None is every numbered notebook of the checkout.
 
     Raises:
-        NotebookError: one of them does not exist.
+        ReportError: one of them does not exist.
     """
     numbered = sorted((CHECKOUT / "notebooks").glob(NUMBERED))
-    if not names and not numbered:
-        raise NotebookError(f"there are no notebooks in {CHECKOUT / 'notebooks'}: run the lab from its checkout")
     known = {name: file for file in numbered for name in (file.stem, file.stem.partition("_")[2])}
     chosen = {known.get(str(name), Path(name)) for name in names or numbered}
+    if not chosen:
+        raise ReportError(f"there are no notebooks in {CHECKOUT / 'notebooks'}: run the lab from its checkout")
     for path in chosen:
-        if path.suffix != ".ipynb":
+        if path.suffix != ".ipynb" or not path.is_file():
             listed = ", ".join(file.stem for file in numbered)
-            raise NotebookError(f"there is no notebook {str(path)!r}: choose from {listed}")
-        if not path.is_file():
-            raise NotebookError(f"there is no notebook {path}: give the path of an .ipynb file")
+            raise ReportError(f"there is no notebook {str(path)!r}: choose from {listed}, or give the path of a file")
     return sorted(chosen, key=lambda file: file.stem)
 
 
-def check_parameters(known: Mapping[Path, Sequence[str]], given: Mapping[str, Any]) -> None:
-    """Raise NotebookError for a parameter that none of the notebooks has."""
-    exist = dict.fromkeys(name for names in known.values() for name in names)
-    for name in given:
-        if name not in exist:
-            listed, choices = ", ".join(file.stem for file in known), ", ".join(exist) or "no parameters"
-            raise NotebookError(f"{name!r} is no parameter of {listed}: choose from {choices}")
+def load(path: Path) -> Any:
+    """Read a notebook; raises OSError or ValueError if it cannot be read."""
+    return nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
 
 
 def execute(
@@ -118,14 +109,13 @@ def execute(
 
 def _wait(process: subprocess.Popen[bytes], progress: IO[str], say: Callable[[str], None], stop: Stop) -> None:
     """Pass on progress lines until the process ends, or does not end in time after a signal."""
-    interrupted, said, when, running = 0.0, "", 0.0, True
+    interrupted, stage, running = 0.0, "", True
     while running and not (interrupted and time.monotonic() - interrupted > GRACE_SECONDS):
         running = process.poll() is None
         while line := progress.readline().strip():
-            stage, beat = HEARTBEAT.sub("", line), HEARTBEAT.search(line) is not None
-            if not beat or stage != said or time.monotonic() - when > HEARTBEAT_SECONDS:
+            before, stage = stage, re.sub(r"\d+ s$", "", line)
+            if stage != before or stage == line:  # how long a stage has taken is not told every two seconds
                 say(line)
-                said, when = stage, time.monotonic()
         if running and stop.number is not None and not interrupted:
             interrupted = time.monotonic()
             os.killpg(process.pid, signal.SIGINT)
@@ -139,8 +129,7 @@ def _error(status: int, target: Path, log: str) -> str:
         return ""
     if status == DEAD_KERNEL:
         return "The kernel died: it was killed, or the machine was out of memory."
-    notebook: Any = nbformat.read(target, as_version=4)  # type: ignore[no-untyped-call]
-    for cell in notebook.cells:
+    for cell in load(target).cells:
         for output in cell.get("outputs", ()):
             if output.output_type == "error":
                 return f"{output.ename}: {output.evalue}".strip().partition("\n")[0]

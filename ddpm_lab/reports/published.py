@@ -8,7 +8,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib as mpl
 import numpy as np
 from jinja2 import Environment
 from PIL import Image, ImageFilter
@@ -24,7 +23,7 @@ from ddpm_lab.explain.show import NAMES
 from ddpm_lab.files import replace
 from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials, read_all
 from ddpm_lab.plan import SEARCH
-from ddpm_lab.questions.answers import answer as answered
+from ddpm_lab.questions.answers import answer
 from ddpm_lab.record import LedgerError, RunRecord
 from ddpm_lab.reports.anonymous import anonymous
 
@@ -46,7 +45,6 @@ ANSWERS = """\
 {% set figure = folder ~ "/" ~ names[found.experiment] ~ ".png" -%}
 | [{{ found.question }}]({{ figure }}) | {{ cells | map("replace", "|", bar) | join(" | ") }} |
 {% endfor %}"""
-_LEVELS = 30
 
 
 def rebuild(
@@ -68,7 +66,7 @@ def rebuild(
     for line in damaged:
         print(f"note: {line}")
     trials = published_trials()
-    studies = [dataclasses.replace(s, bands=table, published_trials=trials) for s in _studies(records, machine, output)]
+    studies = [dataclasses.replace(s, bands=table, published_trials=trials) for s in _studies(records, output, machine)]
     return _draw(studies, output / "image_output")
 
 
@@ -77,15 +75,15 @@ def publish(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[
 
     Only fields that ``anonymous`` lists are published, and only records of the lab's own questions.
     """
-    records, _ = read_all(ledgers, lambda heads: _shown(heads, machine))
-    studies = _studies([r for r in records if r.experiment in SHOWN], machine, output)
-    chosen = list({id(r): r for s in studies for r in (*s.records, *s.trials, *s.looks)}.values())
-    # Trials of earlier code speak of the same mathematics, and go on doing so where no figure shows them.
-    shown = {(r.machine.key, r.cohort[2]) for r in chosen}
-    trials = read_all(ledgers, lambda heads: [h for h in heads if h.role == "quality" and h.experiment in SHOWN])[0]
-    known = {(r.run_id, r.code_version, r.date) for r in chosen}
-    earlier = [r for r in trials if (r.machine.key, r.cohort[2]) in shown]
-    chosen = anonymous([r for r in earlier if (r.run_id, r.code_version, r.date) not in known] + chosen)
+
+    def select(heads: Sequence[Head]) -> list[Head]:
+        shown = set(_shown(heads, machine))
+        # Trials of earlier code speak of the same mathematics, and go on doing so where no figure shows them.
+        data = {(h.machine.key, h.cohort[2]) for h in shown}
+        trials = {h for h in heads if h.role == "quality" and h.experiment in SHOWN}
+        return [h for h in heads if h in shown or (h in trials and (h.machine.key, h.cohort[2]) in data)]
+
+    chosen = anonymous(read_all(ledgers, select)[0])
     if not chosen:
         raise LedgerError(f"there is nothing to publish in {', '.join(map(str, ledgers))}: measure first")
     slug = re.sub(r"[^a-z0-9]+", "-", chosen[-1].machine.name.lower()).strip("-")
@@ -96,10 +94,9 @@ def publish(ledgers: Sequence[Path], machine: str | None, output: Path) -> list[
     partial.replace(target)
     for old in (output / FIGURES / slug).glob("*.png"):
         old.unlink()
-    drawn = _draw(_studies(Ledger(target).read()[0], None, output), output / FIGURES / slug)
-    readme = output / "README.md"
+    drawn = _draw(_studies(Ledger(target).read()[0], output), output / FIGURES / slug)
     if (text := _readme(output)) is not None:
-        readme.write_text(text)
+        replace(output / "README.md", text)
     return drawn
 
 
@@ -116,26 +113,27 @@ def _readme(output: Path) -> str | None:
         return None
     machines = []
     for ledger in (output / RECORDS).glob("*.jsonl"):
-        records = Ledger(ledger).read()[0]
-        if not records:  # ``check`` names such a file
-            continue
-        studies = {s.experiment: s for s in _studies(records, None, output)}
-        found = [answered(s).finding for s in studies.values()]
-        answered = [each for each in found if each.status != NOT_MEASURED]
-        rank = (bool(records[-1].machine.gpus), len(answered), max(r.date for r in records))
-        machines.append((rank, ledger.stem, studies, answered or found))
+        if records := Ledger(ledger).read()[0]:  # ``check`` names a file without any
+            studies = {s.experiment: s for s in _studies(records, output)}
+            found = [answer(s).finding for s in studies.values()]
+            answered = [each for each in found if each.status != NOT_MEASURED]
+            rank = (bool(records[-1].machine.gpus), len(answered), max(r.date for r in records))
+            machines.append((rank, ledger.stem, studies, answered or found))
     if not machines:
         return f"{before}{BEGIN}\nNo measurements are published yet.\n{END}{after}"
     _, slug, shown, told = max(machines, key=lambda each: each[0])
     first = next((each for each in told if each.experiment == RECOMMENDATION), told[0])
-    block = Environment(autoescape=False).from_string(ANSWERS)
-    answers = block.render(
-        first=first,
-        where=f"{shown[first.experiment].hardware}, {shown[first.experiment].date}",
-        folder=(FIGURES / slug).as_posix(),
-        names=NAMES,
-        answers=told,
-        bar="\\|",
+    answers = (
+        Environment(autoescape=False)
+        .from_string(ANSWERS)
+        .render(
+            first=first,
+            where=f"{shown[first.experiment].hardware}, {shown[first.experiment].date}",
+            folder=(FIGURES / slug).as_posix(),
+            names=NAMES,
+            answers=told,
+            bar="\\|",
+        )
     )
     return f"{before}{BEGIN}\n{answers}{END}{after}"
 
@@ -143,7 +141,6 @@ def _readme(output: Path) -> str | None:
 def check(output: Path) -> list[str]:
     """Compare each published figure with what the published records give; returns a sentence for each problem."""
     problems: list[str] = []
-    compared = differing = 0
     again = "run ddpm-lab figures --publish"
     ledgers = sorted((output / RECORDS).glob("*.jsonl"))
     if not ledgers:
@@ -155,23 +152,14 @@ def check(output: Path) -> list[str]:
         if not records:
             problems.append(f"{ledger} holds no records: delete it, or publish that machine's records again")
             continue
-        expected = {
-            path.name: picture for s in _studies(records, None, output) for path, picture in _pictures(s, folder)
-        }
-        compared += len(expected)
-        for name in sorted({*expected, *(p.name for p in folder.glob("*.png"))}):
-            if name not in expected:
-                problems.append(f"{folder / name} is not made by any record of {ledger.name}: delete it")
-            elif not (folder / name).exists():
-                problems.append(f"{folder / name} is missing: {again}")
-            elif not same_picture((folder / name).read_bytes(), expected[name]):
-                differing += 1
-                problems.append(f"{folder / name} differs from what {ledger.name} gives: {again}")
-    if differing == compared > 1:
-        problems.append(
-            f"every figure differs: Matplotlib {mpl.__version__} here may draw text in another way than the "
-            "locked version does; check in the environment of make setup"
-        )
+        expected = {path: png for s in _studies(records, output) for path, png in _pictures(s, folder)}
+        for path in sorted({*expected, *folder.glob("*.png")}):
+            if path not in expected:
+                problems.append(f"{path} is not made by any record of {ledger.name}: delete it")
+            elif not path.exists():
+                problems.append(f"{path} is missing: {again}")
+            elif not same_picture(path.read_bytes(), expected[path]):
+                problems.append(f"{path} differs from what {ledger.name} gives: {again}")
     if (text := _readme(output)) is not None and (output / "README.md").read_text() != text:
         problems.append(f"{output / 'README.md'} does not say what the published records do: {again}")
     return problems
@@ -180,43 +168,41 @@ def check(output: Path) -> list[str]:
 def same_picture(one: bytes, other: bytes) -> bool:
     """Equal bytes, or the same picture drawn with other rounding in its anti-aliasing.
 
-    Both are blurred over 1.5 pixels, which evens out how an edge was smoothed; what then still differs somewhere is
-    what is drawn. At 150 dots an inch another digit, even an 8 for a 6 in small grey text, differs by 45 of 255 levels,
-    a bar moved by a pixel by more, and an edge smoothed over 0.8 pixels or moved by half a pixel by at most 21.
+    Blurred over 1.5 pixels, another digit in small grey text differs by at least 45 of 255 levels, and an edge that
+    was smoothed otherwise, or moved by half a pixel, by at most 21.
     """
     if one == other:
         return True
     pictures = [Image.open(io.BytesIO(b)).convert("RGB").filter(ImageFilter.GaussianBlur(1.5)) for b in (one, other)]
     first, second = (np.asarray(picture, dtype=np.int16) for picture in pictures)
-    return first.shape == second.shape and int(np.abs(first - second).max()) <= _LEVELS
+    return first.shape == second.shape and int(np.abs(first - second).max()) <= 30
 
 
 def _shown(heads: Sequence[Head], machine: str | None) -> list[Head]:
     """Heads of the records that some figure shows, in their order."""
-    wanted = {id(h) for h in frames.chosen(heads, RECOMMENDATION, machine=machine) if h.experiment in SHOWN}
-    return [h for h in heads if id(h) in wanted]
+    wanted = {h for h in frames.chosen(heads, RECOMMENDATION, machine=machine) if h.experiment in SHOWN}
+    return [h for h in heads if h in wanted]
 
 
-def _studies(records: Sequence[RunRecord], machine: str | None, output: Path) -> list[Study]:
+def _studies(records: Sequence[RunRecord], output: Path, machine: str | None = None) -> list[Study]:
     asked = {RECOMMENDATION, *(r.experiment for r in records)}
     studies = [study(records, name, machine=machine, output_dir=output) for name in NAMES if name in asked]
     trials = published_trials(output)
     return [dataclasses.replace(s, published_trials=trials) for s in studies]
 
 
-def _pictures(answer: Study, folder: Path) -> list[tuple[Path, bytes]]:
-    stem, shown = NAMES[answer.experiment], answered(answer)
-    drawn = [(f"{stem}.png", shown.figure())]
-    drawn += [(f"{stem}_{name}.png", extra) for _, extra, name in shown.figures()]
-    return [(folder / name, png(figure)) for name, figure in drawn]
+def _pictures(study: Study, folder: Path) -> list[tuple[Path, bytes]]:
+    stem, shown = NAMES[study.experiment], answer(study)
+    drawn = [(stem, shown.figure()), *((f"{stem}_{name}", extra) for _, extra, name in shown.figures())]
+    return [(folder / f"{name}.png", png(figure)) for name, figure in drawn]
 
 
 def _draw(studies: Sequence[Study], folder: Path) -> list[tuple[Path, Finding]]:
     folder.mkdir(parents=True, exist_ok=True)
     found = []
-    for answer in studies:
-        pictures = _pictures(answer, folder)
+    for each in studies:
+        pictures = _pictures(each, folder)
         for path, picture in pictures:
             replace(path, picture)
-        found.append((pictures[0][0], answered(answer).finding))
+        found.append((pictures[0][0], answer(each).finding))
     return found

@@ -14,14 +14,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from ddpm_lab.checks import ConfigError, whole
 from ddpm_lab.files import CHECKOUT, LEDGER, writing
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.record import LedgerError, RunRecord
-from ddpm_lab.reports.summary import NO_SUMMARY, RUNS, Row, Summary
+from ddpm_lab.reports.summary import NO_SUMMARY, RUNS, Summary
 
 SCRIPT = CHECKOUT / "scripts" / "slurm.sh"
 LOGS = "slurm-*.out"
@@ -34,28 +35,19 @@ _ASK = (
 _KINDS = get_type_hints(Summary)
 
 
-def tasks_of(words: Iterable[str]) -> list[list[str]]:
+def tasks_of(words: Sequence[str]) -> list[list[str]]:
     """The command of each task: what stands before the first ``--``, with the words after one of them."""
-    parts: list[list[str]] = [[]]
-    for word in words:
-        if word == "--":
-            parts.append([])
-        else:
-            parts[-1].append(word)
+    marks = [i for i, word in enumerate(words) if word == "--"]
+    parts = [list(words[i + 1 : j]) for i, j in pairwise((-1, *marks, len(words)))]
     return [parts[0] + more for more in parts[1:] or [[]]]
 
 
 def submit(words: Sequence[str], *, nodes: int = 1, gpus_per_node: int = 0, sbatch: str = "") -> str:
     """Submit a command; the id of its job, or of its array.
 
-    Args:
-        words: The command. In it, each ``--`` begins the options of one task of an array.
-        nodes: Machines of a job.
-        gpus_per_node: GPUs of each; 0 runs on the CPUs.
-        sbatch: Further options of sbatch, as a shell would read them.
-
-    Raises:
-        ConfigError: A number is wrong, there is no SLURM or no job script here, or sbatch refused the job.
+    In ``words`` each ``--`` begins the options of one task of an array; ``nodes`` are machines of a job, with
+    ``gpus_per_node`` (0: on the CPUs); ``sbatch`` are further options, as a shell would read them. Raises ConfigError
+    where a number is wrong, there is no SLURM or no job script here, or sbatch refused the job.
     """
     whole("--nodes", nodes, 1)
     whole("--gpus-per-node", gpus_per_node, 0)
@@ -70,15 +62,16 @@ def submit(words: Sequence[str], *, nodes: int = 1, gpus_per_node: int = 0, sbat
         options += shlex.split(sbatch)
     except ValueError as error:
         raise ConfigError(f"--sbatch is {sbatch!r}: {error}; close every quotation mark") from error
-    environment = {**os.environ, "DDPM_LAB_PYTHON": sys.executable}
     command = [program, "--parsable", *options, str(SCRIPT), *words]
-    done = subprocess.run(
-        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
+    done = _run(command, env={**os.environ, "DDPM_LAB_PYTHON": sys.executable})
     if done.returncode:
         reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
         raise ConfigError(f"sbatch refused the job: {reason.removeprefix('sbatch: ')}")
     return done.stdout.strip().splitlines()[-1].partition(";")[0]
+
+
+def _run(command: Sequence[str], **how: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, **how)
 
 
 def states(jobs: Iterable[str]) -> dict[str, str]:
@@ -87,9 +80,8 @@ def states(jobs: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, *options in _ASK:
         if ids and (path := shutil.which(name)):
-            command = [path, *options, f"--jobs={ids}"]
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-            lines = (line.partition("|") for line in done.stdout.splitlines())
+            told = _run([path, *options, f"--jobs={ids}"]).stdout
+            lines = (line.partition("|") for line in told.splitlines())
             found |= {job: state.split()[0] for job, _, state in lines if state.strip()}  # "CANCELLED by 1000"
     return found
 
@@ -99,10 +91,10 @@ def job_of(log: Path) -> str:
     return log.stem.removeprefix("slurm-")
 
 
-def read_log(log: Path, state: str | None = None) -> list[Row]:
-    """The runs in the log of a job, or one row with its last line. Raises ConfigError if it cannot be read.
+def read_log(log: Path, state: str | None = None) -> list[Summary]:
+    """The runs in the log of a job, or one without numbers that notes its last line.
 
-    A ``state`` other than COMPLETED is noted beside them.
+    A ``state`` other than COMPLETED is noted beside them. Raises ConfigError if the log cannot be read.
     """
     try:
         lines = log.read_text(errors="replace").splitlines()
@@ -115,7 +107,7 @@ def read_log(log: Path, state: str | None = None) -> list[Row]:
         last = said[-1].strip() if said else "none"
         notes += [NO_SUMMARY, f"its last line: {''.join(c for c in last[:200] if c.isprintable())}"]
         runs = [Summary(job_id=job_of(log))]
-    return [Row(log=str(log), summary=run, note="; ".join(notes)) for run in runs]
+    return [dataclasses.replace(r, log=str(log), note="; ".join(filter(None, [r.note, *notes]))) for r in runs]
 
 
 def _runs(line: str) -> list[Summary]:

@@ -5,36 +5,55 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import CHECK, LOADER_ALONE, SAMPLING, RunConfig
+from ddpm_lab.data.folder import DataError
 from ddpm_lab.explain import grids
 from ddpm_lab.explain.bands import S001
-from ddpm_lab.files import expanded
+from ddpm_lab.files import expanded, writing
+from ddpm_lab.measure import hardware
+from ddpm_lab.measure.machine_watch import Utilisation
 from ddpm_lab.record import RunRecord
+from ddpm_lab.training.run_folder import name_of, train_count, trained
 
-COLUMNS = ("Job ID", "Configuration", "GPUs", "Nodes", "Time (s)", "Time/Epoch (s)", "Val Loss", "Val Acc")
+COLUMNS = {
+    **{"Job ID": "job_id", "Configuration": "name", "GPUs": "gpus", "Nodes": "nodes", "Time (s)": "seconds"},
+    **{"Time/Epoch (s)": "epoch_seconds", "Val Loss": "loss", "Val Acc": "accuracy", "Speed-up": "speed_up"},
+    **{"Efficiency": "efficiency", "Rating": "rating", "Steps": "steps", "Ranks": "ranks"},
+    **{"GPU-Util (%)": "gpu_percent", "Log": "log", "Note": "note"},
+}
+"""Columns of the table with the names of their values."""
 ACCURACY = "not defined for a DDPM"
 UNKNOWN = "unknown"
-NOT_CLAIMED = "not claimed"
 NO_SUMMARY = "no summary found"
+MECHANISM = "speed not claimed: more ranks than cores, or CPU ranks on a GPU machine"
 RUNS = "ddpm_lab_runs"
 """The key of the line of JSON that a job prints at its end: a list of summaries."""
-APART = "Jobs ran apart: there is no interval, and what else a machine did is part of the ratio."
+UNTRAINED = (
+    *("ddpm_lab.training.allreduce:", "ddpm_lab.training.limits:", "ddpm_lab.training.planted:"),
+    *(LOADER_ALONE, SAMPLING, CHECK),
+)
+"""Workloads that train nothing, and have no epochs or losses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a run tells of itself; None is unknown, and never 0.
+    """A run, or a log in which none was found; None is unknown, and never 0.
 
     ``seconds`` is the time spent in training steps over ``epochs`` passes through the training images, ``loss`` the
-    lowest held-out loss of ``steps`` steps, ``gpu_percent`` the mean utilisation of its GPUs. ``note`` says why there
-    is no time.
+    lowest held-out loss of ``steps`` steps, ``gpu_percent`` the mean utilisation of its GPUs. ``log`` is where it was
+    read: a file, a run's folder or a ledger. ``speed_up`` is over a single device, ``efficiency`` that over the number
+    of devices, ``rating`` its name. ``note`` is what a reader must know of it.
     """
 
     job_id: str | None = None
@@ -47,8 +66,12 @@ class Summary:
     epoch_seconds: float | None = None
     loss: float | None = None
     gpu_percent: float | None = None
-    note: str = ""
     steps: int | None = None
+    speed_up: float | None = None
+    efficiency: float | None = None
+    rating: str = ""
+    note: str = ""
+    log: str = ""
 
     @property
     def devices(self) -> int | None:
@@ -63,215 +86,167 @@ class Summary:
         name = f"{self.devices} {'GPU' if self.gpus else 'CPU rank'}{'s' if self.devices > 1 else ''}"
         return f"{name} on {self.nodes} nodes" if (self.nodes or 1) > 1 else name
 
+    @property
+    def found(self) -> bool:
+        """Whether it ran: its time or loss is known, or its speed is not claimed."""
+        return self.seconds is not None or self.loss is not None or MECHANISM in self.note
+
     def as_json(self) -> dict[str, Any]:
         """Plain values; a loss that is not finite becomes None, since JSON has no such number."""
         values = dataclasses.asdict(self)
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """A run, or (``summary`` without seconds and loss) a log of which no run could be read.
-
-    ``log`` is where it was read: a file, a run's folder or a ledger.
-    """
-
-    log: str
-    summary: Summary
-    note: str = ""
-
-    @property
-    def found(self) -> bool:
-        """Whether its time or loss is known."""
-        return self.summary.seconds is not None or self.summary.loss is not None or bool(self.summary.note)
-
-    @property
-    def remark(self) -> str:
-        """What a reader must know of the row."""
-        claimed = f"speed {NOT_CLAIMED}: {self.summary.note}" if self.summary.note else ""
-        return "; ".join(text for text in (claimed, self.note) if text)
-
-    def cells(self) -> dict[str, Any]:
-        """Values by column."""
-        run = self.summary
-        name = run.configuration or (run.size if self.found else NO_SUMMARY)
-        values = (run.job_id, name, run.gpus, run.nodes, run.seconds, run.epoch_seconds, run.loss, ACCURACY)
-        more = {"Steps": run.steps, "Ranks": run.ranks, "GPU-Util (%)": run.gpu_percent, "Log": self.log}
-        return {**dict(zip(COLUMNS, values, strict=True)), **more, "Note": self.remark or None}
-
-
-def grid(rows: Sequence[Row]) -> list[list[str]]:
-    """The table for people, with steps, logs and notes where they tell rows apart."""
-    cells = [row.cells() for row in rows]
-    steps, notes = (any(c[name] is not None for c in cells) for name in ("Steps", "Note"))
-    shown = {"Steps": steps, "Log": len({c["Log"] for c in cells}) > 1, "Note": notes}
-    names = [*COLUMNS, *(name for name, is_shown in shown.items() if is_shown)]
-    return [names, *([_text(name, c[name]) for name in names] for c in cells)]
-
-
-def _text(column: str, value: Any) -> str:
-    if value is None:
-        return "" if column == "Note" else UNKNOWN
-    if isinstance(value, float):
-        return f"{value:,.2f}" if column != "Val Loss" else format(value, ".4f" if value >= 0.01 else ".4g")
-    return str(value)
-
-
-def plain(rows: Sequence[Row]) -> list[list[Any]]:
-    """The table for a CSV file: all columns, bare numbers, empty where unknown."""
-    cells = [row.cells() for row in rows]
-    return [list(cells[0]), *(["" if v is None else v for v in c.values()] for c in cells)] if cells else [[*COLUMNS]]
-
-
-# --- speed-ups -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scaling:
-    """The runs of one configuration at one size, and what they gain over a single device.
-
-    ``times`` are seconds of each run, or of an epoch. ``evidence`` says what the speed-up rests on, or why there is
-    none; ``rating`` names its efficiency.
-    """
-
-    configuration: str | None
-    gpu: bool
-    devices: int
-    nodes: int
-    times: tuple[float, ...]
-    speed_up: float | None = None
-    evidence: str = ""
-    rating: str = ""
-
     @property
     def name(self) -> str:
-        """The configuration and its size."""
-        size = Summary(gpus=self.devices if self.gpu else 0, ranks=self.devices, nodes=self.nodes).size
-        return f"{self.configuration} ({size})" if self.configuration else size
+        """What was trained, or at least on what."""
+        return self.configuration or (self.size if self.found else NO_SUMMARY)
 
     @property
-    def efficiency(self) -> float | None:
-        """Parallel efficiency: the speed-up over the number of devices."""
-        return None if self.speed_up is None else self.speed_up / self.devices
+    def accuracy(self) -> str:
+        """A column that people look for."""
+        return ACCURACY
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeedUps:
-    """Sizes beside each other, timed over a run or an epoch; ``notes`` say how, where and when."""
-
-    per_epoch: bool
-    sizes: tuple[Scaling, ...]
-    notes: tuple[str, ...] = ()
+# --- where summaries come from ---------------------------------------------------------------------------------------
 
 
-def speed_ups(rows: Sequence[Row]) -> SpeedUps:
-    """What several devices gain over one in jobs that ran apart.
+def tell(runs: Iterable[Summary]) -> None:
+    """In a SLURM job, print the runs as one line of JSON to stderr; ``ddpm-lab collect`` reads it back."""
+    if "SLURM_JOB_ID" in os.environ:
+        print(json.dumps({RUNS: [run.as_json() for run in runs]}), file=sys.stderr, flush=True)
+
+
+def of_training(config: RunConfig, folder: Path, gpu_percent: float | None) -> Summary:
+    """The summary of a training run from its folder: all its steps, those of earlier starts included."""
+    steps, seconds, best = trained(folder, config.global_batch_size)
+    try:
+        epochs = steps * config.global_batch_size / train_count(config)
+    except DataError:  # a run that is looked at later, when its images are gone
+        epochs = None
+    return _summary(config, seconds=seconds, epochs=epochs, loss=best, gpu_percent=gpu_percent, steps=steps)
+
+
+def of_records(records: Iterable[RunRecord], images: Mapping[str, int]) -> list[Summary]:
+    """One summary for each configuration that was timed in sets or trained for its loss.
+
+    Seconds and images of the windows of its sets; the repeated baseline is no run of its own. ``images`` says by their
+    ``data_sha256`` how many images an epoch has.
+    """
+    by_run: dict[str, list[RunRecord]] = defaultdict(list)
+    for r in records:
+        trains = not r.config.workload.startswith(UNTRAINED)
+        if trains and r.status == "ok" and r.role in ("baseline", "candidate", "quality"):
+            by_run[r.run_id].append(r)
+    return [of_run(r[0].config, r, images.get(r[0].config.data_sha256)) for r in by_run.values()]
+
+
+def of_run(config: RunConfig, records: Sequence[RunRecord], epoch: int | None, **values: Any) -> Summary:
+    """The summary of records of one configuration; ``epoch`` is the number of images in one, where it is known."""
+    windows = [w for r in records for w in r.windows]
+    losses = [look["loss"] for r in records for look in (r.quality or {}).get("held_out") or ()]
+    busy = [value for w in windows if (value := w.state.get("gpu_utilisation_percent")) is not None]
+    images, epoch = sum(w.images for w in windows), epoch or config.option("samples", None)
+    measured: dict[str, Any] = {
+        "seconds": sum(w.seconds for w in windows) if windows else None,
+        "epochs": images / epoch if images and epoch else None,
+        "loss": min(losses, default=None),
+        "gpu_percent": fmean(busy) if busy else None,
+        "note": MECHANISM if any(r.mechanism_only for r in records) else "",
+    }
+    return _summary(config, **measured | values)
+
+
+def _summary(config: RunConfig, *, seconds: float | None, epochs: float | None, **values: Any) -> Summary:
+    seconds = None if MECHANISM in values.get("note", "") else seconds
+    given = {
+        "job_id": os.environ.get("SLURM_JOB_ID"),
+        "configuration": name_of(config),
+        "gpus": config.world_size if config.device == "cuda" else 0,
+        "epoch_seconds": seconds / epochs if seconds and epochs else None,
+    }
+    return Summary(ranks=config.world_size, nodes=config.nodes, epochs=epochs, seconds=seconds, **given | values)
+
+
+def watched(config: RunConfig) -> Utilisation:
+    """A watch over the GPUs that a run uses on this host."""
+    gpus = hardware.gpus()[: config.node_size] if config.device == "cuda" else ()
+    return Utilisation([gpu.uuid for gpu in gpus if gpu.uuid])
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+def compared(runs: Sequence[Summary]) -> list[Summary]:
+    """The runs, with what several devices gain over one in jobs that ran apart.
 
     The baseline ran on one device of the same kind (GPU, or CPU rank) and has the same configuration, or (weak
     scaling) that with the batch of each device. Runs over different numbers of epochs are compared by the time of an
     epoch, and not at all where a log does not tell it.
     """
-    runs = [row.summary for row in rows if row.summary.seconds and row.summary.devices]
-    per_epoch = len({s.epochs for s in runs}) > 1 and all(s.epoch_seconds for s in runs)
-    groups: dict[tuple[str | None, bool, int, int], list[Summary]] = {}
-    for s in runs:
-        groups.setdefault((s.configuration, bool(s.gpus), s.devices or 1, s.nodes or 1), []).append(s)
-    sizes: dict[Scaling, set[float | None]] = {
-        Scaling(
-            configuration=name,
-            gpu=gpu,
-            devices=devices,
-            nodes=nodes,
-            times=tuple((s.epoch_seconds if per_epoch else s.seconds) or math.nan for s in mine),
-        ): {None if per_epoch else s.epochs for s in mine}
-        for (name, gpu, devices, nodes), mine in groups.items()
-    }
-    return SpeedUps(per_epoch=per_epoch, sizes=tuple(_compared(one, sizes) for one in sizes), notes=(APART,))
+    alone: dict[tuple[bool, str], list[Summary]] = defaultdict(list)
+    for run in runs:
+        if run.seconds and run.devices == 1:
+            alone[bool(run.gpus), run.configuration or ""].append(run)
+    return [_gain(run, alone) if run.seconds and (run.devices or 1) > 1 else run for run in runs]
 
 
-def _compared(one: Scaling, sizes: Mapping[Scaling, set[float | None]]) -> Scaling:
-    """A size with its speed-up over the baseline among ``sizes``, which map to the epochs of their runs."""
-    if one.devices == 1:
-        return one
-    per_device = re.sub(r"\bbatch (\d+)\b", lambda m: f"batch {int(m[1]) / one.devices:g}", one.configuration or "")
-    lone = [s for s in sizes if s.devices == 1 and s.gpu == one.gpu]
-    same = [s for s in lone if s.configuration == one.configuration]
-    base = next(iter(same or [s for s in lone if s.configuration == per_device]), None)
-    if base is None:
-        ran = "; ".join(s.configuration or UNKNOWN for s in lone)
-        kind = "GPU" if one.gpu else "CPU rank"
-        why = f"no run of this configuration on a single {kind}" + (f", only: {ran}" if ran else "")
-        return dataclasses.replace(one, evidence=why)
-    if sizes[base] != sizes[one] or len(sizes[one]) > 1:
-        return dataclasses.replace(one, evidence="other numbers of epochs, and not every log tells the time of one")
-    evidence = "" if same else "weak scaling: each device has the batch of one"
-    ratio = geometric_mean(base.times) / geometric_mean(one.times)
-    return dataclasses.replace(one, speed_up=ratio, evidence=evidence, rating=S001.name(ratio / one.devices))
+def _gain(run: Summary, alone: Mapping[tuple[bool, str], Sequence[Summary]]) -> Summary:
+    gpu, name, devices = bool(run.gpus), run.configuration or "", run.devices or 1
+    base, told = alone.get((gpu, name), ()), "jobs ran apart, so without an interval"
+    if not base:
+        per_device = re.sub(r"\bbatch (\d+)\b", lambda m: f"batch {int(m[1]) / devices:g}", name)
+        base, told = alone.get((gpu, per_device), ()), f"weak scaling; {told}"
+    every = (run, *base)
+    times = [each.seconds if len({r.epochs for r in every}) == 1 else each.epoch_seconds for each in every]
+    known = [time for time in times if time]
+    gain: dict[str, Any] = {}
+    if not base:
+        told = f"no run of this configuration on a single {'GPU' if gpu else 'CPU rank'}"
+    elif len(known) < len(times):
+        told = "other numbers of epochs than on a single device, and not every log tells the time of one"
+    else:
+        ratio = geometric_mean(known[1:]) / known[0]
+        gain = {"speed_up": ratio, "efficiency": ratio / devices, "rating": S001.name(ratio / devices)}
+    return dataclasses.replace(run, note="; ".join(filter(None, [run.note, told])), **gain)
 
 
-def speed_up_block(found: SpeedUps) -> list[str]:
-    """The speed-up block as lines of text; empty where there is nothing to compare."""
-    compared = [one for one in found.sizes if one.devices > 1]
-    baselines = [one for one in found.sizes if one.devices == 1]
-    if not compared:
-        return []
-    unit = "seconds per epoch" if found.per_epoch else "seconds"
-    lines = []
-    for base in baselines:
-        which = f"; {base.configuration}" if len(baselines) > 1 and base.configuration else ""
-        lines.append(f"Baseline (Single {'GPU' if base.gpu else 'CPU rank'}{which}): {_mean(base, unit)}")
-    for one in compared:
-        lines += ["", f"{one.name}:", f"  Average time: {_mean(one, unit)}"]
-        if one.speed_up is None or one.efficiency is None:
-            lines.append(f"  Speed-up: {UNKNOWN} ({one.evidence})")
-            continue
-        lines.append(f"  Speed-up: {one.speed_up:.2f}x" + (f" ({one.evidence})" if one.evidence else ""))
-        lines.append(f"  Parallel efficiency: {100 * one.efficiency:.1f} % ({one.rating})")
-    return [*lines, "", *found.notes]
+def grid(runs: Sequence[Summary]) -> list[list[str]]:
+    """The table for people, with its further columns where they tell rows apart."""
+    shown = dict.fromkeys((*COLUMNS,)[:8], True)
+    shown |= {name: any(run.speed_up for run in runs) for name in ("Speed-up", "Efficiency", "Rating")}
+    shown |= {"Steps": any(run.steps for run in runs), "Log": len({run.log for run in runs}) > 1}
+    shown |= {"Note": any(run.note for run in runs)}
+    names = [name for name, is_shown in shown.items() if is_shown]
+    return [names, *([_text(name, getattr(run, COLUMNS[name])) for name in names] for run in runs)]
 
 
-def _mean(one: Scaling, unit: str) -> str:
-    return f"{fmean(one.times):,.2f} {unit}" + (f" (mean of {len(one.times)} jobs)" if len(one.times) > 1 else "")
-
-
-def as_values(rows: Sequence[Row], found: Sequence[SpeedUps]) -> dict[str, Any]:
-    """Rows and speed-ups as plain values."""
-    sizes = [one for each in found for one in each.sizes]
-    return {
-        "runs": [{"log": row.log, **row.summary.as_json(), "found": row.found, "remark": row.remark} for row in rows],
-        "accuracy": ACCURACY,
-        "per_epoch": all(one.per_epoch for one in found),
-        "speed_ups": [{**dataclasses.asdict(s), "name": s.name, "efficiency": s.efficiency} for s in sizes],
-        "notes": [note for one in found for note in one.notes],
-    }
+def _text(column: str, value: Any) -> str:
+    if value is None:
+        return "" if column in ("Speed-up", "Efficiency") else UNKNOWN
+    if column == "Efficiency":
+        return f"{100 * value:.1f} %"
+    if column == "Val Loss":
+        return format(value, ".4f" if value >= 0.01 else ".4g")
+    if isinstance(value, float):
+        return f"{value:,.2f}" + "x" * (column == "Speed-up")
+    return str(value)
 
 
 def show(
-    rows: Sequence[Row],
-    found: Sequence[SpeedUps],
-    *,
-    csv: str | None = None,
-    markdown: str | None = None,
-    as_json: bool = False,
+    runs: Sequence[Summary], *, csv: str | None = None, markdown: str | None = None, as_json: bool = False
 ) -> None:
-    """Print the table and the speed-up blocks, or JSON, and write the files that are asked for.
-
-    Raises ConfigError if one cannot be written.
-    """
-    blocks = [block for one in found if (block := speed_up_block(one))]
-    text = "\n".join([grids.markdown(grid(rows)), *(f"```text\n{chr(10).join(block)}\n```\n" for block in blocks)])
-    for option, name, content in (("--csv", csv, grids.csv_text(plain(rows))), ("--markdown", markdown, text)):
+    """Print the table, or JSON, and write the files that are asked for. Raises ConfigError if one cannot be written."""
+    rows = ([getattr(run, name) for name in COLUMNS.values()] for run in runs)
+    table = grids.csv_text([[*COLUMNS], *(["" if value is None else value for value in row] for row in rows)])
+    for option, name, content in (("--csv", csv, table), ("--markdown", markdown, grids.markdown(grid(runs)))):
         if name is not None:
-            try:
+            with writing(expanded(name), option=option):
                 expanded(name).write_text(content, newline="")
-            except OSError as error:
-                raise ConfigError(f"{option}: cannot write {name}: {error.strerror}") from error
     if as_json:
-        print(json.dumps(as_values(rows, found), indent=1, allow_nan=False))
-        return
-    grids.show(grid(rows))
-    for block in blocks:
-        print("", *block, sep="\n")
+        values = {"runs": [{**run.as_json(), "found": run.found} for run in runs], "accuracy": ACCURACY}
+        print(json.dumps(values, indent=1, allow_nan=False))
+    else:
+        grids.show(grid(runs))
 
 
 # --- what differs ----------------------------------------------------------------------------------------------------
@@ -329,25 +304,21 @@ def unexpected(found: Mapping[str, Any], only: Sequence[str] | None) -> list[str
     for name in only or ():
         if name not in known | tables and not name.startswith("options."):
             raise ConfigError(f"--only has {name!r}, which is no setting: give names such as world_size,precision")
-    allowed = HOW if only is None else only
-    return [name for name in found if name not in allowed and (only is None or name.partition(".")[0] not in allowed)]
+    allowed = {*(HOW if only is None else only)}
+    return [name for name in found if not {name, name.partition(".")[0]} & allowed]
 
 
 def difference_lines(one: Run, other: Run, only: Sequence[str] | None) -> list[str]:
     """What differs as a table, and whether only what should differ does."""
     found = differences(one, other)
-    wrong = unexpected(found, only)
     if not found:
         return ["Nothing differs: both do the same work."]
-    rows = [[name, *map(_short, pair), "no" if name in wrong else "yes"] for name, pair in found.items()]
+    wrong = unexpected(found, only)
+    shown = {name: [str(value)[:60] for value in pair] for name, pair in found.items()}
+    rows = [[name, *pair, "no" if name in wrong else "yes"] for name, pair in shown.items()]
     lines = grids.plain_text([["Setting", one.name, other.name, "May differ"], *rows])
     may = "how the network is trained" if only is None else ", ".join(only) or "nothing"
     lines.append(f"May differ: {may}. Should not differ: {', '.join(wrong) or 'nothing that does'}.")
     if any(name not in HOW and name not in WHERE for name in found):
         lines.append("They are different trainings: their losses do not compare.")
     return lines
-
-
-def _short(value: Any) -> str:
-    text = "\N{EN DASH}" if value is None else str(value)
-    return text if len(text) <= 60 else f"{text[:12]}\N{HORIZONTAL ELLIPSIS}"

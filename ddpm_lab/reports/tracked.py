@@ -27,7 +27,6 @@ def tell(kind: str, study: Study) -> None:
     if len({row.family for row in rows}) > 1:
         rows = tuple(replace(row, label=f"{row.family}/{row.label}") for row in rows)
     shown, last = answer(study), study.records[-1]
-    finding = shown.finding
     sets = "\n".join(sorted({f"{r.experiment} {r.set_id}" for r in study.records}))
     with tempfile.TemporaryDirectory(prefix="ddpm_lab-") as place:
         picture = Path(place) / f"{study.experiment}.png"
@@ -43,9 +42,8 @@ def tell(kind: str, study: Study) -> None:
         base = settings(next((row.config for row in ran if row.role == "baseline"), last.config))
         differing = {f"{r.label}/{k}": v for r in ran for k, v in settings(r.config).items() if base[k] != v}
         tracker.call("log_parameters", base | differing)
-        tracker.call(
-            "log_others", environment(last.environment) | {"question": finding.question, "answer": finding.headline}
-        )
+        said = {"question": shown.finding.question, "answer": shown.finding.headline}
+        tracker.call("log_others", environment(last.environment) | said)
         for row in ran:
             values = {"ratio": row.ratio.value, "low": row.ratio.low, "high": row.ratio.high}
             values |= {name: float(getattr(row, name)) for name in NUMBERS}

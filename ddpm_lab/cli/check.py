@@ -1,0 +1,124 @@
+"""The command ``check``: what this machine has, what each missing thing would add, and how finely it measures."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+from ddpm_lab.cli.options import Command, tell
+from ddpm_lab.files import output_folder
+
+PACKAGES = {
+    "torch": "everything that is measured: run make setup",
+    "torchvision": "workloads that use its transforms and models: run make setup",
+    "numpy": "everything: run make setup",
+    "psutil": "everything: run make setup",
+    "PIL": "reading images: run make setup",
+    "scipy": "tables, figures and findings: run make setup (measuring works without)",
+    "matplotlib": "figures: run make setup",
+    "papermill": "ddpm-lab report: run make setup",
+    "nbconvert": "HTML pages: run make setup",
+    "jupyterlab": "make lab: run make setup",
+    "py7zr": "unpacking train.7z: run make setup",
+}
+NEEDED = ("Linux", "Python 3.11 to 3.13", "torch", "numpy", "psutil", "PIL", "output folder")
+
+
+class Item(NamedTuple):
+    """One thing that was looked at, and what it adds. Without those that are ``NEEDED`` the lab cannot run."""
+
+    name: str
+    present: bool
+    detail: str
+    adds: str
+
+
+def check(options: argparse.Namespace) -> int:
+    """Say what this machine has and lacks, or how finely it measures."""
+    if options.instrument:
+        return _instrument(options)
+    items = checkup(output_folder(options.output_dir))
+    runnable = all(item.present for item in items if item.name in NEEDED)
+    lines = []
+    for item in items:
+        mark = "ok     " if item.present else "MISSING" if item.name in NEEDED else "absent "
+        lines.append(f"{mark}  {item.name}: {item.detail}" + ("" if item.present else f"; {item.adds}"))
+    lines.append("The lab can run here." if runnable else "The lab cannot run here: see what is MISSING above.")
+    rows = [{**item._asdict(), "needed": item.name in NEEDED} for item in items]
+    tell(options, {"can_run": runnable, "items": rows}, lines)
+    return 0 if runnable else 1
+
+
+def checkup(output: Path) -> list[Item]:
+    """Look at everything; nothing is changed."""
+    from ddpm_lab.measure import hardware  # noqa: PLC0415 - commands load what they need
+    from ddpm_lab.measure.gpu_trouble import gpu_trouble  # noqa: PLC0415
+
+    def package(module: str, adds: str) -> Item:
+        present = importlib.util.find_spec(module) is not None
+        version = hardware.package_version("pillow" if module == "PIL" else module) if present else "missing"
+        return Item(module, present, version, adds)
+
+    def card(gpu: hardware.Gpu) -> str:
+        return gpu.name if gpu.memory_bytes is None else f"{gpu.name} ({gpu.memory_bytes / 2**30:.0f} GiB)"
+
+    version, gpus, cores, trouble = sys.version_info, hardware.gpus(), hardware.usable_cores(), gpu_trouble()
+    slower = "the speeds that people train at" + "; without one the lab measures the CPU and says so" * (not trouble)
+    found = shutil.which(compiler := os.environ.get("CXX", "g++"))
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    headers = str(header) if header.exists() else "Python.h is missing"
+    compiling = "torch.compile (notebook 05); on Debian or Ubuntu: apt install"
+    place = next(p for p in (output, *output.parents) if p.is_dir())
+    room = f"{output}, {shutil.disk_usage(place).free / 1e9:.0f} GB free"
+    python = (3, 11) <= version < (3, 14), platform.python_version()
+    return [
+        Item("Linux", sys.platform == "linux", platform.platform(terse=True), "starting ranks: use a Linux machine"),
+        Item("Python 3.11 to 3.13", *python, "run make setup with PYTHON=python3.13 or another of them"),
+        *(package(module, adds) for module, adds in PACKAGES.items()),
+        Item("NVIDIA GPU", bool(gpus) and not trouble, trouble or ", ".join(map(card, gpus)) or "none visible", slower),
+        Item("C++ compiler", found is not None, found or f"{compiler} is missing", f"{compiling} g++"),
+        Item("Python headers", header.exists(), headers, f"{compiling} python3-dev"),
+        Item("output folder", os.access(place, os.W_OK), room, "choose one that can be written with --output-dir"),
+        Item("two ranks", cores > 1, f"{cores} usable cores", "measuring several ranks: two cores, or several GPUs"),
+    ]
+
+
+def _instrument(options: argparse.Namespace) -> int:
+    """Check the instrument, twice if it fails once."""
+    from ddpm_lab.questions import calibrate as calibration  # noqa: PLC0415
+
+    output = output_folder(options.output_dir)
+    for attempt in (1, 2):
+        records = calibration.calibrate(minutes=options.minutes, device=options.device, output_dir=output)
+        found = calibration.calibration(records)
+        if found is None or found.passed or found.sets < calibration.LEAST_SETS:
+            break
+        if attempt == 1:
+            print(f"{found.verdict()}: the check is repeated once", file=sys.stderr)
+    if found is None:
+        print("ddpm-lab: no set of the calibration was completed", file=sys.stderr)
+        return 1
+    figure = calibration.save_figure(found, output)
+    tell(options, {**found.as_dict(), "figure": str(figure)}, [*calibration.lines(found), f"figure: {figure}"])
+    return 0 if found.passed else 1
+
+
+COMMANDS = (
+    Command(
+        check,
+        "check --instrument --minutes 10",
+        "instrument minutes device output-dir json",
+        {
+            "minutes": "with --instrument: how long to measure (default: 5)",
+            "device": "with --instrument: default: the GPU where there is one",
+        },
+        {"minutes": 5.0},
+    ),
+)

@@ -1,0 +1,71 @@
+"""The command check: what is missing is found, named, and what it would add is said."""
+
+import json
+import os
+import sys
+import sysconfig
+from importlib import util
+from pathlib import Path
+
+import pytest
+from conftest import Call
+
+from ddpm_lab.cli.check import NEEDED, Item, checkup
+from ddpm_lab.measure import hardware
+
+
+def items(output: Path) -> dict[str, Item]:
+    found = checkup(output)
+    named = {item.name: item for item in found}
+    assert len(named) == len(found)
+    return named
+
+
+def test_this_machine_can_run_the_lab_and_nothing_is_changed(tmp_path: Path, call: Call) -> None:
+    found = items(tmp_path / "not" / "there")
+    assert list(tmp_path.iterdir()) == []
+    assert all(found[name].present for name in NEEDED)
+    assert all(item.detail and item.adds and "\n" not in item.detail + item.adds for item in found.values())
+    code, out, _ = call("check", "--output-dir", tmp_path, "--json")
+    assert (code, json.loads(out)["can_run"]) == (0, True)
+    assert {item["name"] for item in json.loads(out)["items"]} == set(found)
+    assert call("check", "--output-dir", tmp_path)[1].endswith("The lab can run here.\n")
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = util.find_spec
+    for missing in ("torch", "matplotlib", "PIL"):
+        monkeypatch.setattr(util, "find_spec", lambda name, *a, gone=missing: None if name == gone else real(name, *a))
+        item = items(tmp_path)[missing]
+        assert (item.present, item.detail) == (False, "missing")
+        assert "make setup" in item.adds
+
+
+def test_what_compiling_needs_is_named_with_its_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    found = items(tmp_path)
+    for name, package in (("C++ compiler", "g++"), ("Python headers", "python3-dev")):
+        assert not found[name].present
+        assert "notebook 05" in found[name].adds
+        assert f"apt install {package}" in found[name].adds
+
+
+def test_another_platform_or_python_or_a_read_only_folder_cannot_run_the_lab(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(sys, "version_info", (3, 14, 0, "final", 0))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    code, out, _ = call("check", "--output-dir", tmp_path)
+    missing = [line.split(":")[0].split(None, 1)[1] for line in out.splitlines() if line.startswith("MISSING")]
+    assert (code, missing) == (1, ["Linux", "Python 3.11 to 3.13", "output folder"])
+
+
+def test_gpus_and_cores_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = (hardware.Gpu("Card X", "GPU-1", 80 << 30), hardware.Gpu("Card Y", "GPU-2", 24 << 30))
+    monkeypatch.setattr(hardware, "gpus", lambda: cards)
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 1)
+    found = items(tmp_path)
+    assert (found["NVIDIA GPU"].present, found["NVIDIA GPU"].detail) == (True, "Card X (80 GiB), Card Y (24 GiB)")
+    assert not found["two ranks"].present
