@@ -189,7 +189,10 @@ BOTH_FP32, LEVERS, SAMPLING = ", both fp32", ", one lever at a time", ", a step 
 LIMITS = "limits of this machine"
 FLASH_ATTENTION = "flash_attention"
 """An option of the trainer that has it."""
-FUSED_PARTS = ("group norm", "layer norm", "linear attention", "upsampling", "weights' gradient", "attention products")
+FUSED_PARTS = (
+    *("group norm", "layer norm", "linear attention", "upsampling", "time layers"),
+    *("weights' gradient", "attention products"),
+)
 """What kernels 'fused' joins or replaces, the last two in bf16 alone; the option "without" leaves one out."""
 
 # Families of the experiment "multi_gpu": a name without any of these is strong scaling.

@@ -144,12 +144,23 @@ class Norm(nn.GroupNorm):
         return y if residual is None else y + residual
 
 
+class TimeLinear(nn.Linear):
+    """A block's layer of the time embedding; where the network has ``joined`` them, it is given its output already."""
+
+    def __init__(self, c: UNetConfig, outputs: int) -> None:
+        super().__init__(c.time_width, outputs)
+        self.joined = c.fused and kernels.takes("time layers")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.joined else super().forward(x)
+
+
 class SeedBlock(nn.Module):
     """Two times convolution, GroupNorm, SiLU; the time embedding scales and shifts the first half; a shortcut."""
 
     def __init__(self, c: UNetConfig, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.time = nn.Linear(c.time_width, 2 * outputs)
+        self.time = TimeLinear(c, 2 * outputs)
         self.conv1 = convolution(c, inputs, outputs)
         self.norm1 = Norm(c, outputs)
         self.conv2 = convolution(c, outputs, outputs)
@@ -168,7 +179,7 @@ class DDPMBlock(nn.Module):
         super().__init__()
         self.norm1 = Norm(c, inputs)
         self.conv1 = convolution(c, inputs, outputs)
-        self.time = nn.Linear(c.time_width, outputs)
+        self.time = TimeLinear(c, outputs)
         self.norm2 = Norm(c, outputs)
         self.conv2 = convolution(c, outputs, outputs)
         self.shortcut = convolution(c, inputs, outputs, 1) if inputs != outputs else nn.Identity()

@@ -7,7 +7,9 @@ al. 2020 (appendix B), without its dropout, so that a step draws no random numbe
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
@@ -22,6 +24,7 @@ from ddpm_lab.diffusion.blocks import (
     Norm,
     SeedBlock,
     Stage,
+    TimeLinear,
     UNetConfig,
     UpsampledConv2d,
     convolution,
@@ -57,23 +60,38 @@ class UNet(nn.Module):
         build = _build_seed if config.family == "seed" else _build_ddpm
         self.stem, down, middle, up, self.head = build(config)
         self.down, self.middle, self.up = nn.ModuleList(down), nn.ModuleList(middle), nn.ModuleList(up)
+        self.times = [layer for layer in self.modules() if isinstance(layer, TimeLinear)]
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        embedding = self.time(self._sinusoids(t))
+        embeddings = self._for_blocks(self.time(self._sinusoids(t)))
         h = self.stem(F.pixel_unshuffle(x, self.config.patch) if self.config.patch > 1 else x)
         remembered = [h]
         for layer in self.down:
             is_stage = isinstance(layer, Stage)
-            h = layer(h, embedding) if is_stage else layer(h)
+            h = layer(h, next(embeddings)) if is_stage else layer(h)
             if is_stage or self.config.family == "ddpm":
                 remembered.append(h)
         for stage in self.middle:
-            h = stage(h, embedding)
+            h = stage(h, next(embeddings))
         for layer in self.up:
             is_stage = isinstance(layer, Stage)
-            h = layer(torch.cat((h, remembered.pop()), dim=1), embedding) if is_stage else layer(h)
+            h = layer(torch.cat((h, remembered.pop()), dim=1), next(embeddings)) if is_stage else layer(h)
         h = self.head(h)
         return F.pixel_shuffle(h, self.config.patch) if self.config.patch > 1 else h
+
+    def _for_blocks(self, embedding: Tensor) -> Iterator[Tensor]:
+        """What each block is given of the time embedding.
+
+        Joined layers are one: each is so small that a CPU takes longer to begin it, and its gradients, than to compute
+        it. Without gradients to join them takes longer.
+        """
+        if not self.times[0].joined:
+            return itertools.repeat(embedding)
+        if not torch.is_grad_enabled():
+            return (F.linear(embedding, layer.weight, layer.bias) for layer in self.times)
+        weight, bias = (torch.cat([getattr(layer, name) for layer in self.times]) for name in ("weight", "bias"))
+        joined = F.linear(embedding, weight, bias)
+        return iter(torch.split(joined, [layer.out_features for layer in self.times], dim=1))
 
     def _sinusoids(self, t: Tensor) -> Tensor:
         """The sinusoidal embedding of t (N,) -> (N, width): sines, then cosines (Vaswani et al. 2017, section 3.5)."""
