@@ -26,7 +26,6 @@ NETWORKS = {"tiny": 4, "seed": 4, "ddpm": 8, "s000": 4}
 """Names of the networks, and what the image size must be a multiple of."""
 SEED_FAMILY = ("seed", "s000")
 LOSSES = ("l1", "l2")
-START_METHODS = ("forkserver", "spawn")
 HOOKS = ("none", "bf16", "fp16")
 _PCIE = (
     "NCCL_DEBUG=INFO NCCL_ALGO=Tree NCCL_PROTO=Simple NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=0 NCCL_NET_GDR_LEVEL=0 "

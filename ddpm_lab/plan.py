@@ -184,7 +184,7 @@ WHOLE_QUESTION = "the whole question"
 """Label of what is left out where nothing of a question can be asked."""
 
 # Names in the experiment "peers" that the questions write and the explaining half reads.
-OURS, TUNED, FORMATS, COMPILED = "this trainer", ", tuned", ", in bf16 and channels_last", ", compiled"
+OURS, TUNED, FORMATS, COMPILED = "this trainer", ", tuned", " and channels_last", ", compiled"
 BOTH_FP32, LEVERS, SAMPLING = ", both fp32", ", one lever at a time", ", a step of sampling"
 LIMITS = "limits of this machine"
 FLASH_ATTENTION = "flash_attention"

@@ -7,6 +7,7 @@ kernels keep to them too, and a machine that is limited so is another machine.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import platform
 from functools import cache
@@ -34,18 +35,12 @@ def processor() -> str:
 @cache
 def instructions() -> frozenset[str]:
     """The instructions that may be used, by their names in /proc/cpuinfo, such as ``avx2``; on Arm ``bf16``."""
-    without = tuple(start for starts in _limits().values() for start in starts)
-    return frozenset(name for name in _all() if not name.startswith(without))
+    return frozenset(name for name in _all() if not name.startswith(tuple(itertools.chain(*_limits().values()))))
 
 
 def withheld() -> frozenset[str]:
     """The instructions that this processor has and torch was told to do without."""
     return _all() - instructions()
-
-
-def _all() -> frozenset[str]:
-    told = _told(_cpuinfo())
-    return frozenset((told.get("flags") or told.get("features") or "").split())
 
 
 def multiplies_bf16() -> bool:
@@ -62,9 +57,8 @@ def name_in(cpuinfo: str) -> str:
     told = _told(cpuinfo)
     name = told.get("model name") or told.get("hardware", "")
     family, model = told.get("cpu family"), told.get("model")
-    if not name or any(c.isdigit() for c in name) or not (family and model):
-        return name
-    return f"{name} (family {family}, model {model})"
+    hidden = name and not any(c.isdigit() for c in name) and family and model
+    return f"{name} (family {family}, model {model})" if hidden else name
 
 
 def _limits() -> dict[str, tuple[str, ...]]:
@@ -73,13 +67,15 @@ def _limits() -> dict[str, tuple[str, ...]]:
     return {value: limits[value] for value, limits in said if value in limits}
 
 
+def _all() -> frozenset[str]:
+    told = _told(_cpuinfo())
+    return frozenset((told.get("flags") or told.get("features") or "").split())
+
+
 def _told(cpuinfo: str) -> dict[str, str]:
     """What is said of the first processor, by lower-case names."""
-    told: dict[str, str] = {}
-    for line in cpuinfo.splitlines():
-        name, _, value = line.partition(":")
-        told.setdefault(name.strip().lower(), " ".join(value.split()))
-    return told
+    lines = [line.partition(":") for line in reversed(cpuinfo.splitlines())]  # the first one is put in last
+    return {name.strip().lower(): " ".join(value.split()) for name, _, value in lines}
 
 
 def _cpuinfo() -> str:

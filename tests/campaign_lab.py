@@ -15,7 +15,7 @@ from ddpm_lab.measure import campaign
 from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.measure.progress import Progress
-from ddpm_lab.measure.seat import Instrument, Member
+from ddpm_lab.measure.sets import Instrument, Member
 from ddpm_lab.measure.shortfall import Target
 from ddpm_lab.plan import OTHERS, PRIMARY, Experiment, Family, Plan
 from ddpm_lab.record import RunRecord, Window

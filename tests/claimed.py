@@ -10,7 +10,7 @@ import records as make
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.measure.wrong_ways import WORKLOAD
+from ddpm_lab.measure.alone import WORKLOAD
 from ddpm_lab.record import Machine, RunRecord
 
 BASE = RunConfig(global_batch_size=8)

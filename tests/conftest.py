@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
+from planted_gpus import Card, Plant, nvml
 
 from ddpm_lab.__main__ import main
 from ddpm_lab.config import RunConfig
@@ -19,7 +21,7 @@ from ddpm_lab.data.packed import prepare
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import CodeVersion, Loaded, code_version
 from ddpm_lab.measure.group import Group, Limits
-from ddpm_lab.measure.seat import Instrument
+from ddpm_lab.measure.sets import Instrument
 from ddpm_lab.plan import Plan
 
 # One thread for what tests compute themselves: two that wait for each other make no progress beside a busy neighbour.
@@ -108,6 +110,44 @@ def never_waiting() -> Callable[[], contextlib.AbstractContextManager[None]]:
                 torch.cuda.set_sync_debug_mode("default")
 
     return context
+
+
+@pytest.fixture
+def machine_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """Sixteen cores, and the files of cgroups and of the CPU that the test puts here instead of the machine's own."""
+    files: dict[str, str] = {}
+    real = Path.read_text
+
+    def read_text(path: Path, *args: Any, **kwargs: Any) -> str:
+        name = str(path)
+        if name.startswith(("/sys/fs/cgroup", "/proc/self/cgroup", "/proc/stat")):
+            if name not in files:
+                raise FileNotFoundError(name)
+            return files[name]
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    yield files
+    monkeypatch.undo()
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plant]:
+    """Makes an NVML with the given cards the one that is read; with none at all, there is no binding."""
+
+    def plant(*cards: Card | None, driver: str | None = "600.1") -> None:
+        monkeypatch.setitem(sys.modules, "pynvml", nvml(*cards, driver=driver) if cards else None)
+        forget()
+
+    def forget() -> None:
+        for cached in (hardware._nvml, hardware.gpu_handle, hardware._nvidia, hardware._ask_torch):
+            cached.cache_clear()
+
+    monkeypatch.setattr(hardware, "package_version", lambda _: "2.15.0+cu130")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    yield plant
+    forget()
 
 
 @pytest.fixture(scope="session")

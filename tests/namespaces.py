@@ -1,10 +1,4 @@
-"""Hosts on one machine: network namespaces with addresses of their own, joined by a bridge.
-
-    with hosts(1) as (first,):
-        subprocess.run(first.command("ping", "-c", "1", second.address))
-
-The bridge lies in one more namespace, so that nothing of the machine's own network is touched.
-"""
+"""Hosts on one machine: network namespaces with addresses of their own, joined by a bridge in one more namespace."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Synthetic records of all-reduces that take as long as is planted."""
+"""Synthetic records of several ranks: strong and weak scaling by planted ratios, and all-reduces of planted times."""
 
 from __future__ import annotations
 
@@ -6,48 +6,82 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from records import CPU, on, sets
+from records import CPU, GPUS, on, sets
 
-from ddpm_lab.config import RunConfig
-from ddpm_lab.questions import all_reduce as collectives
+from ddpm_lab.config import ExchangeConfig, RunConfig
+from ddpm_lab.plan import LOST, WEAK
+from ddpm_lab.questions import all_reduce as exchanges
 from ddpm_lab.record import Machine, RunRecord
+
+ONE = RunConfig(device="cuda", network="seed", global_batch_size=64)
+
+
+def strong(ratios: dict[int, float], base: RunConfig = ONE, **values: Any) -> list[RunRecord]:
+    """Sets of one and of n GPUs that share a batch; the planted ratio of each n."""
+    shared = {f"{n} GPUs": (replace(base, world_size=n), ratio) for n, ratio in ratios.items()}
+    return _sets(shared, base, f"seed, batch {base.global_batch_size}", **values)
+
+
+def weak(ratios: dict[int, float], base: RunConfig = ONE, **values: Any) -> list[RunRecord]:
+    """The same with a batch for each GPU; the planted ratio is that of the throughputs."""
+    grown = {
+        f"{n} GPUs": (replace(base, world_size=n, global_batch_size=n * base.global_batch_size), ratio)
+        for n, ratio in ratios.items()
+    }
+    return _sets(grown, base, f"seed, batch {base.global_batch_size} per rank{WEAK}", **values)
+
+
+def switched_off() -> list[RunRecord]:
+    """A part of the lost scaling: no scaling, and with a ratio that would lead every list."""
+    two = replace(ONE, world_size=2)
+    off = {"no exchange": (replace(two, exchange=ExchangeConfig(enabled=False)), 50.0)}
+    return _sets(off, two, f"seed, batch 64{LOST}")
+
+
+def _sets(
+    candidates: dict[str, tuple[RunConfig, float]], base: RunConfig, family: str, **values: Any
+) -> list[RunRecord]:
+    label = f"{base.world_size} GPU{'s' if base.world_size > 1 else ''}"
+    primary = "" if WEAK in family else list(candidates)[-1]
+    values = {"baseline_label": label, "experiment": "multi_gpu", "family": family, "primary": primary, **values}
+    return on(GPUS, sets(candidates, baseline=base, **values))
 
 
 def all_reduces(
     seconds: Callable[[int, int], float],
     *,
     ranks: Sequence[int] = (2,),
-    messages: Sequence[int] = (2**10, 2**14, 2**18, 2**20, 2**23, 2**26),
-    hosts_of: Callable[[int], int] = lambda _: 1,
+    messages: Sequence[int] = exchanges.MESSAGES,
+    nodes: int = 1,
     machine: Machine = CPU,
     **values: Any,
 ) -> list[RunRecord]:
-    """Sets of all-reduces that take ``seconds(ranks, bytes)``, on as many hosts as ``hosts_of(ranks)``."""
+    """Sets of all-reduces that take ``seconds(ranks, bytes)``."""
     found = []
     for n in ranks:
-        common: dict[str, Any] = {"device": "cuda" if machine.gpus else "cpu", "world_size": n, "global_batch_size": n}
         base, *others = (
-            RunConfig(workload=collectives.ALL_REDUCE, options=(("message_bytes", size),), **common)
+            RunConfig(
+                workload=exchanges.ALL_REDUCE,
+                device="cuda" if machine.gpus else "cpu",
+                world_size=n,
+                nodes=nodes,
+                global_batch_size=n,
+                options=(("message_bytes", size),),
+            )
             for size in messages
         )
-        made = sets(
-            {_label(c): (c, _seconds(seconds, base) / _seconds(seconds, c)) for c in others},
+        first, *sizes = messages
+        found += sets(
+            {
+                exchanges.label(size): (config, seconds(n, first) / seconds(n, size))
+                for size, config in zip(sizes, others, strict=True)
+            },
             baseline=base,
-            baseline_label=_label(base),
+            baseline_label=exchanges.label(first),
             experiment="all_reduce",
             family=f"all-reduce, {n} ranks",
-            step_seconds=_seconds(seconds, base),
+            step_seconds=seconds(n, first),
             seed=n,
             **values,
         )
-        witness = {"ranks": [{"rank": rank, "hosts": hosts_of(n)} for rank in range(n)]}
-        found += [replace(r, witness=witness) for r in made]
     return on(machine, found)
-
-
-def _label(config: RunConfig) -> str:
-    return collectives.label(config.option("message_bytes", 0))
-
-
-def _seconds(seconds: Callable[[int, int], float], config: RunConfig) -> float:
-    return seconds(config.world_size, config.option("message_bytes", 0))

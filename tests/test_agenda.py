@@ -11,7 +11,7 @@ import pytest
 import records as make
 
 from ddpm_lab.checks import ConfigError, LabError
-from ddpm_lab.measure.trials import COMPILE_SECONDS
+from ddpm_lab.measure.shortfall import COMPILE_SECONDS
 from ddpm_lab.plan import OTHERS, PRIMARY
 from ddpm_lab.questions import agenda, experiments
 from ddpm_lab.record import LedgerError

@@ -15,7 +15,7 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.seat import Instrument, Member
+from ddpm_lab.measure.sets import Instrument, Member
 from ddpm_lab.plan import Plan
 from ddpm_lab.questions.calibrate import calibrate, calibration, calibrations
 from ddpm_lab.record import LedgerError, RunRecord

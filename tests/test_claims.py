@@ -10,10 +10,9 @@ from setups import setup
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.data.packed import read_manifest, resolve
 from ddpm_lab.measure import hardware
+from ddpm_lab.measure.alone import WORKLOAD, run_wrong_ways
 from ddpm_lab.measure.code_version import code_version
-from ddpm_lab.measure.seat import Instrument, Member
-from ddpm_lab.measure.sets import measure_alone
-from ddpm_lab.measure.wrong_ways import WORKLOAD, run_wrong_ways
+from ddpm_lab.measure.sets import Instrument, Member, measure_alone
 from ddpm_lab.plan import Experiment, Plan
 from ddpm_lab.questions import ask as questions
 from ddpm_lab.questions.ask import ask

@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,38 +38,30 @@ FILES = {
     "inner/late.py": "two = 2\n",
     "inner/never.py": "unused = 1\n",
 }
-COUNTED = {"planted_workload", "helper", "hidden", "inner", "inner.deep", "inner.sibling"}
+COUNTED = ("planted_workload", "helper", "hidden", "inner", "inner.deep", "inner.sibling")
 LOADED = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 import torch, ddpm_lab.measure.rank
-from ddpm_lab.measure.code_version import loaded, unlisted
+from ddpm_lab.measure.code_version import astray, loaded, unlisted
 import planted_workload
 first = loaded()
 planted_workload.train()
-print(json.dumps([*first, unlisted({}), unlisted(json.loads(sys.argv[2]))]))
+print(json.dumps([*first, unlisted({}), unlisted(json.loads(sys.argv[2])), astray(sys.argv[1] + "/inner")]))
 """
-Write = Callable[[str, str], None]
 
 
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    """A folder that holds FILES; the fixture writes another file there."""
-
-    def write(name: str, text: str) -> None:
-        path = tmp_path / name
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
-    for name, text in FILES.items():
-        write(name, text)
-    return write
-
 
 @pytest.fixture
-def own(tmp_path: Path, write: Write) -> Loaded:
-    """What a rank of the planted workload says that it loaded."""
-    del write
+def own(tmp_path: Path) -> Loaded:
+    """What a rank of the planted workload says that it loaded, from a folder that holds FILES."""
+    write(tmp_path, FILES)
     places = {m: tmp_path.joinpath(*m.split(".")) for m in COUNTED}
     return Loaded({m: str(p / "__init__.py" if p.is_dir() else p.with_suffix(".py")) for m, p in places.items()})
 
@@ -78,34 +70,35 @@ def test_a_rank_says_what_it_loaded_however_it_was_imported(own: Loaded, tmp_pat
     known = {**code_version(own).modules, "helper": "another"}
     words = [sys.executable, "-c", LOADED, str(tmp_path), json.dumps(known)]
     shown = subprocess.run(words, capture_output=True, text=True, check=True)
-    files, libraries, everything, unknown = json.loads(shown.stdout)
+    files, libraries, everything, unknown, inside = json.loads(shown.stdout)
     assert files == own.modules
     assert set(libraries) >= {"numpy", "packaging"}
     assert not {"json", "importlib", "torch"} & set(libraries), "neither Python's own nor what others import"
     assert everything == sorted({*COUNTED, "inner.late"})
     assert unknown == ["helper", "inner.late"], "not as it was, and not known"
+    assert inside == ["inner", "inner.deep", "inner.late", "inner.sibling"], "of another revision's folder"
 
 
-def test_an_edit_of_every_module_counts_and_is_noticed_meanwhile(own: Loaded, write: Write) -> None:
+def test_an_edit_of_every_module_counts_and_is_noticed_meanwhile(own: Loaded, tmp_path: Path) -> None:
     before = code_version(own)
     for name, place in own.modules.items():
         file, text = Path(place), Path(place).read_text()
         file.write_text(text + "another = 1\n")
         assert code_version(own).key != before.key
-        with pytest.raises(ConfigError, match=rf"edited while it was measured \({name}\)"):
+        with pytest.raises(ConfigError, match=rf"the code was edited \({name}\) since"):
             before.check_unchanged()
         file.write_text(text)
         os.utime(file, (0, 0))
         before.check_unchanged()
-    write("stranger.cpp", "int one;")
+    write(tmp_path, {"stranger.cpp": "int one;"})
     before.check_unchanged()
     keys = {before.key}
     for text in ("int one;", "int two;"):
-        write("inner/deep.cu", text)  # it bears a module's name
+        write(tmp_path, {"inner/deep.cu": text})  # it bears a module's name
         keys.add(code_version(own).key)
     assert len(keys) == 3
     Path(own.modules["helper"]).unlink()
-    with pytest.raises(ConfigError, match=r"edited while it was measured \(helper, inner.deep\)"):
+    with pytest.raises(ConfigError, match=r"the code was edited \(helper, inner.deep\)"):
         before.check_unchanged()
 
 
@@ -118,7 +111,7 @@ def test_the_version_of_an_imported_package_counts(own: Loaded, monkeypatch: pyt
         assert [a == b for a, b in zip(now, before, strict=True)] == alike
 
 
-# --- the lab itself --------------------------------------------------------------------------------------------------
+# The lab itself
 
 
 @pytest.fixture
@@ -132,16 +125,15 @@ def lab(tmp_path: Path) -> Iterator[Tree]:
 def test_what_measures_counts_and_what_explains_does_not(lab: Tree) -> None:
     before = code_version(tree=lab)
     assert before.key == code_version().key
-    for file in ("explain/stats.py", "reports/report.py", "__main__.py"):
-        (lab.package / file).write_text("")
+    write(lab.package, dict.fromkeys(("explain/any.py", "reports/any.py", "__main__.py"), "another = 1"))
     module._lab_sources.cache_clear()
     assert code_version(tree=lab).key == before.key
-    for file in ("diffusion/unet.py", "diffusion/kernels.cpp", "measure/seat.py", "data/loaders.py", "config.py"):
+    for file in ("diffusion/kernels.cpp", "measure/sets.py", "config.py"):
         code_version(tree=lab)
         text = (lab.package / file).read_text()
         (lab.package / file).write_text(text + "\n")
         name = "ddpm_lab." + file.partition(".")[0].replace("/", ".")
-        with pytest.raises(ConfigError, match=rf"the lab's own code was edited \({name}\) since this process loaded"):
+        with pytest.raises(ConfigError, match=rf"the code was edited \({name}\) since this process loaded it"):
             code_version(tree=lab)
         module._lab_sources.cache_clear()
         assert code_version(tree=lab).key != before.key
@@ -159,50 +151,29 @@ def test_torch_is_not_imported_to_find_the_version() -> None:
     assert shown.stdout.strip() == "[]"
 
 
-# --- a revision in the same sets -------------------------------------------------------------------------------------
-
-
-def test_an_edit_of_either_side_is_noticed(own: Loaded, write: Write, tmp_path: Path) -> None:
-    write("apart/helper.py", "factor = 3\n")
+def test_an_edit_of_either_side_of_a_comparison_of_revisions_is_noticed(own: Loaded, tmp_path: Path) -> None:
+    write(tmp_path, {"apart/helper.py": "factor = 3\n"})
     tree = Tree(revision="1234567890ab", folders=(str(tmp_path / "apart"),), apart=str(tmp_path / "working"))
     assert tree.package == PACKAGE
     here, there = code_version(own), code_version(Loaded({"helper": str(tmp_path / "apart" / "helper.py")}), tree)
     both = here.with_revision(there)
     assert len({here.key, there.key, both.key}) == 3
-    assert both.of("") is both
-    assert both.of("1234567890ab") is there
+    assert (both.of(""), both.of("1234567890ab")) == (both, there)
     for name, text in (("apart/helper.py", "factor = 3\n"), ("helper.py", FILES["helper.py"])):
-        write(name, "factor = 4\n")
-        with pytest.raises(ConfigError, match="edited while it was measured"):
+        write(tmp_path, {name: "factor = 4\n"})
+        with pytest.raises(ConfigError, match="the code was edited"):
             both.check_unchanged()
-        write(name, text)
+        write(tmp_path, {name: text})
     both.check_unchanged()
-
-
-@pytest.mark.usefixtures("write")
-def test_a_module_from_the_working_tree_is_seen_in_the_process(tmp_path: Path) -> None:
-    code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import helper, json\n"
-        "from ddpm_lab.measure.code_version import astray\n"
-        f"print(astray({str(tmp_path.resolve())!r}), astray({str(tmp_path.resolve() / 'inner')!r}))"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout.strip() == "['helper'] []"
-
-
-# --- libraries -------------------------------------------------------------------------------------------------------
 
 
 def test_what_pip_has_put_into_a_folder_is_a_library_and_what_lies_beside_it_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "target"
-    for name in ("nvml-1.0.dist-info/RECORD", "nvml.py", "sub/deep/one.py", "mine.py", "own/two.py"):
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        (target / name).write_text("")
-    (target / "nvml-1.0.dist-info" / "RECORD").write_text("nvml.py,sha256=x,1\nsub/deep/one.py,,\n")
-    listed = {name: is_library(str(target / name)) for name in ("nvml.py", "sub/deep/one.py", "mine.py", "own/two.py")}
-    assert listed == {"nvml.py": True, "sub/deep/one.py": True, "mine.py": False, "own/two.py": False}
+    listed = {"nvml.py": True, "sub/deep/one.py": True, "mine.py": False, "own/two.py": False}
+    write(target, {"nvml-1.0.dist-info/RECORD": "nvml.py,sha256=x,1\nsub/deep/one.py,,\n", **dict.fromkeys(listed, "")})
+    assert {name: is_library(str(target / name)) for name in listed} == listed
     assert is_library(str(tmp_path / "python3" / "site-packages" / "any.py"))
     monkeypatch.syspath_prepend(target)
     for name in ("nvml", "mine"):

@@ -150,7 +150,7 @@ def test_an_edited_file_is_measured_again_and_an_unchanged_one_is_not(mine: Path
 def test_a_file_that_is_edited_while_it_is_measured_leaves_no_record(mine: Path, tmp_path: Path) -> None:
     edits = "import pathlib\npathlib.Path(__file__).write_text(pathlib.Path(__file__).read_text() + '#')\n"
     mine.write_text(MINE.format(pieces=1) + edits)
-    with pytest.raises(ConfigError, match=r"edited while it was measured \(mine\)"):
+    with pytest.raises(ConfigError, match=r"the code was edited \(mine\)"):
         measure("mine:baseline", "mine:candidate", sets=1, output_dir=tmp_path / "out", quiet=True)
     assert not (tmp_path / "out" / "trace_output" / "ledger.jsonl").exists()
 

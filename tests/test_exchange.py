@@ -1,16 +1,35 @@
-"""The question how ranks should exchange gradients: each setting alone, and where there is nothing to exchange."""
+"""The questions exchange and all_reduce: what they measure, and what planted records of them come to."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
+import records as make
+from cells import column
+from conftest import Call
+from scaled_records import all_reduces
 from setups import setup
 
 from ddpm_lab.checks import ConfigError
-from ddpm_lab.config import HOOKS, NCCL, ExchangeConfig
+from ddpm_lab.config import HOOKS, NCCL, ExchangeConfig, RunConfig
+from ddpm_lab.explain import gains
 from ddpm_lab.explain.changes import NO_EXCHANGE
-from ddpm_lab.questions.exchange import exchange
+from ddpm_lab.explain.frames import RECOMMENDATION, Study
+from ddpm_lab.plan import Family
+from ddpm_lab.questions.all_reduce import all_reduce, bus_bandwidth, exchanges, label, message_bytes
+from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.ask import ask
+from ddpm_lab.questions.exchange import BASELINE, exchange
+
+BASE = RunConfig(world_size=2)
+ALPHA, BETA = 2e-4, 1e-9
+
+
+# --- exchange ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (8, 8)])
@@ -29,26 +48,133 @@ def test_each_setting_is_changed_alone(gpus: int, ranks: int) -> None:
     twice = halved.baseline
     assert twice.accumulation == 2
     assert twice.rank_batch_size // twice.accumulation == family.baseline.rank_batch_size, "half the exchanges an image"
-    ((label, silent),) = halved.candidates
-    assert (label, set(twice.differences(silent))) == (NO_EXCHANGE, {"exchange"}), "updates of weights are as many"
+    ((name, silent),) = halved.candidates
+    assert (name, set(twice.differences(silent))) == (NO_EXCHANGE, {"exchange"}), "updates of weights are as many"
 
 
 def test_ranks_and_batch_can_be_chosen_and_smoke_is_short() -> None:
     found = exchange(setup(cores=4), world_sizes=[2, 4], global_batch_size=16).families
-    assert [(f.baseline.world_size, f.baseline.global_batch_size) for f in found] == [
-        (2, 16),
-        (2, 32),
-        (4, 16),
-        (4, 32),
-    ]
+    sizes = [(f.baseline.world_size, f.baseline.global_batch_size) for f in found]
+    assert sizes == [(2, 16), (2, 32), (4, 16), (4, 32)]
     (family,) = exchange(setup("smoke")).families
-    assert [label for label, _ in family.candidates] == [NO_EXCHANGE, "bf16 hook"]
+    assert [name for name, _ in family.candidates] == [NO_EXCHANGE, "bf16 hook"]
 
 
 def test_one_rank_exchanges_nothing() -> None:
     alone = exchange(setup(cores=1))
     assert [f.candidates for f in alone.families] == [()]
-    ((_, label, reason),) = alone.left_out
-    assert (label, reason) == ("2 ranks", "this machine has one usable core; each rank needs its own")
+    ((_, name, reason),) = alone.left_out
+    assert (name, reason) == ("2 ranks", "this machine has one usable core; each rank needs its own")
     with pytest.raises(ConfigError, match="world_sizes has 1, and one rank exchanges nothing: give 2 or more"):
         exchange(setup(), world_sizes=[1, 2])
+
+
+def settings(ratio: float, experiment: str = "exchange") -> Study:
+    """A study in which ranks that exchange nothing are so many times as fast, and those with a bf16 hook 1.1 times."""
+    rows = {
+        NO_EXCHANGE: (dataclasses.replace(BASE, exchange=ExchangeConfig(enabled=False)), ratio),
+        "bf16 hook": (dataclasses.replace(BASE, exchange=ExchangeConfig(hook="bf16")), 1.1),
+    }
+    values: dict[str, Any] = {"baseline_label": BASELINE, "experiment": "exchange", "primary": "bf16 hook"}
+    return make.study(make.sets(rows, baseline=BASE, family="tiny, batch 32, 2 ranks", **values), experiment)
+
+
+def test_the_cost_of_the_exchange_is_what_a_step_takes_less_without() -> None:
+    found = answer(settings(1.25)).finding
+    assert found.ratio == pytest.approx(1.1, rel=0.02), "the answer is about ranks that train one network"
+    said = found.notes[0]
+    assert "is 20." in said or "is 19." in said
+    assert said.endswith("exposed communication.")
+    assert "not called shorter" in answer(settings(1.0)).finding.notes[0]
+    assert [row.label for row in gains.measured(settings(1.9, RECOMMENDATION))] == ["bf16 hook"]
+
+
+def test_fewer_exchanges_are_weighed_in_a_sentence_of_their_own_and_never_lead() -> None:
+    twice = dataclasses.replace(BASE, global_batch_size=64, accumulation=2)
+    silent = {NO_EXCHANGE: (dataclasses.replace(twice, exchange=ExchangeConfig(enabled=False)), 1.9)}
+    values: dict[str, Any] = {"baseline_label": BASELINE, "experiment": "exchange", "primary": ""}
+    records = make.sets(silent, baseline=twice, family="tiny, batch 64, 2 ranks, one exchange in 2", **values)
+    found = answer(make.study([*settings(1.25).records, *records], "exchange")).finding
+    assert found.ratio == pytest.approx(1.1, rel=0.02)
+    assert "one exchange in 2 is 47." in found.notes[1]
+
+
+# --- all_reduce -------------------------------------------------------------------------------------------------------
+
+
+def sizes(family: Family) -> list[int]:
+    configs = (family.baseline, *(config for _, config in family.candidates))
+    return [int(config.option("message_bytes", 0)) for config in configs]
+
+
+def test_messages_go_over_decades_the_smallest_and_the_largest_first_all_in_the_same_sets() -> None:
+    for preset in ("smoke", "quick", "full"):
+        for family in all_reduce(setup(preset, cores=8)).families:
+            found = sizes(family)
+            assert found[:2] == [2**10, 2**26]
+            assert len(set(found)) == len(found) >= 6
+            assert found[2:] == sorted(found[2:])
+            assert family.at_once == len(family.candidates)
+    named = [label(n) for n in (4, 1024, 2**18, 3 * 2**19, 2**26)]
+    assert named == ["4 bytes", "1 KiB", "256 KiB", "1.5 MiB", "64 MiB"]
+
+
+def test_each_number_of_ranks_is_a_family_of_its_own() -> None:
+    for gpus, cores, ranks in ((0, 2, [2]), (0, 6, [2, 4, 6]), (8, 64, [2, 4, 8]), (0, 1, [1]), (1, 16, [1])):
+        experiment = all_reduce(setup(gpus=gpus, cores=cores))
+        assert [f.baseline.world_size for f in experiment.families] == ranks
+        assert bool(experiment.left_out) == (ranks == [1])
+        assert bool(experiment.families[0].candidates) == (ranks != [1])
+    experiment = all_reduce(setup(cores=8), world_sizes=[3, 1, 5], message_bytes=[4096, 1024, 4096])
+    assert [(f.baseline.world_size, sizes(f)) for f in experiment.families] == [(3, [1024, 4096]), (5, [1024, 4096])]
+
+
+def test_what_cannot_be_run_is_refused(call: Call) -> None:
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"message_bytes": []}, "message_bytes"),
+        ({"message_bytes": [0]}, "at least 4"),
+        ({"message_bytes": [1022]}, "message_bytes has 1022: give multiples of 4"),
+        ({"world_sizes": [3]}, "3 CPU ranks need 3 cores"),
+        ({"world_sizes": [1]}, "give 2 or more"),
+    )
+    for grid, words in wrong:
+        with pytest.raises(ConfigError, match=words):
+            ask("all_reduce", setup(), **grid)
+    code, _, err = call("run", "all_reduce", "--batch-size", "8")
+    assert (code, "--batch-size 8: only profile, amp" in err) == (2, True)
+
+
+def ring(alpha: float = ALPHA, beta: float = BETA) -> Callable[[int, int], float]:
+    return lambda ranks, size: 2 * (ranks - 1) * (alpha + size / ranks * beta)
+
+
+def test_bus_bandwidth_is_what_a_link_passes_whatever_the_ranks() -> None:
+    found = exchanges(make.study(all_reduces(ring(0.0), ranks=(2, 8), machine=make.GPUS)))
+    assert {e.ranks for e in found} == {2, 8}
+    for e in found:
+        assert bus_bandwidth(e) == pytest.approx(1 / BETA, rel=0.03)
+
+
+def test_ranks_on_several_hosts_are_rows_and_lines_of_their_own() -> None:
+    near = all_reduces(ring(), ranks=(2, 4), machine=make.GPUS)
+    far = all_reduces(ring(5e-3, 1e-8), ranks=(4,), nodes=4, machine=make.GPUS)
+    study = make.study([*near, *far])
+    shown = answer(study).table()
+    assert list(dict.fromkeys(column(shown, "Configuration"))) == ["2 ranks", "4 ranks", "4 ranks on 4 hosts"]
+    assert len(shown) == 18
+    assert shown[0]["Time"].endswith("\N{MICRO SIGN}s")
+    assert shown[0]["Sets"] == "6"
+    found = exchanges(study)
+    assert found[0].step_seconds == pytest.approx(2 * (ALPHA + 512 * BETA), rel=0.05)
+    assert found[12].step_seconds == pytest.approx(6 * 5e-3, rel=0.05), "over four hosts"
+    (ax,) = answer(study).figure().axes
+    drawn = [tuple(point) for line in ax.get_lines() for point in np.asarray(line.get_xydata()).tolist()]
+    assert drawn == [(message_bytes(e), 1e-9 * bus_bandwidth(e)) for e in found]
+
+
+def test_ranks_that_share_cores_and_a_rank_alone_say_nothing_of_exchanges() -> None:
+    shared = [dataclasses.replace(r, mechanism_only=True) for r in all_reduces(ring(), ranks=(4,))]
+    alone = all_reduces(lambda *_: 1e-5, ranks=(1,))
+    for records in (shared, alone):
+        assert exchanges(make.study(records)) == []
+        assert answer(make.study(records)).finding.verdict != "measured"

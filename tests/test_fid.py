@@ -19,10 +19,9 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import TRAINING, OptimizerConfig, RunConfig
 from ddpm_lab.data.packed import open_packed, prepare
 from ddpm_lab.explain import samples
+from ddpm_lab.measure.alone import MOST_IMAGES, trial_work
 from ddpm_lab.measure.code_version import code_version
-from ddpm_lab.measure.seat import Instrument, Member
-from ddpm_lab.measure.sets import measure_alone
-from ddpm_lab.measure.trials import MOST_IMAGES, work_of
+from ddpm_lab.measure.sets import Instrument, Member, measure_alone
 from ddpm_lab.plan import Plan, Trial
 from ddpm_lab.training import fid as module
 from ddpm_lab.training.fid import Fid, plan_fid
@@ -80,7 +79,7 @@ def test_a_trials_fid_is_the_closed_formula(data: RunConfig, inception: str, ins
         family="trials",
         plan=Plan(),
         member=Member("quality", "fp32", config),
-        work=work_of(trial),
+        work=trial_work(trial),
     )
     assert record.status == "ok", record.reason
     found = samples.fid([record])

@@ -19,17 +19,17 @@ from drawn_studies import STUDIES, amp
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from scaled_records import ONE, strong, weak
 from test_charts import boxes, drawn_lines, intervals, points, spans
-from test_scaling import ONE, strong, weak
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import figure_machine, figure_scaling, scaling
 from ddpm_lab.explain.bands import S000
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.style import png, save
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.questions import recommendation
+from ddpm_lab.questions import multi_gpu
 from ddpm_lab.questions.answers import answer
 
 RANKS = [{**make.PHASES, "communication": 5.0}, {**make.PHASES, "forward": 12.0, "communication": 16.4}]
@@ -125,8 +125,8 @@ def test_nothing_is_cut_or_shortened_or_lies_elsewhere(name: str) -> None:
     ("name", "expected"),
     [
         ("resolved", {"", "time"}),
-        ("gpus", {"", "speedup", "efficiency", "batch"}),
-        ("machine", {"", "speedup", "efficiency", "batch", "machine"}),
+        ("gpus", {"", "speedup", "batch"}),
+        ("machine", {"", "speedup", "batch", "machine"}),
         ("strong and weak, two CPU ranks", {""}),
         ("12 configurations", {"", "time"}),
         ("1 configuration", {""}),
@@ -232,20 +232,27 @@ def scaled(*batches: int) -> Study:
     return make.study(make.on(make.GPUS, found))
 
 
-def test_strong_and_weak_scaling_have_panels_of_their_own_with_the_ideal_line() -> None:
-    figure = figure_scaling.speed_up(scaled(64))
+def test_strong_and_weak_scaling_have_panels_of_their_own_with_the_ideal_and_the_threshold() -> None:
+    study = replace(scaled(64), bands=S000)
+    figure = multi_gpu.by_ranks(study)
     assert figure is not None
-    upper, lower = figure.axes
-    assert marked(upper) == pytest.approx([1, 1.6, 2.4], rel=0.02)
-    assert marked(lower) == pytest.approx([1, 1.9, 3.7], rel=0.02)
-    for ax in (upper, lower):
-        ideal = next(line for line in ax.lines if line.get_linestyle() == "--")
+    for i, planted in enumerate(([1, 1.6, 2.4], [1, 1.9, 3.7])):
+        gain, efficiency = figure.axes[2 * i : 2 * i + 2]
+        rows = [c for c in multi_gpu.scaling_rows(study) if c.scaling == ("strong", "weak")[i] and c.role != "twin"]
+        assert marked(gain) == pytest.approx(planted, rel=0.02)
+        assert marked(efficiency) == pytest.approx([100 * c.efficiency.value for c in rows])
+        upright = [line for line in drawn_lines(efficiency) if len(set(np.asarray(line.get_xdata()))) == 1]
+        ends = [float(y) for line in upright for y in np.asarray(line.get_ydata())]
+        assert ends == pytest.approx([100 * v for c in rows if c.role == "candidate" for v in c.efficiency.ends])
+        ideal, level = (next(line for line in ax.lines if line.get_linestyle() == "--") for ax in (gain, efficiency))
         assert np.array_equal(np.asarray(ideal.get_xdata()), np.asarray(ideal.get_ydata()))
-    assert figure_scaling.speed_up(make.study(make.on(make.GPUS, strong({2: 1.6})))) is None, "two points are no line"
+        assert list(np.asarray(level.get_ydata())) == [75, 75]
+    assert "S000's bands: perfect from 100 %" in words(figure)
+    assert multi_gpu.by_ranks(make.study(make.on(make.GPUS, strong({2: 1.6})))) is None, "two points are no line"
 
 
 def test_time_against_the_batch_size_counts_the_images_of_a_rank_in_weak_scaling() -> None:
-    figure = figure_scaling.by_batch(scaled(32, 64, 128))
+    figure = multi_gpu.by_batch(scaled(32, 64, 128))
     assert figure is not None
     for ax, images in zip(figure.axes, ("global batch size", "images a step on each rank"), strict=True):
         assert ax.get_xlabel().startswith(images)
@@ -255,34 +262,7 @@ def test_time_against_the_batch_size_counts_the_images_of_a_rank_in_weak_scaling
         times = marked(ax)
         assert times[1] == pytest.approx(7.8, rel=0.05)
         assert times[1] / times[-2] == pytest.approx(ratio, rel=0.03)
-    assert figure_scaling.by_batch(scaled(64)) is None
-
-
-@pytest.mark.parametrize("name", ["s001", "s000"])
-def test_efficiencies_are_bars_with_the_threshold_of_their_bands(name: str) -> None:
-    chosen = scaled(64) if name == "s001" else replace(scaled(64), bands=S000)
-    figure = figure_scaling.efficiency(chosen)
-    assert figure is not None
-    for ax, kind in zip(figure.axes, ("strong", "weak"), strict=True):
-        rows = [c for c in scaling.rows(chosen) if c.scaling == kind and c.role == "candidate"]
-        assert [end for _, end in boxes(ax)] == pytest.approx([100 * c.efficiency.value for c in rows])
-        assert [v for ends in intervals(ax).values() for v in ends] == pytest.approx(
-            [100 * v for c in rows for v in c.efficiency.ends]
-        )
-        (line,) = (line for line in ax.lines if line.get_linestyle() == "--")
-        assert list(np.asarray(line.get_xdata())) == [75, 75]
-    assert {"s001": "60 %, overhead", "s000": "60 %, acceptable"}[name] in words(figure)
-
-
-def test_each_device_has_a_bar_where_equal_work_was_measured() -> None:
-    cpu = replace(ONE, device="cpu")
-    values: dict[str, Any] = {"baseline_label": "1 rank", "experiment": "multi_gpu", "family": "seed, batch 64, CPU"}
-    here = make.sets({"2 ranks": (replace(cpu, world_size=2), 1.2)}, baseline=cpu, **values)
-    figure = figure_scaling.layouts(make.study(make.on(make.GPUS, [*here, *strong({4: 3.0})])))
-    assert figure is not None
-    names = [t.get_text() for t in figure.axes[0].get_yticklabels()]
-    assert names == [f"{where}, fp32" for where in ("1 CPU rank", "2 CPU ranks", "1 GPU", "4 GPUs")]
-    assert figure_scaling.layouts(make.study(make.on(make.GPUS, strong({4: 3.0})))) is None
+    assert multi_gpu.by_batch(scaled(64)) is None
 
 
 def test_hosts_are_named_where_there_are_several() -> None:
@@ -292,12 +272,13 @@ def test_hosts_are_named_where_there_are_several() -> None:
     }
     values: dict[str, Any] = {"baseline_label": "1 GPU", "experiment": "multi_gpu", "family": "seed, batch 64"}
     study = make.study(make.on(make.GPUS, make.sets(tried, baseline=ONE, **values)))
-    figure = figure_scaling.speed_up(study)
+    figure = multi_gpu.by_ranks(study)
     assert figure is not None
     assert [t.get_text() for t in figure.axes[0].get_xticklabels()] == ["1", "4", "8\n2 hosts"]
     lead = [replace(r, primary=r.label == "8 GPUs on 2 hosts") for r in study.records]
-    said = answer(replace(study, records=tuple(lead))).finding.claim
-    assert "8 GPUs on 2 hosts (good), by S001's bands; 8 GPUs on 2 hosts: good scaling on several nodes" in said
+    said = answer(replace(study, records=tuple(lead))).finding.notes[0]
+    assert "with 8 GPUs on 2 hosts" in said
+    assert "good scaling on several nodes" in said
 
 
 # --- a step and its phases ---
@@ -362,14 +343,14 @@ def test_a_run_is_the_stages_of_its_groups_end_to_end() -> None:
 def test_memory_over_the_run_begins_anew_with_each_set() -> None:
     two = {"2 ranks": (RunConfig(world_size=2), 1.3)}
     records = make.sets(two, experiment="multi_gpu", count=2)
-    figure = figure_machine.over_the_run(make.study(make.with_state(records)))
+    figure = multi_gpu.over_the_run(make.study(make.with_state(records)))
     assert figure is not None
     (memory,) = figure.axes
     gap = np.nan
     for line in memory.lines:
         np.testing.assert_array_equal(line.get_xdata(), [1, 2, 3, 4, 5, 6, gap, 7, 8, 9, 10, 11, 12, gap])
         np.testing.assert_array_equal(line.get_ydata(), [*6 * [471.0], gap, *6 * [471.0], gap])
-    assert figure_machine.over_the_run(make.study(make.with_state(records, rss_bytes=None))) is None
+    assert multi_gpu.over_the_run(make.study(make.with_state(records, rss_bytes=None))) is None
 
 
 def test_a_gpu_adds_its_memory_clock_and_power() -> None:

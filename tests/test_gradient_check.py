@@ -19,10 +19,9 @@ from ddpm_lab.config import CHECK, PRECISIONS, DiffusionConfig, ExchangeConfig, 
 from ddpm_lab.data.loaders import Batch
 from ddpm_lab.gradient_bounds import BOUNDS, FLIPS, HOOKS, fault
 from ddpm_lab.measure import hardware
+from ddpm_lab.measure.alone import WARM_STEPS, compare_gradients
 from ddpm_lab.measure.code_version import code_version
-from ddpm_lab.measure.seat import Instrument, Member
-from ddpm_lab.measure.sets import measure_alone
-from ddpm_lab.measure.trials import WARM_STEPS, compare_gradients
+from ddpm_lab.measure.sets import Instrument, Member, measure_alone
 from ddpm_lab.plan import Plan
 from ddpm_lab.training.gradient_check import GradientCheck, compared, gradient_check
 from ddpm_lab.training.train import Trainer

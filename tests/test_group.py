@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -30,19 +27,9 @@ from ddpm_lab.measure.witness import mismatches
 MODULES = code_of(BUSY).modules
 
 
-def group(config: RunConfig, limits: Limits | None = None, start_method: str = "forkserver") -> Group:
-    return Group(
-        config,
-        threads=1,
-        modules=MODULES,
-        environment={},
-        start_method=start_method,
-        limits=limits or Limits(build_seconds=60, window_seconds=3),
-    )
-
-
-def descendants(pids: list[int]) -> list[int]:
-    return [p.pid for pid in pids for p in psutil.Process(pid).children(recursive=True)]
+def group(config: RunConfig, limits: Limits | None = None) -> Group:
+    limits = limits or Limits(build_seconds=60, window_seconds=3)
+    return Group(config, threads=1, modules=MODULES, environment={}, limits=limits)
 
 
 def test_two_ranks_work_and_leave_nothing() -> None:
@@ -50,6 +37,7 @@ def test_two_ranks_work_and_leave_nothing() -> None:
         pids, folder = g.pids, g.folder
         windows = g.window(settle=1, steps=4, limit=30, stage="testing")
         witness = g.witness()
+        sockets = [c for pid in pids for c in psutil.Process(pid).net_connections("tcp")]
         summaries = g.finish()
     assert [len(w["step_ends"]) for w in windows] == [4, 4]
     for w in windows:
@@ -59,24 +47,13 @@ def test_two_ranks_work_and_leave_nothing() -> None:
     assert sorted(w["rank"] for w in witness) == [0, 1]
     assert [w["unlisted_modules"] for w in witness] == [[], []]
     assert [s["images"] for s in summaries] == [5 * 4, 5 * 4]
-    assert all(
-        s["peak_rss_bytes"] >= w["memory"]["rss_bytes"] > 1 << 26 for s, w in zip(summaries, windows, strict=True)
-    )
+    for s, w in zip(summaries, windows, strict=True):
+        assert s["peak_rss_bytes"] >= w["memory"]["rss_bytes"] > 1 << 26
+    listening = {c.laddr.ip for c in sockets if c.status == psutil.CONN_LISTEN}
+    assert listening, "gloo connects its ranks by sockets"
+    assert listening <= {"127.0.0.1", "::1"}
     assert alive(pids) == []
     assert not folder.exists()
-
-
-def test_ranks_listen_to_this_host_alone() -> None:
-    with group(busy_config(2)) as g:
-        listening = [
-            c.laddr.ip
-            for pid in g.pids
-            for c in psutil.Process(pid).net_connections("tcp")
-            if c.status == psutil.CONN_LISTEN
-        ]
-        g.window(settle=0, steps=1, limit=30, stage="testing")
-    assert listening, "gloo connects its ranks by sockets"
-    assert set(listening) <= {"127.0.0.1", "::1"}
 
 
 @pytest.mark.slow
@@ -96,18 +73,15 @@ def test_one_to_four_ranks_train_the_same(synthetic: RunConfig) -> None:
         assert other == pytest.approx(losses[0], rel=1e-4)
 
 
-def _on_gpu(world_size: int, **settings: Any) -> RunConfig:
-    values = {"loader": "resident", **settings}
-    return RunConfig(workload="ddpm_lab.training.train:ddpm", device="cuda", world_size=world_size, **values)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("ranks", "backend"), [(1, "nccl"), (2, "gloo")])
 def test_nccl_on_a_gpu_of_its_own_and_gloo_where_two_ranks_share_one(
     synthetic: RunConfig, ranks: int, backend: str
 ) -> None:
-    config = _on_gpu(ranks, data=synthetic.data, data_sha256=synthetic.data_sha256, oversubscribe=ranks > 1)
+    values = {"data": synthetic.data, "data_sha256": synthetic.data_sha256, "oversubscribe": ranks > 1}
+    workload = "ddpm_lab.training.train:ddpm"
+    config = RunConfig(workload=workload, device="cuda", world_size=ranks, loader="resident", **values)  # type: ignore[arg-type]
     with Group(config, threads=1, modules={}, environment={}) as g:
         g.window(settle=1, steps=3, limit=120, stage="testing")
         witness = g.witness()
@@ -120,15 +94,12 @@ def test_nccl_on_a_gpu_of_its_own_and_gloo_where_two_ranks_share_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_peak_memory_is_the_ranks_own_and_not_its_parents(method: str) -> None:
+def test_peak_memory_is_the_ranks_own_and_not_its_parents() -> None:
     """The kernel's ru_maxrss goes through fork and exec; a parent that holds much would be in every rank's peak."""
     held = bytearray(b"x") * (1 << 30)
-    with group(busy_config(), start_method=method) as g:
-        g.window(settle=0, steps=1, limit=30, stage="testing")
+    with group(busy_config()) as g:
         (summary,) = g.finish()
-    assert psutil.Process().memory_info().rss > len(held)
-    assert summary["peak_rss_bytes"] < len(held)
+    assert psutil.Process().memory_info().rss > len(held) > summary["peak_rss_bytes"]
 
 
 @pytest.mark.parametrize("place", [pytest.param("build", marks=pytest.mark.slow), "forward"])
@@ -140,20 +111,22 @@ def test_peak_memory_is_the_ranks_own_and_not_its_parents(method: str) -> None:
         ("exit", "crashed", "rank 1 ended with exit code 3"),
         ("oom", "oom", "rank 1: OutOfMemoryError"),
         ("unsupported", "unsupported", "install g++"),
-        ("full disk", "crashed", "rank 1: OSError: [Errno 27] File too large"),
     ],
 )
 def test_a_failing_rank_is_named_with_its_own_reason(fault: str, status: str, words: str, place: str) -> None:
     config = busy_config(2, fault=fault, fault_rank=1, fault_place=place)
-    begun = time.monotonic()
     with pytest.raises(GroupFailed) as caught, group(config) as g:
         g.window(settle=0, steps=3, limit=30, stage="testing")
-    assert time.monotonic() - begun < 30  # three times the ten seconds that are promised
     assert caught.value.status == status
     assert words in caught.value.reason
-    if fault == "raise":
-        assert "planted fault" in caught.value.detail
-        assert "lab_workloads.py" in caught.value.detail
+    assert fault != "raise" or "lab_workloads.py" in caught.value.detail
+
+
+def test_a_full_disk_loses_nothing_that_was_measured() -> None:
+    with group(busy_config(fault="full disk")) as g:
+        (window,) = g.window(settle=0, steps=3, limit=30, stage="testing")
+        g.finish()
+    assert len(window["losses"]) == 3
 
 
 @pytest.mark.slow
@@ -180,10 +153,8 @@ def test_a_frozen_rank_is_found() -> None:
 @pytest.mark.slow
 def test_a_rank_that_is_frozen_while_it_is_built_is_not_waited_for() -> None:
     config = busy_config(2, fault="stop", fault_rank=1, fault_place="build")
-    begun = time.monotonic()
     with pytest.raises(GroupFailed, match="rank 1 was stopped by a signal while building"), group(config):
         pass
-    assert time.monotonic() - begun < 45  # three times the fifteen seconds that are promised; the limit is 60
 
 
 def test_leaving_the_context_kills_a_group_at_work() -> None:
@@ -193,23 +164,23 @@ def test_leaving_the_context_kills_a_group_at_work() -> None:
     assert alive(pids) == []
 
 
-CLAIM = """
+# --- folders ---------------------------------------------------------------------------------------------------------
+
+OWN = """
 import os, signal, sys
-from pathlib import Path
-from ddpm_lab.measure.process import claim
-folder = Path(sys.argv[1], f"ddpm_lab.{os.getpid()}.x")
-folder.mkdir()
-claim(folder)
-print(folder, flush=True)
-os.kill(os.getpid(), signal.SIGKILL if sys.argv[2:] else signal.SIGSTOP)
+from ddpm_lab.measure.process import GroupFolder
+folder = GroupFolder()
+print(folder.path, flush=True)
+os.kill(os.getpid(), signal.SIGKILL if sys.argv[1:] else signal.SIGSTOP)
 """
 
 
 @contextlib.contextmanager
 def owned(parent: Path, *, killed: bool) -> Iterator[Path]:
     """A group's folder whose owner is killed, or lives for as long as the context."""
-    command = [sys.executable, "-c", CLAIM, str(parent), *(["killed"] if killed else [])]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-c", OWN, *(["killed"] if killed else [])]
+    environment = {**os.environ, "TMPDIR": str(parent)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         folder = Path(process.stdout.readline().strip())
         if killed:
@@ -220,59 +191,39 @@ def owned(parent: Path, *, killed: bool) -> Iterator[Path]:
             process.kill()
 
 
-def test_folders_of_killed_parents_are_swept(tmp_path: Path) -> None:
+def test_folders_of_killed_parents_are_swept_and_all_others_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with owned(tmp_path, killed=True) as gone, owned(tmp_path, killed=False) as used:
-        sweep(tmp_path)
+        host = gone.name.rpartition(".")[0]
+        unmarked, elsewhere = tmp_path / f"{host}.new", tmp_path / "ddpm_lab.0123456789ab.other"
+        for folder in (unmarked, elsewhere):  # one that is just being made, and one of another host
+            folder.mkdir()
+        (elsewhere / "owner").touch()
+        link = tmp_path / f"{host}.link"
+        link.symlink_to(elsewhere)
+        sweep()
         assert not gone.exists()
-        assert used.exists()
-    sweep(tmp_path)
+        assert all(folder.exists() for folder in (used, unmarked, elsewhere, link))
+    sweep()
     assert not used.exists()
 
 
-@pytest.mark.parametrize(
-    "mark",
-    [
-        {"boot": "00000000-0000-0000-0000-000000000000"},  # another host on a shared file system, or before a restart
-        {"pid_namespace": "pid:[1]"},  # another container
-        {"start_ticks": None},
-        {"pid": None},
-        # A group of another version of the lab, one that is just being made, or a stranger's.
-        *(None, "", "[]", "{}", "nonsense", '"boot"'),
-    ],
-)
-def test_folders_of_others_and_of_unknown_origin_stay(tmp_path: Path, mark: dict[str, object] | str | None) -> None:
-    with owned(tmp_path, killed=True) as folder:
-        owner = folder / "owner"
-        if mark is None:
-            owner.unlink()
-        else:
-            owner.write_text(mark if isinstance(mark, str) else json.dumps({**json.loads(owner.read_text()), **mark}))
-        sweep(tmp_path)
-    assert folder.exists()
+# --- what a killed process leaves ------------------------------------------------------------------------------------
 
-
-def test_a_living_owner_is_believed_without_its_mark(tmp_path: Path) -> None:
-    """The lock holds where a pid says nothing, and the pid where a file system knows no locks."""
-    with owned(tmp_path, killed=False) as folder:
-        owner = folder / "owner"
-        said = json.loads(owner.read_text())
-        owner.write_text(json.dumps({**said, "start_ticks": 1}))
-        sweep(tmp_path)
-        assert owner.exists(), "it is locked"
-        owner.unlink()
-        owner.write_text(json.dumps(said))
-        sweep(tmp_path)
-        assert owner.exists(), "its owner runs"
+HEADER = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from conftest import busy_config
+from test_group import group
+"""
 
 
 @pytest.mark.slow
 def test_a_killed_rank_leaves_no_semaphores() -> None:
     """Locks that libraries make in a rank, such as tqdm's while torch compiles, must not end in a warning."""
-    code = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from conftest import busy_config
-from test_group import group
+    code = f"""{HEADER}
 with group(busy_config(lock=True)) as g:
     g.finish()
 with group(busy_config(lock=True)) as g:
@@ -282,37 +233,29 @@ with group(busy_config(lock=True)) as g:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-PARENT = """
-import sys
-sys.path.insert(0, {tests!r})
-from conftest import busy_config
-from test_group import group
-if {what!r} == "compile":
-    from ddpm_lab.config import RunConfig
-    config = RunConfig(workload="lab_workloads:compiling", oversubscribe=True)
-else:
-    config = busy_config(2, micro_steps=10**9 if {what!r} == "step" else 1, fault="hang" if {what!r} == "collective"
-        else "", fault_rank=1, fault_step=1)
-g = group(config, start_method={method!r})
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["step", "collective", "compile"])
+def test_nothing_outlives_a_killed_parent(what: str) -> None:
+    """Kill -9 of the parent in the middle of a step, a collective or a compile."""
+    configs = {
+        "step": "busy_config(2, micro_steps=10**9)",
+        "collective": "busy_config(2, micro_steps=1, fault='hang', fault_rank=1, fault_step=1)",
+        "compile": "dataclasses.replace(busy_config(), workload='lab_workloads:compiling')",
+    }
+    code = f"""{HEADER}
+import dataclasses
+g = group({configs[what]})
 print(*g.pids, flush=True)
 g.window(settle=0, steps=10**6, limit=600, stage="testing")
 """
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-@pytest.mark.parametrize("what", ["step", "collective", "compile"])
-def test_nothing_outlives_a_killed_parent(what: str, method: str) -> None:
-    """Kill -9 of the parent in the middle of a step, a collective or a compile."""
-    code = textwrap.dedent(PARENT).format(tests=str(Path(__file__).parent), what=what, method=method)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert pids
         time.sleep(6 if what == "compile" else 2)
-        everything = list({*pids, *descendants([parent.pid, *pids])})
-        if what == "compile":
-            assert len(everything) > len(pids), "no compiler was running"
+        below = [p.pid for pid in (parent.pid, *pids) for p in psutil.Process(pid).children(recursive=True)]
+        everything = list({*pids, *below})
+        assert what != "compile" or len(everything) > len(pids), "no compiler was running"
         parent.kill()
         deadline = time.monotonic() + 30  # three times the ten seconds that are promised
         while alive(everything) and time.monotonic() < deadline:
@@ -321,18 +264,12 @@ def test_nothing_outlives_a_killed_parent(what: str, method: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_without_a_main_guard_can_measure() -> None:
+def test_a_script_without_a_main_guard_can_measure(tmp_path: Path) -> None:
     """Ranks do not run their parent's main module again."""
-    code = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from conftest import busy_config
-from test_group import group
+    script = tmp_path / "script.py"
+    script.write_text(f"""{HEADER}
 with group(busy_config()) as g:
     print(len(g.window(settle=0, steps=1, limit=60, stage="testing")))
-"""
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder, "script.py")
-        script.write_text(code)
-        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+""")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "1\n", done.stderr

@@ -21,7 +21,7 @@ from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import campaign, hardware, largest_batch, sets
 from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.progress import Progress
-from ddpm_lab.measure.seat import Instrument, Member
+from ddpm_lab.measure.sets import Instrument, Member
 from ddpm_lab.measure.shortfall import Target
 from ddpm_lab.plan import Experiment, Family, Plan
 from ddpm_lab.record import RunRecord
@@ -34,52 +34,44 @@ MIB = 2**20
 class Machine:
     """Fits ``fits`` images, keeps every try in a ledger of its own, and can be interrupted."""
 
-    def __init__(self, base: RunConfig, fits: int, *, most: int = 65_536, fixed: int = 0, each: int = 0) -> None:
-        self.family = Family(
-            name="f",
-            baseline=base,
-            baseline_label="base",
-            candidates=(),
-            search_up_to=max(most, base.global_batch_size),
-        )
-        self.fits, self.fixed, self.each = fits, fixed, each
+    def __init__(self, base: RunConfig, fits: int, *, most: int = 65_536, status: str = "oom") -> None:
+        most = max(most, base.global_batch_size)
+        self.family = Family(name="f", baseline=base, baseline_label="base", candidates=(), search_up_to=most)
+        self.fits, self.status = fits, status
+        self.fixed = self.each = 0  # bytes of a rank
         self.records: list[RunRecord] = []
         self.tried: list[int] = []
         self.stop_after = math.inf
         self.left: float | None = None
-        self.status = "oom"
 
     def attempt(self, member: Member) -> RunRecord:
-        batch = member.config.global_batch_size
-        assert batch % member.config.world_size == 0
+        batch, ranks = member.config.global_batch_size, member.config.world_size
+        assert batch % ranks == 0
         if len(self.tried) >= self.stop_after:
             raise KeyboardInterrupt
         self.tried.append(batch)
-        peak = self.fixed + self.each * batch // member.config.world_size
-        rank = dataclasses.replace(make.rank_record(0), peak_memory_bytes=None, peak_rss_bytes=peak)
+        peak = self.fixed + self.each * batch // ranks
+        fits = {"status": "ok"} if batch <= self.fits else {"status": self.status, "reason": "no room"}
         record = make.record(
             member.config,
             role=member.role,
             label=member.label,
             set_id="",
             baseline_id="",
-            status="ok" if batch <= self.fits else self.status,
-            reason=None if batch <= self.fits else "no room",
             stages={"start": 1.0, "warmup": batch / 100},
-            ranks=(rank,) * member.config.world_size,
+            ranks=(dataclasses.replace(make.rank_record(0), peak_memory_bytes=None, peak_rss_bytes=peak),) * ranks,
+            **fits,
         )
         self.records.append(record)
         return record
 
-    def search(self, base: RunConfig | None = None) -> RunRecord | None:
-        family = dataclasses.replace(self.family, baseline=base or self.family.baseline)
-        return largest_batch.largest_batch(family, self.records, self.attempt, lambda: self.left)
+    def search(self) -> RunRecord | None:
+        return largest_batch.largest_batch(self.family, self.records, self.attempt, lambda: self.left)
 
     def found(self) -> tuple[int, str]:
         ended = self.search()
         assert ended is not None
-        assert ended.role == "largest"
-        assert ended.reason
+        assert (ended.role, bool(ended.reason)) == ("largest", True)
         return ended.config.global_batch_size if ended.status == "ok" else 0, ended.label
 
 
@@ -103,13 +95,6 @@ def test_the_planted_limit_is_found_to_a_sixteenth_and_nothing_is_tried_twice(
     assert planted.tried == tried, "what the ledger holds is not tried again"
 
 
-def test_sizes_double_and_then_halve_the_gap() -> None:
-    planted = Machine(CUDA, 1200)
-    assert planted.found() == (1152, "memory")
-    assert planted.tried == [128, 256, 512, 1024, 2048, 1536, 1280, 1152, 1216]
-    assert "1,216 images are out of memory" in str(planted.search().reason)  # type: ignore[union-attr]
-
-
 @given(fits=st.integers(1, 5000), stop=st.integers(0, 12))
 def test_a_killed_search_goes_on_where_it_stopped(fits: int, stop: int) -> None:
     whole = Machine(CUDA, fits)
@@ -128,6 +113,11 @@ def test_a_killed_search_goes_on_where_it_stopped(fits: int, stop: int) -> None:
 
 
 def test_a_cap_a_budget_and_a_failure_end_it_with_their_reason() -> None:
+    full = Machine(CUDA, 1200)
+    assert full.found() == (1152, "memory")
+    assert full.tried == [128, 256, 512, 1024, 2048, 1536, 1280, 1152, 1216], "doubled, and then the gap is halved"
+    assert "1,216 images are out of memory" in str(full.search().reason)  # type: ignore[union-attr]
+
     capped = Machine(CUDA, 10**6, most=1000)
     assert capped.found() == (1000, "cap")
     assert capped.tried == [128, 256, 512, 1000]
@@ -140,20 +130,15 @@ def test_a_cap_a_budget_and_a_failure_end_it_with_their_reason() -> None:
     assert slow.found() == (8192, "time"), "with more time it goes on, to the longest try"
     assert slow.tried == [128 * 2**i for i in range(7)]
 
-    crashing = Machine(CUDA, 300)
-    crashing.status = "crashed"
+    crashing = Machine(CUDA, 300, status="crashed")
     assert crashing.found() == (256, "failure")
     assert crashing.found() == (256, "failure")
     assert crashing.tried == [128, 256, 512, 512], "what may pass is tried again by the next run"
-    refused = Machine(CUDA, 300)
-    refused.status = "refused"
+    refused = Machine(CUDA, 300, status="refused")
     assert refused.found() == refused.found() == (288, "failure")
     assert len(set(refused.tried)) == len(refused.tried)
 
-
-def test_where_the_first_try_crashes_nothing_is_known() -> None:
-    crashing = Machine(CUDA, 0)
-    crashing.status = "crashed"
+    crashing = Machine(CUDA, 0, status="crashed")
     assert crashing.search() is None
     assert crashing.tried == [128]
 
@@ -169,7 +154,8 @@ def test_where_the_first_try_crashes_nothing_is_known() -> None:
 )
 def test_a_cpu_is_filled_to_four_fifths_and_never_beyond(available: int, fixed: int, each: float, ranks: int) -> None:
     base = dataclasses.replace(CPU, world_size=ranks, global_batch_size=ranks)
-    planted = Machine(base, 10**9, fixed=fixed * MIB // ranks, each=int(each * MIB))
+    planted = Machine(base, 10**9)
+    planted.fixed, planted.each = fixed * MIB // ranks, int(each * MIB)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(largest_batch, "available_bytes", lambda: available * MIB)
         found, limit = planted.found()
@@ -212,17 +198,12 @@ def test_what_control_groups_leave_is_available(tmp_path: Path, monkeypatch: pyt
 # --- for real --------------------------------------------------------------------------------------------------------
 
 
-def hungry(batch: int, **options: Any) -> RunConfig:
-    config = busy_config(micro_steps=1, **options)
-    return dataclasses.replace(config, workload="lab_workloads:hungry", global_batch_size=batch)
-
-
 @pytest.mark.alone
 @pytest.mark.slow
 def test_real_groups_find_the_planted_size_and_a_kill_costs_one_try(
     tmp_path: Path, instrument: Instrument, short_plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = hungry(8, fits=22)
+    base = dataclasses.replace(busy_config(micro_steps=1, fits=22), workload="lab_workloads:hungry")
     candidates = tuple((f"batch {n}", dataclasses.replace(base, global_batch_size=n)) for n in (16, 32))
     family = Family(name="f", baseline=base, baseline_label="batch 8", candidates=candidates, search_up_to=256)
     ledger = Ledger(tmp_path / "ledger.jsonl")
@@ -248,22 +229,13 @@ def test_real_groups_find_the_planted_size_and_a_kill_costs_one_try(
     assert run().held.any
     records = ledger.read()[0]
     tried = [(r.label, r.status) for r in records if r.role == "search"]
+    sizes = [(8, "ok"), (16, "ok"), (32, "oom"), (24, "oom"), (20, "ok"), (22, "ok"), (23, "oom")]
+    assert tried == [(f"batch {size}", status) for size, status in sizes]
     ends = [(r.config.global_batch_size, r.label, r.reason) for r in records if r.role == "largest"]
-    assert tried == [
-        ("batch 8", "ok"),
-        ("batch 16", "ok"),
-        ("batch 32", "oom"),
-        ("batch 24", "oom"),
-        ("batch 20", "ok"),
-        ("batch 22", "ok"),
-        ("batch 23", "oom"),
-    ]
     assert ends == [(22, "memory", "23 images are out of memory")]
-    assert "out of memory" in next(r.reason or "" for r in records if r.status == "oom").lower()
     in_sets = [(r.role, r.label) for r in records if r.windows]
     assert in_sets == [("baseline", "batch 8"), ("twin", "batch 8 again"), ("candidate", "batch 16")]
     assert len({sum(w.images for w in r.windows) for r in records if r.windows}) == 1, "equal work"
-    (note,) = (r for r in records if r.role == "note")
-    assert (note.label, note.reason) == ("batch 32", "larger than 22, where the search ended")
+    assert [r.label for r in records if r.role == "note"] == ["batch 32"]
     assert run().measured_sets == 0
     assert len(ledger.read()[0]) == len(records)

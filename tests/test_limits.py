@@ -15,8 +15,7 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.diffusion.unet import build_network, count_flops, count_parameters
 from ddpm_lab.measure.code_version import code_version
-from ddpm_lab.measure.seat import Instrument, Member
-from ddpm_lab.measure.sets import measure_set
+from ddpm_lab.measure.sets import Instrument, Member, measure_set
 from ddpm_lab.plan import Plan
 from ddpm_lab.questions.all_reduce import ALL_REDUCE
 from ddpm_lab.training import limits

@@ -1,105 +1,327 @@
-"""The configurations of the lost scaling, and what is planted in real ranks and found again."""
+"""The lost scaling: its configurations, records in which each part is planted, and the same in real ranks."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import records as make
-from conftest import code_of
+from cells import by
+from conftest import Call, code_of
+from matplotlib.patches import Rectangle
 from setups import setup
 
 from ddpm_lab import plan
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain.questions.lost_scaling import splits
+from ddpm_lab.explain import machine_state, phrases
+from ddpm_lab.explain.comparisons import comparisons
+from ddpm_lab.explain.frames import Study
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.seat import Instrument, Member
-from ddpm_lab.measure.sets import measure_set
-from ddpm_lab.plan import Plan
-from ddpm_lab.questions.lost_scaling import lost_scaling
+from ddpm_lab.measure.sets import Instrument, Member, measure_set
+from ddpm_lab.plan import Family, Plan
+from ddpm_lab.questions import experiments, planning
+from ddpm_lab.questions import lost_scaling as question
+from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.lost_scaling import Split, lost_scaling, splits
 from ddpm_lab.questions.multi_gpu import multi_gpu
+from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Setup
 
+BATCH, RANKS, IMAGE = 16, 2, 1.0
+PARTS = {
+    "communication": "exposed communication",
+    "data": "waiting for data",
+    "slow": "slowest rank",
+    "fixed": "smaller batch of a rank",
+    "threads": "fewer threads for a rank",
+    "shared": "shared memory and cores",
+    "interaction": "interaction",
+}
+# One rank pays for its data too, so that half of it is no loss; half of what is fixed is one.
+LOST = {"data": 0.5, "fixed": 0.5}
 OVERSUBSCRIBED = dataclasses.replace(setup(cores=2), oversubscribe=True)
 
 
-def on_two(one: RunConfig) -> RunConfig:
-    return dataclasses.replace(one, world_size=2)
+def family_of(machine: Setup, **settings: Any) -> Family:
+    found = lost_scaling(machine, [RANKS], [settings.pop("batch", BATCH)], settings)
+    assert found is not None
+    return found
 
 
-@pytest.mark.parametrize(("device", "threads"), [("cpu", 2), ("cuda", 0)])
-def test_each_configuration_has_its_own_thing_off(device: str, threads: int) -> None:
-    one = RunConfig(device=device, global_batch_size=16, loader="files", loader_workers=2)
-    family = lost_scaling(one, on_two(one), name="work", ranks_label="2 ranks", usable_cores=4)
+FAMILY = family_of(setup(cores=2))
+
+
+# --- the configurations -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("gpus", "threads"), [(0, 2), (2, 0)])
+def test_each_configuration_has_its_own_thing_off(gpus: int, threads: int) -> None:
+    family = family_of(setup(gpus=gpus, cores=4), loader="files", loader_workers=2)
+    one = dict(family.candidates)[plan.ONE_RANK]
+    assert (one.loader, one.loader_workers) == ("files", 2)
     rows = dict(family.candidates)
+    label, many = family.candidates[0]
+    assert label == ("2 GPUs" if gpus else "2 ranks")
     assert family.together
     assert family.baseline == dataclasses.replace(one, loader="still", loader_workers=0)
-    assert set(rows["2 ranks"].differences(one)) == {"world_size"}
-    assert set(rows[plan.NO_EXCHANGE].differences(rows["2 ranks"])) == {"exchange"}
-    assert set(rows[plan.READY_BATCHES].differences(rows["2 ranks"])) == {"loader", "loader_workers"}
-    assert set(rows[plan.ALL_OFF].differences(rows["2 ranks"])) == {"exchange", "loader", "loader_workers"}
-    assert rows[plan.ONE_RANK] == one
-    assert rows[plan.ONE_SMALL] == dataclasses.replace(family.baseline, global_batch_size=8)
-    assert (plan.ONE_SMALL_THREADS in rows) == bool(threads)
-    if threads:
-        assert rows[plan.ONE_SMALL_THREADS] == dataclasses.replace(rows[plan.ONE_SMALL], threads=threads)
+    assert set(many.differences(one)) == {"world_size"}
+    assert set(rows[plan.NO_EXCHANGE].differences(many)) == {"exchange"}
+    assert set(rows[plan.READY_BATCHES].differences(many)) == {"loader", "loader_workers"}
+    assert set(rows[plan.ALL_OFF].differences(many)) == {"exchange", "loader", "loader_workers"}
+    small = rows[plan.ONE_SMALL]
+    assert small == dataclasses.replace(family.baseline, global_batch_size=8)
+    assert rows.get(plan.ONE_SMALL_THREADS) == (dataclasses.replace(small, threads=threads) if threads else None)
 
 
 def test_it_is_measured_in_full_or_when_asked_for_with_a_profile_of_all_ranks() -> None:
     for preset, asked, there in (("full", None, True), ("full", False, False), ("quick", None, False)):
         found = multi_gpu(setup(preset, cores=4), lost_scaling=asked)
-        assert any(f.name.endswith(plan.LOST) for f in found.families) == there
+        assert [f.name.endswith(plan.LOST) for f in found.families if f.together] == [True] * there
         assert len(found.profiles) == there
-    found = multi_gpu(setup(gpus=8), lost_scaling=True, global_batch_sizes=[4, 64, 32])
-    (family,) = (f for f in found.families if f.together)
-    label, config = family.candidates[0]
-    assert (label, config.world_size, config.global_batch_size) == ("8 GPUs", 8, 32), "the smallest that 8 can share"
-    assert found.profiles == ((family.name, label, dataclasses.replace(config, purpose="profile")),)
-    others = {f.baseline.run_id for f in found.families if f is not family}
-    assert family.baseline.run_id not in others, "sets of the question would count as sets of the split"
     assert not multi_gpu(setup(cores=1), lost_scaling=True).profiles
 
 
-def test_ranks_that_share_cores_say_so_in_every_part_and_in_the_profile() -> None:
-    sharing = dataclasses.replace(setup(cores=2), oversubscribe=True)
-    found = multi_gpu(sharing, world_sizes=[4], lost_scaling=True)
-    assert found.profiles
-    assert any(f.together for f in found.families)
-    assert {(c.world_size, c.oversubscribe) for c in found.configurations} == {(1, False), (4, True)}
-
-
-@pytest.mark.parametrize(
-    ("machine", "asked", "split"),
-    [
-        (setup(cores=4), {"world_sizes": [1, 2, 4]}, ("4 ranks", 16)),
+def test_of_many_ranks_the_most_that_have_a_speed_and_a_batch_to_share_are_split() -> None:
+    cases: tuple[tuple[Setup, dict[str, Any], tuple[str, int]], ...] = (
+        (setup(gpus=8), {"global_batch_sizes": [4, 64, 32]}, ("8 GPUs", 32)),
         (setup(gpus=6), {}, ("4 GPUs", 128)),
         (OVERSUBSCRIBED, {"world_sizes": [1, 2, 3], "global_batch_sizes": [24, 18]}, ("2 ranks", 18)),
         (OVERSUBSCRIBED, {"world_sizes": [1, 3], "global_batch_sizes": [18]}, ("3 ranks", 18)),
-        (OVERSUBSCRIBED, {"world_sizes": [1, 2, 3], "global_batch_sizes": [16], "scaling": "weak"}, ("2 ranks", 16)),
-    ],
-)
-def test_of_many_ranks_the_most_that_have_a_speed_and_a_batch_to_share_are_split(
-    machine: Setup, asked: dict[str, Any], split: tuple[str, int]
-) -> None:
-    (family,) = (f for f in multi_gpu(machine, lost_scaling=True, **asked).families if f.together)
-    label, config = family.candidates[0]
-    assert (label, config.global_batch_size) == split
+    )
+    for machine, asked, split in cases:
+        found = multi_gpu(machine, lost_scaling=True, **asked)
+        (family,) = (f for f in found.families if f.together)
+        label, config = family.candidates[0]
+        assert (label, config.global_batch_size) == split
+        assert found.profiles == ((family.name, label, dataclasses.replace(config, purpose="profile")),)
+        others = {f.baseline.run_id for f in found.families if f is not family}
+        assert family.baseline.run_id not in others, "sets of the question would count as sets of the split"
+        # Ranks that share cores say so in every part, and in the profile.
+        over = machine is OVERSUBSCRIBED
+        assert all(c.oversubscribe == (over and c.world_size > 2) for c in found.configurations)
 
 
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        ({"world_sizes": [1]}, "one rank alone was asked for: give world_sizes"),
-        ({"world_sizes": [1, 2], "global_batch_sizes": [9], "scaling": "weak"}, "2 ranks cannot share a batch of 9"),
+def test_what_cannot_be_split_is_refused_and_not_left_out_in_silence() -> None:
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"world_sizes": [1]}, "give world_sizes of several ranks that can share a batch of 16"),
+        ({"world_sizes": [1, 2], "global_batch_sizes": [9], "scaling": "weak"}, "that can share a batch of 9"),
         ({"world_sizes": [1, 2, 3]}, "16 cannot be shared by 3 ranks: give a multiple"),
-    ],
-)
-def test_what_cannot_be_split_is_refused_and_not_left_out_in_silence(asked: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        multi_gpu(dataclasses.replace(OVERSUBSCRIBED, preset="smoke"), lost_scaling=True, **asked)
+    )
+    for asked, words in cases:
+        with pytest.raises(ConfigError, match=words):
+            multi_gpu(dataclasses.replace(OVERSUBSCRIBED, preset="smoke"), lost_scaling=True, **asked)
+
+
+# --- planted losses ---------------------------------------------------------------------------------------------------
+
+
+def steps(**plants: float) -> dict[str, float]:
+    """Milliseconds of a step of each configuration, with planted losses; ``fixed`` is what no batch makes smaller."""
+    p = {**dict.fromkeys(PARTS, 0.0), **plants}
+    small = p["fixed"] + IMAGE * BATCH / RANKS
+    off = small + p["threads"] + p["shared"] + p["slow"]
+    many = off + p["communication"] + p["data"] + p["interaction"]
+    one_off = p["fixed"] + IMAGE * BATCH
+    return {
+        "2 ranks": many,
+        plan.NO_EXCHANGE: many - p["communication"],
+        plan.READY_BATCHES: many - p["data"],
+        plan.ALL_OFF: off,
+        plan.ONE_OFF: one_off,
+        plan.ONE_RANK: one_off + p["data"],
+        plan.ONE_SMALL: small,
+        plan.ONE_SMALL_THREADS: small + p["threads"],
+    }
+
+
+def measured(count: int = 6, /, **plants: float) -> list[RunRecord]:
+    """Records of the family with planted losses, in milliseconds."""
+    times = steps(**plants)
+    base = times[plan.ONE_OFF]
+    candidates = {
+        label: (config, base * config.global_batch_size / BATCH / times[label]) for label, config in FAMILY.candidates
+    }
+    values: dict[str, Any] = {"baseline": FAMILY.baseline, "baseline_label": plan.ONE_OFF, "experiment": "multi_gpu"}
+    found = make.sets(candidates, family=FAMILY.name, count=count, step_seconds=base / 1e3, set_noise=0.001, **values)
+    share = 1 - plants.get("slow", 0.0) / times[plan.ALL_OFF]
+    return [_uneven(r, share) if r.label == plan.ALL_OFF else r for r in found]
+
+
+def _uneven(record: RunRecord, share: float) -> RunRecord:
+    """Rank 1 takes as long as the window, rank 0 a ``share`` of it."""
+    windows = [dataclasses.replace(w, rank_seconds=(share * w.seconds, w.seconds)) for w in record.windows]
+    return dataclasses.replace(record, windows=tuple(windows))
+
+
+def study(*records: Sequence[RunRecord]) -> Study:
+    return make.study([r for part in records for r in part], "multi_gpu")
+
+
+def split(of: Study) -> Split:
+    (found,) = splits(of)
+    return found
+
+
+def table(of: Study) -> dict[str, dict[str, str]]:
+    return by(question.table(splits(of)), "Part")
+
+
+def scaling() -> list[RunRecord]:
+    """The question beside which the losses are shown."""
+    two = {"2 ranks": (RunConfig(world_size=2), 1.5)}
+    return make.sets(two, experiment="multi_gpu", baseline_label="1 rank")
+
+
+@pytest.mark.parametrize("plant", PARTS)
+def test_a_planted_loss_is_found_by_its_own_part_and_by_no_other(plant: str) -> None:
+    found = split(study(measured(**{plant: 4.0})))
+    expected = {name: 4.0 * LOST.get(key, 1.0) if key == plant else 0.0 for key, name in PARTS.items()}
+    parts: Mapping[str, Any] = {**{p.name: p for p in found.parts}, "interaction": found["interaction"]}
+    for name, seconds in parts.items():
+        assert 1e3 * seconds.value == pytest.approx(expected[name], abs=0.15), name
+        half = (seconds.high - seconds.low) / 2
+        assert abs(seconds.value - expected[name] / 1e3) <= 2 * half, f"{name} is far outside its interval"
+        assert half < 0.2e-3
+    assert 1e3 * found["loss"].value == pytest.approx(sum(expected.values()), abs=0.15)
+    assert 1e3 * found["ideal"].value == pytest.approx(steps(**{plant: 4.0})[plan.ONE_RANK] / 2, rel=0.02)
+
+
+def test_all_losses_together_add_up_and_the_waterfall_leads_from_the_ideal_to_the_measured() -> None:
+    planted = {"communication": 3.0, "data": 2.0, "slow": 2.5, "fixed": 2.0, "threads": 1.5, "interaction": 0.7}
+    of = study(measured(**planted))
+    found = split(of)
+    for p in found.parts:
+        key = next(key for key, name in PARTS.items() if name == p.name)
+        assert 1e3 * p.value == pytest.approx(planted.get(key, 0.0) * LOST.get(key, 1.0), abs=0.2), p.name
+    total = sum(p.value for p in found.parts)
+    assert found["sum of the parts"].value == pytest.approx(total, rel=1e-9)
+    assert found["loss"].value == pytest.approx(total + found["interaction"].value, rel=1e-9)
+    assert found["measured"].value - found["ideal"].value == pytest.approx(found["loss"].value, rel=1e-9)
+    assert 1e3 * found["exchange, loading off"].value == pytest.approx(steps(**planted)[plan.ALL_OFF], rel=0.02)
+    drawn = question.figure(of, splits(of))
+    assert drawn is not None
+    (ax,) = drawn.axes
+    names = ["ideal", *(part.name for part in found.parts), "interaction", "measured"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == names
+    reached = 0.0
+    *bars, last = sorted((p for p in ax.patches if isinstance(p, Rectangle)), key=lambda p: p.get_y())
+    for bar in bars:
+        assert bar.get_x() == pytest.approx(reached)
+        reached += bar.get_width()
+    assert last.get_x() == 0
+    assert last.get_width() == pytest.approx(reached, rel=1e-9)
+    assert reached == pytest.approx(steps(**planted)["2 ranks"], rel=0.02)
+
+
+def test_an_interaction_above_a_third_makes_the_split_unreliable() -> None:
+    fine, bad = (study(measured(communication=4.0, interaction=x)) for x in (1.0, 3.0))
+    assert split(fine).reliable
+    assert not split(bad).reliable
+    assert table(bad)["interaction"]["Note"] == "split unreliable"
+    lost = splits(study(measured(communication=2.0, slow=4.0)))
+    assert question.headline(lost) == "Lost to slowest rank and exposed communication"
+    assert [(p.name, p.note) for p in lost[0].largest] == [("slowest rank", "rank 1"), ("exposed communication", "")]
+    assert (
+        question.headline(splits(bad)) == question.headline(splits(study(measured()))) == "Where the lost scaling went"
+    )
+
+
+def test_with_too_few_sets_the_parts_are_shown_and_no_loss_is_claimed() -> None:
+    of = study(measured(3, communication=4.0, slow=3.0))
+    found = split(of)
+    assert found["loss"].low > 0, "an interval alone would claim it"
+    assert found.doubt
+    assert {p.note for p in found.parts} == {""}, "no rank is named"
+    assert "Lost" not in question.sentence(found)
+    shown = table(of)
+    assert shown["loss"]["Note"] == found.doubt
+    assert shown["exposed communication"]["Time in a step"].startswith("4.")
+    assert {row["Share of the loss"] for row in shown.values()} == {phrases.DASH}
+    assert split(study(measured(4, communication=4.0, slow=3.0))).doubt == ""
+
+
+def test_a_crowded_set_does_not_count() -> None:
+    records = measured(communication=4.0)
+    ids = list(dict.fromkeys(r.set_id for r in records))[:2]
+    beside = [
+        dataclasses.replace(r, windows=tuple(dataclasses.replace(w, others_cores=1.0) for w in r.windows))
+        if r.set_id in ids
+        else r
+        for r in records
+    ]
+    assert split(study(beside)).parts == split(study([r for r in records if r.set_id not in ids])).parts
+
+
+def test_ranks_that_share_cores_show_no_loss_and_are_not_listed_beside_the_answer() -> None:
+    shared = [dataclasses.replace(r, mechanism_only=r.config.world_size > 1) for r in measured(communication=4)]
+    found = split(of := study(shared))
+    assert question.figure(of, [found]) is None
+    assert question.sentence(found) == "2 ranks for a batch of 16: mechanism tested, speed not claimed."
+    assert {p.note for p in found.parts} == {""}
+    alone, beside = study(scaling()), study(scaling(), shared)
+    assert machine_state.table(alone) == machine_state.table(beside)
+
+
+def test_a_part_that_could_not_be_measured_says_why_and_the_others_stay() -> None:
+    config = dict(FAMILY.candidates)[plan.READY_BATCHES]
+    values = {"family": FAMILY.name, "baseline_id": FAMILY.baseline.run_id, "experiment": "multi_gpu"}
+    values |= {"role": "candidate", "label": plan.READY_BATCHES, "status": "oom", "reason": "no memory"}
+    failed = make.record(config, **values)
+    of = study([r for r in measured(communication=4.0) if r.label != plan.READY_BATCHES], [failed])
+    by_name = {part.name: part for part in split(of).parts}
+    assert 1e3 * by_name["exposed communication"].value == pytest.approx(4.0, abs=0.15)
+    assert not by_name["waiting for data"].known
+    assert by_name["waiting for data"].note == f"not measured: {plan.READY_BATCHES} (no memory)"
+    assert table(of)["interaction"]["Time in a step"] == "not measured"
+    assert question.figure(of, splits(of)) is None, "a waterfall with a gap does not arrive"
+
+
+def test_overlapped_communication_is_what_a_profile_saw_beyond_the_exposed() -> None:
+    config = dataclasses.replace(dict(FAMILY.candidates)["2 ranks"], purpose="profile")
+    spans = [{"communication": {"seconds": s, "overlapped_seconds": 0.0}} for s in (0.009, 0.007)]
+    profile = {"budget": {"ranks": [{"unsynchronised": {"spans": found}} for found in spans]}}
+    values: dict[str, Any] = {"experiment": "multi_gpu", "set_id": "", "baseline_id": "", "family": FAMILY.name}
+    told = make.record(config, role="profile", label="2 ranks", profile=profile, **values)
+    name = "overlapped communication"
+    found = split(study(measured(communication=4.0), [told]))[name]
+    assert 1e3 * found.value == pytest.approx(3.0, abs=0.15), "by the rank that waits least for the other"
+    assert found.low < found.value < found.high
+    assert not split(study(measured(communication=4.0)))[name].known
+
+
+def test_the_question_shows_the_parts_which_are_no_comparisons_of_its_own() -> None:
+    alone, of = study(scaling()), study(scaling(), measured(communication=4.0))
+    assert [(r.label, r.verdict) for r in comparisons(of)] == [(r.label, r.verdict) for r in comparisons(alone)]
+    assert any(caption.startswith("Where the lost scaling went. 2 ranks take") for caption, _ in answer(of).tables())
+    assert "lost_scaling" in [name for *_, name in answer(of).figures()]
+    assert "lost_scaling" not in [name for *_, name in answer(alone).figures()]
+    assert phrases.context(of) == phrases.context(alone), "the question's batches, not those of the parts"
+    shown = table(of)
+    assert shown["work of rank 0 alone"]["How it is measured"] == "none in this step: every rank does the same"
+    assert shown["exposed communication"]["Share of the loss"] in ("99 %", "100 %", "101 %")
+
+
+def test_the_run_that_asks_for_it_prints_it(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    of = study(scaling(), measured(communication=4.0))
+    experiment = SimpleNamespace(name="multi_gpu", configurations=())
+    answered = SimpleNamespace(experiment=experiment, measured_sets=0, ledger="", output_dir=tmp_path, completed=True)
+    monkeypatch.setattr(planning, "plan_question", lambda *_, **__: SimpleNamespace(measure=lambda: answered))
+    monkeypatch.setattr(experiments, "undecided", lambda one: one)
+    monkeypatch.setattr(experiments, "study_of", lambda _: of)
+    monkeypatch.setattr(experiments, "records_of", lambda _: [])
+    _, out, _ = call("run", "multi_gpu", "--lost-scaling")
+    said = question.sentence(split(of))
+    assert f"where the lost scaling went, tiny, batch 16, 2 ranks: {said}" in out
+    assert any(line.startswith("exposed communication") for line in out.splitlines())
+    (shown,) = json.loads(call("run", "multi_gpu", "--lost-scaling", "--json")[1])
+    assert shown["lost_scaling"][0]["sentence"] == said
+    assert "exposed communication" in [row["Part"] for row in shown["lost_scaling"][0]["parts"]]
 
 
 @pytest.mark.alone
@@ -109,9 +331,9 @@ def test_what_is_planted_in_real_ranks_is_found(tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     workload = "lab_workloads:waiting"
     planted = {"image": 0.008, "fixed": 0.040, "loader": 0.048, "slow": 0.032, "exchange": 0.072}
-    one = RunConfig(workload=workload, global_batch_size=8, oversubscribe=True, options=tuple(planted.items()))
     cores = hardware.usable_cores()
-    family = lost_scaling(one, on_two(one), name="waits", ranks_label="2 ranks", usable_cores=cores)
+    machine = setup(cores=cores, oversubscribe=True)
+    family = family_of(machine, batch=8, workload=workload, options=tuple(planted.items()), oversubscribe=True)
     instrument = Instrument(code=code_of(workload), cache=tmp_path, usable_cores=cores, data_name="none")
     members = [
         Member("baseline", family.baseline_label, family.baseline),
@@ -125,7 +347,7 @@ def test_what_is_planted_in_real_ranks_is_found(tmp_path: Path, monkeypatch: pyt
         for r in measure_set(instrument, experiment="multi_gpu", family=family.name, plan=short, members=members)
     ]
     assert {r.status for r in records} == {"ok"}
-    (found,) = splits(make.study(records, "multi_gpu"))
+    found = split(study(records))
     expected = {
         "exposed communication": planted["exchange"],
         "waiting for data": planted["loader"] / 2,
@@ -135,6 +357,6 @@ def test_what_is_planted_in_real_ranks_is_found(tmp_path: Path, monkeypatch: pyt
         "shared memory and cores": 0.0,
     }
     room = planted["fixed"] / 4  # what busy neighbours of the tests add to a step: below half of any part
-    assert {p.name: p.seconds.value for p in found.parts} == pytest.approx(expected, abs=room)
-    assert found.loss.value == pytest.approx(sum(expected.values()), abs=2 * room)
-    assert abs(found.interaction.value) < 2 * room
+    assert {p.name: p.value for p in found.parts} == pytest.approx(expected, abs=room)
+    assert found["loss"].value == pytest.approx(sum(expected.values()), abs=2 * room)
+    assert abs(found["interaction"].value) < 2 * room

@@ -69,7 +69,7 @@ REFUSED = {
     "run amp --device cuda": ["'cuda'", "no GPU is visible", "cpu"],
     "run amp --scaling weak": ["--scaling", "only multi_gpu takes it"],
     "run workers --seeds 8": ["--seeds", "only multi_gpu, amp"],
-    "run multi_gpu --bands good=50%,better=80%,poor=0": ["--bands", "'better'", "not below"],
+    "run multi_gpu --bands good=50%,better=80%,poor=0": ["--bands", "better=80%", "falling"],
     "run amp --output-dir ~nosuchuser/a": ["~nosuchuser/a", "no such user"],
     "run amp --output-dir FILE/below": ["FILE/below", "--output-dir"],
     "run amp --minutes ten": ["--minutes", "'ten'"],

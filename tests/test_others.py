@@ -1,120 +1,253 @@
-"""What other processes take of the cores: which are free, and waiting for a quiet moment."""
+"""What other processes take of the cores, waiting for a quiet moment, and one measurement at a time on a core."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.measure import measuring_lock, others
-from ddpm_lab.measure.hardware import CpuClock
+from ddpm_lab.measure import others
+from ddpm_lab.measure.others import LOCK_VARIABLE, CpuClock, measuring
+
+# CPU seconds
+
+SPIN = "import time\nprint('go', flush=True)\nend = time.monotonic() + 30\nwhile time.monotonic() < end: pass"
 
 
-def free(monkeypatch: pytest.MonkeyPatch, *taken: float | None, cores: int = 4) -> tuple[int, int]:
-    """Free cores where others take so much second after second, the last for ever; and how many were watched."""
-    monkeypatch.setattr(others, "usable_cores", lambda: cores)
-    seconds: list[float] = []
+def others_beside(command: list[str]) -> float | None:
+    """Cores that a second of watching ascribes to others while ``command`` runs."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            pid = process.stdout.readline()
+            before = CpuClock.read()
+            time.sleep(0.8)
+            after = CpuClock.read()
+        finally:
+            process.kill()
+            if pid.strip().isdigit():
+                os.kill(int(pid), 9)
+    return before.until(after).others_cores
 
-    def sample(wanted: float) -> float | None:
-        assert wanted == 1.0
-        seconds.append(wanted)
-        return taken[min(len(seconds), len(taken)) - 1]
 
-    return others.free_cores(sample), len(seconds)
+@pytest.mark.alone
+@pytest.mark.slow
+def test_a_busy_stranger_is_seen_and_a_busy_child_is_not() -> None:
+    mine = others_beside([sys.executable, "-c", SPIN])
+    if mine is None:
+        pytest.skip("a CPU quota holds here: what others take is unknown")
+    # An orphan belongs to init: a stranger, as far as this process can tell.
+    orphan = (
+        "import os, time\npid = os.fork()\nif pid: print(pid, flush=True); os._exit(0)\nwhile True: time.monotonic()"
+    )
+    stranger = others_beside([sys.executable, "-c", orphan])
+    assert stranger is not None
+    assert stranger - mine > 0.4, "one core, less what the machine's other processes changed meanwhile"
 
 
-@pytest.mark.parametrize(
-    ("taken", "found"),
-    [
-        ((0.0,), (4, 3)),  # quiet: three seconds suffice
-        ((0.24,), (4, 3)),
-        ((0.25,), (4, 10)),
-        ((0.0, 0.0, 0.3, 0.0), (4, 10)),
-        ((0.49,), (4, 10)),
-        ((0.5,), (3, 10)),  # half a core counts as taken
-        ((1.49,), (3, 10)),
-        ((1.5,), (2, 10)),
-        ((1.0, 1.0, 1.0, 1.0, 1.0, 0.0), (3, 10)),  # the mean of ten seconds
-        ((1.0, 1.0, 1.0, 1.0, 0.0), (4, 10)),
-        ((3.2,), (1, 10)),
-        ((4.0,), (1, 10)),  # one is always left
-        ((64.0,), (1, 10)),
-        ((None,), (4, 1)),  # unknown
-        ((2.0, None), (4, 2)),
-    ],
+def test_a_child_that_has_ended_is_no_stranger() -> None:
+    code = "import time\nwhile time.process_time() < 0.5: pass"
+    before = CpuClock.read()
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert CpuClock.read().own - before.own >= 0.45
+
+
+# Ticks of user, nice, system, idle, iowait, irq, softirq, steal, guest (part of user), guest_nice
+STAT = (
+    "cpu  9999 0 0 0 0 0 0 999 0 0\ncpu0 {0} 0 0 9 9 0 0 {1} 0 0\ncpu1 1 1 1 9 9 1 1 {2} 1 0\n"
+    "cpu4 {3} 0 0 9 9 0 0 {4} 0 0\nintr 1 2 3\n"
 )
-def test_free_cores_are_those_that_others_leave(
-    monkeypatch: pytest.MonkeyPatch, taken: tuple[float | None, ...], found: tuple[int, int]
+
+
+def test_only_the_cores_of_this_process_count(machine_files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Core 0 is a neighbour's; cores 2 and 3 are switched off, so core 4 is third in the list."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 4})
+    tick = 1 / os.sysconf("SC_CLK_TCK")
+    machine_files["/proc/stat"] = STAT.format(0, 0, 2, 100, 3)
+    before = CpuClock.read()
+    assert before.busy == pytest.approx(105 * tick)
+    assert before.stolen == pytest.approx(5 * tick)
+    machine_files["/proc/stat"] = STAT.format(7000, 7000, 2, 400, 10)
+    use = before.until(dataclasses.replace(CpuClock.read(), own=before.own, moment=before.moment + 2))
+    assert use.others_cores == pytest.approx(150 * tick)
+    assert use.stolen == pytest.approx(7 * tick)
+
+
+def test_under_a_quota_the_share_of_others_is_unknown(
+    machine_files: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert free(monkeypatch, *taken) == found
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    quota = "/sys/fs/cgroup/cpu/cpu.cfs_quota_us"
+    machine_files |= {quota: "500000\n", "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"}
+    machine_files["/proc/stat"] = STAT.format(1, 1, 1, 1, 1)
+    before = CpuClock.read()
+    use = before.until(CpuClock.read())
+    assert (use.busy, use.stolen, use.others_cores) == (0.0, 0.0, None)
+    machine_files[quota] = "-1\n"
+    free = CpuClock.read()
+    assert free.until(CpuClock.read()).others_cores == 0.0
+    assert before.until(free).others_cores is None
 
 
-def test_what_others_take_is_watched_and_not_where_tests_measure_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    readings = iter([CpuClock(10.0, 4.0, 0.0), CpuClock(11.0, 4.5, 0.0)])
-    moments = iter([100.0, 100.25])
-    slept: list[float] = []
-    monkeypatch.setattr(CpuClock, "read", lambda: next(readings))
-    monkeypatch.setattr(others, "time", SimpleNamespace(monotonic=lambda: next(moments), sleep=slept.append))
-    monkeypatch.delenv(measuring_lock.VARIABLE, raising=False)
-    assert others.others_cores(0.2) == pytest.approx(0.5 / 0.25)
-    assert slept == [0.2]
-    monkeypatch.setenv(measuring_lock.VARIABLE, "")
-    assert others.others_cores(0.2) is None
+def test_cores_that_the_kernel_does_not_show_are_unknown(machine_files: dict[str, str]) -> None:
+    for stat in ("", "cpux 1\n", "cpu0 1 2\n", STAT.format(1, 1, 1, 1, 1)):
+        machine_files["/proc/stat"] = stat
+        use = CpuClock.read().until(CpuClock.read())  # sixteen cores, as far as the affinity says
+        assert (use.others_cores, use.stolen) == (None, None)
 
 
-@pytest.mark.parametrize(
-    ("loads", "settings", "waited"),
-    [
-        ([1.0, 0.3, 0.2], {}, 0.6),  # two threads on two cores leave a quarter of a core to others
-        ([0.25, 0.24], {}, 0.4),
-        ([1.0] * 100, {}, others.QUIET_SECONDS),
-        ([1.25, 1.24], {"threads": 1}, 0.4),
-        ([1.0] * 100, {"world_size": 4, "global_batch_size": 32, "oversubscribe": True}, 0.0),
-        ([1.0] * 100, {"device": "cuda"}, 0.0),
-        ([None], {}, 0.2),
-    ],
-)
-def test_a_set_waits_a_little_for_a_quiet_moment(
-    monkeypatch: pytest.MonkeyPatch, loads: list[float | None], settings: dict[str, object], waited: float
-) -> None:
-    seen: Iterator[float | None] = iter(loads)
-    now = [50.0]
-    said: list[str] = []
+# Free cores and quiet moments
 
-    def others_cores(seconds: float) -> float | None:
-        now.append(now[-1] + seconds)
-        return next(seen)
 
-    monkeypatch.setattr(others, "time", SimpleNamespace(monotonic=lambda: now[-1]))
-    monkeypatch.setattr(others, "others_cores", others_cores)
-    others.await_quiet(RunConfig(**settings), 2, said.append)  # type: ignore[arg-type]
-    assert now[-1] - 50 == pytest.approx(waited, abs=0.21 if waited == others.QUIET_SECONDS else 1e-6)
-    assert len(said) == len(now) - 1 - (0 < waited < others.QUIET_SECONDS)
+def test_free_cores_are_those_that_others_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four; what others take at the first look and at a longer one, and how many looks there are."""
+    monkeypatch.setattr(others, "usable_cores", lambda: 4)
+    cases: dict[tuple[float | None, ...], int] = {
+        (0.24,): 4,  # quiet
+        (0.25, 0.49): 4,
+        (0.25, 0.5): 3,  # half a core counts as taken
+        (3.0, 0.0): 4,  # a burst
+        (64.0, 64.0): 1,  # one is always left
+        (None,): 4,  # unknown
+        (2.0, None): 4,
+    }
+    for taken, found in cases.items():
+        looks: list[float] = []
+
+        def look(seconds: float, taken: tuple[float | None, ...] = taken, looks: list[float] = looks) -> float | None:
+            looks.append(seconds)
+            return taken[len(looks) - 1]
+
+        monkeypatch.setattr(others, "others_cores", look)
+        assert others.free_cores() == found, taken
+        assert looks == [3.0, 6.0][: len(taken)]
+
+
+def test_a_set_waits_a_little_for_a_quiet_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = RunConfig(world_size=4, global_batch_size=32, oversubscribe=True)
+    cases: list[tuple[list[float | None], RunConfig, float]] = [
+        ([1.0, 0.3, 0.2], RunConfig(), 0.6),  # two threads on two cores leave a quarter of a core to others
+        ([1.0] * 100, RunConfig(), others.QUIET_SECONDS),
+        ([1.25, 1.24], RunConfig(threads=1), 0.4),
+        ([1.0], ranks, 0.0),
+        ([1.0], RunConfig(device="cuda"), 0.0),
+        ([None], RunConfig(), 0.2),
+    ]
+    for loads, config, waited in cases:
+        seen, now, said = iter(loads), [50.0], list[str]()
+
+        def others_cores(seconds: float, now: list[float] = now, seen: Iterator[float | None] = seen) -> float | None:
+            now.append(now[-1] + seconds)
+            return next(seen)
+
+        monkeypatch.setattr(others, "time", SimpleNamespace(monotonic=lambda now=now: now[-1]))
+        monkeypatch.setattr(others, "others_cores", others_cores)
+        others.await_quiet(config, 2, said.append)
+        assert now[-1] - 50 == pytest.approx(waited, abs=0.21 if waited == others.QUIET_SECONDS else 1e-6)
+        assert len(said) == len(now) - 1 - (0 < waited < others.QUIET_SECONDS)
 
 
 def test_a_watch_says_after_a_minute_how_many_cores_were_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, taken = [0.0], list[float | None]([0.0])
-    clock = SimpleNamespace(read=lambda: SimpleNamespace(others_cores=lambda *_: taken[0]))
-    monkeypatch.setattr(others, "CpuClock", clock)
-    monkeypatch.setattr(others, "side_by_side", lambda: False)
+    """Those of two minutes that agree; of four cores, with what others take from one reading to the next."""
+    now, takes, busy = [0.0], [0.0], [0.0]
+
+    def read() -> CpuClock:
+        return CpuClock(now[0], 0.0, busy[0], 0.0)
+
+    monkeypatch.setattr(others, "CpuClock", SimpleNamespace(read=read))
+    monkeypatch.setattr(others, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(others, "side_by_side", lambda: takes[0] < 0)
     monkeypatch.setattr(others, "usable_cores", lambda: 4)
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     watch = others.CoreWatch()
-    found = []
-    for at, takes in (
-        (59, 4.0),
-        (60, 1.2),
-        (119, 0.0),
-        (120, 1.4),
-        (180, 0.0),
-        (240, 0.1),
-        (300, None),
-        (360, 9.0),
-        (420, 9.0),
-    ):
-        now[0], taken[0] = float(at), takes
+    rows = [(59, 4), (60, 1.2), (119, 0), (120, 1.4), (180, 0), (240, 0.1), (300, -1), (360, 9), (420, 9)]
+    found, last = [], 0
+    for at, cores in rows:
+        now[0], takes[0] = float(at), cores
+        if at % 60 == 0:
+            busy[0] += cores * (at - last)
+            last = at
         found.append(watch.free())
     assert found == [None, None, None, 3, None, 4, None, None, 1]
+
+
+# One measurement at a time
+
+HOLDER = """
+import os, sys, time
+from ddpm_lab.measure.others import measuring
+os.sched_setaffinity(0, {int(c) for c in sys.argv[1].split(",")})
+with measuring(lambda text: print(text, flush=True)) as waited:
+    print("has it", waited, flush=True)
+    sys.stdin.readline()
+"""
+CORES = sorted(os.sched_getaffinity(0))
+
+
+def started(*cores: int) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", HOLDER, ",".join(map(str, cores))]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@pytest.fixture
+def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock file of the test's own."""
+    monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "measuring.lock"))
+
+
+@pytest.fixture
+def holder(lock: None) -> Iterator[subprocess.Popen[str]]:
+    del lock
+    process = started(CORES[0])
+    assert line(process) == "has it False"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_second_process_waits_until_the_first_is_killed(holder: subprocess.Popen[str]) -> None:
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        holder.send_signal(signal.SIGKILL)
+
+    with measuring(say) as waited:
+        assert waited
+    assert len(said) == 1
+    assert f"process {holder.pid} measures" in said[0]
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="one core")
+def test_processes_on_other_cores_do_not_wait_for_each_other(holder: subprocess.Popen[str]) -> None:
+    other = started(CORES[1])
+    assert line(other) == "has it False"
+    other.communicate("\n", timeout=60)
+    assert holder.poll() is None
+
+
+@pytest.mark.usefixtures("lock")
+def test_it_is_taken_once_and_a_search_may_measure_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with measuring(print) as first:
+        with measuring(print) as second:
+            assert (first, second) == (False, False)
+        process = started(*CORES)
+        assert f"process {os.getpid()} measures" in line(process), "the inner one let go of what the outer one holds"
+    assert line(process) == "has it True"
+    process.communicate("\n", timeout=60)
+    monkeypatch.setenv(LOCK_VARIABLE, "")
+    with measuring(print) as waited:
+        assert not waited, "without a file nobody waits"

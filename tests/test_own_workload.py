@@ -19,7 +19,7 @@ from ddpm_lab.config import OWN, OWN_LOADER
 from ddpm_lab.explain.table import plain
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.seat import Instrument
+from ddpm_lab.measure.sets import Instrument
 from ddpm_lab.questions import experiments
 from ddpm_lab.questions.answers import answer
 from ddpm_lab.questions.ask import ask

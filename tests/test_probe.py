@@ -215,3 +215,22 @@ def test_real_groups_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     chosen, why = fastest(tmp_path, config, threads=1)
     assert probe._name(chosen) in why
     assert fastest(tmp_path, config, threads=1)[0] == chosen
+
+
+def test_another_trainer_gets_the_formats_in_which_it_is_fastest_once(
+    tmp_path: Path, play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = RunConfig(workload="ddpm_lab.training.peers:diffusers", precision="bf16", freed_memory="kept")
+    monkeypatch.setattr(probe, "multiplies_bf16", lambda: True)
+    how: dict[str, Any] = {"threads": 2, "output": tmp_path, "progress": lambda _: None}
+    machine = Machine({"fp32, NCHW": 0.3, "fp32, channels-last": 0.2, "bf16, NCHW": 0.9, "bf16, channels-last": 0.8})
+    monkeypatch.setattr(probe, "Group", machine)
+    assert probe.formats_of(theirs, **how) == {"precision": "fp32", "channels_last": True}
+    monkeypatch.setattr(probe, "Group", None)
+    assert probe.formats_of(theirs, **how) == {"precision": "fp32", "channels_last": True}, "kept"
+    monkeypatch.setattr(probe, "multiplies_bf16", lambda: False)
+    machine = play(fa=1.0)
+    machine.seconds |= {"fp32, NCHW": 0.5}
+    monkeypatch.setattr(probe, "Group", machine)
+    assert probe.formats_of(dataclasses.replace(theirs, global_batch_size=16), **how)["channels_last"] is False
+    assert not any("bf16" in name for name in machine.steps)

@@ -34,7 +34,7 @@ def test_a_reader_never_sees_half_a_mark(tmp_path: Path) -> None:
     seen = 0
     while writer.is_alive():
         said = beat.read()
-        assert time.monotonic() - said.seconds < 30
+        assert said.silent_seconds < 30
         assert said.phase in ("start", "forward", "backward")
         assert said.marks == said.steps
         seen = max(seen, said.steps)
@@ -50,8 +50,7 @@ def test_a_touch_keeps_what_the_rank_said(tmp_path: Path) -> None:
     before = beat.read()
     beat.touch()
     after = beat.read()
-    assert after[1:] == before[1:] == (7, 1, "a phase with a name that"[:24])
-    assert after.seconds >= before.seconds
+    assert after[1:] == before[1:] == (7, 1, "a phase with a name that"[:24], 0.0)
 
 
 def test_a_process_is_killed_and_one_that_took_over_its_pid_is_not() -> None:
@@ -82,18 +81,14 @@ def test_a_group_is_killed_when_its_leader_is_gone() -> None:
     assert alive([left]) == []
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
+def test_whoever_allocates_out_of_memory_is_out_of_memory() -> None:
+    for error, expected in (
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
         (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"), True),
         (MemoryError(), True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
-    ],
-)
-def test_whoever_allocates_out_of_memory_is_out_of_memory(error: Exception, expected: bool) -> None:
-    assert process._out_of_memory(error) == expected
+    ):
+        assert process._out_of_memory(error) == expected
 
 
 def test_an_error_names_the_last_line_of_the_users_own_code(tmp_path: Path) -> None:

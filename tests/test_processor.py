@@ -18,7 +18,7 @@ NEW = f"model name\t: AMD EPYC 9654\nflags\t\t: {' '.join(ALL)}\n"
 @pytest.fixture(autouse=True)
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A new processor, of which nothing is limited."""
-    for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"):
+    for name in processor.LIMITS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(processor, "_cpuinfo", lambda: NEW)
     _forget()
@@ -31,49 +31,37 @@ def _forget() -> None:
     processor.instructions.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("cpuinfo", "name"),
-    [
-        (
-            "processor\t: 0\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n\nprocessor\t: 1\nmodel\t\t: 9\n",
-            "AMD EPYC (family 26, model 2)",
-        ),
-        (
-            "cpu family\t: 6\nmodel\t\t: 143\nmodel name\t: Intel(R) Xeon(R)  Platinum 8481C CPU @ 2.70GHz\n",
-            "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz",
-        ),
-        ("processor\t: 0\nBogoMIPS\t: 100.00\nHardware\t: BCM2835\n", "BCM2835"),
-        ("model name\t: AMD EPYC\n", "AMD EPYC"),
-        ("processor\t: 0\nBogoMIPS\t: 100.00\n", ""),
-    ],
-)
-def test_a_name_that_every_generation_has_is_told_by_family_and_model(cpuinfo: str, name: str) -> None:
+def test_a_name_that_every_generation_has_is_told_by_family_and_model() -> None:
     """Two hosts called "AMD EPYC" differed by two in the speed of bf16: they are two machines."""
-    assert processor.name_in(cpuinfo) == name
+    first = "processor\t: 0\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n\nprocessor\t: 1\nmodel\t\t: 9\n"
+    names = {
+        first: "AMD EPYC (family 26, model 2)",
+        "cpu family\t: 6\nmodel\t\t: 143\nmodel name\t: Intel(R) Xeon(R)  8481C CPU\n": "Intel(R) Xeon(R) 8481C CPU",
+        "processor\t: 0\nBogoMIPS\t: 100.00\nHardware\t: BCM2835\n": "BCM2835",
+        "model name\t: AMD EPYC\n": "AMD EPYC",
+        "processor\t: 0\nBogoMIPS\t: 100.00\n": "",
+    }
+    assert {cpuinfo: processor.name_in(cpuinfo) for cpuinfo in names} == names
 
 
-@pytest.mark.parametrize(
-    ("limits", "instructions", "bf16"),
-    [
+def test_what_torch_does_without_the_lab_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[tuple[dict[str, str], set[str], bool]] = [
         ({}, {*ALL}, True),
         ({"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}, {"avx", "avx2", "fma"}, False),
         ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, {"avx", "avx2", "fma", "avx512f", "avx512bw"}, False),
         ({"ATEN_CPU_CAPABILITY": "default"}, set(), False),
-        ({"ONEDNN_MAX_CPU_ISA": "AVX2_VNNI"}, {"avx", "avx2", "fma"}, False),
-        ({"ONEDNN_MAX_CPU_ISA": "DEFAULT"}, {*ALL}, True),
         ({"ONEDNN_MAX_CPU_ISA": "ALL"}, {*ALL}, True),
-    ],
-)
-def test_what_torch_does_without_the_lab_does_without(
-    monkeypatch: pytest.MonkeyPatch, limits: dict[str, str], instructions: set[str], bf16: bool
-) -> None:
-    for name, value in limits.items():
-        monkeypatch.setenv(name, value)
-    assert processor.instructions() == instructions
-    assert processor.multiplies_bf16() is bf16
-    assert setting.usual_settings("cpu")["precision"] == ("bf16" if bf16 else "fp32")
-    assert (hardware.machine().cpu == "AMD EPYC 9654") is (instructions == {*ALL})
-    assert processor.withheld() == {*ALL} - instructions
+    ]
+    for limits, instructions, bf16 in cases:
+        with monkeypatch.context() as patch:
+            for name, value in limits.items():
+                patch.setenv(name, value)
+            _forget()
+            assert processor.instructions() == instructions
+            assert processor.withheld() == {*ALL} - instructions
+            assert processor.multiplies_bf16() is bf16
+            assert setting.usual_settings("cpu")["precision"] == ("bf16" if bf16 else "fp32")
+            assert (hardware.machine().cpu == "AMD EPYC 9654") is (instructions == {*ALL})
 
 
 def test_an_arm_processor_says_its_features(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,16 +69,11 @@ def test_an_arm_processor_says_its_features(monkeypatch: pytest.MonkeyPatch) -> 
     assert processor.multiplies_bf16()
 
 
-@pytest.mark.parametrize(
-    ("capability", "precision", "compiled"),
-    [((9, 0), "bf16", "whole"), ((7, 5), "fp16", "whole"), ((6, 1), "fp32", "off")],
-)
-def test_a_gpu_gets_what_its_generation_has(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], precision: str, compiled: str
-) -> None:
-    monkeypatch.setattr(setting, "least_capability", lambda: capability)
-    usual = setting.usual_settings("cuda")
-    assert (usual["precision"], usual["compile"]) == (precision, compiled)
+def test_a_gpu_gets_what_its_generation_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, usual in (((9, 0), ("bf16", "whole")), ((7, 5), ("fp16", "whole")), ((6, 1), ("fp32", "off"))):
+        monkeypatch.setattr(setting, "least_capability", lambda found=capability: found)
+        found = setting.usual_settings("cuda")
+        assert (found["precision"], found["compile"]) == usual
 
 
 @pytest.mark.slow

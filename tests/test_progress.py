@@ -1,37 +1,38 @@
 """Progress: lines where a person or a file can see them, not more often than they can be read."""
 
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ddpm_lab.measure import progress as module
 from ddpm_lab.measure.progress import FILE_VARIABLE, Progress
+
+Captured = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
-def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No notebook and no file, unless a test says so."""
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that a test sets; no notebook and no file, unless a test says so."""
+    clock = [1000.0]
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
     monkeypatch.delenv(FILE_VARIABLE, raising=False)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    return clock
 
 
-def test_lines_that_come_faster_than_once_a_second_are_left_out(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
+def test_lines_that_come_faster_than_once_a_second_are_left_out(capsys: Captured, now: list[float]) -> None:
     progress = Progress("amp")
     for tenth in range(35):
-        now = 100.0 + tenth / 10
+        now[0] = 1000.0 + tenth / 10
         progress(f"line {tenth}")
     assert capsys.readouterr().err.splitlines() == [f"amp: line {n}" for n in (0, 10, 20, 30)]
 
 
 def test_a_file_receives_every_line_also_when_nothing_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "progress"))
     quiet = Progress("amp", quiet=True)
@@ -39,22 +40,17 @@ def test_a_file_receives_every_line_also_when_nothing_is_shown(
     quiet.done("two")
     assert (tmp_path / "progress").read_text() == "one\ntwo\n"
     assert capsys.readouterr() == ("", "")
-
-
-def test_a_file_that_cannot_be_written_stops_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "no such folder" / "progress"))
     Progress("amp").always("one")
-    assert capsys.readouterr().err == "amp: one\n"
+    assert capsys.readouterr().err == "amp: one\n", "a file that cannot be written stops nothing"
 
 
 def test_in_a_notebook_one_output_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[tuple[str, dict[str, str]]] = []
+    shown: list[tuple[str, str]] = []
 
     def display(data: dict[str, str], **_: Any) -> Any:
-        shown.append(("new", data))
-        return SimpleNamespace(update=lambda data, **_: shown.append(("update", data)))
+        shown.append(("new", data["text/plain"]))
+        return SimpleNamespace(update=lambda data, **_: shown.append(("update", data["text/plain"])))
 
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
@@ -62,36 +58,23 @@ def test_in_a_notebook_one_output_changes(monkeypatch: pytest.MonkeyPatch) -> No
     progress.always("one")
     progress.always("two")
     progress.done("three")
-    assert [(kind, data["text/plain"]) for kind, data in shown] == [
-        ("new", "one"),
-        ("update", "two"),
-        ("update", "three"),
-    ]
+    progress.always("four")
+    assert shown == [("new", "one"), ("update", "two"), ("update", "three"), ("new", "four")]
 
 
-def test_every_line_says_how_long_it_still_takes(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    progress, clock = Progress("amp"), [1000.0]
-    monkeypatch.setattr("ddpm_lab.measure.progress.time.monotonic", lambda: clock[-1])
+def test_every_line_says_how_long_it_still_takes(capsys: Captured, now: list[float]) -> None:
+    progress = Progress("amp")
     progress.expect(60)
-    for now in (1000.0, 1030.0, 1058.0, 1070.0):
-        clock.append(now)
+    for now[0] in (1000.0, 1030.0, 1058.0, 1070.0):
         progress.always("turn")
     progress.expect(None)
     progress.always("turn")
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == [
-        "amp: about 60 s left; turn",
-        "amp: about 30 s left; turn",
-        "amp: nearly done; turn",
-        "amp: takes longer than forecast; turn",
-        "amp: turn",
-    ]
+    left = ["about 60 s left; ", "about 30 s left; ", "nearly done; ", "takes longer than forecast; ", ""]
+    assert capsys.readouterr().err.splitlines() == [f"amp: {words}turn" for words in left]
 
 
 def test_a_line_that_stays_is_whole_and_the_next_one_comes_below_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     progress = Progress("amp")

@@ -12,35 +12,28 @@ import records as make
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain.straggler import excess_shares, named
-from ddpm_lab.record import RunRecord, Window
+from ddpm_lab.record import RunRecord
 
 NOISE = 0.01
 
 
 def records(seconds: npt.NDArray[np.float64], config: RunConfig, hosts: Sequence[str] = ()) -> list[RunRecord]:
     """A record for each row of (sets, ranks) own seconds; ``hosts`` are the ranks' in order."""
-    local = config.node_size
     ranks = tuple(
-        dataclasses.replace(make.rank_record(rank), rank=rank, device=f"cuda:{rank % local}" if hosts else "cpu")
-        for rank in range(config.world_size)
+        dataclasses.replace(make.rank_record(0), rank=n, device=f"cuda:{n % config.node_size}" if hosts else "cpu")
+        for n in range(config.world_size)
     )
     seen = [{"rank": rank, "host": host} for rank, host in enumerate(hosts)]
-    base = make.record(config, ranks=ranks, witness={"ranks": seen})
-    found = []
-    for own in seconds:
-        window = Window(
-            turn=0,
-            position=0,
-            start_seconds=0.0,
-            seconds=max(own),
-            images=16,
-            steps=1,
-            rank_seconds=tuple(own),
-            step_seconds=(),
-            data_seconds=(),
+    (base, *_) = make.sets({}, baseline=config, count=1, turns=1)
+    return [
+        dataclasses.replace(
+            base,
+            ranks=ranks,
+            witness={"ranks": seen},
+            windows=(dataclasses.replace(base.windows[0], seconds=max(own), rank_seconds=tuple(own), steps=1),),
         )
-        found.append(dataclasses.replace(base, windows=(window,)))
-    return found
+        for own in seconds
+    ]
 
 
 def noisy(rng: np.random.Generator, sets: int, ranks: int) -> npt.NDArray[np.float64]:
@@ -58,22 +51,16 @@ def test_identical_ranks_have_no_excess_and_are_rarely_named(ranks: int) -> None
     assert np.mean([named(found) != "" for found in trials]) <= 0.05
 
 
-def test_a_slower_rank_is_named_with_its_excess() -> None:
-    seconds = noisy(np.random.default_rng(0), 6, 8)
-    seconds[:, 5] *= 1.1
-    found = records(seconds, RunConfig(world_size=8, global_batch_size=8))
-    assert named(found) == "rank 5"
+def test_a_slower_rank_is_named_with_its_excess_and_where_it_is() -> None:
+    seconds = noisy(np.random.default_rng(0), 6, 16)
+    seconds[:, 12] *= 1.1
+    found = records(seconds, RunConfig(world_size=16, global_batch_size=16))
+    assert named(found) == "rank 12"
     assert np.mean(excess_shares(found)) == pytest.approx(1 - 1 / 1.1, abs=NOISE)
     assert named(found[:3]) == "", "a claim needs four sets"
     assert np.isnan(excess_shares(found[:1])).all(), "no other set to say which it is"
-
-
-def test_its_place_is_what_the_ranks_reported() -> None:
-    seconds = noisy(np.random.default_rng(0), 6, 16)
-    seconds[:, 12] *= 1.1
     spread = RunConfig(device="cuda", world_size=16, nodes=2, global_batch_size=16)
-    hosts = ["f3"] * 8 + ["0a"] * 8
-    found = records(seconds, spread, hosts)
+    found = records(seconds, spread, ["f3"] * 8 + ["0a"] * 8)
     assert named(found) == "rank 12 on cuda:4 of host 2"
     moved = [*found[:3], *records(seconds[3:], spread, ["f3"] * 8 + ["77"] * 8)]
     assert named(moved) == "rank 12", "it is slow on more than one host"

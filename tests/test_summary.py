@@ -21,8 +21,8 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import LOSSES, NETWORKS, DiffusionConfig, RunConfig
 from ddpm_lab.explain.bands import S001
 from ddpm_lab.explain.grids import plain_text
-from ddpm_lab.explain.scaling import rows
 from ddpm_lab.ledger import Ledger
+from ddpm_lab.questions.multi_gpu import scaling_rows
 from ddpm_lab.record import Window
 from ddpm_lab.reports.benchmark import summary_of
 from ddpm_lab.reports.summary import (
@@ -147,7 +147,7 @@ def test_a_ledger_gives_the_times_of_its_windows_and_paired_speed_ups() -> None:
     """Times that drift between sets give another ratio of means than of pairs."""
     answer = paired({64: 1.6}, {32: 6.45}, set_noise=0.001, drift=1.0)
     runs = summary_of(answer, "ledger.jsonl")
-    shown = {(r.family, r.ranks): r for r in rows(answer) if r.role != "twin"}
+    shown = {(r.family, r.ranks): r for r in scaling_rows(answer) if r.role != "twin"}
     for run in runs:
         of = shown[run.configuration or "", run.ranks or 0]
         windows = [w for r in answer.records if (r.family, r.role) == (of.family, of.role) for w in r.windows]

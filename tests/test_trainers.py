@@ -25,7 +25,7 @@ def family(end: str, **changes: Any) -> Family:
 
 def test_others_come_as_they_are_and_tuned_on_equal_batches_with_equal_objective() -> None:
     found = peers(setup(preset="quick")).families[0]
-    steps = ("", FORMATS, TUNED)
+    steps = ("", f", in bf16{FORMATS}", TUNED)
     assert [label for label, _ in found.candidates] == [peer + step for step in steps for peer in PEERS]
     for name, config in found.candidates:
         assert config.global_batch_size == found.baseline.global_batch_size == 32
@@ -36,8 +36,15 @@ def test_others_come_as_they_are_and_tuned_on_equal_batches_with_equal_objective
         assert config.optimizer.adam == ("fused" if "tuned" in name else "loop")
         assert config.optimizer.ema == ("foreach" if "tuned" in name else "loop")
         assert config.option(FLASH_ATTENTION, None) is None
-        assert config.workload == PEERS[name.removesuffix(TUNED).removesuffix(FORMATS)]
+        assert config.workload == PEERS[name.split(", ")[0]]
         assert (config.implementation == "plain") == (PUBLISHED in name)
+
+
+def test_tuned_others_have_the_formats_that_are_fastest_for_them() -> None:
+    formats = {"diffusers": {"precision": "fp32", "channels_last": False}}
+    rows = dict(peers(setup(preset="quick", formats=formats)).families[0].candidates)
+    assert (rows["diffusers, tuned"].precision, rows["diffusers, tuned"].channels_last) == ("fp32", False)
+    assert rows[f"{PUBLISHED}, tuned"].precision == rows["diffusers, in bf16 and channels_last"].precision == "bf16"
 
 
 @pytest.mark.parametrize(

@@ -1,125 +1,116 @@
-"""Sets and turns for a time: Student's t against scipy, the plan against all others, the variances against sets."""
+"""Orders, lengths and numbers of windows, and the noise that these follow from, against sets that were recorded."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
-import recorded_noise
+from hypothesis import given
+from hypothesis import strategies as st
 from recorded_noise import MACHINES, recorded
 from scipy import special
 
-from ddpm_lab.explain import stats
 from ddpm_lab.measure import turn_plan
+from ddpm_lab.measure.turn_plan import balanced_orders, best_turns, sets_that_resolve, steps_of_windows
+from ddpm_lab.plan import Plan
 
 
-def test_students_t_agrees_with_scipy() -> None:
-    for df in (3.0, 3.5, 5.0, 9.3, 30.0, 1000.0):
-        assert turn_plan.student_t(df) == pytest.approx(float(special.stdtrit(df, 0.975)), rel=0.002)
+@given(count=st.integers(1, 7), seed=st.integers(0, 2**24))
+def test_a_whole_square_balances_positions_and_neighbours(count: int, seed: int) -> None:
+    turns = count if count % 2 == 0 else 2 * count
+    orders = balanced_orders(count, turns, seed)
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    positions = Counter(pair for order in orders for pair in enumerate(order))
+    assert positions == {(p, c): turns // count for p in range(count) for c in range(count)}
+    follows = Counter(pair for order in orders for pair in pairwise(order))
+    assert follows == dict.fromkeys(permutations(range(count), 2), turns // count)
 
 
-@pytest.mark.parametrize(("seconds", "start", "turn"), [(20, 1, 0.3), (60, 6, 0.9), (300, 3, 0.9), (300, 20, 4)])
-@pytest.mark.parametrize("df_prior", [0.0, 4.0])
-def test_no_other_sets_and_turns_that_fit_give_a_narrower_interval(
-    seconds: float, start: float, turn: float, df_prior: float
+@given(
+    rows=st.lists(
+        st.tuples(st.sampled_from([1, 6, 16, 32, 48, 128]), st.floats(1e-4, 5.0), st.integers(0, 8)),
+        min_size=1,
+        max_size=6,
+    ),
+    seconds=st.floats(0.01, 2.0),
+    least=st.integers(1, 20),
+)
+def test_all_configurations_process_the_same_images(
+    rows: list[tuple[int, float, int]], seconds: float, least: int
 ) -> None:
-    sets, turns = turn_plan.plan_of_sets(seconds, start, turn, df_prior=df_prior)
-    least = min(6, int(seconds / (start + 2 * turn)))
-    assert sets >= least >= 4
-    assert sets * (start + turns * turn) <= seconds + 1e-6
-    best = turn_plan.half_width(sets, turns, 0.1, 0.03, df_prior)
-    for n in range(least, 80):
-        for t in range(2, 101):
-            if n * (start + t * turn) <= seconds:
-                assert turn_plan.half_width(n, t, 0.1, 0.03, df_prior) >= best - 1e-12
+    batches, steps, prefetch = (list(values) for values in zip(*rows, strict=True))
+    plan = Plan(window_seconds=seconds, window_steps=least)
+    counts = steps_of_windows(plan, batches, steps, prefetch)
+    assert len({count * batch for count, batch in zip(counts, batches, strict=True)}) == 1
+    fewest = max(least, 20, 10 * max(prefetch)) if max(prefetch) > 1 else least
+    assert min(counts) >= fewest
 
 
-def test_few_sets_where_only_few_fit_and_none_that_cannot_answer() -> None:
-    assert turn_plan.plan_of_sets(46, 10, 0.5) == (4, 3)
-    assert turn_plan.plan_of_sets(43, 10, 0.5) == (3, 2)
-    assert turn_plan.plan_of_sets(44, 10, 0.5) == (4, 2)
+def test_the_fastest_fills_the_window_and_the_slowest_is_held_to_ten_times_it() -> None:
+    plan = Plan(window_seconds=0.4, window_steps=5)
+    assert steps_of_windows(plan, [32, 32], [0.010, 0.020], [0, 0]) == [40, 40]
+    # Half the batch, twice the steps; the images are those that 0.4 s of the fastest take.
+    assert steps_of_windows(plan, [32, 16], [0.010, 0.010], [0, 0]) == [40, 80]
+    # 400 steps would fill the fast one's window and take the slow one 40 s.
+    assert steps_of_windows(plan, [32, 32], [0.001, 0.1], [0, 0]) == [40, 40]
+    # The fewest steps come first: a cap must not leave a configuration with too few.
+    assert steps_of_windows(plan, [32, 32], [0.001, 3.0], [0, 0]) == [5, 5]
+    assert steps_of_windows(plan, [32, 32], [0.1, 0.1], [0, 4]) == [40, 40], "a queue lengthens the whole set's"
 
 
-def test_dear_starts_and_quiet_sets_ask_for_more_turns() -> None:
-    _, cheap = turn_plan.plan_of_sets(600, 1, 0.5)
-    _, dear = turn_plan.plan_of_sets(600, 20, 0.5)
-    _, quiet = turn_plan.plan_of_sets(600, 20, 0.5, between=0.01)
-    assert cheap < dear < quiet
-    assert turn_plan.plan_of_sets(1e4, 20, 0.5, between=0.0)[1] <= 100
+def half_width(sets: int, turns: int, within: float, between: float) -> float:
+    """Of a 95 % interval of a comparison, by scipy's quantile of Student's t."""
+    variance = turn_plan.CANDIDATE * (between**2 + within**2 / turns)
+    return float(special.stdtrit(sets - 1, 0.975)) * math.sqrt(variance / sets)
 
 
-def planted(rng: np.random.Generator, sets: int, turns: int, within: float, between: float) -> list[stats.Array]:
-    """Baseline, twin and one candidate 30 % faster: log times [group, turn] of each set, with drift that all share."""
-    shared = rng.normal(0, 0.2, (sets, 1, turns))
-    own = rng.normal(0, between, (sets, 3, 1)) - np.array([0, 0, 0.3])[:, None]
-    return list(shared + own + rng.normal(0, within, (sets, 3, turns)))
+def test_turns_narrow_the_interval_most_for_the_time() -> None:
+    for start, turn, within, between in ((1, 0.5, 0.1, 0.03), (20, 0.5, 0.1, 0.03), (6, 1, 0.05, 0.02)):
+        turns = best_turns(start, turn, within, between)
+        widths = [  # of the many sets of a long time
+            half_width(int(1e5 / (start + t * turn)), t, within, between) for t in (turns // 2, turns, 2 * turns)
+        ]
+        assert min(widths) == widths[1]
+    assert best_turns(20, 0.5, 0.1, 0.0) == turn_plan.MOST_TURNS
+    assert best_turns(1e-3, 0.5, 0.1, 0.1) == turn_plan.LEAST_TURNS
+    assert 6 * (10 + 0.5 * best_turns(10, 0.5, 0.1, 0.01, 120)) <= 120, "six sets fit into the time"
+    assert best_turns(10, 0.5, 0.1, 0.03, 12) == turn_plan.LEAST_TURNS
+
+
+@given(effect=st.floats(0.01, 0.1), turns=st.integers(4, 60), within=st.floats(0.01, 0.2), between=st.floats(0, 0.1))
+def test_so_many_sets_resolve_an_effect(effect: float, turns: int, within: float, between: float) -> None:
+    sets = sets_that_resolve(effect, turns, within, between)
+    assert sets >= 4
+    assert half_width(sets, turns, within, between) <= 1.05 * math.log1p(effect) / 2
+    assert sets < 6 or half_width(sets - 2, turns, within, between) > math.log1p(effect) / 2
 
 
 @pytest.mark.parametrize(("within", "between"), [(0.1, 0.03), (0.05, 0.05), (0.15, 0.01)])
 def test_planted_variances_come_back(within: float, between: float) -> None:
     rng = np.random.default_rng(0)
-    sets = [*planted(rng, 300, 12, within, between), *planted(rng, 300, 4, within, between)]
-    twins, candidates = [s[0] - s[1] for s in sets], [[(s[0] + s[1]) / 2 - s[2] for s in sets]]
-    for found in (turn_plan.variances(twins), turn_plan.variances(twins, candidates)):
-        assert found == pytest.approx((within, between), rel=0.15, abs=0.008)
+    twins = [
+        rng.normal(0, between * math.sqrt(2)) + rng.normal(0, within * math.sqrt(2), turns)
+        for turns in [12] * 300 + [4] * 300
+    ]
+    found = turn_plan.variances([list(v) for v in twins])
+    assert found == pytest.approx((within, between), rel=0.15, abs=0.008)
 
 
 def test_without_sets_the_variances_are_assumed_and_few_sets_change_little() -> None:
-    assert turn_plan.variances([]) == (turn_plan.WITHIN, turn_plan.BETWEEN)
-    _, between = turn_plan.variances([np.zeros(6)], [[np.zeros(6), np.zeros(6)]])
+    assert turn_plan.variances([]) == turn_plan.variances([[0.3]]) == (turn_plan.WITHIN, turn_plan.BETWEEN)
+    _, between = turn_plan.variances([[0.0] * 6])
     assert 0.9 * turn_plan.BETWEEN < between < turn_plan.BETWEEN
 
 
-def on_record(machine: str) -> tuple[float, float]:
-    sets = [row for row in recorded(machine) if row.quiet]
-    compared = recorded_noise.comparisons(machine).values()
-    return turn_plan.variances([row.twin for row in sets], [[turns for _, turns in found] for found in compared])
-
-
 @pytest.mark.parametrize("machine", MACHINES)
-def test_intervals_of_recorded_sets_are_as_wide_as_predicted(machine: str) -> None:
-    """Within 20 %, of twins and of candidates, from the variances of all sets of the machine.
-
-    Of windows of 0.2 to 0.5 s, that is. Those of the question peers last 1.4 s and more and scatter less.
-    """
-    within, between = on_record(machine)
-
-    def expected(turns: int) -> float:
-        return between**2 + within**2 / turns
-
-    short = [row for row in recorded(machine) if row.quiet and not row.family.startswith("peers")]
-    assert len(short) >= 75
-    seen, said = [row.twin.mean() ** 2 for row in short], [2 * expected(len(row.twin)) for row in short]
-    assert np.sqrt(np.mean(seen) / np.mean(said)) == pytest.approx(1, abs=0.2)
-    for peers in (False, True):
-        seen, said = [], []
-        for (family, _), sets in recorded_noise.comparisons(machine).items():
-            means = np.array([turns.mean() for _, turns in sets])
-            if len(means) >= 4 and family.startswith("peers") == peers:
-                seen += list((means - means.mean()) ** 2)
-                said += [1.5 * (1 - 1 / len(means)) * expected(len(turns)) for _, turns in sets]
-        assert len(seen) >= 50
-        ratio = np.sqrt(np.mean(seen) / np.mean(said))
-        assert 0.5 < ratio < 1 if peers else ratio == pytest.approx(1, abs=0.2)
-
-
-@pytest.mark.parametrize("machine", MACHINES)
-def test_sets_cut_to_fewer_turns_scatter_as_predicted(machine: str) -> None:
+def test_recorded_sets_scatter_as_predicted_whole_and_cut_to_fewer_turns(machine: str) -> None:
     long = [row.twin for row in recorded(machine) if row.quiet and len(row.twin) == 12]
     assert len(long) >= 50
-    within, between = turn_plan.variances(long)
+    within, between = turn_plan.variances([list(v) for v in long])
     for turns in (2, 3, 4, 6, 12):
         pieces = [values[i : i + turns].mean() for values in long for i in range(0, 12, turns)]
         said = np.sqrt(2 * (between**2 + within**2 / turns))
         assert np.sqrt(np.mean(np.square(pieces))) == pytest.approx(said, rel=0.15), turns
-
-
-@pytest.mark.parametrize(("start", "least"), [(1.0, 1.3), (0.35, 1.45)])
-@pytest.mark.parametrize("machine", MACHINES)
-def test_planned_sets_are_narrower_for_equal_seconds(machine: str, start: float, least: float) -> None:
-    """Against six sets of 12 turns with a start of 1 s a group, a single baseline and no spread of others."""
-    within, between = on_record(machine)
-    groups, turn = 3, 0.28
-    seconds = 6 * groups * (1.0 + 12 * turn)
-    sets, turns = turn_plan.plan_of_sets(
-        seconds, groups * start, groups * turn, within=within, between=between, df_prior=4
-    )
-    one_baseline = np.sqrt(turn_plan.TWIN / turn_plan.CANDIDATE) * turn_plan.half_width(6, 12, within, between)
-    assert one_baseline / turn_plan.half_width(sets, turns, within, between, 4) >= least

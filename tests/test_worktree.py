@@ -50,19 +50,17 @@ def test_a_worktree_holds_the_revision_and_the_users_repository_stays_as_it_is(m
     assert state(mine) == before
 
 
-def test_variables_of_a_hook_lead_to_no_other_repository(
+def test_what_is_no_commit_is_refused_and_a_hooks_variables_lead_nowhere(
     mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = repository(tmp_path / "other", {"other.py": ""})
     monkeypatch.setenv("GIT_DIR", str(other / ".git"))
     monkeypatch.setenv("GIT_INDEX_FILE", str(other / ".git" / "index"))
-    assert Repository.around(mine).root == mine.resolve()
-
-
-@pytest.mark.parametrize("revision", ["nowhere", "", "--all", "main:mine.py"])
-def test_what_is_no_commit_is_refused(mine: Path, revision: str) -> None:
-    with pytest.raises(ConfigError, match=r"--against is '.*', which .* does not have: give a branch, a tag"):
-        Repository.around(mine).commit(revision)
+    own = Repository.around(mine)
+    assert own.root == mine.resolve()
+    for revision in ("nowhere", "", "--all", "main:mine.py"):
+        with pytest.raises(ConfigError, match=r"--against is '.*', which .* does not have: give a branch, a tag"):
+            own.commit(revision)
 
 
 KILLED = """
@@ -90,7 +88,7 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next_and_what_lives_is_n
     assert state(mine) == before
 
 
-# --- where modules are found -----------------------------------------------------------------------------------------
+# Where modules are found
 
 
 def test_folders_on_the_path_have_counterparts_and_libraries_have_none(

@@ -59,7 +59,6 @@ def check(options: argparse.Namespace) -> int:
 def checkup(output: Path) -> list[Item]:
     """Look at everything; nothing is changed."""
     from ddpm_lab.measure import hardware  # noqa: PLC0415 - commands load what they need
-    from ddpm_lab.measure.gpu_trouble import gpu_trouble  # noqa: PLC0415
 
     def package(module: str, adds: str) -> Item:
         present = importlib.util.find_spec(module) is not None
@@ -69,7 +68,8 @@ def checkup(output: Path) -> list[Item]:
     def card(gpu: hardware.Gpu) -> str:
         return gpu.name if gpu.memory_bytes is None else f"{gpu.name} ({gpu.memory_bytes / 2**30:.0f} GiB)"
 
-    version, gpus, cores, trouble = sys.version_info, hardware.gpus(), hardware.usable_cores(), gpu_trouble()
+    version, gpus, cores = sys.version_info, hardware.gpus(), hardware.usable_cores()
+    trouble = hardware.gpu_trouble()
     slower = "the speeds that people train at" + "; without one the lab measures the CPU and says so" * (not trouble)
     found = shutil.which(compiler := os.environ.get("CXX", "g++"))
     header = Path(sysconfig.get_path("include"), "Python.h")

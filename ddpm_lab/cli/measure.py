@@ -99,7 +99,7 @@ def _answer(measured: Any, table: Any) -> dict[str, Any]:
         return {**values, "finding": f"{advice} --ledger {measured.ledger.name}"}
     from ddpm_lab.explain import show  # noqa: PLC0415
     from ddpm_lab.explain.charts.style import save  # noqa: PLC0415
-    from ddpm_lab.explain.questions import lost_scaling  # noqa: PLC0415
+    from ddpm_lab.questions import lost_scaling  # noqa: PLC0415
     from ddpm_lab.questions.answers import answer  # noqa: PLC0415
     from ddpm_lab.questions.experiments import study_of  # noqa: PLC0415
 
@@ -109,8 +109,11 @@ def _answer(measured: Any, table: Any) -> dict[str, Any]:
     figure = measured.output_dir / "image_output" / f"{show.NAMES[study.experiment]}.png"
     save(shown.figure(), figure)
     values |= {"way_out": found.way_out, "figure": str(figure)}
-    more = {"lost_scaling": lost_scaling.as_values(study), "lost_scaling_unsplit": lost_scaling.unsplit(study)}
-    return values | {name: value for name, value in more.items() if value}
+    lost = [
+        {"family": split.family, "sentence": lost_scaling.sentence(split), "parts": lost_scaling.table([split])}
+        for split in lost_scaling.splits(study)
+    ]
+    return values | ({"lost_scaling": lost} if lost else {})
 
 
 def _show(answer: dict[str, Any]) -> None:
@@ -126,8 +129,6 @@ def _show(answer: dict[str, Any]) -> None:
     for split in answer.get("lost_scaling", ()):
         print(f"where the lost scaling went, {split['family']}: {split['sentence']}")
         show([list(split["parts"][0]), *(list(row.values()) for row in split["parts"])])
-    if others := answer.get("lost_scaling_unsplit"):
-        print(f"where the lost scaling went, {others}")
 
 
 def _tell_runs(measured: Sequence[Any]) -> None:
@@ -212,23 +213,14 @@ def _summarise(options: argparse.Namespace, text: str) -> None:
 
 
 def strategy(options: argparse.Namespace) -> int:
-    """Say whether one rank or several should train, and why.
-
-    1 where --ranks measured nothing, or several cannot be.
-    """
+    """Say whether one rank or several should train, and why."""
     from ddpm_lab.questions import strategy as question  # noqa: PLC0415
 
-    asked = given(options, "network", "parameters", "batch_size", "device", "output_dir")
-    found = question.strategy(**asked)
-    completed = True
-    if options.ranks:
-        settings = given(options, "preset", "minutes", "sets", "data", "output_dir")
-        completed = question.measure(found, options.ranks, **settings).completed
-        found = question.strategy(**asked)
+    found = question.strategy(**given(options, "network", "parameters", "batch_size", "device", "output_dir"))
     carried = {"--device": options.device, "--output-dir": options.output_dir}
     words = " ".join(f"{name} {shlex.quote(value)}" for name, value in carried.items() if value)
     tell(options, plain(dataclasses.asdict(found)), [found.text(words)])
-    return 0 if completed else 1
+    return 0
 
 
 COMMANDS = (
@@ -251,10 +243,7 @@ COMMANDS = (
     Command(
         strategy,
         "strategy --network seed --batch-size 64",
-        "network|parameters batch-size ranks device preset minutes sets data output-dir json",
-        {
-            "batch-size": "images of a step over all ranks (default: 128 on a GPU, 32 on a CPU)",
-            "ranks": "measure one rank; one and several; or several unless one is enough (default: measure nothing)",
-        },
+        "network|parameters batch-size device output-dir json",
+        {"batch-size": "images of a step over all ranks (default: 128 on a GPU, 32 on a CPU)"},
     ),
 )

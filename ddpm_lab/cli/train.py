@@ -107,7 +107,7 @@ def _train(options: argparse.Namespace, stop: Stop) -> int:
     config, why = fastest(config, said, steps=schedule.steps, output=output, probing=not options.no_probe, **how)
     if why:
         progress.done(why)
-    with summary.watched(config) as gpus:
+    with summary.watched(config) as watch:
         outcome = training_run.train(config, schedule, stop=stop, tracker=tracker, why=why, **how)
     known = {"loss": outcome.loss, "held-out loss": outcome.held_out_loss}
     measured = [f"{name} {value:.4f}" for name, value in known.items() if value is not None]
@@ -116,7 +116,8 @@ def _train(options: argparse.Namespace, stop: Stop) -> int:
         where = f"{signal_name(stop.number)}, saved after step {outcome.step:,}"
         print(f"{where}: the same command goes on from there", file=sys.stderr)
         return 128 + stop.number
-    summary.tell([summary.of_training(config, folder, gpus.percent)])
+    busy = watch.state.get("gpu_utilisation_percent")
+    summary.tell([summary.of_training(config, folder, busy)])
     print(outcome.checkpoint)
     return 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
 
 from ddpm_lab.checks import ConfigError, number
 
@@ -16,49 +16,52 @@ DOCUMENTS = {
     "S004": "a report on optimising DDPM training without losing quality",
 }
 """The published studies whose names and thresholds are used, and whose claims are checked."""
-_FORM = "give names with falling lower bounds that end at 0, such as good=0.75, fair=0.5, poor=0"
+
+Names = tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bands:
     """A table of names for parallel efficiency, where 1 is perfect; efficiencies count in whole per cent, as shown.
 
-    ``table`` holds (name, lower bound) from the best down to 0; ``whose`` says in sentences where the names come from;
-    ``threshold`` is the line that charts draw. ``asks`` is what good scaling must exceed on one node and on several,
-    ``poor`` what it may not fall below; both are None where a table does not say.
+    ``table`` holds (name, lower bound) from the best down to 0, and ``threshold`` is the line that charts draw.
+    ``asks`` is what good scaling must exceed on one node and on several, and below ``poor`` it is poor; both are None
+    where a table does not say.
     """
 
     whose: str
-    table: tuple[tuple[str, float], ...]
+    table: Names
     threshold: float
     asks: tuple[float, float] | None = None
     poor: float | None = None
 
+    @property
+    def owner(self) -> str:
+        """Such as "S001's", or "your own"."""
+        return f"{self.whose}'s" if self.whose in DOCUMENTS else self.whose
+
     def name(self, efficiency: float) -> str:
-        """The name of an efficiency."""
+        """Name an efficiency."""
         shown = round(efficiency, 2)
         return next((name for name, bound in self.table if shown >= bound), self.table[-1][0])
 
-    def good(self, efficiency: float, nodes: int = 1) -> bool:
-        """Whether an efficiency is above what the table asks of good scaling on so many nodes."""
-        return self.asks is not None and round(efficiency, 2) > self.asks[nodes > 1]
-
-    def verdict(self, efficiency: float, nodes: int = 1) -> str:
-        """What the table asks of good scaling on so many nodes, and whether it is met; empty where it asks nothing."""
+    def verdict(self, low: float, high: float, nodes: int = 1) -> str:
+        """Say whether efficiencies from ``low`` to ``high`` are good scaling; empty where the table asks nothing."""
         if self.asks is None:
             return ""
-        bound = self.asks[nodes > 1]
+        low, high, bound = round(low, 2), round(high, 2), self.asks[nodes > 1]
         where = f"on {'several nodes' if nodes > 1 else 'one node'} (above {share(bound)})"
-        if self.good(efficiency, nodes):
+        if low > bound:
             return f"good scaling {where}"
-        if self.poor is not None and round(efficiency, 2) < self.poor:
+        if high > bound:
+            return "the interval does not decide whether this is good scaling"
+        if self.poor is not None and high < self.poor:
             return f"poor scaling (below {share(self.poor)})"
         return f"short of good scaling {where}"
 
     def sentence(self) -> str:
-        """The table in words: "perfect from 100 %, good from 75 %, overhead below"."""
-        words = [f"{name} from {share(bound)}" for name, bound in self.table if bound > 0]
-        text = ", ".join([*words, f"{self.table[-1][0]} below"])
+        """Return the table in words: "perfect from 100 %, good from 75 %, overhead below"."""
+        text = ", ".join(f"{name} from {share(bound)}" if bound else f"{name} below" for name, bound in self.table)
         if self.asks is not None:
             text += f"; good scaling is above {share(self.asks[0])} on one node, above {share(self.asks[1])} on several"
         return text
@@ -92,63 +95,44 @@ def share(value: float) -> str:
 
 
 def bands(value: object, place: str = "bands") -> Bands:
-    """The table called ``s000`` or ``s001``, or one's own.
+    """Return the table called ``s000`` or ``s001``, or one's own: a mapping of names to bounds, or "good=75%, poor=0".
 
-    Args:
-        value: a name; a mapping of names to lower bounds, best first; or the same as text: "good=75%, poor=0".
-        place: what the value is called where it was given.
-
-    Raises:
-        ConfigError: there is no such table, or one's own is not a falling row of shares that ends at 0.
+    Raises ConfigError, which calls the value ``place``, for no such name, or unless bounds are shares that fall to 0.
     """
-    if isinstance(value, str) and "=" not in value:
-        if value.lower() not in NAMED:
-            raise ConfigError(f"{place} is {value!r}: choose one of {', '.join(NAMED)}, or {_FORM}")
+    if isinstance(value, str) and value.lower() in NAMED:
         return NAMED[value.lower()]
-    table = _pairs(value, place) if isinstance(value, str) else value
-    if not isinstance(table, Mapping) or len(table) < 2:
-        raise ConfigError(f"{place} is {value!r}: {_FORM}")
-    for name, bound in table.items():
-        if not isinstance(name, str) or not name.strip():
-            raise ConfigError(f"{place} has {name!r} as a name: {_FORM}")
-        if not number(bound) or not 0 <= bound <= 1:
-            raise ConfigError(f"{place} begins {name!r} at {bound!r}: give a share from 0 to 1, such as 0.75 for 75 %")
-    bounds = [float(bound) for bound in table.values()]
-    for (name, low), (above, high) in zip(list(table.items())[1:], table.items(), strict=False):
-        if low >= high:
-            raise ConfigError(f"{place} begins {name!r} at {low}, not below {above!r} at {high}: {_FORM}")
-    if bounds[-1] != 0:
-        raise ConfigError(f"{place} ends with {list(table)[-1]!r} at {bounds[-1]}, so less has no name: {_FORM}")
-    named = dict(zip(table, bounds, strict=True))
-    return Bands(whose="your own", table=tuple(named.items()), threshold=named.get("good") or bounds[-2])
+    table = _pairs(value) if isinstance(value, str) else list(value.items()) if isinstance(value, Mapping) else []
+    names, bounds = [name for name, _ in table], [bound for _, bound in table]
+    named = all(isinstance(name, str) and name.strip() for name in names) and len(set(names)) == len(names) > 1
+    if not named or not all(map(number, bounds)) or not _fall(bounds):
+        raise ConfigError(
+            f"{place} is {value!r}: choose one of {', '.join(NAMED)}, or give names with falling lower bounds, "
+            "shares from 1 to 0 that end at 0, such as good=75%, fair=50%, poor=0"
+        )
+    own = tuple((name, float(bound)) for name, bound in table)
+    return Bands(whose="your own", table=own, threshold=dict(own).get("good") or own[-2][1])
 
 
-def _pairs(text: str, place: str) -> dict[str, Any]:
-    """``good=75%, poor=0`` as a mapping."""
-    found: dict[str, Any] = {}
-    for pair in text.split(","):
-        name, _, bound = (part.strip() for part in pair.partition("="))
-        try:
-            found_bound = float(bound.removesuffix("%")) / (100 if bound.endswith("%") else 1)
-        except ValueError:
-            raise ConfigError(f"{place} has {pair.strip()!r}: {_FORM}") from None
-        if name in found:
-            raise ConfigError(f"{place} names {name!r} twice: {_FORM}")
-        found[name] = found_bound
-    return found
+def _fall(bounds: list[float]) -> bool:
+    return bounds[0] <= 1 and bounds[-1] == 0 and all(above > below for above, below in pairwise(bounds))
 
 
-Names = tuple[tuple[str, float], ...]
+def _pairs(text: str) -> list[tuple[str, float]]:
+    """Return ``good=75%, poor=0`` as pairs; none where it is no such list."""
+    try:
+        pairs = [(name.strip(), bound.strip()) for name, bound in (part.split("=") for part in text.split(","))]
+        return [(name, float(bound.removesuffix("%")) / (100 if bound.endswith("%") else 1)) for name, bound in pairs]
+    except ValueError:
+        return []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """A table of thresholds, each a share of 1.
+    """Thresholds and names for what a step does, each a share of 1, and names of gains.
 
     ``compute`` is to be exceeded by the part of a step's wall time that computes, ``io`` not to be reached by the part
     that waits for data; ``memory`` are the ends of what should be in use, ``utilisation`` is to be exceeded by the
-    device. ``compute_names`` holds (name, lower bound) from the best, ``io_names`` (name, upper bound) from the best.
-    ``impacts`` are names of a gain by its lower end: (name, least ratio).
+    device. ``compute_names`` and ``impacts`` hold (name, lower bound), ``io_names`` (name, upper bound), best first.
     """
 
     whose: str
@@ -161,15 +145,15 @@ class Targets:
     impacts: Names
 
     def compute_name(self, share: float) -> str:
-        """What a compute share is called."""
+        """Name a compute share."""
         return next(name for name, bound in self.compute_names if share >= bound)
 
     def io_name(self, share: float) -> str:
-        """What a share of I/O is called."""
+        """Name a share of I/O."""
         return next((name for name, bound in self.io_names if share <= bound), self.io_names[-1][0])
 
     def impact(self, ratio: float) -> str:
-        """What a gain of at least ``ratio`` is called."""
+        """Name a gain of at least ``ratio``."""
         return next((name for name, bound in self.impacts if ratio >= bound), self.impacts[-1][0])
 
 

@@ -7,8 +7,9 @@ ranks have no excess on average; and it is named only where the test allows for 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
+
+import numpy as np
 
 from ddpm_lab.explain import decisions, stats
 from ddpm_lab.record import RunRecord
@@ -20,16 +21,12 @@ def excess_shares(records: Sequence[RunRecord]) -> list[float]:
     ``records`` are of one configuration without exchange, one a set. Which rank is the slowest the other sets say: NaN
     where there are none. It may be below 0, where chance made it the slowest in the others.
     """
-    known = [_own_seconds(r) for r in records]
-    shares = []
-    for i, own in enumerate(known):
-        elsewhere = [_excess_logs(other) for j, other in enumerate(known) if j != i and other]
-        if own and elsewhere:
-            rank = _slowest(elsewhere)
-            shares.append((own[rank] - _others(own, rank)) / max(own))
-        else:
-            shares.append(math.nan)
-    return shares
+    if len(records) < 2:
+        return [math.nan] * len(records)
+    own, others, logs = _times(records)
+    slowest = (logs.sum(axis=0) - logs).argmax(axis=1, keepdims=True)
+    excess = np.take_along_axis(own - others, slowest, axis=1)[:, 0]
+    return [float(share) for share in excess / own.max(axis=1)]
 
 
 def named(records: Sequence[RunRecord]) -> str:
@@ -37,47 +34,36 @@ def named(records: Sequence[RunRecord]) -> str:
 
     Student's t over sets of ln(its seconds / the mean of the others'), with Bonferroni's correction over ranks.
     """
-    logs = [_excess_logs(own) for r in records if (own := _own_seconds(r))]
-    if not logs:
+    if len(records) < decisions.LEAST_SETS:
         return ""
-    rank = _slowest(logs)
-    found = stats.estimate([of_set[rank] for of_set in logs])
-    slower = found.value > 1 and found.sets >= decisions.LEAST_SETS and len(logs[0]) * found.p < 1 - stats.LEVEL
-    return _place(rank, records) if slower else ""
+    logs = _times(records)[-1]
+    rank = int(logs.mean(axis=0).argmax())
+    found = stats.estimate(logs[:, rank])
+    slower = found.value > 1 and logs.shape[1] * found.p < 1 - stats.LEVEL
+    return f"rank {rank}{_place(rank, records)}" if slower else ""
 
 
-def _own_seconds(record: RunRecord) -> list[float]:
-    """Each rank's own seconds of a step, from the barrier before a window to its own end: the median over turns."""
-    by_rank = zip(*([s / w.steps for s in w.rank_seconds] for w in record.windows), strict=True)
-    return [statistics.median(seconds) for seconds in by_rank]
+def _times(records: Sequence[RunRecord]) -> tuple[stats.Array, stats.Array, stats.Array]:
+    """Seconds of a step by set and rank, those of the others in the mean, and the logarithm of their ratio.
 
-
-def _others(own: Sequence[float], rank: int) -> float:
-    return (math.fsum(own) - own[rank]) / (len(own) - 1)
-
-
-def _excess_logs(own: Sequence[float]) -> list[float]:
-    return [math.log(seconds / _others(own, rank)) for rank, seconds in enumerate(own)]
-
-
-def _slowest(logs: Sequence[Sequence[float]]) -> int:
-    """The rank with the largest mean over sets."""
-    means = [statistics.fmean(of_rank) for of_rank in zip(*logs, strict=True)]
-    return means.index(max(means))
+    A rank's own seconds are from the barrier before a window to its own end: the median over turns.
+    """
+    turns = [[np.array(w.rank_seconds) / w.steps for w in r.windows] for r in records]
+    own = np.array([np.median(of_set, axis=0) for of_set in turns])
+    others = (own.sum(axis=1, keepdims=True) - own) / (own.shape[1] - 1)
+    return own, others, np.log(own / others)
 
 
 def _place(rank: int, records: Sequence[RunRecord]) -> str:
-    """A rank with its GPU and, of several hosts, which one: those that it had in every set."""
+    """Such as " on cuda:4 of host 2", where it was the same in every set; else empty."""
     hosts: dict[str, int] = {}
-    found = set()
+    places = set()
     for record in records:
-        seen = record.witness.get("ranks") or []
-        for host in (own["host"] for own in seen if own.get("host")):
+        host_of = {own["rank"]: own["host"] for own in record.witness.get("ranks") or [] if own.get("host")}
+        for host in host_of.values():
             hosts.setdefault(host, len(hosts) + 1)
         device = next((own.device for own in record.ranks if own.rank == rank), "")
-        number = next((hosts.get(own.get("host")) for own in seen if own.get("rank") == rank), None)
         words = [device] if device.startswith("cuda") else []
-        words += [f"host {number}"] if number and record.config.nodes > 1 else []
-        found.add(" of ".join(words))
-    where = found.pop() if len(found) == 1 else ""
-    return f"rank {rank} on {where}" if where else f"rank {rank}"
+        words += [f"host {hosts[host_of[rank]]}"] if rank in host_of and record.config.nodes > 1 else []
+        places.add(" of ".join(words))
+    return f" on {place}" if len(places) == 1 and (place := places.pop()) else ""

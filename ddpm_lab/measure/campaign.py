@@ -6,27 +6,25 @@ stopped, at the cost of one unfinished set.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 
 from ddpm_lab.config import CHECK, RunConfig
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.measure import turn_plan, wrong_ways
+from ddpm_lab.measure import alone, turn_plan
+from ddpm_lab.measure.alone import compare_gradients, profile_alone, run_wrong_ways, trial_work
 from ddpm_lab.measure.hardware import environment
-from ddpm_lab.measure.held import held_of, scatter
+from ddpm_lab.measure.held import held_of
 from ddpm_lab.measure.largest_batch import largest_batch, search_ended
 from ddpm_lab.measure.others import await_quiet
 from ddpm_lab.measure.progress import Progress, lost
-from ddpm_lab.measure.seat import Instrument, Member
-from ddpm_lab.measure.sets import Work, measure_alone, measure_set, profile_alone, warm_up_alone
-from ddpm_lab.measure.shortfall import LEAST_SETS, PLACE_SECONDS, TRIES, Shortfall, Target
-from ddpm_lab.measure.trials import COMPILE_SECONDS, Trials, compare_gradients, short_of, work_of
-from ddpm_lab.plan import OTHERS, PRIMARY, Experiment, Family, Trial, by_stage
+from ddpm_lab.measure.sets import Instrument, Member, Work, measure_alone, measure_set, warm_up_alone
+from ddpm_lab.measure.shortfall import COMPILE_SECONDS, LEAST_SETS, PLACE_SECONDS, TRIES, Row, Shortfall, Target
+from ddpm_lab.plan import NOT_TRAINED, OTHERS, PRIMARY, Experiment, Family, Trial, by_stage
 from ddpm_lab.record import RunRecord, crowded
 
 PRIMARY_SHARE = 0.6
@@ -34,11 +32,11 @@ PRIMARY_SHARE = 0.6
 OVERRUN = 1.5
 """A primary comparison may take so many times its time to reach the least sets: an answer is worth more than a row."""
 SEARCH_SECONDS = 60.0
+"""Forecast for a search of the largest batch."""
 NO_TIME = "did not fit into the time"
-CHECK_ROLES = ("check", "wrong")
 _CHECKS: dict[str, tuple[str, Work]] = {
     CHECK: ("check", compare_gradients),
-    wrong_ways.WORKLOAD: ("wrong", wrong_ways.run_wrong_ways),
+    alone.WORKLOAD: ("wrong", run_wrong_ways),
 }
 """Role and work of a check, by its workload."""
 
@@ -55,16 +53,14 @@ class Campaign:
         few = target.sets < LEAST_SETS  # nothing is called
         held = {"machine_key": self.machine_key, "code": instrument.code.key}
         self.held = held_of(ledger, experiment, target.plan, disturbed=few, **held)
-        self.lacks = Shortfall(experiment, target, self.held, cache(lambda: scatter(ledger, self.machine_key)))
-        self.trials = Trials(experiment.trials, self.held)
+        self.lacks = Shortfall(experiment, target, self.held, ledger, self.machine_key)
         self.measured_sets = 0
         self.disturbed = 0
         """Sets of this run that did not count."""
         self.crowded_out = False
         """Whether the machine was too busy for a comparison with all its threads."""
         self.begun = time.monotonic()
-        self._stage_ends: float | None = None
-        self._stage_families = 1
+        self._stage_ends, self._stage_families = math.inf, 1
 
     def run(self, progress: Progress, *, stages: Sequence[str] = (PRIMARY, OTHERS), look: bool = True) -> None:
         """Measure what is missing, as far as the time allows; the budget begins to count now.
@@ -85,6 +81,31 @@ class Campaign:
         if look:
             self.look()
 
+    def seconds_left(self) -> float | None:
+        """Seconds of the budget that are left, or None without one."""
+        return None if self.target.seconds is None else self.target.seconds - (time.monotonic() - self.begun)
+
+    def missing(self) -> bool:
+        """Whether anything is still to be measured, or an answer to be shown."""
+        families = self.experiment.families
+        new = any(self.held.sets(f.baseline.run_id).keys() - self.held.looked(f.baseline.run_id) for f in families)
+        singles = [*self._profiles(), *self._checks(), *self.lacks.trials(self.experiment.trials)]
+        return bool((new and self.target.sets >= LEAST_SETS) or self.lacks.sets_missing(families) or singles)
+
+    def compiling_seconds(self) -> float:
+        """Forecast of the cold compiles that are missing."""
+        rows = [(family, config) for family in self.experiment.families for _, config in family.candidates]
+        return COMPILE_SECONDS * sum(self.lacks.compiles(*row) for row in rows)
+
+    def forecast(self) -> float:
+        """Seconds that all that is missing will take, from what earlier sets took where there are any."""
+        families, trials = self.experiment.families, self.lacks.trials(self.experiment.trials)
+        searches = [f for f in families if f.search_up_to and not search_ended(self.held.records, f.baseline)]
+        singles = len(self._profiles()) * PLACE_SECONDS + len(searches) * SEARCH_SECONDS + self.compiling_seconds()
+        return self.lacks.forecast(families) + singles + self.lacks.trial_seconds(trials)
+
+    # What is measured alone
+
     def _before_sets(self, progress: Progress) -> list[Family]:
         """Note what is left out, and measure what is measured alone; returns the families of what fits into memory."""
         for name, label, reason in self.experiment.left_out:
@@ -93,54 +114,131 @@ class Campaign:
         for check in self._checks():
             role, work = _CHECKS[check.config.workload]
             member = Member(role, check.label, check.config)
-            self._alone(check.family, member, work=work, baseline_id=check.baseline.run_id)
+            self._alone(check.family, member, work, baseline_id=check.baseline.run_id)
         for family_label, label, config in self._profiles():
             progress.prefix = ""
             self.traces.mkdir(parents=True, exist_ok=True)
             stem = f"{self.experiment.name}-{config.run_id}"
             traces = [self.traces / f"{stem}-rank{rank}.json.gz" for rank in range(config.world_size)]
-            self._alone(family_label, Member("profile", label, config), work=profile_alone(traces))
+            self._alone(family_label, Member("profile", label, config), profile_alone(traces))
         for family in self.experiment.families:
             for label, config in family.candidates:
                 self._cold_compiles(family, label, config, progress)
         return [self._within_memory(family, progress) for family in self.experiment.families]
 
-    def _checks(self) -> Iterator[Trial]:
+    def _checks(self) -> list[Trial]:
         """Checks that are missing."""
-        return (c for c in self.experiment.checks if not self.held.settled(c.config.run_id, *CHECK_ROLES))
+        return [c for c in self.experiment.checks if not self.held.settled(c.config.run_id, "check", "wrong")]
 
-    def _profiles(self) -> Iterator[tuple[str, str, RunConfig]]:
+    def _profiles(self) -> list[tuple[str, str, RunConfig]]:
         """Profiles that are missing."""
-        return (row for row in self.experiment.profiles if not self.held.settled(row[2].run_id, "profile"))
+        return [row for row in self.experiment.profiles if not self.held.settled(row[2].run_id, "profile")]
 
-    def _measure_stage(self, families: list[Family], progress: Progress, share: float, *, needed: bool) -> None:
+    def _cold_compiles(self, family: Family, label: str, config: RunConfig, progress: Progress) -> None:
+        """Compile from empty caches, alone: a cost of its own, and it fills the cache that the sets start from."""
+        missing = self.lacks.compiles(family, config)
+        for i in range(missing):
+            progress.prefix = f"cold compile {i + 1} of {missing};"
+            record = self._alone(family.name, Member("cold", label, config), baseline_id=family.baseline.run_id)
+            if record.status != "ok":
+                self.lacks.failed[config.run_id] = TRIES  # a compile is long: it is not repeated within a run
+                return
+
+    def _within_memory(self, family: Family, progress: Progress) -> Family:
+        """The family without candidates that do not fit, once the largest batch that does has been searched, alone."""
+        if not family.search_up_to:
+            return family
+        progress.prefix = "the largest batch that fits;"
+
+        def attempt(member: Member) -> RunRecord:
+            # It belongs to every family that does this work, whatever sizes that compares.
+            return self._alone(family.name, member, baseline_id="", set_id="")
+
+        known = search_ended(self.held.records, family.baseline)
+        ended = largest_batch(family, self.held.records, attempt, self.seconds_left)
+        if ended is None:
+            return family
+        if known is None or (known.run_id, known.label) != (ended.run_id, ended.label):
+            self._append([ended])
+        largest = ended.config.global_batch_size if ended.status == "ok" else 0
+        for label, config in family.candidates:
+            if config.global_batch_size > largest:
+                reason = f"larger than {largest:,}, where the search ended"
+                self._note(family.name, label, config, family.baseline, reason)
+        kept = tuple(row for row in family.candidates if row[1].global_batch_size <= largest)
+        return replace(family, candidates=kept)
+
+    def _train(self, families: Sequence[Family], progress: Progress) -> None:
+        """Train for quality what has a speed: one after the other, until the next cannot end in time."""
+        compared = [c for f in families if f.candidates for c in (f.baseline, *(c for _, c in f.candidates))]
+        timed = {c.run_id for c in compared if not self.lacks.hopeless(c)}
+        wanted = [t for t in self.experiment.trials if t.timed is None or t.timed.run_id in timed]
+        trials = self.lacks.trials(wanted)
+        done = 0
+        for trial in trials:
+            left = self.seconds_left()
+            if left is not None and left < self.lacks.trial_seconds([trial]):
+                progress.prefix = ""
+                progress.always(f"{len(trials) - done} trials did not fit into the time")
+                break
+            progress.prefix = f"trial {done + 1} of {len(trials)},"
+            to_come = self.lacks.trial_seconds(trials[done:])
+            progress.expect(to_come if left is None else min(left, to_come))
+            member = Member("quality", trial.label, trial.config)
+            self._alone(trial.family, member, trial_work(trial), baseline_id=trial.baseline.run_id)
+            done += 1
+        for reason, lacking in self._untrained(wanted, trials[done:]):
+            self._note(lacking.family, lacking.label, lacking.config, lacking.baseline, reason)
+
+    def _untrained(self, wanted: Sequence[Trial], left: Sequence[Trial]) -> Iterator[tuple[str, Trial]]:
+        """Why runs of a configuration are missing, and the first of these; ``left`` are those that had no time."""
+        of: dict[tuple[str, str], list[Trial]] = defaultdict(list)
+        for trial in wanted:
+            of[trial.family, trial.label].append(trial)
+        for trials in of.values():
+            lacking = [t for t in trials if not self.held.trained(t.config.run_id, t.fid)]
+            if lacking and (why := self.lacks.unsound(lacking[0])):
+                yield f"{NOT_TRAINED}: its gradient check failed ({why})", lacking[0]
+            elif short := [t for t in lacking if t in left]:
+                lacks = f"{len(short)} of {len(trials)} runs for quality did not fit into the time that was given"
+                yield lacks, short[0]
+
+    # Sets
+
+    def _measure_stage(self, families: Sequence[Family], progress: Progress, share: float, *, needed: bool) -> None:
         """Measure sets of ``families`` in ``share`` of the time that is left.
 
         ``needed`` ones get their least sets even if that takes longer. Of all but a primary comparison, candidates that
         have no time for their least sets are left out and noted; of needed ones each family keeps one.
         """
-        left = self.seconds_left()
-        until = math.inf if left is None else time.monotonic() + share * left
-        self._stage_ends = None if left is None else until
+        now, left = time.monotonic(), self.seconds_left()
+        until, latest = (math.inf, math.inf) if left is None else (now + share * left, now + OVERRUN * share * left)
+        self.lacks.timed = left is not None
+        self._stage_ends = until
         self._stage_families = max(1, sum(bool(self.lacks.wanted(family)) for family in families))
-        latest = math.inf if left is None else time.monotonic() + OVERRUN * share * left
+        primary = any(label == f.primary for f in families for label, _ in f.candidates)
         done, crowded_sets = 0, Counter[str]()
         while True:
             now = time.monotonic()
-            if not needed or all(label != f.primary for f in families for label, _ in f.candidates):
+            if not (needed and primary):
                 families, left_out = self.lacks.fit(families, (latest if needed else until) - now, fewest=int(needed))
-                for family, label, config in left_out:
+                for family, (label, config) in left_out:
                     self._note(family.name, label, config, family.baseline, NO_TIME)
-            self.lacks.plan_sets(families, until - now)
             if (job := self.lacks.next(families)) is None:
                 return
             family, candidates = job
             have, new = map(min, zip(*(self.lacks.progress_of(family, c) for _, c in candidates), strict=True))
-            planned = new + max(self.lacks.missing(family, c) for _, c in candidates)
-            cost = self.lacks.set_seconds(family, len(candidates))
-            if now + cost > (latest if needed and have < LEAST_SETS else until) and (done or not needed):
-                return
-            progress.prefix = f"set {done + 1} of about {done + self.lacks.sets_missing(families)},"
+            few = needed and have < LEAST_SETS
+            planned = min(self.target.sets, new + max(self.lacks.missing(family, c) for _, c in candidates))
+            ends = now + self.lacks.set_seconds(family, len(candidates))
+            if crowded_sets[family.name] >= planned or (ends > (latest if few else until) and (done or not needed)):
+                if crowded_sets[family.name] and few and family.baseline.device == "cpu":
+                    self.crowded_out = True
+                if crowded_sets[family.name] < planned:
+                    return
+                families = [f for f in families if f.name != family.name]
+                continue
+            progress.prefix = f"set {done + 1},"
             progress.expect(min(self.lacks.forecast(families), until - now))
             progress.always(f"{family.name}: starting")
             if not self.held.disturbed:
@@ -152,66 +250,13 @@ class Campaign:
                 self.disturbed += 1
                 crowded_sets[family.name] += 1
                 progress.stay("set disturbed: other processes took the cores it needs; it is measured again")
-                if crowded_sets[family.name] >= planned:
-                    families = [f for f in families if f.name != family.name]
-                    self.crowded_out |= needed and have < LEAST_SETS and family.baseline.device == "cpu"
 
-    def look(self, date: str | None = None) -> None:
-        """Record what the answer that is shown now rests on, where sets are new; all of one ``date`` are one look."""
-        told = []
-        for family in {f.baseline.run_id: f for f in self.experiment.families}.values():
-            found = self.held.evaluated(base := family.baseline.run_id)
-            if self.target.sets >= LEAST_SETS and not set(found["sets"]) <= self.held.looked(base):
-                one = self._told("look", family.name, family.baseline_label, family.baseline, family.baseline)
-                date = date or one.date
-                told.append(
-                    dataclasses.replace(one, look=found, environment=dataclasses.replace(one.environment, date=date))
-                )
-        if told:
-            self._append(told)
-
-    def seconds_left(self) -> float | None:
-        """Seconds of the budget that are left, or None without one."""
-        return None if self.target.seconds is None else self.target.seconds - (time.monotonic() - self.begun)
-
-    def missing(self) -> bool:
-        """Whether anything is still to be measured, or an answer to be shown."""
-        families = list(self.experiment.families)
-        bases = {f.baseline.run_id for f in families}
-        new = any(self.held.sets(base).keys() - self.held.looked(base) for base in bases)
-        alone = [*self._profiles(), *self._checks(), *self.trials.missing()]
-        return bool((new and self.target.sets >= LEAST_SETS) or self.lacks.sets_missing(families) or alone)
-
-    def compiling_seconds(self) -> float:
-        """Forecast of the cold compiles that are missing."""
-        rows = [(f, c) for f in self.experiment.families for _, c in f.candidates if c.compile != "off"]
-        return COMPILE_SECONDS * sum(self.lacks.compiles(f, c) for f, c in rows)
-
-    def forecast(self) -> float:
-        """Seconds that all that is missing will take, from what earlier sets took where there are any."""
-        families = list(self.experiment.families)
-        searches = [f for f in families if f.search_up_to and not search_ended(self.held.searched, f.baseline)]
-        alone = self.compiling_seconds() + len([*self._profiles()]) * PLACE_SECONDS + len(searches) * SEARCH_SECONDS
-        return self.lacks.forecast(families) + alone + self.trials.seconds(self.trials.missing())
-
-    # Doing it
-
-    def _append(self, records: list[RunRecord]) -> None:
-        self.instrument.code.check_unchanged()
-        self.ledger.append(records)
-        self.held.add(records)
-
-    def measure(self, family: Family, candidates: Sequence[tuple[str, RunConfig]]) -> list[RunRecord]:
+    def measure(self, family: Family, candidates: Sequence[Row]) -> list[RunRecord]:
         """Measure one set of a family and append its records, which it returns."""
-        members = [
-            Member("baseline", family.baseline_label, family.baseline),
-            Member("twin", f"{family.baseline_label} again", family.baseline),
-            *(
-                Member("candidate", label, c, primary=label == family.primary)
-                for label, c in candidates
-                if c.run_id != family.baseline.run_id
-            ),
-        ]
+        base, label = family.baseline, family.baseline_label
+        members = [Member("baseline", label, base), Member("twin", f"{label} again", base)]
+        compared = [row for row in candidates if row[1].run_id != base.run_id]
+        members += [Member("candidate", label, c, primary=label == family.primary) for label, c in compared]
         begun = time.monotonic()
         records = measure_set(
             self.instrument,
@@ -229,75 +274,41 @@ class Campaign:
 
     def _turns(self, start_seconds: float, turn_seconds: float) -> int:
         """Turns of a comparison's sets, by what the first one's start and turns cost."""
-        within, between = self.lacks.scatter()
-        if self._stage_ends is None or self.target.sets_to_come:
-            return turn_plan.best_turns(start_seconds, turn_seconds, within, between)
         seconds = start_seconds + max(0.0, self._stage_ends - time.monotonic()) / self._stage_families
-        limits = {"least_turns": turn_plan.LEAST_TURNS, "most_turns": turn_plan.MOST_TURNS}
-        costs = (seconds, start_seconds, turn_seconds)
-        return turn_plan.plan_of_sets(*costs, within=within, between=between, **limits)[1]
+        seconds = math.inf if self.target.sets_to_come else seconds
+        return turn_plan.best_turns(start_seconds, turn_seconds, *self.lacks.scatter, seconds)
 
-    def _alone(self, family: str, member: Member, *, work: Work = warm_up_alone, **told: str) -> RunRecord:
+    # What is appended
+
+    def _append(self, records: list[RunRecord]) -> None:
+        self.instrument.code.check_unchanged()
+        self.ledger.append(records)
+        self.held.add(records)
+
+    def _alone(self, family: str, member: Member, work: Work = warm_up_alone, **told: str) -> RunRecord:
         """Measure one group on its own and append its record, with the fields that only the experiment can tell."""
         where = {"experiment": self.experiment.name, "family": family}
         record = measure_alone(self.instrument, plan=self.target.plan, member=member, work=work, **where)
-        self._append([record := dataclasses.replace(record, **told)])  # type: ignore[arg-type]
+        self._append([record := replace(record, **told)])  # type: ignore[arg-type]
         self.measured_sets += 1
         return record
 
-    def _train(self, families: Sequence[Family], progress: Progress) -> None:
-        """Train for quality what has a speed, as far as the time allows."""
-        compared = [c for f in families if f.candidates for c in (f.baseline, *(c for _, c in f.candidates))]
-        wanted = self.trials.of({c.run_id for c in compared if not self.lacks.hopeless(c)})
-
-        def train(trial: Trial) -> None:
-            member = Member("quality", trial.label, trial.config)
-            self._alone(trial.family, member, work=work_of(trial), baseline_id=trial.baseline.run_id)
-
-        left = self.trials.run(self.trials.missing(wanted), progress, self.seconds_left, train)
-        for trial, reason in (*self.trials.unsound(wanted), *short_of(wanted, left)):
-            self._note(trial.family, trial.label, trial.config, trial.baseline, reason)
-
-    def _cold_compiles(self, family: Family, label: str, config: RunConfig, progress: Progress) -> None:
-        """Compile from empty caches, alone: a cost of its own, and it fills the cache that the sets start from."""
-        if config.compile == "off":
-            return
-        missing = self.lacks.compiles(family, config)
-        for i in range(missing):
-            progress.prefix = f"cold compile {i + 1} of {missing};"
-            record = self._alone(family.name, Member("cold", label, config), baseline_id=family.baseline.run_id)
-            if record.status != "ok":
-                self.lacks.failed[config.run_id] = TRIES  # a compile is long: it is not repeated within a run
-                return
-
-    def _within_memory(self, family: Family, progress: Progress) -> Family:
-        """The family without candidates that do not fit, once the largest batch that does has been searched, alone."""
-        if not family.search_up_to:
-            return family
-        progress.prefix = "the largest batch that fits;"
-
-        def attempt(member: Member) -> RunRecord:
-            # It belongs to every family that does this work, whatever sizes that compares.
-            return self._alone(family.name, member, set_id="", baseline_id="")
-
-        known = search_ended(self.held.searched, family.baseline)
-        ended = largest_batch(family, self.held.searched, attempt, self.seconds_left)
-        if ended is None:
-            return family
-        if known is None or (known.run_id, known.label) != (ended.run_id, ended.label):
-            self._append([ended])
-        largest = ended.config.global_batch_size if ended.status == "ok" else 0
-        reason = f"larger than {largest:,}, where the search ended"
-        for label, config in family.candidates:
-            if config.global_batch_size > largest:
-                self._note(family.name, label, config, family.baseline, reason)
-        kept = tuple(row for row in family.candidates if row[1].global_batch_size <= largest)
-        return dataclasses.replace(family, candidates=kept)
+    def look(self, date: str | None = None) -> None:
+        """Record what the answer that is shown now rests on, where sets are new; all of one ``date`` are one look."""
+        told = []
+        for family in {f.baseline.run_id: f for f in self.experiment.families}.values():
+            found = self.held.evaluated(base := family.baseline.run_id)
+            if self.target.sets >= LEAST_SETS and not set(found["sets"]) <= self.held.looked(base):
+                one = self._told("look", family.name, family.baseline_label, family.baseline, family.baseline)
+                date = date or one.date
+                told.append(replace(one, look=found, environment=replace(one.environment, date=date)))
+        if told:
+            self._append(told)
 
     def _note(self, family: str, label: str, config: RunConfig | None, baseline: RunConfig, reason: str) -> None:
         """A row for what is not measured, once. Without a configuration of its own it carries the baseline's."""
         record = self._told("note", family, label, config or baseline, baseline)
-        record = dataclasses.replace(record, status="left out", reason=reason)
+        record = replace(record, status="left out", reason=reason)
         if not self.held.noted(record):
             self._append([record])
 

@@ -18,10 +18,9 @@ import signal
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from multiprocessing import connection, resource_tracker
+from multiprocessing import Pipe, connection, resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,8 +53,8 @@ LOST_BEATS = 4
 STORE_SECONDS = 12.0
 """A store that answers more slowly has gone. It looks up the names of those who connect, for which it may stall 5 s."""
 STACK_SECONDS = 3.0
-LOOK_SECONDS = 0.2
-"""Each sample of what others take of the cores, before training and sampling."""
+LOOK_SECONDS = 0.6
+"""How long is looked at what others take of the cores, before training and sampling."""
 
 
 class Process(NamedTuple):
@@ -72,13 +71,10 @@ class Process(NamedTuple):
         """Read what torchrun sets in the environment. Raises ConfigError where it did not."""
         try:
             job = "ddpm_lab/{TORCHELASTIC_RUN_ID}/{TORCHELASTIC_RESTART_COUNT}".format_map(environment)
-            return cls(
-                rank=int(environment["RANK"]),
-                world_size=int(environment["WORLD_SIZE"]),
-                local_rank=int(environment["LOCAL_RANK"]),
-                hosts=int(environment["GROUP_WORLD_SIZE"]),
-                store=Store(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), job),
-            )
+            store = Store(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), job)
+            names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE")
+            rank, size, local, hosts = (int(environment[name]) for name in names)
+            return cls(rank, size, local, hosts, store)
         except (KeyError, ValueError) as error:
             raise ConfigError(
                 f"ddpm-lab rank needs what torchrun sets in the environment, and {error} is missing: "
@@ -102,16 +98,15 @@ class Process(NamedTuple):
                     own = towards.getsockname()[0].split("%")[0]
             except OSError as error:
                 raise ConfigError(f"torchrun's address {self.store.address} cannot be reached: {error}") from error
-            interface = names.get(own)
+            interface = names.get(own, "lo")
             if self.hosts > 1 and (own.startswith("127.") or own == "::1"):
                 raise ConfigError(
                     f"torchrun's address {self.store.address} is {own} here, which other hosts cannot reach: give "
                     "torchrun --local-addr with an address that they can, or -m ddpm_lab rank --interface NAME; for a "
-                    f"trial on this machine alone, -m ddpm_lab rank --interface {interface or 'lo'}"
+                    f"trial on this machine alone, -m ddpm_lab rank --interface {interface}"
                 )
-        if interface:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # it would take eth1 for eth10 too
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # it would take eth1 for eth10 too
 
 
 class Channel:
@@ -122,21 +117,30 @@ class Channel:
     """
 
     def __init__(self, process: Process, inbox: str, outbox: str) -> None:
-        self.ear = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_SEMAPHORE)  # readable while there is a message
+        self.ear, self._received = Pipe(duplex=False)  # readable while there is a message
         self.silent_beats = -JOIN_SECONDS / BEAT_SECONDS  # so long may the first message take
-        self._received: deque[dict[str, Any]] = deque()
         self._inbox, self._outbox, self._leads = inbox, outbox, process.rank == 0
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read at torch's import: else waits in vain log lines
         try:
-            self._from, self._to, self._asked = (join_store(*process.store, seconds=JOIN_SECONDS) for _ in range(3))
-            self._asked.set("alive", "")
+            self._from, self._to = (join_store(*process.store, seconds=JOIN_SECONDS) for _ in range(2))
+            self._to.set("alive", "")
         except RuntimeError as error:
             raise ConfigError(
                 f"rank {process.rank} on {socket.gethostname()}: torchrun's store at {process.store.address} port "
                 f"{process.store.port} does not answer: see what rank 0 said"
             ) from error
-        for work in (self._receive, self._beat):
-            threading.Thread(target=work, daemon=True).start()
+        self._closed = threading.Event()
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._receive, self._beat)]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """End the threads: one that is inside the store while Python ends would abort the process."""
+        self._closed.set()
+        with contextlib.suppress(RuntimeError):
+            self._to.queue_push(self._inbox, "{}")  # wakes the one that receives
+        for thread in self._threads:
+            thread.join(2 * BEAT_SECONDS)
 
     def send(self, **message: Any) -> None:
         """Send a message; nobody hears it once the channel is lost."""
@@ -145,32 +149,27 @@ class Channel:
 
     def receive(self) -> dict[str, Any] | None:
         """The next message; None where there is none now."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.ear)
-            return self._received.popleft()
-        return None
+        return self.ear.recv() if self.ear.poll() else None
 
     def _beat(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store has gone
-            while True:
+            while not self._closed.is_set():
                 self.send()
                 if self._leads:  # nobody is lost while the store is slow
-                    self._asked.wait(["alive"], timedelta(seconds=STORE_SECONDS))
+                    self._to.wait(["alive"], timedelta(seconds=STORE_SECONDS))
                 self.silent_beats += 1
-                time.sleep(BEAT_SECONDS)
+                self._closed.wait(BEAT_SECONDS)
         self.silent_beats = math.inf
 
     def _receive(self) -> None:
         with contextlib.suppress(RuntimeError, ValueError):  # the store has gone, or what came is no JSON
-            while True:
+            while not self._closed.is_set():
                 message = json.loads(self._from.queue_pop(self._inbox))
                 self.silent_beats = 0 if self.silent_beats < math.inf else math.inf
                 if message:
-                    self._received.append(message)
-                    os.eventfd_write(self.ear, 1)
+                    self._received.send(message)
         self.silent_beats = math.inf
-        self._received.append({})
-        os.eventfd_write(self.ear, 1)
+        self._received.send({})
 
 
 class Place(NamedTuple):
@@ -220,12 +219,17 @@ def leading(process: Process) -> Iterator[Cluster]:
     global _current  # noqa: PLW0603 - a process leads one job or none
     channels = {rank: Channel(process, f"from {rank}", f"to {rank}") for rank in range(1, process.world_size)}
     try:
-        _current = Cluster(_gather(process, channels), process.store)
+        hosts: dict[str, list[Place]] = {}
+        for rank, said in enumerate(_joined(process)):
+            place = Place(said["device_index"], said["host"], channels.get(rank))
+            hosts.setdefault(said["host_id"], []).append(place)
+        _current = Cluster(list(hosts.values()), process.store)
         yield _current
     finally:
         _current = None
         for channel in channels.values():
             channel.send(do="end")
+            channel.close()
 
 
 def relatives() -> tuple[int, ...]:
@@ -233,35 +237,34 @@ def relatives() -> tuple[int, ...]:
     return tuple(child.pid for child in psutil.Process(os.getppid()).children() if child.pid != os.getpid())
 
 
-def _introduction(process: Process) -> dict[str, Any]:
-    """What a process says of itself when it joins."""
-    found = {"device_index": process.local_rank, "host": socket.gethostname(), "host_id": host_id()}
-    return {**found, "machine": hardware.machine().key, "code": code_version().key}
+def join(process: Process, **differing: str) -> Any:
+    """Say in the store what this process is; returns the store."""
+    said = {"device_index": process.local_rank, "host": socket.gethostname(), "host_id": host_id()}
+    said |= {"machine": hardware.machine().key, "code": code_version().key, **differing}
+    store = join_store(*process.store, seconds=JOIN_SECONDS)
+    store.set(f"joined {process.rank}", json.dumps(said))
+    return store
 
 
-def _gather(process: Process, channels: Mapping[int, Channel]) -> list[list[Place]]:
-    """The places of all hosts, once every process has introduced itself."""
-    me = _introduction(process)
-    joined, deadline = {0: me}, time.monotonic() + JOIN_SECONDS
-    while missing := channels.keys() - joined.keys():
-        connection.wait([channels[rank].ear for rank in missing], BEAT_SECONDS)
-        joined |= {rank: said for rank in missing if (said := channels[rank].receive())}
-        if (missing - joined.keys()) and time.monotonic() > deadline:
-            raise ConfigError(
-                f"{len(joined)} of {process.world_size} processes joined within {JOIN_SECONDS:.0f} s, and not rank "
-                f"{min(missing - joined.keys())}: do all hosts run the same command? See what that rank said"
-            )
+def _joined(process: Process) -> list[dict[str, Any]]:
+    """What each process said, by its rank. Raises ConfigError if one stays away, or differs from this one."""
+    store = join(process)
+    names = [f"joined {rank}" for rank in range(process.world_size)]
+    with contextlib.suppress(RuntimeError):
+        store.wait(names, timedelta(seconds=JOIN_SECONDS))
+    if missing := [name for name in names if not store.check([name])]:
+        raise ConfigError(
+            f"{len(names) - len(missing)} of {len(names)} processes joined within {JOIN_SECONDS:.0f} s, and not rank "
+            f"{missing[0].split()[1]}: do all hosts run the same command? See what that rank said"
+        )
+    found: list[dict[str, Any]] = [json.loads(store.get(name)) for name in names]
     parts = {"machine": "processor, cores, GPUs, driver, torch or Python", "code": "the lab's code"}
-    for name, there in itertools.product(parts, joined.values()):
-        if there[name] != me[name]:
+    for part, there in itertools.product(parts, found):
+        if there[part] != found[0][part]:
             raise ConfigError(
-                f"{there['host']} differs from {me['host']} in {parts[name]}: measure like hosts together"
+                f"{there['host']} differs from {found[0]['host']} in {parts[part]}: measure like hosts together"
             )
-    hosts: dict[str, list[Place]] = {}
-    for rank, there in sorted(joined.items()):
-        place = Place(there["device_index"], there["host"], channels.get(rank))
-        hosts.setdefault(there["host_id"], []).append(place)
-    return list(hosts.values())
+    return found
 
 
 def fewest_hosts(ranks: int, hosts: int, places: int) -> int:
@@ -269,12 +272,11 @@ def fewest_hosts(ranks: int, hosts: int, places: int) -> int:
     return min(hosts, -(-ranks // places)) if places else 1
 
 
-def training_cores() -> int:
-    """Cores of this host to train or sample with now: a fair share beside others (``fair_cores``).
-
-    All of them in a job, whose ranks others have started: they would be taken for strangers.
-    """
-    return hardware.usable_cores() if _current else fair_cores(free_cores(seconds=LOOK_SECONDS))
+def spread(ranks: object) -> int:
+    """Over how many of the hosts that this process leads so many ranks are spread; what is no number has no say."""
+    if _current is None or not isinstance(ranks, int) or ranks < 1:
+        return 1
+    return fewest_hosts(ranks, len(_current.hosts), _current.node_size)
 
 
 def usual_ranks(nodes: object = None) -> int:
@@ -288,16 +290,15 @@ def usual_ranks(nodes: object = None) -> int:
 def idle(ranks: int) -> str:
     """What to say of a job's processes that hold no rank; empty where all do."""
     count = sum(map(len, _current.hosts)) if _current else 0
-    if count <= ranks:
-        return ""
-    return f"{ranks} of the job's {count} processes hold{'s' if ranks == 1 else ''} a rank; {count - ranks} stay idle"
+    return f"{count - ranks} of the job's {count} processes stay idle" if count > ranks else ""
 
 
-def spread(ranks: object) -> int:
-    """Over how many of the hosts that this process leads so many ranks are spread; what is no number has no say."""
-    if _current is None or not isinstance(ranks, int) or ranks < 1:
-        return 1
-    return fewest_hosts(ranks, len(_current.hosts), _current.node_size)
+def training_cores() -> int:
+    """Cores of this host to train or sample with now: a fair share beside others (``fair_cores``).
+
+    All of them in a job, whose ranks others have started: they would be taken for strangers.
+    """
+    return hardware.usable_cores() if _current else fair_cores(free_cores(LOOK_SECONDS))
 
 
 class RemoteRank:
@@ -306,28 +307,27 @@ class RemoteRank:
     def __init__(self, job: RankJob, host: str, channel: Channel) -> None:
         assert job.store is not None, "ranks of several processes meet in the store"
         self.job, self.host, self.channel, self.group = job, host, channel, job.store.prefix
-        self.watched: dict[str, float | None] = {}
-        self._reports: dict[str, Any] = {}
-        self._life, self._heard = Life(0.0, 0, 0, "start"), time.monotonic()
+        self.ears = [channel.ear]  # ready when the rank speaks or ends
+        self._said: dict[str, Any] = {"life": Life(0.0, 0, 0, "start")}  # the last of each kind
+        self._heard = time.monotonic()
         self._ending: Ending | None = None
-        self._log: str | None = None
         fields = {f.name: getattr(job, f.name) for f in dataclasses.fields(job) if f.name not in ("folder", "tree")}
         fields |= {"config": job.config.as_dict(), "modules": dict(job.modules)}
         self.channel.send(do="start", group=self.group, job=fields)
-
-    @property
-    def ears(self) -> list[Any]:
-        """What becomes ready when the rank speaks or ends."""
-        return [self.channel.ear]
 
     @property
     def unheard(self) -> bool:
         """Whether the process that holds the rank may be lost, which takes some beats to know."""
         return self.channel.silent_beats > 1
 
+    @property
+    def watched(self) -> dict[str, float | None]:
+        """What others took of its host during the last window; empty where another rank's process watches it."""
+        return self._said.get("watched") or {}
+
     def tell(self, command: str, arguments: dict[str, Any]) -> None:
         """Give the rank a command."""
-        self._life, self._heard = self._life._replace(silent_seconds=0.0), time.monotonic()
+        self._said["life"], self._heard = self.life()._replace(silent_seconds=0.0), time.monotonic()
         self.channel.send(do="tell", group=self.group, command=command, arguments=arguments)
 
     def hear(self) -> str | None:
@@ -335,10 +335,8 @@ class RemoteRank:
         while self._ending is None and (message := self.channel.receive()) is not None:
             if message.get("group") != self.group:
                 continue  # of a group that has been killed since
-            self._life, self._heard = Life(*message["life"]), time.monotonic()
-            self._log = message.get("log", self._log)
-            self._reports |= message.get("reports", {})
-            self.watched = message.get("watched", self.watched)
+            self._said |= message
+            self._heard = time.monotonic()
             if "ending" in message:
                 # From how long ago it was there: the clocks of two hosts have nothing in common.
                 ending = Ending(*message["ending"])
@@ -352,28 +350,30 @@ class RemoteRank:
 
     def life(self) -> Life:
         """The rank's last sign of life, as old as it is by now."""
-        age = time.monotonic() - self._heard
-        return self._life._replace(silent_seconds=self._life.silent_seconds + age)
+        life = Life(*self._said["life"])
+        return life._replace(silent_seconds=life.silent_seconds + time.monotonic() - self._heard)
 
     def ending(self) -> Ending | None:
         """How the rank ended; None of one that lives, or left in order."""
         self.hear()
         return self._ending
 
-    def report(self, name: str) -> dict[str, Any]:
-        """What the rank wrote under ``name``."""
-        found: dict[str, Any] = self._reports[name]
+    @property
+    def report(self) -> dict[str, Any]:
+        """What the rank measured by its latest command."""
+        found: dict[str, Any] = self._said.get("report", {})
         return found
 
     def log(self) -> str:
         """The end of what the rank printed, as far as it is known here."""
-        return self._ending.detail if self._ending else self._log or ""
+        return self._ending.detail if self._ending else self._said.get("log", "")
 
     def stack(self) -> str:
         """The rank's log with the stacks of its threads; what is known without them where nobody answers."""
-        self._log, deadline = None, time.monotonic() + STACK_SECONDS
+        self._said.pop("log", None)
+        deadline = time.monotonic() + STACK_SECONDS
         self.channel.send(do="stack", group=self.group)
-        while self.ending() is None and self._log is None and (left := deadline - time.monotonic()) > 0:
+        while self.ending() is None and "log" not in self._said and (left := deadline - time.monotonic()) > 0:
             connection.wait(self.ears, left)
         return self.log()
 
@@ -394,7 +394,7 @@ def serve(process: Process) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sweep()
     channel = Channel(process, f"to {process.rank}", f"from {process.rank}")
-    channel.send(**_introduction(process))
+    join(process)
     held: dict[str, _Held] = {}
     try:
         while channel.silent_beats < 4 * LOST_BEATS:
@@ -403,27 +403,35 @@ def serve(process: Process) -> int:
             for one in working:
                 channel.send(group=one.group, **one.news())
             while message := channel.receive():
-                group, do = message.get("group", ""), message["do"]
-                if do == "end":
+                if message["do"] == "end":
                     return 0
-                if do == "start":
-                    try:
-                        held[group] = _Held(group, message["job"], watches=process.local_rank == 0)
-                    except (ConfigError, OSError) as error:
-                        life, ending = Life(0.0, 0, 0, "start"), Ending("crashed", str(error), "", True, 0.0)
-                        channel.send(group=group, life=life, ending=ending)
-                elif do == "kill" and group in held:
-                    held.pop(group).end()
-                elif do == "tell" and group in held:
-                    held[group].tell(message["command"], message["arguments"])
-                elif do == "stack" and group in held:
-                    channel.send(group=group, life=held[group].rank.life(), log=held[group].rank.stack())
+                _obey(message, held, channel, watches=process.local_rank == 0)
     finally:
         for one in held.values():
             one.end()
+        channel.close()
     raise ConfigError(
         f"rank {process.rank} on {socket.gethostname()}: rank 0, which leads, no longer answers: see what it said"
     )
+
+
+def _obey(message: dict[str, Any], held: dict[str, _Held], channel: Channel, *, watches: bool) -> None:
+    """Do what the leader says of a group; what it says of one that is gone is too late."""
+    do, group = message["do"], message["group"]
+    if do == "start":
+        try:
+            held[group] = _Held(group, message["job"], watches=watches)
+        except (ConfigError, OSError) as error:
+            ending = Ending("crashed", str(error), "", True, 0.0)
+            channel.send(group=group, life=Life(0.0, 0, 0, "start"), ending=ending)
+    elif group not in held:
+        return
+    elif do == "kill":
+        held.pop(group).end()
+    elif do == "tell":
+        held[group].tell(message["command"], message["arguments"])
+    elif do == "stack":
+        channel.send(group=group, life=held[group].rank.life(), log=held[group].rank.stack())
 
 
 class _Held:
@@ -436,22 +444,18 @@ class _Held:
                 f"{config.data} does not exist here: put the images where all hosts see them, or prepare them there "
                 "too (ddpm-lab prepare)"
             )
-        self.group, self.watches, self.at_work = group, watches, True
-        self.watch: Watch | None = None
-        self.folder = GroupFolder()
-        changed = {"config": config, "store": Store(*job["store"])}
-        try:
-            self.rank = LocalRank(RankJob(**{**job, **changed}, folder=self.folder.path), "forkserver")
-        except BaseException:
-            self.folder.remove()
-            raise
+        self.group, self.at_work = group, True
+        self._watches = watches
+        self._watch: Watch | None = None
+        self._folder = GroupFolder()
+        changed = {"config": config, "store": Store(*job["store"]), "folder": self._folder.path}
+        self.rank = LocalRank(RankJob(**{**job, **changed}))
 
     def tell(self, command: str, arguments: dict[str, Any]) -> None:
         """Pass a command on to the rank, and watch the host during a window."""
         self.at_work = True
-        if command == "window" and self.watches:
-            self.watch = Watch({}, relatives())
-            self.watch.__enter__()
+        if command == "window" and self._watches:
+            self._watch = Watch({}, relatives()).__enter__()
         self.rank.tell(command, arguments)
 
     def news(self) -> dict[str, Any]:
@@ -460,31 +464,19 @@ class _Held:
         if said is None:
             return {"life": life}
         self.at_work = False
-        if said != LEFT:
-            return {"life": life, "said": said, "watched": self._end_watch(), "reports": self._new_reports()}
-        now = time.monotonic()
-        ending = self.rank.ending() or Ending("crashed", "left without a word", self.rank.log(), False, now)
-        return {"life": life, "ending": ending._replace(time=now - ending.time)}
-
-    def _new_reports(self) -> dict[str, Any]:
-        """The files that the rank has written since it was last asked."""
-        found = {}
-        for path in self.folder.path.glob("*.json"):
-            name = path.name.split(".")[1]
-            found[name] = self.rank.report(name)
-            path.unlink()
+        if said == LEFT:
+            now = time.monotonic()
+            ending = self.rank.ending() or Ending("crashed", "left without a word", self.rank.log(), False, now)
+            return {"life": life, "ending": ending._replace(time=now - ending.time)}
+        found: dict[str, Any] = {"life": life, "said": said, "report": self.rank.report, "watched": None}
+        if self._watch:
+            self._watch.__exit__()
+            found["watched"] = {name: getattr(self._watch, name) for name in ("others_cores", "stolen_seconds")}
+            self._watch = None
         return found
-
-    def _end_watch(self) -> dict[str, float | None]:
-        if self.watch is None:
-            return {}
-        watch, self.watch = self.watch, None
-        watch.__exit__(None, None, None)
-        return {"others_cores": watch.others_cores, "stolen_seconds": watch.stolen_seconds}
 
     def end(self) -> None:
         """Kill the rank and remove what it wrote."""
-        self._end_watch()
         self.rank.kill()
         self.rank.close()
-        self.folder.remove()
+        self._folder.remove()

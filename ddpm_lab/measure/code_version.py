@@ -1,11 +1,7 @@
 """Which code was measured: a hash of the files that hold it, so that the same hash means the same code.
 
-The lab's own are all files of the folders and modules below, which ranks run or which time them. Of a workload that
-lies elsewhere they are the modules that a rank loaded from outside of libraries when it built it and did one step
-(``loaded``); of packages that these import the version counts. A C++ or CUDA source that bears a module's name and lies
-beside it counts with the module.
-
-The sources are those that this process would import, or those of a ``Tree``: a revision in a folder of its own.
+The lab's own are all files of the folders and modules below. Of a workload that lies elsewhere they are the modules
+that a rank loaded from outside of libraries in one step (``loaded``); of packages that these import the version counts.
 """
 
 from __future__ import annotations
@@ -28,10 +24,7 @@ from ddpm_lab.checks import ConfigError
 
 PACKAGE = Path(__file__).resolve().parents[1]
 FOLDERS = ("data", "diffusion", "measure", "training")
-MODULES = (
-    *("__init__", "checks", "config", "declared", "files", "plan"),
-    *("processor", "workload"),
-)
+MODULES = ("__init__", "checks", "config", "declared", "files", "plan", "processor", "workload")
 """What of the lab a rank may load, or times it. A rank that loads another module of the lab is refused."""
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "psutil")
 """Distributions that the lab's own workloads run."""
@@ -42,10 +35,7 @@ SITE_MODULES = ("sitecustomize", "usercustomize")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """A revision's sources: the commit, the folders that hold its modules, and the repository they are not taken from.
-
-    ``apart`` is the root of the working tree: nothing that a rank of the revision runs may lie there.
-    """
+    """A revision's sources: the commit, the folders that hold them, and the working tree that holds others."""
 
     revision: str
     folders: tuple[str, ...]
@@ -85,25 +75,18 @@ class CodeVersion:
     """
 
     key: str
-    lab: Mapping[str, Source] = field(default_factory=dict)
-    own: Mapping[str, Source] = field(default_factory=dict)
+    sources: Mapping[str, Source] = field(default_factory=dict)
     tree: Tree | None = None
     beside: CodeVersion | None = None
 
     @property
-    def sources(self) -> dict[str, Source]:
-        """Every source by its module's name."""
-        return {**self.lab, **self.own}
-
-    @property
     def modules(self) -> dict[str, str]:
         """The hash of each module of a workload that lies elsewhere: what its ranks may load beside the lab."""
-        return {name: source.sha256 for name, source in self.own.items()}
+        return {name: source.sha256 for name, source in self.sources.items() if not in_lab(name)}
 
     def with_revision(self, other: CodeVersion) -> CodeVersion:
         """The same with the version of a revision, whose sources lie in a tree of their own, beside it."""
-        both = hashlib.sha256(f"{self.key}\0{other.key}".encode()).hexdigest()[:12]
-        return replace(self, key=both, beside=other)
+        return replace(self, key=_key(self.key, other.key), beside=other)
 
     def of(self, revision: str) -> CodeVersion:
         """The version that a configuration of ``revision`` runs. Raises ConfigError where its sources are not here."""
@@ -115,16 +98,10 @@ class CodeVersion:
 
     def check_unchanged(self) -> None:
         """Raise ConfigError if a source is another by now: ranks load them when they start, each for itself."""
-        edited = sorted(name for name, source in self.sources.items() if _hash(source.file) != source.sha256)
-        if of_lab := [name for name in edited if name in self.lab]:
+        if edited := sorted(name for name, source in self.sources.items() if _hash(source.file) != source.sha256):
             raise ConfigError(
-                f"the lab's own code was edited ({', '.join(of_lab)}) since this process loaded it, and what ran last "
-                "is not kept: start it again"
-            )
-        if edited:
-            raise ConfigError(
-                f"the code was edited while it was measured ({', '.join(edited)}), so what ran last is not kept: give "
-                "the same command again"
+                f"the code was edited ({', '.join(edited)}) since this process loaded it, and what ran last is not "
+                "kept: start it again"
             )
         if self.beside is not None:
             self.beside.check_unchanged()
@@ -135,15 +112,19 @@ def code_version(loaded: Loaded | None = None, tree: Tree | None = None) -> Code
 
     Raises ConfigError where the lab's own files are no longer those that this process loaded.
     """
-    lab = _lab_sources(tree.package if tree else PACKAGE)
     modules, libraries = loaded or ({}, [])
     own = {name: Source(file, _hash(file)) for name, file in modules.items()}
+    sources = _lab_sources(tree.package if tree else PACKAGE) | own
     packages = {*PACKAGES, *(name for top in libraries for name in _distributions().get(top, ()))}
-    parts = [f"{name}\0{source.sha256}\0" for name, source in sorted((lab | own).items())]
-    parts += [f"{name}=={version}\0" for name in sorted(packages) if (version := _version(name))]
-    found = CodeVersion(hashlib.sha256("".join(parts).encode()).hexdigest()[:12], lab, own, tree)
+    parts = [part for name, source in sorted(sources.items()) for part in (name, source.sha256)]
+    parts += [f"{name}=={version}" for name in sorted(packages) if (version := _version(name))]
+    found = CodeVersion(_key(*parts), sources, tree)
     found.check_unchanged()  # what is remembered of the lab's files is of this process's first look at them
     return found
+
+
+def _key(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 
 @cache
@@ -161,7 +142,7 @@ def in_lab(module: str) -> bool:
 
 
 def _hash(file: str) -> str:
-    """Of a module's file and of sources in other languages beside it, which it compiles; empty where it is gone."""
+    """Of a module's file and of C++ or CUDA sources of its name, which it compiles; empty where it is gone."""
     parts = [Path(file), *(p for end in (".cpp", ".cu", ".c") if (p := Path(file).with_suffix(end)).is_file())]
     with contextlib.suppress(OSError):
         return hashlib.sha256(b"\0".join(part.read_bytes() for part in parts)).hexdigest()
@@ -186,23 +167,18 @@ def _version(distribution: str) -> str:
 @cache
 def _library_folders() -> tuple[str, ...]:
     paths = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return tuple(f"{Path(p).resolve()}/" for p in (*paths, *site.getsitepackages(), site.getusersitepackages()))
-
-
-def is_library(file: str) -> bool:
-    """Whether a source file belongs to the standard library or to an installed package, wherever that is installed."""
-    folder, _, name = file.rpartition("/")
-    return _is_library(folder) or name in _installed(folder)
+    paths |= {*site.getsitepackages(), site.getusersitepackages()}
+    return tuple({f"{form}/" for path in map(Path, paths) for form in (path, path.resolve())})
 
 
 @cache
-def _is_library(folder: str) -> bool:
-    """Whether all that lies in a folder is of a library."""
-    path = Path(folder).resolve()
+def is_library(place: str) -> bool:
+    """Whether a file or folder is of the standard library or of an installed package, wherever that is installed."""
+    path = Path(place)
     if f"{path}/".startswith(_library_folders()) or path.name in LIBRARIES:
         return True
-    parent = str(path.parent)
-    return parent != str(path) and (path.name in _installed(parent) or _is_library(parent))
+    folder = str(path.parent)
+    return folder != str(path) and (path.name in _installed(folder) or is_library(folder))
 
 
 @cache
@@ -213,12 +189,9 @@ def _installed(folder: str) -> frozenset[str]:
 
 
 def in_repository(file: str | Path, root: str) -> bool:
-    """Whether a file or folder belongs to the repository at ``root``: no library in it, and no repository of its own.
-
-    The empty name is the working folder, as on the Python path.
-    """
-    path = Path(file).resolve()
-    if not path.is_relative_to(root) or is_library(str(path / "_")):  # a folder of libraries is one too
+    """Whether a place belongs to the repository at ``root``: no library in it, and no repository of its own."""
+    path = Path(file).resolve()  # the empty name, as on the Python path, is the working folder
+    if not path.is_relative_to(root) or is_library(str(path)):
         return False
     below = takewhile(lambda folder: folder != Path(root), (path, *path.parents))
     return not any((folder / ".git").exists() for folder in below)

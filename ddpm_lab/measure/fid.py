@@ -22,7 +22,6 @@ def distance(
     device: str,
     threads: int,
     cache: Path | None = None,
-    start_method: str = "forkserver",
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
     """FID of the images in ``generated``, a .npy file of uint8 (N, S, S, 3), against training images of ``data``.
@@ -30,21 +29,10 @@ def distance(
     What was found of the training images is kept in ``cache``. Returns the value with the counts of both sides, the
     SHA-256 of the Inception's weights and the packages' versions. Raises GroupFailed.
     """
-    config = RunConfig(
-        workload=FID,
-        device=device,
-        data=data,
-        options=(("inception", fid.inception), ("sha256", fid.sha256)),
-    )
-    with Group(
-        config,
-        threads=threads,
-        modules={},
-        environment={},
-        start_method=start_method,
-        limits=Limits(build_seconds=SILENCE_SECONDS),
-        progress=progress,
-    ) as group:
+    options = (("inception", fid.inception), ("sha256", fid.sha256))
+    config = RunConfig(workload=FID, device=device, data=data, options=options)
+    how: dict[str, Any] = {"limits": Limits(build_seconds=SILENCE_SECONDS)}
+    with Group(config, threads=threads, modules={}, environment={}, progress=progress, **how) as group:
         asked = {"generated": str(generated), "count": fid.images, "cache": str(cache) if cache else None}
         found: dict[str, Any] = group.call("distance", SILENCE_SECONDS, **asked)[0]
         group.finish()

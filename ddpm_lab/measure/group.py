@@ -10,16 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab.checks import choice
-from ddpm_lab.config import START_METHODS, RunConfig
+from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.cluster import RemoteRank, current
 from ddpm_lab.measure.code_version import Loaded, Tree
-from ddpm_lab.measure.process import GroupFolder, LocalRank, RankJob
+from ddpm_lab.measure.process import DONE, GroupFolder, LocalRank, RankJob
 
 FROZEN_SECONDS = 5.0
 """A rank whose process has been stopped for so long, by a signal or a debugger, is not waited for."""
@@ -64,50 +63,52 @@ class Group:
         modules: Mapping[str, str],
         environment: dict[str, str],
         tree: Tree | None = None,
-        start_method: str = "forkserver",
         limits: Limits | None = None,
         progress: Progress = lambda _: None,
         starting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        choice("start_method", start_method, START_METHODS)
         self.config = config
         self.limits = limits or Limits()
         self.progress = progress
-        self.started = time.monotonic()
-        self._windows = 0
+        begun = time.monotonic()
         self._ranks: list[LocalRank | RemoteRank] = []
-        cluster = current()
-        places = cluster.places(config) if cluster else []
-        store = cluster.new_store() if cluster and len(places) > 1 else None
         self._folder = GroupFolder()
         try:
-            common: dict[str, Any] = {
-                "config": config,
-                "folder": self.folder,
-                "threads": threads,
-                "collective_seconds": self.limits.build_seconds,
-                "modules": modules,
-            }
             with starting():
-                for rank in range(config.world_size):
-                    place = places[rank] if places else None
-                    job = RankJob(
-                        **common,
-                        rank=rank,
-                        device_index=place.device_index if place else rank,
-                        environment=environment if store else {"GLOO_SOCKET_IFNAME": "lo", **environment},
-                        store=store,
-                        tree=tree,
-                    )
-                    if place and place.channel:
-                        self._ranks.append(RemoteRank(job, place.host, place.channel))
-                    else:
-                        self._ranks.append(LocalRank(job, start_method))
-            self._wait("built", self.limits.build_seconds, "building")
+                job = RankJob(
+                    config=config,
+                    rank=0,
+                    folder=self.folder,
+                    threads=threads,
+                    collective_seconds=self.limits.build_seconds,
+                    modules=modules,
+                    environment=environment,
+                    tree=tree,
+                )
+                self._start(job)
+            built = self._reports(self.limits.build_seconds, "building")
         except BaseException:
             self.kill()
             raise
-        self.start_seconds = time.monotonic() - self.started
+        self.start_seconds = time.monotonic() - begun
+        self.build_seconds = max(float(report["build_seconds"]) for report in built)
+        """The slowest rank's, until its workload was built: a part of ``start_seconds``."""
+
+    def _start(self, job: RankJob) -> None:
+        """Start every rank where its place is: on this host, or on those that this process leads."""
+        cluster = current()
+        places = cluster.places(self.config) if cluster else []
+        if cluster and len(places) > 1:
+            job = replace(job, store=cluster.new_store())
+        else:
+            job = replace(job, environment={"GLOO_SOCKET_IFNAME": "lo", **job.environment})
+        for rank in range(self.config.world_size):
+            place = places[rank] if places else None
+            mine = replace(job, rank=rank, device_index=place.device_index if place else rank)
+            if place and place.channel:
+                self._ranks.append(RemoteRank(mine, place.host, place.channel))
+            else:
+                self._ranks.append(LocalRank(mine))
 
     def __enter__(self) -> Group:
         return self
@@ -131,8 +132,7 @@ class Group:
         ``start`` and ``end`` are seconds of this host's clock. Those of another host, whose clock has nothing to do
         with it, are moved so that its ranks leave the barrier before the window when those of this host do.
         """
-        self._windows += 1
-        reports = self._ask("window", limit, stage, report=f"window{self._windows}", settle=settle, steps=steps)
+        reports = self._ask("window", limit, stage, settle=settle, steps=steps)
         begun: dict[str, float] = {}
         for report in reports:
             begun[report["host"]] = min(report["start"], begun.get(report["host"], report["start"]))
@@ -161,8 +161,7 @@ class Group:
         """Profile on every rank; one trace file for each, on the rank's own host."""
         for rank, trace in zip(self._ranks, traces, strict=True):
             rank.tell("profile", {**plan, "trace": str(trace)})
-        self._wait("done", self.limits.build_seconds, "profiling")
-        return self._reports("profile")
+        return self._reports(self.limits.build_seconds, "profiling")
 
     def advance(self, steps: int, limit: float, stage: str = "training") -> list[dict[str, Any]]:
         """Train ``steps`` steps on every rank; each reports its mean loss of every step, and its seconds."""
@@ -175,14 +174,9 @@ class Group:
 
     def finish(self) -> list[dict[str, Any]]:
         """End the ranks in order and return their summaries."""
-        limit = self.limits.finish_seconds
-        summaries = self._ask("finish", limit, "finishing", report="summary", word="finished")
+        summaries = self._ask("finish", self.limits.finish_seconds, "finishing")
         self.kill()
         return summaries
-
-    def build_seconds(self) -> float:
-        """The slowest rank's seconds from its first statement to a built workload."""
-        return max(float(r["build_seconds"]) for r in self._reports("build"))
 
     def kill(self) -> None:
         """Kill whatever is left of the group, loader workers and compilers included, and remove its folder."""
@@ -193,27 +187,24 @@ class Group:
         self._ranks = []
         self._folder.remove()
 
-    def _ask(
-        self, command: str, limit: float, stage: str, *, report: str = "", word: str = "done", **arguments: Any
-    ) -> list[dict[str, Any]]:
-        """Give every rank a command, wait for its ``word``, and return what each wrote under ``report``."""
+    def _ask(self, command: str, limit: float, stage: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Give every rank a command of ``Rank``, and return what they report.
+
+        ``limit`` is the longest silence of a rank, in seconds. Raises GroupFailed.
+        """
         for rank in self._ranks:
             rank.tell(command, arguments)
-        self._wait(word, limit, stage)
-        return self._reports(report or command)
+        return self._reports(limit, stage)
 
-    def _reports(self, name: str) -> list[dict[str, Any]]:
-        return [rank.report(name) for rank in self._ranks]
-
-    def _wait(self, word: str, limit: float, stage: str) -> None:
-        """Sleep until every rank has said ``word``; raise GroupFailed for one that fails, dies or falls silent."""
+    def _reports(self, limit: float, stage: str) -> list[dict[str, Any]]:
+        """Sleep until every rank has done what it was told; raise GroupFailed for one that fails or falls silent."""
         pending = dict(enumerate(self._ranks))
         begun = shown = time.monotonic()
         while pending:
             connection.wait([ear for rank in pending.values() for ear in rank.ears], timeout=0.5)
             for number, rank in list(pending.items()):
                 said = rank.hear()
-                if said == word:
+                if said == DONE:
                     del pending[number]
                 elif said is not None:
                     self._fail(stage)
@@ -221,16 +212,15 @@ class Group:
             frozen = {n: life.frozen_seconds for n, life in lives.items() if life.frozen_seconds > FROZEN_SECONDS}
             if frozen:
                 number = max(frozen, key=frozen.__getitem__)
-                doing = self._doing(number)
-                raise GroupFailed(
-                    "timed out", f"{self._name(number)} was stopped by a signal while {stage}, in {doing}"
-                )
+                how = f"{self._name(number)} was stopped by a signal while {stage}, in {self._doing(number)}"
+                raise GroupFailed("timed out", how)
             if pending and all(life.silent_seconds > limit for life in lives.values()):
                 self._hung({number: life.marks for number, life in lives.items()}, limit, stage)
             now = time.monotonic()
             if now - shown >= 2:
                 shown = now
                 self.progress(f"{stage}, {now - begun:.0f} s")
+        return [rank.report for rank in self._ranks]
 
     def _name(self, number: int) -> str:
         """A rank for people, with its host and GPU where the number alone would not find it."""
@@ -271,8 +261,5 @@ class Group:
         """Name the rank that is furthest behind, since all ranks make the same marks. The others wait for it."""
         number = min(marks, key=marks.__getitem__)
         detail = self._ranks[number].stack()
-        raise GroupFailed(
-            "timed out",
-            f"{self._name(number)} showed no sign of life for {limit:.0f} s while {stage}, in {self._doing(number)}",
-            detail,
-        )
+        how = f"showed no sign of life for {limit:.0f} s while {stage}, in {self._doing(number)}"
+        raise GroupFailed("timed out", f"{self._name(number)} {how}", detail)

@@ -1,6 +1,7 @@
-"""What this machine is and what it was doing: read, never guessed; None where it cannot be read.
+"""What this machine is: read, never guessed; None where it cannot be read.
 
-Nothing here imports torch, because the parent that measures stays light; a GPU is read through NVML.
+Nothing here imports torch, because the parent that measures stays light: a GPU is read through NVML, and what torch
+can do with it is asked in a process of its own.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import importlib.metadata
 import itertools
 import os
 import platform
+import re
 import socket
 import subprocess
-from collections.abc import Sequence
+import sys
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cache
@@ -25,8 +27,20 @@ from ddpm_lab.processor import processor
 from ddpm_lab.record import Environment, Machine
 
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "ddpm-lab")
-UNNAMED = "NVIDIA GPU"
-"""A GPU whose name could not be read."""
+WAYS_OUT = (
+    "see that nvidia-smi answers, and install a torch that fits the driver and the GPU "
+    "(https://pytorch.org/get-started/locally; for drivers before CUDA 13, and GPUs before the Turing generation: pip "
+    "install torch torchvision --index-url https://download.pytorch.org/whl/cu126), or hide the GPU with "
+    "CUDA_VISIBLE_DEVICES, or measure the CPU with --device cpu (in a report: -p device cpu)"
+)
+ASK_TORCH = (
+    "import torch; torch.cuda.init(); gpus = range(torch.cuda.device_count()); "
+    "[(torch.ones(1, device=f'cuda:{i}') + 1).item() for i in gpus]; "
+    "print(*min(map(torch.cuda.get_device_capability, gpus)))"
+)
+"""Run a first kernel on each GPU, and print the lowest compute capability."""
+TORCH_SECONDS = 120.0
+"""How long torch may take for this."""
 
 
 @cache
@@ -67,9 +81,8 @@ class Gpu:
 
 def usable_cores() -> int:
     """Cores this process may use: its CPU affinity, cut by the cgroup's quota (v2 and v1)."""
-    cores = len(os.sched_getaffinity(0))
-    quota = _cgroup_quota()
-    return max(1, min(cores, int(quota))) if quota is not None else cores
+    cores, quota = len(os.sched_getaffinity(0)), cgroup_cores()
+    return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def cgroup_levels(v1_controller: str) -> tuple[list[Path], list[Path]]:
@@ -88,52 +101,41 @@ def cgroup_levels(v1_controller: str) -> tuple[list[Path], list[Path]]:
     return unified, list(dict.fromkeys(levels))
 
 
-def _cgroup_quota() -> float | None:
-    """Cores' worth of CPU time that the tightest enclosing cgroup allows, or None without a limit."""
+def cgroup_cores() -> float | None:
+    """Cores' worth of CPU time that the tightest enclosing cgroup allows; None without a limit."""
     limits = []
     for level in itertools.chain(*cgroup_levels("cpu")):
-        with contextlib.suppress(OSError, ValueError):  # "max" is no number
-            quota, period = (level / "cpu.max").read_text().split()
-            limits.append(int(quota) / int(period))
-        with contextlib.suppress(OSError, ValueError):
-            if (quota_v1 := int((level / "cpu.cfs_quota_us").read_text())) > 0:
-                limits.append(quota_v1 / int((level / "cpu.cfs_period_us").read_text()))
-    return min(limits) if limits else None
+        v1 = [word for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us") for word in _words(level / name)]
+        for words in (_words(level / "cpu.max"), v1):
+            with contextlib.suppress(ValueError):  # no such file, or "max"
+                quota, period = map(int, words)
+                limits += [quota / period] * (quota > 0)  # -1 is no limit
+    return min(limits, default=None)
 
 
 def cgroup_throttled_seconds() -> float | None:
     """Seconds that quotas have held back this process's cgroups so far, added over all of them; None is unknown."""
     found = []
     for level in itertools.chain(*cgroup_levels("cpu")):
-        with contextlib.suppress(OSError, ValueError):
-            said = dict(line.split() for line in (level / "cpu.stat").read_text().splitlines())
-            units = {"throttled_usec": 1e-6, "throttled_time": 1e-9}  # version 2, version 1
-            found += [int(said[name]) * unit for name, unit in units.items() if name in said]
+        words = iter(_words(level / "cpu.stat"))
+        said = dict(zip(words, words, strict=True))
+        units = {"throttled_usec": 1e-6, "throttled_time": 1e-9}  # version 2, version 1
+        found += [int(said[name]) * unit for name, unit in units.items() if name in said]
     return sum(found) if found else None
 
 
-def _visible(gpus: list[Gpu]) -> tuple[Gpu, ...]:
-    """Apply CUDA_VISIBLE_DEVICES, by index or UUID, in its order; the list ends at the first entry that fails."""
-    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted is None:
-        return tuple(gpus)
-    entries = [entry.strip() for entry in wanted.split(",")]
-    if gpus and entries[0].startswith("MIG-"):
-        # CUDA shows a process one MIG device, whatever follows.
-        return (replace(_gpu(gpu_handle(entries[0])), uuid=entries[0]),)
-    chosen: list[Gpu] = []
-    for entry in entries:
-        match = [g for i, g in enumerate(gpus) if entry == str(i) or (entry and g.uuid and g.uuid.startswith(entry))]
-        if len(match) != 1:
-            break
-        chosen.append(match[0])
-    return tuple(chosen)
+def _words(file: Path) -> list[str]:
+    """The words of a file; none where it cannot be read."""
+    try:
+        return file.read_text().split()
+    except OSError:
+        return []
 
 
 def _gpu(handle: Any) -> Gpu:
     memory = ask_nvml("nvmlDeviceGetMemoryInfo", handle)  # unknown where shared with the CPU, or of a MIG device's card
     return Gpu(
-        ask_nvml("nvmlDeviceGetName", handle) or UNNAMED,
+        ask_nvml("nvmlDeviceGetName", handle) or "NVIDIA GPU",
         ask_nvml("nvmlDeviceGetUUID", handle),
         None if memory is None else int(memory.total),
     )
@@ -149,12 +151,25 @@ def _nvidia() -> tuple[tuple[Gpu, ...], str | None]:
 
 def gpus() -> tuple[Gpu, ...]:
     """The GPUs that torch would see in this process; none if the installed torch cannot use CUDA."""
-    return () if "+cpu" in package_version("torch") else listed_gpus()
+    return () if "+cpu" in package_version("torch") else _visible()
 
 
-def listed_gpus() -> tuple[Gpu, ...]:
-    """The GPUs that NVML lists for this process, whether torch can use them or not: ``gpu_trouble`` says."""
-    return _visible(list(_nvidia()[0]))
+def _visible() -> tuple[Gpu, ...]:
+    """The GPUs that CUDA_VISIBLE_DEVICES names, by index or UUID; the list ends at the first entry that fails."""
+    found, wanted = _nvidia()[0], os.environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        return found
+    entries = [entry.strip() for entry in wanted.split(",")]
+    if found and entries[0].startswith("MIG-"):
+        # CUDA shows a process one MIG device, whatever follows.
+        return (replace(_gpu(gpu_handle(entries[0])), uuid=entries[0]),)
+    chosen: list[Gpu] = []
+    for entry in entries:
+        match = [g for i, g in enumerate(found) if entry == str(i) or (entry and g.uuid and g.uuid.startswith(entry))]
+        if len(match) != 1:
+            break
+        chosen += match
+    return tuple(chosen)
 
 
 def package_version(package: str) -> str:
@@ -207,72 +222,36 @@ def environment() -> Environment:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class CpuClock:
-    """CPU seconds used so far: by anybody and by the hypervisor on the cores this process may use, and by its own.
-
-    The first and the last are None, unknown, where the kernel does not show these cores, as in containers that number
-    their own. ``limited`` is whether a cgroup gives this process less than the time of its cores: a core that a
-    neighbour uses is then not time that this process could have had.
-    """
-
-    busy_seconds: float | None
-    own_seconds: float
-    stolen_seconds: float | None
-    limited: bool = False
-
-    @classmethod
-    def read(cls, relatives: Sequence[int] = ()) -> CpuClock:
-        """Read now. One's own are this process and all its descendants: the fork server, ranks, loader workers.
-
-        So are ``relatives``, other processes of the same job, and their descendants.
-        """
-        busy, stolen = _core_seconds(os.sched_getaffinity(0)) or (None, None)
-        own = 0.0
-        for pid in (os.getpid(), *relatives):
-            with contextlib.suppress(psutil.Error):
-                head = psutil.Process(pid)
-                own += sum(map(_used_seconds, (head, *head.children(recursive=True))))
-        return cls(busy, own, stolen, _cgroup_quota() is not None)
-
-    def busy(self, later: CpuClock) -> float | None:
-        """Seconds that these cores worked between two readings; None is unknown."""
-        return difference(self.busy_seconds, later.busy_seconds)
-
-    def stolen(self, later: CpuClock) -> float | None:
-        """Seconds that the hypervisor took from these cores between two readings; None is unknown."""
-        return difference(self.stolen_seconds, later.stolen_seconds)
-
-    def others_cores(self, later: CpuClock, seconds: float) -> float | None:
-        """How many of its cores processes not one's own kept busy between two readings; None is unknown."""
-        busy = self.busy(later)
-        if busy is None or self.limited or later.limited:
-            return None
-        return max(0.0, (busy - (later.own_seconds - self.own_seconds)) / seconds)
+# What torch can do with the GPUs
 
 
-def difference(before: float | None, after: float | None) -> float | None:
-    """``after - before``, or None where one of them is unknown."""
-    return None if before is None or after is None else after - before
+def gpu_trouble() -> str:
+    """Why torch cannot use the GPUs that NVML lists, and the ways out, in one sentence; empty without such trouble."""
+    if not (cards := _visible()) or not (error := _ask_torch()[1]):
+        return ""
+    names = ", ".join(dict.fromkeys(card.name for card in cards))
+    driver = _nvidia()[1] or "unknown"
+    return f"torch {package_version('torch')} cannot use {names} with driver {driver}: {error}; {WAYS_OUT}"
 
 
-def _used_seconds(member: psutil.Process) -> float:
-    """CPU seconds of a process; children that have ended count with whoever collected them: they were no strangers."""
-    with contextlib.suppress(psutil.Error):
-        used = member.cpu_times()
-        return float(used.user + used.system + used.children_user + used.children_system)
-    return 0.0
+def least_capability() -> tuple[int, int] | None:
+    """The lowest compute capability of the GPUs that torch sees; None where it sees none."""
+    return _ask_torch()[0] if gpus() else None
 
 
-def _core_seconds(cores: set[int]) -> tuple[float, float] | None:
-    """Seconds that ``cores`` were busy and stolen since the machine started, or None if one of them is not shown.
-
-    Read by number: psutil returns a list, in which a core that is switched off shifts all that follow.
-    """
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        lines = (line.split() for line in Path("/proc/stat").read_text().splitlines())
-        shown = {words[0]: [int(n) for n in words[1:9]] for words in lines if words[0].startswith("cpu")}
-        ticks = [sum(column) for column in zip(*(shown[f"cpu{core}"] for core in cores), strict=True)]
-        user, nice, system, _idle, _waiting, irq, softirq, steal = (n / os.sysconf("SC_CLK_TCK") for n in ticks)
-        return user + nice + system + irq + softirq, steal
-    return None
+@cache
+def _ask_torch() -> tuple[tuple[int, int] | None, str]:
+    """The lowest compute capability, or torch's error; asked once, in a process of its own, since it wakes CUDA."""
+    command = [sys.executable, "-P", "-c", ASK_TORCH]
+    try:
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=TORCH_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None, f"it did not answer within {TORCH_SECONDS:.0f} s"
+    if done.returncode:
+        # The first sentence of the error: what CUDA adds on further lines is for those who debug kernels.
+        said = re.search(r"^[\w.]*(?:Error|Exception): (.+?)(?:\. |$)", done.stderr, re.MULTILINE)
+        error = said[1] if said else f"the process that asked it ended with {done.returncode}"
+        # One that others fill or hold may not be wanted; a rank on it says so.
+        return None, "" if "out of memory" in error or "busy" in error else error
+    major, minor = map(int, done.stdout.split()[-2:])
+    return (major, minor), ""

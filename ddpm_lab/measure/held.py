@@ -1,4 +1,4 @@
-"""What the ledger already holds of a question."""
+"""What the ledger already holds of a question, and what it says of this machine's noise."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import dataclasses
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from ddpm_lab.config import CHECK, DDPM, TRAINING, OptimizerConfig, RunConfig
@@ -18,6 +19,10 @@ from ddpm_lab.plan import Experiment, Fid, Plan
 from ddpm_lab.record import LASTING, TWIN, RunRecord, crowded, seconds_by_turn, set_log_ratio, turn_log_ratios
 
 COMPARED = ("baseline", TWIN, "candidate")
+RECENT_RECORDS = 100
+"""Windows of so many records of a machine say how much it scatters."""
+Members = dict[str, RunRecord]
+"""A set's records by role, those of candidates by run id."""
 
 
 class Held:
@@ -34,19 +39,19 @@ class Held:
         """Take up more records."""
         self.records += records
 
-    def completed(self, *roles: str) -> list[RunRecord]:
-        """Records in some roles of what ran to its end."""
-        return [r for r in self.records if r.role in roles and r.status == "ok"]
+    def completed(self, *roles: str, **fields: object) -> list[RunRecord]:
+        """Records in some roles of what ran to its end, whose ``fields`` have these values."""
+        done = (r for r in self.records if r.status == "ok" and r.role in roles)
+        return [r for r in done if all(getattr(r, name) == value for name, value in fields.items())]
 
     def settled(self, run_id: str, *roles: str) -> bool:
         """Whether something that is measured alone is here, or a reason why there can be none."""
-        return any(
-            r.run_id == run_id and r.role in roles and (r.status == "ok" or r.status in LASTING) for r in self.records
-        )
+        return any((r.run_id, r.status in ("ok", *LASTING)) == (run_id, True) for r in self.records if r.role in roles)
 
     def noted(self, record: RunRecord) -> bool:
         """Whether the same note is here already."""
-        return any(r.role == "note" and _note_key(r) == _note_key(record) for r in self.records)
+        same = attrgetter("role", "family", "label", "baseline_id", "reason", "cohort")
+        return any(same(r) == same(record) for r in self.records if r.role == "note")
 
     @property
     def lasting(self) -> set[str]:
@@ -59,25 +64,25 @@ class Held:
 
         A trial alone answers nothing: without a speed there is no row that it could stand beside.
         """
-        if self.completed("profile", "largest") or self._compiles():
+        if self.completed("profile", "largest") or self.completed("cold", compile_cache="cold"):
             return True
         return any(self.sets(base) for base in {r.baseline_id for r in self.completed("baseline")})
 
     # Sets
 
-    def sets(self, baseline_id: str, *run_ids: str, family: str = "") -> dict[str, dict[str, RunRecord]]:
+    def sets(self, baseline_id: str, *run_ids: str, family: str = "") -> dict[str, Members]:
         """Sets that count and hold a baseline, its twin and these configurations, in the order they were measured.
 
-        Each as its records by role, those of candidates by run id. ``family`` takes only sets of that family.
+        ``family`` takes only sets of that family.
         """
-        found: dict[str, dict[str, RunRecord]] = defaultdict(dict)
-        for r in self.completed(*COMPARED):
-            if r.baseline_id == baseline_id and family in ("", r.family):
+        found: dict[str, Members] = defaultdict(dict)
+        for r in self.completed(*COMPARED, baseline_id=baseline_id):
+            if family in ("", r.family):
                 found[r.set_id][r.run_id if r.role == "candidate" else r.role] = r
         wanted = {"baseline", TWIN, *run_ids} - {baseline_id}
         return {i: members for i, members in found.items() if wanted <= members.keys() and self._counts(i, members)}
 
-    def _counts(self, set_id: str, members: Mapping[str, RunRecord]) -> bool:
+    def _counts(self, set_id: str, members: Members) -> bool:
         key = (set_id, len(members))
         if key not in self._quiet:
             self._quiet[key] = self.disturbed or not crowded(list(members.values()))
@@ -96,7 +101,7 @@ class Held:
 
     def evaluated(self, baseline_id: str) -> dict[str, Any]:
         """What an answer about a baseline rests on now, as a record keeps it: sets that count, and their log ratios."""
-        others = {r.run_id for r in self.completed("candidate") if r.baseline_id == baseline_id}
+        others = {r.run_id for r in self.completed("candidate", baseline_id=baseline_id)}
         ratios = {run_id: self.log_ratios(baseline_id, run_id) for run_id in sorted(others)}
         ratios[TWIN] = self.log_ratios(baseline_id, baseline_id)
         rounded = {name: [round(v, 6) for v in values if math.isfinite(v)] for name, values in ratios.items() if values}
@@ -104,52 +109,40 @@ class Held:
 
     def looked(self, baseline_id: str) -> set[str]:
         """The sets of a baseline that an answer shown so far rested on."""
-        looks = [r.look or {} for r in self.records if r.role == "look" and r.baseline_id == baseline_id]
-        return {set_id for look in looks for set_id in look["sets"]}
+        looks = [r.look for r in self.completed("look", baseline_id=baseline_id)]
+        return {set_id for look in looks if look for set_id in look["sets"]}
 
     def turns(self, baseline_id: str, run_id: str) -> int:
         """Turns of a comparison's sets, crowded ones too: every further set has as many; 0 before the first."""
         of_others = {r.set_id for r in self.completed("candidate")} if run_id == baseline_id else set()
-        for r in self.completed("candidate", TWIN):
-            if (r.baseline_id, r.run_id) == (baseline_id, run_id) and r.set_id not in of_others:
-                return r.plan.turns
-        return 0
-
-    @property
-    def searched(self) -> list[RunRecord]:
-        """Sizes that were tried in search of the largest batch, and how the searches ended."""
-        return [r for r in self.records if r.role in ("search", "largest")]
+        found = self.completed("candidate", TWIN, baseline_id=baseline_id, run_id=run_id)
+        return next((r.plan.turns for r in found if r.set_id not in of_others), 0)
 
     # What things cost
 
     def place_seconds(self, baseline_id: str) -> float | None:
         """What one configuration in one set with this baseline took, by its stages; None where nothing is held."""
-        seen = [sum(r.stages.values()) for r in self.completed(*COMPARED) if r.baseline_id == baseline_id and r.windows]
+        seen = [sum(r.stages.values()) for r in self.completed(*COMPARED, baseline_id=baseline_id) if r.windows]
         return statistics.fmean(seen) if seen else None
 
     def image_seconds(self, run_id: str) -> float | None:
         """Seconds of an image in the latest set of a configuration; None where it has no windows."""
-        for record in reversed(self.completed(*COMPARED)):
-            if record.run_id == run_id and (seconds := seconds_by_turn(record).values()):
-                return statistics.median(seconds)
-        return None
+        seen = [seconds for r in self.completed(*COMPARED, run_id=run_id) if (seconds := seconds_by_turn(r).values())]
+        return statistics.median(seen[-1]) if seen else None
 
     def trial_seconds(self, config: RunConfig) -> float | None:
         """What the latest trial of a configuration took, from whatever seed; None where there is none."""
         found = [r for r in self.completed("quality") if _without_seed(r.config) == _without_seed(config)]
         return sum(found[-1].stages.values()) if found else None
 
-    def _compiles(self) -> list[RunRecord]:
-        return [r for r in self.completed("cold") if r.compile_cache == "cold"]
-
     @property
     def compile_seconds(self) -> list[float]:
         """What each compile from empty caches took."""
-        return [r.stages["compile"] for r in self._compiles() if "compile" in r.stages]
+        return [r.stages["compile"] for r in self.completed("cold", compile_cache="cold") if "compile" in r.stages]
 
     def cold_compiles(self, run_id: str) -> int:
         """Compiles of a configuration from empty caches."""
-        return sum(r.run_id == run_id for r in self._compiles())
+        return len(self.completed("cold", compile_cache="cold", run_id=run_id))
 
     # Quality
 
@@ -163,7 +156,7 @@ class Held:
 
     def trained(self, run_id: str, fid: Fid | None = None) -> bool:
         """Whether a trial is here, and with it the FID that is asked for."""
-        found = [(r.quality or {}).get("fid", {}) for r in self.completed("quality") if r.run_id == run_id]
+        found = [(r.quality or {}).get("fid", {}) for r in self.completed("quality", run_id=run_id)]
         if fid is None:
             return bool(found)
         asked = (fid.sha256, fid.images)
@@ -205,36 +198,12 @@ def _gradient_of(config: RunConfig) -> str:
     return dataclasses.replace(config, **same).run_id  # type: ignore[arg-type]
 
 
-def _note_key(record: RunRecord) -> tuple[object, ...]:
-    """What makes two notes the same."""
-    return (record.family, record.label, record.baseline_id, record.reason, record.cohort)
-
-
-RECENT_RECORDS = 150
-"""Windows of so many records of a machine say how much it scatters."""
-
-
 def scatter(ledger: Ledger, machine_key: str) -> tuple[float, float]:
-    """Standard deviations of turns within a set and of sets, of a log ratio; see ``turn_plan.variances``."""
-    heads = [h for h in ledger.heads()[0] if h.machine.key == machine_key]
-    recent = [h for h in heads if h.role in ("baseline", "twin", "candidate")][-RECENT_RECORDS:]
-    return turn_plan.variances(*_turn_logs(load(recent)[0]))
-
-
-def _turn_logs(records: Sequence[RunRecord]) -> tuple[list[list[float]], list[list[list[float]]]]:
-    """Log ratios by turn: of each set's twin, and for each comparison, of each set's candidate to baseline and twin.
-
-    Only of sets that count, with two turns or more: of one turn nothing can be told.
-    """
-    sets: dict[str, dict[str, RunRecord]] = defaultdict(dict)
-    for r in records:
+    """Standard deviations of turns within a set and of sets on a machine, from the twins of its latest quiet sets."""
+    heads = [h for h in ledger.heads()[0] if h.machine.key == machine_key and h.role in ("baseline", TWIN)]
+    sets: dict[str, Members] = defaultdict(dict)
+    for r in load(heads[-RECENT_RECORDS:])[0]:
         if r.windows:
-            sets[r.set_id][r.role if r.role != "candidate" else r.run_id] = r
-    twins, others = list[list[float]](), defaultdict[tuple[str, str], list[list[float]]](list)
-    for held in sets.values():
-        if {"baseline", "twin"} <= held.keys() and not crowded(list(held.values())):
-            base, twin = held.pop("baseline"), held.pop("twin")
-            twins.append(turn_log_ratios(base, twin))
-            for r in held.values():
-                others[r.baseline_id, r.run_id].append(turn_log_ratios(base, r, twin))
-    return [v for v in twins if len(v) > 1], [[v for v in found if len(v) > 1] for found in others.values()]
+            sets[r.set_id][r.role] = r
+    pairs = [s for s in sets.values() if len(s) > 1 and not crowded(list(s.values()))]
+    return turn_plan.variances([turn_log_ratios(s["baseline"], s[TWIN]) for s in pairs])

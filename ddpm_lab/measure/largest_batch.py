@@ -16,7 +16,7 @@ import psutil
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.seat import Member
+from ddpm_lab.measure.sets import Member
 from ddpm_lab.plan import Family
 from ddpm_lab.record import LASTING, RunRecord
 
@@ -30,7 +30,7 @@ TRY_SECONDS = 120.0
 
 def largest_batch(
     family: Family,
-    searched: Sequence[RunRecord],
+    records: Sequence[RunRecord],
     attempt: Callable[[Member], RunRecord],
     seconds_left: Callable[[], float | None],
 ) -> RunRecord | None:
@@ -38,7 +38,7 @@ def largest_batch(
 
     Args:
         family: its ``search_up_to`` is the last size that is tried.
-        searched: what the ledger holds of earlier searches, of whatever work.
+        records: what the ledger holds, of earlier searches among others.
         attempt: measures a member alone, keeps its record and returns it.
         seconds_left: seconds of the budget, or None without one.
 
@@ -47,73 +47,63 @@ def largest_batch(
         label is the limit that ended the search: "memory", "cap", "time" or "failure"; its reason says how. None where
         nothing is known, because the first try failed in a way that may pass.
     """
-    base = family.baseline
+    base, cap = family.baseline, family.search_up_to
     unit = base.world_size * base.accumulation
-    known = {
-        r.config.global_batch_size: r
-        for r in searched
-        if r.role == "search" and (r.status == "ok" or r.status in LASTING) and same_work(r.config, base)
-    }
+    tried = {r.config.global_batch_size: r for r in records if r.role == "search" and same_work(r.config, base)}
+    tried = {size: r for size, r in tried.items() if r.status in ("ok", *LASTING)}
+    failed = {size: _failure(r) for size, r in tried.items() if r.status != "ok"}
     while True:
-        low, high = bounds({batch: r.status == "ok" for batch, r in known.items()})
-
-        def ended(limit: str, reason: str, at: int = low or high or 0) -> RunRecord | None:
-            return dataclasses.replace(known[at], role="largest", label=limit, reason=reason) if at else None
-
-        size = next_size(low, high, first=base.global_batch_size, most=family.search_up_to, unit=unit)
-        if size is None and high is None:
-            return ended("cap", f"the search goes up to {family.search_up_to:,} images")
-        if size is None and high is not None:
-            failed = known[high]
-            if failed.status == "oom":
-                return ended("memory", f"{high:,} images are out of memory")
-            return ended("failure", f"{high:,} images: {failed.status}: {failed.reason}")
-        assert size is not None
-        if low:
-            left = seconds_left()
-            stages = known[low].stages
-            seconds = sum(stages.values()) + stages.get("warmup", 0.0) * (size / low - 1)
-            if seconds > (TRY_SECONDS if left is None else left / 2):
-                return ended("time", f"a try with {size:,} images would take about {_words(seconds)}")
+        peaks = {size: host_bytes(r) for size, r in tried.items() if r.status == "ok"}
+        high = min(failed, default=None)
+        low = max((size for size in peaks if high is None or size < high), default=0)
+        size = next_size(low, high, first=base.global_batch_size, most=cap, unit=unit)
+        if size is None:
+            limit, reason = failed[high] if high else ("cap", f"the search goes up to {cap:,} images")
+            break
+        left = seconds_left()
+        if low and (seconds := _seconds(tried[low], size)) > (TRY_SECONDS if left is None else left / 2):
+            limit, reason = "time", f"a try with {size:,} images would take about {seconds:.0f} s"
+            break
         if low and base.device == "cpu":
-            peaks = {batch: host_bytes(r) for batch, r in known.items() if r.status == "ok"}
-            wanted, (size, available) = size, _within_main_memory(peaks, low, size, unit)
-            if size is None:
-                needed = f"{wanted:,} images would need about {_gib(predicted_bytes(peaks, wanted))}"
-                return ended(
-                    "memory", f"{needed}, {100 * MEMORY_SHARE:.0f} % of the {_gib(available)} available may be used"
-                )
-        config = dataclasses.replace(base, global_batch_size=size)
-        record = attempt(Member("search", f"batch {size}", config))
-        if record.status != "ok" and record.status not in LASTING:  # the next run tries it again
-            return ended("failure", f"{size:,} images: {record.status}: {record.reason}")
-        known[size] = record
+            needed, available = predicted_bytes(peaks, size), available_bytes()
+            if needed > MEMORY_SHARE * available:
+                share = f"{100 * MEMORY_SHARE:.0f} % of the {_gib(available)} available may be used"
+                failed[size] = "memory", f"{size:,} images would need about {_gib(needed)}, {share}"
+                continue
+        record = attempt(Member("search", f"batch {size}", dataclasses.replace(base, global_batch_size=size)))
+        if record.status not in ("ok", *LASTING):  # the next run tries it again
+            limit, reason = _failure(record)
+            break
+        tried[size] = record
+        if record.status != "ok":
+            failed[size] = _failure(record)
+    at = low or high
+    return dataclasses.replace(tried[at], role="largest", label=limit, reason=reason) if at else None
 
 
-def _within_main_memory(peaks: Mapping[int, int], low: int, size: int, unit: int) -> tuple[int | None, int]:
-    """The largest size above ``low``, up to ``size``, that leaves enough main memory, if any; and what is available."""
-    available = available_bytes()
-    step = max(unit, low // PARTS // unit * unit)
-    sizes = (*range(low + step, size, step), size)
-    within = [s for s in sizes if predicted_bytes(peaks, s) <= MEMORY_SHARE * available]
-    return (within[-1] if within else None), available
+def _failure(record: RunRecord) -> tuple[str, str]:
+    """The limit that a size met which does not fit, and how."""
+    size = f"{record.config.global_batch_size:,} images"
+    if record.status == "oom":
+        return "memory", f"{size} are out of memory"
+    return "failure", f"{size}: {record.status}: {record.reason}"
 
 
-def search_ended(searched: Sequence[RunRecord], config: RunConfig) -> RunRecord | None:
+def _seconds(fits: RunRecord, size: int) -> float:
+    """What a try with ``size`` images would take, by one that fits."""
+    longer = size / fits.config.global_batch_size - 1
+    return sum(fits.stages.values()) + fits.stages.get("warmup", 0.0) * longer
+
+
+def search_ended(records: Sequence[RunRecord], config: RunConfig) -> RunRecord | None:
     """How the last search of a configuration's work ended."""
-    ends = [r for r in searched if r.role == "largest" and same_work(r.config, config)]
+    ends = [r for r in records if r.role == "largest" and same_work(r.config, config)]
     return ends[-1] if ends else None
 
 
 def same_work(config: RunConfig, other: RunConfig) -> bool:
     """Whether two configurations differ in nothing but the batch size."""
     return config.differences(other).keys() <= {"global_batch_size"}
-
-
-def bounds(fits: Mapping[int, bool]) -> tuple[int, int | None]:
-    """The largest size that fits (0: none is known), and the smallest that does not, among those tried."""
-    high = min((size for size, ok in fits.items() if not ok), default=None)
-    return max((size for size, ok in fits.items() if ok and (high is None or size < high)), default=0), high
 
 
 def next_size(low: int, high: int | None, *, first: int, most: int, unit: int = 1) -> int | None:
@@ -148,9 +138,11 @@ def host_bytes(record: RunRecord) -> int:
 def available_bytes() -> int:
     """Main memory that can be used without swapping, cut by what the enclosing cgroups leave (v2 and v1)."""
     found = [int(psutil.virtual_memory().available)]
-    version_2 = ("memory.max", "memory.current", "inactive_file")
-    version_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    for levels, (limit, used, inactive) in zip(hardware.cgroup_levels("memory"), (version_2, version_1), strict=True):
+    names = (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    )
+    for levels, (limit, used, inactive) in zip(hardware.cgroup_levels("memory"), names, strict=True):
         for level in levels:
             # "max" is no number: such a level sets no limit, like one that cannot be read.
             with contextlib.suppress(OSError, ValueError, KeyError):
@@ -162,7 +154,3 @@ def available_bytes() -> int:
 
 def _gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
-
-
-def _words(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

@@ -18,41 +18,40 @@ from typing import Any
 
 import psutil
 
-from ddpm_lab.measure.hardware import CpuClock, ask_nvml, cgroup_throttled_seconds, difference, gpu_handle
+from ddpm_lab.measure.hardware import ask_nvml, cgroup_throttled_seconds, gpu_handle
+from ddpm_lab.measure.others import CpuClock, difference
 
 FIRST_SECONDS = 0.25
 """Into a window of 0.4 s, so that a short one has a sample taken while the GPU works."""
-PERIOD_SECONDS = 1.0
-UTILISATION_SECONDS = 5.0
-"""Between two samples of the utilisation of a long run."""
+PERIOD_SECONDS, LATER_SECONDS, EARLY_SAMPLES = 1.0, 5.0, 120
+"""Between two samples, and between those of a long run after its first ones."""
 
 State = dict[str, float | None]
-Numbers = Iterable[float]
+Fold = Callable[[Iterable[float]], float]
 
 
-def _bits(values: Numbers) -> float:
+def _bits(values: Iterable[float]) -> float:
     return float(reduce(operator.or_, map(int, values)))
 
 
-_FOLDED: dict[str, tuple[str, Callable[[Numbers], float], Callable[[Numbers], float]]] = {
-    "gpu_utilisation_percent": ("utilisation", fmean, fmean),
-    "gpu_memory_used_bytes": ("memory", max, max),
-    "gpu_clock_mhz": ("clock", fmean, fmean),
-    "gpu_clock_min_mhz": ("clock", min, min),
-    "gpu_memory_clock_mhz": ("memory_clock", fmean, fmean),
-    "gpu_temperature_celsius": ("temperature", max, max),
-    "gpu_throttle_reasons": ("reasons", _bits, _bits),
+_SAMPLED: dict[str, Fold] = {
+    "gpu_utilisation_percent": fmean,
+    "gpu_memory_used_bytes": max,
+    "gpu_clock_mhz": fmean,
+    "gpu_clock_min_mhz": min,
+    "gpu_memory_clock_mhz": fmean,
+    "gpu_temperature_celsius": max,
+    "gpu_throttle_reasons": _bits,  # of NVML's nvmlClocksThrottleReason
 }
-"""Name in the record: what a sample calls it, how the samples of a GPU become one value, and how GPUs do."""
-
-
-_OTHERS: dict[str, Callable[[Numbers], float]] = {
-    "gpu_others": sum,
+"""How the samples of a GPU become one value, and those of a group's GPUs."""
+_OTHERS: dict[str, Fold] = {
+    "gpu_others": sum,  # processes
     "gpu_others_bytes": sum,
-    "gpu_others_changed_bytes": sum,
-    "gpu_others_percent": max,
+    "gpu_others_changed_bytes": sum,  # how far their memory grew or shrank meanwhile
+    "gpu_others_percent": max,  # of the multiprocessors' time
 }
-"""What other processes took, and how the GPUs of a group become one value."""
+_OF_GROUP: dict[str, Fold] = {**_SAMPLED, "gpu_power_watts": sum, "gpu_energy_joules": sum, **_OTHERS}
+"""How the values of a group's GPUs become one."""
 
 
 class Watch:
@@ -60,12 +59,8 @@ class Watch:
 
     ``others_cores`` is how many cores other processes kept busy meanwhile, ``stolen_seconds`` what the hypervisor took.
     ``state`` holds ``watched_seconds`` (settle steps included), ``cpu_utilisation_percent`` of the cores this process
-    may use, ``ram_used_bytes`` of the machine, ``cgroup_throttled_seconds``, and for the group's GPUs
-    ``gpu_utilisation_percent``, ``gpu_memory_used_bytes``, ``gpu_clock_mhz``, ``gpu_clock_min_mhz``,
-    ``gpu_memory_clock_mhz``, ``gpu_temperature_celsius`` (the hottest), ``gpu_throttle_reasons`` (the bits that NVML
-    documents as nvmlClocksThrottleReason), ``gpu_power_watts`` and ``gpu_energy_joules`` (all of them together), and of
-    other processes on them ``gpu_others`` (how many), ``gpu_others_bytes``, ``gpu_others_changed_bytes`` (how far their
-    memory grew or shrank meanwhile) and ``gpu_others_percent`` (of the multiprocessors' time). None is unknown.
+    may use, ``ram_used_bytes`` of the machine, ``cgroup_throttled_seconds``, and what ``_OF_GROUP`` names of the
+    group's GPUs together. None is unknown.
 
     Args:
         gpus: UUID of each GPU that the group uses, and the process id of the rank on it.
@@ -79,15 +74,13 @@ class Watch:
         self._gpus = [_Gpu(uuid, pid) for uuid, pid in gpus.items()]
         self._relatives = relatives
         self._stop = threading.Event()
-        self._sampler: threading.Thread | None = None
+        self._sampler = threading.Thread(target=self._sample, name="ddpm_lab machine state", daemon=True)
 
     def __enter__(self) -> Watch:
-        self._throttled = cgroup_throttled_seconds()
-        self._clock, self._begun = CpuClock.read(self._relatives), time.monotonic()
+        self._throttled, self._clock = cgroup_throttled_seconds(), CpuClock.read(self._relatives)
         for gpu in self._gpus:
             gpu.begin()
         if any(gpu.known for gpu in self._gpus):
-            self._sampler = threading.Thread(target=self._sample, name="ddpm_lab machine state", daemon=True)
             self._sampler.start()
         return self
 
@@ -95,58 +88,48 @@ class Watch:
         self._stop.set()
         for gpu in self._gpus:
             gpu.end()
-        seconds = time.monotonic() - self._begun
-        clock, throttled = CpuClock.read(self._relatives), cgroup_throttled_seconds()
-        if self._sampler is not None:
+        use = self._clock.until(CpuClock.read(self._relatives))
+        if self._sampler.ident is not None:
             self._sampler.join()
-        self.others_cores, self.stolen_seconds = self._clock.others_cores(clock, seconds), self._clock.stolen(clock)
-        busy, memory = self._clock.busy(clock), psutil.virtual_memory()
-        share = None if busy is None else busy / seconds / len(os.sched_getaffinity(0))
+        self.others_cores, self.stolen_seconds = use.others_cores, use.stolen
+        share, memory = None, psutil.virtual_memory()
+        if use.busy is not None:
+            share = min(100.0, 100 * use.busy / use.seconds / len(os.sched_getaffinity(0)))
         state: State = {
-            "watched_seconds": seconds,
-            "cpu_utilisation_percent": None if share is None else min(100.0, 100 * share),
+            "watched_seconds": use.seconds,
+            "cpu_utilisation_percent": share,
             "ram_used_bytes": memory.total - memory.available,
-            "cgroup_throttled_seconds": difference(self._throttled, throttled),
-            **(_gpu_state(self._gpus) if self._gpus else {}),
+            "cgroup_throttled_seconds": difference(self._throttled, cgroup_throttled_seconds()),
         }
+        if self._gpus:
+            own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+            found = [gpu.state(own) for gpu in self._gpus]
+            state |= {name: _folded(fold, [gpu[name] for gpu in found]) for name, fold in _OF_GROUP.items()}
         self.state = {name: None if value is None else round(value, 3) for name, value in state.items()}
 
     def _sample(self) -> None:
-        for pause in itertools.chain([FIRST_SECONDS], itertools.repeat(PERIOD_SECONDS)):
+        periods = (itertools.repeat(PERIOD_SECONDS, EARLY_SAMPLES), itertools.repeat(LATER_SECONDS))
+        for pause in itertools.chain([FIRST_SECONDS], *periods):
             if self._stop.wait(pause):
                 return
             for gpu in self._gpus:
                 gpu.sample()
 
 
-def _over(values: Iterable[float | None], fold: Callable[[Numbers], float], *, whole: bool = True) -> float | None:
-    """``values`` as one; unknown if none is known or, where it takes the ``whole`` of them, if one is not."""
+def _folded(fold: Fold, values: Iterable[float | None]) -> float | None:
+    """``values`` as one; unknown if there is none, or one of them is unknown."""
     found = list(values)
     known = [value for value in found if value is not None]
-    return fold(known) if known and (not whole or len(known) == len(found)) else None
-
-
-def _gpu_state(gpus: list[_Gpu]) -> State:
-    own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
-    others = [gpu.others(own) for gpu in gpus]
-    state: State = {
-        name: _over([_over([s[source] for s in gpu.samples], within, whole=False) for gpu in gpus], across)
-        for name, (source, within, across) in _FOLDED.items()
-    }
-    state["gpu_power_watts"] = _over([gpu.watts for gpu in gpus], sum)
-    state["gpu_energy_joules"] = _over([gpu.joules for gpu in gpus], sum)
-    return state | {name: _over([o[name] for o in others], fold) for name, fold in _OTHERS.items()}
+    return fold(known) if known and len(known) == len(found) else None
 
 
 class _Gpu:
     """One GPU of a group, as NVML tells of it while the group works."""
 
     def __init__(self, uuid: str, pid: int) -> None:
-        self.pid, self._handle = pid, gpu_handle(uuid)
+        self._pid, self._handle = pid, gpu_handle(uuid)
         self.known = self._handle is not None
-        self.samples: list[dict[str, float | None]] = []
-        self.watts: float | None = None
-        self.joules: float | None = None
+        self._samples: list[State] = []
         self._processes: list[dict[int, int | None] | None] = []
 
     def _read(self, name: str, *arguments: Any) -> Any:
@@ -161,44 +144,57 @@ class _Gpu:
     def sample(self) -> None:
         """Read what holds at this moment."""
         utilisation, memory = self._read("UtilizationRates"), self._read("MemoryInfo")
-        reasons, milliwatts = self._read("CurrentClocksEventReasons"), self._read("PowerUsage")
-        self.samples.append(
+        clock, milliwatts = self._read("ClockInfo", 1), self._read("PowerUsage")  # NVML_CLOCK_SM
+        reasons = self._read("CurrentClocksEventReasons")
+        self._samples.append(
             {
-                "utilisation": None if utilisation is None else float(utilisation.gpu),
-                "memory": None if memory is None else float(memory.used),
-                "clock": self._read("ClockInfo", 1),  # NVML_CLOCK_SM
-                "memory_clock": self._read("ClockInfo", 2),  # NVML_CLOCK_MEM
-                "temperature": self._read("Temperature", 0),  # NVML_TEMPERATURE_GPU
+                "gpu_utilisation_percent": None if utilisation is None else float(utilisation.gpu),
+                "gpu_memory_used_bytes": None if memory is None else float(memory.used),
+                "gpu_clock_mhz": clock,
+                "gpu_clock_min_mhz": clock,
+                "gpu_memory_clock_mhz": self._read("ClockInfo", 2),  # NVML_CLOCK_MEM
+                "gpu_temperature_celsius": self._read("Temperature", 0),  # NVML_TEMPERATURE_GPU
                 # The older name of the same.
-                "reasons": self._read("CurrentClocksThrottleReasons") if reasons is None else reasons,
-                "power": None if milliwatts is None else milliwatts / 1e3,
+                "gpu_throttle_reasons": self._read("CurrentClocksThrottleReasons") if reasons is None else reasons,
+                "gpu_power_watts": None if milliwatts is None else milliwatts / 1e3,
             }
         )
         self._processes.append(self._running())
 
     def end(self) -> None:
         """Read again what was read at the beginning, as soon as the work is done; a sample too if there is none."""
-        millijoules, now = difference(self._energy, self._read("TotalEnergyConsumption")), time.monotonic()
-        if not self.samples:
+        self._energy = difference(self._energy, self._read("TotalEnergyConsumption"))
+        self._seconds = time.monotonic() - self._begun
+        if not self._samples:
             self.sample()
-        self.joules = None if millijoules is None else millijoules / 1e3
-        watts = _over([s["power"] for s in self.samples], fmean, whole=False)
-        self.watts = watts if self.joules is None else self.joules / (now - self._begun)
-
-    def others(self, own: set[int]) -> State:
-        """What processes that are not one's ``own`` had of the GPU."""
         self._processes.append(self._running())
+
+    def state(self, own: set[int]) -> State:
+        """What was found of this GPU; ``own`` are process ids that are no others."""
+        watts = self._over_samples("gpu_power_watts", fmean)
+        joules = None if self._energy is None else self._energy / 1e3
+        power: State = {
+            "gpu_power_watts": watts if joules is None else joules / self._seconds,
+            "gpu_energy_joules": joules,
+        }
+        return {name: self._over_samples(name, fold) for name, fold in _SAMPLED.items()} | power | self._others(own)
+
+    def _over_samples(self, name: str, fold: Fold) -> float | None:
+        return _folded(fold, [value for sample in self._samples if (value := sample[name]) is not None])
+
+    def _others(self, own: set[int]) -> State:
+        """What processes that are not one's ``own`` had of the GPU."""
         listed = [processes for processes in self._processes if processes is not None]
         # NVML numbers processes as the host does. Where it does not list the rank itself, as in a container with
         # numbers of its own, nobody can say which of the listed are others.
-        if len(listed) < len(self._processes) or any(self.pid not in processes for processes in listed):
+        if len(listed) < len(self._processes) or any(self._pid not in processes for processes in listed):
             return dict.fromkeys(_OTHERS)
         others = [{pid: used for pid, used in processes.items() if pid not in own} for processes in listed]
-        held = [_over(found.values(), sum) if found else 0 for found in others]
+        held = [_folded(sum, found.values()) if found else 0 for found in others]
         return {
             "gpu_others": max(map(len, others)),
-            "gpu_others_bytes": _over(held, max),
-            "gpu_others_changed_bytes": _over(held, lambda values: max(values) - min(values)),
+            "gpu_others_bytes": _folded(max, held),
+            "gpu_others_changed_bytes": _folded(lambda values: max(values) - min(values), held),
             "gpu_others_percent": self._taken(own) if any(others) else 0,
         }
 
@@ -213,32 +209,3 @@ class _Gpu:
         """Bytes of GPU memory by process."""
         processes = self._read("ComputeRunningProcesses")
         return None if processes is None else {p.pid: p.usedGpuMemory for p in processes}
-
-
-class Utilisation:
-    """The mean utilisation of GPUs over a run of any length: a context, whose ``percent`` is None where unknown."""
-
-    def __init__(self, uuids: Sequence[str]) -> None:
-        self._handles = [handle for uuid in uuids if (handle := gpu_handle(uuid)) is not None]
-        self._means: list[float] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="ddpm_lab utilisation", daemon=True)
-
-    def __enter__(self) -> Utilisation:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    @property
-    def percent(self) -> float | None:
-        """Mean over samples and GPUs so far."""
-        return fmean(self._means) if self._means else None
-
-    def _sample(self) -> None:
-        while self._handles and not self._stop.wait(UTILISATION_SECONDS):
-            read = [ask_nvml("nvmlDeviceGetUtilizationRates", handle) for handle in self._handles]
-            if known := [float(rates.gpu) for rates in read if rates is not None]:
-                self._means.append(fmean(known))

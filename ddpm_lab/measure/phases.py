@@ -1,28 +1,34 @@
 """Where the time of a step goes: a clock at every phase boundary, and spans of what runs beside the main line.
 
-A rank's marks cut its main line into phases, one after the other. On a GPU that line is the device's own: an event is
-recorded with each mark, and the time of a phase is the time between two events, so that host work hidden behind the
-device costs nothing. What runs beside the main line (an exchange of gradients, a thread that loads) is a span, with a
-start and an end. Time that no mark names belongs to no phase and shows in the residual, since the wall of the window is
-read from a clock of its own.
+A rank's marks cut its main line into phases. On a GPU that line is the device's own: an event is recorded with each
+mark, so that host work hidden behind the device costs nothing. What runs beside it (an exchange of gradients, a thread
+that loads) is a span. Time that no mark names shows in the residual, since the window has a clock of its own.
+
+The profiler changes what it watches: a profiled run has no other purpose, and no time is ever taken from it.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._autograd import DeviceType
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-
-from ddpm_lab.measure.profiling import RANGE
+from torch.profiler import ProfilerActivity, profile, schedule
 
 COMPUTE = ("forward", "backward", "optimizer", "ema")
 COMMUNICATION = "communication"
 UNNAMED = "step"
 """What the lab marks around a workload's step: time under this name is in no phase."""
+RANGE = "phase: "
+"""Beginning of the names of the profiler's ranges around the phases of a step."""
+TOP = 80
+"""Operators kept by name; the rest are summed as ``(other operators)``."""
 
 Interval = tuple[float, float]
 
@@ -53,11 +59,11 @@ def mean(windows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The mean of equally long windows, number by number; what a window lacks was 0 there."""
     found: dict[str, Any] = {}
     for name in dict.fromkeys(name for window in windows for name in window):
-        values = [window[name] for window in windows if name in window]
-        if isinstance(values[0], Mapping):
-            found[name] = mean([*values, *[{}] * (len(windows) - len(values))])
+        values = [window.get(name) for window in windows]
+        if any(isinstance(value, Mapping) for value in values):
+            found[name] = mean([value or {} for value in values])
         else:
-            found[name] = round(sum(values) / len(windows), 9)
+            found[name] = round(sum(value or 0 for value in values) / len(windows), 9)
     return found
 
 
@@ -140,6 +146,7 @@ class PhaseClock:
         device when a step began.
         """
         marks, self._marks = self._marks or [], None
+        on_device = self._cuda and not self._synchronised
 
         def seconds(moment: Any) -> float:
             """A moment on the line of the window, which begins at 0."""
@@ -147,12 +154,14 @@ class PhaseClock:
 
         def line(moments: list[float]) -> dict[str, list[Interval]]:
             found: dict[str, list[Interval]] = {}
-            for (phase, _, _), begun, ended in zip(marks, moments, moments[1:], strict=False):
-                found.setdefault(phase, []).append((begun, ended))
+            for (phase, _, _), pair in zip(marks, itertools.pairwise(moments), strict=False):
+                found.setdefault(phase, []).append(pair)
             return found
 
+        def per_step(phases: Mapping[str, list[Interval]]) -> dict[str, float]:
+            return {name: sum(b - a for a, b in found) / steps for name, found in phases.items() if name != UNNAMED}
+
         on_host = [seconds(moment) for _, moment, _ in marks]
-        on_device = self._cuda and not self._synchronised
         main = line([seconds(event) for _, _, event in marks] if on_device else on_host)
         spans: dict[str, list[Interval]] = {}
         for name, begun, ended in self._spans:
@@ -160,10 +169,6 @@ class PhaseClock:
         if on_device:  # the host loads the next batch while the device still computes
             spans.setdefault("data", line(on_host).get("data", []))
         compute = [i for name in COMPUTE for i in main.get(name, ())]
-
-        def per_step(phases: Mapping[str, list[Interval]]) -> dict[str, float]:
-            return {name: sum(b - a for a, b in found) / steps for name, found in phases.items() if name != UNNAMED}
-
         phases = per_step(main)
         found: dict[str, Any] = {
             "step_seconds": (end - start) / steps,
@@ -187,3 +192,58 @@ class PhaseClock:
         if phase != UNNAMED:
             self._range = torch.profiler.record_function(RANGE + phase)
             self._range.__enter__()
+
+
+def profile_steps(step: Callable[[], None], plan: dict[str, int], trace: Path, cuda: bool) -> dict[str, Any]:
+    """Profile ``plan['active']`` steps after ``wait`` and ``warmup`` ones, ``repeat`` times.
+
+    Writes a compressed Chrome trace of the last repetition to ``trace``, in which torch notes the rank. Returns the
+    operators of all repetitions, and the seconds of each phase that the steps mark. Exclusive ("self") times are the
+    time inside an operator less that inside the operators it calls, so that each second of a thread counts once.
+    """
+    operators: dict[str, list[float]] = {}
+    phases: dict[str, float] = {}
+    wall = begun = 0.0
+
+    def ready(profiler: Any) -> None:
+        for event in profiler.key_averages():
+            # A kernel stands in the list twice: by itself, and as device time of the operator that launched it.
+            if event.device_type != DeviceType.CPU:
+                continue
+            if event.key.startswith(RANGE):
+                name = event.key.removeprefix(RANGE)
+                phases[name] = phases.get(name, 0.0) + event.cpu_time_total / 1e6
+            elif not event.key.startswith("ProfilerStep"):
+                found = (event.count, event.self_cpu_time_total / 1e6, event.self_device_time_total / 1e6)
+                before = operators.get(event.key, [0.0, 0.0, 0.0])
+                operators[event.key] = [a + b for a, b in zip(before, found, strict=True)]
+        partial = trace.with_name(f".partial.{trace.name}")
+        profiler.export_chrome_trace(str(partial))  # compressed, by the end of its name
+        partial.replace(trace)
+
+    def now() -> float:
+        if cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    first, last = plan["wait"] + plan["warmup"], plan["wait"] + plan["warmup"] + plan["active"] - 1
+    with profile(activities=activities, schedule=schedule(**plan), on_trace_ready=ready) as profiler:
+        for _ in range(plan["repeat"]):
+            for i in range(last + 1):
+                begun = now() if i == first else begun
+                step()
+                wall += now() - begun if i == last else 0.0
+                profiler.step()
+    ranked = sorted(operators.items(), key=lambda item: -(item[1][2] if cuda else item[1][1]))
+    rest = [sum(column) for column in zip(*(row for _, row in ranked[TOP:]), strict=True)]
+    rows = [(name, *row) for name, row in ranked[:TOP]] + ([("(other operators)", *rest)] if rest else [])
+    names = ("name", "calls", "self_cpu_seconds", "self_device_seconds")
+    return {
+        "steps": plan["active"] * plan["repeat"],
+        "wall_seconds": wall,
+        "schedule": plan,
+        "phases": phases,
+        "operators": [dict(zip(names, row, strict=True)) for row in rows],
+        "traces": [trace.name],
+    }

@@ -1,7 +1,4 @@
-"""The last module that the fork server imports: what it holds by now is part of every rank.
-
-Left to the collector, these objects would be searched, and their pages copied, in each rank.
-"""
+"""The last module that the fork server imports: it freezes what is there, which each rank would search and copy."""
 
 import atexit
 import gc

@@ -1,9 +1,8 @@
 """A rank's process, seen from both sides: what the parent tells it, how it is watched, how it ends.
 
 A rank cannot outlive its parent: a thread waits on a pipe whose only write end the parent holds and kills the rank's
-whole process group (loader workers and compilers too) at end of file. What a rank measures goes to files in the group's
-folder, written atomically; the pipe carries only words, and what went wrong, which a full disk must not hide. Nothing
-here imports torch until the rank runs.
+whole process group (loader workers and compilers too) at end of file. Commands go to a rank through a pipe, and what it
+measured comes back as one line of JSON. Nothing here imports torch until the rank runs.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ from ddpm_lab.config import RunConfig, digest
 from ddpm_lab.measure.code_version import PACKAGE, Tree, is_library
 from ddpm_lab.workload import Unsupported
 
-THREADING = {"GOMP_SPINCOUNT": "10000"}
-"""How OpenMP threads wait for each other, unless the user has said otherwise: briefly awake, then asleep.
+SPIN_VARIABLE, SPIN_COUNT = "GOMP_SPINCOUNT", "10000"
+"""OpenMP threads wait for each other briefly awake, then asleep, unless the user's environment says otherwise.
 
 By default they spin for milliseconds, and a step of two threads slows down manyfold as soon as a neighbour wants one of
 the cores. It must be in the environment before torch is imported, and it is the same for every configuration."""
@@ -87,13 +86,17 @@ class RankJob:
     tree: Tree | None = None
 
 
-class Beat(NamedTuple):
-    """A rank's last sign of life: monotonic seconds, steps done, marks made so far, and what it was about to do."""
+class Life(NamedTuple):
+    """A rank's last sign of life: how long ago, steps done, marks made, what it was about to do; how long it is frozen.
 
-    seconds: float
+    ``frozen_seconds`` is above 0 while the process is stopped by a signal or a debugger.
+    """
+
+    silent_seconds: float
     steps: int
     marks: int
     phase: str
+    frozen_seconds: float = 0.0
 
 
 class Heartbeat:
@@ -102,29 +105,29 @@ class Heartbeat:
     def __init__(self, path: Path) -> None:
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), BEAT.size)
-        self.steps = 0
-        self.marks = 0
+        self.steps = self.marks = 0
 
     def mark(self, phase: str) -> None:
         """Note the time and the phase; about a microsecond."""
         self.marks += 1
-        self._write(Beat(time.monotonic(), self.steps, self.marks, phase))
+        self._write(self.steps, self.marks, phase)
 
     def touch(self) -> None:
         """The parent's mark: from now on silence counts. A sleeping rank's own last mark is old."""
-        self._write(self.read()._replace(seconds=time.monotonic()))
+        life = self.read()
+        self._write(life.steps, life.marks, life.phase)
 
-    def _write(self, beat: Beat) -> None:
+    def _write(self, steps: int, marks: int, phase: str) -> None:
         # In one copy: pack_into would clear the bytes first, and a reader in between would see a rank silent for ever.
-        self._map[:] = BEAT.pack(beat.seconds, beat.steps, beat.marks, beat.phase.encode()[:24])
+        self._map[:] = BEAT.pack(time.monotonic(), steps, marks, phase.encode()[:24])
 
-    def read(self) -> Beat:
+    def read(self) -> Life:
         """What the rank said last; read until two looks agree, since the rank may be writing."""
         before = self._map[:]
         while (now := self._map[:]) != before:
             before = now
         seconds, steps, marks, phase = BEAT.unpack(now)
-        return Beat(seconds, steps, marks, phase.rstrip(b"\0").decode(errors="replace"))
+        return Life(time.monotonic() - seconds, steps, marks, phase.rstrip(b"\0").decode(errors="replace"))
 
 
 def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
@@ -147,23 +150,21 @@ def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2)
     beat = Heartbeat(job.folder / f"rank{job.rank}.beat")
-    said: str | dict[str, Any] = "finished"
+    error: dict[str, Any] | None = None
     try:
         from ddpm_lab.measure.rank import Rank  # noqa: PLC0415 - torch belongs to the rank, not to its parent
 
         Rank(job, commands, beat).serve()
-    except Unsupported as error:
-        said = _error("unsupported", str(error))
-    except BaseException as error:
-        said = _error("oom" if _out_of_memory(error) else "crashed", _one_line(error))
-    with contextlib.suppress(OSError):
-        commands.send(said)
+    except BaseException as failure:
+        error = _error(failure)
+        with contextlib.suppress(OSError):
+            commands.send_bytes(json.dumps({"error": error}).encode())
     # The lab's processes are isolated; their interpreters hold nothing that is worth an orderly exit, and a
     # library's exit handler must not keep a group alive.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # as of a disk that is full
             stream.flush()
-    os._exit(isinstance(said, dict))
+    os._exit(error is not None)
 
 
 def _rank_main_of(job: RankJob, commands: Connection, lifeline: Connection) -> None:
@@ -180,8 +181,11 @@ def _die_with_parent(lifeline: Connection) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _error(status: str, message: str) -> dict[str, Any]:
-    return {"status": status, "message": message, "time": time.monotonic(), "traceback": traceback.format_exc()}
+def _error(error: BaseException) -> dict[str, Any]:
+    """What a rank says of its failure: the fields of an ``Ending``."""
+    status = "unsupported" if isinstance(error, Unsupported) else "oom" if _out_of_memory(error) else "crashed"
+    message = str(error) if status == "unsupported" else _one_line(error)
+    return {"status": status, "message": message, "detail": traceback.format_exc(), "time": time.monotonic()}
 
 
 def _one_line(error: BaseException) -> str:
@@ -208,26 +212,23 @@ def _out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or known
 
 
-def report(job: RankJob, name: str, values: dict[str, Any]) -> None:
-    """Write a result file atomically: it is either absent or whole."""
-    final = job.folder / f"rank{job.rank}.{name}.json"
-    partial = final.with_suffix(".partial")
-    partial.write_text(json.dumps(values))
-    partial.replace(final)
-
-
 def host_id() -> str:
     """Twelve hexadecimal digits that tell hosts apart: those of one network and one boot of a kernel are one host."""
     parts = [str(Path("/proc/self/ns/net").readlink()), Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
     return digest(parts)
 
 
+def _stat(pid: int) -> list[str]:
+    """Fields 3 and on of a process's stat; the name before them is in parentheses and may hold anything."""
+    with contextlib.suppress(OSError):
+        return Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()
+    return []
+
+
 def start_ticks(pid: int) -> int | None:
     """When a process started, in clock ticks since the machine did: with its number it names one process for good."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        # Field 22; the name before it (field 2) is in parentheses and may hold anything.
-        return int(Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()[19])
-    return None
+    fields = _stat(pid)
+    return int(fields[19]) if fields else None
 
 
 def kill(send: Callable[[int, int], None], pid: int, started: int | None, number: int = signal.SIGKILL) -> None:
@@ -242,15 +243,24 @@ def kill(send: Callable[[int, int], None], pid: int, started: int | None, number
 
 
 OWNER = "owner"
-"""File in a group's folder that says whose it is, locked while the parent lives."""
+"""File in a group's folder that its parent holds locked while it lives."""
+
+
+def _prefix() -> str:
+    """How the names of groups' folders begin on this host, until it starts anew."""
+    return f"ddpm_lab.{Path('/proc/sys/kernel/random/boot_id').read_text()[:8]}."
 
 
 class GroupFolder:
-    """A private folder for as long as a group lives."""
+    """A private folder for as long as a group lives. Its lock ends with this process, however that ends."""
 
     def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=f"ddpm_lab.{os.getpid()}."))
-        self._lock: int | None = claim(self.path)
+        self.path = Path(tempfile.mkdtemp(prefix=_prefix()))
+        new = self.path / "owner.new"
+        self._lock: int | None = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with contextlib.suppress(OSError):  # a file system without locks: then nobody gets one, and all stay away
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        new.rename(self.path / OWNER)  # locked before anybody can see it
 
     def remove(self) -> None:
         """Remove the folder and what lies in it."""
@@ -260,48 +270,14 @@ class GroupFolder:
             self._lock = None
 
 
-def _identity() -> dict[str, Any]:
-    """Who this process is, told apart from processes of the same number on other hosts and in other containers."""
-    return {
-        "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-        "pid_namespace": str(Path("/proc/self/ns/pid").readlink()),
-        "pid": os.getpid(),
-        "start_ticks": start_ticks(os.getpid()),
-    }
-
-
-def claim(folder: Path) -> int:
-    """Mark a folder as this process's own; the lock on the returned descriptor ends when the process does."""
-    new = folder / "owner.new"
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with contextlib.suppress(OSError):  # a file system without locks: then nobody will ever get one, and all stay away
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    with contextlib.suppress(OSError):  # no /proc: an empty mark, which proves nothing
-        os.write(descriptor, json.dumps(_identity()).encode())
-    new.rename(folder / OWNER)  # locked before anybody can see it
-    return descriptor
-
-
-def _abandoned(folder: Path) -> bool:
-    """Whether a folder is proved to be this user's, made on this boot in this pid namespace, by a process now gone."""
-    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        return False
-    with (folder / OWNER).open("r+") as file:
-        owner, here = json.load(file), _identity()
-        if any(owner[name] != here[name] for name in ("boot", "pid_namespace")):
-            return False
-        if owner["start_ticks"] is None or start_ticks(int(owner["pid"])) == owner["start_ticks"]:
-            return False
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while the owner lives
-    return True
-
-
-def sweep(parent: Path | None = None) -> None:
-    """Remove the folders of groups whose parent was killed before it could; those of unknown origin stay."""
-    for folder in (parent or Path(tempfile.gettempdir())).glob("ddpm_lab.*.*"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            if _abandoned(folder):
-                shutil.rmtree(folder, ignore_errors=True)
+def sweep() -> None:
+    """Remove the folders of groups whose parent was killed before it could; those of other hosts and users stay."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_prefix()}*"):
+        with contextlib.suppress(OSError):
+            if not folder.is_symlink() and folder.stat().st_uid == os.getuid():
+                with (folder / OWNER).open("r+") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while the owner lives
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 PRELOAD = (
@@ -311,22 +287,9 @@ PRELOAD = (
 )
 """What the fork server imports once. It must start no thread and touch no device."""
 
-LEFT = "left"
-"""What is heard of a rank that will say no more."""
+DONE, LEFT = "done", "left"
+"""What is heard of a rank: it has done what it was told, or it will say no more."""
 LOG_CHARACTERS = 4000
-
-
-class Life(NamedTuple):
-    """A rank's last sign of life: how long ago, steps done, marks made, what it was about to do; how long it is frozen.
-
-    ``frozen_seconds`` is above 0 while the process is stopped by a signal or a debugger.
-    """
-
-    silent_seconds: float
-    steps: int
-    marks: int
-    phase: str
-    frozen_seconds: float = 0.0
 
 
 class Ending(NamedTuple):
@@ -347,17 +310,16 @@ def _fresh_start(path: list[str]) -> Iterator[None]:
     would run the parent's main module again in every rank; ranks need none of it, and a script without a
     ``__main__`` guard would start itself over and over.
     """
-    real, before, here = sys.modules["__main__"], dict(os.environ), sys.path
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    sys.path = path
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.update({name: value for name, value in THREADING.items() if name not in os.environ})
+    main, here = sys.modules["__main__"], sys.path
+    spin = {} if {SPIN_VARIABLE, "OMP_WAIT_POLICY"} & os.environ.keys() else {SPIN_VARIABLE: SPIN_COUNT}
+    sys.modules["__main__"], sys.path = types.ModuleType("__main__"), path
+    os.environ.update(spin)
     try:
         yield
     finally:
-        sys.modules["__main__"], sys.path = real, here
-        for name in THREADING.keys() - before.keys():
-            os.environ.pop(name, None)
+        sys.modules["__main__"], sys.path = main, here
+        for name in spin:
+            del os.environ[name]
 
 
 class LocalRank:
@@ -366,11 +328,12 @@ class LocalRank:
     host = ""
     unheard = False
 
-    def __init__(self, job: RankJob, start_method: str) -> None:
+    def __init__(self, job: RankJob) -> None:
         self.job = job
-        context = multiprocessing.get_context(start_method)
-        if start_method == "forkserver":
-            multiprocessing.set_forkserver_preload(list(PRELOAD))
+        self.report: dict[str, Any] = {}
+        """What the rank measured by its latest command."""
+        context = multiprocessing.get_context("forkserver")
+        multiprocessing.set_forkserver_preload(list(PRELOAD))
         beat = job.folder / f"rank{job.rank}.beat"
         beat.write_bytes(BEAT.pack(time.monotonic(), 0, 0, b"start"))
         self._beat = Heartbeat(beat)
@@ -381,24 +344,16 @@ class LocalRank:
         # Set up, so that a start that fails midway can be cleared away like any other.
         self._process: Any = None
         try:
-            name = f"ddpm_lab rank {job.rank}"
-            self._process = context.Process(target=rank_main, args=(job, theirs, end), name=name)  # type: ignore[attr-defined]
+            self._process = context.Process(target=rank_main, args=(job, theirs, end), name=f"ddpm_lab rank {job.rank}")
             with _fresh_start(job.tree.path if job.tree else sys.path):
                 self._process.start()
-            self._started = start_ticks(self._process.pid)
+            self.pid = int(self._process.pid)
+            self._started = start_ticks(self.pid)
+            self.ears: list[Any] = [self._pipe, self._process.sentinel]
+            """What becomes ready when the rank speaks or ends, for ``multiprocessing.connection.wait``."""
         finally:
             theirs.close()
             end.close()
-
-    @property
-    def pid(self) -> int:
-        """The process's number."""
-        return int(self._process.pid)
-
-    @property
-    def ears(self) -> list[Any]:
-        """What becomes ready when the rank speaks or ends, for ``multiprocessing.connection.wait``."""
-        return [self._pipe, self._process.sentinel]
 
     def tell(self, command: str, arguments: dict[str, Any]) -> None:
         """Give the rank a command. One that died is found when it is listened to, with its reason."""
@@ -407,53 +362,40 @@ class LocalRank:
             self._pipe.send((command, arguments))
 
     def hear(self) -> str | None:
-        """The word that the rank has said, ``LEFT`` if it will say no more, None if it is still at it."""
-        with contextlib.suppress(EOFError, OSError):
+        """``DONE`` once the rank has done what it was told, ``LEFT`` if it will say no more, None if it is still at it.
+
+        What it measured is then its ``report``.
+        """
+        with contextlib.suppress(EOFError, OSError, ValueError):
             if not self._pipe.poll():
                 return None if self._process.is_alive() or self._pipe.poll() else LEFT
-            said = self._pipe.recv()
-            if isinstance(said, dict):
-                self._error = said
-                return LEFT
-            return str(said)
+            said = json.loads(self._pipe.recv_bytes())
+            self._error = said.get("error")
+            self.report = said.get("report", {})
+            return LEFT if self._error else DONE
         self._process.join(1)  # for its exit code
         return LEFT
 
     def life(self) -> Life:
         """The rank's last sign of life."""
-        beat, now = self._beat.read(), time.monotonic()
-        if not _stopped(self.pid):
+        now = time.monotonic()
+        if "".join(_stat(self.pid)[:1]) not in ("T", "t"):  # stopped by a signal, or by a debugger
             self._stopped_since = None
         elif self._stopped_since is None:
             self._stopped_since = now
-        frozen = 0.0 if self._stopped_since is None else now - self._stopped_since
-        return Life(now - beat.seconds, beat.steps, beat.marks, beat.phase, frozen)
+        return self._beat.read()._replace(frozen_seconds=now - (self._stopped_since or now))
 
     def ending(self) -> Ending | None:
         """How the rank ended; None of one that lives, or left in order."""
         if self._error is None:
-            with contextlib.suppress(EOFError, OSError):
-                while self._error is None and self._pipe.poll():
-                    said = self._pipe.recv()
-                    self._error = said if isinstance(said, dict) else None
+            self.hear()
         if self._error:
-            return Ending(
-                self._error["status"], self._error["message"], self._error["traceback"], True, self._error["time"]
-            )
+            return Ending(**self._error, reported=True)
         code = self._process.exitcode
         if not code:
             return None
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return Ending("crashed", how, self.log(), False, time.monotonic())
-
-    def report(self, name: str) -> dict[str, Any]:
-        """What the rank wrote under ``name``."""
-        found: dict[str, Any] = json.loads(self.path(name).read_text())
-        return found
-
-    def path(self, name: str) -> Path:
-        """The file of a report."""
-        return self.job.folder / f"rank{self.job.rank}.{name}.json"
 
     def log(self) -> str:
         """The end of what the rank printed."""
@@ -483,10 +425,3 @@ class LocalRank:
                 self._process.close()
         for end in (self._pipe, self._lifeline):
             end.close()
-
-
-def _stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal or a debugger; a rank's own state says so even while it builds."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "Tt"
-    return False

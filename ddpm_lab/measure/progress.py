@@ -27,7 +27,6 @@ class Progress:
         self._until: float | None = None
         self._shown = 0.0
         self._handle: Any = None
-        self._file = os.environ.get(FILE_VARIABLE)
         shell = sys.modules.get("IPython")
         self._shell = shell.get_ipython() if shell else None
 
@@ -35,13 +34,13 @@ class Progress:
         if time.monotonic() - self._shown >= 1.0:
             self.always(text)
 
-    def always(self, text: str, *, whole: bool = False) -> None:
-        """Show a line now; ``whole`` even where it is longer than the terminal is wide."""
+    def always(self, text: str, *, stays: bool = False) -> None:
+        """Show a line now; on a terminal and in a notebook the next one takes its place, unless it ``stays``."""
         self._shown = time.monotonic()
         line = " ".join(part for part in (self.prefix, self._left(), text) if part)
-        if self._file:
-            with contextlib.suppress(OSError), Path(self._file).open("a") as file:
-                file.write(line + "\n")
+        if file := os.environ.get(FILE_VARIABLE):
+            with contextlib.suppress(OSError), Path(file).open("a") as stream:
+                stream.write(line + "\n")
         if self.quiet:
             return
         if self.say is not None:
@@ -49,8 +48,11 @@ class Progress:
         elif self._shell is not None:
             self._display(line)
         elif sys.stderr.isatty():
-            shown = f"\r\x1b[K{self.title}: {line}"
-            print(shown if whole else shown[: _columns()], end="", file=sys.stderr, flush=True)
+            shown, width = f"{self.title}: {line}", 120
+            with contextlib.suppress(OSError):
+                width = os.get_terminal_size(sys.stderr.fileno()).columns
+            shown = f"{shown}\n" if stays else shown[: width - 1]
+            print(f"\r\x1b[K{shown}", end="", file=sys.stderr, flush=True)
         else:
             print(f"{self.title}: {line}", file=sys.stderr, flush=True)
 
@@ -73,10 +75,8 @@ class Progress:
 
     def stay(self, text: str) -> None:
         """Show a line and leave it standing: the next one comes below it."""
-        self.always(text, whole=True)
+        self.always(text, stays=True)
         self._handle = None
-        if self.say is None and self._shell is None and not self.quiet and sys.stderr.isatty():
-            print(file=sys.stderr)
 
     def _display(self, line: str) -> None:
         from IPython.display import display  # noqa: PLC0415 - only inside a notebook
@@ -94,11 +94,4 @@ def lost(records: Sequence[RunRecord], hopeless: Callable[[RunConfig], bool]) ->
     if not failed:
         return ""
     told = "; ".join(f"{r.label} {r.status} ({r.reason})" for r in failed)
-    ended = any(hopeless(r.config) for r in failed)
-    return f"lost: {told}; {'not tried again now' if ended else 'measured again'}"
-
-
-def _columns() -> int:
-    with contextlib.suppress(OSError):
-        return os.get_terminal_size(sys.stderr.fileno()).columns + len("\r\x1b[K") - 1
-    return 120
+    return f"lost: {told}; {'not tried again now' if any(hopeless(r.config) for r in failed) else 'measured again'}"

@@ -6,13 +6,19 @@ Between commands a rank sleeps on its own pipe, never in a collective, with its 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
+import inspect
+import itertools
+import json
 import os
+import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,17 +27,14 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ddpm_lab.config import NCCL
+from ddpm_lab.config import NCCL, RunConfig
 from ddpm_lab.measure.code_version import astray, loaded, unlisted
-from ddpm_lab.measure.freed_memory import freed_memory_seen, keep_freed_memory
-from ddpm_lab.measure.phases import UNNAMED, PhaseClock, mean
-from ddpm_lab.measure.plain import make_workload
-from ddpm_lab.measure.process import Heartbeat, RankJob, host_id, join_store, report
-from ddpm_lab.measure.profiling import profile_steps
-from ddpm_lab.workload import RankContext
+from ddpm_lab.measure.phases import UNNAMED, PhaseClock, mean, profile_steps
+from ddpm_lab.measure.process import Heartbeat, RankJob, host_id, join_store
+from ddpm_lab.workload import RankContext, Training, Unsupported, Workload, call_maker, named
 
-COMMANDS = ("window", "witness", "loaded", "budget", "profile", "advance", "call")
-"""Methods of ``Rank`` that its parent may have called, between its start and ``finish``."""
+COMMANDS = ("window", "witness", "loaded", "budget", "profile", "advance", "call", "finish")
+"""Methods of ``Rank`` that its parent may have called; each returns its report."""
 
 
 class Rank:
@@ -41,30 +44,24 @@ class Rank:
         self.job = job
         self.commands = commands
         self.beat = beat
-        self.started = time.perf_counter()
-        self.count = 0
 
     def serve(self) -> None:
         """Build, say so, and obey until the parent says finish or closes the pipe."""
+        begun = time.perf_counter()
         self.beat.mark("build")
         self.build()
-        report(self.job, "build", {"build_seconds": time.perf_counter() - self.started, "pid": os.getpid()})
-        self._sleep_until_told("built")
-        while True:
-            try:
+        self._answer({"build_seconds": time.perf_counter() - begun})
+        with contextlib.suppress(EOFError):
+            command = ""
+            while command != "finish":
                 command, arguments = self.commands.recv()
-            except EOFError:
-                return
-            if command == "finish":
-                self.finish()
-                return
-            assert command in COMMANDS
-            getattr(self, command)(**arguments)
-            self._sleep_until_told("done")
+                assert command in COMMANDS
+                self._answer(getattr(self, command)(**arguments))
 
-    def _sleep_until_told(self, word: str) -> None:
+    def _answer(self, report: dict[str, Any]) -> None:
+        """Say that the command is done, and sleep until the next one."""
         self.beat.mark("asleep")
-        self.commands.send(word)
+        self.commands.send_bytes(json.dumps({"report": report}).encode())
 
     def build(self) -> None:
         """Set the process up and make the workload; nothing here is timed as training."""
@@ -76,7 +73,11 @@ class Rank:
             keep_freed_memory()
         torch.manual_seed(config.seed)
         self.cuda = config.device == "cuda"
-        self.device = f"cuda:{self._device_index()}" if self.cuda else "cpu"
+        index = self.job.device_index
+        if config.oversubscribe and self.cuda:  # ranks share the GPUs that are here
+            index %= torch.cuda.device_count()
+        self.device = f"cuda:{index}" if self.cuda else "cpu"
+        self.uuid = f"GPU-{torch.cuda.get_device_properties(self.device).uuid}" if self.cuda else None
         if self.cuda:
             torch.cuda.set_device(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -106,15 +107,12 @@ class Rank:
         gc.collect()
         gc.freeze()
 
-    def _device_index(self) -> int:
-        """The rank's own GPU; one of those that are here where ranks share them."""
-        index, shared = self.job.device_index, self.job.config.oversubscribe
-        return index % torch.cuda.device_count() if shared else index
-
     def _store(self) -> Any:
         """Where the ranks of the group find each other, and nobody else finds them."""
         if self.job.store:
             return join_store(*self.job.store, seconds=self.job.collective_seconds)
+        if self.job.config.world_size == 1:
+            return dist.HashStore()  # type: ignore[attr-defined]
         path = str(self.job.folder / "rendezvous")
         return dist.FileStore(path, self.job.config.world_size)  # type: ignore[attr-defined]
 
@@ -123,22 +121,11 @@ class Rank:
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
-    def window(self, *, settle: int, steps: int) -> None:
+    def window(self, *, settle: int, steps: int) -> dict[str, Any]:
         """Run ``settle`` untimed steps, line up with the other ranks, and time ``steps`` steps."""
-        beat, batches, step = self.beat, self.batches, self.workload.step
-        gc.collect()
-        for _ in range(settle):
-            beat.mark("data")
-            step(next(batches))
-            beat.steps += 1
-        self.synchronize()
-        beat.mark("barrier")
-        if self.job.config.world_size > 1:
-            dist.barrier()
-        losses = []
-        marks: list[Any] = []
-        data_seconds = 0.0
-        now = time.perf_counter
+        beat, batches, step, now = self.beat, self.batches, self.workload.step, time.perf_counter
+        self._settle(settle, self._step)
+        losses, marks, data_seconds = [], [], 0.0
         start = before = now()
         first: Any = self._event() if self.cuda else start
         for _ in range(steps):
@@ -151,37 +138,44 @@ class Rank:
             marks.append(self._event() if self.cuda else before)
         self.synchronize()
         end = now()
-        self.count += 1
-        report(
-            self.job,
-            f"window{self.count}",
-            {
-                "host": host_id(),
-                "start": start,
-                "end": end,
-                "step_ends": [first.elapsed_time(m) / 1e3 if self.cuda else m - first for m in marks],
-                "data_seconds": data_seconds,
-                "losses": [float(loss) for loss in losses],
-                "memory": self._memory(),
-            },
-        )
+        return {
+            "host": host_id(),
+            "start": start,
+            "end": end,
+            "step_ends": [first.elapsed_time(m) / 1e3 if self.cuda else m - first for m in marks],
+            "data_seconds": data_seconds,
+            "losses": [float(loss) for loss in losses],
+            "memory": self._memory(),
+        }
 
-    def advance(self, *, steps: int) -> None:
-        """Train ``steps`` steps with nothing in between that training does not need: such a run supplies no speed."""
-        losses = []
-        begun = time.perf_counter()
+    def _settle(self, steps: int, step: Callable[[], Any]) -> None:
+        """Collect garbage, make some untimed steps, and line up with the other ranks."""
+        gc.collect()
         for _ in range(steps):
-            self.beat.mark("data")
-            losses.append(self.workload.step(next(self.batches)))
-            self.beat.steps += 1
+            step()
+        self.synchronize()
+        self.beat.mark("barrier")
+        if self.job.config.world_size > 1:
+            dist.barrier()
+
+    def _step(self) -> Any:
+        self.beat.mark("data")
+        loss = self.workload.step(next(self.batches))
+        self.beat.steps += 1
+        return loss
+
+    def advance(self, *, steps: int) -> dict[str, Any]:
+        """Train ``steps`` steps with nothing in between that training does not need: such a run supplies no speed."""
+        begun = time.perf_counter()
+        losses = [self._step() for _ in range(steps)]
         self.synchronize()
         seconds = time.perf_counter() - begun
-        report(self.job, "advance", {"losses": [float(loss) for loss in losses], "seconds": seconds})
+        return {"losses": [float(loss) for loss in losses], "seconds": seconds}
 
-    def call(self, *, method: str, arguments: dict[str, Any]) -> None:
+    def call(self, *, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """What else the workload can do, on every rank: saving, a held-out loss; its answer must be ready for JSON."""
         self.beat.mark(method)
-        report(self.job, "call", {"answer": getattr(self.workload, method)(**arguments)})
+        return {"answer": getattr(self.workload, method)(**arguments)}
 
     def _memory(self) -> dict[str, int]:
         """Bytes that this rank holds now: its resident set, and on a GPU what torch has allocated and reserved."""
@@ -196,7 +190,7 @@ class Rank:
         event.record()
         return event
 
-    def witness(self) -> None:
+    def witness(self) -> dict[str, Any]:
         """Read back what runs."""
         self.beat.mark("witness")
         seen = {
@@ -205,7 +199,7 @@ class Rank:
             "steps": self.beat.steps,
             "backend": dist.get_backend(),
             "device": self.device,
-            "device_uuid": self._uuid(),
+            "device_uuid": self.uuid,
             "host": host_id(),
             "cuda": torch.version.cuda if self.cuda else None,
             "threads": torch.get_num_threads(),
@@ -220,18 +214,13 @@ class Rank:
         if self.cuda:
             free, total = torch.cuda.mem_get_info(self.device)
             seen["device_used_bytes"], seen["device_total_bytes"] = total - free, total
-        report(self.job, "witness", seen)
+        return seen
 
-    def loaded(self) -> None:
+    def loaded(self) -> dict[str, Any]:
         """Say what was loaded from outside of libraries."""
-        report(self.job, "loaded", loaded()._asdict())
+        return loaded()._asdict()
 
-    def _uuid(self) -> str | None:
-        if not self.cuda:
-            return None
-        return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
-
-    def budget(self, *, settle: int, steps: int, rounds: int) -> None:
+    def budget(self, *, settle: int, steps: int, rounds: int) -> dict[str, Any]:
         """Take the time budget: in each round a window as training runs, then one that waits at the end of each phase.
 
         Marks and spans are kept, so these windows have no other purpose: none of them supplies a speed.
@@ -241,25 +230,17 @@ class Rank:
         found: dict[str, list[dict[str, Any]]] = {"unsynchronised": [], "synchronised": []}
         for _ in range(rounds):
             for variant, windows in found.items():
-                gc.collect()
-                for _ in range(settle):
-                    self._marked_step()
-                self.synchronize()
-                self.beat.mark("barrier")
-                if self.job.config.world_size > 1:
-                    dist.barrier()
+                self._settle(settle, self._marked_step)
                 helpers = _children_seconds()
                 self.clock.start(synchronised=variant == "synchronised")
                 start = time.perf_counter()
                 for _ in range(steps):
                     self._marked_step()
                 self.synchronize()
-                end = time.perf_counter()
-                window = self.clock.stop(start, end, steps)
+                window = self.clock.stop(start, time.perf_counter(), steps)
                 window["helpers_cpu_seconds"] = max(0.0, _children_seconds() - helpers) / steps
                 windows.append(window)
-        means = {variant: mean(windows) for variant, windows in found.items()}
-        report(self.job, "budget", {**means, "memory": self._memory()})
+        return {**{variant: mean(windows) for variant, windows in found.items()}, "memory": self._memory()}
 
     def _marked_step(self) -> None:
         """One step with a mark at each of its ends: what lies between these and the workload's own is in no phase."""
@@ -271,41 +252,135 @@ class Rank:
         mark(UNNAMED)
         self.beat.steps += 1
 
-    def profile(self, *, wait: int, warmup: int, active: int, repeat: int, trace: str) -> None:
+    def profile(self, *, wait: int, warmup: int, active: int, repeat: int, trace: str) -> dict[str, Any]:
         """Profile some steps: a run with another purpose, which never supplies a time."""
         schedule = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
         self.clock.tracing = True
-        found = profile_steps(self._marked_step, schedule, Path(trace), self.cuda, self.job.rank)
+        found = profile_steps(self._marked_step, schedule, Path(trace), self.cuda)
         self.clock.tracing = False
-        report(self.job, "profile", found)
+        return found
 
-    def finish(self) -> None:
-        """Stop the workload and leave the rank's summary."""
+    def finish(self) -> dict[str, Any]:
+        """Stop the workload and sum up."""
         self.beat.mark("finish")
         seen = self.workload.witness()
-        peak_memory = peak_reserved = None
-        if self.cuda:
-            peak_memory = torch.cuda.max_memory_allocated(self.device)
-            peak_reserved = torch.cuda.max_memory_reserved(self.device)
+        peak_memory = torch.cuda.max_memory_allocated(self.device) if self.cuda else None
+        peak_reserved = torch.cuda.max_memory_reserved(self.device) if self.cuda else None
         self.workload.close()
-        report(
-            self.job,
-            "summary",
-            {
-                "rank": self.job.rank,
-                "steps": self.beat.steps,
-                "device": self.device,
-                "device_uuid": self._uuid(),
-                "threads": self.job.threads,
-                "peak_memory_bytes": peak_memory,
-                "peak_reserved_bytes": peak_reserved,
-                "peak_rss_bytes": _peak_rss_bytes(),
-                "images": seen.get("images"),
-                "indices_sha256": str(seen.get("indices_sha256", "")),
-            },
-        )
         if self.job.config.world_size == 1:
             dist.destroy_process_group()
+        return {
+            "rank": self.job.rank,
+            "steps": self.beat.steps,
+            "device": self.device,
+            "device_uuid": self.uuid,
+            "threads": self.job.threads,
+            "peak_memory_bytes": peak_memory,
+            "peak_reserved_bytes": peak_reserved,
+            "peak_rss_bytes": _peak_rss_bytes(),
+            "images": seen.get("images"),
+            "indices_sha256": str(seen.get("indices_sha256", "")),
+        }
+
+
+class Plain:
+    """Anybody's own loop as a workload, which fetches its own data and chooses its own device.
+
+    It is a generator that yields after every step, or a function that does one step and returns its loss.
+    """
+
+    def __init__(self, step: Callable[[], Any], config: RunConfig, context: RankContext) -> None:
+        self._step, self.config, self._mark = step, config, context.mark
+        self.steps = 0
+
+    def batches(self) -> Iterator[Any]:
+        """Nothing: the loop fetches its own data."""
+        return itertools.repeat(None)
+
+    def step(self, batch: Any) -> Any:
+        """One step; what it gives is its loss if it is a number, and otherwise nothing is known of its loss."""
+        del batch
+        self._mark("whole step")
+        result = self._step()
+        self.steps += 1
+        if hasattr(result, "detach"):
+            return result.detach() if result.numel() == 1 else 0.0
+        return result if isinstance(result, int | float) else 0.0
+
+    def witness(self) -> dict[str, Any]:
+        """All that can be said of a stranger's loop."""
+        return {"images": self.steps * self.config.rank_batch_size}
+
+    def close(self) -> None:
+        """The process ends after this; nothing else is known to be open."""
+
+
+def make_workload(function: Callable[..., Any], name: str, config: RunConfig, context: RankContext) -> Workload:
+    """Call ``function(config, context)``, or ``function()``, and take what it returns as a workload.
+
+    Raises TypeError, in one sentence, for anything else.
+    """
+    made = call_maker(function, name, config, context)
+    if all(hasattr(made, method) for method in ("batches", "step", "witness", "close")):
+        workload: Workload = made
+        return workload
+    step = partial(next, _endless(made, name)) if inspect.isgenerator(made) else made
+    if callable(step):
+        return Plain(step, config, context)
+    if isinstance(made, Training):
+        raise TypeError(f"workload {name} returned a Training, which is for ddpm-lab run --workload {name}")
+    raise TypeError(
+        f"workload {named(name, function)} returned {type(made).__name__}: let it yield after every step, or return a "
+        "function that does one step, or a Training"
+    )
+
+
+def _endless(loop: Iterator[Any], name: str) -> Iterator[Any]:
+    """What a loop yields; one that is exhausted says how to go on."""
+    count = 0
+    for count, result in enumerate(loop, 1):  # noqa: B007 - the last one tells how many there were
+        yield result
+    raise RuntimeError(f"the loop of {name} ended after {count} step{'s' * (count != 1)}: let it go on (while True)")
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
+_PROBE_BYTES, _PROBE_PAGES = 64 * 2**20, 64
+"""More than the C library ever keeps by itself, which is blocks of up to 32 MiB; the pages of it that are touched."""
+
+
+def keep_freed_memory() -> None:
+    """Have this process keep the memory that it frees, for its next step.
+
+    The GNU C library maps every large block anew and unmaps it when it is freed. The kernel then clears each page again
+    when it is first written to, in every step: at batch 32 a step of the seed network has 50,000 such page faults in
+    bf16 and 130,000 in fp32 (pages of 4 KiB). Raises Unsupported where the C library cannot be told so, and where that
+    has no effect since another library allocates memory.
+    """
+    try:
+        tell = ctypes.CDLL(None).mallopt
+        told = tell(_M_MMAP_MAX, 0) and tell(_M_TRIM_THRESHOLD, 2**31 - 1)
+    except (OSError, AttributeError):
+        told = 0
+    if not told:
+        raise Unsupported("freed_memory 'kept' needs the GNU C library, whose malloc can be told so: use default")
+    if freed_memory_seen() != "kept":
+        raise Unsupported(
+            "freed_memory 'kept' has no effect, since another allocator than the C library's is loaded (LD_PRELOAD): "
+            "use default"
+        )
+
+
+def freed_memory_seen() -> str:
+    """``kept`` or ``default``, from what happens: whether a large block comes back without page faults.
+
+    The second block is smaller, to fit between what was allocated around the first.
+    """
+    faults = []
+    for size in (_PROBE_BYTES, _PROBE_BYTES - 2**16):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.empty(size, dtype=torch.uint8)[:: _PROBE_BYTES // _PROBE_PAGES].fill_(1)
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return "kept" if faults[1] < _PROBE_PAGES // 4 else "default"
 
 
 def nccl_seen(environment: Mapping[str, str]) -> dict[str, Any]:

@@ -1,132 +1,306 @@
-"""Measure one set: isolated groups, built and warmed one after the other, then short timed windows in turns."""
+"""Measure one set: isolated groups, built and warmed one after the other, then short timed windows in turns.
+
+A ``Member`` is a configuration and its role in the set, its ``Seat`` the group that measures it and what is known of
+it so far.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import math
-import random
+import os
 import secrets
+import shutil
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ddpm_lab.config import RunConfig
-from ddpm_lab.measure.group import GroupFailed
+from ddpm_lab.config import DDPM, RunConfig
+from ddpm_lab.measure.cluster import current, relatives
+from ddpm_lab.measure.code_version import CodeVersion
+from ddpm_lab.measure.group import Group, GroupFailed, Limits, Progress
 from ddpm_lab.measure.hardware import environment
-from ddpm_lab.measure.seat import Instrument, Member, Seat, memory_held
-from ddpm_lab.plan import USUAL_TURNS, Plan
-from ddpm_lab.record import RunRecord
+from ddpm_lab.measure.machine_watch import State, Watch
+from ddpm_lab.measure.others import side_by_side
+from ddpm_lab.measure.turn_plan import balanced_orders, steps_of_windows
+from ddpm_lab.measure.witness import consumption, mismatches
+from ddpm_lab.plan import Plan
+from ddpm_lab.record import RankRecord, RunRecord, Window
 
-
-def balanced_orders(count: int, turns: int, seed: int) -> list[list[int]]:
-    """Orders of ``count`` configurations over ``turns`` turns.
-
-    Rows of a Williams square (Williams 1949): over a whole square every configuration stands at every position equally
-    often and follows every other equally often. Rows and names are shuffled by ``seed`` (the set's own), so that what
-    one set leaves unbalanced the sets together do not.
-    """
-    rng = random.Random(seed)
-    zigzag = [(i + 1) // 2 if i % 2 else count - i // 2 for i in range(count)]
-    rows = [[(step + shift) % count for step in zigzag] for shift in range(count)]
-    if count % 2:  # an odd square is balanced for who goes before only together with its mirror image
-        rows += [row[::-1] for row in rows]
-    rng.shuffle(rows)
-    names = list(range(count))
-    rng.shuffle(names)
-    return [[names[i] for i in rows[turn % len(rows)]] for turn in range(turns)]
-
-
-def steps_of_windows(
-    plan: Plan, batch_sizes: Sequence[int], step_seconds: Sequence[float], prefetch_batches: Sequence[int]
-) -> list[int]:
-    """Steps of a timed window for each configuration of a set, so that all process the same number of images.
-
-    The fastest configuration fills ``plan.window_seconds`` and every one does ``plan.window_steps`` steps; where loader
-    workers prefetch, at least 20 steps and ten times the prefetch queue. The slowest window is held to about ten times
-    ``plan.window_seconds`` unless the fewest steps already take longer: a ratio that large needs no long window.
-    """
-    least = plan.window_steps
-    if any(count > 1 for count in prefetch_batches):  # one batch ahead is made for each one that is taken
-        least = max(least, 20, 10 * max(prefetch_batches))
-    unit = math.lcm(*batch_sizes)
-    pairs = list(zip(batch_sizes, step_seconds, strict=True))
-    needed = max(b * max(least, math.ceil(plan.window_seconds / s)) for b, s in pairs)
-    floor = max(b * least for b in batch_sizes)
-    slowest = max(s / b for b, s in pairs)  # seconds per image
-    affordable = max(floor, 10 * plan.window_seconds / slowest)
-    images = math.ceil(min(needed, affordable) / unit) * unit
-    return [images // b for b in batch_sizes]
-
-
-BUDGET_SECONDS = 6.0
-"""Rounds beyond the first are taken while both kinds of window together stay below this."""
-
-
-def take_budget(seat: Seat) -> dict[str, Any]:
-    """Take the time budget of a warm group: windows as training runs, in turns with synchronised ones.
-
-    A window holds a whole number of the steps between two updates of the averaged weights, at least as many as a timed
-    window, so that a phase that comes rarely has its right share. Raises GroupFailed.
-
-    Returns:
-        ``steps`` behind each number, ``rounds``, ``others_cores`` (cores that other processes kept busy meanwhile;
-        None: unknown), ``stolen_seconds`` and ``state`` (as in a window's record), and ``ranks``: for each rank its
-        ``unsynchronised`` and ``synchronised`` windows, in seconds per step.
-    """
-    plan, step_seconds = seat.plan, seat.warm_step_seconds
-    least = max(plan.window_steps, 10 * seat.prefetch_batches, math.ceil(plan.window_seconds / max(step_seconds, 1e-6)))
-    cycle = seat.config.optimizer.ema_every
-    steps = -(-least // cycle) * cycle
-    rounds = max(1, min(plan.turns or USUAL_TURNS, int(BUDGET_SECONDS / (2 * steps * max(step_seconds, 1e-6)))))
-    with seat.watched() as watch:
-        ranks = seat.alive.budget(
-            settle=max(plan.settle_steps, seat.prefetch_batches),
-            steps=steps,
-            rounds=rounds,
-            limit=max(seat.instrument.limits.window_seconds, 20 * step_seconds),
-        )
-    return {
-        "steps": steps * rounds,
-        "rounds": rounds,
-        "others_cores": None if watch.others_cores is None else round(watch.others_cores, 3),
-        "stolen_seconds": watch.stolen_seconds,
-        "state": watch.state | memory_held(ranks),
-        "ranks": ranks,
-    }
-
-
-def with_traces(budget: dict[str, Any], profiles: list[dict[str, Any]]) -> dict[str, Any]:
-    """The budget with what each rank's profiled steps say of the same phases, in seconds per step, to check it by."""
-    ranks = [
-        {
-            **rank,
-            "profiled": {
-                "step_seconds": profile["wall_seconds"] / profile["steps"],
-                "phases": {name: seconds / profile["steps"] for name, seconds in profile["phases"].items()},
-            },
-        }
-        for rank, profile in zip(budget["ranks"], profiles, strict=True)
-    ]
-    return {**budget, "ranks": ranks}
-
-
+CHUNK = 5
+FIRST_LOSSES = 20
+"""Losses of the first steps that a record keeps to the last bit, so that two sides can be compared by them."""
+STEADY, WARMUP_SECONDS = 0.1, 3.0
+"""A warm-up ends when two windows agree as well as this, or after so long: a disturbed machine never looks steady."""
+SETTLE_SECONDS = 0.1
+"""Untimed steps after a sleep go on for no longer than this: the first one refills the caches."""
+CACHE_DAYS = 30.0
+"""How long compile caches of another code version are kept after their last use, in case somebody goes back to it."""
 CARD_SHARE = 0.7
 """Groups share a GPU only while they use less than this share of its memory."""
-
-
 WINDOW_OVERHEAD_SECONDS = 0.03
 """What waking a group and reading the machine's state take beside a window."""
-PROFILED_STEPS = 5
 TURNS_ALONE = 6
 """Turns of a set whose groups are started for every turn, where nothing else is planned."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instrument:
+    """What measuring needs to know of this machine and this run, the same for every set."""
+
+    code: CodeVersion
+    cache: Path
+    usable_cores: int
+    data_name: str
+    limits: Limits = field(default_factory=Limits)
+    progress: Progress = lambda _: None
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A configuration, and the role it plays in a set."""
+
+    role: str
+    label: str
+    config: RunConfig
+    primary: bool = False
+
+
+class Seat:
+    """A member while it is measured: its group, and what is known of it so far."""
+
+    def __init__(self, member: Member, plan: Plan, instrument: Instrument) -> None:
+        self.member, self.config, self.plan, self.instrument = member, member.config, plan, instrument
+        self.group: Group | None = None
+        self.failure: GroupFailed | None = None
+        self.stages: dict[str, float] = {}
+        self.compile_cache: str | None = None
+        self._filled: Path | None = None
+        self.warm_step_seconds = 0.0
+        self.warmup_steps = 0
+        self.witness: list[dict[str, Any]] = []
+        self.windows: list[Window] = []
+        self.ranks: list[RankRecord] = []
+        self._losses: list[list[float]] = [[] for _ in range(member.config.world_size)]
+        self._first_losses: list[list[float]] = []
+
+    @property
+    def alive(self) -> Group:
+        """The running group."""
+        assert self.group is not None, "the seat has no running group"
+        return self.group
+
+    @property
+    def prefetch_batches(self) -> int:
+        """Batches that may lie ready before a window."""
+        return max((int(w.get("prefetch_batches", 0)) for w in self.witness), default=0)
+
+    @property
+    def card_share(self) -> float:
+        """Share of the GPU's memory that all groups on it use by now; 0 on a CPU."""
+        on_gpus = [w for w in self.witness if "device_used_bytes" in w]
+        return max((w["device_used_bytes"] / w["device_total_bytes"] for w in on_gpus), default=0.0)
+
+    def say(self, text: str) -> None:
+        """Show what the member is at."""
+        self.instrument.progress(f"{self.member.label}: {text}")
+
+    def _add(self, stage: str, seconds: float) -> None:
+        """Add to a stage; a group that is started for every turn goes through each stage several times."""
+        self.stages[stage] = self.stages.get(stage, 0.0) + max(0.0, seconds)
+
+    def open(self) -> None:
+        """Start a group, warm it up until its steps are steady, and let its witness speak. Raises GroupFailed."""
+        self.start()
+        self._warm_up()
+        self.hear_witness()
+
+    def start(self) -> None:
+        """Start a group that has not made a step yet. Raises GroupFailed."""
+        config, instrument = self.config, self.instrument
+        code = instrument.code.of(config.revision)
+        self.say("starting")
+        environment, self._filled = self._compile_cache()
+        self.group = group = Group(
+            config,
+            threads=config.rank_threads(instrument.usable_cores),
+            modules=code.modules,
+            environment=environment,
+            tree=code.tree,
+            limits=instrument.limits,
+            progress=self.say,
+        )
+        self._add("start", group.start_seconds - group.build_seconds)
+        self._add("build", group.build_seconds)
+
+    def hear_witness(self) -> None:
+        """Let every rank say what it is. Raises GroupFailed where the label says otherwise."""
+        if self._filled is not None:  # whoever has made steps by now has compiled
+            self._filled.touch()
+        self.witness = self.alive.witness()
+        for rank, losses in zip(self.witness, self._first_losses, strict=False):  # none of a group that did not warm up
+            rank["first_losses"] = losses if all(map(math.isfinite, losses)) else []
+        if wrong := mismatches(self.config, self.witness):
+            raise GroupFailed("refused", "; ".join(wrong))
+
+    def _compile_cache(self) -> tuple[dict[str, str], Path | None]:
+        """Environment that points the compiler at caches the lab owns, and the file that marks them as filled.
+
+        A cold member empties the caches first, and fills them for the sets that follow.
+        """
+        if self.config.compile == "off":
+            return {}, None
+        version = self.instrument.cache / "compile" / self.instrument.code.key
+        version.mkdir(parents=True, exist_ok=True)
+        os.utime(version)
+        for other in version.parent.glob("[0-9a-f]" * 12):
+            if time.time() - other.lstat().st_mtime > CACHE_DAYS * 86400:
+                shutil.rmtree(other, ignore_errors=True)  # which follows no link
+        trial = self.config.purpose == "quality"  # its seeds share one cache, with the runs that are timed
+        trained = self.config.workload if self.config.is_own else DDPM
+        same = {"workload": trained, "seed": 0, "options": self.config.own_options}
+        work = replace(self.config, purpose="timing", **same) if trial else self.config  # type: ignore[arg-type]
+        folder = version / work.run_id
+        filled = folder / "filled"
+        self.compile_cache = "warm" if filled.exists() and self.member.role != "cold" else "cold"
+        if self.compile_cache == "cold":
+            shutil.rmtree(folder, ignore_errors=True)  # a compile that was killed leaves half a cache
+        folder.mkdir(parents=True, exist_ok=True)
+        return {
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+            "TRITON_CACHE_DIR": str(folder / "triton"),
+            # A cold compile is measured alone and may use every core; in a set helper processes would be awake in the
+            # windows of others.
+            "TORCHINDUCTOR_COMPILE_THREADS": str(self.instrument.usable_cores if self.member.role == "cold" else 1),
+        }, filled
+
+    def _warm_up(self) -> None:
+        """Step until two windows in a row agree within 10 %, or for ``WARMUP_SECONDS``.
+
+        At least ``plan.warmup_steps``, where these fit into that time. The first step is apart and never the only one:
+        it compiles, allocates and lets cuDNN choose.
+        """
+        compiled = self.config.compile != "off"
+        self._first_losses = [[] for _ in self._losses]
+
+        def take(steps: int, stage: str) -> float:
+            limit = self.instrument.limits.build_seconds
+            reports = self.alive.window(settle=0, steps=steps, limit=limit, stage=stage)
+            for losses, rank in zip(self._first_losses, reports, strict=True):
+                losses.extend(rank["losses"][: FIRST_LOSSES - len(losses)])
+            return statistics.median(slowest(reports))
+
+        begun = time.monotonic()
+        step = first = take(1, "compiling" if compiled else "warming up")
+        done, steps, stepping = 1, 1, time.monotonic()
+        while True:
+            step, last = take(steps, "warming up"), step
+            done += steps
+            steady = abs(step - last) <= STEADY * last
+            left = WARMUP_SECONDS - (time.monotonic() - stepping)
+            few = done < self.plan.warmup_steps and self.plan.warmup_steps * step < WARMUP_SECONDS
+            if left <= 0 or (steady and not few):
+                break
+            steps = max(1, min(CHUNK, int(left / step)))
+        seconds = time.monotonic() - begun
+        self.warm_step_seconds = step
+        self.warmup_steps += done
+        if compiled:
+            self._add("compile", first - step)
+            seconds -= first - step
+        self._add("warmup", seconds)
+
+    @property
+    def settle_steps(self) -> int:
+        """Untimed steps before a window: what was prefetched, and the first after a sleep unless they are long."""
+        awake = math.ceil(SETTLE_SECONDS / max(self.warm_step_seconds, 1e-6)) if self.warm_step_seconds < 1 else 0
+        return max(min(self.plan.settle_steps, awake), self.prefetch_batches)
+
+    @property
+    def silence_limit(self) -> float:
+        """Seconds that a rank may be silent in a window."""
+        return max(self.instrument.limits.window_seconds, 20 * self.warm_step_seconds)
+
+    def window(self, turn: int, position: int, steps: int) -> None:
+        """One timed window, after enough untimed steps to use up what was prefetched. Raises GroupFailed."""
+        how = {"settle": self.settle_steps, "steps": steps}
+        with self.watched() as watch:
+            reports = self.alive.window(**how, limit=self.silence_limit, stage=f"measuring, turn {turn + 1}")
+        for losses, rank in zip(self._losses, reports, strict=True):
+            losses += [round(loss, 6) for loss in rank["losses"]]
+        if any(not math.isfinite(loss) for losses in self._losses for loss in losses):
+            raise GroupFailed("diverged", "the training loss is no longer finite")
+        hosts = [] if side_by_side() else [vars(watch), *self.alive.watched_elsewhere()]
+        start = min(r["start"] for r in reports)
+        self.windows.append(
+            Window(
+                turn=turn,
+                position=position,
+                start_seconds=round(start, 6),
+                seconds=round(max(r["end"] for r in reports) - start, 6),
+                images=steps * self.config.global_batch_size,
+                steps=steps,
+                rank_seconds=tuple(round(r["end"] - r["start"], 6) for r in reports),
+                step_seconds=tuple(round(s, 6) for s in slowest(reports)),
+                data_seconds=tuple(round(r["data_seconds"], 6) for r in reports),
+                others_cores=_most(*(host["others_cores"] for host in hosts)),
+                stolen_seconds=_most(*(host["stolen_seconds"] for host in hosts)),
+                state=watch.state | memory_held(reports),
+            )
+        )
+
+    def watched(self) -> Watch:
+        """A watch over this host, and over its GPUs that the ranks said they are on."""
+        pids, seen = self.alive.pids, [rank.get("device_uuid") for rank in self.witness]
+        # Of ranks on other hosts nothing is known here, and so it is not of all GPUs of the group together.
+        gpus = {uuid: pid for uuid, pid in zip(seen, pids, strict=True) if uuid} if len(pids) == len(seen) else {}
+        return Watch(gpus, relatives() if current() else ())
+
+    def finish(self) -> None:
+        """End the group in order and keep its ranks' summaries. Raises GroupFailed."""
+        begun = time.monotonic()
+        summaries = self.alive.finish()
+        if wrong := [line for summary in summaries for line in consumption(self.config, summary)]:
+            raise GroupFailed("refused", "; ".join(wrong))
+        self.group = None
+        self._add("teardown", time.monotonic() - begun)
+        self.ranks = [
+            RankRecord(**{k: v for k, v in summary.items() if k != "steps"}, losses=tuple(losses))
+            for summary, losses in zip(summaries, self._losses, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Kill what is left of the group."""
+        if self.group is not None:
+            self.group.kill()
+            self.group = None
+
+
+def memory_held(reports: list[dict[str, Any]]) -> State:
+    """The memory that the ranks reported, each kind of the rank that holds most of it, in bytes."""
+    kinds = {kind: [rank["memory"].get(kind) for rank in reports] for kind in reports[0]["memory"]}
+    return {kind: None if None in held else max(held) for kind, held in kinds.items()}
+
+
+def _most(*taken: float | None) -> float | None:
+    """What was taken of the host that lost most; unknown where one host's is."""
+    known = [value for value in taken if value is not None]
+    return round(max(known), 3) if known and len(known) == len(taken) else None
+
+
+def slowest(ranks: list[dict[str, Any]]) -> list[float]:
+    """Seconds of each step: from the moment the slowest rank ended one to the moment the slowest ended the next."""
+    ends = [max(step) for step in zip(*([r["start"] + end for end in r["step_ends"]] for r in ranks), strict=True)]
+    return [after - before for before, after in itertools.pairwise([min(r["start"] for r in ranks), *ends])]
+
+
 Turns = Callable[[float, float], int]
 """From the seconds that a set's groups took to start, and those of one turn, to the turns of the set."""
-_TimedWindow = Callable[[Seat, int, int, int], None]
-"""Times a window of a seat: its turn, its position in the turn, and its steps."""
 Work = Callable[[Seat], dict[str, Any]]
 """What a group does on its own: from its seat to what the record says of it, by name."""
 
@@ -135,17 +309,17 @@ class _DoesNotFitTogether(Exception):  # noqa: N818 - a turn of events, not a de
     """The groups of a set cannot share the card."""
 
 
-class _SetRun:
+class _Set:
     """One set of one family while it is measured; the first member is the baseline."""
 
     def __init__(
         self,
         instrument: Instrument,
+        members: Sequence[Member],
         *,
         experiment: str,
         family: str,
         plan: Plan,
-        members: list[Member],
         turns: Turns | None = None,
     ) -> None:
         self.instrument, self.experiment, self.family, self.plan = instrument, experiment, family, plan
@@ -158,75 +332,73 @@ class _SetRun:
 
     def together(self) -> None:
         """Every group lives for the whole set, one awake at a time."""
+
+        def open_beside_others(seat: Seat) -> None:
+            seat.open()
+            if seat.card_share > CARD_SHARE and len(self.seats) > 1:
+                raise _DoesNotFitTogether
+
         begun = time.monotonic()
         for i in balanced_orders(len(self.seats), 1, self.seed)[0]:
-            self.guard(self.seats[i], self._open_beside_others)
+            self.guard(self.seats[i], open_beside_others)
             if self.baseline_lost():
                 return
         steps = self._steps(self.seats)
         if not self.plan.turns:
             assert self.turns is not None, "a plan without turns needs a rule for them"
-            turn = sum(s.window_seconds(steps[s.member]) for s in self.seats if not s.failure)
-            turns = self.turns(time.monotonic() - begun, turn + WINDOW_OVERHEAD_SECONDS * len(steps))
-            self.plan = dataclasses.replace(self.plan, turns=turns)
+            alive = [s for s in self.seats if not s.failure]
+            windows = sum((steps[s.member] + s.settle_steps) * s.warm_step_seconds for s in alive)
+            turns = self.turns(time.monotonic() - begun, windows + WINDOW_OVERHEAD_SECONDS * len(alive))
+            self.plan = replace(self.plan, turns=turns)
         turns = self.plan.turns
         candidates = [s for s in self.seats if s.member.role == "candidate"]
         if candidates and all(s.failure for s in candidates):
             turns = 1  # nothing is left to compare: the baseline's speed is all there is to learn
         self._take_turns(Seat.window, steps, turns)
-        if not self.baseline_lost():
-            for seat in self.seats:
+        for seat in self.seats:
+            if not self.baseline_lost():
                 self.guard(seat, Seat.finish)
 
     def one_at_a_time(self) -> None:
         """The fallback where groups do not fit on the card together: each turn starts each group again."""
+
+        def visit(seat: Seat, *window: int) -> None:
+            seat.open()
+            if window:
+                seat.window(*window)
+            seat.finish()
+
         for seat in self.seats:
             seat.close()
         self.seats = [Seat(seat.member, self.plan, self.instrument) for seat in self.seats]
         for seat in self.seats:  # once without a window: equal work needs everybody's speed
-            self.guard(seat, self._open_and_finish)
+            self.guard(seat, visit)
         if self.baseline_lost():
             return
         steps = self._steps(self.seats)
         turns = self.plan.turns or TURNS_ALONE  # each turn costs a start of every group
-        self.plan = dataclasses.replace(self.plan, turns=turns)
-        self._take_turns(self._visit, steps, turns, ", each group on its own")
+        self.plan = replace(self.plan, turns=turns)
+        self._take_turns(visit, steps, turns, ", each group on its own")
 
-    def _take_turns(self, window: _TimedWindow, steps: dict[Member, int], turns: int, how: str = "") -> None:
+    def _take_turns(self, window: Callable[..., None], steps: dict[Member, int], turns: int, how: str = "") -> None:
         """Every living member's window in every turn, until the baseline or its twin is lost."""
         for turn, order in enumerate(balanced_orders(len(self.seats), turns, self.seed)):
             self.instrument.progress(f"turn {turn + 1} of {turns}{how}")
             for position, i in enumerate(order):
-                self.guard(self.seats[i], lambda s, t=turn, p=position: window(s, t, p, steps[s.member]))  # type: ignore[misc]
+                self.guard(self.seats[i], window, turn, position, steps.get(self.seats[i].member, 0))
                 if self.baseline_lost():
                     return
-
-    def _open_beside_others(self, seat: Seat) -> None:
-        seat.open()
-        if seat.card_share > CARD_SHARE and len(self.seats) > 1:
-            raise _DoesNotFitTogether
-
-    @staticmethod
-    def _open_and_finish(seat: Seat) -> None:
-        seat.open()
-        seat.finish()
-
-    @staticmethod
-    def _visit(seat: Seat, turn: int, position: int, steps: int) -> None:
-        seat.open()
-        seat.window(turn, position, steps)
-        seat.finish()
 
     def baseline_lost(self) -> bool:
         """Whether nothing of this set can be compared."""
         return any(s.failure and s.member.role in ("baseline", "twin") for s in self.seats)
 
-    def guard(self, seat: Seat, action: Callable[[Seat], None]) -> None:
+    def guard(self, seat: Seat, action: Callable[..., None], *arguments: int) -> None:
         """Run ``action`` unless the seat has failed; a failure is kept and its group is removed."""
         if seat.failure is not None:
             return
         try:
-            action(seat)
+            action(seat, *arguments)
         except GroupFailed as failure:
             crowded = any(s is not seat and s.group is not None for s in self.seats)
             if failure.status == "oom" and seat.config.device == "cuda" and crowded:
@@ -243,11 +415,6 @@ class _SetRun:
             [s.prefetch_batches for s in alive],
         )
         return {seat.member: count for seat, count in zip(alive, counts, strict=True)}
-
-    def records(self) -> list[RunRecord]:
-        """The records of all members; without a baseline only of what failed, since the others compare with nothing."""
-        lost = [s for s in self.seats if s.failure and s.member.role in ("baseline", "twin")]
-        return [self.record(seat) for seat in (lost or self.seats)]
 
     def record(self, seat: Seat, found: Mapping[str, Any] = MappingProxyType({})) -> RunRecord:
         """The record of one member, with what else was ``found``; a failed one keeps its reason and no windows."""
@@ -268,13 +435,14 @@ class _SetRun:
             config=config,
             baseline_id=self.seats[0].config.run_id,
             plan=self.plan,
-            environment=dataclasses.replace(self.environment, cuda=next((w.get("cuda") for w in seat.witness), None)),
+            environment=replace(self.environment, cuda=next((w.get("cuda") for w in seat.witness), None)),
             code_version=self.instrument.code.key,
             data_name=self.instrument.data_name,
             status=failure.status if failure else "ok",
             reason=failure.reason if failure else None,
             primary=seat.member.primary,
-            mechanism_only=mechanism_only(config, bool(self.environment.machine.gpus)),
+            # More ranks than cores fight for them, and nobody would train on the CPU of a machine with a GPU.
+            mechanism_only=config.oversubscribe or (bool(self.environment.machine.gpus) and config.device == "cpu"),
             stages=stages,
             compile_cache=seat.compile_cache,
             warmup_steps=seat.warmup_steps,
@@ -285,35 +453,29 @@ class _SetRun:
         )
 
 
-def mechanism_only(config: RunConfig, machine_has_gpu: bool) -> bool:
-    """Whether a run shows that something works, and nothing about speed.
-
-    More ranks than cores fight for them, and CPU ranks on a machine with a GPU are not what anybody would train with.
-    """
-    return config.oversubscribe or (machine_has_gpu and config.device == "cpu")
-
-
 def measure_set(
     instrument: Instrument,
     *,
     experiment: str,
     family: str,
     plan: Plan,
-    members: list[Member],
+    members: Sequence[Member],
     turns: Turns | None = None,
 ) -> list[RunRecord]:
     """Measure one set and return the records of all its members, to be appended to the ledger together.
 
-    ``members`` begins with the baseline. A member that fails becomes a row with its reason, and the rest goes on.
+    ``members`` begins with the baseline. A member that fails becomes a row with its reason, and the rest goes on;
+    without a baseline only what failed is recorded, since the others compare with nothing.
     ``turns`` computes the number of turns of a plan that has none.
     """
-    run = _SetRun(instrument, experiment=experiment, family=family, plan=plan, members=members, turns=turns)
+    run = _Set(instrument, members, experiment=experiment, family=family, plan=plan, turns=turns)
     try:
         try:
             run.together()
         except _DoesNotFitTogether:
             run.one_at_a_time()
-        return run.records()
+        lost = [s for s in run.seats if s.failure and s.member.role in ("baseline", "twin")]
+        return [run.record(seat) for seat in (lost or run.seats)]
     finally:
         for seat in run.seats:
             seat.close()
@@ -325,33 +487,12 @@ def warm_up_alone(seat: Seat) -> dict[str, Any]:
     return {}
 
 
-def profile_alone(traces: list[Path]) -> Work:
-    """A time budget and a profile, with one trace file a rank."""
-
-    def work(seat: Seat) -> dict[str, Any]:
-        seat.open()
-        say = seat.instrument.progress
-        say(f"{seat.member.label}: taking the time budget")
-        budget = take_budget(seat)  # before the profiler, which changes what it watches
-        say(f"{seat.member.label}: profiling")
-        ranks = seat.alive.profile(traces, wait=1, warmup=2, active=PROFILED_STEPS, repeat=1)
-        names = [path.name for path in traces]
-        return {"profile": {**ranks[0], "traces": names, "budget": with_traces(budget, ranks)}}
-
-    return work
-
-
 def measure_alone(
-    instrument: Instrument,
-    *,
-    experiment: str,
-    family: str,
-    plan: Plan,
-    member: Member,
-    work: Work = warm_up_alone,
+    instrument: Instrument, *, experiment: str, family: str, plan: Plan, member: Member, work: Work = warm_up_alone
 ) -> RunRecord:
     """One group on its own, which does some ``work``: by default it only starts, as for a cold compile."""
-    run = _SetRun(instrument, experiment=experiment, family=family, plan=plan, members=[member])
+    run = _Set(instrument, [member], experiment=experiment, family=family, plan=plan)
+    (seat,) = run.seats
     found: dict[str, Any] = {}
 
     def guarded(seat: Seat) -> None:
@@ -359,7 +500,7 @@ def measure_alone(
         seat.finish()
 
     try:
-        run.guard(run.seats[0], guarded)
-        return run.record(run.seats[0], found)
+        run.guard(seat, guarded)
+        return run.record(seat, found)
     finally:
-        run.seats[0].close()
+        seat.close()

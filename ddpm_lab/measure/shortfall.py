@@ -1,4 +1,4 @@
-"""Which sets an experiment lacks, in which order they are measured, how long they take, and what fits into the time."""
+"""Which sets an experiment lacks, how long they take, and what of them fits into the time."""
 
 from __future__ import annotations
 
@@ -7,21 +7,28 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ddpm_lab.config import RunConfig
+from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import turn_plan
-from ddpm_lab.measure.held import Held
-from ddpm_lab.plan import USUAL_TURNS, Experiment, Family, Plan
+from ddpm_lab.measure.held import Held, scatter
+from ddpm_lab.plan import USUAL_TURNS, Experiment, Family, Plan, Trial
 from ddpm_lab.record import RunRecord
 
 LEAST_SETS = 4
 """Fewer sets give no verdict."""
 PLACE_SECONDS = 3.0
 """Forecast for one configuration in one set, until the first has shown better."""
+TRIAL_SECONDS, COMPILE_SECONDS = 30.0, 60.0
+"""Forecasts for a trial and for a compile, until something like it has shown better."""
 RESOLUTION = 0.03
 """The smallest relative difference that a comparison is asked to find, unless another is given."""
 TRIES = 2
 """A failure that may pass is met so often before a run leaves it to the next run."""
+
+Row = tuple[str, RunConfig]
+"""A candidate of a family and its label."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,36 +56,20 @@ class Target:
 class Shortfall:
     """What an experiment lacks by what is ``held``; ``costs`` are seconds of a configuration in each set of a family.
 
-    ``scatter`` finds the standard deviations of turns within a set and of sets on this machine.
+    Once ``timed``, the time says how many sets there are, up to those that resolve the usual difference.
     """
 
-    def __init__(
-        self, experiment: Experiment, target: Target, held: Held, scatter: Callable[[], tuple[float, float]]
-    ) -> None:
-        self.experiment, self.target, self.held, self.scatter = experiment, target, held, scatter
+    def __init__(self, experiment: Experiment, target: Target, held: Held, ledger: Ledger, machine_key: str) -> None:
+        self.experiment, self.target, self.held = experiment, target, held
         self.costs: dict[str, list[float]] = {}
         self.failed: Counter[str] = Counter()
-        self.planned: dict[str, int] = {}
-        """Sets of each family beyond those that an answer rested on before."""
+        self.timed = False
+        self._ledger, self._machine_key = ledger, machine_key
 
-    def plan_sets(self, families: Sequence[Family], seconds: float) -> None:
-        """Plan as many sets of each family as ``seconds`` give: the same number for all, and at least the least."""
-        if math.isinf(seconds) or not self._by_time:
-            return
-        rows = [
-            (f, [self.progress_of(f, c)[1] for _, c in _members(f) if not self.closed(f, c)], self.enough(f))
-            for f in families
-        ]
-        planned = LEAST_SETS
-        while planned < max((enough for _, new, enough in rows if new), default=0):
-            if sum(self.seconds_until(f, new, min(planned + 1, enough)) for f, new, enough in rows) > seconds:
-                break
-            planned += 1
-        self.planned |= {f.name: min(planned, enough) for f, _, enough in rows}
-
-    @property
-    def _by_time(self) -> bool:
-        return not (self.target.exact or self.target.sets_to_come)
+    @cached_property
+    def scatter(self) -> tuple[float, float]:
+        """Standard deviations of turns within a set and of sets on this machine."""
+        return scatter(self._ledger, self._machine_key)
 
     def progress_of(self, family: Family, config: RunConfig) -> tuple[int, int]:
         """Sets of a comparison that count, and of these those that no answer shown so far rested on."""
@@ -90,26 +81,15 @@ class Shortfall:
             sets = self.held.sets(base, config.run_id)
         return len(sets), len(sets.keys() - self.held.looked(base))
 
-    def enough(self, family: Family) -> int:
-        """Sets that resolve the usual difference by the scatter of this machine: more are not worth their time.
-
-        What compares nothing needs the least.
-        """
-        if not family.candidates:
-            return LEAST_SETS
-        turns = max((self.held.turns(family.baseline.run_id, c.run_id) for _, c in family.candidates), default=0)
-        within, between = self.scatter()
-        return turn_plan.sets_that_resolve(RESOLUTION, turns or USUAL_TURNS, within, between)
-
-    def plan_of(self, family: Family, candidates: Sequence[tuple[str, RunConfig]]) -> Plan:
+    def plan_of(self, family: Family, candidates: Sequence[Row]) -> Plan:
         """The plan of a set, with the turns of the earlier ones of the same comparison, else of others beside it."""
         base = family.baseline.run_id
-        turns = max(self.held.turns(base, c.run_id) for _, c in candidates)
-        turns = turns or max(self.held.turns(base, c.run_id) for _, c in _members(family))
-        return dataclasses.replace(self.target.plan, turns=turns) if turns else self.target.plan
+        turns = [max(self.held.turns(base, c.run_id) for _, c in rows) for rows in (candidates, _members(family))]
+        known = turns[0] or turns[1]
+        return dataclasses.replace(self.target.plan, turns=known) if known else self.target.plan
 
     def count_failures(self, records: Sequence[RunRecord]) -> None:
-        """A crash or a hang may pass and is tried again at once; what is not supported is left to the next run."""
+        """Note what failed in a set; what is unsupported is left to the next run."""
         for run_id, status in {(r.run_id, r.status) for r in records if r.status != "ok"}:
             self.failed[run_id] += TRIES if status == "unsupported" else 1
 
@@ -117,44 +97,39 @@ class Shortfall:
         """Whether a configuration is not tried again: its failure lasts, or this run has met it often enough."""
         return config.run_id in self.held.lasting or self.failed[config.run_id] >= TRIES
 
-    def closed(self, family: Family, config: RunConfig) -> bool:
-        """Whether a comparison gets no more sets, whatever time there is.
-
-        Without ``further`` also where no set of it is held: an answer that was shown told why.
-        """
-        if self.hopeless(config) or self.hopeless(family.baseline):
-            return True
-        have, new = self.progress_of(family, config)
-        if family.mechanism or not self._by_time:
-            return family.mechanism and have > 0
-        if have > new and (family.baseline.run_id, config.run_id) in self.target.decided:
-            return True
-        looked = any(self.held.looked(f.baseline.run_id) for f in self.experiment.families)
-        return not self.target.further and looked and self.held.met(family.baseline.run_id, config.run_id)
-
     def missing(self, family: Family, config: RunConfig) -> int:
-        """Sets still to come."""
-        if self.closed(family, config):
+        """Sets of a comparison still to come."""
+        target, pair = self.target, (family.baseline.run_id, config.run_id)
+        if self.hopeless(config) or self.hopeless(family.baseline):
             return 0
         have, new = self.progress_of(family, config)
         if family.mechanism:
-            return 1
-        if self._by_time:
-            return max(0, self.planned.get(family.name, self.target.sets) - new)
-        missing = max(0, self.target.sets - have)
-        if missing and self.target.sets_to_come:
-            return min(missing, self.target.sets_to_come(self.held.log_ratios(family.baseline.run_id, config.run_id)))
-        return missing
+            return max(0, 1 - have)
+        if target.exact:
+            return max(0, target.sets - have)
+        if target.sets_to_come:
+            most = max(0, target.sets - have)
+            return min(most, target.sets_to_come(self.held.log_ratios(*pair))) if most else 0
+        decided = have > new and pair in target.decided
+        looked = any(self.held.looked(f.baseline.run_id) for f in self.experiment.families)
+        if decided or (not target.further and looked and self.held.met(*pair)):
+            return 0
+        return max(0, (self._enough(family) if self.timed else target.sets) - new)
 
-    def wanted(self, family: Family) -> list[tuple[str, RunConfig]]:
-        """Candidates that lack sets; of a family without candidates the twin."""
+    def _enough(self, family: Family) -> int:
+        """Sets that resolve the usual difference by the scatter of this machine; what compares nothing needs few."""
+        if not family.candidates:
+            return LEAST_SETS
+        turns = max(self.held.turns(family.baseline.run_id, c.run_id) for _, c in family.candidates)
+        return turn_plan.sets_that_resolve(RESOLUTION, turns or USUAL_TURNS, *self.scatter)
+
+    def wanted(self, family: Family) -> list[Row]:
+        """Candidates of the next set, which lack most; of a family without candidates the twin."""
         lacking = [(self.missing(family, c), label, c) for label, c in _members(family)]
-        most = max(missing for missing, _, _ in lacking)
-        if self.target.sets_to_come is None:
-            # Those that lack most come first, so that all end with equally many.
-            lacking = [row for row in lacking if row[0] == most]
         lacking.sort(key=lambda row: -row[0])
-        return [(label, c) for missing, label, c in lacking if missing][: family.at_once]
+        # So that all end with equally many.
+        least = 1 if self.target.sets_to_come else max(1, lacking[0][0])
+        return [(label, c) for missing, label, c in lacking if missing >= least][: family.at_once]
 
     def sets_missing(self, families: Sequence[Family]) -> int:
         """About how many sets are to come."""
@@ -164,31 +139,25 @@ class Shortfall:
             total += sum(counts[:: family.at_once])
         return total
 
-    def next(self, families: Sequence[Family]) -> tuple[Family, list[tuple[str, RunConfig]]] | None:
+    def next(self, families: Sequence[Family]) -> tuple[Family, list[Row]] | None:
         """The first family that lacks most sets, so that all grow at one pace."""
         lacking = [(f, wanted) for f in families if (wanted := self.wanted(f))]
         return max(lacking, key=lambda job: self.missing(job[0], job[1][0][1]), default=None)
 
     def compiles(self, family: Family, config: RunConfig) -> int:
         """Compiles from empty caches that are missing."""
-        if self.hopeless(config) or family.mechanism:
+        if config.compile == "off" or self.hopeless(config) or family.mechanism:
             return 0
         return max(0, self.target.cold_compiles - self.held.cold_compiles(config.run_id))
 
     def set_seconds(self, family: Family, candidates: int) -> float:
         """Forecast of one set with so many candidates, by what the latest of its family took."""
-        places = candidates + 2
         if family.name in self.costs:
-            return places * self.costs[family.name][-1]
-        known = [cost for costs in self.costs.values() for cost in costs]
-        seen = self.held.place_seconds(family.baseline.run_id)
-        return places * (max(known, default=PLACE_SECONDS) if seen is None else seen)
-
-    def seconds_until(self, family: Family, have: Sequence[int], wanted: int) -> float:
-        """Seconds until each of some comparisons, which ``have`` so many sets, has as many as are ``wanted``."""
-        lacks = sorted((wanted - sets for sets in have if sets < wanted), reverse=True)
-        groups = [lacks[i : i + family.at_once] for i in range(0, len(lacks), family.at_once)]
-        return sum(group[0] * self.set_seconds(family, len(group)) for group in groups)
+            place = self.costs[family.name][-1]
+        else:
+            others = max((cost for costs in self.costs.values() for cost in costs), default=PLACE_SECONDS)
+            place = self.held.place_seconds(family.baseline.run_id) or others
+        return (candidates + 2) * place
 
     def forecast(self, families: Sequence[Family]) -> float:
         """Seconds of all sets that are to come."""
@@ -196,43 +165,62 @@ class Shortfall:
 
     def fit(
         self, families: Sequence[Family], seconds: float, fewest: int
-    ) -> tuple[list[Family], list[tuple[Family, str, RunConfig]]]:
+    ) -> tuple[list[Family], list[tuple[Family, Row]]]:
         """Leave candidates out, the last ones first, until the least sets of all others fit into the time.
 
         ``fewest`` candidates stay in each family that had some. Returns what stays and what does not.
         """
-        families, left_out = list(families), list[tuple[Family, str, RunConfig]]()
+        families, left_out = list(families), list[tuple[Family, Row]]()
         while not (math.isinf(seconds) or self.target.exact):
             short = {f.name: self._short(f) for f in families}
-            need = sum(
-                self.seconds_until(f, [self.progress_of(f, c)[0] for _, c in short[f.name]], _least_sets(f))
-                for f in families
-            )
             cut = [f for f in families if short[f.name] and len(f.candidates) > fewest]
-            if need <= seconds or not cut:
+            need = sum(
+                max(lacks) * self.set_seconds(f, len(lacks))
+                for f in families
+                if (lacks := [lack for lack, _ in short[f.name]])
+            )
+            if not cut or need <= seconds:
                 break
             longest = max(reversed(cut), key=lambda f: len(short[f.name]))
-            label, config = short[longest.name][-1]
-            left_out.append((longest, label, config))
-            kept = tuple(row for row in longest.candidates if row != (label, config))
+            row = short[longest.name][-1][1]
+            left_out.append((longest, row))
+            kept = tuple(other for other in longest.candidates if other != row)
             place = families.index(longest)
             families[place : place + 1] = [dataclasses.replace(longest, candidates=kept)] if kept else []
         return families, left_out
 
-    def _short(self, family: Family) -> list[tuple[str, RunConfig]]:
-        """Candidates that still get sets and have fewer than the least."""
-        least = _least_sets(family)
-        return [
-            (label, c)
-            for label, c in family.candidates
-            if self.progress_of(family, c)[0] < least and not self.closed(family, c)
-        ]
+    def _short(self, family: Family) -> list[tuple[int, Row]]:
+        """Candidates that still get sets and have fewer than the least, with how many they lack."""
+        least = 1 if family.mechanism else LEAST_SETS
+        rows = [(least - self.progress_of(family, c)[0], (label, c)) for label, c in family.candidates]
+        return [(lack, row) for lack, row in rows if lack > 0 and self.missing(family, row[1])]
+
+    # Trials
+
+    def trials(self, wanted: Sequence[Trial]) -> list[Trial]:
+        """Those of ``wanted`` that are still to be made: neither here, nor known to fail or to be wrong."""
+        held, lasting = self.held, self.held.lasting
+        asked = [t for t in wanted if t.config.run_id not in lasting and not held.trained(t.config.run_id, t.fid)]
+        return [t for t in asked if not self.unsound(t)]
+
+    def unsound(self, trial: Trial) -> str:
+        """Why a trial's gradients are wrong; empty where they are not, or where its baseline's are wrong too."""
+        return "" if self.held.unsound(trial.baseline) else self.held.unsound(trial.config)
+
+    def trial_seconds(self, trials: Sequence[Trial]) -> float:
+        """What ``trials`` take: as those with other seeds did, else their images at the speed that sets have shown."""
+        seen = [s for t in self.experiment.trials if (s := self.held.trial_seconds(t.config)) is not None]
+        total = 0.0
+        for trial in trials:
+            known = self.held.trial_seconds(trial.config)
+            image = self.held.image_seconds(trial.timed.run_id) if trial.timed else None
+            if known is None and image is not None:
+                compiling = COMPILE_SECONDS if trial.config.compile != "off" else 0.0
+                known = image * trial.config.option("images", 0) + compiling
+            total += known if known is not None else sum(seen) / len(seen) if seen else TRIAL_SECONDS
+        return total
 
 
-def _least_sets(family: Family) -> int:
-    return 1 if family.mechanism else LEAST_SETS
-
-
-def _members(family: Family) -> Sequence[tuple[str, RunConfig]]:
+def _members(family: Family) -> Sequence[Row]:
     """The candidates; of a family without any the baseline, which is compared with its twin."""
     return family.candidates or ((family.baseline_label, family.baseline),)

@@ -10,6 +10,11 @@ from ddpm_lab.plan import FLASH_ATTENTION
 
 RECORDED_AFTER = 3
 """Steps after which a CUDA graph that is to be used has been recorded."""
+SAME_NAME = (
+    *("world_size", "precision", "compile", "compile_mode", "loader", "loader_workers", "data_sha256"),
+    *("implementation", "channels_last", "kernels", "attention_axis", "read_loss"),
+)
+"""Settings that a rank says under the names of ``RunConfig``."""
 
 
 def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
@@ -17,22 +22,29 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
 
     A workload that says nothing of a setting is not judged on it.
     """
-    found = []
-    expected = _expected(config)
+    expected, found = _expected(config), list[str]()
     if gone_past := _gone_past(config, ranks):
         found.append(gone_past)
         expected = {name: label for name, label in expected.items() if name not in ("compile", "exchange_enabled")}
     for seen in ranks:
-        found += _of_rank(config, expected, seen)
+        found += [
+            *_changed(config, seen),
+            *(
+                f"the label says {name} {label}, rank {seen['rank']} ran with {seen[name]}"
+                for name, label in expected.items()
+                if name in seen and seen[name] != label
+            ),
+            *_of_rank(config, seen),
+        ]
+    uuids, hosts, shares = (
+        [seen[name] for seen in ranks if seen.get(name)] for name in ("device_uuid", "host", "indices_sha256")
+    )
     if sorted(seen["rank"] for seen in ranks) != list(range(config.world_size)):
         found.append(f"the label says {config.world_size} ranks, these ran: {[seen['rank'] for seen in ranks]}")
-    hosts = {seen["host"] for seen in ranks if seen.get("host")}
-    if hosts and len(hosts) != config.nodes:
-        found.append(f"the label says {config.nodes} hosts, the ranks ran on {len(hosts)}")
-    uuids = [seen["device_uuid"] for seen in ranks if seen.get("device_uuid")]
+    if hosts and len(set(hosts)) != config.nodes:
+        found.append(f"the label says {config.nodes} hosts, the ranks ran on {len(set(hosts))}")
     if len(set(uuids)) != len(uuids) and not config.oversubscribe:
         found.append(f"{len(uuids)} ranks ran on {len(set(uuids))} distinct GPUs: {', '.join(sorted(set(uuids)))}")
-    shares = [seen["indices_sha256"] for seen in ranks if seen.get("indices_sha256")]
     if len(set(shares)) != len(shares):
         found.append(f"the label says {config.world_size} ranks share each batch, some of them used the same images")
     return found
@@ -40,79 +52,52 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
 
 def _expected(config: RunConfig) -> dict[str, Any]:
     """What each rank has to say of itself where it says anything, by name."""
-    exchange = dataclasses.asdict(config.exchange)
-    return {
-        "world_size": config.world_size,
-        "precision": config.precision,
-        "compile": config.compile,
-        "compile_mode": config.compile_mode,
-        "loader": config.loader,
-        "loader_workers": config.loader_workers,
-        "data_sha256": config.data_sha256,
-        "implementation": config.implementation,
-        "channels_last": config.channels_last,
-        "kernels": config.kernels,
-        "attention_axis": config.attention_axis,
-        "read_loss": config.read_loss,
-        "adam": config.optimizer.adam,
-        "ema": config.optimizer.ema,
-        "ema_warmup": config.optimizer.decay_at(1) < config.optimizer.ema_decay,
+    exchange, optimizer = dataclasses.asdict(config.exchange), config.optimizer
+    found = {
+        **{name: getattr(config, name) for name in SAME_NAME},
+        "adam": optimizer.adam,
+        "ema": optimizer.ema,
+        "ema_warmup": optimizer.decay_at(1) < optimizer.ema_decay,
         "exchange": {name: exchange[name] for name in ("enabled", "bucket_view", "static_graph", "bucket_mb")},
         "exchange_enabled": config.exchange.enabled,
         "exchange_hook": config.exchange.hook,
         "nccl": config.exchange.nccl,
         "without": config.option("without", ""),
         FLASH_ATTENTION: config.option(FLASH_ATTENTION, False),
-        # Where nothing is asked for, whatever the C library does is meant: one may have been put in its place.
-        **({"freed_memory": "kept"} if config.freed_memory == "kept" else {}),
-        **({"threads": config.threads} if config.threads else {}),
     }
-
-
-def _of_rank(config: RunConfig, expected: dict[str, Any], seen: dict[str, Any]) -> list[str]:
-    """What one rank says otherwise than its label."""
-    rank = f"rank {seen['rank']}"
-    found = [
-        *_changed(config, seen),
-        *(
-            f"the label says {name} {label}, {rank} ran with {seen[name]}"
-            for name, label in expected.items()
-            if name in seen and seen[name] != label
-        ),
-    ]
-    if not str(seen["device"]).startswith(config.device):
-        found.append(f"the label says device {config.device}, {rank} ran on {seen['device']}")
-    found += [*consumption(config, seen), *_without_graphs(config, seen)]
-    if config.precision == "fp16" and not seen.get("autocast_scaler", True):
-        found.append(f"the label says precision fp16, {rank} ran it without a gradient scaler")
-    if seen.get("unlisted_modules"):
-        found.append(
-            f"{rank} loaded {', '.join(seen['unlisted_modules'])}, which one step of the workload did not, or not as "
-            "it was then: import it at the top of its module, and leave it as it is while it is measured, on all hosts"
-        )
-    if seen.get("astray_modules"):
-        found.append(
-            f"the label says revision {config.revision}, {rank} loaded {', '.join(seen['astray_modules'])} from the "
-            "working tree: take out what puts that folder on the Python path while it runs, such as sys.path.insert "
-            "or an import hook"
-        )
+    # Where nothing is asked for, whatever the machine or its C library does is meant.
+    if config.freed_memory == "kept":
+        found["freed_memory"] = "kept"
+    if config.threads:
+        found["threads"] = config.threads
     return found
 
 
-def _without_graphs(config: RunConfig, seen: dict[str, Any]) -> list[str]:
-    """Whether a rank fell back from the CUDA graphs that its mode of compilation asks for, all or some of them.
-
-    A graph is recorded when it runs for the second time.
-    """
-    if config.compile_mode == "default" or "cuda_graphs" not in seen:
-        return []
-    graphs, skips = seen["cuda_graphs"], seen["cuda_graph_skips"]
-    if not skips and (graphs or seen.get("steps", 0) < RECORDED_AFTER):
-        return []
-    return [
-        f"the label says compile_mode {config.compile_mode}, which runs as CUDA graphs: rank {seen['rank']} recorded "
-        f"{graphs} and skipped {skips}; TORCH_LOGS=cudagraphs says why, and compile_mode default does without"
-    ]
+def _of_rank(config: RunConfig, seen: dict[str, Any]) -> list[str]:
+    """What one rank says otherwise than its label, where that is more than another value."""
+    rank, found = f"rank {seen['rank']}", consumption(config, seen)
+    if not str(seen["device"]).startswith(config.device):
+        found.append(f"the label says device {config.device}, {rank} ran on {seen['device']}")
+    graphs, skips = seen.get("cuda_graphs"), seen.get("cuda_graph_skips")
+    recorded = not skips and (graphs or seen.get("steps", 0) < RECORDED_AFTER)  # with their second run
+    if config.compile_mode != "default" and graphs is not None and not recorded:
+        found.append(
+            f"the label says compile_mode {config.compile_mode}, which runs as CUDA graphs: {rank} recorded {graphs} "
+            f"and skipped {skips}; TORCH_LOGS=cudagraphs says why, and compile_mode default does without"
+        )
+    if config.precision == "fp16" and not seen.get("autocast_scaler", True):
+        found.append(f"the label says precision fp16, {rank} ran it without a gradient scaler")
+    if modules := ", ".join(seen.get("unlisted_modules", ())):
+        found.append(
+            f"{rank} loaded {modules}, which one step of the workload did not, or not as it was then: import it at the "
+            "top of its module, and leave it as it is while it is measured, on all hosts"
+        )
+    if modules := ", ".join(seen.get("astray_modules", ())):
+        found.append(
+            f"the label says revision {config.revision}, {rank} loaded {modules} from the working tree: take out what "
+            "puts that folder on the Python path while it runs, such as sys.path.insert or an import hook"
+        )
+    return found
 
 
 def _gone_past(config: RunConfig, ranks: list[dict[str, Any]]) -> str:
@@ -132,12 +117,10 @@ def _gone_past(config: RunConfig, ranks: list[dict[str, Any]]) -> str:
 
 def _changed(config: RunConfig, seen: dict[str, Any]) -> list[str]:
     """What the user's own training made otherwise than when it was first looked at; the label holds that."""
-    if not config.is_own:
-        return []
     return [
         f"{config.work_name} ({seen['maker']}) is not the same each time it is called: {name} {before} when it was "
         f"looked at, {seen[name]} in rank {seen['rank']}; let it depend on nothing but its code"
-        for name in MADE
+        for name in (MADE if config.is_own else ())
         if name in seen and (before := config.option(name, seen[name])) != seen[name]
     ]
 

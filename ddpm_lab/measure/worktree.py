@@ -23,11 +23,8 @@ OF_ANOTHER = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_O
 """What git tells its hooks of the repository that they run for; this one is found by its folder."""
 
 
-class GitError(ConfigError):
-    """What git refuses, in its own words."""
-
-
-def _git(folder: Path, *words: str, **variables: str) -> str:
+def _git(folder: Path, *words: str, refusal: str = "git failed", **variables: str) -> str:
+    """What git prints. Raises ConfigError, with the ``refusal`` and git's own words, where it fails."""
     environment = {k: v for k, v in os.environ.items() if k not in OF_ANOTHER}
     environment |= {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", **variables}
     command = ["git", "-C", str(folder), "-c", f"core.hooksPath={os.devnull}", *words]
@@ -36,7 +33,8 @@ def _git(folder: Path, *words: str, **variables: str) -> str:
     except OSError as error:
         raise ConfigError(f"--against needs git, and it cannot be started ({error.strerror}): install it") from error
     if done.returncode:
-        raise GitError(" ".join(done.stderr.split())[:300])
+        said = " ".join(done.stderr.split())[:300]
+        raise ConfigError(f"{refusal} (git says: {said})" if said else refusal)
     return done.stdout.strip()
 
 
@@ -49,33 +47,30 @@ class Repository:
     @classmethod
     def around(cls, folder: Path) -> Repository:
         """The repository that a folder lies in. Raises ConfigError where there is none."""
-        try:
-            return cls(Path(_git(folder, "rev-parse", "--show-toplevel")).resolve())
-        except GitError as error:
-            raise ConfigError(
-                f"--against compares the working tree of a git repository with a revision of it, and {folder} is in "
-                f"none: change to its folder (git says: {error})"
-            ) from error
+        refusal = (
+            f"--against compares the working tree of a git repository with a revision of it, and {folder} is in none: "
+            "change to its folder"
+        )
+        return cls(Path(_git(folder, "rev-parse", "--show-toplevel", refusal=refusal)).resolve())
 
     def commit(self, revision: str) -> str:
         """The full hash of a revision. Raises ConfigError where the repository has none of that name."""
-        try:
-            return _git(self.root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
-        except GitError as error:
-            shallow = _git(self.root, "rev-parse", "--is-shallow-repository") == "true"
+        remedy = "give a branch, a tag or a commit, and fetch what another clone has"
+        if _git(self.root, "rev-parse", "--is-shallow-repository") == "true":
             remedy = (
                 "this clone is shallow: fetch its history with git fetch --unshallow, or fetch-depth: 0 in a workflow"
-                if shallow
-                else "give a branch, a tag or a commit, and fetch what another clone has"
             )
-            raise ConfigError(f"--against is {revision!r}, which {self.root} does not have: {remedy}") from error
+        words = ("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
+        refusal = f"--against is {revision!r}, which {self.root} does not have: {remedy}"
+        return _git(self.root, *words, refusal=refusal)
 
     def submodule_of(self, file: Path) -> str:
         """The submodule that a file of the working tree lies in, or the empty string."""
-        below = [p for p in file.resolve().parents if p.is_relative_to(self.root) and p != self.root]
-        for folder in (p for p in reversed(below) if (p / ".git").exists()):
-            name = str(folder.relative_to(self.root))
-            return name if _git(self.root, "ls-files", "--stage", "--", name).startswith("160000 ") else ""
+        for folder in file.resolve().parents:
+            if self.root in folder.parents and (folder / ".git").exists():
+                name = str(folder.relative_to(self.root))
+                if _git(self.root, "ls-files", "--stage", "--", name).startswith("160000 "):
+                    return name
         return ""
 
     @contextlib.contextmanager
@@ -84,12 +79,10 @@ class Repository:
         sweep()
         holder = GroupFolder()
         folder, index = holder.path.resolve() / "tree", str(holder.path / "index")
+        refusal = f"git cannot check out {commit[:12]} in {folder}"
         try:
-            try:
-                _git(self.root, "read-tree", commit, GIT_INDEX_FILE=index)
-                _git(self.root, "checkout-index", "--all", "--quiet", f"--prefix={folder}/", GIT_INDEX_FILE=index)
-            except GitError as error:
-                raise ConfigError(f"git cannot check out {commit[:12]} in {folder}: {error}") from error
+            for words in (("read-tree", commit), ("checkout-index", "--all", "--quiet", f"--prefix={folder}/")):
+                _git(self.root, *words, refusal=refusal, GIT_INDEX_FILE=index)
             yield folder
         finally:
             holder.remove()

@@ -12,7 +12,7 @@ from typing import Any
 
 from ddpm_lab.checks import LabError
 from ddpm_lab.measure.hardware import environment
-from ddpm_lab.measure.trials import COMPILE_SECONDS
+from ddpm_lab.measure.shortfall import COMPILE_SECONDS
 from ddpm_lab.plan import OTHERS, PRIMARY
 from ddpm_lab.questions import experiments
 from ddpm_lab.questions.planned import Planned

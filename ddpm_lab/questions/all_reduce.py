@@ -1,20 +1,26 @@
-"""How fast ranks exchange: an all-reduce of messages of several sizes, at each number of ranks this machine can run."""
+"""How fast do ranks exchange? An all-reduce of messages of several sizes, at each number of ranks that there is."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import Opt
-from ddpm_lab.explain import figure_links, links, machine_state
+from ddpm_lab.explain import machine_state, phrases
 from ddpm_lab.explain.answer import Answer, speeds
+from ddpm_lab.explain.charts.lines import Line, Plot, lines
+from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.findings import ANSWERED, compared, plain
 from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import Experiment, Family, Plan
 from ddpm_lab.training.setting import Setup, WorldSizes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Messages = Annotated[Sequence[int] | None, Opt("bytes of the messages", least=4)]
 ALL_REDUCE = "ddpm_lab.training.allreduce:all_reduce"
@@ -38,14 +44,13 @@ def all_reduce(setup: Setup, *, world_sizes: WorldSizes = None, message_bytes: M
     sizes = [first, *others[-1:], *others[:-1]]  # smallest and largest tell most
     families, left_out = [], []
     for n in ranks or [1]:
-        configs = [_config(setup, n, size) for size in sizes]
-        named = list(zip(map(label, sizes), configs, strict=True))
+        baseline, *candidates = [(label(size), _config(setup, n, size)) for size in sizes]
         families.append(
             Family(
                 name=f"all-reduce, {setup.ranks_label(n)}",
-                baseline_label=named[0][0],
-                baseline=named[0][1],
-                candidates=tuple(named[1:]) if ranks else (),
+                baseline_label=baseline[0],
+                baseline=baseline[1],
+                candidates=tuple(candidates) if ranks else (),
                 together=True,  # what slows a whole set is told from what all its messages share
             )
         )
@@ -68,15 +73,100 @@ def _config(setup: Setup, ranks: int, size: int) -> RunConfig:
     )
 
 
+def exchanges(study: Study) -> list[Comparison]:
+    """Return the measured all-reduces of a study by hosts, ranks and size."""
+    found = [row for row in comparisons(study) if row.sets and row.role != "twin" and row.ranks > 1]
+    return sorted(found, key=lambda e: (e.config.nodes, e.ranks, message_bytes(e)))
+
+
+def message_bytes(exchange: Comparison) -> int:
+    """Return the bytes that each rank holds."""
+    return int(exchange.config.option("message_bytes", 0))
+
+
+def bus_bandwidth(exchange: Comparison) -> float:
+    """Return bytes a second over each rank's link: 2 (N - 1) / N n / t, as nccl-tests defines it."""
+    return 2 * (exchange.ranks - 1) / exchange.ranks * message_bytes(exchange) / exchange.step_seconds
+
+
+def _ranks_name(exchange: Comparison) -> str:
+    """Such as "4 ranks", or "4 ranks on 2 hosts"."""
+    hosts = exchange.config.nodes
+    return f"{exchange.ranks} ranks" + (f" on {hosts} hosts" if hosts > 1 else "")
+
+
 def answer(study: Study) -> Answer:
     """Show time and bus bandwidth of each message."""
-    if (told := links.answer(study)) is None:
-        return replace(speeds(study, compared(study)), table=lambda: links.table(study))
-    found = plain(study, told[0], ANSWERED, *machine_state.warnings(study), evidence=told[1])
-    found = replace(found, verdict="measured", quality="no training, so no quality")
-    shown = speeds(study, found)
-    return replace(
-        shown,
-        figure=lambda: figure_links.exchange(study, found.headline) or shown.figure(),
-        table=lambda: links.table(study),
+    found = exchanges(study)
+    if not found:
+        return replace(speeds(study, compared(study)), table=lambda: [])
+    most = max(found, key=lambda e: (e.ranks, bus_bandwidth(e)))
+    least = min((e for e in found if e.ranks == most.ranks), key=lambda e: e.step_seconds)
+    headline = (
+        f"{most.ranks} ranks exchange at up to {_speed(most)} of bus bandwidth, and in no less than {_duration(least)}"
+    )
+    evidence = (
+        f"The most is reached with {most.label}, the least time takes a message of {least.label} "
+        f"({phrases.plural(most.sets, 'set')})."
+    )
+    finding = plain(study, headline, ANSWERED, *machine_state.warnings(study), evidence=evidence)
+    return Answer(
+        study=study,
+        finding=replace(finding, verdict="measured", quality="no training, so no quality"),
+        figure=lambda: _figure(study, headline, found),
+        table=lambda: _table(found),
+    )
+
+
+def _duration(exchange: Comparison) -> str:
+    """Such as "405 us": microseconds below a millisecond."""
+    seconds = exchange.step_seconds
+    return f"{phrases.significant(1e6 * seconds)} \N{MICRO SIGN}s" if seconds < 1e-3 else phrases.seconds(seconds)
+
+
+def _speed(exchange: Comparison) -> str:
+    """Such as "1.9 GB/s"."""
+    speed = bus_bandwidth(exchange)
+    unit, name = (1e9, "GB/s") if speed >= 1e9 else (1e6, "MB/s")
+    return f"{phrases.significant(speed / unit)} {name}"
+
+
+def _table(found: Sequence[Comparison]) -> Table:
+    return [
+        {
+            "Configuration": _ranks_name(e),
+            "Message": e.label,
+            "Time": _duration(e),
+            "Bus bandwidth": _speed(e),
+            "Sets": str(e.sets),
+        }
+        for e in found
+    ]
+
+
+def _figure(study: Study, title: str, found: Sequence[Comparison]) -> Figure:
+    """Bus bandwidth against the size of the message, a line for each number of ranks."""
+    series: dict[str, list[Comparison]] = {}
+    for e in found:
+        series.setdefault(_ranks_name(e), []).append(e)
+    sizes = dict(sorted({message_bytes(e): e.label for e in found}.items()))
+    plot = Plot(
+        lines=[
+            Line(name=name, x=[message_bytes(e) for e in shown], y=[1e-9 * bus_bandwidth(e) for e in shown])
+            for name, shown in series.items()
+        ],
+        x_label="message",
+        y_label="bus bandwidth, GB/s",
+        log_x=True,
+        log_y=True,
+        ticks=list(sizes),
+        names=list(sizes.values()),
+        height=3.0,
+    )
+    return lines(
+        [plot],
+        title=title,
+        context=phrases.context(study),
+        note="Geometric mean over sets. Bus bandwidth: 2 (N - 1) / N of the message over the time, to be held against "
+        "the link's own whatever the number of ranks.",
     )

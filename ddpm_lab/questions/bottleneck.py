@@ -12,7 +12,7 @@ from ddpm_lab.declared import Opt, known
 from ddpm_lab.explain.changes import batch_sizes, changes
 from ddpm_lab.measure.held import Held
 from ddpm_lab.measure.largest_batch import host_bytes, predicted_bytes, same_work
-from ddpm_lab.measure.trials import COMPILE_SECONDS
+from ddpm_lab.measure.shortfall import COMPILE_SECONDS
 from ddpm_lab.plan import Experiment, Family
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Batch, Setup, WorldSize, check_cores

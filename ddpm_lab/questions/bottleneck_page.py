@@ -13,10 +13,11 @@ from ddpm_lab.explain.bands import S002 as TARGETS
 from ddpm_lab.explain.bands import documents
 from ddpm_lab.explain.charts.style import save
 from ddpm_lab.explain.frames import Study, rank_zero
-from ddpm_lab.explain.questions import bottleneck, lost_scaling
+from ddpm_lab.explain.questions import bottleneck
 from ddpm_lab.explain.questions.bottleneck import Advice
 from ddpm_lab.explain.subject import Subject, roofline, subject
 from ddpm_lab.files import replace as replace_file
+from ddpm_lab.questions import lost_scaling
 from ddpm_lab.questions.answers import answer
 
 TITLE, STEM = "Bottleneck report", "bottleneck_report"

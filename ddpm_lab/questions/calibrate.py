@@ -26,12 +26,10 @@ from ddpm_lab.explain.charts.lines import lines as draw
 from ddpm_lab.explain.pages import Section, spoken_date
 from ddpm_lab.files import LEDGER, output_folder
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.measure.measuring_lock import measuring
-from ddpm_lab.measure.others import free_cores
+from ddpm_lab.measure.others import free_cores, measuring
 from ddpm_lab.measure.process import sweep
 from ddpm_lab.measure.progress import Progress
-from ddpm_lab.measure.seat import Member
-from ddpm_lab.measure.sets import measure_set
+from ddpm_lab.measure.sets import Member, measure_set
 from ddpm_lab.plan import USUAL_TURNS, Plan
 from ddpm_lab.questions.planning import instrument_for
 from ddpm_lab.record import LedgerError, RunRecord, crowded, set_log_ratio

@@ -10,7 +10,7 @@ from ddpm_lab.explain import comparisons, decisions, frames
 from ddpm_lab.ledger import Ledger, load
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.others import free_cores
-from ddpm_lab.measure.seat import Instrument
+from ddpm_lab.measure.sets import Instrument
 from ddpm_lab.measure.shortfall import Target
 from ddpm_lab.record import TWIN
 from ddpm_lab.training.setting import OWN_DATA

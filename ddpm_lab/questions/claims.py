@@ -21,7 +21,7 @@ from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.findings import ANSWERED, compared, plain
 from ddpm_lab.explain.frames import Study, once
 from ddpm_lab.explain.table import Table
-from ddpm_lab.measure.wrong_ways import WORKLOAD
+from ddpm_lab.measure.alone import WORKLOAD
 from ddpm_lab.plan import Experiment, Family, Trial, scaling
 from ddpm_lab.questions import faults
 from ddpm_lab.questions.faults import FAULTS, Records, readings

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,8 +28,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "no bucket view": {"bucket_view": False},
     "buckets of 100 MiB": {"bucket_mb": 100},
     "buckets of 1 MiB": {"bucket_mb": 1},
+    "NCCL for PCIe": {"nccl": "pcie"},
 }
-_ONE_IN_TWO = "one exchange in 2 micro-batches"
 
 
 def exchange(
@@ -50,71 +49,45 @@ def exchange(
     asked = setup.world_sizes(world_sizes, [n for n in usual if n > 1])
     if world_sizes is not None and 1 in asked:
         raise ConfigError("world_sizes has 1, and one rank exchanges nothing: give 2 or more")
-    families = []
+    able = [label for label, changes in _SETTINGS.items() if setup.device == "cuda" or "nccl" not in changes]
+    families, left_out = [], []
     for ranks in asked:
         batch = setup.batch_size(global_batch_size, ranks)
         base = setup.config(global_batch_size=batch, world_size=ranks, precision=precision)
-        families.append(
-            Family(
-                name=setup.family_name(batch, ranks),
-                baseline=base,
-                baseline_label=BASELINE,
-                candidates=_candidates(base)[: 2 if setup.preset == "smoke" else None],
-                primary="bf16 hook",
-            )
-        )
+        settings = able[: 2 if setup.preset == "smoke" else None]
+        families.append(_family(setup.family_name(batch, ranks), base, settings, primary="bf16 hook"))
         if setup.preset != "smoke":
-            families.append(_half_as_often(setup, base))
-    if families:
-        return Experiment(name="exchange", families=tuple(families))
-    alone = Family(
-        name=setup.family_name(batch := setup.batch_size(global_batch_size), 1),
-        baseline=setup.config(global_batch_size=batch, precision=precision),
-        baseline_label=setup.ranks_label(1),
-        candidates=(),
-        mechanism=True,
-    )
-    left_out = ((alone.name, setup.ranks_label(2), setup.why_alone),)
-    return Experiment(name="exchange", families=(alone,), left_out=left_out)
+            # The same micro-batches, two to a step: half as many exchanges for equal images.
+            twice = dataclasses.replace(base, global_batch_size=2 * batch, accumulation=2)
+            name = f"{setup.family_name(2 * batch, ranks)}, one exchange in 2 micro-batches"
+            families.append(_family(name, twice, [NO_EXCHANGE]))
+    if not families:
+        batch = setup.batch_size(global_batch_size)
+        base, name = setup.config(global_batch_size=batch, precision=precision), setup.family_name(batch, 1)
+        families.append(_family(name, base, (), baseline_label=setup.ranks_label(1), mechanism=True))
+        left_out.append((name, setup.ranks_label(2), setup.why_alone))
+    return Experiment(name="exchange", families=tuple(families), left_out=tuple(left_out))
 
 
-def _candidates(base: RunConfig) -> tuple[tuple[str, RunConfig], ...]:
-    settings = dict(_SETTINGS)
-    if base.device == "cuda":
-        settings["NCCL for PCIe"] = {"nccl": "pcie"}
-    return tuple(
-        (label, dataclasses.replace(base, exchange=ExchangeConfig(**changes))) for label, changes in settings.items()
-    )
-
-
-def _half_as_often(setup: Setup, base: RunConfig) -> Family:
-    """The same micro-batches, two to a step: half as many exchanges for equal images, in batches twice as large."""
-    twice = dataclasses.replace(base, global_batch_size=2 * base.global_batch_size, accumulation=2)
-    return Family(
-        name=f"{setup.family_name(twice.global_batch_size, base.world_size)}, {_ONE_IN_TWO}",
-        baseline=twice,
-        baseline_label=BASELINE,
-        candidates=((NO_EXCHANGE, dataclasses.replace(twice, exchange=ExchangeConfig(enabled=False))),),
-    )
+def _family(name: str, base: RunConfig, settings: Sequence[str], **values: Any) -> Family:
+    """Ranks as by default, and each of the ``settings`` alone."""
+    changed = [(s, dataclasses.replace(base, exchange=ExchangeConfig(**_SETTINGS[s]))) for s in settings]
+    values = {"baseline_label": BASELINE, **values}
+    return Family(name=name, baseline=base, candidates=tuple(changed), **values)
 
 
 def answer(study: Study) -> Answer:
     """Compare the settings of the exchange; ranks that exchange nothing train apart and are none."""
-    exposed = exposed_communication(comparisons(study))
-    return speeds(study, compared(study, keep=sentences.trains, own=lambda _: exposed), views=trained_views(study))
+    silent = [r for r in comparisons(study) if r.role == "candidate" and r.sets and not sentences.trains(r)]
+    notes = list(map(_exposed_communication, silent))
+    return speeds(study, compared(study, keep=sentences.trains, own=lambda _: notes), views=trained_views(study))
 
 
-def exposed_communication(rows: Sequence[Comparison]) -> list[str]:
-    """How much shorter a step is where ranks exchange nothing: a note for each family."""
-    told = []
-    for row in rows:
-        if row.role != "candidate" or sentences.trains(row) or not row.sets:
-            continue
-        if row.resolved:
-            shorter, low, high = (100 * (1 - 1 / v) for v in (row.ratio.value, *row.ratio.ends))
-            span = "" if math.isnan(low) else f" ({low:.1f} to {high:.1f} %)"
-            text = f"{shorter:.1f} % shorter{span}: exposed communication"
-        else:
-            text = f"not called shorter (ratio {phrases.ratio(row)}, {phrases.evidence(row)})"
-        told.append(f"Without exchange a step of {row.family} is {text}.")
-    return told
+def _exposed_communication(row: Comparison) -> str:
+    """Say how much shorter a step is whose ranks exchange nothing."""
+    if row.resolved:
+        shorter, low, high = (100 * (1 - 1 / ratio) for ratio in (row.ratio.value, *row.ratio.ends))
+        text = f"{shorter:.1f} % shorter ({low:.1f} to {high:.1f} %): exposed communication"
+    else:
+        text = f"not called shorter (ratio {phrases.ratio(row)}, {phrases.evidence(row)})"
+    return f"Without exchange a step of {row.family} is {text}."

@@ -1,49 +1,385 @@
-"""Where the lost scaling went: the configurations from whose differences it is computed, each with one thing off."""
+"""Where the lost scaling went: the step of all ranks beside the ideal, split into losses that were each switched off.
+
+For equal images n ranks should take 1/n of one rank's time, T(1) / n. What they take longer, L = T(n) - T(1) / n, is
+the sum of: what exchange and loading each cost (the step with it less the step without it, beyond that share of
+T(1) / n which one rank pays too); what is left with both off, which is the smaller batch of a rank, its fewer threads,
+the others beside it, and the straggler; and the interaction, which is what switching off both at once gains more or
+less than switching off each. A step of the lab's trainer has no work that rank 0 alone does: what rank 0 does alone, a
+checkpoint or a grid of images, lies between steps.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from ddpm_lab import plan
-from ddpm_lab.config import ExchangeConfig, RunConfig
+from ddpm_lab.config import ExchangeConfig
+from ddpm_lab.explain import decisions, phrases, stats, straggler
+from ddpm_lab.explain.charts import style
+from ddpm_lab.explain.charts.bars import bars
+from ddpm_lab.explain.charts.style import Panel, Row
+from ddpm_lab.explain.comparisons import MECHANISM_ONLY
+from ddpm_lab.explain.figure_ratios import MEANING
+from ddpm_lab.explain.frames import Study
+from ddpm_lab.explain.table import Table, one_family, without_constant
 from ddpm_lab.plan import Family
+from ddpm_lab.record import RunRecord, crowded, seconds_by_turn, set_log_ratio
+from ddpm_lab.training.setting import Setup
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+UNRELIABLE = 1 / 3
+"""Share of the loss above which an interaction makes the split unreliable."""
+STRAGGLER, OVERLAPPED = "slowest rank", "overlapped communication"
+TOTAL, INTERACTION, LOSS = "sum of the parts", "interaction", "loss"
+IDEAL, MEASURED, ALL_OFF = "ideal", "measured", "exchange, loading off"
+_WAIT = "seconds that the other ranks wait for the slowest"
+
+Times = Mapping[str, float]
+"""Seconds of a step of each configuration of a set, by its label; or the factor that each is counted with."""
 
 
 def lost_scaling(
-    one: RunConfig,
-    many: RunConfig,
-    *,
-    name: str,
-    ranks_label: str,
-    usable_cores: int,
-) -> Family:
-    """Configurations of strong scaling from ``one`` rank to ``many`` at the same global batch, all in each set.
+    setup: Setup, ranks: Sequence[int], batches: Sequence[int], settings: Mapping[str, Any]
+) -> Family | None:
+    """Configurations of strong scaling for the most of ``ranks`` that can share a batch, the smallest; None without.
 
     With all ranks: as they train, without exchange of gradients, with batches that are ready, and with all of these
     off. With one rank: as it trains, with ready batches, with the batch of a rank, and on a CPU with its threads too.
     The baseline is one rank with all of it off: what it does, the others do too.
-
-    There is no work of rank 0 to switch off: in a step of the lab's own trainer, the only one that is split so, rank 0
-    does what every rank does. What it does alone, a checkpoint or a grid of images, lies between steps.
     """
+    # Ranks that share a core show no speed, and so no loss: they are split only where nothing else was asked for.
+    shared = [(n <= setup.most_ranks, n, -batch) for n in ranks for batch in batches if batch % n == 0]
+    if not shared:
+        return None
+    _, most, negative = max(shared)
+    one, many = (setup.config(global_batch_size=-negative, world_size=n, **settings) for n in (1, most))
     alone = ExchangeConfig(enabled=False)
     still: dict[str, Any] = {"loader": "still", "loader_workers": 0}
-    small = dataclasses.replace(one, **still, global_batch_size=many.rank_batch_size)
+    small = replace(one, **still, global_batch_size=many.rank_batch_size)
     rows = [
-        (ranks_label, many),
-        (plan.NO_EXCHANGE, dataclasses.replace(many, exchange=alone)),
-        (plan.ALL_OFF, dataclasses.replace(many, **still, exchange=alone)),
-        (plan.READY_BATCHES, dataclasses.replace(many, **still)),
+        (setup.ranks_label(most), many),
+        (plan.NO_EXCHANGE, replace(many, exchange=alone)),
+        (plan.ALL_OFF, replace(many, **still, exchange=alone)),
+        (plan.READY_BATCHES, replace(many, **still)),
         (plan.ONE_RANK, one),
         (plan.ONE_SMALL, small),
     ]
     if one.device == "cpu":
-        rows.append((plan.ONE_SMALL_THREADS, dataclasses.replace(small, threads=many.rank_threads(usable_cores))))
+        rows.append((plan.ONE_SMALL_THREADS, replace(small, threads=many.rank_threads(setup.usable_cores))))
     return Family(
-        name=f"{name}{plan.LOST}",
-        baseline=dataclasses.replace(one, **still),
+        name=f"{setup.family_name(-negative, most)}{plan.LOST}",
+        baseline=replace(one, **still),
         baseline_label=plan.ONE_OFF,
         candidates=tuple(rows),
         together=True,
     )
+
+
+# --- the split --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part(stats.Interval):
+    """A part of the loss, or a time that it is computed from: mean seconds of a step over ``sets``, NaN if unknown."""
+
+    name: str
+    how: str
+    sets: int = 0
+    note: str = ""
+
+    @property
+    def known(self) -> bool:
+        """Whether it was measured."""
+        return not math.isnan(self.value)
+
+    @property
+    def resolved(self) -> bool:
+        """True if the interval of enough sets leaves 0 out; a straggler must also be identified."""
+        named = self.name != STRAGGLER or bool(self.note)
+        return named and self.sets >= decisions.LEAST_SETS and (self.low > 0 or self.high < 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """The lost scaling of one piece of work: the parts of the loss, and the ``others`` that the table shows.
+
+    ``doubt`` says why no loss is claimed, whatever the numbers; it is empty where one may be.
+    """
+
+    family: str
+    unit: str
+    ranks: int
+    batch: int
+    parts: tuple[Part, ...]
+    others: tuple[Part, ...]
+    doubt: str
+
+    def __getitem__(self, name: str) -> Part:
+        """Return what is called ``name``."""
+        return next(p for p in (*self.parts, *self.others) if p.name == name)
+
+    @property
+    def reliable(self) -> bool:
+        """Whether the interaction is at most a third of the loss."""
+        return not abs(self[INTERACTION].value) > UNRELIABLE * abs(self[LOSS].value)
+
+    @property
+    def claimed(self) -> bool:
+        """Whether a loss is shown."""
+        return not self.doubt and self[LOSS].low > 0
+
+    @property
+    def largest(self) -> list[Part]:
+        """The parts that are losses, the largest first."""
+        return sorted((p for p in self.parts if p.resolved and p.value > 0), key=lambda p: -p.value)
+
+
+_RANK_ZERO = Part(name="work of rank 0 alone", how="none in this step: every rank does the same", value=0.0)
+
+
+def splits(study: Study) -> list[Split]:
+    """Return the lost scaling of each family that was measured for it."""
+    groups: dict[tuple[str, str], list[RunRecord]] = {}
+    for r in study.records:
+        if r.family.endswith(plan.LOST) and r.role in ("baseline", "candidate", "note"):
+            groups.setdefault((r.family, r.baseline_id), []).append(r)
+    return [found for records in groups.values() if (found := _split(records, study.records)) is not None]
+
+
+def _split(records: Sequence[RunRecord], every: Sequence[RunRecord]) -> Split | None:
+    """Split the loss of a family; ``every`` holds the profile of all ranks too."""
+    sets = _sets(records)
+    off = (plan.NO_EXCHANGE, plan.READY_BATCHES, plan.ALL_OFF)
+    trained = next((r for r in records if r.config.world_size > 1 and r.label not in off), None)
+    if trained is None or not sets:
+        return None
+    n, cpu = trained.config.world_size, trained.config.device == "cpu"
+    unit = phrases.plural(n, "rank" if cpu else "GPU")
+    times = [_times(found) for found in sets]
+    alone = [found[plan.ALL_OFF] for found in sets if plan.ALL_OFF in found]
+    for t, share in zip((t for t in times if plan.ALL_OFF in t), straggler.excess_shares(alone), strict=True):
+        t[_WAIT] = share * t[plan.ALL_OFF]
+    terms = _terms(trained.label, n, cpu=cpu)
+    total, loss = _sum(*(counted for *_, counted in terms)), {trained.label: 1, plan.ONE_RANK: -1 / n}
+    others = [
+        _part(times, *row)
+        for row in (
+            (TOTAL, "", total),
+            (INTERACTION, "the loss less the sum", _sum(loss, total, sign=-1)),
+            (LOSS, "measured less ideal", loss),
+            (IDEAL, f"one rank's time divided by {n}", {plan.ONE_RANK: 1 / n}),
+            (MEASURED, f"{unit} as they train", {trained.label: 1}),
+            (ALL_OFF, f"{unit}, all of these off together", {plan.ALL_OFF: 1}),
+        )
+    ]
+    doubt, known = "", next(p.sets for p in others if p.name == LOSS)
+    if any(r.mechanism_only for r in records):
+        doubt = MECHANISM_ONLY
+    elif 0 < known < decisions.LEAST_SETS:
+        doubt = f"{phrases.plural(known, 'set')} only: a claim needs {decisions.LEAST_SETS}"
+    slowest = "" if doubt else straggler.named(alone)
+    parts = []
+    for name, how, counted in terms:
+        note = _lacking(records, counted) or (slowest if name == STRAGGLER else "")
+        # What needs the wait rests on a choice, of the slowest among the ranks.
+        parts.append(replace(_part(times, name, how, counted, n if _WAIT in counted else 1), note=note))
+    profiles = [r for r in every if r.run_id == replace(trained.config, purpose="profile").run_id]
+    return Split(
+        family=trained.family.removesuffix(plan.LOST),
+        unit=unit,
+        ranks=n,
+        batch=trained.config.global_batch_size,
+        parts=tuple(parts),
+        others=(*others, _overlapped(profiles, parts[0])),
+        doubt=doubt,
+    )
+
+
+def _terms(many: str, n: int, *, cpu: bool) -> list[tuple[str, str, Times]]:
+    """Name each part of the loss of the ``n`` ranks called ``many``, how it is measured, and the seconds it counts."""
+    small = plan.ONE_SMALL_THREADS if cpu else plan.ONE_SMALL
+    threads = (
+        "fewer threads for a rank",
+        "one rank: its share of the threads against all of them",
+        {plan.ONE_SMALL: -1, plan.ONE_SMALL_THREADS: 1},
+    )
+    return [
+        ("exposed communication", "exchange of gradients switched off", {many: 1, plan.NO_EXCHANGE: -1}),
+        (
+            "waiting for data",
+            "ready batches in place of the loader, less what one rank waits",
+            {many: 1, plan.READY_BATCHES: -1, plan.ONE_RANK: -1 / n, plan.ONE_OFF: 1 / n},
+        ),
+        (STRAGGLER, "its own time against the others', nothing exchanged", {_WAIT: 1}),
+        (
+            "smaller batch of a rank",
+            "one rank: its share of the batch against the whole batch, for equal images",
+            {plan.ONE_SMALL: 1, plan.ONE_OFF: -1 / n},
+        ),
+        *([threads] if cpu else []),
+        (
+            "shared memory and cores" if cpu else "shared host and buses",
+            "all ranks at once against one alone, nothing exchanged",
+            {plan.ALL_OFF: 1, _WAIT: -1, small: -1},
+        ),
+    ]
+
+
+def _sum(first: Times, *others: Times, sign: int = 1) -> Times:
+    """Add up factors, those after the first times ``sign``; a factor of 0 stays, since all must be measured."""
+    total = dict(first)
+    for counted in others:
+        for label, factor in counted.items():
+            total[label] = total.get(label, 0.0) + sign * factor
+    return total
+
+
+def _sets(records: Sequence[RunRecord]) -> list[dict[str, RunRecord]]:
+    """Records with a speed by set and label; sets that are crowded, or without their baseline, have none."""
+    found: dict[str, dict[str, RunRecord]] = {}
+    for r in records:
+        if r.role in ("baseline", "candidate") and r.status == "ok" and r.windows and not r.mechanism_only:
+            found.setdefault(r.set_id, {})[r.label] = r
+    whole = [members for members in found.values() if plan.ONE_OFF in members and len(members) > 1]
+    return [members for members in whole if not crowded(list(members.values()))]
+
+
+def _times(found: Mapping[str, RunRecord]) -> dict[str, float]:
+    """Seconds of a step of each configuration: its ratio to the baseline, paired by turn, times the baseline's."""
+    base = found[plan.ONE_OFF]
+    of_image = statistics.median(seconds_by_turn(base).values()) if seconds_by_turn(base) else math.nan
+    return {
+        label: of_image * math.exp(-set_log_ratio(base, r)) * r.config.global_batch_size for label, r in found.items()
+    }
+
+
+def _part(times: Sequence[Times], name: str, how: str, counted: Times, choices: int = 1) -> Part:
+    """The mean over the sets that hold all that is ``counted``; ``choices`` widen its interval (Bonferroni)."""
+    whole = [t for t in times if counted.keys() <= t.keys()]
+    known = [s for t in whole if math.isfinite(s := sum(factor * t[label] for label, factor in counted.items()))]
+    if not known:
+        return Part(name=name, how=how, value=math.nan)
+    mean, half = stats.mean_and_half(known, choices)
+    return Part(name=name, how=how, value=mean, low=mean - half, high=mean + half, sets=len(known))
+
+
+def _lacking(records: Sequence[RunRecord], counted: Times) -> str:
+    """Why a part is not measured: the last word on the first of its configurations that never ran."""
+    ran = {r.label for r in records if r.status == "ok" and r.windows}
+    for label in (plan.ALL_OFF if label == _WAIT else label for label in counted):
+        if label not in ran:
+            last = next((r for r in reversed(records) if r.label == label), None)
+            return f"not measured: {label}" + (f" ({last.reason})" if last else "")
+    return ""
+
+
+def _overlapped(profiles: Sequence[RunRecord], exposed: Part) -> Part:
+    """What of the exchange is not exposed, by the spans of the rank that waits least for others in a profile."""
+    profile = next((r.profile for r in reversed(profiles) if r.profile), None) or {}
+    ranks = (profile.get("budget") or {}).get("ranks") or []
+    spans = [span["seconds"] for r in ranks if (span := r["unsynchronised"]["spans"].get("communication"))]
+    seconds = min(spans, default=math.nan)
+    value, high, low = (max(seconds - x, 0.0) for x in (exposed.value, *exposed.ends))  # in this order NaN stays NaN
+    how = "the exchange in a profile, less what is exposed"
+    return Part(name=OVERLAPPED, how=how, value=value, low=low, high=high, sets=exposed.sets if spans else 0)
+
+
+# --- sentence, table, figure ------------------------------------------------------------------------------------------
+
+
+def _milliseconds(split: Split, part: Part, *, sign: bool = False) -> str:
+    """Such as "1.20 ms (1.05 to 1.35)", with as many decimals as the step of this split deserves."""
+    if not part.known:
+        return "not measured"
+    step = 1e3 * (split[MEASURED] if split[MEASURED].known else split[ALL_OFF]).value
+    digits = max(0, 2 - math.floor(math.log10(step))) if math.isfinite(step) else 2
+    value, low, high = (
+        f"{round(1e3 * x, digits) + 0.0:{'+' if sign else ''}.{digits}f}"  # a zero has no sign of its own
+        for x in (part.value, *part.ends)
+    )
+    return f"{value} ms ({low} to {high})" if part.exists else f"{value} ms"
+
+
+def sentence(split: Split) -> str:
+    """Say what is lost, to what, and whether the split holds."""
+    if split.doubt == MECHANISM_ONLY:
+        return f"{split.unit} for a batch of {split.batch}: {MECHANISM_ONLY}."
+    text = f"{split.unit} take {_milliseconds(split, split[MEASURED])} for a batch of {split.batch}"
+    text += f"; one rank's time divided by {split.ranks} is {_milliseconds(split, split[IDEAL])}."
+    lost = _milliseconds(split, split[LOSS])
+    if split.doubt:
+        return f"{text} {phrases.begun(split.doubt)}, so no loss is claimed."
+    if not split.claimed:
+        return f"{text} No loss is resolved: {lost}."
+    named = [f"{p.name}{f' ({p.note})' if p.note else ''} {_milliseconds(split, p)}" for p in split.largest]
+    text += f" Lost: {lost}, of which {phrases.joined(named)}." if named else f" Lost: {lost}; no part is resolved."
+    return text if split.reliable else f"{text} The split is unreliable: its interaction is above a third of the loss."
+
+
+def table(found: Sequence[Split]) -> Table:
+    """Return a row for each part: how it was measured, its seconds in a step, and its share of the loss."""
+    rows = []
+    for split in found:
+        notes = {LOSS: split.doubt, INTERACTION: "" if split.reliable else "split unreliable"}
+        for p in (*split.parts, _RANK_ZERO, *split.others):
+            shared = p not in split.others or p.name in (TOTAL, INTERACTION)
+            share = 100 * p.value / split[LOSS].value if shared and split.claimed and p.known else None
+            rows.append(
+                {
+                    "Family": split.family,
+                    "Part": p.name,
+                    "How it is measured": p.how,
+                    "Time in a step": _milliseconds(split, p),
+                    "Share of the loss": phrases.DASH if share is None else f"{share:.0f} %",
+                    "Sets": str(p.sets) if p.sets else phrases.DASH,
+                    "Note": notes.get(p.name, p.note),
+                }
+            )
+    return without_constant(one_family(rows), {"Note": [""]})
+
+
+def headline(found: Sequence[Split]) -> str:
+    """Say what scaling was lost to, where one split is resolved and reliable; else ask."""
+    parts = found[0].largest if len(found) == 1 and found[0].claimed and found[0].reliable else []
+    return f"Lost to {phrases.joined([p.name for p in parts])}" if parts else "Where the lost scaling went"
+
+
+def figure(study: Study, found: Sequence[Split]) -> Figure | None:
+    """Ideal step, each part of the loss where the one before ends, and the measured step; None without any."""
+    found = [split for split in found if split[INTERACTION].known]
+    if not found:
+        return None
+    panels = []
+    for split in found:
+        shown = (split[IDEAL], *split.parts, split[INTERACTION], split[MEASURED])
+        doubt = f" ({split.doubt})" if split.doubt else ""
+        rows = [_bar(split, p) for p in shown]
+        panels.append(Panel(heading=f"{split.family}, batch {split.batch}{doubt}", rows=rows))
+    records = tuple(r for r in study.records if r.family.endswith(plan.LOST))
+    return bars(
+        panels,
+        title=headline(found),
+        context=phrases.context(replace(study, records=records), batch=False),
+        label="milliseconds for a batch",
+        steps=True,
+        note="Each part is what a step gains where it alone is switched off, with its 95 % interval over sets; the "
+        "interaction is what all together gain more or less. Ideal: one rank's time divided by the number of ranks. "
+        f"{MEANING}",
+    )
+
+
+def _bar(split: Split, p: Part) -> Row:
+    """A bar in milliseconds: a part has a colour where it is resolved."""
+    whole = p.name in (IDEAL, MEASURED)
+    colour = style.SOFT if whole else style.OPEN
+    if p in split.parts and p.resolved:
+        colour = style.BAD if p.value > 0 else style.GOOD
+    value, low, high = (1e3 * x for x in (p.value, *p.ends))
+    text = _milliseconds(split, p, sign=not whole)
+    return Row(name=p.name, value=value, low=low, high=high, colour=colour, text=text, whole=whole)

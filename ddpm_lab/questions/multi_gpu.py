@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ddpm_lab.checks import ConfigError
+from ddpm_lab.config import RunConfig
 from ddpm_lab.declared import Opt
-from ddpm_lab.explain import figure_machine, figure_scaling, machine_state, phrases, scaling
+from ddpm_lab.explain import machine_state, phrases
 from ddpm_lab.explain.answer import Answer, View, speeds
-from ddpm_lab.explain.comparisons import Comparison
+from ddpm_lab.explain.bands import Bands, share
+from ddpm_lab.explain.charts import style
+from ddpm_lab.explain.charts.lines import Line, Plot, lines
+from ddpm_lab.explain.comparisons import Comparison, comparisons
+from ddpm_lab.explain.figure_ratios import measured, projection, timed
 from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.questions import lost_scaling
+from ddpm_lab.explain.stats import Interval
 from ddpm_lab.plan import SCALINGS, WEAK, Experiment, Family
-from ddpm_lab.questions.lost_scaling import lost_scaling as lost_scaling_of
+from ddpm_lab.questions import lost_scaling as lost
 from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.training.setting import (
     CPU_PRECISIONS,
@@ -26,6 +32,9 @@ from ddpm_lab.training.setting import (
     Workers,
     WorldSizes,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FULL_BATCH_SIZES = (32, 64, 128, 256, 512)
 
@@ -71,47 +80,20 @@ def multi_gpu(
     if not families:
         raise ConfigError(f"{left_out[0][2]}, so nothing can be compared: give a batch size that they can share")
     if alone:
-        families = [_alone(family) for family in families]
+        most = [(f, *f.candidates[-1]) if f.candidates else (f, f.baseline_label, f.baseline) for f in families]
+        families = [replace(f, baseline=config, baseline_label=name, candidates=()) for f, name, config in most]
     if not ranks and world_sizes is None:
         left_out += [(f.name, setup.ranks_label(2), setup.why_alone) for f in families]
         if setup.device == "cuda" and setup.usable_cores >= 2 and setup.places != 1 and not setup.own:
             families.append(_mechanism(setup, precision))
-    if setup.splits_scaling(lost_scaling) and (lost := _lost(setup, ranks, batches, settings)):
-        families.append(lost)
-        label, config = lost.candidates[0]
-        profiles.append((lost.name, label, dataclasses.replace(config, purpose="profile")))
-    elif lost_scaling and ranks:
+    if setup.splits_scaling(lost_scaling) and (split := lost.lost_scaling(setup, ranks, batches, settings)):
+        families.append(split)
+        label, config = split.candidates[0]
+        profiles.append((split.name, label, replace(config, purpose="profile")))
+    elif lost_scaling and (ranks or world_sizes is not None):
         sizes = ", ".join(map(str, batches))
-        raise ConfigError(
-            f"lost_scaling: {setup.ranks_label(ranks[0])} cannot share a batch of {sizes}: give a multiple"
-        )
-    elif lost_scaling and world_sizes is not None:
-        raise ConfigError("lost_scaling is what several ranks lose, and one rank alone was asked for: give world_sizes")
+        raise ConfigError(f"lost_scaling: give world_sizes of several ranks that can share a batch of {sizes}")
     return Experiment(name="multi_gpu", families=tuple(families), left_out=tuple(left_out), profiles=tuple(profiles))
-
-
-def _lost(setup: Setup, ranks: Sequence[int], batches: Sequence[int], settings: dict[str, Any]) -> Family | None:
-    """Where the rest of the ideal speed-up went, for the most ranks with a device each that can share a batch."""
-    # Ranks that share a core show no speed, and so no loss: they are split only where nothing else was asked for.
-    shared = [(n <= setup.most_ranks, n, -batch) for n in ranks for batch in batches if batch % n == 0]
-    if not shared:
-        return None
-    _, most, negative = max(shared)
-    return lost_scaling_of(
-        setup.config(global_batch_size=-negative, **settings),
-        setup.config(global_batch_size=-negative, world_size=most, **settings),
-        name=setup.family_name(-negative, most),
-        ranks_label=setup.ranks_label(most),
-        usable_cores=setup.usable_cores,
-    )
-
-
-def _alone(family: Family) -> Family:
-    """The most ranks of a family as its only configuration."""
-    if not family.candidates:
-        return family
-    label, most = family.candidates[-1]
-    return dataclasses.replace(family, baseline=most, baseline_label=label, candidates=())
 
 
 def _scaled(setup: Setup, batch: int, ranks: Sequence[int], settings: dict[str, Any], *, weak: bool = False) -> Family:
@@ -128,43 +110,207 @@ def _scaled(setup: Setup, batch: int, ranks: Sequence[int], settings: dict[str, 
 
 def _mechanism(setup: Setup, precision: str) -> Family:
     """Two gloo ranks on the CPU of a machine with one GPU: they show that several ranks work, nothing about speed."""
-    cpu = dataclasses.replace(setup, device="cpu", network="tiny")
+    cpu = replace(setup, device="cpu", network="tiny")
     one = cpu.config(global_batch_size=16, precision=precision if precision in CPU_PRECISIONS else "fp32")
     return Family(
         name=f"{cpu.family_name(16)}, CPU ranks",
         baseline_label="1 rank",
         baseline=one,
-        candidates=(("2 ranks", dataclasses.replace(one, world_size=2)),),
+        candidates=(("2 ranks", replace(one, world_size=2)),),
         mechanism=True,
     )
 
 
+# --- the answer -------------------------------------------------------------------------------------------------------
+
+KINDS = {"strong": "the ranks share the batch", "weak": "each rank keeps its batch"}
+"""What stays in each kind of scaling. They are never compared with each other."""
+
+
 def answer(study: Study) -> Answer:
     """Compare numbers of ranks, strong and weak scaling apart, and say where lost scaling went."""
-    rows = [scaling.named(row) for row in scaling.rows(study)]
-    rated = f"Efficiency, by {scaling.whose(study.bands)} bands"
+    rows = scaling_rows(study)
+    title = f"Efficiency, by {study.bands.owner} bands"
 
     def columns(row: Comparison) -> dict[str, str]:
-        return {rated: scaling.rated(row, study.bands) if row.sets and row.role == "candidate" else phrases.DASH}
+        return {title: rated(row, study.bands) if row.sets and row.role == "candidate" else phrases.DASH}
 
-    def own(lead: Comparison) -> list[str]:
-        candidates = [r for r in scaling.rows(study) if r.sets and r.role not in ("baseline", "twin")]
-        return [scaling.efficiencies(study, candidates, lead)]
-
-    split = " ".join(lost_scaling.sentence(part) for part in lost_scaling.splits(study))
-    drawn = (
-        (figure_scaling.speed_up, "speedup", "Speed-up against the number of ranks, with the ideal line."),
-        (figure_scaling.efficiency, "efficiency", "Parallel efficiency: the speed-up divided by the number of ranks."),
-        (figure_scaling.by_batch, "batch", "Time for 50,000 images against the batch size."),
-        (figure_scaling.layouts, "devices", "Throughput of equal work on CPU, one GPU, several, and hosts."),
-        (lost_scaling.figure, "lost_scaling", "Where the lost scaling went, from the ideal step to the measured."),
-        (figure_machine.over_the_run, "machine", "Memory of each configuration's ranks, and what neighbours took."),
-    )
+    splits = lost.splits(study)
+    where = " ".join(["Where the lost scaling went.", *map(lost.sentence, splits)])
+    curves = "Speed-up and parallel efficiency against the number of ranks."
+    memory = "Memory of each configuration's ranks, and what neighbours took."
     views = (
-        *(View(caption=caption, name=name, figure=partial(draw, study)) for draw, name, caption in drawn),
+        View(caption=curves, name="speedup", figure=lambda: by_ranks(study)),
+        View(caption="Time for 50,000 images against the batch size.", name="batch", figure=lambda: by_batch(study)),
+        View(
+            caption="Where the lost scaling went, from the ideal step to the measured.",
+            name="lost_scaling",
+            figure=lambda: lost.figure(study, splits),
+        ),
+        View(caption=memory, name="machine", figure=lambda: over_the_run(study)),
         *trained_views(study),
-        View(caption=f"Where the lost scaling went. {split}", table=lambda: lost_scaling.table(study)),
+        View(caption=where, table=lambda: lost.table(splits)),
         View(caption="What the machine did meanwhile.", table=lambda: machine_state.table(study)),
     )
-    found = compared(study, rows=scaling.rows(study), own=own)
-    return speeds(study, found, rows=rows, columns=columns, views=views)
+    found = compared(study, rows=rows, own=partial(_efficiency_notes, study))
+    kinds = [r if r.scaling == "weak" else replace(r, family=f"{r.family}, strong scaling") for r in rows]
+    return speeds(study, found, rows=kinds, columns=columns, views=views)
+
+
+def scaling_rows(study: Study) -> list[Comparison]:
+    """The comparisons of the families that scale."""
+    return [row for row in comparisons(study) if row.experiment == "multi_gpu" and row.scaling]
+
+
+def layout(config: RunConfig) -> str:
+    """On what a configuration runs: "1 CPU rank", "4 GPUs", "8 GPUs on 2 hosts"."""
+    words = phrases.plural(config.world_size, "GPU" if config.device == "cuda" else "CPU rank")
+    return words if config.nodes == 1 else f"{words} on {phrases.plural(config.nodes, 'host')}"
+
+
+def efficiency(row: Comparison) -> str:
+    """Such as "80 %"."""
+    return f"{100 * row.efficiency.value:.0f} %"
+
+
+BEYOND = "above 100 %"
+
+
+def band(row: Comparison, bands: Bands) -> str:
+    """The name of an efficiency; without an interval, or where all of it lies above 100 %, why it has none."""
+    if not row.efficiency.exists:
+        return "no interval"
+    return BEYOND if row.efficiency.low > 1 else bands.name(row.efficiency.value)
+
+
+def rated(row: Comparison, bands: Bands) -> str:
+    """An efficiency with its band and its interval: "80 %, good (78 to 82 %)"."""
+    low, high = (100 * end for end in row.efficiency.ends)
+    span = f" ({low:.0f} to {high:.0f} %)" if row.efficiency.exists else ""
+    return f"{efficiency(row)}, {band(row, bands)}{span}"
+
+
+def _efficiency_notes(study: Study, lead: Comparison) -> list[str]:
+    """What the efficiency of the comparison that leads is called, and what keeps ranks of a CPU from 100 %."""
+    text = f"Parallel efficiency with {lead.label}: {rated(lead, study.bands)}, by {study.bands.owner} bands"
+    if band(lead, study.bands) == BEYOND:
+        text += "; more ranks alone cannot give that: the baseline was disturbed, or caches hold what each works on"
+    elif lead.efficiency.exists and (verdict := study.bands.verdict(*lead.efficiency.ends, lead.config.nodes)):
+        text += f"; {verdict}"
+    shared = f"{_shared_cores(study, [lead])}: expect no efficiency near 100 %." if lead.config.device == "cpu" else ""
+    return [f"{text}.", shared]
+
+
+def _shared_cores(study: Study, rows: Sequence[Comparison]) -> str:
+    """What CPU ranks share, without a full stop."""
+    cores = phrases.plural(study.records[-1].environment.machine.usable_cores, "core")
+    several = any(r.config.nodes > 1 for r in rows)
+    return f"All ranks of a host share its {cores}" if several else f"All ranks share the same {cores}"
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def by_ranks(study: Study) -> Figure | None:
+    """Speed-up and efficiency against the number of ranks, one line a family; None below three numbers."""
+    found = [sorted(rows, key=lambda c: (c.ranks, c.config.nodes)) for rows in measured(study) if len(rows) > 1]
+    plots = []
+    for kind, what in KINDS.items():
+        families = [rows for rows in found if rows[0].scaling == kind]
+        hosts = {c.ranks: c.config.nodes for rows in families for c in rows}
+        if len(hosts) < 3:
+            continue
+        ranks, many = sorted(hosts), max(hosts) > 16  # which only a logarithmic axis tells apart
+        common: dict[str, Any] = {
+            "x_label": "ranks",
+            "ticks": ranks,
+            "names": [f"{n}\n{hosts[n]} hosts" if hosts[n] > 1 else str(n) for n in ranks],
+            "log_x": many,
+        }
+        ideal = Line(name="ideal", x=[1, ranks[-1]], y=[1, ranks[-1]], colour=style.SOFT, look="--", width=1.4)
+        curves = [ideal, *(_line(rows, [c.ratio for c in rows]) for rows in families)]
+        heading = f"{kind.capitalize()} scaling: {what}"
+        plots.append(Plot(lines=curves, heading=heading, y_label="speed-up", log_y=many, height=3.2, **common))
+        shares = [_line(rows, [c.efficiency for c in rows], 100) for rows in families]
+        dashed: dict[str, Any] = {"level": 100 * study.bands.threshold, "height": 2.2}
+        plots.append(Plot(lines=shares, y_label="parallel efficiency, %", **dashed, **common))
+    if not plots:
+        return None
+    cpu = [c for rows in found for c in rows if c.config.device == "cpu"]
+    shared = f"{_shared_cores(study, cpu)}; the ideal is that of ranks with devices of their own. " if cpu else ""
+    bands = study.bands
+    return lines(
+        plots,
+        title="Speed-up and parallel efficiency against the number of ranks",
+        context=phrases.context(study),
+        note=f"{shared}Upright lines: 95 % interval over sets. Speeds are for equal images. "
+        f"{phrases.begun(bands.owner)} bands: {bands.sentence()}. Dashed: {share(bands.threshold)}.",
+    )
+
+
+def _line(rows: Sequence[Comparison], values: Sequence[Interval], scale: float = 1) -> Line:
+    y, low, high = ([scale * end for end in ends] for ends in zip(*((v.value, *v.ends) for v in values), strict=True))
+    return Line(name=rows[0].family.removesuffix(WEAK), x=[c.ranks for c in rows], y=y, low=low, high=high)
+
+
+def by_batch(study: Study) -> Figure | None:
+    """Time for 50,000 images against the batch size, one line a number of ranks; None below three sizes."""
+    every = [c for rows in measured(study) for c in rows]
+    if not every:
+        return None
+    unit, time_of = projection(every)
+    bases = {(c.family, c.baseline_id): c for c in every if c.role == "baseline"}
+
+    def batch(c: Comparison) -> int:
+        return c.config.rank_batch_size if c.scaling == "weak" else c.batch
+
+    plots = []
+    for kind, what in KINDS.items():
+        found: dict[str, list[Comparison]] = {}
+        for c in sorted((c for c in every if c.scaling == kind), key=lambda c: (c.config.device, c.ranks, batch(c))):
+            found.setdefault(f"{layout(c.config)}, {c.config.image_size} px", []).append(c)
+        batches = sorted({batch(c) for rows in found.values() for c in rows})
+        if len(batches) < 3:
+            continue
+        series = [
+            timed(rows, lambda c, _: time_of(c, bases.get((c.family, c.baseline_id))), batch, name)
+            for name, rows in found.items()
+        ]
+        label = "global batch size, images a step" if kind == "strong" else "images a step on each rank"
+        heading = f"{kind.capitalize()} scaling: {what}"
+        plots.append(Plot(lines=series, heading=heading, x_label=label, y_label=unit, log_x=True, ticks=batches))
+    title = "Time for 50,000 images against the batch size"
+    note = "A projection from timed steps, without start-up; upright lines: 95 % interval of the ratio to one rank."
+    return lines(plots, title=title, context=phrases.context(study, batch=False), note=note) if plots else None
+
+
+_MACHINE = (
+    ("rss_bytes", 2**20, "Memory of the largest rank (resident set, RSS)", "MiB"),
+    ("allocated_bytes", 2**20, "GPU memory allocated by the largest rank", "MiB"),
+    ("gpu_clock_min_mhz", 1, "GPU clock, lowest", "MHz"),
+    ("gpu_power_watts", 1, "Power of a group's GPUs", "W"),
+)
+
+
+def over_the_run(study: Study) -> Figure | None:
+    """Memory, clock and power of each configuration in each turn; None for records that say nothing of it."""
+    found = [m for m in machine_state.moments(study) if m.record.windows and m.record.role != "twin"]
+    known = {name for name, *_ in _MACHINE if any(m.state.get(name) is not None for m in found)}
+    if "allocated_bytes" in known:
+        known.discard("rss_bytes")  # a GPU's own memory is what a configuration runs out of
+    plots = []
+    for name, size, heading, unit in _MACHINE:
+        runs: dict[str, dict[str, list[tuple[float, float]]]] = {}
+        for m in found:
+            if (value := m.state.get(name)) is not None:
+                runs.setdefault(m.record.label, {}).setdefault(m.record.set_id, []).append((m.turn, value / size))
+        series = []
+        for label, sets in runs.items():
+            xs, ys = zip(*(p for run in sets.values() for p in [*run, (math.nan, math.nan)]), strict=True)
+            series.append(Line(name=label, x=xs, y=ys, look=".-"))
+        if name in known:
+            label = "turn, counted over all sets"
+            plots.append(Plot(lines=series, heading=heading, x_label=label, y_label=unit, height=1.6))
+    title = "Memory over the run" if len(plots) == 1 else "Memory, clock and power over the run"
+    note = "One window of every configuration is a turn. Each set has new processes, so lines begin anew."
+    return lines(plots, title=title, context=phrases.context(study), note=note) if plots else None

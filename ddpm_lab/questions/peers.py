@@ -94,7 +94,7 @@ def peers(
     name = setup.family_name(batch)
     compiled = setup.device == "cpu" and (setup.preset == "full" or trainers is not None)
     makers: dict[str, Callable[[], Family]] = {
-        "peers": lambda: _against(ours, name, asked, compiled=compiled),
+        "peers": lambda: _against(ours, name, asked, setup.formats, compiled=compiled),
         "fp32": lambda: _both_fp32(ours, name),
         "sampling": lambda: _sampling(ours, setup),
         "limits": lambda: _limits(ours, f"{LIMITS}, {setup.network}"),
@@ -117,12 +117,15 @@ def _both_fp32(ours: RunConfig, name: str) -> Family:
     return Family(name=f"{name}{BOTH_FP32}", baseline=single, baseline_label=OURS, candidates=rows)
 
 
-def _against(ours: RunConfig, name: str, asked: Sequence[str], *, compiled: bool) -> Family:
+def _against(
+    ours: RunConfig, name: str, asked: Sequence[str], formats: Mapping[str, Mapping[str, Any]], *, compiled: bool
+) -> Family:
     rows = [(peer, _as_it_comes(ours, peer)) for peer in asked]
-    rows += [(peer + FORMATS, _formatted(ours, peer)) for peer in asked]
-    rows += [(peer + TUNED, _tuned(ours, peer)) for peer in asked]
+    rows += [(f"{peer}, in {ours.precision}{FORMATS}", _formatted(ours, peer)) for peer in asked]
+    tuned = {peer: dataclasses.replace(_tuned(ours, peer), **formats.get(peer, {})) for peer in asked}
+    rows += [(peer + TUNED, config) for peer, config in tuned.items()]
     if compiled:
-        whole = [(peer, dataclasses.replace(_tuned(ours, peer), compile="whole")) for peer in asked]
+        whole = [(peer, dataclasses.replace(config, compile="whole")) for peer, config in tuned.items()]
         rows += [(peer + TUNED + COMPILED, config) for peer, config in whole]
     return Family(name=name, baseline=ours, baseline_label=OURS, candidates=tuple(rows), primary=asked[0] + TUNED)
 
@@ -159,6 +162,8 @@ def _formatted(ours: RunConfig, peer: str) -> RunConfig:
 
 def _tuned(ours: RunConfig, peer: str) -> RunConfig:
     """The same with all that its users could change: formats, fused Adam, averages in one call, freed memory kept.
+
+    On a CPU the formats are those in which it was measured to be fastest here (``Setup.formats``).
 
     On a GPU it is compiled, and has flash attention if it offers that. On a CPU flash attention gives the same and is
     no faster: of eight steps in turn with eight without, on 2 cores in bf16 at batch 32, the median took 1.02 times as

@@ -11,8 +11,7 @@ from typing import Any
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import OVERRUN, Campaign
-from ddpm_lab.measure.measuring_lock import measuring
-from ddpm_lab.measure.others import free_cores
+from ddpm_lab.measure.others import free_cores, measuring
 from ddpm_lab.measure.process import sweep
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.plan import OTHERS, PRIMARY, Experiment

@@ -21,12 +21,14 @@ from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.cluster import current
 from ddpm_lab.measure.code_version import CodeVersion, code_version
 from ddpm_lab.measure.progress import Progress
-from ddpm_lab.measure.seat import Instrument
+from ddpm_lab.measure.sets import Instrument
 from ddpm_lab.measure.shortfall import LEAST_SETS, RESOLUTION, Target
-from ddpm_lab.plan import Experiment, Plan
+from ddpm_lab.plan import TUNED, Experiment, Plan
 from ddpm_lab.plan import preset as preset_called
+from ddpm_lab.questions import probe
 from ddpm_lab.questions.ask import PLANS, QUESTIONS, STAGES, ask
 from ddpm_lab.questions.chosen_once import compiled_in, cores_of
+from ddpm_lab.questions.peers import PUBLISHED
 from ddpm_lab.questions.planned import Planned
 from ddpm_lab.record import LedgerError
 from ddpm_lab.training.own_workload import check_brought, check_name, code_of, look_at, with_own
@@ -50,7 +52,6 @@ class Settings:
         resolution: measure each comparison until a relative difference of this size would be found (0.02 is 2 %), in
             at most ``sets`` sets (100 by default); None measures the planned number of sets.
         output_dir: folder that receives ``trace_output/``; None is the checkout.
-        start_method: forkserver, or spawn, which costs some 5 seconds more for each group.
         quiet: show no progress. ``say`` gets its lines instead of the terminal.
         further: whether comparisons whose answer was shown get more sets.
         data, held_out, skip_bad: images, and ``cache`` keeps them prepared, by default in the output folder.
@@ -68,7 +69,6 @@ class Settings:
     sets: int | None = None
     resolution: float | None = None
     output_dir: str | Path | None = None
-    start_method: str = "forkserver"
     quiet: bool = False
     say: Callable[[str], None] | None = None
     further: bool = True
@@ -132,7 +132,7 @@ def plan_question(name: str, **settings: Any) -> Planned:
     limits = (asked.sets, asked.minutes, asked.resolution)
     target = _target(plan, *limits, planned=scope.sets, cold_compiles=scope.cold_compiles)
     target = replace(target, exact=target.exact or smoke, further=asked.further)
-    instrument, ledger = instrument_for(output, progress, asked.start_method), Ledger(output / LEDGER)
+    instrument, ledger = instrument_for(output, progress), Ledger(output / LEDGER)
     experiment, instrument = _experiment(name, asked, instrument, ledger, target)
     campaign = Campaign(experiment, target, instrument, ledger, output / "trace_output")
     chooses = not (asked.cores or smoke or name in STAGES)
@@ -214,7 +214,7 @@ def _target(
     )
 
 
-def instrument_for(output: Path, progress: Callable[[str], None], start_method: str = "forkserver") -> Instrument:
+def instrument_for(output: Path, progress: Callable[[str], None]) -> Instrument:
     """What measuring the lab's own workloads with results in ``output`` needs to know.
 
     Raises LedgerError if that is not writable.
@@ -228,7 +228,6 @@ def instrument_for(output: Path, progress: Callable[[str], None], start_method: 
         cache=output / "trace_output" / "cache",
         usable_cores=hardware.usable_cores(),
         data_name="",
-        start_method=start_method,
         progress=progress,
     )
 
@@ -265,9 +264,24 @@ def _experiment(
             setup, instrument = with_own(setup, found), replace(instrument, code=code)
         else:
             setup = replace(setup, images=_images(asked, size, instrument.progress))
+            if name == "peers" and device == "cpu" and asked.preset != "smoke" and target.seconds != 0:
+                setup = replace(
+                    setup, formats=_formats(ask(name, setup, **grid), instrument, output_folder(asked.output_dir))
+                )
         parts.append(ask(name, setup, **grid))
     instrument = replace(instrument, data_name=setup.images.name)
     return merged(parts), instrument
+
+
+def _formats(experiment: Experiment, instrument: Instrument, output: Path) -> dict[str, dict[str, Any]]:
+    """Number and memory format in which each tuned trainer is fastest here, measured once for a network and batch."""
+    rows = [(label.removesuffix(TUNED), c) for f in experiment.families for label, c in f.candidates if TUNED in label]
+    how: dict[str, Any] = {"output": output, "progress": instrument.progress}
+    return {
+        peer: probe.formats_of(config, threads=config.threads or instrument.usable_cores, **how)
+        for peer, config in rows
+        if peer == PUBLISHED or hardware.package_version(peer)
+    }
 
 
 def merged(parts: Sequence[Experiment]) -> Experiment:

@@ -97,13 +97,39 @@ def _tried(
     if chosen is None:
         return config, ""
     why = f"settings: {contest.told(chosen)}"
+    _keep(path, key, contest, chosen, why)
+    return contest.candidates[chosen], why
+
+
+def _keep(path: Path, key: str, contest: _Contest, chosen: str, why: str) -> None:
+    """Write what a probe found for the next start, if it holds then."""
     settings = {name: getattr(contest.candidates[chosen], name) for name in SETTINGS}
     if contest.lasting:
         found = {**_kept(path), key: {"settings": settings, "why": why, "date": date.today().isoformat()}}
         with suppress(OSError):  # then the next start probes again
             path.parent.mkdir(parents=True, exist_ok=True)
             replace(path, json.dumps(found, indent=1) + "\n")
-    return contest.candidates[chosen], why
+
+
+def formats_of(config: RunConfig, *, threads: int, output: Path, progress: Say) -> dict[str, Any]:
+    """Number and memory format in which another trainer is fastest on this CPU, measured once and kept.
+
+    Those of ``config`` where nothing could be compared. bf16 is tried where it has instructions.
+    """
+    names, path = ("precision", "channels_last"), output / FILE
+    plain = dataclasses.replace(config, precision="fp32", channels_last=False)
+    here = {"machine": hardware.machine().key, "threads": threads}
+    key = digest({**here, "formats": dataclasses.replace(plain, data="", data_sha256="", seed=0).run_id})
+    with suppress(KeyError, TypeError):
+        return {name: _kept(path)[key]["settings"][name] for name in names}
+    precisions = ("fp32", "bf16") if multiplies_bf16() else ("fp32",)
+    tried = [dataclasses.replace(plain, precision=p, channels_last=c) for p in precisions for c in (False, True)]
+    contest = _Contest({_name(c): c for c in tried}, plain, threads, progress)
+    chosen = contest.run(steps=sys.maxsize)
+    if chosen is not None:
+        _keep(path, key, contest, chosen, contest.told(chosen))
+        config = contest.candidates[chosen]
+    return {name: getattr(config, name) for name in names}
 
 
 def _emulated(config: RunConfig) -> str:

@@ -19,10 +19,9 @@ from ddpm_lab.ledger import published_trials
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.campaign import Campaign
 from ddpm_lab.measure.hardware import environment
-from ddpm_lab.measure.measuring_lock import measuring
+from ddpm_lab.measure.others import measuring
 from ddpm_lab.measure.process import sweep
-from ddpm_lab.measure.shortfall import PLACE_SECONDS
-from ddpm_lab.measure.trials import COMPILE_SECONDS
+from ddpm_lab.measure.shortfall import COMPILE_SECONDS, PLACE_SECONDS
 from ddpm_lab.plan import RECOMMENDATION, SEARCH
 from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.questions.planned import Measured, Planned

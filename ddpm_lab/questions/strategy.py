@@ -1,25 +1,33 @@
-"""Which ranks to train with on this machine: ask the records, and measure what they lack."""
+"""One rank or several for a network and a batch: by what was measured here, else by a published rule of thumb."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddpm_lab.checks import ConfigError, choice, missing_to_explain, whole
-from ddpm_lab.config import DEVICES, NETWORKS
-from ddpm_lab.explain import strategy as explained
+from ddpm_lab.config import DEVICES, NETWORKS, RunConfig
+from ddpm_lab.explain import decisions, machine_state, phrases, sentences
+from ddpm_lab.explain.comparisons import Comparison
+from ddpm_lab.explain.frames import Study
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.cluster import current
 from ddpm_lab.questions import experiments
-from ddpm_lab.questions.planned import Measured
+from ddpm_lab.questions.multi_gpu import scaling_rows
 from ddpm_lab.training.setting import check_ranks, usual_device
 
-if TYPE_CHECKING:
-    from ddpm_lab.explain.strategy import Strategy
-
-MODES = ("single", "multi", "auto")
 USUAL = {"cpu": ("tiny", 32), "cuda": ("seed", 128)}
 """Network and global batch size by kind of device, where neither was said."""
+SINGLE, MULTI, MEASURE, NOT_RESOLVED = "single", "multi", "measure", decisions.INCONCLUSIVE
+PRIOR = "prior, not measured"
+PARAMETERS = {"tiny": 44_332, "seed": 10_050_819, "ddpm": 35_746_307, "s000": 39_156_227}
+"""Trained parameters of each network, which do not depend on the size of its images."""
+PLAIN = RunConfig()
+"""The step that the question is about: in fp32, eager, with the lab's own kernels and loader."""
+_VARIES = {"network", "device", "global_batch_size", "world_size", "nodes", "data_sha256", "image_size", "seed"}
 
 
 class NoRanksError(ConfigError):
@@ -28,22 +36,65 @@ class NoRanksError(ConfigError):
     exit_code = 1
 
 
-def most_ranks(device: str) -> tuple[int, str]:
-    """How many ranks can have a device of their own, on all hosts of a job, and whose devices these are, in words."""
-    count, unit = (len(hardware.gpus()), "GPU") if device == "cuda" else (hardware.usable_cores(), "usable core")
-    if (cluster := current()) is None:
-        return count, f"this machine has {count} {unit}"
-    hosts = len(cluster.hosts)
-    most = hosts * min(count, cluster.node_size)
-    return most, f"this job has room for {most} rank{'s' * (most != 1)} on {hosts} host{'s' * (hosts != 1)}"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """Whether one rank or several should train a network at a batch, and why.
+
+    ``answer`` is single, multi, inconclusive (measured, and neither), or measure (the rule leaves it to a measurement).
+    ``source`` says what it rests on: "measured", with the batch where that is another one, or that it is a prior.
+    ``speeds`` are the throughputs that were measured. Ratio, interval and sets are those of the comparison behind it.
+    """
+
+    answer: str
+    reason: str
+    source: str
+    network: str | None
+    parameters: int
+    batch: int
+    device: str
+    measured_batch: int | None = None
+    speeds: tuple[str, ...] = ()
+    ratio: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    sets: int = 0
+    where: str = ""
+
+    def sentence(self) -> str:
+        """Give the answer in one sentence, with its reason and what it rests on."""
+        work = f"{self.network or 'a network'} ({self.parameters:,} parameters), batch {self.batch}"
+        work += f", {PLAIN.precision}" * (self.measured_batch is not None)
+        return f"{self.answer} for {work}: {self.reason} [{self.source}]"
+
+    def text(self, carried: str = "") -> str:
+        """Give the answer, what was measured, and what to do next, one line each.
+
+        ``carried`` are options with which it was asked for, which the next command needs too.
+        """
+        lines = [*self.speeds, *([f"measured on {self.where}"] if self.where else [])]
+        asked = f"ddpm-lab run multi_gpu --network {self.network or 'NAME'} --batch-sizes {self.batch}"
+        asked += f" {carried}" if carried else ""
+        if self.answer == NOT_RESOLVED:
+            lines.append(f"to resolve 2 %: {asked} --resolution 2%")
+        elif self.measured_batch != self.batch:
+            lines.append(f"to measure it: {asked}")
+        return "\n  ".join([self.sentence(), *lines])
 
 
-def several_ranks(device: str, *, oversubscribe: bool = False) -> int:
-    """The number of ranks that --ranks multi asks for; raises NoRanksError where there can be only one."""
-    most, have = most_ranks(device)
-    if most < 2 and not (oversubscribe and device == "cpu"):
-        raise NoRanksError(f"--ranks multi needs two ranks, and {have}: use --ranks single")
-    return most if device == "cuda" else 2
+_PRIOR = (
+    (1_000_000, math.inf, SINGLE, "the model is too small, below 1,000,000 parameters"),
+    (5_000_000, 128, SINGLE, "below 5,000,000 parameters with a batch below 128"),
+    (5_000_000, math.inf, MEASURE, "below 5,000,000 parameters with a batch of at least 128, only measuring tells"),
+    (10_000_000, math.inf, MEASURE, "between 5,000,000 and 10,000,000 parameters only measuring tells"),
+    (math.inf, 64, SINGLE, "the batch is below 64: increase it for several"),
+    (math.inf, math.inf, MULTI, "at least 10,000,000 parameters with a batch of at least 64"),
+)
+"""S003's strategy selector: the first row that has more parameters and a larger batch answers, for its reason."""
+
+
+def prior(parameters: int, batch: int) -> tuple[str, str]:
+    """Answer and reason by the thresholds of S003, which know neither machine nor network."""
+    return next((answer, why) for most, largest, answer, why in _PRIOR if parameters < most and batch < largest)
 
 
 def strategy(
@@ -71,34 +122,84 @@ def strategy(
     if parameters is None:
         network = network or usual_network
         choice("network", network, NETWORKS)
-        parameters = explained.PARAMETERS[network]
+        parameters = PARAMETERS[network]
     else:
         whole("parameters", parameters, 1)
-        network = next((name for name, count in explained.PARAMETERS.items() if count == parameters), None)
+        network = next((name for name, count in PARAMETERS.items() if count == parameters), None)
     studies = experiments.cohorts_here("multi_gpu", output_dir)
-    return explained.strategy(studies, network=network, parameters=parameters, batch=batch, device=device)
+    return decide(studies, network=network, parameters=parameters, batch=batch, device=device)
 
 
-def measure(found: Strategy, mode: str, *, output_dir: str | Path | None = None, **settings: Any) -> Measured:
-    """Measure strong scaling of a network at a batch as far as ``mode`` asks.
+def decide(studies: Sequence[Study], *, network: str | None, parameters: int, batch: int, device: str) -> Strategy:
+    """Choose by strong scaling of the plain step (fp32, eager) of this network on this kind of device, else the prior.
 
-    Single is one rank alone, multi is one and several; auto is multi unless the answer was single, or there is room for
-    one rank only. Raises NoRanksError for multi on a machine without it, and ConfigError for a network without a name.
+    Records at this batch decide, else those at the nearest. Of ``studies``, one for each cohort with the latest last,
+    the last with sets enough for a verdict counts, else the last.
     """
-    choice("mode", mode, MODES)
-    if found.network is None:
-        raise ConfigError(
-            f"--ranks {mode}: a network of {found.parameters:,} parameters is none of the lab's: give --network"
-        )
-    several = mode == "multi" or (mode == "auto" and found.answer != "single" and most_ranks(found.device)[0] > 1)
-    return experiments.measure(
-        "multi_gpu",
-        network=found.network,
-        device=found.device,
-        global_batch_sizes=[found.batch],
-        world_sizes=sorted({2, several_ranks(found.device)}) if several else [1],
-        scaling="strong",
-        lost_scaling=False,
-        output_dir=output_dir,
-        **settings,
+    common: dict[str, Any] = {"network": network, "parameters": parameters, "batch": batch, "device": device}
+    each = [(study, _measured(study, network, device)) for study in studies]
+    candidates = [(study, r) for study, rows in each for r in rows if r.role == "candidate"]
+    if not candidates:
+        answer, reason = prior(parameters, batch)
+        speeds = {r.label: _speed(r) for _, rows in each for r in rows if r.batch == batch}
+        return Strategy(answer=answer, reason=reason, source=PRIOR, speeds=tuple(speeds.values()), **common)
+    nearest = min((r.batch for _, r in candidates), key=lambda b: (abs(math.log(b / batch)), b))
+    near = [(study, r) for study, r in candidates if r.batch == nearest]
+    study, last = next((found for found in reversed(near) if found[1].sets >= decisions.LEAST_SETS), near[-1])
+    rows = [r for r in _measured(study, network, device) if r.baseline_id == last.baseline_id]
+    several = [r for r in rows if r.role == "candidate"]
+    faster = [r for r in several if r.verdict == decisions.FASTER]
+    lead = max(faster or several, key=lambda r: r.ratio.value)
+    if faster or all(r.answered for r in several):
+        answer = MULTI if faster else SINGLE
+        reason = f"{sentences.headline(lead)} ({phrases.evidence(lead)})"
+    else:
+        answer = NOT_RESOLVED
+        pair = f"{lead.label} against {lead.baseline_label}"
+        reason = f"{pair} reads {phrases.ratio(lead)} ({phrases.evidence(lead)}), {phrases.outcome(lead)}"
+    return Strategy(
+        answer=answer,
+        reason=reason,
+        source="measured" if nearest == batch else f"measured at batch {nearest}, the nearest to {batch}",
+        measured_batch=nearest,
+        speeds=tuple(map(_speed, rows)),
+        ratio=lead.ratio.value,
+        low=lead.ratio.low,
+        high=lead.ratio.high,
+        sets=lead.sets,
+        where=f"{study.hardware}, {study.date}" + "; the machine was busy" * bool(machine_state.disturbed_sets(study)),
+        **common,
     )
+
+
+def _measured(study: Study, network: str | None, device: str) -> list[Comparison]:
+    """Strong scaling of the plain step, with a speed."""
+    return [
+        r
+        for r in scaling_rows(study)
+        if r.scaling == "strong" and r.sets and r.role in ("baseline", "candidate")
+        if r.config.network == network and r.config.device == device
+        if r.config.differences(PLAIN).keys() <= _VARIES
+    ]
+
+
+def _speed(row: Comparison) -> str:
+    return f"{row.label}: {phrases.throughput(row)}"
+
+
+def most_ranks(device: str) -> tuple[int, str]:
+    """How many ranks can have a device of their own, on all hosts of a job, and whose devices these are, in words."""
+    count, unit = (len(hardware.gpus()), "GPU") if device == "cuda" else (hardware.usable_cores(), "usable core")
+    if (cluster := current()) is None:
+        return count, f"this machine has {count} {unit}"
+    hosts = len(cluster.hosts)
+    most = hosts * min(count, cluster.node_size)
+    return most, f"this job has room for {most} rank{'s' * (most != 1)} on {hosts} host{'s' * (hosts != 1)}"
+
+
+def several_ranks(device: str) -> int:
+    """How many ranks several are where nobody says: all GPUs, or two on a CPU; raises NoRanksError for one device."""
+    most, have = most_ranks(device)
+    if most < 2:
+        raise NoRanksError(f"--ranks multi needs two ranks, and {have}: use --ranks single")
+    return most if device == "cuda" else 2

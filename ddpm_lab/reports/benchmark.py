@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
-from ddpm_lab.explain import machine_state, pages, phrases, scaling, stats
+from ddpm_lab.explain import machine_state, pages, phrases, stats
 from ddpm_lab.explain.bands import S000, S001, Bands
 from ddpm_lab.explain.charts import style as fs
 from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison
@@ -25,6 +25,7 @@ from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.grids import csv_text, literal, markdown
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.files import replace as write_file
+from ddpm_lab.questions import multi_gpu
 from ddpm_lab.questions.answers import answer
 from ddpm_lab.record import RunRecord
 from ddpm_lab.reports.summary import Summary, of_run
@@ -43,7 +44,7 @@ def rows(study: Study) -> list[Comparison]:
     """Every configuration that was asked for: weak scaling before strong, then by batch and number of devices."""
     found = [
         r
-        for r in scaling.rows(study)
+        for r in multi_gpu.scaling_rows(study)
         if r.role in ("baseline", "candidate") or (r.role == "note" and r.run_id != r.baseline_id)
     ]
     return sorted(found, key=lambda r: (r.scaling != "weak", _batch(r), r.ranks))
@@ -79,7 +80,7 @@ def means(found: Iterable[Comparison]) -> dict[str, Interval]:
     ratios: dict[str, list[Interval]] = {}
     for r in found:
         if r.scaling == "strong" and compared(r):
-            ratios.setdefault(scaling.layout(r.config), []).append(r.ratio)
+            ratios.setdefault(multi_gpu.layout(r.config), []).append(r.ratio)
     return {on: _mean(mine) for on, mine in ratios.items()}
 
 
@@ -133,7 +134,7 @@ def to_dict(study: Study, row: Comparison) -> dict[str, Any]:
         **{"speedup": ratio.value, "speedup_low": ratio.ends[0], "speedup_high": ratio.ends[1]},
         **{"efficiency": efficiency.value, "efficiency_low": efficiency.ends[0], "efficiency_high": efficiency.ends[1]},
         "verdict": row.verdict if has_gain else None,
-        "band": scaling.band(row, S000) if has_gain and row.answered else None,
+        "band": multi_gpu.band(row, S000) if has_gain and row.answered else None,
         "recommendation": recommendation(row) if has_gain and strong else None,
         "quality": row.quality if row.role == "candidate" else None,
     }
@@ -156,7 +157,7 @@ def comparison(study: Study) -> list[list[str]]:
             gains = [phrases.DASH] * 4
             if compared(row):
                 called = recommendation(row) if row.scaling == "strong" else phrases.outcome(row)
-                efficiency = scaling.efficiency(row) + (f", {scaling.band(row, S000)}" if row.answered else "")
+                efficiency = multi_gpu.efficiency(row) + (f", {multi_gpu.band(row, S000)}" if row.answered else "")
                 gains = [f"{row.ratio.value:.2f}x", called, phrases.between(row.ratio) or phrases.DASH, efficiency]
             memory = phrases.peak_memory(row) if row.sets else phrases.DASH
             grid.append([_name(row), _epoch(single), _epoch(several), *gains, memory, str(row.sets), row.quality])
@@ -166,7 +167,7 @@ def comparison(study: Study) -> list[list[str]]:
 def _epoch(row: Comparison | None) -> str:
     if row is None:
         return "not measured"
-    on = f" ({scaling.layout(row.config)})" if row.ranks > 1 else ""
+    on = f" ({multi_gpu.layout(row.config)})" if row.ranks > 1 else ""
     return f"{phrases.seconds(row.projected_seconds) if row.sets else phrases.without_speed(row)}{on}"
 
 
@@ -205,7 +206,7 @@ def dashboard(study: Study) -> Figure:
     with fs.style():
         figure, body = fs.sheet(title, _context(study), 6.0, note)
         time, rate, gain, efficiency = body.subplots(2, 2).flat
-        sizes = dict.fromkeys(scaling.layout(r.config) for r in sorted(found, key=lambda r: r.ranks))
+        sizes = dict.fromkeys(multi_gpu.layout(r.config) for r in sorted(found, key=lambda r: r.ranks))
         colours = dict(zip(sizes, fs.SERIES, strict=False))
         _bars(time, found, colours, "Time of an epoch, seconds", lambda r: Interval(value=r.projected_seconds))
         _bars(rate, found, colours, "Images per second", lambda r: Interval(value=r.images_per_second))
@@ -228,7 +229,7 @@ def _bars(
     value: Callable[[Comparison], Interval],
 ) -> None:
     """A bar for each number of devices at each batch, with the interval of its value where it has one."""
-    batches, on = list(dict.fromkeys(map(_name, found))), [scaling.layout(r.config) for r in found]
+    batches, on = list(dict.fromkeys(map(_name, found))), [multi_gpu.layout(r.config) for r in found]
     sizes = [size for size in colours if size in on]
     width, top = 0.8 / max(1, len(sizes)), max((value(r).value for r in found), default=1.0)
     for r, size in zip(found, on, strict=True):
@@ -272,7 +273,7 @@ def summary_of(study: Study, source: str) -> list[Summary]:
 
     Times of an epoch are projections to 50,000 images.
     """
-    found = [r for r in scaling.rows(study) if r.role in ("baseline", "candidate")]
+    found = [r for r in multi_gpu.scaling_rows(study) if r.role in ("baseline", "candidate")]
     return [replace(_run(study, r, found), log=source) for r in found]
 
 
@@ -283,11 +284,11 @@ def _run(study: Study, row: Comparison, found: Sequence[Comparison]) -> Summary:
     trials: list[RunRecord] = [pair[r is row] for r in beside for pair in r.equivalence.pairs]
     told = of_run(row.config, [r for r in mine if r.status == "ok" and row.sets], PROJECTED_IMAGES)
     gain: dict[str, Any] = {}
-    notes = [told.note, scaling.layout(row.config)]
+    notes = [told.note, multi_gpu.layout(row.config)]
     notes.append(phrases.plural(row.sets, "set") if row.sets else phrases.without_speed(row))
     if compared(row):
         gain = {"speed_up": row.ratio.value, "efficiency": row.ratio.value / row.ranks}
-        gain["rating"] = scaling.band(row, S001) if row.answered else phrases.status(row.verdict)
+        gain["rating"] = multi_gpu.band(row, S001) if row.answered else phrases.status(row.verdict)
         notes += [f"{phrases.evidence(row)}, {phrases.outcome(row)}", f"quality {row.quality}"]
     return replace(
         told,

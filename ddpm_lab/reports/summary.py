@@ -22,7 +22,7 @@ from ddpm_lab.explain import grids
 from ddpm_lab.explain.bands import S001
 from ddpm_lab.files import expanded, writing
 from ddpm_lab.measure import hardware
-from ddpm_lab.measure.machine_watch import Utilisation
+from ddpm_lab.measure.machine_watch import Watch
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.run_folder import name_of, train_count, trained
 
@@ -167,10 +167,10 @@ def _summary(config: RunConfig, *, seconds: float | None, epochs: float | None, 
     return Summary(ranks=config.world_size, nodes=config.nodes, epochs=epochs, seconds=seconds, **given | values)
 
 
-def watched(config: RunConfig) -> Utilisation:
+def watched(config: RunConfig) -> Watch:
     """A watch over the GPUs that a run uses on this host."""
     gpus = hardware.gpus()[: config.node_size] if config.device == "cuda" else ()
-    return Utilisation([gpu.uuid for gpu in gpus if gpu.uuid])
+    return Watch({gpu.uuid: 0 for gpu in gpus if gpu.uuid})
 
 
 # --- the table -------------------------------------------------------------------------------------------------------

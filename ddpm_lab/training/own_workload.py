@@ -17,7 +17,7 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import MADE, RunConfig
 from ddpm_lab.measure.code_version import CodeVersion, Loaded, Tree, code_version, in_lab
 from ddpm_lab.measure.group import Group, GroupFailed
-from ddpm_lab.measure.seat import Instrument
+from ddpm_lab.measure.sets import Instrument
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.plan import RECOMMENDATION, SEARCH, WHOLE_QUESTION, Experiment
 from ddpm_lab.training.setting import Own, Setup
@@ -82,7 +82,6 @@ def look(config: RunConfig, instrument: Instrument, tree: Tree | None = None) ->
             modules={},
             environment={},
             tree=tree,
-            start_method=instrument.start_method,
             limits=instrument.limits,
             progress=lambda text: instrument.progress(f"{name}: {text}"),
         ) as group:

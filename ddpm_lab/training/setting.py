@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from ddpm_lab.checks import ConfigError, whole
@@ -14,7 +14,7 @@ from ddpm_lab.config import LOADER_ALONE, OWN, OWN_LOADER, PRECISIONS, Optimizer
 from ddpm_lab.declared import Opt
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.cluster import fewest_hosts
-from ddpm_lab.measure.gpu_trouble import gpu_trouble, least_capability
+from ddpm_lab.measure.hardware import gpu_trouble, least_capability
 from ddpm_lab.processor import multiplies_bf16
 
 OWN_DATA = "own-"
@@ -125,6 +125,7 @@ class Setup:
     places: int = 0  # ranks that a job has room for on each host; 0 is as many as there are devices
     limited: bool = False  # usable_cores are fewer than the machine has: other processes take the rest
     own: Own | None = None  # a training of the user's, in place of the network and the images
+    formats: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # number and memory format by other trainer
 
     def config(self, **settings: Any) -> RunConfig:
         """A configuration of this set-up."""

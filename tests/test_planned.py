@@ -1,4 +1,4 @@
-"""The campaign beside other processes: crowded sets are measured again, or the question starts again with free cores.
+"""A question that is too crowded for all cores starts again with those that are free.
 
 The machine of the laboratory has two cores, which two threads fill: another process that takes one crowds a set.
 """
@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import campaign_lab
 import pytest
-from campaign_lab import BOTH, Lab, config, experiment, family, laboratory
+from campaign_lab import Lab, config, experiment, family, laboratory
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.measure import hardware
@@ -34,68 +33,6 @@ ON_ONE_CORE = experiment(
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     return laboratory(tmp_path, monkeypatch)
-
-
-def test_a_crowded_set_is_kept_does_not_count_and_is_measured_again(lab: Lab) -> None:
-    lab.loads = [0.0, 1.0, 0.0, 1.0]
-    made = lab.run(ONE, sets=4)
-    assert len(lab.sets) == len(lab.records("baseline")) == 6
-    assert len(made.held.sets(config(0).run_id, config(1).run_id)) == 4
-    assert (made.disturbed, made.crowded_out) == (2, False)
-    (look,) = lab.records("look")
-    quiet = [r.set_id for r in lab.records("baseline") if r.windows[0].others_cores == 0]
-    assert (look.look or {})["sets"] == quiet
-    lab.run(ONE, sets=4, exact=True)
-    assert lab.sets == [], "nothing is left to measure"
-
-
-@pytest.mark.parametrize(("load", "crowds"), [(0.25, True), (0.249, False)])
-def test_load_decides_and_not_time(lab: Lab, load: float, crowds: bool) -> None:
-    lab.loads = [load]
-    lab.seconds_per_image = {config(1).run_id: 100.0}
-    assert lab.run(ONE, sets=4, exact=True).disturbed == crowds
-    assert len(lab.sets) == 4 + crowds
-
-
-def test_where_nothing_can_be_called_disturbed_sets_are_as_good_as_others(lab: Lab) -> None:
-    lab.loads = [1.0] * 50
-    made = lab.run(ONE, sets=1, exact=True)
-    assert (len(lab.sets), made.disturbed, made.crowded_out, made.held.any) == (1, 0, False, True)
-    lab.run(ONE, sets=1, exact=True)
-    assert lab.sets == []
-    lab.loads = []
-    lab.run(ONE, sets=4, exact=True)
-    assert len(lab.sets) == 4, "for a verdict it does not count"
-
-
-def test_after_as_many_replacements_as_planned_sets_four_quiet_ones_are_the_answer(lab: Lab) -> None:
-    lab.loads = [0.0] * 4 + [1.0] * 50
-    made = lab.run(experiment(family("f", 2, primary="c1")), sets=6)
-    assert lab.sets[:10] == [("f", [*BOTH, "c1"])] * 10
-    assert len(made.held.sets(config(0).run_id, config(1).run_id)) == 4
-    assert not made.crowded_out
-    assert lab.sets[10:] == [("f", [*BOTH, "c2"])] * 6, "the others are tried as often"
-    assert (made.disturbed, len(lab.records("look"))) == (12, 1)
-
-
-def test_with_fewer_quiet_ones_the_machine_is_too_busy_and_nothing_is_shown(lab: Lab) -> None:
-    lab.loads = [0.0] * 3 + [1.0] * 50
-    made = lab.run(experiment(family("f", 2, primary="c1")), sets=6)
-    assert lab.sets == [("f", [*BOTH, "c1"])] * 9
-    assert made.crowded_out
-    assert lab.records("look") == []
-
-
-def test_a_busy_gpu_is_not_measured_with_fewer_cores(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    base, other = config(0, device="cuda"), config(1, device="cuda")
-    asked = dataclasses.replace(family("f", 0), baseline=base, candidates=(("c1", other),), primary="c1")
-    busy = dataclasses.replace(campaign_lab.WINDOW, state={"gpu_others_percent": 10.0})
-    monkeypatch.setattr(campaign_lab, "WINDOW", busy)
-    made = lab.run(experiment(asked), sets=4)
-    assert (len(lab.sets), made.disturbed, made.crowded_out) == (4, 4, False)
-
-
-# --- starting again with the cores that are free ---------------------------------------------------------------------
 
 
 class Planning:
@@ -129,13 +66,11 @@ def test_a_question_that_is_crowded_out_starts_again_with_the_free_cores(
     lab.loads = [1.0] * 100
     found = questions.question(seconds=300).measure()
     assert questions.asked == [1]
-    crowded = [r for r in lab.records("baseline") if r.config.threads == 0]
-    alone = [r for r in lab.records("baseline") if r.config.threads == 1]
+    crowded, alone = ([r for r in lab.records("baseline") if r.config.threads == n] for n in (0, 1))
     assert found.disturbed == len(crowded)
     assert len(alone) >= 4
     assert found.measured_sets == len(crowded) + len(alone), "one thread beside a process that takes one core is quiet"
-    assert found.experiment == ON_ONE_CORE
-    assert found.planned.campaign.experiment == ON_ONE_CORE
+    assert found.experiment == found.planned.campaign.experiment == ON_ONE_CORE
     assert found.completed
     assert [r.baseline_id for r in lab.records("look")] == [config(0, threads=1).run_id]
     assert any("1 of 2" in line for line in questions.lines)

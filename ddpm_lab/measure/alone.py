@@ -1,0 +1,210 @@
+"""What a group does on its own, beside the sets: profiles, trials for quality, gradient checks, wrong ways to measure.
+
+Each work takes the seat of its group and returns what the record says of it, by name; it raises GroupFailed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ddpm_lab.measure.fid import distance
+from ddpm_lab.measure.group import GroupFailed
+from ddpm_lab.measure.sets import Seat, Work, memory_held
+from ddpm_lab.measure.witness import mismatches
+from ddpm_lab.plan import USUAL_TURNS, Fid, Trial
+
+BUDGET_SECONDS = 6.0
+"""Rounds beyond the first are taken while both kinds of window together stay below this."""
+PROFILED_STEPS = 5
+LOOKS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
+"""Shares of the images after which the held-out loss is computed; the margin of a comparison needs the last two."""
+STEPS_AT_ONCE = 50
+"""Steps of training between two signs of life."""
+SAMPLER_STEPS = 50
+"""Steps of DDIM in which a trial draws."""
+MOST_IMAGES, MOST_BYTES = 16, 2**18
+"""What a record keeps of the images that its trial drew: so many, or fewer where their pixels take more bytes."""
+WARM_STEPS, COMPARED_STEPS = 10, 3
+"""Of a gradient check. Some layers start at zero, and those before them have no gradient for three steps."""
+WORKLOAD = "ddpm_lab.training.wrong_ways:wrong_ways"
+
+
+def profile_alone(traces: list[Path]) -> Work:
+    """A time budget and a profile, with one trace file a rank."""
+
+    def work(seat: Seat) -> dict[str, Any]:
+        seat.open()
+        seat.say("taking the time budget")
+        budget = take_budget(seat)  # before the profiler, which changes what it watches
+        seat.say("profiling")
+        profiles = seat.alive.profile(traces, wait=1, warmup=2, active=PROFILED_STEPS, repeat=1)
+        for rank, profile in zip(budget["ranks"], profiles, strict=True):  # of the same phases, to check the budget by
+            rank["profiled"] = {
+                "step_seconds": profile["wall_seconds"] / profile["steps"],
+                "phases": {name: seconds / profile["steps"] for name, seconds in profile["phases"].items()},
+            }
+        return {"profile": {**profiles[0], "traces": [path.name for path in traces], "budget": budget}}
+
+    return work
+
+
+def take_budget(seat: Seat) -> dict[str, Any]:
+    """Take the time budget of a warm group: windows as training runs, in turns with synchronised ones.
+
+    A window holds a whole number of the steps between two updates of the averaged weights, at least as many as a timed
+    window, so that a phase that comes rarely has its right share.
+
+    Returns:
+        ``steps`` behind each number, ``rounds``, ``others_cores`` (cores that other processes kept busy meanwhile;
+        None: unknown), ``stolen_seconds`` and ``state`` (as in a window's record), and ``ranks``: for each rank its
+        ``unsynchronised`` and ``synchronised`` windows, in seconds per step.
+    """
+    plan, step_seconds = seat.plan, max(seat.warm_step_seconds, 1e-6)
+    least = max(plan.window_steps, 10 * seat.prefetch_batches, math.ceil(plan.window_seconds / step_seconds))
+    cycle = seat.config.optimizer.ema_every
+    steps = -(-least // cycle) * cycle
+    rounds = max(1, min(plan.turns or USUAL_TURNS, int(BUDGET_SECONDS / (2 * steps * step_seconds))))
+    how = {"settle": max(plan.settle_steps, seat.prefetch_batches), "steps": steps, "rounds": rounds}
+    with seat.watched() as watch:
+        ranks = seat.alive.budget(**how, limit=seat.silence_limit)
+    return {
+        "steps": steps * rounds,
+        "rounds": rounds,
+        "others_cores": None if watch.others_cores is None else round(watch.others_cores, 3),
+        "stolen_seconds": watch.stolen_seconds,
+        "state": watch.state | memory_held(ranks),
+        "ranks": ranks,
+    }
+
+
+def trial_work(trial: Trial) -> Work:
+    """What a trial's group does."""
+    return partial(train_once, draw=trial.draw, fid=trial.fid)
+
+
+def train_once(seat: Seat, *, draw: bool = False, fid: Fid | None = None) -> dict[str, Any]:
+    """Train on ``images`` images (an option of the configuration) and compute the held-out loss with ``draws`` draws.
+
+    Returns the record's ``quality``: the mean loss of every step over ranks, the held-out losses with the images and
+    steps they came after, and the hash of the final weights; with ``draw`` the images that the averaged weights draw,
+    and with ``fid`` the FID of many. The stage ``training`` counts the looks too. Raises GroupFailed where a loss is no
+    longer finite, or ranks of one group end with different weights.
+    """
+    config, limit = seat.config, seat.instrument.limits.build_seconds
+    steps = max(1, config.option("images", 0) // config.global_batch_size)
+    draws = config.option("draws", 0)
+    seat.start()
+    group = seat.alive
+    looks = sorted({round(share * steps) for share in LOOKS}) if draws else [0, steps]
+    losses: list[float] = []
+    held_out: list[dict[str, Any]] = []
+
+    def look(step: int) -> None:
+        if draws:
+            answer = group.call("held_out_loss", limit, draws=draws)[0]
+            held_out.append({"images": step * config.global_batch_size, **answer})
+            if not math.isfinite(answer["loss"]):
+                raise GroupFailed("diverged", f"the held-out loss is no longer finite after step {step}")
+
+    begun = time.monotonic()
+    look(0)
+    for before, after in pairwise(looks):
+        for start in range(before, after, STEPS_AT_ONCE):
+            ranks = group.advance(min(STEPS_AT_ONCE, after - start), limit)
+            losses += [sum(each) / len(ranks) for each in zip(*(rank["losses"] for rank in ranks), strict=True)]
+            if not all(math.isfinite(loss) for loss in losses[start:]):
+                raise GroupFailed("diverged", f"the training loss is no longer finite after step {len(losses)}")
+            seat.say(f"seed {config.seed}, step {len(losses)} of {steps}")
+        look(after)
+    seat.stages["training"] = time.monotonic() - begun
+    seat.hear_witness()
+    hashes = group.call("weights_sha256", limit)
+    if len(set(hashes)) > 1 and config.exchange.enabled:
+        raise GroupFailed("refused", f"{len(hashes)} ranks ended with {len(set(hashes))} different sets of weights")
+    return {
+        "quality": {
+            "steps": steps,
+            "losses": [round(loss, 6) for loss in losses],
+            "held_out": held_out,
+            "weights_sha256": hashes[0],
+            **(_samples(seat) if draw else {}),
+            **(_fid(seat, fid) if fid else {}),
+        }
+    }
+
+
+def _samples(seat: Seat) -> dict[str, Any]:
+    """The first images of the averaged weights: those of equal seeds come from the same noise."""
+    count = min(MOST_IMAGES, MOST_BYTES // (3 * seat.config.image_size**2))
+    if not count:
+        return {}
+    seat.say(f"drawing {count} images")
+    steps = _sampler_steps(seat)
+    png = seat.alive.call("draw_png", seat.instrument.limits.build_seconds, count=count, steps=steps)[0]
+    return {"samples": {"png": png, "images": count, "seed": seat.config.seed, "sampler": "ddim", "steps": steps}}
+
+
+def _fid(seat: Seat, fid: Fid) -> dict[str, Any]:
+    """The FID of a trial's images; where it fails the trial stands, and says why there is none."""
+    config, instrument = seat.config, seat.instrument
+    generated, steps = seat.alive.folder / "generated.npy", _sampler_steps(seat)
+    asked = {"images": fid.images, "inception_sha256": fid.sha256, "sampler": "ddim", "steps": steps}
+    seat.say(f"drawing {fid.images:,} images for the FID")
+    seat.alive.call("draw_pixels", instrument.limits.build_seconds, path=str(generated), count=fid.images, steps=steps)
+    try:
+        found = distance(
+            fid,
+            generated,
+            data=config.data,
+            device=config.device,
+            threads=instrument.usable_cores,
+            cache=instrument.cache / "fid",
+            progress=lambda text: seat.say(f"FID, {text}"),
+        )
+    except GroupFailed as failed:
+        found = {"reason": failed.reason}
+    return {"fid": {**asked, **found}}
+
+
+def _sampler_steps(seat: Seat) -> int:
+    return min(SAMPLER_STEPS, seat.config.diffusion.timesteps)
+
+
+def compare_gradients(seat: Seat) -> dict[str, Any]:
+    """Train some steps as the seat's configuration says, and compare loss and gradient of the last ones with fp32.
+
+    Its workload is ``config.CHECK``. Returns the record's ``quality``, with the answer of
+    ``training.gradient_check``'s ``compare`` on the weights of rank 0.
+    """
+    limit = seat.instrument.limits.build_seconds
+    seat.say("comparing loss and gradient with fp32")
+    seat.start()
+    seat.alive.advance(WARM_STEPS, limit)
+    seat.hear_witness()
+    return {"quality": {"gradients": seat.alive.call("compare", limit, steps=COMPARED_STEPS)[0]}}
+
+
+def run_wrong_ways(seat: Seat) -> dict[str, Any]:
+    """Run what the option ``ways`` of the seat's configuration names, in its order; the first one starts cold.
+
+    Returns the record's ``profile`` with ``wrong_ways``: what each way of ``training.wrong_ways`` answers, and under
+    ``labelled_two`` what the witness says where one rank is labelled two.
+    """
+    seat.start()
+    found: dict[str, Any] = {}
+    for way in str(seat.config.option("ways", "")).split():
+        seat.say(f"the wrong way, {way.replace('_', ' ')}")
+        with seat.watched() as watch:
+            found[way] = seat.alive.call(way, seat.instrument.limits.build_seconds)[0]
+        if (busy := watch.state.get("gpu_utilisation_percent")) is not None:
+            found[way]["gpu_utilisation_percent"] = busy
+        if not seat.witness:
+            seat.hear_witness()
+    label = replace(seat.config, world_size=2, global_batch_size=2 * seat.config.global_batch_size)
+    return {"profile": {"wrong_ways": {**found, "labelled_two": mismatches(label, seat.witness)}}}

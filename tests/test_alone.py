@@ -1,0 +1,184 @@
+"""What groups do on their own: real trials, what they record and refuse, time budgets and profiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from conftest import BUSY, code_of
+
+from ddpm_lab.config import TRAINING, UNLEARNED, OptimizerConfig, RunConfig
+from ddpm_lab.explain import quality, samples
+from ddpm_lab.explain.quality import GOOD, IDENTICAL, WORSE
+from ddpm_lab.measure import hardware
+from ddpm_lab.measure.alone import (
+    BUDGET_SECONDS,
+    LOOKS,
+    MOST_BYTES,
+    MOST_IMAGES,
+    SAMPLER_STEPS,
+    profile_alone,
+    take_budget,
+    train_once,
+)
+from ddpm_lab.measure.sets import Instrument, Member, Seat, measure_alone
+from ddpm_lab.plan import USUAL_TURNS, Plan
+from ddpm_lab.record import RunRecord
+from ddpm_lab.training.setting import usual_settings
+
+UNDERFLOW = "underflow:underflow"
+TOO_LARGE_RATE = 2.0
+"""Ten times the largest with which anything is learned; 0.002, ten times the usual, only learns faster."""
+Tried = Callable[..., RunRecord]
+
+
+@pytest.fixture(scope="module")
+def config(synthetic: RunConfig) -> RunConfig:
+    """A trial on the synthetic images."""
+    options = (("images", 160), ("draws", 40))
+    return replace(synthetic, purpose="quality", workload=TRAINING, options=options)
+
+
+@pytest.fixture
+def tried(tmp_path: Path) -> Tried:
+    """Runs one trial of a configuration and returns its record."""
+
+    def run(config: RunConfig, **asked: Any) -> RunRecord:
+        code = code_of(BUSY if config.workload == TRAINING else config.workload)
+        cores = hardware.usable_cores()
+        instrument = Instrument(code=code, cache=tmp_path / "cache", usable_cores=cores, data_name="synthetic")
+        where: dict[str, Any] = {"experiment": "quality", "family": "trials", "plan": Plan()}
+        work = partial(train_once, **asked)
+        return measure_alone(instrument, **where, member=Member("quality", "trial", config), work=work)
+
+    return run
+
+
+def learned(record: RunRecord) -> dict[str, Any]:
+    assert record.status == "ok", record.reason
+    assert record.quality is not None
+    return record.quality
+
+
+def test_a_trial_records_every_loss_and_looks_on_the_way(config: RunConfig, tried: Tried) -> None:
+    record = tried(config, draw=True)
+    found = learned(record)
+    assert found["steps"] == len(found["losses"]) == 20
+    assert [look["images"] for look in found["held_out"]] == sorted({8 * round(share * 20) for share in LOOKS})
+    for look in found["held_out"]:
+        assert len(look["by_time"]) == 10
+        assert look["loss"] == pytest.approx(sum(look["by_time"]) / 10, rel=0.2)
+    assert found["held_out"][-1]["loss"] < found["held_out"][0]["loss"]
+    assert record.windows == (), "a trial supplies no speed"
+    assert record.stages["training"] > 0, "what it took says when the next one would end"
+    assert samples.pixels(record).shape == (MOST_IMAGES, 32, 32, 3)
+    png = found["samples"].pop("png")
+    assert len(png) < 1.4 * MOST_BYTES
+    drawn = {"images": MOST_IMAGES, "seed": config.seed, "sampler": "ddim", "steps": SAMPLER_STEPS}
+    assert found["samples"] == drawn
+    assert record.run_id == config.run_id, "what is drawn at the end is no part of what is trained"
+
+
+def test_what_diverges_is_a_row_and_says_where(config: RunConfig, tried: Tried) -> None:
+    record = tried(replace(config, optimizer=OptimizerConfig(learning_rate=1e30, clip_norm=None)))
+    assert record.status == "diverged"
+    assert "no longer finite after step" in str(record.reason)
+
+
+@pytest.mark.slow
+def test_what_is_not_learned_is_identical_and_two_ranks_agree(config: RunConfig, tried: Tried) -> None:
+    base = tried(config)
+    assert quality.compare([base], [tried(config)]).verdict == IDENTICAL, "the same seed, the same weights"
+    assert learned(tried(replace(config, seed=1)))["weights_sha256"] != learned(base)["weights_sha256"]
+    changes: list[dict[str, Any]] = [{"loader": "files", "loader_workers": 1}, {"loader": "resident"}]
+    changes += [{"read_loss": True}, {"freed_memory": "kept"}]
+    assert {name for change in changes for name in change} == UNLEARNED.keys()
+    for change in changes:
+        assert quality.compare([base], [tried(replace(config, **change))]).verdict == IDENTICAL
+    two = learned(tried(replace(config, world_size=2)))
+    assert two["losses"] == pytest.approx(learned(base)["losses"], rel=1e-3)
+    assert two["held_out"][-1]["loss"] == pytest.approx(learned(base)["held_out"][-1]["loss"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_planted_faults_are_worse_and_another_rounding_is_not(config: RunConfig, tried: Tried) -> None:
+    """With a rate that gets to the loss that shows harm in 120 steps; ``docs/measured`` has the usual one."""
+    quick = OptimizerConfig(learning_rate=5e-3)
+    config = replace(config, optimizer=quick, options=(("images", 960), ("draws", 64)))
+    fine = {"the default on a CPU, in bf16": replace(config, **usual_settings("cpu"))}
+    faults = {
+        "a learning rate ten times too large": replace(config, optimizer=OptimizerConfig(learning_rate=TOO_LARGE_RATE)),
+        "a frozen average": replace(config, optimizer=dataclasses.replace(quick, ema_every=1000)),
+        "underflow": replace(config, workload=UNDERFLOW),
+    }
+    seeds = range(5)
+    base = [tried(replace(config, seed=seed)) for seed in seeds]
+    runs = {name: [tried(replace(c, seed=seed)) for seed in seeds] for name, c in (fine | faults).items()}
+    verdicts = {name: quality.compare(base, found).verdict for name, found in runs.items()}
+    assert {name for name, verdict in verdicts.items() if verdict in GOOD} == fine.keys(), verdicts
+    assert {name for name, verdict in verdicts.items() if verdict == WORSE} == faults.keys(), verdicts
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "ema_every", "prefetch"), [(1e-5, 10, 0), (0.004, 7, 0), (0.03, 1, 4), (0.7, 10, 0), (9.0, 7, 4)]
+)
+def test_windows_hold_whole_cycles_and_end_in_time(step_seconds: float, ema_every: int, prefetch: int) -> None:
+    asked: dict[str, Any] = {}
+
+    class Group:
+        pids = (1,)
+
+        def budget(self, **values: Any) -> list[dict[str, Any]]:
+            asked.update(values)
+            return [{"memory": {"rss_bytes": 3}}, {"memory": {"rss_bytes": 5}}]
+
+    config = RunConfig(purpose="profile", optimizer=OptimizerConfig(ema_every=ema_every))
+    instrument = Instrument(code=code_of(BUSY), cache=Path(), usable_cores=2, data_name="")
+    seat = Seat(Member("profile", "p", config), Plan(), instrument)
+    seat.group, seat.warm_step_seconds = cast("Any", Group()), step_seconds
+    seat.witness = [{"prefetch_batches": prefetch}]
+    taken = take_budget(seat)
+    steps, rounds = asked["steps"], asked["rounds"]
+    assert steps % ema_every == 0
+    assert steps >= max(seat.plan.window_steps, 10 * prefetch)
+    assert steps * step_seconds >= seat.plan.window_seconds * 0.999
+    assert asked["settle"] >= prefetch
+    assert 1 <= rounds <= USUAL_TURNS
+    assert rounds == USUAL_TURNS or 2 * (rounds + 1) * steps * step_seconds > BUDGET_SECONDS
+    assert rounds == 1 or 2 * rounds * steps * step_seconds <= BUDGET_SECONDS
+    assert taken["steps"] == steps * rounds
+    assert taken["state"]["rss_bytes"] == 5, "the largest rank's"
+
+
+@pytest.mark.slow
+def test_a_profile_record_holds_the_budget_and_no_speed(instrument: Instrument, tmp_path: Path) -> None:
+    workload = "lab_workloads:phased"
+    config = RunConfig(workload=workload, purpose="profile", global_batch_size=8)
+    record = measure_alone(
+        replace(instrument, code=code_of(workload)),
+        experiment="profile",
+        family="phased",
+        plan=Plan(turns=2, window_seconds=0.1, warmup_steps=5),
+        member=Member("profile", "phased", config),
+        work=profile_alone([tmp_path / "trace.json.gz"]),
+    )
+    assert (record.status, record.windows) == ("ok", ())
+    record = RunRecord.from_dict(json.loads(json.dumps(record.as_dict())))
+    assert record.profile is not None
+    budget = record.profile["budget"]
+    (rank,) = budget["ranks"]
+    assert budget["state"]["rss_bytes"] <= record.ranks[0].peak_rss_bytes
+    running, profiled = rank["unsynchronised"], rank["profiled"]
+    # the trace saw the same phases; a step's sleeps and busy loops take as long under the profiler
+    assert set(profiled["phases"]) == set(running["phases"])
+    for phase in ("forward", "backward"):
+        shares = (values["phases"][phase] / values["step_seconds"] for values in (running, profiled))
+        assert next(shares) == pytest.approx(next(shares), abs=0.05)
+    # the ranges of the phases are no operators
+    assert not any(op["name"].startswith("phase") for op in record.profile["operators"])

@@ -1,0 +1,80 @@
+"""What a rank does with anybody's loop, and with the memory that it frees."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ddpm_lab.config import RunConfig
+from ddpm_lab.measure.group import Group
+from ddpm_lab.measure.rank import make_workload
+from ddpm_lab.measure.witness import mismatches
+from ddpm_lab.workload import RankContext
+
+CONTEXT = RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=lambda _: None)
+CONFIG = RunConfig(global_batch_size=4)
+
+
+def make(function: Callable[..., Any]) -> Any:
+    return make_workload(function, "mine:f", CONFIG, CONTEXT)
+
+
+def test_a_generator_steps_at_every_yield() -> None:
+    seen: list[int] = []
+
+    def loop() -> Iterator[torch.Tensor]:
+        for i in range(3):
+            seen.append(i)
+            yield torch.tensor(float(i), requires_grad=True)
+
+    workload = make(loop)
+    assert seen == []
+    batches = workload.batches()
+    losses = [workload.step(next(batches)) for _ in range(3)]
+    assert seen == [0, 1, 2]
+    assert [float(loss) for loss in losses] == [0, 1, 2]
+    assert not any(loss.requires_grad for loss in losses), "a kept graph would grow with every window"
+    assert workload.witness()["images"] == 3 * 4
+    with pytest.raises(RuntimeError, match=r"the loop of mine:f ended after 3 steps: let it go on"):
+        workload.step(None)
+
+
+def test_a_workload_is_taken_as_it_is_a_function_is_a_step_and_anything_else_is_refused() -> None:
+    class Own:
+        def __init__(self, config: RunConfig, context: RankContext) -> None:
+            self.given = config, context
+
+        def batches(self) -> None: ...
+
+        step = witness = close = batches
+
+    assert make(Own).given == (CONFIG, CONTEXT)
+    assert make(lambda: lambda: 0.5).step(None) == 0.5
+    functions: list[tuple[Callable[..., Any], str]] = [
+        (lambda _a: None, "takes 1 arguments: write it to take none, or (config, context)"),
+        (lambda: 5, ") returned int: let it yield after every step"),
+        (lambda: None, ") returned NoneType"),
+    ]
+    for function, words in functions:
+        with pytest.raises(TypeError) as refusal:
+            make(function)
+        assert words in str(refusal.value)
+
+
+@pytest.mark.slow
+def test_a_rank_keeps_it_says_so_and_learns_the_same(synthetic: RunConfig) -> None:
+    hashes = []
+    kept = dataclasses.replace(synthetic, freed_memory="kept")
+    for config in (synthetic, kept):
+        with Group(config, threads=1, modules={}, environment={}) as group:
+            group.advance(3, 120)
+            witness = group.witness()
+            hashes.append(group.call("weights_sha256", 60))
+            group.finish()
+        assert mismatches(config, witness) == []
+    assert hashes[0] == hashes[1]
+    assert mismatches(kept, [w | {"freed_memory": "default"} for w in witness]) != []
