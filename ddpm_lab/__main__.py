@@ -13,7 +13,7 @@ from typing import TextIO
 
 from ddpm_lab import __version__
 from ddpm_lab.checks import LabError
-from ddpm_lab.cli import bottleneck, check, cluster, measure, recommend, report, train
+from ddpm_lab.cli import check, cluster, measure, recommend, report, train
 from ddpm_lab.cli.options import Parser
 from ddpm_lab.training.stopping import Stop, Stopped
 
@@ -86,11 +86,9 @@ def _parser(words: Sequence[str]) -> Parser:
     parser = Parser(prog="ddpm-lab", description=about)
     parser.add_argument("--version", action="version", version=f"ddpm-lab {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (measure, check, train, report, cluster):
+    for module in (measure, recommend, check, train, report, cluster):
         for command in module.COMMANDS:
             command.add(commands, words)
-    recommend.add_options(commands)
-    bottleneck.add_options(commands)
     parser.set_defaults(main=main, parser_of=_parser)
     lines = []
     for group, names in GROUPS.items():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,39 +49,33 @@ class Space:
     @cached_property
     def cells(self) -> dict[Cell, RunConfig]:
         """Every combination that is a configuration of its own: what excludes itself is not there."""
-        found: dict[Cell, RunConfig] = {}
-        seen = set()
+        found: dict[RunConfig, Cell] = {}
         for cell in product(*(range(len(values)) for values in self.settings.values())):
             changes: dict[str, Any] = {}
             for value in self.values(cell):
                 changes |= value.changes
-            try:
-                config = dataclasses.replace(self.baseline, **changes)
-            except ConfigError:
-                continue
-            if config.run_id not in seen:
-                seen.add(config.run_id)
-                found[cell] = config
-        return found
+            with contextlib.suppress(ConfigError):
+                found.setdefault(dataclasses.replace(self.baseline, **changes), cell)
+        return {cell: config for config, cell in found.items()}
 
     def values(self, cell: Cell) -> list[Value]:
-        """The values of a cell, one for each setting."""
+        """Return the values of a cell, one for each setting."""
         return [values[i] for values, i in zip(self.settings.values(), cell, strict=True)]
 
-    def changed(self, cell: Cell, since: Cell) -> str:
-        """What a cell has that another has not, in words: "bf16, 2 ranks"."""
-        pairs = zip(self.values(cell), cell, since, strict=True)
+    def changed(self, cell: Cell, since: Cell | None = None) -> str:
+        """Return what a cell has that another, or the baseline, has not: "bf16, 2 ranks"."""
+        pairs = zip(self.values(cell), cell, since or self.start, strict=True)
         return ", ".join(value.label for value, mine, others in pairs if mine != others)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON, without the baseline."""
-        values = {name: [list(value) for value in values] for name, values in self.settings.items()}
-        rest = {"guess": list(self.guess), "left_out": [list(row) for row in self.left_out]}
-        return {"settings": values, **rest, "any_batch": self.any_batch}
+        """Return plain values, ready for JSON, without the baseline."""
+        names = ("settings", "guess", "left_out", "any_batch")
+        values: dict[str, Any] = json.loads(json.dumps({name: getattr(self, name) for name in names}))
+        return values
 
     @classmethod
     def from_dict(cls, baseline: RunConfig, values: Mapping[str, Any]) -> Space:
-        """What ``as_dict`` gave, with its baseline."""
+        """Return what ``as_dict`` gave, with its baseline."""
         return cls(
             baseline=baseline,
             settings={name: tuple(Value(*value) for value in found) for name, found in values["settings"].items()},

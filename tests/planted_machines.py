@@ -9,8 +9,8 @@ from typing import Any
 import records as make
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain.changes import NO_EXCHANGE, batch_sizes, changes
 from ddpm_lab.explain.frames import RECOMMENDATION, Study
+from ddpm_lab.questions.bottleneck import NO_EXCHANGE, batch_sizes, changes
 from ddpm_lab.record import RunRecord
 
 LEVERS = "lab_workloads:levers"
@@ -73,20 +73,20 @@ MACHINES = {
         costs={"loader": 0.030},
         cure="packed data",
         beside="bf16",
-        title="Use packed data",
+        title="packed data",
     ),
     "tiny batch": Planted(
         settings={"global_batch_size": 8},
         costs={"fixed": 0.020},
         cure="batch 64",
-        title="Use batches of 64 images",
+        title="batch 64",
     ),
-    "accidental fp32": Planted(settings={}, costs={"narrow": 0.6}, cure="bf16", title="Train in bf16"),
+    "accidental fp32": Planted(settings={}, costs={"narrow": 0.6}, cure="bf16", title="bf16"),
     "compile that never pays off": Planted(
         settings={"compile": "whole"},
         costs={"compiled": 1.4},
         cure="eager",
-        title="Switch torch.compile off",
+        title="eager",
     ),
     "straggler": Planted(
         settings={"world_size": 2},

@@ -10,9 +10,9 @@ from typing import Any
 import records as make
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.explain import bayesian
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import RECOMMENDATION, SEARCH, START, Plan
+from ddpm_lab.questions import search
 from ddpm_lab.record import RunRecord
 from ddpm_lab.space import BATCH, Space, Value
 
@@ -57,18 +57,18 @@ def searched(
     def of(cell: tuple[int, ...]) -> tuple[RunConfig, float]:
         return cells[cell], speed(space, cell, gains)
 
-    def measure(chosen: list[tuple[int, ...]]) -> bayesian.Ratios:
+    def measure(chosen: list[tuple[int, ...]]) -> search.Ratios:
         rows = {space.changed(c, space.start): of(c) for c in chosen}
         new = make.sets(
             rows, count=1, turns=4, experiment=SEARCH, seed=seed + 100 + len(records), plan=Plan(turns=6), **common
         )
         records.extend(new)
-        return bayesian.observations(new, space.baseline.run_id)[0]
+        return search.observations(new, space.baseline.run_id)[0]
 
-    may = among if among is not None else bayesian.admissible(space, lambda _: "")
-    settings: dict[str, Any] = {"seconds_of": lambda _: 1.0, "seconds_left": lambda _: math.inf, "most_sets": 20}
-    belief = bayesian.race(space, [], may, measure, **settings)
-    steps = bayesian.path(belief, winner or belief.winner(may), last=len(space.settings) - 1)[1:]
+    may = among if among is not None else search.admissible(space, lambda _: "")
+    settings: dict[str, Any] = {"seconds_of": lambda _: 1.0, "seconds_left": lambda: math.inf, "most_sets": 20}
+    belief = search.race(space, [], may, measure, **settings)
+    steps = search.path(belief, winner or belief.winner(may))[1:]
     rows = {space.changed(c, space.start): of(c) for c in (*steps[-1:], *steps[:-1])}
     family = "tiny, batch 8, found"
     records += make.sets(rows, count=sets, experiment=RECOMMENDATION, family=family, seed=seed, **common)

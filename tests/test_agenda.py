@@ -16,8 +16,6 @@ from ddpm_lab.plan import OTHERS, PRIMARY
 from ddpm_lab.questions import agenda, experiments
 from ddpm_lab.record import LedgerError
 
-BOTH = (PRIMARY, OTHERS)
-
 
 @dataclass
 class Question:
@@ -46,7 +44,7 @@ class Question:
         assert not look, "all answers are shown at once, at the end"
         if self.refusal:
             raise self.refusal
-        self.lab.done.append((self.name, tuple(stages), seconds))
+        self.lab.done.append((self.name, "+".join(stages), seconds))
         self.lab.now += self.takes * seconds
         self.told("a line")
         return SimpleNamespace(planned=self.restarts_as or self, measured_sets=len(stages))
@@ -57,29 +55,22 @@ class Laboratory:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        self.done: list[tuple[str, tuple[str, ...], float]] = []
+        self.done: list[Any] = []
         self.questions: dict[str, Question] = {}
-        self.combined: Question | None = None
-        self.combines: list[object] = []
-        self.settings: dict[str, dict[str, Any]] = {}
         self.refused: list[str] = []
         self.lines: list[tuple[str, str]] = []
+        self.combined: Question | None = None
         monkeypatch.setattr(agenda, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(agenda, "plan_question", self.plan)
         monkeypatch.setattr(agenda, "environment", make.environment)
-        monkeypatch.setattr(experiments, "combination", self.combination)
+        monkeypatch.setattr(experiments, "combination", lambda planned: planned.name == "amp" and self.combined)
 
-    def plan(self, name: str, *, further: bool, say: Callable[[str], None], **settings: Any) -> Question:
-        assert not further, "what was shown gets no more sets"
-        self.settings[name] = settings
+    def plan(self, name: str, *, further: bool, say: Callable[[str], None], preset: str) -> Question:
+        assert (further, preset) == (False, "quick"), "what was shown gets no more sets"
         if name in self.refused:
             raise ConfigError("it cannot be asked here")
         self.questions[name].told = say
         return self.questions[name]
-
-    def combination(self, planned: Question) -> Question | None:
-        self.combines.append(planned)
-        return self.combined
 
     def add(self, *names: str, **values: Any) -> None:
         self.questions |= {name: Question(name, self, **values) for name in names}
@@ -90,11 +81,8 @@ class Laboratory:
 
         return agenda.measure({name: {"preset": "quick"} for name in self.questions}, seconds=seconds, say=say)
 
-    def order(self) -> list[tuple[str, tuple[str, ...]]]:
-        return [(name, stages) for name, stages, _ in self.done]
-
-    def times(self, *stages: str) -> dict[str, float]:
-        return {name: seconds for name, found, seconds in self.done if found == stages}
+    def times(self, stage: str) -> dict[str, float]:
+        return {name: seconds for name, mine, seconds in self.done if mine == stage}
 
 
 @pytest.fixture
@@ -102,51 +90,37 @@ def lab(monkeypatch: pytest.MonkeyPatch) -> Laboratory:
     return Laboratory(monkeypatch)
 
 
-def test_all_primary_comparisons_come_before_any_other(lab: Laboratory) -> None:
-    lab.add("multi_gpu", "amp", "workers")
-    assert lab.measure() == 6
-    names = ["multi_gpu", "amp", "workers"]
-    assert lab.order() == [*((name, (PRIMARY,)) for name in names), *((name, (OTHERS,)) for name in names)]
-    assert lab.settings == {name: {"preset": "quick"} for name in names}
-    assert lab.lines == [(name, "a line") for name in names * 2]
+def test_all_primary_comparisons_come_before_any_other_in_equal_shares(lab: Laboratory) -> None:
+    lab.add("a", "b", "c")
+    assert lab.measure(600) == 6
+    assert [row[:2] for row in lab.done] == [(name, stage) for stage in (PRIMARY, OTHERS) for name in "abc"]
+    assert lab.lines == [(name, "a line") for name in "abcabc"]
+    left = 600.0
+    for stage, share in ((PRIMARY, agenda.PRIMARY_SHARE), (OTHERS, 1.0)):
+        for name, waiting in (("a", 3), ("b", 2), ("c", 1)):
+            assert lab.times(stage)[name] == pytest.approx(left * share / waiting)
+            left -= left * share / waiting
+    assert lab.now == pytest.approx(1600.0)
+    assert [question.looks for question in lab.questions.values()] == [[make.environment().date]] * 3
 
 
 def test_what_can_be_recommended_together_is_measured_before_the_others(lab: Laboratory) -> None:
     lab.add("multi_gpu", "amp")
     lab.combined = Question("recommendation", lab)
     assert lab.measure() == 6
-    assert lab.order()[2:] == [("recommendation", BOTH), ("multi_gpu", (OTHERS,)), ("amp", (OTHERS,))]
-    assert lab.combines == [lab.questions["amp"]]
+    after = [("recommendation", f"{PRIMARY}+{OTHERS}"), ("multi_gpu", OTHERS), ("amp", OTHERS)]
+    assert [row[:2] for row in lab.done[2:]] == after
+    assert lab.combined.looks == [make.environment().date]
 
 
-def test_a_question_gets_an_equal_share_of_what_the_primary_comparisons_may_take(lab: Laboratory) -> None:
-    lab.add("a", "b", "c", takes=1.0)
-    lab.measure(600)
-    share = agenda.PRIMARY_SHARE
-    left = 600.0
-    for name, waiting in (("a", 3), ("b", 2), ("c", 1)):
-        assert lab.times(PRIMARY)[name] == pytest.approx(left * share / waiting)
-        left -= left * share / waiting
-    for name, waiting in (("a", 3), ("b", 2), ("c", 1)):
-        assert lab.times(OTHERS)[name] == pytest.approx(left / waiting)
-        left -= left / waiting
-    assert lab.now == pytest.approx(1600.0)
-
-
-def test_time_that_a_question_leaves_goes_to_those_after_it(lab: Laboratory) -> None:
+def test_time_goes_to_what_compiles_and_what_is_left_to_those_after_it(lab: Laboratory) -> None:
     lab.add("a", takes=0.0)
-    lab.add("b", takes=1.0)
-    lab.measure(400)
-    assert lab.times(PRIMARY) == pytest.approx({"a": 150.0, "b": 300.0})
-    assert lab.times(OTHERS) == pytest.approx({"a": 50.0, "b": 100.0})
-
-
-def test_a_question_that_compiles_gets_the_time_for_it(lab: Laboratory) -> None:
     lab.add("torch_compile", compiles=1)
-    lab.add("b", "c")
+    lab.add("c")
     lab.measure(400)
-    assert lab.times(PRIMARY)["torch_compile"] == pytest.approx(400 * 0.75 * 2 / 4)
-    assert lab.times(PRIMARY)["b"] == pytest.approx(250 * 0.75 / 2)
+    assert lab.times(PRIMARY)["a"] == pytest.approx(400 * 0.75 / 3)
+    assert lab.times(PRIMARY)["torch_compile"] == pytest.approx(400 * 0.75 * 2 / 3)
+    assert lab.times(PRIMARY)["c"] == pytest.approx(200 * 0.75)
 
 
 def test_a_question_gets_no_less_than_is_worth_its_start(lab: Laboratory) -> None:
@@ -156,46 +130,21 @@ def test_a_question_gets_no_less_than_is_worth_its_start(lab: Laboratory) -> Non
     assert set(lab.times(OTHERS).values()) == {1.0}, "and the others no time below 0"
 
 
-def test_nothing_is_measured_where_nothing_is_missing(lab: Laboratory) -> None:
-    lab.add("amp", "workers", complete=True)
-    lab.combined = Question("recommendation", lab)
-    assert lab.measure() == 0
-    assert (lab.done, lab.combines) == ([], [])
-    assert lab.questions["amp"].looks == []
-
-
-def test_only_what_lacks_something_is_measured(lab: Laboratory) -> None:
-    lab.add("amp", complete=True)
-    lab.add("workers")
-    lab.measure(400)
-    assert lab.order() == [("workers", (PRIMARY,)), ("workers", (OTHERS,))]
-    assert lab.times(PRIMARY) == {"workers": pytest.approx(300.0)}
-    assert lab.combines == [lab.questions["workers"]]
-
-
-def test_what_is_refused_of_one_question_is_said_and_the_others_go_on(lab: Laboratory) -> None:
+def test_only_what_lacks_something_is_measured_and_what_is_refused_is_said(lab: Laboratory) -> None:
+    lab.add("all_there", complete=True)
     lab.add("multi_gpu", "workers")
     lab.add("amp", refusal=LedgerError("the code was changed"))
     lab.refused = ["multi_gpu"]
     assert lab.measure() == 2
-    assert lab.order() == [("workers", (PRIMARY,)), ("workers", (OTHERS,))]
-    assert ("multi_gpu", "not measured: it cannot be asked here") in lab.lines
+    assert [row[:2] for row in lab.done] == [("workers", PRIMARY), ("workers", OTHERS)]
+    assert lab.lines.count(("multi_gpu", "not measured: it cannot be asked here")) == 1
     assert ("amp", "not measured: the code was changed") in lab.lines
-    assert lab.questions["workers"].looks == [make.environment().date]
-
-
-def test_all_answers_are_shown_at_one_date(lab: Laboratory) -> None:
-    lab.add("amp", "workers")
-    lab.combined = Question("recommendation", lab)
-    lab.measure()
-    looks = [question.looks for question in (*lab.questions.values(), lab.combined)]
-    assert looks == [[make.environment().date]] * 3
+    assert (lab.questions["all_there"].looks, lab.questions["amp"].looks) == ([], [])
 
 
 def test_a_question_that_started_again_with_fewer_cores_goes_on_with_these(lab: Laboratory) -> None:
     again = Question("amp on one core", lab)
     lab.add("amp", restarts_as=again)
     lab.measure()
-    assert lab.order() == [("amp", (PRIMARY,)), ("amp on one core", (OTHERS,))]
-    assert again.looks == [make.environment().date]
-    assert lab.questions["amp"].looks == []
+    assert [row[:2] for row in lab.done] == [("amp", PRIMARY), ("amp on one core", OTHERS)]
+    assert (again.looks, lab.questions["amp"].looks) == ([make.environment().date], [])

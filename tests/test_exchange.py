@@ -16,13 +16,13 @@ from setups import setup
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import HOOKS, NCCL, ExchangeConfig, RunConfig
-from ddpm_lab.explain import gains
-from ddpm_lab.explain.changes import NO_EXCHANGE
 from ddpm_lab.explain.frames import RECOMMENDATION, Study
 from ddpm_lab.plan import Family
+from ddpm_lab.questions import recommendation
 from ddpm_lab.questions.all_reduce import all_reduce, bus_bandwidth, exchanges, label, message_bytes
 from ddpm_lab.questions.answers import answer
 from ddpm_lab.questions.ask import ask
+from ddpm_lab.questions.bottleneck import NO_EXCHANGE
 from ddpm_lab.questions.exchange import BASELINE, exchange
 
 BASE = RunConfig(world_size=2)
@@ -86,7 +86,7 @@ def test_the_cost_of_the_exchange_is_what_a_step_takes_less_without() -> None:
     assert "is 20." in said or "is 19." in said
     assert said.endswith("exposed communication.")
     assert "not called shorter" in answer(settings(1.0)).finding.notes[0]
-    assert [row.label for row in gains.measured(settings(1.9, RECOMMENDATION))] == ["bf16 hook"]
+    assert [row.label for row in recommendation.measured(settings(1.9, RECOMMENDATION))] == ["bf16 hook"]
 
 
 def test_fewer_exchanges_are_weighed_in_a_sentence_of_their_own_and_never_lead() -> None:

@@ -28,8 +28,7 @@ from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.style import png, save
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.explain.questions import recommendation
-from ddpm_lab.questions import multi_gpu
+from ddpm_lab.questions import multi_gpu, recommendation
 from ddpm_lab.questions.answers import answer
 
 RANKS = [{**make.PHASES, "communication": 5.0}, {**make.PHASES, "forward": 12.0, "communication": 16.4}]
@@ -388,7 +387,7 @@ def test_a_recommendation_is_drawn_from_speed_to_speed() -> None:
     found = recommendation.recommendation(study_of("recommendation, searched"))
     assert found is not None
     ends = [step.row.ratio.ends for step in found.steps]
-    assert list(intervals(ax).values()) == [*ends, found.best.ratio.ends]
+    assert list(intervals(ax).values()) == [*ends, found.best.row.ratio.ends]
     assert steps[0][0] == 1
     assert all(first[1] == pytest.approx(second[0]) for first, second in pairwise(steps))
     assert whole == pytest.approx((1, steps[-1][1])), "the bars close"

@@ -15,11 +15,11 @@ from scaled_records import all_reduces
 
 from ddpm_lab.config import LOADER_ALONE, ExchangeConfig, RunConfig
 from ddpm_lab.explain import compiling, decisions, findings, phrases, show
-from ddpm_lab.explain.changes import NO_EXCHANGE
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.table import plain
 from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.bottleneck import NO_EXCHANGE
 from ddpm_lab.record import RunRecord
 
 BF16 = RunConfig(precision="bf16")

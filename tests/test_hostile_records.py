@@ -21,7 +21,7 @@ from test_report import PIXEL
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import pages, show
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.questions import bottleneck_page
+from ddpm_lab.questions import bottleneck
 from ddpm_lab.questions.answers import answer
 from ddpm_lab.record import RunRecord
 from ddpm_lab.reports import benchmark
@@ -163,7 +163,7 @@ def test_an_index_shows_what_it_is_given_as_text(tmp_path: Path) -> None:
                 ],
                 "profile",
             ),
-            bottleneck_page.markdown,
+            bottleneck.markdown,
         ),
     ],
     ids=["comparison", "bottleneck"],

@@ -1,28 +1,40 @@
-"""The command that searches the fastest configuration, from its options to an exit code."""
+"""Commands that say what to change next: ``recommend`` and ``bottleneck``, from their options to an exit code."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
-from typing import Any
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from ddpm_lab import declared
 from ddpm_lab.checks import ConfigError, percent
-from ddpm_lab.cli.options import add, command, given, plain
+from ddpm_lab.cli.options import Command, Parser, given, plain, tell
+from ddpm_lab.config import PARTS, RunConfig
+from ddpm_lab.files import expanded, ledgers, output_folder
+from ddpm_lab.plan import RECOMMENDATION
+from ddpm_lab.settings_file import configuration, read_settings
+
+if TYPE_CHECKING:
+    from ddpm_lab.explain.frames import Study
 
 MINUTES = {"quick": 10.0, "full": 60.0}
-"""Where no budget is given."""
+"""Of a search, where no budget is given."""
+_PRESENT = ("network", "device", "precision", "loader", "loader_workers", "compile", "world_size", "seed", "image_size")
+"""Settings of ``RunConfig`` that are options of ``bottleneck``."""
 
 
-def add_options(subparsers: Any) -> None:
-    """Add the command to the command line."""
-    summary = "Search the fastest configuration whose quality is not worse."
-    parser = command(subparsers, "recommend", summary, recommend_command, "recommend --minutes 10")
-    add(parser, "preset")
-    add(parser, "minutes", help="time budget (default: 10; 60 in full)")
-    add(parser, "data", "held-out", "skip-bad", "network")
-    add(parser, "workload", help="a training of your own in place of the lab's DDPM")
-    add(parser, "device")
-    add(parser, "batch-size", help="global batch size to set out from (default: the preset's)")
+# --- recommend --------------------------------------------------------------------------------------------------------
+
+
+def _add_options_of_a_search(parser: Parser, _: Sequence[str]) -> None:
+    from ddpm_lab.questions.recommend import recommend as search  # noqa: PLC0415 - commands load what they need
+
+    found = declared.options(search)
+    declared.add_options(parser, [found[name] for name in ("any_batch", "seeds", "images")])
     parser.add_argument(
         "--only",
         action="append",
@@ -32,49 +44,40 @@ def add_options(subparsers: Any) -> None:
         "loader, batch, and on a CPU freed_memory",
     )
     parser.add_argument(
-        "--any-batch",
-        action="store_true",
-        help="search any batch size, although another is another training (default: those that trials call not worse)",
-    )
-    parser.add_argument(
-        "--seeds", type=int, help="trials of what is found, from so many seeds (default: none; full: 8)"
-    )
-    parser.add_argument("--images", type=int, help="images that each trial trains on (default: the preset's)")
-    add(parser, "sets", help="sets that measure again what is found (default: the preset's)")
-    add(parser, "resolution", help="or until a difference such as 2%% would be found")
-    parser.add_argument(
         "--train-images", type=int, metavar="N", help="of the full training that is projected (default: 800,000 steps)"
     )
-    add(parser, "ledger", help="measure nothing, and read these records")
-    add(parser, "machine", help="whose records to read: a name, a part of it, a key, or all")
-    add(parser, "output-dir", "json")
 
 
-def recommend_command(options: argparse.Namespace) -> int:
-    """Search and answer; 1 where nothing could be recommended."""
-    from ddpm_lab.questions import experiments  # noqa: PLC0415 - commands load what they need
+def recommend(options: argparse.Namespace) -> int:
+    """Search the fastest configuration whose quality is not worse."""
+    from ddpm_lab.questions import experiments  # noqa: PLC0415
 
     settings = given(options, "preset", "data", "held_out", "skip_bad", "network", "workload", "device", "any_batch")
     settings |= given(options, "seeds", "images", "sets", "train_images", "ledger", "machine", "output_dir")
     reads = options.ledger is not None or options.machine is not None
     if options.minutes is not None and not options.minutes > 0:
         raise ConfigError(f"minutes is {options.minutes!r}: give a number above 0")
-    minutes = options.minutes if options.minutes is not None or reads else MINUTES.get(options.preset)
+    only: dict[str, list[str]] = {}
+    for text in options.only or ():
+        name, sign, values = text.partition("=")
+        if not sign or not values:
+            raise ConfigError(f"--only is {text!r}: give a setting and its values, such as precision=fp32,bf16")
+        only[name.strip()] = [value.strip() for value in values.split(",")]
     try:
         answer = experiments.recommendation(
-            minutes=minutes,
+            minutes=options.minutes or (None if reads else MINUTES.get(options.preset)),
             resolution=percent(options.resolution) if options.resolution else None,
             global_batch_size=options.batch_size,
-            only=_only(options.only or ()),
+            only=only,
             **settings,
         )
     except ModuleNotFoundError as missing:
         print(f"measured; {missing.name} is not installed here: take the ledger elsewhere, ddpm-lab recommend --ledger")
         return 0
     from ddpm_lab.explain.charts.style import save  # noqa: PLC0415
-    from ddpm_lab.explain.questions.recommendation import FILE  # noqa: PLC0415
     from ddpm_lab.explain.show import NAMES  # noqa: PLC0415
     from ddpm_lab.explain.table import plain as plain_table  # noqa: PLC0415
+    from ddpm_lab.questions.recommendation import FILE  # noqa: PLC0415
 
     study, found = answer.study, answer.finding
     path = study.output_dir / FILE
@@ -93,11 +96,123 @@ def recommend_command(options: argparse.Namespace) -> int:
     return 0 if study.records else 1
 
 
-def _only(given: Any) -> dict[str, list[str]]:
-    found = {}
-    for text in given:
-        name, sign, values = text.partition("=")
-        if not sign or not values:
-            raise ConfigError(f"--only is {text!r}: give a setting and its values, such as precision=fp32,bf16")
-        found[name.strip()] = [value.strip() for value in values.split(",")]
+# --- bottleneck -------------------------------------------------------------------------------------------------------
+
+
+def _add_present_settings(parser: Parser, _: Sequence[str]) -> None:
+    group, found = parser.add_argument_group("present settings, over those of --config"), declared.options(RunConfig)
+    usual = {name: dataclasses.replace(found[name], default=None) for name in ("network", "device")}
+    declared.add_options(group, [(found | usual)[name] for name in _PRESENT])
+    parser.add_argument("--changes", metavar="NAME,...", help="only these changes, by the names in the report")
+
+
+def bottleneck(options: argparse.Namespace) -> int:
+    """Report what takes the time of a step, and what to change next."""
+    from ddpm_lab.explain import subject  # noqa: PLC0415
+    from ddpm_lab.explain.charts.style import save  # noqa: PLC0415
+    from ddpm_lab.questions import bottleneck as question  # noqa: PLC0415
+    from ddpm_lab.questions import experiments  # noqa: PLC0415
+    from ddpm_lab.questions.answers import answer  # noqa: PLC0415
+
+    output = output_folder(options.output_dir)
+    if options.ledger or options.machine:
+        if options.changes or options.config:
+            raise ConfigError("--changes and --config are about measuring, and --ledger and --machine measure nothing")
+        study = experiments.read_study(ledgers(options.ledger, output), RECOMMENDATION, output, machine=options.machine)
+    else:
+        study = _measured(options, output)
+    lines, about = question.summary(study), subject.subject(study)
+    if about is None:
+        print(*lines, sep="\n")
+        return 1
+    pictures, changed = [], tuple(r for r in study.records if r.experiment == "bottleneck" and r.role != "profile")
+    for name, records in {"profile": (about.profile,), "bottleneck": changed}.items():
+        if records:
+            part = answer(dataclasses.replace(study, experiment=name, records=records))
+            picture = output / "reports" / f"{question.REPORT}_{name}.png"
+            save(part.figure(), picture)
+            pictures.append((part.finding.headline, picture.name))
+    report = question.write(study, output / "reports", pictures)
+    advice = [
+        {**plain(dataclasses.asdict(a)), "impact": a.impact, "expected": a.expected} for a in question.advice(study)
+    ]
+    values = {"summary": lines, "advice": advice, "report": str(report)}
+    tell(options, values, [*lines, f"report: {report}", f"page: {report.with_suffix('.html')}"])
+    return 0
+
+
+def _measured(options: argparse.Namespace, output: Path) -> Study:
+    """Every record of this machine that can say something, after measuring what the question lacks."""
+    from ddpm_lab.measure import hardware, largest_batch  # noqa: PLC0415
+    from ddpm_lab.questions import planning  # noqa: PLC0415
+    from ddpm_lab.questions.bottleneck import check_memory, fitting  # noqa: PLC0415
+    from ddpm_lab.questions.experiments import read_study, study_of  # noqa: PLC0415
+
+    planned = planning.plan_question(
+        "bottleneck",
+        resolution=percent(options.resolution) if options.resolution else None,
+        only=[name.strip() for name in options.changes.split(",")] if options.changes else None,
+        **given(options, "preset", "minutes", "sets", "output_dir", "held_out", "skip_bad"),
+        **_settings(options),
+    )
+    config = planned.campaign.experiment.profiles[0][2]
+    if config.device == "cuda":
+        smallest = min((gpu.memory_bytes or math.inf for gpu in hardware.gpus()), default=math.inf)
+        check_memory(config, config.world_size * smallest, f"memory of {config.world_size} GPUs together")
+    else:
+        check_memory(config, largest_batch.available_bytes(), "the machine")
+    campaign = planned.campaign
+    if (seconds := campaign.target.seconds) is not None:
+        planned = planned.renewed(fitting(campaign.experiment, seconds, campaign.held))
+    measured = planned.measure()
+    asked = study_of(measured)
+    every = read_study([measured.ledger], RECOMMENDATION, output, machine=measured.cohort[0])
+    others = tuple(r for r in every.records if r.experiment != asked.experiment)
+    return dataclasses.replace(every, records=(*others, *asked.records), measured_sets=measured.measured_sets)
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    """What is measured, from the file and the options, which go first."""
+    found = read_settings(expanded(options.config), "--config") if options.config else {}
+    for name in ("train", "data_sha256"):  # how long a run is, and what its images were
+        found.pop(name, None)
+    if found.get("nodes") == 1:
+        del found["nodes"]
+    found |= given(options, *_PRESENT)
+    given_too = {"global_batch_size": options.batch_size, "data": options.data}
+    found |= {name: value for name, value in given_too.items() if value is not None}
+    for place, _ in PARTS:
+        if place in found:  # alone, since what the others say is settled later; an exchange needs two ranks
+            found[place] = getattr(configuration({"world_size": 2, place: found[place]}, "--config"), place)
     return found
+
+
+COMMANDS = (
+    Command(
+        recommend,
+        "recommend --minutes 10",
+        "preset minutes data held-out skip-bad network workload device batch-size sets resolution ledger machine "
+        "output-dir json",
+        {
+            "minutes": "time budget (default: 10; 60 in full)",
+            "batch-size": "images of a step to set out from (default: the preset's)",
+            "sets": "sets that measure again what is found (default: the preset's)",
+            "resolution": "or until a difference such as 2% would be found",
+            "ledger": "measure nothing, and read these records",
+            "machine": "whose records to read: a name, a part of it, a key, or all",
+        },
+        more=_add_options_of_a_search,
+    ),
+    Command(
+        bottleneck,
+        "bottleneck --batch-size 8",
+        "config batch-size data held-out skip-bad preset minutes sets resolution ledger machine output-dir json",
+        {
+            "config": "TOML file with the present settings, by names of RunConfig",
+            "batch-size": "images of a step over all ranks (default: 128 on a GPU, 8 on a CPU)",
+            "ledger": "report from these records, and measure nothing",
+        },
+        {"data": None},
+        more=_add_present_settings,
+    ),
+)

@@ -195,7 +195,7 @@ class _Shown:
     when: float
 
 
-def _shown(compared: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[_Shown]:
+def shown(compared: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[_Shown]:
     """The looks at these comparisons, at no others, in order; without any record of one all sets are one look."""
     every = frozenset(set_id for c in compared for set_id, _ in c.logs)
     by_time: dict[float, set[str]] = {}
@@ -216,14 +216,14 @@ def _when(record: RunRecord) -> float:
 
 def _decided(group: Sequence[Comparison], looks: Sequence[RunRecord]) -> list[decisions.Decision]:
     """What comparisons that are tested together are called, by what was shown of them so far."""
-    shown = _shown(group, looks)
+    answers = shown(group, looks)
     order: dict[str, None] = {}
-    for look in shown:
+    for look in answers:
         order |= dict.fromkeys(sorted(look.sets - order.keys()))
     logs = [np.array([dict(c.logs).get(set_id, math.nan) for set_id in order]) for c in group]
-    spreads = [[_spread(c, looks, look.when) for c in group] for look in shown]
+    spreads = [[_spread(c, looks, look.when) for c in group] for look in answers]
     resolution = group[0].resolution if group else stats.RESOLUTION
-    return decisions.decided(logs, [len(look.sets) for look in shown], spreads, resolution)
+    return decisions.decided(logs, [len(look.sets) for look in answers], spreads, resolution)
 
 
 def _spread(c: Comparison, looks: Sequence[RunRecord], when: float) -> stats.Spread | None:

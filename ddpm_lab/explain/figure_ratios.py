@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ddpm_lab.explain import decisions, gains, phrases, sentences
+from ddpm_lab.explain import decisions, phrases, sentences
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.charts.bars import bars
 from ddpm_lab.explain.charts.forest import forest
@@ -15,14 +15,14 @@ from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison, comparisons
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.stats import Interval
-from ddpm_lab.plan import LOST, TOGETHER
+from ddpm_lab.plan import LOST
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = {decisions.FASTER: style.GOOD, decisions.SLOWER: style.BAD}
 MEANING = "Blue: faster; orange: slower; grey: no difference found."
-_POINTS = f"Geometric mean and 95 % interval over sets; dots: single sets. {MEANING}"
+POINTS = f"Geometric mean and 95 % interval over sets; dots: single sets. {MEANING}"
 
 
 def row(c: Comparison, name: str = "") -> Row:
@@ -64,7 +64,7 @@ def ratios(study: Study, found: Finding, compared: Sequence[Comparison]) -> Figu
         shown = [c for c in shown if c.role != "twin"] or shown
         if shown:
             panels.append(Panel(heading=rows[0].family, rows=[*map(row, shown)], reference=1, band=band(rows)))
-    note = f"{_POINTS}{' Band: the baseline repeated.' * any(p.band for p in panels)} {_left_out(study, every)}"
+    note = f"{POINTS}{' Band: the baseline repeated.' * any(p.band for p in panels)} {_left_out(study, every)}"
     if not panels:
         return style.message(found.headline, phrases.context(study), f"{found.claim} {_left_out(study, every)}")
     bases = {c.baseline_label for c in every}
@@ -89,24 +89,6 @@ def _left_out(study: Study, rows: Sequence[Comparison]) -> str:
             reasons.setdefault(reason, {})[r.label] = None
     told = [phrases.joined(list(labels)) + (f" ({reason})" if reason else "") for reason, labels in reasons.items()]
     return f"Not shown: {'; '.join(told)}." if told else ""
-
-
-def changes(study: Study, found: Finding) -> Figure:
-    """Every change of a training step that was measured, each against its own baseline, the fastest first."""
-    rows = gains.measured(study)
-    if not rows:
-        return style.message(found.headline, phrases.context(study), found.claim)
-    together = [c for c in comparisons(study) if c.family.endswith(TOGETHER) and c.role == "candidate" and c.sets]
-    several = len({(c.family, c.label) for c in rows}) > len({c.label for c in rows})
-    shown = [*together, *sorted(rows, key=lambda c: -c.ratio.value)]
-    named = [row(c, f"{c.label} ({c.family if several else c.baseline_label})") for c in shown]
-    return forest(
-        [Panel(rows=named, reference=1)],
-        title=found.headline,
-        context=phrases.context(study),
-        note=f"In brackets: what it is compared with, in the same sets. {_POINTS}",
-        label="speed relative to the baseline (above 1 is faster)",
-    )
 
 
 def times(study: Study) -> Figure | None:

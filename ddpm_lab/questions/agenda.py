@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from ddpm_lab.checks import LabError
 from ddpm_lab.measure.hardware import environment
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS
-from ddpm_lab.plan import OTHERS, PRIMARY
+from ddpm_lab.plan import OTHERS, PRIMARY, RECOMMENDATION
 from ddpm_lab.questions import experiments
 from ddpm_lab.questions.planned import Planned
 from ddpm_lab.questions.planning import check_time, plan_question
@@ -36,57 +37,50 @@ def measure(
     why it cannot be measured: the others go on. Costs and scatter, never ratios, decide how the time is divided.
     Raises ConfigError, before anything is measured, where the time is too short for the first comparison.
     """
-    ends = time.monotonic() + seconds
-    waiting, ready, planned = list(questions), dict[str, Planned | None](), dict[str, Planned]()
-    sets = 0
-    for name in waiting:
-        one = ready[name] = _plan(name, questions[name], say)
-        if one and any(f.candidates for f in one.campaign.experiment.families):
-            if one.campaign.missing():
-                check_time(one.renewed(seconds=max(seconds, 1.0)).campaign)
-            break
-    while waiting:
-        name = waiting.pop(0)
-        one = ready[name] if name in ready else _plan(name, questions[name], say)
-        if not (one and one.campaign.missing()):
+    ends, sets = time.monotonic() + seconds, 0
+    planned, measured = dict[str, Planned | None](), dict[str, Planned]()
+
+    def plan(name: str) -> Planned | None:
+        if name not in planned:
+            planned[name] = None
+            with _going_on(name, say):
+                planned[name] = plan_question(name, further=False, say=partial(say, name), **questions[name])
+        return planned[name]
+
+    compared = (
+        one for one in map(plan, questions) if one and any(f.candidates for f in one.campaign.experiment.families)
+    )
+    if (first := next(compared, None)) and first.campaign.missing():
+        check_time(first.renewed(seconds=max(seconds, 1.0)).campaign)
+    for count, name in enumerate(questions):
+        if not ((one := plan(name)) and one.campaign.missing()):
             continue
-        weights = [1 + _compiling(one)] + [1.0] * len(waiting)
-        left = (ends - time.monotonic()) * PRIMARY_SHARE * weights[0] / sum(weights)
+        weight = 1 + one.campaign.compiling_seconds() / COMPILE_SECONDS  # in units of a comparison
+        left = (ends - time.monotonic()) * PRIMARY_SHARE * weight / (weight + len(questions) - count - 1)
         with _going_on(name, say):
             found = one.measure(seconds=max(LEAST_SECONDS, left), stages=(PRIMARY,), look=False)
-            sets, planned[name] = sets + found.measured_sets, found.planned
-    with _going_on("recommendation", say):
-        if planned and (combined := experiments.combination(planned.get("amp") or next(iter(planned.values())))):
-            planned = {"recommendation": combined, **planned}
-    for count, (name, one) in enumerate(planned.items()):
-        left = (ends - time.monotonic()) / (len(planned) - count)
-        stages: Sequence[str] = (PRIMARY, OTHERS) if name == "recommendation" else (OTHERS,)
+            sets, measured[name] = sets + found.measured_sets, found.planned
+    with _going_on(RECOMMENDATION, say):
+        first = measured.get("amp") or next(iter(measured.values()), None)
+        if first and (combined := experiments.combination(first)):
+            measured = {RECOMMENDATION: combined, **measured}
+    for count, (name, one) in enumerate(measured.items()):
+        left = (ends - time.monotonic()) / (len(measured) - count)
+        stages = (PRIMARY, OTHERS) if name == RECOMMENDATION else (OTHERS,)
         with _going_on(name, say):
             found = one.measure(seconds=max(left, 1.0), stages=stages, look=False)
-            sets, planned[name] = sets + found.measured_sets, found.planned
+            sets, measured[name] = sets + found.measured_sets, found.planned
     date = environment().date
-    for name, one in planned.items():  # all answers are shown at once
+    for name, one in measured.items():  # all answers are shown at once
         with _going_on(name, say):
             one.campaign.look(date)
     return sets
 
 
-def _plan(name: str, settings: Mapping[str, Any], say: Callable[[str, str], None]) -> Planned | None:
-    """A question that is ready to be measured; None where it cannot be asked here, which is said."""
-    with _going_on(name, say):
-        return plan_question(name, further=False, say=lambda line: say(name, line), **settings)
-    return None
-
-
 @contextlib.contextmanager
 def _going_on(name: str, say: Callable[[str, str], None]) -> Iterator[None]:
-    """What is refused of one question becomes a line, and the others go on."""
+    """Turn what is refused of one question into a line: the others go on."""
     try:
         yield
     except LabError as error:
         say(name, f"not measured: {error}")
-
-
-def _compiling(planned: Planned) -> float:
-    """Time that compiling takes of a question, in units of a comparison's."""
-    return planned.campaign.compiling_seconds() / COMPILE_SECONDS

@@ -1,20 +1,46 @@
-"""What should be changed next in a configuration? Its time budget, and each change of one setting, measured."""
+"""What limits a step, and what should be changed next? Its time budget, and each change of one setting, measured."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any
+import contextlib
+import json
+import math
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
+from ddpm_lab import files
 from ddpm_lab.checks import ConfigError, choice
-from ddpm_lab.config import RunConfig
+from ddpm_lab.config import DDPM, ExchangeConfig, RunConfig
 from ddpm_lab.declared import Opt, known
-from ddpm_lab.explain.changes import batch_sizes, changes
+from ddpm_lab.explain import batch_sizes as sizes
+from ddpm_lab.explain import budget as bd
+from ddpm_lab.explain import (
+    compiling,
+    decisions,
+    limits,
+    machine_state,
+    pages,
+    phrases,
+    quality,
+    sentences,
+    stats,
+    straggler,
+)
+from ddpm_lab.explain.bands import S002 as TARGETS
+from ddpm_lab.explain.bands import documents
+from ddpm_lab.explain.comparisons import PROJECTED_IMAGES, Comparison, comparisons
+from ddpm_lab.explain.frames import Study, once, rank_zero
+from ddpm_lab.explain.grids import markdown as grid
+from ddpm_lab.explain.subject import Subject, roofline, subject
+from ddpm_lab.explain.table import Table
 from ddpm_lab.measure.held import Held
-from ddpm_lab.measure.largest_batch import host_bytes, predicted_bytes, same_work
 from ddpm_lab.measure.shortfall import COMPILE_SECONDS
-from ddpm_lab.plan import Experiment, Family
-from ddpm_lab.record import RunRecord
+from ddpm_lab.plan import WEAK, Experiment, Family
+from ddpm_lab.questions import lost_scaling
+from ddpm_lab.record import set_log_ratio
 from ddpm_lab.training.setting import Batch, Setup, WorldSize, check_cores
 
 BASELINE = "the present settings"
@@ -23,6 +49,27 @@ COMPILE_SHARE = 0.5
 SIZES = ", batch sizes"
 _FIXED = ("purpose", "workload", "data", "data_sha256", "options", "nodes")
 """Settings of a configuration that a question does not take."""
+NO_EXCHANGE = "no exchange (no training)"
+FASTER, DERIVED = decisions.FASTER, "derived"
+NOT_RESOLVED, NOT_MEASURED = decisions.INCONCLUSIVE, "not measured"
+SLOWER, WORSE, NO_GAIN, FAILED = decisions.SLOWER, "worse quality", "no gain", "failed"
+_TIERS = {FASTER: 0, DERIVED: 0, NOT_RESOLVED: 1, NOT_MEASURED: 2}
+MET, MISSED, UNKNOWN, NO_TARGET = "met", "missed", "not measured", "no target on a CPU"
+REPORT = "bottleneck_report"
+_ACTS_ON = {
+    "loader": ("data", "copy"),
+    "loader_workers": ("data",),
+    "exchange": ("communication",),
+    "optimizer": ("optimizer", "EMA"),
+    **dict.fromkeys(("precision", "compile", "kernels", "channels_last"), ("forward", "backward")),
+}
+"""Phases of a time budget that a setting can make shorter, where it is about some of them."""
+_WHY = {
+    "world_size": "Ranks share the batch, and exchange gradients for it",
+    "global_batch_size": "What a step costs whatever its batch is shared by another number of images",
+}
+_OPTIONS = ("precision", "world_size", "loader", "loader_workers", "compile", "image_size", "seed")
+"""Settings that are options of the command."""
 
 
 def bottleneck(
@@ -52,38 +99,19 @@ def bottleneck(
         choice("only", label, (*one, *sizes))
     if only is None and setup.preset == "smoke":
         only = [*list(one)[:3], f"batch {2 * batch}"]
-    name = setup.family_name(batch, world_size)
-    families = [
-        Family(
-            name=f"{name}{what}",
-            baseline=config,
-            baseline_label=BASELINE,
-            candidates=tuple((label, other) for label, other in offered.items() if only is None or label in only),
-        )
-        for what, offered in ((", one change at a time", one), (SIZES, sizes))
-    ]
-    return Experiment(
-        name="bottleneck",
-        families=tuple(f for f in families if f.candidates),
-        profiles=((name, BASELINE, dataclasses.replace(config, purpose="profile")),),
-    )
+    name, families = setup.family_name(batch, world_size), []
+    for what, offered in ((", one change at a time", one), (SIZES, sizes)):
+        rows = tuple((label, other) for label, other in offered.items() if only is None or label in only)
+        family = Family(name=f"{name}{what}", baseline=config, baseline_label=BASELINE, candidates=rows)
+        families += [family] if rows else []
+    profile = (name, BASELINE, replace(config, purpose="profile"))
+    return Experiment(name="bottleneck", families=tuple(families), profiles=(profile,))
 
 
-def check_memory(config: RunConfig, known: Iterable[RunRecord], *, available_bytes: float, where: str) -> None:
-    """Refuse a batch that the memory ``where`` it is trained cannot hold, as far as that is known before any rank.
-
-    What is sure are its images and their noise in fp32. On a CPU also a line through the two largest peaks of the same
-    work among the ``known`` records, as in the search for the largest batch.
-
-    Raises:
-        ConfigError: the batch needs more than ``available_bytes``.
-    """
+def check_memory(config: RunConfig, available_bytes: float, where: str) -> None:
+    """Raise ConfigError for a batch whose images and noise in fp32 do not fit into the memory that is ``where``."""
     batch = config.global_batch_size
-    needed = 2.0 * batch * 3 * config.image_size**2 * 4
-    same = [r for r in known if r.status == "ok" and same_work(r.config, config) and host_bytes(r)]
-    peaks = {r.config.global_batch_size: host_bytes(r) for r in same}
-    if config.device == "cpu" and len(peaks) > 1:
-        needed = max(needed, predicted_bytes(peaks, batch))
+    needed = 2 * batch * 3 * config.image_size**2 * 4
     if needed > available_bytes:
         raise ConfigError(
             f"global_batch_size is {batch:,}: a step needs at least about {needed / 2**30:,.1f} GiB, and {where} has "
@@ -92,22 +120,453 @@ def check_memory(config: RunConfig, known: Iterable[RunRecord], *, available_byt
 
 
 def fitting(experiment: Experiment, seconds: float, held: Held) -> Experiment:
-    """The experiment without changes whose cold compiles alone would take half of ``seconds``; they are left out.
+    """Leave out the changes whose cold compiles alone would take more than half of ``seconds``, and say so."""
+    took, families = max(held.compile_seconds, default=COMPILE_SECONDS), experiment.families
+    room = int(COMPILE_SHARE * seconds // took)
+    every = [(f.name, label, c) for f in families for label, c in f.candidates if c.compile != "off"]
+    cold = [row for row in every if not held.cold_compiles(row[2].run_id) and row[2].run_id not in held.lasting]
+    why = f"does not fit into the time: its cold compile takes about {took:.0f} s"
+    left_out = [(family, label, why) for family, label, _ in cold[room:]]
+    gone = {(family, label) for family, label, _ in left_out}
+    kept = [replace(f, candidates=tuple(r for r in f.candidates if (f.name, r[0]) not in gone)) for f in families]
+    return replace(experiment, families=tuple(kept), left_out=(*experiment.left_out, *left_out))
 
-    A cold compile is forecast to take as long as the longest that is ``held``; what was compiled once stays in.
+
+def changes(config: RunConfig, *, usable_cores: int, most_ranks: int) -> dict[str, RunConfig]:
+    """Configurations one change away from ``config`` that its machine could run, in the order of measuring.
+
+    What has to be compiled comes last: it is left out first where time is short. Of several ranks one configuration,
+    ``NO_EXCHANGE``, is no offer: it shows what the exchange costs, and which rank is slow on its own.
     """
-    took, room = max(held.compile_seconds, default=COMPILE_SECONDS), COMPILE_SHARE * seconds
-    families, left_out = [], list(experiment.left_out)
-    for family in experiment.families:
-        kept = []
-        for label, config in family.candidates:
-            cold = config.compile != "off" and not held.cold_compiles(config.run_id)
-            if cold and config.run_id not in held.lasting:
-                if took >= room:
-                    reason = f"does not fit into the time: its cold compile takes about {took:.0f} s"
-                    left_out.append((family.name, label, reason))
-                    continue
-                room -= took
-            kept.append((label, config))
-        families.append(dataclasses.replace(family, candidates=tuple(kept)))
-    return dataclasses.replace(experiment, families=tuple(families), left_out=tuple(left_out))
+    cuda, files = config.device == "cuda", config.loader == "files"
+    eager, alone = config.compile == "off", config.world_size == 1
+    workers = sorted({0 if config.loader_workers else min(4, usable_cores), 2 * config.loader_workers})
+    ranks = most_ranks if cuda else min(2, most_ranks)
+    exchange, optimizer = config.exchange, config.optimizer
+    rows: list[tuple[bool, str, dict[str, Any]]] = [
+        (files, "packed data", {"loader": "packed", "loader_workers": 0}),
+        *((files, f"{n} loader worker{'s' * (n != 1)}", {"loader_workers": n}) for n in workers if n <= usable_cores),
+        (cuda and config.loader in ("files", "packed"), "resident data", {"loader": "resident", "loader_workers": 0}),
+        *((cuda or name != "tf32", name, {"precision": name}) for name in ("bf16", "tf32", "fp32")),
+        (not eager, "eager", {"compile": "off", "compile_mode": "default"}),
+        (eager and config.workload == DDPM, "joined kernels", {"kernels": "fused"}),
+        (not cuda, "freed memory kept", {"freed_memory": "kept"}),
+        (True, "channels last", {"channels_last": True}),
+        (True, "losses not read", {"read_loss": False}),
+        (True, "fused Adam", {"optimizer": replace(optimizer, adam="fused", ema="foreach")}),
+        (not alone, "gradients in bf16", {"exchange": replace(exchange, hook="bf16")}),
+        (not alone, NO_EXCHANGE, {"exchange": ExchangeConfig(enabled=False)}),
+        (not alone, "1 rank", {"world_size": 1, "nodes": 1, "exchange": ExchangeConfig()}),
+        (alone, f"{ranks} ranks", {"world_size": ranks}),
+        (eager, "compiled", {"compile": "whole", "kernels": "aten"}),
+    ]
+    return _others(config, {name: change for able, name, change in rows if able})
+
+
+def batch_sizes(config: RunConfig) -> dict[str, RunConfig]:
+    """``config`` with each other batch of S002's sweep, and with twice its own."""
+    own = config.global_batch_size
+    return _others(config, {f"batch {n}": {"global_batch_size": n} for n in sorted({8, 16, 32, 64, 2 * own})})
+
+
+def _others(config: RunConfig, found: Mapping[str, Mapping[str, Any]]) -> dict[str, RunConfig]:
+    """Those that can be: a batch that the ranks cannot share, for one, nobody asked for."""
+    others = {}
+    for name, change in found.items():
+        with contextlib.suppress(ConfigError):
+            others[name] = replace(config, **change)
+    return {name: other for name, other in others.items() if other != config}
+
+
+# --- changes, by what was measured of them ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """One change of a configuration, from ``current`` to ``recommended``, and what is known of it.
+
+    ``status`` says what the expected speed rests on: faster (measured in sets that take turns), derived (from the own
+    times of ranks in such sets), inconclusive, not measured; or why it is not recommended: slower, no gain, worse
+    quality, failed. ``ratio`` is the present step's time for equal work over the changed one's, with its 95 %
+    interval; NaN is unknown. ``share`` is that of a step in the phases on which the change acts.
+    """
+
+    title: str
+    status: str
+    current: str
+    recommended: str
+    rationale: str
+    evidence: str
+    command: str
+    ratio: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    share: float = 0.0
+    quality: str = quality.NOT_MEASURED
+
+    @property
+    def sure(self) -> bool:
+        """Whether its gain was measured, and is resolved."""
+        return self.status in (FASTER, DERIVED)
+
+    @property
+    def impact(self) -> str:
+        """High, medium or low by the lower end of the interval."""
+        return TARGETS.impact(self.low) if self.sure else "unknown"
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """What is resolved first, by the lower end of its interval; then what is not.
+
+        What was not measured follows by its share of a step, and last what is measured to be slower and inconclusive.
+        """
+        tier = len(_TIERS) if self.ratio <= 1 else _TIERS.get(self.status, len(_TIERS))
+        if math.isnan(self.ratio):
+            return tier, -self.share
+        return tier, -self.ratio if math.isnan(self.low) else -self.low
+
+    @property
+    def quality_word(self) -> str:
+        """The verdict on quality alone."""
+        return self.quality.partition(" (")[0].partition(".")[0]
+
+    @property
+    def expected(self) -> str:
+        """Such as "1.48 times as fast (1.39 to 1.59)"."""
+        if math.isnan(self.ratio):
+            return NOT_MEASURED
+        text = phrases.times(stats.Interval(value=self.ratio, low=self.low, high=self.high), what=" times as fast")
+        return f"inconclusive: {text}" if self.status == NOT_RESOLVED else text
+
+
+def advice(study: Study) -> tuple[Advice, ...]:
+    """Changes worth applying or measuring, the one with the largest sure gain first; none without a time budget."""
+    return tuple(sorted((a for a in considered(study) if a.status in _TIERS), key=lambda a: a.rank))
+
+
+def declined(study: Study) -> tuple[Advice, ...]:
+    """Changes that are of no use here, as far as is known."""
+    return tuple(a for a in considered(study) if a.status not in _TIERS)
+
+
+@once
+def considered(study: Study) -> tuple[Advice, ...]:
+    """Every change that was measured against the configuration in question, or that its machine could run."""
+    about = subject(study)
+    if about is None:
+        return ()
+    machine, config = about.profile.machine, about.config
+    ranks = len(machine.gpus) if config.device == "cuda" else machine.usable_cores
+    offered = {**changes(config, usable_cores=machine.usable_cores, most_ranks=ranks), **batch_sizes(config)}
+    known: dict[str, Comparison] = {}  # of whichever experiment has most sets; weak scaling compares other work
+    for row in sorted(comparisons(study), key=lambda row: -row.sets):
+        mine = (row.role, row.baseline_id, row.code_version) == ("candidate", config.run_id, about.profile.code_version)
+        if mine and not (row.loader_alone or row.mechanism_only or WEAK in row.family) and row.config.exchange.enabled:
+            known.setdefault(row.run_id, row)
+    names = {other.run_id: name for name, other in offered.items()}
+    found = [_advice(study, about, row.config, names.get(run_id, ""), row) for run_id, row in known.items()]
+    open_ = {name: other for name, other in offered.items() if other.run_id not in known and other.exchange.enabled}
+    found += [_advice(study, about, other, name) for name, other in open_.items()]
+    return (*found, *([_slow_rank(study, about)] if config.world_size > 1 else []))
+
+
+def _advice(study: Study, about: Subject, other: RunConfig, name: str, row: Comparison | None = None) -> Advice:
+    """What is known of a change; without a ``name`` it has no command of its own."""
+    changed = other.differences(about.config)
+    judged = quality.Trials.of(study).verdict(about.config, other, about.profile.code_version)
+    said = quality.full(judged)
+    if "global_batch_size" in changed:
+        said = f"{said}. {sizes.CAVEAT}".removesuffix(".")
+    status, ratio = NOT_MEASURED, stats.estimate([])
+    if row is None:
+        mine = ("note", name, about.config.run_id)
+        notes = [r.reason for r in comparisons(study) if (r.role, r.label, r.baseline_id) == mine]
+        evidence = "; ".join(["Not measured against the present settings", *notes[-1:]])
+    elif not row.sets:
+        status, evidence = FAILED, phrases.failure(row)
+    else:
+        ratio = row.ratio
+        useless = row.sets >= decisions.LEAST_SETS and row.ratio.high < 1 + row.resolution
+        status = row.verdict if row.resolved else NO_GAIN if useless else NOT_RESOLVED
+        evidence = f"Measured in {row.family}: {phrases.ratio(row)} ({phrases.evidence(row)}{sentences.noise(row)})"
+        evidence += "" if row.resolved else f"; {phrases.outcome(row)}"
+        if other.compile != "off" and about.config.compile == "off":
+            evidence += f". {compiling.sentence(study, row).removesuffix('.')}"
+    share, why = _rationale(about, changed)
+    before, after = _settings(changed)
+    return Advice(
+        title=name or (row.label if row else ""),
+        status=WORSE if judged.verdict == quality.WORSE and status != FAILED else status,
+        current=before,
+        recommended=after,
+        rationale=why,
+        evidence=evidence,
+        command=command(study, about.config, *([name] if name else [])),
+        ratio=ratio.value,
+        low=float(ratio.low),
+        high=float(ratio.high),
+        share=share,
+        quality=said,
+    )
+
+
+def _rationale(about: Subject, changed: Collection[str]) -> tuple[float, str]:
+    """The share of a step in the phases on which a change acts, and in words why it may help."""
+    line = about.taken.running
+    phases = [p for p in line.phases if any(p in _ACTS_ON.get(name, ()) for name in changed)]
+    share = sum(map(line.share, phases))
+    for name, why in _WHY.items():
+        if name in changed:
+            return share, why
+    if not phases:
+        return share, "No phase of the time budget shows it"
+    return share, f"It acts on {phrases.joined([bd.LONG.get(p, p) for p in phases])}: {bd.percent(share)} of a step"
+
+
+def _settings(changed: Mapping[str, tuple[Any, Any]]) -> tuple[str, str]:
+    """What is set now, and what a change sets, as a file of settings says it: ``precision = "fp32"``."""
+    rows = []
+    for name, (new, old) in changed.items():
+        if isinstance(new, Mapping):
+            rows += [(f"{name}.{part}", old[part], value) for part, value in new.items() if value != old[part]]
+        else:
+            rows.append((name, old, new))
+    before, after = ([f"{row[0]} = {json.dumps(row[i])}" for row in rows] for i in (1, 2))
+    return ", ".join(before), ", ".join(after)
+
+
+def command(study: Study, config: RunConfig, *only: str) -> str:
+    """The command that measures ``config`` beside its changes, or beside ``only`` some of them, by name."""
+    plain = RunConfig(network=config.network, device=config.device, global_batch_size=config.global_batch_size)
+    words = ["ddpm-lab", "bottleneck", *("--data", "DATA") * study.own_images, "--network", config.network]
+    words += ["--batch-size", str(config.global_batch_size)]
+    changed = {n: new for n, (new, _) in config.differences(plain).items() if n not in ("data_sha256", "nodes")}
+    for name in [name for name in changed if name in _OPTIONS]:
+        words += [f"--{name.replace('_', '-')}", str(changed.pop(name))]
+    words += ["--config", "FILE"] if changed else []
+    words += ["--changes", ",".join(only), "--resolution", "2%"] if only else []
+    return shlex.join(words)
+
+
+def _slow_rank(study: Study, about: Subject) -> Advice:
+    """What a rank that takes longer on its own costs the others, from their own times where nothing is exchanged."""
+    silent = replace(about.config, exchange=ExchangeConfig(enabled=False))
+    same = (about.config.run_id, about.profile.code_version, "ok")
+    of_sets = [r for r in study.records if (r.baseline_id, r.code_version, r.status) == same and r.windows]
+    base = {r.set_id: r for r in of_sets if r.role == "baseline"}
+    alone = [r for r in of_sets if r.run_id == silent.run_id and r.set_id in base and not r.mechanism_only]
+    who, status, found = straggler.named(alone), NO_GAIN, stats.estimate([])
+    evidence = "No rank is shown to be slower than the others where nothing is exchanged"
+    if who:
+        shares = zip(alone, straggler.excess_shares(alone), strict=True)
+        found = stats.estimate([-math.log1p(-s * math.exp(-set_log_ratio(base[r.set_id], r))) for r, s in shares])
+        status = DERIVED
+        evidence = f"From the ranks' own times in {phrases.plural(found.sets, 'set')} without exchange of gradients"
+    elif not alone and about.taken.straggler:
+        status, evidence = NOT_MEASURED, about.taken.straggler
+    elif not alone:
+        evidence = "No rank computes clearly longer than the others in the time budget"
+    return Advice(
+        title=f"Find out why {who or 'one rank'} is slow",
+        status=status,
+        current="as it is",
+        recommended="as fast as the other ranks",
+        rationale="Every step lasts as long as its slowest rank",
+        evidence=evidence,
+        command=command(study, about.config, NO_EXCHANGE),
+        quality="not affected",
+        ratio=found.value,
+        low=found.low,
+        high=found.high,
+    )
+
+
+def table(study: Study) -> Table:
+    """What was measured to be faster, one row a change, in the order of ``advice``; may be empty."""
+    return [
+        {
+            "Change": a.title,
+            "Setting": a.recommended,
+            "Expected speed": a.expected,
+            "Status": a.status,
+            "Quality": a.quality_word,
+            "Command": a.command,
+        }
+        for a in advice(study)
+        if a.ratio > 1
+    ]
+
+
+# --- verdict, targets, summary ----------------------------------------------------------------------------------------
+
+
+def summary(study: Study) -> list[str]:
+    """The executive summary, one sentence each; where there is no time budget, how to measure one."""
+    about = subject(study)
+    if about is None:
+        return ["No time budget is recorded: ddpm-lab bottleneck measures one."]
+    found = advice(study)
+    told = [verdict(about), f"{speed(about)}.", "Nothing that was measured would make it faster."]
+    if found:
+        first = found[0]
+        kind = "First recommendation" if first.sure else "First to be measured"
+        judged = f"; quality: {first.quality}" * (first.status == FASTER)
+        told[-1] = f"{kind}: {first.title} (`{first.recommended}`), {first.expected}{judged}."
+    if about.speed is not None and (floor := about.speed.noise).exists:
+        span = phrases.times(floor)
+        told.append(f"Present settings repeated: {span}; differences inside this range are noise.")
+    rows = [t for t in targets(study, about) if t.status != NO_TARGET]
+    text = f"{sum(t.status == MET for t in rows)} of {phrases.plural(len(rows), 'target')} are met"
+    for status in (MISSED, UNKNOWN):
+        names = [t.name for t in rows if t.status == status]
+        text += f"; {status}: {phrases.joined(names)}" if names else ""
+    return [*told, f"{text}.", *([f"{about.taken.disturbance}."] if about.taken.disturbance else [])]
+
+
+def verdict(about: Subject) -> str:
+    """What limits the step, in one sentence, by the classes of its phases."""
+    line = about.taken.running
+    if not about.taken.explained:
+        return f"{bd.headline(about.taken)}: no bottleneck is named."
+    compute, io = line.share(bd.COMPUTE), line.share(bd.IO)
+    most = max((bd.IO, bd.TRANSFER, bd.COMPUTE, bd.OTHER), key=line.share)
+    told = f"compute share {bd.percent(compute)} ({TARGETS.compute_name(compute)})"
+    told += f", I/O {bd.percent(io)} ({TARGETS.io_name(io)})"
+    if most == bd.COMPUTE and io >= TARGETS.io:
+        told += f", and waiting for data is above its target (below {bd.percent(TARGETS.io)})"
+    names = {bd.TRANSFER: "memory transfer", bd.OTHER: "phases of the workload's own"}
+    what = f"{names[most]}, {bd.percent(line.share(most))} of it" if most in names else most
+    slow = f" {about.taken.straggler}." if about.taken.straggler else ""
+    return f"The step is limited by {what}: {told}.{slow}"
+
+
+def speed(about: Subject) -> str:
+    """How long a step takes, and on what that rests."""
+    batch, source = about.config.global_batch_size, "by the time budget; no set measured its speed"
+    rate = phrases.significant(batch / about.step_seconds)
+    source = phrases.plural(about.speed.sets, "set") if about.speed else source
+    images = phrases.plural(batch, "image")
+    return f"A step of {images} takes {phrases.seconds(about.step_seconds)} ({rate} images/s, {source})"
+
+
+class Target(NamedTuple):
+    """A target of the table, what is reached, and its status: met, missed, not measured, or no target on a CPU."""
+
+    name: str
+    target: str
+    now: str
+    status: str
+
+
+def targets(study: Study, about: Subject) -> list[Target]:
+    """The targets of the report and what is reached of each."""
+    line, low, high = about.taken.running, *TARGETS.memory
+    memory, of = _memory(about)
+    first = next((a for a in advice(study) if a.status == FASTER), None)
+    known = [a.status for a in considered(study) if not math.isnan(a.ratio)]
+    settled = bool(known) and NOT_RESOLVED not in known
+    epoch = about.step_seconds * PROJECTED_IMAGES / about.config.global_batch_size
+    wanted = phrases.seconds(epoch / first.ratio) if first else "no change is known to be faster"
+    held = _target(f"memory in use, of {of}", f"{100 * low:.0f} to {bd.percent(high)}", memory, low, high)
+    return [
+        _target("compute share", f"above {bd.percent(TARGETS.compute)}", line.share(bd.COMPUTE), TARGETS.compute, 1.01),
+        _target("I/O share", f"below {bd.percent(TARGETS.io)}", line.share(bd.IO), -1.0, TARGETS.io),
+        held._replace(status=NO_TARGET) if about.config.device == "cpu" else held,
+        _utilisation(about),
+        Target(
+            name=f"time of {PROJECTED_IMAGES:,} images",
+            target=wanted,
+            now=phrases.seconds(epoch),
+            status=MISSED if first else MET if settled else UNKNOWN,
+        ),
+    ]
+
+
+def _target(name: str, target: str, value: float, low: float, high: float) -> Target:
+    if math.isnan(value):
+        return Target(name, target, UNKNOWN, UNKNOWN)
+    return Target(name, target, bd.percent(value), MET if low < value < high else MISSED)
+
+
+def _memory(about: Subject) -> tuple[float, str]:
+    """Share of memory in use at the peak, of the fullest card, or of the machine's by all ranks; NaN is unknown."""
+    ranks, record = about.profile.ranks, about.profile
+    if about.config.device == "cuda":
+        totals = [rank.get("device_total_bytes") for rank in record.witness.get("ranks", ())]
+        held = [rank.peak_reserved_bytes for rank in ranks]
+        known = [h / t for h, t in zip(held, totals, strict=False) if h and t]
+        return max(known, default=math.nan), "the card"
+    peaks, total = [rank.peak_rss_bytes for rank in ranks], record.environment.ram_bytes
+    return (sum(p or 0 for p in peaks) / total if total and peaks and all(peaks) else math.nan), "the machine's"
+
+
+def _utilisation(about: Subject) -> Target:
+    """How busy the device was while the budget was taken; a CPU by what was measured alone, without its neighbours.
+
+    Where these took more than a tenth of the cores nobody knows whether the target would have been met without them.
+    """
+    values, wanted = (about.profile.profile or {})["budget"], f"above {bd.percent(TARGETS.utilisation)}"
+    name = "GPU" if about.config.device == "cuda" else "CPU"
+    taken = values.get("state", {}).get(f"{name.lower()}_utilisation_percent")
+    used = math.nan if taken is None else taken / 100
+    others, cores = values.get("others_cores"), about.profile.environment.machine.usable_cores
+    if name == "CPU" and others is None and not math.isnan(used):
+        now = f"{bd.percent(used)} with other processes, whose share is unknown"
+        return Target(f"{name} utilisation", wanted, now, UNKNOWN)
+    others = others if name == "CPU" and others else 0.0
+    found = _target(f"{name} utilisation", wanted, max(used - others / cores, 0.0), TARGETS.utilisation, 1.01)
+    if others <= bd.DISTURBED * cores or math.isnan(used):
+        return found
+    now = f"{found.now}; other processes took {others:.1f} of {phrases.plural(cores, 'core')}"
+    return found._replace(now=now, status=MET if found.status == MET else UNKNOWN)
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def write(study: Study, folder: Path, pictures: Sequence[tuple[str, str]] = ()) -> Path:
+    """Write the report into ``folder``, as Markdown and as a page; returns the former. See ``markdown``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text, target = markdown(study, pictures), folder / f"{REPORT}.md"
+    files.replace(target, text)
+    pages.write_markdown(text, target.with_suffix(".html"))
+    return target
+
+
+def markdown(study: Study, pictures: Sequence[tuple[str, str]] = ()) -> str:
+    """The whole report; ``pictures`` are (text alternative, file name) of those that lie beside it."""
+    about = subject(study)
+    if about is None:
+        return f"# Bottleneck report\n\n{summary(study)[0]}\n"
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: PLC0415
+
+    found, config = advice(study), about.config
+    peak, mine, phases = roofline(study, about), (config.world_size, config.global_batch_size), bd.table(about.taken)
+    ranked = [(str(i), a.title, a.impact, a.expected, a.status, a.quality_word) for i, a in enumerate(found, 1)]
+    environment = Environment(loader=FileSystemLoader(pages.TEMPLATES), undefined=StrictUndefined, trim_blocks=True)
+    text: str = environment.get_template("bottleneck.md.j2").render(
+        study=study,
+        config=config,
+        record=about.profile,
+        seen=rank_zero(about.profile),
+        taken=about.taken,
+        advice=found,
+        declined=declined(study),
+        summary=summary(study),
+        phases=grid([list(phases[0]), *(list(row.values()) for row in phases)]),
+        verdict=verdict(about),
+        evidence=bd.evidence(about.taken),
+        roofline=limits.sentence_of(peak) if peak else "",
+        splits=[lost_scaling.sentence(s) for s in lost_scaling.splits(study) if (s.ranks, s.batch) == mine],
+        pictures=pictures,
+        ranked=grid([("", "Change", "Impact", "Expected speed", "Rests on", "Quality"), *ranked]),
+        all_changes=command(study, config),
+        judge=shlex.join(["ddpm-lab", "run", "quality", *("--data", "DATA") * study.own_images, "--seeds", "8"]),
+        targets=grid([("Target", "Wanted", "Now", "Status"), *targets(study, about)]),
+        bands=TARGETS,
+        budget=bd,
+        phrases=phrases,
+        documents=documents(TARGETS.whose),
+        busy=machine_state.busy(study).strip(),
+    )
+    return f"{text.rstrip()}\n"

@@ -10,11 +10,11 @@ from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import ExchangeConfig, RunConfig
 from ddpm_lab.explain import phrases, sentences
 from ddpm_lab.explain.answer import Answer, speeds
-from ddpm_lab.explain.changes import NO_EXCHANGE
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import Experiment, Family
+from ddpm_lab.questions.bottleneck import NO_EXCHANGE
 from ddpm_lab.questions.quality import trained_views
 from ddpm_lab.training.setting import Batch, Precision, Setup, WorldSizes
 

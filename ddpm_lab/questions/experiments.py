@@ -11,22 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_lab.checks import ConfigError, choice, missing_to_explain, whole
-from ddpm_lab.explain import gains
 from ddpm_lab.explain.answer import Answer
 from ddpm_lab.explain.bands import DEFAULT
 from ddpm_lab.explain.bands import bands as bands_called
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import BESIDE_OTHERS, LOOK, RECOMMENDATION, TRIAL, Study, chosen, cohorts, study
-from ddpm_lab.explain.questions.recommendation import write_settings
 from ddpm_lab.files import CHECKOUT, LEDGER, ledgers, output_folder
 from ddpm_lab.ledger import PUBLISHED, Damaged, Head, Ledger, published_trials, read_all
 from ddpm_lab.measure import hardware
-from ddpm_lab.plan import PRESETS, TOGETHER, Experiment, Family
+from ddpm_lab.plan import PRESETS, Experiment
 from ddpm_lab.questions.answers import answer
 from ddpm_lab.questions.ask import LONG, QUESTIONS
 from ddpm_lab.questions.planned import Measured, Planned
 from ddpm_lab.questions.planning import Settings, plan_question
 from ddpm_lab.questions.recommend import LEAST_MINUTES, recommend
+from ddpm_lab.questions.recommendation import combination as together
+from ddpm_lab.questions.recommendation import write_settings
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import OWN_DATA, own_data
 
@@ -266,22 +266,11 @@ def undecided(planned: Planned) -> Planned:
 def combination(planned: Planned) -> Planned | None:
     """What may be recommended together, ready to be measured beside the baseline; None for fewer than two changes.
 
-    ``planned`` is a question of the same training. Nothing can tell on a node without scipy.
+    ``planned`` is a question of the same training. Nothing can tell on a node without SciPy.
     """
     if missing_to_explain():
         return None
-    campaign, name = planned.campaign, planned.campaign.experiment.configurations[0]
-    workload = name.work_name if name.is_own else None
-    study = _stored("recommendation", planned.output, None, campaign.machine_key, workload)
-    if (found := gains.combination(study)) is None:
-        return None
-    base, base_label, config, label = found
-    family = Family(
-        name=f"{base.work_name}, batch {base.global_batch_size}{TOGETHER}",
-        baseline=base,
-        baseline_label=base_label,
-        candidates=((label, config),),
-        primary=label,
-        together=True,
-    )
-    return planned.renewed(Experiment(name="recommendation", families=(family,)))
+    campaign, config = planned.campaign, planned.campaign.experiment.configurations[0]
+    workload = config.work_name if config.is_own else None
+    family = together(_stored(RECOMMENDATION, planned.output, None, campaign.machine_key, workload))
+    return planned.renewed(Experiment(name=RECOMMENDATION, families=(family,))) if family else None

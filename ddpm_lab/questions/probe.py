@@ -14,7 +14,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import ExitStack, redirect_stdout, suppress
+from contextlib import ExitStack, suppress
 from datetime import date
 from pathlib import Path
 from statistics import fmean, stdev
@@ -23,14 +23,17 @@ from typing import Any
 import psutil
 
 from ddpm_lab.config import TRAINING, RunConfig, digest
+from ddpm_lab.explain.frames import RECOMMENDATION, chosen, study
 from ddpm_lab.files import LEDGER, replace
-from ddpm_lab.ledger import Ledger
+from ddpm_lab.ledger import Ledger, load, published_trials
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.processor import multiplies_bf16
+from ddpm_lab.questions.recommendation import recommendation
 from ddpm_lab.settings_file import read_settings
 from ddpm_lab.training.run_folder import CHECKPOINTS, checkpoints_in
 from ddpm_lab.training.run_folder import SETTINGS as RUN_SETTINGS
+from ddpm_lab.training.setting import OWN_DATA
 from ddpm_lab.training.stopping import without_sigterm
 
 SETTINGS = ("precision", "channels_last", "kernels", "freed_memory")
@@ -303,19 +306,21 @@ def _before(config: RunConfig, open_: Sequence[str], folder: Path) -> RunConfig 
 
 def _recommended(config: RunConfig, open_: Sequence[str], output: Path) -> RunConfig | None:
     """The settings that the last search here recommends for this training, where it recommends any."""
+    machine = hardware.machine().key
     with suppress(ModuleNotFoundError, ValueError, OSError):
-        key = hardware.machine().key
-        if not any(h.role == "space" and h.machine.key == key for h in Ledger(output / LEDGER).heads()[0]):
+        mine = [
+            h
+            for h in Ledger(output / LEDGER).heads()[0]
+            if h.machine.key == machine and not h.cohort[2].startswith(OWN_DATA)
+        ]
+        if not any(h.role == "space" for h in mine):
             return None
-        # The explaining half is not on a bare GPU node, and what it notes of the ledger is no output of a training.
-        with redirect_stdout(sys.stderr):
-            from ddpm_lab.explain.questions.recommendation import recommendation  # noqa: PLC0415
-            from ddpm_lab.questions import experiments  # noqa: PLC0415
-
-            study = experiments.measured_here("recommendation", output)
-            found = study and recommendation(study)
-        if found and found.count and all(getattr(found.config, name) == getattr(config, name) for name in ALIKE):
-            return dataclasses.replace(config, **{name: getattr(found.config, name) for name in open_})
+        records, _ = load(chosen(mine, RECOMMENDATION, machine=machine))
+        measured = study(records, RECOMMENDATION, machine=machine, output_dir=output)
+        found = recommendation(dataclasses.replace(measured, published_trials=published_trials()))
+        best = found.best.row.config if found and found.count else None
+        if best and all(getattr(best, name) == getattr(config, name) for name in ALIKE):
+            return dataclasses.replace(config, **{name: getattr(best, name) for name in open_})
     return None
 
 
