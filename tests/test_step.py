@@ -1,16 +1,20 @@
-"""What torch.compile did, read back from torch: the mode, and whether CUDA graphs were made of it."""
+"""What a step says of itself: what torch.compile did, and whether gradients were really exchanged."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddpm_lab.config import RunConfig
-from ddpm_lab.diffusion.network import compile_seen
+from ddpm_lab.config import OWN, RunConfig
+from ddpm_lab.diffusion.step import LossStep, compile_seen
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.training.train import Trainer
 from ddpm_lab.workload import RankContext
@@ -25,7 +29,7 @@ class Block(nn.Module):
         return x * 2 + 1
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def fresh() -> None:
     import torch._dynamo  # noqa: PLC0415
 
@@ -34,8 +38,8 @@ def fresh() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(("mode", "whole"), [("default", False), ("reduce-overhead", True), ("max-autotune", False)])
 def test_the_mode_is_read_back_and_a_silent_fall_back_is_counted(mode: str, whole: bool) -> None:
     """On a CPU inductor leaves CUDA graphs out, and says nothing."""
     model = nn.Sequential(Block(), Block())
@@ -60,6 +64,7 @@ def test_the_mode_is_read_back_and_a_silent_fall_back_is_counted(mode: str, whol
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_cuda_graphs_are_recorded_on_a_gpu(synthetic: RunConfig, mode: str) -> None:
     label = dataclasses.replace(
@@ -74,3 +79,102 @@ def test_cuda_graphs_are_recorded_on_a_gpu(synthetic: RunConfig, mode: str) -> N
     assert seen["cuda_graphs"] >= 2, "forward and backward"
     assert mismatches(label, [seen]) == []
     assert mode != "max-autotune" or seen["autotuned"] > 0
+
+
+LABEL = RunConfig(workload=OWN, options=(("make", "mine:make"),), world_size=2, global_batch_size=2)
+OFFERED = {"rank": 0, "device": "cpu", "maker": "mine.py, line 32", "place": "mine.py, line 27"}
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A group in this process, in which a network can be wrapped as in one of two ranks."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Net(nn.Module):
+    moved: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.register_buffer("moved", torch.zeros(1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.moved += 1  # a buffer that is each rank's own
+        return self.own_loss(images)
+
+    def own_loss(self, images: Tensor) -> Tensor:
+        out: Tensor = self.layer(images)
+        return out.square().mean()
+
+
+def trained(label: RunConfig, way: str, *, whole: bool = False) -> dict[str, Any]:
+    """What rank 0 says after three steps in which the loss reaches the network in one of several ways."""
+    context = RankContext(rank=0, world_size=label.world_size, device="cpu", threads=1, mark=lambda _: None)
+    network = Net()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        if way == "looked at":
+            with torch.no_grad():
+                model(batch)
+        reached = {"given": model, "module": getattr(model, "module", network).own_loss}
+        found: Tensor = reached.get(way, network)(batch)
+        return found
+
+    def step(model: Any, batch: Tensor) -> Tensor:
+        found = loss(model, batch)
+        found.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        return found
+
+    training = LossStep(label, context, network, loss, optimizer, whole=step if whole else None)
+    for _ in range(3):
+        training.step(torch.ones(1, 3))
+    offers = ["dataset"] if whole else ["dataset", "loss"]
+    return {**OFFERED, "offers": offers, "steps": training.steps, **training.witness()}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("whole", [False, True])
+def test_ranks_exchange_where_the_loss_calls_what_it_is_given(whole: bool) -> None:
+    for way, static_graph in (
+        ("given", False),
+        ("given", True),
+        ("held", False),
+        ("module", True),
+        ("looked at", False),
+    ):
+        exchange = dataclasses.replace(LABEL.exchange, static_graph=static_graph)
+        label = dataclasses.replace(LABEL, exchange=exchange)
+        seen = trained(label, way, whole=whole)
+        assert seen["exchange_enabled"] is (way == "given")
+        found = mismatches(label, [seen, {**seen, "rank": 1}])
+        what = "step" if whole else "loss"
+        if way == "given":
+            assert found == []
+        else:
+            assert len(found) == 1
+            assert f"its {what} (mine.py, line 27)" in found[0]
+
+
+@pytest.mark.usefixtures("group")
+def test_without_an_exchange_nothing_is_missed() -> None:
+    none = dataclasses.replace(LABEL, exchange=dataclasses.replace(LABEL.exchange, enabled=False))
+    alone = dataclasses.replace(LABEL, world_size=1)
+    for way in ("given", "held"):
+        seen = trained(none, way)
+        assert mismatches(none, [seen, {**seen, "rank": 1}]) == []
+        assert mismatches(alone, [trained(alone, way)]) == []
+
+
+def test_what_goes_past_the_compiled_model_is_told_with_its_line() -> None:
+    label = dataclasses.replace(LABEL, world_size=1, compile="whole")
+    seen = {**OFFERED, "offers": ["loss"], "steps": 3, "compile": "off"}
+    (sentence,) = mismatches(label, [seen])
+    assert "loss (mine.py, line 27)" in sentence
+    assert mismatches(label, [{**seen, "compile": "whole"}]) == []

@@ -4,7 +4,6 @@ import hashlib
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from ddpm_lab.data.folder import decode, list_images
 from ddpm_lab.data.synthetic import generate, write_folder
@@ -39,8 +38,3 @@ def test_sizes_show_the_same_picture() -> None:
     large = generate(5, 64).astype(float)
     halved = large.reshape(5, 32, 2, 32, 2, 3).mean(axis=(2, 4))
     assert np.abs(halved - generate(5, 32)).mean() < 6
-
-
-def test_nothing_to_draw_is_refused() -> None:
-    with pytest.raises(ValueError, match="0 images"):
-        generate(0)

@@ -1,4 +1,4 @@
-"""The networks: exact sizes, agreement with plain independent implementations, and the properties a trainer needs."""
+"""The networks: exact sizes, agreement with independent implementations, and the properties a trainer needs."""
 
 from __future__ import annotations
 
@@ -10,97 +10,134 @@ import torch
 from random_networks import randomise
 from torch import Tensor, nn
 
-from ddpm_lab.diffusion.unet import NETWORKS, UNet, UNetConfig, build_network, count_flops, count_parameters
+from ddpm_lab.diffusion.blocks import UNetConfig
+from ddpm_lab.diffusion.reference import ReferenceUNet, reference
+from ddpm_lab.diffusion.unet import NETWORKS, UNet, build_network, count_flops, count_parameters
 
 SMALL = {
-    "seed": replace(NETWORKS["seed"], width=16, heads=2, head_width=16),
+    "seed": replace(NETWORKS["seed"], width=16, heads=1),
     "patched": NETWORKS["tiny"],
     "ddpm": UNetConfig(family="ddpm", width=16, multipliers=(1, 2, 2), groups=8, attention_levels=(1,)),
 }
 """Every path through the code, at sizes that take no time."""
+SIZES = [(2, 32, 32), (3, 12, 20), (1, 4, 8)]
+"""Images, height, width."""
 
 
-def tiny() -> UNet:
-    """The tiny network with random weights: a new one ends in zeros."""
-    torch.manual_seed(0)
-    network = build_network("tiny")
+def made(config: UNetConfig, seed: int = 0) -> UNet:
+    """A network in which every parameter takes part: a new one ends in zeros."""
+    torch.manual_seed(seed)
+    network = UNet(config)
     randomise(network)
     return network
 
 
-def inputs(size: int = 32, count: int = 2, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def inputs(
+    count: int = 2, height: int = 32, width: int = 32, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(count, 3, size, size, generator=generator, dtype=dtype)
+    x = torch.randn(count, 3, height, width, generator=generator, dtype=dtype)
     return x, torch.randint(0, 1000, (count,), generator=generator)
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"), [("seed", 10_050_819), ("ddpm", 35_746_307), ("s000", 39_156_227), ("tiny", 44_332)]
-)
-def test_parameter_count(name: str, parameters: int) -> None:
-    with torch.device("meta"):
-        assert count_parameters(build_network(name)) == parameters
+def run(network: nn.Module, x: Tensor, t: Tensor, *, bf16: bool = False) -> tuple[Tensor, Tensor]:
+    """The output, and all gradients of its mean square, in the order of the parameters."""
+    network.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        output = network(x, t)
+    output.float().square().mean().backward()
+    return output.detach().float(), torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None])
 
 
-def test_flops_of_the_seed_network() -> None:
+def error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def test_sizes_and_work() -> None:
+    for name, parameters in {"seed": 10_050_819, "ddpm": 35_746_307, "s000": 39_156_227, "tiny": 44_332}.items():
+        with torch.device("meta"):
+            network = build_network(name)
+        assert count_parameters(network) == parameters
+        # DDP warns where a gradient's strides differ from its bucket's, which (1, C, 1, 1) parameters bring about.
+        assert {p.ndim for p in network.parameters()} == {1, 2, 4}
+        assert all(p.shape[0] > 1 for p in network.parameters() if p.ndim == 4)
     forward, both = count_flops("seed")
-    assert round(forward / 1e9, 2) == 3.05
-    assert round(both / 1e9, 2) == 9.13
-
-
-def test_flops_of_the_ddpm_network() -> None:
+    assert (round(forward / 1e9, 2), round(both / 1e9, 2)) == (3.05, 9.13)
+    # All but the time embedding and the middle's full attention is proportional to the number of pixels.
+    assert 3.9 < count_flops("seed", image_size=64)[0] / forward < 4.1
     # The published 36.3 GFLOP leave out the products inside attention, which are 4 L^2 C forward and twice that back:
     # five blocks over 16x16 positions and one over 4x4, all 256 wide.
-    _, both = count_flops("ddpm")
     attention = 3 * 4 * 256 * (5 * 256**2 + 16**2)
-    assert round((both - attention) / 1e9, 1) == 36.3
+    assert round((count_flops("ddpm")[1] - attention) / 1e9, 1) == 36.3
 
 
-def test_work_grows_with_the_pixels() -> None:
-    # All but the time embedding and the middle's full attention is proportional to the number of pixels.
-    small, large = count_flops("seed", image_size=32)[0], count_flops("seed", image_size=64)[0]
-    assert 3.9 < large / small < 4.1
-
-
-@pytest.mark.parametrize("size", [20, 28, 36])
-def test_untrained_output_is_finite_and_shaped_like_the_input(size: int) -> None:
-    x, t = inputs(size)
-    for name in ("tiny", "seed") if size == 20 else ("tiny",):
+def test_untrained_networks_give_finite_images_of_the_size_given() -> None:
+    for name, size in (("tiny", 20), ("tiny", 28), ("tiny", 36), ("seed", 20)):
+        x, t = inputs(2, size, size)
         output = build_network(name, image_size=size)(x, t)
         assert output.shape == x.shape
         assert output.isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["ddpm", "s000"])
+def test_names_and_sizes_that_do_not_fit_are_refused() -> None:
+    for name, size, words in (
+        ("seed", 30, "3 levels.*multiple of 4"),
+        ("ddpm", 36, "4 levels.*multiple of 8"),
+        ("tiny", 0, "image_size is 0"),
+        ("huge", 32, "'huge': choose one of tiny, seed, ddpm, s000"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            build_network(name, image_size=size)
+    for config in (
+        NETWORKS["ddpm"],
+        NETWORKS["tiny"],
+        replace(SMALL["seed"], blocks=3),
+        replace(SMALL["seed"], patch=2),
+    ):
+        with torch.device("meta"), pytest.raises(ValueError, match="has no reference"):
+            ReferenceUNet(config)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("axis", ["channels", "positions"])
+def test_output_and_gradients_are_the_references(axis: str, fused: bool) -> None:
+    """Also with the slip of the published code, normalisation over positions, and with images that are no squares."""
+    for seed, size in enumerate(SIZES):
+        network = made(replace(SMALL["seed"], middle_attention_axis=axis, fused=fused), seed)
+        network = network.to(memory_format=torch.channels_last)
+        other = reference(network)
+        assert count_parameters(other) == count_parameters(network)
+        x, t = inputs(*size)
+        for actual, expected in zip(run(network, x, t), run(other, x, t), strict=True):
+            assert error(actual, expected) < 1e-5
+
+
 @pytest.mark.slow
-def test_large_networks_run(name: str) -> None:
-    x, t = inputs(24, 1)
-    assert build_network(name, image_size=24)(x, t).shape == x.shape
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_published_size_too(fused: bool) -> None:
+    network = made(replace(NETWORKS["seed"], middle_attention_axis="positions", fused=fused), 3)
+    x, t = inputs()
+    for actual, expected in zip(run(network, x, t), run(reference(network), x, t), strict=True):
+        assert error(actual, expected) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "words"),
-    [("seed", 30, "3 levels.*multiple of 4"), ("ddpm", 36, "4 levels.*multiple of 8"), ("tiny", 0, "image_size is 0")],
-)
-def test_sizes_that_do_not_fit_are_refused(name: str, size: int, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        build_network(name, image_size=size)
-
-
-def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="'huge': choose one of tiny, seed, ddpm, s000"):
-        build_network("huge")
-    with pytest.raises(ValueError, match="'rows': choose 'channels' or 'positions'"):
-        replace(NETWORKS["seed"], middle_attention_axis="rows")  # type: ignore[arg-type]
+@pytest.mark.parametrize("fused", [False, True])
+def test_in_bf16_it_is_as_near_as_autocast_brings_the_reference(fused: bool) -> None:
+    for seed in range(3):
+        network = made(replace(SMALL["seed"], fused=fused), seed).to(memory_format=torch.channels_last)
+        other = reference(network)
+        x, t = inputs(4)
+        results = run(network, x, t, bf16=True), run(other, x, t, bf16=True), run(other, x, t)
+        for actual, rounded, expected in zip(*results, strict=True):
+            assert 1e-4 < error(actual, expected) < 1.5 * error(rounded, expected)
 
 
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("size", [16, 72])
-def test_what_is_fastest_on_a_cpu_computes_the_same(name: str, size: int) -> None:
-    """Joined kernels and joined upsampling, in single precision."""
-    plain, fast = UNet(SMALL[name]), UNet(replace(SMALL[name], fused=True))
+def test_fused_computes_the_same(name: str, size: int) -> None:
+    """Of every family, in single precision."""
+    plain, fast = made(SMALL[name]), UNet(replace(SMALL[name], fused=True))
     assert not list(fast.buffers()), "ranks would exchange buffers in every step"
-    randomise(plain)
     fast.load_state_dict(plain.state_dict())
     x, t = torch.randn(2, 3, size, size), torch.rand(2) * 1000
     found = []
@@ -113,12 +150,48 @@ def test_what_is_fastest_on_a_cpu_computes_the_same(name: str, size: int) -> Non
         assert float((actual - expected).norm()) < 1e-5 * max(float(expected.norm()), 0.05 * whole)
 
 
-def test_the_slip_changes_the_network() -> None:
+@pytest.mark.parametrize("name", list(SMALL))
+def test_gradients_reach_every_parameter_in_either_memory_format(name: str) -> None:
+    network = made(SMALL[name]).double()
+    x, t = inputs(2, 20, 20, torch.float64)
+    plain = network(x, t)
+    assert plain.is_contiguous()
+    plain.square().mean().backward()
+    for key, parameter in network.named_parameters():
+        assert parameter.grad is not None, key
+        assert parameter.grad.isfinite().all(), key
+        assert parameter.grad.abs().max() > 0, key
+    network = network.to(memory_format=torch.channels_last)
+    output = network(x.to(memory_format=torch.channels_last), t)
+    assert output.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(output, plain, rtol=1e-11, atol=1e-11)
+
+
+def test_autocast_stays_close_to_single_precision() -> None:
+    network = made(SMALL["patched"])
     x, t = inputs()
-    right = UNet(SMALL["seed"])
-    slip = UNet(replace(SMALL["seed"], middle_attention_axis="positions"))
-    slip.load_state_dict(right.state_dict())
-    assert not torch.allclose(right(x, t), slip(x, t), rtol=1e-3)
+    exact = network(x, t)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            output = network(x, t)
+        assert output.dtype == dtype
+        assert (output - exact).abs().max() < 0.05 * exact.abs().max()
+
+
+def test_compiles_without_graph_breaks() -> None:
+    network = made(SMALL["patched"])
+    x, t = inputs()
+    compiled = torch.compile(network, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, t), network(x, t))
+
+
+def test_deterministic_sensitive_to_time_and_each_image_for_itself() -> None:
+    network = made(SMALL["patched"]).double()
+    x, t = inputs(dtype=torch.float64)
+    found = network(x, t)
+    assert torch.equal(found, network(x, t.float()))
+    assert not torch.allclose(found, network(x, t + 1))
+    torch.testing.assert_close(found[1:], network(x[1:], t[1:]), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.slow
@@ -178,74 +251,8 @@ def test_ddpm_network_against_diffusers() -> None:
     copy(ours.head.get_submodule("0"), theirs.conv_norm_out)
     copy(ours.head.get_submodule("2"), theirs.conv_out)
 
-    x, t = inputs(count=1, dtype=torch.float64)
+    x, t = inputs(1, dtype=torch.float64)
     with torch.no_grad():
         actual, expected = ours(x, t), theirs(x, t).sample
     # diffusers embeds t in single precision.
     assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-
-@pytest.mark.parametrize("name", list(SMALL))
-def test_gradients_reach_every_parameter(name: str) -> None:
-    network = UNet(SMALL[name])
-    randomise(network)
-    x, t = inputs()
-    network(x, t).square().mean().backward()
-    for key, parameter in network.named_parameters():
-        assert parameter.grad is not None, key
-        assert parameter.grad.isfinite().all(), key
-        assert parameter.grad.abs().max() > 0, key
-
-
-@pytest.mark.parametrize("name", list(SMALL))
-def test_channels_last_gives_the_same_numbers_and_stays(name: str) -> None:
-    network = UNet(SMALL[name]).double()
-    randomise(network)
-    x, t = inputs(20, dtype=torch.float64)
-    plain = network(x, t)
-    assert plain.is_contiguous()
-    network = network.to(memory_format=torch.channels_last)
-    output = network(x.to(memory_format=torch.channels_last), t)
-    assert output.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(output, plain, rtol=1e-11, atol=1e-11)
-
-
-@pytest.mark.parametrize("name", list(NETWORKS))
-def test_no_parameter_has_strides_that_depend_on_the_memory_format(name: str) -> None:
-    # DDP warns where a gradient's strides differ from its bucket's, which (1, C, 1, 1) parameters bring about.
-    with torch.device("meta"):
-        network = build_network(name)
-    assert {p.ndim for p in network.parameters()} == {1, 2, 4}
-    assert all(p.shape[0] > 1 for p in network.parameters() if p.ndim == 4)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_stays_close_to_single_precision(dtype: torch.dtype) -> None:
-    network = tiny()
-    x, t = inputs()
-    exact = network(x, t)
-    with torch.autocast("cpu", dtype):
-        output = network(x, t)
-    assert output.dtype == dtype
-    assert (output - exact).abs().max() < 0.05 * exact.abs().max()
-
-
-def test_compiles_without_graph_breaks() -> None:
-    network = tiny()
-    x, t = inputs()
-    compiled = torch.compile(network, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(x, t), network(x, t))
-
-
-def test_deterministic_and_sensitive_to_time() -> None:
-    network = tiny()
-    x, t = inputs()
-    assert torch.equal(network(x, t), network(x, t))
-    assert torch.equal(network(x, t), network(x, t.float()))
-    assert not torch.allclose(network(x, t), network(x, t + 1))
-
-
-def test_images_of_a_batch_do_not_mix() -> None:
-    network = tiny().double()
-    x, t = inputs(dtype=torch.float64)
-    torch.testing.assert_close(network(x, t)[1:], network(x[1:], t[1:]), rtol=1e-10, atol=1e-12)

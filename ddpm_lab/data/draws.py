@@ -26,8 +26,7 @@ _PERMUTATION, _FLIP, _NOISE = 1, 2, 3
 def rank_share(global_batch_size: int, rank: int, world_size: int) -> range:
     """Positions within a global batch that belong to one rank.
 
-    Raises:
-        ValueError: the batch cannot be divided evenly, or there is no such rank.
+    Raises ValueError for a batch that cannot be divided evenly, and for no such rank.
     """
     if world_size < 1 or not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} does not exist among {world_size} ranks; ranks count from 0")
@@ -100,8 +99,7 @@ class EpochStream:
 class Plan:
     """Which part of which global batches a loader gives: those of one rank, from ``start_step`` on, without end.
 
-    Raises:
-        ValueError: the batch cannot be divided evenly, or there is no such rank.
+    Raises ValueError as ``rank_share``.
     """
 
     stream: EpochStream
@@ -146,25 +144,12 @@ def noise_and_timesteps(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw noise and timesteps for the samples ``start`` to ``stop - 1`` of the global batch of one step.
 
+    Noise is standard normal, float32 (stop - start, *shape) for a sample of ``shape`` (C, H, W); timesteps are uniform
+    over 0 to ``timesteps`` - 1, int64 (stop - start,). Raises ValueError for samples that are not part of the batch.
+
     On a CPU the batch is drawn in chunks of 8 samples, each with a seed of its own, so a rank draws little more than
     its share; on another device the whole global batch is drawn and cut, which costs less than many small kernels. In
     both, what a sample gets does not depend on how the batch is divided; between kinds of device it differs.
-
-    Args:
-        seed: of the run, at least 0.
-        step: number of the optimizer step, from 0.
-        start: first sample, counted within the global batch.
-        stop: one past the last sample.
-        global_batch_size: samples of all ranks together.
-        shape: shape of one sample, (C, H, W).
-        timesteps: T; timesteps are uniform over 0 to T - 1.
-        device: where the results are made.
-
-    Returns:
-        Noise, float32 (stop - start, C, H, W), standard normal; timesteps, int64 (stop - start,).
-
-    Raises:
-        ValueError: the samples are not part of the batch.
     """
     if not 0 <= start < stop <= global_batch_size:
         raise ValueError(f"samples {start} to {stop} are not part of a batch of {global_batch_size}")

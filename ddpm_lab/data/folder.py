@@ -46,10 +46,7 @@ def list_images(folder: Path) -> list[ImageFile]:
     """List every PNG and JPEG under ``folder``, recursively, in natural numeric order (1.png, 2.png, 10.png).
 
     Links to files and folders are followed, each folder once. Names that begin with a dot, and ``__MACOSX``, are
-    left out: they hold editors' and archivers' copies, not images of the set.
-
-    Raises:
-        DataError: ``folder`` is missing, is not a folder, or cannot be read.
+    left out: they hold editors' and archivers' copies, not images of the set. Raises DataError for what cannot be read.
     """
     found: list[ImageFile] = []
     visited: set[tuple[int, int]] = set()
@@ -100,10 +97,8 @@ def decode(path: str | Path, image_size: int) -> npt.NDArray[np.uint8]:
     """Decode one file to pixels of shape (image_size, image_size, 3), 8-bit RGB, by ``DECODING_RULE``.
 
     Resampling the largest centred square is resizing the shorter side and then cropping the centre, in one step
-    whose cost does not depend on how long the longer side is.
-
-    Raises:
-        ImageError: the file is missing, damaged, or neither PNG nor JPEG; the message is one line with its path.
+    whose cost does not depend on how long the longer side is. Raises ImageError, one line with the path, for a file
+    that is missing, damaged, or neither PNG nor JPEG.
     """
     try:
         with Image.open(path, formats=("PNG", "JPEG")) as opened:
@@ -146,9 +141,8 @@ def decode_files(
 ) -> list[tuple[int, str]]:
     """Decode ``paths[i]`` into ``out[i]``, uint8 (N, S, S, 3), in a thread for each usable core.
 
-    Returns:
-        Position and one-line reason of each file that could not be decoded, in order. Without ``keep_going`` the
-        work stops at the first ones found.
+    Returns position and one-line reason of each file that could not be decoded, in order; without ``keep_going`` the
+    work stops at the first ones found.
     """
     say = paced(progress)
     failures: list[tuple[int, str]] = []

@@ -1,4 +1,7 @@
-"""Loaders, which all give the same batches: gathered from one array, decoded file by file, or made on the device."""
+"""Loaders, which all give the same batches: gathered from one array, decoded file by file, or made on the device.
+
+Pixels of n images are uint8 (n, 3 S S): each row is an image in the order S, S, 3, as it is stored.
+"""
 
 import itertools
 import os
@@ -20,14 +23,15 @@ from torch.utils.data import DataLoader, Dataset
 from ddpm_lab.data.draws import Plan
 from ddpm_lab.data.folder import DataError, decode
 from ddpm_lab.data.packed import PackedImages
-from ddpm_lab.data.pixels import ModelRange, PixelRows, mirrored
 from ddpm_lab.workload import Unsupported
 
 PREFETCH_FACTOR = 2
 ORPHAN_CHECK_SECONDS = 1.0
 MIRROR_SHARE = 0.25
 """A resident set is also kept mirrored where both together take at most this part of the free memory."""
-_COPY_BYTES = 64 * 2**20
+MIRRORED_BYTES = 512 * 2**20
+"""Memory for a copy of a set with its mirrored images, 87,000 of 32x32: to mirror takes longer than all the rest."""
+_UPLOAD_BYTES = 64 * 2**20
 Steps = Iterator[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]]
 
 
@@ -45,6 +49,75 @@ class Batch:
     def pin_memory(self) -> "Batch":
         """Return a copy whose images lie in page-locked memory, as torch's loader asks for."""
         return replace(self, images=self.images.pin_memory())
+
+
+class ModelRange:
+    """Maps pixels to the range of the network, x / 127.5 - 1: 0 becomes -1 and 255 becomes 1.
+
+    Division and subtraction are rounded each for itself, on every kind of device, so that all give the same bits; a
+    number as the divisor would be a product with its inverse on a GPU. Both happen in one pass.
+    """
+
+    def __init__(self, side: int, channels_last: bool, device: torch.device | str = "cpu") -> None:
+        self._side = side
+        self._channels_last = channels_last
+        self._minus_one = torch.tensor(-1.0, dtype=torch.float32, device=device)
+        # As long as a row: torch has no vectorised division of a tensor by one number within this operation.
+        self._divisor = torch.full((3 * side * side,), 127.5, dtype=torch.float32, device=device)
+
+    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Map pixels, uint8 (n, 3 S S), to float32 (n, 3, S, S) in the memory format given at the start."""
+        count, side = len(pixels), self._side
+        if not self._channels_last:
+            pixels = pixels.view(count, side * side, 3).transpose(1, 2).reshape(count, -1)
+        values = pixels.float()
+        torch.addcdiv(self._minus_one, values, self._divisor, out=values)
+        if self._channels_last:
+            return values.as_strided((count, 3, side, side), (3 * side * side, 1, 3 * side, 3))
+        return values.view(count, 3, side, side)
+
+
+class PixelRows:
+    """The images of an array, which may be a map of a file, each as it is or mirrored left to right.
+
+    Image i of uint8 (N, S, S, 3) is row i, and mirrored it is row i + N, whether or not it is stored there: where both
+    together take more than ``MIRRORED_BYTES`` nothing is copied, and images are mirrored as they are asked for.
+    """
+
+    def __init__(self, images: npt.NDArray[np.uint8]) -> None:
+        self._count, self._side = images.shape[:2]
+        self._rows = np.asarray(images).reshape(self._count, -1)  # of a map only its memory, not its bookkeeping
+        self.width = self._rows.shape[1]
+        self._both = 2 * self._rows.nbytes <= MIRRORED_BYTES
+        if self._both:
+            self._rows = np.concatenate([self._rows, self._rows])
+            for start in range(self._count, 2 * self._count, 1_000):
+                self._rows[start : start + 1_000] = mirrored(self._rows[start : start + 1_000], self._side)
+
+    def numbers(self, indices: npt.NDArray[np.int64], flips: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+        """The rows of the images ``indices``, mirrored where ``flips``. Raises IndexError for no such image."""
+        if indices.min() < 0 or indices.max() >= self._count:
+            raise IndexError(f"image {indices.max()} of {self._count} is asked for: use the plan of this set")
+        rows: npt.NDArray[np.int64] = indices + self._count * flips
+        return rows
+
+    def gather(self, numbers: npt.NDArray[np.int64], out: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
+        """Copy the rows ``numbers``, (n,), into ``out`` or a new array, (n, 3 S S)."""
+        if self._both:
+            return self._rows.take(numbers, axis=0, out=out, mode="clip")  # with "raise" numpy would copy twice
+        pixels = self._rows.take(numbers % self._count, axis=0, out=out, mode="clip")
+        where = (numbers >= self._count).nonzero()[0]
+        if len(where):
+            pixels[where] = mirrored(pixels[where], self._side)
+        return pixels
+
+
+def mirrored(pixels: npt.NDArray[np.uint8], side: int) -> npt.NDArray[np.uint8]:
+    """The images of ``pixels``, a writable uint8 (n, 3 S S), mirrored left to right."""
+    images = torch.from_numpy(pixels).view(len(pixels), side, side, 3).permute(0, 3, 1, 2)
+    # In this layout torch mirrors with vector instructions.
+    rows: npt.NDArray[np.uint8] = images.flip(3).permute(0, 2, 3, 1).reshape(len(pixels), -1).numpy()
+    return rows
 
 
 class Loader:
@@ -94,10 +167,7 @@ def dataset_loader(
     """Load the samples that each entry of ``batches`` lists, in ``workers`` processes (0: in this one).
 
     The workers start at once and live until ``close``; each has at most two batches under way. A worker whose training
-    process dies ends within about a second.
-
-    Raises:
-        ValueError: ``workers`` is negative.
+    process dies ends within about a second. Raises ValueError for a negative number of workers.
     """
     if workers < 0:
         raise ValueError(f"{workers} loader workers are impossible; give 0 or more")
@@ -153,11 +223,9 @@ def open_loader(
     - ``still`` repeats the first batch, from the memory of the device: what is left of a step's time is the step with
       perfect data.
 
-    Raises:
-        DataError: the files that the prepared folder was made from are gone or have changed.
-        IndexError: the plan names an image that the array does not hold; a loader may raise it later.
-        Unsupported: the training images do not fit into the device's free memory.
-        ValueError: ``workers`` is negative.
+    Raises DataError where the files that the prepared folder was made from are gone or have changed, Unsupported where
+    the training images do not fit into the device's free memory, ValueError for a negative number of workers, and
+    IndexError, perhaps later, for a plan with an image that the array does not hold.
     """
     device = torch.device(device)
     side = packed.manifest.image_size
@@ -227,7 +295,7 @@ def _resident(packed: PackedImages, plan: Plan, device: torch.device, scale: Mod
     both = 2 * size <= MIRROR_SHARE * free
     source = np.asarray(packed.images).reshape(packed.manifest.count, -1)
     rows = torch.empty((1 + both) * len(own), source.shape[1], dtype=torch.uint8, device=device)
-    step = max(1, _COPY_BYTES // source.shape[1])
+    step = max(1, _UPLOAD_BYTES // source.shape[1])
     for start in range(0, len(own), step):
         part = source.take(own[start : start + step], axis=0)
         rows[start : start + len(part)] = torch.from_numpy(part)

@@ -123,11 +123,7 @@ def is_prepared(path: Path) -> bool:
 
 
 def read_manifest(dest: Path) -> Manifest:
-    """Read the manifest of a prepared folder.
-
-    Raises:
-        DataError: there is none, or it is of another schema or unreadable.
-    """
+    """Read the manifest of a prepared folder. Raises DataError for none, or one of another schema or unreadable."""
     try:
         values = json.loads((dest / MANIFEST).read_text())
         if values["schema"] != SCHEMA:
@@ -144,8 +140,7 @@ def read_manifest(dest: Path) -> Manifest:
 def open_packed(dest: Path) -> PackedImages:
     """Open a prepared folder for reading, also while another process rebuilds it.
 
-    Raises:
-        DataError: ``dest`` is not a finished prepared folder of this version, or its array does not fit its manifest.
+    Raises DataError for what is no finished prepared folder of this version.
     """
     dest = Path(dest).absolute()
     while True:
@@ -186,16 +181,14 @@ def prepare(
 
     Args:
         source: a folder of PNG and JPEG images, ``train.7z``, ``cifar-10-python.tar.gz``, or ``"synthetic"``.
-        dest: a folder that does not exist, is empty, or was prepared before. Several processes may prepare the same
-            one at once: one works, the others wait and use its result. A build that is killed leaves nothing that
-            looks finished.
+        dest: a folder that does not exist, is empty, or was prepared before. Of several processes that prepare the same
+            one, one works and the others wait. A build that is killed leaves nothing that looks finished.
         image_size: side S of the square images in pixels.
         held_out: a folder of images never to train on; without it, a part of ``source`` is chosen (``split``).
         skip_bad: leave damaged files out and list them in the manifest, instead of stopping at the first.
         progress: called with a line of text about once a second.
 
-    Raises:
-        DataError: the source or destination cannot be used; one sentence says which, why and what to do.
+    Raises DataError for a source or destination that cannot be used.
     """
     return _prepare(_job(source, image_size, held_out, skip_bad), Path(dest).absolute(), progress)
 
@@ -403,6 +396,9 @@ def _build(
                 f"{len(bad):,} of {len(paths):,} images of {root} are damaged and too few are left; check them"
             )
     held_out_indices, unused_indices = split(array, len(files) if job.held_out else None)
+    parts = [{"root": str(root) if job.kind == "folder" else str(root.relative_to(dest)), "files": files}]
+    if job.held_out:
+        parts.append({"root": str(job.held_out), "files": held_out})
     manifest = Manifest(
         schema=SCHEMA,
         kind=job.kind,
@@ -416,17 +412,18 @@ def _build(
         unused_indices=unused_indices,
         skipped=tuple(skipped),
     )
-    listed_root = str(root) if job.kind == "folder" else str(root.relative_to(dest))
-    parts = [{"root": listed_root, "files": files}]
-    if job.held_out:
-        parts.append({"root": str(job.held_out), "files": held_out})
-    (dest / (FILES + PARTIAL)).write_text(json.dumps(parts))
-    (dest / (MANIFEST + PARTIAL)).write_text(manifest.to_json())
-    for name in (IMAGES, FILES, MANIFEST):  # the manifest last, and only when the others have reached the disk
+    _publish(dest, {FILES: json.dumps(parts), MANIFEST: manifest.to_json()})
+    return manifest
+
+
+def _publish(dest: Path, texts: dict[str, str]) -> None:
+    """Give what was built its names: the manifest last, and only when the rest has reached the disk."""
+    for name, text in texts.items():
+        (dest / (name + PARTIAL)).write_text(text)
+    for name in (IMAGES, FILES, MANIFEST):
         with (dest / (name + PARTIAL)).open("r+b") as file:
             os.fsync(file.fileno())
         (dest / (name + PARTIAL)).rename(dest / name)
-    return manifest
 
 
 def _allocated(path: Path, shape: tuple[int, int, int, int]) -> npt.NDArray[np.uint8]:
@@ -443,13 +440,8 @@ def split(images: npt.NDArray[np.uint8], held_out_start: int | None) -> tuple[tu
     With ``held_out_start`` the images from there on are held out, and an image before it that equals one of them is
     not trained on. Without, images are taken in the order of a hash of their pixels, equal ones together, as far as
     they fit into 5 % of all, at least 1 and at most 2,500. So duplicates fall on one side, and the choice depends on
-    the images, not on their names or order.
-
-    Returns:
-        Sorted positions of both.
-
-    Raises:
-        DataError: nothing would be left to train on or to hold out.
+    the images, not on their names or order. Returns sorted positions of both; raises DataError where nothing would be
+    left to train on or to hold out.
     """
     digests = [hashlib.blake2b(image.data, digest_size=16).digest() for image in images]
     if held_out_start is not None:

@@ -25,12 +25,7 @@ def generate(count: int, image_size: int = 32) -> npt.NDArray[np.uint8]:
 
     The pixels are the same on every machine: they come from raw generator output, whose stream numpy guarantees, by
     single correctly rounded additions, products and quotients; sine and exponential differ between machines.
-
-    Raises:
-        ValueError: ``count`` or ``image_size`` is below 1.
     """
-    if count < 1 or image_size < 1:
-        raise ValueError(f"cannot draw {count} images of size {image_size}: give numbers of at least 1")
     blocks = [_block(number, image_size) for number in range(-(-count // BLOCK_IMAGES))]
     return np.concatenate(blocks)[:count]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,13 +11,12 @@ from torch import Tensor
 from ddpm_lab.checks import ConfigError, choice, whole
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.draws import rank_share
-from ddpm_lab.diffusion import fused
-from ddpm_lab.diffusion.diffusion import Diffusion
-from ddpm_lab.diffusion.inference import Inference, PlainInference
-from ddpm_lab.diffusion.network import compile_seen, configured_network, network_seen
-from ddpm_lab.diffusion.reference_sampling import ReferenceSampler
+from ddpm_lab.diffusion import kernels
+from ddpm_lab.diffusion.network import Inference, configured_network, network_seen
+from ddpm_lab.diffusion.process import Diffusion
+from ddpm_lab.diffusion.reference import ReferenceSampler
 from ddpm_lab.diffusion.sampling import ddim_steps, ddpm_steps, denoise, sampling_timesteps
-from ddpm_lab.diffusion.step import Untrained
+from ddpm_lab.diffusion.step import Untrained, compile_seen
 from ddpm_lab.diffusion.unet import count_flops, count_parameters
 from ddpm_lab.workload import RankContext
 
@@ -33,9 +31,7 @@ class Sampling(Untrained):
     The network is freshly built, with the same weights in every implementation: these are also its averaged weights,
     since it has not been trained. There are no data. ``options`` of the configuration: ``sampler``, "ddpm" (all
     timesteps) or "ddim", and ``steps`` of the latter. Implementation "plain" is the reference network in the reference
-    sampler, run as the configuration says but otherwise as it is written.
-
-    Raises Unsupported for what this machine cannot do, and ConfigError for what is no sampling.
+    sampler. Raises Unsupported for what this machine cannot do, and ConfigError for what is no sampling.
     """
 
     def __init__(self, config: RunConfig, context: RankContext) -> None:
@@ -44,35 +40,26 @@ class Sampling(Untrained):
         self.device = torch.device(context.device)
         size = config.image_size
         self.shape = (len(rank_share(config.global_batch_size, context.rank, context.world_size)), 3, size, size)
-        self.diffusion = Diffusion(
-            schedule=config.diffusion.schedule,
-            timesteps=config.diffusion.timesteps,
-            objective=config.diffusion.objective,
-        )
-        self.times = sampling_timesteps(self.diffusion.timesteps, count)
+        diffusion = Diffusion(config.diffusion)
+        self.times = sampling_timesteps(diffusion.timesteps, count)
         state = np.random.SeedSequence([config.seed, _NOISE, context.rank]).generate_state(1, np.uint64)
         self.generator = torch.Generator(self.device).manual_seed(int(state[0]))
         torch.manual_seed(config.seed)  # the same weights on every rank
-        averaged = configured_network(config, self.device)
-        plain = config.implementation == "plain"
-        self.evaluate = (PlainInference if plain else Inference)(averaged, config, self.device)
-        self.advance = self._plain_step() if plain else self._lab_step()
+        self.evaluate = Inference(configured_network(config, self.device), config, self.device)
+        self.walk = (ddim_steps if self.sampler == "ddim" else ddpm_steps)(diffusion, count)
+        self.reference = ReferenceSampler(self._predict, diffusion).to(self.device) if self.evaluate.plain else None
         self.steps = self.done = 0
         self.x = torch.empty(0)
-        self.fused_before = fused.uses()
+        self.fused_before = kernels.State.uses
 
-    def _lab_step(self) -> Callable[[int], Tensor]:
-        """The step of ``sampling.py``: from the images and the number of steps done to the next images."""
-        steps = ddim_steps(self.diffusion, len(self.times)) if self.sampler == "ddim" else ddpm_steps(self.diffusion)
-        return lambda done: denoise(self._predict, steps[done], self.x, generator=self.generator)
-
-    def _plain_step(self) -> Callable[[int], Tensor]:
-        """The step of ``reference_sampling.py``."""
-        sampler = ReferenceSampler(self._predict, self.diffusion).to(self.device)
+    def _advance(self) -> Tensor:
+        """The images one step further."""
+        if self.reference is None:
+            return denoise(self._predict, self.walk[self.done], self.x, generator=self.generator)
+        time, following = [*self.times, -1][self.done : self.done + 2]
         if self.sampler == "ddim":
-            following = [*self.times[1:], -1]
-            return lambda done: sampler.ddim_sample(self.x, self.times[done], following[done])
-        return lambda done: sampler.p_sample(self.x, self.times[done], self.generator)
+            return self.reference.ddim_sample(self.x, time, following)
+        return self.reference.p_sample(self.x, time, self.generator)
 
     def _predict(self, x: Tensor, t: Tensor) -> Tensor:
         """The network's prediction, a phase of the time budget; what follows it is another."""
@@ -87,7 +74,7 @@ class Sampling(Untrained):
         if self.done == 0:
             self.context.mark("noise")
             self.x = torch.randn(self.shape, generator=self.generator, device=self.device)
-        self.x = self.advance(self.done)
+        self.x = self._advance()
         self.done = (self.done + 1) % len(self.times)
         self.steps += 1
         return self.x.mean()
@@ -107,7 +94,7 @@ class Sampling(Untrained):
             **compile_seen(self.config, self.evaluate.model),
         }
         if self.steps:
-            seen["kernels"] = "fused" if fused.uses() > self.fused_before else "aten"
+            seen["kernels"] = "fused" if kernels.State.uses > self.fused_before else "aten"
         return seen
 
 

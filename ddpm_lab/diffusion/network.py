@@ -1,18 +1,23 @@
-"""The network of a configuration: built, compiled block by block, and read back."""
+"""The network of a configuration: built, compiled block by block, read back, and made ready to be sampled from."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ddpm_lab.checks import choice
 from ddpm_lab.config import RunConfig
-from ddpm_lab.diffusion import fused
-from ddpm_lab.diffusion.blocks import Stage
+from ddpm_lab.diffusion import kernels
+from ddpm_lab.diffusion.blocks import Stage, UpsampledConv2d
 from ddpm_lab.diffusion.reference import ReferenceUNet, reference
-from ddpm_lab.diffusion.step import autocast, channels_last_seen, compile_counters, inductor_seen
+from ddpm_lab.diffusion.step import AUTOCAST, PrecisionWatch, allow_tf32, autocast, channels_last_seen, require
 from ddpm_lab.diffusion.unet import UNet, build_network
+from ddpm_lab.plan import FUSED_PARTS
 
 AnyUNet = UNet | ReferenceUNet
 
@@ -20,11 +25,12 @@ AnyUNet = UNet | ReferenceUNet
 def configured_network(config: RunConfig, device: torch.device) -> AnyUNet:
     """The network of the configuration on ``device``, with the same weights in every implementation.
 
-    They are drawn from torch's global generator. Raises Unsupported without the compiler that joined kernels need.
+    They are drawn from torch's global generator. Raises Unsupported without the compiler that fused kernels need.
     """
     if config.kernels == "fused" and device.type == "cpu":
-        fused.library()  # compiled now, where it is, and not in the first step
-    fused.leave_out(config.option("without", ""))
+        kernels.library()  # compiled now, where it is, and not in the first step
+    kernels.State.without = config.option("without", "")
+    choice("options.without", kernels.State.without, ("", *FUSED_PARTS))
     lab = build_network(
         config.network,
         image_size=config.image_size,
@@ -60,14 +66,53 @@ def network_seen(network: AnyUNet) -> dict[str, Any]:
         "implementation": "lab" if isinstance(network, UNet) else "plain",
         "channels_last": channels_last_seen(network),
         "attention_axis": network.config.middle_attention_axis,
-        "without": fused.left_out(),
+        "without": kernels.State.without,
     }
 
 
-def compile_seen(config: RunConfig, model: Any) -> dict[str, Any]:
-    """What was compiled of ``model`` and how, if frames were: a silent fall-back to eager compiles none."""
-    counters = compile_counters(config)
-    if not counters.get("compiled_frames", 0):
-        return {"compile": "off", **counters}
-    how = "whole" if hasattr(model, "_orig_mod") else "regional"
-    return {"compile": how, **counters, **inductor_seen(model)}
+class Inference:
+    """What a sampler calls: images (N, 3, H, W) and timesteps (N,) to predictions (N, 3, H, W), without gradients.
+
+    It holds a copy of ``network``, so that training may go on; give it the averaged weights. Of ``config`` it takes
+    precision, compile, compile_mode and channels_last. Predictions are in the number format of the network's last
+    layer, and channels-last if the network is. TF32 is allowed or forbidden for the whole process, as in training. The
+    implementation "plain" runs the way it is usually written: the network itself, autocast where it is asked for.
+    Raises Unsupported for what this machine cannot do.
+    """
+
+    def __init__(self, network: AnyUNet, config: RunConfig, device: torch.device | str) -> None:
+        require(config)
+        self.config, self.device, self.plain = config, torch.device(device), isinstance(network, ReferenceUNet)
+        self.format = torch.channels_last if config.channels_last else torch.contiguous_format
+        allow_tf32(config.precision == "tf32")
+        self.network = network if self.plain else self._prepared(network)
+        if config.compile == "regional":
+            compile_stages(self.network, config.compile_mode)
+        self.model: Callable[[Tensor, Tensor], Tensor] = self.network
+        if config.compile == "whole":
+            self.model = torch.compile(self.network, mode=config.compile_mode)
+        # Blocks that are compiled one by one leave the first convolution, which is in none, as it is.
+        eager = config.compile != "whole"
+        once = partial(forward_once, self.network, config, self.device)
+        self.precision = PrecisionWatch(self.network, self.device, eager=eager, run=once)
+
+    def _prepared(self, network: AnyUNet) -> AnyUNet:
+        """A copy in the memory format asked for, whose weights are rounded once to what autocast would round them to.
+
+        Autocast keeps a rounded weight only within its context, and only if the weight needs gradients.
+        """
+        network = copy.deepcopy(network).requires_grad_(False).to(self.device)
+        for parameter in network.parameters():
+            if parameter.ndim == 4:  # only these have a memory format
+                parameter.data = parameter.data.contiguous(memory_format=self.format)
+        if (dtype := AUTOCAST.get(self.config.precision)) is not None:
+            for module in network.modules():
+                if isinstance(module, UpsampledConv2d):
+                    module.hold(dtype)
+                if isinstance(module, nn.Conv2d | nn.Linear):
+                    module.to(dtype)
+        return network
+
+    def __call__(self, x: Tensor, t: Tensor) -> Tensor:
+        with torch.no_grad() if self.plain else torch.inference_mode(), autocast(self.config, self.device):
+            return self.model(x if self.plain else x.contiguous(memory_format=self.format), t)

@@ -10,7 +10,7 @@ import shutil
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -132,25 +132,6 @@ def channels_last_seen(network: nn.Module) -> bool | None:
     return weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
 
 
-def compile_counters(config: RunConfig) -> dict[str, int]:
-    """What torch.compile did in this process; nothing where the configuration compiles nothing.
-
-    ``autotuned`` are operators whose kernel was chosen by timing several, counted also where their code came from
-    torch's cache of compiled graphs; not where it was compiled anew from timings of earlier.
-    """
-    if config.compile == "off":
-        return {}
-    from torch._dynamo.utils import counters  # noqa: PLC0415 - only where something was compiled
-
-    return {
-        "compiled_frames": int(counters["frames"]["ok"]),
-        "graphs": int(counters["stats"]["unique_graphs"]),
-        "graph_breaks": int(sum(counters["graph_break"].values())),
-        "recompiles": int(sum(counters["recompiles"].values())),
-        "autotuned": int(counters["inductor"]["select_algorithm_autotune"]),
-    }
-
-
 _MODES = {
     (False, False): "default",
     (True, False): "reduce-overhead",
@@ -160,22 +141,32 @@ _MODES = {
 """Mode of compilation by whether inductor makes CUDA graphs, and whether it chooses kernels by timing them."""
 
 
-def inductor_seen(model: Any) -> dict[str, Any]:
-    """The mode in which a model or its blocks were compiled, read back from what torch made of them, and CUDA graphs.
+def compile_seen(config: RunConfig, model: Any) -> dict[str, Any]:
+    """What was compiled of ``model`` and how, read back from torch; a silent fall-back to eager compiles no frames.
 
-    What a mode asks for may silently not be done: graphs that inductor left out, such as those with an operator on
-    the CPU, are counted by torch, and those that were recorded are counted here, in the tree that replays them.
-    Nothing where nothing was compiled, and no more than can be read from this version of torch.
+    ``autotuned`` are operators whose kernel was chosen by timing several. CUDA graphs that inductor left out, such as
+    those with an operator on the CPU, are counted by torch; those that were recorded, in the tree that replays them.
     """
-    made = [model] if hasattr(model, "_orig_mod") else []
-    if not made and isinstance(model, nn.Module):
-        made = [call for m in model.modules() if (call := getattr(m, "_compiled_call_impl", None)) is not None]
+    if config.compile == "off":
+        return {"compile": "off"}
+    from torch._dynamo.utils import counters  # noqa: PLC0415 - only where something was compiled
+
+    seen: dict[str, Any] = {
+        "compile": "off",
+        "compiled_frames": int(counters["frames"]["ok"]),
+        "graphs": int(counters["stats"]["unique_graphs"]),
+        "graph_breaks": int(sum(counters["graph_break"].values())),
+        "recompiles": int(sum(counters["recompiles"].values())),
+        "autotuned": int(counters["inductor"]["select_algorithm_autotune"]),
+    }
+    if not seen["compiled_frames"]:
+        return seen
+    seen["compile"] = "whole" if hasattr(model, "_orig_mod") else "regional"
+    made = [model] if seen["compile"] == "whole" else [getattr(m, "_compiled_call_impl", None) for m in model.modules()]
     modes = {_MODES[bool(c["triton.cudagraphs"]), bool(c["max_autotune"])] for c in map(_inductor_settings, made) if c}
-    if not modes:
-        return {}
-    seen: dict[str, Any] = {"compile_mode": " and ".join(sorted(modes))}
+    if modes:
+        seen["compile_mode"] = " and ".join(sorted(modes))
     if modes & {"reduce-overhead", "max-autotune"}:
-        from torch._dynamo.utils import counters  # noqa: PLC0415 - only where something was compiled
         from torch._inductor import cudagraph_trees  # noqa: PLC0415
 
         seen["cuda_graph_skips"] = int(counters["inductor"]["cudagraph_skips"])
@@ -185,7 +176,7 @@ def inductor_seen(model: Any) -> dict[str, Any]:
 
 
 def _inductor_settings(compiled: Any) -> dict[str, Any] | None:
-    """The settings that inductor compiles with, of a compiled model or function."""
+    """The settings that inductor compiles with, of a compiled model or method; None where this torch tells nothing."""
     context = getattr(compiled, "dynamo_ctx", None)  # a model has it, a function the method
     ask = getattr(compiled, "get_compiler_config", lambda: None)
     found: dict[str, Any] | None = getattr(context, "compiler_config", None) if context else ask()
@@ -228,11 +219,10 @@ class PrecisionWatch:
             self.watch()
             with torch.no_grad():
                 self.run()
-        if self.dtype == torch.float32 and self.device.type == "cuda":
-            conv = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
-            return "tf32" if conv == "tf32" else "fp32"
-        names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-        return names.get(self.dtype, str(self.dtype)) if self.dtype else "nothing"
+        conv = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+        single = "tf32" if self.device.type == "cuda" and conv == "tf32" else "fp32"
+        names = {torch.float32: single, torch.float16: "fp16", torch.bfloat16: "bf16", None: "nothing"}
+        return names.get(self.dtype, str(self.dtype))
 
 
 class LossStep:
@@ -278,7 +268,11 @@ class LossStep:
         """One step with a batch on the device; returns the loss, still there."""
         if self.config.compile != "off":
             self.batch = batch  # for the witness, which cannot look into what is compiled
-        loss = self._whole(batch) if self.whole else self._backward(batch)
+        if self.whole:
+            self.mark("whole step")
+            loss = self.whole(self.model, batch)
+        else:
+            loss = self._backward(batch)
         if self.update:
             self.mark("ema")
             self.update()
@@ -301,24 +295,16 @@ class LossStep:
         descend(self.optimizer, self.parameters, self.scaler, self.clip_norm)
         return loss
 
-    def _whole(self, batch: Any) -> Tensor:
-        assert self.whole
-        self.mark("whole step")
-        return self.whole(self.model, batch)
-
     def _forward_once(self) -> None:
         with autocast(self.config, self.device):
             (self.whole or self.loss)(self.network, self.batch)
 
     def witness(self) -> dict[str, Any]:
         """What runs, read back from the objects that run; of a whole step the number format is its own."""
-        counters = compile_counters(self.config)
         seen: dict[str, Any] = {
-            "compile": "whole" if counters.get("compiled_frames", 0) else "off",
+            **compile_seen(self.config, self.model),
             "parameters": sum(p.numel() for p in self.parameters),
             **exchange_seen(self.ddp, self.context),
-            **counters,
-            **(inductor_seen(self.model) if counters.get("compiled_frames", 0) else {}),
         }
         # The wrapper exchanges nothing where a loss goes past it. A static graph is first timed in the second step.
         if self.ddp and self.steps > 1 and not any(self.ddp.reducer.get_backward_stats()):
@@ -377,24 +363,10 @@ class Feed:
         }
 
 
-class AnyFeed(Protocol):
-    """Batches, and what was consumed of them."""
-
-    loader: Any
-
-    def note(self, batch: Any) -> None:
-        """Remember what was used."""
-        ...
-
-    def witness(self) -> dict[str, Any]:
-        """What was used so far."""
-        ...
-
-
 class LoaderAlone:
     """Takes batches and does nothing with them."""
 
-    def __init__(self, data: AnyFeed) -> None:
+    def __init__(self, data: Any) -> None:  # a Feed, or what is used as one
         self.data = data
 
     def batches(self) -> Iterator[Any]:
@@ -408,7 +380,7 @@ class LoaderAlone:
 
     def witness(self) -> dict[str, Any]:
         """What was loaded."""
-        return self.data.witness()
+        return dict(self.data.witness())
 
     def close(self) -> None:
         """Stop the loader workers."""

@@ -9,65 +9,27 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
-from typing import Literal, cast
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ddpm_lab.diffusion.attention import CosineAttention, DDPMAttention, LinearAttention
 from ddpm_lab.diffusion.blocks import (
-    CosineAttention,
-    DDPMAttention,
     DDPMBlock,
-    JoinedLinear,
-    LinearAttention,
+    Norm,
     SeedBlock,
     Stage,
+    TimeLinear,
+    UNetConfig,
+    UpsampledConv2d,
     convolution,
-    norm_silu,
-    upsampled,
     zero,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UNetConfig:
-    """The shape of a network. Level ``i`` works with ``width * multipliers[i]`` channels.
-
-    ``blocks`` are the residual blocks of a level on the way down. ``patch`` folds squares of pixels into channels
-    before the stem and unfolds them after the head, so that all work is done on ``patch ** 2`` times fewer positions.
-    ``attention_levels`` belongs to the ddpm family; the seed family has attention at every level, with ``heads`` heads
-    of ``head_width`` channels. ``middle_attention_axis`` says over what the seed family's middle attention normalises
-    queries and keys: each vector over its channels, which is cosine similarity, or each channel over all positions,
-    the slip of the published code, kept for exact comparison. ``fused`` asks for what is fastest on a CPU, see
-    ``blocks.py``.
-    """
-
-    family: Literal["seed", "ddpm"]
-    width: int
-    multipliers: tuple[int, ...]
-    groups: int
-    blocks: int = 2
-    patch: int = 1
-    heads: int = 4
-    head_width: int = 32
-    attention_levels: tuple[int, ...] = ()
-    middle_attention_axis: Literal["channels", "positions"] = "channels"
-    fused: bool = False
-
-    def __post_init__(self) -> None:
-        if self.middle_attention_axis not in ("channels", "positions"):
-            raise ValueError(
-                f"middle_attention_axis is {self.middle_attention_axis!r}: choose 'channels' or 'positions'"
-            )
-
-    @property
-    def image_size_multiple(self) -> int:
-        """Images must have sides divisible by this, since every level but the last halves them; at least 4."""
-        return max(4, self.patch << (len(self.multipliers) - 1))
-
 
 # tiny is made for a CPU: a training step of some 10 ms at batch 8 on two cores, and few kernels to compile. Both rule
 # out more than one level, because its cost is the number of operators, not their size. s000 is the seed network, twice
@@ -89,8 +51,7 @@ class UNet(nn.Module):
 
     def __init__(self, config: UNetConfig) -> None:
         super().__init__()
-        self.config = config
-        time_width = 4 * config.width
+        self.config, time_width = config, config.time_width
         activation: nn.Module = nn.GELU() if config.family == "seed" else nn.SiLU()
         # Every block applies SiLU to the embedding before its own linear layer: done once here.
         self.time = nn.Sequential(
@@ -99,29 +60,38 @@ class UNet(nn.Module):
         build = _build_seed if config.family == "seed" else _build_ddpm
         self.stem, down, middle, up, self.head = build(config)
         self.down, self.middle, self.up = nn.ModuleList(down), nn.ModuleList(middle), nn.ModuleList(up)
-        self.remember_downsampled = config.family == "ddpm"
-        stages = [layer for layer in (*down, *middle, *up) if isinstance(layer, Stage)]
-        self.times = JoinedLinear([stage.block.time for stage in stages]) if config.fused else None
+        self.times = [layer for layer in self.modules() if isinstance(layer, TimeLinear)]
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        embedding = self.time(self._sinusoids(t))
-        embeddings = itertools.repeat(embedding) if self.times is None else iter(self.times(embedding))
+        embeddings = self._for_blocks(self.time(self._sinusoids(t)))
         h = self.stem(F.pixel_unshuffle(x, self.config.patch) if self.config.patch > 1 else x)
         remembered = [h]
         for layer in self.down:
             is_stage = isinstance(layer, Stage)
             h = layer(h, next(embeddings)) if is_stage else layer(h)
-            if is_stage or self.remember_downsampled:
+            if is_stage or self.config.family == "ddpm":
                 remembered.append(h)
         for stage in self.middle:
             h = stage(h, next(embeddings))
         for layer in self.up:
-            if isinstance(layer, Stage):
-                h = layer(torch.cat((h, remembered.pop()), dim=1), next(embeddings))
-            else:
-                h = layer(h)
+            is_stage = isinstance(layer, Stage)
+            h = layer(torch.cat((h, remembered.pop()), dim=1), next(embeddings)) if is_stage else layer(h)
         h = self.head(h)
         return F.pixel_shuffle(h, self.config.patch) if self.config.patch > 1 else h
+
+    def _for_blocks(self, embedding: Tensor) -> Iterator[Tensor]:
+        """What each block is given of the time embedding.
+
+        Joined layers are one: each is so small that a CPU takes longer to begin it, and its gradients, than to compute
+        it. Without gradients to join them takes longer.
+        """
+        if not self.times[0].joined:
+            return itertools.repeat(embedding)
+        if not torch.is_grad_enabled():
+            return (F.linear(embedding, layer.weight, layer.bias) for layer in self.times)
+        weight, bias = (torch.cat([getattr(layer, name) for layer in self.times]) for name in ("weight", "bias"))
+        joined = F.linear(embedding, weight, bias)
+        return iter(torch.split(joined, [layer.out_features for layer in self.times], dim=1))
 
     def _sinusoids(self, t: Tensor) -> Tensor:
         """The sinusoidal embedding of t (N,) -> (N, width): sines, then cosines (Vaswani et al. 2017, section 3.5)."""
@@ -142,25 +112,22 @@ def _build_seed(c: UNetConfig) -> _Parts:
     levels = list(enumerate(zip([c.width, *widths[:-1]], widths, strict=True)))  # (level, (its width, width below))
     pixel, last, bottom = 3 * c.patch**2, len(widths) - 1, widths[-1]
 
-    def block(inputs: int, outputs: int) -> SeedBlock:
-        return SeedBlock(inputs, outputs, 4 * c.width, c.groups, fused=c.fused)
-
     def stages(inputs: int, outputs: int) -> list[nn.Module]:
-        plain = [Stage(block(inputs, outputs)) for _ in range(c.blocks - 1)]
-        return [*plain, Stage(block(inputs, outputs), LinearAttention(outputs, c.heads, c.head_width, fused=c.fused))]
+        plain = [Stage(SeedBlock(c, inputs, outputs)) for _ in range(c.blocks - 1)]
+        return [*plain, Stage(SeedBlock(c, inputs, outputs), LinearAttention(c, outputs))]
 
     down: list[nn.Module] = []
     for level, (d, e) in levels:
-        down += stages(d, d)
         taps, stride = (4, 2) if level < last else (3, 1)
-        down += [convolution(d, e, taps, stride=stride, padding=1, fused=c.fused)]
-    attention = CosineAttention(bottom, c.heads, c.head_width, c.middle_attention_axis, fused=c.fused)
-    middle: list[nn.Module] = [Stage(block(bottom, bottom), attention), Stage(block(bottom, bottom))]
+        down += [*stages(d, d), convolution(c, d, e, taps, stride=stride, padding=1)]
+    middle: list[nn.Module] = [
+        Stage(SeedBlock(c, bottom, bottom), CosineAttention(c, bottom)),
+        Stage(SeedBlock(c, bottom, bottom)),
+    ]
     up: list[nn.Module] = []
     for level, (d, e) in reversed(levels):
-        up += stages(e + d, e)
-        up += upsampled(e, d, fused=c.fused) if level > 0 else [convolution(e, d, fused=c.fused)]
-    up += [Stage(block(2 * c.width, c.width))]
+        up += [*stages(e + d, e), *(_upsampled(c, e, d) if level > 0 else [convolution(c, e, d)])]
+    up += [Stage(SeedBlock(c, 2 * c.width, c.width))]
     return nn.Conv2d(pixel, c.width, 7, padding=3), down, middle, up, nn.Conv2d(c.width, pixel, 1)
 
 
@@ -169,12 +136,9 @@ def _build_ddpm(c: UNetConfig) -> _Parts:
     widths = [c.width * m for m in c.multipliers]
     pixel, last, bottom = 3 * c.patch**2, len(widths) - 1, widths[-1]
 
-    def block(inputs: int, outputs: int) -> DDPMBlock:
-        return DDPMBlock(inputs, outputs, 4 * c.width, c.groups, fused=c.fused)
-
     def stage(inputs: int, level: int) -> Stage:
-        attention = DDPMAttention(widths[level], c.groups, fused=c.fused) if level in c.attention_levels else None
-        return Stage(block(inputs, widths[level]), attention)
+        attention = DDPMAttention(c, widths[level]) if level in c.attention_levels else None
+        return Stage(DDPMBlock(c, inputs, widths[level]), attention)
 
     down: list[nn.Module] = []
     remembered = [c.width]  # widths of what the encoder remembers, in order
@@ -183,12 +147,12 @@ def _build_ddpm(c: UNetConfig) -> _Parts:
             down += [stage(remembered[-1], level)]
             remembered += [width]
         if level < last:  # padded below and on the right only, as "SAME" padding is in the original
-            halved = convolution(width, width, stride=2, padding=0, fused=c.fused)
+            halved = convolution(c, width, width, stride=2, padding=0)
             down += [nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), halved)]
             remembered += [width]
     middle: list[nn.Module] = [
-        Stage(block(bottom, bottom), DDPMAttention(bottom, c.groups, fused=c.fused)),
-        Stage(block(bottom, bottom)),
+        Stage(DDPMBlock(c, bottom, bottom), DDPMAttention(c, bottom)),
+        Stage(DDPMBlock(c, bottom, bottom)),
     ]
     up: list[nn.Module] = []
     inputs = bottom
@@ -196,10 +160,15 @@ def _build_ddpm(c: UNetConfig) -> _Parts:
         for _ in range(c.blocks + 1):
             up += [stage(inputs + remembered.pop(), level)]
             inputs = width
-        up += upsampled(width, width, fused=c.fused) if level > 0 else []
-    head = nn.Sequential(*norm_silu(c.groups, inputs, fused=c.fused), nn.Conv2d(inputs, pixel, 3, padding=1))
+        up += _upsampled(c, width, width) if level > 0 else []
+    head = nn.Sequential(Norm(c, inputs), nn.Identity(), nn.Conv2d(inputs, pixel, 3, padding=1))
     zero(head[-1])
     return nn.Conv2d(pixel, c.width, 3, padding=1), down, middle, up, head
+
+
+def _upsampled(c: UNetConfig, inputs: int, outputs: int) -> list[nn.Module]:
+    # The first holds the place of a layer of older checkpoints, so that names of weights stay.
+    return [nn.Identity(), UpsampledConv2d(c, inputs, outputs)]
 
 
 def build_network(name: str, *, image_size: int = 32, fused: bool = False, attention_axis: str = "channels") -> UNet:
@@ -209,8 +178,7 @@ def build_network(name: str, *, image_size: int = 32, fused: bool = False, atten
     levels, so the ddpm network attends at 16x16 when images are 32x32. Raises ValueError for an unknown name or a
     size that the network cannot halve often enough. ``fused`` and ``attention_axis`` are as in UNetConfig.
     """
-    axis = cast(Literal["channels", "positions"], attention_axis)
-    return UNet(replace(_config(name, image_size), fused=fused, middle_attention_axis=axis))
+    return UNet(replace(_config(name, image_size), fused=fused, middle_attention_axis=attention_axis))
 
 
 def _config(name: str, image_size: int) -> UNetConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,11 @@ from torch import Tensor
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.draws import rank_share
-from ddpm_lab.diffusion import fused
-from ddpm_lab.diffusion.diffusion import Diffusion
-from ddpm_lab.diffusion.inference import Inference
-from ddpm_lab.diffusion.network import AnyUNet, compile_seen, configured_network, network_seen
+from ddpm_lab.diffusion import kernels
+from ddpm_lab.diffusion.network import AnyUNet, Inference, configured_network, network_seen
+from ddpm_lab.diffusion.process import Diffusion
 from ddpm_lab.diffusion.sampling import Step, ddim_steps, ddpm_steps, denoise, image_grid
-from ddpm_lab.diffusion.step import Untrained
+from ddpm_lab.diffusion.step import Untrained, compile_seen
 from ddpm_lab.training.checkpoint import read
 from ddpm_lab.workload import RankContext
 
@@ -102,13 +101,13 @@ class Generation(Untrained):
         tensors = checkpoint.averages if config.option("weights", "ema") == "ema" else checkpoint.weights
         restore(network, tensors.values())
         self.evaluate = Inference(network, config, self.device)
-        diffusion = Diffusion(**asdict(config.diffusion))
+        diffusion = Diffusion(config.diffusion)
         self.sampler = sampler_steps(diffusion, config.option("sampler", "ddim"), config.option("steps", 250))
         self.share = rank_share(config.global_batch_size, context.rank, context.world_size)
         self.numbers: list[int] = list(config.option("numbers", ()))
         self.folder = Path(config.option("folder", ""))
         self.images = 0
-        self.fused_before = fused.uses()
+        self.fused_before = kernels.State.uses
 
     def batches(self) -> Iterator[list[int]]:
         """The numbers of this rank's images, batch by batch; at the end there may be none."""
@@ -140,7 +139,7 @@ class Generation(Untrained):
         return {
             "images": self.images,
             "precision": self.evaluate.precision.seen(),
-            "kernels": "fused" if fused.uses() > self.fused_before else "aten",
+            "kernels": "fused" if kernels.State.uses > self.fused_before else "aten",
             **network_seen(self.evaluate.network),
             **compile_seen(self.config, self.evaluate.model),
         }

@@ -14,14 +14,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.diffusion.blocks import upsampled
+from ddpm_lab.diffusion.blocks import UpsampledConv2d
 from ddpm_lab.diffusion.step import AUTOCAST, Untrained, allow_tf32
 from ddpm_lab.diffusion.unet import NETWORKS, UNet, count_parameters
 from ddpm_lab.workload import RankContext
@@ -47,11 +47,9 @@ def count_work(network: str, *, image_size: int = 32, joined: bool = False) -> d
     """
     with torch.device("meta"):
         model = UNet(NETWORKS[network])
-        for i, layer in enumerate(model.up if joined else ()):
-            if isinstance(layer, nn.Upsample):
-                after = model.up[i + 1]
-                assert isinstance(after, nn.Conv2d)
-                model.up[i], model.up[i + 1] = upsampled(after.in_channels, after.out_channels, fused=True)
+        for layer in model.up:
+            if isinstance(layer, UpsampledConv2d):
+                layer.joined = joined
         images, t = torch.empty(1, 3, image_size, image_size), torch.empty(1)
     images, t = (x.expand(_COUNTED, *x.shape[1:]).contiguous() for x in (images, t))
     with _Counter() as counter:

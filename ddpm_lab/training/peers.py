@@ -20,8 +20,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.loaders import Batch
+from ddpm_lab.diffusion.blocks import UNetConfig
 from ddpm_lab.diffusion.step import Feed, LossStep, adam, adam_seen
-from ddpm_lab.diffusion.unet import NETWORKS, UNetConfig
+from ddpm_lab.diffusion.unet import NETWORKS
 from ddpm_lab.plan import FLASH_ATTENTION
 from ddpm_lab.workload import RankContext, Unsupported
 

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -16,9 +15,9 @@ from torch import Tensor
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.draws import noise_and_timesteps, rank_share
 from ddpm_lab.data.loaders import Batch
-from ddpm_lab.diffusion import fused
-from ddpm_lab.diffusion.diffusion import Diffusion
-from ddpm_lab.diffusion.network import compile_seen, compile_stages, configured_network, forward_once, network_seen
+from ddpm_lab.diffusion import kernels
+from ddpm_lab.diffusion.network import compile_stages, configured_network, forward_once, network_seen
+from ddpm_lab.diffusion.process import Diffusion
 from ddpm_lab.diffusion.step import (
     Feed,
     LoaderAlone,
@@ -27,6 +26,7 @@ from ddpm_lab.diffusion.step import (
     adam_seen,
     allow_tf32,
     autocast,
+    compile_seen,
     descend,
     distributed,
     exchange_seen,
@@ -59,7 +59,7 @@ class Trainer:
         self.device = torch.device(context.device)
         self.share = rank_share(config.global_batch_size, context.rank, context.world_size)
         self.data = Feed(config, context, start_step=start_step)
-        self.diffusion = Diffusion(**asdict(config.diffusion)).to(self.device)
+        self.diffusion = Diffusion(config.diffusion).to(self.device)
         allow_tf32(config.precision == "tf32")
         torch.manual_seed(config.seed)  # the same initial weights on every rank
         self.network = configured_network(config, self.device)
@@ -82,7 +82,7 @@ class Trainer:
             self.model = torch.compile(self.model, mode=config.compile_mode)
         self.steps = start_step
         self.losses_read = start_step if config.read_loss else 0
-        self.fused_before = fused.uses()
+        self.fused_before = kernels.State.uses
         self.ema_seen: str | None = None
         self.warmup_seen: bool | None = None
         self.hook_seen = "none"
@@ -188,7 +188,7 @@ class Trainer:
             **self.data.witness(),
         }
         if self.steps:
-            seen["kernels"] = "fused" if fused.uses() > self.fused_before else "aten"
+            seen["kernels"] = "fused" if kernels.State.uses > self.fused_before else "aten"
             seen["read_loss"] = self.losses_read == self.steps
         if self.ema_seen:
             seen["ema"] = self.ema_seen

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.data.packed import PackedImages
-from ddpm_lab.diffusion.diffusion import Diffusion
-from ddpm_lab.diffusion.inference import Inference
-from ddpm_lab.diffusion.network import AnyUNet, configured_network
+from ddpm_lab.diffusion.network import AnyUNet, Inference, configured_network
+from ddpm_lab.diffusion.process import Diffusion
 from ddpm_lab.diffusion.sampling import image_grid
 from ddpm_lab.diffusion.step import allow_tf32
 from ddpm_lab.training.checkpoint import Checkpoint, CheckpointError, Tensors, empty_network, read, write

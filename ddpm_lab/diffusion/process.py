@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-Schedule = Literal["linear", "cosine"]
-Objective = Literal["noise", "x0", "v"]
-Loss = Literal["l1", "l2"]
+from ddpm_lab.config import DiffusionConfig
+
 Network = Callable[[Tensor, Tensor], Tensor]
 """Images (N, 3, H, W) and timesteps (N,) to a prediction (N, 3, H, W)."""
 
@@ -43,32 +41,9 @@ class Diffusion:
     runs of one seed see the same ones.
     """
 
-    def __init__(
-        self,
-        *,
-        schedule: str = "cosine",
-        timesteps: int = 1000,
-        objective: str = "noise",
-        loss: str = "l1",
-        min_snr_gamma: float | None = None,
-    ) -> None:
-        """Raises ValueError for a name that does not exist, and for min-SNR weighting of an L1 loss."""
-        _choose("schedule", schedule, get_args(Schedule))
-        _choose("objective", objective, get_args(Objective))
-        _choose("loss", loss, get_args(Loss))
-        if timesteps < 2:
-            raise ValueError(f"timesteps is {timesteps}: give at least 2")
-        if min_snr_gamma is not None and not 0 < min_snr_gamma < math.inf:
-            raise ValueError(
-                f"min_snr_gamma is {min_snr_gamma}: give a finite number above 0, or None for no weighting"
-            )
-        if min_snr_gamma is not None and loss != "l2":
-            raise ValueError(
-                f"min_snr_gamma is {min_snr_gamma} with loss {loss!r}: the weights hold for loss 'l2' only"
-            )
-        self.schedule, self.timesteps = schedule, timesteps
-        self.objective, self.loss_name, self.min_snr_gamma = objective, loss, min_snr_gamma
-        self.betas = linear_betas(timesteps) if schedule == "linear" else cosine_betas(timesteps)
+    def __init__(self, config: DiffusionConfig) -> None:
+        self.config, self.timesteps = config, config.timesteps
+        self.betas = (linear_betas if config.schedule == "linear" else cosine_betas)(config.timesteps)
         self.alpha_bar = torch.cumprod(1 - self.betas, 0)
         self.loss_weight = self._loss_weight()
 
@@ -77,16 +52,15 @@ class Diffusion:
 
         The errors of the other objectives are multiples of the error of x0, which the divisors undo.
         """
-        if self.min_snr_gamma is None:
+        if self.config.min_snr_gamma is None:
             return torch.ones_like(self.alpha_bar)
         snr = self.alpha_bar / (1 - self.alpha_bar)
-        divisor = {"noise": snr, "x0": torch.ones_like(snr), "v": snr + 1}[self.objective]
-        return snr.clamp(max=self.min_snr_gamma) / divisor
+        divisor = {"noise": snr, "x0": torch.ones_like(snr), "v": snr + 1}[self.config.objective]
+        return snr.clamp(max=self.config.min_snr_gamma) / divisor
 
     def to(self, device: torch.device | str) -> Diffusion:
         """Move the tables to ``device`` and return self."""
-        self.betas = self.betas.to(device)
-        self.alpha_bar = self.alpha_bar.to(device)
+        self.betas, self.alpha_bar = self.betas.to(device), self.alpha_bar.to(device)
         self.loss_weight = self.loss_weight.to(device)
         return self
 
@@ -102,32 +76,28 @@ class Diffusion:
 
     def target(self, x0: Tensor, t: Tensor, noise: Tensor) -> Tensor:
         """What the network should predict: the noise, x0, or v (Salimans & Ho 2022, appendix D)."""
-        if self.objective == "noise":
+        if self.config.objective == "noise":
             return noise
-        if self.objective == "x0":
+        if self.config.objective == "x0":
             return x0
         signal, sigma = self.signal_and_noise(t, x0)
         return signal * noise - sigma * x0
 
-    def loss(self, network: Network, x0: Tensor, t: Tensor, noise: Tensor) -> Tensor:
-        """Loss of each image, (N,): x0 and noise (N, 3, H, W), integer t (N,). The caller takes the mean."""
-        return self.prediction_loss(network(self.q_sample(x0, t, noise), t), x0, t, noise)
-
     def prediction_loss(self, prediction: Tensor, x0: Tensor, t: Tensor, noise: Tensor) -> Tensor:
-        """As ``loss``, from a prediction that has been made already; computed in the precision of x0."""
+        """Loss of each image, (N,), in the precision of x0; images (N, 3, H, W), integer t (N,)."""
         error = prediction.to(x0.dtype) - self.target(x0, t, noise)
-        per_image = (error.abs() if self.loss_name == "l1" else error.square()).flatten(1).mean(1)
-        if self.min_snr_gamma is None:
+        per_image = (error.abs() if self.config.loss == "l1" else error.square()).flatten(1).mean(1)
+        if self.config.min_snr_gamma is None:
             return per_image
         return per_image * self.loss_weight[t].to(per_image.dtype)
 
     def to_x0_and_noise(self, prediction: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         """The x0 and the noise that a prediction of this objective implies at x_t."""
         signal, sigma = self.signal_and_noise(t, x_t)
-        if self.objective == "noise":
+        if self.config.objective == "noise":
             return (x_t - sigma * prediction) / signal, prediction
-        if self.objective == "x0":
-            return prediction, (x_t - signal * prediction) / sigma
+        if self.config.objective == "x0":
+            return prediction, self.noise_from_x0(prediction, x_t, t)
         return signal * x_t - sigma * prediction, sigma * x_t + signal * prediction
 
     def noise_from_x0(self, x0: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
@@ -135,23 +105,20 @@ class Diffusion:
         signal, sigma = self.signal_and_noise(t, x_t)
         return (x_t - signal * x0) / sigma
 
-    def posterior(self, x0: Tensor, x_t: Tensor, t: Tensor, t_previous: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def alpha_bar_before(self, previous: Tensor) -> Tensor:
+        """alpha_bar (N,) at timesteps (N,), of which -1 is x0 itself."""
+        return torch.where(previous < 0, 1.0, self.alpha_bar[previous.clamp(min=0)])
+
+    def posterior(self, x0: Tensor, x_t: Tensor, t: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
         """Mean (N, 3, H, W) and variance (N, 1, 1, 1) of q(x_previous | x_t, x0) (Ho et al. 2020, eq. 6-7).
 
-        ``t_previous`` (N,) is t - 1 unless given; a larger gap is one step of the respaced process of Nichol &
-        Dhariwal 2021, section 4. -1 means x0 itself: the mean is then x0 and the variance 0.
+        ``previous`` (N,) is t - 1, or less in the respaced process of Nichol & Dhariwal 2021, section 4. -1 means x0
+        itself: the mean is then x0 and the variance 0.
         """
-        previous = t - 1 if t_previous is None else t_previous
-        alpha_bar = self.alpha_bar[t]
-        alpha_bar_previous = torch.where(previous < 0, 1.0, self.alpha_bar[previous.clamp(min=0)])
+        alpha_bar, alpha_bar_previous = self.alpha_bar[t], self.alpha_bar_before(previous)
         alpha = alpha_bar / alpha_bar_previous
         of_x0 = alpha_bar_previous.sqrt() * (1 - alpha) / (1 - alpha_bar)
         of_x_t = alpha.sqrt() * (1 - alpha_bar_previous) / (1 - alpha_bar)
         variance = (1 - alpha) * (1 - alpha_bar_previous) / (1 - alpha_bar)
         of_x0, of_x_t, variance = (c.view(-1, 1, 1, 1).to(x_t.dtype) for c in (of_x0, of_x_t, variance))
         return of_x0 * x0 + of_x_t * x_t, variance
-
-
-def _choose(place: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{place} is {value!r}: choose one of {', '.join(allowed)}")
