@@ -174,8 +174,6 @@ def scaled(config: RunConfig, baseline: RunConfig) -> RunConfig:
     return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, learning_rate=rate))
 
 
-WITH_TRIALS = ("multi_gpu", "amp", "torch_compile", "batch_size", "exchange", "peers")
-"""Questions about speed whose configurations can be trained for quality besides."""
 NOT_TRAINED = "not trained"
 """Begins the note of a configuration that is not trained for its quality since its gradient check failed."""
 SEARCH, RECOMMENDATION, START = "search", "recommendation", "baseline"

@@ -12,7 +12,7 @@ from cells import column
 from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import budget as bd
 from ddpm_lab.explain.budget import Budget
-from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.ask import answer
 
 SLOW = {**make.PHASES, "communication": 2.0}
 FAST = {**make.PHASES, "forward": 16.0, "backward": 28.0, "communication": 15.4}

@@ -18,7 +18,7 @@ from ddpm_lab.explain.charts.style import png
 from ddpm_lab.explain.decisions import INCONCLUSIVE
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.quality import NOT_MEASURED
-from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.claims import CONFIRMED, REFUTED, UNTESTABLE, Judged, judged
 from ddpm_lab.questions.faults import FAULTS, Reading, readings
 from ddpm_lab.record import Machine, RunRecord

@@ -24,7 +24,7 @@ from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import code_version
 from ddpm_lab.questions import planning
-from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.comparison import Comparison, answer_text, first_losses, measure, plan_pair
 
 MINE = """

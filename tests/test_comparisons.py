@@ -14,7 +14,7 @@ from ddpm_lab.config import LOADER_ALONE, RunConfig
 from ddpm_lab.explain import decisions, stats
 from ddpm_lab.explain.comparisons import MECHANISM_ONLY, Comparison, comparisons, peak
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.ask import answer
 from ddpm_lab.record import RunRecord
 
 BF16 = RunConfig(precision="bf16")

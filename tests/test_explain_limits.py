@@ -15,7 +15,7 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import limits
 from ddpm_lab.plan import OURS
 from ddpm_lab.questions import peers
-from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.ask import answer
 from ddpm_lab.record import RunRecord
 
 

@@ -18,7 +18,7 @@ from ddpm_lab.explain import decisions
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import BOTH_FP32, LEVERS, OURS, SAMPLING
 from ddpm_lab.questions import peers
-from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.ask import answer
 
 
 def test_ratios_are_turned_round_with_their_intervals_and_verdicts() -> None:

@@ -29,7 +29,7 @@ from ddpm_lab.explain.charts.style import png, save
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.questions import multi_gpu, recommendation
-from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.ask import answer
 
 RANKS = [{**make.PHASES, "communication": 5.0}, {**make.PHASES, "forward": 12.0, "communication": 16.4}]
 EXCHANGE = {"communication": {"seconds": 0.012, "overlapped_seconds": 0.009}}

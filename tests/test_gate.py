@@ -31,7 +31,7 @@ from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.plan import Plan
 from ddpm_lab.questions import comparison, gate
-from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.gate import Outcome, outcome, summary
 
 MINE = """

@@ -22,7 +22,7 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import pages, show
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.questions import bottleneck
-from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.ask import answer
 from ddpm_lab.record import RunRecord
 from ddpm_lab.reports import benchmark
 

@@ -27,7 +27,7 @@ from ddpm_lab.measure.sets import Instrument, Member, measure_set
 from ddpm_lab.plan import Family, Plan
 from ddpm_lab.questions import experiments, planning
 from ddpm_lab.questions import lost_scaling as question
-from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.lost_scaling import Split, lost_scaling, splits
 from ddpm_lab.questions.multi_gpu import multi_gpu
 from ddpm_lab.record import RunRecord

@@ -15,7 +15,7 @@ from ddpm_lab.explain import machine_state as ms
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.table import plain
 from ddpm_lab.questions import comparison as answers
-from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.ask import answer
 from ddpm_lab.record import RunRecord
 
 DISTURBED = "Disturbed sets, which do not count"

@@ -14,7 +14,7 @@ from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.table import plain
 from ddpm_lab.plan import WEAK
 from ddpm_lab.questions import recommendation
-from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.multi_gpu import layout, scaling_rows
 from ddpm_lab.record import RunRecord
 

@@ -21,8 +21,7 @@ from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.sets import Instrument
 from ddpm_lab.questions import experiments
-from ddpm_lab.questions.answers import answer
-from ddpm_lab.questions.ask import ask
+from ddpm_lab.questions.ask import answer, ask
 from ddpm_lab.training.own_workload import FOR_OWN, check_name, look_at
 from ddpm_lab.training.setting import Images, Own, Setup
 

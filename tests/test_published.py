@@ -20,7 +20,7 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import frames
 from ddpm_lab.explain.charts.style import png
 from ddpm_lab.ledger import Ledger
-from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.ask import answer
 from ddpm_lab.record import LedgerError, RunRecord
 from ddpm_lab.reports import published
 

@@ -10,8 +10,8 @@ from setups import setup
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import CHECK, DDPM, TRAINING, RunConfig
-from ddpm_lab.plan import WITH_TRIALS, Experiment, Trial, scaled
-from ddpm_lab.questions.ask import QUESTIONS, ask
+from ddpm_lab.plan import Experiment, Trial, scaled
+from ddpm_lab.questions.ask import ask, questions, trained
 from ddpm_lab.training.setting import Setup
 
 HERE = setup()
@@ -23,15 +23,15 @@ def judged(experiment: Experiment) -> list[Trial]:
     return [t for t in experiment.trials if t.config.workload == TRAINING]
 
 
-@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize("name", questions())
 def test_only_full_on_a_gpu_trains_for_quality_without_being_asked(name: str) -> None:
     for here in (*(replace(HERE, preset=preset) for preset in ("smoke", "quick", "full")), GPUS):
         assert not judged(ask(name, replace(here, network="seed"))) or name == "quality"
     full = ask(name, replace(GPUS, preset="full", network="seed"))
-    assert bool(judged(full)) == (name in (*WITH_TRIALS, "quality"))
+    assert bool(judged(full)) == (name in (*trained(), "quality"))
     assert all(t.config.option("images", 0) >= 2_500 * t.baseline.global_batch_size for t in judged(full))
     assert {t.config.seed for t in judged(full)} <= set(range(8))
-    if name in WITH_TRIALS:
+    if name in trained():
         assert ask(name, replace(GPUS, preset="full", network="seed"), seeds=0).trials == ()
 
 
@@ -46,7 +46,7 @@ def test_one_run_serves_every_question_that_needs_it() -> None:
     assert {t.config.run_id for t in ranks.trials if t.label == "1 rank"} < mine.keys()
 
 
-@pytest.mark.parametrize("name", [*WITH_TRIALS, "workers", "quality"])
+@pytest.mark.parametrize("name", [*trained(), "workers", "quality"])
 @pytest.mark.parametrize("here", [HERE, GPUS, replace(HERE, usable_cores=1), replace(GPUS, gpus=1)])
 def test_a_trial_trains_what_is_timed(name: str, here: Setup) -> None:
     setup = replace(here, preset="full", network="seed" if name == "peers" else "tiny")
@@ -95,7 +95,7 @@ CHECKED = {
 }
 
 
-@pytest.mark.parametrize("name", WITH_TRIALS)
+@pytest.mark.parametrize("name", trained())
 def test_what_computes_another_gradient_is_checked_before_an_hour_is_spent(name: str) -> None:
     """Every configuration that is trained and is more than its baseline with another optimizer, batch or loader."""
     setup = replace(HERE, preset="full", network="seed" if name == "peers" else "tiny")

@@ -10,7 +10,7 @@ from ddpm_lab.config import LOADER_ALONE, PRECISIONS
 from ddpm_lab.declared import options
 from ddpm_lab.plan import PRESETS, Experiment, Family, scaling
 from ddpm_lab.questions.amp import amp
-from ddpm_lab.questions.ask import QUESTIONS, ask
+from ddpm_lab.questions.ask import ask, questions
 from ddpm_lab.questions.batch_size import batch_size
 from ddpm_lab.questions.bottleneck import SIZES
 from ddpm_lab.questions.multi_gpu import multi_gpu
@@ -51,12 +51,12 @@ def members(family: Family) -> list[Any]:
     return [family.baseline, *(c for _, c in family.candidates)]
 
 
-@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize("name", questions())
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_every_default_grid_can_run_and_compares_like_with_like(name: str, preset: str, machine: str) -> None:
     here = setup(machine, preset)
-    experiment = QUESTIONS[name](here)
+    experiment = questions()[name](here)
     assert experiment.name == name
     assert experiment.families or experiment.profiles
     names = [f.name for f in experiment.families]

@@ -30,7 +30,7 @@ from ddpm_lab.ledger import Ledger
 from ddpm_lab.plan import RECOMMENDATION, SEARCH, WEAK
 from ddpm_lab.questions import experiments
 from ddpm_lab.questions import recommendation as question
-from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.recommend import recommend
 from ddpm_lab.questions.recommendation import Recommendation, next_change, recommendation, write_settings
 from ddpm_lab.record import RunRecord

@@ -17,7 +17,7 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.explain import samples
 from ddpm_lab.explain.charts import style
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.ask import answer
 from ddpm_lab.questions.quality import samples_figure
 from ddpm_lab.record import RunRecord
 

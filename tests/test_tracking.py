@@ -29,7 +29,7 @@ from ddpm_lab.data.packed import read_manifest
 from ddpm_lab.explain.charts.style import png
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import study
-from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.ask import answer
 from ddpm_lab.reports.tracked import NUMBERS, tell
 from ddpm_lab.training import tracking
 from ddpm_lab.training.checkpoint import Checkpoint, read

@@ -13,9 +13,10 @@ from ddpm_lab.config import CHECK, RunConfig
 from ddpm_lab.explain import trained as learned
 from ddpm_lab.explain.comparisons import Comparison, comparisons
 from ddpm_lab.explain.frames import Study
-from ddpm_lab.plan import NOT_TRAINED, WITH_TRIALS, scaled
+from ddpm_lab.plan import NOT_TRAINED, scaled
 from ddpm_lab.questions import quality as trained
-from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.ask import answer
+from ddpm_lab.questions.ask import trained as with_runs
 
 BF16, LARGE, MICRO = RunConfig(precision="bf16"), RunConfig(global_batch_size=64), RunConfig(accumulation=2)
 SPEEDS = {"bf16": (BF16, 1.6), "batch 64": (LARGE, 1.3), "2 micro-batches": (MICRO, 0.9)}
@@ -95,7 +96,7 @@ def checked(study: Study, error: float) -> Study:
     return replace(study, records=(*checks, *study.records))
 
 
-@pytest.mark.parametrize("name", [*WITH_TRIALS, "quality"])
+@pytest.mark.parametrize("name", [*with_runs(), "quality"])
 def test_checks_are_no_rows_and_are_told_where_they_fail(name: str) -> None:
     speeds = make.sets(SPEEDS, experiment=name, family="tiny, batch 32, 1 rank")
     plain = replace(make.study(speeds, name), trials=tuple(make.trials(LOSSES)))

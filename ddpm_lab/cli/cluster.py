@@ -52,7 +52,7 @@ def submit(options: argparse.Namespace) -> int:
 
 def _check(task: list[str], able: Sequence[str], parser_of: Callable[[Sequence[str]], argparse.ArgumentParser]) -> None:
     """Raise ConfigError for a command that cannot be run as a job."""
-    from ddpm_lab.questions.ask import QUESTIONS  # noqa: PLC0415
+    from ddpm_lab.questions.ask import questions  # noqa: PLC0415
 
     if not task:
         raise ConfigError("there is no command: give it after two dashes, such as submit -- run amp")
@@ -67,7 +67,7 @@ def _check(task: list[str], able: Sequence[str], parser_of: Callable[[Sequence[s
         reason = refusal.getvalue().strip().removeprefix("ddpm-lab: ") or "it only shows help"
         raise ConfigError(f"the command {shlex.join(task)} cannot be run: {reason}") from end
     for name in getattr(parsed, "experiments", ()):
-        choice("experiment", name, QUESTIONS)
+        choice("experiment", name, questions())
 
 
 def collect(options: argparse.Namespace) -> int:

@@ -27,24 +27,23 @@ WIDTH = 100
 
 def _questions() -> dict[str, dict[str, declared.Option]]:
     """The settings of each question, with those of its runs for quality."""
-    from ddpm_lab.plan import WITH_TRIALS  # noqa: PLC0415 - commands load what they need
-    from ddpm_lab.questions.ask import QUESTIONS  # noqa: PLC0415
+    from ddpm_lab.questions.ask import questions, trained  # noqa: PLC0415
     from ddpm_lab.questions.quality import quality  # noqa: PLC0415
 
-    trained = {name: declared.options(quality)[name] for name in ("seeds", "images")}
+    of_runs = {name: declared.options(quality)[name] for name in ("seeds", "images")}
     return {
-        name: {**declared.options(function), **(trained if name in WITH_TRIALS else {})}
-        for name, function in QUESTIONS.items()
+        name: {**declared.options(function), **(of_runs if name in trained() else {})}
+        for name, function in questions().items()
     }
 
 
 def _add_options_of_questions(parser: Parser, words: Sequence[str]) -> None:
     """Add the options of the questions among ``words``, or of all; of others a hint says who takes them."""
-    from ddpm_lab.questions.ask import QUESTIONS  # noqa: PLC0415
+    from ddpm_lab.questions.ask import every_question  # noqa: PLC0415
 
     questions = _questions()
     asked = [name for name in questions if name in words]
-    about = [f"  {name:14} {str(f.__doc__).partition('?')[0]}?" for name, f in QUESTIONS.items()]
+    about = [f"  {name:14} {every_question()[name].about.title}" for name in questions]
     parser.epilog = "\n".join(["experiments:", *about, "", str(parser.epilog)])
     group = parser.add_argument_group(f"options of {', '.join(asked)}" if asked else "options of the experiments")
     for name in dict.fromkeys(name for of_question in questions.values() for name in of_question):
@@ -97,16 +96,15 @@ def _answer(measured: Any, table: Any) -> dict[str, Any]:
     if missing := missing_to_explain():
         advice = f"measured; {missing} is not installed here, so take the ledger elsewhere: ddpm-lab figures"
         return {**values, "finding": f"{advice} --ledger {measured.ledger.name}"}
-    from ddpm_lab.explain import show  # noqa: PLC0415
     from ddpm_lab.explain.charts.style import save  # noqa: PLC0415
     from ddpm_lab.questions import lost_scaling  # noqa: PLC0415
-    from ddpm_lab.questions.answers import answer  # noqa: PLC0415
+    from ddpm_lab.questions.ask import answer  # noqa: PLC0415
     from ddpm_lab.questions.experiments import study_of  # noqa: PLC0415
 
     shown = answer(study := dataclasses.replace(study_of(measured), bands=table))
     found = shown.finding
     values |= {"headline": found.headline, "finding": found.claim, "verdict": found.verdict, "status": found.status}
-    figure = measured.output_dir / "image_output" / f"{show.NAMES[study.experiment]}.png"
+    figure = measured.output_dir / "image_output" / f"{shown.file}.png"
     save(shown.figure(), figure)
     values |= {"way_out": found.way_out, "figure": str(figure)}
     lost = [

@@ -75,7 +75,6 @@ def recommend(options: argparse.Namespace) -> int:
         print(f"measured; {missing.name} is not installed here: take the ledger elsewhere, ddpm-lab recommend --ledger")
         return 0
     from ddpm_lab.explain.charts.style import save  # noqa: PLC0415
-    from ddpm_lab.explain.show import NAMES  # noqa: PLC0415
     from ddpm_lab.explain.table import plain as plain_table  # noqa: PLC0415
     from ddpm_lab.questions.recommendation import FILE  # noqa: PLC0415
 
@@ -88,7 +87,7 @@ def recommend(options: argparse.Namespace) -> int:
     else:
         print(plain_table(answer.table()), found.claim, sep="\n")
         if not reads:
-            image = study.output_dir / "image_output" / f"{NAMES[study.experiment]}.png"
+            image = study.output_dir / "image_output" / f"{answer.file}.png"
             save(answer.figure(), image)
             print(f"figure: {image}")
             if options.workload is None:  # a file is for ddpm-lab train
@@ -112,7 +111,7 @@ def bottleneck(options: argparse.Namespace) -> int:
     from ddpm_lab.explain.charts.style import save  # noqa: PLC0415
     from ddpm_lab.explain.frames import read_study  # noqa: PLC0415
     from ddpm_lab.questions import bottleneck as question  # noqa: PLC0415
-    from ddpm_lab.questions.answers import answer  # noqa: PLC0415
+    from ddpm_lab.questions.ask import answer  # noqa: PLC0415
 
     output = output_folder(options.output_dir)
     if options.ledger or options.machine:

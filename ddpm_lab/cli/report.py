@@ -141,7 +141,7 @@ def benchmark(options: argparse.Namespace) -> int:
         print("ddpm-lab benchmark --ledger ledger.jsonl writes the report, the figures and the tables")
         return 0
     from ddpm_lab.explain.table import show  # noqa: PLC0415
-    from ddpm_lab.questions.answers import answer  # noqa: PLC0415
+    from ddpm_lab.questions.ask import answer  # noqa: PLC0415
     from ddpm_lab.reports import benchmark  # noqa: PLC0415
 
     study = experiments.run("multi_gpu", ledger=source, machine=machine).study

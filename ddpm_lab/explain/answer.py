@@ -37,6 +37,10 @@ class Answer:
     figure: Callable[[], Figure]
     table: Callable[[], Table]
     views: Sequence[View] = ()
+    file: str = ""
+    """Name of the question's notebook and figures."""
+    trains: bool = False
+    """Whether the question's configurations can be trained for their quality."""
 
     def figures(self) -> list[tuple[str, Figure, str]]:
         """Return the further figures that have data as (caption, figure, name of the file)."""

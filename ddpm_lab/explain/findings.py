@@ -10,7 +10,7 @@ from ddpm_lab.explain import decisions, machine_state, phrases, quality, sentenc
 from ddpm_lab.explain.comparisons import COMPARED, MECHANISM_ONLY, QUALITY, Comparison, comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.stats import Interval
-from ddpm_lab.plan import WHOLE_QUESTION, WITH_TRIALS
+from ddpm_lab.plan import WHOLE_QUESTION
 
 FAILED = "failed"
 ANSWERED = "answered"
@@ -71,7 +71,7 @@ def plain(study: Study, headline: str, status: str, *notes: str, evidence: str =
     """A finding about no comparison; empty notes are dropped."""
     return Finding(
         experiment=study.experiment,
-        question=phrases.QUESTIONS.get(study.experiment, study.experiment),
+        question=study.experiment,
         headline=headline,
         evidence=evidence.strip(),
         notes=tuple(filter(None, map(str.strip, notes))),
@@ -228,10 +228,9 @@ def _labels(rows: Sequence[Comparison]) -> str:
     return phrases.joined(list(dict.fromkeys(r.label for r in rows)))
 
 
-def how_to_judge(study: Study, found: Finding) -> str:
+def how_to_judge(study: Study, found: Finding, *, trains: bool) -> str:
     """The command that measures what a question's settings cost in quality; empty where it is known, or none does."""
-    able = study.experiment in WITH_TRIALS and study.experiment != "peers"  # which is about other trainers
-    if not able or not found.sets or found.quality != f"quality {QUALITY}":
+    if not trains or study.experiment == "peers" or not found.sets or found.quality != f"quality {QUALITY}":
         return ""
     command = f"ddpm-lab run {study.experiment} --seeds 8"
     last = study.records[-1]

@@ -14,22 +14,6 @@ from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.stats import Interval
 from ddpm_lab.plan import LOST
 
-QUESTIONS = {
-    "profile": "Where does the time of a training step go?",
-    "multi_gpu": "Do more ranks or GPUs train faster?",
-    "amp": "Does mixed precision speed up training?",
-    "workers": "How many loader workers are worth having?",
-    "torch_compile": "Is torch.compile worth its compile time?",
-    "all_reduce": "How fast do ranks exchange gradients?",
-    "batch_size": "How large a batch fits, and does a larger one train faster?",
-    "exchange": "How should ranks exchange gradients?",
-    "peers": "How fast is this trainer beside others, and how far from the limit?",
-    "bottleneck": "What should be changed next?",
-    "quality": "Does any setting cost quality?",
-    "claims": "Which published claims hold here?",
-    "compare": "Which of the two is faster?",
-    "recommendation": "Which settings should I use on this machine?",
-}
 DASH = "\N{EN DASH}"
 
 

@@ -26,26 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = ["figure", "finding", "more", "table"]
 
-NAMES = {
-    "profile": "01_profile",
-    "multi_gpu": "02_multi_gpu",
-    "amp": "03_amp",
-    "workers": "04_workers",
-    "torch_compile": "05_torch_compile",
-    "batch_size": "batch_size",
-    "exchange": "exchange",
-    "all_reduce": "all_reduce",
-    "peers": "07_peers",
-    "quality": "08_quality",
-    "claims": "09_claims",
-    "bottleneck": "bottleneck",
-    "recommendation": "06_recommendation",
-}
-
 
 def figure(answer: Answer) -> None:
     """Show the answer's figure with its text alternative, and write it to ``image_output/NN_name.png``."""
-    _show_figure(answer.figure(), answer.finding.headline, _path(answer.study, ""))
+    _show_figure(answer.figure(), answer.finding.headline, _path(answer))
 
 
 def table(answer: Answer) -> None:
@@ -60,7 +44,7 @@ def _show_table(rows: Table) -> None:
 def finding(answer: Answer) -> None:
     """Show the computed answer, and attach its values to the output for the index of the report."""
     study, found = answer.study, answer.finding
-    how = findings.how_to_judge(study, found)
+    how = findings.how_to_judge(study, found, trains=answer.trains)
     last = study.records[-1] if study.records else None
     told = ("experiment", "headline", "claim", "verdict", "status", "hardware", "date", "sets", "quality", "way_out")
     rests_on = ([found.speed] if found.sets else []) + list(machine_state.warnings(study))
@@ -95,7 +79,7 @@ def more(answer: Answer) -> None:
         _display({"text/markdown": "There are none for this question.", "text/plain": "no further figures"})
     for caption, extra, name in further:
         _display({"text/markdown": literal(caption), "text/plain": caption})
-        _show_figure(extra, caption, _path(study, f"_{name}"))
+        _show_figure(extra, caption, _path(answer, f"_{name}"))
     for caption, frame in numbers:
         _display({"text/markdown": literal(caption), "text/plain": caption})
         _show_table(frame)
@@ -113,8 +97,8 @@ def _traces(study: Study) -> list[Path]:
     return [path for path in paths if (study.output_dir / path).is_file()]
 
 
-def _path(study: Study, suffix: str) -> Path:
-    return study.output_dir / "image_output" / f"{NAMES[study.experiment]}{suffix}.png"
+def _path(answer: Answer, suffix: str = "") -> Path:
+    return answer.study.output_dir / "image_output" / f"{answer.file}{suffix}.png"
 
 
 def _show_figure(drawn: Figure, alt: str, path: Path) -> None:

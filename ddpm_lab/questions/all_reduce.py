@@ -17,6 +17,7 @@ from ddpm_lab.explain.findings import ANSWERED, compared, plain
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import Experiment, Family, Plan
+from ddpm_lab.questions.question import Question
 from ddpm_lab.training.setting import Setup, WorldSizes
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ Messages = Annotated[Sequence[int] | None, Opt("bytes of the messages", least=4)
 ALL_REDUCE = "ddpm_lab.training.allreduce:all_reduce"
 PLAN = Plan(turns=6, window_seconds=0.1, window_steps=5, settle_steps=2, warmup_steps=5)
 """Nothing is compared with anything: a time within some per cent is enough, and large messages take long."""
+QUESTION = Question(title="How fast do ranks exchange gradients?", file="all_reduce", plan=PLAN)
 MESSAGES = (2**10, 2**14, 2**18, 2**20, 2**23, 2**26)
 FULL_MESSAGES = tuple(2**power for power in range(10, 27, 2))
 """Bytes, from where latency alone counts to where bandwidth alone does."""

@@ -8,6 +8,7 @@ from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import Experiment, Family
 from ddpm_lab.questions.quality import trained_views
+from ddpm_lab.questions.question import Question
 from ddpm_lab.training.setting import (
     CPU_PRECISIONS,
     CUDA_PRECISIONS,
@@ -16,6 +17,8 @@ from ddpm_lab.training.setting import (
     Setup,
     WorldSizes,
 )
+
+QUESTION = Question(title="Does mixed precision speed up training?", file="03_amp", trains=True)
 
 
 def amp(

@@ -1,54 +1,78 @@
-"""Ask a question: one function for each experiment, from settings to the configurations that answer it.
+"""Find the questions, ask one for its configurations, and answer it from records.
 
-Each takes a ``Setup`` (what is trained, on what, how much) and a grid, of which None means the preset's choice for this
-machine. What the machine cannot run is left out and named, or refused if it was asked for by name.
+Every module of this folder that has a ``QUESTION`` is one. Its function takes a ``Setup`` (what is trained, on what,
+how much) and a grid, of which None means the preset's choice for this machine. What the machine cannot run is left out
+and named, or refused if it was asked for by name.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import pkgutil
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.declared import arguments
-from ddpm_lab.plan import RECOMMENDATION, SEARCH, WITH_TRIALS, Experiment
-from ddpm_lab.questions import all_reduce as collectives
-from ddpm_lab.questions.all_reduce import all_reduce
-from ddpm_lab.questions.amp import amp
-from ddpm_lab.questions.batch_size import batch_size
-from ddpm_lab.questions.bottleneck import bottleneck
-from ddpm_lab.questions.claims import claims
-from ddpm_lab.questions.exchange import exchange
-from ddpm_lab.questions.multi_gpu import multi_gpu
-from ddpm_lab.questions.peers import PLAN, peers
-from ddpm_lab.questions.profile import profile
-from ddpm_lab.questions.quality import quality, with_trials
+from ddpm_lab.explain.answer import Answer, speeds
+from ddpm_lab.explain.findings import compared
+from ddpm_lab.explain.frames import Study, once
+from ddpm_lab.plan import RECOMMENDATION, SEARCH, Experiment, Plan
+from ddpm_lab.questions.quality import with_trials
+from ddpm_lab.questions.question import Question
 from ddpm_lab.questions.search import SEARCH_PLAN, recommendation, search
-from ddpm_lab.questions.torch_compile import torch_compile
-from ddpm_lab.questions.workers import workers
 from ddpm_lab.training.own_workload import nothing_asked
 from ddpm_lab.training.setting import Setup
 
-PLANS = {"peers": PLAN, "all_reduce": collectives.PLAN, SEARCH: SEARCH_PLAN}
-"""How a set is measured where it is not as the preset says."""
-LONG = ("peers", "quality", "claims")
-"""Questions that take too long to be measured beside the others: notebooks do so in the preset ``full`` only."""
-QUESTIONS: dict[str, Callable[..., Experiment]] = {
-    f.__name__: f
-    for f in (
-        *(profile, multi_gpu, amp, workers, torch_compile, batch_size, exchange, all_reduce, peers, quality),
-        *(bottleneck, claims),
-    )
-}
+
+class Entry(NamedTuple):
+    """A question: what it declares, and its functions."""
+
+    about: Question
+    ask: Callable[..., Experiment]
+    answer: Callable[[Study], Answer] | None
+
+
+@cache
+def every_question() -> dict[str, Entry]:
+    """All questions by name, those with a notebook first."""
+    names = [found.name for found in pkgutil.iter_modules([str(Path(__file__).parent)])]
+    modules = {name: import_module(f"ddpm_lab.questions.{name}") for name in names}
+    found = {
+        n: Entry(m.QUESTION, getattr(m, n), getattr(m, "answer", None))
+        for n, m in modules.items()
+        if hasattr(m, "QUESTION")
+    }
+    return dict(sorted(found.items(), key=lambda item: item[1].about.file))
+
+
+def questions() -> dict[str, Callable[..., Experiment]]:
+    """The functions that ask, by name, of the questions that ``ddpm-lab run`` measures."""
+    return {name: entry.ask for name, entry in every_question().items() if entry.about.asked}
+
 
 STAGES: dict[str, Callable[..., Experiment]] = {f.__name__: f for f in (search, recommendation)}
 """What ``recommend`` measures in the course of its answer; nobody asks for one alone."""
 
 
+def plan_of(name: str, usual: Plan) -> Plan:
+    """How a set of a question is measured: its own plan, or the preset's."""
+    if name == SEARCH:
+        return SEARCH_PLAN
+    return (name in questions() and every_question()[name].about.plan) or usual
+
+
+def trained() -> tuple[str, ...]:
+    """Questions about speed whose configurations can be trained for quality besides."""
+    return tuple(name for name, entry in every_question().items() if entry.about.trains)
+
+
 def ask(name: str, setup: Setup, *, seeds: int | None = None, images: int | None = None, **grid: Any) -> Experiment:
     """The experiment that answers a question; ``seeds`` and ``images`` are those of the runs that are for quality."""
-    grid = arguments({**QUESTIONS, **STAGES}[name], grid, name)
+    grid = arguments({**questions(), **STAGES}[name], grid, name)
     experiment = _ask(name, setup, seeds=seeds, images=images, **grid)
     # A question has one primary comparison: that of its first family.
     others = tuple(dataclasses.replace(f, primary="") for f in experiment.families[1:])
@@ -58,13 +82,26 @@ def ask(name: str, setup: Setup, *, seeds: int | None = None, images: int | None
 def _ask(name: str, setup: Setup, *, seeds: int | None, images: int | None, **grid: Any) -> Experiment:
     if setup.own and setup.own.lacks(name):
         return nothing_asked(name, setup)
-    trained = {option: value for option, value in (("seeds", seeds), ("images", images)) if value is not None}
-    if name in (*WITH_TRIALS, RECOMMENDATION):
-        return with_trials({**QUESTIONS, **STAGES}[name](setup, **grid), setup, seeds=seeds, images=images)
+    made = {**questions(), **STAGES}[name]
     if name == SEARCH:
         return search(setup, **grid)
-    for option, value in trained.items():
+    given = {option: value for option, value in (("seeds", seeds), ("images", images)) if value is not None}
+    if name in (*trained(), RECOMMENDATION):
+        return with_trials(made(setup, **grid), setup, seeds=seeds, images=images)
+    for option, value in given.items():
         if name != "quality":
-            able = ", ".join((*WITH_TRIALS, "quality"))
+            able = ", ".join((*trained(), "quality"))
             raise ConfigError(f"{option} is {value!r}, and {name} trains no runs for quality: only {able} do")
-    return QUESTIONS[name](setup, **grid, **arguments(QUESTIONS[name], trained, name))
+    return made(setup, **grid, **(arguments(made, given, name) if given else {}))
+
+
+@once
+def answer(study: Study) -> Answer:
+    """The answer that the records of a study give to its question; of a comparison without one, of its speeds."""
+    entry = every_question().get(study.experiment)
+    found = entry.answer(study) if entry and entry.answer else speeds(study, compared(study))
+    if entry is None:
+        return found
+    about = entry.about
+    named = dataclasses.replace(found.finding, question=about.title)
+    return dataclasses.replace(found, finding=named, file=about.file, trains=about.trains)

@@ -18,11 +18,14 @@ from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import Experiment, Family
 from ddpm_lab.questions.quality import trained_views
+from ddpm_lab.questions.question import Question
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Batches, Precision, Setup, WorldSize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+QUESTION = Question(title="How large a batch fits, and does a larger one train faster?", file="batch_size", trains=True)
 
 CAVEAT = "Equal images in other batches are not equal training."
 

@@ -39,8 +39,11 @@ from ddpm_lab.measure.shortfall import COMPILE_SECONDS
 from ddpm_lab.plan import WEAK, Experiment, Family
 from ddpm_lab.questions import lost_scaling, torch_compile
 from ddpm_lab.questions.batch_size import CAVEAT
+from ddpm_lab.questions.question import Question
 from ddpm_lab.record import set_log_ratio
 from ddpm_lab.training.setting import Batch, Setup, WorldSize, check_cores
+
+QUESTION = Question(title="What should be changed next?", file="bottleneck")
 
 BASELINE = "the present settings"
 COMPILE_SHARE = 0.5

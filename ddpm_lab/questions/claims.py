@@ -25,7 +25,10 @@ from ddpm_lab.measure.alone import WORKLOAD
 from ddpm_lab.plan import Experiment, Family, Trial, scaling
 from ddpm_lab.questions import faults, torch_compile
 from ddpm_lab.questions.faults import FAULTS, Records, readings
+from ddpm_lab.questions.question import Question
 from ddpm_lab.training.setting import Batch, Setup
+
+QUESTION = Question(title="Which published claims hold here?", file="09_claims", long=True)
 
 Repeats = Annotated[int | None, Opt("times that each wrong way is run", least=1)]
 BAR_STEPS = 6

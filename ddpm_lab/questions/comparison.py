@@ -32,7 +32,7 @@ from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.plan import Experiment, Family, Plan
-from ddpm_lab.questions.answers import answer as answered
+from ddpm_lab.questions.ask import answer as answered
 from ddpm_lab.questions.experiments import study_of
 from ddpm_lab.questions.planning import MOST_SETS, Measured, Planned, cores_of_pair, on_cores, plan_experiment
 from ddpm_lab.record import RunRecord

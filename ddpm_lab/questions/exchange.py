@@ -16,7 +16,10 @@ from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import Experiment, Family
 from ddpm_lab.questions.bottleneck import NO_EXCHANGE
 from ddpm_lab.questions.quality import trained_views
+from ddpm_lab.questions.question import Question
 from ddpm_lab.training.setting import Batch, Precision, Setup, WorldSizes
+
+QUESTION = Question(title="How should ranks exchange gradients?", file="exchange", trains=True)
 
 BASELINE = "default"
 _SETTINGS: dict[str, dict[str, Any]] = {

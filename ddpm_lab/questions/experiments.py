@@ -30,8 +30,7 @@ from ddpm_lab.files import CHECKOUT, LEDGER, ledgers, output_folder
 from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials
 from ddpm_lab.measure import hardware
 from ddpm_lab.plan import PRESETS, Experiment
-from ddpm_lab.questions.answers import answer
-from ddpm_lab.questions.ask import LONG, QUESTIONS
+from ddpm_lab.questions.ask import answer, every_question, questions
 from ddpm_lab.questions.planning import Measured, Planned, Settings, plan_question
 from ddpm_lab.questions.recommend import LEAST_MINUTES, recommend
 from ddpm_lab.questions.recommendation import combination as together
@@ -59,17 +58,17 @@ def run(
 
     With ``ledger`` (files to read) or ``machine`` (whose records to show) nothing is measured. Nor is it with
     ``published``, which shows what this machine has measured before, or else the records that came with the checkout;
-    None asks for that where measuring is LONG and the preset is not ``full``. ``bands`` name parallel efficiencies:
+    None asks for that where measuring takes long and the preset is not ``full``. ``bands`` name parallel efficiencies:
     s000, s001 or a table of your own (see ``explain.bands``). The other settings are those of ``measure``. Raises
     ConfigError, DataError or LedgerError, in one sentence, before any rank is started.
     """
-    choice("experiment", name, QUESTIONS)
+    choice("experiment", name, questions())
     table = bands_called(bands)
     if published is not None and not isinstance(published, bool):
         raise ConfigError(f"published is {published!r}: give True, False or None")
     if ledger is not None or machine is not None:
         shown = _stored(name, output_dir, ledger, machine, settings.get("workload"))
-    elif published or (published is None and name in LONG and settings.get("preset") != "full"):
+    elif published or (published is None and every_question()[name].about.long and settings.get("preset") != "full"):
         shown = _published(name, output_folder(output_dir))
         usual = {f.name: f.default for f in dataclasses.fields(Settings)}
         idle = [n for n, value in settings.items() if n != "preset" and value is not None and value != usual.get(n)]

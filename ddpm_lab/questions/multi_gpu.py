@@ -24,6 +24,7 @@ from ddpm_lab.explain.stats import Interval
 from ddpm_lab.plan import SCALINGS, WEAK, Experiment, Family
 from ddpm_lab.questions import lost_scaling as lost
 from ddpm_lab.questions.quality import trained_views
+from ddpm_lab.questions.question import Question
 from ddpm_lab.training.setting import (
     CPU_PRECISIONS,
     Batches,
@@ -35,6 +36,8 @@ from ddpm_lab.training.setting import (
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+QUESTION = Question(title="Do more ranks or GPUs train faster?", file="02_multi_gpu", trains=True)
 
 FULL_BATCH_SIZES = (32, 64, 128, 256, 512)
 

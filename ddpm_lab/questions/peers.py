@@ -41,6 +41,7 @@ from ddpm_lab.plan import (
     Plan,
 )
 from ddpm_lab.questions.quality import trained_views
+from ddpm_lab.questions.question import Question
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Batch, Setup, usual_settings
 
@@ -64,6 +65,13 @@ SAMPLED = 16
 """Images sampled at once."""
 PLAN = Plan(window_seconds=1.0, settle_steps=1, warmup_steps=3)
 """Steps of seconds need few of them: no window shorter than a second, and ratios of two or three no hundredth parts."""
+QUESTION = Question(
+    title="How fast is this trainer beside others, and how far from the limit?",
+    file="07_peers",
+    trains=True,
+    long=True,
+    plan=PLAN,
+)
 
 
 def peers(

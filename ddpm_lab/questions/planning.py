@@ -33,7 +33,7 @@ from ddpm_lab.measure.shortfall import LEAST_SETS, RESOLUTION, Target
 from ddpm_lab.plan import OTHERS, PRIMARY, TUNED, Experiment, Plan
 from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.questions import probe
-from ddpm_lab.questions.ask import PLANS, QUESTIONS, STAGES, ask
+from ddpm_lab.questions.ask import STAGES, ask, plan_of, questions
 from ddpm_lab.questions.peers import PUBLISHED
 from ddpm_lab.record import TWIN, LedgerError
 from ddpm_lab.training.own_workload import check_brought, check_name, code_of, look_at, with_own
@@ -100,7 +100,7 @@ class Settings:
 
     def check(self, question: str) -> None:
         """Raise ConfigError for what cannot be meant or run; what the question itself takes it checks."""
-        choice("experiment", question, (*QUESTIONS, *STAGES))
+        choice("experiment", question, (*questions(), *STAGES))
         device = usual_device(self.device)
         choice("device", device, DEVICES)
         check_ranks(device, 1, len(hardware.gpus()), 1)
@@ -242,7 +242,7 @@ def plan_question(name: str, **settings: Any) -> Planned:
     asked.check(name)
     scope, smoke = preset_called(asked.preset), asked.preset == "smoke"
     output, progress = output_folder(asked.output_dir), Progress(name, quiet=asked.quiet, say=asked.say)
-    plan = PLANS.get(name, scope.plan)
+    plan = plan_of(name, scope.plan)
     if smoke:
         plan = replace(plan, turns=scope.plan.turns)
     limits = (asked.sets, asked.minutes, asked.resolution)

@@ -19,6 +19,7 @@ from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import Experiment
 from ddpm_lab.questions import bottleneck
+from ddpm_lab.questions.question import Question
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import (
     Batch,
@@ -29,6 +30,8 @@ from ddpm_lab.training.setting import (
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+QUESTION = Question(title="Where does the time of a training step go?", file="01_profile")
 
 _DRAWN_OPERATORS = 10
 RESIDUAL = "in no phase"

@@ -27,11 +27,14 @@ from ddpm_lab.explain.findings import ANSWERED, Finding, about, compared, untrai
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.explain.table import Table
 from ddpm_lab.plan import LOST, Experiment, Family, Fid, Trial, scaled
+from ddpm_lab.questions.question import Question
 from ddpm_lab.record import RunRecord
 from ddpm_lab.training.setting import Batch, Setup
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+QUESTION = Question(title="Does any setting cost quality?", file="08_quality", long=True)
 
 
 Images = Annotated[int | None, Opt("images that each of these runs trains on", least=1)]

@@ -31,6 +31,7 @@ from ddpm_lab.explain.table import Table, without_constant
 from ddpm_lab.plan import SEARCH, TOGETHER, WEAK, Family
 from ddpm_lab.questions import torch_compile
 from ddpm_lab.questions.batch_size import beside as batch_sizes
+from ddpm_lab.questions.question import Question
 from ddpm_lab.questions.search import SIMPLER, Belief, admissible, believe, observations
 from ddpm_lab.record import LedgerError
 from ddpm_lab.settings_file import OWN as OF_A_RUN
@@ -39,6 +40,8 @@ from ddpm_lab.space import BATCH, Cell, Space
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+QUESTION = Question(title="Which settings should I use on this machine?", file="06_recommendation", asked=False)
 
 FILE = "recommended.toml"
 STEPS = 800_000

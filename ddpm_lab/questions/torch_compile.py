@@ -20,10 +20,13 @@ from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import Experiment, Family
 from ddpm_lab.questions.quality import trained_views
+from ddpm_lab.questions.question import Question
 from ddpm_lab.training.setting import Batch, Precision, Setup, Workers, WorldSizes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+QUESTION = Question(title="Is torch.compile worth its compile time?", file="05_torch_compile", trains=True)
 
 
 def torch_compile(

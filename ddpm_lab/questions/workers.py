@@ -15,6 +15,7 @@ from ddpm_lab.explain.findings import compared
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.plan import Experiment, Family
 from ddpm_lab.questions.quality import identity_trials
+from ddpm_lab.questions.question import Question
 from ddpm_lab.training.setting import (
     CPU_PRECISIONS,
     CUDA_PRECISIONS,
@@ -22,6 +23,8 @@ from ddpm_lab.training.setting import (
     Precisions,
     Setup,
 )
+
+QUESTION = Question(title="How many loader workers are worth having?", file="04_workers")
 
 PRIMARY_WORKERS = 2
 """Whose comparison with none is the primary one."""

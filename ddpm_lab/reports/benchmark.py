@@ -26,7 +26,7 @@ from ddpm_lab.explain.stats import Interval
 from ddpm_lab.explain.table import Table, csv_text, literal, markdown
 from ddpm_lab.files import replace as write_file
 from ddpm_lab.questions import multi_gpu
-from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.ask import answer
 from ddpm_lab.record import RunRecord
 from ddpm_lab.reports.summary import Summary, of_run
 

@@ -19,15 +19,14 @@ from ddpm_lab.explain.charts.style import png
 from ddpm_lab.explain.findings import Finding
 from ddpm_lab.explain.frames import RECOMMENDATION, Study, study
 from ddpm_lab.explain.quality import NOT_MEASURED
-from ddpm_lab.explain.show import NAMES
 from ddpm_lab.files import replace
 from ddpm_lab.ledger import PUBLISHED, Head, Ledger, published_trials, read_all
 from ddpm_lab.plan import SEARCH
-from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.ask import answer, every_question
 from ddpm_lab.record import LedgerError, RunRecord
 from ddpm_lab.reports.anonymous import anonymous
 
-SHOWN = {*NAMES, SEARCH}
+SHOWN = {*every_question(), SEARCH}
 """Experiments whose records some figure shows: the questions, and the search behind the recommendation."""
 FIGURES = Path("image_output", "published")
 RECORDS = PUBLISHED
@@ -130,7 +129,7 @@ def _readme(output: Path) -> str | None:
             first=first,
             where=f"{shown[first.experiment].hardware}, {shown[first.experiment].date}",
             folder=(FIGURES / slug).as_posix(),
-            names=NAMES,
+            names={name: entry.about.file for name, entry in every_question().items()},
             answers=told,
             bar="\\|",
         )
@@ -186,13 +185,14 @@ def _shown(heads: Sequence[Head], machine: str | None) -> list[Head]:
 
 def _studies(records: Sequence[RunRecord], output: Path, machine: str | None = None) -> list[Study]:
     asked = {RECOMMENDATION, *(r.experiment for r in records)}
-    studies = [study(records, name, machine=machine, output_dir=output) for name in NAMES if name in asked]
+    studies = [study(records, name, machine=machine, output_dir=output) for name in every_question() if name in asked]
     trials = published_trials(output)
     return [dataclasses.replace(s, published_trials=trials) for s in studies]
 
 
 def _pictures(study: Study, folder: Path) -> list[tuple[Path, bytes]]:
-    stem, shown = NAMES[study.experiment], answer(study)
+    shown = answer(study)
+    stem = shown.file
     drawn = [(stem, shown.figure()), *((f"{stem}_{name}", extra) for _, extra, name in shown.figures())]
     return [(folder / f"{name}.png", png(figure)) for name, figure in drawn]
 

@@ -29,13 +29,12 @@ from ddpm_lab.plan import RECOMMENDATION
 from ddpm_lab.plan import preset as preset_called
 from ddpm_lab.questions import agenda
 from ddpm_lab.questions import calibrate as calibration
-from ddpm_lab.questions.ask import QUESTIONS
+from ddpm_lab.questions.ask import every_question
 from ddpm_lab.reports.notebooks import NUMBERED, ReportError, choose, execute, load
 from ddpm_lab.training.own_workload import check_brought, check_name
 from ddpm_lab.training.setting import usual_device
 from ddpm_lab.training.stopping import Stop
 
-LONG = ("06_recommendation", "07_peers", "08_quality", "09_claims")
 """They show what the others measured, or what was measured before, and get time to measure only in ``full``."""
 _SHOWING = ("bands", "minutes", "published")
 """Parameters of notebooks that say how results are shown, and not what is measured."""
@@ -149,6 +148,10 @@ def _command(options: Mapping[str, Any], parameters: Mapping[str, Any], notebook
     return shlex.join([*words, *(word for notebook in notebooks for word in ("--notebook", str(notebook)))])
 
 
+def _takes_long(file: Path) -> bool:
+    return _question(file) == RECOMMENDATION or every_question()[_question(file)].about.long
+
+
 def _question(file: Path) -> str:
     return file.stem.partition("_")[2]
 
@@ -213,10 +216,10 @@ class _Run:
         names = {
             _question(file): file
             for file, values in self.values.items()
-            if _question(file) in (*QUESTIONS, RECOMMENDATION)  # one of the user's own measures by itself
+            if _question(file) in every_question()  # one of the user's own measures by itself
             and "minutes" in papermill.inspect_notebook(file)
             and "minutes" not in values
-            and (self.given["preset"] == "full" or file.stem not in LONG)
+            and (self.given["preset"] == "full" or not _takes_long(file))
         }
         asked = {
             name: {k: v for k, v in self.values[file].items() if k not in _SHOWING}

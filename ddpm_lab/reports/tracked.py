@@ -12,7 +12,7 @@ from ddpm_lab.explain.charts.style import png
 from ddpm_lab.explain.comparisons import comparisons
 from ddpm_lab.explain.frames import Study
 from ddpm_lab.files import LEDGER
-from ddpm_lab.questions.answers import answer
+from ddpm_lab.questions.ask import answer
 from ddpm_lab.training.tracking import Tracker, environment, settings
 
 NUMBERS = ("images_per_second", "step_seconds", "peak_memory_bytes", "peak_rss_bytes", "sets", "disturbed_sets")
