@@ -59,6 +59,8 @@ class Busy(Planted):
         match option("fault", ""):
             case "raise":
                 raise RuntimeError("planted fault")
+            case "end of file":
+                raise EOFError("planted end of a file")
             case "hang":
                 time.sleep(3600)
             case "kill":

@@ -302,6 +302,13 @@ def test_others_are_measured_where_their_least_sets_fit_and_noted_where_not(lab:
     assert Counter(name for name, _ in lab.sets) == {"p": 4, "m": 1}, "a mechanism needs one set"
 
 
+def test_families_grow_at_one_pace_in_the_time_that_there_is(lab: Lab) -> None:
+    lab.run(experiment(family("f", 1), family("g", 1, first=10), family("h", 0, first=20)), seconds=360)
+    counts = Counter(name for name, _ in lab.sets)
+    assert set(counts) == {"f", "g", "h"}
+    assert max(counts.values()) - min(counts.values()) <= 1
+
+
 def test_exact_sets_are_just_so_many_whatever_the_time(lab: Lab) -> None:
     for asked, expected in ((2, 2), (2, 0), (5, 3)):
         lab.run(ONE, sets=asked, exact=True, seconds=10_000)

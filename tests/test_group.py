@@ -107,6 +107,7 @@ def test_peak_memory_is_the_ranks_own_and_not_its_parents() -> None:
     ("fault", "status", "words"),
     [
         ("raise", "crashed", "rank 1: RuntimeError: planted fault"),
+        ("end of file", "crashed", "rank 1: EOFError: planted end of a file"),
         ("kill", "crashed", "rank 1 was killed by SIGKILL"),
         ("exit", "crashed", "rank 1 ended with exit code 3"),
         ("oom", "oom", "rank 1: OutOfMemoryError"),

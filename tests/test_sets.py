@@ -155,7 +155,11 @@ def test_a_cold_compile_starts_with_empty_caches_and_sets_start_from_what_it_lef
         if sitting.member.role == "cold":
             filled[-1].touch()
     assert [s.compile_cache for s in seats] == ["cold", "cold", "warm", "warm"]
-    assert len(set(filled)) == 1
+    first, second, *others = filled
+    assert set(others) == {first} != {second}, "filled caches, which another may be using, stay"
+    seats[1].close()
+    assert first.exists()
+    assert not second.parent.exists()
 
 
 def test_caches_of_other_code_versions_are_removed_once_nobody_used_them_for_long(

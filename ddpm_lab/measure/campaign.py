@@ -177,7 +177,7 @@ class Campaign:
         done = 0
         for trial in trials:
             left = self.seconds_left()
-            if left is not None and left < self.lacks.trial_seconds([trial]):
+            if left is not None and left < self.lacks.may_take(trial):
                 progress.prefix = ""
                 progress.always(f"{len(trials) - done} trials did not fit into the time")
                 break
@@ -232,7 +232,9 @@ class Campaign:
             planned = min(self.target.sets, new + max(self.lacks.missing(family, c) for _, c in candidates))
             ends = now + self.lacks.set_seconds(family, len(candidates))
             if crowded_sets[family.name] >= planned or (ends > (latest if few else until) and (done or not needed)):
-                if crowded_sets[family.name] and few and family.baseline.device == "cpu":
+                # One set that was disturbed, where the time ends, does not say that the machine is too busy.
+                busy = crowded_sets[family.name] >= max(1, LEAST_SETS - have)
+                if busy and few and family.baseline.device == "cpu":
                     self.crowded_out = True
                 if crowded_sets[family.name] < planned:
                     return

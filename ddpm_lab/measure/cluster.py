@@ -98,15 +98,16 @@ class Process(NamedTuple):
                     own = towards.getsockname()[0].split("%")[0]
             except OSError as error:
                 raise ConfigError(f"torchrun's address {self.store.address} cannot be reached: {error}") from error
-            interface = names.get(own, "lo")
+            interface = names.get(own)
             if self.hosts > 1 and (own.startswith("127.") or own == "::1"):
                 raise ConfigError(
                     f"torchrun's address {self.store.address} is {own} here, which other hosts cannot reach: give "
                     "torchrun --local-addr with an address that they can, or -m ddpm_lab rank --interface NAME; for a "
-                    f"trial on this machine alone, -m ddpm_lab rank --interface {interface}"
+                    f"trial on this machine alone, -m ddpm_lab rank --interface {interface or 'lo'}"
                 )
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # it would take eth1 for eth10 too
+        if interface:  # some sandboxes list none
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # it would take eth1 for eth10 too
 
 
 class Channel:
@@ -449,7 +450,11 @@ class _Held:
         self._watch: Watch | None = None
         self._folder = GroupFolder()
         changed = {"config": config, "store": Store(*job["store"]), "folder": self._folder.path}
-        self.rank = LocalRank(RankJob(**{**job, **changed}))
+        try:
+            self.rank = LocalRank(RankJob(**{**job, **changed}))
+        except BaseException:
+            self._folder.remove()
+            raise
 
     def tell(self, command: str, arguments: dict[str, Any]) -> None:
         """Pass a command on to the rank, and watch the host during a window."""

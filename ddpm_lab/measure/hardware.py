@@ -35,10 +35,10 @@ WAYS_OUT = (
 )
 ASK_TORCH = (
     "import torch; torch.cuda.init(); gpus = range(torch.cuda.device_count()); "
-    "[(torch.ones(1, device=f'cuda:{i}') + 1).item() for i in gpus]; "
-    "print(*min(map(torch.cuda.get_device_capability, gpus)))"
+    "print(*min(map(torch.cuda.get_device_capability, gpus)), flush=True); "
+    "[(torch.ones(1, device=f'cuda:{i}') + 1).item() for i in gpus]"
 )
-"""Run a first kernel on each GPU, and print the lowest compute capability."""
+"""Print the lowest compute capability, and run a first kernel on each GPU."""
 TORCH_SECONDS = 120.0
 """How long torch may take for this."""
 
@@ -247,11 +247,12 @@ def _ask_torch() -> tuple[tuple[int, int] | None, str]:
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=TORCH_SECONDS)
     except subprocess.TimeoutExpired:
         return None, f"it did not answer within {TORCH_SECONDS:.0f} s"
+    major, minor = map(int, done.stdout.split()[-2:] or (0, 0))
+    capability = (major, minor) if major else None
     if done.returncode:
         # The first sentence of the error: what CUDA adds on further lines is for those who debug kernels.
         said = re.search(r"^[\w.]*(?:Error|Exception): (.+?)(?:\. |$)", done.stderr, re.MULTILINE)
         error = said[1] if said else f"the process that asked it ended with {done.returncode}"
         # One that others fill or hold may not be wanted; a rank on it says so.
-        return None, "" if "out of memory" in error or "busy" in error else error
-    major, minor = map(int, done.stdout.split()[-2:])
-    return (major, minor), ""
+        return capability, "" if "out of memory" in error or "busy" in error else error
+    return capability, ""

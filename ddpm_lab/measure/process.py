@@ -32,6 +32,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig, digest
 from ddpm_lab.measure.code_version import PACKAGE, Tree, is_library
 from ddpm_lab.workload import Unsupported
@@ -158,13 +159,27 @@ def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
     except BaseException as failure:
         error = _error(failure)
         with contextlib.suppress(OSError):
-            commands.send_bytes(json.dumps({"error": error}).encode())
+            say(job, commands, {"error": error})
     # The lab's processes are isolated; their interpreters hold nothing that is worth an orderly exit, and a
     # library's exit handler must not keep a group alive.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # as of a disk that is full
             stream.flush()
     os._exit(error is not None)
+
+
+def say(job: RankJob, commands: Connection, said: dict[str, Any]) -> None:
+    """Send the parent what a rank says; what is long goes by a file of the group's folder.
+
+    A rank that is stopped in the middle of a long message would hold up the parent, which waits for its end. Where the
+    file cannot be written, as on a full disk, it goes by the pipe all the same.
+    """
+    data = json.dumps(said).encode()
+    if len(data) > SHORT_BYTES:
+        with contextlib.suppress(OSError):
+            (job.folder / f"rank{job.rank}.said").write_bytes(data)
+            data = b"{}"
+    commands.send_bytes(data)
 
 
 def _rank_main_of(job: RankJob, commands: Connection, lifeline: Connection) -> None:
@@ -289,6 +304,8 @@ PRELOAD = (
 
 DONE, LEFT = "done", "left"
 """What is heard of a rank: it has done what it was told, or it will say no more."""
+SHORT_BYTES = 16_000
+"""Of a message that a pipe takes at once."""
 LOG_CHARACTERS = 4000
 
 
@@ -366,10 +383,17 @@ class LocalRank:
 
         What it measured is then its ``report``.
         """
-        with contextlib.suppress(EOFError, OSError, ValueError):
+        with contextlib.suppress(EOFError, OSError):
             if not self._pipe.poll():
                 return None if self._process.is_alive() or self._pipe.poll() else LEFT
-            said = json.loads(self._pipe.recv_bytes())
+            data = self._pipe.recv_bytes()
+            try:
+                said = json.loads(data) or json.loads((self.job.folder / f"rank{self.job.rank}.said").read_bytes())
+            except ValueError:  # words of a lab from before ranks spoke JSON
+                raise ConfigError(
+                    "the lab in that revision answers in another form than this one reads: compare with a revision "
+                    "since then, or name a step as module:function of a package of your own"
+                ) from None
             self._error = said.get("error")
             self.report = said.get("report", {})
             return LEFT if self._error else DONE

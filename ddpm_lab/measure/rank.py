@@ -11,7 +11,6 @@ import gc
 import importlib
 import inspect
 import itertools
-import json
 import os
 import resource
 import time
@@ -30,7 +29,7 @@ import torch.distributed as dist
 from ddpm_lab.config import NCCL, RunConfig
 from ddpm_lab.measure.code_version import astray, loaded, unlisted
 from ddpm_lab.measure.phases import UNNAMED, PhaseClock, mean, profile_steps
-from ddpm_lab.measure.process import Heartbeat, RankJob, host_id, join_store
+from ddpm_lab.measure.process import Heartbeat, RankJob, host_id, join_store, say
 from ddpm_lab.workload import RankContext, Training, Unsupported, Workload, call_maker, named
 
 COMMANDS = ("window", "witness", "loaded", "budget", "profile", "advance", "call", "finish")
@@ -51,17 +50,19 @@ class Rank:
         self.beat.mark("build")
         self.build()
         self._answer({"build_seconds": time.perf_counter() - begun})
-        with contextlib.suppress(EOFError):
-            command = ""
-            while command != "finish":
+        command = ""
+        while command != "finish":
+            try:
                 command, arguments = self.commands.recv()
-                assert command in COMMANDS
-                self._answer(getattr(self, command)(**arguments))
+            except EOFError:  # the parent closed the pipe; one of the workload's own is its failure
+                return
+            assert command in COMMANDS
+            self._answer(getattr(self, command)(**arguments))
 
     def _answer(self, report: dict[str, Any]) -> None:
         """Say that the command is done, and sleep until the next one."""
         self.beat.mark("asleep")
-        self.commands.send_bytes(json.dumps({"report": report}).encode())
+        say(self.job, self.commands, {"report": report})
 
     def build(self) -> None:
         """Set the process up and make the workload; nothing here is timed as training."""

@@ -6,6 +6,7 @@ it so far.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -81,6 +82,7 @@ class Seat:
         self.stages: dict[str, float] = {}
         self.compile_cache: str | None = None
         self._filled: Path | None = None
+        self._throwaway: Path | None = None
         self.warm_step_seconds = 0.0
         self.warmup_steps = 0
         self.witness: list[dict[str, Any]] = []
@@ -151,7 +153,8 @@ class Seat:
     def _compile_cache(self) -> tuple[dict[str, str], Path | None]:
         """Environment that points the compiler at caches the lab owns, and the file that marks them as filled.
 
-        A cold member empties the caches first, and fills them for the sets that follow.
+        A cold member starts with empty caches: with the lab's own while they are empty, so that it fills them for the
+        sets that follow, else with fresh ones, since others may be using the filled ones.
         """
         if self.config.compile == "off":
             return {}, None
@@ -159,15 +162,18 @@ class Seat:
         version.mkdir(parents=True, exist_ok=True)
         os.utime(version)
         for other in version.parent.glob("[0-9a-f]" * 12):
-            if time.time() - other.lstat().st_mtime > CACHE_DAYS * 86400:
-                shutil.rmtree(other, ignore_errors=True)  # which follows no link
+            with contextlib.suppress(OSError):  # another process may be clearing them too
+                if time.time() - other.lstat().st_mtime > CACHE_DAYS * 86400:
+                    shutil.rmtree(other, ignore_errors=True)  # which follows no link
         trial = self.config.purpose == "quality"  # its seeds share one cache, with the runs that are timed
         trained = self.config.workload if self.config.is_own else DDPM
         same = {"workload": trained, "seed": 0, "options": self.config.own_options}
         work = replace(self.config, purpose="timing", **same) if trial else self.config  # type: ignore[arg-type]
         folder = version / work.run_id
+        if self.member.role == "cold" and (folder / "filled").exists():
+            self._throwaway = folder = folder.with_name(f"{folder.name}-{time.time_ns()}")
         filled = folder / "filled"
-        self.compile_cache = "warm" if filled.exists() and self.member.role != "cold" else "cold"
+        self.compile_cache = "warm" if filled.exists() else "cold"
         if self.compile_cache == "cold":
             shutil.rmtree(folder, ignore_errors=True)  # a compile that was killed leaves half a cache
         folder.mkdir(parents=True, exist_ok=True)
@@ -275,10 +281,13 @@ class Seat:
         ]
 
     def close(self) -> None:
-        """Kill what is left of the group."""
+        """Kill what is left of the group, and remove the caches of a cold compile that nobody will start from."""
         if self.group is not None:
             self.group.kill()
             self.group = None
+        if self._throwaway is not None:
+            shutil.rmtree(self._throwaway, ignore_errors=True)
+            self._throwaway = None
 
 
 def memory_held(reports: list[dict[str, Any]]) -> State:

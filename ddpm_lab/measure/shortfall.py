@@ -140,8 +140,10 @@ class Shortfall:
         return total
 
     def next(self, families: Sequence[Family]) -> tuple[Family, list[Row]] | None:
-        """The first family that lacks most sets, so that all grow at one pace."""
+        """The first family that lacks most sets, or where the time decides has the fewest: all grow at one pace."""
         lacking = [(f, wanted) for f in families if (wanted := self.wanted(f))]
+        if self.timed and not self.target.exact:
+            return min(lacking, key=lambda job: min(self.progress_of(job[0], c)[1] for _, c in job[1]), default=None)
         return max(lacking, key=lambda job: self.missing(job[0], job[1][0][1]), default=None)
 
     def compiles(self, family: Family, config: RunConfig) -> int:
@@ -206,6 +208,14 @@ class Shortfall:
     def unsound(self, trial: Trial) -> str:
         """Why a trial's gradients are wrong; empty where they are not, or where its baseline's are wrong too."""
         return "" if self.held.unsound(trial.baseline) else self.held.unsound(trial.config)
+
+    def may_take(self, trial: Trial) -> float:
+        """Seconds that a trial takes at least, by what is known: of one that nothing is known of, half the longest."""
+        known = self.held.trial_seconds(trial.config)
+        image = self.held.image_seconds(trial.timed.run_id) if trial.timed else None
+        if known is not None or image is not None:
+            return self.trial_seconds([trial])
+        return max((s for t in self.experiment.trials if (s := self.held.trial_seconds(t.config))), default=0.0) / 2
 
     def trial_seconds(self, trials: Sequence[Trial]) -> float:
         """What ``trials`` take: as those with other seeds did, else their images at the speed that sets have shown."""

@@ -143,6 +143,8 @@ class OwnTraining:
         made = self.made
         if not isinstance(made.model, nn.Module):
             raise TypeError(f"{self.name}: model is {type(made.model).__name__}: give a torch.nn.Module")
+        if not isinstance(made.optimizer, torch.optim.Optimizer | None):
+            raise TypeError(f"{self.name}: optimizer is {type(made.optimizer).__name__}: give a torch.optim.Optimizer")
         if callable(made.loss) == callable(made.step):
             raise TypeError(f"{self.name}: give either a loss(model, batch) or a step(model, batch)")
         trained = {id(p) for p in made.model.parameters() if p.requires_grad}
