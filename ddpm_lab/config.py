@@ -19,7 +19,6 @@ from ddpm_lab.declared import Opt, known, validate
 DEVICES = ("cpu", "cuda")
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 COMPILE = ("off", "regional", "whole")
-COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")
 LOADERS = ("packed", "files", "resident", "still")
 """``still`` hands out its first batch at every step: no work of loading is left, and nothing worth learning."""
 NETWORKS = {"tiny": 4, "seed": 4, "ddpm": 8, "s000": 4}

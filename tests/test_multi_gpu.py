@@ -48,10 +48,10 @@ def test_the_answer_is_strong_scaling_and_weak_alone_is_an_answer_too() -> None:
 
 def test_the_bands_are_those_that_were_asked_for() -> None:
     records = strong({8: 6.45})
-    assert "good (" in rated(records)
+    assert "), good" in rated(records)
     assert "by S000's bands." in rated(records, bands=S000)
     own = bands({"splendid": 0.8, "rest": 0})
-    assert "splendid (" in rated(records, bands=own)
+    assert "), splendid" in rated(records, bands=own)
     (shown,) = [c for c in answer(replace(study(records), bands=own)).table()[0] if "Efficiency" in c]
     assert shown == "Efficiency, by your own bands"
 

@@ -226,7 +226,7 @@ def test_the_command_prints_answer_and_values(tmp_path: Path, call: Call) -> Non
 
 
 @pytest.mark.usefixtures("two_cores")
-@pytest.mark.parametrize(("missing", "said"), [("torch", "multi"), ("scipy", "scipy, which is not installed")])
+@pytest.mark.parametrize(("missing", "said"), [("torch", "multi"), ("scipy", "scipy, which is not installed here")])
 def test_weighing_needs_scipy_and_no_torch(tmp_path: Path, missing: str, said: str) -> None:
     here(tmp_path, 1.6)
     program = (

@@ -81,11 +81,13 @@ def recommend(options: argparse.Namespace) -> int:
     study, found = answer.study, answer.finding
     path = study.output_dir / FILE
     if options.json:
-        names = ("verdict", "status", "claim", "sets", "ratio", "low", "high", "quality")
+        names = ("headline", "verdict", "status", "claim", "way_out", "sets", "ratio", "low", "high", "quality")
         row = plain({name: getattr(found, name) for name in names})
         print(json.dumps({**row, "settings": None if reads else str(path)}, indent=1))
     else:
         print(plain_table(answer.table()), found.claim, sep="\n")
+        if found.way_out:
+            print(f"to answer it: {found.way_out}")
         if not reads:
             image = study.output_dir / "image_output" / f"{answer.file}.png"
             save(answer.figure(), image)
@@ -117,6 +119,9 @@ def bottleneck(options: argparse.Namespace) -> int:
     if options.ledger or options.machine:
         if options.changes or options.config:
             raise ConfigError("--changes and --config are about measuring, and --ledger and --machine measure nothing")
+        if settings := given(options, *_PRESENT):
+            name = declared.flag(next(iter(settings)))
+            raise ConfigError(f"{name} is about measuring, and --ledger and --machine measure nothing: leave it out")
         study = read_study(ledgers(options.ledger, output), RECOMMENDATION, output, machine=options.machine)
     else:
         study = _measured(options, output)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_lab.checks import ConfigError, missing_to_explain
-from ddpm_lab.cli.options import COMMON, Command, given, tell
+from ddpm_lab.cli.options import COMMON, Command, given, plain, tell
 from ddpm_lab.config import RunConfig
 from ddpm_lab.files import LEDGER, PREPARED, expanded, ledgers, output_folder, writing
 from ddpm_lab.ledger import read_all
@@ -66,7 +66,9 @@ def figures(options: argparse.Namespace) -> int:
         found = published.publish(files, options.machine, output)
     else:
         found = published.rebuild(files, options.machine, output, options.bands)
-    rows = [{"figure": str(path), **dataclasses.asdict(finding), "claim": finding.claim} for path, finding in found]
+    rows = [
+        plain({"figure": str(path), **dataclasses.asdict(finding), "claim": finding.claim}) for path, finding in found
+    ]
     tell(options, rows, (f"{finding.experiment}: {finding.claim}\n  {path}" for path, finding in found))
     return 0
 
@@ -167,7 +169,7 @@ def summary(options: argparse.Namespace) -> int:
 
     1 where there is no run, or where more differs than ``--only`` allows.
     """
-    sources = [expanded(source) for source in options.sources or [str(output_folder(None) / LEDGER)]]
+    sources = [expanded(source) for source in options.sources or options.ledger or [str(output_folder(None) / LEDGER)]]
     if options.only is not None or (len(sources) == 2 and all(_is_run(source) for source in sources)):
         return _difference(options)
     from ddpm_lab.reports import summary  # noqa: PLC0415

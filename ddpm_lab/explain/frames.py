@@ -17,7 +17,6 @@ from ddpm_lab.ledger import Damaged, Head, published_trials, read_all
 from ddpm_lab.record import Cohort, LedgerError, Machine, RunRecord
 
 RECOMMENDATION = plan.RECOMMENDATION
-ALL_REDUCE, SCALING = "all_reduce", "multi_gpu"
 ALL_MACHINES = "all"
 """In place of a machine's name: the records of all machines, which are refused together unless this asks for it."""
 CLAIMS = "claims"

@@ -14,7 +14,7 @@ from html import escape
 
 Table = list[dict[str, str]]
 
-NAMING = ("Configuration", "Family", "Operator", "Settings", "Work")
+NAMING = ("Configuration", "Family", "Operator", "Settings", "Work", "Note")
 """Columns that name a row: words, although a name such as "2 ranks" begins with a digit."""
 
 

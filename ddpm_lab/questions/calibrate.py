@@ -83,20 +83,7 @@ def calibrate(
     plan = Plan(turns=USUAL_TURNS)
     family = f"calibration of {datetime.now().astimezone().isoformat(timespec='seconds')}"
     with measuring(show.always):
-        free = free_cores() if device == "cpu" else instrument.usable_cores
-        baseline = RunConfig(
-            workload=WORKLOAD,
-            device=device,
-            global_batch_size=1,
-            threads=free if free < instrument.usable_cores else 0,
-            options=(("pieces", PIECES),),
-        )
-        slower = dataclasses.replace(baseline, options=(("pieces", PIECES + extra),))
-        members = [
-            Member("baseline", "baseline", baseline),
-            Member("twin", "baseline again", baseline),
-            Member("candidate", f"{extra} % more work", slower),
-        ]
+        members = _members(device, extra, instrument.usable_cores)
         begun, sets = time.monotonic(), list[list[RunRecord]]()
         while not sets or minutes * 60 - (elapsed := time.monotonic() - begun) >= elapsed / len(sets):
             left = max(0.0, minutes * 60 - (time.monotonic() - begun))
@@ -110,6 +97,24 @@ def calibrate(
         raise LedgerError("other processes took the cores of every set of the calibration: try again without them")
     show.done(f"{phrases.plural(len(sets), 'set')} in {(time.monotonic() - begun) / 60:.1f} min")
     return [r for records in sets for r in records]
+
+
+def _members(device: str, extra: int, cores: int) -> list[Member]:
+    """Baseline, twin and ``extra`` per cent more work, with as many threads as cores are free."""
+    free = free_cores() if device == "cpu" else cores
+    baseline = RunConfig(
+        workload=WORKLOAD,
+        device=device,
+        global_batch_size=1,
+        threads=free if free < cores else 0,
+        options=(("pieces", PIECES),),
+    )
+    slower = dataclasses.replace(baseline, options=(("pieces", PIECES + extra),))
+    return [
+        Member("baseline", "baseline", baseline),
+        Member("twin", "baseline again", baseline),
+        Member("candidate", f"{extra} % more work", slower),
+    ]
 
 
 # --- what it says ----------------------------------------------------------------------------------------------------

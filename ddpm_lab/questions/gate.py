@@ -64,7 +64,6 @@ def measure(
     repository = Repository.around(Path.cwd())
     commit = repository.commit(against)
     output = output_folder(output_dir)
-
     instrument = instrument_for(output, Progress("compare", quiet=quiet))
     trainer = RunConfig(device=usual_device(device))
 
@@ -93,8 +92,7 @@ def measure(
         if any(module.startswith("ddpm_lab.") for module in changed):
             _refuse_other_settings(base, tree, against)
         if not quiet:
-            what = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
-            print(f"{WORKING_TREE} against {against} ({tree.revision}): {what or 'no module'} changed", file=sys.stderr)
+            print(f"{WORKING_TREE} against {against} ({tree.revision}): {_named(changed)} changed", file=sys.stderr)
         return plan_pair(
             (with_images(base, output, quiet), with_images(ours, output, quiet)),
             (against, WORKING_TREE),
@@ -103,6 +101,12 @@ def measure(
             quiet=quiet,
             **limits,
         ).measure()
+
+
+def _named(modules: list[str]) -> str:
+    """The first five of some modules, and how many more there are."""
+    more = f" and {len(modules) - 5} more" if len(modules) > 5 else ""
+    return ", ".join(modules[:5]) + more or "no module"
 
 
 def _counterpart(given: str | None, root: Path, folder: Path) -> str | None:

@@ -328,7 +328,7 @@ def table(found: Sequence[Split]) -> Table:
     for split in found:
         notes = {LOSS: split.doubt, INTERACTION: "" if split.reliable else "split unreliable"}
         for p in (*split.parts, _RANK_ZERO, *split.others):
-            shared = p not in split.others or p.name in (TOTAL, INTERACTION)
+            shared = p is not _RANK_ZERO and (p not in split.others or p.name in (TOTAL, INTERACTION))
             share = 100 * p.value / split[LOSS].value if shared and split.claimed and p.known else None
             rows.append(
                 {
@@ -338,10 +338,17 @@ def table(found: Sequence[Split]) -> Table:
                     "Time in a step": _milliseconds(split, p),
                     "Share of the loss": phrases.DASH if share is None else f"{share:.0f} %",
                     "Sets": str(p.sets) if p.sets else phrases.DASH,
-                    "Note": notes.get(p.name, p.note),
+                    "Note": notes.get(p.name, p.note) or _below_zero(split, p),
                 }
             )
     return without_constant(one_family(rows), {"Note": [""]})
+
+
+def _below_zero(split: Split, part: Part) -> str:
+    """What a time below zero says: a gain where it is resolved, and else no known difference from none."""
+    if not part.value < 0:
+        return ""
+    return "a gain" if part.high < 0 and not split.doubt else "below zero: inconclusive"
 
 
 def headline(found: Sequence[Split]) -> str:

@@ -187,10 +187,10 @@ def band(row: Comparison, bands: Bands) -> str:
 
 
 def rated(row: Comparison, bands: Bands) -> str:
-    """An efficiency with its band and its interval: "80 %, good (78 to 82 %)"."""
+    """An efficiency with its interval and its band: "80 % (78 to 82 %), good"."""
     low, high = (100 * end for end in row.efficiency.ends)
     span = f" ({low:.0f} to {high:.0f} %)" if row.efficiency.exists else ""
-    return f"{efficiency(row)}, {band(row, bands)}{span}"
+    return f"{efficiency(row)}{span}, {band(row, bands)}"
 
 
 def _efficiency_notes(study: Study, lead: Comparison) -> list[str]:

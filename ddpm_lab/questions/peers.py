@@ -260,6 +260,7 @@ def answer(study: Study) -> Answer:
             caption="What each setting of the trainer is worth on this machine.",
             name="levers",
             figure=lambda: levers_figure(study),
+            table=lambda: lever_table(study),
         ),
         View(caption=parts, table=lambda: limits.table(study, this_trainer(study))),
         *trained_views(study),
@@ -402,7 +403,7 @@ def evidence(study: Study) -> str:
     if tuned and all((config.device, config.compile) == ("cpu", "off") for config in tuned):
         told.append("Compilation of the others is not tried on a CPU but in full.")
     if base is not None:
-        told.append(f"It takes {phrases.throughput(base)} in {base.config.precision} at batch {base.batch}.")
+        told.append(f"This trainer takes {phrases.throughput(base)} in {base.config.precision} at batch {base.batch}.")
     return " ".join((*told, limits.sentence(study, base))).strip()
 
 
@@ -450,6 +451,23 @@ def _shown(study: Study) -> list[Comparison]:
             twins = []
         found += [row] if row.role != "baseline" else []
     return found
+
+
+def lever_table(study: Study) -> Table:
+    """Each setting of the trainer put back alone: the trainer's speed with it, memory and quality."""
+    found = [
+        {
+            "Configuration": row.label,
+            "Speed of the trainer with it": phrases.ratio_with_interval(row) if row.sets else _NONE,
+            "Verdict": phrases.outcome(row) if row.sets else phrases.failure(row),
+            "Images/s": phrases.significant(row.images_per_second) if row.sets else _NONE,
+            "Peak memory": phrases.peak_memory(row) if row.sets else _NONE,
+            "Quality": row.quality if row.sets else _NONE,
+            **phrases.loss(row),
+        }
+        for row in levers(study)
+    ]
+    return without_constant(found, {key: [_NONE] for key in phrases.LOSS})
 
 
 def _twins(study: Study) -> list[Comparison]:

@@ -112,7 +112,7 @@ def strategy(
     what is usual for the device. Raises ConfigError for a value that cannot be, or where scipy is missing.
     """
     if missing := missing_to_explain():
-        raise ConfigError(f"weighing records needs {missing}, which is not installed: choose --ranks single or multi")
+        raise ConfigError(f"weighing records needs {missing}, which is not installed here: install it first")
     device = usual_device(device)
     choice("device", device, DEVICES)
     check_ranks(device, 1, len(hardware.gpus()), hardware.usable_cores())

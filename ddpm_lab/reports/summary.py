@@ -232,12 +232,27 @@ def _text(column: str, value: Any) -> str:
     return str(value)
 
 
+def speed_up_lines(runs: Sequence[Summary]) -> list[str]:
+    """The speed-up analysis: the time of each baseline, and what several devices gain over one."""
+    if not any(run.speed_up for run in runs):
+        return []
+    lines = [f"Baseline ({r.size}, {r.name}): {r.seconds:,.2f} seconds" for r in runs if r.devices == 1 and r.seconds]
+    for r in runs:
+        if r.speed_up and r.efficiency:
+            rating = f"; {r.rating}, by S001's bands" if r.rating else ""
+            gain = f"speed-up {r.speed_up:.2f}x, efficiency {100 * r.efficiency:.1f} %{rating}"
+            lines.append(f"{r.size}, {r.name}: {gain}")
+    projected = any(r.log.endswith(".jsonl") for r in runs)
+    return [*lines, *(["Times of an epoch from a ledger are projected from timed steps."] if projected else [])]
+
+
 def show(
     runs: Sequence[Summary], *, csv: str | None = None, markdown: str | None = None, as_json: bool = False
 ) -> None:
     """Print the table, or JSON, and write the files that are asked for. Raises ConfigError if one cannot be written."""
     table = tables.csv_text([{name: getattr(run, field) for name, field in COLUMNS.items()} for run in runs])
-    for option, name, content in (("--csv", csv, table), ("--markdown", markdown, tables.markdown(grid(runs)))):
+    text = tables.markdown(grid(runs)) + "".join(f"\n{tables.literal(line)}\n" for line in speed_up_lines(runs))
+    for option, name, content in (("--csv", csv, table), ("--markdown", markdown, text)):
         if name is not None:
             with writing(expanded(name), option=option):
                 expanded(name).write_text(content, newline="")
@@ -246,6 +261,7 @@ def show(
         print(json.dumps(values, indent=1, allow_nan=False))
     else:
         tables.show(grid(runs))
+        print(*(f"\n{line}" if i == 0 else line for i, line in enumerate(speed_up_lines(runs))), sep="\n")
 
 
 # --- what differs ----------------------------------------------------------------------------------------------------
