@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from functools import partial
 from pathlib import Path
 
@@ -250,18 +251,15 @@ def test_a_module_from_the_wrong_tree_is_refused(mine: Path, tmp_path: Path, cal
 
 
 @pytest.mark.slow
-def test_a_killed_gate_leaves_nothing_behind_the_next_one(
-    mine: Path, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (own := tmp_path / "tmp").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(own))
-    monkeypatch.setenv("TMPDIR", str(own))
+def test_a_killed_gate_leaves_nothing_behind_the_next_one(mine: Path, tmp_path: Path, call: Call) -> None:
+    mark = f"{uuid.uuid4()}.txt"
+    commit(mine, {mark: "by which the folder of this test is found among others"})
     git(mine, "checkout", "--quiet", "-b", "topic")
     write(mine, {"pack/inner.py": WORK.format(12)})
     words = ["compare", "mine:step", "--against", "main", "--output-dir", str(tmp_path / "out")]
     with subprocess.Popen([sys.executable, "-m", "ddpm_lab", *words], cwd=mine, stderr=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 60
-        while not (left := list(own.glob("ddpm_lab.*/tree/mine.py"))):
+        while not (left := list(Path(tempfile.gettempdir()).glob(f"ddpm_lab.*/tree/{mark}"))):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)

@@ -16,7 +16,7 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.files import LEDGER
 from ddpm_lab.ledger import Ledger
 from ddpm_lab.measure import hardware
-from ddpm_lab.questions import planning
+from ddpm_lab.questions import planning, probe
 from ddpm_lab.questions.planning import Planned, plan_question
 from ddpm_lab.record import RunRecord
 
@@ -151,6 +151,7 @@ def test_sets_are_exact_where_they_are_asked_for_and_in_smoke(plan: Asking) -> N
 def test_a_cpu_measures_the_smallest_network_and_a_gpu_the_published_one(
     plan: Asking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(probe, "formats_of", lambda *_, **__: {})  # which would measure other trainers
     assert [base_of(plan(*name)).network for name in ((), ("peers",))] == ["tiny", "seed"]
     monkeypatch.setattr(hardware, "gpus", lambda: [hardware.Gpu("A", "GPU-1", 1 << 36)])
     monkeypatch.setattr("ddpm_lab.training.setting.gpu_trouble", lambda: "")
