@@ -91,8 +91,7 @@ def measure(
         base = dataclasses.replace(base, revision=tree.revision)
         if any(module.startswith("ddpm_lab.") for module in changed):
             _refuse_other_settings(base, tree, against)
-        if not quiet:
-            print(f"{WORKING_TREE} against {against} ({tree.revision}): {_named(changed)} changed", file=sys.stderr)
+        _say_changed(changed, f"{against} ({tree.revision})", quiet=quiet)
         return plan_pair(
             (with_images(base, output, quiet), with_images(ours, output, quiet)),
             (against, WORKING_TREE),
@@ -103,10 +102,13 @@ def measure(
         ).measure()
 
 
-def _named(modules: list[str]) -> str:
-    """The first five of some modules, and how many more there are."""
+def _say_changed(modules: list[str], against: str, *, quiet: bool) -> None:
+    """Print the first five of the modules that changed, and how many more there are."""
     more = f" and {len(modules) - 5} more" if len(modules) > 5 else ""
-    return ", ".join(modules[:5]) + more or "no module"
+    if not quiet:
+        print(
+            f"{WORKING_TREE} against {against}: {', '.join(modules[:5]) + more or 'no module'} changed", file=sys.stderr
+        )
 
 
 def _counterpart(given: str | None, root: Path, folder: Path) -> str | None:
