@@ -309,6 +309,14 @@ def test_families_grow_at_one_pace_in_the_time_that_there_is(lab: Lab) -> None:
     assert max(counts.values()) - min(counts.values()) <= 1
 
 
+def test_one_disturbed_set_where_the_time_ends_is_no_busy_machine(lab: Lab) -> None:
+    lab.loads = [2.0]
+    assert not lab.run(ONE, seconds=60).crowded_out
+    lab.ledger.path.unlink()
+    lab.loads = [2.0] * 9
+    assert lab.run(ONE, seconds=60).crowded_out
+
+
 def test_exact_sets_are_just_so_many_whatever_the_time(lab: Lab) -> None:
     for asked, expected in ((2, 2), (2, 0), (5, 3)):
         lab.run(ONE, sets=asked, exact=True, seconds=10_000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import runpy
@@ -9,6 +10,8 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from conftest import alive
@@ -17,7 +20,7 @@ from fresh_processes import write_marks
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import process
-from ddpm_lab.measure.process import BEAT, Heartbeat, kill, start_ticks
+from ddpm_lab.measure.process import BEAT, Heartbeat, kill, say, start_ticks
 
 
 def _fresh(path: Path) -> Heartbeat:
@@ -101,3 +104,13 @@ def test_an_error_names_the_last_line_of_the_users_own_code(tmp_path: Path) -> N
         RunConfig(device="tpu")
     error = refused.value.with_traceback(refused.value.__traceback__ and refused.value.__traceback__.tb_next)
     assert process._one_line(error) == f"ConfigError: {error}", "the lab's own lines are no place to look"
+
+
+def test_what_is_long_goes_by_a_file_and_what_is_short_by_the_pipe(tmp_path: Path) -> None:
+    here, there = multiprocessing.Pipe()
+    job: Any = SimpleNamespace(folder=tmp_path, rank=3)
+    for said in ({"report": {"loss": 1.5}}, {"report": {"text": "x" * 100_000}}):
+        say(job, there, said)
+        sent = here.recv_bytes()
+        assert len(sent) < 1000, "no more than a pipe takes at once"
+        assert (json.loads(sent) or json.loads((tmp_path / "rank3.said").read_bytes())) == said

@@ -232,8 +232,8 @@ class Campaign:
             planned = min(self.target.sets, new + max(self.lacks.missing(family, c) for _, c in candidates))
             ends = now + self.lacks.set_seconds(family, len(candidates))
             if crowded_sets[family.name] >= planned or (ends > (latest if few else until) and (done or not needed)):
-                # One set that was disturbed, where the time ends, does not say that the machine is too busy.
-                busy = crowded_sets[family.name] >= max(1, LEAST_SETS - have)
+                # One disturbed set among quiet ones, where the time ends, does not say that the machine is busy.
+                busy = crowded_sets[family.name] > have
                 if busy and few and family.baseline.device == "cpu":
                     self.crowded_out = True
                 if crowded_sets[family.name] < planned:
