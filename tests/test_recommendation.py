@@ -202,6 +202,18 @@ def test_the_next_change_is_the_one_that_is_expected_to_gain_most() -> None:
     assert [change and change[0] == "bf16" for change in following] == [True, False]
 
 
+def test_a_search_that_finds_nothing_shows_what_it_tried() -> None:
+    records = planted.searched(gains=dict.fromkeys(planted.GAINS, 0.8), winner=(0, 0, 0, 0))
+    answer = question.answer(study(records))
+    assert (answer.finding.status, answer.finding.headline) == (
+        findings.ANSWERED,
+        "Keep the baseline: a search found nothing faster",
+    )
+    (axes,) = (ax for part in answer.figure().subfigs for ax in part.axes)
+    tried = [row["Configuration"] for row in question.tried_table(of(records))]
+    assert len(axes.get_yticks()) == len(tried) >= 4
+
+
 def test_a_training_takes_its_images_over_the_speed_and_pays_compiling_once() -> None:
     found = judged(planted.searched(), train_images=1_000_000)
     plain, best = found.training_seconds(0), found.training_seconds(2)
