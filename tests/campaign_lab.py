@@ -85,14 +85,7 @@ class Lab:
         return lost or records
 
     def measure_alone(
-        self,
-        instrument: Instrument,
-        *,
-        experiment: str,
-        family: str,
-        plan: Plan,
-        member: Member,
-        work: object,
+        self, instrument: Instrument, *, experiment: str, family: str, plan: Plan, member: Member, work: object
     ) -> RunRecord:
         del work  # how it is done is not for this laboratory
         self.alone.append((member.role, member.label))

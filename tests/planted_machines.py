@@ -69,24 +69,12 @@ def seconds(config: RunConfig) -> float:
 
 MACHINES = {
     "slow loader": Planted(
-        settings={"loader": "files"},
-        costs={"loader": 0.030},
-        cure="packed data",
-        beside="bf16",
-        title="packed data",
+        settings={"loader": "files"}, costs={"loader": 0.030}, cure="packed data", beside="bf16", title="packed data"
     ),
-    "tiny batch": Planted(
-        settings={"global_batch_size": 8},
-        costs={"fixed": 0.020},
-        cure="batch 64",
-        title="batch 64",
-    ),
+    "tiny batch": Planted(settings={"global_batch_size": 8}, costs={"fixed": 0.020}, cure="batch 64", title="batch 64"),
     "accidental fp32": Planted(settings={}, costs={"narrow": 0.6}, cure="bf16", title="bf16"),
     "compile that never pays off": Planted(
-        settings={"compile": "whole"},
-        costs={"compiled": 1.4},
-        cure="eager",
-        title="eager",
+        settings={"compile": "whole"}, costs={"compiled": 1.4}, cure="eager", title="eager"
     ),
     "straggler": Planted(
         settings={"world_size": 2},

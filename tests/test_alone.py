@@ -134,7 +134,7 @@ def test_windows_hold_whole_cycles_and_end_in_time(step_seconds: float, ema_ever
     class Group:
         pids = (1,)
 
-        def budget(self, **values: Any) -> list[dict[str, Any]]:
+        def ask(self, *_: object, **values: Any) -> list[dict[str, Any]]:
             asked.update(values)
             return [{"memory": {"rss_bytes": 3}}, {"memory": {"rss_bytes": 5}}]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import subprocess
@@ -77,7 +76,7 @@ def test_only_the_cores_of_this_process_count(machine_files: dict[str, str], mon
     assert before.busy == pytest.approx(105 * tick)
     assert before.stolen == pytest.approx(5 * tick)
     machine_files["/proc/stat"] = STAT.format(7000, 7000, 2, 400, 10)
-    use = before.until(dataclasses.replace(CpuClock.read(), own=before.own, moment=before.moment + 2))
+    use = before.until(CpuClock.read()._replace(own=before.own, moment=before.moment + 2))
     assert use.others_cores == pytest.approx(150 * tick)
     assert use.stolen == pytest.approx(7 * tick)
 

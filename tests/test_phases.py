@@ -42,7 +42,7 @@ def group(function: str, world_size: int = 1, purpose: str = "profile", **option
 
 
 def take(g: Group) -> list[dict[str, Any]]:
-    return g.budget(settle=SETTLE, steps=STEPS, rounds=1, limit=60)
+    return g.ask("budget", 60, "testing", settle=SETTLE, steps=STEPS, rounds=1)
 
 
 # Against a workload that times itself
@@ -58,7 +58,7 @@ def known(request: pytest.FixtureRequest) -> Known:
     one window. No phase is short: what Python does between the two looks is some 40 us on a slow machine.
     """
     with group("phased", unnamed_seconds=request.param) as g:
-        budgets = [g.budget(settle=1, steps=6, rounds=1, limit=60)[0] for _ in range(5)]
+        budgets = [g.ask("budget", 60, "testing", settle=1, steps=6, rounds=1)[0] for _ in range(5)]
         (witness,) = g.witness()
     windows = [budget[variant] for budget in budgets for variant in ("unsynchronised", "synchronised")]
     steps = witness["truth"]

@@ -137,9 +137,9 @@ def seat(instrument: Instrument, role: str, key: str = "a" * 12) -> Seat:
 
 def start(sitting: Seat) -> Path:
     """Choose the caches as when a group starts, and fill them as the compiler does."""
-    environment, filled = sitting._compile_cache()
+    inductor = Path(sitting._compile_cache()["TORCHINDUCTOR_CACHE_DIR"])
+    filled = sitting._filled
     assert filled is not None
-    inductor = Path(environment["TORCHINDUCTOR_CACHE_DIR"])
     assert inductor.exists() == (sitting.compile_cache == "warm")
     inductor.mkdir(exist_ok=True)
     (inductor / "kernel").touch()

@@ -8,13 +8,7 @@ from ddpm_lab.measure.rank import nccl_seen
 from ddpm_lab.measure.witness import mismatches
 
 LABEL = RunConfig(
-    device="cuda",
-    world_size=2,
-    precision="bf16",
-    compile="whole",
-    loader="files",
-    loader_workers=2,
-    data_sha256="abc",
+    device="cuda", world_size=2, precision="bf16", compile="whole", loader="files", loader_workers=2, data_sha256="abc"
 )
 CUDA_GRAPHS = dataclasses.replace(LABEL, compile_mode="reduce-overhead")
 RECORDED = {"compile_mode": "reduce-overhead", "cuda_graphs": 2, "cuda_graph_skips": 0}

@@ -7,31 +7,30 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ddpm_lab.measure.fid import distance
-from ddpm_lab.measure.group import GroupFailed
+from ddpm_lab.config import RunConfig
+from ddpm_lab.measure.group import Group, GroupFailed, Limits
 from ddpm_lab.measure.sets import Seat, Work, memory_held
 from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.plan import USUAL_TURNS, Fid, Trial
 
-BUDGET_SECONDS = 6.0
-"""Rounds beyond the first are taken while both kinds of window together stay below this."""
+BUDGET_SECONDS = 6.0  # rounds beyond the first are taken while both kinds of window together stay below this
 PROFILED_STEPS = 5
 LOOKS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 """Shares of the images after which the held-out loss is computed; the margin of a comparison needs the last two."""
-STEPS_AT_ONCE = 50
-"""Steps of training between two signs of life."""
-SAMPLER_STEPS = 50
-"""Steps of DDIM in which a trial draws."""
+STEPS_AT_ONCE = 50  # steps of training between two signs of life
+SAMPLER_STEPS = 50  # steps of DDIM in which a trial draws
 MOST_IMAGES, MOST_BYTES = 16, 2**18
 """What a record keeps of the images that its trial drew: so many, or fewer where their pixels take more bytes."""
 WARM_STEPS, COMPARED_STEPS = 10, 3
 """Of a gradient check. Some layers start at zero, and those before them have no gradient for three steps."""
+FID, FID_SECONDS = "ddpm_lab.training.fid:fid", 600.0  # its workload, and how long it may be silent
 WORKLOAD = "ddpm_lab.training.wrong_ways:wrong_ways"
 
 
@@ -43,7 +42,8 @@ def profile_alone(traces: list[Path]) -> Work:
         seat.say("taking the time budget")
         budget = take_budget(seat)  # before the profiler, which changes what it watches
         seat.say("profiling")
-        profiles = seat.alive.profile(traces, wait=1, warmup=2, active=PROFILED_STEPS, repeat=1)
+        how = {"wait": 1, "warmup": 2, "active": PROFILED_STEPS, "repeat": 1, "traces": list(map(str, traces))}
+        profiles = seat.alive.ask("profile", seat.instrument.limits.build_seconds, "profiling", **how)
         for rank, profile in zip(budget["ranks"], profiles, strict=True):  # of the same phases, to check the budget by
             rank["profiled"] = {
                 "step_seconds": profile["wall_seconds"] / profile["steps"],
@@ -72,7 +72,7 @@ def take_budget(seat: Seat) -> dict[str, Any]:
     rounds = max(1, min(plan.turns or USUAL_TURNS, int(BUDGET_SECONDS / (2 * steps * step_seconds))))
     how = {"settle": max(plan.settle_steps, seat.prefetch_batches), "steps": steps, "rounds": rounds}
     with seat.watched() as watch:
-        ranks = seat.alive.budget(**how, limit=seat.silence_limit)
+        ranks = seat.alive.ask("budget", seat.silence_limit, "taking the time budget", **how)
     return {
         "steps": steps * rounds,
         "rounds": rounds,
@@ -97,13 +97,11 @@ def train_once(seat: Seat, *, draw: bool = False, fid: Fid | None = None) -> dic
     longer finite, or ranks of one group end with different weights.
     """
     config, limit = seat.config, seat.instrument.limits.build_seconds
-    steps = max(1, config.option("images", 0) // config.global_batch_size)
-    draws = config.option("draws", 0)
+    steps, draws = max(1, config.option("images", 0) // config.global_batch_size), config.option("draws", 0)
     seat.start()
     group = seat.alive
     looks = sorted({round(share * steps) for share in LOOKS}) if draws else [0, steps]
-    losses: list[float] = []
-    held_out: list[dict[str, Any]] = []
+    losses, held_out = list[float](), list[dict[str, Any]]()
 
     def look(step: int) -> None:
         if draws:
@@ -127,16 +125,9 @@ def train_once(seat: Seat, *, draw: bool = False, fid: Fid | None = None) -> dic
     hashes = group.call("weights_sha256", limit)
     if len(set(hashes)) > 1 and config.exchange.enabled:
         raise GroupFailed("refused", f"{len(hashes)} ranks ended with {len(set(hashes))} different sets of weights")
-    return {
-        "quality": {
-            "steps": steps,
-            "losses": [round(loss, 6) for loss in losses],
-            "held_out": held_out,
-            "weights_sha256": hashes[0],
-            **(_samples(seat) if draw else {}),
-            **(_fid(seat, fid) if fid else {}),
-        }
-    }
+    found = {"steps": steps, "losses": [round(loss, 6) for loss in losses], "held_out": held_out}
+    found |= {"weights_sha256": hashes[0], **(_samples(seat) if draw else {}), **(_fid(seat, fid) if fid else {})}
+    return {"quality": found}
 
 
 def _samples(seat: Seat) -> dict[str, Any]:
@@ -158,15 +149,9 @@ def _fid(seat: Seat, fid: Fid) -> dict[str, Any]:
     seat.say(f"drawing {fid.images:,} images for the FID")
     seat.alive.call("draw_pixels", instrument.limits.build_seconds, path=str(generated), count=fid.images, steps=steps)
     try:
-        found = distance(
-            fid,
-            generated,
-            data=config.data,
-            device=config.device,
-            threads=instrument.usable_cores,
-            cache=instrument.cache / "fid",
-            progress=lambda text: seat.say(f"FID, {text}"),
-        )
+        where: dict[str, Any] = {"data": config.data, "device": config.device, "threads": instrument.usable_cores}
+        where |= {"cache": instrument.cache / "fid", "progress": lambda text: seat.say(f"FID, {text}")}
+        found = distance(fid, generated, **where)
     except GroupFailed as failed:
         found = {"reason": failed.reason}
     return {"fid": {**asked, **found}}
@@ -174,6 +159,32 @@ def _fid(seat: Seat, fid: Fid) -> dict[str, Any]:
 
 def _sampler_steps(seat: Seat) -> int:
     return min(SAMPLER_STEPS, seat.config.diffusion.timesteps)
+
+
+def distance(
+    fid: Fid,
+    generated: Path,
+    *,
+    data: str,
+    device: str,
+    threads: int,
+    cache: Path | None = None,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """FID of the images in ``generated``, a .npy file of uint8 (N, S, S, 3), against training images of ``data``.
+
+    It is computed in a process of its own, so that what it needs is no part of the code that trains; what was found of
+    the training images is kept in ``cache``. Returns the value with the counts of both sides, the SHA-256 of the
+    Inception's weights and the packages' versions. Raises GroupFailed.
+    """
+    options = (("inception", fid.inception), ("sha256", fid.sha256))
+    config = RunConfig(workload=FID, device=device, data=data, options=options)
+    how: dict[str, Any] = {"limits": Limits(build_seconds=FID_SECONDS), "progress": progress}
+    with Group(config, threads=threads, modules={}, environment={}, **how) as group:
+        asked = {"generated": str(generated), "count": fid.images, "cache": str(cache) if cache else None}
+        found: dict[str, Any] = group.call("distance", FID_SECONDS, **asked)[0]
+        group.finish()
+    return {**found, "inception_sha256": fid.sha256}
 
 
 def compare_gradients(seat: Seat) -> dict[str, Any]:

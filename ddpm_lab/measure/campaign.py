@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ddpm_lab.config import CHECK, RunConfig
@@ -27,17 +28,12 @@ from ddpm_lab.measure.shortfall import COMPILE_SECONDS, LEAST_SETS, PLACE_SECOND
 from ddpm_lab.plan import NOT_TRAINED, OTHERS, PRIMARY, Experiment, Family, Trial, by_stage
 from ddpm_lab.record import RunRecord, crowded
 
-PRIMARY_SHARE = 0.6
-"""Of the time of a question that has both."""
+PRIMARY_SHARE = 0.6  # of the time of a question that has both
 OVERRUN = 1.5
 """A primary comparison may take so many times its time to reach the least sets: an answer is worth more than a row."""
-SEARCH_SECONDS = 60.0
-"""Forecast for a search of the largest batch."""
+SEARCH_SECONDS = 60.0  # forecast for a search of the largest batch
 NO_TIME = "did not fit into the time"
-_CHECKS: dict[str, tuple[str, Work]] = {
-    CHECK: ("check", compare_gradients),
-    alone.WORKLOAD: ("wrong", run_wrong_ways),
-}
+_CHECKS: dict[str, tuple[str, Work]] = {CHECK: ("check", compare_gradients), alone.WORKLOAD: ("wrong", run_wrong_ways)}
 """Role and work of a check, by its workload."""
 
 
@@ -55,10 +51,8 @@ class Campaign:
         self.held = held_of(ledger, experiment, target.plan, disturbed=few, **held)
         self.lacks = Shortfall(experiment, target, self.held, ledger, self.machine_key)
         self.measured_sets = 0
-        self.disturbed = 0
-        """Sets of this run that did not count."""
-        self.crowded_out = False
-        """Whether the machine was too busy for a comparison with all its threads."""
+        self.disturbed = 0  # sets of this run that did not count
+        self.crowded_out = False  # whether the machine was too busy for a comparison with all its threads
         self.begun = time.monotonic()
         self._stage_ends, self._stage_families = math.inf, 1
 
@@ -115,12 +109,12 @@ class Campaign:
             role, work = _CHECKS[check.config.workload]
             member = Member(role, check.label, check.config)
             self._alone(check.family, member, work, baseline_id=check.baseline.run_id)
-        for family_label, label, config in self._profiles():
+        for name, label, config in self._profiles():
             progress.prefix = ""
             self.traces.mkdir(parents=True, exist_ok=True)
             stem = f"{self.experiment.name}-{config.run_id}"
             traces = [self.traces / f"{stem}-rank{rank}.json.gz" for rank in range(config.world_size)]
-            self._alone(family_label, Member("profile", label, config), profile_alone(traces))
+            self._alone(name, Member("profile", label, config), profile_alone(traces))
         for family in self.experiment.families:
             for label, config in family.candidates:
                 self._cold_compiles(family, label, config, progress)
@@ -149,11 +143,8 @@ class Campaign:
         if not family.search_up_to:
             return family
         progress.prefix = "the largest batch that fits;"
-
-        def attempt(member: Member) -> RunRecord:
-            # It belongs to every family that does this work, whatever sizes that compares.
-            return self._alone(family.name, member, baseline_id="", set_id="")
-
+        # A try belongs to every family that does this work, whatever sizes that compares.
+        attempt = partial(self._alone, family.name, baseline_id="", set_id="")
         known = search_ended(self.held.records, family.baseline)
         ended = largest_batch(family, self.held.records, attempt, self.seconds_left)
         if ended is None:
@@ -173,35 +164,28 @@ class Campaign:
         compared = [c for f in families if f.candidates for c in (f.baseline, *(c for _, c in f.candidates))]
         timed = {c.run_id for c in compared if not self.lacks.hopeless(c)}
         wanted = [t for t in self.experiment.trials if t.timed is None or t.timed.run_id in timed]
-        trials = self.lacks.trials(wanted)
-        done = 0
-        for trial in trials:
-            left = self.seconds_left()
+        to_come = self.lacks.trials(wanted)
+        count = len(to_come)
+        while to_come:
+            trial, left, seconds = to_come[0], self.seconds_left(), self.lacks.trial_seconds(to_come)
             if left is not None and left < self.lacks.may_take(trial):
                 progress.prefix = ""
-                progress.always(f"{len(trials) - done} trials did not fit into the time")
+                progress.always(f"{len(to_come)} trials did not fit into the time")
                 break
-            progress.prefix = f"trial {done + 1} of {len(trials)},"
-            to_come = self.lacks.trial_seconds(trials[done:])
-            progress.expect(to_come if left is None else min(left, to_come))
+            progress.prefix = f"trial {count - len(to_come) + 1} of {count},"
+            progress.expect(seconds if left is None else min(left, seconds))
             member = Member("quality", trial.label, trial.config)
             self._alone(trial.family, member, trial_work(trial), baseline_id=trial.baseline.run_id)
-            done += 1
-        for reason, lacking in self._untrained(wanted, trials[done:]):
-            self._note(lacking.family, lacking.label, lacking.config, lacking.baseline, reason)
-
-    def _untrained(self, wanted: Sequence[Trial], left: Sequence[Trial]) -> Iterator[tuple[str, Trial]]:
-        """Why runs of a configuration are missing, and the first of these; ``left`` are those that had no time."""
-        of: dict[tuple[str, str], list[Trial]] = defaultdict(list)
-        for trial in wanted:
-            of[trial.family, trial.label].append(trial)
-        for trials in of.values():
+            del to_come[0]
+        for group in dict.fromkeys((t.family, t.label) for t in wanted):
+            trials = [t for t in wanted if (t.family, t.label) == group]
             lacking = [t for t in trials if not self.held.trained(t.config.run_id, t.fid)]
+            short = [t for t in lacking if t in to_come]  # of time
+            reason = f"{len(short)} of {len(trials)} runs for quality did not fit into the time that was given"
             if lacking and (why := self.lacks.unsound(lacking[0])):
-                yield f"{NOT_TRAINED}: its gradient check failed ({why})", lacking[0]
-            elif short := [t for t in lacking if t in left]:
-                lacks = f"{len(short)} of {len(trials)} runs for quality did not fit into the time that was given"
-                yield lacks, short[0]
+                short, reason = lacking, f"{NOT_TRAINED}: its gradient check failed ({why})"
+            for trial in short[:1]:
+                self._note(trial.family, trial.label, trial.config, trial.baseline, reason)
 
     # Sets
 
@@ -259,15 +243,9 @@ class Campaign:
         members = [Member("baseline", label, base), Member("twin", f"{label} again", base)]
         compared = [row for row in candidates if row[1].run_id != base.run_id]
         members += [Member("candidate", label, c, primary=label == family.primary) for label, c in compared]
-        begun = time.monotonic()
-        records = measure_set(
-            self.instrument,
-            experiment=self.experiment.name,
-            family=family.name,
-            plan=self.lacks.plan_of(family, candidates),
-            members=members,
-            turns=self._turns,
-        )
+        begun, plan = time.monotonic(), self.lacks.plan_of(family, candidates)
+        where = {"experiment": self.experiment.name, "family": family.name}
+        records = measure_set(self.instrument, plan=plan, members=members, turns=self._turns, **where)
         self._append(records)
         self.measured_sets += 1
         self.lacks.costs.setdefault(family.name, []).append((time.monotonic() - begun) / len(members))
@@ -285,7 +263,7 @@ class Campaign:
     def _append(self, records: list[RunRecord]) -> None:
         self.instrument.code.check_unchanged()
         self.ledger.append(records)
-        self.held.add(records)
+        self.held.records += records
 
     def _alone(self, family: str, member: Member, work: Work = warm_up_alone, **told: str) -> RunRecord:
         """Measure one group on its own and append its record, with the fields that only the experiment can tell."""

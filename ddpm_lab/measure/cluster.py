@@ -45,16 +45,14 @@ from ddpm_lab.measure.process import (
     sweep,
 )
 
-JOIN_SECONDS = 120.0
-"""How long processes wait for each other, whose imports may come from a slow shared file system."""
+JOIN_SECONDS = 120.0  # how long processes wait for each other, whose imports may come from a slow shared file system
 BEAT_SECONDS = 1.0
 LOST_BEATS = 4
 """A process that says nothing during so many beats of the leader is lost; the leader is waited for longer."""
 STORE_SECONDS = 12.0
 """A store that answers more slowly has gone. It looks up the names of those who connect, for which it may stall 5 s."""
 STACK_SECONDS = 3.0
-LOOK_SECONDS = 0.6
-"""How long is looked at what others take of the cores, before training and sampling."""
+LOOK_SECONDS = 0.6  # how long is looked at what others take of the cores, before training and sampling
 
 
 class Process(NamedTuple):
@@ -88,6 +86,7 @@ class Process(NamedTuple):
         where it is the loopback of one of several hosts.
         """
         names = {a.address.split("%")[0]: name for name, found in psutil.net_if_addrs().items() for a in found}
+        address = self.store.address
         if interface is not None:
             choice("--interface", interface, sorted(set(names.values())))
         else:
@@ -97,13 +96,13 @@ class Process(NamedTuple):
                     towards.connect(there)  # sends nothing
                     own = towards.getsockname()[0].split("%")[0]
             except OSError as error:
-                raise ConfigError(f"torchrun's address {self.store.address} cannot be reached: {error}") from error
+                raise ConfigError(f"torchrun's address {address} cannot be reached: {error}") from error
             interface = names.get(own)
             if self.hosts > 1 and (own.startswith("127.") or own == "::1"):
                 raise ConfigError(
-                    f"torchrun's address {self.store.address} is {own} here, which other hosts cannot reach: give "
-                    "torchrun --local-addr with an address that they can, or -m ddpm_lab rank --interface NAME; for a "
-                    f"trial on this machine alone, -m ddpm_lab rank --interface {interface or 'lo'}"
+                    f"torchrun's address {address} is {own} here, which other hosts cannot reach: give torchrun "
+                    "--local-addr with an address that they can, or -m ddpm_lab rank --interface NAME; for a trial on "
+                    f"this machine alone, -m ddpm_lab rank --interface {interface or 'lo'}"
                 )
         if interface:  # some sandboxes list none
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -260,10 +259,10 @@ def _joined(process: Process) -> list[dict[str, Any]]:
         )
     found: list[dict[str, Any]] = [json.loads(store.get(name)) for name in names]
     parts = {"machine": "processor, cores, GPUs, driver, torch or Python", "code": "the lab's code"}
-    for part, there in itertools.product(parts, found):
+    for (part, words), there in itertools.product(parts.items(), found):
         if there[part] != found[0][part]:
             raise ConfigError(
-                f"{there['host']} differs from {found[0]['host']} in {parts[part]}: measure like hosts together"
+                f"{there['host']} differs from {found[0]['host']} in {words}: measure like hosts together"
             )
     return found
 
@@ -309,8 +308,11 @@ class RemoteRank:
         assert job.store is not None, "ranks of several processes meet in the store"
         self.job, self.host, self.channel, self.group = job, host, channel, job.store.prefix
         self.ears = [channel.ear]  # ready when the rank speaks or ends
-        self._said: dict[str, Any] = {"life": Life(0.0, 0, 0, "start")}  # the last of each kind
-        self._heard = time.monotonic()
+        self.report: dict[str, Any] = {}  # what the rank measured by its latest command
+        self.watched: dict[str, float | None] = {}
+        """What others took of its host during the last window; empty where another rank's process watches it."""
+        self._life, self._heard = Life(0.0, 0, 0, "start"), time.monotonic()
+        self._log: str | None = None
         self._ending: Ending | None = None
         fields = {f.name: getattr(job, f.name) for f in dataclasses.fields(job) if f.name not in ("folder", "tree")}
         fields |= {"config": job.config.as_dict(), "modules": dict(job.modules)}
@@ -321,14 +323,9 @@ class RemoteRank:
         """Whether the process that holds the rank may be lost, which takes some beats to know."""
         return self.channel.silent_beats > 1
 
-    @property
-    def watched(self) -> dict[str, float | None]:
-        """What others took of its host during the last window; empty where another rank's process watches it."""
-        return self._said.get("watched") or {}
-
     def tell(self, command: str, arguments: dict[str, Any]) -> None:
         """Give the rank a command."""
-        self._said["life"], self._heard = self.life()._replace(silent_seconds=0.0), time.monotonic()
+        self._life, self._heard = self._life._replace(silent_seconds=0.0), time.monotonic()
         self.channel.send(do="tell", group=self.group, command=command, arguments=arguments)
 
     def hear(self) -> str | None:
@@ -336,13 +333,14 @@ class RemoteRank:
         while self._ending is None and (message := self.channel.receive()) is not None:
             if message.get("group") != self.group:
                 continue  # of a group that has been killed since
-            self._said |= message
-            self._heard = time.monotonic()
+            self._life, self._heard = Life(*message["life"]), time.monotonic()
+            self._log = message.get("log", self._log)
             if "ending" in message:
                 # From how long ago it was there: the clocks of two hosts have nothing in common.
                 ending = Ending(*message["ending"])
                 self._ending = ending._replace(time=self._heard - ending.time)
             elif "said" in message:
+                self.report, self.watched = message["report"], message["watched"]
                 return str(message["said"])
         if self._ending is None and self.channel.silent_beats >= LOST_BEATS:
             how = f"was lost: its process has not answered for {LOST_BEATS * BEAT_SECONDS:.0f} s"
@@ -351,30 +349,22 @@ class RemoteRank:
 
     def life(self) -> Life:
         """The rank's last sign of life, as old as it is by now."""
-        life = Life(*self._said["life"])
-        return life._replace(silent_seconds=life.silent_seconds + time.monotonic() - self._heard)
+        return self._life._replace(silent_seconds=self._life.silent_seconds + time.monotonic() - self._heard)
 
     def ending(self) -> Ending | None:
         """How the rank ended; None of one that lives, or left in order."""
         self.hear()
         return self._ending
 
-    @property
-    def report(self) -> dict[str, Any]:
-        """What the rank measured by its latest command."""
-        found: dict[str, Any] = self._said.get("report", {})
-        return found
-
     def log(self) -> str:
         """The end of what the rank printed, as far as it is known here."""
-        return self._ending.detail if self._ending else self._said.get("log", "")
+        return self._ending.detail if self._ending else self._log or ""
 
     def stack(self) -> str:
         """The rank's log with the stacks of its threads; what is known without them where nobody answers."""
-        self._said.pop("log", None)
-        deadline = time.monotonic() + STACK_SECONDS
+        self._log, deadline = None, time.monotonic() + STACK_SECONDS
         self.channel.send(do="stack", group=self.group)
-        while self.ending() is None and "log" not in self._said and (left := deadline - time.monotonic()) > 0:
+        while self.ending() is None and self._log is None and (left := deadline - time.monotonic()) > 0:
             connection.wait(self.ears, left)
         return self.log()
 
@@ -473,12 +463,12 @@ class _Held:
             now = time.monotonic()
             ending = self.rank.ending() or Ending("crashed", "left without a word", self.rank.log(), False, now)
             return {"life": life, "ending": ending._replace(time=now - ending.time)}
-        found: dict[str, Any] = {"life": life, "said": said, "report": self.rank.report, "watched": None}
+        watched: dict[str, float | None] = {}
         if self._watch:
             self._watch.__exit__()
-            found["watched"] = {name: getattr(self._watch, name) for name in ("others_cores", "stolen_seconds")}
+            watched = {name: getattr(self._watch, name) for name in ("others_cores", "stolen_seconds")}
             self._watch = None
-        return found
+        return {"life": life, "said": said, "report": self.rank.report, "watched": watched}
 
     def end(self) -> None:
         """Kill the rank and remove what it wrote."""

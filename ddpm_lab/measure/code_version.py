@@ -26,8 +26,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 FOLDERS = ("data", "diffusion", "measure", "training")
 MODULES = ("__init__", "checks", "config", "declared", "files", "plan", "processor", "workload")
 """What of the lab a rank may load, or times it. A rank that loads another module of the lab is refused."""
-PACKAGES = ("torch", "torchvision", "numpy", "pillow", "psutil")
-"""Distributions that the lab's own workloads run."""
+PACKAGES = ("torch", "torchvision", "numpy", "pillow", "psutil")  # distributions that the lab's own workloads run
 LIBRARIES = ("site-packages", "dist-packages")
 SITE_MODULES = ("sitecustomize", "usercustomize")
 """Python runs them at every start, where an administrator put them: they belong to the machine, not to a workload."""
@@ -161,9 +160,6 @@ def _version(distribution: str) -> str:
     return ""
 
 
-# What belongs to libraries, and what to a repository
-
-
 @cache
 def _library_folders() -> tuple[str, ...]:
     paths = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -195,9 +191,6 @@ def in_repository(file: str | Path, root: str) -> bool:
         return False
     below = takewhile(lambda folder: folder != Path(root), (path, *path.parents))
     return not any((folder / ".git").exists() for folder in below)
-
-
-# What a rank says of itself
 
 
 def loaded() -> Loaded:

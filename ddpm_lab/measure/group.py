@@ -10,18 +10,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import connection
-from pathlib import Path
 from typing import Any
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.measure.cluster import RemoteRank, current
+from ddpm_lab.measure.cluster import Place, RemoteRank, current
 from ddpm_lab.measure.code_version import Loaded, Tree
 from ddpm_lab.measure.process import DONE, GroupFolder, LocalRank, RankJob
 
-FROZEN_SECONDS = 5.0
-"""A rank whose process has been stopped for so long, by a signal or a debugger, is not waited for."""
+FROZEN_SECONDS = 5.0  # A rank whose process has been stopped for so long, by a signal or a debugger, is not waited for
 
 LAST_WORDS_SECONDS = 2.0
 """How long the others have to say what they failed of, once one has failed: who failed first is to blame."""
@@ -73,19 +71,11 @@ class Group:
         begun = time.monotonic()
         self._ranks: list[LocalRank | RemoteRank] = []
         self._folder = GroupFolder()
+        self.folder = self._folder.path
         try:
             with starting():
-                job = RankJob(
-                    config=config,
-                    rank=0,
-                    folder=self.folder,
-                    threads=threads,
-                    collective_seconds=self.limits.build_seconds,
-                    modules=modules,
-                    environment=environment,
-                    tree=tree,
-                )
-                self._start(job)
+                how = {"threads": threads, "modules": modules, "environment": environment, "tree": tree}
+                self._start(**how, config=config, folder=self.folder, collective_seconds=self.limits.build_seconds)
             built = self._reports(self.limits.build_seconds, "building")
         except BaseException:
             self.kill()
@@ -94,32 +84,23 @@ class Group:
         self.build_seconds = max(float(report["build_seconds"]) for report in built)
         """The slowest rank's, until its workload was built: a part of ``start_seconds``."""
 
-    def _start(self, job: RankJob) -> None:
+    def _start(self, **job: Any) -> None:
         """Start every rank where its place is: on this host, or on those that this process leads."""
         cluster = current()
-        places = cluster.places(self.config) if cluster else []
+        places = cluster.places(self.config) if cluster else [Place(i, "", None) for i in range(self.config.world_size)]
         if cluster and len(places) > 1:
-            job = replace(job, store=cluster.new_store())
+            job["store"] = cluster.new_store()
         else:
-            job = replace(job, environment={"GLOO_SOCKET_IFNAME": "lo", **job.environment})
-        for rank in range(self.config.world_size):
-            place = places[rank] if places else None
-            mine = replace(job, rank=rank, device_index=place.device_index if place else rank)
-            if place and place.channel:
-                self._ranks.append(RemoteRank(mine, place.host, place.channel))
-            else:
-                self._ranks.append(LocalRank(mine))
+            job["environment"] = {"GLOO_SOCKET_IFNAME": "lo", **job["environment"]}
+        for rank, place in enumerate(places):
+            mine = RankJob(**job, rank=rank, device_index=place.device_index)
+            self._ranks.append(RemoteRank(mine, place.host, place.channel) if place.channel else LocalRank(mine))
 
     def __enter__(self) -> Group:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-
-    @property
-    def folder(self) -> Path:
-        """The group's folder on this host."""
-        return self._folder.path
 
     @property
     def pids(self) -> list[int]:
@@ -132,7 +113,7 @@ class Group:
         ``start`` and ``end`` are seconds of this host's clock. Those of another host, whose clock has nothing to do
         with it, are moved so that its ranks leave the barrier before the window when those of this host do.
         """
-        reports = self._ask("window", limit, stage, settle=settle, steps=steps)
+        reports = self.ask("window", limit, stage, settle=settle, steps=steps)
         begun: dict[str, float] = {}
         for report in reports:
             begun[report["host"]] = min(report["start"], begun.get(report["host"], report["start"]))
@@ -147,34 +128,23 @@ class Group:
 
     def witness(self) -> list[dict[str, Any]]:
         """What each rank says of itself."""
-        return self._ask("witness", self.limits.build_seconds, "reading the witness")
+        return self.ask("witness", self.limits.build_seconds, "reading the witness")
 
     def loaded(self) -> Loaded:
         """What the first rank has loaded from outside of libraries."""
-        return Loaded(**self._ask("loaded", self.limits.build_seconds, "naming what it loaded")[0])
-
-    def budget(self, *, settle: int, steps: int, rounds: int, limit: float) -> list[dict[str, Any]]:
-        """Take each rank's time budget; ``limit`` is the longest silence of a rank, in seconds."""
-        return self._ask("budget", limit, "taking the time budget", settle=settle, steps=steps, rounds=rounds)
-
-    def profile(self, traces: list[Path], **plan: int) -> list[dict[str, Any]]:
-        """Profile on every rank; one trace file for each, on the rank's own host."""
-        for rank, trace in zip(self._ranks, traces, strict=True):
-            rank.tell("profile", {**plan, "trace": str(trace)})
-        return self._reports(self.limits.build_seconds, "profiling")
+        return Loaded(**self.ask("loaded", self.limits.build_seconds, "naming what it loaded")[0])
 
     def advance(self, steps: int, limit: float, stage: str = "training") -> list[dict[str, Any]]:
         """Train ``steps`` steps on every rank; each reports its mean loss of every step, and its seconds."""
-        return self._ask("advance", limit, stage, steps=steps)
+        return self.ask("advance", limit, stage, steps=steps)
 
     def call(self, method: str, limit: float, **arguments: Any) -> list[Any]:
         """Call a method of the workload on every rank, and return their answers."""
-        reports = self._ask("call", limit, f"in {method}", method=method, arguments=arguments)
-        return [report["answer"] for report in reports]
+        return [r["answer"] for r in self.ask("call", limit, f"in {method}", method=method, arguments=arguments)]
 
     def finish(self) -> list[dict[str, Any]]:
         """End the ranks in order and return their summaries."""
-        summaries = self._ask("finish", self.limits.finish_seconds, "finishing")
+        summaries = self.ask("finish", self.limits.finish_seconds, "finishing")
         self.kill()
         return summaries
 
@@ -187,7 +157,7 @@ class Group:
         self._ranks = []
         self._folder.remove()
 
-    def _ask(self, command: str, limit: float, stage: str, **arguments: Any) -> list[dict[str, Any]]:
+    def ask(self, command: str, limit: float, stage: str, **arguments: Any) -> list[dict[str, Any]]:
         """Give every rank a command of ``Rank``, and return what they report.
 
         ``limit`` is the longest silence of a rank, in seconds. Raises GroupFailed.
@@ -203,10 +173,9 @@ class Group:
         while pending:
             connection.wait([ear for rank in pending.values() for ear in rank.ears], timeout=0.5)
             for number, rank in list(pending.items()):
-                said = rank.hear()
-                if said == DONE:
+                if (said := rank.hear()) == DONE:
                     del pending[number]
-                elif said is not None:
+                elif said:
                     self._fail(stage)
             lives = {number: rank.life() for number, rank in pending.items()}
             frozen = {n: life.frozen_seconds for n, life in lives.items() if life.frozen_seconds > FROZEN_SECONDS}
@@ -214,8 +183,12 @@ class Group:
                 number = max(frozen, key=frozen.__getitem__)
                 how = f"{self._name(number)} was stopped by a signal while {stage}, in {self._doing(number)}"
                 raise GroupFailed("timed out", how)
-            if pending and all(life.silent_seconds > limit for life in lives.values()):
-                self._hung({number: life.marks for number, life in lives.items()}, limit, stage)
+            if lives and all(life.silent_seconds > limit for life in lives.values()):
+                # All ranks make the same marks, and the others wait for the one that is furthest behind.
+                number = min(lives, key=lambda n: lives[n].marks)
+                detail = self._ranks[number].stack()
+                how = f"showed no sign of life for {limit:.0f} s while {stage}, in {self._doing(number)}"
+                raise GroupFailed("timed out", f"{self._name(number)} {how}", detail)
             now = time.monotonic()
             if now - shown >= 2:
                 shown = now
@@ -225,8 +198,8 @@ class Group:
     def _name(self, number: int) -> str:
         """A rank for people, with its host and GPU where the number alone would not find it."""
         rank = self._ranks[number]
-        gpu = [f"cuda:{rank.job.device_index}"] if self.config.device == "cuda" else []
-        place = ", ".join([*([f"host {rank.host}"] if rank.host else []), *gpu])
+        gpu = f"cuda:{rank.job.device_index}" if self.config.device == "cuda" else ""
+        place = ", ".join(filter(None, (rank.host and f"host {rank.host}", gpu)))
         return f"rank {number} ({place})" if place else f"rank {number}"
 
     def _doing(self, number: int) -> str:
@@ -251,15 +224,7 @@ class Group:
             time.sleep(0.05)
         if not errors:
             raise GroupFailed("crashed", f"a rank ended without a report while {stage}", self._ranks[0].log())
-        number = min(errors, key=lambda n: errors[n].time)
-        error = errors[number]
+        number, error = min(errors.items(), key=lambda found: found[1].time)
         if error.status == "unsupported":
             raise GroupFailed("unsupported", error.message)
         raise GroupFailed(error.status, f"{self._name(number)}: {error.message}", error.detail)
-
-    def _hung(self, marks: dict[int, int], limit: float, stage: str) -> None:
-        """Name the rank that is furthest behind, since all ranks make the same marks. The others wait for it."""
-        number = min(marks, key=marks.__getitem__)
-        detail = self._ranks[number].stack()
-        how = f"showed no sign of life for {limit:.0f} s while {stage}, in {self._doing(number)}"
-        raise GroupFailed("timed out", f"{self._name(number)} {how}", detail)

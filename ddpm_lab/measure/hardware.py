@@ -33,14 +33,13 @@ WAYS_OUT = (
     "install torch torchvision --index-url https://download.pytorch.org/whl/cu126), or hide the GPU with "
     "CUDA_VISIBLE_DEVICES, or measure the CPU with --device cpu (in a report: -p device cpu)"
 )
-ASK_TORCH = (
+_ASK_TORCH = (
     "import torch; torch.cuda.init(); gpus = range(torch.cuda.device_count()); "
     "print(*min(map(torch.cuda.get_device_capability, gpus)), flush=True); "
     "[(torch.ones(1, device=f'cuda:{i}') + 1).item() for i in gpus]"
 )
 """Print the lowest compute capability, and run a first kernel on each GPU."""
-TORCH_SECONDS = 120.0
-"""How long torch may take for this."""
+TORCH_SECONDS = 120.0  # how long torch may take for this
 
 
 @cache
@@ -105,10 +104,9 @@ def cgroup_cores() -> float | None:
     """Cores' worth of CPU time that the tightest enclosing cgroup allows; None without a limit."""
     limits = []
     for level in itertools.chain(*cgroup_levels("cpu")):
-        v1 = [word for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us") for word in _words(level / name)]
-        for words in (_words(level / "cpu.max"), v1):
+        for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
             with contextlib.suppress(ValueError):  # no such file, or "max"
-                quota, period = map(int, words)
+                quota, period = (int(word) for name in files for word in _words(level / name))
                 limits += [quota / period] * (quota > 0)  # -1 is no limit
     return min(limits, default=None)
 
@@ -117,10 +115,9 @@ def cgroup_throttled_seconds() -> float | None:
     """Seconds that quotas have held back this process's cgroups so far, added over all of them; None is unknown."""
     found = []
     for level in itertools.chain(*cgroup_levels("cpu")):
-        words = iter(_words(level / "cpu.stat"))
-        said = dict(zip(words, words, strict=True))
+        words = _words(level / "cpu.stat")
         units = {"throttled_usec": 1e-6, "throttled_time": 1e-9}  # version 2, version 1
-        found += [int(said[name]) * unit for name, unit in units.items() if name in said]
+        found += [int(words[words.index(name) + 1]) * unit for name, unit in units.items() if name in words]
     return sum(found) if found else None
 
 
@@ -160,8 +157,7 @@ def _visible() -> tuple[Gpu, ...]:
     if wanted is None:
         return found
     entries = [entry.strip() for entry in wanted.split(",")]
-    if found and entries[0].startswith("MIG-"):
-        # CUDA shows a process one MIG device, whatever follows.
+    if found and entries[0].startswith("MIG-"):  # CUDA shows a process one MIG device, whatever follows
         return (replace(_gpu(gpu_handle(entries[0])), uuid=entries[0]),)
     chosen: list[Gpu] = []
     for entry in entries:
@@ -199,8 +195,9 @@ def _git_commit() -> str | None:
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         if (root / ".git").exists():
-            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-            return done.stdout.strip() or None
+            return (
+                subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
+            )
     return None
 
 
@@ -210,7 +207,7 @@ def environment() -> Environment:
         machine=machine(),
         hostname=socket.gethostname() or None,
         python=platform.python_version(),
-        packages={name: package_version(name) for name in PACKAGES if package_version(name)},
+        packages={name: version for name in PACKAGES if (version := package_version(name))},
         cuda=None,
         gpu_uuids=tuple(g.uuid for g in gpus() if g.uuid),
         ram_bytes=psutil.virtual_memory().total,
@@ -222,15 +219,11 @@ def environment() -> Environment:
     )
 
 
-# What torch can do with the GPUs
-
-
 def gpu_trouble() -> str:
     """Why torch cannot use the GPUs that NVML lists, and the ways out, in one sentence; empty without such trouble."""
     if not (cards := _visible()) or not (error := _ask_torch()[1]):
         return ""
-    names = ", ".join(dict.fromkeys(card.name for card in cards))
-    driver = _nvidia()[1] or "unknown"
+    names, driver = ", ".join(dict.fromkeys(card.name for card in cards)), _nvidia()[1] or "unknown"
     return f"torch {package_version('torch')} cannot use {names} with driver {driver}: {error}; {WAYS_OUT}"
 
 
@@ -242,17 +235,15 @@ def least_capability() -> tuple[int, int] | None:
 @cache
 def _ask_torch() -> tuple[tuple[int, int] | None, str]:
     """The lowest compute capability, or torch's error; asked once, in a process of its own, since it wakes CUDA."""
-    command = [sys.executable, "-P", "-c", ASK_TORCH]
+    command = [sys.executable, "-P", "-c", _ASK_TORCH]
     try:
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=TORCH_SECONDS)
     except subprocess.TimeoutExpired:
         return None, f"it did not answer within {TORCH_SECONDS:.0f} s"
     major, minor = map(int, done.stdout.split()[-2:] or (0, 0))
-    capability = (major, minor) if major else None
-    if done.returncode:
-        # The first sentence of the error: what CUDA adds on further lines is for those who debug kernels.
-        said = re.search(r"^[\w.]*(?:Error|Exception): (.+?)(?:\. |$)", done.stderr, re.MULTILINE)
-        error = said[1] if said else f"the process that asked it ended with {done.returncode}"
-        # One that others fill or hold may not be wanted; a rank on it says so.
-        return capability, "" if "out of memory" in error or "busy" in error else error
-    return capability, ""
+    # The first sentence of the error: what CUDA adds on further lines is for those who debug kernels.
+    said = re.search(r"^[\w.]*(?:Error|Exception): (.+?)(?:\. |$)", done.stderr, re.MULTILINE)
+    error = said[1] if said else f"the process that asked it ended with {done.returncode}"
+    # A GPU that others fill or hold may not be wanted; a rank on it says so.
+    fine = not done.returncode or "out of memory" in error or "busy" in error
+    return (major, minor) if major else None, "" if fine else error

@@ -19,10 +19,8 @@ from ddpm_lab.plan import Experiment, Fid, Plan
 from ddpm_lab.record import LASTING, TWIN, RunRecord, crowded, seconds_by_turn, set_log_ratio, turn_log_ratios
 
 COMPARED = ("baseline", TWIN, "candidate")
-RECENT_RECORDS = 100
-"""Windows of so many records of a machine say how much it scatters."""
-Members = dict[str, RunRecord]
-"""A set's records by role, those of candidates by run id."""
+RECENT_RECORDS = 100  # windows of so many records of a machine say how much it scatters
+Members = dict[str, RunRecord]  # A set's records by role, those of candidates by run id
 
 
 class Held:
@@ -33,11 +31,7 @@ class Held:
 
     def __init__(self, records: Iterable[RunRecord] = (), *, disturbed: bool = False) -> None:
         self.records, self.disturbed = list(records), disturbed
-        self._quiet: dict[tuple[str, int], bool] = {}  # set, its members -> whether it counts
-
-    def add(self, records: Iterable[RunRecord]) -> None:
-        """Take up more records."""
-        self.records += records
+        self._crowded: dict[tuple[str, int], bool] = {}  # by set and its members so far
 
     def completed(self, *roles: str, **fields: object) -> list[RunRecord]:
         """Records in some roles of what ran to its end, whose ``fields`` have these values."""
@@ -80,13 +74,14 @@ class Held:
             if family in ("", r.family):
                 found[r.set_id][r.run_id if r.role == "candidate" else r.role] = r
         wanted = {"baseline", TWIN, *run_ids} - {baseline_id}
-        return {i: members for i, members in found.items() if wanted <= members.keys() and self._counts(i, members)}
+        whole = {set_id: members for set_id, members in found.items() if wanted <= members.keys()}
+        return whole if self.disturbed else {i: members for i, members in whole.items() if not self._busy(i, members)}
 
-    def _counts(self, set_id: str, members: Members) -> bool:
+    def _busy(self, set_id: str, members: Members) -> bool:
         key = (set_id, len(members))
-        if key not in self._quiet:
-            self._quiet[key] = self.disturbed or not crowded(list(members.values()))
-        return self._quiet[key]
+        if key not in self._crowded:
+            self._crowded[key] = crowded(list(members.values()))
+        return self._crowded[key]
 
     def met(self, baseline_id: str, run_id: str) -> bool:
         """Whether anything is held of a comparison: a set, a failure, or a note that it was left out."""
@@ -109,8 +104,8 @@ class Held:
 
     def looked(self, baseline_id: str) -> set[str]:
         """The sets of a baseline that an answer shown so far rested on."""
-        looks = [r.look for r in self.completed("look", baseline_id=baseline_id)]
-        return {set_id for look in looks if look for set_id in look["sets"]}
+        looks = self.completed("look", baseline_id=baseline_id)
+        return {set_id for r in looks for set_id in (r.look or {"sets": ()})["sets"]}
 
     def turns(self, baseline_id: str, run_id: str) -> int:
         """Turns of a comparison's sets, crowded ones too: every further set has as many; 0 before the first."""
@@ -140,10 +135,6 @@ class Held:
         """What each compile from empty caches took."""
         return [r.stages["compile"] for r in self.completed("cold", compile_cache="cold") if "compile" in r.stages]
 
-    def cold_compiles(self, run_id: str) -> int:
-        """Compiles of a configuration from empty caches."""
-        return len(self.completed("cold", compile_cache="cold", run_id=run_id))
-
     # Quality
 
     def unsound(self, config: RunConfig) -> str:
@@ -157,10 +148,8 @@ class Held:
     def trained(self, run_id: str, fid: Fid | None = None) -> bool:
         """Whether a trial is here, and with it the FID that is asked for."""
         found = [(r.quality or {}).get("fid", {}) for r in self.completed("quality", run_id=run_id)]
-        if fid is None:
-            return bool(found)
-        asked = (fid.sha256, fid.images)
-        return any("fid" in one and (one["inception_sha256"], one["images"]) == asked for one in found)
+        said = [(one["inception_sha256"], one["images"]) for one in found if "fid" in one]
+        return bool(found) if fid is None else (fid.sha256, fid.images) in said
 
 
 def held_of(
@@ -179,7 +168,7 @@ def held_of(
             return False
         return bool(wanted) if head.role == "quality" else (head.experiment, plan_key) == (experiment.name, plan.key)
 
-    found, _ = ledger.read(lambda heads: [h for h in heads if mine(h)])
+    found, _ = ledger.read(lambda heads: filter(mine, heads))
     return Held((r for r in found if r.role != "quality" or r.run_id in wanted), disturbed=disturbed)
 
 

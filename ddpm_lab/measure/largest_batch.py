@@ -20,10 +20,8 @@ from ddpm_lab.measure.sets import Member
 from ddpm_lab.plan import Family
 from ddpm_lab.record import LASTING, RunRecord
 
-PARTS = 16
-"""A search ends when what does not fit is no more than this part of what fits away: 6 %."""
-MEMORY_SHARE = 0.8
-"""Share of the available main memory that a try may take."""
+PARTS = 16  # A search ends when what does not fit is no more than this part of what fits away: 6 %
+MEMORY_SHARE = 0.8  # share of the available main memory that a try may take
 TRY_SECONDS = 120.0
 """A try that would take longer ends the search where there is no budget; with one, more than half of what is left."""
 
@@ -36,16 +34,12 @@ def largest_batch(
 ) -> RunRecord | None:
     """Search the largest global batch size that fits for the work of a family's baseline, which is tried first.
 
-    Args:
-        family: its ``search_up_to`` is the last size that is tried.
-        records: what the ledger holds, of earlier searches among others.
-        attempt: measures a member alone, keeps its record and returns it.
-        seconds_left: seconds of the budget, or None without one.
+    ``records`` are what the ledger holds, of earlier searches among others; ``attempt`` measures a member alone, keeps
+    its record and returns it; ``seconds_left`` is None without a budget.
 
-    Returns:
-        The record of the largest size that fits in the role "largest", or, where none fits, of the smallest tried. Its
-        label is the limit that ended the search: "memory", "cap", "time" or "failure"; its reason says how. None where
-        nothing is known, because the first try failed in a way that may pass.
+    Returns the record of the largest size that fits in the role "largest", or, where none fits, of the smallest tried.
+    Its label is the limit that ended the search: "memory", "cap", "time" or "failure"; its reason says how. None where
+    nothing is known, because the first try failed in a way that may pass.
     """
     base, cap = family.baseline, family.search_up_to
     unit = base.world_size * base.accumulation
@@ -53,7 +47,8 @@ def largest_batch(
     tried = {size: r for size, r in tried.items() if r.status in ("ok", *LASTING)}
     failed = {size: _failure(r) for size, r in tried.items() if r.status != "ok"}
     while True:
-        peaks = {size: host_bytes(r) for size, r in tried.items() if r.status == "ok"}
+        # Main memory of all ranks together at their peaks.
+        peaks = {n: sum(k.peak_rss_bytes or 0 for k in r.ranks) for n, r in tried.items() if r.status == "ok"}
         high = min(failed, default=None)
         low = max((size for size in peaks if high is None or size < high), default=0)
         size = next_size(low, high, first=base.global_batch_size, most=cap, unit=unit)
@@ -67,8 +62,8 @@ def largest_batch(
         if low and base.device == "cpu":
             needed, available = predicted_bytes(peaks, size), available_bytes()
             if needed > MEMORY_SHARE * available:
-                share = f"{100 * MEMORY_SHARE:.0f} % of the {_gib(available)} available may be used"
-                failed[size] = "memory", f"{size:,} images would need about {_gib(needed)}, {share}"
+                share = f"{100 * MEMORY_SHARE:.0f} % of the {available / 2**30:.1f} GiB available may be used"
+                failed[size] = "memory", f"{size:,} images would need about {needed / 2**30:.1f} GiB, {share}"
                 continue
         record = attempt(Member("search", f"batch {size}", dataclasses.replace(base, global_batch_size=size)))
         if record.status not in ("ok", *LASTING):  # the next run tries it again
@@ -130,27 +125,15 @@ def predicted_bytes(peaks: Mapping[int, int], size: int) -> float:
     return peaks[last] + growth * (size - last)
 
 
-def host_bytes(record: RunRecord) -> int:
-    """Main memory of all ranks together at their peaks."""
-    return sum(rank.peak_rss_bytes or 0 for rank in record.ranks)
-
-
 def available_bytes() -> int:
     """Main memory that can be used without swapping, cut by what the enclosing cgroups leave (v2 and v1)."""
     found = [int(psutil.virtual_memory().available)]
-    names = (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    )
+    names = (("max", "current", "inactive_file"), ("limit_in_bytes", "usage_in_bytes", "total_inactive_file"))
     for levels, (limit, used, inactive) in zip(hardware.cgroup_levels("memory"), names, strict=True):
         for level in levels:
             # "max" is no number: such a level sets no limit, like one that cannot be read.
             with contextlib.suppress(OSError, ValueError, KeyError):
-                most, taken = (int((level / name).read_text()) for name in (limit, used))
+                most, taken = (int((level / f"memory.{name}").read_text()) for name in (limit, used))
                 said = dict(line.split() for line in (level / "memory.stat").read_text().splitlines())
                 found.append(max(0, most - taken + int(said[inactive])))  # the kernel drops inactive pages of files
     return min(found)
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.1f} GiB"

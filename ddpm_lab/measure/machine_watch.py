@@ -11,6 +11,7 @@ import operator
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from statistics import fmean
@@ -21,17 +22,12 @@ import psutil
 from ddpm_lab.measure.hardware import ask_nvml, cgroup_throttled_seconds, gpu_handle
 from ddpm_lab.measure.others import CpuClock, difference
 
-FIRST_SECONDS = 0.25
-"""Into a window of 0.4 s, so that a short one has a sample taken while the GPU works."""
+FIRST_SECONDS = 0.25  # into a window of 0.4 s, so that a short one has a sample taken while the GPU works
 PERIOD_SECONDS, LATER_SECONDS, EARLY_SAMPLES = 1.0, 5.0, 120
 """Between two samples, and between those of a long run after its first ones."""
 
 State = dict[str, float | None]
 Fold = Callable[[Iterable[float]], float]
-
-
-def _bits(values: Iterable[float]) -> float:
-    return float(reduce(operator.or_, map(int, values)))
 
 
 _SAMPLED: dict[str, Fold] = {
@@ -41,7 +37,7 @@ _SAMPLED: dict[str, Fold] = {
     "gpu_clock_min_mhz": min,
     "gpu_memory_clock_mhz": fmean,
     "gpu_temperature_celsius": max,
-    "gpu_throttle_reasons": _bits,  # of NVML's nvmlClocksThrottleReason
+    "gpu_throttle_reasons": lambda values: float(reduce(operator.or_, map(int, values))),  # NVML's bits
 }
 """How the samples of a GPU become one value, and those of a group's GPUs."""
 _OTHERS: dict[str, Fold] = {
@@ -95,16 +91,13 @@ class Watch:
         share, memory = None, psutil.virtual_memory()
         if use.busy is not None:
             share = min(100.0, 100 * use.busy / use.seconds / len(os.sched_getaffinity(0)))
-        state: State = {
-            "watched_seconds": use.seconds,
-            "cpu_utilisation_percent": share,
-            "ram_used_bytes": memory.total - memory.available,
-            "cgroup_throttled_seconds": difference(self._throttled, cgroup_throttled_seconds()),
-        }
+        throttled = difference(self._throttled, cgroup_throttled_seconds())
+        state: State = {"watched_seconds": use.seconds, "cpu_utilisation_percent": share}
+        state |= {"ram_used_bytes": memory.total - memory.available, "cgroup_throttled_seconds": throttled}
         if self._gpus:
             own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
             found = [gpu.state(own) for gpu in self._gpus]
-            state |= {name: _folded(fold, [gpu[name] for gpu in found]) for name, fold in _OF_GROUP.items()}
+            state |= {name: folded(fold, [gpu[name] for gpu in found]) for name, fold in _OF_GROUP.items()}
         self.state = {name: None if value is None else round(value, 3) for name, value in state.items()}
 
     def _sample(self) -> None:
@@ -116,7 +109,7 @@ class Watch:
                 gpu.sample()
 
 
-def _folded(fold: Fold, values: Iterable[float | None]) -> float | None:
+def folded(fold: Fold, values: Iterable[float | None]) -> float | None:
     """``values`` as one; unknown if there is none, or one of them is unknown."""
     found = list(values)
     known = [value for value in found if value is not None]
@@ -130,14 +123,18 @@ class _Gpu:
         self._pid, self._handle = pid, gpu_handle(uuid)
         self.known = self._handle is not None
         self._samples: list[State] = []
-        self._processes: list[dict[int, int | None] | None] = []
+        self._processes: list[dict[int, int | None] | None] = []  # bytes of GPU memory by process, of each look
 
     def _read(self, name: str, *arguments: Any) -> Any:
         return ask_nvml(f"nvmlDeviceGet{name}", self._handle, *arguments)
 
+    def _look_at_processes(self) -> None:
+        found = self._read("ComputeRunningProcesses")
+        self._processes.append(None if found is None else {p.pid: p.usedGpuMemory for p in found})
+
     def begin(self) -> None:
         """Read what is compared with its value at the end."""
-        self._processes.append(self._running())
+        self._look_at_processes()
         self._since = time.time()
         self._energy, self._begun = self._read("TotalEnergyConsumption"), time.monotonic()
 
@@ -146,6 +143,8 @@ class _Gpu:
         utilisation, memory = self._read("UtilizationRates"), self._read("MemoryInfo")
         clock, milliwatts = self._read("ClockInfo", 1), self._read("PowerUsage")  # NVML_CLOCK_SM
         reasons = self._read("CurrentClocksEventReasons")
+        if reasons is None:
+            reasons = self._read("CurrentClocksThrottleReasons")  # its older name
         self._samples.append(
             {
                 "gpu_utilisation_percent": None if utilisation is None else float(utilisation.gpu),
@@ -154,12 +153,11 @@ class _Gpu:
                 "gpu_clock_min_mhz": clock,
                 "gpu_memory_clock_mhz": self._read("ClockInfo", 2),  # NVML_CLOCK_MEM
                 "gpu_temperature_celsius": self._read("Temperature", 0),  # NVML_TEMPERATURE_GPU
-                # The older name of the same.
-                "gpu_throttle_reasons": self._read("CurrentClocksThrottleReasons") if reasons is None else reasons,
+                "gpu_throttle_reasons": reasons,
                 "gpu_power_watts": None if milliwatts is None else milliwatts / 1e3,
             }
         )
-        self._processes.append(self._running())
+        self._look_at_processes()
 
     def end(self) -> None:
         """Read again what was read at the beginning, as soon as the work is done; a sample too if there is none."""
@@ -167,20 +165,17 @@ class _Gpu:
         self._seconds = time.monotonic() - self._begun
         if not self._samples:
             self.sample()
-        self._processes.append(self._running())
+        self._look_at_processes()
 
     def state(self, own: set[int]) -> State:
         """What was found of this GPU; ``own`` are process ids that are no others."""
-        watts = self._over_samples("gpu_power_watts", fmean)
+        folds = _SAMPLED | {"gpu_power_watts": fmean}
+        known = {name: [v for sample in self._samples if (v := sample[name]) is not None] for name in folds}
+        state: State = {name: fold(known[name]) if known[name] else None for name, fold in folds.items()}
         joules = None if self._energy is None else self._energy / 1e3
-        power: State = {
-            "gpu_power_watts": watts if joules is None else joules / self._seconds,
-            "gpu_energy_joules": joules,
-        }
-        return {name: self._over_samples(name, fold) for name, fold in _SAMPLED.items()} | power | self._others(own)
-
-    def _over_samples(self, name: str, fold: Fold) -> float | None:
-        return _folded(fold, [value for sample in self._samples if (value := sample[name]) is not None])
+        if joules is not None:
+            state["gpu_power_watts"] = joules / self._seconds
+        return state | {"gpu_energy_joules": joules} | self._others(own)
 
     def _others(self, own: set[int]) -> State:
         """What processes that are not one's ``own`` had of the GPU."""
@@ -190,22 +185,17 @@ class _Gpu:
         if len(listed) < len(self._processes) or any(self._pid not in processes for processes in listed):
             return dict.fromkeys(_OTHERS)
         others = [{pid: used for pid, used in processes.items() if pid not in own} for processes in listed]
-        held = [_folded(sum, found.values()) if found else 0 for found in others]
+        held = [folded(sum, found.values()) if found else 0 for found in others]
         return {
             "gpu_others": max(map(len, others)),
-            "gpu_others_bytes": _folded(max, held),
-            "gpu_others_changed_bytes": _folded(lambda values: max(values) - min(values), held),
+            "gpu_others_bytes": folded(max, held),
+            "gpu_others_changed_bytes": folded(lambda values: max(values) - min(values), held),
             "gpu_others_percent": self._taken(own) if any(others) else 0,
         }
 
     def _taken(self, own: set[int]) -> float | None:
         """Percent of the multiprocessors' time that others took; unknown where no process's share is known."""
-        shares: dict[int, list[float]] = {}
+        shares: dict[int, list[float]] = defaultdict(list)
         for sample in self._read("ProcessUtilization", int(self._since * 1e6)) or ():
-            shares.setdefault(sample.pid, []).append(float(sample.smUtil))
+            shares[sample.pid].append(float(sample.smUtil))
         return min(100.0, sum(fmean(found) for pid, found in shares.items() if pid not in own)) if shares else None
-
-    def _running(self) -> dict[int, int | None] | None:
-        """Bytes of GPU memory by process."""
-        processes = self._read("ComputeRunningProcesses")
-        return None if processes is None else {p.pid: p.usedGpuMemory for p in processes}

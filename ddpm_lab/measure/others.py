@@ -8,7 +8,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,8 +19,7 @@ from ddpm_lab.record import CROWDED_CORES
 
 QUIET_SECONDS, SAMPLE_SECONDS = 5.0, 0.2
 """How long a set waits for a quiet moment at most, and how long each look for one takes."""
-QUIET_CORES = 0.25
-"""Less than this is what any machine does by itself."""
+QUIET_CORES = 0.25  # less than this is what any machine does by itself
 FREE_SECONDS = 3.0
 """How long is looked which cores are free, and again twice as long where others are busy: a burst passes."""
 MINUTE = 60.0
@@ -42,8 +40,7 @@ class CpuUse(NamedTuple):
     others_cores: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class CpuClock:
+class CpuClock(NamedTuple):
     """CPU seconds used so far: by this process's own, and on the cores that it may use by anybody and the hypervisor.
 
     None is unknown: the kernel does not show these cores, as in containers that number their own. Of cores that a
@@ -69,9 +66,8 @@ class CpuClock:
 
     def until(self, later: CpuClock) -> CpuUse:
         """What was used from this reading to a later one."""
-        seconds = later.moment - self.moment
+        seconds, others = later.moment - self.moment, None
         busy, stolen = difference(self.busy, later.busy), difference(self.stolen, later.stolen)
-        others = None
         if busy is not None and not self.limited and not later.limited:
             others = max(0.0, (busy - (later.own - self.own)) / seconds)
         return CpuUse(seconds, busy, stolen, others)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,9 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 COMPUTE = ("forward", "backward", "optimizer", "ema")
 COMMUNICATION = "communication"
-UNNAMED = "step"
-"""What the lab marks around a workload's step: time under this name is in no phase."""
-RANGE = "phase: "
-"""Beginning of the names of the profiler's ranges around the phases of a step."""
-TOP = 80
-"""Operators kept by name; the rest are summed as ``(other operators)``."""
+UNNAMED = "step"  # what the lab marks around a workload's step: time under this name is in no phase
+RANGE = "phase: "  # beginning of the names of the profiler's ranges around the phases of a step
+TOP = 80  # operators kept by name; the rest are summed as (other operators)
 
 Interval = tuple[float, float]
 
@@ -60,11 +58,16 @@ def mean(windows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in dict.fromkeys(name for window in windows for name in window):
         values = [window.get(name) for window in windows]
-        if any(isinstance(value, Mapping) for value in values):
-            found[name] = mean([value or {} for value in values])
-        else:
-            found[name] = round(sum(value or 0 for value in values) / len(windows), 9)
+        nested = any(isinstance(value, Mapping) for value in values)
+        found[name] = mean([v or {} for v in values]) if nested else round(sum(v or 0 for v in values) / len(values), 9)
     return found
+
+
+def cuda_event() -> Any:
+    """A moment on the device's line: when it has done what it was given so far."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 class PhaseClock:
@@ -76,8 +79,7 @@ class PhaseClock:
         self._marks: list[tuple[str, float, Any]] | None = None
         self._spans: list[tuple[str, Any, Any]] = []
         self._synchronised = False
-        self.tracing = False
-        """Whether marks become ranges of the profiler."""
+        self.tracing = False  # whether marks become ranges of the profiler
         self._range: Any = None
 
     def mark(self, phase: str) -> None:
@@ -96,13 +98,7 @@ class PhaseClock:
             self._spans.append((name, start, end))
 
     def _event(self) -> Any:
-        if not self._cuda or self._marks is None:
-            return None
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    # Communication
+        return cuda_event() if self._cuda and self._marks is not None else None
 
     def watch(self, ddp: DistributedDataParallel, hook: Any = None) -> None:
         """Note when ``ddp`` exchanges gradients, by ``hook`` or as torch does by default. Once, before any step."""
@@ -131,8 +127,6 @@ class PhaseClock:
             self.mark("backward")
         return future
 
-    # A budget window
-
     def start(self, *, synchronised: bool) -> None:
         """Keep marks and spans from now on; ``synchronised``: wait for device and communication at each mark."""
         self._marks, self._spans, self._synchronised = [], [], synchronised
@@ -153,9 +147,9 @@ class PhaseClock:
             return moment - start if isinstance(moment, int | float) else self._origin.elapsed_time(moment) / 1e3
 
         def line(moments: list[float]) -> dict[str, list[Interval]]:
-            found: dict[str, list[Interval]] = {}
+            found: dict[str, list[Interval]] = defaultdict(list)
             for (phase, _, _), pair in zip(marks, itertools.pairwise(moments), strict=False):
-                found.setdefault(phase, []).append(pair)
+                found[phase].append(pair)
             return found
 
         def per_step(phases: Mapping[str, list[Interval]]) -> dict[str, float]:
@@ -163,11 +157,11 @@ class PhaseClock:
 
         on_host = [seconds(moment) for _, moment, _ in marks]
         main = line([seconds(event) for _, _, event in marks] if on_device else on_host)
-        spans: dict[str, list[Interval]] = {}
+        spans: dict[str, list[Interval]] = defaultdict(list)
         for name, begun, ended in self._spans:
-            spans.setdefault(name, []).append((max(0.0, seconds(begun)), min(end - start, seconds(ended))))
+            spans[name].append((max(0.0, seconds(begun)), min(end - start, seconds(ended))))
         if on_device:  # the host loads the next batch while the device still computes
-            spans.setdefault("data", line(on_host).get("data", []))
+            spans.setdefault("data", line(on_host)["data"])
         compute = [i for name in COMPUTE for i in main.get(name, ())]
         phases = per_step(main)
         found: dict[str, Any] = {
@@ -188,9 +182,8 @@ class PhaseClock:
     def _trace(self, phase: str) -> None:
         if self._range is not None:
             self._range.__exit__(None, None, None)
-            self._range = None
-        if phase != UNNAMED:
-            self._range = torch.profiler.record_function(RANGE + phase)
+        self._range = None if phase == UNNAMED else torch.profiler.record_function(RANGE + phase)
+        if self._range is not None:
             self._range.__enter__()
 
 
@@ -201,8 +194,8 @@ def profile_steps(step: Callable[[], None], plan: dict[str, int], trace: Path, c
     operators of all repetitions, and the seconds of each phase that the steps mark. Exclusive ("self") times are the
     time inside an operator less that inside the operators it calls, so that each second of a thread counts once.
     """
-    operators: dict[str, list[float]] = {}
-    phases: dict[str, float] = {}
+    operators: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    phases: dict[str, float] = defaultdict(float)
     wall = begun = 0.0
 
     def ready(profiler: Any) -> None:
@@ -211,12 +204,10 @@ def profile_steps(step: Callable[[], None], plan: dict[str, int], trace: Path, c
             if event.device_type != DeviceType.CPU:
                 continue
             if event.key.startswith(RANGE):
-                name = event.key.removeprefix(RANGE)
-                phases[name] = phases.get(name, 0.0) + event.cpu_time_total / 1e6
+                phases[event.key.removeprefix(RANGE)] += event.cpu_time_total / 1e6
             elif not event.key.startswith("ProfilerStep"):
                 found = (event.count, event.self_cpu_time_total / 1e6, event.self_device_time_total / 1e6)
-                before = operators.get(event.key, [0.0, 0.0, 0.0])
-                operators[event.key] = [a + b for a, b in zip(before, found, strict=True)]
+                operators[event.key] = [a + b for a, b in zip(operators[event.key], found, strict=True)]
         partial = trace.with_name(f".partial.{trace.name}")
         profiler.export_chrome_trace(str(partial))  # compressed, by the end of its name
         partial.replace(trace)

@@ -32,7 +32,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig, digest
 from ddpm_lab.measure.code_version import PACKAGE, Tree, is_library
 from ddpm_lab.workload import Unsupported
@@ -134,7 +133,11 @@ class Heartbeat:
 def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
     """Entry point of a rank's process: build, then serve commands until told to finish."""
     if job.tree and job.tree.package != PACKAGE:
-        _rank_main_of(job, commands, lifeline)
+        # Be a rank of the revision's own lab: this one was there before, since the fork server holds it.
+        told = pickle.dumps(job)
+        for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE.name]:
+            del sys.modules[name]
+        importlib.import_module(__name__).rank_main(pickle.loads(told), commands, lifeline)  # which does not return
     os.setpgid(0, 0)
     # As in a training script of one's own. With the start method that this rank inherits, each lock that a library
     # makes (tqdm does, when torch compiles) would be a named semaphore, and this process, which is killed or leaves
@@ -143,9 +146,7 @@ def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
     threading.Thread(target=_die_with_parent, args=(lifeline,), daemon=True).start()
     log = os.open(job.folder / f"rank{job.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
+    _flush()
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.enable(file=2)
@@ -160,12 +161,16 @@ def rank_main(job: RankJob, commands: Connection, lifeline: Connection) -> None:
         error = _error(failure)
         with contextlib.suppress(OSError):
             say(job, commands, {"error": error})
-    # The lab's processes are isolated; their interpreters hold nothing that is worth an orderly exit, and a
-    # library's exit handler must not keep a group alive.
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # as of a disk that is full
-            stream.flush()
+    _flush()
+    # The interpreter holds nothing that is worth an orderly exit, and a library's exit handler must not keep a group
+    # alive.
     os._exit(error is not None)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # as of a disk that is full
+            stream.flush()
 
 
 def say(job: RankJob, commands: Connection, said: dict[str, Any]) -> None:
@@ -182,14 +187,6 @@ def say(job: RankJob, commands: Connection, said: dict[str, Any]) -> None:
     commands.send_bytes(data)
 
 
-def _rank_main_of(job: RankJob, commands: Connection, lifeline: Connection) -> None:
-    """Be a rank of a revision's own lab: this one was there before, since the fork server holds it."""
-    told = pickle.dumps(job)
-    for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE.name]:
-        del sys.modules[name]
-    importlib.import_module(__name__).rank_main(pickle.loads(told), commands, lifeline)  # which does not return
-
-
 def _die_with_parent(lifeline: Connection) -> None:
     with contextlib.suppress(EOFError, OSError):
         lifeline.recv_bytes()
@@ -204,33 +201,29 @@ def _error(error: BaseException) -> dict[str, Any]:
 
 
 def _one_line(error: BaseException) -> str:
+    """Type and text, and in brackets the last line of the user's own code that the error passed through."""
     text = " ".join(str(error).split())
-    return (f"{type(error).__name__}: {text}"[:400] if text else type(error).__name__) + _where(error)
-
-
-def _where(error: BaseException) -> str:
-    """The last line of the user's own code that an error passed through, in brackets; empty where there is none."""
-    own = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not is_library(frame.filename) and not Path(frame.filename).is_relative_to(PACKAGE)
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not is_library(f.filename) and not Path(f.filename).is_relative_to(PACKAGE)]
     # A syntax error names the line of a file that was never run.
-    known = [f"{Path(f.filename).name}, line {f.lineno}" for f in own if Path(f.filename).is_file()]
-    return f" ({known[-1]})" if known and known[-1] not in str(error) else ""
+    places = [f"{Path(f.filename).name}, line {f.lineno}" for f in own if Path(f.filename).is_file()][-1:]
+    where = [f" ({place})" for place in places if place not in str(error)]
+    return "".join([f"{type(error).__name__}: {text}"[:400] if text else type(error).__name__, *where])
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    text = str(error)
     # cuBLAS and cuDNN, which allocate for themselves, speak of their status.
-    known = "out of memory" in text.lower() or "DefaultCPUAllocator" in text or "STATUS_ALLOC_FAILED" in text
-    return isinstance(error, MemoryError) or known
+    words = ("out of memory", "defaultcpuallocator", "status_alloc_failed")
+    return isinstance(error, MemoryError) or any(word in str(error).lower() for word in words)
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def host_id() -> str:
     """Twelve hexadecimal digits that tell hosts apart: those of one network and one boot of a kernel are one host."""
-    parts = [str(Path("/proc/self/ns/net").readlink()), Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
-    return digest(parts)
+    return digest([str(Path("/proc/self/ns/net").readlink()), _boot_id()])
 
 
 def _stat(pid: int) -> list[str]:
@@ -257,13 +250,12 @@ def kill(send: Callable[[int, int], None], pid: int, started: int | None, number
             send(pid, number)
 
 
-OWNER = "owner"
-"""File in a group's folder that its parent holds locked while it lives."""
+OWNER = "owner"  # file in a group's folder that its parent holds locked while it lives
 
 
 def _prefix() -> str:
     """How the names of groups' folders begin on this host, until it starts anew."""
-    return f"ddpm_lab.{Path('/proc/sys/kernel/random/boot_id').read_text()[:8]}."
+    return f"ddpm_lab.{_boot_id()[:8]}."
 
 
 class GroupFolder:
@@ -302,10 +294,8 @@ PRELOAD = (
 )
 """What the fork server imports once. It must start no thread and touch no device."""
 
-DONE, LEFT = "done", "left"
-"""What is heard of a rank: it has done what it was told, or it will say no more."""
-SHORT_BYTES = 16_000
-"""Of a message that a pipe takes at once."""
+DONE, LEFT = "done", "left"  # what is heard of a rank: it has done what it was told, or it will say no more
+SHORT_BYTES = 16_000  # of a message that a pipe takes at once
 LOG_CHARACTERS = 4000
 
 
@@ -347,13 +337,11 @@ class LocalRank:
 
     def __init__(self, job: RankJob) -> None:
         self.job = job
-        self.report: dict[str, Any] = {}
-        """What the rank measured by its latest command."""
+        self.report: dict[str, Any] = {}  # what the rank measured by its latest command
         context = multiprocessing.get_context("forkserver")
         multiprocessing.set_forkserver_preload(list(PRELOAD))
-        beat = job.folder / f"rank{job.rank}.beat"
-        beat.write_bytes(BEAT.pack(time.monotonic(), 0, 0, b"start"))
-        self._beat = Heartbeat(beat)
+        self._file("beat").write_bytes(BEAT.pack(time.monotonic(), 0, 0, b"start"))
+        self._beat = Heartbeat(self._file("beat"))
         self._pipe, theirs = context.Pipe()
         end, self._lifeline = context.Pipe(duplex=False)
         self._error: dict[str, Any] | None = None
@@ -372,6 +360,9 @@ class LocalRank:
             theirs.close()
             end.close()
 
+    def _file(self, kind: str) -> Path:
+        return self.job.folder / f"rank{self.job.rank}.{kind}"
+
     def tell(self, command: str, arguments: dict[str, Any]) -> None:
         """Give the rank a command. One that died is found when it is listened to, with its reason."""
         self._beat.touch()
@@ -386,14 +377,7 @@ class LocalRank:
         with contextlib.suppress(EOFError, OSError):
             if not self._pipe.poll():
                 return None if self._process.is_alive() or self._pipe.poll() else LEFT
-            data = self._pipe.recv_bytes()
-            try:
-                said = json.loads(data) or json.loads((self.job.folder / f"rank{self.job.rank}.said").read_bytes())
-            except ValueError:  # words of a lab from before ranks spoke JSON
-                raise ConfigError(
-                    "the lab in that revision answers in another form than this one reads: compare with a revision "
-                    "since then, or name a step as module:function of a package of your own"
-                ) from None
+            said = json.loads(self._pipe.recv_bytes()) or json.loads(self._file("said").read_bytes())
             self._error = said.get("error")
             self.report = said.get("report", {})
             return LEFT if self._error else DONE
@@ -403,10 +387,8 @@ class LocalRank:
     def life(self) -> Life:
         """The rank's last sign of life."""
         now = time.monotonic()
-        if "".join(_stat(self.pid)[:1]) not in ("T", "t"):  # stopped by a signal, or by a debugger
-            self._stopped_since = None
-        elif self._stopped_since is None:
-            self._stopped_since = now
+        stopped = _stat(self.pid)[:1] in (["T"], ["t"])  # by a signal, or by a debugger
+        self._stopped_since = (self._stopped_since or now) if stopped else None
         return self._beat.read()._replace(frozen_seconds=now - (self._stopped_since or now))
 
     def ending(self) -> Ending | None:
@@ -424,7 +406,7 @@ class LocalRank:
     def log(self) -> str:
         """The end of what the rank printed."""
         with contextlib.suppress(OSError):
-            return (self.job.folder / f"rank{self.job.rank}.log").read_text(errors="replace")[-LOG_CHARACTERS:]
+            return self._file("log").read_text(errors="replace")[-LOG_CHARACTERS:]
         return ""
 
     def stack(self) -> str:
@@ -435,7 +417,7 @@ class LocalRank:
 
     def kill(self) -> None:
         """Kill the rank and its process group."""
-        if self._process is not None and (self._process.is_alive() or self._process.exitcode is None):
+        if self._process is not None and self._process.exitcode is None:
             kill(os.kill, self.pid, self._started)
             kill(os.killpg, self.pid, self._started)
 

@@ -43,18 +43,19 @@ class Progress:
                 stream.write(line + "\n")
         if self.quiet:
             return
+        shown = f"{self.title}: {line}"
         if self.say is not None:
             self.say(line)
         elif self._shell is not None:
             self._display(line)
         elif sys.stderr.isatty():
-            shown, width = f"{self.title}: {line}", 120
+            width = 120
             with contextlib.suppress(OSError):
                 width = os.get_terminal_size(sys.stderr.fileno()).columns
             shown = f"{shown}\n" if stays else shown[: width - 1]
             print(f"\r\x1b[K{shown}", end="", file=sys.stderr, flush=True)
         else:
-            print(f"{self.title}: {line}", file=sys.stderr, flush=True)
+            print(shown, file=sys.stderr, flush=True)
 
     def expect(self, seconds: float | None) -> None:
         """Say in every line from now on how much of these seconds is left; None says nothing."""

@@ -15,7 +15,6 @@ import os
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
@@ -28,7 +27,7 @@ import torch.distributed as dist
 
 from ddpm_lab.config import NCCL, RunConfig
 from ddpm_lab.measure.code_version import astray, loaded, unlisted
-from ddpm_lab.measure.phases import UNNAMED, PhaseClock, mean, profile_steps
+from ddpm_lab.measure.phases import UNNAMED, PhaseClock, cuda_event, mean, profile_steps
 from ddpm_lab.measure.process import Heartbeat, RankJob, host_id, join_store, say
 from ddpm_lab.workload import RankContext, Training, Unsupported, Workload, call_maker, named
 
@@ -40,17 +39,14 @@ class Rank:
     """The state of a rank while it lives."""
 
     def __init__(self, job: RankJob, commands: Connection, beat: Heartbeat) -> None:
-        self.job = job
-        self.commands = commands
-        self.beat = beat
+        self.job, self.commands, self.beat = job, commands, beat
 
     def serve(self) -> None:
         """Build, say so, and obey until the parent says finish or closes the pipe."""
-        begun = time.perf_counter()
+        begun, command = time.perf_counter(), ""
         self.beat.mark("build")
         self.build()
         self._answer({"build_seconds": time.perf_counter() - begun})
-        command = ""
         while command != "finish":
             try:
                 command, arguments = self.commands.recv()
@@ -74,12 +70,13 @@ class Rank:
             keep_freed_memory()
         torch.manual_seed(config.seed)
         self.cuda = config.device == "cuda"
-        index = self.job.device_index
-        if config.oversubscribe and self.cuda:  # ranks share the GPUs that are here
-            index %= torch.cuda.device_count()
-        self.device = f"cuda:{index}" if self.cuda else "cpu"
-        self.uuid = f"GPU-{torch.cuda.get_device_properties(self.device).uuid}" if self.cuda else None
+        self.device, self.uuid = "cpu", None
         if self.cuda:
+            index = self.job.device_index
+            if config.oversubscribe:  # ranks share the GPUs that are here
+                index %= torch.cuda.device_count()
+            self.device = f"cuda:{index}"
+            self.uuid = f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
             torch.cuda.set_device(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
         dist.init_process_group(
@@ -92,17 +89,12 @@ class Rank:
         )
         module, _, function = config.workload.partition(":")
         make = getattr(importlib.import_module(module), function)
-        context = RankContext(
-            rank=self.job.rank,
-            world_size=config.world_size,
-            device=self.device,
-            threads=self.job.threads,
-            mark=self.beat.mark,
-        )
         self.clock = clock = PhaseClock(self.beat.mark, self.device)
-        if config.purpose == "profile":  # a run that is timed carries nothing of the phase clock
-            context = replace(context, mark=clock.mark, span=clock.span, watch=clock.watch)
-        self.workload = make_workload(make, config.sources[-1], config, context)
+        # A run that is timed carries nothing of the phase clock.
+        clocked = {"mark": clock.mark, "span": clock.span, "watch": clock.watch}
+        how: dict[str, Any] = clocked if config.purpose == "profile" else {"mark": self.beat.mark}
+        how |= {"rank": self.job.rank, "world_size": config.world_size, "threads": self.job.threads}
+        self.workload = make_workload(make, config.sources[-1], config, RankContext(device=self.device, **how))
         self.batches = self.workload.batches()
         # What exists now lives as long as the rank. Left to the collector, it would be searched before every window.
         gc.collect()
@@ -112,13 +104,12 @@ class Rank:
         """Where the ranks of the group find each other, and nobody else finds them."""
         if self.job.store:
             return join_store(*self.job.store, seconds=self.job.collective_seconds)
-        if self.job.config.world_size == 1:
+        if (ranks := self.job.config.world_size) == 1:
             return dist.HashStore()  # type: ignore[attr-defined]
-        path = str(self.job.folder / "rendezvous")
-        return dist.FileStore(path, self.job.config.world_size)  # type: ignore[attr-defined]
+        return dist.FileStore(str(self.job.folder / "rendezvous"), ranks)  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was given."""
+        """Wait for the device."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
@@ -128,7 +119,7 @@ class Rank:
         self._settle(settle, self._step)
         losses, marks, data_seconds = [], [], 0.0
         start = before = now()
-        first: Any = self._event() if self.cuda else start
+        first: Any = cuda_event() if self.cuda else start
         for _ in range(steps):
             beat.mark("data")
             batch = next(batches)
@@ -136,7 +127,7 @@ class Rank:
             losses.append(step(batch))
             beat.steps += 1
             before = now()
-            marks.append(self._event() if self.cuda else before)
+            marks.append(cuda_event() if self.cuda else before)
         self.synchronize()
         end = now()
         return {
@@ -170,7 +161,7 @@ class Rank:
         begun = time.perf_counter()
         losses = [self._step() for _ in range(steps)]
         self.synchronize()
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - begun  # before losses are copied from the device
         return {"losses": [float(loss) for loss in losses], "seconds": seconds}
 
     def call(self, *, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -185,11 +176,6 @@ class Rank:
             held["allocated_bytes"] = torch.cuda.memory_allocated(self.device)
             held["reserved_bytes"] = torch.cuda.memory_reserved(self.device)
         return held
-
-    def _event(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
 
     def witness(self) -> dict[str, Any]:
         """Read back what runs."""
@@ -253,11 +239,10 @@ class Rank:
         mark(UNNAMED)
         self.beat.steps += 1
 
-    def profile(self, *, wait: int, warmup: int, active: int, repeat: int, trace: str) -> dict[str, Any]:
-        """Profile some steps: a run with another purpose, which never supplies a time."""
-        schedule = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
+    def profile(self, *, traces: list[str], **schedule: int) -> dict[str, Any]:
+        """Profile some steps: a run with another purpose, which never supplies a time. ``traces`` has a file a rank."""
         self.clock.tracing = True
-        found = profile_steps(self._marked_step, schedule, Path(trace), self.cuda)
+        found = profile_steps(self._marked_step, schedule, Path(traces[self.job.rank]), self.cuda)
         self.clock.tracing = False
         return found
 
@@ -265,8 +250,6 @@ class Rank:
         """Stop the workload and sum up."""
         self.beat.mark("finish")
         seen = self.workload.witness()
-        peak_memory = torch.cuda.max_memory_allocated(self.device) if self.cuda else None
-        peak_reserved = torch.cuda.max_memory_reserved(self.device) if self.cuda else None
         self.workload.close()
         if self.job.config.world_size == 1:
             dist.destroy_process_group()
@@ -276,8 +259,8 @@ class Rank:
             "device": self.device,
             "device_uuid": self.uuid,
             "threads": self.job.threads,
-            "peak_memory_bytes": peak_memory,
-            "peak_reserved_bytes": peak_reserved,
+            "peak_memory_bytes": torch.cuda.max_memory_allocated(self.device) if self.cuda else None,
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved(self.device) if self.cuda else None,
             "peak_rss_bytes": _peak_rss_bytes(),
             "images": seen.get("images"),
             "indices_sha256": str(seen.get("indices_sha256", "")),
@@ -365,10 +348,7 @@ def keep_freed_memory() -> None:
     if not told:
         raise Unsupported("freed_memory 'kept' needs the GNU C library, whose malloc can be told so: use default")
     if freed_memory_seen() != "kept":
-        raise Unsupported(
-            "freed_memory 'kept' has no effect, since another allocator than the C library's is loaded (LD_PRELOAD): "
-            "use default"
-        )
+        raise Unsupported("freed_memory 'kept' has no effect beside an allocator of LD_PRELOAD: use default")
 
 
 def freed_memory_seen() -> str:
@@ -398,9 +378,7 @@ def _peak_rss_bytes() -> int | None:
     the parent's. In a rank of the fork server it begins with what the server had loaded, which the rank maps too.
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+        return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024
     return None
 
 
@@ -409,6 +387,5 @@ def _children_seconds() -> float:
     used = 0.0
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
-            times = child.cpu_times()
-            used += times.user + times.system
+            used += sum(child.cpu_times()[:2])  # user and system
     return used

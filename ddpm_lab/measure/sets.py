@@ -14,11 +14,10 @@ import secrets
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from ddpm_lab.config import DDPM, RunConfig
@@ -26,7 +25,7 @@ from ddpm_lab.measure.cluster import current, relatives
 from ddpm_lab.measure.code_version import CodeVersion
 from ddpm_lab.measure.group import Group, GroupFailed, Limits, Progress
 from ddpm_lab.measure.hardware import environment
-from ddpm_lab.measure.machine_watch import State, Watch
+from ddpm_lab.measure.machine_watch import State, Watch, folded
 from ddpm_lab.measure.others import side_by_side
 from ddpm_lab.measure.turn_plan import balanced_orders, steps_of_windows
 from ddpm_lab.measure.witness import consumption, mismatches
@@ -38,16 +37,12 @@ FIRST_LOSSES = 20
 """Losses of the first steps that a record keeps to the last bit, so that two sides can be compared by them."""
 STEADY, WARMUP_SECONDS = 0.1, 3.0
 """A warm-up ends when two windows agree as well as this, or after so long: a disturbed machine never looks steady."""
-SETTLE_SECONDS = 0.1
-"""Untimed steps after a sleep go on for no longer than this: the first one refills the caches."""
+SETTLE_SECONDS = 0.1  # untimed steps after a sleep go on for no longer than this: the first one refills the caches
 CACHE_DAYS = 30.0
 """How long compile caches of another code version are kept after their last use, in case somebody goes back to it."""
-CARD_SHARE = 0.7
-"""Groups share a GPU only while they use less than this share of its memory."""
-WINDOW_OVERHEAD_SECONDS = 0.03
-"""What waking a group and reading the machine's state take beside a window."""
-TURNS_ALONE = 6
-"""Turns of a set whose groups are started for every turn, where nothing else is planned."""
+CARD_SHARE = 0.7  # groups share a GPU only while they use less than this share of its memory
+WINDOW_OVERHEAD_SECONDS = 0.03  # what waking a group and reading the machine's state take beside a window
+TURNS_ALONE = 6  # turns of a set whose groups are started for every turn, where nothing else is planned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +76,7 @@ class Seat:
         self.failure: GroupFailed | None = None
         self.stages: dict[str, float] = {}
         self.compile_cache: str | None = None
-        self._filled: Path | None = None
+        self._filled: Path | None = None  # the file that marks the compile caches as filled
         self._throwaway: Path | None = None
         self.warm_step_seconds = 0.0
         self.warmup_steps = 0
@@ -127,16 +122,9 @@ class Seat:
         config, instrument = self.config, self.instrument
         code = instrument.code.of(config.revision)
         self.say("starting")
-        environment, self._filled = self._compile_cache()
-        self.group = group = Group(
-            config,
-            threads=config.rank_threads(instrument.usable_cores),
-            modules=code.modules,
-            environment=environment,
-            tree=code.tree,
-            limits=instrument.limits,
-            progress=self.say,
-        )
+        how: dict[str, Any] = {"environment": self._compile_cache(), "modules": code.modules, "tree": code.tree}
+        how |= {"limits": instrument.limits, "progress": self.say}
+        self.group = group = Group(config, threads=config.rank_threads(instrument.usable_cores), **how)
         self._add("start", group.start_seconds - group.build_seconds)
         self._add("build", group.build_seconds)
 
@@ -150,14 +138,14 @@ class Seat:
         if wrong := mismatches(self.config, self.witness):
             raise GroupFailed("refused", "; ".join(wrong))
 
-    def _compile_cache(self) -> tuple[dict[str, str], Path | None]:
-        """Environment that points the compiler at caches the lab owns, and the file that marks them as filled.
+    def _compile_cache(self) -> dict[str, str]:
+        """Environment that points the compiler at caches the lab owns.
 
         A cold member starts with empty caches: with the lab's own while they are empty, so that it fills them for the
         sets that follow, else with fresh ones, since others may be using the filled ones.
         """
         if self.config.compile == "off":
-            return {}, None
+            return {}
         version = self.instrument.cache / "compile" / self.instrument.code.key
         version.mkdir(parents=True, exist_ok=True)
         os.utime(version)
@@ -165,15 +153,15 @@ class Seat:
             with contextlib.suppress(OSError):  # another process may be clearing them too
                 if time.time() - other.lstat().st_mtime > CACHE_DAYS * 86400:
                     shutil.rmtree(other, ignore_errors=True)  # which follows no link
-        trial = self.config.purpose == "quality"  # its seeds share one cache, with the runs that are timed
-        trained = self.config.workload if self.config.is_own else DDPM
-        same = {"workload": trained, "seed": 0, "options": self.config.own_options}
-        work = replace(self.config, purpose="timing", **same) if trial else self.config  # type: ignore[arg-type]
+        work = self.config
+        if work.purpose == "quality":  # the seeds of a trial share one cache, with the runs that are timed
+            trained = work.workload if work.is_own else DDPM
+            work = replace(work, purpose="timing", workload=trained, seed=0, options=work.own_options)
         folder = version / work.run_id
         if self.member.role == "cold" and (folder / "filled").exists():
             self._throwaway = folder = folder.with_name(f"{folder.name}-{time.time_ns()}")
-        filled = folder / "filled"
-        self.compile_cache = "warm" if filled.exists() else "cold"
+        self._filled = folder / "filled"
+        self.compile_cache = "warm" if self._filled.exists() else "cold"
         if self.compile_cache == "cold":
             shutil.rmtree(folder, ignore_errors=True)  # a compile that was killed leaves half a cache
         folder.mkdir(parents=True, exist_ok=True)
@@ -183,7 +171,7 @@ class Seat:
             # A cold compile is measured alone and may use every core; in a set helper processes would be awake in the
             # windows of others.
             "TORCHINDUCTOR_COMPILE_THREADS": str(self.instrument.usable_cores if self.member.role == "cold" else 1),
-        }, filled
+        }
 
     def _warm_up(self) -> None:
         """Step until two windows in a row agree within 10 %, or for ``WARMUP_SECONDS``.
@@ -243,6 +231,12 @@ class Seat:
             raise GroupFailed("diverged", "the training loss is no longer finite")
         hosts = [] if side_by_side() else [vars(watch), *self.alive.watched_elsewhere()]
         start = min(r["start"] for r in reports)
+
+        def most(name: str) -> float | None:
+            """What was taken of the host that lost most; unknown where one host's is."""
+            taken = folded(max, [host[name] for host in hosts])
+            return None if taken is None else round(taken, 3)
+
         self.windows.append(
             Window(
                 turn=turn,
@@ -254,8 +248,8 @@ class Seat:
                 rank_seconds=tuple(round(r["end"] - r["start"], 6) for r in reports),
                 step_seconds=tuple(round(s, 6) for s in slowest(reports)),
                 data_seconds=tuple(round(r["data_seconds"], 6) for r in reports),
-                others_cores=_most(*(host["others_cores"] for host in hosts)),
-                stolen_seconds=_most(*(host["stolen_seconds"] for host in hosts)),
+                others_cores=most("others_cores"),
+                stolen_seconds=most("stolen_seconds"),
                 state=watch.state | memory_held(reports),
             )
         )
@@ -282,24 +276,16 @@ class Seat:
 
     def close(self) -> None:
         """Kill what is left of the group, and remove the caches of a cold compile that nobody will start from."""
-        if self.group is not None:
+        if self.group:
             self.group.kill()
             self.group = None
-        if self._throwaway is not None:
+        if self._throwaway:
             shutil.rmtree(self._throwaway, ignore_errors=True)
-            self._throwaway = None
 
 
 def memory_held(reports: list[dict[str, Any]]) -> State:
     """The memory that the ranks reported, each kind of the rank that holds most of it, in bytes."""
-    kinds = {kind: [rank["memory"].get(kind) for rank in reports] for kind in reports[0]["memory"]}
-    return {kind: None if None in held else max(held) for kind, held in kinds.items()}
-
-
-def _most(*taken: float | None) -> float | None:
-    """What was taken of the host that lost most; unknown where one host's is."""
-    known = [value for value in taken if value is not None]
-    return round(max(known), 3) if known and len(known) == len(taken) else None
+    return {kind: folded(max, [rank["memory"].get(kind) for rank in reports]) for kind in reports[0]["memory"]}
 
 
 def slowest(ranks: list[dict[str, Any]]) -> list[float]:
@@ -322,21 +308,12 @@ class _Set:
     """One set of one family while it is measured; the first member is the baseline."""
 
     def __init__(
-        self,
-        instrument: Instrument,
-        members: Sequence[Member],
-        *,
-        experiment: str,
-        family: str,
-        plan: Plan,
-        turns: Turns | None = None,
+        self, instrument: Instrument, members: Sequence[Member], plan: Plan, turns: Turns | None = None
     ) -> None:
-        self.instrument, self.experiment, self.family, self.plan = instrument, experiment, family, plan
-        self.turns = turns
+        self.instrument, self.plan, self.turns = instrument, plan, turns
         self.seats = [Seat(member, plan, instrument) for member in members]
         token = secrets.token_hex(3)
-        self.set_id = f"{datetime.now():%Y%m%d-%H%M%S}-{token}"
-        self.seed = int(token, 16)
+        self.set_id, self.seed = f"{datetime.now():%Y%m%d-%H%M%S}-{token}", int(token, 16)
         self.environment = environment()
 
     def together(self) -> None:
@@ -352,17 +329,16 @@ class _Set:
             self.guard(self.seats[i], open_beside_others)
             if self.baseline_lost():
                 return
-        steps = self._steps(self.seats)
+        steps = self._steps()
         if not self.plan.turns:
             assert self.turns is not None, "a plan without turns needs a rule for them"
             alive = [s for s in self.seats if not s.failure]
             windows = sum((steps[s.member] + s.settle_steps) * s.warm_step_seconds for s in alive)
             turns = self.turns(time.monotonic() - begun, windows + WINDOW_OVERHEAD_SECONDS * len(alive))
             self.plan = replace(self.plan, turns=turns)
-        turns = self.plan.turns
         candidates = [s for s in self.seats if s.member.role == "candidate"]
-        if candidates and all(s.failure for s in candidates):
-            turns = 1  # nothing is left to compare: the baseline's speed is all there is to learn
+        # Where nothing is left to compare, the baseline's speed is all there is to learn.
+        turns = 1 if candidates and all(s.failure for s in candidates) else self.plan.turns
         self._take_turns(Seat.window, steps, turns)
         for seat in self.seats:
             if not self.baseline_lost():
@@ -384,10 +360,8 @@ class _Set:
             self.guard(seat, visit)
         if self.baseline_lost():
             return
-        steps = self._steps(self.seats)
-        turns = self.plan.turns or TURNS_ALONE  # each turn costs a start of every group
-        self.plan = replace(self.plan, turns=turns)
-        self._take_turns(visit, steps, turns, ", each group on its own")
+        self.plan = replace(self.plan, turns=self.plan.turns or TURNS_ALONE)  # each turn starts every group
+        self._take_turns(visit, self._steps(), self.plan.turns, ", each group on its own")
 
     def _take_turns(self, window: Callable[..., None], steps: dict[Member, int], turns: int, how: str = "") -> None:
         """Every living member's window in every turn, until the baseline or its twin is lost."""
@@ -404,41 +378,32 @@ class _Set:
 
     def guard(self, seat: Seat, action: Callable[..., None], *arguments: int) -> None:
         """Run ``action`` unless the seat has failed; a failure is kept and its group is removed."""
-        if seat.failure is not None:
+        if seat.failure:
             return
         try:
             action(seat, *arguments)
         except GroupFailed as failure:
-            crowded = any(s is not seat and s.group is not None for s in self.seats)
+            crowded = any(s is not seat and s.group for s in self.seats)
             if failure.status == "oom" and seat.config.device == "cuda" and crowded:
                 raise _DoesNotFitTogether from failure
             seat.failure = failure
             seat.close()
 
-    def _steps(self, seats: list[Seat]) -> dict[Member, int]:
-        alive = [s for s in seats if s.failure is None]
-        counts = steps_of_windows(
-            self.plan,
-            [s.config.global_batch_size for s in alive],
-            [s.warm_step_seconds for s in alive],
-            [s.prefetch_batches for s in alive],
-        )
-        return {seat.member: count for seat, count in zip(alive, counts, strict=True)}
+    def _steps(self) -> dict[Member, int]:
+        alive = [s for s in self.seats if not s.failure]
+        rows = [(s.config.global_batch_size, s.warm_step_seconds, s.prefetch_batches) for s in alive]
+        return dict(zip([s.member for s in alive], steps_of_windows(self.plan, *zip(*rows, strict=True)), strict=True))
 
-    def record(self, seat: Seat, found: Mapping[str, Any] = MappingProxyType({})) -> RunRecord:
+    def record(self, seat: Seat, **found: Any) -> RunRecord:
         """The record of one member, with what else was ``found``; a failed one keeps its reason and no windows."""
         config, failure = seat.config, seat.failure
         stages = {name: round(seconds, 4) for name, seconds in seat.stages.items()}
         windows = [] if failure else seat.windows
         if windows:
             stages["steady"] = round(sum(w.seconds for w in windows), 4)
-        witness: dict[str, Any] = {"ranks": seat.witness}
-        if failure and failure.detail:
-            witness["traceback"] = failure.detail[-4000:]
+        detail = {"traceback": failure.detail[-4000:]} if failure and failure.detail else {}
         return RunRecord(
             set_id=self.set_id,
-            experiment=self.experiment,
-            family=self.family,
             role=seat.member.role,
             label=seat.member.label,
             config=config,
@@ -457,34 +422,28 @@ class _Set:
             warmup_steps=seat.warmup_steps,
             ranks=tuple(seat.ranks),
             windows=tuple(windows),
-            witness=witness,
+            witness={"ranks": seat.witness, **detail},
             **found,
         )
 
 
 def measure_set(
-    instrument: Instrument,
-    *,
-    experiment: str,
-    family: str,
-    plan: Plan,
-    members: Sequence[Member],
-    turns: Turns | None = None,
+    instrument: Instrument, *, plan: Plan, members: Sequence[Member], turns: Turns | None = None, **where: str
 ) -> list[RunRecord]:
     """Measure one set and return the records of all its members, to be appended to the ledger together.
 
     ``members`` begins with the baseline. A member that fails becomes a row with its reason, and the rest goes on;
     without a baseline only what failed is recorded, since the others compare with nothing.
-    ``turns`` computes the number of turns of a plan that has none.
+    ``turns`` computes the number of turns of a plan that has none; ``where`` are the experiment and the family.
     """
-    run = _Set(instrument, members, experiment=experiment, family=family, plan=plan, turns=turns)
+    run = _Set(instrument, members, plan, turns)
     try:
         try:
             run.together()
         except _DoesNotFitTogether:
             run.one_at_a_time()
         lost = [s for s in run.seats if s.failure and s.member.role in ("baseline", "twin")]
-        return [run.record(seat) for seat in (lost or run.seats)]
+        return [run.record(seat, **where) for seat in (lost or run.seats)]
     finally:
         for seat in run.seats:
             seat.close()
@@ -497,11 +456,13 @@ def warm_up_alone(seat: Seat) -> dict[str, Any]:
 
 
 def measure_alone(
-    instrument: Instrument, *, experiment: str, family: str, plan: Plan, member: Member, work: Work = warm_up_alone
+    instrument: Instrument, *, plan: Plan, member: Member, work: Work = warm_up_alone, **where: str
 ) -> RunRecord:
-    """One group on its own, which does some ``work``: by default it only starts, as for a cold compile."""
-    run = _Set(instrument, [member], experiment=experiment, family=family, plan=plan)
-    (seat,) = run.seats
+    """One group on its own, which does some ``work``: by default it only starts, as for a cold compile.
+
+    ``where`` are the experiment and the family.
+    """
+    run = _Set(instrument, [member], plan)
     found: dict[str, Any] = {}
 
     def guarded(seat: Seat) -> None:
@@ -509,7 +470,7 @@ def measure_alone(
         seat.finish()
 
     try:
-        run.guard(seat, guarded)
-        return run.record(seat, found)
+        run.guard(run.seats[0], guarded)
+        return run.record(run.seats[0], **where, **found)
     finally:
-        seat.close()
+        run.seats[0].close()

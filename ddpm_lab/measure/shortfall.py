@@ -16,19 +16,14 @@ from ddpm_lab.measure.held import Held, scatter
 from ddpm_lab.plan import USUAL_TURNS, Experiment, Family, Plan, Trial
 from ddpm_lab.record import RunRecord
 
-LEAST_SETS = 4
-"""Fewer sets give no verdict."""
-PLACE_SECONDS = 3.0
-"""Forecast for one configuration in one set, until the first has shown better."""
+LEAST_SETS = 4  # fewer sets give no verdict
+PLACE_SECONDS = 3.0  # forecast for one configuration in one set, until the first has shown better
 TRIAL_SECONDS, COMPILE_SECONDS = 30.0, 60.0
 """Forecasts for a trial and for a compile, until something like it has shown better."""
-RESOLUTION = 0.03
-"""The smallest relative difference that a comparison is asked to find, unless another is given."""
-TRIES = 2
-"""A failure that may pass is met so often before a run leaves it to the next run."""
+RESOLUTION = 0.03  # the smallest relative difference that a comparison is asked to find, unless another is given
+TRIES = 2  # A failure that may pass is met so often before a run leaves it to the next run
 
-Row = tuple[str, RunConfig]
-"""A candidate of a family and its label."""
+Row = tuple[str, RunConfig]  # A candidate of a family and its label
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,12 +98,10 @@ class Shortfall:
         if self.hopeless(config) or self.hopeless(family.baseline):
             return 0
         have, new = self.progress_of(family, config)
-        if family.mechanism:
-            return max(0, 1 - have)
-        if target.exact:
-            return max(0, target.sets - have)
+        most = max(0, (1 if family.mechanism else target.sets) - have)
+        if family.mechanism or target.exact:
+            return most
         if target.sets_to_come:
-            most = max(0, target.sets - have)
             return min(most, target.sets_to_come(self.held.log_ratios(*pair))) if most else 0
         decided = have > new and pair in target.decided
         looked = any(self.held.looked(f.baseline.run_id) for f in self.experiment.families)
@@ -133,11 +126,8 @@ class Shortfall:
 
     def sets_missing(self, families: Sequence[Family]) -> int:
         """About how many sets are to come."""
-        total = 0
-        for family in families:
-            counts = sorted((self.missing(family, c) for _, c in _members(family)), reverse=True)
-            total += sum(counts[:: family.at_once])
-        return total
+        counts = [(f, sorted((self.missing(f, c) for _, c in _members(f)), reverse=True)) for f in families]
+        return sum(sum(missing[:: f.at_once]) for f, missing in counts)
 
     def next(self, families: Sequence[Family]) -> tuple[Family, list[Row]] | None:
         """The first family that lacks most sets, or where the time decides has the fewest: all grow at one pace."""
@@ -150,7 +140,8 @@ class Shortfall:
         """Compiles from empty caches that are missing."""
         if config.compile == "off" or self.hopeless(config) or family.mechanism:
             return 0
-        return max(0, self.target.cold_compiles - self.held.cold_compiles(config.run_id))
+        have = self.held.completed("cold", compile_cache="cold", run_id=config.run_id)
+        return max(0, self.target.cold_compiles - len(have))
 
     def set_seconds(self, family: Family, candidates: int) -> float:
         """Forecast of one set with so many candidates, by what the latest of its family took."""
@@ -175,12 +166,10 @@ class Shortfall:
         families, left_out = list(families), list[tuple[Family, Row]]()
         while not (math.isinf(seconds) or self.target.exact):
             short = {f.name: self._short(f) for f in families}
-            cut = [f for f in families if short[f.name] and len(f.candidates) > fewest]
-            need = sum(
-                max(lacks) * self.set_seconds(f, len(lacks))
-                for f in families
-                if (lacks := [lack for lack, _ in short[f.name]])
-            )
+            lacking = [f for f in families if short[f.name]]
+            cut = [f for f in lacking if len(f.candidates) > fewest]
+            most = {f.name: max(lack for lack, _ in short[f.name]) for f in lacking}
+            need = sum(most[f.name] * self.set_seconds(f, len(short[f.name])) for f in lacking)
             if not cut or need <= seconds:
                 break
             longest = max(reversed(cut), key=lambda f: len(short[f.name]))
@@ -194,16 +183,16 @@ class Shortfall:
     def _short(self, family: Family) -> list[tuple[int, Row]]:
         """Candidates that still get sets and have fewer than the least, with how many they lack."""
         least = 1 if family.mechanism else LEAST_SETS
-        rows = [(least - self.progress_of(family, c)[0], (label, c)) for label, c in family.candidates]
+        rows = [(least - self.progress_of(family, row[1])[0], row) for row in family.candidates]
         return [(lack, row) for lack, row in rows if lack > 0 and self.missing(family, row[1])]
 
     # Trials
 
     def trials(self, wanted: Sequence[Trial]) -> list[Trial]:
         """Those of ``wanted`` that are still to be made: neither here, nor known to fail or to be wrong."""
-        held, lasting = self.held, self.held.lasting
-        asked = [t for t in wanted if t.config.run_id not in lasting and not held.trained(t.config.run_id, t.fid)]
-        return [t for t in asked if not self.unsound(t)]
+        asked = [t for t in wanted if not self.held.trained(t.config.run_id, t.fid) and not self.unsound(t)]
+        lasting = self.held.lasting
+        return [t for t in asked if t.config.run_id not in lasting]
 
     def unsound(self, trial: Trial) -> str:
         """Why a trial's gradients are wrong; empty where they are not, or where its baseline's are wrong too."""
@@ -211,24 +200,26 @@ class Shortfall:
 
     def may_take(self, trial: Trial) -> float:
         """Seconds that a trial takes at least, by what is known: of one that nothing is known of, half the longest."""
-        known = self.held.trial_seconds(trial.config)
-        image = self.held.image_seconds(trial.timed.run_id) if trial.timed else None
-        if known is not None or image is not None:
-            return self.trial_seconds([trial])
-        return max((s for t in self.experiment.trials if (s := self.held.trial_seconds(t.config))), default=0.0) / 2
+        known = self._known_seconds(trial)
+        return max(self._seen_seconds, default=0.0) / 2 if known is None else known
 
     def trial_seconds(self, trials: Sequence[Trial]) -> float:
         """What ``trials`` take: as those with other seeds did, else their images at the speed that sets have shown."""
-        seen = [s for t in self.experiment.trials if (s := self.held.trial_seconds(t.config)) is not None]
-        total = 0.0
-        for trial in trials:
-            known = self.held.trial_seconds(trial.config)
-            image = self.held.image_seconds(trial.timed.run_id) if trial.timed else None
-            if known is None and image is not None:
-                compiling = COMPILE_SECONDS if trial.config.compile != "off" else 0.0
-                known = image * trial.config.option("images", 0) + compiling
-            total += known if known is not None else sum(seen) / len(seen) if seen else TRIAL_SECONDS
-        return total
+        seen = self._seen_seconds
+        usual = sum(seen) / len(seen) if seen else TRIAL_SECONDS
+        return sum(usual if (known := self._known_seconds(trial)) is None else known for trial in trials)
+
+    @property
+    def _seen_seconds(self) -> list[float]:
+        return [s for t in self.experiment.trials if (s := self.held.trial_seconds(t.config)) is not None]
+
+    def _known_seconds(self, trial: Trial) -> float | None:
+        known = self.held.trial_seconds(trial.config)
+        image = self.held.image_seconds(trial.timed.run_id) if trial.timed else None
+        if known is not None or image is None:
+            return known
+        compiling = COMPILE_SECONDS if trial.config.compile != "off" else 0.0
+        return image * trial.config.option("images", 0) + compiling
 
 
 def _members(family: Family) -> Sequence[Row]:

@@ -8,8 +8,7 @@ from typing import Any
 from ddpm_lab.config import MADE, RunConfig
 from ddpm_lab.plan import FLASH_ATTENTION
 
-RECORDED_AFTER = 3
-"""Steps after which a CUDA graph that is to be used has been recorded."""
+RECORDED_AFTER = 3  # steps after which a CUDA graph that is to be used has been recorded
 SAME_NAME = (
     *("world_size", "precision", "compile", "compile_mode", "loader", "loader_workers", "data_sha256"),
     *("implementation", "channels_last", "kernels", "attention_axis", "read_loss"),
@@ -22,20 +21,14 @@ def mismatches(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
 
     A workload that says nothing of a setting is not judged on it.
     """
-    expected, found = _expected(config), list[str]()
-    if gone_past := _gone_past(config, ranks):
-        found.append(gone_past)
-        expected = {name: label for name, label in expected.items() if name not in ("compile", "exchange_enabled")}
+    expected, found = _expected(config), _gone_past(config, ranks)
+    if found:
+        del expected["compile"], expected["exchange_enabled"]
     for seen in ranks:
-        found += [
-            *_changed(config, seen),
-            *(
-                f"the label says {name} {label}, rank {seen['rank']} ran with {seen[name]}"
-                for name, label in expected.items()
-                if name in seen and seen[name] != label
-            ),
-            *_of_rank(config, seen),
-        ]
+        told = [(name, label) for name, label in expected.items() if name in seen and seen[name] != label]
+        found += _changed(config, seen)
+        found += [f"the label says {name} {label}, rank {seen['rank']} ran with {seen[name]}" for name, label in told]
+        found += _of_rank(config, seen)
     uuids, hosts, shares = (
         [seen[name] for seen in ranks if seen.get(name)] for name in ("device_uuid", "host", "indices_sha256")
     )
@@ -100,19 +93,19 @@ def _of_rank(config: RunConfig, seen: dict[str, Any]) -> list[str]:
     return found
 
 
-def _gone_past(config: RunConfig, ranks: list[dict[str, Any]]) -> str:
-    """What did not happen in rank 0 since the user's training calls another model than it is given; empty if it did."""
+def _gone_past(config: RunConfig, ranks: list[dict[str, Any]]) -> list[str]:
+    """What did not happen in rank 0 since the user's training calls another model than it is given."""
     seen = ranks[0] if config.is_own and ranks else {}
     missing = ["was not compiled"] if config.compile != "off" and seen.get("compile") == "off" else []
     if config.exchange.enabled and seen.get("exchange_enabled") is False:
         missing.append(f"exchanged no gradients between its {config.world_size} ranks")
     if not missing:
-        return ""
-    return (
+        return []
+    return [
         f"{config.work_name} ({seen['maker']}) {' and '.join(missing)} in {seen['steps']} steps: let its "
         f"{'loss' if 'loss' in seen['offers'] else 'step'} ({seen['place']}) call the model that it is given, as "
         "model(...); one that it holds itself, model.module and a model's other methods go past what the lab sets"
-    )
+    ]
 
 
 def _changed(config: RunConfig, seen: dict[str, Any]) -> list[str]:
@@ -127,12 +120,8 @@ def _changed(config: RunConfig, seen: dict[str, Any]) -> list[str]:
 
 def consumption(config: RunConfig, seen: dict[str, Any]) -> list[str]:
     """Whether a rank used as many images as its steps and the batch of its label ask for."""
-    if seen.get("images") is None or "steps" not in seen:
+    images, expected = seen.get("images"), seen.get("steps", 0) * config.rank_batch_size
+    if images is None or "steps" not in seen or images == expected:
         return []
-    expected = seen["steps"] * config.rank_batch_size
-    if seen["images"] == expected:
-        return []
-    return [
-        f"the label says {config.rank_batch_size} images a step on a rank, {expected} in {seen['steps']} steps, "
-        f"rank {seen['rank']} used {seen['images']}"
-    ]
+    label = f"{config.rank_batch_size} images a step on a rank, {expected} in {seen['steps']} steps"
+    return [f"the label says {label}, rank {seen['rank']} used {images}"]

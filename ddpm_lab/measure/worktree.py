@@ -47,19 +47,14 @@ class Repository:
     @classmethod
     def around(cls, folder: Path) -> Repository:
         """The repository that a folder lies in. Raises ConfigError where there is none."""
-        refusal = (
-            f"--against compares the working tree of a git repository with a revision of it, and {folder} is in none: "
-            "change to its folder"
-        )
+        refusal = f"--against compares a git working tree with a revision of it, and {folder} is in none: change to one"
         return cls(Path(_git(folder, "rev-parse", "--show-toplevel", refusal=refusal)).resolve())
 
     def commit(self, revision: str) -> str:
         """The full hash of a revision. Raises ConfigError where the repository has none of that name."""
         remedy = "give a branch, a tag or a commit, and fetch what another clone has"
         if _git(self.root, "rev-parse", "--is-shallow-repository") == "true":
-            remedy = (
-                "this clone is shallow: fetch its history with git fetch --unshallow, or fetch-depth: 0 in a workflow"
-            )
+            remedy = "this clone is shallow: run git fetch --unshallow, or set fetch-depth: 0 in a workflow"
         words = ("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
         refusal = f"--against is {revision!r}, which {self.root} does not have: {remedy}"
         return _git(self.root, *words, refusal=refusal)

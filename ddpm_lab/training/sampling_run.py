@@ -24,8 +24,8 @@ from ddpm_lab.data.packed import read_manifest, resolve
 from ddpm_lab.declared import Opt, validate
 from ddpm_lab.files import replace, writing
 from ddpm_lab.measure import hardware
+from ddpm_lab.measure.alone import distance
 from ddpm_lab.measure.cluster import spread, training_cores
-from ddpm_lab.measure.fid import distance
 from ddpm_lab.measure.group import Group, GroupFailed
 from ddpm_lab.measure.progress import Progress
 from ddpm_lab.measure.witness import mismatches
@@ -219,7 +219,7 @@ def plan_sample_fid(
 def sample_fid(
     paths: Sequence[Path], fid: Fid, data: Path, *, device: str | None, progress: Progress
 ) -> dict[str, Any]:
-    """The FID of image files, as ``measure.fid`` gives it. Raises RunFailed."""
+    """The FID of image files, as ``alone.distance`` gives it. Raises RunFailed."""
     with tempfile.TemporaryDirectory(prefix="ddpm_lab-fid-") as folder:
         generated = Path(folder, "generated.npy")
         np.save(generated, np.stack([np.asarray(Image.open(path).convert("RGB")) for path in paths]))
