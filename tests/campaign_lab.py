@@ -1,7 +1,7 @@
 """A laboratory for campaigns: its sets return records at once, and it moves the clock."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,17 +20,6 @@ from ddpm_lab.measure.shortfall import Target
 from ddpm_lab.plan import OTHERS, PRIMARY, Experiment, Family, Plan
 from ddpm_lab.record import RunRecord, Window
 
-WINDOW = Window(
-    turn=0,
-    position=0,
-    start_seconds=0.0,
-    seconds=1.0,
-    images=32,
-    steps=1,
-    rank_seconds=(1.0,),
-    step_seconds=(1.0,),
-    data_seconds=(0.0,),
-)
 PLACE_SECONDS, START_SECONDS = 10.0, 4.0
 BOTH = ["base", "base again"]
 
@@ -38,72 +27,64 @@ BOTH = ["base", "base again"]
 class Lab:
     """Measures at once and without fail, except where ``failures`` (run id -> status) says otherwise."""
 
-    def __init__(self, folder: Path) -> None:
-        self.ledger = Ledger(folder / "ledger.jsonl")
-        self.folder = folder
-        self.now = 0.0
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ledger, self.folder, self.now = Ledger(folder / "ledger.jsonl"), folder, 0.0
         self.failures: dict[str, str] = {}
         self.qualities: dict[str, dict[str, Any]] = {}  # by run id: what a check or a trial found
-        self.passing = False
         self.sets: list[tuple[str, list[str]]] = []
         self.primaries: list[list[str]] = []  # of each set, labels that are marked as primary
         self.turns: list[int] = []  # of each set
         self.loads: list[float] = []  # cores that others take in the sets to come; none once it is empty
+        self.state: dict[str, float | None] = {}  # of the machine in every window
         self.seconds_per_image: dict[str, float] = {}  # by run id; 1 / 32 for all others
         self.alone: list[tuple[str, str]] = []
         self.traces: list[Path] = []
         self.stop_after: int | None = None
+        monkeypatch.setattr(campaign, "measure_set", self.measure_set)
+        monkeypatch.setattr(campaign, "measure_alone", self.measure_alone)
+        monkeypatch.setattr(campaign, "profile_alone", self.traces.extend)
+        monkeypatch.setattr(campaign, "environment", make.environment)
+        monkeypatch.setattr(campaign, "await_quiet", lambda *_: None)
+        monkeypatch.setattr(campaign, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def measure_set(
-        self,
-        instrument: Instrument,
-        *,
-        experiment: str,
-        family: str,
-        plan: Plan,
-        members: list[Member],
-        turns: Callable[[float, float], int],
+        self, instrument: Instrument, *, plan: Plan, members: list[Member], turns: Any, **where: str
     ) -> list[RunRecord]:
         if len(self.sets) == self.stop_after:
             raise KeyboardInterrupt
         assert len(self.sets) < 50, "the campaign never ends"
-        self.sets.append((family, [m.label for m in members]))
+        self.sets.append((where["family"], [m.label for m in members]))
         self.primaries.append([m.label for m in members if m.primary])
-        places = len(members)
+        places, load = len(members), self.loads.pop(0) if self.loads else 0.0
         plan = plan if plan.turns else dataclasses.replace(plan, turns=turns(START_SECONDS * places, 0.3 * places))
         self.turns.append(plan.turns)
         self.now += PLACE_SECONDS * places
-        load = self.loads.pop(0) if self.loads else 0.0
         baseline, twin, *_ = members
-        assert (baseline.role, twin.role) == ("baseline", "twin")
-        assert baseline.config == twin.config
-        values: dict[str, Any] = {"experiment": experiment, "family": family, "plan": plan, "set_id": f"set-{self.now}"}
-        records = [self._record(m, baseline, instrument.code, load, **values) for m in members]
-        lost = [r for r in records if r.role in ("baseline", "twin") and r.status != "ok"]
-        if self.passing:
-            self.failures = {}
-        return lost or records
+        assert (baseline.role, twin.role, baseline.config) == ("baseline", "twin", twin.config)
+        how: dict[str, Any] = {**where, "plan": plan, "set_id": f"set-{self.now}", "code_version": instrument.code.key}
+        records = [self._record(m, baseline, load, **how) for m in members]
+        return [r for r in records if r.role in ("baseline", "twin") and r.status != "ok"] or records
 
     def measure_alone(
-        self, instrument: Instrument, *, experiment: str, family: str, plan: Plan, member: Member, work: object
+        self, instrument: Instrument, *, plan: Plan, member: Member, work: object, **where: str
     ) -> RunRecord:
         del work  # how it is done is not for this laboratory
         self.alone.append((member.role, member.label))
         self.now += PLACE_SECONDS
-        values: dict[str, Any] = {"experiment": experiment, "family": family, "plan": plan, "set_id": f"one-{self.now}"}
-        found = self._record(member, member, instrument.code, 0.0, **values)
-        return dataclasses.replace(found, compile_cache="cold")
+        how: dict[str, Any] = {**where, "plan": plan, "set_id": f"one-{self.now}", "code_version": instrument.code.key}
+        return self._record(member, member, 0.0, **how, compile_cache="cold")
 
-    def _record(self, member: Member, baseline: Member, code: CodeVersion, load: float, **values: Any) -> RunRecord:
+    def _record(self, member: Member, baseline: Member, load: float, **values: Any) -> RunRecord:
         status = self.failures.get(member.config.run_id, "ok")
         seconds = 32 * self.seconds_per_image.get(member.config.run_id, 1 / 32)
-        window = dataclasses.replace(WINDOW, seconds=seconds, others_cores=load)
+        times: dict[str, Any] = {"seconds": seconds, "rank_seconds": (1.0,), "step_seconds": (1.0,)}
+        place: dict[str, Any] = {"turn": 0, "position": 0, "start_seconds": 0.0, "data_seconds": (0.0,)}
+        window = Window(images=32, steps=1, others_cores=load, state=self.state, **times, **place)
         return make.record(
             member.config,
             role=member.role,
             label=member.label,
             baseline_id=baseline.config.run_id,
-            code_version=code.key,
             status=status,
             stages={"start": 3.0, "steady": 4.0},
             quality=self.qualities.get(member.config.run_id),
@@ -131,20 +112,12 @@ class Lab:
         assert made.measured_sets == len(self.sets) + len(self.alone)
         return made
 
+    def forget(self) -> None:
+        """Begin with an empty ledger."""
+        self.ledger.path.unlink(missing_ok=True)
+
     def records(self, role: str) -> list[RunRecord]:
         return [r for r in self.ledger.read()[0] if r.role == role]
-
-
-def laboratory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
-    """A laboratory on an empty ledger."""
-    made = Lab(folder)
-    monkeypatch.setattr(campaign, "measure_set", made.measure_set)
-    monkeypatch.setattr(campaign, "measure_alone", made.measure_alone)
-    monkeypatch.setattr(campaign, "profile_alone", made.traces.extend)
-    monkeypatch.setattr(campaign, "environment", make.environment)
-    monkeypatch.setattr(campaign, "await_quiet", lambda *_: None)
-    monkeypatch.setattr(campaign, "time", SimpleNamespace(monotonic=lambda: made.now))
-    return made
 
 
 def config(number: int, **settings: Any) -> RunConfig:
@@ -153,14 +126,10 @@ def config(number: int, **settings: Any) -> RunConfig:
 
 
 def family(name: str, candidates: int, first: int = 0, **settings: Any) -> Family:
-    """A family of candidates c1, c2, ... beside the baseline."""
-    return Family(
-        name=name,
-        baseline=config(first),
-        baseline_label="base",
-        candidates=tuple((f"c{i}", config(first + i)) for i in range(1, candidates + 1)),
-        **settings,
-    )
+    """A family of candidates c1, c2, ... beside the baseline; ``shared`` are settings of all of them."""
+    shared = settings.pop("shared", {})
+    rows = tuple((f"c{n}", config(first + n, **shared)) for n in range(1, candidates + 1))
+    return Family(name=name, baseline=config(first, **shared), baseline_label="base", candidates=rows, **settings)
 
 
 def experiment(*families: Family, **values: Any) -> Experiment:
