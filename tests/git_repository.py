@@ -7,22 +7,14 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-SETTINGS = (
-    "user.name=somebody",
-    "user.email=somebody@example.org",
-    "protocol.file.allow=always",
-    "commit.gpgsign=false",
-)
+SETTINGS = ("user.name=somebody", "user.email=a@example.org", "protocol.file.allow=always", "commit.gpgsign=false")
 
 
 def git(folder: Path, *words: str) -> str:
     """What git prints; raises CalledProcessError where it fails."""
-    options = [word for setting in SETTINGS for word in ("-c", setting)]
+    command = ["git", "-C", str(folder), *(word for setting in SETTINGS for word in ("-c", setting)), *words]
     environment = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
-    shown = subprocess.run(
-        ["git", "-C", str(folder), *options, *words], capture_output=True, text=True, check=True, env=environment
-    )
-    return shown.stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.strip()
 
 
 def repository(folder: Path, files: Mapping[str, str]) -> Path:
@@ -42,7 +34,7 @@ def commit(folder: Path, files: Mapping[str, str]) -> str:
 
 
 def write(folder: Path, files: Mapping[str, str]) -> None:
-    """Write files without committing them."""
+    """Write files and no commit."""
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)

@@ -1,7 +1,6 @@
 """Hosts on one machine: network namespaces with addresses of their own, joined by a bridge in one more namespace."""
 
 import contextlib
-import functools
 import itertools
 import os
 import re
@@ -35,16 +34,13 @@ class Host(NamedTuple):
         _ip("-n", self.bridge, "link", "set", self.port, "down")
 
 
-@functools.cache
 def why_not() -> str | None:
     """Why hosts cannot be made here, as the reason of a skip; None where they can."""
     try:
         with hosts(1) as (first,):
             subprocess.run(first.command("true"), check=True, capture_output=True, text=True)
-    except FileNotFoundError:
-        return "no `ip` command here (iproute2)"
-    except subprocess.CalledProcessError as error:
-        return f"network namespaces are not permitted here: {error.stderr.strip()}"
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        return f"`ip` (iproute2) makes no network namespaces here: {error}"
     return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import signal
@@ -11,8 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -27,8 +26,8 @@ from ddpm_lab.measure.witness import mismatches
 MODULES = code_of(BUSY).modules
 
 
-def group(config: RunConfig, limits: Limits | None = None) -> Group:
-    limits = limits or Limits(build_seconds=60, window_seconds=3)
+def group(config: RunConfig) -> Group:
+    limits = Limits(build_seconds=60, window_seconds=3)
     return Group(config, threads=1, modules=MODULES, environment={}, limits=limits)
 
 
@@ -39,16 +38,13 @@ def test_two_ranks_work_and_leave_nothing() -> None:
         witness = g.witness()
         sockets = [c for pid in pids for c in psutil.Process(pid).net_connections("tcp")]
         summaries = g.finish()
-    assert [len(w["step_ends"]) for w in windows] == [4, 4]
-    for w in windows:
+    for w, s in zip(windows, summaries, strict=True):
+        assert len(w["step_ends"]) == 4
         assert sorted(w["step_ends"]) == w["step_ends"]
         assert 0 < w["step_ends"][-1] <= w["end"] - w["start"]
-    assert [w["world_size"] for w in witness] == [2, 2]
-    assert sorted(w["rank"] for w in witness) == [0, 1]
-    assert [w["unlisted_modules"] for w in witness] == [[], []]
-    assert [s["images"] for s in summaries] == [5 * 4, 5 * 4]
-    for s, w in zip(summaries, windows, strict=True):
+        assert s["images"] == 5 * 4
         assert s["peak_rss_bytes"] >= w["memory"]["rss_bytes"] > 1 << 26
+    assert [(w["rank"], w["world_size"], w["unlisted_modules"]) for w in witness] == [(0, 2, []), (1, 2, [])]
     listening = {c.laddr.ip for c in sockets if c.status == psutil.CONN_LISTEN}
     assert listening, "gloo connects its ranks by sockets"
     assert listening <= {"127.0.0.1", "::1"}
@@ -57,10 +53,10 @@ def test_two_ranks_work_and_leave_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_one_to_four_ranks_train_the_same(synthetic: RunConfig) -> None:
+def test_one_to_three_ranks_train_the_same(synthetic: RunConfig) -> None:
     """Beyond the cores too, where nothing is said of speed: the images, timesteps and noise are those of the batch."""
     losses = []
-    for ranks in (1, 2, 3, 4):
+    for ranks in (1, 2, 3):
         config = dataclasses.replace(synthetic, global_batch_size=12, world_size=ranks, oversubscribe=True)
         with Group(config, threads=1, modules={}, environment={}) as g:
             found = g.advance(6, 120)
@@ -79,9 +75,9 @@ def test_one_to_four_ranks_train_the_same(synthetic: RunConfig) -> None:
 def test_nccl_on_a_gpu_of_its_own_and_gloo_where_two_ranks_share_one(
     synthetic: RunConfig, ranks: int, backend: str
 ) -> None:
-    values = {"data": synthetic.data, "data_sha256": synthetic.data_sha256, "oversubscribe": ranks > 1}
-    workload = "ddpm_lab.training.train:ddpm"
-    config = RunConfig(workload=workload, device="cuda", world_size=ranks, loader="resident", **values)  # type: ignore[arg-type]
+    base = RunConfig(data=synthetic.data, data_sha256=synthetic.data_sha256, workload="ddpm_lab.training.train:ddpm")
+    how: dict[str, Any] = {"device": "cuda", "world_size": ranks, "loader": "resident", "oversubscribe": ranks > 1}
+    config = dataclasses.replace(base, **how)
     with Group(config, threads=1, modules={}, environment={}) as g:
         g.window(settle=1, steps=3, limit=120, stage="testing")
         witness = g.witness()
@@ -102,19 +98,20 @@ def test_peak_memory_is_the_ranks_own_and_not_its_parents() -> None:
     assert psutil.Process().memory_info().rss > len(held) > summary["peak_rss_bytes"]
 
 
+FAULTS = {
+    "raise": ("crashed", "rank 1: RuntimeError: planted fault"),
+    "end of file": ("crashed", "rank 1: EOFError: planted end of a file"),
+    "kill": ("crashed", "rank 1 was killed by SIGKILL"),
+    "exit": ("crashed", "rank 1 ended with exit code 3"),
+    "oom": ("oom", "rank 1: OutOfMemoryError"),
+    "unsupported": ("unsupported", "install g++"),
+}
+
+
 @pytest.mark.parametrize("place", [pytest.param("build", marks=pytest.mark.slow), "forward"])
-@pytest.mark.parametrize(
-    ("fault", "status", "words"),
-    [
-        ("raise", "crashed", "rank 1: RuntimeError: planted fault"),
-        ("end of file", "crashed", "rank 1: EOFError: planted end of a file"),
-        ("kill", "crashed", "rank 1 was killed by SIGKILL"),
-        ("exit", "crashed", "rank 1 ended with exit code 3"),
-        ("oom", "oom", "rank 1: OutOfMemoryError"),
-        ("unsupported", "unsupported", "install g++"),
-    ],
-)
-def test_a_failing_rank_is_named_with_its_own_reason(fault: str, status: str, words: str, place: str) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_failing_rank_is_named_with_its_own_reason(fault: str, place: str) -> None:
+    status, words = FAULTS[fault]
     config = busy_config(2, fault=fault, fault_rank=1, fault_place=place)
     with pytest.raises(GroupFailed) as caught, group(config) as g:
         g.window(settle=0, steps=3, limit=30, stage="testing")
@@ -132,23 +129,22 @@ def test_a_full_disk_loses_nothing_that_was_measured() -> None:
 
 @pytest.mark.slow
 def test_a_hung_rank_is_named_with_what_it_was_doing() -> None:
-    config = busy_config(2, fault="hang", fault_rank=1, fault_step=2)
-    with group(config) as g:
+    with group(busy_config(2, fault="hang", fault_rank=1, fault_step=2)) as g:
         pids = g.pids
-        with pytest.raises(GroupFailed) as caught:
+        with pytest.raises(GroupFailed, match=r"rank 1 .*in 'forward' of step 3") as caught:
             g.window(settle=0, steps=5, limit=2, stage="testing")
     assert caught.value.status == "timed out"
-    assert "rank 1" in caught.value.reason
-    assert "'forward' of step 3" in caught.value.reason
     assert "lab_workloads.py" in caught.value.detail  # the stack, written by faulthandler
     assert alive(pids) == []
 
 
-def test_a_frozen_rank_is_found() -> None:
-    with group(busy_config()) as g:
-        os.kill(g.pids[0], signal.SIGSTOP)
+def test_a_frozen_rank_is_found_and_leaving_kills_a_group_at_work() -> None:
+    with group(busy_config(2)) as g:
+        pids = g.pids
+        os.kill(pids[0], signal.SIGSTOP)
         with pytest.raises(GroupFailed, match="rank 0 showed no sign of life"):
             g.window(settle=0, steps=1, limit=1, stage="testing")
+    assert alive(pids) == []
 
 
 @pytest.mark.slow
@@ -156,13 +152,6 @@ def test_a_rank_that_is_frozen_while_it_is_built_is_not_waited_for() -> None:
     config = busy_config(2, fault="stop", fault_rank=1, fault_place="build")
     with pytest.raises(GroupFailed, match="rank 1 was stopped by a signal while building"), group(config):
         pass
-
-
-def test_leaving_the_context_kills_a_group_at_work() -> None:
-    with contextlib.suppress(KeyboardInterrupt), group(busy_config(2)) as g:
-        pids = g.pids
-        raise KeyboardInterrupt
-    assert alive(pids) == []
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------
@@ -176,37 +165,32 @@ os.kill(os.getpid(), signal.SIGKILL if sys.argv[1:] else signal.SIGSTOP)
 """
 
 
-@contextlib.contextmanager
-def owned(parent: Path, *, killed: bool) -> Iterator[Path]:
-    """A group's folder whose owner is killed, or lives for as long as the context."""
-    command = [sys.executable, "-c", OWN, *(["killed"] if killed else [])]
-    environment = {**os.environ, "TMPDIR": str(parent)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        folder = Path(process.stdout.readline().strip())
-        if killed:
-            process.wait()
-        try:
-            yield folder
-        finally:
-            process.kill()
+def owner(parent: Path, *words: str) -> tuple[Path, subprocess.Popen[str]]:
+    """A group's folder, and the process that owns it, which is killed or stands still."""
+    how: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "env": {**os.environ, "TMPDIR": str(parent)}}
+    process = subprocess.Popen([sys.executable, "-c", OWN, *words], **how)
+    assert process.stdout is not None
+    return Path(process.stdout.readline().strip()), process
 
 
 def test_folders_of_killed_parents_are_swept_and_all_others_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with owned(tmp_path, killed=True) as gone, owned(tmp_path, killed=False) as used:
-        host = gone.name.rpartition(".")[0]
-        unmarked, elsewhere = tmp_path / f"{host}.new", tmp_path / "ddpm_lab.0123456789ab.other"
-        for folder in (unmarked, elsewhere):  # one that is just being made, and one of another host
-            folder.mkdir()
-        (elsewhere / "owner").touch()
-        link = tmp_path / f"{host}.link"
-        link.symlink_to(elsewhere)
-        sweep()
-        assert not gone.exists()
-        assert all(folder.exists() for folder in (used, unmarked, elsewhere, link))
+    (gone, killed), (used, lives) = owner(tmp_path, "killed"), owner(tmp_path)
+    killed.communicate()
+    host = gone.name.rpartition(".")[0]
+    unmarked, elsewhere = tmp_path / f"{host}.new", tmp_path / "ddpm_lab.0123456789ab.other"
+    for folder in (unmarked, elsewhere):  # one that is just being made, and one of another host
+        folder.mkdir()
+    (elsewhere / "owner").touch()
+    link = tmp_path / f"{host}.link"
+    link.symlink_to(elsewhere)
+    sweep()
+    assert not gone.exists()
+    assert all(folder.exists() for folder in (used, unmarked, elsewhere, link))
+    lives.kill()
+    lives.communicate()
     sweep()
     assert not used.exists()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,10 +38,8 @@ class Machine:
         self.family = Family(name="f", baseline=base, baseline_label="base", candidates=(), search_up_to=most)
         self.fits, self.status = fits, status
         self.fixed = self.each = 0  # bytes of a rank
-        self.records: list[RunRecord] = []
-        self.tried: list[int] = []
-        self.stop_after = math.inf
-        self.left: float | None = None
+        self.records, self.tried = list[RunRecord](), list[int]()
+        self.stop_after, self.left = math.inf, None if base.device == "cpu" else 1e9
 
     def attempt(self, member: Member) -> RunRecord:
         batch, ranks = member.config.global_batch_size, member.config.world_size
@@ -51,19 +48,12 @@ class Machine:
             raise KeyboardInterrupt
         self.tried.append(batch)
         peak = self.fixed + self.each * batch // ranks
-        fits = {"status": "ok"} if batch <= self.fits else {"status": self.status, "reason": "no room"}
-        record = make.record(
-            member.config,
-            role=member.role,
-            label=member.label,
-            set_id="",
-            baseline_id="",
-            stages={"start": 1.0, "warmup": batch / 100},
-            ranks=(dataclasses.replace(make.rank_record(0), peak_memory_bytes=None, peak_rss_bytes=peak),) * ranks,
-            **fits,
-        )
-        self.records.append(record)
-        return record
+        rank = dataclasses.replace(make.rank_record(0), peak_memory_bytes=None, peak_rss_bytes=peak)
+        how: dict[str, Any] = {"status": "ok"} if batch <= self.fits else {"status": self.status, "reason": "no room"}
+        how |= {"set_id": "", "baseline_id": "", "role": member.role, "label": member.label}
+        how |= {"stages": {"start": 1.0, "warmup": batch / 100}, "ranks": (rank,) * ranks}
+        self.records.append(make.record(member.config, **how))
+        return self.records[-1]
 
     def search(self) -> RunRecord | None:
         return largest_batch.largest_batch(self.family, self.records, self.attempt, lambda: self.left)
@@ -75,15 +65,11 @@ class Machine:
         return ended.config.global_batch_size if ended.status == "ok" else 0, ended.label
 
 
-# --- what is found ---------------------------------------------------------------------------------------------------
-
-
 @given(fits=st.integers(0, 20_000), first=st.integers(1, 300), ranks=st.integers(1, 8))
 def test_the_planted_limit_is_found_to_a_sixteenth_and_nothing_is_tried_twice(
     fits: int, first: int, ranks: int
 ) -> None:
     planted = Machine(dataclasses.replace(CUDA, world_size=ranks, global_batch_size=first * ranks), fits)
-    planted.left = 1e9
     found, limit = planted.found()
     assert limit == "memory"
     assert found <= fits < found + max(ranks, found / largest_batch.PARTS)
@@ -109,41 +95,27 @@ def test_a_killed_search_goes_on_where_it_stopped(fits: int, stop: int) -> None:
     assert killed.tried == whole.tried
 
 
-# --- what else ends a search -----------------------------------------------------------------------------------------
-
-
 def test_a_cap_a_budget_and_a_failure_end_it_with_their_reason() -> None:
     full = Machine(CUDA, 1200)
     assert full.found() == (1152, "memory")
     assert full.tried == [128, 256, 512, 1024, 2048, 1536, 1280, 1152, 1216], "doubled, and then the gap is halved"
-    assert "1,216 images are out of memory" in str(full.search().reason)  # type: ignore[union-attr]
-
     capped = Machine(CUDA, 10**6, most=1000)
     assert capped.found() == (1000, "cap")
     assert capped.tried == [128, 256, 512, 1000]
-
     slow = Machine(CUDA, 10**6)
     slow.left = 40.0  # a try takes a second and 10 ms an image; it may take half of what is left
     assert slow.found() == (1024, "time")
-    assert "2,048 images would take about 21 s" in str(slow.search().reason)  # type: ignore[union-attr]
     slow.left = None
     assert slow.found() == (8192, "time"), "with more time it goes on, to the longest try"
     assert slow.tried == [128 * 2**i for i in range(7)]
-
     crashing = Machine(CUDA, 300, status="crashed")
-    assert crashing.found() == (256, "failure")
-    assert crashing.found() == (256, "failure")
+    assert crashing.found() == crashing.found() == (256, "failure")
     assert crashing.tried == [128, 256, 512, 512], "what may pass is tried again by the next run"
     refused = Machine(CUDA, 300, status="refused")
     assert refused.found() == refused.found() == (288, "failure")
     assert len(set(refused.tried)) == len(refused.tried)
-
     crashing = Machine(CUDA, 0, status="crashed")
-    assert crashing.search() is None
-    assert crashing.tried == [128]
-
-
-# --- main memory -----------------------------------------------------------------------------------------------------
+    assert (crashing.search(), crashing.tried) == (None, [128])
 
 
 @given(
@@ -195,26 +167,21 @@ def test_what_control_groups_leave_is_available(tmp_path: Path, monkeypatch: pyt
     assert largest_batch.available_bytes() == 4000 * MIB
 
 
-# --- for real --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.alone
 @pytest.mark.slow
 def test_real_groups_find_the_planted_size_and_a_kill_costs_one_try(
     tmp_path: Path, instrument: Instrument, short_plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = dataclasses.replace(busy_config(micro_steps=1, fits=22), workload="lab_workloads:hungry")
-    candidates = tuple((f"batch {n}", dataclasses.replace(base, global_batch_size=n)) for n in (16, 32))
+    base = dataclasses.replace(busy_config(micro_steps=1, fits=12), workload="lab_workloads:hungry")
+    candidates = tuple((f"batch {n}", dataclasses.replace(base, global_batch_size=n)) for n in (12, 16))
     family = Family(name="f", baseline=base, baseline_label="batch 8", candidates=candidates, search_up_to=256)
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    real: Callable[..., RunRecord] = sets.measure_alone
     tries: list[str] = []
 
     def interrupted(*arguments: Any, member: Member, **values: Any) -> RunRecord:
-        if len(tries) == 3:
+        if len(tries) == 2:
             raise KeyboardInterrupt
         tries.append(member.label)
-        return real(*arguments, member=member, **values)
+        return sets.measure_alone(*arguments, member=member, **values)
 
     def run() -> Campaign:
         target = Target(plan=short_plan, sets=1, cold_compiles=1)
@@ -225,17 +192,17 @@ def test_real_groups_find_the_planted_size_and_a_kill_costs_one_try(
     monkeypatch.setattr(campaign, "measure_alone", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run()
-    monkeypatch.setattr(campaign, "measure_alone", real)
+    monkeypatch.setattr(campaign, "measure_alone", sets.measure_alone)
     assert run().held.any
     records = ledger.read()[0]
     tried = [(r.label, r.status) for r in records if r.role == "search"]
-    sizes = [(8, "ok"), (16, "ok"), (32, "oom"), (24, "oom"), (20, "ok"), (22, "ok"), (23, "oom")]
+    sizes = [(8, "ok"), (16, "oom"), (12, "ok"), (14, "oom"), (13, "oom")]
     assert tried == [(f"batch {size}", status) for size, status in sizes]
-    ends = [(r.config.global_batch_size, r.label, r.reason) for r in records if r.role == "largest"]
-    assert ends == [(22, "memory", "23 images are out of memory")]
+    ends = [(r.config.global_batch_size, r.label) for r in records if r.role == "largest"]
+    assert ends == [(12, "memory")]
     in_sets = [(r.role, r.label) for r in records if r.windows]
-    assert in_sets == [("baseline", "batch 8"), ("twin", "batch 8 again"), ("candidate", "batch 16")]
+    assert in_sets == [("baseline", "batch 8"), ("twin", "batch 8 again"), ("candidate", "batch 12")]
     assert len({sum(w.images for w in r.windows) for r in records if r.windows}) == 1, "equal work"
-    assert [r.label for r in records if r.role == "note"] == ["batch 32"]
+    assert [r.label for r in records if r.role == "note"] == ["batch 16"]
     assert run().measured_sets == 0
     assert len(ledger.read()[0]) == len(records)

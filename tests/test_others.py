@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,47 +18,36 @@ from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import others
 from ddpm_lab.measure.others import LOCK_VARIABLE, CpuClock, measuring
 
-# CPU seconds
-
-SPIN = "import time\nprint('go', flush=True)\nend = time.monotonic() + 30\nwhile time.monotonic() < end: pass"
-
 
 def others_beside(command: list[str]) -> float | None:
-    """Cores that a second of watching ascribes to others while ``command`` runs."""
+    """Cores that a second of watching ascribes to others while ``command`` runs, which says its process id."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            pid = process.stdout.readline()
-            before = CpuClock.read()
-            time.sleep(0.8)
-            after = CpuClock.read()
-        finally:
-            process.kill()
-            if pid.strip().isdigit():
-                os.kill(int(pid), 9)
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        before = CpuClock.read()
+        time.sleep(0.8)
+        after = CpuClock.read()
+        os.kill(pid, signal.SIGKILL)
     return before.until(after).others_cores
 
 
 @pytest.mark.alone
 @pytest.mark.slow
 def test_a_busy_stranger_is_seen_and_a_busy_child_is_not() -> None:
-    mine = others_beside([sys.executable, "-c", SPIN])
+    spin = "import os, time\nprint(os.getpid(), flush=True)\nwhile True: time.monotonic()"
+    mine = others_beside([sys.executable, "-c", spin])
     if mine is None:
         pytest.skip("a CPU quota holds here: what others take is unknown")
     # An orphan belongs to init: a stranger, as far as this process can tell.
-    orphan = (
-        "import os, time\npid = os.fork()\nif pid: print(pid, flush=True); os._exit(0)\nwhile True: time.monotonic()"
-    )
-    stranger = others_beside([sys.executable, "-c", orphan])
+    stranger = others_beside([sys.executable, "-c", f"import os\nif os.fork(): os._exit(0)\n{spin}"])
     assert stranger is not None
     assert stranger - mine > 0.4, "one core, less what the machine's other processes changed meanwhile"
 
 
 def test_a_child_that_has_ended_is_no_stranger() -> None:
-    code = "import time\nwhile time.process_time() < 0.5: pass"
     before = CpuClock.read()
-    subprocess.run([sys.executable, "-c", code], check=True)
-    assert CpuClock.read().own - before.own >= 0.45
+    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.2: pass"], check=True)
+    assert CpuClock.read().own - before.own >= 0.15
 
 
 # Ticks of user, nice, system, idle, iowait, irq, softirq, steal, guest (part of user), guest_nice
@@ -81,13 +71,16 @@ def test_only_the_cores_of_this_process_count(machine_files: dict[str, str], mon
     assert use.stolen == pytest.approx(7 * tick)
 
 
-def test_under_a_quota_the_share_of_others_is_unknown(
+def test_what_others_take_is_unknown_under_a_quota_and_where_the_kernel_shows_no_such_cores(
     machine_files: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for stat in ("", "cpux 1\n", "cpu0 1 2\n", STAT.format(1, 1, 1, 1, 1)):
+        machine_files["/proc/stat"] = stat
+        use = CpuClock.read().until(CpuClock.read())  # sixteen cores, as far as the affinity says
+        assert (use.others_cores, use.stolen) == (None, None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     quota = "/sys/fs/cgroup/cpu/cpu.cfs_quota_us"
     machine_files |= {quota: "500000\n", "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"}
-    machine_files["/proc/stat"] = STAT.format(1, 1, 1, 1, 1)
     before = CpuClock.read()
     use = before.until(CpuClock.read())
     assert (use.busy, use.stolen, use.others_cores) == (0.0, 0.0, None)
@@ -97,85 +90,79 @@ def test_under_a_quota_the_share_of_others_is_unknown(
     assert before.until(free).others_cores is None
 
 
-def test_cores_that_the_kernel_does_not_show_are_unknown(machine_files: dict[str, str]) -> None:
-    for stat in ("", "cpux 1\n", "cpu0 1 2\n", STAT.format(1, 1, 1, 1, 1)):
-        machine_files["/proc/stat"] = stat
-        use = CpuClock.read().until(CpuClock.read())  # sixteen cores, as far as the affinity says
-        assert (use.others_cores, use.stolen) == (None, None)
-
-
 # Free cores and quiet moments
 
 
-def test_free_cores_are_those_that_others_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("taken", "found"),
+    [
+        ((0.24,), 4),  # quiet
+        ((0.25, 0.49), 4),
+        ((0.25, 0.5), 3),  # half a core counts as taken
+        ((3.0, 0.0), 4),  # a burst
+        ((64.0, 64.0), 1),  # one is always left
+        ((None,), 4),  # unknown
+        ((2.0, None), 4),
+    ],
+)
+def test_free_cores_are_those_that_others_leave(
+    monkeypatch: pytest.MonkeyPatch, taken: tuple[float | None, ...], found: int
+) -> None:
     """Of four; what others take at the first look and at a longer one, and how many looks there are."""
+    looks: list[float] = []
+
+    def look(seconds: float) -> float | None:
+        looks.append(seconds)
+        return taken[len(looks) - 1]
+
     monkeypatch.setattr(others, "usable_cores", lambda: 4)
-    cases: dict[tuple[float | None, ...], int] = {
-        (0.24,): 4,  # quiet
-        (0.25, 0.49): 4,
-        (0.25, 0.5): 3,  # half a core counts as taken
-        (3.0, 0.0): 4,  # a burst
-        (64.0, 64.0): 1,  # one is always left
-        (None,): 4,  # unknown
-        (2.0, None): 4,
-    }
-    for taken, found in cases.items():
-        looks: list[float] = []
-
-        def look(seconds: float, taken: tuple[float | None, ...] = taken, looks: list[float] = looks) -> float | None:
-            looks.append(seconds)
-            return taken[len(looks) - 1]
-
-        monkeypatch.setattr(others, "others_cores", look)
-        assert others.free_cores() == found, taken
-        assert looks == [3.0, 6.0][: len(taken)]
+    monkeypatch.setattr(others, "others_cores", look)
+    assert others.free_cores() == found
+    assert looks == [3.0, 6.0][: len(taken)]
 
 
-def test_a_set_waits_a_little_for_a_quiet_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = RunConfig(world_size=4, global_batch_size=32, oversubscribe=True)
-    cases: list[tuple[list[float | None], RunConfig, float]] = [
-        ([1.0, 0.3, 0.2], RunConfig(), 0.6),  # two threads on two cores leave a quarter of a core to others
-        ([1.0] * 100, RunConfig(), others.QUIET_SECONDS),
-        ([1.25, 1.24], RunConfig(threads=1), 0.4),
-        ([1.0], ranks, 0.0),
-        ([1.0], RunConfig(device="cuda"), 0.0),
-        ([None], RunConfig(), 0.2),
-    ]
-    for loads, config, waited in cases:
-        seen, now, said = iter(loads), [50.0], list[str]()
+@pytest.mark.parametrize(
+    ("loads", "settings", "waited"),
+    [
+        ([1.0, 0.3, 0.2], {}, 0.6),  # two threads on two cores leave a quarter of a core to others
+        ([1.0] * 100, {}, others.QUIET_SECONDS),
+        ([1.25, 1.24], {"threads": 1}, 0.4),
+        ([1.0], {"world_size": 4, "global_batch_size": 32, "oversubscribe": True}, 0.0),
+        ([1.0], {"device": "cuda"}, 0.0),
+        ([None], {}, 0.2),
+    ],
+)
+def test_a_set_waits_a_little_for_a_quiet_moment(
+    monkeypatch: pytest.MonkeyPatch, loads: list[float | None], settings: dict[str, Any], waited: float
+) -> None:
+    seen, now = iter(loads), [50.0]
 
-        def others_cores(seconds: float, now: list[float] = now, seen: Iterator[float | None] = seen) -> float | None:
-            now.append(now[-1] + seconds)
-            return next(seen)
+    def others_cores(seconds: float) -> float | None:
+        now.append(now[-1] + seconds)
+        return next(seen)
 
-        monkeypatch.setattr(others, "time", SimpleNamespace(monotonic=lambda now=now: now[-1]))
-        monkeypatch.setattr(others, "others_cores", others_cores)
-        others.await_quiet(config, 2, said.append)
-        assert now[-1] - 50 == pytest.approx(waited, abs=0.21 if waited == others.QUIET_SECONDS else 1e-6)
-        assert len(said) == len(now) - 1 - (0 < waited < others.QUIET_SECONDS)
+    monkeypatch.setattr(others, "time", SimpleNamespace(monotonic=lambda: now[-1]))
+    monkeypatch.setattr(others, "others_cores", others_cores)
+    others.await_quiet(RunConfig(**settings), 2, lambda _: None)
+    assert now[-1] - 50 == pytest.approx(waited, abs=0.21 if waited == others.QUIET_SECONDS else 1e-6)
 
 
 def test_a_watch_says_after_a_minute_how_many_cores_were_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of two minutes that agree; of four cores, with what others take from one reading to the next."""
-    now, takes, busy = [0.0], [0.0], [0.0]
-
-    def read() -> CpuClock:
-        return CpuClock(now[0], 0.0, busy[0], 0.0)
-
-    monkeypatch.setattr(others, "CpuClock", SimpleNamespace(read=read))
+    now, busy, alone = [0.0], [0.0], [True]
+    monkeypatch.setattr(others, "CpuClock", SimpleNamespace(read=lambda: CpuClock(now[0], 0.0, busy[0], 0.0)))
     monkeypatch.setattr(others, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(others, "side_by_side", lambda: takes[0] < 0)
+    monkeypatch.setattr(others, "side_by_side", lambda: not alone[0])
     monkeypatch.setattr(others, "usable_cores", lambda: 4)
-    watch = others.CoreWatch()
-    rows = [(59, 4), (60, 1.2), (119, 0), (120, 1.4), (180, 0), (240, 0.1), (300, -1), (360, 9), (420, 9)]
-    found, last = [], 0
-    for at, cores in rows:
-        now[0], takes[0] = float(at), cores
-        if at % 60 == 0:
-            busy[0] += cores * (at - last)
-            last = at
+    watch, found = others.CoreWatch(), []
+    for cores in (1.2, 1.4, 0.0, 0.1, None, 9.0, 9.0):
+        alone[0] = cores is not None
+        now[0] += 59
+        assert watch.free() is None, "a minute has not passed"
+        now[0] += 1
+        busy[0] += 60 * (cores or 0.0)
         found.append(watch.free())
-    assert found == [None, None, None, 3, None, 4, None, None, 1]
+    assert found == [None, 3, None, 4, None, None, 1]
 
 
 # One measurement at a time

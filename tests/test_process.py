@@ -57,31 +57,27 @@ def test_a_touch_keeps_what_the_rank_said(tmp_path: Path) -> None:
 
 
 def test_a_process_is_killed_and_one_that_took_over_its_pid_is_not() -> None:
+    """Its group too, when the leader is gone."""
+    words = {"start_new_session": True, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(["sh", "-c", "sleep 60 & echo $!"], **words) as leader:  # type: ignore[call-overload]
+        started, member = start_ticks(leader.pid), int(leader.stdout.readline())
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
-        started = start_ticks(process.pid)
-        assert started is not None
+        ticks = start_ticks(process.pid)
+        assert ticks is not None
         for send in (os.kill, os.killpg):
-            kill(send, process.pid, started - 1)
+            kill(send, process.pid, ticks - 1)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.3)
-        kill(os.killpg, process.pid, started)
+        kill(os.kill, process.pid, ticks)
         assert process.wait(10) == -signal.SIGKILL
     assert start_ticks(process.pid) is None
-    kill(os.kill, process.pid, started)
-
-
-def test_a_group_is_killed_when_its_leader_is_gone() -> None:
-    code = "sleep 60 & echo $!"
-    with subprocess.Popen(["sh", "-c", code], start_new_session=True, stdout=subprocess.PIPE, text=True) as leader:
-        started = start_ticks(leader.pid)
-        assert leader.stdout is not None
-        left = int(leader.stdout.readline())
-    assert alive([left]) == [left]
+    kill(os.kill, process.pid, ticks)
+    assert alive([member]) == [member]
     kill(os.killpg, leader.pid, started)
     deadline = time.monotonic() + 10
-    while alive([left]) and time.monotonic() < deadline:
+    while alive([member]) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert alive([left]) == []
+    assert alive([member]) == []
 
 
 def test_whoever_allocates_out_of_memory_is_out_of_memory() -> None:

@@ -33,13 +33,11 @@ def test_a_generator_steps_at_every_yield() -> None:
 
     workload = make(loop)
     assert seen == []
-    batches = workload.batches()
-    losses = [workload.step(next(batches)) for _ in range(3)]
-    assert seen == [0, 1, 2]
-    assert [float(loss) for loss in losses] == [0, 1, 2]
+    losses = [workload.step(None) for _ in range(3)]
+    assert seen == [float(loss) for loss in losses] == [0, 1, 2]
     assert not any(loss.requires_grad for loss in losses), "a kept graph would grow with every window"
     assert workload.witness()["images"] == 3 * 4
-    with pytest.raises(RuntimeError, match=r"the loop of mine:f ended after 3 steps: let it go on"):
+    with pytest.raises(RuntimeError, match=r"mine:f ended after 3 steps"):
         workload.step(None)
 
 
@@ -54,15 +52,10 @@ def test_a_workload_is_taken_as_it_is_a_function_is_a_step_and_anything_else_is_
 
     assert make(Own).given == (CONFIG, CONTEXT)
     assert make(lambda: lambda: 0.5).step(None) == 0.5
-    functions: list[tuple[Callable[..., Any], str]] = [
-        (lambda _a: None, "takes 1 arguments: write it to take none, or (config, context)"),
-        (lambda: 5, ") returned int: let it yield after every step"),
-        (lambda: None, ") returned NoneType"),
-    ]
+    functions: list[tuple[Callable[..., Any], str]] = [(lambda _a: None, "takes 1 arg"), (lambda: 5, "returned int")]
     for function, words in functions:
-        with pytest.raises(TypeError) as refusal:
+        with pytest.raises(TypeError, match=words):
             make(function)
-        assert words in str(refusal.value)
 
 
 @pytest.mark.slow

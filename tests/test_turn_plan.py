@@ -52,12 +52,9 @@ def test_all_configurations_process_the_same_images(
 def test_the_fastest_fills_the_window_and_the_slowest_is_held_to_ten_times_it() -> None:
     plan = Plan(window_seconds=0.4, window_steps=5)
     assert steps_of_windows(plan, [32, 32], [0.010, 0.020], [0, 0]) == [40, 40]
-    # Half the batch, twice the steps; the images are those that 0.4 s of the fastest take.
-    assert steps_of_windows(plan, [32, 16], [0.010, 0.010], [0, 0]) == [40, 80]
-    # 400 steps would fill the fast one's window and take the slow one 40 s.
-    assert steps_of_windows(plan, [32, 32], [0.001, 0.1], [0, 0]) == [40, 40]
-    # The fewest steps come first: a cap must not leave a configuration with too few.
-    assert steps_of_windows(plan, [32, 32], [0.001, 3.0], [0, 0]) == [5, 5]
+    assert steps_of_windows(plan, [32, 16], [0.010, 0.010], [0, 0]) == [40, 80], "the images of the fastest in 0.4 s"
+    assert steps_of_windows(plan, [32, 32], [0.001, 0.1], [0, 0]) == [40, 40], "400 would take the slow one 40 s"
+    assert steps_of_windows(plan, [32, 32], [0.001, 3.0], [0, 0]) == [5, 5], "no cap leaves one with too few"
     assert steps_of_windows(plan, [32, 32], [0.1, 0.1], [0, 4]) == [40, 40], "a queue lengthens the whole set's"
 
 
