@@ -25,7 +25,7 @@ class Planted:
     """Nothing is started, and nothing is told."""
 
     def __init__(self, config: RunConfig, context: RankContext) -> None:
-        self.config, self.context = config, context
+        self.config, self.context, self.option = config, context, config.option
 
     def batches(self) -> Iterator[Any]:
         yield from itertools.count()
@@ -42,21 +42,17 @@ class Busy(Planted):
 
     def __init__(self, config: RunConfig, context: RankContext) -> None:
         super().__init__(config, context)
-        self.micro_steps = int(config.option("micro_steps", 100))
-        self.values = torch.ones(64, 64)
-        self.steps = 0
-        self.lock = multiprocessing.RLock() if config.option("lock", False) else None
+        self.values, self.steps = torch.ones(64, 64), 0
+        self.lock = multiprocessing.RLock() if self.option("lock", False) else None
         self.fault("build")
 
     def fault(self, place: str) -> None:
-        option = self.config.option
-        if (
-            option("fault_place", "forward") != place
-            or self.context.rank != option("fault_rank", 0)
-            or self.steps != option("fault_step", 0)
-        ):
+        planted = [
+            self.option(f"fault_{name}", usual) for name, usual in (("place", "forward"), ("rank", 0), ("step", 0))
+        ]
+        if planted != [place, self.context.rank, self.steps]:
             return
-        match option("fault", ""):
+        match self.option("fault", ""):
             case "raise":
                 raise RuntimeError("planted fault")
             case "end of file":
@@ -76,16 +72,11 @@ class Busy(Planted):
             case "full disk":  # of this process alone; Python ignores the signal, and writing fails
                 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
-    def batches(self) -> Iterator[Any]:
-        for batch in itertools.count():
-            self.fault("data")
-            yield batch
-
     def step(self, batch: Any) -> float:
         del batch
         self.context.mark("forward")
         self.fault("forward")
-        for _ in range(self.micro_steps):
+        for _ in range(self.option("micro_steps", 100)):
             self.values @ self.values
         if self.context.world_size > 1:
             self.context.mark("all-reduce")
@@ -93,22 +84,20 @@ class Busy(Planted):
             dist.all_reduce(self.values)
             self.values.fill_(1.0)
         self.steps += 1
-        return float("nan") if self.config.option("fault", "") == "nan" else 1.0
+        return float("nan") if self.option("fault", "") == "nan" else 1.0
 
     def witness(self) -> dict[str, Any]:
-        honest = min(self.steps, int(self.config.option("skips_after", self.steps)))
+        honest = min(self.steps, int(self.option("skips_after", self.steps)))
         said = {"images": honest * self.config.rank_batch_size, "loader_workers": self.config.loader_workers}
-        return {**said, **dict(self.config.option("says", ()))}
+        return {**said, **dict(self.option("says", ()))}
 
 
 class Hungry(Busy):
-    """Takes memory in proportion to its batch, and is out of it above ``fits`` images."""
+    """Is out of memory above ``fits`` images."""
 
     def step(self, batch: Any) -> float:
-        images = self.config.rank_batch_size
-        if images > self.config.option("fits", images):
+        if self.config.rank_batch_size > self.option("fits", 0):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-        self.taken = torch.ones(images * int(self.config.option("image_bytes", 0)), dtype=torch.uint8)
         return super().step(batch)
 
 
@@ -127,18 +116,15 @@ class Phased(Planted):
     exchange and the backward pass cover.
     """
 
-    SECONDS: ClassVar = dict.fromkeys(("data", "copy", "optimizer", "ema"), 0.008) | {
-        "forward": 0.01,
-        "backward": 0.012,
-    }
+    SECONDS: ClassVar = {"data": 0.008, "copy": 0.008, "forward": 0.01, "backward": 0.012, "optimizer": 0.008}
 
     def __init__(self, config: RunConfig, context: RankContext) -> None:
         super().__init__(config, context)
         self.truth: list[dict[str, float]] = []
 
-    def busy(self, phase: str, seconds: float, start: float | None = None) -> float:
+    def busy(self, phase: str, seconds: float = 0.008, start: float | None = None) -> float:
         start = now = time.perf_counter() if start is None else start
-        while now - start < seconds:
+        while now - start < self.SECONDS.get(phase, seconds):
             now = time.perf_counter()
         self.truth[-1][phase] = now - start
         return now
@@ -146,29 +132,29 @@ class Phased(Planted):
     def batches(self) -> Iterator[Any]:
         while True:
             self.truth.append({})
-            self.busy("data", self.SECONDS["data"])
+            self.busy("data")
             yield None
 
     def step(self, batch: Any) -> float:
         del batch
         mark, truth = self.context.mark, self.truth[-1]
-        self.busy("unnamed", float(self.config.option("unnamed_seconds", 0.0)))
+        self.busy("unnamed", float(self.option("unnamed_seconds", 0.0)))
         for phase in ("copy", "forward"):
             mark(phase)
-            self.busy(phase, self.SECONDS[phase])
+            self.busy(phase)
         times: list[float] = []
         thread = threading.Thread(target=self.exchange, args=(times,))
         mark("backward")
         start = time.perf_counter()
         thread.start()
-        end = self.busy("backward", self.SECONDS["backward"], start)
+        end = self.busy("backward", start=start)
         mark("communication")
         begun = time.perf_counter()
         thread.join()
         truth["communication"] = time.perf_counter() - begun
         for phase in ("optimizer", "ema"):
             mark(phase)
-            self.busy(phase, self.SECONDS[phase])
+            self.busy(phase)
         truth["exchange"] = times[1] - times[0]
         truth["overlapped"] = max(0.0, min(times[1], end) - max(times[0], start))
         return 0.0
@@ -184,31 +170,27 @@ class Phased(Planted):
 
 
 class Exchanging(Planted):
-    """A small network under DistributedDataParallel whose gradients go in several buckets; one rank may be slow."""
+    """A small network under DistributedDataParallel whose gradients go in several buckets."""
 
     def __init__(self, config: RunConfig, context: RankContext) -> None:
         super().__init__(config, context)
         torch.manual_seed(0)
         self.network = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
         self.ddp = torch.nn.parallel.DistributedDataParallel(self.network, bucket_cap_mb=0.3)
-        hook = bf16_compress_hook if config.option("hook", False) else None
+        hook = bf16_compress_hook if self.option("hook", False) else None
         context.watch(self.ddp, hook and (lambda _, bucket: hook(None, bucket)))  # type: ignore[arg-type]
+        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.1)
         self.images = torch.randn(256, 256, generator=torch.Generator().manual_seed(context.rank))
 
     def step(self, batch: Any) -> float:
         del batch
         self.context.mark("forward")
-        if self.context.rank == self.config.option("slow_rank", -1):
-            time.sleep(0.03)
         loss = self.ddp(self.images).square().mean()
         self.context.mark("backward")
         loss.backward()
         self.context.mark("optimizer")
-        with torch.no_grad():
-            for p in self.network.parameters():
-                if p.grad is not None:
-                    p.sub_(p.grad, alpha=0.1)
-                    p.grad = None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return float(loss.detach())
 
     def witness(self) -> dict[str, Any]:
@@ -219,44 +201,22 @@ class Waiting(Planted):
     """A step of timed waits, so that ranks do not fight for cores: what is lost to more ranks is planted, in seconds.
 
     A step takes ``fixed`` and for each image of the rank ``image``; ``loader`` unless batches are ready, ``exchange``
-    where gradients are exchanged, and ``slow`` on rank 1.
+    where gradients are exchanged, and ``slow`` on rank 1. ``narrow`` and ``compiled`` are what the time of an image is
+    multiplied by in bf16 and where the step is compiled.
     """
+
+    ready = ("still",)
 
     def __init__(self, config: RunConfig, context: RankContext) -> None:
         super().__init__(config, context)
         self.gradients = torch.ones(1000)
 
-    def wait(self, name: str, times: int = 1) -> None:
-        time.sleep(times * float(self.config.option(name, 0.0)))
+    def wait(self, name: str, times: float = 1) -> None:
+        time.sleep(times * float(self.option(name, 0.0)))
 
     def batches(self) -> Iterator[Any]:
         for step in itertools.count():
-            if self.config.loader != "still":
-                self.wait("loader")
-            yield step
-
-    def step(self, batch: Any) -> float:
-        del batch
-        self.wait("fixed")
-        self.wait("image", self.config.rank_batch_size)
-        if self.context.rank == 1:
-            self.wait("slow")
-        if self.context.world_size > 1 and self.config.exchange.enabled:
-            dist.all_reduce(self.gradients)
-            self.wait("exchange")
-        return 0.0
-
-
-class Levers(Waiting):
-    """A step of timed waits on which the lab's settings act as planted.
-
-    ``loader`` is waited where files are read, ``narrow`` and ``compiled`` are what the time of an image is multiplied
-    by in bf16 and where the step is compiled, and ``slow`` comes on rank 1.
-    """
-
-    def batches(self) -> Iterator[Any]:
-        for step in itertools.count():
-            if self.config.loader == "files":
+            if self.config.loader not in self.ready:
                 self.wait("loader")
             yield step
 
@@ -264,17 +224,24 @@ class Levers(Waiting):
         del batch
         config = self.config
         self.context.mark("forward")
-        factor = float(config.option("narrow", 1.0)) if config.precision == "bf16" else 1.0
-        factor *= float(config.option("compiled", 1.0)) if config.compile != "off" else 1.0
-        slow = float(config.option("slow", 0.0)) if self.context.rank == 1 else 0.0
-        images = factor * config.rank_batch_size * float(config.option("image", 0.0))
-        time.sleep(images + slow)
+        factor = float(self.option("narrow", 1.0)) if config.precision == "bf16" else 1.0
+        factor *= float(self.option("compiled", 1.0)) if config.compile != "off" else 1.0
+        self.wait("image", factor * config.rank_batch_size)
+        if self.context.rank == 1:
+            self.wait("slow")
         self.context.mark("optimizer")
         self.wait("fixed")
         if config.world_size > 1 and config.exchange.enabled:
             self.context.mark("communication")
             dist.all_reduce(self.gradients)
+            self.wait("exchange")
         return 0.0
+
+
+class Levers(Waiting):
+    """The same, where packed images are ready too."""
+
+    ready = ("still", "packed", "resident")
 
 
 busy, hungry, compiling, phased = Busy, Hungry, Compiling, Phased

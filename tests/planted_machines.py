@@ -18,7 +18,7 @@ COSTS = {"loader": 0.0, "fixed": 0.002, "image": 0.001, "narrow": 1.1, "compiled
 """Seconds, and factors, by the names of the options of the workload."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Planted:
     """A configuration in question with planted ``costs``; ``cure`` is the change that must come first.
 
@@ -28,8 +28,13 @@ class Planted:
     settings: Mapping[str, Any]
     costs: Mapping[str, float]
     cure: str
-    title: str
+    found: str = ""
     beside: str = ""
+
+    @property
+    def title(self) -> str:
+        """What must be found: the cure, where there is one."""
+        return self.found or self.cure
 
     @property
     def config(self) -> RunConfig:
@@ -68,20 +73,12 @@ def seconds(config: RunConfig) -> float:
 
 
 MACHINES = {
-    "slow loader": Planted(
-        settings={"loader": "files"}, costs={"loader": 0.030}, cure="packed data", beside="bf16", title="packed data"
-    ),
-    "tiny batch": Planted(settings={"global_batch_size": 8}, costs={"fixed": 0.020}, cure="batch 64", title="batch 64"),
-    "accidental fp32": Planted(settings={}, costs={"narrow": 0.6}, cure="bf16", title="bf16"),
-    "compile that never pays off": Planted(
-        settings={"compile": "whole"}, costs={"compiled": 1.4}, cure="eager", title="eager"
-    ),
+    "slow loader": Planted({"loader": "files"}, {"loader": 0.030}, "packed data", beside="bf16"),
+    "tiny batch": Planted({"global_batch_size": 8}, {"fixed": 0.020}, "batch 64"),
+    "accidental fp32": Planted({}, {"narrow": 0.6}, "bf16"),
+    "compile that never pays off": Planted({"compile": "whole"}, {"compiled": 1.4}, "eager"),
     "straggler": Planted(
-        settings={"world_size": 2},
-        costs={"image": 0.002, "slow": 0.010},
-        cure="",
-        beside="bf16",
-        title="Find out why rank 1 is slow",
+        {"world_size": 2}, {"image": 0.002, "slow": 0.010}, "", "Find out why rank 1 is slow", beside="bf16"
     ),
 }
 

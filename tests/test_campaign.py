@@ -19,8 +19,7 @@ from campaign_lab import BOTH, Lab, config, experiment, family
 from records import gradient_check
 from setups import setup
 
-from ddpm_lab.config import RunConfig
-from ddpm_lab.measure import campaign, shortfall, turn_plan
+from ddpm_lab.measure import shortfall, turn_plan
 from ddpm_lab.measure.campaign import NO_TIME
 from ddpm_lab.plan import MOST_CANDIDATES, Experiment, Family, Plan, by_stage
 from ddpm_lab.questions.quality import quality
@@ -28,9 +27,6 @@ from ddpm_lab.training.setting import Images
 
 ONE = experiment(family("f", 1, primary="c1"))
 HERE = setup(images=Images(folder="", sha256="", name=""))
-COMPILED = Family(
-    name="f", baseline=config(0), baseline_label="eager", candidates=(("compiled", config(0, compile="whole")),)
-)
 
 
 @pytest.fixture
@@ -53,10 +49,12 @@ def left_out(lab: Lab) -> list[str]:
 
 def test_what_the_ledger_has_is_not_measured_again_and_a_kill_costs_the_unfinished_set(lab: Lab) -> None:
     asked, whole = experiment(family("f", 2)), ("f", [*BOTH, "c1", "c2"])
+    assert lab.campaign(asked).forecast() == 3 * 4 * shortfall.PLACE_SECONDS
     lab.stop_after = 2
     with pytest.raises(KeyboardInterrupt):
         lab.run(asked)
     lab.stop_after = None
+    assert lab.campaign(asked).forecast() == 4 * 7.0, "one set, by the stages of the records"
     lab.run(asked)
     assert lab.sets == [whole]
     lines = lab.ledger.path.read_text().splitlines(keepends=True)
@@ -132,59 +130,25 @@ def test_the_primary_comparison_comes_first_and_alone_in_its_sets(lab: Lab) -> N
 # --- what is measured alone ------------------------------------------------------------------------------------------
 
 
-def test_cold_compiles_come_first_and_once(lab: Lab) -> None:
-    lab.run(experiment(COMPILED), cold_compiles=1)
-    assert (lab.alone, len(lab.sets)) == ([("cold", "compiled")], 3)
-    assert [r.baseline_id for r in lab.records("cold")] == [config(0).run_id]
-    for alone in ([("cold", "compiled")], []):
-        lab.run(experiment(COMPILED))
-        assert (lab.alone, lab.sets) == (alone, [])
-
-
-def test_what_fails_alone_is_tried_once_and_again_where_that_may_pass(lab: Lab) -> None:
-    profiled = config(0, purpose="profile", world_size=2)
+def test_what_is_measured_alone_comes_first_and_once_and_again_where_a_failure_may_pass(lab: Lab) -> None:
+    compiled, profiled = config(0, compile="whole"), config(0, purpose="profile", world_size=2)
     profile = Experiment(name="profile", families=(), profiles=(("f", "fp32, 2 ranks", profiled),))
-    compiled = experiment(COMPILED), config(0, compile="whole").run_id
-    for (asked, run_id), status, again in (
-        *((compiled, status, again) for status, again in (("diverged", 0), ("crashed", 1))),
-        *(((profile, profiled.run_id), status, again) for status, again in (("ok", 0), ("oom", 0), ("crashed", 1))),
+    eager = Family(name="f", baseline=config(0), baseline_label="eager", candidates=(("compiled", compiled),))
+    for asked, config_, status, alone, again, sets in (
+        (experiment(eager), compiled, "ok", 2, 0, 3),
+        (experiment(eager), compiled, "diverged", 1, 0, 0),
+        (experiment(eager), compiled, "crashed", 1, 1, 0),
+        (profile, profiled, "ok", 1, 0, 0),
+        (profile, profiled, "oom", 1, 0, 0),
+        (profile, profiled, "crashed", 1, 1, 0),
     ):
         lab.forget()
-        lab.failures = {run_id: status}
+        lab.failures = {config_.run_id: status}
         lab.run(asked)
-        assert (len(lab.alone), lab.sets) == (1, [])
-        if asked is profile:
-            assert len({p.name for p in lab.traces if p.parent == lab.folder and profiled.run_id in p.name}) == 2
+        assert (len(lab.alone), len(lab.sets)) == (alone, sets)
+        assert asked is not profile or len({p for p in lab.traces if p.parent == lab.folder}) == 2
         lab.run(asked)
         assert (len(lab.alone), lab.sets) == (again, [])
-
-
-def test_a_search_comes_before_the_sets_and_leaves_out_what_is_larger(lab: Lab) -> None:
-    base = RunConfig(device="cuda", global_batch_size=8)
-    larger = {n: dataclasses.replace(base, global_batch_size=n) for n in (16, 24, 32, 64)}
-    candidates = tuple((f"c{n}", c) for n, c in larger.items() if n != 24)
-    sizes = Family(name="f", baseline=base, baseline_label="base", candidates=candidates, search_up_to=64)
-    lab.failures = {larger[32].run_id: "oom", larger[24].run_id: "oom"}
-    # Sets of the sizes that do not fit are forecast until the search has said so.
-    assert lab.campaign(experiment(sizes)).forecast() == campaign.SEARCH_SECONDS + 3 * 5 * shortfall.PLACE_SECONDS
-    assert lab.run(experiment(sizes)).held.any
-    assert lab.alone == [("search", f"batch {n}") for n in (8, 16, 32, 24, 20, 22, 23)]
-    assert lab.sets == [("f", [*BOTH, "c16"])] * 3
-    assert [(r.label, r.config.global_batch_size) for r in lab.records("largest")] == [("memory", 23)]
-    assert {(r.set_id, r.baseline_id) for r in (*lab.records("search"), *lab.records("largest"))} == {("", "")}
-    assert [n.label for n in lab.records("note")] == ["c32", "c64"]
-    lines = len(lab.ledger.read()[0])
-    lab.run(experiment(sizes))
-    assert (lab.alone, lab.sets, len(lab.ledger.read()[0])) == ([], [], lines)
-
-
-def test_what_was_left_out_is_noted_once(lab: Lab) -> None:
-    rows = (("f", "fp16", "needs a CUDA device"), ("f", "tf32", "needs a CUDA device"))
-    for _ in range(2):
-        lab.run(experiment(family("f", 1), left_out=rows))
-    notes = lab.records("note")
-    assert [(n.family, n.label, n.reason) for n in notes] == list(rows)
-    assert {(n.status, n.set_id, n.baseline_id, n.windows) for n in notes} == {("left out", "", config(0).run_id, ())}
 
 
 # --- trials ----------------------------------------------------------------------------------------------------------
@@ -292,13 +256,6 @@ def test_turns_follow_from_the_scatter_of_this_machine_and_stay(lab: Lab) -> Non
     lab.run(experiment(family("f", 2)), sets=24)
     assert ("f", [*BOTH, "c2"]) in lab.sets
     assert set(lab.turns) == {12}, "whatever scatter there is later, and of a candidate that joins others"
-
-
-def test_the_forecast_is_what_is_missing_times_what_it_took(lab: Lab) -> None:
-    asked = experiment(family("f", 2))
-    assert lab.campaign(asked).forecast() == 3 * 4 * shortfall.PLACE_SECONDS
-    lab.run(asked, sets=1)
-    assert lab.campaign(asked).forecast() == 2 * 4 * 7.0  # the stages of a record add up to 7 s
 
 
 # --- what was shown --------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -50,23 +49,6 @@ def test_two_ranks_work_and_leave_nothing() -> None:
     assert listening <= {"127.0.0.1", "::1"}
     assert alive(pids) == []
     assert not folder.exists()
-
-
-@pytest.mark.slow
-def test_one_to_three_ranks_train_the_same(synthetic: RunConfig) -> None:
-    """Beyond the cores too, where nothing is said of speed: the images, timesteps and noise are those of the batch."""
-    losses = []
-    for ranks in (1, 2, 3):
-        config = dataclasses.replace(synthetic, global_batch_size=12, world_size=ranks, oversubscribe=True)
-        with Group(config, threads=1, modules={}, environment={}) as g:
-            found = g.advance(6, 120)
-            witness = g.witness()
-            g.finish()
-        assert mismatches(config, witness) == []
-        assert sum(w["images"] for w in witness) == 6 * 12
-        losses.append([statistics.fmean(each) for each in zip(*(r["losses"] for r in found), strict=True)])
-    for other in losses[1:]:
-        assert other == pytest.approx(losses[0], rel=1e-4)
 
 
 @pytest.mark.gpu
@@ -206,24 +188,25 @@ from test_group import group
 
 
 @pytest.mark.slow
-def test_a_killed_rank_leaves_no_semaphores() -> None:
-    """Locks that libraries make in a rank, such as tqdm's while torch compiles, must not end in a warning."""
-    code = f"""{HEADER}
+def test_a_script_without_a_main_guard_can_measure_and_killed_ranks_leave_no_semaphores(tmp_path: Path) -> None:
+    """Ranks do not run their parent's main module again; locks that libraries make in a rank end in no warning."""
+    script = tmp_path / "script.py"
+    script.write_text(f"""{HEADER}
 with group(busy_config(lock=True)) as g:
+    print(len(g.window(settle=0, steps=1, limit=60, stage="testing")))
     g.finish()
 with group(busy_config(lock=True)) as g:
     pass
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+""")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["step", "collective", "compile"])
+@pytest.mark.parametrize("what", ["collective", "compile"])
 def test_nothing_outlives_a_killed_parent(what: str) -> None:
-    """Kill -9 of the parent in the middle of a step, a collective or a compile."""
+    """Kill -9 of the parent in the middle of a collective or a compile."""
     configs = {
-        "step": "busy_config(2, micro_steps=10**9)",
         "collective": "busy_config(2, micro_steps=1, fault='hang', fault_rank=1, fault_step=1)",
         "compile": "dataclasses.replace(busy_config(), workload='lab_workloads:compiling')",
     }
@@ -246,15 +229,3 @@ g.window(settle=0, steps=10**6, limit=600, stage="testing")
         while alive(everything) and time.monotonic() < deadline:
             time.sleep(0.1)
     assert alive(everything) == []
-
-
-@pytest.mark.slow
-def test_a_script_without_a_main_guard_can_measure(tmp_path: Path) -> None:
-    """Ranks do not run their parent's main module again."""
-    script = tmp_path / "script.py"
-    script.write_text(f"""{HEADER}
-with group(busy_config()) as g:
-    print(len(g.window(settle=0, steps=1, limit=60, stage="testing")))
-""")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout == "1\n", done.stderr

@@ -39,15 +39,6 @@ def test_sets_count_together_only_in_their_own_family_and_where_all_took_part() 
     assert len(held.sets(BASE.run_id, FAST.run_id, family="one")) == 6
 
 
-@pytest.mark.parametrize(("status", "lasts"), [("oom", True), ("crashed", False)])
-def test_failures_that_last(status: str, lasts: bool) -> None:
-    held = Held([make.record(FAST, role="candidate", status=status, baseline_id=BASE.run_id)])
-    assert (FAST.run_id in held.lasting, held.any) == (lasts, False)
-    assert (held.met(BASE.run_id, FAST.run_id), held.met(FAST.run_id, BASE.run_id)) == (True, False)
-    one = Held([dataclasses.replace(make.profile(BASE), status=status)])
-    assert (one.settled(BASE.run_id, "profile"), one.any) == (lasts, False)
-
-
 def test_what_is_measured_alone() -> None:
     assert not Held().settled(BASE.run_id, "profile")
     held = Held([make.profile(BASE)])
@@ -100,14 +91,3 @@ def test_turns_are_those_of_the_first_set_of_a_comparison() -> None:
     assert [held.turns(BASE.run_id, c.run_id) for c in (FAST, TWO)] == [9, 5]
     assert held.turns(BASE.run_id, BASE.run_id) == 0, "no set has the baseline and its twin alone"
     assert Held(make.sets({}, count=1, plan=Plan(turns=3))).turns(BASE.run_id, BASE.run_id) == 3
-
-
-def test_what_an_answer_rests_on() -> None:
-    held = Held(make.sets({"bf16": (FAST, 1.5)}, count=5, crowded=[0], **EXACT))
-    rests_on = held.evaluated(BASE.run_id)
-    assert rests_on["sets"] == list(held.sets(BASE.run_id))
-    assert rests_on["log_ratios"] == {FAST.run_id: [round(math.log(1.5), 6)] * 4, "twin": [0.0] * 4}
-    assert held.looked(BASE.run_id) == set()
-    for look in ({**rests_on, "sets": rests_on["sets"][:3]}, rests_on):
-        held.records += [make.record(BASE, role="look", set_id="", look=look)]
-    assert (held.looked(BASE.run_id), held.looked(FAST.run_id)) == (set(rests_on["sets"]), set())

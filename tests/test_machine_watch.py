@@ -108,16 +108,3 @@ def test_other_processes_are_counted_and_not_named_and_ones_own_are_none(watched
             pass
         asleep.kill()
     assert [watch.state[name] for name in OTHERS] == [0, 0, 0, 0]
-
-
-def test_a_long_run_is_the_mean_over_its_samples(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FIRST_SECONDS", "PERIOD_SECONDS", "LATER_SECONDS"):
-        monkeypatch.setattr(machine_watch, name, 0.001)
-    monkeypatch.setattr(machine_watch, "EARLY_SAMPLES", 2)
-    plant(card := Card(utilisation=40))
-    with Watch({"GPU-1": RANK}) as watch:
-        for utilisation, until in ((40, 10), (60, 20)):
-            card.values["utilisation"] = utilisation
-            while card.samples < until:
-                time.sleep(0.001)
-    assert watch.state["gpu_utilisation_percent"] == pytest.approx(50, abs=5)

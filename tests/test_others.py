@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -93,58 +92,39 @@ def test_what_others_take_is_unknown_under_a_quota_and_where_the_kernel_shows_no
 # Free cores and quiet moments
 
 
-@pytest.mark.parametrize(
-    ("taken", "found"),
-    [
-        ((0.24,), 4),  # quiet
-        ((0.25, 0.49), 4),
-        ((0.25, 0.5), 3),  # half a core counts as taken
-        ((3.0, 0.0), 4),  # a burst
-        ((64.0, 64.0), 1),  # one is always left
-        ((None,), 4),  # unknown
-        ((2.0, None), 4),
-    ],
-)
-def test_free_cores_are_those_that_others_leave(
-    monkeypatch: pytest.MonkeyPatch, taken: tuple[float | None, ...], found: int
-) -> None:
-    """Of four; what others take at the first look and at a longer one, and how many looks there are."""
-    looks: list[float] = []
-
-    def look(seconds: float) -> float | None:
-        looks.append(seconds)
-        return taken[len(looks) - 1]
-
+def test_free_cores_are_those_that_others_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four; what others take at the first look and at a longer one. Half a core counts as taken, one is left."""
+    rows: list[tuple[list[float | None], int]] = [([0.24], 4), ([0.25, 0.49], 4), ([0.25, 0.5], 3), ([3.0, 0.0], 4)]
+    looks: list[float | None] = []
     monkeypatch.setattr(others, "usable_cores", lambda: 4)
-    monkeypatch.setattr(others, "others_cores", look)
-    assert others.free_cores() == found
-    assert looks == [3.0, 6.0][: len(taken)]
+    monkeypatch.setattr(others, "others_cores", lambda _: looks.pop(0))
+    for taken, found in (*rows, ([64.0, 64.0], 1), ([None], 4), ([2.0, None], 4)):
+        looks += taken
+        assert (others.free_cores(), looks) == (found, []), taken
 
 
-@pytest.mark.parametrize(
-    ("loads", "settings", "waited"),
-    [
-        ([1.0, 0.3, 0.2], {}, 0.6),  # two threads on two cores leave a quarter of a core to others
-        ([1.0] * 100, {}, others.QUIET_SECONDS),
-        ([1.25, 1.24], {"threads": 1}, 0.4),
-        ([1.0], {"world_size": 4, "global_batch_size": 32, "oversubscribe": True}, 0.0),
-        ([1.0], {"device": "cuda"}, 0.0),
-        ([None], {}, 0.2),
-    ],
-)
-def test_a_set_waits_a_little_for_a_quiet_moment(
-    monkeypatch: pytest.MonkeyPatch, loads: list[float | None], settings: dict[str, Any], waited: float
-) -> None:
-    seen, now = iter(loads), [50.0]
+def test_a_set_waits_a_little_for_a_quiet_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = RunConfig(world_size=4, global_batch_size=32, oversubscribe=True)
+    rows: list[tuple[list[float | None], RunConfig, float]] = [
+        ([1.0, 0.3, 0.2], RunConfig(), 0.6),  # two threads on two cores leave a quarter of a core to others
+        ([1.0] * 100, RunConfig(), others.QUIET_SECONDS),
+        ([1.25, 1.24], RunConfig(threads=1), 0.4),
+        ([1.0], ranks, 0.0),
+        ([1.0], RunConfig(device="cuda"), 0.0),
+        ([None], RunConfig(), 0.2),
+    ]
+    now, loads = [50.0], list[float | None]()
 
     def others_cores(seconds: float) -> float | None:
-        now.append(now[-1] + seconds)
-        return next(seen)
+        now[0] += seconds
+        return loads.pop(0)
 
-    monkeypatch.setattr(others, "time", SimpleNamespace(monotonic=lambda: now[-1]))
+    monkeypatch.setattr(others, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(others, "others_cores", others_cores)
-    others.await_quiet(RunConfig(**settings), 2, lambda _: None)
-    assert now[-1] - 50 == pytest.approx(waited, abs=0.21 if waited == others.QUIET_SECONDS else 1e-6)
+    for seen, config, waited in rows:
+        now[0], loads[:] = 50.0, seen
+        others.await_quiet(config, 2, lambda _: None)
+        assert now[0] - 50 == pytest.approx(waited, abs=0.21 if waited == others.QUIET_SECONDS else 1e-6)
 
 
 def test_a_watch_says_after_a_minute_how_many_cores_were_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,17 +114,6 @@ def test_communication_of_two_ranks_is_seen_and_stays_as_it_was(hook: bool) -> N
             assert abs(window["residual_seconds"]) < 0.03 * window["step_seconds"]
 
 
-@pytest.mark.alone
-@pytest.mark.slow
-def test_the_others_wait_for_a_slow_rank_in_communication() -> None:
-    with group("exchanging", 2, slow_rank=1) as g:
-        fast, slow = (rank["unsynchronised"] for rank in take(g))
-    assert slow["phases"]["forward"] > 0.03 > fast["phases"]["forward"]
-    assert fast["phases"]["communication"] > slow["phases"]["communication"] + 0.015
-    # a step lasts as long for both
-    assert fast["step_seconds"] == pytest.approx(slow["step_seconds"], rel=0.05)
-
-
 # Against a simulated device
 
 
@@ -195,11 +184,6 @@ def test_each_second_counts_once(first: list[tuple[int, int]], second: list[tupl
     one, other = ({s for start, end in found for s in range(start, end)} for found in (first, second))
     assert phases.length(first) == len(one)
     assert phases.shared(first, second) == len(one & other)
-
-
-def test_mean_counts_what_a_window_lacks_as_nothing() -> None:
-    windows = [{"a": 1.0, "spans": {}}, {"a": 3.0, "spans": {"x": {"seconds": 2.0}}}]
-    assert phases.mean(windows) == {"a": 2.0, "spans": {"x": {"seconds": 1.0}}}
 
 
 def test_the_profiler_counts_each_second_once_and_phases_are_no_operators(tmp_path: Path) -> None:

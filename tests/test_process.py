@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import runpy
@@ -10,8 +9,6 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from conftest import alive
@@ -20,7 +17,7 @@ from fresh_processes import write_marks
 from ddpm_lab.checks import ConfigError
 from ddpm_lab.config import RunConfig
 from ddpm_lab.measure import process
-from ddpm_lab.measure.process import BEAT, Heartbeat, kill, say, start_ticks
+from ddpm_lab.measure.process import BEAT, Heartbeat, kill, start_ticks
 
 
 def _fresh(path: Path) -> Heartbeat:
@@ -80,14 +77,17 @@ def test_a_process_is_killed_and_one_that_took_over_its_pid_is_not() -> None:
     assert alive([member]) == []
 
 
-def test_whoever_allocates_out_of_memory_is_out_of_memory() -> None:
-    for error, expected in (
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"), True),
         (MemoryError(), True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
-    ):
-        assert process._out_of_memory(error) == expected
+    ],
+)
+def test_whoever_allocates_out_of_memory_is_out_of_memory(error: Exception, expected: bool) -> None:
+    assert process._out_of_memory(error) == expected
 
 
 def test_an_error_names_the_last_line_of_the_users_own_code(tmp_path: Path) -> None:
@@ -100,13 +100,3 @@ def test_an_error_names_the_last_line_of_the_users_own_code(tmp_path: Path) -> N
         RunConfig(device="tpu")
     error = refused.value.with_traceback(refused.value.__traceback__ and refused.value.__traceback__.tb_next)
     assert process._one_line(error) == f"ConfigError: {error}", "the lab's own lines are no place to look"
-
-
-def test_what_is_long_goes_by_a_file_and_what_is_short_by_the_pipe(tmp_path: Path) -> None:
-    here, there = multiprocessing.Pipe()
-    job: Any = SimpleNamespace(folder=tmp_path, rank=3)
-    for said in ({"report": {"loss": 1.5}}, {"report": {"text": "x" * 100_000}}):
-        say(job, there, said)
-        sent = here.recv_bytes()
-        assert len(sent) < 1000, "no more than a pipe takes at once"
-        assert (json.loads(sent) or json.loads((tmp_path / "rank3.said").read_bytes())) == said

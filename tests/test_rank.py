@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,9 +9,7 @@ import pytest
 import torch
 
 from ddpm_lab.config import RunConfig
-from ddpm_lab.measure.group import Group
 from ddpm_lab.measure.rank import make_workload
-from ddpm_lab.measure.witness import mismatches
 from ddpm_lab.workload import RankContext
 
 CONTEXT = RankContext(rank=0, world_size=1, device="cpu", threads=1, mark=lambda _: None)
@@ -56,18 +53,3 @@ def test_a_workload_is_taken_as_it_is_a_function_is_a_step_and_anything_else_is_
     for function, words in functions:
         with pytest.raises(TypeError, match=words):
             make(function)
-
-
-@pytest.mark.slow
-def test_a_rank_keeps_it_says_so_and_learns_the_same(synthetic: RunConfig) -> None:
-    hashes = []
-    kept = dataclasses.replace(synthetic, freed_memory="kept")
-    for config in (synthetic, kept):
-        with Group(config, threads=1, modules={}, environment={}) as group:
-            group.advance(3, 120)
-            witness = group.witness()
-            hashes.append(group.call("weights_sha256", 60))
-            group.finish()
-        assert mismatches(config, witness) == []
-    assert hashes[0] == hashes[1]
-    assert mismatches(kept, [w | {"freed_memory": "default"} for w in witness]) != []

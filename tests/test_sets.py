@@ -47,6 +47,7 @@ def test_a_set_holds_every_member_with_equal_work(instrument: Instrument, short_
     assert [r.role for r in records] == ["baseline", "twin", "candidate", "candidate"]
     assert {(r.status, r.plan.turns, len(r.windows)) for r in records} == {("ok", 3, 3)}
     assert {r.mechanism_only for r in records} == {True}, "they may have more ranks than cores"
+    assert {"torch", "torchvision", "numpy"} <= records[0].environment.packages.keys()
     assert len({r.set_id for r in records}) == len({r.baseline_id for r in records} | {records[0].run_id}) == 1
     assert len({(w.turn, w.position) for r in records for w in r.windows}) == 4 * 3
     assert len({w.images for r in records for w in r.windows}) == 1
@@ -162,10 +163,3 @@ def test_caches_of_other_code_versions_are_removed_once_nobody_used_them_for_lon
     start(seat(instrument, "candidate"))
     assert not old.exists()
     assert all((folder / "run").exists() for folder in (young, stranger, elsewhere))
-
-
-def test_long_steps_need_none_to_wake_up_and_prefetched_batches_are_always_used_up(instrument: Instrument) -> None:
-    sitting = seat(instrument, "candidate")
-    for step_seconds, prefetch, settle in ((0.05, 0, 2), (0.1, 0, 1), (1.0, 0, 0), (20.0, 4, 4), (0.01, 8, 8)):
-        sitting.warm_step_seconds, sitting.witness = step_seconds, [{"prefetch_batches": prefetch}]
-        assert sitting.settle_steps == settle
